@@ -15,8 +15,7 @@ so, it is gone, or the path is fenced.
 
 from __future__ import annotations
 
-import heapq
-import itertools
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -111,6 +110,20 @@ class Transfer:
         )
 
 
+@dataclass(slots=True)
+class _Early:
+    """An announcement whose request is to come; ``offered`` if it fits and was not passed over."""
+
+    expires_s: float
+    sender: bytes
+    message: Announce
+    offered: bool
+
+    @property
+    def writer(self) -> Writer:
+        return _writer_of(self.sender, self.message)
+
+
 class TransferEvents(Protocol):
     """Callbacks of a `ConsumerSession`, whose own state has changed before each."""
 
@@ -129,7 +142,7 @@ class TransferEvents(Protocol):
             transfer: The transfer.
             grant: The slot and the path.
             transfer_s: Seconds from the grant to *written*.
-            digest: Digest of the written bytes; empty if they are not to be checked.
+            digest: Of the written bytes; empty if they are not to be checked.
         """
         ...
 
@@ -143,11 +156,7 @@ class TransferEvents(Protocol):
     ) -> None:
         """A transfer ended without its item, or goes on without the slot that it had.
 
-        Args:
-            transfer: Is over unless the item still has it.
-            slot: Was granted, and is not the item's any more; see `released`.
-            cause: For the metrics.
-            reason: For the log.
+        It is over unless the item still has it. The slot is the item's no more, see `released`.
         """
         ...
 
@@ -203,16 +212,12 @@ class ConsumerSession:
         self._lease_s = lease_s
         self._now = 0.0
         self._transfers: dict[str, Transfer] = {}
-        self._due: list[tuple[float, int, Transfer]] = []
-        self._numbers = itertools.count()
-        self._early: OrderedDict[str, tuple[float, bytes, Announce]] = OrderedDict()
-        self._offers: dict[str, Announce] = {}
-        """Early announcements that fit this instance and were not passed over."""
+        self._next_due_s = math.inf
+        """No transfer is due before."""
+        self._early: OrderedDict[str, _Early] = OrderedDict()
         self._ended: OrderedDict[str, bool] = OrderedDict()
         """Whether each ended before a request asked for it."""
         self._quarantine = Quarantine(is_gone, ask_every_s=lease_s)
-
-    # -- what the instance wants -----------------------------------------------------------------
 
     def expect(
         self, transfer_id: str, item: Item, now: float, *, encoder: str = "", asked: bool = True
@@ -239,7 +244,7 @@ class ConsumerSession:
         transfer = Transfer(transfer_id, item, encoder, deadline_s, asked=asked)
         self._transfers[transfer_id] = item.transfers[transfer_id] = transfer
         self._watch(transfer)
-        early = self._take_early(transfer_id)
+        early = self._early.pop(transfer_id, None)
         if self._ended.pop(transfer_id, False):
             self._fail(transfer, "missing", "it ended before its request came")
         elif known is not None and known.writer is not None:
@@ -249,18 +254,19 @@ class ConsumerSession:
             )
             self._turn_away(transfer, known.writer, NackCode.UNEXPECTED, detail)
         elif early is not None:
-            self._announced(*early[1:], transfer)
+            self._announced(early.sender, early.message, transfer)
 
     def early(self) -> list[Announce]:
         """Return announcements that fit this instance and that no request expects yet, in order.
 
         The caller gives room in this order and stops where there is none.
         """
-        return list(self._offers.values())
+        return [each.message for each in self._early.values() if each.offered]
 
     def pass_over(self, transfer_id: str) -> None:
         """Leave an announcement out of `early`; it waits for its request."""
-        self._offers.pop(transfer_id, None)
+        if transfer_id in self._early:
+            self._early[transfer_id].offered = False
 
     def decline(self, transfer_id: str) -> None:
         """Answer *not needed* to the announcement of a transfer, whenever it comes."""
@@ -290,8 +296,6 @@ class ConsumerSession:
             self._end(transfer)
         self._report_released()
 
-    # -- what others say -------------------------------------------------------------------------
-
     def receive(self, sender: bytes, message: AnyMessage, now: float) -> None:
         """Process a message of a ZMQ identity; ignores those that make no sense here."""
         self._now = now
@@ -309,7 +313,8 @@ class ConsumerSession:
         elif isinstance(message, Nack):
             writer = _writer_of(sender, message)
             if message.code is NackCode.RELEASED:
-                self._release(writer)
+                self._quarantine.release(writer)
+                self._report_released()
             elif message.code is not NackCode.NOT_STORED or transfer is None:
                 return
             elif writer not in transfer.refused:
@@ -329,32 +334,21 @@ class ConsumerSession:
     def tick(self, now: float) -> None:
         """Fail transfers that are due, and ask for quarantined slots."""
         self._now = now
-        while self._due and self._due[0][0] <= now:
-            transfer = heapq.heappop(self._due)[-1]
-            if self._transfers.get(transfer.transfer_id) is not transfer:
-                continue
-            if now >= transfer.deadline_s:
-                reason = (
-                    f"not delivered within {self._wait_timeout_s} s (transfer.wait_timeout_s): "
-                    f"{transfer.progress}"
-                )
-                self._fail(transfer, "timeout", reason)
-            elif now >= transfer.due_s:
-                reason = f"granted, but not written within {self._lease_s} s (transfer.lease_s)"
-                self._fail(transfer, "timeout", reason)
-            else:
-                self._watch(transfer)
+        if now >= self._next_due_s:
+            due = [each for each in self._transfers.values() if each.due_s <= now]
+            for transfer in due:
+                self._fail_due(transfer)
+            left = (each.due_s for each in self._transfers.values())
+            self._next_due_s = min(left, default=math.inf)
         if len(self._quarantine):
             for sender, question in self._quarantine.poll(now):
                 self._send(sender, question)
             self._report_released()
         while self._early:
-            transfer_id, (expires_s, _, _) = next(iter(self._early.items()))
-            if expires_s > now:
+            transfer_id, early = next(iter(self._early.items()))
+            if early.expires_s > now:
                 break
             self._forget_early(transfer_id)
-
-    # --------------------------------------------------------------------------------------------
 
     def _announced(self, sender: bytes, message: Announce, transfer: Transfer) -> None:
         writer = _writer_of(sender, message)
@@ -415,11 +409,12 @@ class ConsumerSession:
 
     def _aborted(self, writer: Writer, message: Abort, transfer: Transfer | None) -> None:
         early = self._early.get(writer.transfer_id)
-        if early is not None and _writer_of(*early[1:]) == writer:
-            self._take_early(writer.transfer_id)
+        if early is not None and early.writer == writer:
+            del self._early[writer.transfer_id]
         if transfer is not None and transfer.writer == writer:
             self._fail(transfer, "cancelled", message.reason)
-        self._release(writer)
+        self._quarantine.release(writer)
+        self._report_released()
 
     def _grant_if_free(self, transfer: Transfer) -> None:
         """Grant an item's reserved slot to an announced transfer, if that may bring the item."""
@@ -471,6 +466,18 @@ class ConsumerSession:
         self._events.landed(transfer, grant, transfer_s=transfer_s, digest=message.digest)
         self._send(sender, injected)  # Last: requests wait for the item, and none for this.
 
+    def _fail_due(self, transfer: Transfer) -> None:
+        if self._transfers.get(transfer.transfer_id) is not transfer:
+            return  # The failure of another one has ended it.
+        if self._now >= transfer.deadline_s:
+            reason = (
+                f"not delivered within {self._wait_timeout_s} s (transfer.wait_timeout_s): "
+                f"{transfer.progress}"
+            )
+        else:
+            reason = f"granted, but not written within {self._lease_s} s (transfer.lease_s)"
+        self._fail(transfer, "timeout", reason)
+
     def _fail(self, transfer: Transfer, cause: FailureCause, reason: str) -> None:
         slot = self._revoke(transfer, reason)
         self._end(transfer)
@@ -497,10 +504,6 @@ class ConsumerSession:
             self._quarantine.release(writer)
         return grant.slot
 
-    def _release(self, writer: Writer) -> None:
-        self._quarantine.release(writer)
-        self._report_released()
-
     def _report_released(self) -> None:
         for slot in self._quarantine.take_released():
             self._events.released(slot)
@@ -514,29 +517,20 @@ class ConsumerSession:
         if message.transfer_id in self._early or len(self._early) >= MAX_EARLY:
             return
         if self._vouched(message):
+            fits = self._fits(message)
             expires_s = self._now + self._wait_timeout_s
-            self._early[message.transfer_id] = (expires_s, sender, message)
-            if self._fits(message):
-                self._offers[message.transfer_id] = message
+            self._early[message.transfer_id] = _Early(expires_s, sender, message, offered=fits)
+            if fits:
                 self._events.announced(message)
 
-    def _take_early(self, transfer_id: str) -> tuple[float, bytes, Announce] | None:
-        self._offers.pop(transfer_id, None)
-        return self._early.pop(transfer_id, None)
-
     def _forget_early(self, transfer_id: str) -> None:
-        early = self._take_early(transfer_id)
+        early = self._early.pop(transfer_id, None)
         if early is not None:
-            self._not_needed(_writer_of(*early[1:]))
+            self._not_needed(early.writer)
 
     def _watch(self, transfer: Transfer) -> None:
-        """Have `tick` look at a transfer when it is due; drops entries of ended ones in bulk."""
-        if len(self._due) > 4 * len(self._transfers) + 64:
-            self._due = [
-                (each.due_s, next(self._numbers), each) for each in self._transfers.values()
-            ]
-            heapq.heapify(self._due)
-        heapq.heappush(self._due, (transfer.due_s, next(self._numbers), transfer))
+        """Have `tick` look at a transfer when it is due."""
+        self._next_due_s = min(self._next_due_s, transfer.due_s)
 
     def _end(self, transfer: Transfer) -> None:
         del self._transfers[transfer.transfer_id]

@@ -1,8 +1,13 @@
-"""The control channel: ZMQ sockets that carry `epd_portable.wire` messages.
+"""The control channel: sockets that carry `epd_portable.wire` messages.
 
-The consumer listens (ROUTER), producers and the router connect (DEALER). Nothing here blocks.
-Everything is encrypted, see `epd_portable.connector.curve`. On one host *written*, for which
-requests wait, is sent as a datagram (`epd_portable.connector.datagrams`).
+The consumer listens (ZMQ's ROUTER), producers and the router connect (DEALER). Nothing here blocks.
+Everything is encrypted, see `epd_portable.connector.curve`.
+
+On one host *written*, for which requests wait, is sent to a Unix datagram socket beside the
+consumer's pool. ZMQ wakes a thread at each end, encrypts and decrypts: on an idle host that takes
+longer than all other work of the two ends on an item. A datagram has arrived when the call that
+sends it returns. Only this user can open the socket, and this user could as well write to the pool.
+A lost datagram is no loss: *written* is sent until it is answered.
 """
 
 from __future__ import annotations
@@ -11,16 +16,20 @@ import contextlib
 import logging
 import os
 import select
+import socket
+import stat
 import threading
 from collections.abc import Iterator, Sequence
+from hashlib import blake2b
+from pathlib import Path
 
 import zmq
 
 from epd_portable.connector.connections import Connections
 from epd_portable.connector.curve import CurveGate, CurveKeys, connect_client, receive_parts
-from epd_portable.connector.datagrams import DatagramInbox, DatagramOutbox
+from epd_portable.connector.pool import check_private, path_of
 from epd_portable.connector.registry import paths_within_host
-from epd_portable.errors import ProtocolError, TransportError
+from epd_portable.errors import ConfigError, ProtocolError, TransportError
 from epd_portable.log import trace
 from epd_portable.wire import codec
 from epd_portable.wire.messages import AnyMessage, Grant, Written
@@ -30,6 +39,7 @@ logger = logging.getLogger(__name__)
 _HIGH_WATER_MARK = 1000
 _POLLIN = int(zmq.POLLIN)
 _WITHIN_HOST = paths_within_host()
+_LONGEST_UNIX_ADDRESS = 107
 MAX_AT_ONCE = 1000
 """Messages that one call returns, so that a flood does not keep its caller."""
 
@@ -46,7 +56,7 @@ class _Alarm:
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._closed = False
         self._ready = select.poll()
-        self._ready.register(self._bell, select.POLLIN)
+        self.watch_descriptor(self._bell)
 
     def watch_descriptor(self, descriptor: int) -> None:
         """Wait for data of this descriptor, too (level-triggered)."""
@@ -54,7 +64,7 @@ class _Alarm:
 
     def watch(self, target: zmq.Socket[bytes]) -> None:
         """Wait for messages of this socket, too."""
-        self._ready.register(int(target.getsockopt(zmq.FD)), select.POLLIN)
+        self.watch_descriptor(int(target.getsockopt(zmq.FD)))
         self.ring()
 
     def forget(self, target: zmq.Socket[bytes]) -> None:
@@ -89,7 +99,7 @@ def _has_message(target: zmq.Socket[bytes]) -> bool:
 
 
 def _arrived(
-    target: zmq.Socket[bytes], alarm: _Alarm, *, parts: int, limit: int = MAX_AT_ONCE
+    target: zmq.Socket[bytes], alarm: _Alarm, *, parts: int, limit: int
 ) -> Iterator[list[bytes]]:
     """Yield messages that have arrived, see `receive_parts`; at most ``limit``."""
     for _ in range(limit):
@@ -112,17 +122,16 @@ class ControlServer:
     """The consumer's end.
 
     Args:
-        inbox: For datagrams of producers on this host; its owner closes it, later.
+        pool: Name of the receive pool, beside which it takes datagrams; empty for none.
 
     Raises:
+        ConfigError: The datagram socket cannot be made.
         TransportError: The address cannot be bound.
     """
 
-    def __init__(
-        self, address: str, session: str, keys: CurveKeys, inbox: DatagramInbox | None = None
-    ) -> None:
+    def __init__(self, address: str, session: str, keys: CurveKeys, pool: str = "") -> None:
         self._session = session
-        self._inbox = inbox
+        self._inbox = DatagramInbox(pool) if pool else None
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         # A peer that connects again has lost its former connection.
@@ -132,8 +141,8 @@ class ControlServer:
         self._socket.setsockopt(zmq.LINGER, 200)
         self._alarm = _Alarm()
         self._alarm.watch(self._socket)
-        if inbox is not None:
-            self._alarm.watch_descriptor(inbox.fileno())
+        if self._inbox is not None:
+            self._alarm.watch_descriptor(self._inbox.fileno())
         self._gate = CurveGate(self._socket, address, keys, name="control channel")
         try:
             self._socket.bind(address)
@@ -195,6 +204,8 @@ class ControlServer:
         self._gate.close()
         self._context.destroy()
         self._alarm.close()
+        if self._inbox is not None:
+            self._inbox.close()
 
 
 class ControlClients:
@@ -241,7 +252,7 @@ class ControlClients:
         """
         received = []
         for target, address in self._addresses.items():
-            for parts in _arrived(target, self._alarm, parts=1):
+            for parts in _arrived(target, self._alarm, parts=1, limit=MAX_AT_ONCE):
                 if decoded := _decoded(parts, address):
                     message, _ = decoded
                     received.append((address, message))
@@ -278,7 +289,7 @@ class ControlClients:
             return False
         try:
             near.send(data)
-        except BlockingIOError:
+        except BlockingIOError:  # The consumer's queue is full.
             return False
         except OSError:  # The consumer has gone.
             self._depart(address)
@@ -312,3 +323,83 @@ class ControlClients:
         self._alarm.forget(target)
         self._depart(self._addresses.pop(target))
         target.close()
+
+
+class DatagramInbox:
+    """The consumer's datagram socket; a file of its name that a dead owner left is replaced.
+
+    Raises:
+        ConfigError: The file of that name cannot be replaced: another user's.
+        ValueError: ``pool`` is no name of a pool.
+    """
+
+    def __init__(self, pool: str) -> None:
+        self._path = _datagram_path(pool)
+        self._socket = _datagram_socket()
+        try:
+            os.fchmod(self._socket.fileno(), 0o600)  # Before the file exists.
+            self._path.unlink(missing_ok=True)
+            self._socket.bind(str(self._path))
+        except OSError as error:
+            self._socket.close()
+            raise ConfigError(
+                f"control socket {self._path} cannot be made: {error.strerror}; remove what has "
+                "that name, which is not this user's, and look who put it there"
+            ) from error
+
+    def fileno(self) -> int:
+        """Return the socket's descriptor."""
+        return self._socket.fileno()
+
+    def receive(self) -> bytes | None:
+        """Return the next message, or ``None``; one that is too long is cut after the limit."""
+        try:
+            return self._socket.recv(codec.MAX_MESSAGE_BYTES + 1)
+        except BlockingIOError:
+            return None
+
+    def close(self) -> None:
+        """Close and remove it."""
+        self._socket.close()
+        self._path.unlink(missing_ok=True)
+
+
+class DatagramOutbox:
+    """A producer's datagram socket to one consumer, by the name of its pool.
+
+    Raises:
+        OSError: There is no such socket of this user alone on this host.
+        ValueError: ``pool`` is no name of a pool.
+    """
+
+    def __init__(self, pool: str) -> None:
+        self.pool = pool
+        path = _datagram_path(pool)
+        check_private(path, path.lstat(), stat.S_ISSOCK)
+        self._socket = _datagram_socket()
+        try:
+            self._socket.connect(str(path))
+        except OSError:
+            self._socket.close()
+            raise
+
+    def send(self, data: bytes) -> None:
+        """Send one message; `BlockingIOError` if the queue is full, `OSError` if none reads it."""
+        self._socket.send(data)
+
+    def close(self) -> None:
+        """Close it."""
+        self._socket.close()
+
+
+def _datagram_socket() -> socket.socket:
+    return socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
+
+
+def _datagram_path(pool: str) -> Path:
+    path = path_of(pool)
+    found = path.with_name(f"{path.name}.control")
+    if len(str(found)) > _LONGEST_UNIX_ADDRESS:
+        short = blake2b(pool.encode(), digest_size=16).hexdigest()
+        found = path.with_name(f"{path.name[:40]}-{short}.control")
+    return found

@@ -11,7 +11,6 @@ from epd_portable.config.secret import Secret
 from epd_portable.connector import registry
 from epd_portable.connector.control import ControlServer
 from epd_portable.connector.curve import CurveKeys
-from epd_portable.connector.datagrams import DatagramInbox
 from epd_portable.connector.digest import digest_of_bytes
 from epd_portable.connector.pool import SharedMemory
 from epd_portable.connector.sessions import host_identity, new_session, process_is_gone
@@ -64,9 +63,7 @@ class ConsumerEndpoint:
         self._keys = CurveKeys.derive(self._secret)
         self._logged: set[tuple[str, str]] = set()
         with contextlib.ExitStack() as opened:
-            inbox = DatagramInbox(config.pool)
-            opened.callback(inbox.close)
-            self._control = ControlServer(config.control_address, session, self._keys, inbox)
+            self._control = ControlServer(config.control_address, session, self._keys, config.pool)
             opened.callback(self._control.close)
             self._memory = SharedMemory.create(config.pool, pool_bytes)
             opened.callback(self._memory.unlink)

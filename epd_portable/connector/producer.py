@@ -43,11 +43,9 @@ class TransferOrder:
     Attributes:
         consumer: ZMQ address of the consumer's control channel.
         tensor: Shape and dtype of the encoder's output.
-        item_uuid: As in `epd_portable.wire.params.EncodeTransfer`.
-        proof: As there.
+        item_uuid: As in `epd_portable.wire.params.EncodeTransfer`, as is ``proof``.
         kind: Modality as there.
-        modality: As in `epd_portable.wire.params.EncodedItem`.
-        metadata: As there.
+        modality: As in `epd_portable.wire.params.EncodedItem`, as is ``metadata``.
     """
 
     transfer_id: str
@@ -79,12 +77,7 @@ class Write:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finished:
-    """A transfer ended.
-
-    Attributes:
-        mm_hash: Its item, whose output may be freed.
-        problem: Empty if the consumer has the item or does not need it.
-    """
+    """A transfer ended; ``problem`` is empty if the consumer has the item or does not need it."""
 
     transfer_id: str
     mm_hash: str
@@ -117,11 +110,14 @@ class _Transfer:
     grant: Grant | None = None
     lease_end_s: float = 0.0
     next_send_s: float = 0.0
-    ending: Finished | None = None
-    """Set while a write is under way whose result does not matter any more."""
     digest: str = ""
+    problem: str | None = None
+    """How it ends when the write that is under way has ended, whose result does not matter."""
     farewell: AnyMessage | None = None
     """Sent when the slot is not written any more."""
+
+    def abort(self, reason: str) -> Abort:
+        return Abort(transfer_id=self.order.transfer_id, attempt=self.attempt, reason=reason)
 
 
 class ProducerSession:
@@ -164,15 +160,15 @@ class ProducerSession:
     def receive(self, consumer: str, message: AnyMessage, now: float) -> None:
         """Process a message from the address of a consumer; ignores those that make no sense."""
         transfer = self._transfers.get(message.transfer_id)
-        if transfer is not None and (consumer, message.attempt) != (
-            transfer.order.consumer,
-            transfer.attempt,
+        if transfer is None or (transfer.order.consumer, transfer.attempt) != (
+            consumer,
+            message.attempt,
         ):
-            transfer = None
-        if isinstance(message, Abort):
-            self._abort(consumer, message, transfer)
-        elif transfer is None:
-            return
+            if isinstance(message, Abort):
+                self._out.messages.append((consumer, _released(message)))
+        elif isinstance(message, Abort):
+            transfer.farewell = _released(message)
+            self._end(transfer, f"aborted by the consumer: {message.reason}")
         elif isinstance(message, Grant):
             if transfer.state in (_TransferState.ASKING, _TransferState.GRANTED):
                 transfer.state = _TransferState.GRANTED
@@ -190,8 +186,8 @@ class ProducerSession:
         """A `Write` is complete; ``digest`` is for `Written`."""
         transfer = self._transfers[transfer_id]
         transfer.digest = digest
-        if transfer.ending:
-            self._close(transfer, transfer.ending)
+        if transfer.problem is not None:
+            self._close(transfer, transfer.problem)
         else:
             transfer.state = _TransferState.WRITTEN
             self._ask(transfer, now)
@@ -199,17 +195,17 @@ class ProducerSession:
     def write_failed(self, transfer_id: str, problem: str, now: float) -> None:
         """A `Write` failed: aborts and ends the transfer."""
         transfer = self._transfers[transfer_id]
-        if transfer.ending:
-            self._close(transfer, transfer.ending)
+        if transfer.problem is not None:
+            self._close(transfer, transfer.problem)
         else:
-            self._send(transfer, _abort(transfer, problem))
-            self._close(transfer, _finished(transfer, problem))
+            self._send(transfer, transfer.abort(problem))
+            self._close(transfer, problem)
 
     def fail(self, transfer_id: str, problem: str) -> None:
         """Abort a transfer, if it is under way; a write that has begun ends first."""
         transfer = self._transfers.get(transfer_id)
         if transfer is not None:
-            transfer.farewell = _abort(transfer, problem)
+            transfer.farewell = transfer.abort(problem)
             self._end(transfer, problem)
 
     def withdraw(self, path: str) -> None:
@@ -231,15 +227,13 @@ class ProducerSession:
         out, self._out = self._out, Actions()
         return out
 
-    # --------------------------------------------------------------------------------------------
-
     def _advance(self, transfer: _Transfer, now: float) -> None:
         if transfer.state is _TransferState.WRITING:
             return
         if now >= transfer.deadline_s:
             problem = f"not acknowledged by {transfer.order.consumer} in {self._wait_timeout_s} s"
-            self._send(transfer, _abort(transfer, problem))
-            self._end(transfer, problem)
+            self._send(transfer, transfer.abort(problem))
+            self._close(transfer, problem)
             return
         if transfer.state is _TransferState.GRANTED:
             if now >= transfer.lease_end_s:
@@ -290,44 +284,30 @@ class ProducerSession:
             )
         )
 
-    def _abort(self, consumer: str, message: Abort, transfer: _Transfer | None) -> None:
-        """Answer at once, unless the slot is being written: then when that has ended."""
-        if transfer is None:
-            self._out.messages.append((consumer, _released(message.transfer_id, message.attempt)))
-            return
-        transfer.farewell = _released(message.transfer_id, transfer.attempt)
-        self._end(transfer, f"aborted by the consumer: {message.reason}")
-
     def _end(self, transfer: _Transfer, problem: str = "") -> None:
-        finished = _finished(transfer, problem)
+        """End a transfer, once its slot is not being written any more."""
         if transfer.state is _TransferState.WRITING:
-            transfer.ending = finished
+            transfer.problem = problem
         else:
-            self._close(transfer, finished)
+            self._close(transfer, problem)
 
-    def _close(self, transfer: _Transfer, finished: Finished) -> None:
+    def _close(self, transfer: _Transfer, problem: str) -> None:
+        order = transfer.order
         if transfer.farewell is not None:
             self._send(transfer, transfer.farewell)
-        del self._transfers[finished.transfer_id]
-        self._out.finished.append(finished)
+        del self._transfers[order.transfer_id]
+        self._out.finished.append(
+            Finished(transfer_id=order.transfer_id, mm_hash=order.mm_hash, problem=problem)
+        )
 
     def _send(self, transfer: _Transfer, message: AnyMessage) -> None:
         self._out.messages.append((transfer.order.consumer, message))
 
 
-def _finished(transfer: _Transfer, problem: str) -> Finished:
-    order = transfer.order
-    return Finished(transfer_id=order.transfer_id, mm_hash=order.mm_hash, problem=problem)
-
-
-def _abort(transfer: _Transfer, reason: str) -> Abort:
-    return Abort(transfer_id=transfer.order.transfer_id, attempt=transfer.attempt, reason=reason)
-
-
-def _released(transfer_id: str, attempt: int) -> Nack:
+def _released(message: Abort) -> Nack:
     return Nack(
-        transfer_id=transfer_id,
-        attempt=attempt,
+        transfer_id=message.transfer_id,
+        attempt=message.attempt,
         code=NackCode.RELEASED,
         detail="the slot is not written any more",
     )

@@ -471,7 +471,7 @@ def store_of_pd(registry: CollectorRegistry) -> StoreMetrics:
 
 
 def store_of_encode(registry: CollectorRegistry) -> StoreMetrics:
-    return StoreMetrics("encode", registry, asks=False, writes=True)
+    return StoreMetrics("encode", registry)
 
 
 async def no_app(scope: Scope, receive: Receive, send: Send) -> None:

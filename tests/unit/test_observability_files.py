@@ -16,7 +16,7 @@ from prometheus_client.metrics import MetricWrapperBase
 from starlette.types import Receive, Scope, Send
 
 from epd_portable.config import roles as roles_module
-from epd_portable.connector.stores.metrics import Ask, Drop, StoreMetrics
+from epd_portable.connector.stores.metrics import Ask, Drop, Side, StoreMetrics
 from epd_portable.router.observability.metrics import Metrics
 from epd_portable.runners.metrics import Instruments, PlacerMetrics, ReceiverMetrics, SenderMetrics
 from epd_portable.scheduling.admission import AdmissionLimits
@@ -62,8 +62,8 @@ def labels() -> Mapping[str, set[str]]:
             if isinstance(metric, MetricWrapperBase):
                 for ending in ENDINGS:
                     made[metric._name + ending] = {*metric._labelnames, "le"}
-    for side, writes in (("router", False), ("pd", False), ("encode", True)):
-        store = StoreMetrics(side, asks=not writes, writes=writes)  # type: ignore[arg-type]
+    for side in get_args(Side):
+        store = StoreMetrics(side)
         for metric in vars(store).values():
             for ending in ENDINGS:
                 made[metric._name + ending] = set(metric._labelnames)

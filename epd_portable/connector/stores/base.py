@@ -27,8 +27,8 @@ class Entry:
     Attributes:
         key: See `epd_portable.connector.stores.entry.Seal.key`.
         head: Sealed.
-        payload: Contiguous bytes, read until the call returns and not copied before.
-        dtype: Of the payload; a key of `epd_portable.wire.descriptors.DTYPE_BYTES`.
+        payload: Contiguous bytes of ``shape`` and ``dtype``, read until the call returns.
+        dtype: A key of `epd_portable.wire.descriptors.DTYPE_BYTES`.
     """
 
     key: str
@@ -42,11 +42,9 @@ class Entry:
 class Store(ABC):
     """Keeps entries by key. Every method blocks, and may be called by several threads.
 
-    Each exchange with the server or the disk is bounded by ``timeout_ms`` where that is possible;
-    callers have their own time limit (a disk can block for ever), and check every entry by
-    `epd_portable.connector.stores.entry.Seal`.
-
-    Every method raises `StoreError` when the store cannot be reached, or not in time.
+    Each exchange with the server or the disk is bounded by ``timeout_ms`` where that is possible,
+    else by the caller (a disk can block for ever), who checks every entry by a `Seal`. Every method
+    raises `StoreError` when the store cannot be reached, or not in time.
     """
 
     @abstractmethod
@@ -57,21 +55,16 @@ class Store(ABC):
     def save_caches(self, entries: Sequence[Entry]) -> int:
         """Write entries, each whole or not at all; return how many were evicted for them.
 
-        Raises:
-            StoreFullError: There is no room for an entry. As after any `StoreError` some entries
-                may be written.
+        After any `StoreError`, `StoreFullError` among them, some entries may be written.
         """
 
     @abstractmethod
     def load_cache(self, key: str, into: memoryview) -> bytes | None:
         """Read an entry's payload into a buffer, and return its head; ``None`` if there is none.
 
-        Args:
-            key: Of the entry.
-            into: Writable, of the expected size of the payload; undefined after an error.
-
         Raises:
-            CorruptEntryError: The payload has another size.
+            CorruptEntryError: The payload has another size than ``into``, which is undefined after
+                any error.
         """
 
     @abstractmethod

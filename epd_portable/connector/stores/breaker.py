@@ -18,12 +18,8 @@ class Breaker:
     """A circuit breaker; for several threads.
 
     ``closed``: calls are allowed; one failure opens it. ``open``: none is. ``half_open``: the time
-    is over, and one call is allowed: it closes the breaker, or opens it for twice as long.
-
-    Args:
-        first_s: First time of being open.
-        longest_s: Longest time of being open.
-        chance: Returns a number from 0 to 1, for jitter.
+    is over, and one call is allowed: it closes the breaker, or opens it for twice as long, from
+    ``first_s`` to ``longest_s``. ``chance`` returns a number from 0 to 1, for jitter.
     """
 
     def __init__(

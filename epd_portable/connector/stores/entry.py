@@ -36,8 +36,7 @@ class Head(msgspec.Struct, frozen=True, kw_only=True):
         key: The entry's key; under another one the entry is invalid.
         modality: As in `epd_portable.wire.params.EncodedItem`.
         metadata: As there.
-        tensor: Shape and dtype of the payload.
-        nonce: For the key of `tag`, in hexadecimal digits.
+        nonce: For the key of ``tag``, in hexadecimal digits.
         tag: Authentication code of the payload, in hexadecimal digits.
     """
 
@@ -109,12 +108,9 @@ class Seal:
         ).hexdigest()
 
     def key(self, namespace: str, item: str, modality: str) -> str:
-        """Return the key of an item: of letters, digits and one dash.
+        """Return the key of an item, by its ``item_uuid`` and the router's word for its modality.
 
-        Args:
-            namespace: Of the engines.
-            item: ``item_uuid``: a digest of content, processor settings and salt.
-            modality: The router's.
+        It has letters, digits and one dash.
         """
         digest = hashlib.blake2b(key=self._key, digest_size=_KEY_BYTES)
         for field in (namespace, modality, item):

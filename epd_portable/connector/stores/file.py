@@ -17,7 +17,6 @@ import secrets
 import stat
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -53,13 +52,6 @@ _LEFT_AFTER_S = 600.0
 _SPARE = 0.05
 """Part of the capacity that is freed at once, so that not every write scans the folder."""
 _LOOK_EVERY_S = 0.005
-
-
-@dataclass(frozen=True, slots=True)
-class _Found:
-    used_s: float
-    nbytes: int
-    path: Path
 
 
 class FileStore(Store):
@@ -113,7 +105,7 @@ class FileStore(Store):
         """See `Store`."""
         with _translated(f"store.path {self._root} cannot be used"):
             with self._counting() as usage:
-                total = usage.read()
+                total = _read_usage(usage)
             return f"{total >> 20} MiB of at most {self._max_bytes >> 20} MiB are used"
 
     def close(self) -> None:
@@ -225,30 +217,28 @@ class FileStore(Store):
     def _make_room(self, nbytes: int, *, free_bytes: int = 0) -> int:
         """Count bytes that will be written; evict entries until they fit, and return how many.
 
-        Args:
-            nbytes: To be written.
-            free_bytes: To be freed although the count allows more: the disk is full.
+        With ``free_bytes`` so many are freed although the count allows more: the disk is full.
         """
         with self._counting() as usage:
-            total = usage.read()
+            total = _read_usage(usage)
             if not free_bytes and total + nbytes <= self._max_bytes:
-                usage.write(total + nbytes)
+                _write_usage(usage, total + nbytes)
                 return 0
-            entries = sorted(self._scan(), key=lambda each: each.used_s)
-            total = sum(each.nbytes for each in entries)
+            entries = sorted(self._scan(), key=lambda each: each[0])
+            total = sum(size for _, size, _ in entries)
             limit = min(self._max_bytes * (1 - _SPARE), total - free_bytes + nbytes)
             now, gone = time.time(), 0
-            for each in entries:
-                if total + nbytes <= limit and now - each.used_s <= self._ttl_s:
+            for used_s, size, path in entries:
+                if total + nbytes <= limit and now - used_s <= self._ttl_s:
                     break
-                self._remove(each.path)
-                total -= each.nbytes
+                self._remove(path)
+                total -= size
                 gone += 1
-            usage.write(total + nbytes)
+            _write_usage(usage, total + nbytes)
             return gone
 
-    def _scan(self) -> Iterator[_Found]:
-        """Return all entries; remove unfinished files of dead writers."""
+    def _scan(self) -> Iterator[tuple[float, int, Path]]:
+        """Yield ``(used_s, nbytes, path)`` of entries; remove unfinished files of dead writers."""
         for folder, _, names in os.walk(self._folder):
             for name in names:
                 path = Path(folder, name)
@@ -260,7 +250,7 @@ class FileStore(Store):
                     if time.time() - found.st_mtime > _LEFT_AFTER_S:
                         path.unlink(missing_ok=True)
                 elif name.endswith(".safetensors"):
-                    yield _Found(found.st_mtime, found.st_size, path)
+                    yield found.st_mtime, found.st_size, path
 
     def _remove(self, path: Path) -> None:
         if self._aliases:
@@ -280,12 +270,8 @@ class FileStore(Store):
                 alias.parent.rmdir()
 
     @contextlib.contextmanager
-    def _counting(self) -> Iterator[_Usage]:
-        """Lock the count of bytes.
-
-        Raises:
-            StoreError: It is locked for too long, or other users may write here.
-        """
+    def _counting(self) -> Iterator[int]:
+        """Lock the file that counts bytes, and yield it."""
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         folder, path = self._folder.lstat(), self._folder / "usage"
         if not stat.S_ISDIR(folder.st_mode) or folder.st_mode & 0o002:
@@ -309,23 +295,18 @@ class FileStore(Store):
                             f"{self._timeout_s:g} s (store.timeout_ms)"
                         ) from None
                     time.sleep(_LOOK_EVERY_S)
-            yield _Usage(file)
+            yield file
         finally:
             os.close(file)
 
 
-@dataclass(frozen=True, slots=True)
-class _Usage:
-    """The counted bytes of all entries."""
+def _read_usage(file: int) -> int:
+    text = os.pread(file, 32, 0)
+    return int(text) if text.strip().isdigit() else 0
 
-    file: int
 
-    def read(self) -> int:
-        text = os.pread(self.file, 32, 0)
-        return int(text) if text.strip().isdigit() else 0
-
-    def write(self, total: int) -> None:
-        os.pwrite(self.file, f"{max(0, total):<32d}".encode(), 0)
+def _write_usage(file: int, total: int) -> None:
+    os.pwrite(file, f"{max(0, total):<32d}".encode(), 0)
 
 
 def _header(entry: Entry) -> bytes:

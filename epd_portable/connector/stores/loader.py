@@ -24,7 +24,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from queue import SimpleQueue
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -47,6 +47,9 @@ from epd_portable.wire.messages import (
     Written,
 )
 
+if TYPE_CHECKING:
+    from epd_portable.connector.pool import SharedMemory
+
 logger = logging.getLogger(__name__)
 
 IDENTITY = b"\0store"
@@ -55,25 +58,15 @@ _READERS = 2
 _BREAKER_OPEN = "the store has not answered lately, and is not asked"
 
 
-class SlotMemory(Protocol):
-    """The memory of slots."""
-
-    def buffer(self, offset: int, nbytes: int) -> memoryview:
-        """Return some of its bytes, writable."""
-        ...
-
-
 @dataclass(slots=True, eq=False)
 class _Load:
     """An item to load.
 
     Attributes:
-        attempt: The loader's number for it.
         tensor: Shape and dtype that the entry must have.
-        slot: Once granted.
-        deadline_s: When it has taken too long; once granted.
+        slot: Once granted, as is ``deadline_s``, when it has taken too long.
         given_up: It is not needed any more, but a thread still fills the slot.
-        too_slow: It was given up for that, and the breaker knows.
+        too_slow: It was given up for that, and the breaker has been informed.
     """
 
     transfer_id: str
@@ -104,7 +97,7 @@ class StoreLoader:
         seal: Seal,
         peer: PeerDescriptor,
         namespace: str,
-        memory: SlotMemory,
+        memory: SharedMemory,
         *,
         timeout_s: float,
         wake: Callable[[], None],
@@ -147,19 +140,15 @@ class StoreLoader:
     def load(self, transfer_id: str, key: str, mm_hash: str, tensor: TensorSpec) -> AnyMessage:
         """Begin to load an item; return its announcement, or a `Nack`.
 
-        Args:
-            transfer_id: Of the request that expects it.
-            key: Of the entry.
-            mm_hash: The engine's identifier.
-            tensor: Shape and dtype of the request's item.
+        The entry must be the engine's item ``mm_hash`` of that shape and dtype.
         """
         load = _Load(transfer_id, next(self._numbers), key, mm_hash, tensor)
         if not key.startswith(f"{self._namespace}-"):
             self._metrics.asked("corrupt")
-            return self._nack(load, "its entry is of engines that serve something else")
+            return _not_stored(load, "its entry is of engines that serve something else")
         if self._breaker.state == "open":
             self._metrics.asked("unavailable")
-            return self._nack(load, _BREAKER_OPEN)
+            return _not_stored(load, _BREAKER_OPEN)
         self._loads[load.attempt] = load
         return Announce(
             transfer_id=transfer_id,
@@ -197,7 +186,7 @@ class StoreLoader:
                 reason = f"the store has not brought it in {self._timeout_s:g} s (store.timeout_ms)"
                 self._metrics.asked("error")
                 self._open_breaker(reason)
-                self._outbox.append(self._nack(load, reason))
+                self._outbox.append(_not_stored(load, reason))
         messages, self._outbox = self._outbox, []
         return [(IDENTITY, message) for message in messages]
 
@@ -226,7 +215,7 @@ class StoreLoader:
             return
         self._metrics.asked(result)
         if result != "hit":
-            self._outbox += [self._nack(load, text), _released(load)]
+            self._outbox += [_not_stored(load, text), _released(load)]
             return
         self._metrics.loaded(load.tensor.nbytes)
         self._outbox.append(
@@ -242,14 +231,6 @@ class StoreLoader:
         if self._breaker.failed():
             logger.warning("items are not loaded from the store for a while: %s", reason)
         self._metrics.breaker(self._breaker)
-
-    def _nack(self, load: _Load, detail: str) -> Nack:
-        return Nack(
-            transfer_id=load.transfer_id,
-            attempt=load.attempt,
-            code=NackCode.NOT_STORED,
-            detail=detail,
-        )
 
     # -- the threads -----------------------------------------------------------------------------
 
@@ -278,12 +259,7 @@ class StoreLoader:
         return "hit", digest
 
     def _fill(self, load: _Load) -> str | None:
-        """Fill a slot; return the digest of its bytes, or ``None`` if there is no entry.
-
-        Raises:
-            CorruptEntryError: The entry is not the item; it has been removed.
-            StoreError: The store does not answer.
-        """
+        """Fill a slot; return the digest of its bytes, or ``None`` if there is no entry."""
         assert load.slot is not None
         begin_s = time.monotonic()
         into = self._memory.buffer(load.slot.offset, load.slot.nbytes)
@@ -311,10 +287,13 @@ class StoreLoader:
         return self._digest(into)
 
 
+def _not_stored(load: _Load, detail: str) -> Nack:
+    return _nack(load, NackCode.NOT_STORED, detail)
+
+
 def _released(of: _Load | AnyMessage) -> Nack:
-    return Nack(
-        transfer_id=of.transfer_id,
-        attempt=of.attempt,
-        code=NackCode.RELEASED,
-        detail="the store does not write there any more",
-    )
+    return _nack(of, NackCode.RELEASED, "the store does not write there any more")
+
+
+def _nack(of: _Load | AnyMessage, code: NackCode, detail: str) -> Nack:
+    return Nack(transfer_id=of.transfer_id, attempt=of.attempt, code=code, detail=detail)

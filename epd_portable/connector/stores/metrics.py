@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
@@ -19,66 +19,45 @@ _STATES = {"closed": 0, "half_open": 1, "open": 2}
 
 
 class StoreMetrics:
-    """Metrics of one side.
+    """Metrics of one side: of writes on encode instances, of look-ups and loads elsewhere.
 
     Args:
         side: Part of the metrics' names.
         registry: Default: a new one.
-        asks: With metrics of look-ups and loads.
-        writes: With metrics of writes.
     """
 
-    def __init__(
-        self,
-        side: Side,
-        registry: CollectorRegistry | None = None,
-        *,
-        asks: bool = True,
-        writes: bool = False,
-    ) -> None:
+    def __init__(self, side: Side, registry: CollectorRegistry | None = None) -> None:
         registry = registry or CollectorRegistry()
         name = f"epd_{side}_store"
-        if asks:
-            self._asks = Counter(
-                f"{name}_items",
-                "Items that the store was asked for, by what came of it.",
-                ("result",),
-                registry=registry,
+
+        def counter(word: str, text: str, label: str = "", values: Any = None) -> Counter:
+            made = Counter(f"{name}_{word}", text, (label,) if label else (), registry=registry)
+            for value in get_args(values):
+                made.labels(value)
+            return made
+
+        def gauge(word: str, text: str, mode: Literal["livesum", "livemax"]) -> Gauge:
+            return Gauge(f"{name}_{word}", text, registry=registry, multiprocess_mode=mode)
+
+        if side == "encode":
+            self._writes = counter("writes", "Entries written.")
+            self._written = counter("written_bytes", "Their bytes.")
+            self._known = counter("known", "Outputs whose entry was there already.")
+            self._evicted = counter("evictions", "Entries removed to make room.")
+            self._drops = counter(
+                "drops", "Outputs that were not written, by reason.", "reason", Drop
             )
-            for result in get_args(Ask):
-                self._asks.labels(result)
+            self._queued = gauge(
+                "queued_bytes", "Bytes of outputs that wait to be written.", "livesum"
+            )
+        else:
+            text = "Items that the store was asked for, by what came of it."
+            self._asks = counter("items", text, "result", Ask)
         if side == "pd":
-            self._loaded = Counter(f"{name}_loaded_bytes", "Bytes loaded.", registry=registry)
-        if writes:
-            self._writes = Counter(f"{name}_writes", "Entries written.", registry=registry)
-            self._written = Counter(f"{name}_written_bytes", "Their bytes.", registry=registry)
-            self._known = Counter(
-                f"{name}_known", "Outputs whose entry was there already.", registry=registry
-            )
-            self._evicted = Counter(
-                f"{name}_evictions", "Entries removed to make room.", registry=registry
-            )
-            self._drops = Counter(
-                f"{name}_drops",
-                "Outputs that were not written, by reason.",
-                ("reason",),
-                registry=registry,
-            )
-            for reason in get_args(Drop):
-                self._drops.labels(reason)
-            self._queued = Gauge(
-                f"{name}_queued_bytes",
-                "Bytes of outputs that wait to be written.",
-                registry=registry,
-                multiprocess_mode="livesum",
-            )
-        self._state = Gauge(
-            f"{name}_breaker",
-            "State of the circuit breaker: 0 closed, 1 half open, 2 open.",
-            registry=registry,
-            multiprocess_mode="livemax",
+            self._loaded = counter("loaded_bytes", "Bytes loaded.")
+        self._state = gauge(
+            "breaker", "State of the circuit breaker: 0 closed, 1 half open, 2 open.", "livemax"
         )
-        self._state.set(0)
 
     def asked(self, result: Ask, count: int = 1) -> None:
         """Items were looked up or loaded."""

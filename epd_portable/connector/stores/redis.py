@@ -93,9 +93,6 @@ class RawReply:
     A client makes an object of every value, which is then copied again; with outputs of megabytes
     that is most of the time. This reads arrays of values with a length, as ``HMGET`` answers them
     (RESP 2 and 3).
-
-    Args:
-        receive_into: The socket's ``recv_into``.
     """
 
     def __init__(self, receive_into: Callable[[memoryview], int]) -> None:
@@ -162,11 +159,10 @@ class RedisStore(Store):
             ) from error
         assert section.url is not None
         options: dict[str, Any] = {}
-        if section.url.startswith("rediss:") and section.tls_ca_file:
-            options["ssl_ca_certs"] = section.tls_ca_file
         if section.url.startswith("rediss:"):
-            options["ssl_cert_reqs"] = ssl.CERT_REQUIRED
-            options["ssl_check_hostname"] = True
+            options = {"ssl_cert_reqs": ssl.CERT_REQUIRED, "ssl_check_hostname": True}
+            if section.tls_ca_file:
+                options["ssl_ca_certs"] = section.tls_ca_file
         if password := section.password():
             options["password"] = password
         self._errors = redis.exceptions
@@ -219,9 +215,8 @@ class RedisStore(Store):
                     client=pipe,
                 )
                 fields: dict[str, bytes | memoryview] = {_HEAD: entry.head}
-                fields |= {
-                    f"{_PART}{number}": part for number, part in enumerate(_parts(entry.payload))
-                }
+                for number, part in enumerate(_parts(entry.payload)):
+                    fields[f"{_PART}{number}"] = part
                 pipe.hset(name, mapping=fields)
                 pipe.pexpire(name, self._ttl_ms)
             return sum(pipe.execute()[::3])

@@ -43,7 +43,7 @@ class Output:
         kind: The router's modality; with `item_uuid` it makes the key.
         modality: As in `epd_portable.wire.params.EncodedItem`.
         metadata: As there.
-        nbytes: Bytes that it holds until it is written.
+        nbytes: Memory that it holds until it is written.
         to_host: Returns its bytes, ``(nbytes,)`` uint8 on CPU; blocks, and may raise an `EPDError`.
     """
 
@@ -61,11 +61,7 @@ def open_writer(config: InstanceConfig, namespace: str) -> StoreWriter | None:
     """Return the writer of an encode instance; ``None`` if no store is configured."""
     if config.store is None:
         return None
-    return StoreWriter(
-        make_store(config.store),
-        Seal(Secret.read(config.secret_file)),
-        namespace,
-    )
+    return StoreWriter(make_store(config.store), Seal(Secret.read(config.secret_file)), namespace)
 
 
 class StoreWriter:
@@ -92,7 +88,7 @@ class StoreWriter:
         self._namespace = namespace
         self._queue_bytes = queue_bytes
         self._breaker = breaker or Breaker()
-        self._metrics = metrics or StoreMetrics("encode", asks=False, writes=True)
+        self._metrics = metrics or StoreMetrics("encode")
         self._queue: deque[Output] = deque()
         self._waiting_bytes = 0
         self._news = threading.Condition()
@@ -191,21 +187,19 @@ class StoreWriter:
         return known and (head.mm_hash, head.tensor) == (output.mm_hash, output.tensor)
 
     def _entry(self, key: str, output: Output) -> Entry | None:
-        tensor = output.tensor
-        if tensor.nbytes > MAX_PAYLOAD_BYTES:
-            self._metrics.dropped("error")
-            return None
+        tensor, mm_hash = output.tensor, output.mm_hash
         try:
-            host = output.to_host()
+            if tensor.nbytes > MAX_PAYLOAD_BYTES:
+                raise StoreFullError(f"{tensor.nbytes} bytes, at most {MAX_PAYLOAD_BYTES}")
+            payload = output.to_host().numpy().data
         except EPDError as error:
-            logger.warning("item %s is not stored: %s", output.mm_hash, error)
+            logger.warning("item %s is not stored: %s", mm_hash, error)
             self._metrics.dropped("error")
             return None
-        payload = host.numpy().data
         head = self._seal.head(
             payload,
             key=key,
-            mm_hash=output.mm_hash,
+            mm_hash=mm_hash,
             modality=output.modality,
             metadata=output.metadata,
             tensor=tensor,
@@ -214,7 +208,7 @@ class StoreWriter:
             key=key,
             head=head,
             payload=payload,
-            mm_hash=output.mm_hash,
+            mm_hash=mm_hash,
             dtype=tensor.dtype,
             shape=tensor.shape,
         )

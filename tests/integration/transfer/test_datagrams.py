@@ -13,8 +13,12 @@ from unittest import mock
 import pytest
 
 from epd_portable.connector import connections, control
-from epd_portable.connector.control import ControlClients, ControlServer
-from epd_portable.connector.datagrams import DatagramInbox, DatagramOutbox
+from epd_portable.connector.control import (
+    ControlClients,
+    ControlServer,
+    DatagramInbox,
+    DatagramOutbox,
+)
 from epd_portable.connector.pool import SHM_FOLDER
 from epd_portable.errors import ConfigError
 from epd_portable.wire.codec import MAX_MESSAGE_BYTES, encode
@@ -32,16 +36,14 @@ def grant(pool: str, path: str = "shm") -> Grant:
 
 
 class Consumer:
-    """A control server with its inbox."""
+    """A control server beside a pool."""
 
     def __init__(self, pool: str, address: str = "tcp://127.0.0.1:*") -> None:
         self.pool = pool
-        self.inbox = DatagramInbox(pool)
-        self.server = ControlServer(address, "server", keys(), self.inbox)
+        self.server = ControlServer(address, "server", keys(), pool)
 
     def close(self) -> None:
         self.server.close()
-        self.inbox.close()
 
 
 @pytest.fixture

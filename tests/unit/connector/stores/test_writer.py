@@ -50,7 +50,7 @@ class Side:
             NAMESPACE,
             queue_bytes=queued * SPEC.nbytes,
             breaker=self.breaker,
-            metrics=StoreMetrics("encode", self.registry, asks=False, writes=True),
+            metrics=StoreMetrics("encode", self.registry),
         )
 
     def count(self, name: str, reason: str = "") -> float:
