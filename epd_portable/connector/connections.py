@@ -8,20 +8,12 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 
 MAX_CONSUMERS = 64
-"""Consumers to which connections are kept.
-
-ZMQ reconnects for ever, and does not report it. Without a limit the connections to instances that
-come and go would add up until the process has no sockets left.
-"""
+"""Consumers to which connections are kept: ZMQ reconnects for ever to those that have gone, so
+without a limit a process would run out of sockets."""
 
 
 class Connections(Generic[T]):
-    """At most `MAX_CONSUMERS` connections by address; for one thread.
-
-    Args:
-        open_: Opens the connection to an address.
-        close: Closes the least recently used one.
-    """
+    """At most `MAX_CONSUMERS` connections by address; for one thread."""
 
     def __init__(self, open_: Callable[[str], T], close: Callable[[T], None]) -> None:
         self._open = open_

@@ -78,12 +78,7 @@ class QueuedCopy:
 
 
 class DeviceCopies:
-    """One worker's device, as transports use it; for threads whose current device it is.
-
-    Args:
-        index: Of the device, among those that this process may see.
-        clock: Clock of deadlines.
-    """
+    """One worker's device, as transports use it; for threads whose current device it is."""
 
     def __init__(self, platform: Platform, index: int = 0, clock: Clock = time.monotonic) -> None:
         self.platform = platform
@@ -156,12 +151,8 @@ class DeviceCopies:
     ) -> QueuedCopy:
         """Let the device copy bytes, in one piece, once it has done the work before.
 
-        Blocks only where one end is host memory and copies with that block (`pin`). Arguments are
-        those of `write`; ``ended`` is called once if this returns, see `QueuedCopy`.
-
-        Raises:
-            LeaseExpiredError: ``deadline_s`` has passed; nothing was copied.
-            PlatformError: The device failed; it does not copy any more.
+        Blocks only where one end is host memory and copies with that block (`pin`). Arguments and
+        errors are those of `write`; ``ended`` is called once if this returns, see `QueuedCopy`.
         """
         self.check_lease(deadline_s)
         source = src.view(-1).view(torch.uint8)
@@ -179,9 +170,9 @@ class DeviceCopies:
         return QueuedCopy(ends, copied, deadline_s=deadline_s, clock=self.clock, ended=ended)
 
     def to_host(self, src: torch.Tensor, *, after: DeviceEvent, deadline_s: float) -> torch.Tensor:
-        """Return the bytes of ``src``, ``(nbytes,)`` uint8 in page-locked host memory.
+        """Return the bytes of ``src`` in page-locked host memory; a view if it is on the host.
 
-        A view if ``src`` is on the host. Raises as `write`.
+        Raises as `write`.
         """
         if src.is_cpu:
             return src.view(-1).view(torch.uint8)

@@ -49,10 +49,7 @@ host that is gone does not close its own."""
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CurveKeys:
-    """Key pairs of one deployment, in Z85.
-
-    All servers have one pair, all clients another.
-    """
+    """Key pairs of one deployment, in Z85: one of all servers, one of all clients."""
 
     server_public: bytes
     server_secret: bytes = field(repr=False)
@@ -74,11 +71,7 @@ class CurveKeys:
 
 
 def read_keys(secret_file: str) -> CurveKeys:
-    """Return the keys of a deployment.
-
-    Raises:
-        ConfigError: No file is named, or it cannot be used.
-    """
+    """Return the keys of a deployment; `ConfigError` if the file cannot be used."""
     return CurveKeys.derive(Secret.read(secret_file))
 
 
@@ -117,7 +110,7 @@ def connect_client(socket: zmq.Socket[Any], address: str, keys: CurveKeys, *, wh
 def receive_parts(socket: zmq.Socket[bytes], *, most: int) -> list[bytes]:
     """Return the parts of the next message, at most ``most`` and one, which shows a longer one.
 
-    No option of a ZMQ socket bounds the number of parts, so no more are copied than are asked for.
+    No option of a ZMQ socket bounds the number of parts.
     """
     parts = [socket.recv()]
     while socket.getsockopt(zmq.RCVMORE):
@@ -128,10 +121,9 @@ def receive_parts(socket: zmq.Socket[bytes], *, most: int) -> list[bytes]:
 
 
 class CurveGate:
-    """Lets only holders of the secret through to a listening socket; made before it is bound.
+    """Lets only holders of the secret through to a listening socket.
 
-    Args:
-        socket: Will listen; set its ``MAXMSGSIZE`` before.
+    Made before the socket is bound, and after its ``MAXMSGSIZE`` is set.
 
     Attributes:
         refused: Connections that were refused so far: no key, a wrong one, or no encryption.

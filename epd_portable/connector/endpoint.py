@@ -17,7 +17,6 @@ from epd_portable.connector.sessions import host_identity, new_session, process_
 from epd_portable.connector.stores.base import make_store
 from epd_portable.connector.stores.entry import Seal
 from epd_portable.connector.stores.loader import IDENTITY, StoreLoader
-from epd_portable.connector.stores.metrics import StoreMetrics
 from epd_portable.connector.transport import LeaseFence, ReceivingEnd
 from epd_portable.connector.worker_endpoint import read_publication
 from epd_portable.envs import EPD_PAYLOAD_DIGEST
@@ -88,10 +87,7 @@ class ConsumerEndpoint:
     ) -> tuple[bytes, AnyMessage]:
         """Load an item from the store; return the first ``(identity, message)`` of that transfer.
 
-        Args:
-            transfer: Names the entry.
-            mm_hash: The engine's identifier.
-            tensor: Shape and dtype that the entry must have.
+        The entry must be the engine's item ``mm_hash`` of that shape and dtype.
         """
         if self._loader is not None:
             loading = self._loader.load(transfer.transfer_id, transfer.store, mm_hash, tensor)
@@ -101,14 +97,11 @@ class ConsumerEndpoint:
         return IDENTITY, nack
 
     def wait(self, timeout_s: float) -> None:
-        """Return when messages may have arrived, after `wake`, or when the time is over.
-
-        May be called by one thread while another one uses the rest.
-        """
+        """See `ControlServer.wait`."""
         self._control.wait(timeout_s)
 
     def wake(self) -> None:
-        """End a `wait`."""
+        """See `ControlServer.wake`."""
         self._control.wake()
 
     def send(self, identity: bytes, message: AnyMessage) -> None:
@@ -128,13 +121,8 @@ class ConsumerEndpoint:
                 if len(self._logged) >= MAX_LOGGED:
                     self._logged.clear()
                 self._logged.add((producer.session, refused.path))
-                logger.info(
-                    "from %r by %s, not by %s: %r",
-                    producer.instance,
-                    choice.endpoint.path,
-                    refused.path,
-                    refused.reason,
-                )
+                names = (producer.instance, choice.endpoint.path, refused.path)
+                logger.info("from %r by %s, not by %s: %r", *names, refused.reason)
         return choice.endpoint
 
     def vouched(self, announce: Announce) -> bool:
@@ -156,17 +144,15 @@ class ConsumerEndpoint:
         section = self._config.store
         if section is None:
             return None
-        seal = Seal(self._secret)
         loader = StoreLoader(
             make_store(section),
-            seal,
+            Seal(self._secret),
             self._peer,
             self._namespace,
             self._memory,
             timeout_s=section.timeout_s,
             wake=self.wake,
             digest=digest_of_bytes if EPD_PAYLOAD_DIGEST.get() else lambda data: "",
-            metrics=StoreMetrics("pd"),
         )
         opened.callback(loader.close)
         return loader

@@ -23,15 +23,11 @@ _NAME = re.compile(r"epd-[A-Za-z0-9][A-Za-z0-9._@-]{0,200}")
 
 
 class ReceivePool:
-    """Hands out slots of a fixed range of bytes, first fit.
+    """Hands out slots of a fixed range of bytes, first fit; `SharedMemory` is the memory.
 
-    Bookkeeping only; `SharedMemory` is the memory. A slot's ``nbytes`` is what was asked for; it
-    occupies a multiple of the alignment. Every slot has its own generation, counted from a random
-    number, so that a grant from before a restart is not taken for a new one.
-
-    Args:
-        capacity_bytes: Size; rounded down to the alignment.
-        alignment_bytes: Offsets are multiples of it.
+    A slot's ``nbytes`` is what was asked for; it begins at a multiple of the alignment and occupies
+    one. Every slot has its own generation, counted from a random number, so that a grant from
+    before a restart is not taken for a new one.
     """
 
     def __init__(self, name: str, capacity_bytes: int, alignment_bytes: int) -> None:
@@ -72,11 +68,7 @@ class ReceivePool:
         return None
 
     def give_back(self, slot: SlotDescriptor) -> None:
-        """Make a slot's range free again.
-
-        Raises:
-            ValueError: The slot is not in use: given back twice, or never taken here.
-        """
+        """Make a slot's range free again; `ValueError` if it is not in use here."""
         if slot.pool != self.name or slot.generation not in self._used:
             raise ValueError(f"slot {slot.generation} of pool {slot.pool} is not in use here")
         self._free.append(self._used.pop(slot.generation))
@@ -91,11 +83,7 @@ class ReceivePool:
 
 
 def path_of(name: str) -> Path:
-    """Return the file of a pool.
-
-    Raises:
-        ValueError: It is no name of a pool.
-    """
+    """Return the file of a pool; `ValueError` if it is no name of a pool."""
     if not _NAME.fullmatch(name):
         raise ValueError(f"{name!r} is no name of a receive pool: expected {_NAME.pattern}")
     return SHM_FOLDER / name
@@ -121,10 +109,7 @@ def check_range(offset: int, nbytes: int, size: int, what: object) -> None:
 
 
 class SharedMemory:
-    """A file in ``/dev/shm`` mapped into this process.
-
-    The mapping lives as long as this object or any tensor made from it.
-    """
+    """A file in ``/dev/shm``, mapped as long as this object or any tensor made from it lives."""
 
     def __init__(self, path: Path, nbytes: int, descriptor: int) -> None:
         self.path = path
@@ -194,21 +179,13 @@ class SharedMemory:
         return cls(path, found.st_size, descriptor)
 
     def tensor(self, offset: int, nbytes: int) -> torch.Tensor:
-        """Return ``(nbytes,)`` uint8 on CPU that *is* the memory from ``offset`` on.
-
-        Raises:
-            ValueError: The range is not inside the memory.
-        """
+        """Return ``(nbytes,)`` uint8 on CPU that *is* the memory from ``offset`` on."""
         import torch
 
         return torch.frombuffer(self.buffer(offset, nbytes), dtype=torch.uint8)
 
     def buffer(self, offset: int, nbytes: int) -> memoryview:
-        """Return the ``nbytes`` bytes from ``offset`` on, writable; no copy.
-
-        Raises:
-            ValueError: The range is not inside the memory.
-        """
+        """Return the ``nbytes`` bytes from ``offset`` on, writable; `ValueError` if outside."""
         check_range(offset, nbytes, self.nbytes, self.path)
         return memoryview(self._map)[offset : offset + nbytes]
 

@@ -39,13 +39,7 @@ class _Entry:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Writer:
-    """One attempt of a producer at a transfer, which is granted one slot.
-
-    Attributes:
-        transfer_id: The grant's transfer.
-        sender: ZMQ identity of the producer.
-        attempt: Its number for the attempt.
-    """
+    """One attempt of a producer, by its ZMQ identity, at a transfer; it is granted one slot."""
 
     transfer_id: str
     sender: bytes
@@ -55,9 +49,7 @@ class Writer:
 class Quarantine:
     """Asks producers to release slots, and keeps the slots until they have or are gone.
 
-    Args:
-        is_gone: Returns whether a producer's process has certainly ended.
-        ask_every_s: Time after which an unanswered question is repeated.
+    ``is_gone`` returns whether a producer's process has certainly ended.
     """
 
     def __init__(self, is_gone: Callable[[PeerDescriptor], bool], *, ask_every_s: float) -> None:

@@ -26,11 +26,7 @@ _read_address = address_reader(_SlabAddress, "device memory")
 
 
 class Slab:
-    """Device memory of slots, of this process or of another one.
-
-    Args:
-        memory: ``(nbytes,)`` uint8 on the device.
-    """
+    """Device memory of slots, ``(nbytes,)`` uint8, of this process or of another one."""
 
     def __init__(self, memory: torch.Tensor) -> None:
         self._memory = memory
@@ -41,21 +37,13 @@ class Slab:
         return self._memory.numel()
 
     def tensor(self, offset: int, nbytes: int) -> torch.Tensor:
-        """Return ``(nbytes,)`` uint8 on the device that *is* the memory from ``offset`` on.
-
-        Raises:
-            ValueError: The range is not inside the slab.
-        """
+        """Return ``(nbytes,)`` uint8 that *is* the memory from ``offset`` on, or `ValueError`."""
         check_range(offset, nbytes, self.nbytes, "a slab")
         return self._memory[offset : offset + nbytes]
 
 
 class DeviceSlab(Slab):
-    """A slab of this process.
-
-    Raises:
-        CapacityError: The device has no room for it.
-    """
+    """A slab of this process; `CapacityError` if the device has no room for it."""
 
     def __init__(self, copies: DeviceCopies, nbytes: int, session: str) -> None:
         alignment = copies.platform.traits.slab_alignment_bytes
@@ -72,11 +60,7 @@ class DeviceSlab(Slab):
 
 
 class OpenedSlab(Slab):
-    """The slab of another process.
-
-    Args:
-        platform: Of this process; the slab's device must be of the same.
-        address: See `DeviceSlab.address`.
+    """The slab of another process of the same platform, by its `DeviceSlab.address`.
 
     Raises:
         TransportError: ``address`` is invalid, or that of another platform's memory.

@@ -38,11 +38,7 @@ _LOOK_EVERY_S = 0.05
 
 
 class Publication(msgspec.Struct, frozen=True):
-    """What rank 0 has opened.
-
-    Attributes:
-        slab: Address of the device memory for slots; empty where there is none.
-    """
+    """What rank 0 has opened; ``slab`` is the address of its device memory, empty without any."""
 
     session: str
     slab: str
@@ -75,10 +71,7 @@ def read_publication(pool: str) -> Publication:
 
 
 class WorkerEndpoint:
-    """One worker's way to the slots of its instance.
-
-    Args:
-        rank: Of the worker in its instance; 0 receives for all.
+    """One worker's way to the slots of its instance; rank 0 receives for all.
 
     Raises:
         CapacityError: The device has no room for the slab, or ``/dev/shm`` for a small file.
