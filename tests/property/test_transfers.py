@@ -342,7 +342,7 @@ class Transfers(RuleBasedStateMachine):
             self.seen["quarantined"] += len(session._quarantine)
             assert len(session._ended) <= MAX_ENDED
             assert len(session._early) <= MAX_EARLY
-            assert len(session._due) <= 4 * len(session._transfers) + 65
+            assert all(session._next_due_s <= each.due_s for each in session._transfers.values())
             for transfer in session._transfers.values():
                 self.seen["refused"] += len(transfer.refused)
                 assert len(transfer.refused) <= consumer.MAX_REFUSED

@@ -9,93 +9,36 @@ from epd_portable.connector.transport import LeaseFence
 from epd_portable.errors import NoCommonPathError
 from epd_portable.scheduling.items import Item, State
 from epd_portable.wire.descriptors import PathEndpoint, PeerDescriptor, SlotDescriptor, TensorSpec
-from epd_portable.wire.messages import (
-    Announce,
-    AnyMessage,
-    Grant,
-    Nack,
-    NackCode,
-    Written,
-)
+from epd_portable.wire.messages import Abort, Announce, AnyMessage, Grant, Nack, NackCode, Written
 from tests.unit.builders import FINGERPRINT, SPEC, peer, slot
 
-A, B = b"encode-a", b"encode-b"
+A, B, ROUTER = b"encode-a", b"encode-b", b"router"
 PEERS = {A: peer("encode-a"), B: peer("encode-b")}
 LEASE_S, TIMEOUT_S = 10.0, 30.0
 
 
-@dataclass(frozen=True)
-class Landed:
-    """An item is in its slot."""
-
-    mm_hash: str
-    transfer_id: str
-    encoder: str
-    path: str
-    transfer_s: float
-    digest: str = ""
-
-
-@dataclass(frozen=True)
-class Failed:
-    """A transfer ended without its item, or lost its slot; `last`: no other is on its way."""
-
-    mm_hash: str
-    transfer_id: str
-    slot: SlotDescriptor | None
-    cause: FailureCause
-    reason: str
-    last: bool
-
-
-@dataclass(frozen=True)
-class Refused:
-    """One encoder cannot deliver an item."""
-
-    transfer_id: str
-    code: NackCode
-
-
-@dataclass(frozen=True)
-class Revoked:
-    """A grant was taken back because nobody wants the item."""
-
-    slot: SlotDescriptor
-
-
-@dataclass(frozen=True)
-class Released:
-    """A slot may be given to somebody else."""
-
-    slot: SlotDescriptor
-
-
-Event = Landed | Failed | Refused | Revoked | Released
-
-
 @dataclass
 class Desk:
-    """A session, the items whose room it is told of, and everything that came out of it.
+    """A session, the items whose room it decides, and everything that came out of it.
 
     It stands for the preallocator and the receiver: an item that lost its slot has no room, and
     other transfers of one that has landed are in vain.
 
     Attributes:
-        sent: All messages, as ``(identity, message)``.
-        events: What became of transfers, in order.
-        announcements: Transfers that nobody had asked for when they were announced.
+        events: What became of transfers, in order; slots by their generation.
+        reasons: Of failures, for the log.
+        announcements: Transfers that no request had asked for when they were announced.
     """
 
     fenced: frozenset[str] = frozenset()
+    path: PathEndpoint | None = field(default_factory=lambda: PathEndpoint(path="shm"))
     now: float = 100.0
     items: dict[str, Item] = field(default_factory=dict)
     gone: set[str] = field(default_factory=set)
-    forged: set[str] = field(default_factory=set)
-    path: PathEndpoint | None = field(default_factory=lambda: PathEndpoint(path="shm"))
     sent: list[tuple[bytes, AnyMessage]] = field(default_factory=list)
-    events: list[Event] = field(default_factory=list)
+    events: list[tuple[object, ...]] = field(default_factory=list)
+    reasons: list[str] = field(default_factory=list)
     announcements: list[str] = field(default_factory=list)
-    _looked_at: int = 0
 
     def __post_init__(self) -> None:
         self.fence = LeaseFence()
@@ -104,7 +47,7 @@ class Desk:
             events=self,
             choose=self._choose,
             fingerprint=FINGERPRINT,
-            vouched=lambda announce: announce.transfer_id not in self.forged,
+            vouched=lambda announce: announce.transfer_id != "forged",
             is_gone=lambda producer: producer.session in self.gone,
             fence=self.fence,
             fenced_paths=self.fenced,
@@ -129,10 +72,8 @@ class Desk:
         item = transfer.item
         assert transfer.producer is not None
         assert item.slot == grant.slot
-        encoder = transfer.producer.instance
-        self.events.append(
-            Landed(item.mm_hash, transfer.transfer_id, encoder, grant.path, transfer_s, digest)
-        )
+        name = transfer.producer.instance
+        self.events.append(("landed", transfer.transfer_id, name, grant.path, transfer_s, digest))
         item.state, item.slot = State.LANDED, None
         self.session.not_wanted(item)
 
@@ -145,21 +86,23 @@ class Desk:
         reason: str,
     ) -> None:
         item = transfer.item
-        last = not item.transfers
-        self.events.append(Failed(item.mm_hash, transfer.transfer_id, slot, cause, reason, last))
+        left = "others left" if item.transfers else "last"
+        generation = None if slot is None else slot.generation
+        self.events.append(("failed", transfer.transfer_id, generation, cause, left))
+        self.reasons.append(reason)
         if slot is not None:
             assert item.slot is None
             item.state = State.WAITING
 
     def refused(self, transfer: Transfer, nack: Nack) -> None:
         assert nack.transfer_id == transfer.transfer_id
-        self.events.append(Refused(transfer.transfer_id, nack.code))
+        self.events.append(("refused", transfer.transfer_id, nack.code.value))
 
     def revoked(self, slot: SlotDescriptor) -> None:
-        self.events.append(Revoked(slot))
+        self.events.append(("revoked", slot.generation))
 
     def released(self, slot: SlotDescriptor) -> None:
-        self.events.append(Released(slot))
+        self.events.append(("released", slot.generation))
 
     # -- what a test does --------------------------------------------------------------------------
 
@@ -188,30 +131,35 @@ class Desk:
         for message in messages:
             self.session.receive(sender, message, self.now)
 
-    def poll(self, after_s: float = 0.0) -> list[AnyMessage]:
-        """Advance the clock, judge deadlines, and return the messages since the last call."""
+    def said(self, after_s: float = 0.0) -> list[str]:
+        """Advance the clock, judge deadlines, and return what was sent since the last call."""
         self.now += after_s
         self.session.tick(self.now)
-        sent = [message for _, message in self.sent[self._looked_at :]]
-        self._looked_at = len(self.sent)
-        return sent
+        sent, self.sent = self.sent, []
+        return [f"{to.decode()[-1]} {each.transfer_id} {words(each)}" for to, each in sent]
 
-    def granted(self, sender: bytes = A, generation: int = 1) -> Grant:
-        """Expect, reserve and announce; return the grant."""
+    def granted(self) -> None:
+        """Expect, reserve and announce."""
         self.expect()
-        self.give_room(generation)
-        self.receive(sender, announce(sender))
-        (grant,) = self.poll()
-        assert isinstance(grant, Grant)
-        return grant
+        self.give_room()
+        self.receive(A, announce())
+        assert self.said() == ["a t grant 1"]
 
-    def landings(self) -> list[str]:
-        """Return who has delivered."""
-        return [event.encoder for event in self.events if isinstance(event, Landed)]
+    def landings(self) -> list[object]:
+        """Return which encoders have delivered."""
+        return [event[2] for event in self.events if event[0] == "landed"]
 
-    def allowed(self, candidate: SlotDescriptor) -> bool:
-        with self.fence.writing(candidate) as leased:
+    def allowed(self, generation: int = 1) -> bool:
+        with self.fence.writing(slot(generation)) as leased:
             return leased
+
+
+def words(message: AnyMessage) -> str:
+    """A message in few words."""
+    word = message.__struct_config__.tag
+    if isinstance(message, Grant):
+        return f"{word} {message.slot.generation}"
+    return f"{word} {message.code.value}" if isinstance(message, Nack) else str(word)
 
 
 def announce(
@@ -220,13 +168,14 @@ def announce(
     mm_hash: str = "item",
     tensor: TensorSpec = SPEC,
     attempt: int = 0,
+    producer: PeerDescriptor | None = None,
 ) -> Announce:
     return Announce(
         transfer_id=transfer_id,
         attempt=attempt,
         mm_hash=mm_hash,
         tensor=tensor,
-        producer=PEERS[sender],
+        producer=producer or PEERS[sender],
     )
 
 
@@ -238,3 +187,7 @@ def written(
 
 def released(transfer_id: str = "t", attempt: int = 0) -> Nack:
     return Nack(transfer_id=transfer_id, attempt=attempt, code=NackCode.RELEASED, detail="")
+
+
+def abort(transfer_id: str = "t", attempt: int = 0) -> Abort:
+    return Abort(transfer_id=transfer_id, attempt=attempt, reason="gave up")
