@@ -253,12 +253,6 @@ def test_half_a_frame_ends_its_connection_and_holds_up_nobody(
         assert time.monotonic() - begin_s < FRAME_PAUSE_S + PROMPT_S
 
 
-def test_half_a_frame_of_one_who_leaves_is_no_frame(consumer: Consumer) -> None:
-    with stranger(consumer) as connected:
-        connected.sendall(frame(encode(Join("group")))[:-3])
-    consumer.assert_serves()
-
-
 def test_a_receiver_closes_at_once_beside_producers_that_say_nothing(consumer: Consumer) -> None:
     with stranger(consumer) as first, stranger(consumer) as second:
         consumer.assert_serves()
@@ -267,16 +261,6 @@ def test_a_receiver_closes_at_once_beside_producers_that_say_nothing(consumer: C
         assert time.monotonic() - begin_s < PROMPT_S
         assert_hung_up(first)
         assert_hung_up(second)
-
-
-def test_a_producer_that_vanishes_while_it_joins_does_not_hold_up_closing(
-    consumer: Consumer,
-) -> None:
-    with stranger(consumer) as connected:
-        connected.sendall(frame(encode(Join("group"))))
-        connected.settimeout(DEADLINE_S)
-        assert connected.recv(1), "the receiver has begun to make the group"
-    consumer.assert_serves()
 
 
 def test_when_descriptors_run_out_producers_wait_and_are_served_later(
@@ -299,27 +283,6 @@ def test_when_descriptors_run_out_producers_wait_and_are_served_later(
 # -- after it has joined -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "slot",
-    [
-        msgspec.structs.replace(SLOT, offset=NBYTES),
-        msgspec.structs.replace(SLOT, offset=-1),
-        msgspec.structs.replace(SLOT, nbytes=0),
-        msgspec.structs.replace(SLOT, nbytes=1 << 62),
-    ],
-    ids=["behind", "before", "empty", "too large"],
-)
-def test_a_slot_outside_the_memory_is_refused_and_the_pair_goes_on(
-    consumer: Consumer, slot: SlotDescriptor
-) -> None:
-    with producer(consumer) as (connection, group):
-        connection.send_bytes(encode(Put(slot, DEADLINE_S)))
-        assert "are outside" in hear(connection).problem
-        assert consumer.untouched
-        put(connection, group)
-    assert consumer.memory.tensor(0, 64).eq(5).all()
-
-
 @pytest.mark.parametrize("seconds", [1e300, float("inf")])
 def test_a_lease_that_never_ends_is_none_of_the_receiver_s_problems(
     consumer: Consumer, seconds: float
@@ -336,24 +299,6 @@ def test_an_item_without_time_to_write_it_is_refused_and_the_pair_goes_on(
         connection.send_bytes(encode(Put(SLOT, seconds)))
         assert f"{seconds} s to write an item" in hear(connection).problem
         put(connection, group)
-
-
-def test_a_slot_that_was_taken_back_is_refused_and_the_pair_goes_on(consumer: Consumer) -> None:
-    consumer.fence.revoke(SLOT.generation)
-    with producer(consumer) as (connection, group):
-        connection.send_bytes(encode(Put(SLOT, DEADLINE_S)))
-        assert hear(connection).problem == "the slot is not leased any more"
-        assert consumer.untouched
-        put(connection, group, msgspec.structs.replace(SLOT, generation=2))
-
-
-def test_the_error_of_a_producer_tells_the_receiver_s_problem(consumer: Consumer) -> None:
-    transport = CollectiveTransport(consumer.copies, keys())
-    with pytest.raises(LeaseExpiredError, match=r"refused: bytes 4096 to 4160 are outside"):
-        consumer.write(transport, msgspec.structs.replace(SLOT, offset=NBYTES), 1)
-    consumer.write(transport, SLOT, 3)
-    transport.close()
-    assert consumer.memory.tensor(0, 64).eq(3).all()
 
 
 def test_a_second_join_ends_the_pair(consumer: Consumer, caplog: pytest.LogCaptureFixture) -> None:

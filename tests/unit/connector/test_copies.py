@@ -117,23 +117,6 @@ def test_a_copy_that_takes_longer_than_its_lease_is_waited_for_and_then_an_error
     assert next(looks) > 100, "it returned while the device could still write"
 
 
-def test_bytes_that_are_on_the_host_already_are_not_copied(platform: SpyPlatform) -> None:
-    src = torch.ones(2, 3, dtype=torch.bfloat16)
-    host = DeviceCopies(platform).to_host(src, after=PassedEvent(), deadline_s=NEVER_S)
-    assert (host.dtype, host.shape) == (torch.uint8, (12,))
-    assert host.data_ptr() == src.data_ptr()
-
-
-def test_a_pool_is_page_locked_whole_and_let_go(
-    platform: SpyPlatform, memory: SharedMemory
-) -> None:
-    copies = DeviceCopies(platform)
-    assert copies.pin(memory)
-    copies.unpin(memory)
-    assert platform.pinned == [(memory.tensor(0, 1).data_ptr(), 8192)]
-    assert platform.unpinned == [platform.pinned[0][0]]
-
-
 def test_a_pool_that_cannot_be_page_locked_is_used_all_the_same_and_logged(
     platform: SpyPlatform, memory: SharedMemory, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 
+import msgspec
 import pytest
 
 from epd_portable.connector import registry
@@ -19,6 +21,7 @@ EVERY_PATH = tuple(
     PathEndpoint(path=entry.name, address=f"{entry.name}-address") for entry in registry.PATHS
 )
 WAYS = "Mooncake's protocol rdma"
+ALL = ("cuda", "npu", "cpu")
 NO_DEVICES = Refused(path="ipc", reason="cpu has no device memory")
 
 
@@ -128,40 +131,26 @@ def test_choosing_loads_no_transport() -> None:
     assert printed.stdout.strip() == "[]"
 
 
-def test_fenced_paths_are_those_whose_consumer_does_the_last_step() -> None:
-    assert registry.fenced_paths() == {"collective", "tcp"}
+ACCELERATORS = ("cuda", "npu")
 
 
-def test_only_a_copy_from_host_memory_to_host_memory_waits_for_nobody() -> None:
+@pytest.mark.parametrize(
+    ("asks", "paths", "platforms"),
+    [
+        (registry.copies_in_place, ("shm",), ("cpu",)),
+        (registry.queues_copies, ("ipc", "shm"), ACCELERATORS),
+        (registry.in_device_memory, ("ipc", "collective"), ACCELERATORS),
+        (lambda path, platform: path in registry.fenced_paths(), ("collective", "tcp"), ALL),
+    ],
+    ids=["host memory to host memory", "queued on a device", "in device memory", "fenced"],
+)
+def test_what_a_path_does_on_each_platform(
+    asks: Callable[[str, str], bool], paths: tuple[str, ...], platforms: tuple[str, ...]
+) -> None:
     found = {
-        (entry.name, platform)
-        for entry in registry.PATHS
-        for platform in ("cuda", "npu", "cpu")
-        if registry.copies_in_place(entry.name, platform)
+        (entry.name, name) for entry in registry.PATHS for name in ALL if asks(entry.name, name)
     }
-    assert found == {("shm", "cpu")}
-
-
-def test_only_a_copy_between_memories_of_one_host_is_queued_on_a_device() -> None:
-    found = {
-        (entry.name, platform)
-        for entry in registry.PATHS
-        for platform in ("cuda", "npu", "cpu")
-        if registry.queues_copies(entry.name, platform)
-    }
-    assert found == {(path, platform) for path in ("ipc", "shm") for platform in ("cuda", "npu")}
-
-
-def test_slots_are_in_device_memory_only_where_path_and_platform_have_it() -> None:
-    found = {
-        (entry.name, platform)
-        for entry in registry.PATHS
-        for platform in ("cuda", "npu", "cpu")
-        if registry.in_device_memory(entry.name, platform)
-    }
-    assert found == {
-        (path, platform) for path in ("ipc", "collective") for platform in ("cuda", "npu")
-    }
+    assert found == {(path, name) for path in paths for name in platforms}
 
 
 @pytest.mark.parametrize("platform", ["cuda", "npu", "cpu"])
@@ -202,12 +191,9 @@ def test_a_path_that_does_not_encrypt_is_left_out_where_bytes_must_not_be_plain(
         registry.offered("collective", "cpu", plain=False)
 
 
-@pytest.mark.parametrize("platform", ["cpu", "cuda", "npu"])
+@pytest.mark.parametrize("platform", ALL)
 def test_between_hosts_nixl_comes_before_what_copies_through_sockets(platform: str) -> None:
-    ends = [
-        on(platform, name, off_host=True, host=host)
-        for name, host in (("encode-0", "one"), ("pd-0", "another"))
-    ]
+    ends = [on(platform, name, off_host=True, host=name) for name in ("encode-0", "pd-0")]
     assert registry.choose(*ends).endpoint.path == "nixl"
     same = [on(platform, name, off_host=True) for name in ("encode-0", "pd-0")]
     assert registry.choose(*same).endpoint.path == ("shm" if platform == "cpu" else "ipc")
@@ -220,12 +206,15 @@ def test_between_hosts_nixl_comes_before_what_copies_through_sockets(platform: s
 def test_between_hosts_mooncake_comes_next_where_an_end_has_no_nixl(
     platform: str, without: str
 ) -> None:
-    ends = []
-    for name, host in (("encode-0", "one"), ("pd-0", "another")):
-        made = on(platform, name, off_host=True, host=host)
-        paths = tuple(each for each in made.paths if name != without or each.path != "nixl")
-        ends.append(on(platform, name, off_host=True, host=host, paths=paths))
-    choice = registry.choose(*ends)
+    ends = [on(platform, name, off_host=True, host=name) for name in ("encode-0", "pd-0")]
+    choice = registry.choose(
+        *(
+            msgspec.structs.replace(end, paths=tuple(p for p in end.paths if p.path != "nixl"))
+            if end.instance == without
+            else end
+            for end in ends
+        )
+    )
     assert choice.endpoint.path == "mooncake"
     assert choice.refused[-1] == Refused(path="nixl", reason=f"not offered by {without}")
 

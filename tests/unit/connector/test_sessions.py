@@ -39,14 +39,6 @@ def other() -> Iterator[tuple[subprocess.Popen[str], str]]:
         process.kill()
 
 
-def test_every_session_is_another_one() -> None:
-    assert new_session() != new_session()
-
-
-def test_this_process_is_not_gone() -> None:
-    assert not process_is_gone(new_session())
-
-
 def test_a_killed_process_is_gone_before_and_after_its_parent_asked_for_its_status(
     other: tuple[subprocess.Popen[str], str],
 ) -> None:
@@ -113,11 +105,3 @@ def test_a_process_of_another_pid_namespace_is_not_certainly_gone() -> None:
 @pytest.mark.parametrize("session", ["", "router", "x-1-2-3", "1"])
 def test_a_session_of_another_form_is_not_certainly_gone(session: str) -> None:
     assert not process_is_gone(session)
-
-
-def test_processes_of_one_host_agree_on_its_name() -> None:
-    code = "from epd_portable.connector.sessions import host_identity; print(host_identity())"
-    printed = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True
-    )
-    assert printed.stdout.strip() == host_identity()

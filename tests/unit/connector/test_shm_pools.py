@@ -96,12 +96,3 @@ def test_nobody_waits_for_a_pool_that_is_being_opened(
     with transport._lock:
         assert transport.queue(SRC, slot(pool), **options(pool)) is None  # type: ignore[arg-type]
     assert transport.queue(SRC, slot(pool), **options(pool)) is not None  # type: ignore[arg-type]
-
-
-def test_a_pool_that_is_not_page_locked_is_left_to_who_may_wait(
-    transport: ShmTransport, platform: SpyPlatform, make_pool: Callable[..., SharedMemory]
-) -> None:
-    platform.refuses = True
-    pool = make_pool()
-    write(transport, pool)
-    assert transport.queue(SRC, slot(pool), **options(pool)) is None  # type: ignore[arg-type]

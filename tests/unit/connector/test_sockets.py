@@ -82,7 +82,3 @@ def test_who_has_closed_a_connection_has_hung_up(listening: socket.socket) -> No
 def test_a_host_that_nobody_knows_has_no_connections() -> None:
     sockets.reset_on_close("no-such-host.invalid", [1])
     assert not sockets.has_hung_up("no-such-host.invalid", [1])
-
-
-def test_the_way_to_this_host_begins_at_its_loopback() -> None:
-    assert sockets.local_host_towards("127.0.0.1") == "127.0.0.1"

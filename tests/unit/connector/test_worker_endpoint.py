@@ -14,7 +14,7 @@ import pytest
 from epd_portable.config.instance import InstanceConfig
 from epd_portable.connector import worker_endpoint as module
 from epd_portable.connector.copies import DeviceCopies
-from epd_portable.connector.pool import SHM_FOLDER, SharedMemory
+from epd_portable.connector.pool import SHM_FOLDER
 from epd_portable.connector.sessions import new_session
 from epd_portable.connector.worker_endpoint import Publication, WorkerEndpoint, read_publication
 from epd_portable.errors import TransportError, UnsupportedError
@@ -71,16 +71,6 @@ def test_rank_0_publishes_the_paths_that_it_receives_by_until_it_closes(pool: st
         read_publication(pool)
 
 
-def test_a_worker_that_starts_anew_replaces_what_was_published(pool: str) -> None:
-    first = endpoint(pool)
-    before = read_publication(pool)
-    second = endpoint(pool)
-    after = read_publication(pool)
-    assert before.session != after.session
-    second.close()
-    first.close()
-
-
 @pytest.mark.parametrize(("path", "rank"), [("shm", 0), ("tcp", 0), ("auto", 0), ("collective", 1)])
 def test_a_worker_that_receives_nothing_by_itself_publishes_nothing(
     pool: str, path: str, rank: int
@@ -130,15 +120,6 @@ def test_what_is_published_is_for_this_user_and_goes_through_no_link(
     assert victim.read_text() == "mine"
     assert stat.S_IMODE((SHM_FOLDER / f"{pool}.worker").lstat().st_mode) == 0o600
     worker.close()
-
-
-def test_every_rank_maps_the_pool_s_file_when_it_first_needs_it(pool: str) -> None:
-    workers = [endpoint(pool, "shm", rank) for rank in (0, 1)]
-    memory = SharedMemory.create(pool, 8192)
-    memory.tensor(64, 4).fill_(9)
-    for worker in workers:
-        assert worker.host.tensor(64, 4).eq(9).all()
-        worker.close()
 
 
 def test_a_worker_that_cannot_open_its_paths_leaves_nothing(pool: str) -> None:

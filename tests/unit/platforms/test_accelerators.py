@@ -75,18 +75,6 @@ def test_pinning_an_impossible_range_never_reaches_the_runtime(
         platform.pin_host(address, nbytes)
 
 
-def test_unpinning_null_never_reaches_the_runtime(platform: Platform) -> None:
-    with pytest.raises(ValueError, match="no host memory"):
-        platform.unpin_host(0)
-
-
-def test_a_host_tensor_cannot_be_shared(platform: Platform) -> None:
-    with pytest.raises(
-        ValueError, match=f"tensor is on cpu, not on a {platform.device_type} device"
-    ):
-        platform.share_tensor(torch.ones(2))
-
-
 def test_backends_made_by_two_threads_at_once_leave_the_error_mode_as_it_was(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -1,14 +1,11 @@
 from __future__ import annotations
 
-import mmap
-
 import pytest
 import torch
 
 from epd_portable.errors import PlatformUnavailableError, UnsupportedError
 from epd_portable.platforms.base import Platform, ShareHandle
 from epd_portable.platforms.cpu import CpuPlatform
-from epd_portable.platforms.traits import TRAITS
 
 HANDLE = ShareHandle(
     device_type="cuda",
@@ -30,18 +27,6 @@ HANDLE = ShareHandle(
 @pytest.fixture
 def platform() -> Platform:
     return CpuPlatform()
-
-
-def test_it_is_available_and_names_its_torch(platform: Platform) -> None:
-    state = platform.availability()
-    assert state.ok
-    assert torch.__version__ in state.reason
-
-
-def test_its_words_are_those_of_its_traits(platform: Platform) -> None:
-    traits = TRAITS["cpu"]
-    assert platform.traits is traits
-    assert (platform.name, platform.device_type) == (traits.name, traits.device_type)
 
 
 def test_it_is_one_device(platform: Platform) -> None:
@@ -87,27 +72,6 @@ def test_events_have_passed_when_they_are_recorded(platform: Platform) -> None:
     event.wait()
     assert event.done()
     event.synchronize(timeout_s=1e-9)
-
-
-def test_pinning_is_accepted_for_a_real_range(platform: Platform) -> None:
-    with mmap.mmap(-1, 4096) as memory:
-        view = torch.frombuffer(memory, dtype=torch.uint8)
-        platform.pin_host(view.data_ptr(), 4096)
-        platform.unpin_host(view.data_ptr())
-        del view
-
-
-@pytest.mark.parametrize(("address", "nbytes"), [(0, 4096), (-8, 4096), (4096, 0), (4096, -1)])
-def test_pinning_an_impossible_range_is_refused(
-    platform: Platform, address: int, nbytes: int
-) -> None:
-    with pytest.raises(ValueError, match=r"no host memory|at least one"):
-        platform.pin_host(address, nbytes)
-
-
-def test_unpinning_null_is_refused(platform: Platform) -> None:
-    with pytest.raises(ValueError, match="0x0 is no host memory"):
-        platform.unpin_host(0)
 
 
 def test_sharing_a_tensor_is_refused_with_the_remedy(platform: Platform) -> None:

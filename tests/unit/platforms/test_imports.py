@@ -30,18 +30,6 @@ def test_what_a_planner_imports_leaves_torch_out(module: str) -> None:
     assert result.stdout.strip() == "[]", result.stderr
 
 
-def test_only_the_npu_platform_names_torch_npu_in_an_import() -> None:
-    importers = [
-        path.name
-        for path in (REPOSITORY / "epd_portable").rglob("*.py")
-        if any(
-            line.strip().startswith(("import torch_npu", "from torch_npu"))
-            for line in path.read_text().splitlines()
-        )
-    ]
-    assert importers == ["npu.py"]
-
-
 def test_the_link_at_the_top_refuses_to_be_a_second_package() -> None:
     result = run("import platforms")
     assert result.returncode != 0

@@ -2,9 +2,6 @@ from __future__ import annotations
 
 import json
 
-import pytest
-
-from epd_portable.errors import ProtocolError
 from epd_portable.wire.params import (
     EncodeParams,
     EncodeTransfer,
@@ -39,13 +36,3 @@ def test_an_outcome_names_only_what_is_known() -> None:
         "mm_inputs_done": 0,
         "mm_inputs_total": 1,
     }
-
-
-@pytest.mark.parametrize(
-    "raw", [{}, {"transfers": 1}, {"transfers": [{"item_uuid": "h"}]}, {"transfers": [None]}]
-)
-def test_params_of_another_form_are_protocol_errors(raw: dict[str, object]) -> None:
-    with pytest.raises(ProtocolError, match="encode request"):
-        encode_params(raw)
-    with pytest.raises(ProtocolError, match="PD request"):
-        prefill_params(raw)

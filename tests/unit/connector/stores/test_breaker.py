@@ -51,19 +51,6 @@ def test_failures_of_those_who_asked_before_it_opened_change_nothing() -> None:
     assert breaker.allows()
 
 
-def test_after_a_success_it_begins_with_the_shortest_time_again() -> None:
-    clock = Clock()
-    breaker = made(clock)
-    for _ in range(3):
-        breaker.failed()
-        clock.now += 6
-        assert breaker.allows()
-    breaker.succeeded()
-    breaker.failed()
-    clock.now += 1.01
-    assert breaker.allows()
-
-
 def test_processes_do_not_come_back_all_at_once() -> None:
     clock = Clock()
     early, late = (Breaker(first_s=1.0, clock=clock, chance=lambda at=at: at) for at in (0.0, 1.0))

@@ -51,15 +51,6 @@ def test_borders_of_fields_are_nobodys_choice() -> None:
     assert seal().key("n", "ab", "c") != seal().key("n", "b", "ca")
 
 
-def test_a_head_says_what_was_sealed_and_its_payload_fits() -> None:
-    one = seal()
-    key = one.key(one.namespace("model"), ITEM, "image")
-    head = one.open(sealed(one, key), key)
-    assert (head.mm_hash, head.modality, head.tensor) == (ITEM, "image", SPEC)
-    assert head.metadata == {"image_grid_thw": [1, 2, 3]}
-    one.check(head, payload())
-
-
 @pytest.mark.parametrize("place", [0, 10, 31, 32, 60, -1])
 def test_a_head_of_which_one_byte_was_changed_is_refused(place: int) -> None:
     one = seal()
