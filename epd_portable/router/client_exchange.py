@@ -13,7 +13,6 @@ from epd_portable.delivery.gate import Ticket
 from epd_portable.delivery.replies import Reply, error_event, error_reply
 from epd_portable.errors import RequestError
 from epd_portable.router.choice.selection_types import EXPLAIN_HEADER, Explanation
-from epd_portable.router.http.events import EVENTS, USAGE_BYTES, tokens_told
 from epd_portable.router.http.incoming import IncomingRequest
 from epd_portable.router.ingress.admission import AdmissionControl
 from epd_portable.router.ingress.hop_headers import RoutingHints
@@ -22,7 +21,13 @@ from epd_portable.router.observability.record import RequestRecord
 LEFT_OUT = "x-epd-items-left-out"
 """Header of an answer that says how many items it was made without."""
 
+EVENTS = "text/event-stream"
+"""Content type of answers that come event by event."""
+USAGE_BYTES = 4096
+"""At the end of an answer, in which its ``usage`` is looked for."""
+
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+_TOKENS = re.compile(rb'"(?:completion|output)_tokens": ?(\d+)')
 
 
 class ClientExchange:
@@ -106,7 +111,7 @@ class ClientExchange:
         """Note that no item of it is with an encoder any more; may come twice."""
         self._admission.encoded(self.ticket)
 
-    def whole(self, reply: Reply) -> None:
+    def send_reply(self, reply: Reply) -> None:
         """Send a whole answer."""
         if reply.status in (408, 413):
             # Part of the body may still be on its way: this connection serves no other request.
@@ -121,7 +126,7 @@ class ClientExchange:
     def fail(self, error: RequestError) -> None:
         """Send an error, within the answer if that has begun; one without events breaks off."""
         if not self.begun:
-            self.whole(error_reply(error, self.request.path))
+            self.send_reply(error_reply(error, self.request.path))
         elif self._of_events:
             event = error_event(
                 str(error),
@@ -167,7 +172,7 @@ class ClientExchange:
 
     def end_answer(self) -> None:
         """Send the end."""
-        self.record.output_tokens = tokens_told(
-            self._before[-USAGE_BYTES:] + self._last[-USAGE_BYTES:]
-        )
+        # Within a generated text such words have escapes, and are not found.
+        found = _TOKENS.findall(self._before[-USAGE_BYTES:] + self._last[-USAGE_BYTES:])
+        self.record.output_tokens = int(found[-1]) if found else None
         self.request.end_answer()

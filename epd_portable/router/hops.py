@@ -118,6 +118,11 @@ class HopSelection(Selection):
             chosen = self._taken("prefill", first, tried, OTHERWISE)
         return chosen or self._inner.choose_prefill(tried)
 
+    @property
+    def is_elastic(self) -> bool:
+        """See `Selection`: who is named to encode does."""
+        return not (self._encoders or self._by_item or self._named.model)
+
     def items_to_encode(self, items: Sequence[MediaItem], pd: Instance) -> Sequence[MediaItem]:
         """See `Selection`."""
         if brings_kv(self._call):

@@ -38,11 +38,11 @@ from epd_portable.router import envoy, ext_proc
 from epd_portable.router.client_exchange import ClientExchange
 from epd_portable.router.contents.body import Call
 from epd_portable.router.contents.cut_text import Segments
-from epd_portable.router.delivery import Attempt, silent
-from epd_portable.router.exchange import ANSWER_HEADERS
+from epd_portable.router.encode_jobs import Attempt
 from epd_portable.router.ext_proc import ProcessingRequest, ProcessingResponse, header_mutation
 from epd_portable.router.http import open_files
 from epd_portable.router.http.incoming import ClientGoneError
+from epd_portable.router.relay import ANSWER_HEADERS, silent
 from epd_portable.router.selector import Selection
 from epd_portable.router.server import Router
 from epd_portable.router.serving import Stopping
@@ -130,7 +130,7 @@ class Consultation:
     ) -> None:
         self.again: asyncio.Queue[grpc.aio.ServicerContext[Any, Any]] = asyncio.Queue()
         self._picker = picker
-        self._exchange = picker.router.exchange
+        self._relay = picker.router.exchange.relay
         self._context = context
         self.port = port
         self._key = uuid.uuid4().hex
@@ -310,42 +310,44 @@ class Consultation:
             chosen = selection.choose_pd([*tried, *unlisted])
         return chosen
 
-    async def forward(self, call: Call, one: Attempt, body: Segments, out: ClientExchange) -> int:
+    async def forward(
+        self, call: Call, attempt: Attempt, body: Segments, out: ClientExchange
+    ) -> int:
         """Have Envoy send a request and pass the answer on; see `Forwarder`."""
         if self._sent:
-            await self._send_again(one, body)
+            await self._send_again(attempt, body)
         else:
             self._sent = True
-            self._next = self._choose(one.selection, [one.pd.name]) or one.pd
+            self._next = self._choose(attempt.selection, [attempt.pd.name]) or attempt.pd
             self._picker.under_way[self._key] = self
-            await self._send_first(one, body)
-        answer = await self._first_of_answer_and_again(one)
-        one.note_answer_began()
+            await self._send_first(attempt, body)
+        answer = await self._first_of_answer_and_again(attempt)
+        attempt.note_answer_began()
         status = int(answer[":status"])
         if status >= 500:
-            await self._check_failure(one, status, by_envoy=FROM_INSTANCE not in answer)
+            await self._check_failure(attempt, status, by_envoy=FROM_INSTANCE not in answer)
         else:
-            one.pd.answered()
+            attempt.pd.answered()
         self._carried = True
         self._whole_answer = bool(call.items) and not call.stream and status < 400
         out.begin_answer(status, {})
         await self._pass_on()
-        await self._pass_pieces(one.pd)
+        await self._pass_pieces(attempt.pd)
         await self._over.wait()
         out.end_answer()
         return status
 
-    async def _send_first(self, one: Attempt, body: Segments) -> None:
+    async def _send_first(self, attempt: Attempt, body: Segments) -> None:
         assert self._next is not None
         whole = b"".join(body)
         endpoints = self._picker.endpoints
         given = {
             **self._picker.router.upstream.headers,
-            **one.headers,
-            envoy.DESTINATION: f"{endpoints.address(one.pd)},{endpoints.address(self._next)}",
+            **attempt.headers,
+            envoy.DESTINATION: f"{endpoints.address(attempt.pd)},{endpoints.address(self._next)}",
             PICKED: self._key,
         }
-        if self._next is not one.pd:
+        if self._next is not attempt.pd:
             given[envoy.RETRY_ON] = "5xx"
         removed = [
             name
@@ -368,7 +370,7 @@ class Consultation:
         changed.body_mutation.body = whole
         await self._tell(response)
 
-    async def _send_again(self, one: Attempt, body: Segments) -> None:
+    async def _send_again(self, attempt: Attempt, body: Segments) -> None:
         """Let Envoy's second try bring what another instance is to get.
 
         Raises:
@@ -389,10 +391,10 @@ class Consultation:
         if whole := b"".join(body):
             changed.status = ext_proc.CONTINUE_AND_REPLACE
             changed.body_mutation.body = whole
-        header_mutation(changed.header_mutation, one.headers)
+        header_mutation(changed.header_mutation, attempt.headers)
         await context.write(response)
 
-    async def _first_of_answer_and_again(self, one: Attempt) -> Mapping[str, str]:
+    async def _first_of_answer_and_again(self, attempt: Attempt) -> Mapping[str, str]:
         """Return the headers of the answer.
 
         Raises:
@@ -406,24 +408,24 @@ class Consultation:
             self.again.put_nowait(again.result())
         finally:
             again.cancel()
-        one.pd.failed(FailureKind.LOST)
-        await self._exchange.explain(one)
+        attempt.pd.failed(FailureKind.LOST)
+        await self._relay.explain(attempt)
         raise RequestFailure(
             FailureKind.LOST,
             RequestPhase.ANSWER,
-            f"instance {one.pd.name} was lost, or answered 5xx",
+            f"instance {attempt.pd.name} was lost, or answered 5xx",
         )
 
-    async def _check_failure(self, one: Attempt, status: int, *, by_envoy: bool) -> None:
+    async def _check_failure(self, attempt: Attempt, status: int, *, by_envoy: bool) -> None:
         """Return if the answer is the instance's own and goes to the client.
 
         Raises:
             RequestFailure: It does not.
         """
-        pd = one.pd
+        pd = attempt.pd
         if not by_envoy:
             pd.failed(FailureKind.ERROR)
-            await self._exchange.explain(one)
+            await self._relay.explain(attempt)
         elif status == 504:
             pd.failed(FailureKind.TIMEOUT)
             raise silent(pd, RequestPhase.ANSWER)
@@ -461,7 +463,7 @@ class Consultation:
                 await self._send_pieces("response_body", piece, end=ends)
         if not whole:
             return
-        body = self._exchange.without_outcome(Reply(200, {}, bytes(whole))).body
+        body = self._relay.without_outcome(Reply(200, {}, bytes(whole))).body
         if self._answer_streams:
             await self._send_pieces("response_body", body)
             return

@@ -8,12 +8,17 @@ Whatever goes wrong, it has the whole request, with its media, and can prefill b
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Collection, Mapping
-from typing import Literal, TypeAlias
+from collections.abc import Collection, Mapping
+from typing import Literal
 
 import msgspec
 
-from epd_portable.delivery.fallbacks import RequestFailure, RequestPhase
+from epd_portable.delivery.fallbacks import (
+    MAX_PREFILLS,
+    RequestFailure,
+    RequestPhase,
+    RequestTries,
+)
 from epd_portable.delivery.instances import Instance
 from epd_portable.delivery.replies import Reply
 from epd_portable.router.contents.body import (
@@ -24,16 +29,15 @@ from epd_portable.router.contents.body import (
     Call,
 )
 from epd_portable.router.contents.cut_text import Segments, opens
-from epd_portable.router.delivery import Attempt
-from epd_portable.router.http.upstream_connection import InstanceAnswer, UpstreamError
+from epd_portable.router.encode_jobs import Attempt
+from epd_portable.router.http.upstream_connection import UpstreamError
+from epd_portable.router.relay import Relay
 from epd_portable.router.selector import Selection
 from epd_portable.wire.outcomes import FailureKind
 
 logger = logging.getLogger(__name__)
 
-Ask: TypeAlias = Callable[[Instance, Call, Segments, Mapping[str, str]], Awaitable[InstanceAnswer]]
-
-Prefilled = Literal["disaggregated", "local_first", "unsuited", "unavailable", "local"]
+PrefillPlace = Literal["disaggregated", "local_first", "unsuited", "unavailable", "local"]
 """Where the prompt of a request to a decode instance is computed.
 
 ``disaggregated``: by a prefill instance. By the decode instance itself: ``local_first``, as a
@@ -41,9 +45,6 @@ decider of ``router.choice`` says; ``unsuited``, not one prompt with one answer,
 at which engines say nothing of KV; ``unavailable``, as there is no prefill instance; ``local``, as
 those that were asked failed.
 """
-
-MAX_PREFILLS = 2
-"""Prefill instances asked for one request, before the decode instance prefills itself."""
 
 ASKED_FOR_KV: Mapping[str, object] = {"do_remote_decode": True, "do_remote_prefill": False}
 """What a prefill instance is told, in vLLM's words: another one decodes."""
@@ -150,32 +151,31 @@ def _calls_no_tools_itself(tools: object) -> bool:
         return False
 
 
-def where(
+def choose_prefill(
     call: Call,
     selection: Selection,
     decode: Instance,
-    tried: Collection[str],
-    *,
-    without: Collection[str] = (),
-) -> tuple[Instance | None, Prefilled]:
-    """Return who computes the prompt of a call for a decode instance, or why nobody does.
+    tries: RequestTries,
+    without_kv: Collection[str],
+) -> tuple[Instance | None, PrefillPlace]:
+    """Return who computes the prompt of a call for a decode instance, and where that is.
 
     Args:
         call: The request.
         selection: Who gets what of it.
         decode: Who answers.
-        tried: Names of prefill instances that failed it.
-        without: Endpoints at which the engines say nothing of KV.
+        tries: What has failed of it.
+        without_kv: Endpoints at which the engines say nothing of KV.
     """
-    if not suits(call) or call.path in without:
+    if not suits(call) or call.path in without_kv:
         return None, "unsuited"
-    if len(tried) >= MAX_PREFILLS:
+    if tries.prefills_here or len(tries.prefills) >= MAX_PREFILLS:
         return None, "local"
     if not selection.disaggregates_prefill(decode):
         return None, "local_first"
-    chosen = selection.choose_prefill(tried)
+    chosen = selection.choose_prefill(tries.prefills)
     if chosen is None:
-        return None, "local" if tried else "unavailable"
+        return None, "local" if tries.prefills else "unavailable"
     return chosen, "disaggregated"
 
 
@@ -208,42 +208,28 @@ def read_kv(body: bytes) -> msgspec.Raw | None:
 
 
 class Prefill:
-    """Brings one call to a prefill instance: a `Forwarder` of it.
+    """Brings one call to a prefill instance, in the way of a `Forwarder`.
 
     Args:
-        ask: Sends a request.
-        explain: Raises the reason of a failure that comes over the control channel.
-        count: Takes in where items came from.
-        without: Endpoints at which the engines say nothing of KV; more are added.
+        call: As it would go to the decode instance.
+        relay: To instances.
+        without_kv: Endpoints at which engines say nothing of KV; more are added.
 
     Attributes:
         call: As it is to go on to the decode instance.
         refusal: What the prefill instance answered in place of KV, a 4xx; ``None`` if it did not.
     """
 
-    def __init__(
-        self,
-        call: Call,
-        ask: Ask,
-        explain: Callable[[Attempt], Awaitable[None]],
-        count: Callable[[Reply], Reply],
-        without: set[str],
-    ) -> None:
+    def __init__(self, call: Call, relay: Relay, without_kv: set[str]) -> None:
         self.call = call
         self.refusal: Reply | None = None
-        self._ask = ask
-        self._explain = explain
-        self._count = count
-        self._without = without
+        self._relay = relay
+        self._without_kv = without_kv
 
-    def choose(self, selection: Selection, tried: Collection[str]) -> Instance | None:
-        """Return nobody: who is asked is in the plan."""
-        return None
-
-    async def forward(self, call: Call, one: Attempt, body: Segments, out: object) -> int:
-        """Send the call and keep its answer; the client gets nothing of it. See `Forwarder`."""
-        pd = one.pd
-        answer = await self._ask(pd, call, body, one.headers)
+    async def forward(self, call: Call, attempt: Attempt, body: Segments, out: object) -> int:
+        """Send the call and keep its answer; the client gets nothing of it."""
+        pd = attempt.pd
+        answer = await self._relay.send(call, attempt, body)
         try:
             whole = await answer.read(None)
         except UpstreamError as error:
@@ -252,22 +238,17 @@ class Prefill:
             raise RequestFailure(FailureKind.LOST, RequestPhase.ANSWER, message) from error
         finally:
             answer.close()
-        one.note_answer_began()
-        if answer.status >= 500:
-            pd.failed(FailureKind.ERROR)
-            await self._explain(one)
-            message = f"instance {pd.name} answered {answer.status}: {whole[:200]!r}"
-            raise RequestFailure(FailureKind.ERROR, RequestPhase.ANSWER, message)
-        pd.answered()
-        if answer.status >= 400:
-            headers = {"content-type": answer.headers.get("content-type", "application/json")}
-            self.refusal = Reply(answer.status, headers, whole)
-            return answer.status
-        self._count(Reply(answer.status, {}, whole))
+        headers = {"content-type": answer.headers.get("content-type", "application/json")}
+        reply = Reply(answer.status, headers, whole)
+        await self._relay.check_reply(reply, attempt)
+        if reply.status >= 400:
+            self.refusal = reply
+            return reply.status
+        self._relay.without_outcome(reply)
         if (params := read_kv(whole)) is None:
             message = f"instance {pd.name} says nothing of the KV of its prompt"
             if call.path in _LATER:
-                self._without.add(call.path)
+                self._without_kv.add(call.path)
                 logger.warning(
                     "%s at %s: prompts of this endpoint are computed where they are answered from "
                     "now on; later versions of vLLM say it",
@@ -276,7 +257,7 @@ class Prefill:
                 )
             raise RequestFailure(FailureKind.ERROR, RequestPhase.ANSWER, message)
         self.call = with_kv(self.call, params)
-        return answer.status
+        return reply.status
 
 
 def as_prefill_failure(failed: RequestFailure) -> RequestFailure:

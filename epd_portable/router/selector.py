@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -48,6 +47,11 @@ class Selection:
         self.key = key
         self.explanation = explanation
 
+    @property
+    def is_elastic(self) -> bool:
+        """Whether the PD instance may encode items by itself because that ends sooner."""
+        return True
+
     def record(self, decision: Decision) -> None:
         """Add a decision to the explanation, if there is one."""
         if self.explanation is not None:
@@ -78,18 +82,6 @@ class Selection:
     def items_to_encode(self, items: Sequence[MediaItem], pd: Instance) -> Sequence[MediaItem]:
         """Return those of the items that encode instances should encode, in their order."""
         return items
-
-    def choose_encoders(self, items: Sequence[MediaItem]) -> list[Instance | None]:
-        """Return the usable encode instance that should have each of some items."""
-        found = []
-        with contextlib.ExitStack() as reserved:
-            for item in items:
-                encoder = self.choose_encoder(item, ())
-                found.append(encoder)
-                if encoder is not None:
-                    # Not in flight yet, but the next item's choice must see it.
-                    reserved.enter_context(encoder.working(item.item_uuid))
-        return found
 
     def choose_encoder(self, item: MediaItem, exclude: Collection[str]) -> Instance | None:
         """Return the usable encode instance that should have an item, see `choose_pd`."""

@@ -13,6 +13,7 @@ import msgspec
 
 from epd_portable.config.secret import INSTANCE_TOKEN_HEADER, Secret
 from epd_portable.connector.curve import CurveKeys
+from epd_portable.connector.stores.lookup import StoreLookup
 from epd_portable.delivery.instances import EndpointPool
 from epd_portable.delivery.replies import Reply, error_reply, json_reply, unavailable
 from epd_portable.errors import RequestError
@@ -29,7 +30,6 @@ from epd_portable.router.contents.body import (
     read_call,
 )
 from epd_portable.router.contents.cut_text import Data
-from epd_portable.router.delivery import Forwarder
 from epd_portable.router.exchange import Exchange
 from epd_portable.router.fleet.control import ControlChannels
 from epd_portable.router.fleet.engine_loads import EngineLoads
@@ -53,9 +53,9 @@ from epd_portable.router.observability.observers import observers
 from epd_portable.router.observability.record import RecentRequests
 from epd_portable.router.observability.status import PATHS as STATUS_PATHS
 from epd_portable.router.observability.status import StatusPage
+from epd_portable.router.relay import Forwarder
 from epd_portable.router.selector import EndpointSelector
 from epd_portable.router.settings import RouterSettings, policy_of, with_policy
-from epd_portable.router.store import StoreLookup
 from epd_portable.router.warm_up import WarmUp
 
 if TYPE_CHECKING:
@@ -149,7 +149,14 @@ class Router:
         )
         self.requests = RecentRequests([self.metrics, self.metrics.activity, *observers(settings)])
         self._control = ControlChannels(CurveKeys.derive(secret))
-        self._store = StoreLookup(settings.store, secret, self.metrics.store, self.instances)
+        self._store: StoreLookup | None = None
+        if settings.store is not None:
+            self._store = StoreLookup(
+                settings.store,
+                secret,
+                self.metrics.store,
+                lambda: (each.name for each in self.instances.of_duty("encode")),
+            )
         self._loads: EngineLoads | None = None
         if self._policy is not None and self._policy.wants_loads:
             self._loads = EngineLoads(self.instances, self._control, self.upstream)
@@ -201,7 +208,7 @@ class Router:
 
     def _members(self, secret: Secret) -> Registration:
         together = (self.settings, self.instances, self.upstream, self._control)
-        warm_up = WarmUp(*together, secret, self.metrics.activity, self._store.hear)
+        warm_up = WarmUp(*together, secret, self.metrics.activity, self._store)
         return Registration(*together, self.metrics, warm_up.warm_up, secret)
 
     def _media_fetcher(self) -> MediaFetcher | None:
@@ -225,7 +232,7 @@ class Router:
         path = request.path
         preflight = self._cors.preflight(request.method, request.headers)
         if preflight is not None:
-            client.whole(preflight)
+            client.send_reply(preflight)
         elif path in WITH_MEDIA or path in TO_ANY_INSTANCE:
             await self._generate(path, client, forwarder)
         else:
@@ -251,6 +258,8 @@ class Router:
         await self.status.close()
         if self._loads is not None:
             await self._loads.close()
+        if self._store is not None:
+            self._store.close()
         await self.exchange.close()
         await self.requests.close()
         await self.members.close()
@@ -377,7 +386,7 @@ class Router:
             reply = error_reply(error)
         except ClientGoneError:
             return
-        client.whole(reply)
+        client.send_reply(reply)
         if client.method == "GET" and path in LOOKS:
             return
         self.metrics.requests.labels(OTHER, str(reply.status)).inc()

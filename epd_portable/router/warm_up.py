@@ -24,16 +24,14 @@ import msgspec
 
 from epd_portable.config.roles import SENDS_KV, TAKES_ITEMS, TAKES_KV
 from epd_portable.config.secret import Secret
+from epd_portable.connector.stores.lookup import StoreLookup
+from epd_portable.delivery.assignment import EncodeFailure
 from epd_portable.delivery.instances import EndpointPool, Instance, WentDownError, while_up
+from epd_portable.delivery.transfers import expected_transfer, new_transfer
 from epd_portable.log import trace
 from epd_portable.router.contents.body import CHAT_PATH, Call, Rules, read_call
 from epd_portable.router.contents.cut_text import Segments
-from epd_portable.router.delivery import (
-    EncodeFailure,
-    expected_transfer,
-    new_transfer,
-    read_item,
-)
+from epd_portable.router.encode_jobs import item_of, read_outcome
 from epd_portable.router.fleet.control import ControlChannels
 from epd_portable.router.http.upstream import Upstream
 from epd_portable.router.http.upstream_connection import UpstreamError
@@ -83,7 +81,7 @@ class WarmUp:
     They show a picture or, to a model that takes none, a clip of sound.
 
     Args:
-        hear: Called with the name of an encode instance and its answer.
+        store: Learns which entries encoders write, if there is one.
     """
 
     def __init__(
@@ -94,7 +92,7 @@ class WarmUp:
         control: ControlChannels,
         secret: Secret,
         activity: Activity,
-        hear: Callable[[str, bytes], None] = lambda encoder, answer: None,
+        store: StoreLookup | None = None,
     ) -> None:
         self._settings = settings
         self._instances = instances
@@ -102,7 +100,7 @@ class WarmUp:
         self._control = control
         self._secret = secret
         self._activity = activity
-        self._hear = hear
+        self._store = store
         self._rules = Rules(max_items=1)
         self._taken: MakeItem = picture
         self._ready: set[Instance] = set()
@@ -234,7 +232,7 @@ class WarmUp:
     async def _send_item(self, call: Call, encoder: Instance, pd: Instance) -> ItemOutcome | None:
         """Have a call's only item encoded there and used here."""
         (item,) = call.items
-        transfer = new_transfer(item, pd, self._secret)
+        transfer = new_transfer(item, pd.control, self._secret)
         try:
             return await self._transfer(call, encoder, pd, transfer)
         except BaseException:
@@ -247,7 +245,7 @@ class WarmUp:
         (item,) = call.items
         job = call.for_encoder(item, transfer)
         metadata = None if self._settings.local_encode else await self._described(encoder, job)
-        expected = expected_transfer(transfer, encoder, metadata)
+        expected = expected_transfer(transfer, encoder.name, metadata)
         request = call.for_pd(
             PrefillParams(transfers=(expected,)), {item.item_uuid: metadata} if metadata else None
         )
@@ -266,7 +264,7 @@ class WarmUp:
 
     async def _described(self, encoder: Instance, job: Segments) -> EncodedItem:
         """Have an item encoded for an instance that takes no media; return what it is."""
-        item = read_item(await self._ask(encoder, job))
+        item = item_of(read_outcome(await self._ask(encoder, job)))
         if isinstance(item, EncodeFailure):
             raise _RefusedError(f"{encoder.name}: {item.reason}")
         if not item.metadata:
@@ -306,8 +304,9 @@ class WarmUp:
                 by_engine=status == 400,
             )
         instance.answered()
-        if instance.role == "encode":
-            self._hear(instance.name, answer)
+        if self._store is not None and instance.role == "encode":
+            outcome = read_outcome(answer)
+            self._store.note_namespace(instance.name, outcome.namespace if outcome else "")
         return answer
 
     def _body(self, content: list[dict[str, Any]], **fields: Any) -> bytes:

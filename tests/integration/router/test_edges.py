@@ -273,7 +273,7 @@ async def test_who_leaves_while_an_instance_goes_down_is_not_served_again(
     for ending in endings if order == "client first" else reversed(endings):
         ending()
     with anyio.fail_after(3):
-        while router.in_flight or router.exchange._jobs:
+        while router.in_flight or router.exchange._tasks:
             await asyncio.sleep(0.01)
     await asyncio.sleep(0.1)
     # An encode job may just have been given to the other encoder.

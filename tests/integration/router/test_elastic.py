@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from starlette.responses import JSONResponse, Response
 
+from epd_portable.router.ingress.hop_headers import ENCODERS, KEY, MAPPING
 from tests.integration.router.conftest import Build, Topology
 from tests.integration.router.stand_in import Received, RouterServing, stream
+from tests.integration.router.test_access import keys_file
 from tests.integration.router.test_faults import EVENT
 
 ENCODE_S = 0.1
@@ -74,6 +78,24 @@ async def test_an_instance_that_answers_others_leaves_items_to_encoders(build: B
         end.set()
     assert len(t.encoders[0].received) == 3
     assert await t.metric('epd_router_items_total{outcome="local_first"}') == 0
+
+
+@pytest.mark.parametrize("header", [ENCODERS, MAPPING, None])
+async def test_who_a_hop_names_encodes_whatever_the_sizes(
+    build: Build, tmp_path: Path, header: str | None
+) -> None:
+    t = await started(build, hop_keys_file=keys_file(tmp_path, "h" * 20))
+    encoder = f"127.0.0.1:{t.encoders[0].serving.port}"
+    named = {
+        ENCODERS: encoder,
+        MAPPING: json.dumps(dict.fromkeys("0123", encoder)),
+    }
+    body = {"messages": [{"role": "user", "content": [*map(picture, range(1, 5))]}]}
+    headers = {KEY: "h" * 20, **({header: named[header]} if header else {})}
+    answered = await t.client.post("/v1/chat/completions", json=body, headers=headers)
+    assert answered.status_code == 200
+    here = await t.metric('epd_router_items_total{outcome="local_first"}')
+    assert (here == 0) is bool(header)
 
 
 @pytest.mark.parametrize(

@@ -645,7 +645,7 @@ async def test_a_silent_pd_instance_does_not_hang_the_client(build: Build) -> No
 async def test_a_late_encode_job_is_ended_after_the_answer(
     build: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("epd_portable.router.delivery.JOB_GRACE_S", 0.1)
+    monkeypatch.setattr("epd_portable.router.exchange.JOB_GRACE_S", 0.1)
     t = await build()
     t.encoders[0].behaviour = forever
 

@@ -46,7 +46,7 @@ async def told(t: Topology, count: int) -> set[str]:
 async def test_a_refused_request_s_items_are_not_wanted_and_their_encoding_ends(
     build_connected: Build, status: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("epd_portable.router.delivery.JOB_GRACE_S", 10 * DEADLINE_S)
+    monkeypatch.setattr("epd_portable.router.exchange.JOB_GRACE_S", 10 * DEADLINE_S)
     t = await build_connected()
     t.encoders[0].behaviour = forever
 

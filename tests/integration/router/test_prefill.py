@@ -119,17 +119,17 @@ async def test_what_needs_more_than_kv_is_prefilled_where_it_is_answered(
 
 
 @pytest.mark.parametrize(
-    ("prompt", "apart"),
+    ("prompt", "disaggregated"),
     [("Hello", True), ([1, 2, 3], True), (["a", "b"], False), ([[1], [2]], False)],
     ids=str,
 )
 async def test_a_completion_of_one_prompt_is_prefilled_apart(
-    build: Build, prompt: Any, apart: bool
+    build: Build, prompt: Any, disaggregated: bool
 ) -> None:
     t = await split(build)
     answered = await t.client.post("/v1/completions", json={"prompt": prompt})
     assert answered.status_code == 200
-    assert bool(t.pds[0].received) is apart
+    assert bool(t.pds[0].received) is disaggregated
 
 
 @pytest.mark.parametrize(

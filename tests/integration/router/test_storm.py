@@ -252,7 +252,7 @@ async def test_nothing_is_left_of_a_storm(seed: int, media: str) -> None:
         assert sum(storm.outcomes.values()) == REQUESTS
         # Jobs of answered requests may still be answered for a while.
         with anyio.fail_after(DEADLINE_S):
-            while router.in_flight or router.exchange._jobs or not is_quiet(router):
+            while router.in_flight or router.exchange._tasks or not is_quiet(router):
                 await asyncio.sleep(0.05)
         # Probes and connections that end have tasks too, but others after a while.
         left = {task for task in asyncio.all_tasks() - before if not is_server(task)}

@@ -67,7 +67,8 @@ def test_who_is_named_is_explained_with_the_header_that_names_it() -> None:
         refs=(EmbeddingRef(image_index=1, encoder_host="e1:1"),),
     )
     asked.selection.choose_pd(())
-    asked.selection.choose_encoders(ITEMS)
+    for item in ITEMS:
+        asked.selection.choose_encoder(item, ())
     answers, first, second = asked.told()
     assert answers == {"stage": "decode", "header": PREFILLER, "winner": "pd1", "reason": "named"}
     assert (first["item"], first["header"], first["winner"]) == ("p0", MAPPING, "e2")

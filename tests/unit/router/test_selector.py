@@ -13,6 +13,7 @@ import msgspec
 import pytest
 
 from epd_portable.config.choice import parse_choice
+from epd_portable.delivery.assignment import choose_encoders
 from epd_portable.delivery.instances import EndpointPool, Instance
 from epd_portable.router.choice.policy import Policy
 from epd_portable.router.choice.selection_types import (
@@ -183,7 +184,7 @@ def test_a_repeated_picture_is_encoded_where_it_was_once(busy: bool) -> None:
             names.append(name)
             item = picture(name)
             selection = begun(policy, f"k{number}")
-            (encoder,) = selection.choose_encoders([item])
+            encoder = selection.choose_encoder(item, ())
             assert encoder is not None
             selection.note_encode_job(item, encoder)
             runs += name not in caches[encoder]
@@ -214,7 +215,7 @@ def test_no_id_of_a_request_leads_to_an_instance(pds: int, by_policy: bool) -> N
 def test_items_of_one_request_are_shared_among_encoders() -> None:
     for one in (selector(fleet(encoders=2)), EndpointSelector(fleet(encoders=2))):
         items = [picture(str(n)) for n in range(8)]
-        found = begun(one).choose_encoders(items)
+        found = [*choose_encoders(items, begun(one).choose_encoder).values()]
         assert {Counter(found)[each] for each in set(found)} <= {3, 4, 5}
 
 
@@ -282,7 +283,11 @@ def test_labels_and_weights_of_the_settings_are_seen() -> None:
     """
     selection = begun(selector(instances, text))
     clip = MediaItem(item_uuid="c", modality="audio", part={})
-    assert [each.name for each in selection.choose_encoders([picture("p"), clip]) if each] == [
+    assert [
+        each.name
+        for each in choose_encoders([picture("p"), clip], selection.choose_encoder).values()
+        if each
+    ] == [
         "e1",
         "e1",
     ]
@@ -350,7 +355,7 @@ def told(one: EndpointSelector) -> list[dict[str, Any]]:
     explanation = Explanation()
     selection = begun(one, explanation=explanation)
     selection.choose_pd(["pd1"])
-    selection.choose_encoders([picture("p")])
+    selection.choose_encoder(picture("p"), ())
     found = json.loads(explanation.text())
     assert isinstance(found, list)
     return found

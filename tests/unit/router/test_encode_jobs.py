@@ -7,20 +7,18 @@ from typing import Any, cast
 
 import pytest
 
-from epd_portable.connector.stores.metrics import StoreMetrics
 from epd_portable.delivery.fallbacks import RetryBudget
 from epd_portable.delivery.instances import EndpointPool
 from epd_portable.router.contents.body import Call
 from epd_portable.router.contents.media import MediaItem
-from epd_portable.router.delivery import Attempt, Deliverer, Delivery
+from epd_portable.router.encode_jobs import Attempt, Delivery, EncodeJobs
 from epd_portable.router.fleet.control import ControlChannels, Inbox
 from epd_portable.router.http.upstream import Upstream
 from epd_portable.router.observability.record import RequestRecord
 from epd_portable.router.selector import EndpointSelector
 from epd_portable.router.settings import InstanceSettings, RouterSettings
-from epd_portable.router.store import StoreLookup
 from epd_portable.wire.params import EncodeTransfer
-from tests.keyring import keys, secret
+from tests.keyring import keys
 
 DEADLINE_S = 5.0
 ENCODER = InstanceSettings(name="encode-0", role="encode", url="http://encode")
@@ -54,15 +52,21 @@ async def test_a_job_that_is_cancelled_as_its_answer_comes_ends(turns: int) -> N
         body=[b"{}"],
         metadata_only=False,
     )
-    store = StoreLookup(None, secret(), StoreMetrics("router"), instances)
-    deliverer = Deliverer(settings, cast(Upstream, upstream), control, RetryBudget(), store)
+    jobs = EncodeJobs(settings, cast(Upstream, upstream), control, RetryBudget(), None)
     headers = {"x-request-id": "r"}
     call = Call.untouched("POST", "/v1/chat/completions", b"{}")
     selection = EndpointSelector(instances).start_selection(call, headers, None)
     record = RequestRecord("r", call.path)
     record.has([delivery.item])
-    one = Attempt(pd.working(), (delivery,), headers, Inbox(), selection, lambda: None, record)
-    job = asyncio.create_task(deliverer.deliver(delivery, 0, one))
+    one = Attempt(
+        use=pd.working(),
+        deliveries=(delivery,),
+        headers=headers,
+        inbox=Inbox(),
+        selection=selection,
+        record=record,
+    )
+    job = asyncio.create_task(jobs.deliver(delivery, 0, one))
     await upstream.asked.wait()
     upstream.answer.set()
     for _ in range(turns):

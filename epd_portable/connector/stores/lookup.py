@@ -1,0 +1,224 @@
+"""Which items of a request a store of encoder outputs has, asked before encoders are chosen.
+
+Entries are of engines that serve one thing, whose name (`EncodeOutcome.namespace`) is in the
+answers to encode jobs, those of a warm-up among them. Nothing is asked before one was heard, nor
+while encode instances serve different things.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Protocol
+
+import anyio
+
+from epd_portable.config.secret import Secret
+from epd_portable.config.store import StoreSection
+from epd_portable.connector.stores.base import Entry, Store, make_store
+from epd_portable.connector.stores.breaker import Breaker
+from epd_portable.connector.stores.entry import Seal
+from epd_portable.connector.stores.file import FileStore
+from epd_portable.connector.stores.metrics import StoreMetrics
+from epd_portable.errors import CorruptEntryError, StoreError
+from epd_portable.media.limits import Modality
+from epd_portable.wire.params import EncodedItem
+
+logger = logging.getLogger(__name__)
+
+_THREADS = 4
+
+
+class NamedItem(Protocol):
+    """An item, as far as its entry depends on it."""
+
+    @property
+    def item_uuid(self) -> str:
+        """Its name by content."""
+
+    @property
+    def modality(self) -> Modality:
+        """What it is to the model."""
+
+
+@dataclass(slots=True, eq=False)
+class StoredItem:
+    """An item that need not be encoded.
+
+    Attributes:
+        key: Of its entry.
+        metadata: What a PD instance must know of it in place of its media.
+        usable: Nothing has gone wrong with it yet.
+    """
+
+    key: str
+    metadata: EncodedItem
+    usable: bool = True
+
+    def serves(self, *, metadata_only: bool) -> bool:
+        """Return whether a PD instance can have the item so; ``metadata_only``: without media."""
+        return self.usable and (bool(self.metadata.metadata) or not metadata_only)
+
+
+class StoreLookup:
+    """Asks a store by threads of its own, for a limited time.
+
+    Args:
+        section: Of the configuration.
+        secret: Of the deployment.
+        metrics: Counts what happens.
+        encoders: Returns the names of the encode instances that there are.
+
+    Raises:
+        ConfigError: A library is not installed, or the password cannot be read.
+    """
+
+    def __init__(
+        self,
+        section: StoreSection,
+        secret: Secret,
+        metrics: StoreMetrics,
+        encoders: Callable[[], Iterable[str]],
+    ) -> None:
+        self._store = make_store(section)
+        self._seal = Seal(secret)
+        self._timeout_s = section.timeout_s
+        self._metrics = metrics
+        self._encoders = encoders
+        self._namespaces: dict[str, str] = {}
+        self._breaker = Breaker()
+        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="epd-store")
+
+    def note_namespace(self, encoder: str, namespace: str) -> None:
+        """Take in which entries an encoder writes; empty for none."""
+        if namespace:
+            self._namespaces[encoder] = namespace
+
+    async def find_items(self, items: Sequence[NamedItem]) -> dict[str, StoredItem]:
+        """Return those of some items that the store has, by ``item_uuid``; never raises."""
+        if not items:
+            return {}
+        namespace = self._namespace()
+        if not namespace or not self._breaker.allows():
+            self._metrics.asked("unavailable", len(items))
+            return {}
+        question = _Question(self._store, self._breaker)
+        by_key = {self._seal.key(namespace, each.item_uuid, each.modality): each for each in items}
+        loop = asyncio.get_running_loop()
+        heads: list[bytes | None] | None = None
+        with anyio.move_on_after(self._timeout_s) as limit:
+            answered = loop.run_in_executor(self._threads, question.heads, list(by_key))
+            heads = await asyncio.shield(answered)
+        if limit.cancelled_caught:
+            question.give_up()
+        self._metrics.breaker(self._breaker)
+        if heads is None:
+            self._metrics.asked("error", len(items))
+            return {}
+        stored = {}
+        for (key, item), head in zip(by_key.items(), heads, strict=True):
+            if head is None:
+                self._note_miss(key, item)
+            elif (entry := self._read(key, head)) is not None:
+                stored[item.item_uuid] = entry
+        return stored
+
+    def close(self) -> None:
+        """Ask nothing more; a thread that the store blocks is left alone."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._store.close()
+
+    def _namespace(self) -> str:
+        """Return what encode instances agree on; empty if that is nothing."""
+        there = [name for name in self._encoders() if name in self._namespaces]
+        found = {self._namespaces[name] for name in there or self._namespaces}
+        if there:
+            self._namespaces = {name: self._namespaces[name] for name in there}
+        return found.pop() if len(found) == 1 else ""
+
+    def _read(self, key: str, raw: bytes) -> StoredItem | None:
+        try:
+            head = self._seal.open(raw, key)
+        except CorruptEntryError as error:
+            self._metrics.asked("corrupt")
+            logger.warning("an item is encoded anew: %s", error)
+            self._later(functools.partial(self._store.discard, key))
+            return None
+        self._metrics.asked("hit")
+        metadata = EncodedItem(mm_hash=head.mm_hash, modality=head.modality, metadata=head.metadata)
+        return StoredItem(key, metadata)
+
+    def _note_miss(self, key: str, item: NamedItem) -> None:
+        """Let an item that vLLM's example connector wrote be there the next time."""
+        self._metrics.asked("miss")
+        if isinstance(self._store, FileStore) and self._store.takes_examples:
+            self._later(functools.partial(self._take_example, self._store, key, item))
+
+    def _take_example(self, store: FileStore, key: str, item: NamedItem) -> None:
+        example = store.example(item.item_uuid)
+        if example is None:
+            return
+        spec, data = example
+        payload = memoryview(data)
+        name = item.item_uuid
+        head = self._seal.head(
+            payload, key=key, mm_hash=name, modality=item.modality, metadata=None, tensor=spec
+        )
+        store.save_caches(
+            [
+                Entry(
+                    key=key,
+                    head=head,
+                    payload=payload,
+                    mm_hash=name,
+                    dtype=spec.dtype,
+                    shape=spec.shape,
+                )
+            ]
+        )
+        logger.info("item %s of vLLM's ECExampleConnector is taken", name)
+
+    def _later(self, work: Callable[[], None]) -> None:
+        def logged() -> None:
+            try:
+                work()
+            except StoreError as error:
+                logger.warning("%s", error)
+
+        self._threads.submit(logged)
+
+
+class _Question:
+    """One question to the store, which may be answered too late."""
+
+    def __init__(self, store: Store, breaker: Breaker) -> None:
+        self._store = store
+        self._breaker = breaker
+        self._is_late = False
+
+    def heads(self, keys: Sequence[str]) -> list[bytes | None] | None:
+        """Return heads; ``None`` if the store does not answer."""
+        try:
+            found = self._store.has_caches(keys)
+        except StoreError as error:
+            self._note_failure(str(error))
+            return None
+        except BaseException as error:
+            self._note_failure(repr(error))
+            raise
+        if not self._is_late and self._breaker.succeeded():
+            logger.info("the store is asked again")
+        return found
+
+    def give_up(self) -> None:
+        """Count the store as failing: the answer did not come in time."""
+        self._note_failure("no answer in time")
+        self._is_late = True
+
+    def _note_failure(self, reason: str) -> None:
+        if not self._is_late and self._breaker.failed():
+            logger.warning("the store is not asked for a while: %s", reason)

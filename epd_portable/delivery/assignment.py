@@ -1,0 +1,198 @@
+"""Who encodes each item of a request first, and who is asked next when that fails. No I/O."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Generic, Literal, Protocol, TypeAlias, TypeVar
+
+from epd_portable.config.routing import MAX_ENCODERS
+from epd_portable.connector.stores.lookup import NamedItem, StoredItem
+from epd_portable.delivery.elastic import EncodeTimes, Reason, SizedItem, count_local_first
+from epd_portable.delivery.fallbacks import FALLBACKS, RequestPhase, RetryBudget
+from epd_portable.delivery.instances import Instance
+from epd_portable.wire.outcomes import FailureKind
+
+ChooseEncoder: TypeAlias = Callable[[Collection[str]], Instance | None]
+"""Returns the usable encode instance that should have an item; not one of those names."""
+
+
+class Item(NamedItem, SizedItem, Protocol):
+    """One picture, video or clip of a request."""
+
+
+ItemT = TypeVar("ItemT", bound=Item)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Assignment(Generic[ItemT]):
+    """Who brings one item.
+
+    Attributes:
+        item: The item.
+        by: ``local_first``: the PD instance encodes it by choice. ``local``: it does because no
+            encoder is usable.
+        encoder: Who is asked first, with ``encoder``.
+        stored: Its entry, with ``stored``.
+        elastic: Why elastic encoding chose the PD instance, if that did.
+    """
+
+    item: ItemT
+    by: Literal["encoder", "stored", "local_first", "local"]
+    encoder: Instance | None = None
+    stored: StoredItem | None = None
+    elastic: Reason | None = None
+
+
+def assign_items(
+    items: Sequence[ItemT],
+    pd: Instance,
+    choose: Callable[[ItemT, Collection[str]], Instance | None],
+    times: EncodeTimes,
+    *,
+    stored: Mapping[str, StoredItem] | None = None,
+    left_here: Collection[str] = (),
+    elastic_threshold: float | None = None,
+    any_encoders: bool = True,
+) -> list[Assignment[ItemT]]:
+    """Return who brings each of some items to a PD instance, in their order.
+
+    Args:
+        items: Distinct.
+        pd: Who needs them.
+        choose: As `ChooseEncoder`, of an item.
+        times: How long encoders take.
+        stored: What the store has, by ``item_uuid``.
+        left_here: ``item_uuid`` of those that the PD instance shall encode.
+        elastic_threshold: See `count_local_first`; ``None`` for no elastic encoding.
+        any_encoders: Whether there are encode instances, usable or not.
+    """
+    stored = stored or {}
+    asked = [item for item in items if item.item_uuid not in {*stored, *left_here}]
+    encoders = choose_encoders(asked, choose)
+    chosen = [encoder for encoder in encoders.values() if encoder is not None]
+    here: Collection[str] = ()
+    reason: Reason | None = None
+    if elastic_threshold is not None and len(chosen) == len(asked):
+        times_s = [times.of(item) for item in asked]
+        count, reason = count_local_first(times_s, chosen, pd, threshold=elastic_threshold)
+        here = [*encoders][:count]
+    found = []
+    for item in items:
+        name = item.item_uuid
+        encoder = encoders.get(name)
+        if entry := stored.get(name):
+            found.append(Assignment(item=item, by="stored", stored=entry))
+        elif name in here:
+            found.append(Assignment(item=item, by="local_first", elastic=reason))
+        elif encoder is not None:
+            found.append(Assignment(item=item, by="encoder", encoder=encoder))
+        elif name in left_here or not any_encoders:
+            found.append(Assignment(item=item, by="local_first"))
+        else:
+            found.append(Assignment(item=item, by="local"))
+    return found
+
+
+def choose_encoders(
+    items: Sequence[ItemT], choose: Callable[[ItemT, Collection[str]], Instance | None]
+) -> dict[str, Instance | None]:
+    """Return who should have each of some items, by ``item_uuid``."""
+    found = {}
+    with contextlib.ExitStack() as reserved:
+        for item in items:
+            found[item.item_uuid] = encoder = choose(item, ())
+            if encoder is not None:
+                # Not in flight yet, but the next item's choice must see it.
+                reserved.enter_context(encoder.working(item.item_uuid))
+    return found
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EncodeFailure:
+    """Why an item was not encoded.
+
+    Attributes:
+        kind: What went wrong.
+        reason: For the log.
+        full_for_s: With `FailureKind.FULL`: the encoder has room again after about this long.
+    """
+
+    kind: FailureKind
+    reason: str
+    full_for_s: float = 0.0
+
+
+class EncodeTries:
+    """Which encoder is asked for one item next; times come in as arguments, of one clock.
+
+    An encoder that is full may be asked again; one that failed may not, and `MAX_ENCODERS` of them
+    are the end.
+
+    Args:
+        choose: Returns who should have the item.
+        retries: Of all requests.
+        deadline_s: No encoder is asked afterwards.
+
+    Attributes:
+        failure: The last one.
+    """
+
+    def __init__(self, choose: ChooseEncoder, retries: RetryBudget, *, deadline_s: float) -> None:
+        self.failure: EncodeFailure | None = None
+        self._choose = choose
+        self._retries = retries
+        self._deadline_s = deadline_s
+        self._failed: list[str] = []
+        self._full: dict[str, float] = {}
+        self._last_full: EncodeFailure | None = None
+        self._next: Instance | None = None
+        self._all_full = False
+
+    def note_failure(self, encoder: str, failure: EncodeFailure, now_s: float) -> float:
+        """Take in how a try has ended.
+
+        Returns:
+            How long to wait before `next_encoder`: 0 unless every encoder that is left is full.
+        """
+        late = now_s >= self._deadline_s
+        if failure.kind is FailureKind.TIMEOUT and self._last_full and late:
+            # Cut off by the item's deadline, not by the encoder, which had been full so far.
+            failure = self._last_full
+        self.failure = failure
+        if failure.kind is FailureKind.FULL:
+            self._last_full = failure
+            self._full[encoder] = now_s + failure.full_for_s
+        else:
+            self._failed.append(encoder)
+        self._next, self._all_full = None, False
+        if late or len(self._failed) >= MAX_ENCODERS or not _may_help(failure.kind):
+            return 0.0
+        self._next = self._choose([*self._failed, *self._full])
+        first_s = min(self._full.values(), default=self._deadline_s)
+        self._all_full = self._next is None and first_s < self._deadline_s
+        return max(first_s - now_s, 0.0) if self._all_full else 0.0
+
+    def next_encoder(self) -> Instance | None:
+        """Return who is asked next; ``None`` if the PD instance is to encode the item."""
+        if self._all_full:
+            self._full.clear()
+            self._next = self._choose(self._failed)
+        assert self.failure is not None, "nothing has failed"
+        costs = self.failure.kind is not FailureKind.FULL
+        if self._next is not None and costs and not self._retries.spend():
+            return None
+        return self._next
+
+    def describe(self) -> str:
+        """Return whom it failed at, and why the last time."""
+        assert self.failure is not None, "nothing has failed"
+        found = (("tried", self._failed), ("full", sorted(self._full)))
+        parts = [f"encoders {word}: {', '.join(names)}" for word, names in found if names]
+        return "; ".join([*parts, f"last: {self.failure.reason}"])
+
+
+def _may_help(kind: FailureKind) -> bool:
+    """Return whether another encoder can do more with an item."""
+    return "retried" in FALLBACKS[RequestPhase.ENCODE, kind]

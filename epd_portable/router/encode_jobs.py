@@ -1,0 +1,397 @@
+"""Encode jobs: one item's way to a PD instance, over HTTP to one encoder or another."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import logging
+import time
+from collections.abc import Callable, Mapping
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field
+from typing import Any
+
+import anyio
+import msgspec
+
+from epd_portable.connector.stores.lookup import StoredItem, StoreLookup
+from epd_portable.delivery.assignment import EncodeFailure, EncodeTries
+from epd_portable.delivery.elastic import EncodeTimes
+from epd_portable.delivery.fallbacks import RequestPhase, RetryBudget
+from epd_portable.delivery.instances import Instance, Use, WentDownError, while_up
+from epd_portable.log import trace
+from epd_portable.router.contents.body import CHAT_PATH, size
+from epd_portable.router.contents.cut_text import Segments
+from epd_portable.router.contents.media import MediaItem
+from epd_portable.router.fleet.control import ControlChannels, Inbox
+from epd_portable.router.http.upstream import Upstream
+from epd_portable.router.http.upstream_connection import UpstreamError
+from epd_portable.router.observability.record import Leg, RequestRecord
+from epd_portable.router.selector import Selection
+from epd_portable.router.settings import RouterSettings
+from epd_portable.wire.outcomes import FailureKind, Fallback, ItemResult
+from epd_portable.wire.params import EncodedItem, EncodeOutcome, EncodeTransfer
+
+logger = logging.getLogger(__name__)
+
+FIRST_REPEAT_S = 0.05
+LONGEST_REPEAT_S = 1.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Delivery:
+    """One item's way to the PD instance.
+
+    Attributes:
+        item: The item.
+        transfer: The same, whichever encoder brings it.
+        encoder: Who is asked first; ``None`` if the store has it.
+        body: Of the encode job.
+        metadata_only: Its metadata are waited for, and go to the PD instance in place of its media.
+        stored: Its entry in the store; encoders are asked if that comes to nothing.
+    """
+
+    item: MediaItem
+    transfer: EncodeTransfer
+    encoder: Instance | None
+    body: Segments
+    metadata_only: bool
+    stored: StoredItem | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class Attempt:
+    """One try of a request, while it runs.
+
+    Attributes:
+        use: Of who answers.
+        deliveries: Of the items that it does not encode by itself.
+        headers: Of the request.
+        inbox: What the PD instance refuses.
+        selection: Who gets what of the request.
+        record: Of the request.
+        encoded: Called when no item is with an encoder any more; perhaps twice.
+        held: Keeps instances from leaving while it is not answered.
+        over: Set when no item is needed any more: the PD instance has begun its answer, or nobody
+            waits for one. A job that is cancelled in the moment in which its encoder goes down, or
+            in which a time ends, may learn of that only; this it sees in any case.
+        metadata: What encoders say of the items that go without their media, by transfer.
+        awaited: Items that the PD instance can do nothing without.
+        turn: Held by the encode job that runs, where they run one after the other.
+    """
+
+    use: Use
+    deliveries: tuple[Delivery, ...]
+    headers: Mapping[str, str]
+    inbox: Inbox
+    selection: Selection
+    record: RequestRecord
+    encoded: Callable[[], None] = lambda: None
+    held: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+    over: asyncio.Event = field(default_factory=asyncio.Event)
+    metadata: dict[str, asyncio.Future[EncodedItem | EncodeFailure]] = field(default_factory=dict)
+    awaited: int = 0
+    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    @property
+    def pd(self) -> Instance:
+        """Who answers."""
+        return self.use.instance
+
+    def note_answer_began(self) -> None:
+        """Let go of what only an answer that has not begun needs."""
+        self.use.compute()
+        self.over.set()
+        self.held.close()
+        self.encoded()
+
+    def note_item_ready(self) -> None:
+        """Count an item that was encoded, or that the PD instance is to encode."""
+        self.awaited -= 1
+        if not (self.awaited or self.over.is_set()):
+            self.use.compute()
+            self.encoded()
+
+    def set_metadata(self, delivery: Delivery, answer: EncodedItem | EncodeFailure) -> bool:
+        """Take in what an item is, or why that is not known; return whether it was waited for."""
+        waiting = self.metadata.get(delivery.transfer.transfer_id)
+        if waiting is None or waiting.done():
+            return False
+        waiting.set_result(answer)
+        return True
+
+    def note_fallback(self, kind: FailureKind, another: Instance | None) -> None:
+        """Note what is done about an item that was not encoded."""
+        possible: tuple[Fallback, ...] = ("retried",) if another else ()
+        self.record.fall_back(RequestPhase.ENCODE, kind, possible)
+
+
+class EncodeJobs:
+    """Has items encoded, by one encoder or another, or by the PD instance that waits for them.
+
+    Args:
+        settings: Of the router.
+        upstream: Connections to instances.
+        control: Channels to PD instances.
+        retries: How often a job may be given to another encoder.
+        store: Learns which entries encoders write, if there is one.
+
+    Attributes:
+        times: How long items take encoders.
+    """
+
+    def __init__(
+        self,
+        settings: RouterSettings,
+        upstream: Upstream,
+        control: ControlChannels,
+        retries: RetryBudget,
+        store: StoreLookup | None,
+    ) -> None:
+        self.times = EncodeTimes()
+        self._wait_timeout_s = settings.wait_timeout_s
+        self._job_s = settings.encode_job_s
+        self._connect_s = settings.connect_timeout_s
+        self._order = settings.encode_order
+        self._upstream = upstream
+        self._control = control
+        self._retries = retries
+        self._store = store
+
+    async def deliver(self, delivery: Delivery, index: int, attempt: Attempt) -> None:
+        """Have one item encoded; return when nothing is left to do for it.
+
+        An encoder that goes down after its job was answered may not have written the item yet, and
+        the PD instance may refuse what an encoder announces. Until the PD instance answers these
+        count as failures like any other.
+        """
+        item = delivery.item
+        try:
+            outcome = await self._bring(delivery, index, attempt)
+        except asyncio.CancelledError:
+            attempt.record.end_item(item, "cancelled")
+            raise
+        except Exception as error:
+            problem = EncodeFailure(kind=FailureKind.ERROR, reason=repr(error))
+            attempt.set_metadata(delivery, problem)
+            raise
+        if not isinstance(outcome, EncodeFailure):
+            attempt.record.end_item(item, outcome)
+        elif not attempt.set_metadata(delivery, outcome):
+            attempt.record.end_item(item, "local")
+            attempt.note_item_ready()
+            await self._ask_for_local_encoding(delivery, outcome.reason, attempt)
+
+    async def _bring(
+        self, delivery: Delivery, index: int, attempt: Attempt
+    ) -> ItemResult | EncodeFailure:
+        """Try the store and encoders; return what became of the item, or why nobody brings it."""
+        deadline_s = time.monotonic() + self._wait_timeout_s
+        encoder = delivery.encoder
+        choose = functools.partial(attempt.selection.choose_encoder, delivery.item)
+        if delivery.stored is not None:
+            attempt.note_item_ready()
+            attempt.set_metadata(delivery, delivery.stored.metadata)
+            refusal = await _lost_before_answer(delivery, None, attempt)
+            if refusal is None:
+                return "stored"
+            delivery.stored.usable = False
+            encoder = choose(())
+            attempt.note_fallback(FailureKind.MISSING, encoder)
+            if encoder is None:
+                return refusal
+            attempt.awaited += 1
+        assert encoder is not None, "a delivery has an encoder, or an entry of the store"
+        tries = EncodeTries(choose, self._retries, deadline_s=deadline_s)
+        while True:
+            # Its job may be answered before the item is written: it must not leave before that.
+            with encoder.held():
+                async with self._turn(attempt, again=tries.failure is not None):
+                    if attempt.over.is_set():
+                        return "not_needed"
+                    failure = await self._encode(delivery, index, encoder, attempt, deadline_s)
+                if failure is None:
+                    failure = await _lost_before_answer(delivery, encoder, attempt)
+            if failure is None:
+                return "encoded" if delivery.encoder in (encoder, None) else "retried"
+            if attempt.over.is_set():
+                return "not_needed"
+            attempt.selection.note_not_encoded(delivery.item, encoder)
+            pause_s = tries.note_failure(encoder.name, failure, time.monotonic())
+            assert tries.failure is not None
+            logger.log(
+                logging.INFO if tries.failure.kind is FailureKind.FULL else logging.WARNING,
+                "transfer %s: encoder %s: %s",
+                delivery.transfer.transfer_id,
+                encoder.name,
+                tries.failure.reason,
+            )
+            if pause_s:
+                with anyio.move_on_after(pause_s):
+                    await attempt.over.wait()
+                if attempt.over.is_set():
+                    return "not_needed"
+            another = tries.next_encoder()
+            attempt.note_fallback(tries.failure.kind, another)
+            if another is None:
+                return EncodeFailure(kind=tries.failure.kind, reason=tries.describe())
+            encoder = another
+
+    def _turn(self, attempt: Attempt, *, again: bool) -> AbstractAsyncContextManager[None]:
+        """Return what an encode job runs within: all of them end by the same deadline."""
+        in_turn = self._order == "sequential" or (again and self._order == "sequential_fallback")
+        return attempt.turn if in_turn else contextlib.nullcontext()
+
+    async def _encode(
+        self, delivery: Delivery, index: int, encoder: Instance, attempt: Attempt, deadline_s: float
+    ) -> EncodeFailure | None:
+        """Run one encode job, and note it; return why it failed, or ``None``."""
+        attempt.selection.note_encode_job(delivery.item, encoder)
+        job = attempt.record.job(delivery.item, encoder.name, size(delivery.body))
+        end = "cancelled"
+        try:
+            failure = await self._ask(delivery, index, encoder, attempt, job, deadline_s)
+            end = "encoded" if failure is None else failure.kind.value
+            return failure
+        finally:
+            attempt.record.end_job(delivery.item, job, end)
+
+    async def _ask(
+        self,
+        delivery: Delivery,
+        index: int,
+        encoder: Instance,
+        attempt: Attempt,
+        job: Leg,
+        deadline_s: float,
+    ) -> EncodeFailure | None:
+        item = delivery.item
+        trace("encode_job", transfer_id=delivery.transfer.transfer_id, encoder=encoder.name)
+        request_id = attempt.headers["x-request-id"]
+        headers = {**attempt.headers, "x-request-id": f"{request_id}-item{index}"}
+        if job.traceparent:
+            headers["traceparent"] = job.traceparent
+        started_s = time.monotonic()
+        limit_s = min(self._job_s, deadline_s - started_s)
+        try:
+            with (
+                while_up(encoder.working(item.item_uuid)),
+                encoder.encoding(self.times.of(item)),
+            ):
+                status, given, body = await self._upstream.ask(
+                    "POST",
+                    encoder.url + CHAT_PATH,
+                    body=delivery.body,
+                    headers=headers,
+                    connect_s=self._connect_s,
+                    timeout_s=max(limit_s, 0.001),
+                )
+        except WentDownError as error:
+            return EncodeFailure(kind=FailureKind.LOST, reason=str(error))
+        except UpstreamError as error:
+            is_late = error.kind is FailureKind.TIMEOUT
+            if not is_late or limit_s >= self._job_s:
+                # One that had less than its time is not to blame.
+                encoder.failed(error.kind)
+            late = f"no answer within {time.monotonic() - started_s:.1f} s"
+            return EncodeFailure(kind=error.kind, reason=late if is_late else str(error))
+        if status >= 500:
+            encoder.failed(FailureKind.ERROR)
+            return _answered(FailureKind.ERROR, status, body)
+        if status < 300:
+            # Until it had answered the job before, it did not work on this one.
+            self.times.observe(item, time.monotonic() - max(started_s, encoder.answered_at))
+        encoder.answered()
+        if status == 429:
+            return _answered(FailureKind.FULL, status, body, full_for_s=_retry_after_s(given))
+        if status >= 300:
+            return _answered(FailureKind.REFUSED, status, body)
+        outcome = read_outcome(body)
+        if self._store is not None and outcome is not None:
+            self._store.note_namespace(encoder.name, outcome.namespace)
+        attempt.note_item_ready()
+        attempt.set_metadata(delivery, item_of(outcome))
+        return None
+
+    async def _ask_for_local_encoding(
+        self, delivery: Delivery, reason: str, attempt: Attempt
+    ) -> None:
+        """Repeat the message until the answer begins.
+
+        It may well overtake the request, which the instance has to preprocess first, and an
+        instance need not remember a message about a transfer that it does not know yet.
+        """
+        pause_s = FIRST_REPEAT_S
+        while not attempt.over.is_set():
+            self._control.encode_failed(attempt.pd.name, delivery.transfer.transfer_id, reason)
+            with anyio.move_on_after(pause_s):
+                await attempt.over.wait()
+            pause_s = min(2 * pause_s, LONGEST_REPEAT_S)
+
+
+class _EncodeAnswer(msgspec.Struct):
+    ec_transfer_params: EncodeOutcome | None = None
+
+
+def read_outcome(body: bytes) -> EncodeOutcome | None:
+    """Return what the answer to an encode job says; ``None`` if that cannot be read."""
+    try:
+        return msgspec.json.decode(body, type=_EncodeAnswer).ec_transfer_params
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None
+
+
+def item_of(outcome: EncodeOutcome | None) -> EncodedItem | EncodeFailure:
+    """Return what the answer to an encode job says of its only item."""
+    if outcome is None or not outcome.items:
+        reason = "its answer says nothing of the item, or cannot be read"
+        return EncodeFailure(kind=FailureKind.MISSING, reason=reason)
+    return outcome.items[0]
+
+
+async def _lost_before_answer(
+    delivery: Delivery, encoder: Instance | None, attempt: Attempt
+) -> EncodeFailure | None:
+    """Return why an item will not arrive, or ``None`` when the answer begins.
+
+    Args:
+        delivery: Of the item, which was encoded, or is in the store.
+        encoder: Who writes it; ``None`` if the PD instance loads it from the store.
+        attempt: That waits for it.
+    """
+    if attempt.over.is_set():
+        return None
+    transfer_id = delivery.transfer.transfer_id
+    refusal = asyncio.ensure_future(attempt.inbox.encoder_refused(transfer_id))
+    waits: set[asyncio.Future[Any]] = {refusal, asyncio.ensure_future(attempt.over.wait())}
+    if encoder is not None:
+        waits.add(asyncio.ensure_future(encoder.wait_down()))
+    try:
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        if attempt.over.is_set():
+            return None
+        if refusal.done():
+            kind = FailureKind.ERROR if encoder else FailureKind.MISSING
+            return EncodeFailure(kind=kind, reason=f"refused: {refusal.result().detail!r}")
+        assert encoder is not None
+        return EncodeFailure(kind=FailureKind.LOST, reason=f"went down: {encoder.reason}")
+    finally:
+        for wait in waits:
+            wait.cancel()
+
+
+def _answered(
+    kind: FailureKind, status: int, body: bytes, *, full_for_s: float = 0.0
+) -> EncodeFailure:
+    reason = f"answered {status}: {body[:200].decode('utf-8', 'replace')!r}"
+    return EncodeFailure(kind=kind, reason=reason, full_for_s=full_for_s)
+
+
+def _retry_after_s(headers: Mapping[str, str]) -> float:
+    """Return how long an encoder asks to wait; it tells milliseconds and, for others, seconds."""
+    for name, unit_s in (("retry-after-ms", 0.001), ("retry-after", 1.0)):
+        text = headers.get(name, "")
+        if text.isdecimal():
+            return max(int(text) * unit_s, FIRST_REPEAT_S)
+    return LONGEST_REPEAT_S

@@ -1,0 +1,212 @@
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from epd_portable.connector.stores.lookup import StoredItem
+from epd_portable.delivery.assignment import Assignment, EncodeFailure, EncodeTries, assign_items
+from epd_portable.delivery.elastic import EncodeTimes
+from epd_portable.delivery.fallbacks import (
+    RequestFailure,
+    RequestPhase,
+    RequestTries,
+    RetryBudget,
+    final_error,
+)
+from epd_portable.delivery.instances import EndpointPool, Instance
+from epd_portable.router.contents.media import MediaItem
+from epd_portable.router.settings import InstanceSettings
+from epd_portable.wire.outcomes import FailureKind
+from epd_portable.wire.params import EncodedItem
+
+PD = InstanceSettings(name="pd", role="prefill-decode", url="http://pd", control="tcp://h:1")
+LOST, FULL, REFUSED = FailureKind.LOST, FailureKind.FULL, FailureKind.REFUSED
+
+
+def pictures(*names: str, pixels: int = 0) -> list[MediaItem]:
+    return [MediaItem(item_uuid=n, modality="image", part={}, pixels=pixels) for n in names]
+
+
+class Scene:
+    def __init__(self, encoders: int = 2) -> None:
+        self.pool = EndpointPool(chance=random.Random(7))
+        self.pd = self.pool.add(PD)
+        self.pd.seen_well()
+        for number in range(encoders):
+            made = InstanceSettings(name=f"e{number}", role="encode", url=f"http://e{number}")
+            self.pool.add(made).seen_well()
+        self.times = EncodeTimes()
+        self.budget = RetryBudget()
+
+    def choose(self, item: MediaItem, exclude: object) -> Instance | None:
+        return self.pool.choose_encoder(item.item_uuid, exclude)  # type: ignore[arg-type]
+
+    def assign(self, items: list[MediaItem], **more: object) -> list[Assignment[MediaItem]]:
+        return assign_items(items, self.pd, self.choose, self.times, **more)  # type: ignore[arg-type]
+
+    def tries(self, deadline_s: float = 30.0) -> EncodeTries:
+        (item,) = pictures("p")
+        return EncodeTries(
+            lambda exclude: self.choose(item, exclude), self.budget, deadline_s=deadline_s
+        )
+
+
+def failure(kind: FailureKind, full_for_s: float = 0.0) -> EncodeFailure:
+    return EncodeFailure(kind=kind, reason=f"is {kind.value}", full_for_s=full_for_s)
+
+
+def test_items_of_one_request_are_spread_and_nothing_stays_counted() -> None:
+    scene = Scene(encoders=4)
+    found = scene.assign(pictures(*map(str, range(8))))
+    assert [each.item.item_uuid for each in found] == [*map(str, range(8))]
+    encoders = [each.encoder.name for each in found if each.encoder]
+    assert len(encoders) == 8 and max(map(encoders.count, encoders)) <= 3
+    assert not any(each.load for each in scene.pool.all)
+
+
+def test_what_the_store_has_or_a_decider_leaves_here_gets_no_encoder() -> None:
+    entry = StoredItem("key", EncodedItem(mm_hash="m", modality="image"))
+    found = Scene().assign(pictures("a", "b", "c"), stored={"b": entry}, left_here={"c"})
+    assert [each.by for each in found] == ["encoder", "stored", "local_first"]
+    assert [bool(each.encoder) for each in found] == [True, False, False]
+    assert found[1].stored is entry and found[2].elastic is None
+
+
+@pytest.mark.parametrize(("configured", "by"), [(True, "local"), (False, "local_first")])
+def test_without_an_encoder_items_are_encoded_where_they_are_needed(
+    configured: bool, by: str
+) -> None:
+    (found,) = Scene(encoders=0).assign(pictures("a"), any_encoders=configured)
+    assert (found.by, found.encoder) == (by, None)
+
+
+def test_the_first_items_are_encoded_here_only_where_that_is_wanted() -> None:
+    scene, items = Scene(encoders=1), pictures(*"abcd", pixels=1000)
+    scene.times.observe(items[0], 0.25)
+    assert {each.by for each in scene.assign(items)} == {"encoder"}
+    found = scene.assign(items, elastic_threshold=4.0)
+    assert [(each.by, each.elastic) for each in found[:1]] == [("local_first", "idle")]
+    assert found[-1].by == "encoder" and found[-1].elastic is None
+
+
+def test_another_encoder_is_asked_when_one_fails_and_then_none() -> None:
+    scene = Scene(encoders=3)
+    tries = scene.tries()
+    assert tries.note_failure("e0", failure(LOST), 1.0) == 0
+    second = tries.next_encoder()
+    assert second is not None and second.name != "e0"
+    assert tries.note_failure(second.name, failure(LOST), 2.0) == 0
+    assert tries.next_encoder() is None
+    assert tries.describe() == f"encoders tried: e0, {second.name}; last: is lost"
+
+
+@pytest.mark.parametrize(("kind", "now_s"), [(REFUSED, 1.0), (LOST, 30.0), (FULL, 31.0)], ids=str)
+def test_none_is_asked_for_an_item_at_fault_or_too_late(kind: FailureKind, now_s: float) -> None:
+    scene = Scene()
+    tries = scene.tries(deadline_s=30.0)
+    assert tries.note_failure("e0", failure(kind, 1.0), now_s) == 0
+    assert tries.next_encoder() is None
+
+
+def test_a_full_encoder_is_asked_again_when_it_has_room_and_costs_no_retry() -> None:
+    scene = Scene()
+    while scene.budget.spend():
+        pass
+    tries = scene.tries()
+    assert tries.note_failure("e0", failure(FULL, 5.0), 1.0) == 0
+    second = tries.next_encoder()
+    assert second is not None and second.name == "e1"
+    # Both are full: the first one has room after five seconds.
+    assert tries.note_failure("e1", failure(FULL, 9.0), 2.0) == pytest.approx(4.0)
+    assert tries.next_encoder() is not None
+    # Who failed costs one, and there is none left.
+    assert tries.note_failure("e0", failure(LOST), 7.0) == 0
+    assert tries.next_encoder() is None
+
+
+def test_nobody_waits_for_room_beyond_the_deadline() -> None:
+    tries = Scene(encoders=1).tries(deadline_s=5.0)
+    assert tries.note_failure("e0", failure(FULL, 60.0), 1.0) == 0
+    assert tries.next_encoder() is None
+
+
+def test_a_job_that_the_deadline_cuts_off_counts_as_the_full_encoder_before() -> None:
+    tries = Scene(encoders=1).tries(deadline_s=5.0)
+    assert tries.note_failure("e0", failure(FULL, 3.0), 1.0) == 3.0
+    assert tries.next_encoder() is not None
+    tries.note_failure("e0", failure(FailureKind.TIMEOUT), 5.0)
+    assert tries.failure is not None and tries.failure.kind is FULL
+
+
+def failed(
+    kind: FailureKind, phase: RequestPhase = RequestPhase.ANSWER, **more: object
+) -> RequestFailure:
+    return RequestFailure(kind, phase, "it failed", **more)  # type: ignore[arg-type]
+
+
+def test_a_request_whose_instance_is_lost_is_sent_once_more_and_to_the_same_if_need_be() -> None:
+    scene = Scene()
+    tries = RequestTries(scene.budget)
+    choose = scene.pool.choose_least_loaded
+    pd = tries.choose_pd(choose)
+    assert pd is not None and tries.asked == "pd"
+    assert tries.possible(failed(LOST), choose, choose) == ("retried",)
+    assert tries.go_on(failed(LOST), "retried")
+    assert tries.choose_pd(choose) is pd  # There is no other one.
+    assert tries.possible(failed(LOST), choose, choose) == ()
+
+
+def test_a_request_that_an_instance_answers_5xx_needs_another_one() -> None:
+    scene = Scene()
+    tries = RequestTries(scene.budget)
+    choose = scene.pool.choose_least_loaded
+    tries.choose_pd(choose)
+    assert tries.possible(failed(FailureKind.ERROR), choose, choose) == ()
+    scene.pool.add(PD.model_copy(update={"name": "other"})).seen_well()
+    assert tries.possible(failed(FailureKind.ERROR), choose, choose) == ("retried",)
+    tries.go_on(failed(FailureKind.ERROR), "retried")
+    other = tries.choose_pd(choose)
+    assert other is not None and other.name == "other"
+
+
+def test_items_that_cannot_be_had_come_as_media_or_are_left_out() -> None:
+    budget, missing = RetryBudget(), failed(FailureKind.MISSING, items=["a"])
+    tries = RequestTries(budget, metadata_only=True, partial_results=True)
+    assert tries.possible(missing, lambda _: None, lambda _: None) == ("original_media",)
+    assert tries.go_on(missing, "original_media") and not tries.metadata_only
+    assert tries.possible(missing, lambda _: None, lambda _: None) == ("left_out",)
+    assert tries.go_on(missing, "left_out")
+    without = RequestTries(budget, metadata_only=True, local_encode=False)
+    assert without.possible(missing, lambda _: None, lambda _: None) == ()
+    assert not without.go_on(missing, "unavailable")
+
+
+def test_two_prefill_instances_are_asked_and_then_the_decode_instance() -> None:
+    scene = Scene()
+    tries = RequestTries(scene.budget)
+    lost = failed(LOST, RequestPhase.PREFILL)
+    choose = scene.pool.choose_least_loaded
+    tries.prefills.append("p0")
+    assert tries.possible(lost, choose, choose) == ("retried",)
+    assert tries.go_on(lost, "retried") and not tries.prefills_here
+    tries.prefills.append("p1")
+    assert tries.possible(lost, choose, choose) == ()
+    assert tries.go_on(lost, "local") and tries.prefills_here
+
+
+@pytest.mark.parametrize(
+    ("kind", "fallback", "status"),
+    [
+        (LOST, "incomplete", 502),
+        (FailureKind.TIMEOUT, "timeout", 504),
+        (FailureKind.TOO_LARGE, "refused", 413),
+        (REFUSED, "refused", 400),
+        (FailureKind.MISSING, "unavailable", 503),
+        (LOST, "unavailable", 503),
+    ],
+)
+def test_what_a_client_gets_in_the_end(kind: FailureKind, fallback: object, status: int) -> None:
+    error = final_error(failed(kind), fallback)  # type: ignore[arg-type]
+    assert error.status == status and str(error).startswith("it failed")
+    assert (error.retry_after_s is not None) == (status == 503)
