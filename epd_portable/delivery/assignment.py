@@ -18,11 +18,11 @@ ChooseEncoder: TypeAlias = Callable[[Collection[str]], Instance | None]
 """Returns the usable encode instance that should have an item; not one of those names."""
 
 
-class Item(NamedItem, SizedItem, Protocol):
+class RequestItem(NamedItem, SizedItem, Protocol):
     """One picture, video or clip of a request."""
 
 
-ItemT = TypeVar("ItemT", bound=Item)
+ItemT = TypeVar("ItemT", bound=RequestItem)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

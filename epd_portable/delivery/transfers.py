@@ -5,11 +5,11 @@ from __future__ import annotations
 import uuid
 
 from epd_portable.config.secret import Secret
-from epd_portable.delivery.assignment import Item
+from epd_portable.delivery.assignment import RequestItem
 from epd_portable.wire.params import EncodedItem, EncodeTransfer, ExpectedTransfer
 
 
-def new_transfer(item: Item, consumer: str, secret: Secret) -> EncodeTransfer:
+def new_transfer(item: RequestItem, consumer: str, secret: Secret) -> EncodeTransfer:
     """Return a way of its own for an item, whichever instance encodes it, with its proof.
 
     Args:
