@@ -103,18 +103,16 @@ STAGES = (
         ),
         limit_s=1200,
     ),
-    # A round of each side takes about three minutes; three of them are worth a claim, and a later
-    # call goes on with those that are missing.
+    # A round of each side takes about three minutes; three of them are worth a claim.
     Stage(
         name="load",
         argv=(
             *("{python}", "-m", "epd_portable.bench.cli", "load", "--platform", "cuda"),
             *("--side", f"shared={ONE_DEVICE}", "--side", "replicas:1"),
             *("--side", f"shm={ONE_DEVICE},transfer.path=shm"),
-            *("--model", "shape", "--shape", "vision=32x1280,language=28x2048"),
-            *("--rate", "2,6,12", "--share", "0.5", "--size", "1008", "--text", "200"),
-            *("--output", "128", "--seconds", "30", "--rounds", "3", "--up", "turns"),
-            *("--json", "{out}/load.json", "--resume"),
+            *("--model", "shape", "--seconds", "30", "--rounds", "3"),
+            *("--point", "rate=2/6/12,share=0.5,size=1008,text=200,output=128"),
+            *("--json", "{out}/load.json"),
         ),
         limit_s=2400,
         writes={"load": "load.json"},

@@ -22,8 +22,8 @@ DEFAULT_SIZES = ("4KiB", "64KiB", "1MiB", "4MiB", "16MiB", "64MiB")
 HELP = """Measure transfers, serving and engine steps, each beside a baseline in the same run.
 
 \b
-A topology under load, beside replicas of plain vLLM and vLLM's own example (upstream):
-  epd-bench load --side ours=configs/1e1pd.yaml --side replicas:2 --side upstream:1E1PD \\
+A topology under load, beside replicas of plain vLLM:
+  epd-bench load --side ours=configs/1e1pd.yaml --side replicas:2 --side replicas:2,tuned \\
     --model shape --point rate=2/6/10,share=0.1
 What transfer.media=metadata saves:
   epd-bench load --side meta=configs/1e1pd.yaml,transfer.media=metadata \\
@@ -75,6 +75,8 @@ MEANT = {
         "It has one value.",
     ),
     "--worse": "--guard allows twice the recorded ratio.",
+    "--up": "Sides are up together where memory allows, and in turns elsewhere.",
+    "--png": "--json has a line for every turn, to draw from.",
     "--resume": "A run begins anew; --json has every finished round.",
     "--stages": "EPD_TRACE_DIR lets instances write their events.",
     "--plan": "The first lines of a run say what is measured.",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import importlib.metadata
@@ -36,13 +37,7 @@ _DISTRIBUTIONS = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Table:
-    """One table of a page.
-
-    Attributes:
-        title: A sentence or less.
-        columns: Names with units; the first column is text, the others are numbers.
-        rows: Cells as shown.
-    """
+    """One table of a page; the first column is text, the others are numbers."""
 
     title: str
     columns: tuple[str, ...]
@@ -64,10 +59,10 @@ class Conditions:
     Attributes:
         date: Day, in ISO form.
         python: Version.
-        versions: Versions of the distributions that matter and are installed.
+        versions: Of the distributions that matter and are installed.
         cpus: Cores that the measurement could use.
         processor: The system's name of them; empty where it has none.
-        memory_bytes: Memory of the machine.
+        memory_bytes: Of the machine.
         load_before: One-minute load average before anything was started.
         load_after: The same at the end, the load of the measurement itself included.
         measured: `digests` of the modules that the figures are about.
@@ -113,18 +108,11 @@ def load_average() -> float:
 
 
 def conditions(load_before: float, *, measured: Iterable[str] = ()) -> Conditions:
-    """Describe this process's machine, now.
-
-    Args:
-        load_before: `load_average` before the measurement.
-        measured: Modules that the figures are about.
-    """
+    """Describe this process's machine, now; `measured` are the modules that figures are about."""
     versions = {}
     for name in _DISTRIBUTIONS:
-        try:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     return Conditions(
         date=datetime.date.today().isoformat(),
         python=platform.python_version(),
@@ -171,10 +159,7 @@ def to_markdown(report: Report) -> str:
         f"{where.load_after:g} after; Python {where.python}, {versions}.",
         "",
     ]
-    for note in report.notes:
-        lines += [f"- {note}"]
-    if report.notes:
-        lines.append("")
+    lines += [*(f"- {note}" for note in report.notes), ""]
     for table in report.tables:
         lines += [f"### {table.title}", "", *_table(table), ""]
     return "\n".join(lines)

@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import httpx
@@ -104,12 +103,7 @@ class Server:
         self.startup_s = time.monotonic() - begin_s
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Stop it."""
         self.stop()
 
@@ -117,12 +111,6 @@ class Server:
     def pid(self) -> int:
         """Process id of the command."""
         return self._process.pid
-
-    def interrupt(self) -> None:
-        """Let a start that another thread waits for fail soon; nothing if it has not begun."""
-        process: subprocess.Popen[bytes] | None = getattr(self, "_process", None)
-        if process is not None:
-            process.terminate()
 
     def stop(self) -> int:
         """Ask it to end, kill what does not, and return its exit status."""
@@ -185,9 +173,9 @@ def topology(
         platform: ``cuda``, ``npu`` or ``cpu``.
         log_dir: Folder for the logs of its processes.
         settings: As ``--set`` takes them.
-        model: Replaces the model of the file.
-        env: See `Server`.
-        report: See `Server`.
+        model: Replaces the model of the file; ``None`` keeps it.
+        env: Variables beyond those of this process.
+        report: Called with progress lines.
     """
     port = free_port()
     argv = [sys.executable, "-m", "epd_portable.launch.cli", "--platform", platform]
@@ -218,37 +206,21 @@ def one_process(
     name: str = "reference",
     popen: Callable[..., subprocess.Popen[bytes]] = subprocess.Popen,
 ) -> Server:
-    """Return plain vLLM in one process, without this package.
-
-    Args:
-        model: As in a topology file.
-        log: See `Server`.
-        engine_args: As in a topology file.
-        platform: ``cuda``, ``npu`` or ``cpu``.
-        env: See `Server`.
-        report: Gets one line for each stage of its start.
-        name: For messages.
-        popen: See `Server`.
-    """
-    port = free_port()
-    source = resolve_model(model)
+    """Return plain vLLM, without this package; `model` and `engine_args` as in a topology file."""
+    port, source, traits, env = free_port(), resolve_model(model), TRAITS[platform], env or {}
     argv = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
     argv += ["--model", source.argument, "--served-model-name", source.served_name]
     argv += ["--host", "127.0.0.1", "--port", str(port), *render_arguments(engine_args)]
-    traits = TRAITS[platform]
-    # Ours lets plain vLLM read pictures where only a CUDA build of torchvision is available.
-    plugins = ("epd_portable_media_guard", *traits.engine_plugins)
-    without_compiler = {}
-    if not has_compiler(traits, {**os.environ, **(env or {})}):
-        # It would end in its first sampled request; instances of a topology have the same setting.
-        without_compiler = dict(traits.env_without_compiler)
+    # Without a compiler it would end in its first sampled request, as a topology's instances would.
+    compiles = has_compiler(traits, {**os.environ, **env})
     variables = {
-        **without_compiler,
+        **({} if compiles else dict(traits.env_without_compiler)),
         "HF_HUB_OFFLINE": "1",
-        "VLLM_PLUGINS": ",".join(plugins),
+        # Ours lets plain vLLM read pictures where only a CUDA build of torchvision is available.
+        "VLLM_PLUGINS": ",".join(("epd_portable_media_guard", *traits.engine_plugins)),
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_NO_USAGE_STATS": "1",
-        **(env or {}),
+        **env,
     }
     stages = re.compile(r"Loading model|Loading weights took|Application startup complete")
 

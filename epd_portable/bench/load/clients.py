@@ -99,15 +99,10 @@ class Answers(msgspec.Struct, frozen=True, kw_only=True):
 def prepared(
     order: Order, *, cores: frozenset[int], folder: Path
 ) -> Iterator[Callable[[], Answers]]:
-    """Start the clients, and yield what lets them send once all bodies are written.
-
-    Args:
-        order: What they do.
-        cores: Where they run.
-        folder: Working directory, which gets their log.
+    """Start the clients on these cores, and yield what lets them send once all bodies are written.
 
     Raises:
-        MeasurementError: They ended too soon; the message has their last lines.
+        MeasurementError: They ended too soon; the message has the last lines of their log.
     """
     log = folder / "clients.log"
     with log.open("ab") as errors:
@@ -191,9 +186,10 @@ def _events(pieces: Sequence[tuple[float, bytes]]) -> Iterator[tuple[float, byte
 class _Exchange:
     """One request, and its response as it comes."""
 
-    def __init__(self, request: LoadRequest, body: bytes, url: str) -> None:
+    def __init__(self, request: LoadRequest, model: str, url: str) -> None:
         self._request = request
         self._address = urlsplit(url)
+        body = body_of(request, model)
         head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: {self._address.netloc}\r\n"
         head += "content-type: application/json\r\nconnection: close\r\n"
         self._message = f"{head}content-length: {len(body)}\r\n\r\n".encode() + body
@@ -212,8 +208,7 @@ class _Exchange:
 
     async def run(self, due_s: float) -> None:
         """Send the request now, and read the response."""
-        self._sent_s = time.monotonic()
-        self._late_s = self._sent_s - due_s
+        self._due_s, self._sent_s = due_s, time.monotonic()
         try:
             await asyncio.wait_for(self._run(), TIMEOUT_S)
         except asyncio.TimeoutError:
@@ -235,24 +230,21 @@ class _Exchange:
     def answer(self, begin_s: float) -> LoadAnswer:
         """Return what became of it."""
         times, usage, problem = read_stream(self._pieces, output_tokens=self._request.output_tokens)
-        status = self._parser.get_status_code()
-        if self._problem:
-            problem = self._problem
-        elif status != 200:
+        if (status := self._parser.get_status_code()) != 200:
             said = b"".join(piece for _, piece in self._pieces)[:300]
             problem = f"status {status}: {said.decode(errors='replace')}"
         tokens = usage.get("completion_tokens", 0)
         gaps = [after - before for before, after in itertools.pairwise(times)]
         return LoadAnswer(
             sent_s=self._sent_s - begin_s,
-            late_s=self._late_s,
+            late_s=self._sent_s - self._due_s,
             ttft_s=times[0] - self._sent_s if times else -1.0,
             tpot_s=sum(gaps) / max(tokens - 1, 1),
             longest_itl_s=max(gaps, default=0.0),
             e2e_s=self._end_s - self._sent_s,
             tokens=tokens,
             prompt_tokens=usage.get("prompt_tokens", 0),
-            problem=problem,
+            problem=self._problem or problem,
         )
 
 
@@ -275,7 +267,7 @@ def main() -> None:
     """Carry out the order that comes by standard input."""
     order = msgspec.json.decode(sys.stdin.buffer.readline(), type=Order)
     exchanges = [
-        _Exchange(request, body_of(request, order.model), order.urls[index % len(order.urls)])
+        _Exchange(request, order.model, order.urls[index % len(order.urls)])
         for index, request in enumerate(order.requests)
     ]
     gc.freeze()

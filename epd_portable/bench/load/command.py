@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import click
 import psutil
 
 from epd_portable.bench import console, report
-from epd_portable.bench.load import chart, checkpoint, peers
+from epd_portable.bench.load import checkpoint, peers
 from epd_portable.bench.load import report as load_report
-from epd_portable.bench.load import sides as load_sides
 from epd_portable.bench.load.context import BenchContext
 from epd_portable.bench.load.measure import LoadResults, Measurement
 from epd_portable.bench.load.plan import LoadPlan, read_points
 from epd_portable.bench.load.report import LoadSetting
-from epd_portable.bench.load.sides import Allotment, LoadSide
+from epd_portable.bench.load.sides import Allotment, LoadSide, instance_count, read_sides, share_out
 from epd_portable.config.instance import PlatformName
 from epd_portable.config.load import load_topology
 from epd_portable.config.schema import Topology
@@ -43,7 +42,8 @@ Sides, each as NAME=WHAT or WHAT; ratios are of the first by each of the others:
   replicas:2                     two replicas of plain vLLM; requests go to them in turns
   replicas:1                     one plain vLLM over all cores or devices
   dp:2                           one plain vLLM with --data-parallel-size 2
-  upstream:1E1PD                 vLLM's own ECExampleConnector over /dev/shm, with a proxy
+  upstream:1E1PD                 vLLM's own ECExampleConnector over /dev/shm, with its own proxy
+                                 (see --upstream-proxy)
   replicas:2,tuned               on a CPU with the executor, threads and freedom of API servers that
                                  epd-launch gives its own instances; so dp:2 and upstream:1E1PD.
                                  Without it plain vLLM runs as it does by itself
@@ -67,8 +67,9 @@ Whether any ratio is twice as high as in a recorded run:
   ... --guard docs/measurements/2026-11-load/tuned.json
 
 Sides are measured in turns. Every side gets the same cores or devices and, in every round, the same
-requests; the first of one round is the last of the next. The clients are a process of their own;
-rounds in which they sent requests late are refused and measured again.
+requests; the first of one round is the last of the next. All sides are up all the time where memory
+allows; otherwise, and where they share devices, each is started for its turns. The clients are a
+process of their own; rounds in which they sent requests late are refused and measured again.
 
 Exit status: 0; 1 when something failed, was refused, or fell back (see --allow-fallback); 2 on bad
 input.
@@ -113,20 +114,12 @@ input.
     "and kept.",
 )
 @click.option(
-    "--up",
-    type=click.Choice(["auto", "together", "turns"]),
-    default="auto",
-    show_default=True,
-    help="together: all sides are up all the time; turns: each is started for each of its turns; "
-    "auto: together where memory allows.",
-)
-@click.option(
     "--upstream-proxy",
     "proxy",
     type=click.Path(exists=True, dir_okay=False, resolve_path=True, path_type=Path),
     metavar="FILE",
-    help="The proxy of vLLM's example, disagg_epd_proxy.py of its release; without it a stand-in "
-    "is measured, and called so.",
+    help="The proxy of vLLM's example, disagg_epd_proxy.py of its release; sides that are the "
+    "example need it.",
 )
 @click.option(
     "--seconds",
@@ -143,13 +136,13 @@ input.
 )
 @click.option(
     "--ttft-ms",
-    default=float("inf"),
+    default=math.inf,
     type=click.FloatRange(min=1),
     help="Limit of TTFT for goodput, in milliseconds.",
 )
 @click.option(
     "--tpot-ms",
-    default=float("inf"),
+    default=math.inf,
     type=click.FloatRange(min=0.1),
     help="Limit of TPOT for goodput, in milliseconds.",
 )
@@ -164,92 +157,82 @@ input.
     help="JSON of a recorded run: exit 1 if a ratio by the same side at the same load is more than "
     "twice the recorded one.",
 )
-@click.option(
-    "--png",
-    "png_file",
-    type=click.Path(dir_okay=False, path_type=Path),
-    help="Draw a chart; needs the extra 'bench'.",
-)
 @console.file_options
 def load_command(
-    proxy: Path | None, json_file: Path | None, markdown_file: Path | None, **options: Any
+    *,
+    side_texts: tuple[str, ...],
+    point_texts: tuple[str, ...],
+    platform: PlatformName,
+    overrides: tuple[str, ...],
+    model: str | None,
+    proxy: Path | None,
+    seconds: float,
+    rounds: int | None,
+    ttft_ms: float,
+    tpot_ms: float,
+    allow_fallback: bool,
+    guard_file: Path | None,
+    json_file: Path | None,
+    markdown_file: Path | None,
 ) -> None:
     """Measure sides under load; users read `HELP`."""
-    with console.stopping_at_sigterm():
-        if options["png_file"] is not None:
-            chart.import_pyplot()
-        load_before = report.load_average()
-        plan = LoadPlan(
-            points=read_points(options["point_texts"]),
-            seconds=options["seconds"],
-            rounds=options["rounds"] or 0,
-            ttft_s=options["ttft_ms"] / 1000,
-            tpot_s=options["tpot_ms"] / 1000,
+    plan = LoadPlan(
+        points=read_points(point_texts),
+        seconds=seconds,
+        rounds=rounds or 0,
+        ttft_s=ttft_ms / 1000,
+        tpot_s=tpot_ms / 1000,
+    )
+    sides = read_sides(side_texts)
+    if proxy is None and any(side.kind == "upstream" for side in sides):
+        raise ConfigError(
+            "--side upstream:1E1PD: name the example's proxy by --upstream-proxy: "
+            "disagg_epd_proxy.py in the examples of vLLM's sources"
         )
-        platform: PlatformName = options["platform"]
-        sides = load_sides.read_sides(options["side_texts"], stand_in=proxy is None)
-        topologies = _load_topologies(sides, platform, options["overrides"])
-        allotment = _allot(platform, sides, topologies)
-        on_devices = TRAITS[platform].visible_devices_env is not None
-        together = options["up"] == "together" or (
-            options["up"] == "auto" and _fits_together(allotment, on_devices=on_devices)
-        )
-        said = load_sides.describe(allotment, devices=on_devices)
-        setting = LoadSetting(
-            plan=plan,
-            sides=sides,
-            equal=f"{said} {peers.describe(sides, proxy)}".strip(),
-            together=together,
-            facts={
-                "platform": platform,
-                "model": options["model"],
-                "settings": list(options["overrides"]),
-                "proxy": proxy and hashlib.sha256(proxy.read_bytes()).hexdigest(),
-            },
-            command=console.command(),
-            load_before=load_before,
-        )
-        console.progress(setting.equal)
+    topologies = _load_topologies(sides, platform, overrides)
+    allotment = _allot(platform, sides, topologies)
+    setting = LoadSetting(
+        plan=plan,
+        sides=sides,
+        equal=f"{allotment} {peers.describe(sides)}".strip(),
+        together=fit_together(allotment),
+        facts={
+            "platform": platform,
+            "model": model,
+            "settings": list(overrides),
+            "proxy": proxy and hashlib.sha256(proxy.read_bytes()).hexdigest(),
+        },
+        command=console.command(),
+        load_before=report.load_average(),
+    )
+    console.progress(setting.equal)
 
-        def keep(results: LoadResults) -> None:
-            made = load_report.make_report(results, setting)
-            report.write(made, json_file=json_file, markdown_file=None)
-
-        model = options["model"]
-        if model == checkpoint.MODEL:
-            model = str(checkpoint.cached_checkpoint(console.progress))
-        if model is not None:
-            topologies = {
-                name: topology.model_copy(update={"model": model})
-                for name, topology in topologies.items()
-            }
-        with tempfile.TemporaryDirectory(prefix="epd-bench-") as folder:
-            context = BenchContext(
-                platform=platform,
-                topologies=topologies,
-                settings=options["overrides"],
-                model=model,
-                allotment=allotment,
-                folder=Path(folder),
-                upstream_proxy=proxy,
-                report=console.progress,
-            )
-            results = Measurement(plan, sides, context, together=together, keep=keep).run()
+    def keep(results: LoadResults) -> None:
         made = load_report.make_report(results, setting)
-        console.finish(made, json_file=json_file, markdown_file=markdown_file)
-        rounds = load_report.good_rounds(results, plan)
-        if options["png_file"] is not None and rounds:
-            chart.write_png(
-                options["png_file"],
-                title="TTFT, p99 of all requests, ms",
-                points=list(rounds),
-                series=load_report.first_tokens_ms(rounds),
-            )
-        _judge(results, setting, allow_fallback=options["allow_fallback"])
-        if options["guard_file"] is not None:
-            worse = load_report.find_regressions(rounds, options["guard_file"])
-            if worse:
-                raise MeasurementError(f"more than twice what is recorded: {'; '.join(worse)}")
+        report.write(made, json_file=json_file, markdown_file=None)
+
+    if model == checkpoint.MODEL:
+        model = str(checkpoint.cached_checkpoint(console.progress))
+    changed = {} if model is None else {"model": model}
+    with console.stopping_at_sigterm(), tempfile.TemporaryDirectory(prefix="epd-bench-") as folder:
+        context = BenchContext(
+            platform=platform,
+            topologies={name: each.model_copy(update=changed) for name, each in topologies.items()},
+            settings=overrides,
+            model=model,
+            allotment=allotment,
+            folder=Path(folder),
+            upstream_proxy=proxy,
+            report=console.progress,
+        )
+        results = Measurement(plan, sides, context, together=setting.together, keep=keep).run()
+    made = load_report.make_report(results, setting)
+    console.finish(made, json_file=json_file, markdown_file=markdown_file)
+    _judge(results, setting, allow_fallback=allow_fallback)
+    if guard_file is not None:
+        worse = load_report.find_regressions(made, sides[0].name, guard_file)
+        if worse:
+            raise MeasurementError(f"more than twice what is recorded: {'; '.join(worse)}")
 
 
 def _load_topologies(
@@ -281,19 +264,18 @@ def _load_topologies(
 def _allot(
     platform: PlatformName, sides: Sequence[LoadSide], topologies: dict[str, Topology]
 ) -> Allotment:
-    counts = {
-        side.name: load_sides.instance_count(side, topologies.get(side.name)) for side in sides
-    }
+    counts = {side.name: instance_count(side, topologies.get(side.name)) for side in sides}
     traits = TRAITS[platform]
     devices = None
     if traits.visible_devices_env is not None:
         most = tuple(map(str, range(max(counts.values()))))
         devices = assumed_machine(traits, os.environ).devices or most
-    return load_sides.share_out(counts, cores=allowed_cores(), devices=devices)
+    return share_out(counts, cores=allowed_cores(), devices=devices)
 
 
-def _fits_together(allotment: Allotment, *, on_devices: bool) -> bool:
-    if on_devices:
+def fit_together(allotment: Allotment) -> bool:
+    """Return whether all sides can be up at the same time."""
+    if allotment.devices:
         # Devices would be shared, and how much memory each side may take is not known.
         return len(allotment.units) < 2
     engines = sum(len(instances) for instances in allotment.units.values())

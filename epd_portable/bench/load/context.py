@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from epd_portable.bench.load.sides import Allotment, LoadSide
-from epd_portable.bench.servers import Server
 from epd_portable.config.groups import Instances
 from epd_portable.config.instance import PlatformName
 from epd_portable.config.schema import Topology
 from epd_portable.launch.plan.placement import ranks_of
-from epd_portable.platforms.traits import TRAITS
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,9 +24,8 @@ class BenchContext:
         model: Replaces that of a topology file; ``None`` keeps it.
         allotment: Which cores or devices each side gets.
         folder: For logs, a folder for each side.
-        upstream_proxy: File of the proxy of vLLM's example; ``None`` for its stand-in.
+        upstream_proxy: File of the proxy of vLLM's example; ``None`` where no side is that example.
         report: Gets progress lines.
-        starting: Servers whose start has begun.
     """
 
     platform: PlatformName
@@ -39,13 +36,6 @@ class BenchContext:
     folder: Path
     upstream_proxy: Path | None
     report: Callable[[str], None]
-    starting: list[Server] = field(default_factory=list)
-
-    @property
-    def binds_cores(self) -> bool:
-        """Whether each instance is bound to cores of its own."""
-        on_devices = TRAITS[self.platform].visible_devices_env is not None
-        return not (on_devices or self.allotment.crowded)
 
     def report_of(self, side: LoadSide) -> Callable[[str], None]:
         """Return `report` for lines about a side."""
@@ -64,7 +54,7 @@ class BenchContext:
 
     def cores_of(self, side: LoadSide) -> dict[str, list[int]]:
         """Return the cores of each group of instances of a topology; empty if none is bound."""
-        if not self.binds_cores:
+        if not self.allotment.binds_cores:
             return {}
         units = iter(self.allotment.units[side.name])
         groups = self.topologies[side.name].instances

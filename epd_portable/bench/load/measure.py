@@ -10,10 +10,10 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 from epd_portable.bench.load import usage
-from epd_portable.bench.load.clients import Answers, Order, prepared
+from epd_portable.bench.load.clients import Answers, LoadAnswer, Order, prepared
 from epd_portable.bench.load.context import BenchContext
 from epd_portable.bench.load.plan import LoadPlan, LoadPoint, LoadRequest
-from epd_portable.bench.load.servers import RunningSide, start_sides
+from epd_portable.bench.load.servers import RunningSide, start_side
 from epd_portable.bench.load.sides import LoadSide
 from epd_portable.bench.load.turns import Turn, make_turn
 from epd_portable.errors import MeasurementError
@@ -91,7 +91,6 @@ class Measurement:
         self._together = together
         self._keep = keep
         self._up: dict[str, RunningSide] = {}
-        self._attempts: Counter[LoadPoint] = Counter()
         self.results = LoadResults()
 
     def run(self) -> LoadResults:
@@ -102,39 +101,37 @@ class Measurement:
             MeasurementError: A side does not answer, or its processes are not where they should be.
         """
         rounds = {point: self._plan.rounds_of(point) for point in self._plan.points}
+        attempts: Counter[LoadPoint] = Counter()
         with ExitStack() as stack:
             if self._together:
-                running = stack.enter_context(start_sides(self._sides, self._context))
-                self._warm_up(running)
-                self._up = {each.side.name: each for each in running}
+                for side in self._sides:
+                    self._up[side.name] = stack.enter_context(start_side(side, self._context))
+                for running in self._up.values():
+                    self._warm_up(running)
             while due := [
                 point
                 for point, count in rounds.items()
-                if self.results.count(point) < count and self._attempts[point] < ATTEMPTS * count
+                if self.results.count(point) < count and attempts[point] < ATTEMPTS * count
             ]:
                 left = sum(rounds[point] - self.results.count(point) for point in due)
                 minutes = left * len(self._sides) * (self._plan.seconds + _OTHER_S) / 60
                 self._context.report(f"about {minutes:.0f} min left")
                 # Sides that are started for a turn take it for all points at once.
                 for points in [[point] for point in due] if self._together else [due]:
-                    self._measure_round(points)
+                    self._measure_round({point: attempts[point] for point in points})
+                    attempts.update(points)
+                    self._keep(self.results)
         return self.results
 
-    def _measure_round(self, points: Sequence[LoadPoint]) -> None:
-        numbers = {point: self._attempts[point] for point in points}
+    def _measure_round(self, numbers: dict[LoadPoint, int]) -> None:
         # The first of one round is the last of the next.
-        order = list(self._sides)[:: -1 if min(numbers.values()) % 2 else 1]
-        self._attempts.update(points)
-        for side in order:
+        for side in self._sides[:: -1 if min(numbers.values()) % 2 else 1]:
             with self._running(side) as running:
-                turns = [
-                    self._measure_turn(running, point, number) for point, number in numbers.items()
-                ]
+                turns = [self._measure_turn(running, *each) for each in numbers.items()]
             self.results.turns += turns
             if all(turn.refused for turn in turns):
                 # What the others would do in this round does not count either.
                 break
-        self._keep(self.results)
 
     def _measure_turn(self, running: RunningSide, point: LoadPoint, number: int) -> Turn:
         requests = self._plan.requests(point, number, self.results.words_per_token)
@@ -158,7 +155,7 @@ class Measurement:
             plan=self._plan,
             times_count=not self._context.allotment.crowded,
             cpu_s=cpu_s,
-            memory=usage.read_memory(parts),
+            memory_bytes=usage.read_memory_bytes(parts),
             counted=usage.counted_since(usage.read_counters(parts), counted),
         )
         self._context.report(
@@ -173,42 +170,38 @@ class Measurement:
         if self._together:
             yield self._up[side.name]
             return
-        with start_sides([side], self._context) as (running,):
-            self._warm_up([running])
+        with start_side(side, self._context) as running:
+            self._warm_up(running)
             yield running
 
-    def _warm_up(self, running: Sequence[RunningSide]) -> None:
+    def _warm_up(self, running: RunningSide) -> None:
         """Send requests that do not count; learn from the first ones how long a token is."""
         if not self.results.words_per_token:
-            self.results.words_per_token = self._words_per_token(running[0])
+            probes = [
+                LoadRequest(at_s=0.0, texts=(f"probe {words}",), words=words, output_tokens=2)
+                for words in (1, 1 + _PROBE_WORDS)
+            ]
+            short, long = self._send_one_by_one(running, probes)
+            words = _PROBE_WORDS / max(1, long.prompt_tokens - short.prompt_tokens)
+            self.results.words_per_token = round(words, 4)
         for number, point in enumerate(self._plan.points):
-            self._context.report(f"warm-up: {point.key}")
+            self._context.report(f"{running.side.name}: warm-up: {point.key}")
             # Of a window that has a request of each kind, at whatever rate.
             plan = dataclasses.replace(self._plan, seconds=200 / point.rate)
             whole = plan.requests(point, -1 - number, self.results.words_per_token)
-            for each in running:
-                count = WARM_UP * len(each.urls)
-                kinds = (
-                    [one for one in whole if one.kind == kind] for kind in ("text", "pictures")
-                )
-                self._send_one_by_one(each, [one for kind in kinds for one in kind[:count]])
+            count = WARM_UP * len(running.urls)
+            kinds = ([one for one in whole if one.kind == kind] for kind in ("text", "pictures"))
+            self._send_one_by_one(running, [one for kind in kinds for one in kind[:count]])
 
-    def _words_per_token(self, running: RunningSide) -> float:
-        probes = [
-            LoadRequest(at_s=0.0, texts=(f"probe {words}",), words=words, output_tokens=2)
-            for words in (1, 1 + _PROBE_WORDS)
-        ]
-        done = self._send_one_by_one(running, probes)
-        short, long = (answer.prompt_tokens for answer in done.answers)
-        return round(_PROBE_WORDS / max(1, long - short), 4)
-
-    def _send_one_by_one(self, running: RunningSide, requests: Sequence[LoadRequest]) -> Answers:
+    def _send_one_by_one(
+        self, running: RunningSide, requests: Sequence[LoadRequest]
+    ) -> Sequence[LoadAnswer]:
         with self._prepared(running, requests, one_by_one=True) as send:
-            done = send()
-        problem = next((answer.problem for answer in done.answers if answer.problem), "")
+            answers = send().answers
+        problem = next((answer.problem for answer in answers if answer.problem), "")
         if problem:
             raise MeasurementError(f"{running.side.name}, at its warm-up: {problem}")
-        return done
+        return answers
 
     def _prepared(
         self, running: RunningSide, requests: Sequence[LoadRequest], *, one_by_one: bool = False

@@ -23,26 +23,16 @@ from epd_portable.platforms.traits import TRAITS
 _EC_ROLES = {"encode": "ec_producer", "prefill_decode": "ec_consumer"}
 
 
-def describe(sides: Sequence[LoadSide], proxy: Path | None) -> str:
-    """Say how plain vLLM runs; empty where none does.
-
-    Args:
-        sides: All.
-        proxy: That of vLLM's example; ``None`` for its stand-in.
-    """
+def describe(sides: Sequence[LoadSide]) -> str:
+    """Say how plain vLLM runs; empty where none does."""
     stock = ", ".join(side.name for side in sides if side.plain and not side.tuned)
     tuned = ", ".join(side.name for side in sides if side.plain and side.tuned)
-    found = []
-    if stock:
-        found.append(f"Stock, as vLLM runs by itself: {stock}.")
+    found = [f"Stock, as vLLM runs by itself: {stock}."] if stock else []
     if tuned:
         found.append(
             "Tuned, on a CPU with the executor, threads and freedom of API servers that epd-launch "
             f"gives its own instances: {tuned}."
         )
-    if any(side.kind == "upstream" for side in sides):
-        which = f"its own ({proxy.name})" if proxy else "a stand-in, on the same libraries"
-        found.append(f"The proxy of vLLM's example is {which}.")
     return " ".join(found)
 
 
@@ -120,11 +110,11 @@ def example_engines(side: LoadSide, context: BenchContext, store: Path) -> list[
 def example_proxy(
     side: LoadSide, context: BenchContext, encode: str, prefill_decode: str
 ) -> servers.Server:
-    """Return the example's proxy, or its stand-in, between instances at two base addresses."""
-    port, file, folder = servers.free_port(), context.upstream_proxy, context.folder_of(side)
-    argv = [sys.executable, *([str(file)] if file else ["-m", "epd_portable.bench.load.proxy"])]
-    argv += ["--host", "127.0.0.1", "--port", str(port), "--encode-servers-urls", encode]
-    argv += ["--prefill-servers-urls", "disable", "--decode-servers-urls", prefill_decode]
+    """Return the example's proxy between instances at two base addresses."""
+    port, folder = servers.free_port(), context.folder_of(side)
+    argv = [sys.executable, str(context.upstream_proxy), "--host", "127.0.0.1", "--port", str(port)]
+    argv += ["--encode-servers-urls", encode, "--prefill-servers-urls", "disable"]
+    argv += ["--decode-servers-urls", prefill_decode]
     return servers.Server(
         name="the proxy",
         argv=argv,

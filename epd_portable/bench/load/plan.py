@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError
 
+from epd_portable.config.problems import in_one_line
 from epd_portable.errors import ConfigError
 
 ROUNDS = 3
@@ -58,13 +60,15 @@ class LoadRequest(msgspec.Struct, frozen=True, kw_only=True):
         return "pictures" if self.pictures else "text"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LoadPoint:
+Share = Annotated[float, Field(ge=0, le=1)]
+
+
+class LoadPoint(BaseModel):
     """One load.
 
     Attributes:
         rate: Requests a second, by Poisson arrivals.
-        share: Share of the requests that have pictures, 0 to 1.
+        share: Share of the requests that have pictures.
         pictures: How many such a request has; one of these at random.
         size: Sides in pixels; one of these at random for each picture.
         text: Tokens of a text, about.
@@ -73,14 +77,16 @@ class LoadPoint:
         turns: Of a conversation, each sent with all before it; 1 for independent requests.
     """
 
-    rate: float
-    share: float = 0.1
-    pictures: tuple[int, ...] = (1,)
-    size: tuple[int, ...] = (448,)
-    text: int = 400
-    output: int = 150
-    repeat: float = 0.0
-    turns: int = 1
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    rate: Annotated[float, Field(gt=0, lt=1e9)]
+    share: Share = 0.1
+    pictures: tuple[PositiveInt, ...] = (1,)
+    size: tuple[Annotated[int, Field(ge=28, le=4096)], ...] = (448,)
+    text: PositiveInt = 400
+    output: Annotated[int, Field(ge=2)] = 150
+    repeat: Share = 0.0
+    turns: PositiveInt = 1
 
     @property
     def key(self) -> str:
@@ -126,13 +132,9 @@ class LoadPlan:
             return self.rounds
         count = pictures = 0
         while count < ROUNDS or (0 < pictures < PICTURES and count < _MOST_ROUNDS):
-            pictures += self.pictures_in(point, count)
+            pictures += sum(each.kind == "pictures" for each in self.requests(point, count))
             count += 1
         return count
-
-    def pictures_in(self, point: LoadPoint, number: int) -> int:
-        """Return how many requests with pictures a round has."""
-        return sum(each.kind == "pictures" for each in self.requests(point, number))
 
     def requests(
         self, point: LoadPoint, number: int, words_per_token: float = 1.0
@@ -193,22 +195,6 @@ def _slashed(values: Sequence[float]) -> str:
     return "/".join(f"{value:g}" for value in values)
 
 
-def _integers(text: str) -> tuple[int, ...]:
-    return tuple(map(int, text.split("/")))
-
-
-_KEYS: dict[str, Callable[[str], Any]] = {
-    "rate": lambda text: tuple(map(float, text.split("/"))),
-    "share": float,
-    "pictures": _integers,
-    "size": _integers,
-    "text": int,
-    "output": int,
-    "repeat": float,
-    "turns": int,
-}
-
-
 def read_points(texts: Sequence[str]) -> tuple[LoadPoint, ...]:
     """Read each ``KEY=VALUE,...``; what one leaves out is as in the one before it.
 
@@ -220,29 +206,18 @@ def read_points(texts: Sequence[str]) -> tuple[LoadPoint, ...]:
     for text in texts:
         for part in text.split(","):
             key, _, value = part.partition("=")
-            if key not in _KEYS:
-                raise ConfigError(f"--point {text}: {key!r} is none of {', '.join(_KEYS)}")
-            try:
-                values[key] = _KEYS[key](value)
-            except ValueError as error:
-                raise ConfigError(f"--point {text}: {value!r} is no value of {key}") from error
+            if key not in LoadPoint.model_fields:
+                keys = ", ".join(LoadPoint.model_fields)
+                raise ConfigError(f"--point {text}: {key!r} is none of {keys}")
+            values[key] = value.split("/") if key in ("rate", "pictures", "size") else value
         if "rate" not in values:
             raise ConfigError(f"--point {text}: say how often to ask, as in rate=2/6/10")
         for rate in values["rate"]:
-            point = LoadPoint(**values | {"rate": rate})
-            if problem := _problem(point):
-                raise ConfigError(f"--point {text}: {problem}")
+            try:
+                point = LoadPoint(**values | {"rate": rate})
+            except ValidationError as error:
+                raise ConfigError(f"--point {text}: {in_one_line(error)}") from error
             if point in found:
                 raise ConfigError(f"--point {text}: {point.key} is there twice")
             found.append(point)
     return tuple(found)
-
-
-def _problem(point: LoadPoint) -> str:
-    if point.rate <= 0 or not (0 <= point.share <= 1 and 0 <= point.repeat <= 1):
-        return "a rate is positive, shares are 0 to 1"
-    if min(*point.pictures, point.text, point.turns) < 1 or point.output < 2:
-        return "pictures, tokens and turns are 1 or more, tokens of an answer 2"
-    if min(point.size) < 28 or max(point.size) > 4096:
-        return "sides of pictures are 28 to 4096 pixels"
-    return ""

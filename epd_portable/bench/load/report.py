@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -37,6 +38,7 @@ _MEASURED = ("epd_portable.delivery.elastic", "epd_portable.runners.background")
 """What decides who encodes a picture, and between which steps."""
 _AS_MEANT = ("encoded", "stored", "local_first", "cancelled")
 """Ends of items, as the router counts them, with which nothing went wrong."""
+_NONE = "–"
 
 Rounds = dict[str, dict[str, list[Turn]]]
 """Turns of the rounds that count, by point and side."""
@@ -71,18 +73,14 @@ def make_report(results: LoadResults, setting: LoadSetting) -> Report:
     plan, rounds = setting.plan, good_rounds(results, setting.plan)
     first, *others = (side.name for side in setting.sides)
     tables = {
-        f"{first} by the other sides": list(_ratios(rounds, first, others)),
-        "Times in ms, medians of the rounds: p50 / p90 / p99": list(_times(rounds)),
-        "Goodput and throughput, medians of the rounds; and failures": _by_side(
-            rounds, partial(_goodput, first=first)
+        _ratios_title(first): _ratios(rounds, first, others),
+        "Times in ms, medians of the rounds: p50 / p90 / p99": _times(rounds),
+        "Goodput and throughput, medians of the rounds; and failures": _goodput(rounds, first),
+        "CPU time, and memory after a turn": _usage(rounds),
+        "What became of the pictures, as the router counts them, and what caches saved": _pictures(
+            rounds
         ),
-        "CPU time": _by_side(rounds, _cpu_time),
-        "Memory after a turn, at most, in MiB": list(_memory(rounds)),
-        "What became of the pictures, as the router counts them": _by_side(rounds, _items),
-        "What caches saved: encoder runs, and prompt tokens in engines' prefix caches": _by_side(
-            rounds, _caches
-        ),
-        "The measuring itself": _by_side(rounds, _clients),
+        "The measuring itself": _clients(rounds),
     }
     sides = ", ".join(f"{side.name} ({side.what})" for side in setting.sides)
     return Report(
@@ -90,7 +88,9 @@ def make_report(results: LoadResults, setting: LoadSetting) -> Report:
         command=setting.command,
         conditions=conditions(setting.load_before, measured=_MEASURED),
         notes=_notes(results, rounds, setting),
-        tables=tuple(Table.of(title, rows) for title, rows in tables.items() if rows),
+        tables=tuple(
+            Table.of(title, rows) for title, found in tables.items() if (rows := list(found))
+        ),
         summary={
             "sides": {side.name: side.what for side in setting.sides},
             "points": [point.key for point in plan.points],
@@ -108,61 +108,59 @@ def good_rounds(results: LoadResults, plan: LoadPlan) -> Rounds:
     return {key: by_side for key, by_side in found.items() if by_side}
 
 
-def first_tokens_ms(rounds: Rounds) -> dict[str, list[float]]:
-    """Return p99 of TTFT in milliseconds by side, one for each point."""
-    found: dict[str, list[float]] = {}
-    for by_side in rounds.values():
-        for side, turns in by_side.items():
-            value_s = _median(
-                turns, partial(Turn.quantile, kind="all", quantity="TTFT", name="p99")
-            )
-            found.setdefault(side, []).append(1000 * (value_s or 0.0))
-    return found
-
-
-def find_regressions(rounds: Rounds, file: Path) -> list[str]:
+def find_regressions(made: Report, first: str, file: Path) -> list[str]:
     """Return which ratios are worse than those by the same side at the same load of a file.
 
     Ratios within a run hold on other machines; so a recorded run guards runs elsewhere.
 
+    Args:
+        made: Of this run.
+        first: The side whose ratios are compared.
+        file: JSON of the recorded run.
+
     Raises:
         ConfigError: The file is none of this command, or has no load and side of this run.
     """
-
-    def medians(rows: Sequence[Mapping[str, str]]) -> dict[str, float]:
-        return {
-            f"{row['load']}, {name} by {row['by']}": float(cell.replace("**", "").split(" ")[0])
-            for row in rows
-            for name in GUARDED
-            if (cell := row[name]) != "–"
-        }
-
-    first, *others = next(iter(rounds.values()))
     try:
-        tables = json.loads(file.read_text(encoding="utf-8"))["tables"]
-        (table,) = (each for each in tables if each["title"] == f"{first} by the other sides")
-        before = medians([dict(zip(table["columns"], row, strict=True)) for row in table["rows"]])
+        before = _guarded(json.loads(file.read_text(encoding="utf-8"))["tables"], first)
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise ConfigError(f"--guard {file}: no results of epd-bench load ({error!r})") from error
-    after = medians(list(_ratios(rounds, first, others)))
+    after = _guarded([dataclasses.asdict(table) for table in made.tables], first)
     if not after.keys() & before.keys():
         raise ConfigError(
             f"--guard {file}: it has none of this run's loads and sides; give them as its command "
             "has them"
         )
     return [
-        f"{what}: {after[what]:.2f} in place of {before[what]:.2f}"
-        for what in after
-        if what in before and after[what] > WORSE * before[what]
+        f"{what}: {value:.2f} in place of {before[what]:.2f}"
+        for what, value in after.items()
+        if what in before and value > WORSE * before[what]
     ]
+
+
+def _guarded(tables: Sequence[Mapping[str, Any]], first: str) -> dict[str, float]:
+    """Return the guarded ratios of the first side, by load and other side."""
+    rows = (
+        dict(zip(table["columns"], cells, strict=True))
+        for table in tables
+        if table["title"] == _ratios_title(first)
+        for cells in table["rows"]
+    )
+    return {
+        f"{row['load']}, {name} by {row['by']}": float(row[name].replace("**", "").split(" ")[0])
+        for row in rows
+        for name in GUARDED
+        if row[name] != _NONE
+    }
 
 
 def find_fallbacks(results: LoadResults, setting: LoadSetting) -> str:
     """Return which pictures of which side took another way than they should; empty if none did."""
     found = []
     for side in setting.sides:
-        turns = [turn for turn in results.turns if turn.side == side.name and not turn.refused]
-        counted = _counted(turns)
+        counted = _counted(
+            [turn for turn in results.turns if turn.side == side.name and not turn.refused]
+        )
         ends = _named(counted, "items")
         lost = sum(count for end, count in ends.items() if end not in _AS_MEANT)
         if lost or counted["untransferred"]:
@@ -206,6 +204,13 @@ def _notes(results: LoadResults, rounds: Rounds, setting: LoadSetting) -> tuple[
     return tuple(notes)
 
 
+def _each(rounds: Rounds) -> Iterator[tuple[str, list[Turn]]]:
+    """Yield the turns of each side at each point, and what tables call them."""
+    for point, by_side in rounds.items():
+        for side, turns in by_side.items():
+            yield f"{point}: {side}", turns
+
+
 def _count(turns: Sequence[Turn], kind: str) -> int:
     return sum(turn.count if kind == "all" else turn.requests.get(kind, 0) for turn in turns)
 
@@ -226,6 +231,10 @@ def _named(counted: Counter[str], name: str) -> dict[str, float]:
 def _median(turns: Sequence[Turn], figure: Callable[[Turn], float | None]) -> float | None:
     found = [value for value in map(figure, turns) if value is not None]
     return quantile(found, 0.5) if found else None
+
+
+def _ratios_title(first: str) -> str:
+    return f"{first} by the other sides"
 
 
 def _ratios(rounds: Rounds, first: str, others: Sequence[str]) -> Iterator[Row]:
@@ -249,135 +258,105 @@ def _ratios(rounds: Rounds, first: str, others: Sequence[str]) -> Iterator[Row]:
                 },
                 "rounds": str(len(own)),
                 "requests, with pictures": f"{_count(own, 'all')}, {_count(own, 'pictures')}",
-                "over capacity": ", ".join(over) or "–",
+                "over capacity": ", ".join(over) or _NONE,
             }
 
 
 def _shown(found: Ratio | None) -> str:
     """Return a ratio as tables show it, bold where the first side loses."""
     if found is None:
-        return "–"
+        return _NONE
     median, _, spread = str(found).partition(" ")
     return f"**{median}** {spread}" if float(median) > 1 else f"{median} {spread}"
 
 
 def _times(rounds: Rounds) -> Iterator[Row]:
-    for point, by_side in rounds.items():
-        for side, turns in by_side.items():
-            over = ", over capacity" if over_capacity(turns) else ""
-            for kind in KINDS:
-                if kind != "all" and _count(turns, kind) in (0, _count(turns, "all")):
-                    continue
-                row = {"load: side: requests": f"{point}: {side}{over}: {kind}"}
-                for quantity in QUANTITIES:
-                    pick = partial(Turn.quantile, kind=kind, quantity=quantity)
-                    digits = 0 if quantity in ("TTFT", "E2E") else 1
-                    found = [_median(turns, partial(pick, name=name)) for name in _SHOWN]
-                    row[quantity] = " / ".join(_milliseconds(each, digits) for each in found)
-                longest = [turn.quantile(kind, "longest ITL", "max") or 0.0 for turn in turns]
-                row["longest ITL of all"] = _milliseconds(max(longest), 0)
-                yield row | {"requests": str(_count(turns, kind))}
-
-
-_SHOWN = ("p50", "p90", "p99")
+    for name, turns in _each(rounds):
+        over = ", over capacity" if over_capacity(turns) else ""
+        for kind in KINDS:
+            if kind != "all" and _count(turns, kind) in (0, _count(turns, "all")):
+                continue
+            row = {"load: side: requests": f"{name}{over}: {kind}"}
+            for quantity in QUANTITIES:
+                pick = partial(Turn.quantile, kind=kind, quantity=quantity)
+                digits = 0 if quantity in ("TTFT", "E2E") else 1
+                found = [_median(turns, partial(pick, name=q)) for q in ("p50", "p90", "p99")]
+                row[quantity] = " / ".join(_milliseconds(each, digits) for each in found)
+            longest = [turn.quantile(kind, "longest ITL", "max") or 0.0 for turn in turns]
+            row["longest ITL of all"] = _milliseconds(max(longest), 0)
+            yield row | {"requests": str(_count(turns, kind))}
 
 
 def _milliseconds(value_s: float | None, digits: int) -> str:
-    return "–" if value_s is None else f"{value_s * 1000:.{digits}f}"
+    return _NONE if value_s is None else f"{value_s * 1000:.{digits}f}"
 
 
-def _by_side(
-    rounds: Rounds, cells: Callable[[list[Turn], dict[str, list[Turn]]], Row]
-) -> list[Row]:
-    """Return a row for each side at each point.
-
-    Args:
-        rounds: What was measured.
-        cells: Returns a row's cells, or none to leave it out; takes the turns of the side, and
-            those of all sides at this point.
-    """
-    found = []
+def _goodput(rounds: Rounds, first: str) -> Iterator[Row]:
     for point, by_side in rounds.items():
         for side, turns in by_side.items():
-            if row := cells(turns, by_side):
-                found.append({"load: side": f"{point}: {side}"} | row)
-    return found
+            by_first = ratio(by_side[first], turns, lambda turn: turn.goodput)
+            met = sum(turn.meets_limits for turn in turns)
+            yield {
+                "load: side": f"{point}: {side}",
+                f"goodput, {first} by side": _NONE if side == first else str(by_first or _NONE),
+                "goodput, requests/s": f"{_median(turns, lambda turn: turn.goodput):.2f}",
+                "rounds with 99 of 100 within the limits": f"{met} of {len(turns)}",
+                "output tokens/s": f"{_median(turns, lambda turn: turn.throughput):.1f}",
+                "failed": str(sum(turn.failed for turn in turns)),
+            }
 
 
-def _goodput(turns: list[Turn], by_side: dict[str, list[Turn]], *, first: str) -> Row:
-    by_first = ratio(by_side[first], turns, lambda turn: turn.goodput)
-    met = sum(turn.meets_limits for turn in turns)
-    return {
-        f"goodput, {first} by side": "–" if turns is by_side[first] else str(by_first or "–"),
-        "goodput, requests/s": f"{_median(turns, lambda turn: turn.goodput):.2f}",
-        "rounds with 99 of 100 within the limits": f"{met} of {len(turns)}",
-        "output tokens/s": f"{_median(turns, lambda turn: turn.throughput):.1f}",
-        "failed": str(sum(turn.failed for turn in turns)),
-    }
+def _usage(rounds: Rounds) -> Iterator[Row]:
+    for name, turns in _each(rounds):
+        used: defaultdict[str, float] = defaultdict(float)
+        memory: Counter[str] = Counter()
+        for turn in turns:
+            for part, roles in turn.cpu_s.items():
+                for role, seconds in roles.items():
+                    used[part if role == part else f"{part} {role}"] += seconds
+            memory |= Counter(turn.memory_bytes)
+        whole_s, count = sum(used.values()), _count(turns, "all")
+        if whole_s:
+            ms = (f"{n} {s / count * 1000:.0f}" for n, s in used.items() if s >= 0.005 * whole_s)
+            yield {
+                "load: side": name,
+                "s in all": f"{whole_s:.1f}",
+                "ms per request": f"{whole_s / count * 1000:.0f}",
+                "by process, ms per request": ", ".join(ms),
+                "PSS at most, MiB": ", ".join(f"{n} {b / 2**20:.0f}" for n, b in memory.items()),
+            }
 
 
-def _cpu_time(turns: list[Turn], by_side: object) -> Row:
-    used: Counter[str] = Counter()
-    for turn in turns:
-        for part, roles in turn.cpu_s.items():
-            used.update(
-                {part if role == part else f"{part} {role}": s for role, s in roles.items()}
-            )
-    whole, count = sum(used.values()), _count(turns, "all")
-    if not whole:
-        return {}
-    shown = [f"{name} {s / count * 1000:.0f}" for name, s in used.items() if s >= 0.005 * whole]
-    return {
-        "s in all": f"{whole:.1f}",
-        "ms per request": f"{whole / count * 1000:.0f}",
-        "by process, ms per request": ", ".join(shown),
-    }
+def _pictures(rounds: Rounds) -> Iterator[Row]:
+    for name, turns in _each(rounds):
+        counted = _counted(turns)
+        ends = _named(counted, "items")
+        ends |= {f"fallback {end}": count for end, count in _named(counted, "fallback").items()}
+        if counted["untransferred"]:
+            ends["fell back"] = counted["untransferred"]
+        runs = counted["encoded encoder"] + counted["placed local"]
+        tokens, hits = counted["prefix queries"], counted["prefix hits"]
+        yield {
+            "load: side": name,
+            "pictures": str(sum(turn.pictures for turn in turns) or _NONE),
+            "what became of them": ", ".join(f"{end} {n:g}" for end, n in ends.items()) or _NONE,
+            "different in their round": str(sum(turn.distinct_pictures for turn in turns) or _NONE),
+            "encoder runs": f"{runs:g}" if runs else _NONE,
+            "prompt tokens": f"{tokens:g}" if tokens else _NONE,
+            "found in a prefix cache": f"{hits / tokens:.1%}" if tokens else _NONE,
+        }
 
 
-def _memory(rounds: Rounds) -> Iterator[Row]:
-    most: dict[str, tuple[int, int]] = {}
-    for by_side in rounds.values():
-        for side, turns in by_side.items():
-            for turn in turns:
-                for part, used in turn.memory.items():
-                    rss, pss = most.get(f"{side}: {part}", (0, 0))
-                    most[f"{side}: {part}"] = max(rss, used.rss_bytes), max(pss, used.pss_bytes)
-    for name, (rss, pss) in most.items():
-        yield {"side: part": name, "RSS": f"{rss / 2**20:.0f}", "PSS": f"{pss / 2**20:.0f}"}
-
-
-def _items(turns: list[Turn], by_side: object) -> Row:
-    counted = _counted(turns)
-    found = _named(counted, "items")
-    found |= {f"fallback {name}": count for name, count in _named(counted, "fallback").items()}
-    if counted["untransferred"]:
-        found["fell back"] = counted["untransferred"]
-    return {"items": ", ".join(f"{end} {count:g}" for end, count in found.items())} if found else {}
-
-
-def _caches(turns: list[Turn], by_side: object) -> Row:
-    counted = _counted(turns)
-    pictures = sum(turn.pictures for turn in turns)
-    distinct = sum(turn.distinct_pictures for turn in turns)
-    runs = counted["encoded encoder"] + counted["placed local"]
-    tokens, hits = counted["prefix queries"], counted["prefix hits"]
-    return {
-        "pictures": str(pictures or "–"),
-        "of these different in their round": str(distinct if runs else "–"),
-        "encoder runs": f"{runs:g}" if runs else "–",
-        "prompt tokens": f"{tokens:g}" if tokens else "–",
-        "found in a prefix cache": f"{hits / tokens:.1%}" if tokens else "–",
-    }
-
-
-def _clients(turns: list[Turn], by_side: object) -> Row:
-    late = (max(turn.late_s[name] for turn in turns) for name in ("p50", "p99"))
-    share = sum(turn.client_cpu_s for turn in turns) / sum(turn.wall_s for turn in turns)
-    tokens = _median(turns, lambda turn: turn.prompt_tokens)
-    return {
-        "sent late in the worst round, p50 / p99, ms": " / ".join(
-            _milliseconds(each, 1) for each in late
-        ),
-        "clients, share of a core": f"{share:.0%}",
-        "prompt tokens of a text, p50": f"{tokens:.0f}",
-    }
+def _clients(rounds: Rounds) -> Iterator[Row]:
+    for name, turns in _each(rounds):
+        late = (max(turn.late_s[q] for turn in turns) for q in ("p50", "p99"))
+        share = sum(turn.client_cpu_s for turn in turns) / sum(turn.wall_s for turn in turns)
+        tokens = _median(turns, lambda turn: turn.prompt_tokens)
+        yield {
+            "load: side": name,
+            "sent late in the worst round, p50 / p99, ms": " / ".join(
+                _milliseconds(each, 1) for each in late
+            ),
+            "clients, share of a core": f"{share:.0%}",
+            "prompt tokens of a text, p50": f"{tokens:.0f}",
+        }

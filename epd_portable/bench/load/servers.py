@@ -51,28 +51,15 @@ class RunningSide:
 
 
 @contextlib.contextmanager
-def start_sides(sides: Sequence[LoadSide], context: BenchContext) -> Iterator[list[RunningSide]]:
-    """Start sides at the same time and yield them; stop them at the end.
+def start_side(side: LoadSide, context: BenchContext) -> Iterator[RunningSide]:
+    """Start a side and yield it; stop it at the end.
 
     Raises:
-        LaunchError: One did not start.
-        MeasurementError: One does not run where it should.
+        LaunchError: It did not start.
+        MeasurementError: It does not run where it should.
     """
-    with ExitStack() as stack:
-        with ThreadPoolExecutor(len(sides)) as pool:
-            starts = [
-                pool.submit(stack.enter_context, _STARTS[side.kind](side, context))
-                for side in sides
-            ]
-            try:
-                running = [start.result() for start in starts]
-            except BaseException:
-                # The starts of the others would take minutes.
-                for server in context.starting:
-                    server.interrupt()
-                raise
-        for each in running:
-            usage.check_cores(each.parts)
+    with _STARTS[side.kind](side, context) as running:
+        usage.check_cores(running.parts)
         yield running
 
 
@@ -101,7 +88,6 @@ def _start_topology(side: LoadSide, context: BenchContext) -> Iterator[RunningSi
         model=context.model,
         report=context.report_of(side),
     )
-    context.starting.append(server)
     with server:
         parts = tuple(_parts_of_topology(server, context.cores_of(side)))
         yield RunningSide(side=side, urls=(server.url,), model=model_name(server.url), parts=parts)
@@ -151,7 +137,6 @@ def _started(
     engines: Sequence[Server], side: LoadSide, context: BenchContext
 ) -> Iterator[tuple[Part, ...]]:
     """Start the engines of plain vLLM at the same time, on their cores."""
-    context.starting.extend(engines)
     with ExitStack() as stack:
         with ThreadPoolExecutor(len(engines)) as pool:
             list(pool.map(stack.enter_context, engines))
@@ -160,7 +145,7 @@ def _started(
             zip(engines, context.servers_of(side), strict=True)
         ):
             own = more = frozenset[int]()
-            if context.binds_cores:
+            if context.allotment.binds_cores:
                 own, more = frozenset(map(int, units)), api_cores(side, index, context.allotment)
                 if more:
                     bind_threads(server.pid, own | more)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -15,10 +15,6 @@ from epd_portable.launch.plan.placement import ranks_of
 
 SideKind = Literal["topology", "replicas", "ranks", "upstream", "url"]
 EXAMPLES = "ours=configs/1e1pd.yaml, replicas:2, upstream:1E1PD, there=url:http://127.0.0.1:8000"
-
-_PLAIN = re.compile(r"(replicas|dp):(\d+)")
-_UPSTREAM = re.compile(r"upstream:(\d+)E(\d+)PD", re.IGNORECASE)
-_TUNED = ",tuned"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,7 +30,7 @@ class LoadSide:
         what: As it was written, without the name.
         file: Of a topology.
         settings: Keys that this topology has otherwise, as ``--set`` takes them.
-        count: Of replicas or ranks.
+        count: Of replicas, ranks or the example's instances.
         urls: Base addresses of running servers.
         tuned: Of plain vLLM, see `epd_portable.bench.load.peers`.
     """
@@ -62,22 +58,16 @@ def read_side(text: str) -> LoadSide:
     """
     named = re.match(r"([\w.-]+)=", text)
     name, what = (named[1], text[named.end() :]) if named else ("", text)
-    plain, tuned = what.removesuffix(_TUNED), what.endswith(_TUNED)
-    prefix = "tuned-" if tuned else ""
-    if found := _PLAIN.fullmatch(plain):
+    if found := re.fullmatch(r"(replicas|dp):([1-9]\d*)(,tuned)?", what):
         count = int(found[2])
-        if not count:
-            raise ConfigError(f"--side {text}: at least one")
+        usual = ("tuned-" if found[3] else "") + ("one" if count == 1 else found[1])
         kind: SideKind = "replicas" if found[1] == "replicas" else "ranks"
-        usual = "one" if count == 1 else found[1]
-        return LoadSide(name=name or prefix + usual, kind=kind, what=what, count=count, tuned=tuned)
-    if found := _UPSTREAM.fullmatch(plain):
-        if found.groups() != ("1", "1"):
-            raise ConfigError(
-                f"--side {text}: vLLM's example is measured with one instance of each role; write "
-                "upstream:1E1PD"
-            )
-        return LoadSide(name=name or prefix + "upstream", kind="upstream", what=what, tuned=tuned)
+        return LoadSide(name=name or usual, kind=kind, what=what, count=count, tuned=bool(found[3]))
+    if found := re.fullmatch(r"upstream:1E1PD(,tuned)?", what, re.IGNORECASE):
+        usual = ("tuned-" if found[1] else "") + "upstream"
+        return LoadSide(
+            name=name or usual, kind="upstream", what=what, count=2, tuned=bool(found[1])
+        )
     if what.startswith("url:"):
         urls = tuple(url.rstrip("/").removesuffix("/v1") for url in what[4:].split(","))
         for url in urls:
@@ -96,25 +86,18 @@ def read_side(text: str) -> LoadSide:
     raise ConfigError(f"--side {text}: expected NAME=WHAT, for example {EXAMPLES}")
 
 
-def read_sides(texts: Sequence[str], *, stand_in: bool) -> tuple[LoadSide, ...]:
+def read_sides(texts: Sequence[str]) -> tuple[LoadSide, ...]:
     """Read all sides.
-
-    Args:
-        texts: As given.
-        stand_in: vLLM's example has a stand-in of its proxy, and a name that says so.
 
     Raises:
         ConfigError: One is none, or two have one name.
     """
-    found = []
-    for side in map(read_side, texts):
-        suffix = "-stand-in" if stand_in and side.kind == "upstream" else ""
-        found.append(replace(side, name=side.name + suffix))
+    found = tuple(map(read_side, texts))
     names = [side.name for side in found]
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if twice:
-        raise ConfigError(f"--side: two are called {twice[0]}; write NAME=WHAT with other names")
-    return tuple(found)
+    for name in names:
+        if names.count(name) > 1:
+            raise ConfigError(f"--side: two are called {name}; write NAME=WHAT with other names")
+    return found
 
 
 def instance_count(side: LoadSide, topology: Topology | None) -> int:
@@ -123,7 +106,7 @@ def instance_count(side: LoadSide, topology: Topology | None) -> int:
     A device that a topology lists for several ranks counts once.
     """
     if side.kind != "topology":
-        return {"replicas": side.count, "ranks": side.count, "upstream": 2, "url": 0}[side.kind]
+        return side.count
     assert topology is not None
     groups = [getattr(topology.instances, name) for name in Instances.model_fields]
     listed = {device for group in groups for device in group.devices or ()}
@@ -137,15 +120,44 @@ class Allotment:
     Attributes:
         units: Cores or devices of each instance of each side, in the order of the instances.
         rest: Cores of the clients, the router and the proxy.
-        shared: These are cores of instances too, because no other is left.
+        devices: The units are devices.
+        shared: The clients' cores are those of instances too, because no other is left.
         crowded: There are more instances than cores: all share all cores, and what is counted can
             be compared, times cannot.
     """
 
     units: dict[str, list[tuple[str, ...]]]
     rest: tuple[int, ...]
+    devices: bool = False
     shared: bool = False
     crowded: bool = False
+
+    @property
+    def binds_cores(self) -> bool:
+        """Whether each instance is bound to cores of its own."""
+        return not (self.devices or self.crowded)
+
+    def __str__(self) -> str:
+        """Say which cores or devices each side has."""
+        if not self.units:
+            return "All sides ran already; which cores each has is not known here."
+        if self.crowded:
+            return (
+                f"All instances of a side, clients and router share {len(self.rest)} cores: what "
+                "is counted can be compared, times cannot."
+            )
+        noun = "device" if self.devices else "core"
+        parts = "; ".join(
+            f"{name}: " + ", ".join("+".join(units) for units in instances)
+            for name, instances in self.units.items()
+        )
+        total = sum(map(len, next(iter(self.units.values()))))
+        text = f"Every side has the same {total} {noun}s ({noun} of each instance – {parts})"
+        if self.devices:
+            return f"{text}."
+        if self.shared:
+            return f"{text}; clients, router and proxy share them, because no other is there."
+        return f"{text}; clients, router and proxy have {', '.join(map(str, self.rest))}."
 
 
 def share_out(
@@ -164,7 +176,6 @@ def share_out(
         ConfigError: They cannot be divided equally, or there are too few devices.
     """
     supply = list(map(str, cores)) if devices is None else list(devices)
-    noun = "cores" if devices is None else "devices"
     started = {name: count for name, count in counts.items() if count}
     total = max(started.values(), default=0)
     if total > len(supply):
@@ -174,47 +185,21 @@ def share_out(
             )
         units = {name: [tuple(supply)] * count for name, count in started.items()}
         return Allotment(units=units, rest=tuple(cores), shared=True, crowded=True)
+    taken = supply[len(supply) - total :]
+    units = {}
     for name, count in started.items():
-        if total % count:
+        each, left = divmod(total, count)
+        if left:
+            noun = "cores" if devices is None else "devices"
             raise ConfigError(
                 f"{total} {noun} cannot be divided equally among the {count} instances of {name}: "
                 "every side gets the same; give all the same number of instances"
             )
-    taken = supply[len(supply) - total :]
-    units = {
-        name: [
-            tuple(taken[seat * total // count : (seat + 1) * total // count])
-            for seat in range(count)
-        ]
-        for name, count in started.items()
-    }
+        units[name] = [tuple(taken[at * each : (at + 1) * each]) for at in range(count)]
     if devices is not None:
-        return Allotment(units=units, rest=tuple(cores))
+        return Allotment(units=units, rest=tuple(cores), devices=True)
     rest = tuple(core for core in cores if str(core) not in taken)
     return Allotment(units=units, rest=rest or tuple(cores), shared=not rest)
-
-
-def describe(allotment: Allotment, *, devices: bool) -> str:
-    """Say which cores or devices each side has."""
-    noun = "device" if devices else "core"
-    if not allotment.units:
-        return "All sides ran already; which cores each has is not known here."
-    if allotment.crowded:
-        return (
-            f"All instances of a side, clients and router share {len(allotment.rest)} cores: what "
-            "is counted can be compared, times cannot."
-        )
-    parts = [
-        f"{name}: " + ", ".join("+".join(units) for units in instances)
-        for name, instances in allotment.units.items()
-    ]
-    total = sum(map(len, next(iter(allotment.units.values()))))
-    text = f"Every side has the same {total} {noun}s ({noun} of each instance – {'; '.join(parts)})"
-    if devices:
-        return f"{text}."
-    if allotment.shared:
-        return f"{text}; clients, router and proxy share them, because no other is there."
-    return f"{text}; clients, router and proxy have {', '.join(map(str, allotment.rest))}."
 
 
 def api_cores(side: LoadSide, server: int, allotment: Allotment) -> frozenset[int]:

@@ -9,7 +9,7 @@ import msgspec
 
 from epd_portable.bench.load.clients import Answers, LoadAnswer
 from epd_portable.bench.load.plan import LoadPlan, LoadRequest
-from epd_portable.bench.load.usage import CPUSeconds, Memory
+from epd_portable.bench.load.usage import CPUSeconds
 from epd_portable.bench.stats import Ratio, quantile
 
 KINDS = ("text", "pictures", "all")
@@ -51,7 +51,7 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
         distinct_pictures: How many of these differ.
         cpu_s: CPU time by part of the side and by what its processes are.
         client_cpu_s: CPU time of the clients.
-        memory: By part of the side, right after.
+        memory_bytes: By part of the side, right after.
         counted: What the side's own metrics counted.
         refused: Why the round does not count; empty if it does.
     """
@@ -74,7 +74,7 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
     distinct_pictures: int
     cpu_s: CPUSeconds
     client_cpu_s: float
-    memory: dict[str, Memory]
+    memory_bytes: dict[str, int]
     counted: dict[str, float]
     refused: str
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 import os
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import httpx
-import msgspec
 import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -55,18 +55,6 @@ class Part:
     metrics_url: str = ""
 
 
-class Memory(msgspec.Struct, frozen=True, kw_only=True):
-    """Memory of a part, in bytes.
-
-    Attributes:
-        rss_bytes: Pages that are present; what processes share counts for each.
-        pss_bytes: The same with shared pages divided among those who share them.
-    """
-
-    rss_bytes: int
-    pss_bytes: int
-
-
 def read_cpu_s(parts: Sequence[Part]) -> CPUSeconds:
     """Return the CPU time that all processes have used so far."""
     found: CPUSeconds = {}
@@ -90,17 +78,13 @@ def cpu_s_since(after: CPUSeconds, before: CPUSeconds) -> CPUSeconds:
     }
 
 
-def read_memory(parts: Sequence[Part]) -> dict[str, Memory]:
-    """Return the memory of each part; takes a tenth of a second for each gigabyte."""
-    found = {}
+def read_memory_bytes(parts: Sequence[Part]) -> dict[str, int]:
+    """Return the memory of each part, shared pages divided among those who share them (PSS)."""
+    found: Counter[str] = Counter()
     for part in parts:
-        rss_bytes = pss_bytes = 0
         for process, _ in _processes(part):
             with contextlib.suppress(psutil.Error):
-                whole = process.memory_full_info()
-                rss_bytes += whole.rss
-                pss_bytes += whole.pss
-        found[part.name] = Memory(rss_bytes=rss_bytes, pss_bytes=pss_bytes)
+                found[part.name] += process.memory_full_info().pss
     return found
 
 
@@ -139,12 +123,10 @@ def check_cores(parts: Sequence[Part]) -> None:
         MeasurementError: One may run elsewhere: the sides would not be equal.
     """
     for part in parts:
-        if not part.cores:
-            continue
-        for process, _ in _processes(part):
+        for process, _ in _processes(part) if part.cores else ():
             allowed = part.cores | (part.api_cores if process.pid == part.pid else frozenset())
             for thread in _threads(process.pid):
-                with contextlib.suppress(ProcessLookupError):
+                with contextlib.suppress(ProcessLookupError):  # It has ended.
                     if outside := os.sched_getaffinity(thread) - allowed:
                         raise MeasurementError(
                             f"{part.name}: a thread of process {process.pid} may run on core "

@@ -140,7 +140,6 @@ def _sample(each: RatedDeployment | Prediction) -> Plain:
         "rate": each.rate,
         "kinds": {kind: dataclasses.asdict(seen) for kind, seen in outcome.kinds.items()},
         "busy": dict(outcome.busy),
-        "queued": dict(outcome.queued),
         "longest_stall_s": outcome.longest_stall_s,
         "local_items": outcome.local_items,
         "transferred": outcome.transferred,

@@ -6,6 +6,7 @@ import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 from epd_portable.bench.sizing.engine import SimulatedEngine
 from epd_portable.bench.sizing.stages import StageTimes
@@ -72,19 +73,6 @@ class Quantiles:
     tpot_p50: float
     tpot_p99: float
 
-    @classmethod
-    def of(cls, requests: Sequence[SimulatedRequest]) -> Quantiles:
-        """Return the quantiles of requests that have ended."""
-        ttft = [request.ttft_s for request in requests]
-        tpot = [request.tpot_s for request in requests]
-        return cls(
-            count=len(requests),
-            ttft_p50=quantile(ttft, 0.5),
-            ttft_p99=quantile(ttft, 0.99),
-            tpot_p50=quantile(tpot, 0.5),
-            tpot_p99=quantile(tpot, 0.99),
-        )
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
@@ -92,25 +80,17 @@ class Outcome:
 
     Attributes:
         kinds: Quantiles of ``text`` and ``pictures``, of those that there were.
-        rate: Requests per second that came.
-        duration_s: Until the last answer ended.
         busy: Share of the time that a stage computed, the mean of its instances, by stage.
-        queued: Pieces of work that waited, mean over time of all of a stage together.
         longest_stall_s: Longest engine step while a sequence generated.
         local_items: Pictures that prefill+decode instances encoded.
         transferred: Pictures that came from an encoder.
-        requests: All of them, with their times.
     """
 
     kinds: dict[str, Quantiles]
-    rate: float
-    duration_s: float
     busy: dict[str, float]
-    queued: dict[str, float]
     longest_stall_s: float
     local_items: int
     transferred: int
-    requests: Sequence[SimulatedRequest]
 
 
 class _Encoder:
@@ -134,14 +114,7 @@ class _Job:
 
 
 class Simulation:
-    """One deployment and the requests that it gets; call `run` once.
-
-    Args:
-        times: Stage times.
-        deployment: The instances.
-        rules: What the routers do.
-        seed: Seed of what the routers draw.
-    """
+    """One deployment and the requests that it gets; call `run` once."""
 
     def __init__(
         self, times: StageTimes, deployment: Deployment, rules: RoutingRules, *, seed: int
@@ -273,39 +246,38 @@ class Simulation:
     # -- what is left of it ----------------------------------------------------------------------
 
     def _outcome(self, requests: Sequence[SimulatedRequest]) -> Outcome:
-        duration_s = self._timeline.now
-        stages: dict[str, list[FifoServer]] = {
-            "router": self._routers,
-            "front end": [engine.front_end for engine in self._engines],
-            "preprocessing": [engine.preprocessing for engine in self._engines],
+        engines, encoders = self._engines, self._encoders
+        stages = {
+            "router": [router.busy_s for router in self._routers],
+            "front end": [engine.front_end.busy_s for engine in engines],
+            "preprocessing": [engine.preprocessing.busy_s for engine in engines],
+            SPLIT_ENGINES if encoders else REPLICAS: [
+                engine.compute_s + engine.encode_s for engine in engines
+            ],
         }
-        if self._encoders:
-            stages["encode"] = [encoder.tower for encoder in self._encoders]
-            stages["encoders' front end"] = [each.front_end for each in self._encoders]
-        busy = {
-            name: sum(each.busy_s for each in servers) / len(servers) / duration_s
-            for name, servers in stages.items()
-        }
-        working_s = sum(engine.compute_s + engine.encode_s for engine in self._engines)
-        name = SPLIT_ENGINES if self._encoders else REPLICAS
-        busy[name] = working_s / len(self._engines) / duration_s
+        if encoders:
+            stages["encode"] = [encoder.tower.busy_s for encoder in encoders]
+            stages["encoders' front end"] = [encoder.front_end.busy_s for encoder in encoders]
         counted = requests[int(len(requests) * WARM_UP_SHARE) :]
         kinds = {
             "text": [each for each in counted if not each.items],
             "pictures": [each for each in counted if each.items],
         }
-        span_s = requests[-1].arrival_s
         return Outcome(
-            kinds={kind: Quantiles.of(found) for kind, found in kinds.items() if found},
-            rate=len(requests) / span_s if span_s else math.inf,
-            duration_s=duration_s,
-            busy=busy,
-            queued={
-                name: sum(each.waited_s for each in servers) / duration_s
-                for name, servers in stages.items()
-            },
-            longest_stall_s=max(engine.longest_stall_s for engine in self._engines),
+            kinds={kind: _quantiles(found) for kind, found in kinds.items() if found},
+            busy={name: fmean(busy_s) / self._timeline.now for name, busy_s in stages.items()},
+            longest_stall_s=max(engine.longest_stall_s for engine in engines),
             local_items=self._local,
             transferred=self._transferred,
-            requests=requests,
         )
+
+
+def _quantiles(requests: Sequence[SimulatedRequest]) -> Quantiles:
+    ttft, tpot = [each.ttft_s for each in requests], [each.tpot_s for each in requests]
+    return Quantiles(
+        count=len(requests),
+        ttft_p50=quantile(ttft, 0.5),
+        ttft_p99=quantile(ttft, 0.99),
+        tpot_p50=quantile(tpot, 0.5),
+        tpot_p99=quantile(tpot, 0.99),
+    )

@@ -36,19 +36,16 @@ class FifoServer:
 
     Attributes:
         busy_s: Time of all work, finished or accepted.
-        waited_s: Time that all pieces together waited for their turn.
     """
 
     def __init__(self, timeline: Timeline) -> None:
         self._timeline = timeline
         self._free_at_s = 0.0
         self.busy_s = 0.0
-        self.waited_s = 0.0
 
     def serve(self, work_s: float, then: Callable[[Any], None], argument: Any) -> None:
         """Accept a piece of work; call ``then`` when it is done."""
         begin_s = max(self._timeline.now, self._free_at_s)
         self.busy_s += work_s
-        self.waited_s += begin_s - self._timeline.now
         self._free_at_s = begin_s + work_s
         self._timeline.at(self._free_at_s, then, argument)

@@ -2,14 +2,12 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from epd_portable.bench import console, report, step, transfer
-from epd_portable.bench.load import chart
 from epd_portable.bench.step import StepCase, StepSample
 from epd_portable.bench.traces import Handover
 from epd_portable.bench.transfer import TransferCase, TransferSample
@@ -175,19 +173,6 @@ def test_files_are_written_with_their_folders_and_only_if_asked_for(tmp_path: Pa
 def test_sizes_are_shown_in_the_largest_unit_that_divides_them() -> None:
     sizes = [report.format_bytes(size) for size in (4096, 1 << 26, 3 << 30, 1025)]
     assert sizes == ["4 KiB", "64 MiB", "3 GiB", "1025 B"]
-
-
-def test_a_picture_is_drawn(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib", reason="the extra 'bench' is not installed")
-    drawn = {"ours": [0.1, 0.2], "replicas": [0.3, 0.4]}
-    chart.write_png(tmp_path / "chart.png", title="TTFT", points=["1/s", "2/s"], series=drawn)
-    assert (tmp_path / "chart.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_without_matplotlib_the_message_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(MeasurementError, match=r"epd-portable\[bench\]"):
-        chart.import_pyplot()
 
 
 def test_tables_are_printed_even_when_a_file_cannot_be_written(

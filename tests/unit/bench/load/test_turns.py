@@ -14,12 +14,11 @@ from epd_portable.bench.load.measure import LoadResults
 from epd_portable.bench.load.plan import LoadPicture, LoadPlan, LoadPoint, LoadRequest
 from epd_portable.bench.load.sides import read_sides
 from epd_portable.bench.load.turns import Turn, make_turn, over_capacity, ratio
-from epd_portable.bench.load.usage import Memory
 from epd_portable.errors import ConfigError
 
 POINT = LoadPoint(rate=2.0)
 PLAN = LoadPlan(points=(POINT,), seconds=10.0, ttft_s=0.3)
-SIDES = read_sides(["configs/1e1pd.yaml", "replicas:2"], stand_in=False)
+SIDES = read_sides(["configs/1e1pd.yaml", "replicas:2"])
 SETTING = report.LoadSetting(
     plan=PLAN,
     sides=SIDES,
@@ -56,7 +55,7 @@ def turn(side: str, *all_sent: Sent, number: int = 0, **changed: Any) -> Turn:
         "round": number,
         "side": side,
         "cpu_s": {"engine-0": {"API server": 0.5, "engine core": 1.5}},
-        "memory": {"engine-0": Memory(rss_bytes=3 << 20, pss_bytes=2 << 20)},
+        "memory_bytes": {"engine-0": 2 << 20},
         "counted": {"items encoded": 1.0} if side == "ours" else {},
         "client_cpu_s": 0.04,
         **changed,
@@ -155,11 +154,6 @@ def test_a_cell_whose_queue_grows_over_the_whole_window_says_so() -> None:
     assert names == [": ours: all", ": replicas, over capacity: all"]
 
 
-def test_few_requests_with_pictures_are_named() -> None:
-    said = f"{POINT.key}: 2 requests with pictures, fewer than 30"
-    assert any(said in note for note in report.make_report(TWO_ROUNDS, SETTING).notes)
-
-
 def test_quantiles_are_those_of_answered_requests_of_a_kind() -> None:
     found = turn("ours", sent(), sent(3.0), sent(9.0, problem="503"))
     assert found.quantile("all", "TTFT", "p90") == pytest.approx(0.28)
@@ -207,8 +201,10 @@ def test_a_round_with_a_refused_turn_counts_for_no_side() -> None:
     assert found.refused() == [f"{POINT.key}, round 1, replicas: {late.refused}"]
 
 
-def test_what_caches_saved_is_shown_of_each_side() -> None:
+def test_what_became_of_pictures_and_what_caches_saved_is_shown_of_each_side() -> None:
     counted = {
+        "items encoded": 3.0,
+        "items local_first": 1.0,
         "encoded encoder": 3.0,
         "encoded cache": 4.0,
         "placed local": 1.0,
@@ -221,23 +217,37 @@ def test_what_caches_saved_is_shown_of_each_side() -> None:
             turn("replicas", sent(pictures=8)),
         ]
     )
-    ours, replicas = (list(row.values())[1:] for row in rows(found, "What caches saved"))
-    assert ours == ["8", "8", "4", "200", "25.0%"]
-    assert replicas == ["8", "–", "–", "–", "–"]
+    ours, replicas = (list(row.values())[1:] for row in rows(found, "What became of"))
+    assert ours == ["8", "encoded 3, local_first 1", "8", "4", "200", "25.0%"]
+    assert replicas == ["8", "–", "8", "–", "–", "–"]
+    assert report.find_fallbacks(found, SETTING) == ""
 
 
 def test_a_picture_that_went_another_way_is_told() -> None:
-    fine = {"items encoded": 3.0, "items local_first": 1.0}
     lost = {"items local": 2.0, "untransferred": 1.0, "fallback local": 2.0}
-    assert (
-        report.find_fallbacks(LoadResults(turns=[turn("ours", sent(), counted=fine)]), SETTING)
-        == ""
-    )
-    found = LoadResults(turns=[turn("ours", sent(), counted=lost)])
+    found = LoadResults(turns=[turn("ours", sent(), counted=lost), turn("replicas", sent())])
     said = report.find_fallbacks(found, SETTING)
     assert "ours: 2 pictures were not encoded" in said and "1 not transferred" in said
-    row = list(report._items(found.turns, {}).values())
-    assert row == ["local 2, fallback local 2, fell back 1"]
+    ours, _ = rows(found, "What became of")
+    assert ours["what became of them"] == "local 2, fallback local 2, fell back 1"
+
+
+def test_cpu_time_is_shown_by_process_and_memory_as_it_was_at_most() -> None:
+    more = {"engine-0": 5 << 20}
+    found = LoadResults(
+        turns=[
+            turn(side, sent(), number=n, memory_bytes=more if n else {"engine-0": 1})
+            for n in range(2)
+            for side in ("ours", "replicas")
+        ]
+    )
+    ours, _ = rows(found, "CPU time")
+    assert list(ours.values())[1:] == [
+        "4.0",
+        "2000",
+        "engine-0 API server 500, engine-0 engine core 1500",
+        "engine-0 5",
+    ]
 
 
 def kept(folder: Path, found: LoadResults) -> Path:
@@ -254,21 +264,19 @@ def test_the_json_holds_a_line_for_each_turn_and_no_request(tmp_path: Path) -> N
 
 
 def test_a_ratio_that_is_more_than_twice_the_recorded_one_is_named(tmp_path: Path) -> None:
-    rounds = report.good_rounds(TWO_ROUNDS, PLAN)
     file = kept(tmp_path, TWO_ROUNDS)
-    assert report.find_regressions(rounds, file) == []
+
+    def worse(found: LoadResults) -> list[str]:
+        return report.find_regressions(report.make_report(found, SETTING), "ours", file)
+
+    assert worse(TWO_ROUNDS) == []
     slower = [turn("ours", sent(5.0), sent(1.0, pictures=1)), turn("replicas", sent(2.0))]
-    worse = report.find_regressions(report.good_rounds(LoadResults(turns=slower), PLAN), file)
-    assert f"{POINT.key}, TTFT p99, text by replicas: 2.50 in place of 0.50" in worse
-    assert not any("pictures" in line for line in worse)
-
-
-def test_runs_that_have_nothing_in_common_are_refused(tmp_path: Path) -> None:
-    file = kept(tmp_path, TWO_ROUNDS)
-    rounds = {"9/s": report.good_rounds(TWO_ROUNDS, PLAN)[POINT.key]}
+    found = worse(LoadResults(turns=slower))
+    assert f"{POINT.key}, TTFT p99, text by replicas: 2.50 in place of 0.50" in found
+    assert not any("pictures" in line for line in found)
     with pytest.raises(ConfigError, match="none of this run's loads"):
-        report.find_regressions(rounds, file)
-    for text in ("", "[]", "{}", '{"tables": []}'):
+        worse(LoadResults())
+    for text in ("", "[]", "{}"):
         file.write_text(text)
         with pytest.raises(ConfigError, match="no results of epd-bench load"):
-            report.find_regressions(rounds, file)
+            worse(TWO_ROUNDS)

@@ -65,8 +65,3 @@ def test_a_removed_key_is_refused_with_what_applies_instead(key: str, tmp_path: 
 def test_a_time_that_cannot_be_is_refused(value: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"prefill\.base_s"):
         parse_stages(LEAST.replace("0.1", value), tmp_path)
-
-
-def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"none\.yaml"):
-        load_stages(tmp_path / "none.yaml")
