@@ -98,19 +98,17 @@ def follow(lines: Iterable[str]) -> set[int]:
     return known
 
 
-def main(argv: list[str] | None = None) -> None:
+def main() -> None:
     """Wait for the launcher's end, then clean up after it."""
     parser = argparse.ArgumentParser(prog="epd-launch guard")
-    parser.add_argument("--run-id", required=True)
-    parser.add_argument("--shm-prefix", required=True)
-    parser.add_argument("--temp-dir", required=True, type=Path)
+    for option, kind in (("run-id", str), ("shm-prefix", str), ("temp-dir", Path)):
+        parser.add_argument(f"--{option}", required=True, type=kind)
     parser.add_argument("--grace-s", required=True, type=float)
-    options = parser.parse_args(argv)
+    options = parser.parse_args()
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(signum, signal.SIG_IGN)
     known = follow(sys.stdin)
-    alive = sessions.members(known, options.run_id)
-    if alive:
+    if alive := sessions.members(known, options.run_id):
         pids = " ".join(str(process.pid) for process in alive)
         print(f"the launcher is gone; ending its processes: {pids}", flush=True)
     left = sessions.end_processes(known, options.run_id, grace_s=options.grace_s)

@@ -101,12 +101,6 @@ class _State:
             return "ending"
         return "starting" if self.healthy_at is None else "up"
 
-    @property
-    def is_unsteady(self) -> bool:
-        """Whether it is on its way up or down: the memory that it takes of a device changes."""
-        is_down = self.restart_at is not None
-        return not is_down and (self.healthy_at is None or self.kill_at is not None)
-
 
 class Lifecycle:
     """Decides for all processes of one topology.
@@ -167,11 +161,7 @@ class Lifecycle:
 
     def up(self) -> list[str]:
         """Return the processes that have been healthy since their start and may go on."""
-        return [
-            name
-            for name, state in self._states.items()
-            if state.healthy_at is not None and state.kill_at is None
-        ]
+        return [name for name, state in self._states.items() if state.word == "up"]
 
     def healthy(self, name: str, now: float) -> list[Action]:
         """A running process answered its probe."""
@@ -190,7 +180,7 @@ class Lifecycle:
     def silent(self, name: str, asked_at: float, now: float) -> list[Action]:
         """A probe that began at ``asked_at`` failed; counts while the process is `up`."""
         state, limit_s = self._states[name], self._launch.hung_after_s
-        if state.healthy_at is None or state.kill_at is not None:
+        if state.word != "up":
             return []
         if not state.silent_probes:
             state.silent_since = asked_at
@@ -200,7 +190,7 @@ class Lifecycle:
             return []
         state.kill_at = now + self._launch.stop_grace_s
         reason = f"has not answered as it should for {silent_s:.0f} s (launch.hung_after_s)"
-        return [_end_of("ending", name, reason, "ending it"), Stop(name)]
+        return [_end_of("ending", name, reason), Stop(name)]
 
     def renew(self, name: str, now: float) -> list[Action]:
         """End a process that is up and start it again at once: that is no death."""
@@ -232,24 +222,25 @@ class Lifecycle:
     def tick(self, now: float) -> list[Action]:
         """Time has passed."""
         actions = self._start_what_is_due(now)
+        patience_s = self._launch.startup_timeout_s
         for name, state in self._states.items():
             if state.kill_at is not None and now >= state.kill_at:
                 # It must not be killed twice.
                 state.kill_at = math.inf
                 reason = f"does not end within {self._launch.stop_grace_s:g} s"
-                actions += [_end_of("killing", name, reason, "killing it"), Kill(name)]
+                actions += [_end_of("killing", name, reason), Kill(name)]
             elif (
                 state.started_at is not None
                 and state.healthy_at is None
-                and now - state.started_at >= self._launch.startup_timeout_s
+                and now - state.started_at >= patience_s
             ):
-                reason = f"is not healthy {self._launch.startup_timeout_s:g} s after its start"
+                reason = f"is not healthy {patience_s:g} s after its start"
                 if self.phase is Phase.STARTING:
                     self.phase = Phase.FAILED
                     return [Fail(name, f"{reason} (launch.startup_timeout_s)")]
                 # Its exit follows and schedules the restart; it must not be killed twice.
                 state.started_at = None
-                actions += [_end_of("killing", name, reason, "killing it"), Kill(name)]
+                actions += [_end_of("killing", name, reason), Kill(name)]
         return actions
 
     def _start_what_is_due(self, now: float) -> list[Action]:
@@ -257,27 +248,26 @@ class Lifecycle:
         for name, state in self._states.items():
             due = state.restart_at is not None and now >= state.restart_at
             if due and not self._blocking(name):
-                started.append(self._start(name, now))
+                self._states[name] = _State(deaths=state.deaths, started_at=now)
+                started.append(Start(name))
         return started
 
     def _blocking(self, name: str) -> list[str]:
-        """Return the neighbours whose start or end this one must wait for."""
-        starting = self.phase is Phase.STARTING
-        earlier = self._after.get(name, ())
+        """Return the neighbours whose start or end this one must wait for.
+
+        The memory that a neighbour takes of a device changes on its way up or down.
+        """
+        starting, earlier = self.phase is Phase.STARTING, self._after.get(name, ())
         return [
             other
-            for other in self._states
+            for other, state in self._states.items()
             if other in self._neighbours[name]
             and (
-                self._states[other].is_unsteady
-                or (starting and other in earlier and self._states[other].healthy_at is None)
+                state.word in ("starting", "ending")
+                or (starting and other in earlier and state.healthy_at is None)
             )
         ]
 
-    def _start(self, name: str, now: float) -> Start:
-        self._states[name] = _State(deaths=self._states[name].deaths, started_at=now)
-        return Start(name)
 
-
-def _end_of(event: Event, name: str, reason: str, remedy: str) -> Notice:
-    return Notice(event, f"{name} {reason}; {remedy}", {"instance": name, "reason": reason})
+def _end_of(event: Event, name: str, reason: str) -> Notice:
+    return Notice(event, f"{name} {reason}; {event} it", {"instance": name, "reason": reason})

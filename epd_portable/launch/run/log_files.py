@@ -11,15 +11,11 @@ from __future__ import annotations
 import itertools
 import os
 import stat
-import threading
-from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import BinaryIO
 
 from epd_portable.errors import ConfigError, LaunchError
 
-_LOOK_EVERY_S = 0.5
 _CHUNK_BYTES = 1 << 20
 
 
@@ -94,54 +90,6 @@ def open_log(path: Path) -> BinaryIO:
     return file
 
 
-class Rotation:
-    """Rotates logs in a thread; a context manager.
-
-    Args:
-        logs: Files that may not exist yet.
-        max_bytes: Size at which a log is rotated; it may grow further until that is noticed.
-        files: Kept of each log: itself and ``.1``, ``.2`` and so on, which are older.
-        say: Called with a line for the user, from the thread.
-    """
-
-    def __init__(
-        self, logs: Sequence[Path], *, max_bytes: int, files: int, say: Callable[[str], None]
-    ) -> None:
-        self._logs = logs
-        self._max_bytes = max_bytes
-        self._files = files
-        self._say = say
-        self._said: set[str] = set()
-        self._end = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="epd-logs")
-
-    def __enter__(self) -> Rotation:
-        self._thread.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._end.set()
-        self._thread.join()
-
-    def _run(self) -> None:
-        while not self._end.wait(_LOOK_EVERY_S):
-            for log in self._logs:
-                try:
-                    rotate(log, max_bytes=self._max_bytes, files=self._files)
-                except FileNotFoundError:
-                    continue
-                except OSError as error:
-                    line = f"what {log} held is dropped: it cannot be kept ({error})"
-                    if line not in self._said:
-                        self._said.add(line)
-                        self._say(line)
-
-
 def rotate(log: Path, *, max_bytes: int, files: int) -> None:
     """Truncate a log that is larger than ``max_bytes``; keep about the last ``max_bytes`` of it.
 
@@ -152,27 +100,25 @@ def rotate(log: Path, *, max_bytes: int, files: int) -> None:
     descriptor = os.open(log, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         size = os.fstat(descriptor).st_size
-        if size <= max_bytes:
-            return
-        try:
-            _keep(descriptor, log, begin=max(0, size - max_bytes), end=size + max_bytes, of=files)
-        finally:
-            os.ftruncate(descriptor, 0)
+        if size > max_bytes:
+            try:
+                end = size + max_bytes
+                _keep(descriptor, log, begin=max(0, size - max_bytes), end=end, files=files)
+            finally:
+                os.ftruncate(descriptor, 0)
     finally:
         os.close(descriptor)
 
 
-def _keep(source: int, log: Path, *, begin: int, end: int, of: int) -> None:
+def _keep(source: int, log: Path, *, begin: int, end: int, files: int) -> None:
     """Copy a log from ``begin`` to where it ends, but at most ``end``, and forget the oldest."""
-    older = [log.with_name(f"{log.name}.{number}") for number in range(1, of)]
+    older = [log.with_name(f"{log.name}.{number}") for number in range(1, files)]
     for path in log.parent.glob(f"{log.name}.[0-9]*"):
         if path not in older[:-1]:
             path.unlink()
     for path, older_path in reversed([*itertools.pairwise(older)]):
         if path.exists():
             path.rename(older_path)
-    if not older:
-        return
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     copy = os.open(older[0], flags, 0o600)
     try:

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import http.client
-import json
 import os
 import signal
 import subprocess
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
+
+import httpx
 
 from epd_portable import envs
 from epd_portable.config.secret import Secret
@@ -23,6 +21,7 @@ from epd_portable.errors import LaunchError
 from epd_portable.launch.plan.processes import ProcessSpec
 from epd_portable.launch.run.log_files import open_log
 from epd_portable.launch.run.router_client import trusting
+from epd_portable.launch.run.running import start_ticks
 from epd_portable.launch.run.sessions import SHM
 from epd_portable.launch.safe_path import safe_cwd, safe_environ
 
@@ -43,6 +42,11 @@ class Child:
 
     Raises:
         LaunchError: The program cannot be started.
+
+    Attributes:
+        session: Id of the session that holds the process and its children.
+        started_ticks: See `start_ticks`.
+        mapped: Files of shared memory that its processes were seen to map.
     """
 
     def __init__(
@@ -50,12 +54,13 @@ class Child:
     ) -> None:
         self.spec = spec
         self.log = log_dir / f"{spec.name}.log"
+        self.mapped: set[Path] = set()
+        self._cores = {core for rank in spec.cores for core in rank}
         if spec.shm_name:
             # If another user's file has that name, the instance says so.
             with contextlib.suppress(OSError):
                 (SHM / spec.shm_name).unlink(missing_ok=True)
-        cores = {core for rank in spec.cores for core in rank}
-        with open_log(self.log) as output, _on_cores(cores):
+        with open_log(self.log) as output, _on_cores(self._cores):
             self._log_start = output.tell()
             try:
                 self._process = subprocess.Popen(
@@ -69,34 +74,30 @@ class Child:
                 )
             except OSError as error:
                 raise LaunchError(f"{spec.name}: cannot start {spec.argv[0]}: {error}") from error
-
-    @property
-    def session(self) -> int:
-        """Id of the session that holds the process and its children."""
-        return self._process.pid
+        self.session = self._process.pid
+        self.started_ticks = start_ticks(self.session)
 
     def spread_api_server(self) -> None:
         """Let the API server run on its further cores too; its children keep theirs."""
         if self.spec.api_cores:
-            own = {core for rank in self.spec.cores for core in rank}
-            bind_threads(self._process.pid, own.union(self.spec.api_cores))
+            bind_threads(self.session, self._cores.union(self.spec.api_cores))
 
     def exit_status(self) -> int | None:
         """Return the exit status, negative for a signal, or ``None`` while it runs."""
         return self._process.poll()
 
-    def ready(self, *, timeout_s: float, with_instances: Secret | None) -> bool:
+    def is_ready(self, *, timeout_s: float, secret: Secret | None) -> bool:
         """Return whether ``GET /health`` answers 200 in time.
 
-        A router must also be ready to use every instance, if the secret is given with which it
-        tells.
+        With the secret, by which it answers in full, a router must have every instance up.
         """
-        if self.spec.role != "router" or not with_instances:
+        if self.spec.role != "router" or secret is None:
             return self._health(timeout_s)[0] == HTTPStatus.OK
-        instances = self._instances(timeout_s, with_instances)
-        return instances is not None and all(seen["state"] == "up" for seen in instances)
+        status, instances = self._health(timeout_s, secret)
+        all_up = instances is not None and all(each["state"] == "up" for each in instances)
+        return status == HTTPStatus.OK and all_up
 
-    def answers(self, *, timeout_s: float) -> bool:
+    def is_well(self, *, timeout_s: float) -> bool:
         """Return whether a process that was ready still answers ``GET /health`` as it should.
 
         An instance answers 200. A router that has no instance to use answers 503, and is well.
@@ -108,36 +109,29 @@ class Child:
         """Return what went wrong when a router warmed its instances up."""
         if self.spec.role != "router":
             return []
-        instances = self._instances(timeout_s, secret) or []
-        return [seen["problem"] for seen in instances if seen.get("problem")]
+        _, instances = self._health(timeout_s, secret)
+        return [each["problem"] for each in instances or () if each.get("problem")]
 
-    def _instances(self, timeout_s: float, secret: Secret) -> list[dict[str, Any]] | None:
-        """Return what a healthy router says of its instances."""
-        status, body = self._health(timeout_s, secret)
+    def _health(
+        self, timeout_s: float, secret: Secret | None = None
+    ) -> tuple[int | None, list[dict[str, Any]] | None]:
+        """Return the status of ``GET /health``, and what a router says there of its instances."""
+        cert_file = self.spec.tls_cert_file
         try:
-            return list(json.loads(body)["instances"].values()) if status == HTTPStatus.OK else None
-        except (ValueError, KeyError):
-            return None
-
-    def _health(self, timeout_s: float, secret: Secret | None = None) -> tuple[int | None, bytes]:
-        """Return status and body of the answer to ``GET /health``; no status for no answer."""
-        headers = {"authorization": secret.sign("GET", "/health")} if secret else {}
-        address = urlsplit(self.spec.url)
-        host, port = address.hostname or "", address.port
-        connection = http.client.HTTPConnection(host, port, timeout=timeout_s)
+            answer = httpx.get(
+                f"{self.spec.url}/health",
+                headers={"authorization": secret.sign("GET", "/health")} if secret else {},
+                timeout=timeout_s,
+                trust_env=False,
+                # Read each time: it may be renewed. Without one it is plain HTTP.
+                verify=trusting(cert_file) if cert_file else False,
+            )
+        except (httpx.HTTPError, OSError):
+            return None, None
         try:
-            if cert_file := self.spec.tls_cert_file:
-                # Read each time: it may be renewed.
-                context = trusting(cert_file)
-                connection = http.client.HTTPSConnection(
-                    host, port, timeout=timeout_s, context=context
-                )
-            with contextlib.closing(connection):
-                connection.request("GET", "/health", headers=headers)
-                answer = connection.getresponse()
-                return answer.status, answer.read()
-        except (OSError, http.client.HTTPException):
-            return None, b""
+            return answer.status_code, list(answer.json()["instances"].values())
+        except (ValueError, KeyError, TypeError):
+            return answer.status_code, None
 
     def output(self) -> str:
         """Return the end of what this start has written so far, at most 256 KiB."""
@@ -164,11 +158,8 @@ def _on_cores(cores: Collection[int]) -> Iterator[None]:
 
     Before the first import: libraries count the cores that they may use when they are loaded.
     """
-    if not cores:
-        yield
-        return
     before = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, cores)
+    os.sched_setaffinity(0, cores or before)
     try:
         yield
     finally:
@@ -205,42 +196,31 @@ def describe_exit(status: int) -> str:
         return f"was killed by signal {-status}"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EndedProbe:
-    """One probe that has ended.
-
-    Attributes:
-        asked_at: Time (``time.monotonic``) at which it began.
-        well: Its answer.
-    """
-
-    child: Child
-    asked_at: float
-    well: bool
+Probe = tuple[Child, float, bool]
+"""A process, when it was asked (``time.monotonic``), and whether its answer was yes."""
 
 
 class Probes:
-    """Probes that are under way, in threads, one at a time for each process."""
+    """Questions to processes, in threads, one at a time for each process."""
 
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(_PROBE_THREADS, thread_name_prefix="epd-probe")
-        self._under_way: dict[Child, Future[EndedProbe]] = {}
+        self._under_way: dict[Child, Future[Probe]] = {}
 
-    def start(self, child: Child, question: Callable[[Child], bool]) -> None:
-        """Ask a question of a process, unless a probe of it is under way."""
+    def ask(self, child: Child, question: Callable[[Child], bool]) -> None:
+        """Ask a question of a process, unless it has not answered the last one yet."""
+
+        def probe() -> Probe:
+            return child, time.monotonic(), question(child)
+
         if child not in self._under_way:
-            self._under_way[child] = self._threads.submit(_probe, child, question)
+            self._under_way[child] = self._threads.submit(probe)
 
-    def ended(self) -> list[EndedProbe]:
+    def answered(self) -> list[Probe]:
         """Return the probes that have ended; each is returned once."""
         children = [child for child, future in self._under_way.items() if future.done()]
         return [self._under_way.pop(child).result() for child in children]
 
     def close(self) -> None:
-        """Start no further ones."""
+        """Ask nothing more."""
         self._threads.shutdown(wait=False, cancel_futures=True)
-
-
-def _probe(child: Child, question: Callable[[Child], bool]) -> EndedProbe:
-    asked_at = time.monotonic()
-    return EndedProbe(child=child, asked_at=asked_at, well=question(child))

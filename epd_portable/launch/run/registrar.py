@@ -28,101 +28,109 @@ from epd_portable.launch.run.router_client import RouterClient
 
 _PROBE_TIMEOUT_S = 5.0
 _LOOK_EVERY_S = 1.0
-_STARTING, _GONE = "starting", "gone"
-"""States before and after those that the router knows."""
 
 
-class Registrar:
-    """Keeps the instances of one launcher registered at one router.
+class Registration:
+    """Keeps one instance registered at one router.
 
     Args:
-        settings: Of the launcher.
+        instance: Fields of `InstanceSettings`.
         router: Base address.
-        stop: Lets every instance leave.
+        settings: Of the launcher.
+        stop: Lets the instance leave.
 
     Attributes:
-        states: What the router last said of each instance, by name.
+        seen: What the router last said of the instance: ``state``, ``reason``, ``problem``. Before
+            it knows the instance the state is ``starting``, and ``gone`` once it was removed.
     """
 
-    def __init__(self, settings: RegistrarSettings, router: str, stop: threading.Event) -> None:
-        self._settings = settings
+    def __init__(
+        self,
+        instance: Mapping[str, Any],
+        router: str,
+        settings: RegistrarSettings,
+        stop: threading.Event,
+    ) -> None:
+        self.name: str = instance["name"]
+        self.seen = {"state": "starting", "reason": "", "problem": ""}
+        self._instance = instance
         self._router = router
-        self._secret = Secret.read(settings.secret_file)
+        self._settings = settings
         self._stop = stop
-        self.states: dict[str, dict[str, str]] = {}
-        for each in settings.instances:
-            self._set_state(each["name"], _STARTING)
+        self._client = RouterClient(router, Secret.read(settings.secret_file))
+        self._registered = ""  # the router process that has the instance
 
     def run(self) -> None:
-        """Register the instances until the stop, and return when all have left."""
-        with ThreadPoolExecutor(len(self._settings.instances)) as pool:
-            list(pool.map(self._keep_registered, self._settings.instances))
-
-    def _keep_registered(self, instance: Mapping[str, Any]) -> None:
-        """Register an instance when it is healthy, and again with every restart of the router."""
-        name = instance["name"]
-        client = RouterClient(self._router, self._secret)
-        registered = ""  # the router process that has the instance
+        """Register when it is healthy, and again with every restart of the router; then leave."""
         said = ""
         while not self._stop.is_set():
             try:
-                router, seen = client.find_instance(name)
-                if registered and seen is not None:
-                    self._note_state(seen)
-                elif registered == router:
-                    self._removed(instance)
-                    registered = ""
-                elif _is_healthy(instance["url"]):  # A router forgets unhealthy ones.
-                    again = " again: the router has restarted" if registered else ""
-                    registered = client.register(instance)
-                    timeout_s = self._settings.join_timeout_s
-                    self._note_state(client.wait_up(name, timeout_s=timeout_s, until=self._stop))
-                    print(f"{name} has joined {self._router}{again}", flush=True)
+                self._look()
                 said = ""
             except LaunchError as error:
                 if str(error) != said:
-                    print(f"{name}: {error}", flush=True)
                     said = str(error)
+                    self._print(f": {said}")
             self._stop.wait(_LOOK_EVERY_S)
-        if not registered:
-            return
-        try:
-            client.leave(name, timeout_s=self._settings.leave_timeout_s)
-            print(f"{name} has left {self._router}", flush=True)
-        except LaunchError as error:
-            print(f"{name}: {error}", flush=True)
+        if self._registered:
+            try:
+                self._client.leave(self.name, timeout_s=self._settings.leave_timeout_s)
+                self._print(f" has left {self._router}")
+            except LaunchError as error:
+                self._print(f": {error}")
 
-    def _removed(self, instance: Mapping[str, Any]) -> None:
+    def _look(self) -> None:
+        router, seen = self._client.find_instance(self.name)
+        if self._registered and seen is not None:
+            self._note(seen)
+        elif self._registered == router:
+            self._removed()
+            self._registered = ""
+        elif self._is_healthy():  # A router forgets unhealthy ones.
+            again = " again: the router has restarted" if self._registered else ""
+            self._registered = self._client.register(self._instance)
+            timeout_s = self._settings.join_timeout_s
+            self._note(self._client.wait_up(self.name, timeout_s=timeout_s, until=self._stop))
+            self._print(f" has joined {self._router}{again}")
+
+    def _removed(self) -> None:
         """Return at once if the router has removed an instance that was away for too long.
 
         A healthy one was removed on purpose, and is not registered again.
         """
-        reason = f"router {self._router} has removed {instance['name']}"
-        self._set_state(instance["name"], _GONE, reason=reason)
+        reason = f"router {self._router} has removed {self.name}"
+        self.seen = {"state": "gone", "reason": reason, "problem": ""}
         print(reason, flush=True)
-        if _is_healthy(instance["url"]):
-            print(f"{instance['name']} joins again when it is started again", flush=True)
+        if self._is_healthy():
+            self._print(" joins again when it is started again")
             self._stop.wait()
 
-    def _note_state(self, seen: Mapping[str, Any]) -> None:
-        """Note what the router says of an instance."""
-        self._set_state(seen["name"], seen["state"], reason=seen["reason"], problem=seen["problem"])
+    def _note(self, seen: Mapping[str, Any]) -> None:
+        self.seen = {key: seen[key] for key in ("state", "reason", "problem")}
 
-    def _set_state(self, name: str, state: str, *, reason: str = "", problem: str = "") -> None:
-        self.states[name] = {"state": state, "reason": reason, "problem": problem}
+    def _is_healthy(self) -> bool:
+        url = f"{self._instance['url']}/health"
+        try:
+            answer = httpx.get(url, timeout=_PROBE_TIMEOUT_S, trust_env=False)
+        except httpx.HTTPError:
+            return False
+        return answer.status_code == HTTPStatus.OK
+
+    def _print(self, text: str) -> None:
+        print(f"{self.name}{text}", flush=True)
 
 
 class _Health(BaseHTTPRequestHandler):
-    def __init__(self, registrars: Sequence[Registrar], *args: Any) -> None:
-        self._registrars = registrars
+    def __init__(self, registrations: Sequence[Registration], *args: Any) -> None:
+        self._registrations = registrations
         super().__init__(*args)
 
     def do_GET(self) -> None:
         shown: dict[str, dict[str, str]] = {}
-        for registrar in self._registrars:
-            for name, seen in registrar.states.items():
-                if shown.get(name, {"state": "up"})["state"] == "up":
-                    shown[name] = seen
+        for each in self._registrations:
+            # Of several routers one that does not have it.
+            if shown.get(each.name, {"state": "up"})["state"] == "up":
+                shown[each.name] = each.seen
         all_up = all(each["state"] == "up" for each in shown.values())
         status = HTTPStatus.OK if all_up else HTTPStatus.SERVICE_UNAVAILABLE
         body = json.dumps({"instances": shown}).encode()
@@ -136,26 +144,22 @@ class _Health(BaseHTTPRequestHandler):
         """Say nothing: it is asked every few seconds."""
 
 
-def _is_healthy(url: str) -> bool:
-    try:
-        answer = httpx.get(f"{url}/health", timeout=_PROBE_TIMEOUT_S, trust_env=False)
-    except httpx.HTTPError:
-        return False
-    return answer.status_code == HTTPStatus.OK
-
-
 def main() -> None:
     """Run until SIGTERM or SIGINT."""
     settings = RegistrarSettings(**json.loads(sys.argv[sys.argv.index("--settings") + 1]))
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
-    registrars = [Registrar(settings, router, stop) for router in settings.routers]
-    handler = functools.partial(_Health, registrars)
+    registrations = [
+        Registration(instance, router, settings, stop)
+        for router in settings.routers
+        for instance in settings.instances
+    ]
+    handler = functools.partial(_Health, registrations)
     server = ThreadingHTTPServer(("127.0.0.1", settings.port), handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    with ThreadPoolExecutor(len(registrars)) as pool:
-        list(pool.map(Registrar.run, registrars))
+    with ThreadPoolExecutor(len(registrations)) as pool:
+        list(pool.map(Registration.run, registrations))
     server.shutdown()
 
 

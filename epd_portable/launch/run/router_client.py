@@ -64,13 +64,7 @@ class RouterClient:
     def wait_up(self, name: str, *, timeout_s: float, until: threading.Event) -> dict[str, Any]:
         """Wait until the router has warmed an instance up, and sends it clients' requests.
 
-        Args:
-            name: An instance that the router knows.
-            timeout_s: Longest wait.
-            until: Ends the wait.
-
-        Returns:
-            What the router says of it.
+        ``until`` ends the wait. Returns what the router says of the instance.
 
         Raises:
             LaunchError: It is not up in time.
@@ -86,15 +80,9 @@ class RouterClient:
         return seen
 
     def drain(self, name: str, *, timeout_s: float, until: threading.Event) -> bool:
-        """Send an instance no new requests, and wait for its open ones.
+        """Send an instance no new requests, and wait for its open ones; return whether it is idle.
 
-        Args:
-            name: An instance that the router knows.
-            timeout_s: Longest wait.
-            until: Ends the wait.
-
-        Returns:
-            Whether it is idle.
+        ``until`` ends the wait.
         """
         self._request("POST", f"/epd/instances/{name}/drain")
         deadline_s = time.monotonic() + timeout_s
@@ -161,11 +149,7 @@ class RouterClient:
 
 
 class RouterClients:
-    """The same call to each of several routers; returns when all have answered.
-
-    Args:
-        clients: At least one.
-    """
+    """The same call to each of several routers, at least one; returns when all have answered."""
 
     def __init__(self, clients: Iterable[RouterClient]) -> None:
         self._clients = tuple(clients)

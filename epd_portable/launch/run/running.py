@@ -16,9 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError
-
-from epd_portable.launch.run.sessions import stat_fields
+from pydantic import BaseModel, ValidationError
 
 RUN_FOLDER = "epd-"
 """What the name of a run's folder begins with; the id of the run follows."""
@@ -27,11 +25,7 @@ _A_RUN = re.compile(rf"{RUN_FOLDER}[0-9a-f]{{8}}")
 _MAX_BYTES = 4 << 20
 
 
-class _Record(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="ignore")
-
-
-class ProcessRecord(_Record):
+class ProcessRecord(BaseModel):
     """One process of a run.
 
     Attributes:
@@ -53,7 +47,7 @@ class ProcessRecord(_Record):
     restarts: int = 0
 
 
-class RunRecord(_Record):
+class RunRecord(BaseModel):
     """One run, as its launcher writes it down.
 
     Attributes:
@@ -98,20 +92,14 @@ class SeenRun:
 
     def as_json(self) -> dict[str, Any]:
         """Return plain JSON values."""
-        return {
-            **self.record.model_dump(mode="json", exclude={"processes", "started_ticks"}),
-            "lives": self.lives,
-            "uptime_s": _rounded(self.uptime_s),
-            "processes": [
-                {
-                    **process.model_dump(mode="json", exclude={"started_ticks", "pid"}),
-                    "state": self.state_of(process),
-                    "pid": process.pid if process.name in self.process_uptime_s else None,
-                    "uptime_s": _rounded(self.process_uptime_s.get(process.name)),
-                }
-                for process in self.record.processes
-            ],
-        }
+        found = self.record.model_dump(mode="json", exclude={"started_ticks"})
+        for process, shown in zip(self.record.processes, found["processes"], strict=True):
+            del shown["started_ticks"]
+            uptime_s = self.process_uptime_s.get(process.name)
+            shown["state"] = self.state_of(process)
+            shown["pid"] = None if uptime_s is None else process.pid
+            shown["uptime_s"] = _rounded(uptime_s)
+        return {**found, "lives": self.lives, "uptime_s": _rounded(self.uptime_s)}
 
 
 def _rounded(seconds: float | None) -> float | None:
@@ -136,10 +124,11 @@ class SeenRuns:
 def start_ticks(pid: int) -> int:
     """Return when a process was started, in clock ticks since boot; 0 if it does not live."""
     try:
-        fields = stat_fields(Path("/proc", str(pid)))
+        # The command name is in parentheses and may hold spaces: fields count from its end.
+        stat_fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
     except OSError:
         return 0
-    return 0 if fields[0] in (b"Z", b"X") else int(fields[19])
+    return 0 if stat_fields[0] in (b"Z", b"X") else int(stat_fields[19])
 
 
 def write_record(folder: Path, record: RunRecord) -> None:

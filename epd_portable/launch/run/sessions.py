@@ -1,4 +1,4 @@
-"""Processes and shared memory of a run: found through ``/proc``, ended, removed.
+"""Processes and shared memory of a run: found, ended, removed.
 
 A process belongs to a run when it is in the session of one that the launcher started (engines
 start children of their own), or when ``EPD_RUN_ID`` in its first environment says so, which also
@@ -11,12 +11,15 @@ live.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+
+import psutil
 
 SHM = Path("/dev/shm")
 
@@ -45,31 +48,23 @@ def members(sessions: Collection[int], run_id: str | None) -> list[Process]:
 
     The calling process is left out.
     """
-    marker = f"EPD_RUN_ID={run_id}".encode()
     found = []
-    for entry in os.listdir("/proc"):
-        if not entry.isdigit() or int(entry) == os.getpid():
-            continue
-        folder = Path("/proc", entry)
-        try:
-            state, _, _, session, *_ = stat_fields(folder)
-            if state in (b"Z", b"X"):
-                continue
-            if int(session) not in sessions and (
-                run_id is None or marker not in (folder / "environ").read_bytes().split(b"\0")
+    for process in psutil.process_iter():
+        # It may end meanwhile, or be another user's.
+        with contextlib.suppress(psutil.Error, OSError):
+            session = os.getsid(process.pid)
+            if session not in sessions and (
+                run_id is None or process.environ().get("EPD_RUN_ID") != run_id
             ):
                 continue
-            cleans_up = b"multiprocessing.resource_tracker" in (folder / "cmdline").read_bytes()
-        except (FileNotFoundError, ProcessLookupError, PermissionError):
-            continue  # It has ended, or is another user's.
-        found.append(Process(pid=int(entry), session=int(session), cleans_up=cleans_up))
+            if process.pid == os.getpid() or process.status() in (
+                psutil.STATUS_ZOMBIE,
+                psutil.STATUS_DEAD,
+            ):
+                continue
+            cleans_up = any("multiprocessing.resource_tracker" in x for x in process.cmdline())
+            found.append(Process(pid=process.pid, session=session, cleans_up=cleans_up))
     return found
-
-
-def stat_fields(folder: Path) -> list[bytes]:
-    """Return the fields of ``/proc/PID/stat`` from the process's state on."""
-    # The command name is in parentheses and may hold spaces: fields count from its end.
-    return (folder / "stat").read_bytes().rpartition(b")")[2].split()
 
 
 def end_processes(
@@ -121,10 +116,8 @@ def end_processes(
 
 def send_signal(pid: int, signum: signal.Signals) -> None:
     """Send a signal to a process that may be gone already."""
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signum)
-    except ProcessLookupError:
-        return
 
 
 def remove_shm(prefix: str) -> None:
@@ -140,12 +133,10 @@ def mapped_files(pids: Iterable[int]) -> set[Path]:
     """
     inodes: set[int] = set()
     for pid in pids:
-        try:
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError, PermissionError):
             lines = Path("/proc", str(pid), "maps").read_text().splitlines()
-        except (FileNotFoundError, ProcessLookupError, PermissionError):
-            continue
-        # address, permissions, offset, device, inode, path
-        inodes.update(int(line.split()[4]) for line in lines if f" {SHM}/" in line)
+            # address, permissions, offset, device, inode, path
+            inodes.update(int(line.split()[4]) for line in lines if f" {SHM}/" in line)
     with os.scandir(SHM) as entries:
         return {Path(entry.path) for entry in entries if entry.inode() in inodes}
 
@@ -155,10 +146,7 @@ def remove_unused(files: Iterable[Path], *, since: float) -> None:
 
     Files that were last changed before ``since``, a Unix time, are kept: they are not the run's.
     """
-    wanted = set(files)
-    if not wanted:
-        return
-    in_use = mapped_files(int(entry) for entry in os.listdir("/proc") if entry.isdigit())
-    for path in wanted - in_use:
-        if path.exists() and path.stat().st_ctime >= since:
-            path.unlink(missing_ok=True)
+    if wanted := set(files):
+        for path in wanted - mapped_files(psutil.pids()):
+            if path.exists() and path.stat().st_ctime >= since:
+                path.unlink(missing_ok=True)

@@ -31,7 +31,7 @@ from epd_portable.launch.run.lifecycle import (
     Start,
     Stop,
 )
-from epd_portable.launch.run.log_files import Rotation
+from epd_portable.launch.run.log_files import rotate
 from epd_portable.launch.run.logs import Progress, failure_line, latest_stage
 from epd_portable.launch.run.process import Child, Probes, describe_exit
 from epd_portable.launch.run.router_client import RouterClient, RouterClients
@@ -45,6 +45,7 @@ PROBE_EVERY_S = 5.0
 PROBES = 24
 """At least so many within ``launch.hung_after_s``."""
 _LOG_FILES = 3
+_ROTATE_EVERY_S = 0.5
 _NOTE_EVERY_S = 3.0
 _ORPHAN_GRACE_S = 1.0
 _DRAIN_MARGIN_S = 5.0
@@ -89,30 +90,23 @@ class Supervisor:
         self._drain_s = drain_s
         self._log_dir = log_dir
         self._temp_dir = temp_dir
-        self._say = _whatever_happens(say)
+        self._print = say
         self._specs = {spec.name: spec for spec in plan.processes}
+        self._instances = [spec for spec in plan.processes if spec.role != "router"]
         self._children: dict[str, Child] = {}
-        self._lifecycle = Lifecycle(
-            self._specs,
-            launch,
-            {name: spec.after for name, spec in self._specs.items()},
-            backoff=backoff,
-        )
+        self._starts: Counter[str] = Counter()
+        after = {name: spec.after for name, spec in self._specs.items()}
+        self._lifecycle = Lifecycle(self._specs, launch, after, backoff=backoff)
         self._probes = Probes()
+        self._update: RollingUpdate | None = None
         self._stop_requests = 0
         self._hangups = 0
         self._had_terminal = _has_terminal()
         self._outlives_terminal = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-        self._update: RollingUpdate | None = None
-        self._next_start_probe_at = 0.0
-        self._next_probe_at = 0.0
         self._started = time.time()
-        self._mapped: dict[str, set[Path]] = {}
-        self._next_note_at = 0.0
-        self._starts: Counter[str] = Counter()
-        self._start_ticks: dict[str, int] = {}
+        self._next_at: dict[str, float] = {}
         self._record: RunRecord | None = None
-        self._record_problem = ""
+        self._warned: set[str] = set()
 
     def run(self) -> None:
         """Start everything, serve until a stop signal, end everything.
@@ -120,7 +114,7 @@ class Supervisor:
         Raises:
             LaunchError: A process did not start; everything has been ended.
         """
-        with self._stop_signals(), self._rotation():
+        with self._stop_signals():
             self._guard = self._new_guard()
             try:
                 self.startup()
@@ -174,14 +168,16 @@ class Supervisor:
         if asked and self._lifecycle.phase is Phase.SERVING:
             self._drain(until=lambda: self._stop_requests > asked)
         self._note_shared_memory()
+        children = self._children.values()
         left = sessions.end_processes(
-            [child.session for child in self._children.values()],
+            [child.session for child in children],
             self._plan.run_id,
             grace_s=grace_s,
-            reap=lambda: [child.exit_status() for child in self._children.values()],
+            reap=lambda: [child.exit_status() for child in children],
             hurry=lambda: self._stop_requests > asked,
         )
-        sessions.remove_unused(set().union(*self._mapped.values()), since=self._started)
+        mapped = (path for child in children for path in child.mapped)
+        sessions.remove_unused(mapped, since=self._started)
         self._guard.close(timeout_s=grace_s + 10.0)
         if left:
             raise LaunchError(f"processes {', '.join(map(str, left))} do not end, not even killed")
@@ -219,9 +215,10 @@ class Supervisor:
                 self._bury(name)
                 self._perform(self._lifecycle.exited(name, how, now))
         self._probe(now)
-        if now >= self._next_note_at:
-            self._next_note_at = now + _NOTE_EVERY_S
+        if self._is_due("note", now, _NOTE_EVERY_S):
             self._note_shared_memory()
+        if self._is_due("rotate", now, _ROTATE_EVERY_S):
+            self._rotate_logs()
         self._perform(self._lifecycle.tick(time.monotonic()))
         if self._hangups:
             self._hangups = 0
@@ -234,34 +231,38 @@ class Supervisor:
         self._keep_guarded()
         time.sleep(_STEP_S)
 
+    def _is_due(self, what: str, now: float, every_s: float) -> bool:
+        due = now >= self._next_at.get(what, 0.0)
+        if due:
+            self._next_at[what] = now + every_s
+        return due
+
     def _probe(self, now: float) -> None:
         """Probe processes that start, and less often and with longer timeouts those that serve."""
-        for probe in self._probes.ended():
-            name = probe.child.spec.name
-            if self._children.get(name) is not probe.child:
+        for child, asked_at, well in self._probes.answered():
+            name = child.spec.name
+            if self._children.get(name) is not child:
                 continue  # It has ended meanwhile.
-            if probe.well:
+            if well:
                 if name in self._lifecycle.pending():
-                    probe.child.spread_api_server()
+                    child.spread_api_server()
                 self._perform(self._lifecycle.healthy(name, now))
             else:
-                self._perform(self._lifecycle.silent(name, probe.asked_at, now))
-        if now >= self._next_start_probe_at:
-            self._next_start_probe_at = now + _START_PROBE_EVERY_S
+                self._perform(self._lifecycle.silent(name, asked_at, now))
+        if self._is_due("start probe", now, _START_PROBE_EVERY_S):
             secret = self._secret if self._lifecycle.phase is Phase.STARTING else None
             for name in self._lifecycle.pending():
-                self._probes.start(
+                self._probes.ask(
                     self._children[name],
-                    lambda child: child.ready(
-                        timeout_s=_START_PROBE_TIMEOUT_S, with_instances=secret
-                    ),
+                    lambda child: child.is_ready(timeout_s=_START_PROBE_TIMEOUT_S, secret=secret),
                 )
-        if self._launch.hung_after_s and now >= self._next_probe_at:
-            self._next_probe_at = now + min(PROBE_EVERY_S, self._launch.hung_after_s / PROBES)
-            timeout_s = self._launch.hung_after_s / HUNG_PROBES
+        hung_after_s = self._launch.hung_after_s
+        every_s = min(PROBE_EVERY_S, hung_after_s / PROBES)
+        if hung_after_s and self._is_due("probe", now, every_s):
+            timeout_s = hung_after_s / HUNG_PROBES
             for name in self._lifecycle.up():
-                self._probes.start(
-                    self._children[name], lambda child: child.answers(timeout_s=timeout_s)
+                self._probes.ask(
+                    self._children[name], lambda child: child.is_well(timeout_s=timeout_s)
                 )
 
     def _hung_up(self) -> None:
@@ -276,7 +277,7 @@ class Supervisor:
             self._say(Notice("update_refused", text))
         else:
             self._update = RollingUpdate(
-                [spec for spec in self._plan.processes if spec.role != "router"],
+                self._instances,
                 lifecycle=self._lifecycle,
                 routers=self._routers(),
                 launch=self._launch,
@@ -307,7 +308,6 @@ class Supervisor:
                     self._guard.watch(child.session)
                     self._children[name] = child
                     self._starts[name] += 1
-                    self._start_ticks[name] = start_ticks(child.session)
                 case Stop(name):
                     sessions.send_signal(self._children[name].session, signal.SIGTERM)
                 case Kill(name):
@@ -325,15 +325,24 @@ class Supervisor:
         """End what a dead process left running, so that its ports and devices are free again."""
         child = self._children.pop(name)
         sessions.end_processes([child.session], None, grace_s=_ORPHAN_GRACE_S)
-        sessions.remove_unused(self._mapped.pop(name, ()), since=self._started)
+        sessions.remove_unused(child.mapped, since=self._started)
         self._guard.forget(child.session)
 
     def _note_shared_memory(self) -> None:
         """Note what each child's processes map, in case they are killed before they remove it."""
-        names = {child.session: name for name, child in self._children.items()}
-        for process in sessions.members(names, None):
-            name = names[process.session]
-            self._mapped.setdefault(name, set()).update(sessions.mapped_files([process.pid]))
+        children = {child.session: child for child in self._children.values()}
+        for process in sessions.members(children, None):
+            children[process.session].mapped |= sessions.mapped_files([process.pid])
+
+    def _rotate_logs(self) -> None:
+        for name in self._specs:
+            log = self._log_dir / f"{name}.log"
+            try:
+                rotate(log, max_bytes=self._launch.log_max_bytes, files=_LOG_FILES)
+            except FileNotFoundError:
+                continue
+            except OSError as error:
+                self._warn_once(f"what {log} held is dropped: it cannot be kept ({error})")
 
     def _stages(self) -> dict[str, str]:
         pending = self._lifecycle.pending()
@@ -345,19 +354,15 @@ class Supervisor:
             stages[name] = f"waits for {' and '.join(others)} on its device"
         return stages
 
-    def _census(self) -> str:
-        counts = Counter(spec.role for spec in self._plan.processes if spec.role != "router")
-        roles = ", ".join(f"{count} {role.replace('-', '_')}" for role, count in counts.items())
-        return f"{roles}, {self._plan.platform}"
-
     def _ready(self, *, elapsed_s: float) -> Notice:
         """Return the notice with the addresses of the router and of each instance."""
         rows = [
             (f"  {spec.name}", spec.role, spec.url, ports_text(spec.ports, without="http"))
-            for spec in self._plan.processes
-            if spec.role != "router"
+            for spec in self._instances
         ]
-        first = f"ready: {self._plan.url} ({self._census()}) in {elapsed_s:.0f} s"
+        counts = Counter(spec.role.replace("-", "_") for spec in self._instances)
+        roles = ", ".join(f"{count} {role}" for role, count in counts.items())
+        first = f"ready: {self._plan.url} ({roles}, {self._plan.platform}) in {elapsed_s:.0f} s"
         fields = {
             "url": self._plan.url,
             "elapsed_s": round(elapsed_s, 1),
@@ -370,7 +375,6 @@ class Supervisor:
 
     def _write_record(self, phase: str) -> None:
         """Write the run's record, for `find_runs`, when it has changed."""
-        states = self._lifecycle.states()
         record = RunRecord(
             run_id=self._plan.run_id,
             phase=phase,
@@ -383,16 +387,16 @@ class Supervisor:
             processes=tuple(
                 ProcessRecord(
                     name=name,
-                    role=spec.role,
-                    state=states[name],
-                    url=spec.url,
-                    ports=spec.ports,
+                    role=self._specs[name].role,
+                    state=state,
+                    url=self._specs[name].url,
+                    ports=self._specs[name].ports,
                     log=str((self._log_dir / f"{name}.log").absolute()),
                     pid=child.session if (child := self._children.get(name)) else 0,
-                    started_ticks=self._start_ticks.get(name, 0),
+                    started_ticks=child.started_ticks if child else 0,
                     restarts=max(0, self._starts[name] - 1),
                 )
-                for name, spec in self._specs.items()
+                for name, state in self._lifecycle.states().items()
             ),
         )
         if record == self._record:
@@ -402,10 +406,7 @@ class Supervisor:
             write_record(self._temp_dir, record)
         except OSError as error:
             # A full disk ends no topology.
-            problem = f"`epd-launch status` shows this run as it was: {error}"
-            if problem != self._record_problem:
-                self._record_problem = problem
-                self._say(Notice("warning", problem))
+            self._warn_once(f"`epd-launch status` shows this run as it was: {error}")
 
     def _new_guard(self) -> Guard:
         guard = Guard(
@@ -419,13 +420,16 @@ class Supervisor:
             guard.watch(child.session)
         return guard
 
-    def _rotation(self) -> Rotation:
-        return Rotation(
-            [self._log_dir / f"{name}.log" for name in self._specs],
-            max_bytes=self._launch.log_max_bytes,
-            files=_LOG_FILES,
-            say=lambda line: self._say(Notice("warning", line)),
-        )
+    def _say(self, notice: Notice) -> None:
+        # What cannot be printed, on a full disk or into a closed pipe, ends no topology, and there
+        # is nowhere left to say so.
+        with contextlib.suppress(OSError):
+            self._print(notice)
+
+    def _warn_once(self, text: str) -> None:
+        if text not in self._warned:
+            self._warned.add(text)
+            self._say(Notice("warning", text))
 
     @contextlib.contextmanager
     def _stop_signals(self) -> Iterator[None]:
@@ -451,17 +455,6 @@ def _has_terminal() -> bool:
     except OSError:
         return False
     return True
-
-
-def _whatever_happens(say: Callable[[Notice], None]) -> Callable[[Notice], None]:
-    """Let what cannot be printed, on a full disk or into a closed pipe, end no topology."""
-
-    def try_to(notice: Notice) -> None:
-        # There is nowhere left to say that it failed.
-        with contextlib.suppress(OSError):
-            say(notice)
-
-    return try_to
 
 
 def _last_words(child: Child, *, status: int | None) -> str:

@@ -87,14 +87,13 @@ class RollingUpdate:
             try:
                 yield from self._renew(spec)
             except LaunchError as error:
-                yield [
-                    Notice(
-                        "update_failed",
-                        f"the update has ended at {spec.name}: {error}; updated: "
-                        f"{', '.join(names[:done]) or 'none'}",
-                        {"instance": spec.name, "reason": str(error), "instances": names[:done]},
-                    )
-                ]
+                updated = names[:done]
+                text = (
+                    f"the update has ended at {spec.name}: {error}; "
+                    f"updated: {', '.join(updated) or 'none'}"
+                )
+                fields = {"instance": spec.name, "reason": str(error), "instances": updated}
+                yield [Notice("update_failed", text, fields)]
                 return
         yield [Notice("updated", f"updated {', '.join(names)}", {"instances": names})]
 
@@ -106,14 +105,8 @@ class RollingUpdate:
             lambda: self._routers.drain(name, timeout_s=self._drain_s, until=self._given_up)
         )
         if not idle:
-            yield [
-                Notice(
-                    "cutting",
-                    f"{name} still works on requests after {self._drain_s:g} s (router.drain_s); "
-                    "they are cut",
-                    {"instance": name},
-                )
-            ]
+            text = f"{name} still works on requests after {self._drain_s:g} s (router.drain_s)"
+            yield [Notice("cutting", f"{text}; they are cut", {"instance": name})]
         if name in self._lifecycle.up():
             yield self._lifecycle.renew(name, time.monotonic())
         # Otherwise it has died meanwhile, and is restarted for that.
@@ -142,13 +135,8 @@ class RollingUpdate:
             (DUTIES[each["role"]], each["state"]) == (duty, "up") and each["name"] != spec.name
             for each in seen
         ):
-            yield [
-                Notice(
-                    "warning",
-                    f"{spec.name} is the only {spec.role} instance that is up; while it is away "
-                    f"{MEANWHILE[duty]}",
-                )
-            ]
+            text = f"{spec.name} is the only {spec.role} instance that is up; while it is away "
+            yield [Notice("warning", text + MEANWHILE[duty])]
 
     def _until(self, condition: Callable[[], bool]) -> Steps[bool]:
         """Wait for a condition; return whether it became true in time."""
