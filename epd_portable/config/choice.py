@@ -9,9 +9,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, field_validator, model_validator
+from pydantic import Field, JsonValue, field_validator, model_validator
 
 from epd_portable.config.problems import checked, read_text
+from epd_portable.config.quantities import Section
 from epd_portable.errors import ConfigError
 
 KIND = "EndpointPickerConfig"
@@ -32,11 +33,7 @@ MAX_PLUGINS = 64
 Name = Annotated[str, Field(min_length=1, max_length=128)]
 
 
-class _Part(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
-
-
-class PluginSection(_Part):
+class PluginSection(Section):
     """One plug-in."""
 
     type: Name
@@ -49,21 +46,21 @@ class PluginSection(_Part):
         return self.name or self.type
 
 
-class PluginUse(_Part):
+class PluginUse(Section):
     """A plug-in's part in a profile; only scorers have a weight, 1 by default."""
 
     pluginRef: Name
     weight: Annotated[float, Field(ge=0, le=1e6, strict=False)] | None = None
 
 
-class ProfileSection(_Part):
+class ProfileSection(Section):
     """How one stage is chosen for: by filters in their order, scorers, and at most one picker."""
 
     name: Name
     plugins: Annotated[list[PluginUse], Field(max_length=MAX_PLUGINS)]
 
 
-class ChoiceSection(_Part):
+class ChoiceSection(Section):
     """A whole configuration, or the file that has it.
 
     Attributes:
@@ -76,8 +73,8 @@ class ChoiceSection(_Part):
     apiVersion: Name | None = None
     kind: Name | None = None
     metadata: JsonValue = None
-    plugins: Annotated[list[PluginSection], Field(max_length=MAX_PLUGINS)] = []
-    schedulingProfiles: Annotated[list[ProfileSection], Field(max_length=MAX_PLUGINS)] = []
+    plugins: list[PluginSection] = Field(default=[], max_length=MAX_PLUGINS)
+    schedulingProfiles: list[ProfileSection] = Field(default=[], max_length=MAX_PLUGINS)
     featureGates: JsonValue = None
     dataLayer: JsonValue = None
     data: JsonValue = None
@@ -107,15 +104,13 @@ class ChoiceSection(_Part):
             raise ValueError(f"file and {more[0]} are both given: the file says all, or none is")
         if self.file is None and not self.schedulingProfiles:
             raise ValueError("give schedulingProfiles and plugins, or a file that has them")
-        _each_once("plug-ins", [each.known_as for each in self.plugins])
-        _each_once("profiles", [each.name for each in self.schedulingProfiles])
+        for what, names in (
+            ("plug-ins", [each.known_as for each in self.plugins]),
+            ("profiles", [each.name for each in self.schedulingProfiles]),
+        ):
+            if twice := sorted({name for name in names if names.count(name) > 1}):
+                raise ValueError(f"{what} {twice} occur more than once: give each its own name")
         return self
-
-
-def _each_once(what: str, names: list[str]) -> None:
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if twice:
-        raise ValueError(f"{what} {twice} occur more than once: give each a name of its own")
 
 
 def with_file(section: ChoiceSection) -> ChoiceSection:

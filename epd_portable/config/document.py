@@ -94,7 +94,7 @@ def read_override(assignment: str, *, option: str = "--set") -> Document:
     """Parse ``a.b=value``; the value is YAML, so ``true``, ``4`` and ``{image: 2}`` work.
 
     Raises:
-        ConfigError: There is no ``=``, a part of the key is empty, or the value is not YAML.
+        ConfigError: It is neither.
     """
     key, equals, text = assignment.partition("=")
     parts = key.strip().split(".")
@@ -121,16 +121,15 @@ def read_override(assignment: str, *, option: str = "--set") -> Document:
 def _compose(text: str) -> yaml.Node | None:
     try:
         node: yaml.Node | None = yaml.compose(text, Loader=yaml.SafeLoader)
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark
-        where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
-        raise ConfigError(f"not valid YAML: {where}{error.problem}") from error
-    except yaml.YAMLError as error:
-        raise ConfigError(f"not valid YAML: {error}") from error
-    except (ValueError, OverflowError) as error:  # For example an escape beyond Unicode.
-        raise ConfigError(f"not valid YAML: {error}") from error
     except RecursionError as error:
         raise ConfigError(f"not read: nested more than {_DEEPEST} deep") from error
+    # A ValueError is, for example, an escape beyond Unicode.
+    except (yaml.YAMLError, ValueError, OverflowError) as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
+        raise ConfigError(
+            f"not valid YAML: {where}{getattr(error, 'problem', None) or error}"
+        ) from error
     return node
 
 
@@ -164,27 +163,23 @@ class _Reader:
     def _mapping(self, node: yaml.MappingNode, path: KeyPath) -> dict[str, Any]:
         result: dict[str, Any] = {}
         for key_node, value_node in node.value:
-            if key_node.tag == "tag:yaml.org,2002:merge":
-                self.problems.append(
-                    f"{_line(key_node)}: merge keys (<<) are not read; write the keys out"
-                )
-                continue
-            key = self._scalar(key_node) if isinstance(key_node, yaml.ScalarNode) else None
-            if not isinstance(key, str):
+            is_plain = isinstance(key_node, yaml.ScalarNode)
+            is_merge = key_node.tag == "tag:yaml.org,2002:merge"
+            key = self._scalar(key_node) if is_plain and not is_merge else None
+            if is_merge:
+                problem = "merge keys (<<) are not read; write the keys out"
+            elif not isinstance(key, str):
+                shown = repr(key) if is_plain else "of several values"
                 under = dotted(path) or "the top"
-                shown = repr(key) if isinstance(key_node, yaml.ScalarNode) else "of several values"
-                self.problems.append(
-                    f"{_line(key_node)}: key {shown} under {under} is not text; put it in quotes"
-                )
+                problem = f"key {shown} under {under} is not text; put it in quotes"
+            elif key in result:
+                problem = f"{dotted((*path, key))} is written twice; keep one"
+            else:
+                here = (*path, key)
+                self.places[here] = Place(key=dotted(here), where=_line(key_node))
+                result[key] = self.read(value_node, here)
                 continue
-            here = (*path, key)
-            if key in result:
-                self.problems.append(
-                    f"{_line(key_node)}: {dotted(here)} is written twice; keep one"
-                )
-                continue
-            self.places[here] = Place(key=dotted(here), where=_line(key_node))
-            result[key] = self.read(value_node, here)
+            self.problems.append(f"{_line(key_node)}: {problem}")
         return result
 
     def _scalar(self, node: yaml.Node) -> Any:

@@ -50,15 +50,10 @@ def load(group: str, name: str, kind: type[T]) -> T:
             f"{name!r} of {group} ({point.value}) cannot be loaded: {error!r}; repair or remove "
             "the package that registers it"
         ) from error
-    if not isinstance(found, kind):
+    if not isinstance(found, kind) or getattr(found, "name", None) != name:
         raise ConfigError(
-            f"{name!r} of {group} ({point.value}) is a {type(found).__name__}, expected a "
-            f"{kind.__name__}"
-        )
-    if getattr(found, "name", None) != name:
-        raise ConfigError(
-            f"{name!r} of {group} ({point.value}) calls itself {getattr(found, 'name', None)!r}; "
-            "give both the same name"
+            f"{name!r} of {group} ({point.value}) is {type(found).__name__} "
+            f"{getattr(found, 'name', '')!r}, expected a {kind.__name__} of the same name"
         )
     return found
 

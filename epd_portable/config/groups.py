@@ -29,12 +29,9 @@ LAUNCHER_OWNED_ARGS = {
     "data_parallel_size": "raise count in instances instead",
     "config": "write the arguments into this file, where they are checked",
 }
-"""Engine arguments that the launcher writes itself or refuses, and what to do instead.
+"""Engine arguments that the launcher writes itself or refuses, and what to do instead."""
 
-vLLM completes unambiguous beginnings of names, so these are refused too.
-"""
-
-SHORT_ARGS = {
+_SHORT_ARGS = {
     "tp": "tensor_parallel_size",
     "pp": "pipeline_parallel_size",
     "pcp": "prefill_context_parallel_size",
@@ -43,11 +40,14 @@ SHORT_ARGS = {
 
 
 def _owned(name: str) -> str | None:
-    """Return the name in `LAUNCHER_OWNED_ARGS` that an argument means, however it is written."""
+    """Return the name in `LAUNCHER_OWNED_ARGS` that an argument means, however it is written.
+
+    vLLM completes unambiguous beginnings of names.
+    """
     plain = re.split(r"[.=\s]", name.strip(" -").lower().replace("-", "_"), maxsplit=1)[0]
     if plain.startswith(("data_parallel_", "dp")):
         return "data_parallel_size"
-    plain = SHORT_ARGS.get(plain, plain)
+    plain = _SHORT_ARGS.get(plain, plain)
     return next((owned for owned in LAUNCHER_OWNED_ARGS if plain and owned.startswith(plain)), None)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Generic, Literal, TypeVar
 
@@ -12,36 +11,30 @@ from pydantic import BeforeValidator, Field, model_validator
 from epd_portable.config.instance import PlatformName
 from epd_portable.config.problems import checked, read_text
 from epd_portable.config.quantities import Section, Size
-from epd_portable.errors import ConfigError
 
 T = TypeVar("T")
 
 DECIMAL = {"G": 10**9, "T": 10**12}
 
 
-def parse_rate(value: Any) -> Any:
-    """Turn ``"25GB/s"`` into bytes per second; leave everything else to the type check."""
-    return _scaled(value, unit="B/s", example="25GB/s or 2.039TB/s")
+def _in(unit: str, example: str) -> BeforeValidator:
+    """Return what reads ``25GB/s`` or ``312TFLOPS``; all else is left to the type check."""
 
+    def scaled(value: Any) -> Any:
+        if not isinstance(value, str):
+            return value
+        match = re.fullmatch(rf"(\d+(?:\.\d+)?)\s*([GT]){unit}", value.strip())
+        if match is None:
+            raise ValueError(f"{value!r} has no such unit; write it as in {example}")
+        return round(float(match[1]) * DECIMAL[match[2]])
 
-def parse_flops(value: Any) -> Any:
-    """Turn ``"312TFLOPS"`` into operations per second; leave everything else to the type check."""
-    return _scaled(value, unit="FLOPS", example="312TFLOPS")
-
-
-def _scaled(value: Any, *, unit: str, example: str) -> Any:
-    if not isinstance(value, str):
-        return value
-    match = re.fullmatch(rf"(\d+(?:\.\d+)?)\s*([GT]){unit}", value.strip())
-    if match is None:
-        raise ValueError(f"{value!r} has no such unit; write it as in {example}")
-    return round(float(match[1]) * DECIMAL[match[2]])
+    return BeforeValidator(scaled)
 
 
 Count = Annotated[int, Field(ge=1, le=1024)]
 Bytes = Annotated[Size, Field(gt=0)]
-Rate = Annotated[int, BeforeValidator(parse_rate), Field(gt=0)]
-Flops = Annotated[int, BeforeValidator(parse_flops), Field(gt=0)]
+Rate = Annotated[int, _in("B/s", "25GB/s or 2.039TB/s"), Field(gt=0)]
+Flops = Annotated[int, _in("FLOPS", "312TFLOPS"), Field(gt=0)]
 Version = Annotated[str, Field(min_length=1)]
 Quality = Literal["datasheet", "measured", "secondary", "derived"]
 
@@ -124,32 +117,6 @@ class HardwareProfile(Section):
         """Empty where the profile names none."""
         ports = self.avoid_ports
         return range(ports.first, ports.last + 1) if ports else range(0)
-
-
-def find_profile(name: str, folders: Sequence[Path]) -> Path:
-    """Return the file of a profile.
-
-    Args:
-        name: A name such as ``910b-64g``, or the path of a file, which has a ``/`` or ends in
-            ``.yaml``.
-        folders: Where names are looked for, in this order.
-
-    Raises:
-        ConfigError: No folder has a profile of that name; lists those that there are.
-    """
-    if "/" in name or name.endswith(".yaml"):
-        return Path(name)
-    for folder in folders:
-        if (path := folder / f"{name}.yaml").is_file():
-            return path
-    known = sorted({path.stem for folder in folders for path in folder.glob("*.yaml")})
-    there = (
-        f"there are {', '.join(known)}. Give one of them, or" if known else "there is none. Give"
-    )
-    raise ConfigError(
-        f"--hardware {name}: no such profile in {' or '.join(map(str, folders))}; {there} the path "
-        "of a file"
-    )
 
 
 def load_profile(path: Path) -> HardwareProfile:

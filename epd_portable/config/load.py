@@ -11,12 +11,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
 from epd_portable.config.choice import with_file
 from epd_portable.config.document import Document, KeyPath, dotted, read_override, read_yaml
 from epd_portable.config.instance import PLATFORMS, PlatformName, platform_names
-from epd_portable.config.problems import all_problems, by_line, explain, read_text, with_place
+from epd_portable.config.problems import all_problems, by_line, read_text, validated, with_place
 from epd_portable.config.roles import group_of, role_named
 from epd_portable.config.schema import Topology
 from epd_portable.errors import ConfigError
@@ -88,13 +86,10 @@ def parse_topology(
         if name == platform:
             for check in checks:
                 problems += [_line(merged, path, said) for path, said in check(merged.data)]
-        try:
-            candidate = Topology.model_validate(merged.data)
-        except ValidationError as error:
-            problems += _explained(error, merged)
-            continue
+        made, found = validated(merged, Topology, more_keys=(OVERLAYS,), missing=MISSING)
+        problems += found
         if name == platform:
-            topology = candidate
+            topology = made
     if problems or topology is None:
         raise all_problems(source, by_line(problems))
     return topology
@@ -130,10 +125,6 @@ def _merged(document: Document, overlay: Document | None, changes: Iterable[Docu
     return merged
 
 
-def _explained(error: ValidationError, document: Document) -> list[str]:
-    return explain(error, document, Topology, more_keys=(OVERLAYS,), missing=MISSING)
-
-
 def _line(document: Document, path: KeyPath, said: str) -> str:
     place = document.place(path)
     if place:
@@ -165,13 +156,16 @@ def _split_overlays(document: Document, problems: list[str]) -> dict[PlatformNam
         problems.append(f"{OVERLAYS}: expected a mapping of {', '.join(PLATFORMS)}")
         section = {}
     for name, content in section.items():
-        place = document.places[(OVERLAYS, name)]
         # All names are asked for only where one is not built in.
         if name not in PLATFORMS and name not in platform_names():
             known = ", ".join(platform_names())
-            problems.append(f"{place.key} ({place.where}): unknown platform; known are {known}")
+            problems.append(
+                _line(document, (OVERLAYS, name), f"unknown platform; known are {known}")
+            )
         elif not isinstance(content, dict):
-            problems.append(f"{place.key} ({place.where}): expected a mapping of top-level keys")
+            problems.append(
+                _line(document, (OVERLAYS, name), "expected a mapping of top-level keys")
+            )
         else:
             overlays[name] = document.part(OVERLAYS, name)
     document.data.pop(OVERLAYS, None)
@@ -186,24 +180,20 @@ def _with_group_names(document: Document, problems: list[str]) -> Document:
     section = document.data.get(GROUPS)
     if not isinstance(section, dict):
         return document
-    names = {
-        name: group_of(role) if isinstance(name, str) and (role := role_named(name)) else name
-        for name in section
-    }
-    for name, known in names.items():
-        twice = [other for other in names if names[other] == known and other != name]
-        if twice:
-            said = f"and {GROUPS}.{twice[0]} mean the same role; keep one"
-            place = document.places.get((GROUPS, name))
-            problems.append(f"{GROUPS}.{name}{f' ({place.where})' if place else ''} {said}")
-            break
+    known: dict[str, str] = {}
+    for name in section:
+        role = role_named(name)
+        known[name] = group_of(role) if role else name
+        if (first := next(each for each in known if known[each] == known[name])) != name:
+            place = document.places.get((GROUPS, first))
+            where = f" ({place.where})" if place else ""
+            problems.append(
+                f"{GROUPS}.{first}{where} and {GROUPS}.{name} mean the same role; keep one"
+            )
     places = {
-        (*path[:1], names.get(path[1], path[1]), *path[2:])
-        if path[0] == GROUPS and len(path) > 1
-        else path: place
+        (GROUPS, known[str(path[1])], *path[2:]) if path[0] == GROUPS and path[1:] else path: place
         for path, place in document.places.items()
     }
-    groups = {names[name]: group for name, group in section.items()}
-    return Document(
-        data={**document.data, GROUPS: groups}, places=places, problems=document.problems
-    )
+    groups = {known[name]: group for name, group in section.items()}
+    data = {**document.data, GROUPS: groups}
+    return Document(data=data, places=places, problems=document.problems)

@@ -7,7 +7,7 @@ import re
 import typing
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
@@ -53,7 +53,7 @@ def checked(
         text: The file's content.
         model: The schema.
         source: Name of the file, for messages.
-        missing: What to add to the line of a missing key.
+        missing: See `explain`.
 
     Raises:
         ConfigError: Lists every problem.
@@ -62,14 +62,20 @@ def checked(
         document = read_yaml(text)
     except ConfigError as error:
         raise ConfigError(f"{source}: {error}") from error
-    try:
-        made = model.model_validate(document.data)
-    except ValidationError as error:
-        found = explain(error, document, model, missing=missing)
-        raise all_problems(source, [*document.problems, *found]) from error
-    if document.problems:
-        raise all_problems(source, document.problems)
+    made, found = validated(document, model, missing=missing)
+    if made is None or document.problems:
+        raise all_problems(source, [*document.problems, *found])
     return made
+
+
+def validated(
+    document: Document, model: type[Model], **explained: Any
+) -> tuple[Model | None, list[str]]:
+    """Return what a document says by its schema, or all that is wrong, as `explain` has it."""
+    try:
+        return model.model_validate(document.data), []
+    except ValidationError as error:
+        return None, explain(error, document, model, **explained)
 
 
 def all_problems(source: str, problems: Sequence[str]) -> ConfigError:
@@ -85,9 +91,7 @@ def all_problems(source: str, problems: Sequence[str]) -> ConfigError:
 def in_one_line(error: ValidationError, *, whole: str = "value") -> str:
     """Return every key with its problem in one line, for data without lines.
 
-    Args:
-        error: What validation found.
-        whole: Name of the data, for problems of no single key.
+    ``whole`` names the data, for problems of no single key.
     """
     return "; ".join(
         f"{'.'.join(map(str, item['loc'])) or whole}: {item['msg']}"
@@ -150,10 +154,12 @@ def with_place(message: str, document: Document) -> str:
 
 def by_line(lines: Sequence[str]) -> list[str]:
     """Return problems in the order of their lines in the file; those without come last."""
-    found = [(re.search(r"\(?\bline (\d+)", line), line) for line in lines]
-    return [
-        line for _, line in sorted(found, key=lambda each: int(each[0][1]) if each[0] else 1 << 30)
-    ]
+
+    def place(line: str) -> int:
+        found = re.search(r"\bline (\d+)", line)
+        return int(found[1]) if found else 1 << 30
+
+    return sorted(lines, key=place)
 
 
 def _plain(kind: str, said: str, got: object, keys: Sequence[str]) -> str:

@@ -9,15 +9,6 @@ from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
-_MEANT = {
-    "b": "",
-    **{
-        word: f"{letter.upper()}iB"
-        for letter in "kmgt"
-        for word in (letter, f"{letter}b", f"{letter}i", f"{letter}ib")
-    },
-}
-"""What other spellings of a unit mean here."""
 _TIMES = {"": 1.0, "ms": 0.001, "s": 1.0, "sec": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
 UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 
@@ -29,17 +20,15 @@ class Section(BaseModel):
 
 
 def parse_size(value: Any) -> Any:
-    """Turn ``"512MiB"`` into bytes; leave everything else to the type check.
-
-    Raises:
-        ValueError: The text is not a number with a binary unit.
-    """
+    """Turn ``"512MiB"`` into bytes; leave everything else to the type check."""
     if not isinstance(value, str):
         return value
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", value.strip())
     if match is None or match[2] not in UNITS:
-        meant = match and _MEANT.get(match[2].lower().removesuffix("ytes").removesuffix("yte"))
-        hint = "" if meant is None or match is None else f"; did you mean {match[1]}{meant}?"
+        other = re.fullmatch(r"([\d.]+) *(?:([KMGT])I?)?(B|BYTES?)?", value.strip().upper())
+        hint = ""
+        if other is not None:
+            hint = f"; did you mean {other[1]}{f'{other[2]}iB' if other[2] else ''}?"
         raise ValueError(
             f"{value!r} is not a size; write bytes or a unit, as in 512MiB or 1GiB{hint}"
         )
@@ -47,11 +36,7 @@ def parse_size(value: Any) -> Any:
 
 
 def parse_seconds(value: Any) -> Any:
-    """Refuse ``"30s"`` with what to write; leave everything else to the type check.
-
-    Raises:
-        ValueError: The text is a time with a unit, or none at all.
-    """
+    """Refuse ``"30s"`` with what to write; leave everything else to the type check."""
     if not isinstance(value, str):
         return value
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", value.strip().lower())

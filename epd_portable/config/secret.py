@@ -51,7 +51,8 @@ def read_private_file(path: str, *, key: str, remedy: str = "") -> str:
                 )
             return opened.read(MAX_BYTES).decode("utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{key} {path} cannot be read: {_reason(error)}{remedy}") from error
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"{key} {path} cannot be read: {reason}{remedy}") from error
 
 
 class Secret:
@@ -99,11 +100,7 @@ class Secret:
     ) -> str:
         """Return the ``authorization`` header of one HTTP request, valid once and briefly.
 
-        Args:
-            method: ``GET``, ``POST``, …
-            target: Path with query, as it goes over the wire.
-            body: The whole body.
-            clock: Unix time in seconds.
+        ``target`` is path and query as they go over the wire, ``clock`` Unix time in seconds.
         """
         at, nonce = str(int(clock())), secrets.token_hex(16)
         mac = self._mac(method, target, at, nonce, body)
@@ -111,16 +108,16 @@ class Secret:
 
     def signed(self, mac: str, method: str, target: str, at: str, nonce: str, body: bytes) -> bool:
         """Return whether a signature's mac is that of exactly this request, see `sign`."""
-        return hmac.compare_digest(mac, self._mac(method, target, at, nonce, body))
+        return _same(mac, self._mac(method, target, at, nonce, body))
 
     def _mac(self, method: str, target: str, at: str, nonce: str, body: bytes) -> str:
-        fields = [field.encode("utf-8", "surrogatepass") for field in (method, target, at, nonce)]
-        return self._digest("signatures", *fields, hashlib.blake2b(body).digest(), nbytes=32)
+        content = hashlib.blake2b(body).digest()
+        return self._digest("signatures", method, target, at, nonce, content, nbytes=32)
 
     def page_key(self, *, until: float) -> str:
         """Return a key of the router's whole status page, valid until a Unix time in seconds."""
         at = str(int(until))
-        return f"{at}-{self._digest('status page', at.encode(), nbytes=_PROOF_BYTES)}"
+        return f"{at}-{self._digest('status page', at, nbytes=_PROOF_BYTES)}"
 
     def check_page_key(self, key: str, *, clock: Callable[[], float] = time.time) -> None:
         """Return if a key of the status page is valid, see `page_key`.
@@ -129,8 +126,7 @@ class Secret:
             RequestError: 401; it is another secret's, malformed, or has expired.
         """
         at, _, mac = key.partition("-")
-        expected = self._digest("status page", at.encode("utf-8", "replace"), nbytes=_PROOF_BYTES)
-        if not hmac.compare_digest(mac.encode("utf-8", "replace"), expected.encode()):
+        if not _same(mac, self._digest("status page", at, nbytes=_PROOF_BYTES)):
             raise _unauthorized(
                 "the key of the status page is wrong: epd-launch page makes one from this "
                 "router's secret_file"
@@ -143,31 +139,31 @@ class Secret:
     def sign_transfer(self, transfer_id: str, item: str, consumer: str) -> str:
         """Return the router's proof that it wants an item brought to a consumer by a transfer.
 
-        Args:
-            transfer_id: Id of the transfer.
-            item: The router's name of the item, ``EncodeTransfer.item_uuid``.
-            consumer: Address of the consumer's control channel, as the router writes it.
+        ``item`` is ``EncodeTransfer.item_uuid``, ``consumer`` the address of its control channel.
         """
-        fields = (transfer_id, item, consumer)
-        data = [field.encode("utf-8", "surrogatepass") for field in fields]
-        return self._digest("transfers", *data, nbytes=_PROOF_BYTES)
+        return self._digest("transfers", transfer_id, item, consumer, nbytes=_PROOF_BYTES)
 
     def vouched(self, proof: str, transfer_id: str, item: str, consumer: str) -> bool:
         """Return whether a proof is the router's, for exactly these, see `sign_transfer`."""
-        expected = self.sign_transfer(transfer_id, item, consumer)
-        return hmac.compare_digest(proof.encode("utf-8", "surrogatepass"), expected.encode())
+        return _same(proof, self.sign_transfer(transfer_id, item, consumer))
 
-    def _digest(self, purpose: str, *fields: bytes, nbytes: int) -> str:
+    def _digest(self, purpose: str, *fields: str | bytes, nbytes: int) -> str:
         digest = hashlib.blake2b(key=self.derive(purpose), digest_size=nbytes)
         for field in fields:
+            data = field if isinstance(field, bytes) else field.encode("utf-8", "surrogatepass")
             # With its length, so that no other split of the fields has the same digest.
-            digest.update(len(field).to_bytes(8, "big") + field)
+            digest.update(len(data).to_bytes(8, "big") + data)
         return digest.hexdigest()
 
     def derive(self, purpose: str) -> bytes:
         """Return 32 bytes for one purpose, from which those of others cannot be found."""
         message = f"epd-portable {purpose}".encode()
         return hashlib.blake2b(message, key=self._key, digest_size=32).digest()
+
+
+def _same(given: str, expected: str) -> bool:
+    """Compare in constant time."""
+    return hmac.compare_digest(given.encode("utf-8", "surrogatepass"), expected.encode())
 
 
 class SignatureCheck:
@@ -198,13 +194,7 @@ class SignatureCheck:
         self._forget_at: dict[str, float] = {}  # by nonce, in the order in which they came
 
     def check(self, authorization: str, method: str, target: str, body: bytes = b"") -> None:
-        """Return if a request is signed and its signature was not used before.
-
-        Args:
-            authorization: Value of the header, empty if there is none.
-            method: ``GET``, ``POST``, …
-            target: Path with query, as it came over the wire.
-            body: The whole body.
+        """Return if a request is signed, see `Secret.sign`, and its signature was not used before.
 
         Raises:
             RequestError: 401; no signature, a wrong one, one of another time, or one that was used.
@@ -250,11 +240,8 @@ class SignatureCheck:
         self._forget_at[nonce] = now + 2 * self._tolerance_s
 
     def _forget(self, now: float) -> None:
-        while self._forget_at:
-            nonce = next(iter(self._forget_at))
-            if self._forget_at[nonce] >= now:
-                break
-            del self._forget_at[nonce]
+        while (oldest := next(iter(self._forget_at), None)) and self._forget_at[oldest] < now:
+            del self._forget_at[oldest]
 
 
 def _unauthorized(message: str) -> RequestError:
@@ -276,11 +263,6 @@ def make_secret_file(path: str) -> None:
             f"{path} exists and is left as it is; remove it first, or name another file"
         ) from error
     except OSError as error:
-        raise ConfigError(f"{path} cannot be written: {_reason(error)}") from error
+        raise ConfigError(f"{path} cannot be written: {error.strerror or error}") from error
     with os.fdopen(descriptor, "w", encoding="utf-8") as file:
         file.write(secrets.token_hex(32) + "\n")
-
-
-def _reason(error: Exception) -> str:
-    """Return why a file cannot be used, without its name."""
-    return (error.strerror if isinstance(error, OSError) else None) or str(error)

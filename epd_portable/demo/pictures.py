@@ -81,19 +81,18 @@ class Scene:
 
     def answer(self, kind: QuestionKind) -> str:
         """Return the one right answer to the question of this kind."""
-        if kind is QuestionKind.COUNT:
-            return COUNT_WORDS[self.count - 1]
-        if kind is QuestionKind.SHAPE:
-            return self.shape
-        if kind is QuestionKind.COLOUR:
-            return self.colour
-        if kind is QuestionKind.BACKGROUND:
-            return self.background
+        number = COUNT_WORDS[self.count - 1]
+        subject = f"{number} {self.colour} {PLURALS[self.shape]}"
         if self.count == 1:
             subject = f"{article(self.colour)} {self.colour} {self.shape}"
-        else:
-            subject = f"{COUNT_WORDS[self.count - 1]} {self.colour} {PLURALS[self.shape]}"
-        return f"{subject} on {article(self.background)} {self.background} background"
+        return {
+            QuestionKind.DESCRIBE: f"{subject} on {article(self.background)} "
+            f"{self.background} background",
+            QuestionKind.COUNT: number,
+            QuestionKind.SHAPE: self.shape,
+            QuestionKind.COLOUR: self.colour,
+            QuestionKind.BACKGROUND: self.background,
+        }[kind]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -105,8 +104,10 @@ class Picture:
     image: Image.Image
 
     def data_url(self) -> str:
-        """Return the image as a ``data:image/png;base64,`` URL."""
-        return data_url(self.image)
+        """Return the image, without loss, as a ``data:image/png;base64,`` URL."""
+        buffer = io.BytesIO()
+        self.image.save(buffer, format="PNG")
+        return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode("ascii")
 
 
 def draw(seed: int, size: int = PICTURE_SIZE) -> Picture:
@@ -140,13 +141,6 @@ def draw(seed: int, size: int = PICTURE_SIZE) -> Picture:
         ]
         pen.polygon(outline, fill=ink)
     return Picture(seed=seed, scene=scene, image=canvas.reduce(_SUPERSAMPLING))
-
-
-def data_url(image: Image.Image) -> str:
-    """Encode ``image`` losslessly as a ``data:image/png;base64,`` URL."""
-    buffer = io.BytesIO()
-    image.save(buffer, format="PNG")
-    return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode("ascii")
 
 
 def _shade(colour: str, rng: random.Random) -> tuple[int, int, int]:

@@ -27,6 +27,7 @@ from epd_portable.demo.pictures import QUESTIONS, Picture, QuestionKind, draw
 from epd_portable.errors import EPDError
 from epd_portable.platforms.traits import TRAITS
 
+QUESTION = QUESTIONS[QuestionKind.DESCRIBE]
 LOGPROB_TOLERANCE = 0.1
 """Between two runs in bfloat16; the tests compare float32 within 1e-3."""
 COMPARED_TOKENS = 5
@@ -42,29 +43,27 @@ class Completion:
     """One chat completion.
 
     Attributes:
-        text: What the model said.
-        tokens: Its tokens.
-        logprobs: Of those tokens.
-        items: What the PD instance reports of the picture; empty for one process.
+        logprobs: Of its tokens.
+        item: What the instance that answered says of the picture; empty for one process.
         latency_s: From the request to the whole answer.
     """
 
     text: str
     tokens: tuple[str, ...]
     logprobs: tuple[float, ...]
-    items: tuple[dict[str, Any], ...]
+    item: dict[str, Any]
     latency_s: float
 
 
-def request_answer(url: str, picture: Picture, question: str) -> Completion:
-    """Ask one question about one picture.
+def request_answer(url: str, picture: Picture) -> Completion:
+    """Ask what is in a picture.
 
     Raises:
         EPDError: The server refused.
     """
     content = [
         {"type": "image_url", "image_url": {"url": picture.data_url()}},
-        {"type": "text", "text": question},
+        {"type": "text", "text": QUESTION},
     ]
     body = {
         "model": "demo",
@@ -74,19 +73,19 @@ def request_answer(url: str, picture: Picture, question: str) -> Completion:
         "logprobs": True,
     }
     begin_s = time.monotonic()
-    response = httpx.post(
-        f"{url}/v1/chat/completions", json=body, timeout=_TIMEOUT_S, trust_env=False
-    )
+    url = f"{url}/v1/chat/completions"
+    response = httpx.post(url, json=body, timeout=_TIMEOUT_S, trust_env=False)
     if response.status_code != httpx.codes.OK:
         raise EPDError(f"{url} answered {response.status_code}: {response.text}")
     answer = response.json()
     choice = answer["choices"][0]
     steps = choice["logprobs"]["content"]
+    items = (answer.get("ec_transfer_params") or {}).get("items") or [{}]
     return Completion(
         text=choice["message"]["content"],
         tokens=tuple(step["token"] for step in steps),
         logprobs=tuple(step["logprob"] for step in steps),
-        items=tuple((answer.get("ec_transfer_params") or {}).get("items", ())),
+        item=items[0],
         latency_s=time.monotonic() - begin_s,
     )
 
@@ -99,6 +98,8 @@ def difference(split: Completion, reference: Completion) -> str:
     worst = max(abs(one - other) for one, other in list(pairs)[:COMPARED_TOKENS])
     if worst > LOGPROB_TOLERANCE:
         return f"log-probabilities differ by {worst:.4f}, allowed are {LOGPROB_TOLERANCE}"
+    if split.item.get("source") != "transfer":
+        return f"the item came from {split.item.get('source', 'nowhere')}, not from the encoder"
     return ""
 
 
@@ -117,31 +118,41 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--seed", type=int, default=20, help="which picture to draw (default 20)")
     options = parser.parse_args(argv)
-    picture = draw(options.seed)
-    question = QUESTIONS[QuestionKind.DESCRIBE]
+    # The demo shows where items came from.
+    settings = ["router.item_outcomes=true", *options.settings]
     try:
         with tempfile.TemporaryDirectory(prefix="epd-demo-") as folder:
-            return _show(options, picture, question, Path(folder))
+            picture = draw(options.seed)
+            split, reference = ask_both(
+                picture, options.config, options.platform, settings, Path(folder)
+            )
     except EPDError as error:
         print(f"demo failed: {error}", file=sys.stderr)
         return 1
+    _say(f"in one process {reference.text}")
+    if problem := difference(split, reference):
+        _say(f"NOT EQUAL: {problem}")
+        return 1
+    _say("equal:         tokens and log-probabilities are those of one process")
+    return 0
 
 
-def _show(options: argparse.Namespace, picture: Picture, question: str, folder: Path) -> int:
-    # The demo shows where items came from.
-    options.settings = ["router.item_outcomes=true", *options.settings]
-    config = load_topology(options.config, platform=options.platform, overrides=options.settings)
+def ask_both(
+    picture: Picture, config: Path, platform: str, settings: list[str], folder: Path
+) -> tuple[Completion, Completion]:
+    """Return the answers of a topology, which is shown, and of plain vLLM in one process."""
+    topology = load_topology(config, platform=platform, overrides=settings)
     reference = servers.one_process(
-        config.model,
+        topology.model,
         log=folder / "reference.log",
-        engine_args=config.engine_args,
-        platform=options.platform,
+        engine_args=topology.engine_args,
+        platform=platform,
         # As the launcher has it where `enforce_eager` asks for it.
-        env={"TORCH_COMPILE_DISABLE": "1"} if config.engine_args.get("enforce_eager") else {},
+        env={"TORCH_COMPILE_DISABLE": "1"} if topology.engine_args.get("enforce_eager") else {},
         report=_say,
     )
     # Devices with memory of their own are the topology's, as long as it runs.
-    shares_memory = not TRAITS[options.platform].needs_device_copy
+    shares_memory = not TRAITS[platform].needs_device_copy
     fits_together = shares_memory and virtual_memory().available >= _ROOM_BYTES
     with ExitStack() as ended, ThreadPoolExecutor() as pool:
         started: Future[servers.Server] | None = None
@@ -155,48 +166,35 @@ def _show(options: argparse.Namespace, picture: Picture, question: str, folder: 
 
         _say("starting 1 encode + 1 prefill+decode instance of vLLM and the router")
         with servers.topology(
-            options.config,
-            platform=options.platform,
+            config,
+            platform=platform,
             log_dir=folder / "split",
-            settings=options.settings,
+            settings=settings,
             report=follow,
         ) as server:
-            split = request_answer(server.url, picture, question)
-            _report(picture, question, split)
+            split = request_answer(server.url, picture)
+            _show(picture, split)
             _say("stopping the topology")
         if started is None:
             _say("starting plain vLLM in one process, for comparison")
             started = pool.submit(ended.enter_context, reference)
-        return _compare(split, request_answer(started.result().url, picture, question))
+        return split, request_answer(started.result().url, picture)
 
 
-def _report(picture: Picture, question: str, split: Completion) -> None:
-    item = split.items[0] if split.items else {}
-    _say("")
-    _say(f"picture:       {picture.scene.answer(QuestionKind.DESCRIBE)}")
-    _say(f"question:      {question}")
-    _say(f"answer:        {split.text}")
-    _say(f"encoded by:    {item.get('encoder') or 'the prefill+decode instance itself'}")
-    _say(f"transfer path: {item.get('path') or 'none'}, {item.get('nbytes', 0)} bytes")
+def _show(picture: Picture, split: Completion) -> None:
+    item = split.item
     _say(
-        f"time:          {item.get('transfer_ms', 0)} ms from the grant to the written item, "
-        f"{item.get('wait_ms', 0)} ms until the item was there, {split.latency_s * 1000:.0f} ms "
-        "for the whole answer"
+        f"""
+picture:       {picture.scene.answer(QuestionKind.DESCRIBE)}
+question:      {QUESTION}
+answer:        {split.text}
+encoded by:    {item.get("encoder") or "the prefill+decode instance itself"}
+transfer path: {item.get("path") or "none"}, {item.get("nbytes", 0)} bytes
+time:          {item.get("transfer_ms", 0)} ms from the grant to the written item, \
+{item.get("wait_ms", 0)} ms until the item was there, {split.latency_s * 1000:.0f} ms \
+for the whole answer
+"""
     )
-    _say("")
-
-
-def _compare(split: Completion, reference: Completion) -> int:
-    _say(f"in one process {reference.text}")
-    item = split.items[0] if split.items else {}
-    problem = difference(split, reference)
-    if not problem and item.get("source") != "transfer":
-        problem = f"the item came from {item.get('source') or 'nowhere'}, not from the encoder"
-    if problem:
-        _say(f"NOT EQUAL: {problem}")
-        return 1
-    _say("equal:         tokens and log-probabilities are those of one process")
-    return 0
 
 
 def _say(line: str) -> None:

@@ -17,7 +17,9 @@ from epd_portable.demo.pictures import HELD_OUT_SEEDS, QUESTIONS, Picture, Quest
 from epd_portable.errors import ConfigError, EngineError
 
 SCORED_KINDS = (QuestionKind.DESCRIBE, QuestionKind.COUNT)
-"""Questions about every picture, by default."""
+"""Questions about every picture."""
+_REQUESTS_IN_FLIGHT = 4
+_TIMEOUT_S = 120.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,14 +50,17 @@ class Score:
 
     @property
     def by_kind(self) -> dict[QuestionKind, float]:
-        """Share of exactly right answers for each kind of question that was asked."""
-        kinds = [kind for kind in QuestionKind if any(a.kind is kind for a in self.answers)]
-        return {kind: _share([a for a in self.answers if a.kind is kind]) for kind in kinds}
+        """Share of exactly right answers for each kind of question."""
+        return {kind: _share([a for a in self.answers if a.kind is kind]) for kind in SCORED_KINDS}
 
     @property
     def wrong(self) -> list[GradedAnswer]:
         """The answers that are not exactly right."""
         return [answer for answer in self.answers if not answer.right]
+
+
+def _share(answers: Sequence[GradedAnswer]) -> float:
+    return sum(answer.right for answer in answers) / len(answers)
 
 
 def held_out_pictures(n: int, seed: int) -> list[Picture]:
@@ -72,39 +77,31 @@ def held_out_pictures(n: int, seed: int) -> list[Picture]:
     return [draw(s) for s in HELD_OUT_SEEDS[seed : seed + n]]
 
 
-def evaluate(
-    base_url: str,
-    n: int = 200,
-    seed: int = 0,
-    *,
-    kinds: Sequence[QuestionKind] = SCORED_KINDS,
-    concurrency: int = 4,
-    timeout_s: float = 120.0,
-) -> Score:
+def evaluate(base_url: str, n: int = 200, seed: int = 0) -> Score:
     """Ask an OpenAI endpoint about held-out pictures.
 
     Args:
         base_url: Server, without ``/v1``.
-        n: Number of pictures; each is asked about once for each kind.
+        n: Number of pictures; each is asked about once for each of `SCORED_KINDS`.
         seed: First held-out seed.
-        kinds: Questions to ask.
-        concurrency: Requests in flight.
-        timeout_s: Longest wait for one answer.
 
     Raises:
         ConfigError: The seeds asked for are not all held out.
         EngineError: The endpoint cannot be reached or refused a request.
     """
     pictures = held_out_pictures(n, seed)
-    limits = httpx.Limits(max_connections=concurrency)
-    with httpx.Client(base_url=base_url, timeout=timeout_s, limits=limits) as client:
-        model = _served_model(client)
-        with ThreadPoolExecutor(max_workers=concurrency) as threads:
-            answers = threads.map(
-                lambda asked: _ask(client, model, *asked),
-                [(picture, kind) for picture in pictures for kind in kinds],
-            )
-            return Score(answers=tuple(answers))
+    with (
+        httpx.Client(base_url=base_url, timeout=_TIMEOUT_S) as client,
+        ThreadPoolExecutor(_REQUESTS_IN_FLIGHT) as threads,
+    ):
+        models = _call(client, "GET", "/v1/models").json()["data"]
+        if not models:
+            raise EngineError(f"{base_url} serves no model: check what it was started with")
+        answers = threads.map(
+            lambda asked: _ask(client, models[0]["id"], *asked),
+            [(picture, kind) for picture in pictures for kind in SCORED_KINDS],
+        )
+        return Score(answers=tuple(answers))
 
 
 def _ask(client: httpx.Client, model: str, picture: Picture, kind: QuestionKind) -> GradedAnswer:
@@ -112,17 +109,13 @@ def _ask(client: httpx.Client, model: str, picture: Picture, kind: QuestionKind)
         {"type": "image_url", "image_url": {"url": picture.data_url()}},
         {"type": "text", "text": QUESTIONS[kind]},
     ]
-    reply = _call(
-        client,
-        "POST",
-        "/v1/chat/completions",
-        {
-            "model": model,
-            "messages": [{"role": "user", "content": content}],
-            "temperature": 0,
-            "max_tokens": 32,
-        },
-    )
+    body = {
+        "model": model,
+        "messages": [{"role": "user", "content": content}],
+        "temperature": 0,
+        "max_tokens": 32,
+    }
+    reply = _call(client, "POST", "/v1/chat/completions", body)
     return GradedAnswer(
         seed=picture.seed,
         kind=kind,
@@ -131,29 +124,14 @@ def _ask(client: httpx.Client, model: str, picture: Picture, kind: QuestionKind)
     )
 
 
-def _served_model(client: httpx.Client) -> str:
-    models = _call(client, "GET", "/v1/models").json()["data"]
-    if not models:
-        raise EngineError(f"{client.base_url} serves no model: check what it was started with")
-    return str(models[0]["id"])
-
-
 def _call(client: httpx.Client, method: str, path: str, body: object = None) -> httpx.Response:
     try:
         reply = client.request(method, path, json=body)
     except httpx.HTTPError as error:
-        raise EngineError(
-            f"{method} {client.base_url.join(path)} failed ({type(error).__name__}: {error}): "
-            "is the server up?"
-        ) from error
+        raise EngineError(f"{method} {path} failed ({error!r}): is the server up?") from error
     if reply.is_error:
-        address = client.base_url.join(path)
-        raise EngineError(f"{method} {address} answered {reply.status_code}: {reply.text[:500]}")
+        raise EngineError(f"{method} {path} answered {reply.status_code}: {reply.text[:500]}")
     return reply
-
-
-def _share(answers: Sequence[GradedAnswer]) -> float:
-    return sum(answer.right for answer in answers) / len(answers)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -163,21 +141,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--n", type=int, default=200, help="number of pictures")
     parser.add_argument("--seed", type=int, default=0, help="first held-out seed")
     parser.add_argument("--threshold", type=float, default=0.95, help="least share to exit with 0")
-    parser.add_argument(
-        "--kinds",
-        nargs="+",
-        choices=[kind.value for kind in QuestionKind],
-        default=[kind.value for kind in SCORED_KINDS],
-        help="questions asked about each picture",
-    )
     options = parser.parse_args(argv)
     try:
-        score = evaluate(
-            options.url,
-            options.n,
-            options.seed,
-            kinds=[QuestionKind(kind) for kind in options.kinds],
-        )
+        score = evaluate(options.url, options.n, options.seed)
     except (ConfigError, EngineError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

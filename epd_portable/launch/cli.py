@@ -60,8 +60,9 @@ MEANT = {
         ("restart", "reload", "update"),
         "SIGHUP to the launcher starts the instances again, one after the other",
     ),
+    "--keep": "A launcher with router.join keeps instances registered.",
 }
-"""Words of other programs, and what to use here."""
+"""Words of other programs or of former versions, and what to use here."""
 
 HELP = """Run a multimodal model as separate encode and prefill+decode instances of vLLM.
 

@@ -40,8 +40,3 @@ class Notice:
     event: Event
     text: str
     fields: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def line(self) -> str:
-        """The text, marked if it is a warning."""
-        return f"warning: {self.text}" if self.event == "warning" else self.text

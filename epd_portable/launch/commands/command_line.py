@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import importlib.metadata
 import io
 import json
@@ -39,8 +40,6 @@ EXIT_STATUSES = """Exit status: 0 done; 1 it could not be done, or the answer is
 option, a file, a variable, or a machine that cannot do what they ask for; 130 Ctrl-C; 143 SIGTERM;
 0 where one of the two is the usual way to stop it, as of `up`."""
 """The same for all commands; the end of both pages of ``--help``."""
-
-_DISK_IS_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class CommandLine(click.Group):
@@ -100,97 +99,85 @@ class CommandLine(click.Group):
     def main(
         self,
         args: Sequence[str] | None = None,
-        prog_name: str | None = None,
-        complete_var: str | None = None,
+        *positional: Any,
         standalone_mode: bool = True,
-        **extra: Any,
+        **settings: Any,
     ) -> Any:
         """Run the command and exit; without ``standalone_mode`` errors are raised."""
-        if not standalone_mode:
-            return super().main(args, prog_name, complete_var, standalone_mode=False, **extra)
         given = list(sys.argv[1:] if args is None else args)
-        status = self._run(given, prog_name, complete_var, extra)
-        sys.exit(status)
-
-    def _run(
-        self,
-        given: list[str],
-        prog_name: str | None,
-        complete_var: str | None,
-        extra: dict[str, Any],
-    ) -> int:
+        run = functools.partial(super().main, given, *positional, standalone_mode=False, **settings)
+        if not standalone_mode:
+            return run()
         try:
-            status = super().main(given, prog_name, complete_var, standalone_mode=False, **extra)
+            status: Any = run()
             sys.stdout.flush()
-            return status if isinstance(status, int) else 0
-        except click.ClickException as error:
-            name = error.option_name if isinstance(error, click.NoSuchOption) else ""
-            hint = self._meant.get(name, "")
-            said = without_passwords(f"{error.format_message()} {hint}".strip())
-            if not self._printed_as_json(given, error, said, error.exit_code):
+        except Exception as error:
+            status = self._explained(error, as_json=self._json_errors and "--json" in given)
+        sys.exit(status if isinstance(status, int) else 0)
+
+    def _explained(self, error: Exception, *, as_json: bool) -> int:
+        """Print an error in one line, and return the exit status; raise what is a fault of ours."""
+        match error:
+            case click.ClickException():
+                option = error.option_name if isinstance(error, click.NoSuchOption) else ""
+                hint = self._meant.get(option, "")
+                said, code = f"{error.format_message()} {hint}".strip(), error.exit_code
                 page = io.StringIO()
                 error.show(page)
-                click.echo(without_passwords(page.getvalue()) + hint, err=True, nl=bool(hint))
-            return error.exit_code
-        except EPDError as error:
-            code = BAD_INPUT if isinstance(error, _BAD_INPUT) else FAILED
-            if not self._printed_as_json(given, error, str(error), code):
-                click.echo(f"{self.name}: {error}", err=True)
-            return code
-        except click.Abort:
-            click.echo("stopped by Ctrl-C", err=True)
-            return INTERRUPTED
-        except OSError as error:
-            return self._explain_os_error(error)
-
-    def _printed_as_json(
-        self, given: Sequence[str], error: Exception, said: str, code: int
-    ) -> bool:
-        """Print an error as JSON if that was asked for; false where it was not."""
-        if not self._json_errors or "--json" not in given:
-            return False
-        content = {"type": type(error).__name__, "message": said, "exit_status": code}
-        click.echo(one_line(event="error", error=content))
-        return True
-
-    def _explain_os_error(self, error: OSError) -> int:
-        what = f"read or write {error.filename}" if error.filename else "write what it has to say"
-        remedy = "; make room" if error.errno in _DISK_IS_FULL else ""
-        with contextlib.suppress(OSError):
-            reason = error.strerror or str(error)
-            click.echo(f"{self.name}: cannot {what}: {reason}{remedy}", err=True)
-        return FAILED
+                text = f"{page.getvalue()}{hint}"
+            case EPDError():
+                code = BAD_INPUT if isinstance(error, _BAD_INPUT) else FAILED
+                said, text = str(error), f"{self.name}: {error}"
+            case click.Abort():
+                click.echo("stopped by Ctrl-C", err=True)
+                return INTERRUPTED
+            case OSError():
+                what = f"{error.filename}" if error.filename else "what it has to say"
+                verb = "read or write" if error.filename else "write"
+                remedy = "; make room" if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
+                with contextlib.suppress(OSError):
+                    reason = error.strerror or str(error)
+                    click.echo(f"{self.name}: cannot {verb} {what}: {reason}{remedy}", err=True)
+                return FAILED
+            case _:
+                raise error
+        if as_json:
+            content = {"type": type(error).__name__, "message": said, "exit_status": code}
+            click.echo(without_passwords(one_line(event="error", error=content)))
+        else:
+            click.echo(without_passwords(text.rstrip("\n")), err=True)
+        return code
 
 
-def http_url(context: click.Context, option: click.Parameter, url: str | None) -> str | None:
-    """Check the address of an HTTP server; a callback of click."""
-    if url is not None and (problem := url_problem(url)):
-        raise click.BadParameter(problem, context, option)
-    return url
+def address(*schemes: str) -> Callable[[click.Context, click.Parameter, str], str]:
+    """Return a callback of click that checks the address of a server."""
+
+    def check(context: click.Context, option: click.Parameter, url: str) -> str:
+        if url and (problem := url_problem(url, schemes)):
+            raise click.BadParameter(problem, context, option)
+        return url
+
+    return check
 
 
-def json_option(command: F) -> F:
-    """Add ``--json`` to a command that prints one object."""
-    return _as_json("Print JSON, for programs; errors too.")(command)
+def _json_option(said: str) -> Callable[[F], F]:
+    return click.option("--json", "as_json", is_flag=True, help=f"Print {said}; errors too.")
 
 
-def json_lines_option(command: F) -> F:
-    """Add ``--json`` to a command that prints an object a line."""
-    return _as_json("Print one JSON object per line, for programs; errors too.")(command)
-
-
-def _as_json(said: str) -> Callable[[F], F]:
-    return click.option("--json", "as_json", is_flag=True, help=said)
+json_option = _json_option("JSON, for programs")
+"""``--json`` of a command that prints one object."""
+json_lines_option = _json_option("one JSON object per line, for programs")
+"""The same of a command that prints an object a line."""
 
 
 def print_json(**content: Any) -> None:
     """Print fields as one object, with the version of its form."""
-    click.echo(json.dumps(_versioned(content), indent=2))
+    click.echo(json.dumps({"schema_version": SCHEMA_VERSION, **content}, indent=2))
 
 
 def one_line(**content: Any) -> str:
     """Return fields as one object in one line, with the version of its form."""
-    return json.dumps(_versioned(content), ensure_ascii=False)
+    return json.dumps({"schema_version": SCHEMA_VERSION, **content}, ensure_ascii=False)
 
 
 def printer(*, as_json: bool) -> Callable[[Notice], None]:
@@ -199,16 +186,13 @@ def printer(*, as_json: bool) -> Callable[[Notice], None]:
 
 
 def _print_line(notice: Notice) -> None:
-    click.echo(notice.line, err=notice.event == "warning")
+    is_warning = notice.event == "warning"
+    click.echo(f"warning: {notice.text}" if is_warning else notice.text, err=is_warning)
 
 
 def _print_object(notice: Notice) -> None:
     time = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
     click.echo(one_line(time=time, event=notice.event, text=notice.text, **notice.fields))
-
-
-def _versioned(content: Mapping[str, Any]) -> dict[str, Any]:
-    return {"schema_version": SCHEMA_VERSION, **content}
 
 
 class PlatformType(click.ParamType):  # type: ignore[type-arg]  # none before click 8.2
@@ -231,17 +215,11 @@ class PlatformType(click.ParamType):  # type: ignore[type-arg]  # none before cl
         return value
 
 
-class _Seconds(click.FloatRange):
-    name = "number of seconds"
-
-
-class _Port(click.IntRange):
-    name = "port"
-
-
-PORT = _Port(1, 65535)
-SECONDS = _Seconds(min=0, min_open=True, max=86400 * 365)
+PORT = click.IntRange(1, 65535)
+PORT.name = "port"
+SECONDS = click.FloatRange(min=0, min_open=True, max=86400 * 365)
 """A duration in seconds."""
+SECONDS.name = "number of seconds"
 
 
 def _version_option() -> click.Option:

@@ -9,11 +9,10 @@ from typing import Any, TypeVar
 
 import click
 
-from epd_portable.config.quantities import url_problem
 from epd_portable.config.roles import ROLES
 from epd_portable.config.secret import Secret, make_secret_file
 from epd_portable.errors import ConfigError
-from epd_portable.launch.commands.command_line import SECONDS, http_url, json_option, print_json
+from epd_portable.launch.commands.command_line import SECONDS, address, json_option, print_json
 from epd_portable.launch.run.router_client import RouterClient
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -58,7 +57,6 @@ INSTANCES_HELP = """Show the instances of a router: states, requests in flight, 
   epd-launch instances --router http://10.0.0.1:8000 --secret-file ~/epd.secret
 """
 
-
 PAGE_HELP = """Print a link to the router's whole status page, with a key in it.
 
 The key expires, and gives access to this page only. The page shows names of instances, and when and
@@ -73,24 +71,32 @@ is /tmp/epd-RUN/secret; `epd-launch status` shows RUN.
 
 
 def _router_options(command: F) -> F:
-    options = [
-        click.option(
-            "--router",
-            required=True,
-            metavar="URL",
-            callback=http_url,
-            help="The router, as in http://10.0.0.1:8000.",
-        ),
-        click.option(
-            "--secret-file",
-            required=True,
-            metavar="FILE",
-            help="The deployment's secret, a copy of the router's secret_file.",
-        ),
-    ]
-    for option in reversed(options):
-        command = option(command)
-    return command
+    router = click.option(
+        "--router",
+        required=True,
+        metavar="URL",
+        callback=address("http", "https"),
+        help="The router, as in http://10.0.0.1:8000.",
+    )
+    secret_file = click.option(
+        "--secret-file",
+        required=True,
+        metavar="FILE",
+        help="The deployment's secret, a copy of the router's secret_file.",
+    )
+    return router(secret_file(command))
+
+
+def _timeout_option(what: str) -> Callable[[F], F]:
+    return click.option(
+        "--timeout",
+        "timeout_s",
+        default=600.0,
+        show_default=True,
+        type=SECONDS,
+        metavar="SECONDS",
+        help=f"Longest wait until {what}.",
+    )
 
 
 def _label(text: str) -> tuple[str, str]:
@@ -98,13 +104,6 @@ def _label(text: str) -> tuple[str, str]:
     if not (key and equals):
         raise ConfigError(f"--label {text!r}: write it as key=value")
     return key, value
-
-
-def _control_address(context: click.Context, option: click.Parameter, address: str) -> str:
-    """Check the address of a control channel; a callback of click."""
-    if address and (problem := url_problem(address, ("tcp",))):
-        raise click.BadParameter(problem, context, option)
-    return address
 
 
 @click.command(help=SECRET_HELP)
@@ -129,14 +128,14 @@ def secret(file: str, as_json: bool) -> None:
     "--url",
     required=True,
     metavar="URL",
-    callback=http_url,
+    callback=address("http", "https"),
     help="The instance's server, as in http://10.0.0.2:20000.",
 )
 @click.option(
     "--control",
     default="",
     metavar="ADDRESS",
-    callback=_control_address,
+    callback=address("tcp"),
     help="Control channel, for every role but encode: exactly the control_address of the "
     "instance's settings, as in tcp://10.0.0.2:20001.",
 )
@@ -154,16 +153,7 @@ def secret(file: str, as_json: bool) -> None:
     metavar="KEY=VALUE",
     help="Label for the filters of router.choice, as in zone=east; may be repeated.",
 )
-@click.option(
-    "--timeout",
-    "timeout_s",
-    default=600.0,
-    show_default=True,
-    type=SECONDS,
-    metavar="SECONDS",
-    help="Longest wait until it is up.",
-)
-@click.option("--keep", is_flag=True, hidden=True)
+@_timeout_option("it is up")
 @json_option
 def join(
     name: str,
@@ -175,12 +165,9 @@ def join(
     weight: float,
     labels: tuple[str, ...],
     timeout_s: float,
-    keep: bool,
     as_json: bool,
 ) -> None:
     """Register an instance at a router."""
-    if keep:
-        raise ConfigError("--keep is gone: a launcher with router.join keeps instances registered")
     if role == "encode" and control:
         raise ConfigError("--control: encode instances have no control channel; leave it out")
     if role != "encode" and not control:
@@ -206,15 +193,7 @@ def join(
 @click.command(help=LEAVE_HELP)
 @click.argument("name")
 @_router_options
-@click.option(
-    "--timeout",
-    "timeout_s",
-    default=600.0,
-    show_default=True,
-    type=SECONDS,
-    metavar="SECONDS",
-    help="Longest wait until its requests have ended.",
-)
+@_timeout_option("its requests have ended")
 @json_option
 def leave(name: str, router: str, secret_file: str, timeout_s: float, as_json: bool) -> None:
     """Let an instance leave its router."""

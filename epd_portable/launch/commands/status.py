@@ -100,9 +100,8 @@ def status(as_json: bool, prometheus: bool) -> None:
 @json_lines_option
 def logs(instance: str | None, follow: bool, lines: int, run_id: str | None, as_json: bool) -> None:
     """Show logs."""
-    found = _found()
-    run = choose_run(found, run_id)
-    chosen = logs_of(run, instance) if run else kept_logs_of(run_id, instance)
+    run = _choose_run(_found(), run_id)
+    chosen = _logs_of(run, instance) if run else _kept_logs_of(run_id, instance)
     tails = {name: Tail(path) for name, path in chosen.items()}
 
     def show(name: str, line: str) -> None:
@@ -126,12 +125,8 @@ def logs(instance: str | None, follow: bool, lines: int, run_id: str | None, as_
         time.sleep(_LOOK_EVERY_S)
 
 
-def choose_run(found: SeenRuns, run_id: str | None) -> SeenRun | None:
-    """Return the run that is meant; ``None`` if it does not run, or none does.
-
-    Raises:
-        ConfigError: Several run, and none is named.
-    """
+def _choose_run(found: SeenRuns, run_id: str | None) -> SeenRun | None:
+    """Return the run that is meant; ``None`` if it does not run, or none does."""
     runs = {run.record.run_id: run for run in found.running}
     if run_id is not None:
         return runs.get(run_id)
@@ -140,21 +135,14 @@ def choose_run(found: SeenRuns, run_id: str | None) -> SeenRun | None:
     return next(iter(runs.values()), None)
 
 
-def logs_of(run: SeenRun, instance: str | None) -> dict[str, Path]:
+def _logs_of(run: SeenRun, instance: str | None) -> dict[str, Path]:
     """Return the logs of a run, or that of one of its processes, by their names."""
-    return _chosen(
-        {each.name: Path(each.log) for each in run.record.processes},
-        instance,
-        f"run {run.record.run_id}",
-    )
+    found = {each.name: Path(each.log) for each in run.record.processes}
+    return _chosen(found, instance, f"run {run.record.run_id}")
 
 
-def kept_logs_of(run_id: str | None, instance: str | None) -> dict[str, Path]:
-    """Return the logs that a failed run has left, as `logs_of`.
-
-    Raises:
-        LaunchError: There are none.
-    """
+def _kept_logs_of(run_id: str | None, instance: str | None) -> dict[str, Path]:
+    """Return the logs that a failed run has left, as `_logs_of`."""
     temp_dir = Path(tempfile.gettempdir())
     name = f"{RUN_FOLDER}{run_id}-logs"
     kept = [each for each in kept_logs(temp_dir) if run_id is None or each.name == name]
@@ -189,7 +177,7 @@ class Tail:
         """Return the last lines."""
         data = self._read(max(0, self._size() - _TAIL_BYTES))
         lines = data.decode("utf-8", "replace").splitlines()
-        return lines[len(lines) - count :] if count < len(lines) else lines
+        return lines[max(0, len(lines) - count) :]
 
     def new(self) -> list[str]:
         """Return the lines that were completed since the last look."""
@@ -199,19 +187,15 @@ class Tail:
         return [line.decode("utf-8", "replace") for line in whole]
 
     def _size(self) -> int:
-        try:
-            return self._path.stat().st_size
-        except FileNotFoundError:
-            return 0
+        return self._path.stat().st_size if self._path.exists() else 0
 
     def _read(self, begin: int) -> bytes:
-        try:
-            with self._path.open("rb") as file:
-                file.seek(begin)
-                data = file.read(_TAIL_BYTES)
-                self._place = file.tell()
-        except FileNotFoundError:
+        if not self._path.exists():
             return b""
+        with self._path.open("rb") as file:
+            file.seek(begin)
+            data = file.read(_TAIL_BYTES)
+            self._place = file.tell()
         return data
 
 
@@ -222,25 +206,16 @@ def run_table(run: SeenRun) -> str:
     head = f"run {record.run_id}: {phase}, {record.url}, model {record.model}, {record.platform}"
     if record.config:
         head += f", {record.config}"
-    launcher = f"launcher pid {record.pid}" + (
-        f", up {duration(run.uptime_s)}" if run.uptime_s is not None else ""
-    )
+    launcher = f"launcher pid {record.pid}"
+    if run.uptime_s is not None:
+        launcher += f", up {duration(run.uptime_s)}"
     rows = [("process", "role", "state", "pid", "up", "restarts", "url", "ports", "log")]
     for each in record.processes:
         uptime_s = run.process_uptime_s.get(each.name)
-        rows.append(
-            (
-                each.name,
-                each.role,
-                run.state_of(each),
-                "-" if uptime_s is None else str(each.pid),
-                "-" if uptime_s is None else duration(uptime_s),
-                str(each.restarts),
-                each.url,
-                ports_text(each.ports, without="http") or "-",
-                each.log,
-            )
-        )
+        pid, age = ("-", "-") if uptime_s is None else (str(each.pid), duration(uptime_s))
+        ports = ports_text(each.ports, without="http") or "-"
+        state, restarts = run.state_of(each), str(each.restarts)
+        rows.append((each.name, each.role, state, pid, age, restarts, each.url, ports, each.log))
     return "\n".join([head, launcher, *columns(rows)])
 
 
@@ -259,27 +234,24 @@ def scrape_configuration(runs: Sequence[SeenRun]) -> dict[str, Any]:
 
     The router's metrics have a label ``instance`` of their own, which ``honor_labels`` keeps.
     """
-    routers: list[dict[str, Any]] = []
-    instances: list[dict[str, Any]] = []
-    tls = False
+    scheme: dict[str, Any] = {}
+    targets: dict[bool, list[dict[str, Any]]] = {True: [], False: []}
     for run in runs:
         for each in run.record.processes:
-            targets = [each.url.partition("://")[2]]
+            is_router = each.role == "router"
             labels = {"model": run.record.model}
-            if each.role == "router":
-                routers.append({"targets": targets, "labels": labels})
-                tls = tls or each.url.startswith("https")
-            else:
+            if not is_router:
                 labels |= {"instance": each.name, "role": each.role}
-                instances.append({"targets": targets, "labels": labels})
-    router_job: dict[str, Any] = {"job_name": "epd-router", "honor_labels": True}
-    if tls:
-        # On this machine, by an address that its certificate need not name.
-        router_job |= {"scheme": "https", "tls_config": {"insecure_skip_verify": True}}
+            elif each.url.startswith("https"):
+                # On this machine, by an address that its certificate need not name.
+                scheme = {"scheme": "https", "tls_config": {"insecure_skip_verify": True}}
+            address = each.url.partition("://")[2]
+            targets[is_router].append({"targets": [address], "labels": labels})
+    router = {"job_name": "epd-router", "honor_labels": True, **scheme}
     return {
         "scrape_configs": [
-            {**router_job, "static_configs": routers},
-            {"job_name": "epd-instances", "static_configs": instances},
+            {**router, "static_configs": targets[True]},
+            {"job_name": "epd-instances", "static_configs": targets[False]},
         ]
     }
 

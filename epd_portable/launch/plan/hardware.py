@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from epd_portable import envs
-from epd_portable.config.hardware import HardwareProfile, find_profile, load_profile
+from epd_portable.config.hardware import HardwareProfile, load_profile
 from epd_portable.config.load import SHIPPED
 from epd_portable.errors import ConfigError
 
@@ -43,17 +43,27 @@ class HardwareFit:
 
 
 def find_hardware(name: str, platform: str | None, *, beside: Path | None = None) -> Hardware:
-    """Read a profile by its name or file; see `find_profile`.
+    """Read a profile.
 
     Args:
-        name: Profiles are looked for in `PROFILES`.
+        name: A name such as ``910b-64g``, or the path of a file, which has a ``/`` or ends in
+            ``.yaml``.
         platform: That was asked for, if one was.
-        beside: Topology file; the folder ``hardware`` beside it comes first.
+        beside: Topology file; the folder ``hardware`` beside it is looked into first, then
+            `PROFILES`.
 
     Raises:
         ConfigError: It is not there, wrong, or of another platform.
     """
-    path = find_profile(name, _folders(beside))
+    path, files = Path(name), _files(beside)
+    if "/" not in name and path.suffix != ".yaml":
+        if name not in files:
+            known = f"there are {', '.join(sorted(files))}" if files else "there is none"
+            raise ConfigError(
+                f"--hardware {name}: no such profile; {known}. Give one of them, or the path of a "
+                "file"
+            )
+        path = files[name]
     profile = load_profile(path)
     if platform not in (None, profile.platform):
         raise ConfigError(
@@ -66,12 +76,12 @@ def find_hardware(name: str, platform: str | None, *, beside: Path | None = None
 
 def profile_names(beside: Path | None = None) -> list[str]:
     """Return the names of the profiles that are found, for shells to complete."""
-    return sorted({path.stem for folder in _folders(beside) for path in folder.glob("*.yaml")})
+    return sorted(_files(beside))
 
 
-def _folders(beside: Path | None) -> list[Path]:
-    folders = [beside.parent / "hardware"] if beside else []
-    return list({folder.resolve(): folder for folder in (*folders, *PROFILES)}.values())
+def _files(beside: Path | None) -> dict[str, Path]:
+    folders = (*([beside.parent / "hardware"] if beside else []), *PROFILES)
+    return {path.stem: path for each in reversed(folders) for path in each.glob("*.yaml")}
 
 
 def fit(hardware: Hardware) -> HardwareFit:

@@ -11,9 +11,7 @@ from epd_portable.config.hardware import (
     HardwareProfile,
     Sourced,
     load_profile,
-    parse_flops,
     parse_profile,
-    parse_rate,
 )
 from epd_portable.errors import ConfigError
 
@@ -65,9 +63,11 @@ def test_every_shipped_number_says_where_it_comes_from(path: Path) -> None:
 
 
 def test_numbers_are_read_in_the_unit_of_their_key() -> None:
-    assert parse_rate("25GB/s") == 25 * 10**9
-    assert parse_rate("2.039 TB/s") == 2039 * 10**9
-    assert parse_flops("312TFLOPS") == 312 * 10**12
+    for text, number in (("25GB/s", 25 * 10**9), ("2.039 TB/s", 2039 * 10**9)):
+        profile = parse_profile(changed(pair_bytes_per_s=figure(text)))
+        assert profile.pair_bytes_per_s.value == number
+    profile = parse_profile(changed(bf16_flops=figure("312TFLOPS")))
+    assert profile.bf16_flops.value == 312 * 10**12
 
 
 @pytest.mark.parametrize("text", ["25GiB/s", "25", "25GB", "GB/s", "25gb/s"])
