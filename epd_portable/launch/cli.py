@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import click
-from click.shell_completion import CompletionItem
 
 from epd_portable import envs
 from epd_portable.config.document import dotted
@@ -34,7 +33,7 @@ from epd_portable.launch.commands.command_line import (
 from epd_portable.launch.notices import Notice
 from epd_portable.launch.plan.check import inspect, plan_finding, store_finding
 from epd_portable.launch.plan.file_checks import named_files
-from epd_portable.launch.plan.hardware import find_hardware, profile_names
+from epd_portable.launch.plan.hardware import find_hardware
 from epd_portable.launch.plan.machine import assumed_machine, described_machine, probed_machine
 from epd_portable.launch.plan.ports import is_free
 from epd_portable.launch.plan.processes import new_run_id, run_secret_file
@@ -92,7 +91,7 @@ foreground until Ctrl-C or SIGTERM; then the router finishes open requests and t
 second Ctrl-C ends everything at once. SIGHUP restarts the instances one after the other, for a new
 version of vLLM, of this package or of the model; no request is lost where a role has two instances.
 
-Bash completes commands, options, hardware profiles and instances after this (zsh, fish: alike):
+Bash completes commands and options after this (zsh, fish: alike):
 
 \b
   eval "$(_EPD_LAUNCH_COMPLETE=bash_source epd-launch)"
@@ -145,14 +144,6 @@ for _command in (
     main.add_command(_command)
 
 
-def _complete_profile(
-    context: click.Context, option: click.Parameter, incomplete: str
-) -> list[CompletionItem]:
-    config = context.params.get("config")
-    names = profile_names(Path(config) if config else None)
-    return [CompletionItem(name) for name in names if name.startswith(incomplete)]
-
-
 def _topology_options(command: F) -> F:
     options = [
         click.option(
@@ -165,7 +156,6 @@ def _topology_options(command: F) -> F:
         click.option(
             "--hardware",
             metavar="PROFILE",
-            shell_complete=_complete_profile,
             help="Check the plan against a hardware profile: a name such as 910b-64g, looked up in "
             "the folder hardware beside the topology file, in configs/hardware and in the package; "
             "or a file.",
@@ -293,7 +283,6 @@ def plan(as_json: bool, **options: Any) -> None:
 @click.option(
     "--hardware",
     metavar="PROFILE",
-    shell_complete=_complete_profile,
     help="Compare the devices with a hardware profile: a name such as h200, or a file.",
 )
 @click.option(

@@ -87,15 +87,6 @@ class CommandLine(click.Group):
             raise click.UsageError(f"No such command {args[0]!r}: {self._meant[args[0]]}", ctx)
         return super().resolve_command(ctx, args)
 
-    def shell_complete(
-        self, ctx: click.Context, incomplete: str
-    ) -> list[click.shell_completion.CompletionItem]:
-        """Complete options of the default command, too."""
-        found = super().shell_complete(ctx, incomplete)
-        if self._default and incomplete.startswith("-"):
-            found += self.commands[self._default].shell_complete(ctx, incomplete)
-        return found
-
     def main(
         self,
         args: Sequence[str] | None = None,

@@ -11,7 +11,6 @@ from typing import Any
 
 import click
 import yaml
-from click.shell_completion import CompletionItem
 
 from epd_portable.errors import ConfigError, LaunchError
 from epd_portable.launch.commands.command_line import (
@@ -52,13 +51,6 @@ null) and text, the whole line.
 """
 
 
-def _complete_instance(
-    context: click.Context, option: click.Parameter, incomplete: str
-) -> list[CompletionItem]:
-    names = {process.name for run in _found().running for process in run.record.processes}
-    return [CompletionItem(name) for name in sorted(names) if name.startswith(incomplete)]
-
-
 @click.command(help=STATUS_HELP)
 @json_option
 @click.option("--prometheus", is_flag=True, help="Print a scrape configuration for Prometheus.")
@@ -84,7 +76,7 @@ def status(as_json: bool, prometheus: bool) -> None:
 
 
 @click.command(help=LOGS_HELP)
-@click.argument("instance", required=False, shell_complete=_complete_instance)
+@click.argument("instance", required=False)
 @click.option("-f", "--follow", is_flag=True, help="Follow the logs until Ctrl-C.")
 @click.option(
     "-n",

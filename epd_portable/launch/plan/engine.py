@@ -17,7 +17,7 @@ from epd_portable.config.schema import Topology
 from epd_portable.launch.plan import installed
 from epd_portable.launch.plan.kv import KV_CONNECTORS, KVConnector
 from epd_portable.launch.plan.model import ModelSource
-from epd_portable.launch.plan.placement import Cores, Placement
+from epd_portable.launch.plan.placement import Cores, InstancePlacement
 from epd_portable.platforms.traits import PlatformTraits
 
 SCHEDULER_CLS = "epd_portable.vllm_plugin.scheduler.make_scheduler"
@@ -53,7 +53,7 @@ class Engine:
     model: ModelSource
     traits: PlatformTraits
     instance: InstanceConfig
-    placement: Placement
+    placement: InstancePlacement
     ports: Mapping[str, int]
     kv: KVConnector | None
 

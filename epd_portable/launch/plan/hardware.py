@@ -74,11 +74,6 @@ def find_hardware(name: str, platform: str | None, *, beside: Path | None = None
     return Hardware(name=path.stem, profile=profile)
 
 
-def profile_names(beside: Path | None = None) -> list[str]:
-    """Return the names of the profiles that are found, for shells to complete."""
-    return sorted(_files(beside))
-
-
 def _files(beside: Path | None) -> dict[str, Path]:
     folders = (*([beside.parent / "hardware"] if beside else []), *PROFILES)
     return {path.stem: path for each in reversed(folders) for path in each.glob("*.yaml")}

@@ -18,7 +18,7 @@ Cores = tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Placement:
+class InstancePlacement:
     """Where one instance runs.
 
     Attributes:
@@ -43,7 +43,7 @@ class Placements:
         rest: CPU cores that no instance has, where they are bound to cores.
     """
 
-    groups: dict[str, list[Placement]]
+    groups: dict[str, list[InstancePlacement]]
     warnings: tuple[str, ...] = ()
     rest: Cores = ()
 
@@ -105,7 +105,7 @@ def ranks_of(group: InstanceGroup) -> int:
 
 def place_on_devices(
     groups: Mapping[str, InstanceGroup], available: Sequence[str] | None
-) -> dict[str, list[Placement]]:
+) -> dict[str, list[InstancePlacement]]:
     """Give every rank a device.
 
     Groups with a ``devices`` list keep to it; the others share out what no list names, each device
@@ -140,7 +140,7 @@ def place_on_devices(
     supply = iter(free)
     return {
         name: [
-            Placement(devices=own)
+            InstancePlacement(devices=own)
             for own in _by_instance(
                 group, group.devices or [next(supply) for _ in range(ranks_of(group))]
             )
@@ -200,7 +200,7 @@ def place_on_cores(groups: Mapping[str, InstanceGroup], allowed: Sequence[int]) 
             f"({_ranges(allowed)}): none is bound to a core, and they slow each other down"
         )
         return Placements(
-            groups={name: [Placement()] * group.count for name, group in groups.items()},
+            groups={name: [InstancePlacement()] * group.count for name, group in groups.items()},
             warnings=(unbound,),
         )
     rest = sorted(set(allowed) - listed)
@@ -209,13 +209,13 @@ def place_on_cores(groups: Mapping[str, InstanceGroup], allowed: Sequence[int]) 
         warnings.append("the lists take every core: groups without a list share those cores")
         rest = sorted(allowed)
     shares = iter(_split(rest, sum(map(ranks_of, unlisted)), "the rest of the topology", warnings))
-    placed: dict[str, list[Placement]] = {}
+    placed: dict[str, list[InstancePlacement]] = {}
     for name, group in groups.items():
         if group.cores is None:
             flat = [next(shares) for _ in range(ranks_of(group))]
         else:
             flat = _split(sorted(set(group.cores)), ranks_of(group), f"instances.{name}", warnings)
-        placed[name] = [Placement(cores=own) for own in _by_instance(group, flat)]
+        placed[name] = [InstancePlacement(cores=own) for own in _by_instance(group, flat)]
     left = tuple(sorted(set(allowed) - _cores_of(each for one in placed.values() for each in one)))
     return Placements(groups=_with_api_cores(placed, left), warnings=tuple(warnings), rest=left)
 
@@ -232,8 +232,8 @@ def _split(cores: list[int], ranks: int, owner: str, warnings: list[str]) -> lis
 
 
 def _with_api_cores(
-    placed: Mapping[str, list[Placement]], rest: Cores
-) -> dict[str, list[Placement]]:
+    placed: Mapping[str, list[InstancePlacement]], rest: Cores
+) -> dict[str, list[InstancePlacement]]:
     """Let API servers use the cores that are left, and those of encoders.
 
     While a step computes, nothing else should run on its cores: every token waits for it. An
@@ -250,7 +250,7 @@ def _with_api_cores(
     return result
 
 
-def _cores_of(placements: Iterable[Placement]) -> set[int]:
+def _cores_of(placements: Iterable[InstancePlacement]) -> set[int]:
     return {core for each in placements for rank in each.cores for core in rank}
 
 

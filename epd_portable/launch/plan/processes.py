@@ -24,7 +24,12 @@ from epd_portable.launch.plan.engine import Engine
 from epd_portable.launch.plan.hardware import Hardware, HardwareFit, fit
 from epd_portable.launch.plan.kv import KVConnector, kv_connector
 from epd_portable.launch.plan.model import ModelSource
-from epd_portable.launch.plan.placement import Cores, Placement, core_warnings, place_instances
+from epd_portable.launch.plan.placement import (
+    Cores,
+    InstancePlacement,
+    core_warnings,
+    place_instances,
+)
 from epd_portable.launch.plan.sharing import (
     UsedDevice,
     check_sharing,
@@ -328,7 +333,7 @@ def _warnings(
     topology: Topology,
     traits: PlatformTraits,
     machine: Machine,
-    placed: Mapping[str, Sequence[Placement]],
+    placed: Mapping[str, Sequence[InstancePlacement]],
     hardware: Hardware | None,
 ) -> list[str]:
     found = []

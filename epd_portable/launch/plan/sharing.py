@@ -16,7 +16,7 @@ from epd_portable.config.roles import ROLES, TAKES_ITEMS, Role, group_of
 from epd_portable.config.schema import Topology
 from epd_portable.connector import registry
 from epd_portable.errors import ConfigError
-from epd_portable.launch.plan.placement import Placement
+from epd_portable.launch.plan.placement import InstancePlacement
 from epd_portable.platforms.traits import PlatformTraits
 
 DEFAULT_UTILIZATION = 0.92
@@ -25,7 +25,7 @@ DEFAULT_UTILIZATION = 0.92
 START_ORDER: tuple[Role, ...] = (*(role for role in ROLES if role != "encode"), "encode")
 """Those roles first that measure the memory of their device."""
 
-Placed = Mapping[str, Sequence[Placement]]
+Placed = Mapping[str, Sequence[InstancePlacement]]
 """The instances of each group, by the group's name."""
 
 

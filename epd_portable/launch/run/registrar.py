@@ -30,7 +30,7 @@ _PROBE_TIMEOUT_S = 5.0
 _LOOK_EVERY_S = 1.0
 
 
-class Registration:
+class Registrar:
     """Keeps one instance registered at one router.
 
     Args:
@@ -121,13 +121,13 @@ class Registration:
 
 
 class _Health(BaseHTTPRequestHandler):
-    def __init__(self, registrations: Sequence[Registration], *args: Any) -> None:
-        self._registrations = registrations
+    def __init__(self, registrars: Sequence[Registrar], *args: Any) -> None:
+        self._registrars = registrars
         super().__init__(*args)
 
     def do_GET(self) -> None:
         shown: dict[str, dict[str, str]] = {}
-        for each in self._registrations:
+        for each in self._registrars:
             # Of several routers one that does not have it.
             if shown.get(each.name, {"state": "up"})["state"] == "up":
                 shown[each.name] = each.seen
@@ -150,16 +150,16 @@ def main() -> None:
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
-    registrations = [
-        Registration(instance, router, settings, stop)
+    registrars = [
+        Registrar(instance, router, settings, stop)
         for router in settings.routers
         for instance in settings.instances
     ]
-    handler = functools.partial(_Health, registrations)
+    handler = functools.partial(_Health, registrars)
     server = ThreadingHTTPServer(("127.0.0.1", settings.port), handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    with ThreadPoolExecutor(len(registrations)) as pool:
-        list(pool.map(Registration.run, registrations))
+    with ThreadPoolExecutor(len(registrars)) as pool:
+        list(pool.map(Registrar.run, registrars))
     server.shutdown()
 
 

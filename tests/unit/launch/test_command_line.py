@@ -11,7 +11,6 @@ from pathlib import Path
 
 import click
 import pytest
-from click.shell_completion import ShellComplete
 from click.testing import CliRunner
 
 from epd_portable.bench import cli as bench
@@ -114,21 +113,6 @@ def test_an_error_is_one_line_of_json_where_json_is_asked_for(name: str) -> None
             "exit_status": 2,
         },
     }
-
-
-def completed(command: click.Command, *words: str, incomplete: str) -> set[str]:
-    shell = ShellComplete(command, {}, str(command.name), "_COMPLETE")
-    return {item.value for item in shell.get_completions(list(words), incomplete)}
-
-
-def test_shells_complete_profiles_and_options_without_a_command(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.chdir(ROOT)
-    profiles = completed(launch.main, "plan", "--hardware", incomplete="a100")
-    assert profiles == {"a100-40g", "a100-80g"}
-    assert "--platform" in completed(launch.main, incomplete="--pl")
-    assert "status" in completed(launch.main, incomplete="st")
 
 
 def test_a_plan_warns_of_what_up_refuses(tmp_path: Path) -> None:
