@@ -45,7 +45,7 @@ from epd_portable.router.http.incoming import ClientGoneError
 from epd_portable.router.relay import ANSWER_HEADERS, silent
 from epd_portable.router.selector import Selection
 from epd_portable.router.server import Router
-from epd_portable.router.serving import Stopping
+from epd_portable.router.serving import Stopping, first_of
 from epd_portable.router.settings import RouterSettings, load_settings
 from epd_portable.wire.outcomes import FailureKind
 
@@ -136,7 +136,6 @@ class Consultation:
         self._key = uuid.uuid4().hex
         self._asked: Mapping[str, str] = {}
         self._whole_body = True
-        self._body_wanted = False
         self._has_body = False
         self._pieces: asyncio.Queue[tuple[bytes, bool]] = asyncio.Queue()
         self._next: Instance | None = None
@@ -161,7 +160,7 @@ class Consultation:
         """Read what Envoy says until it has nothing more to say."""
         try:
             async for message in messages:
-                await self._hear(message)
+                await self._take(message)
         finally:
             self._over.set()
             self._pieces.put_nowait((b"", False))
@@ -171,41 +170,39 @@ class Consultation:
                 self._gone()
             self._picker.under_way.pop(self._key, None)
 
-    async def _hear(self, message: Any) -> None:
-        if message.HasField("request_headers"):
-            mode = message.protocol_config
-            self._whole_body = mode.request_body_mode != ext_proc.FULL_DUPLEX_STREAMED
-            self._answer_streams = mode.response_body_mode == ext_proc.FULL_DUPLEX_STREAMED
-            self._begin(message.request_headers)
-        elif message.HasField("request_body"):
-            piece = message.request_body
-            self._pieces.put_nowait((piece.body, not piece.end_of_stream))
-        elif message.HasField("request_trailers"):
-            self._pieces.put_nowait((b"", False))
-        elif message.HasField("response_headers") and not self._sent:
-            await self._refused_by_envoy(_headers(message.response_headers))
-        elif message.HasField("response_headers"):
-            self._answer_ends = message.response_headers.end_of_stream
-            self._answer.set_result(_headers(message.response_headers))
-        elif message.HasField("response_body"):
-            piece = message.response_body
-            self._answer_pieces.put_nowait((piece.body, piece.end_of_stream))
-        elif message.HasField("response_trailers"):
-            response = ProcessingResponse()
-            response.response_trailers.SetInParent()
-            await self._context.write(response)
+    async def _take(self, message: Any) -> None:
+        for field, part in message.ListFields()[:1]:
+            await self._take_part(field.name, part, message.protocol_config)
 
-    async def _refused_by_envoy(self, answer: Mapping[str, str]) -> None:
-        """Say in OpenAI's form that a request does not come: its body is too large."""
+    async def _take_part(self, name: str, part: Any, mode: Any) -> None:
+        match name:
+            case "request_headers":
+                self._whole_body = mode.request_body_mode != ext_proc.FULL_DUPLEX_STREAMED
+                self._answer_streams = mode.response_body_mode == ext_proc.FULL_DUPLEX_STREAMED
+                self._begin(part)
+            case "request_body":
+                self._pieces.put_nowait((part.body, not part.end_of_stream))
+            case "request_trailers":
+                self._pieces.put_nowait((b"", False))
+            case "response_headers" if not self._sent:
+                await self._refuse_body(int(_headers(part)[":status"]))
+            case "response_headers":
+                self._answer_ends = part.end_of_stream
+                self._answer.set_result(_headers(part))
+            case "response_body":
+                self._answer_pieces.put_nowait((part.body, part.end_of_stream))
+            case "response_trailers":
+                response = ProcessingResponse()
+                response.response_trailers.SetInParent()
+                await self._context.write(response)
+
+    async def _refuse_body(self, status: int) -> None:
+        """Say in OpenAI's form what Envoy says by itself: a body is too large."""
         limit = self._picker.router.settings.max_body_bytes
-        error = RequestError(
-            f"request body of more than {limit} bytes, which are accepted; send smaller images, or "
-            "raise router.max_body_bytes",
-            status=int(answer[":status"]),
-            code="body_too_large",
-        )
-        reply = error_reply(error)
-        await self._tell(_immediate(reply.status, reply.headers, reply.body))
+        problem = f"request body of more than {limit} bytes, which are accepted; send smaller "
+        problem += "images, or raise router.max_body_bytes"
+        reply = error_reply(RequestError(problem, status=status, code="body_too_large"))
+        await self._respond(_immediate(reply.status, reply.headers, reply.body))
 
     def _begin(self, message: Any) -> None:
         self._asked = _headers(message)
@@ -230,17 +227,16 @@ class Consultation:
         await self._picker.router.serve(self, forwarder=self)
         if self._status and not (self._carried and self._ended):
             # Of an answer of which the client has a part, Envoy cuts it off.
-            await self._tell_client()
+            await self._respond(_immediate(self._status, self._added, self._written))
 
     # A server to the router.
 
     async def body(self, count: Callable[[int], None]) -> bytearray:
         """Return the whole body; see `IncomingRequest`."""
-        if self._has_body and self._whole_body and not self._body_wanted:
-            self._body_wanted = True
+        if self._has_body and self._whole_body:
             response = ProcessingResponse()
             response.request_headers.SetInParent()
-            await self._tell(response)
+            await self._respond(response)
         data = bytearray()
         while self._has_body:
             data += await self._piece()
@@ -280,10 +276,7 @@ class Consultation:
         """Note the end; see `IncomingRequest`."""
         self._ended = not self._written or not self._carried
 
-    async def _tell_client(self) -> None:
-        await self._tell(_immediate(self._status, self._added, self._written))
-
-    async def _tell(self, response: Any) -> None:
+    async def _respond(self, response: Any) -> None:
         if self._over.is_set():
             return
         try:
@@ -361,14 +354,14 @@ class Consultation:
         changed.clear_route_cache = True
         if in_turn:
             header_mutation(changed.header_mutation, given, removed)
-            await self._tell(response)
+            await self._respond(response)
             if not self._whole_body and whole:
                 await self._send_pieces("request_body", whole)
             return
         given["content-length"] = str(len(whole))
         header_mutation(changed.header_mutation, given, [*removed, "transfer-encoding"])
         changed.body_mutation.body = whole
-        await self._tell(response)
+        await self._respond(response)
 
     async def _send_again(self, attempt: Attempt, body: Segments) -> None:
         """Let Envoy's second try bring what another instance is to get.
@@ -446,7 +439,7 @@ class Consultation:
         header_mutation(response.response_headers.response.header_mutation, self._added, removed)
         if self._whole_answer and not self._answer_streams and not self._answer_ends:
             response.mode_override.response_body_mode = ext_proc.BUFFERED
-        await self._tell(response)
+        await self._respond(response)
 
     async def _pass_pieces(self, pd: Instance) -> None:
         """Pass an answer's body on where it comes by here: as it comes, or checked as a whole."""
@@ -471,7 +464,7 @@ class Consultation:
         changed = response.response_body.response
         header_mutation(changed.header_mutation, {"content-length": str(len(body))})
         changed.body_mutation.body = body
-        await self._tell(response)
+        await self._respond(response)
 
     async def _send_pieces(self, field: str, body: bytes, *, end: bool = True) -> None:
         for begin in range(0, len(body) or 1, PIECE_BYTES):
@@ -479,7 +472,7 @@ class Consultation:
             piece = getattr(response, field).response.body_mutation.streamed_response
             piece.body = body[begin : begin + PIECE_BYTES]
             piece.end_of_stream = end and begin + PIECE_BYTES >= len(body)
-            await self._tell(response)
+            await self._respond(response)
 
 
 def _headers(message: Any) -> dict[str, str]:
@@ -496,12 +489,7 @@ def _immediate(status: int, headers: Mapping[str, str], body: bytes) -> Any:
 
 
 async def serve(
-    settings: RouterSettings,
-    folder: Path,
-    *,
-    listen: str = "",
-    gateway_ca: Path | None = None,
-    threads: int,
+    settings: RouterSettings, folder: Path, listen: str, gateway_ca: Path | None, threads: int
 ) -> None:
     """Answer Envoy until a signal comes, or Envoy ends.
 
@@ -539,11 +527,8 @@ async def serve(
     await server.start()
     asked = f"{'https' if settings.tls_cert_file else 'http'}://{settings.host}:{settings.port}"
     logger.info("router for %s on %s, by Envoy as in %s", settings.model, asked, config)
-    waits: set[asyncio.Task[Any]] = {asyncio.create_task(stop.asked.wait())}
-    if process is not None:
-        waits.add(asyncio.create_task(process.wait()))
     try:
-        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        await first_of(stop.asked.wait(), *([process.wait()] if process is not None else []))
         if process is not None and not stop.asked.is_set():
             raise ConfigError(
                 f"Envoy ended with status {process.returncode}: its last lines say why, as "
@@ -551,8 +536,6 @@ async def serve(
             )
         await router.drain()
     finally:
-        for wait in waits:
-            wait.cancel()
         if process is not None and process.returncode is None:
             process.terminate()
             await process.wait()
@@ -595,56 +578,42 @@ def main(argv: list[str] | None = None) -> int:
         prog="python -m epd_portable.router.picker",
         description="Serve like the router, with Envoy in front that carries the bytes.",
     )
-    parser.add_argument(
+    add = parser.add_argument
+    add(
         "--settings",
         required=True,
         metavar="JSON",
         help="settings as JSON, or @FILE of a file with them, as for python -m epd_portable.router",
     )
-    parser.add_argument(
+    add(
         "--listen",
         metavar="ADDRESS",
         default="",
         help="serve the endpoint picker protocol for a gateway of your own, at unix:PATH, or at "
         "HOST:PORT with --gateway-ca; without it an Envoy is started",
     )
-    parser.add_argument(
+    add(
         "--gateway-ca",
         type=Path,
         metavar="FILE",
         help="certificates in PEM that sign the gateway's, which it must show at HOST:PORT; this "
         "end shows tls_cert_file of the settings",
     )
-    parser.add_argument(
-        "--threads",
-        type=int,
-        default=os.cpu_count() or 1,
-        help="worker threads of the Envoy that is started (default: one per core)",
-    )
-    parser.add_argument(
-        "--folder",
-        type=Path,
-        help="folder for envoy.json and endpoints.json (default: a temporary one)",
-    )
+    threads = "worker threads of the Envoy that is started (default: one per core)"
+    add("--threads", type=int, default=os.cpu_count() or 1, help=threads)
+    folder = "folder for envoy.json and endpoints.json (default: a temporary one)"
+    add("--folder", type=Path, help=folder)
     options = parser.parse_args(argv)
     log.configure()
     open_files.warn_of_few(open_files.raise_limit())
     try:
         settings = load_settings(options.settings)
         with contextlib.ExitStack() as held:
-            folder: Path = options.folder or Path(
+            where: Path = options.folder or Path(
                 held.enter_context(tempfile.TemporaryDirectory(prefix="epd-picker-"))
             )
-            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            uvloop.run(
-                serve(
-                    settings,
-                    folder,
-                    listen=options.listen,
-                    gateway_ca=options.gateway_ca,
-                    threads=options.threads,
-                )
-            )
+            where.mkdir(parents=True, exist_ok=True, mode=0o700)
+            uvloop.run(serve(settings, where, options.listen, options.gateway_ca, options.threads))
     except EPDError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -102,7 +102,7 @@ async def serve(router: Router, listeners: list[socket.socket], stop: Stopping) 
         ]
         looking = asyncio.create_task(_look(clients, router.settings.send_timeout_s))
         await stop.asked.wait()
-        await _first_of(router.drain(), stop.at_once.wait())
+        await first_of(router.drain(), stop.at_once.wait())
         for server in servers:
             server.close()
         await _end(clients)
@@ -137,7 +137,8 @@ async def _look(clients: Clients, send_timeout_s: float) -> None:
         clients.look(send_timeout_s)
 
 
-async def _first_of(*waits: Coroutine[Any, Any, object]) -> None:
+async def first_of(*waits: Coroutine[Any, Any, object]) -> None:
+    """Wait until one of some is over, and give up the others."""
     tasks = [asyncio.ensure_future(each) for each in waits]
     await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     for task in tasks:

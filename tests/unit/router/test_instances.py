@@ -68,11 +68,6 @@ def found(instances: EndpointPool, name: str) -> Instance:
     return instance
 
 
-def well(instance: Instance) -> Instance:
-    instance.seen_well()
-    return instance
-
-
 def chosen(instances: EndpointPool, key: str, exclude: tuple[str, ...] = ()) -> str:
     """Return the name of the encoder of an item."""
     instance = instances.choose_encoder(key, exclude)
@@ -153,14 +148,6 @@ async def test_how_an_instance_is_after(history: str) -> None:
         task.cancel()
 
 
-def test_one_need_not_be_introduced_where_nobody_warms_up() -> None:
-    instance = EndpointPool().add(named("e"))
-    WELL(instance)
-    GONE(instance)
-    WELL(instance)
-    assert instance.state == "up"
-
-
 async def test_ejected_ones_come_back_when_they_would_be_more_than_half_of_the_usable() -> None:
     instances = of(6)
     first, second, third, fourth, *others = instances.all
@@ -179,12 +166,6 @@ async def test_ejected_ones_come_back_when_they_would_be_more_than_half_of_the_u
     assert third.ejected
     instances.remove(first.name)
     assert not third.ejected
-
-
-def test_a_prefill_decode_instance_that_failed_is_not_preferred_either() -> None:
-    instances = of(2, "prefill-decode")
-    CUT(found(instances, "i-0"))
-    assert {i.name for _ in range(20) if (i := instances.choose_least_loaded())} == {"i-1"}
 
 
 @pytest.mark.parametrize("failure", FAILURES)
@@ -338,11 +319,6 @@ TestLives = Lives.TestCase
 loads = st.lists(st.integers(0, 30), min_size=1, max_size=8)
 
 
-def test_an_item_meets_the_same_encoder_again() -> None:
-    instances = of(3)
-    assert len({chosen(instances, "item") for _ in range(5)}) == 1
-
-
 @pytest.mark.parametrize("count", [2, 3, 10, 50])
 def test_items_spread_over_idle_encoders(count: int) -> None:
     instances = of(count)
@@ -436,27 +412,14 @@ def test_of_many_the_lighter_of_two_has_a_request() -> None:
     assert max(instance.load for instance in instances.all) <= 24
 
 
-def test_without_instances_nothing_is_chosen() -> None:
-    assert EndpointPool().choose_encoder("item") is None
-    assert EndpointPool().choose_least_loaded() is None
-    assert not of(1).any_usable("answer")
-    assert of(1).any_usable("encode")
-
-
 # What is counted.
 
 
-def test_work_in_flight_is_counted_even_when_it_fails() -> None:
+async def test_it_is_idle_when_nothing_of_it_is_needed_even_if_work_fails() -> None:
     instance = found(of(1), "i-0")
     with pytest.raises(ValueError, match="broken"), instance.working(), instance.working():
         assert instance.load == 2
         raise ValueError("broken")
-    assert instance.load == 0
-    assert instance.idle
-
-
-async def test_it_is_idle_when_nothing_of_it_is_needed() -> None:
-    instance = found(of(1), "i-0")
     with instance.held():
         assert instance.load == 0
         waiting = asyncio.ensure_future(instance.wait_idle())
@@ -466,19 +429,18 @@ async def test_it_is_idle_when_nothing_of_it_is_needed() -> None:
     await asyncio.wait_for(waiting, 10)
 
 
-def test_a_request_counts_as_computed_for_once_until_it_ends() -> None:
+def test_work_is_counted_once_until_it_ends() -> None:
     instance = found(of(1), "i-0")
     with instance.working() as waits, instance.working() as computes:
-        assert instance.computes_for == 0
-        computes.compute()
-        computes.compute()
-        assert instance.computes_for == 1
-        waits.compute()
-        assert instance.computes_for == 2
-    assert instance.computes_for == 0
+        for use, count in ((computes, 1), (computes, 1), (waits, 2)):
+            use.compute()
+            assert instance.computes_for == count
+        with instance.computing(7), instance.encoding(0.25):
+            assert (instance.tokens, instance.pending_encode_s) == (7, 0.25)
+    assert (instance.computes_for, instance.tokens, instance.pending_encode_s) == (0, 0, 0)
 
 
-def test_who_works_hears_that_the_instance_went_down() -> None:
+def test_who_uses_an_instance_hears_that_it_went_down_or_was_removed() -> None:
     instances = of(1)
     instance = found(instances, "i-0")
     heard: list[str] = []
@@ -493,20 +455,13 @@ def test_who_works_hears_that_the_instance_went_down() -> None:
         assert heard == ["first"]
     with instance.working() as late:
         late.on_down(lambda: heard.append("late"))
-    assert heard == ["first", "late"]
-
-
-def test_one_that_is_removed_is_down_for_who_works_with_it() -> None:
-    instances = of(1)
-    instance = found(instances, "i-0")
-    heard: list[str] = []
+    WELL(instance)
     with instance.working() as work:
         work.on_down(lambda: heard.append(instance.reason))
         instances.remove("i-0")
-        assert heard == ["has left"]
-        assert len(instances) == 0
-        again = instances.add(named("i-0"))
-        assert again.load == 0
+    assert heard == ["first", "late", "has left"]
+    assert not instances.has(instance)
+    assert instances.add(named("i-0")).load == 0
 
 
 def test_watchers_hear_of_changes_only() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import random
 from collections import Counter
 from typing import Any
@@ -160,13 +159,6 @@ def test_eight_turns_of_a_conversation_stay_on_one_instance(sessions: bool) -> N
     part, most = (each.hit_blocks / each.asked_blocks for each in (replay, alone))
     assert most > 0.7
     assert part > most - 0.03
-
-
-def test_without_affinity_turns_go_everywhere() -> None:
-    instances = fleet(pds=3)
-    one = EndpointSelector(instances)
-    went = {begun(one, f"k{n}").choose_pd(()) for n in range(20)}
-    assert len(went) == 3
 
 
 @pytest.mark.parametrize("busy", [False, True])
@@ -373,16 +365,6 @@ def test_both_ways_of_choosing_say_why() -> None:
     assert "least load" in decode["reason"] and "hash" in encode["reason"]
     (decode, encode) = told(EndpointSelector(fleet()))
     assert decode["winner"] is None and decode["reason"] == "no instance is left"
-
-
-def test_the_log_says_why_to_who_debugs(caplog: pytest.LogCaptureFixture) -> None:
-    one = EndpointSelector(fleet(pds=1))
-    with caplog.at_level(logging.INFO, logger="epd_portable"):
-        begun(one).choose_pd(())
-    assert "request k" not in caplog.text
-    with caplog.at_level(logging.DEBUG, logger="epd_portable"):
-        begun(one).choose_pd(())
-    assert "request k" in caplog.text and '"winner": "pd0"' in caplog.text
 
 
 def test_an_explanation_fits_into_a_header() -> None:

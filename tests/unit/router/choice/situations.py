@@ -1,4 +1,4 @@
-"""Candidates and requests for tables of situations."""
+"""Candidates and requests for tables of situations, and what plug-ins make of them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,15 @@ from typing import Any
 
 from epd_portable.delivery.caches import CacheEstimate, CacheSizes
 from epd_portable.media.limits import Modality
-from epd_portable.router.choice.selection_types import SelectionRequest, Stage
+from epd_portable.router.choice.catalogue import make_plugin
+from epd_portable.router.choice.selection_types import (
+    Decider,
+    Filter,
+    ScorePicker,
+    Scorer,
+    SelectionRequest,
+    Stage,
+)
 from epd_portable.wire.messages import LoadReport
 
 
@@ -43,11 +51,13 @@ def with_load(*loads: int, **more: Any) -> list[Snapshot]:
     return [seen(f"i{n}", load=load, **more) for n, load in enumerate(loads)]
 
 
-def having(name: str, *, items: Sequence[str] = (), blocks: Sequence[int] = ()) -> Snapshot:
+def having(
+    name: str, *, items: Sequence[str] = (), blocks: Sequence[int] = (), **more: Any
+) -> Snapshot:
     cached = CacheSizes().new_estimate()
     cached.items.use(items)
     cached.use_prefix(blocks)
-    return seen(name, cached=cached)
+    return seen(name, cached=cached, **more)
 
 
 def asked(stage: Stage = "decode", key: str = "k", **more: Any) -> SelectionRequest:
@@ -59,3 +69,33 @@ def to_encode(
 ) -> SelectionRequest:
     item = Picture(item_uuid=item_uuid, modality=modality, pixels=pixels)
     return asked("encode", items=(item,), item=item)
+
+
+def kept(kind: str, need: SelectionRequest, there: Sequence[Snapshot], **parameters: Any) -> str:
+    """Return the names of those that a filter keeps."""
+    one = make_plugin(kind, kind, parameters)
+    assert isinstance(one, Filter)
+    return " ".join(each.name for each in one.keep(need, there))
+
+
+def scores(
+    kind: str, there: Sequence[Snapshot], need: SelectionRequest | None = None, **parameters: Any
+) -> list[float]:
+    one = make_plugin(kind, kind, parameters)
+    assert isinstance(one, Scorer)
+    return [round(score, 3) for score in one.score(need or asked(), there)]
+
+
+def picker(kind: str) -> ScorePicker:
+    one = make_plugin(kind, kind, {"maxNumOfEndpoints": 1})
+    assert isinstance(one, ScorePicker)
+    return one
+
+
+def decided(
+    kind: str, need: SelectionRequest, known: Sequence[int] = (), **parameters: Any
+) -> bool:
+    """Return what a decider says where the instance that decodes has some blocks."""
+    one = make_plugin(kind, kind, parameters)
+    assert isinstance(one, Decider)
+    return one.disaggregate(need, having("d", blocks=known))

@@ -2,28 +2,28 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from epd_portable.config.choice import ChoiceSection, parse_choice, with_file
-from epd_portable.delivery.caches import CacheSizes
 from epd_portable.errors import ConfigError
 from epd_portable.router.choice.catalogue import make_plugin
 from epd_portable.router.choice.policy import Policy
 from epd_portable.router.choice.prefix import chain
 from epd_portable.router.choice.scorers import NoHitLruScorer
-from epd_portable.router.choice.selection_types import Filter, Scorer, SelectionRequest
+from epd_portable.router.choice.selection_types import SelectionRequest
 from epd_portable.wire.messages import LoadReport
 from tests.unit.router.choice.situations import (
     Picture,
     Snapshot,
     asked,
     having,
+    kept,
     seen,
     to_encode,
-    with_load,
 )
 
 
@@ -35,9 +35,7 @@ def pd(
     name: str, tokens: int = 0, cached: int = 0, role: str = "prefill-decode", **more: Any
 ) -> Snapshot:
     """An instance with so many tokens to prefill, which has the first blocks of the prompt."""
-    estimate = CacheSizes().new_estimate()
-    estimate.use_prefix(range(cached))
-    return seen(name, tokens=tokens, role=role, cached=estimate, **more)
+    return having(name, blocks=range(cached), tokens=tokens, role=role, **more)
 
 
 def prompt(*blocks: int) -> SelectionRequest:
@@ -122,19 +120,12 @@ def test_the_guides_file_picks_as_llm_d_does(
     - ``max-score-picker`` takes the highest score; equals share what comes, here by chance.
     - Pictures have width x height / ``factor`` tokens, of ``defaultResolution`` if nobody can tell.
     """
-    found = guide()
-    picked = set()
+    found, picked = guide(), set()
     for number in range(24):
-        one = SelectionRequest(
-            **{name: getattr(need, name) for name in FIELDS} | {"key": str(number)}
-        )
-        chosen = found.choose(one, there)
+        chosen = found.choose(replace(need, key=str(number)), there)
         assert chosen is not None
         picked.add(chosen.name)
     assert picked == set(winners)
-
-
-FIELDS = ("stage", "key", "items", "item", "blocks", "ends", "nbytes")
 
 
 def test_the_guides_file_has_items_encoded_apart_and_nothing_prefilled_apart() -> None:
@@ -170,41 +161,14 @@ def test_a_picture_weighs_where_it_stands_in_the_prompt() -> None:
 # Single types.
 
 
-def kept(kind: str, need: SelectionRequest, there: list[Snapshot], **parameters: Any) -> str:
-    one = make_plugin(kind, kind, parameters)
-    assert isinstance(one, Filter)
-    return "".join(each.name for each in one.keep(need, there))
-
-
 def test_affinity_may_be_explored_and_its_gate_left_out() -> None:
     there = [pd("a", 10**9, 100), pd("b")]
     kind = "prefix-cache-affinity-filter"
-    assert kept(kind, LONG, there) == "ab"
+    assert kept(kind, LONG, there) == "a b"
     assert kept(kind, LONG, there, maxTTFTPenaltyMs=0, peakPrefillThroughput=0) == "a"
-    assert kept(kind, LONG, there, maxTTFTPenaltyMs=0, explorationProbability=1) == "ab"
-    assert kept(kind, LONG, there, affinityThreshold=0) == "ab"
-    assert kept(kind, asked(), there) == "ab"
-    for wrong in ({"peakPrefillThroughput": 0}, {"ttftSource": "latencyPredictor"}):
-        with pytest.raises(ConfigError, match=next(iter(wrong))):
-            make_plugin(kind, kind, wrong)
-
-
-@pytest.mark.parametrize("kind", ["by-label-selector", "label-selector-filter"])
-def test_labels_are_selected_under_both_names(kind: str) -> None:
-    there = [seen("a", labels={"x": "1"}), seen("b")]
-    assert kept(kind, asked(), there, matchLabels={"x": "1"}) == "a"
-
-
-def test_a_session_has_one_instance_while_that_is_there() -> None:
-    there = with_load(*[0] * 8)
-    need = asked(session="s")
-    chosen = kept("session-affinity-filter", need, there)
-    assert len(chosen) == 2
-    assert chosen == kept("session-affinity-filter", need, there[::-1])
-    left = [each for each in there if each.name != chosen]
-    assert len(kept("session-affinity-filter", need, left)) == 2
-    assert kept("session-affinity-filter", asked(), there) == "".join(e.name for e in there)
-    assert kept("session-affinity-filter", need, []) == ""
+    assert kept(kind, LONG, there, maxTTFTPenaltyMs=0, explorationProbability=1) == "a b"
+    assert kept(kind, LONG, there, affinityThreshold=0) == "a b"
+    assert kept(kind, asked(), there) == "a b"
 
 
 def test_prompts_that_nobody_has_go_round() -> None:
@@ -232,33 +196,6 @@ def test_a_profile_tells_who_got_a_prompt_that_nobody_had() -> None:
     there = [pd("a"), pd("b"), pd("c")]
     went = [chosen.name for _ in range(6) if (chosen := found.choose(LONG, there))]
     assert sorted(went[:3]) == ["a", "b", "c"] and went[:3] == went[3:]
-
-
-@pytest.mark.parametrize(
-    ("label", "tokens", "score"),
-    [
-        ("0-2048", 1024, 0.8117),
-        ("0-2048", 2048, 0.7067),
-        ("0-2048", 4048, 0.1),
-        ("4096-8192", 3096, 0.15),
-        ("700-700", 700, 1.0),
-        ("9-3", 5, 0.0),
-        ("long", 5, 0.0),
-        ("-1-5", 3, 0.0),
-        (None, 5, 0.5),
-    ],
-)
-def test_prompts_meet_instances_for_their_length(
-    label: str | None, tokens: int, score: float
-) -> None:
-    there = [seen("a", labels={"llm-d.ai/context-length-range": label} if label else {})]
-    one = make_plugin("context-length-aware", "x", {})
-    assert isinstance(one, Scorer)
-    assert one.score(asked(nbytes=4 * tokens), there) == [pytest.approx(score, abs=1e-4)]
-    kind = "context-length-aware"
-    assert kept(kind, asked(nbytes=4 * tokens), there) == "a"
-    is_kept = kept(kind, asked(nbytes=4 * tokens), there, enableFiltering=True) == "a"
-    assert is_kept is (score > 0.3)
 
 
 def test_a_header_may_name_the_profile() -> None:
@@ -312,15 +249,6 @@ SCHEDULED = "schedulingProfiles: [{name: decode, plugins: []}]\nplugins:\n"
 def test_a_parameter_without_effect_is_said(plugin: str, said: str) -> None:
     notes = Policy(parse_choice(f"{SCHEDULED}- {plugin}")).notes
     assert any(f"{said} no effect in this router" in note for note in notes), notes
-
-
-def test_nothing_is_said_of_what_has_an_effect() -> None:
-    plugins = (
-        "- {type: disagg-profile-handler, parameters: {stageOrder: decode-first}}\n"
-        "- {type: queue-scorer}\n- {type: max-score-picker}\n"
-        "- {type: approx-prefix-cache-producer, parameters: {lruCapacityPerServer: 9}}"
-    )
-    assert Policy(parse_choice(SCHEDULED + plugins)).notes == []
 
 
 def test_all_types_that_nobody_knows_are_named_at_once() -> None:
