@@ -84,6 +84,16 @@ def refuse(status: int, message: str = "no") -> Behaviour:
     return behave
 
 
+def once(event: asyncio.Event, then: Behaviour = answer) -> Behaviour:
+    """Return a behaviour that waits for an event first."""
+
+    async def behave(received: Received) -> Response:
+        await event.wait()
+        return await then(received)
+
+    return behave
+
+
 def stream(pieces: Callable[[], AsyncIterator[bytes]]) -> Behaviour:
     async def behave(received: Received) -> Response:
         return StreamingResponse(pieces(), media_type="text/event-stream")

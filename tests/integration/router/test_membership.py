@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -14,7 +15,14 @@ from starlette.responses import JSONResponse, Response
 from epd_portable.wire.messages import NackCode
 from tests import keyring
 from tests.integration.router.conftest import Build, Topology
-from tests.integration.router.stand_in import DEADLINE_S, ControlEnd, Received, StandIn, answer
+from tests.integration.router.stand_in import (
+    DEADLINE_S,
+    ControlEnd,
+    Received,
+    StandIn,
+    answer,
+    once,
+)
 from tests.integration.router.test_requests import RED, TEXT
 
 INSTANCES = "/epd/instances"
@@ -154,9 +162,9 @@ async def test_the_secret_of_a_run_registers_nobody_and_may_drain(
     assert (drained.status_code, drained.json()["state"]) == (202, "draining")
 
 
-@pytest.mark.parametrize(
-    ("method", "path", "status"),
-    [
+async def test_what_is_not_there_is_said(build: Build, auth: keyring.Signed) -> None:
+    t = await build(registration=True)
+    for method, path, status in (
         ("PUT", INSTANCES, 405),
         ("GET", f"{INSTANCES}/pd-0", 405),
         ("GET", f"{INSTANCES}/pd-0/drain", 405),
@@ -164,13 +172,9 @@ async def test_the_secret_of_a_run_registers_nobody_and_may_drain(
         ("POST", f"{INSTANCES}/nobody/drain", 404),
         ("POST", f"{INSTANCES}/nobody/resume", 404),
         ("GET", "/epd/other", 404),
-    ],
-)
-async def test_what_is_not_there_is_said(
-    build: Build, auth: keyring.Signed, method: str, path: str, status: int
-) -> None:
-    t = await build(registration=True)
-    assert (await t.client.request(method, path, auth=auth)).status_code == status
+    ):
+        answer = await t.client.request(method, path, auth=auth)
+        assert answer.status_code == status, (method, path)
 
 
 async def test_one_that_drains_stays_known_and_gets_nothing_until_it_resumes(
@@ -178,13 +182,8 @@ async def test_one_that_drains_stays_known_and_gets_nothing_until_it_resumes(
 ) -> None:
     t = await build(pds=2)
     release = asyncio.Event()
-
-    async def slow(received: Received) -> Response:
-        await release.wait()
-        return await answer(received)
-
     for pd in t.pds:
-        pd.behaviour = slow
+        pd.behaviour = once(release)
     running = [asyncio.create_task(t.chat(TEXT)) for _ in range(2)]
     for pd in t.pds:
         await pd.until(lambda pd: len(pd.received) == 1)
@@ -213,12 +212,7 @@ async def test_one_that_is_told_to_leave_and_resumed_stays(
 ) -> None:
     t = await build(registration=True)
     release = asyncio.Event()
-
-    async def slow(received: Received) -> Response:
-        await release.wait()
-        return await answer(received)
-
-    t.pd.behaviour = slow
+    t.pd.behaviour = once(release)
     running = asyncio.create_task(t.chat(TEXT))
     await t.pd.until(lambda pd: len(pd.received) == 1)
     await t.client.delete(f"{INSTANCES}/pd-0", auth=auth)
@@ -229,108 +223,80 @@ async def test_one_that_is_told_to_leave_and_resumed_stays(
     assert (await t.chat(TEXT)).status_code == 200
 
 
+def registered(url: str, role: str = "encode", **more: str) -> dict[str, str]:
+    return {"name": "x", "role": role, "url": url, **more}
+
+
 @pytest.mark.parametrize(
-    "url",
+    "host",
     [
-        "http://169.254.169.254",
-        "http://[fe80::1]:80",
-        "http://[::ffff:169.254.169.254]:80",
-        "http://0.0.0.0:80",
-        "http://[::]:80",
-        "http://224.0.0.1:80",
-        "http://8.8.8.8:80",
-        "http://2851995646",
+        *("169.254.169.254:80", "[fe80::1]:80", "[::ffff:169.254.169.254]:80", "0.0.0.0:80"),
+        *("[::]:80", "224.0.0.1:80", "8.8.8.8:80", "2851995646:80"),
     ],
 )
 async def test_instances_are_where_the_settings_say(
-    build: Build, auth: keyring.Signed, url: str
+    build: Build, auth: keyring.Signed, host: str
 ) -> None:
     t = await build(registration=True)
+    control = f"tcp://{host}"
     for body in (
-        {"name": "x", "role": "encode", "url": url},
-        {
-            "name": "x",
-            "role": "prefill-decode",
-            "url": "http://127.0.0.1:1",
-            "control": url.replace("http", "tcp").removesuffix(":80") + ":80",
-        },
+        registered(f"http://{host}"),
+        registered("http://127.0.0.1:1", "prefill-decode", control=control),
     ):
         refused = await t.client.post(INSTANCES, json=body, auth=auth)
         assert refused.status_code == 403, refused.text
         message = refused.json()["error"]["message"]
         assert "router.instance_networks" in message
-        assert url.removesuffix(":80").partition("//")[2] in message
+        assert host in message
     assert set(await shown(t, auth)) == {"encode-0", "pd-0"}
 
 
-async def test_to_list_everything_lists_no_link(build: Build, auth: keyring.Signed) -> None:
-    t = await build(registration=True, instance_networks=["0.0.0.0/0", "::/0"])
-    for url in ("http://169.254.169.254", "http://[fe80::1]:80", "http://0.0.0.0:80"):
-        body = {"name": "x", "role": "encode", "url": url}
-        assert (await t.client.post(INSTANCES, json=body, auth=auth)).status_code == 403
+@pytest.mark.parametrize(
+    ("networks", "asked"),
+    [
+        # To list everything lists no link.
+        (
+            ["0.0.0.0/0", "::/0"],
+            {"169.254.169.254": 403, "[fe80::1]:80": 403, "0.0.0.0:80": 403, "127.0.0.1:9": 201},
+        ),
+        (
+            ["169.254.0.0/16", "127.0.0.2/32"],
+            {"127.0.0.1:9": 403, "localhost:9": 403, "127.0.0.2:9": 201},
+        ),
+    ],
+)
+async def test_a_network_that_is_listed_is_asked(
+    build: Build, auth: keyring.Signed, networks: list[str], asked: dict[str, int]
+) -> None:
+    t = await build(registration=True, instance_networks=networks)
+    for host, status in asked.items():
+        answer = await t.client.post(INSTANCES, json=registered(f"http://{host}"), auth=auth)
+        assert answer.status_code == status, host
 
 
-async def test_a_network_that_is_listed_is_asked(build: Build, auth: keyring.Signed) -> None:
-    t = await build(registration=True, instance_networks=["169.254.0.0/16", "127.0.0.2/32"])
-    for url, status in (
-        ("http://127.0.0.1:9", 403),
-        ("http://127.0.0.2:9", 201),
-        ("http://localhost:9", 403),
+async def test_a_wrong_registration_is_refused_by_key(build: Build, auth: keyring.Signed) -> None:
+    t = await build(registration=True)
+    at = "http://127.0.0.1:1"
+    for body, status, word in (
+        ("{", 400, "JSON"),
+        (" " * 70_000, 413, "70000 bytes"),
+        ({**registered(at), "name": "a/b"}, 400, "name"),
+        (registered(at, "decoder"), 400, "role"),
+        (registered(at, "decode"), 400, "control"),
+        (registered(at, "prefill-decode"), 400, "control"),
+        (registered(at, x="1"), 400, "x"),
+        # URLs that are none, that can be read in two ways, or whose host is not known.
+        (registered("h:1"), 400, "url"),
+        (registered("http://127.0.0.1?@169.254.169.254"), 400, "url"),
+        (registered("http://127.0.0.1#x"), 400, "url"),
+        (registered("http://u@127.0.0.1"), 400, "url"),
+        (registered("http://a\\b"), 400, "url"),
+        (registered("http://no-such-host.invalid:1"), 400, "no-such-host"),
     ):
-        body = {"name": f"e-{status}", "role": "encode", "url": url}
-        assert (await t.client.post(INSTANCES, json=body, auth=auth)).status_code == status
-
-
-@pytest.mark.parametrize(
-    "url",
-    [
-        "http://127.0.0.1?@169.254.169.254",
-        "http://127.0.0.1#x",
-        "http://u@127.0.0.1",
-        "http://a\\b",
-    ],
-)
-async def test_a_url_that_can_be_read_in_two_ways_is_refused(
-    build: Build, auth: keyring.Signed, url: str
-) -> None:
-    t = await build(registration=True)
-    body = {"name": "x", "role": "encode", "url": url}
-    refused = await t.client.post(INSTANCES, json=body, auth=auth)
-    assert (refused.status_code, "url" in refused.text) == (400, True)
-
-
-async def test_a_host_that_nobody_knows_is_refused(build: Build, auth: keyring.Signed) -> None:
-    t = await build(registration=True)
-    body = {"name": "x", "role": "encode", "url": "http://no-such-host.invalid:1"}
-    refused = await t.client.post(INSTANCES, json=body, auth=auth)
-    assert (refused.status_code, "no-such-host" in refused.text) == (400, True)
-
-
-async def test_too_long_a_registration_is_refused(build: Build, auth: keyring.Signed) -> None:
-    t = await build(registration=True)
-    refused = await t.client.post(INSTANCES, content=b" " * 70_000, auth=auth)
-    assert (refused.status_code, "70000 bytes" in refused.text) == (413, True)
-
-
-@pytest.mark.parametrize(
-    ("body", "words"),
-    [
-        ("{", "JSON"),
-        ('{"name": "a/b", "role": "encode", "url": "http://h:1"}', "name"),
-        ('{"name": "a", "role": "decoder", "url": "http://h:1"}', "role"),
-        ('{"name": "a", "role": "decode", "url": "http://h:1"}', "control"),
-        ('{"name": "a", "role": "encode", "url": "h:1"}', "url"),
-        ('{"name": "a", "role": "encode", "url": "http://h:1", "x": 1}', "x"),
-        ('{"name": "a", "role": "prefill-decode", "url": "http://h:1"}', "control"),
-    ],
-)
-async def test_a_wrong_registration_is_refused_by_key(
-    build: Build, auth: keyring.Signed, body: str, words: str
-) -> None:
-    t = await build(registration=True)
-    response = await t.client.post(INSTANCES, content=body, auth=auth)
-    assert response.status_code == 400
-    assert words in response.json()["error"]["message"]
+        content = body if isinstance(body, str) else json.dumps(body)
+        refused = await t.client.post(INSTANCES, content=content, auth=auth)
+        message = refused.json()["error"]["message"]
+        assert (refused.status_code, word in message) == (status, True), (body, message)
     assert set(await shown(t, auth)) == {"encode-0", "pd-0"}
 
 
@@ -366,13 +332,8 @@ async def test_one_that_leaves_finishes_its_work_and_gets_no_more(
 ) -> None:
     t = await build(pds=2, registration=True)
     release = asyncio.Event()
-
-    async def slow(received: Received) -> Response:
-        await release.wait()
-        return await answer(received)
-
     for pd in t.pds:
-        pd.behaviour = slow
+        pd.behaviour = once(release)
     running = [asyncio.create_task(t.chat(TEXT)) for _ in range(2)]
     for pd in t.pds:
         await pd.until(lambda pd: len(pd.received) == 1)
@@ -402,12 +363,7 @@ async def test_an_encoder_stays_until_the_answer_that_needs_its_item_has_begun(
     """Its job is answered before the item is written."""
     t = await build(registration=True)
     release = asyncio.Event()
-
-    async def slow(received: Received) -> Response:
-        await release.wait()
-        return await answer(received)
-
-    t.pd.behaviour = slow
+    t.pd.behaviour = once(release)
     running = asyncio.create_task(t.chat(RED))
     await t.encoders[0].until(lambda encoder: len(encoder.received) == 1)
     await t.pd.until(lambda pd: len(pd.received) == 1)
@@ -431,12 +387,7 @@ async def test_one_that_registers_again_while_it_leaves_stays(
     body = await newcomers.start("p", "prefill-decode")
     await t.client.post(INSTANCES, json=body, auth=auth)
     release = asyncio.Event()
-
-    async def slow(received: Received) -> Response:
-        await release.wait()
-        return await answer(received)
-
-    newcomers.instances[0].behaviour = slow
+    newcomers.instances[0].behaviour = once(release)
     running = asyncio.create_task(t.chat(TEXT))
     await newcomers.instances[0].until(lambda pd: len(pd.received) == 1)
     await t.client.delete(f"{INSTANCES}/p", auth=auth)

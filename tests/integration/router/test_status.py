@@ -14,7 +14,7 @@ from epd_portable.config.secret import Secret
 from epd_portable.router.observability.status import MAX_ENDED_SHOWN, SCHEMA
 from epd_portable.wire.outcomes import Fallback
 from tests.integration.router.conftest import Build, Topology
-from tests.integration.router.stand_in import DEADLINE_S, Received, answer, refuse
+from tests.integration.router.stand_in import DEADLINE_S, Received, answer, once, refuse
 from tests.integration.router.test_requests import BLUE, RED, TEXT
 from tests.integration.router.test_warm_up import transferring
 from tests.keyring import secret
@@ -60,37 +60,29 @@ async def with_outcome(received: Received) -> Response:
     return JSONResponse({"choices": [], "ec_transfer_params": {"instance": "pd-0", "items": items}})
 
 
-async def test_without_a_key_it_tells_what_health_tells_everybody(build: Build) -> None:
-    t = await build()
-    told = (await t.client.get("/status.json")).json()
-    assert told == {"schema": SCHEMA, **(await t.client.get("/health")).json()}
-
-
-async def test_a_key_of_another_secret_is_refused(build: Build) -> None:
-    t = await build()
-    other = bearer(Secret("another secret of thirty-two characters"))
-    answer = await t.client.get("/status.json", headers=other)
-    assert answer.status_code == 401
-    assert "epd-launch page" in answer.json()["error"]["message"]
-
-
-async def test_a_key_is_refused_when_its_time_is_over(build: Build) -> None:
-    t = await build()
-    answer = await t.client.get("/status.json", headers=bearer(valid_s=-2))
-    assert answer.status_code == 401
-    assert "time of this key" in answer.json()["error"]["message"]
-
-
-async def test_a_key_opens_nothing_but_the_page(build: Build) -> None:
+async def test_only_a_key_shows_more_than_health_does_and_it_opens_nothing_else(
+    build: Build,
+) -> None:
     t = await build(registration=True)
+    health = (await t.client.get("/health")).json()
+    assert (await t.client.get("/status.json")).json() == {"schema": SCHEMA, **health}
+    other = bearer(Secret("another secret of thirty-two characters"))
+    for headers, word in ((other, "epd-launch page"), (bearer(valid_s=-2), "time of this key")):
+        refused = await t.client.get("/status.json", headers=headers)
+        assert refused.status_code == 401
+        assert word in refused.json()["error"]["message"]
     assert "instances" not in (await t.client.get("/health", headers=bearer())).json()
     assert (await t.client.get("/epd/instances", headers=bearer())).status_code == 401
+    assert (await t.client.post("/status.json", headers=bearer())).status_code == 405
+    # Looks do not count as requests.
+    await status(t)
+    assert await t.metric('epd_router_requests_total{endpoint="other",status="200"}') == 0
 
 
 async def test_it_shows_the_instances_as_they_are(build: Build) -> None:
     t = await build(encoders=1, pds=2)
     await t.pds[1].serving.stop()
-    found = await until(t, lambda told: told["instances"][2]["state"] == "down")
+    found = await until(t, lambda shown: shown["instances"][2]["state"] == "down")
     assert found["model"] == "demo"
     encoder, pd, down = found["instances"]
     assert (encoder["name"], encoder["role"], encoder["state"]) == ("encode-0", "encode", "up")
@@ -101,7 +93,7 @@ async def test_it_shows_the_instances_as_they_are(build: Build) -> None:
 async def test_it_counts_what_goes_between_instances(build: Build) -> None:
     t = await build(encoders=1, pds=1, behaviour=with_outcome)
     await t.chat(TEXT, RED, BLUE)
-    (pair,) = (await until(t, lambda told: told["pairs"] and told["pairs"][0]["count"] == 2))[
+    (pair,) = (await until(t, lambda shown: shown["pairs"] and shown["pairs"][0]["count"] == 2))[
         "pairs"
     ]
     assert pair == {
@@ -117,7 +109,7 @@ async def test_it_counts_what_goes_between_instances(build: Build) -> None:
 
 async def test_the_path_of_a_pair_is_known_as_soon_as_it_has_met(build: Build) -> None:
     t = await build(pds=["prefill-decode"], warm_up=True, behaviour=transferring())
-    found = await until(t, lambda told: told["pairs"])
+    found = await until(t, lambda shown: shown["pairs"])
     (pair,) = found["pairs"]
     assert (pair["source"], pair["target"], pair["path"]) == ("encode-0", "pd-0", "shm")
     assert (pair["count"], pair["reported"]) == (1, 1)
@@ -136,26 +128,17 @@ async def test_it_shows_the_fallbacks_that_were_used_and_when(build: Build) -> N
 
 async def test_it_shows_the_stages_of_requests(build: Build) -> None:
     may_encode, may_answer = asyncio.Event(), asyncio.Event()
-
-    async def encoding(received: Received) -> Response:
-        await may_encode.wait()
-        return await answer(received)
-
-    async def answering(received: Received) -> Response:
-        await may_answer.wait()
-        return await answer(received)
-
-    t = await build(encoding=encoding, behaviour=answering)
+    t = await build(encoding=once(may_encode), behaviour=once(may_answer))
     asking = asyncio.create_task(t.chat(TEXT, RED))
-    found = await until(t, lambda told: told["requests"] and told["requests"][0]["items"])
+    found = await until(t, lambda shown: shown["requests"] and shown["requests"][0]["items"])
     (request,) = found["requests"]
     assert (found["in_flight"], found["waiting"]) == (1, 0)
     assert (request["status"], request["ended_at"]) == (0, 0)
     may_encode.set()
-    await until(t, lambda told: told["requests"][0]["items"][0]["jobs"][0]["end"])
+    await until(t, lambda shown: shown["requests"][0]["items"][0]["jobs"][0]["end"])
     may_answer.set()
     named = (await asking).headers["x-request-id"]
-    (request,) = (await until(t, lambda told: not told["in_flight"]))["requests"]
+    (request,) = (await until(t, lambda shown: not shown["in_flight"]))["requests"]
     assert (request["id"], request["status"], request["items_in_all"]) == (named, 200, 1)
     (job,) = request["items"][0]["jobs"]
     (leg,) = request["legs"]
@@ -174,10 +157,10 @@ async def test_those_in_flight_come_first_and_the_rest_is_bounded(build: Build) 
 
     t = await build(behaviour=behave)
     hanging = [asyncio.create_task(t.chat(TEXT, stream=True)) for _ in range(12)]
-    await until(t, lambda told: told["in_flight"] == 12)
+    await until(t, lambda shown: shown["in_flight"] == 12)
     for _ in range(MAX_ENDED_SHOWN + 3):
         last = await t.chat(TEXT)
-    found = await until(t, lambda told: told["in_flight"] == 12)
+    found = await until(t, lambda shown: shown["in_flight"] == 12)
     shown = found["requests"]
     assert [bool(each["ended_at"]) for each in shown] == [False] * 10 + [True] * MAX_ENDED_SHOWN
     assert shown[10]["id"] == last.headers["x-request-id"]
@@ -188,7 +171,7 @@ async def test_those_in_flight_come_first_and_the_rest_is_bounded(build: Build) 
 async def test_what_has_not_changed_is_not_sent_again(build: Build) -> None:
     t = await build()
     # The first look has the engines asked for their figures.
-    await until(t, lambda told: all(each["engine"] for each in told["instances"]))
+    await until(t, lambda shown: all(each["engine"] for each in shown["instances"]))
     first = await t.client.get("/status.json", headers=bearer())
     known = {**bearer(), "if-none-match": first.headers["etag"]}
     second = await t.client.get("/status.json", headers=known)
@@ -209,7 +192,7 @@ async def test_engines_are_asked_for_figures_only_while_somebody_looks(build: Bu
     )
     await asyncio.sleep(0.05)
     assert not t.pd.metrics_asked
-    found = await until(t, lambda told: told["instances"][1]["engine"])
+    found = await until(t, lambda shown: shown["instances"][1]["engine"])
     assert found["instances"][1]["engine"] == {
         "running": 3,
         "waiting": 2,
@@ -238,25 +221,8 @@ async def test_the_pages_files_are_there_and_let_nothing_else_in(build: Build) -
         assert again.status_code == 304
         # Nothing of it lies elsewhere.
         assert not re.findall(r"https?://(?!www\.w3\.org/2000/svg)", answer.text)
-
-
-async def test_the_page_has_words_for_fallbacks_and_a_place_for_every_role(
-    build: Build,
-) -> None:
-    t = await build()
+    # It has words for fallbacks, and a place for every role.
     script = (await t.client.get("/status.js")).text
     for name, known in (("FALLBACK_WORDS", get_args(Fallback)), ("STAGES", ROLES)):
         table = script.partition(f"const {name} = {{")[2].partition("\n};")[0]
         assert set(re.findall(r'(?:^|[\s,{])"?([a-z_-]+)"?: ["\[]', table)) == set(known)
-
-
-async def test_looks_are_not_counted_as_requests(build: Build) -> None:
-    t = await build()
-    await t.client.get("/")
-    await status(t)
-    assert await t.metric('epd_router_requests_total{endpoint="other",status="200"}') == 0
-
-
-async def test_nothing_is_changed_at_the_page(build: Build) -> None:
-    t = await build()
-    assert (await t.client.post("/status.json")).status_code == 405
