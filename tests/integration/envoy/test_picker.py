@@ -221,6 +221,28 @@ def gateway(config: dict[str, Any]) -> dict[str, Any]:
     return config
 
 
+@contextlib.asynccontextmanager
+async def asking(config: dict[str, Any], folder: Path) -> AsyncIterator[httpx.AsyncClient]:
+    """Run an Envoy that is configured so; give who asks it when it answers."""
+    path = folder / "gateway.json"
+    path.write_text(json.dumps(config))
+    [listener] = config["static_resources"]["listeners"]
+    base = f"http://127.0.0.1:{listener['address']['socket_address']['port_value']}"
+    process = await envoy.start(path, threads=1)
+    try:
+        async with httpx.AsyncClient(base_url=base, timeout=DEADLINE_S) as client:
+            async with asyncio.timeout(DEADLINE_S):
+                answered = False
+                while not answered:
+                    with contextlib.suppress(httpx.TransportError):
+                        answered = (await client.get("/health")).status_code == 200
+                    await asyncio.sleep(0.02)
+            yield client
+    finally:
+        process.terminate()
+        await process.wait()
+
+
 @pytest.mark.parametrize("roles", [("prefill-decode",), SPLIT], ids=" ".join)
 @pytest.mark.parametrize("streamed", [False, True])
 async def test_a_gateway_that_streams_bodies_both_ways_is_served(
@@ -236,44 +258,27 @@ async def test_a_gateway_that_streams_bodies_both_ways_is_served(
 
     t = await split(build, *roles, encoders=1, behaviour=generate, item_outcomes=False)
     folder = tmp_path / "picker"
-    settings = t.settings.model_copy(update={"port": free_port()})
-    config = gateway(
-        envoy.bootstrap(
-            settings,
-            endpoints=folder / "endpoints.json",
-            picker=folder / "picker.sock",
-        )
+    config = envoy.bootstrap(
+        t.settings.model_copy(update={"port": free_port()}),
+        endpoints=folder / "endpoints.json",
+        picker=folder / "picker.sock",
     )
-    path = tmp_path / "gateway.json"
-    path.write_text(json.dumps(config))
-    process = await envoy.start(path, threads=1)
-    try:
-        base = f"http://127.0.0.1:{settings.port}"
-        async with httpx.AsyncClient(base_url=base, timeout=DEADLINE_S) as client:
-            while True:
-                try:
-                    if (await client.get("/health")).status_code == 200:
-                        break
-                except httpx.TransportError:
-                    await asyncio.sleep(0.02)
-            large = "text " * 50_000
-            parts = [RED, {"type": "text", "text": large}]
-            body = {"messages": [{"role": "user", "content": parts}], "stream": streamed}
-            response = await client.post("/v1/chat/completions", json=body)
-        assert response.status_code == 200
-        if streamed:
-            assert response.text == "data: 0\n\ndata: 1\n\ndata: 2\n\n"
-        else:
-            assert response.json() == {"choices": ["x" * 200_000]}
-        [transfer] = t.pd.received[0].params["transfers"]
-        [job] = t.encoders[0].received[0].params["transfers"]
-        assert transfer["transfer_id"] == job["transfer_id"]
-        answered = t.pds[-1].received[0].body
-        assert answered["messages"][0]["content"][1]["text"] == large
-        assert answered.get("kv_transfer_params") == (KV if roles == SPLIT else None)
-    finally:
-        process.terminate()
-        await process.wait()
+    large = "text " * 50_000
+    parts = [RED, {"type": "text", "text": large}]
+    body = {"messages": [{"role": "user", "content": parts}], "stream": streamed}
+    async with asking(gateway(config), tmp_path) as client:
+        response = await client.post("/v1/chat/completions", json=body)
+    assert response.status_code == 200
+    if streamed:
+        assert response.text == "data: 0\n\ndata: 1\n\ndata: 2\n\n"
+    else:
+        assert response.json() == {"choices": ["x" * 200_000]}
+    [transfer] = t.pd.received[0].params["transfers"]
+    [job] = t.encoders[0].received[0].params["transfers"]
+    assert transfer["transfer_id"] == job["transfer_id"]
+    answered = t.pds[-1].received[0].body
+    assert answered["messages"][0]["content"][1]["text"] == large
+    assert answered.get("kv_transfer_params") == (KV if roles == SPLIT else None)
 
 
 @contextlib.asynccontextmanager
@@ -357,24 +362,11 @@ async def test_a_gateway_of_others_asks_where_nobody_else_can(
             [each] = asked["load_assignment"]["endpoints"][0]["lb_endpoints"]
             address = {"address": "127.0.0.1", "port_value": port}
             each["endpoint"]["address"] = {"socket_address": address}
-        path = tmp_path / "gateway.json"
-        path.write_text(json.dumps(config))
-        process = await envoy.start(path, threads=1)
-        try:
-            base = f"http://127.0.0.1:{settings.port}"
-            async with httpx.AsyncClient(base_url=base, timeout=DEADLINE_S) as client:
-                while True:
-                    with contextlib.suppress(httpx.TransportError):
-                        if (await client.get("/health")).status_code == 200:
-                            break
-                    await asyncio.sleep(0.02)
-                body = {"messages": [{"role": "user", "content": [RED]}]}
-                assert (await client.post("/v1/chat/completions", json=body)).status_code == 200
-            token = secret().instance_token()
-            assert t.pd.received[-1].headers[INSTANCE_TOKEN_HEADER] == token
-        finally:
-            process.terminate()
-            await process.wait()
+        async with asking(config, tmp_path) as client:
+            body = {"messages": [{"role": "user", "content": [RED]}]}
+            assert (await client.post("/v1/chat/completions", json=body)).status_code == 200
+        token = secret().instance_token()
+        assert t.pd.received[-1].headers[INSTANCE_TOKEN_HEADER] == token
         if over == "unix":
             assert not (tmp_path / "asked.sock").stat().st_mode & 0o022
             return

@@ -64,6 +64,32 @@ def picture(content: bytes = b"", nbytes: int = SMALL_BYTES) -> dict[str, Any]:
 RED, BLUE = picture(b"red"), picture(b"blue")
 
 
+def configured(*plugins: str | dict[str, Any], **profiles: dict[str, float]) -> dict[str, Any]:
+    """Return a configuration of plug-ins, by type or whole, and their weights in profiles."""
+    return {
+        "plugins": [{"type": each} if isinstance(each, str) else each for each in plugins],
+        "schedulingProfiles": [
+            {
+                "name": name,
+                "plugins": [
+                    {"pluginRef": plugin, "weight": weight} for plugin, weight in weights.items()
+                ],
+            }
+            for name, weights in profiles.items()
+        ],
+    }
+
+
+async def explained(t: Topology, path: str, **body: Any) -> list[dict[str, Any]]:
+    """Ask with a key, and return the reasons of what was chosen."""
+    wanted = {**bearer(KEY), "x-epd-explain": "1"}
+    response = await t.client.post(path, json=body, headers=wanted)
+    assert response.status_code == 200
+    found = json.loads(response.headers["x-epd-explain"])
+    assert isinstance(found, list)
+    return found
+
+
 def asked(t: Topology) -> list[int]:
     return [len(pd.received) for pd in t.pds]
 
@@ -195,21 +221,16 @@ async def test_who_holds_a_key_is_told_why(build: Build, tmp_path: Path) -> None
     assert response.status_code == 503 and "x-epd-explain" in response.headers
 
 
-async def test_a_router_without_keys_explains_to_nobody(build: Build) -> None:
-    t = await build()
-    body = {"messages": [{"role": "user", "content": "hi"}]}
-    given = {"x-epd-explain": "1"}
-    response = await t.client.post("/v1/chat/completions", json=body, headers=given)
-    assert response.status_code == 200 and "x-epd-explain" not in response.headers
-
-
-async def test_the_default_is_explained_too(build: Build, tmp_path: Path) -> None:
-    t = await build(api_keys_file=keys_file(tmp_path, KEY))
+@pytest.mark.parametrize("keys", [False, True])
+async def test_the_default_is_explained_too_but_by_no_router_without_keys(
+    build: Build, tmp_path: Path, keys: bool
+) -> None:
+    t = await build(**({"api_keys_file": keys_file(tmp_path, KEY)} if keys else {}))
     given = {**bearer(KEY), "x-epd-explain": "1"}
-    body = {"prompt": "once"}
-    response = await t.client.post("/v1/completions", json=body, headers=given)
-    (decode,) = json.loads(response.headers["x-epd-explain"])
-    assert (decode["profile"], decode["winner"]) == ("default", "pd-0")
+    response = await t.client.post("/v1/completions", json={"prompt": "once"}, headers=given)
+    assert response.status_code == 200
+    explained = json.loads(response.headers.get("x-epd-explain", "[]"))
+    assert [(e["profile"], e["winner"]) for e in explained] == [("default", "pd-0")] * keys
 
 
 def settings(choice: object) -> RouterSettings:
@@ -234,21 +255,16 @@ async def test_a_file_is_read_when_the_router_starts(tmp_path: Path) -> None:
 
 # Prompts that others compute.
 
-SPLIT = {
-    "plugins": [
-        {"type": "prefix-cache-scorer"},
-        {"type": "queue-scorer"},
-        {"type": "prefix-based-pd-decider", "parameters": {"nonCachedTokens": 100}},
-        {
-            "type": "disagg-profile-handler",
-            "parameters": {"deciders": {"prefill": "prefix-based-pd-decider"}},
-        },
-    ],
-    "schedulingProfiles": [
-        {"name": "prefill", "plugins": [{"pluginRef": "prefix-cache-scorer", "weight": 4}]},
-        {"name": "decode", "plugins": [{"pluginRef": "queue-scorer"}]},
-    ],
-}
+SPLIT = configured(
+    *("prefix-cache-scorer", "queue-scorer"),
+    {"type": "prefix-based-pd-decider", "parameters": {"nonCachedTokens": 100}},
+    {
+        "type": "disagg-profile-handler",
+        "parameters": {"deciders": {"prefill": "prefix-based-pd-decider"}},
+    },
+    prefill={"prefix-cache-scorer": 4},
+    decode={"queue-scorer": 1},
+)
 
 
 async def test_long_prompts_are_computed_apart_where_their_beginning_is(
@@ -259,15 +275,9 @@ async def test_long_prompts_are_computed_apart_where_their_beginning_is(
     t = await build(pds=pds, choice=SPLIT, api_keys_file=keys)
     for pd in t.pds[:2]:
         pd.behaviour = compute
-    wanted = {**bearer(KEY), "x-epd-explain": "1"}
 
     async def ask(text: str) -> list[dict[str, Any]]:
-        body = {"prompt": text}
-        response = await t.client.post("/v1/completions", json=body, headers=wanted)
-        assert response.status_code == 200
-        found = json.loads(response.headers["x-epd-explain"])
-        assert isinstance(found, list)
-        return found
+        return await explained(t, "/v1/completions", prompt=text)
 
     _, stays = await ask("short")
     assert (stays["stage"], stays["winner"]) == ("prefill", "pd-2")
@@ -308,12 +318,9 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 async def test_prompts_count_where_they_are_not_cached_until_the_answer_begins(
     build: Build, tmp_path: Path
 ) -> None:
-    choice = {
-        "plugins": [{"type": "token-load-scorer", "parameters": {"queueThresholdTokens": 1000}}],
-        "schedulingProfiles": [
-            {"name": "decode", "plugins": [{"pluginRef": "token-load-scorer"}]},
-        ],
-    }
+    limit = {"queueThresholdTokens": 1000}
+    scorer = {"type": "token-load-scorer", "parameters": limit}
+    choice = configured(scorer, decode={"token-load-scorer": 1})
     goes_on, ends = asyncio.Event(), asyncio.Event()
 
     async def pieces() -> AsyncIterator[bytes]:
@@ -329,14 +336,12 @@ async def test_prompts_count_where_they_are_not_cached_until_the_answer_begins(
     t = await build(
         encoders=0, behaviour=waits, choice=choice, api_keys_file=keys_file(tmp_path, KEY)
     )
-    asking = {**bearer(KEY), "x-epd-explain": "1"}
     long = {"messages": [{"role": "user", "content": "x" * 2000}]}
-    short = {"messages": [{"role": "user", "content": "short"}]}
+    short = [{"role": "user", "content": "short"}]
 
     async def load() -> int:
         """Return the tokens in flight, and those of the short request."""
-        told = await t.client.post("/v1/chat/completions", json=short, headers=asking)
-        [choice] = json.loads(told.headers["x-epd-explain"])
+        [choice] = await explained(t, "/v1/chat/completions", messages=short)
         return round(1000 * (1 - choice["scores"]["pd-0"]["total"]))
 
     new = await load()
@@ -366,19 +371,12 @@ async def test_prompts_count_where_they_are_not_cached_until_the_answer_begins(
 async def test_a_header_names_the_profile_where_the_configuration_lets_it(
     build: Build, tmp_path: Path
 ) -> None:
-    choice = {
-        "plugins": [
-            {"type": "header-profile-handler"},
-            *(
-                {"type": "by-label", "name": f"only-{n}", "parameters": {"label": n}}
-                for n in ("decode", "other")
-            ),
-        ],
-        "schedulingProfiles": [
-            {"name": "decode", "plugins": []},
-            {"name": "nobody", "plugins": [{"pluginRef": "only-other"}]},
-        ],
-    }
+    choice = configured(
+        "header-profile-handler",
+        {"type": "by-label", "name": "only-other", "parameters": {"label": "other"}},
+        decode={},
+        nobody={"only-other": 1},
+    )
     t = await build(encoders=0, choice=choice)
     body = {"messages": [{"role": "user", "content": "hello"}]}
     for given, status in (("", 200), ("decode", 200), ("nobody", 503), ("unknown", 503)):
@@ -410,23 +408,11 @@ async def test_a_users_plugin_that_cannot_be_made_is_said_so(installed: Path) ->
         Router(settings(choice))
 
 
-QUEUES = {
-    "plugins": [
-        {"type": "queue-scorer"},
-        {"type": "encode-pixels-scorer"},
-        {"type": "kv-cache-utilization-scorer"},
-    ],
-    "schedulingProfiles": [
-        {
-            "name": "decode",
-            "plugins": [
-                {"pluginRef": "queue-scorer", "weight": 2},
-                {"pluginRef": "kv-cache-utilization-scorer"},
-            ],
-        },
-        {"name": "encode", "plugins": [{"pluginRef": "encode-pixels-scorer"}]},
-    ],
-}
+QUEUES = configured(
+    *("queue-scorer", "encode-pixels-scorer", "kv-cache-utilization-scorer"),
+    decode={"queue-scorer": 2, "kv-cache-utilization-scorer": 1},
+    encode={"encode-pixels-scorer": 1},
+)
 
 
 async def test_engines_that_are_busy_for_others_get_less(build: Build, tmp_path: Path) -> None:
@@ -453,14 +439,12 @@ async def test_engines_that_are_busy_for_others_get_less(build: Build, tmp_path:
     ]
     try:
         await asyncio.wait_for(all_known(), DEADLINE_S)
-        body = {"messages": [{"role": "user", "content": [RED, TEXT]}]}
-        shown = {"x-epd-explain": "1", **bearer(KEY)}
-        response = await t.client.post("/v1/chat/completions", json=body, headers=shown)
+        messages = [{"role": "user", "content": [RED, TEXT]}]
+        decode, encode = await explained(t, "/v1/chat/completions", messages=messages)
     finally:
         for task in telling:
             task.cancel()
         await asyncio.gather(*telling, return_exceptions=True)
-    decode, encode = json.loads(response.headers["x-epd-explain"])
     assert decode["winner"] == "pd-1"
     assert decode["scores"]["pd-0"]["kv-cache-utilization-scorer"] == 0.5
     assert decode["scores"]["pd-1"]["queue-scorer"] == 2
@@ -468,8 +452,6 @@ async def test_engines_that_are_busy_for_others_get_less(build: Build, tmp_path:
 
 
 async def test_nobody_is_asked_for_loads_that_no_plugin_wants(build: Build) -> None:
-    by_weight = {"name": "decode", "plugins": [{"pluginRef": "weight-scorer"}]}
-    plugins = [{"type": "weight-scorer"}]
-    for choice in (None, {"plugins": plugins, "schedulingProfiles": [by_weight]}):
+    for choice in (None, configured("weight-scorer", decode={"weight-scorer": 1})):
         t = await build(choice=choice)
         assert t.router.router._loads is None
