@@ -9,10 +9,10 @@ from epd_portable.config import document, problems
 from epd_portable.config.routing import MAX_ENCODERS
 from epd_portable.connector import consumer
 from epd_portable.connector.stores import writer
-from epd_portable.delivery import circuit_breaker, instances, replies
+from epd_portable.delivery import circuit_breaker, fallbacks, instances, replies
 from epd_portable.launch.plan import ports
 from epd_portable.launch.run import lifecycle, supervisor
-from epd_portable.router import exchange, prefill
+from epd_portable.router import prefill
 from epd_portable.router.contents import body
 from epd_portable.router.fleet import health_probes, registration
 from epd_portable.router.http import server_connection
@@ -32,7 +32,7 @@ def setting(name: str) -> str:
 IN_THE_CODE = {
     "encoders tried for one item": str(MAX_ENCODERS),
     "refused announcements of one item": str(consumer.MAX_REFUSED),
-    "times that a request is sent": str(exchange.MAX_PD_ATTEMPTS),
+    "times that a request is sent": str(fallbacks.MAX_PD_ATTEMPTS),
     "prefill instances asked for one prompt": str(prefill.MAX_PREFILLS),
     "connecting to an instance": setting("connect_timeout_s"),
     "one encode job": {
