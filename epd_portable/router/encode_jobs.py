@@ -25,8 +25,7 @@ from epd_portable.router.contents.body import CHAT_PATH, size
 from epd_portable.router.contents.cut_text import Segments
 from epd_portable.router.contents.media import MediaItem
 from epd_portable.router.fleet.control import ControlChannels, Inbox
-from epd_portable.router.http.upstream import Upstream
-from epd_portable.router.http.upstream_connection import UpstreamError
+from epd_portable.router.http.upstream import Upstream, UpstreamError
 from epd_portable.router.observability.record import Leg, RequestRecord
 from epd_portable.router.selector import Selection
 from epd_portable.router.settings import RouterSettings

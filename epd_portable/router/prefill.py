@@ -30,7 +30,7 @@ from epd_portable.router.contents.body import (
 )
 from epd_portable.router.contents.cut_text import Segments, opens
 from epd_portable.router.encode_jobs import Attempt
-from epd_portable.router.http.upstream_connection import UpstreamError
+from epd_portable.router.http.upstream import UpstreamError
 from epd_portable.router.relay import Relay
 from epd_portable.router.selector import Selection
 from epd_portable.wire.outcomes import FailureKind

@@ -15,8 +15,7 @@ from epd_portable.router.client_exchange import EVENTS, ClientExchange
 from epd_portable.router.contents.body import Call
 from epd_portable.router.contents.cut_text import Segments
 from epd_portable.router.encode_jobs import Attempt
-from epd_portable.router.http.upstream import Upstream
-from epd_portable.router.http.upstream_connection import InstanceAnswer, UpstreamError
+from epd_portable.router.http.upstream import InstanceAnswer, Upstream, UpstreamError
 from epd_portable.router.observability.metrics import Metrics
 from epd_portable.router.selector import Selection
 from epd_portable.router.settings import RouterSettings

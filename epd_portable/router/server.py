@@ -366,7 +366,7 @@ class Router:
                 client.wait_for_media()
                 await linked.fetch()
                 call = await self._parsed(path, data, rules, linked)
-                body.grow(len(data) + linked.nbytes)
+                body.count(len(data) + linked.nbytes)
             return call
 
     async def _parsed(
@@ -460,19 +460,22 @@ class Router:
         shortest = min(settings.body_timeout_s, settings.send_timeout_s)
         while True:
             await asyncio.sleep(min(SWEEP_EVERY_S, shortest / 4))
-            now = time.monotonic()
-            for client in tuple(self.in_flight):
-                if 0 < client.reading_since < now - settings.body_timeout_s:
-                    client.overdue = True
-                    client.reading_since = 0.0
-                    client.work.cancel()
-                elif 0 < client.sending_since < now - settings.send_timeout_s:
-                    logger.warning(
-                        "request %s: its client took nothing for %g s",
-                        client.request_id,
-                        settings.send_timeout_s,
-                    )
-                    client.give_up()
+            # No client is referred to while this sleeps.
+            self._give_up_slow_clients(time.monotonic())
+
+    def _give_up_slow_clients(self, now: float) -> None:
+        for client in tuple(self.in_flight):
+            if 0 < client.reading_since < now - self.settings.body_timeout_s:
+                client.overdue = True
+                client.reading_since = 0.0
+                client.work.cancel()
+            elif 0 < client.sending_since < now - self.settings.send_timeout_s:
+                logger.warning(
+                    "request %s: its client took nothing for %g s",
+                    client.request_id,
+                    self.settings.send_timeout_s,
+                )
+                client.give_up()
 
     def _too_slow(self) -> RequestError:
         return RequestError(

@@ -7,15 +7,13 @@ or audio clip is decoded, copied or encoded on its way.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from typing import cast
 
 import msgspec
 
 from epd_portable.errors import RequestError
 from epd_portable.media.limits import MediaLimits, check_settings
-from epd_portable.router.contents import media
 from epd_portable.router.contents.cut_text import CutText, Data, Segments, decode, opens
-from epd_portable.router.contents.media import LinkedMedia, MediaItem, MediaReader
+from epd_portable.router.contents.media import LinkedMedia, MediaItem, MediaReader, Part
 from epd_portable.wire.params import EncodedItem, EncodeParams, EncodeTransfer, PrefillParams
 
 CHAT_PATH = "/v1/chat/completions"
@@ -39,6 +37,20 @@ MAX_STRINGS = 100_000
 some 60 bytes and 50 ns while the body is read, even one of 2 bytes in it. There are no more values
 than commas, and no more names than strings; a prompt of tokens has many values, but is not taken
 apart."""
+
+_RESPONSES = frozenset({RESPONSES_PATH, RESPONSES_PATH + RENDER})
+_ANTHROPIC = frozenset({MESSAGES_PATH, MESSAGES_PATH + RENDER, COUNT_PATH})
+_ENCODED_APART = frozenset({CHAT_PATH, RESPONSES_PATH, MESSAGES_PATH})
+"""Paths whose items go to encoders; those of others a prefill+decode instance encodes itself."""
+_MESSAGES = (frozenset({"messages"}), 'a list of messages, [{"role": "user", "content": "..."}]')
+_INPUT = (frozenset({"input"}), 'a text, or a list like [{"role": "user", "content": "..."}]')
+_PROMPTS: Mapping[str, tuple[frozenset[str], str]] = {
+    CHAT_PATH: _MESSAGES,
+    COMPLETION_PATH: (frozenset({"prompt", "prompt_embeds"}), "the text to complete"),
+    **dict.fromkeys(_ANTHROPIC, _MESSAGES),
+    **dict.fromkeys(_RESPONSES, _INPUT),
+}
+"""Fields of which one holds the prompt, and an example, by the path."""
 
 _ENCODER_SETTINGS = ("mm_processor_kwargs", "media_io_kwargs")
 """Fields that change what the encoder computes."""
@@ -65,6 +77,8 @@ _WITH_SOUND = frozenset({"video", "audio"})
 encoded where the whole prompt is."""
 
 
+MEDIA_SUFFIX = "-media"
+"""What is added to an item's name when its media are sent after its metadata."""
 KV = "kv_transfer_params"
 STRIPPED = frozenset({"ec_transfer_params", KV})
 """Fields that travel between the router and its instances; what a client puts there is dropped.
@@ -77,8 +91,6 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True):
     """What requests may ask for.
 
     Attributes:
-        models: Names that may be asked for; ``None`` leaves that to the instances, which know
-            their adapters.
         max_items: Most images, videos and audio clips in one request.
         limits: What media may become when they are decoded.
         pd_takes_media: Whether prefill+decode instances hold an encoder, or whether metadata go to
@@ -86,7 +98,6 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True):
         takes_kv: Whether it comes from a hop that may say where the KV of its prompt is.
     """
 
-    models: frozenset[str] | None = None
     max_items: int = 64
     limits: MediaLimits = MediaLimits()
     pd_takes_media: bool = True
@@ -139,7 +150,14 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
         """
         fields = self.fields
         if metadata is not None:
-            fields = {**fields, "messages": media.with_metadata(self._messages, metadata)}
+
+            def described(name: str, part: Part) -> object:
+                if (item := metadata.get(name)) is None:
+                    return part
+                kind = f"{item.modality}_embeds"
+                return {"type": kind, kind: item.metadata, "uuid": name}
+
+            fields = self._with_items(described)
         if params is not None:
             fields = {**fields, "ec_transfer_params": params}
         elif metadata is None and not self.changed:
@@ -162,21 +180,57 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
         return self.cut.segments(msgspec.json.encode(job))
 
     def renamed(self) -> Call:
-        """Return this call with names for its items that were never sent without media."""
-        messages, items = media.renamed(self._messages, self.items)
-        fields = {**self.fields, "messages": messages}
+        """Return this call with names for its items that were never sent without media.
+
+        The engine keeps what its front end made of an item under the item's name. Made from
+        metadata alone, it holds no pixels, and no later request with the media would bring them.
+        """
+
+        def with_other_name(name: str, part: Part) -> Part:
+            return {**part, "uuid": msgspec.Raw(msgspec.json.encode(name + MEDIA_SUFFIX))}
+
+        items = tuple(
+            msgspec.structs.replace(
+                item,
+                item_uuid=item.item_uuid + MEDIA_SUFFIX,
+                part=with_other_name(item.item_uuid, item.part),
+            )
+            for item in self.items
+        )
+        fields = self._with_items(with_other_name)
         return msgspec.structs.replace(self, changed=True, fields=fields, items=items)
 
     def without(self, names: Collection[str]) -> Call:
         """Return this call with texts in place of some of its items."""
         missing = {each.item_uuid: each.modality for each in self.items if each.item_uuid in names}
-        fields = {**self.fields, "messages": media.without(self._messages, missing)}
+
+        def noted(name: str, part: Part) -> object:
+            if name not in missing:
+                return part
+            return {"type": "text", "text": f"[{missing[name]} not available]"}
+
         items = tuple(each for each in self.items if each.item_uuid not in missing)
+        fields = self._with_items(noted)
         return msgspec.structs.replace(self, changed=True, fields=fields, items=items)
 
-    @property
-    def _messages(self) -> list[object]:
-        return cast("list[object]", self.fields["messages"])
+    def _with_items(self, write: Callable[[str, Part], object]) -> Mapping[str, object]:
+        """Return the fields with other parts for the items of a chat."""
+        messages = self.fields["messages"]
+        assert isinstance(messages, list), "a chat with items has messages that name them"
+        return {**self.fields, "messages": [_with_items(each, write) for each in messages]}
+
+
+def _with_items(message: object, write: Callable[[str, Part], object]) -> object:
+    """Apply ``write`` to the parts that hold items; only those are dictionaries with a name."""
+    if not isinstance(message, dict) or not isinstance(message.get("content"), list):
+        return message
+    content = [
+        write(msgspec.json.decode(part["uuid"], type=str), part)
+        if isinstance(part, dict) and "uuid" in part
+        else part
+        for part in message["content"]
+    ]
+    return {**message, "content": content}
 
 
 class _ProcessorSettings(msgspec.Struct):
@@ -208,77 +262,77 @@ def read_call(path: str, data: Data, rules: Rules, linked: LinkedMedia | None = 
     Raises:
         RequestError: 4xx; names the place, the value and the remedy.
     """
-    cut, fields, changed = _read_object(path, data, rules)
+    cut, fields, changed = _read_object(data, rules)
+    _check_fields(path, fields)
+    model = _given(fields, "model")
     call = Call(
         path=path,
         cut=cut,
         changed=changed,
         fields=fields,
-        model=_model(cut, fields, rules),
+        model="" if model is None else cut.text(model, "model"),
         stream=_is_true(fields, "stream"),
+        takes_metadata=path == CHAT_PATH,
     )
-    return _READERS.get(path, _read_other)(call, fields, rules, linked)
+    walks = _walks(path, fields)
+    if not walks:
+        return call
+    settings = {} if path in _ANTHROPIC else _settings(fields)
+    reader = _reader(call, fields, settings, rules, linked)
+    read = {name: walk(reader, fields[name], name) for name, walk in walks.items()}
+    if reader.count and path != CHAT_PATH and not rules.pd_takes_media:
+        raise RequestError(
+            "images, videos and audio clips are taken in chat requests only: the prefill+decode "
+            f"instances hold no encoder; send them to {CHAT_PATH}",
+            status=400,
+            code="unsupported_part",
+        )
+    return msgspec.structs.replace(
+        call,
+        changed=changed or any(value is not fields[name] for name, value in read.items()),
+        fields={**fields, **read},
+        settings=settings,
+        items=_encoded_apart(reader, settings) if path in _ENCODED_APART else (),
+    )
 
 
 _Fields = dict[str, msgspec.Raw]
+_Walk = Callable[[MediaReader, msgspec.Raw, str], object]
 
 
-def _read_chat(call: Call, fields: _Fields, rules: Rules, linked: LinkedMedia | None) -> Call:
-    if "messages" not in fields:
-        raise _missing("messages", 'a list of messages, [{"role": "user", "content": "..."}]')
-    settings = _settings(fields)
-    reader = _reader(call, fields, settings, rules, linked)
-    conversation = reader.conversation(fields["messages"])
-    return msgspec.structs.replace(
-        call,
-        changed=call.changed or conversation.changed,
-        fields={**fields, "messages": conversation.messages},
-        settings=settings,
-        items=_encoded_apart(reader, settings),
-        takes_metadata=True,
-    )
+def _walks(path: str, fields: _Fields) -> Mapping[str, _Walk]:
+    """Return which fields of a request may hold items, and how each is read."""
+    if path in (COMPLETION_PATH, DECISION_PATH):
+        return {}
+    if path == CHAT_PATH:
+        return {"messages": MediaReader.chat}
+    if path in _ANTHROPIC:
+        return {"messages": MediaReader.anthropic}
+    if path in _RESPONSES:
+        return {"input": MediaReader.responses} if opens(fields["input"], b"[") else {}
+    found: dict[str, _Walk] = {
+        name: MediaReader.nested
+        for name in _NESTED_PARTS & fields.keys()
+        if b"{" in bytes(fields[name])
+    }
+    messages = MediaReader.batch if path == BATCH_PATH else MediaReader.chat
+    for name, walk in (("messages", messages), (_IMAGES, MediaReader.urls)):
+        if name in fields and opens(fields[name], b"["):
+            found[name] = walk
+    return found
 
 
-def _read_completion(call: Call, fields: _Fields, rules: Rules, linked: LinkedMedia | None) -> Call:
-    if not {"prompt", "prompt_embeds"} & fields.keys():
-        raise _missing("prompt", "the text to complete")
-    return call
-
-
-def _read_responses(call: Call, fields: _Fields, rules: Rules, linked: LinkedMedia | None) -> Call:
-    if "input" not in fields:
-        raise _missing("input", 'a text, or a list like [{"role": "user", "content": "..."}]')
-    if not opens(fields["input"], b"["):
-        return call
-    settings = _settings(fields)
-    reader = _reader(call, fields, settings, rules, linked)
-    found = reader.conversation(fields["input"], "input", ("content", "output"))
-    _check_media_are_taken(reader, rules)
-    return msgspec.structs.replace(
-        call,
-        changed=call.changed or found.changed,
-        fields={**fields, "input": found.messages},
-        settings=settings,
-        items=_encoded_apart(reader, settings) if call.path == RESPONSES_PATH else (),
-    )
-
-
-def _read_messages(call: Call, fields: _Fields, rules: Rules, linked: LinkedMedia | None) -> Call:
-    if "messages" not in fields:
-        raise _missing("messages", 'a list of messages, [{"role": "user", "content": "..."}]')
-    reader = _reader(call, fields, {}, rules, linked)
-    found = reader.anthropic(fields["messages"])
-    _check_media_are_taken(reader, rules)
-    return msgspec.structs.replace(
-        call,
-        changed=call.changed or found.changed,
-        fields={**fields, "messages": found.messages},
-        items=reader.items if call.path == MESSAGES_PATH else (),
-    )
-
-
-def _read_decision(call: Call, fields: _Fields, rules: Rules, linked: LinkedMedia | None) -> Call:
-    for name in ("images", "audio", "videos"):
+def _check_fields(path: str, fields: _Fields) -> None:
+    """Refuse a request without its prompt, or with media where none are taken."""
+    if path in _PROMPTS:
+        names, expected = _PROMPTS[path]
+        if not names & fields.keys():
+            raise RequestError(
+                f"field {min(names)!r} is missing in the request body: give {expected}",
+                status=400,
+                code="missing_field",
+            )
+    for name in ("images", "audio", "videos") if path == DECISION_PATH else ():
         if (raw := _given(fields, name)) is not None and bytes(raw) != b"[]":
             raise RequestError(
                 f"{name}: images, videos and audio clips are not taken at {DECISION_PATH}; send "
@@ -286,47 +340,6 @@ def _read_decision(call: Call, fields: _Fields, rules: Rules, linked: LinkedMedi
                 status=400,
                 code="unsupported_part",
             )
-    return call
-
-
-def _read_other(call: Call, fields: _Fields, rules: Rules, linked: LinkedMedia | None) -> Call:
-    """Name the items of whatever has some; a prefill+decode instance encodes them itself."""
-    given = {
-        name: fields[name] for name in _NESTED_PARTS & fields.keys() if b"{" in bytes(fields[name])
-    }
-    for name in ("messages", _IMAGES):
-        raw = fields.get(name)
-        if raw is not None and opens(raw, b"["):
-            given[name] = raw
-    if not given:
-        return call
-    reader = _reader(call, fields, _settings(fields), rules, linked)
-    read: dict[str, object] = {}
-    for name, raw in given.items():
-        if name == _IMAGES:
-            read[name] = reader.urls(raw, name)
-        elif name == "messages":
-            batch = call.path == BATCH_PATH
-            found = reader.batch(raw) if batch else reader.conversation(raw)
-            read[name] = found.messages if found.changed else raw
-        else:
-            read[name] = reader.nested_parts(raw, name)
-    _check_media_are_taken(reader, rules)
-    changed = any(value is not given[name] for name, value in read.items())
-    return msgspec.structs.replace(call, changed=call.changed or changed, fields={**fields, **read})
-
-
-_READERS: Mapping[str, Callable[[Call, _Fields, Rules, LinkedMedia | None], Call]] = {
-    CHAT_PATH: _read_chat,
-    COMPLETION_PATH: _read_completion,
-    RESPONSES_PATH: _read_responses,
-    MESSAGES_PATH: _read_messages,
-    COUNT_PATH: _read_messages,
-    MESSAGES_PATH + RENDER: _read_messages,
-    RESPONSES_PATH + RENDER: _read_responses,
-    DECISION_PATH: _read_decision,
-}
-"""By the path of the endpoint."""
 
 
 def _settings(fields: _Fields) -> _Fields:
@@ -360,19 +373,7 @@ def _encoded_apart(reader: MediaReader, settings: _Fields) -> tuple[MediaItem, .
     return items
 
 
-def _check_media_are_taken(reader: MediaReader, rules: Rules) -> None:
-    if reader.count and not rules.pd_takes_media:
-        raise RequestError(
-            "images, videos and audio clips are taken in chat requests only: the prefill+decode "
-            f"instances hold no encoder; send them to {CHAT_PATH}",
-            status=400,
-            code="unsupported_part",
-        )
-
-
-def _read_object(
-    path: str, data: Data, rules: Rules
-) -> tuple[CutText, dict[str, msgspec.Raw], bool]:
+def _read_object(data: Data, rules: Rules) -> tuple[CutText, dict[str, msgspec.Raw], bool]:
     """Return the cut text, its checked top level, and whether something was dropped from it."""
     cut = CutText(data)
     _check_size(cut)
@@ -442,31 +443,9 @@ def _uses_sound_of_videos(fields: Mapping[str, msgspec.Raw]) -> bool:
     raw = fields.get("mm_processor_kwargs")
     if raw is None:
         return False
-    try:
-        settings = _processor_settings.decode(raw)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise RequestError(
-            f"mm_processor_kwargs: {error}; give an object of the processor's settings",
-            status=400,
-            code="invalid_field",
-        ) from error
+    expected = "mm_processor_kwargs: give an object of the processor's settings"
+    settings = decode(_processor_settings, raw, expected)
     return settings is not None and bool(settings.use_audio_in_video)
-
-
-def _model(cut: CutText, fields: Mapping[str, msgspec.Raw], rules: Rules) -> str:
-    raw = _given(fields, "model")
-    if raw is None:
-        return ""
-    name = cut.text(raw, "model")
-    if rules.models is not None and name not in rules.models:
-        served = " or ".join(repr(each) for each in sorted(rules.models))
-        raise RequestError(
-            f"model {name[:128]!r} is not served here: this router serves {served}; correct the "
-            "field or leave it out",
-            status=404,
-            code="model_not_found",
-        )
-    return name
 
 
 def _given(fields: Mapping[str, msgspec.Raw], name: str) -> msgspec.Raw | None:
@@ -478,11 +457,3 @@ def _given(fields: Mapping[str, msgspec.Raw], name: str) -> msgspec.Raw | None:
 def _is_true(fields: Mapping[str, msgspec.Raw], name: str) -> bool:
     raw = fields.get(name)
     return raw is not None and bytes(raw) == b"true"
-
-
-def _missing(name: str, expected: str) -> RequestError:
-    return RequestError(
-        f"field {name!r} is missing in the request body: give {expected}",
-        status=400,
-        code="missing_field",
-    )

@@ -13,9 +13,11 @@ and not necessarily at the one that was keyed.
 from __future__ import annotations
 
 import hashlib
+import math
+import operator
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Callable, Mapping
+from typing import NamedTuple, Protocol
 
 import msgspec
 
@@ -23,7 +25,6 @@ from epd_portable.errors import RequestError
 from epd_portable.media.addresses import is_web
 from epd_portable.media.limits import Modality, estimated_pixels
 from epd_portable.router.contents.cut_text import Bytes, CutText, decode, opens
-from epd_portable.wire.params import EncodedItem
 
 Part = dict[str, msgspec.Raw]
 
@@ -31,8 +32,6 @@ MAX_HEADER_BYTES = 256
 """Longest ``data:<media type>;base64`` prefix that is looked at."""
 MAX_PARTS = 20_000
 """Messages in a request, and parts in a message."""
-MEDIA_SUFFIX = "-media"
-"""What is added to an item's name when its media are sent after its metadata."""
 
 
 class MediaKind(msgspec.Struct, frozen=True, kw_only=True):
@@ -92,18 +91,6 @@ class MediaItem(msgspec.Struct, frozen=True, kw_only=True):
     pixels: int = 0
 
 
-class Conversation(msgspec.Struct, frozen=True, kw_only=True):
-    """Messages ready for an instance.
-
-    Attributes:
-        messages: To be sent, as cut JSON values; what needed no change is the client's own.
-        changed: Whether `messages` differs from what the client sent.
-    """
-
-    messages: Sequence[object]
-    changed: bool
-
-
 class LinkedMedia(Protocol):
     """What one request names by URL, as far as it has been fetched."""
 
@@ -123,8 +110,28 @@ class LinkedMedia(Protocol):
         """Return what names the item at a place; made once, however often the request is read."""
 
 
+class _Found(NamedTuple):
+    """An item in a body.
+
+    Attributes:
+        data: Base64 text.
+        written: JSON of a data URL, where the body does not hold the item as one.
+    """
+
+    media_type: str
+    data: Bytes
+    written: msgspec.Raw | None = None
+
+
+_Read = Callable[[msgspec.Raw, str], object]
+"""Reads a value at a place in the request, for messages."""
+
+
 class MediaReader:
     """Finds every item of one request, and keys it.
+
+    Values are JSON, cut; what needs no change is returned itself. Each method that reads some
+    raises `RequestError` (400 or 413), which names the place, the value and the remedy.
 
     Args:
         cut: The request's body.
@@ -158,135 +165,77 @@ class MediaReader:
         """Distinct items that were found, in the order of their first place in the prompt."""
         return tuple(self._items.values())
 
-    def conversation(
-        self, raw: msgspec.Raw, where: str = "messages", inside: tuple[str, ...] = ("content",)
-    ) -> Conversation:
-        """Return a list of messages with keys in them.
+    def chat(self, raw: msgspec.Raw, where: str) -> object:
+        """Read a list of messages."""
+        return self._list(raw, where, self._message)
 
-        Args:
-            raw: The list.
-            where: Its place in the request, for messages.
-            inside: Fields of a message that may be lists of parts.
+    def batch(self, raw: msgspec.Raw, where: str) -> object:
+        """Read a list of conversations."""
+        return self._list(raw, where, self.chat)
 
-        Raises:
-            RequestError: 400; names the place, the value and the remedy.
-        """
-        given = _array(raw, where)
-        messages = [self._message(each, f"{where}[{i}]", inside) for i, each in enumerate(given)]
-        changed = any(new is not old for new, old in zip(messages, given, strict=True))
-        return Conversation(messages=messages, changed=changed)
-
-    def batch(self, raw: msgspec.Raw) -> Conversation:
-        """Return a list of conversations with keys in them.
-
-        Raises:
-            RequestError: As `conversation`.
-        """
-        given = enumerate(_array(raw, "messages"))
-        read = [self.conversation(each, f"messages[{index}]") for index, each in given]
-        return Conversation(
-            messages=[each.messages for each in read], changed=any(each.changed for each in read)
+    def responses(self, raw: msgspec.Raw, where: str) -> object:
+        """Read the input of OpenAI's responses; parts are in what tools gave, too."""
+        return self._list(
+            raw, where, lambda each, at: self._message(each, at, ("content", "output"))
         )
 
-    def nested_parts(self, raw: msgspec.Raw, where: str) -> object:
-        """Return a value that may be a message, or a list with some, with keys in it.
+    def nested(self, raw: msgspec.Raw, where: str) -> object:
+        """Read a value that may be a message, or a list with some."""
 
-        Raises:
-            RequestError: As `conversation`.
-        """
-        alone = not opens(raw, b"[")
-        given = [raw] if alone else decode(_raws, raw, where)
-        read = [
-            self._message(each, where if alone else f"{where}[{i}]", ("content",))
-            if opens(each, b"{")
-            else each
-            for i, each in enumerate(given)
-        ]
-        if all(new is old for new, old in zip(read, given, strict=True)):
-            return raw
-        return read[0] if alone else read
+        def read(each: msgspec.Raw, at: str) -> object:
+            return self._message(each, at) if opens(each, b"{") else each
+
+        if opens(raw, b"["):
+            return self._list(raw, where, read, most=math.inf)
+        return read(raw, where)
 
     def urls(self, raw: msgspec.Raw, where: str) -> object:
-        """Return a list of images' URLs; what came by URL is in its place.
+        """Read a list of images' URLs."""
+        return self._list(raw, where, self._image_url)
 
-        Raises:
-            RequestError: As `conversation`.
-        """
-        given = _array(raw, where)
-        read: list[msgspec.Raw] = []
-        for index, each in enumerate(given):
-            place = f"{where}[{index}]"
-            self._count_one(place)
-            url = self._cut.text_bytes(each, place)
-            found = self._by_url(url, IMAGE, place)
-            if found is None:
-                read.append(each)
-                continue
-            _, _, written = found
-            read.append(each if written is None else msgspec.Raw(written))
-        same = all(new is old for new, old in zip(read, given, strict=True))
-        return raw if same else read
+    def anthropic(self, raw: msgspec.Raw, where: str) -> object:
+        """Read the messages of Anthropic's interface.
 
-    def anthropic(self, raw: msgspec.Raw) -> Conversation:
-        """Return the ``messages`` of Anthropic's interface, after finding the images in them.
-
-        They have no names there; the engine names them by their content. It puts those in results
+        Images have no names there; the engine names them by their content. It puts those in results
         of tools before the others of a message, and uses none of a system message.
-
-        Raises:
-            RequestError: As `conversation`.
         """
-        given = _array(raw, "messages")
-        messages = [self._anthropic(each, f"messages[{i}]") for i, each in enumerate(given)]
-        changed = any(new is not old for new, old in zip(messages, given, strict=True))
-        return Conversation(messages=messages, changed=changed)
+        return self._list(raw, where, self._anthropic_message)
 
-    def _anthropic(self, raw: msgspec.Raw, where: str) -> msgspec.Raw | dict[str, object]:
-        fields = decode(_object, raw, where)
-        content = fields.get("content")
-        role = self._cut.text(fields["role"], f"{where}.role") if "role" in fields else None
-        if role == "system" or content is None or not opens(content, b"["):
-            return raw
-        blocks = self._blocks(content, f"{where}.content")
-        if role == "user":
-            for block in blocks:
-                inner = block.fields.get("content") if block.kind == "tool_result" else None
-                if inner is not None and opens(inner, b"["):
-                    results = self._blocks(inner, f"{block.place}.content")
-                    self._images(results)
-                    if any(each.changed for each in results):
-                        block.put("content", _written(results))
-        self._images(blocks)
-        if not any(each.changed for each in blocks):
-            return raw
-        return {**fields, "content": _written(blocks)}
+    def _list(self, raw: msgspec.Raw, where: str, read: _Read, most: float = MAX_PARTS) -> object:
+        given = decode(_raws, raw, where)
+        if len(given) > most:
+            raise RequestError(
+                f"{where}: a list of {len(given)}: at most {most} are allowed; send fewer",
+                status=413,
+                code="too_many_values",
+            )
+        values = [read(each, f"{where}[{index}]") for index, each in enumerate(given)]
+        return raw if all(map(operator.is_, values, given)) else values
 
     def _message(
-        self, raw: msgspec.Raw, where: str, inside: tuple[str, ...]
-    ) -> msgspec.Raw | dict[str, object]:
+        self, raw: msgspec.Raw, where: str, inside: tuple[str, ...] = ("content",)
+    ) -> object:
         fields = decode(_object, raw, where)
-        touched: dict[str, object] = {}
-        for name in inside:
-            content = fields.get(name)
-            if content is None or not opens(content, b"["):
-                continue
-            parts = _array(content, f"{where}.{name}")
-            read = [self._part(part, f"{where}.{name}[{i}]") for i, part in enumerate(parts)]
-            if any(new is not part for new, part in zip(read, parts, strict=True)):
-                touched[name] = read
-        return {**fields, **touched} if touched else raw
+        read = {
+            name: self._list(fields[name], f"{where}.{name}", self._part)
+            for name in inside
+            if name in fields and opens(fields[name], b"[")
+        }
+        return _with(raw, fields, read)
 
-    def _part(self, raw: msgspec.Raw, where: str) -> msgspec.Raw | Part:
+    # Parts of OpenAI's interfaces.
+
+    def _part(self, raw: msgspec.Raw, where: str) -> object:
         if not opens(raw, b"{"):
             return raw
         part = decode(_object, raw, where)
-        kind = self._cut.text(part["type"], f"{where}.type") if "type" in part else None
+        kind = self._text(part, "type", where)
         refused = sorted(REFUSED_PARTS & {kind, *part})
         if refused:
-            raise RequestError(
-                f"{where}: {refused[0]} is not accepted from clients; send the item itself, for "
-                "example as an image_url part with a data URL",
-                status=400,
+            raise _refusal(
+                where,
+                f"{refused[0]} is not accepted from clients; send the item itself, for example as "
+                "an image_url part with a data URL",
                 code="unsupported_part",
             )
         name = _media_field(part, kind, where)
@@ -294,112 +243,160 @@ class MediaReader:
             return raw if part.pop("uuid", None) is None else part
         place = f"{where}.{name}"
         self._count_one(place)
-        modality = KINDS[name].modality
+        media = KINDS[name]
         if name == INPUT_AUDIO:
             media_type, data = self._input_audio(part.get(name), place)
         else:
-            url = self._url(part.get(name), KINDS[name], place)
-            found = self._by_url(url, KINDS[name], place)
+            given, url = self._url(part.get(name), media, place)
+            found = self._by_url(url, media, place)
             if found is None:
                 return raw
             media_type, data, written = found
             if written is not None:
-                part[name] = self._with_url(part[name], written)
-        item = self._item(modality, media_type, data, place, part)
-        part["uuid"] = msgspec.Raw(b'"%b"' % item.item_uuid.encode())
+                part[name] = written if given is None else _json({**given, "url": written})
+        part["uuid"] = _json(self._item(media.modality, media_type, data, place, part).item_uuid)
         return part
 
-    def _by_url(
-        self, url: Bytes, kind: MediaKind, place: str
-    ) -> tuple[str, Bytes, bytes | None] | None:
-        """Return media type, base64 text, and JSON of the data URL if it takes the URL's place.
-
-        ``None`` if it has to be fetched first.
-        """
-        if self._linked is None or not is_web(bytes(url[:6])):
-            return *split_data_url(url, kind, place), None
-        found = self._linked.find(url, kind.modality, place)
-        if found is None:
-            return None
-        media_type, data = found
-        return media_type, data, _data_url(media_type, self._cut.stand_in(data))
-
-    def _with_url(self, raw: msgspec.Raw, written: bytes) -> msgspec.Raw:
-        """Return what holds a URL with another one, given as JSON."""
-        if not opens(raw, b"{"):
-            return msgspec.Raw(written)
-        fields = decode(_object, raw, "url")
-        fields["url"] = msgspec.Raw(written)
-        return msgspec.Raw(msgspec.json.encode(fields))
-
-    def _blocks(self, raw: msgspec.Raw, where: str) -> list[_Block]:
-        blocks = []
-        for index, each in enumerate(_array(raw, where)):
-            place = f"{where}[{index}]"
-            fields = decode(_object, each, place) if opens(each, b"{") else {}
-            kind = self._cut.text(fields["type"], f"{place}.type") if "type" in fields else None
-            blocks.append(_Block(raw=each, place=place, kind=kind, fields=fields))
-        return blocks
-
-    def _images(self, blocks: list[_Block]) -> None:
-        for block in blocks:
-            source = block.fields.get("source") if block.kind == "image" else None
-            if source is None or not opens(source, b"{"):
-                continue
-            where = f"{block.place}.source"
-            self._count_one(where)
-            fields = decode(_object, source, where)
-            found = self._source(fields, where)
-            if found is None:
-                continue
-            media_type, data, url = found
-            part = {
-                "type": msgspec.Raw(b'"image_url"'),
-                "image_url": msgspec.Raw(b'{"url":%b}' % url),
-            }
-            if "url" in fields and url != bytes(fields["url"]):
-                block.put("source", {**fields, "url": msgspec.Raw(url)})
-            self._item("image", media_type, data, where, part)
-
-    def _source(self, source: Part, where: str) -> tuple[str, Bytes, bytes] | None:
-        """Return media type, base64 text and JSON of the data URL that the engine makes of it.
-
-        ``None`` if it has to be fetched first.
-        """
-        kind = self._cut.text(source["type"], f"{where}.type") if "type" in source else None
-        if kind == "url":
+    def _url(
+        self, raw: msgspec.Raw | None, kind: MediaKind, where: str
+    ) -> tuple[Part | None, Bytes]:
+        """Return an object that holds a URL, if one does, and the URL."""
+        given: Part | None = None
+        if raw is not None and opens(raw, b"{"):
+            given = decode(_object, raw, where)
+            raw = given.get("url")
             where = f"{where}.url"
-            if "url" not in source:
-                raise _missing(where, f"a data URL, data:{IMAGE.example};base64,<data>")
-            url = self._cut.text_bytes(source["url"], where)
-            found = self._by_url(url, IMAGE, where)
-            if found is None:
-                return None
-            media_type, data, written = found
-            return media_type, data, bytes(source["url"]) if written is None else written
+        if raw is None:
+            raise _missing(where, f"a data URL, data:{kind.example};base64,<data>")
+        return given, self._cut.text_bytes(raw, where)
+
+    def _image_url(self, raw: msgspec.Raw, where: str) -> object:
+        self._count_one(where)
+        found = self._by_url(self._cut.text_bytes(raw, where), IMAGE, where)
+        return raw if found is None or found.written is None else found.written
+
+    def _input_audio(self, raw: msgspec.Raw | None, where: str) -> tuple[str, Bytes]:
+        """Return media type and base64 text, as if the clip had come as a data URL."""
+        expected = '{"data": "<base64 of the file>", "format": "wav"}'
+        if raw is None:
+            raise _missing(where, expected)
+        fields = decode(_object, raw, where)
+        for name in ("data", "format"):
+            if name not in fields:
+                raise _missing(f"{where}.{name}", f"the audio clip as {expected}")
+        sort = self._cut.text(fields["format"], f"{where}.format").lower()
+        if not _FORMAT.fullmatch(sort):
+            raise _refusal(
+                f"{where}.format: {sort[:32]!r}",
+                "it is no audio format; write for example 'wav' or 'mp3'",
+                code="invalid_part",
+            )
+        return f"audio/{sort}", self._base64(fields["data"], f"{where}.data")
+
+    # Blocks of Anthropic's interface.
+
+    def _anthropic_message(self, raw: msgspec.Raw, where: str) -> object:
+        fields = decode(_object, raw, where)
+        content = fields.get("content")
+        role = self._text(fields, "role", where)
+        if role == "system" or content is None or not opens(content, b"["):
+            return raw
+        results = self._tool_result if role == "user" else lambda each, at: each
+        read = self._list(content, f"{where}.content", results)
+        given = read if isinstance(read, list) else decode(_raws, content, where)
+        blocks = [
+            self._image(each, f"{where}.content[{index}]")
+            if isinstance(each, msgspec.Raw)
+            else each
+            for index, each in enumerate(given)
+        ]
+        same = read is content and all(map(operator.is_, blocks, given))
+        return _with(raw, fields, {"content": content if same else blocks})
+
+    def _tool_result(self, raw: msgspec.Raw, where: str) -> object:
+        fields = self._block(raw, where, "tool_result")
+        content = fields.get("content")
+        if content is None or not opens(content, b"["):
+            return raw
+        return _with(raw, fields, {"content": self._list(content, f"{where}.content", self._image)})
+
+    def _image(self, raw: msgspec.Raw, where: str) -> object:
+        fields = self._block(raw, where, "image")
+        source = fields.get("source")
+        if source is None or not opens(source, b"{"):
+            return raw
+        where = f"{where}.source"
+        self._count_one(where)
+        given = decode(_object, source, where)
+        by_url = self._text(given, "type", where) == "url"
+        found = self._by_source_url(given, where) if by_url else self._by_source_data(given, where)
+        if found is None:
+            return raw
+        media_type, data, url = found
+        assert url is not None
+        image_url = msgspec.Raw(b'{"url":%b}' % bytes(url))
+        part = {"type": msgspec.Raw(b'"image_url"'), "image_url": image_url}
+        self._item("image", media_type, data, where, part)
+        read = _with(source, given, {"url": url} if by_url else {})
+        return _with(raw, fields, {"source": read})
+
+    def _block(self, raw: msgspec.Raw, where: str, kind: str) -> Part:
+        """Return the fields of a block of one kind; of any other, none."""
+        fields = decode(_object, raw, where) if opens(raw, b"{") else {}
+        return fields if self._text(fields, "type", where) == kind else {}
+
+    def _by_source_url(self, source: Part, where: str) -> _Found | None:
+        where = f"{where}.url"
+        if "url" not in source:
+            raise _missing(where, f"a data URL, data:{IMAGE.example};base64,<data>")
+        found = self._by_url(self._cut.text_bytes(source["url"], where), IMAGE, where)
+        if found is None or found.written is not None:
+            return found
+        return found._replace(written=source["url"])
+
+    def _by_source_data(self, source: Part, where: str) -> _Found:
         if "data" not in source:
             raise _missing(f"{where}.data", "the base64 text of the file")
-        media_type = "image/jpeg"
-        if "media_type" in source:
-            media_type = self._cut.text(source["media_type"], f"{where}.media_type")
+        media_type = self._text(source, "media_type", where) or "image/jpeg"
         if not _IMAGE_TYPE.fullmatch(media_type):
             raise _refusal(
                 f"{where}.media_type: {media_type[:48]!r}",
                 f"it is no image; write for example {IMAGE.example}",
             )
-        data = self._cut.text_bytes(source["data"], f"{where}.data")
+        data = self._base64(source["data"], f"{where}.data")
+        url = _data_url(media_type, bytes(source["data"])[1:-1])
+        return _Found(media_type.lower(), data, url)
+
+    # What both need.
+
+    def _text(self, fields: Part, name: str, where: str) -> str | None:
+        """Return a field that holds a text; ``None`` if it is missing."""
+        return self._cut.text(fields[name], f"{where}.{name}") if name in fields else None
+
+    def _base64(self, raw: msgspec.Raw, where: str) -> Bytes:
+        data = self._cut.text_bytes(raw, where)
         if not data:
-            raise _no_data(f"{where}.data")
-        return media_type.lower(), data, _data_url(media_type, bytes(source["data"])[1:-1])
+            raise _no_data(where)
+        return data
+
+    def _by_url(self, url: Bytes, kind: MediaKind, place: str) -> _Found | None:
+        """Return what is at a URL; ``None`` if it has to be fetched first."""
+        if self._linked is None or not is_web(bytes(url[:6])):
+            return _Found(*split_data_url(url, kind, place))
+        found = self._linked.find(url, kind.modality, place)
+        if found is None:
+            return None
+        media_type, data = found
+        return _Found(media_type, data, _data_url(media_type, self._cut.stand_in(data)))
 
     def _count_one(self, place: str) -> None:
         self.count += 1
         if self.count > self._max_items:
-            raise RequestError(
-                f"{place}: item {self.count} of one request: at most {self._max_items} images, "
-                "videos and audio clips are allowed; send fewer, enlarge them less, or raise "
+            raise _refusal(
+                place,
+                f"item {self.count} of one request: at most {self._max_items} images, videos and "
+                "audio clips are allowed; send fewer, enlarge them less, or raise "
                 "router.max_media_items or max_request_pixels",
-                status=400,
                 code="too_many_items",
             )
 
@@ -415,36 +412,6 @@ class MediaReader:
         pixels = estimated_pixels(modality, len(data))
         item = MediaItem(item_uuid=item_uuid, modality=modality, part=part, pixels=pixels)
         return self._items.setdefault(item_uuid, item)
-
-    def _url(self, raw: msgspec.Raw | None, kind: MediaKind, where: str) -> Bytes:
-        if raw is not None and opens(raw, b"{"):
-            raw = decode(_object, raw, where).get("url")
-            where = f"{where}.url"
-        if raw is None:
-            raise _missing(where, f"a data URL, data:{kind.example};base64,<data>")
-        return self._cut.text_bytes(raw, where)
-
-    def _input_audio(self, raw: msgspec.Raw | None, where: str) -> tuple[str, Bytes]:
-        """Return media type and base64 text, as if the clip had come as a data URL."""
-        expected = '{"data": "<base64 of the file>", "format": "wav"}'
-        if raw is None:
-            raise _missing(where, expected)
-        fields = decode(_object, raw, where)
-        for name in ("data", "format"):
-            if name not in fields:
-                raise _missing(f"{where}.{name}", f"the audio clip as {expected}")
-        sort = self._cut.text(fields["format"], f"{where}.format").lower()
-        if not _FORMAT.fullmatch(sort):
-            raise RequestError(
-                f"{where}.format: {sort[:32]!r} is no audio format; write for example 'wav' or "
-                "'mp3'",
-                status=400,
-                code="invalid_part",
-            )
-        data = self._cut.text_bytes(fields["data"], f"{where}.data")
-        if not data:
-            raise _no_data(f"{where}.data")
-        return f"audio/{sort}", data
 
 
 def content_key(modality: Modality, media_type: str, base64_text: Bytes, salt: bytes = b"") -> str:
@@ -501,110 +468,18 @@ def split_data_url(url: Bytes, kind: MediaKind, where: str) -> tuple[str, Bytes]
     return media_type, data
 
 
-class _Block(msgspec.Struct, kw_only=True):
-    """A block of Anthropic's content; one that is no object has no fields."""
-
-    raw: msgspec.Raw
-    place: str
-    kind: str | None
-    fields: Part
-    changed: bool = False
-
-    def put(self, name: str, value: object) -> None:
-        """Put a value into a field."""
-        self.fields[name] = msgspec.Raw(msgspec.json.encode(value))
-        self.changed = True
+def _with(raw: msgspec.Raw, fields: Part, read: Mapping[str, object]) -> object:
+    """Return an object with other values in some fields; itself if they are the same."""
+    return raw if all(read[name] is fields[name] for name in read) else {**fields, **read}
 
 
-def _written(blocks: Iterable[_Block]) -> list[object]:
-    return [each.fields if each.changed else each.raw for each in blocks]
+def _json(value: object) -> msgspec.Raw:
+    return msgspec.Raw(msgspec.json.encode(value))
 
 
-def _data_url(media_type: str, text: bytes) -> bytes:
+def _data_url(media_type: str, text: bytes) -> msgspec.Raw:
     """Return a data URL as JSON."""
-    return b'"data:%b;base64,%b"' % (media_type.encode(), text)
-
-
-def with_metadata(messages: Iterable[object], encoded: Mapping[str, EncodedItem]) -> list[object]:
-    """Return messages in which every keyed part holds metadata in place of its media.
-
-    Args:
-        messages: As `Conversation.messages`.
-        encoded: By the name that the router gave the item; with metadata.
-    """
-
-    def without_media(name: str, part: Part) -> object:
-        item = encoded.get(name)
-        if item is None:
-            return part
-        kind = f"{item.modality}_embeds"
-        return {"type": kind, kind: item.metadata, "uuid": name}
-
-    return [_rewritten(message, without_media) for message in messages]
-
-
-def renamed(
-    messages: Iterable[object], items: Iterable[MediaItem]
-) -> tuple[list[object], tuple[MediaItem, ...]]:
-    """Return messages and items with names that no metadata was sent under.
-
-    The engine keeps what its front end made of an item under the item's name. Made from metadata
-    alone, it holds no pixels, and no later request with the media would bring them: the media of
-    an item whose metadata an instance may have seen go to it under a name of their own.
-    """
-
-    def with_other_name(name: str, part: Part) -> Part:
-        return {**part, "uuid": msgspec.Raw(msgspec.json.encode(name + MEDIA_SUFFIX))}
-
-    moved = tuple(
-        msgspec.structs.replace(
-            item,
-            item_uuid=item.item_uuid + MEDIA_SUFFIX,
-            part=with_other_name(item.item_uuid, item.part),
-        )
-        for item in items
-    )
-    return [_rewritten(message, with_other_name) for message in messages], moved
-
-
-def without(messages: Iterable[object], missing: Mapping[str, Modality]) -> list[object]:
-    """Return messages in which a text says that an item is missing.
-
-    Args:
-        messages: As `Conversation.messages`.
-        missing: Their modalities, by the name that the router gave them.
-    """
-
-    def noted(name: str, part: Part) -> object:
-        if name not in missing:
-            return part
-        return {"type": "text", "text": f"[{missing[name]} not available]"}
-
-    return [_rewritten(message, noted) for message in messages]
-
-
-def _rewritten(message: object, write: Callable[[str, Part], object]) -> object:
-    """Apply ``write`` to the keyed parts; only those are dictionaries with a name."""
-    if not isinstance(message, dict) or not isinstance(message.get("content"), list):
-        return message
-    content = [
-        write(msgspec.json.decode(part["uuid"], type=str), part)
-        if isinstance(part, dict) and "uuid" in part
-        else part
-        for part in message["content"]
-    ]
-    return {**message, "content": content}
-
-
-def _array(raw: msgspec.Raw, where: str) -> list[msgspec.Raw]:
-    values = decode(_raws, raw, where)
-    if len(values) > MAX_PARTS:
-        raise RequestError(
-            f"{where}: a list of {len(values)}: at most {MAX_PARTS} are allowed; send fewer",
-            status=413,
-            code="too_many_values",
-        )
-    return values
+    return msgspec.Raw(b'"data:%b;base64,%b"' % (media_type.encode(), text))
 
 
 def _media_field(part: Part, kind: str | None, where: str) -> str | None:
@@ -612,16 +487,12 @@ def _media_field(part: Part, kind: str | None, where: str) -> str | None:
     present = sorted(KINDS.keys() & part.keys())
     expected = FIELDS.get(kind) if kind is not None else None
     if len(present) > 1:
-        raise RequestError(
-            f"{where}: one part holds {' and '.join(present)}; give each item a part of its own",
-            status=400,
-            code="invalid_part",
-        )
+        problem = f"one part holds {' and '.join(present)}; give each item a part of its own"
+        raise _refusal(where, problem, code="invalid_part")
     if present and kind is not None and expected != present[0]:
-        raise RequestError(
-            f"{where}: a part of type {kind[:64]!r} holds {present[0]}; its type must be "
-            f"{present[0]!r}",
-            status=400,
+        raise _refusal(
+            where,
+            f"a part of type {kind[:64]!r} holds {present[0]}; its type must be {present[0]!r}",
             code="invalid_part",
         )
     return present[0] if present else expected

@@ -235,7 +235,7 @@ class WebFiles:
             if text.nbytes + len(piece) > most:
                 raise self._too_large("it does not end there")
             text.add(piece)
-            self._bodies.count(held, text.size)
+            held.count(text.size)
             pieces += 1
             if pieces > PIECES_ANYWAY and text.nbytes < pieces * SMALLEST_PIECES:
                 raise _failed("it comes in too many too small pieces")

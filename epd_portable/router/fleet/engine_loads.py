@@ -16,8 +16,7 @@ import msgspec
 
 from epd_portable.delivery.instances import EndpointPool, Instance
 from epd_portable.router.fleet.control import ControlChannels
-from epd_portable.router.http.upstream import Upstream
-from epd_portable.router.http.upstream_connection import UpstreamError
+from epd_portable.router.http.upstream import Upstream, UpstreamError
 from epd_portable.wire.messages import (
     LOAD_EVERY_S,
     LOAD_HEARTBEAT_S,

@@ -13,8 +13,7 @@ import anyio
 
 from epd_portable.delivery.instances import EndpointPool, Instance
 from epd_portable.log import say_failure
-from epd_portable.router.http.upstream import Upstream
-from epd_portable.router.http.upstream_connection import UpstreamError
+from epd_portable.router.http.upstream import Upstream, UpstreamError
 from epd_portable.router.settings import RouterSettings
 from epd_portable.wire.outcomes import FailureKind
 

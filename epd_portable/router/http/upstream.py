@@ -1,4 +1,8 @@
-"""HTTP to the instances: their addresses, and connections that stay open between requests."""
+"""HTTP to the instances: connections that stay open between requests, and the answers they bring.
+
+The parser is httptools'. An answer that is passed on goes from the socket to its taker without
+waking a task, and limits of time cost nothing as long as they are not reached.
+"""
 
 from __future__ import annotations
 
@@ -6,30 +10,54 @@ import asyncio
 import logging
 import math
 import ssl
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from typing import cast
 
 import anyio
+import httptools
 
-from epd_portable.router.contents.cut_text import Segments
+from epd_portable.errors import EPDError
+from epd_portable.router.contents.cut_text import Bytes, Segments
 from epd_portable.router.http import open_files
-from epd_portable.router.http.upstream_connection import (
-    NEVER,
-    InstanceAnswer,
-    UpstreamConnection,
-    UpstreamError,
-    silence,
-)
 from epd_portable.wire.outcomes import FailureKind
 
 logger = logging.getLogger(__name__)
 
 KEEPALIVE_S = 4.0
 """Idle connections are dropped before the five seconds after which servers close them."""
+LARGE_BYTES = 512 * 1024
+"""Bodies from this size on are written piece by piece, and others are served in between."""
+MAX_HEAD_BYTES = 256 * 1024
+"""Of the headers of an answer together; the parser itself has no limit."""
+MAX_WAITING_BYTES = 512 * 1024
+"""Of an answer that is not taken: its sender waits."""
+_NEVER = math.inf
 _SWEEP_EVERY_S = 1.0
 _SAY_EVERY_S = 10.0
 _REPEATABLE = frozenset({"GET"})
 """Methods of requests that may be sent again when nothing of an answer has come."""
+_NO_BODY = frozenset({204, 304})
+
+
+class UpstreamError(EPDError):
+    """An instance could not be asked, or its answer did not come whole.
+
+    Attributes:
+        kind: ``UNREACHABLE``: no connection, or not within the limit. ``LOST``: it ended before
+            the answer was whole. ``TIMEOUT``: nothing came for longer than the limit. ``ERROR``:
+            what came is no HTTP. ``UNAVAILABLE``: this process can open no connection, which says
+            nothing of the instance.
+    """
+
+    def __init__(self, kind: FailureKind, message: str) -> None:
+        super().__init__(message)
+        self.kind = kind
+
+
+_Failure = tuple[FailureKind, str]
+"""Of an `UpstreamError`. One that is raised keeps its frames, so none is kept to be raised."""
+_SILENCE: _Failure = (FailureKind.TIMEOUT, "nothing came from it in time")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +66,6 @@ class _Origin:
 
     Attributes:
         host: Name or address, without brackets.
-        port: Of TCP.
-        secure: By TLS.
         lines: Of the head of every request.
     """
 
@@ -59,8 +85,8 @@ class Upstream:
     def __init__(self, headers: Mapping[str, str] | None = None) -> None:
         self.headers = {"accept-encoding": "identity", **(headers or {})}
         self._origins: dict[str, _Origin] = {}
-        self._connections: set[UpstreamConnection] = set()
-        self._resting: dict[str, list[UpstreamConnection]] = {}
+        self._connections: set[_Connection] = set()
+        self._idle: dict[_Origin, list[_Connection]] = {}
         self._sweeping: asyncio.TimerHandle | None = None
         self._tls: ssl.SSLContext | None = None
         self._said_at = -math.inf
@@ -102,27 +128,21 @@ class Upstream:
         """
         scheme, _, rest = url.partition("://")
         authority, slash, target = rest.partition("/")
-        origin = f"{scheme}://{authority}"
+        origin = self._origin(f"{scheme}://{authority}")
         segments: Segments = (body,) if isinstance(body, bytes) else body
-        head = self._head(method, slash + target, self._origin(origin), headers or {}, segments)
-        due_at = NEVER if total_s is None else asyncio.get_running_loop().time() + total_s
-        connection = self._rested(origin)
-        fresh = connection is None
-        while True:
-            if connection is None:
-                connection = await self._connect(origin, connect_s, due_at)
+        head = _head(method, slash + target, origin, headers or {}, sum(map(len, segments)))
+        silent_s = _NEVER if silent_s is None else silent_s
+        due_at = _NEVER if total_s is None else asyncio.get_running_loop().time() + total_s
+        idle = self._take_idle(origin)
+        if idle is not None:
             try:
-                return await connection.ask(
-                    head,
-                    segments,
-                    silent_s=NEVER if silent_s is None else silent_s,
-                    due_at=due_at,
-                )
+                return await idle.ask(head, segments, silent_s, due_at)
             except UpstreamError as error:
-                stale = not fresh and not connection.heard and error.kind is FailureKind.LOST
+                stale = error.kind is FailureKind.LOST and not idle.heard
                 if not stale or method not in _REPEATABLE:
                     raise
-            connection, fresh = None, True
+        connection = await self._connect(origin, connect_s, due_at)
+        return await connection.ask(head, segments, silent_s, due_at)
 
     async def ask(
         self,
@@ -134,18 +154,10 @@ class Upstream:
         connect_s: float | None = None,
         timeout_s: float,
     ) -> tuple[int, Mapping[str, str], bytes]:
-        """Send a request and return status, headers and body of its answer.
-
-        Args:
-            method: Of HTTP.
-            url: Whole.
-            body: As it is sent.
-            headers: To send.
-            connect_s: Longest time of connecting.
-            timeout_s: Longest time until the answer is whole.
+        """Return status, headers and body of an answer that is whole within a time; see `request`.
 
         Raises:
-            UpstreamError: There is no whole answer in time.
+            UpstreamError: There is none.
         """
         answer = await self.request(
             method, url, body=body, headers=headers, connect_s=connect_s, total_s=timeout_s
@@ -173,63 +185,35 @@ class Upstream:
             )
         return known
 
-    @staticmethod
-    def _head(
-        method: str, target: str, origin: _Origin, headers: Mapping[str, str], body: Segments
-    ) -> bytes:
-        lines = "".join([f"{name}: {value}\r\n" for name, value in headers.items()])
-        if (
-            lines.count("\n") + lines.count("\r") != 2 * len(headers)
-            or "\n" in target
-            or " " in target
-        ):
-            raise ValueError(f"headers or a target that would be others to the instance: {lines!r}")
-        nbytes = sum(map(len, body))
-        length = f"content-length: {nbytes}\r\n" if nbytes or method != "GET" else ""
-        return b"%b %b%b%b%b\r\n" % (
-            method.encode(),
-            target.encode("latin-1") or b"/",
-            origin.lines,
-            lines.encode("utf-8", "surrogateescape"),
-            length.encode(),
-        )
-
     async def _connect(
-        self, url: str, connect_s: float | None, due_at: float
-    ) -> UpstreamConnection:
+        self, origin: _Origin, connect_s: float | None, due_at: float
+    ) -> _Connection:
         """Return a new connection.
 
         Raises:
             UpstreamError: There is none.
         """
         loop = asyncio.get_running_loop()
-        origin = self._origins[url]
         left_s = due_at - loop.time()
         within_s = left_s if connect_s is None else min(connect_s, left_s)
         if origin.secure and self._tls is None:
             self._tls = ssl.create_default_context()
-        connection = UpstreamConnection(
-            self._connections.discard, lambda each: self._rest(url, each)
-        )
         try:
-            with anyio.move_on_after(within_s) as limit:
-                await loop.create_connection(
-                    lambda: connection,
+            with anyio.move_on_after(within_s):
+                _, connection = await loop.create_connection(
+                    lambda: _Connection(self, origin),
                     origin.host,
                     origin.port,
                     ssl=self._tls if origin.secure else None,
                 )
+                self._connections.add(connection)
+                return connection
         except OSError as error:
             if error.errno in open_files.USED_UP:
                 raise self._used_up(error) from error
-            raise UpstreamError(
-                FailureKind.UNREACHABLE, f"{type(error).__name__}: {error}"
-            ) from error
-        if not limit.cancelled_caught:
-            self._connections.add(connection)
-            return connection
+            raise UpstreamError(FailureKind.UNREACHABLE, _shown(error)) from error
         if within_s == left_s:
-            raise silence()
+            raise UpstreamError(*_SILENCE)
         raise UpstreamError(FailureKind.UNREACHABLE, "it does not accept connections in time")
 
     def _used_up(self, error: OSError) -> UpstreamError:
@@ -246,17 +230,17 @@ class Upstream:
 
     # Connections that no request uses.
 
-    def _rested(self, url: str) -> UpstreamConnection | None:
-        resting = self._resting.get(url)
-        while resting:
-            connection = resting.pop()
+    def _take_idle(self, origin: _Origin) -> _Connection | None:
+        idle = self._idle.get(origin)
+        while idle:
+            connection = idle.pop()
             if not connection.transport.is_closing():
                 return connection
         return None
 
-    def _rest(self, url: str, connection: UpstreamConnection) -> None:
-        connection.rested_at = asyncio.get_running_loop().time()
-        self._resting.setdefault(url, []).append(connection)
+    def _keep(self, connection: _Connection) -> None:
+        connection.idle_since = asyncio.get_running_loop().time()
+        self._idle.setdefault(connection.origin, []).append(connection)
         if self._sweeping is None:
             self._sweep()
 
@@ -264,9 +248,394 @@ class Upstream:
         """Close those that were idle for long, as long as there are some at rest."""
         loop = asyncio.get_running_loop()
         before = loop.time() - KEEPALIVE_S
-        for url, resting in tuple(self._resting.items()):
-            while resting and resting[0].rested_at < before:
-                resting.pop(0).drop()
-            if not resting:
-                del self._resting[url]
-        self._sweeping = loop.call_later(_SWEEP_EVERY_S, self._sweep) if self._resting else None
+        for origin, idle in tuple(self._idle.items()):
+            while idle and idle[0].idle_since < before:
+                idle.pop(0).drop()
+            if not idle:
+                del self._idle[origin]
+        self._sweeping = loop.call_later(_SWEEP_EVERY_S, self._sweep) if self._idle else None
+
+
+def _head(
+    method: str, target: str, origin: _Origin, headers: Mapping[str, str], nbytes: int
+) -> bytes:
+    lines = "".join([f"{name}: {value}\r\n" for name, value in headers.items()])
+    if lines.count("\n") + lines.count("\r") != 2 * len(headers) or "\n" in target or " " in target:
+        raise ValueError(f"headers or a target that would be others to the instance: {lines!r}")
+    length = f"content-length: {nbytes}\r\n" if nbytes or method != "GET" else ""
+    return b"%b %b%b%b%b\r\n" % (
+        method.encode(),
+        target.encode("latin-1") or b"/",
+        origin.lines,
+        lines.encode("utf-8", "surrogateescape"),
+        length.encode(),
+    )
+
+
+def _shown(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+class InstanceAnswer:
+    """An instance's answer. One task at a time waits for it.
+
+    Attributes:
+        status: HTTP status, 0 until the headers have come.
+        headers: Names in lower case, and of equal ones the first.
+    """
+
+    def __init__(self, connection: _Connection) -> None:
+        self.status = 0
+        self.headers: dict[str, str] = {}
+        self._connection: _Connection | None = connection
+        self._pieces: list[bytes] = []
+        self._nbytes = 0
+        self._take: Callable[[bytes], bool] | None = None
+        self._failure: _Failure | None = None
+        self._waiter: asyncio.Future[None] | None = None
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing more will come of it."""
+        return self._connection is None and not self._pieces
+
+    async def read(self, enough: int | None = None) -> bytes:
+        """Return the whole body, or what is left of it.
+
+        Args:
+            enough: If more comes than so many bytes, return before the end; `over` tells.
+
+        Raises:
+            UpstreamError: It did not come whole.
+        """
+        pieces: list[bytes] = []
+        nbytes = 0
+        while (enough is None or nbytes <= enough) and (piece := await self.piece()):
+            pieces.append(piece)
+            nbytes += len(piece)
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+    async def piece(self) -> bytes:
+        """Return what has come since, at least a byte; nothing at the end.
+
+        Raises:
+            UpstreamError: There is an end, but not of the answer.
+        """
+        while not self._pieces and self._connection is not None:
+            await self._changed()
+        if not self._pieces:
+            self._check_whole()
+            return b""
+        return self._taken()
+
+    async def pass_on(
+        self, take: Callable[[bytes], bool], ready: Callable[[], Awaitable[None]]
+    ) -> None:
+        """Hand over every piece as soon as it comes, and return after the last.
+
+        Args:
+            take: Called with each piece, from within the event loop; tells whether it takes more at
+                once. Must not raise.
+            ready: Waited for when it does not; meanwhile the instance waits.
+
+        Raises:
+            UpstreamError: There is an end, but not of the answer.
+        """
+        while True:
+            while self._pieces:
+                if not take(self._taken()):
+                    await ready()
+            if self._connection is None:
+                break
+            self._take = take
+            try:
+                await self._changed()
+            finally:
+                still, self._take = self._take is not None, None
+            if not still:
+                await ready()
+                if self._connection is not None:
+                    self._connection.resume()
+        self._check_whole()
+
+    def close(self) -> None:
+        """Let the connection go: to others if the answer is whole.
+
+        Else it is closed, on which an instance aborts the request.
+        """
+        if self._connection is not None:
+            self._connection.drop()
+
+    def _taken(self) -> bytes:
+        data = self._pieces[0] if len(self._pieces) == 1 else b"".join(self._pieces)
+        self._pieces.clear()
+        if self._nbytes > MAX_WAITING_BYTES and self._connection is not None:
+            self._connection.resume()
+        self._nbytes = 0
+        return data
+
+    def _check_whole(self) -> None:
+        if self._failure is not None:
+            raise UpstreamError(*self._failure)
+
+    # For its connection.
+
+    async def _changed(self) -> None:
+        """Return when more of it has come, when it is over, or when its connection takes more."""
+        self._waiter = asyncio.get_running_loop().create_future()
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def _add(self, data: bytes) -> bool:
+        """Take a piece; return whether more may come."""
+        if self._take is not None:
+            if self._take(data):
+                return True
+            self._take = None
+            self._wake()
+            return False
+        self._pieces.append(data)
+        self._nbytes += len(data)
+        self._wake()
+        return self._nbytes <= MAX_WAITING_BYTES
+
+    def _end(self, failure: _Failure | None) -> None:
+        self._connection = None
+        self._failure = failure
+        self._wake()
+
+
+class _Connection(asyncio.Protocol):
+    """A connection to an instance, which carries one request after the other.
+
+    Attributes:
+        heard: Something has come since the last request was sent.
+        idle_since: When the last answer ended, by the event loop's clock.
+    """
+
+    transport: asyncio.Transport
+    _parser: httptools.HttpResponseParser | None
+
+    def __init__(self, pool: Upstream, origin: _Origin) -> None:
+        self.origin = origin
+        self.heard = False
+        self.idle_since = 0.0
+        self._pool = pool
+        self._loop = asyncio.get_running_loop()
+        self._answer: InstanceAnswer | None = None
+        self._writable = True
+        self._paused = False
+        self._sent = True
+        self._came: list[bytes] = []
+        self._head_bytes = 0
+        self._whole = False
+        self._framed = False
+        self._keeps = False
+        self._heard_at = 0.0
+        self._silent_s = self._due_at = _NEVER
+        self._timer: asyncio.TimerHandle | None = None
+        self._timer_at = _NEVER
+
+    # A request.
+
+    async def ask(
+        self, head: bytes, body: Segments, silent_s: float, due_at: float
+    ) -> InstanceAnswer:
+        """Send a request and return its answer as soon as the headers are there.
+
+        Args:
+            head: First line and headers.
+            body: To be sent after it.
+            silent_s: Longest silence of the instance.
+            due_at: When the whole answer must have come, by the event loop's clock.
+
+        Raises:
+            UpstreamError: There is no answer.
+        """
+        answer = self._answer = InstanceAnswer(self)
+        self.heard = self._whole = self._framed = False
+        self._head_bytes = 0
+        self._silent_s, self._due_at = silent_s, due_at
+        self._heard_at = self._loop.time()
+        self._watch()
+        try:
+            if sum(map(len, body)) < LARGE_BYTES:
+                self.transport.write(b"".join((head, *body)))
+            else:
+                await self._send(answer, head, body)
+            while not answer.status and not answer.over:
+                await answer._changed()
+        except BaseException:
+            self.drop()
+            raise
+        if not answer.status:
+            answer._check_whole()
+        return answer
+
+    async def _send(self, answer: InstanceAnswer, head: bytes, body: Segments) -> None:
+        """Send a large body, unless the answer comes before its end."""
+        self._sent = False
+        waiting: list[Bytes] = [head]
+        nbytes = 0
+        for segment in body:
+            view = memoryview(segment)
+            for begin in range(0, len(view), LARGE_BYTES):
+                piece = view[begin : begin + LARGE_BYTES]
+                waiting.append(piece)
+                nbytes += len(piece)
+                if nbytes < LARGE_BYTES:
+                    continue
+                self.transport.writelines(waiting)
+                waiting, nbytes = [], 0
+                if self._writable:
+                    await asyncio.sleep(0)
+                while not self._writable and not answer.over and not answer.status:
+                    await answer._changed()
+                if answer.over or answer.status:
+                    return
+                self._heard_at = self._loop.time()
+        self.transport.writelines(waiting)
+        self._sent = True
+
+    def drop(self) -> None:
+        """Close the connection; what it does not bring any more is not waited for."""
+        self._end((FailureKind.LOST, "the connection was closed here"))
+        self.transport.abort()
+
+    def resume(self) -> None:
+        """Let more come."""
+        if self._paused:
+            self._paused = False
+            self._heard_at = self._loop.time()
+            self._watch()
+            self.transport.resume_reading()
+
+    def _end(self, failure: _Failure | None = None) -> None:
+        answer, self._answer = self._answer, None
+        self._due_at = self._silent_s = _NEVER
+        if answer is not None:
+            answer._end(failure)
+
+    # Limits of time. A timer is set once and looks again when it fires: most never need another.
+
+    def _due(self) -> float:
+        return self._due_at if self._paused else min(self._due_at, self._heard_at + self._silent_s)
+
+    def _watch(self) -> None:
+        due_at = self._due()
+        if due_at < self._timer_at:
+            if self._timer is not None:
+                self._timer.cancel()
+            self._timer = self._loop.call_at(due_at, self._look)
+            self._timer_at = due_at
+
+    def _look(self) -> None:
+        self._timer, self._timer_at = None, _NEVER
+        if self._due() > self._loop.time():
+            self._watch()
+        elif self._answer is not None:
+            self._end(_SILENCE)
+            self.transport.abort()
+
+    # The transport's: see `asyncio.Protocol`.
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        # Those of other event loops need not be of asyncio's class.
+        self.transport = cast("asyncio.Transport", transport)
+        self._parser = httptools.HttpResponseParser(self)
+
+    def pause_writing(self) -> None:
+        self._writable = False
+
+    def resume_writing(self) -> None:
+        self._writable = True
+        if self._answer is not None:
+            self._answer._wake()
+
+    def data_received(self, data: bytes) -> None:
+        answer = self._answer
+        if answer is None:
+            # No request was sent.
+            self.transport.abort()
+            return
+        assert self._parser is not None
+        self.heard = True
+        self._heard_at = self._loop.time()
+        if not answer.status:
+            self._head_bytes += len(data)
+        broken: _Failure | None = None
+        try:
+            self._parser.feed_data(data)
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
+            broken = (FailureKind.ERROR, _shown(error.__context__ or error))
+        if not answer.status and self._head_bytes > MAX_HEAD_BYTES:
+            broken = (FailureKind.ERROR, f"headers of more than {MAX_HEAD_BYTES} bytes")
+        if came := self._came:
+            self._came = []
+            more = answer._add(came[0] if len(came) == 1 else b"".join(came))
+            if not more and not self._whole and not self._paused:
+                self._paused = True
+                self.transport.pause_reading()
+        elif answer.status:
+            answer._wake()
+        if self._whole:
+            self._end()
+            if self._keeps and self._sent and broken is None:
+                self._pool._keep(self)
+            else:
+                self.transport.abort()
+        elif broken is not None:
+            self._end(broken)
+            self.transport.abort()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        answer = self._answer
+        until_closed = answer is not None and answer.status and not self._framed and error is None
+        why = "the connection was closed" if error is None else _shown(error)
+        self._end(None if until_closed else (FailureKind.LOST, why))
+        self._pool._connections.discard(self)
+        # They refer to each other, and would be freed late.
+        self._parser = None
+
+    # The parser's: see `httptools.HttpResponseParser`.
+
+    def on_message_begin(self) -> None:
+        if self._whole:
+            raise ValueError("more than was asked for")
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._answer is not None and not self._answer.status:
+            # As text these are bytes, whatever they mean: clients get the same.
+            text = value.decode("utf-8", "surrogateescape").strip()
+            self._answer.headers.setdefault(name.decode("latin-1").lower(), text)
+
+    def on_headers_complete(self) -> None:
+        assert self._answer is not None and self._parser is not None
+        status = self._parser.get_status_code()
+        headers = self._answer.headers
+        if 100 <= status < 200:
+            headers.clear()
+            return
+        self._framed = (
+            "content-length" in headers
+            or headers.get("transfer-encoding", "").lower().endswith("chunked")
+            or status in _NO_BODY
+        )
+        self._answer.status = status
+
+    def on_body(self, data: bytes) -> None:
+        self._came.append(data)
+
+    def on_message_complete(self) -> None:
+        assert self._answer is not None and self._parser is not None
+        self._whole = self._answer.status > 0
+        # Afterwards the parser knows no more.
+        self._keeps = self._parser.should_keep_alive()

@@ -12,8 +12,7 @@ import msgspec
 
 from epd_portable.delivery.instances import Instance
 from epd_portable.log import say_failure
-from epd_portable.router.http.upstream import Upstream
-from epd_portable.router.http.upstream_connection import UpstreamError
+from epd_portable.router.http.upstream import Upstream, UpstreamError
 
 logger = logging.getLogger(__name__)
 _said = say_failure(logger, "asking instances for their metrics failed")

@@ -35,7 +35,7 @@ async def no_files(router: Router) -> AsyncIterator[None]:
         try:
             # One that a probe is using rests a moment later.
             while router.upstream._connections:
-                for resting in router.upstream._resting.values():
+                for resting in router.upstream._idle.values():
                     for connection in resting:
                         connection.drop()
                 await asyncio.sleep(0.01)

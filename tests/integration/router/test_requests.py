@@ -13,7 +13,14 @@ from starlette.responses import JSONResponse, Response
 
 from epd_portable.wire.params import encode_params, prefill_params
 from tests.integration.router.conftest import Build
-from tests.integration.router.stand_in import CHAT, DEADLINE_S, JSON, Received, refuse, stream
+from tests.integration.router.stand_in import (
+    CHAT,
+    DEADLINE_S,
+    JSON,
+    Received,
+    refuse,
+    stream,
+)
 from tests.keyring import secret
 
 

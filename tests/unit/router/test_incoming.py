@@ -125,7 +125,7 @@ async def test_what_came_counts_and_not_what_was_announced() -> None:
             announced.read(cast(Any, Stalled({"content-length": str(MEBIBYTE)})))
         )
         await asyncio.sleep(0)
-        assert all_bodies._held.count == 0
+        assert all_bodies.held.count == 0
         assert len(await read(all_bodies, [MEBIBYTE], CHUNKED)) == MEBIBYTE
         waiting.cancel()
 
@@ -140,4 +140,4 @@ async def test_the_sum_is_bounded_and_falls_when_bodies_are_done_with() -> None:
         assert (caught.value.status, caught.value.retry_after_s) == (503, 2)
         # Small ones are no danger.
         assert await read(all_bodies, [SMALL_BYTES], CHUNKED)
-    assert all_bodies._held.count == 0
+    assert all_bodies.held.count == 0

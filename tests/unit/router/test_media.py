@@ -15,7 +15,6 @@ from epd_portable.router.contents.media import (
     AUDIO,
     IMAGE,
     VIDEO,
-    Conversation,
     MediaItem,
     MediaKind,
     MediaReader,
@@ -48,15 +47,15 @@ def input_audio(data: Any, sort: Any = "wav") -> dict[str, Any]:
 
 
 class Read(msgspec.Struct):
-    conversation: Conversation
+    messages: Any
     items: tuple[MediaItem, ...]
 
 
 def read_raw(raw: bytes, *, max_items: int = 8, salt: bytes = b"") -> Read:
     cut = CutText(raw)
     reader = MediaReader(cut, salt=salt, max_items=max_items)
-    conversation = reader.conversation(msgspec.Raw(bytes(cut.small)))
-    return Read(conversation, reader.items)
+    messages = reader.chat(msgspec.Raw(bytes(cut.small)), "messages")
+    return Read(messages, reader.items)
 
 
 def read(*parts: Any, max_items: int = 8, salt: bytes = b"") -> Read:
@@ -65,7 +64,7 @@ def read(*parts: Any, max_items: int = 8, salt: bytes = b"") -> Read:
 
 
 def parts_of(found: Read) -> list[dict[str, Any]]:
-    (message,) = found.conversation.messages
+    (message,) = found.messages
     parts: list[dict[str, Any]] = json.loads(msgspec.json.encode(message))["content"]
     return parts
 
@@ -142,10 +141,7 @@ def test_messages_without_images_keep_the_clients_bytes() -> None:
     plain = b'{"role":"system",   "content":"caf\\u00e9"}'
     shown = json.dumps({"role": "user", "content": [image(RED)]}).encode()
 
-    conversation = read_raw(b"[%s,%s]" % (plain, shown)).conversation
-
-    assert msgspec.json.encode(conversation.messages[0]) == plain
-    assert conversation.changed
+    assert msgspec.json.encode(read_raw(b"[%s,%s]" % (plain, shown)).messages[0]) == plain
 
 
 def test_what_else_the_encoder_depends_on_changes_the_key() -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import itertools
 import tracemalloc
+import weakref
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
@@ -15,16 +17,18 @@ from hypothesis import strategies as st
 
 from epd_portable.errors import RequestError
 from epd_portable.router.http import server_connection
-from epd_portable.router.http.incoming import ClientGoneError
-from epd_portable.router.http.server_connection import (
+from epd_portable.router.http.incoming import (
     CLEARED_BYTES,
+    LARGE_BYTES,
+    MEMORY_FROM,
+    ClientGoneError,
+    ClientRequest,
+)
+from epd_portable.router.http.server_connection import (
     HEADERS_WITHIN_S,
     KEEP_ALIVE_S,
-    LARGE_BYTES,
     MAX_HEAD_BYTES,
     MAX_HEADERS,
-    MEMORY_FROM,
-    ClientRequest,
     Clients,
     ServerConnection,
 )
@@ -585,6 +589,29 @@ async def test_who_asks_late_learns_that_the_client_has_gone() -> None:
     left.set()
     await end.rest()
     assert told.is_set()
+
+
+@pytest.mark.parametrize("leaves", [True, False])
+async def test_a_request_is_free_as_soon_as_it_has_ended(leaves: bool) -> None:
+    served: list[weakref.ref[ClientRequest]] = []
+    going = asyncio.Event()
+
+    async def serve(request: ClientRequest) -> None:
+        served.append(weakref.ref(request))
+        request.on_gone(lambda: request and going.set())
+        await request.body(no_limit)
+        await going.wait()
+        answer(request, b"")
+
+    end = End(serve)
+    gc.disable()
+    try:
+        await end.send(LENGTH)
+        end.leave() if leaves else going.set()
+        await end.rest()
+        assert served[0]() is None
+    finally:
+        gc.enable()
 
 
 async def test_what_is_sent_to_who_has_gone_is_nothing() -> None:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import gc
 import itertools
 import time
+import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
@@ -13,14 +16,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from epd_portable.router.http import upstream
-from epd_portable.router.http.upstream import Upstream
-from epd_portable.router.http.upstream_connection import (
+from epd_portable.router.http.upstream import (
     LARGE_BYTES,
     MAX_HEAD_BYTES,
     MAX_WAITING_BYTES,
     InstanceAnswer,
-    UpstreamConnection,
+    Upstream,
     UpstreamError,
+    _Connection,
 )
 from epd_portable.wire.outcomes import FailureKind
 from tests.listening import stop_listening
@@ -417,15 +420,17 @@ class Transport(asyncio.Transport):
 
 async def asked(
     body: bytes = b"",
-) -> tuple[UpstreamConnection, asyncio.Task[InstanceAnswer]]:
-    connection = UpstreamConnection(lambda each: None, lambda each: None)
+) -> tuple[_Connection, asyncio.Task[InstanceAnswer]]:
+    pool = Upstream()
+    connection = _Connection(pool, pool._origin("http://x"))
+    pool._connections.add(connection)
     connection.connection_made(Transport())
-    task = asyncio.create_task(connection.ask(b"", (body,), silent_s=9, due_at=float("inf")))
+    task = asyncio.create_task(connection.ask(b"", (body,), 9, float("inf")))
     await asyncio.sleep(0)
     return connection, task
 
 
-def transport_of(connection: UpstreamConnection) -> Transport:
+def transport_of(connection: _Connection) -> Transport:
     assert isinstance(connection.transport, Transport)
     return connection.transport
 
@@ -590,3 +595,22 @@ async def test_an_answer_that_nobody_takes_makes_its_sender_wait() -> None:
     assert not answer.over
     connection.connection_lost(None)
     assert answer.over
+
+
+@pytest.mark.parametrize("sent", [OK[:-1], CHUNKED[:47] + b"zz"], ids=["cut", "no http"])
+async def test_a_connection_is_free_as_soon_as_it_is_lost(sent: bytes) -> None:
+    async def use() -> weakref.ref[_Connection]:
+        connection, task = await asked()
+        connection.data_received(sent)
+        connection.connection_lost(None)
+        with contextlib.suppress(UpstreamError):
+            await (await task).read()
+        return weakref.ref(connection)
+
+    gc.disable()
+    try:
+        left = await use()
+        await asyncio.sleep(0)
+        assert left() is None
+    finally:
+        gc.enable()
