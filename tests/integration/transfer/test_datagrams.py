@@ -20,7 +20,6 @@ from epd_portable.connector.control import (
     DatagramOutbox,
 )
 from epd_portable.connector.pool import SHM_FOLDER
-from epd_portable.errors import ConfigError
 from epd_portable.wire.codec import MAX_MESSAGE_BYTES, encode
 from epd_portable.wire.descriptors import SlotDescriptor
 from epd_portable.wire.messages import AnyMessage, Grant, Later, Written
@@ -102,18 +101,6 @@ def test_written_takes_the_short_way_once_a_path_within_the_host_was_granted(
     assert not by_datagram(clients, consumer, Later(transfer_id="t"))
 
 
-def test_what_comes_by_it_ends_a_wait(clients: ControlClients, consumer: Consumer) -> None:
-    meet(clients, consumer)
-    while consumer.server.receive():
-        pass
-    consumer.server.wait(0.0)
-    clients.send(consumer.server.address, WRITTEN)
-    begin_s = time.monotonic()
-    consumer.server.wait(DEADLINE_S)
-    assert time.monotonic() - begin_s < DEADLINE_S / 2
-    assert consumer.server.receive() == [(b"client", WRITTEN)]
-
-
 def test_both_ways_are_heard_in_one_turn_and_a_flood_leaves_a_rest(
     clients: ControlClients, consumer: Consumer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -171,14 +158,6 @@ def test_what_the_inbox_has_no_room_for_goes_by_zmq(
     assert by_datagram(clients, consumer, WRITTEN), "there is room again"
 
 
-def test_a_grant_of_a_pool_without_an_inbox_changes_nothing(
-    clients: ControlClients, consumer: Consumer, pool: str
-) -> None:
-    consumer.pool = f"{pool}-other"
-    meet(clients, consumer)
-    assert not by_datagram(clients, consumer, WRITTEN)
-
-
 def test_nonsense_is_dropped_and_the_next_one_arrives(
     consumer: Consumer, pool: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -231,23 +210,6 @@ def test_nothing_is_sent_to_what_is_not_an_inbox_of_this_user_alone(
         assert not path.exists()
     finally:
         path.unlink(missing_ok=True)
-
-
-def test_a_name_that_cannot_be_replaced_is_an_error_that_says_so(pool: str) -> None:
-    path = SHM_FOLDER / f"{pool}.control"
-    path.mkdir()
-    try:
-        with pytest.raises(ConfigError, match="look who put it there"):
-            DatagramInbox(pool)
-    finally:
-        path.rmdir()
-
-
-@pytest.mark.parametrize("name", ["../epd-x", "epd-x/../y", "", "x"])
-def test_a_name_that_is_no_pools_is_refused_at_both_ends(name: str) -> None:
-    for end in (DatagramInbox, DatagramOutbox):
-        with pytest.raises(ValueError, match="no name of a receive pool"):
-            end(name)
 
 
 def test_a_name_too_long_for_an_address_is_shortened_alike_at_both_ends(pool: str) -> None:

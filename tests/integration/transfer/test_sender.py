@@ -16,7 +16,6 @@ from epd_portable.connector.copies import DeviceCopies
 from epd_portable.connector.transport import Transport
 from epd_portable.errors import PlatformError, TransportError
 from epd_portable.runners import writers as writers_module
-from epd_portable.runners.metrics import SenderMetrics
 from epd_portable.runners.sender import _BUSY_POLL_S, _IDLE_POLL_S, Sender
 from tests.contract.pairs import Pair, Route
 from tests.held_device import HeldPlatform
@@ -33,9 +32,6 @@ from tests.keyring import secret_file
 pytestmark = pytest.mark.parametrize(
     "route", [Route("shm", Pair("cpu", "cpu"))], ids=str, indirect=True
 )
-
-
-LATE_S = 0.4
 
 
 @pytest.fixture
@@ -82,11 +78,6 @@ def test_an_output_is_kept_until_every_transfer_of_it_has_ended(
     assert_nothing_is_kept(sender)
 
 
-def test_an_output_that_nobody_ordered_is_not_kept(sender: Sender) -> None:
-    sender.output_ready("cat", output("cat", 10))
-    assert_nothing_is_kept(sender)
-
-
 def test_an_order_given_twice_is_one_transfer(sender: Sender, pd: PrefillSide) -> None:
     pd.arrive("r", "cat", 10)
     for _ in range(3):
@@ -110,16 +101,6 @@ def test_a_consumer_s_address_that_is_none_harms_no_other_transfer(
     sender.submit(order("t-r", "cat", pd.address, 10), output("cat", 10))
     ended(sender, pd, "t-r", "t-bad")
     assert pd.placed == ["cat"]
-    assert_nothing_is_kept(sender)
-    sender.close()
-
-
-def test_a_consumer_that_is_not_there_ends_its_transfer_at_the_deadline(
-    make_pd: Callable[..., PrefillSide], path: str
-) -> None:
-    pd, sender = make_pd(), make_sender(path, wait_timeout_s=1.0)
-    sender.submit(order("t", "cat", "tcp://127.0.0.1:9", 10), output("cat", 10))
-    ended(sender, pd, "t")
     assert_nothing_is_kept(sender)
     sender.close()
 
@@ -166,36 +147,6 @@ def test_a_write_that_raises_ends_its_transfer_and_no_other(
     ended(sender, pd, "t-s")
     assert pd.placed == ["dog"]
     assert_nothing_is_kept(sender)
-
-
-def test_a_request_that_ends_during_the_write_ends_the_transfer_after_it(
-    sender: Sender, pd: PrefillSide, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    transport = sender._writers.transport("shm")
-    real = transport.write
-
-    def slow(*args: object, **kwargs: object) -> None:
-        deadline_s = time.monotonic() + DEADLINE_S
-        while pd.requests and time.monotonic() < deadline_s:
-            time.sleep(0.001)
-        real(*args, **kwargs)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(transport, "write", slow)
-    pd.arrive("r", "cat", 10)
-    sender.submit(order("t-r", "cat", pd.address, 10), output("cat", 10))
-    pd.step_until(lambda: pd.free_bytes < pd.pool_bytes)
-    pd.finish("r")
-    ended(sender, pd, "t-r")
-    pd.step_until(lambda: pd.free_bytes == pd.pool_bytes)
-    assert_nothing_is_kept(sender)
-    assert pd.placed == []
-
-
-def test_closing_ends_the_thread_while_transfers_are_under_way(path: str) -> None:
-    sender = make_sender(path)
-    sender.submit(order("t", "cat", "tcp://127.0.0.1:9", 10), None)
-    sender.close()
-    assert not sender._thread.is_alive()
 
 
 def test_closing_lets_transfers_end_that_can(
@@ -259,12 +210,6 @@ def test_a_step_is_told_of_when_it_is_computed_and_the_next_but_one_is_queued_th
     sender.close()
 
 
-def test_on_a_platform_that_computes_at_once_no_step_waits(sender: Sender) -> None:
-    for step in (1, 2, 3):
-        sender.step_queued(step)
-        assert sender.take_computed() == step
-
-
 def test_a_device_that_fails_ends_whoever_waits_for_its_steps(path: str) -> None:
     device, sender = of_device(path)
     sender.step_queued(1)
@@ -284,34 +229,6 @@ def test_a_device_that_fails_ends_whoever_waits_for_its_steps(path: str) -> None
     with pytest.raises(PlatformError, match="it is broken"):
         sender.take_computed()
     sender.close()
-
-
-def test_a_write_takes_no_time_before_its_output_is_computed(
-    path: str, make_pd: Callable[..., PrefillSide], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    took_s: list[float] = []
-    monkeypatch.setattr(SenderMetrics, "written", lambda _, write, write_s: took_s.append(write_s))
-    pd = make_pd()
-    device, sender = of_device(path)
-    pd.arrive("r", "cat", 10)
-    sender.submit(order("t-r", "cat", pd.address, 10), None)
-    pd.step_until(lambda: pd.granted("t-r"))
-    letting = threading.Event()
-
-    def let() -> None:
-        time.sleep(LATE_S)
-        while not letting.wait(0.01):
-            device.let()
-
-    thread = threading.Thread(target=let)
-    thread.start()
-    sender.output_ready("cat", output("cat", 10))
-    ended(sender, pd, "t-r")
-    letting.set()
-    thread.join()
-    sender.close()
-    assert len(took_s) == 1
-    assert took_s[0] < LATE_S / 2
 
 
 def test_a_sender_that_stops_at_once_can_still_be_woken(
