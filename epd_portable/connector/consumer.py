@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
-from epd_portable.connector.quarantine import Quarantine, Writer, abort
+from epd_portable.connector.quarantine import Quarantine, Writer
 from epd_portable.connector.registry import PathChooser
 from epd_portable.connector.transport import LeaseFence
 from epd_portable.errors import NoCommonPathError
@@ -136,13 +136,9 @@ class TransferEvents(Protocol):
         ...
 
     def landed(self, transfer: Transfer, grant: Grant, *, transfer_s: float, digest: str) -> None:
-        """An item is in its slot, and the transfer is over.
+        """An item is in its slot, ``transfer_s`` after the grant, and the transfer is over.
 
-        Args:
-            transfer: The transfer.
-            grant: The slot and the path.
-            transfer_s: Seconds from the grant to *written*.
-            digest: Of the written bytes; empty if they are not to be checked.
+        The digest is of the written bytes; empty if they are not to be checked.
         """
         ...
 
@@ -224,9 +220,8 @@ class ConsumerSession:
     ) -> None:
         """Expect an item by a transfer; the arguments are attributes of `Transfer`.
 
-        A transfer that was accepted before its request is expected again by the request. If the
-        request's item is another one, the encoder is refused. A transfer that ended before its
-        request came fails at once.
+        The request of a transfer that was accepted before expects it again. If its item is another
+        one, the encoder is refused. If the transfer has ended before, it fails at once.
         """
         self._now = now
         deadline_s = now + self._wait_timeout_s
@@ -257,10 +252,7 @@ class ConsumerSession:
             self._announced(early.sender, early.message, transfer)
 
     def early(self) -> list[Announce]:
-        """Return announcements that fit this instance and that no request expects yet, in order.
-
-        The caller gives room in this order and stops where there is none.
-        """
+        """Return announcements that fit this instance and that no request expects, in order."""
         return [each.message for each in self._early.values() if each.offered]
 
     def pass_over(self, transfer_id: str) -> None:
@@ -370,23 +362,21 @@ class ConsumerSession:
         else:
             if transfer.writer not in (writer, None):
                 reason = f"{message.producer.instance} took over"
-                self._refuse(transfer, transfer.writer, abort(transfer.writer, reason))
+                taken_over = transfer.writer.message(Abort, reason=reason)
+                self._refuse(transfer, transfer.writer, taken_over)
                 if self._transfers.get(transfer.transfer_id) is not transfer:
                     return  # That was one too many.
             transfer.writer, transfer.producer = writer, message.producer
             self._grant_if_free(transfer)
             if transfer.grant is None and transfer.writer == writer:
-                later = Later(transfer_id=writer.transfer_id, attempt=writer.attempt)
-                self._send(sender, later)
+                self._send(sender, writer.message(Later))
 
     def _fits(self, message: Announce) -> bool:
         return message.producer.fingerprint == self._fingerprint
 
     def _turn_away(self, transfer: Transfer, writer: Writer, code: NackCode, detail: str) -> None:
         """Refuse one encoder for good; another may still deliver the item."""
-        nack = Nack(
-            transfer_id=writer.transfer_id, attempt=writer.attempt, code=code, detail=detail
-        )
+        nack = writer.message(Nack, code=code, detail=detail)
         self._send(writer.sender, nack)
         self._events.refused(transfer, nack)
         self._refuse(transfer, writer, nack)
@@ -433,9 +423,8 @@ class ConsumerSession:
         item.state = State.GRANTED
         transfer.granted_s = self._now
         transfer.lease_end_s = self._now + self._lease_s + LEASE_MARGIN_S
-        transfer.grant = Grant(
-            transfer_id=writer.transfer_id,
-            attempt=writer.attempt,
+        transfer.grant = writer.message(
+            Grant,
             slot=item.slot,
             path=endpoint.path,
             address=endpoint.address,
@@ -447,7 +436,7 @@ class ConsumerSession:
 
     def _written(self, sender: bytes, message: Written, transfer: Transfer | None) -> None:
         writer = _writer_of(sender, message)
-        injected = Injected(transfer_id=message.transfer_id, attempt=message.attempt)
+        injected = writer.message(Injected)
         if transfer is None:
             if message.transfer_id in self._ended:
                 self._send(sender, injected)
@@ -500,7 +489,7 @@ class ConsumerSession:
         self._fence.forbid(grant.slot)
         self._quarantine.add(writer, grant.slot, producer, reason)
         if grant.path in self._fenced_paths:
-            self._send(writer.sender, abort(writer, reason))
+            self._send(writer.sender, writer.message(Abort, reason=reason))
             self._quarantine.release(writer)
         return grant.slot
 
@@ -509,8 +498,7 @@ class ConsumerSession:
             self._events.released(slot)
 
     def _not_needed(self, writer: Writer) -> None:
-        message = NotNeeded(transfer_id=writer.transfer_id, attempt=writer.attempt)
-        self._send(writer.sender, message)
+        self._send(writer.sender, writer.message(NotNeeded))
 
     def _keep_early(self, sender: bytes, message: Announce) -> None:
         """Keep an announcement until its request comes; its producer sends one that is not kept."""

@@ -18,10 +18,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from epd_portable.connector.sessions import is_later_life
 from epd_portable.wire.descriptors import PeerDescriptor, SlotDescriptor
-from epd_portable.wire.messages import Abort, AnyMessage
+from epd_portable.wire.messages import Abort, AnyMessage, Message
+
+MessageT = TypeVar("MessageT", bound=Message)
 
 SETTLED_S = 120.0
 """Linux's TCP never waits longer before it sends something again."""
@@ -44,6 +47,10 @@ class Writer:
     transfer_id: str
     sender: bytes
     attempt: int
+
+    def message(self, kind: type[MessageT], **fields: Any) -> MessageT:
+        """Return a message about this attempt."""
+        return kind(transfer_id=self.transfer_id, attempt=self.attempt, **fields)
 
 
 class Quarantine:
@@ -94,15 +101,10 @@ class Quarantine:
                 self.release(writer)
             elif now >= entry.next_ask_s:
                 entry.next_ask_s = now + self._ask_every_s
-                questions.append((writer.sender, abort(writer, entry.reason)))
+                questions.append((writer.sender, writer.message(Abort, reason=entry.reason)))
         return questions
 
     def take_released(self) -> list[SlotDescriptor]:
         """Return the slots that were released since the last call."""
         released, self._released = self._released, []
         return released
-
-
-def abort(writer: Writer, reason: str) -> Abort:
-    """Return the question whether a writer has stopped for good."""
-    return Abort(transfer_id=writer.transfer_id, attempt=writer.attempt, reason=reason)
