@@ -66,22 +66,22 @@ class PlatformTraits:
     implementation: str
     worker_cls: str
     worker_base: str
-    single_rank_executor_cls: str | None
-    pd_ranks_executor_cls: str | None
-    engine_plugins: tuple[str, ...]
-    compiler: tuple[str, ...]
-    env_without_compiler: tuple[tuple[str, str], ...]
-    share_env: str | None
-    share_by: str
-    share_service: tuple[str, ...]
+    single_rank_executor_cls: str | None = None
+    pd_ranks_executor_cls: str | None = None
+    engine_plugins: tuple[str, ...] = ()
+    compiler: tuple[str, ...] = ()
+    env_without_compiler: tuple[tuple[str, str], ...] = ()
+    share_env: str | None = None
+    share_by: str = ""
+    share_service: tuple[str, ...] = ()
     slot_alignment_bytes: int
     slab_alignment_bytes: int
     needs_device_copy: bool
-    foreign_pages_block: bool
-    encode_together_embeds: int | None
-    encodes_in_background: bool
-    one_rank_a_device: bool
-    peers_must_be_visible: bool
+    foreign_pages_block: bool = False
+    encode_together_embeds: int | None = None
+    encodes_in_background: bool = False
+    one_rank_a_device: bool = False
+    peers_must_be_visible: bool = False
     kv_connector: str
     mooncake_protocol: str
 
@@ -94,9 +94,6 @@ _CUDA = PlatformTraits(
     implementation="epd_portable.platforms.cuda:CudaPlatform",
     worker_cls="epd_portable.vllm_plugin.worker.EPDGPUWorker",
     worker_base="vllm.v1.worker.gpu_worker:Worker",
-    single_rank_executor_cls=None,
-    pd_ranks_executor_cls=None,
-    engine_plugins=(),
     compiler=("nvcc", "$CUDA_HOME/bin/nvcc", "/usr/local/cuda/bin/nvcc"),
     # FlashInfer compiles its sampler, which is the default (vLLM 0.32); vLLM has another one.
     env_without_compiler=(("VLLM_USE_FLASHINFER_SAMPLER", "0"),),
@@ -107,9 +104,6 @@ _CUDA = PlatformTraits(
     slot_alignment_bytes=512,
     slab_alignment_bytes=512,
     needs_device_copy=True,
-    foreign_pages_block=False,
-    encode_together_embeds=None,
-    encodes_in_background=False,
     # NCCL: "Duplicate GPU detected".
     one_rank_a_device=True,
     # cudaIpcOpenMemHandle takes an ordinal of the opener for the device that owns the memory.
@@ -125,15 +119,10 @@ _NPU = PlatformTraits(
     implementation="epd_portable.platforms.npu:NpuPlatform",
     worker_cls="epd_portable.vllm_plugin.worker.EPDNPUWorker",
     worker_base="vllm_ascend.worker.worker:NPUWorker",
-    single_rank_executor_cls=None,
-    pd_ranks_executor_cls=None,
     engine_plugins=("ascend", "ascend_model", "ascend_model_loader"),
-    compiler=(),
-    env_without_compiler=(),
     # No variable of CANN's is a percentage; our worker sets its process's limit.
     share_env="EPD_COMPUTE_SHARE",
     share_by="CANN's limit of a process's cores, aclrtSetDeviceResLimit",
-    share_service=(),
     # aclrtMemcpyAsync demands 64 at both ends; 512 keeps slots apart for the copy engine.
     slot_alignment_bytes=512,
     # HCCS reaches registered memory in pages of 2 MiB.
@@ -141,11 +130,7 @@ _NPU = PlatformTraits(
     needs_device_copy=True,
     # torch_npu (2.13) takes for page-locked only what it allocated itself.
     foreign_pages_block=True,
-    encode_together_embeds=None,
-    encodes_in_background=False,
-    one_rank_a_device=False,
     # Shared memory is opened by its key alone.
-    peers_must_be_visible=False,
     # vllm-ascend's own; NIXL has no backend for these devices.
     kv_connector="mooncake",
     mooncake_protocol="ascend",
@@ -163,22 +148,13 @@ _CPU = PlatformTraits(
     single_rank_executor_cls="vllm.v1.executor.uniproc_executor.UniProcExecutor",
     # Workers of vLLM's own poll while a request waits, on cores that the encoder needs.
     pd_ranks_executor_cls="epd_portable.vllm_plugin.executor.EPDExecutor",
-    engine_plugins=(),
-    compiler=(),
-    env_without_compiler=(),
-    share_env=None,
-    share_by="",
-    share_service=(),
     slot_alignment_bytes=64,
     slab_alignment_bytes=64,
     needs_device_copy=False,
-    foreign_pages_block=False,
     # Measured with four pictures on two cores: one by one they take 1.5 to 1.8 times as long at 16
     # embeddings each, and 0.2 to 1.0 times at 64 to 576.
     encode_together_embeds=64,
     encodes_in_background=True,
-    one_rank_a_device=False,
-    peers_must_be_visible=False,
     kv_connector="nixl",
     mooncake_protocol="rdma",
 )

@@ -73,19 +73,6 @@ def test_deadlines_are_judged_while_no_step_ends(
     pd.step_until(lambda: pd.free_bytes == pd.pool_bytes)
 
 
-def test_a_producer_killed_with_a_grant_gives_its_slot_back_and_the_item_is_encoded_here(
-    make_pd: Callable[..., PrefillSide], encode: EncodeSide
-) -> None:
-    pd = make_pd(lease_s=1.0)
-    pd.arrive("r", "cat", 300)
-    encode.tell("order", "t-r", "cat", pd.address, 300)
-    pd.step_until(lambda: pd.granted("t-r"))
-    encode.process.kill()
-    pd.step_until(lambda: pd.free_bytes == pd.pool_bytes)
-    assert pd.receiver.may_schedule("r", 1)
-    assert pd.cache.can_allocate(pd.requests["r"], 0, 1000, 0)
-
-
 def test_a_pool_too_small_for_all_serves_them_in_the_order_of_arrival(
     make_pd: Callable[..., PrefillSide], encode: EncodeSide
 ) -> None:
