@@ -67,9 +67,7 @@ def test_messages_go_both_ways(server: ControlServer, clients: ControlClients) -
     assert until(lambda: heard(clients)) == [(server.address, answer)]
 
 
-def test_what_is_no_message_is_dropped_and_the_next_one_arrives(
-    server: ControlServer, clients: ControlClients
-) -> None:
+def test_nonsense_is_dropped(server: ControlServer, clients: ControlClients) -> None:
     context = zmq.Context()
     peer = context.socket(zmq.DEALER)
     secure_client(peer, keys())
@@ -135,9 +133,7 @@ def test_a_flood_that_nobody_reads_is_stopped_at_its_sender(server: ControlServe
     context.destroy(linger=0)
 
 
-def test_a_message_beyond_the_limit_ends_the_connection_it_came_by_and_no_other(
-    server: ControlServer, clients: ControlClients
-) -> None:
+def test_a_long_message_ends_its_connection(server: ControlServer, clients: ControlClients) -> None:
     context = zmq.Context()
     peer = context.socket(zmq.DEALER)
     secure_client(peer, keys())
@@ -150,9 +146,7 @@ def test_a_message_beyond_the_limit_ends_the_connection_it_came_by_and_no_other(
     context.destroy(linger=0)
 
 
-def test_a_peer_that_does_not_read_loses_messages_and_the_sender_goes_on(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_peer_that_does_not_read_loses_messages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(control, "_HIGH_WATER_MARK", 3)
     server = ControlServer("tcp://127.0.0.1:*", "server", keys())
     clients = ControlClients("client", keys())
@@ -222,9 +216,7 @@ def test_one_consumer_too_many_costs_the_one_that_was_sent_to_least_lately_its_c
             each.close()
 
 
-def test_who_comes_again_by_another_connection_is_heard_there(
-    server: ControlServer, clients: ControlClients
-) -> None:
+def test_a_new_connection_replaces_the_old(server: ControlServer, clients: ControlClients) -> None:
     """As after a loss of the network that the server has not noticed yet."""
     with zmq.Context() as context, context.socket(zmq.DEALER) as former:
         secure_client(former, keys())
@@ -254,9 +246,7 @@ def test_an_address_that_is_none_is_an_error(clients: ControlClients) -> None:
         clients.send("nonsense", Later(transfer_id="t"))
 
 
-def test_a_process_without_a_socket_left_is_told_and_can_send_when_it_has_one(
-    server: ControlServer, clients: ControlClients
-) -> None:
+def test_no_socket_left_is_an_error_for_now(server: ControlServer, clients: ControlClients) -> None:
     """The sender's thread hears what it can tell of; anything else ended it without a word."""
     message = Abort(transfer_id="t", reason="why")
     taken = []
@@ -287,7 +277,7 @@ def test_an_address_that_is_taken_is_an_error(server: ControlServer) -> None:
 
 
 @pytest.mark.parametrize("taken", ["control_address", "data_address"])
-def test_an_endpoint_that_cannot_be_opened_leaves_nothing(
+def test_a_failed_endpoint_leaves_nothing(
     server: ControlServer, tmp_path: Path, taken: str
 ) -> None:
     pool = f"epd-test-{tmp_path.name}-{time.monotonic_ns()}"
@@ -317,7 +307,7 @@ def waited(server: ControlServer, timeout_s: float = DEADLINE_S) -> float:
     return time.monotonic() - begin_s
 
 
-def test_a_consumer_s_wait_ends_when_a_message_comes_when_it_is_woken_or_when_its_time_is_over(
+def test_a_wait_ends_by_message_wake_or_time(
     server: ControlServer, clients: ControlClients
 ) -> None:
     while server.receive() or waited(server, 0.05) < 0.05:
@@ -336,7 +326,7 @@ def test_a_consumer_s_wait_ends_when_a_message_comes_when_it_is_woken_or_when_it
     assert messages == [(b"client", Later(transfer_id="t"))]
 
 
-def test_a_message_that_comes_while_another_thread_sends_ends_the_wait(
+def test_a_message_during_a_send_ends_the_wait(
     server: ControlServer, clients: ControlClients
 ) -> None:
     """ZMQ tells once that one has come, and it may tell the sender: nobody would hear of it."""

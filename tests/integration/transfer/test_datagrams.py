@@ -116,9 +116,7 @@ def test_both_ways_are_heard_in_one_turn_and_a_flood_leaves_a_rest(
     assert max(pieces) <= 3
 
 
-def test_a_consumer_that_restarted_is_reached_by_zmq_and_after_its_next_grant_by_the_short_way(
-    clients: ControlClients, pool: str
-) -> None:
+def test_a_restarted_consumer_is_reached_again(clients: ControlClients, pool: str) -> None:
     first = Consumer(pool)
     address = first.server.address
     meet(clients, first)
@@ -138,7 +136,7 @@ def test_a_consumer_that_restarted_is_reached_by_zmq_and_after_its_next_grant_by
         second.close()
 
 
-def test_what_the_inbox_has_no_room_for_goes_by_zmq(
+def test_what_the_inbox_cannot_take_goes_by_zmq(
     clients: ControlClients, consumer: Consumer
 ) -> None:
     meet(clients, consumer)
@@ -198,9 +196,7 @@ def _open_to_others(path: Path) -> None:
 
 
 @pytest.mark.parametrize("make", [_link, _file, _open_to_others])
-def test_nothing_is_sent_to_what_is_not_an_inbox_of_this_user_alone(
-    pool: str, make: Callable[[Path], None]
-) -> None:
+def test_only_an_inbox_of_this_user_is_sent_to(pool: str, make: Callable[[Path], None]) -> None:
     path = SHM_FOLDER / f"{pool}.control"
     make(path)
     try:
@@ -224,9 +220,7 @@ def test_a_name_too_long_for_an_address_is_shortened_alike_at_both_ends(pool: st
     assert list(SHM_FOLDER.glob(f"{pool[:40]}*")) == []
 
 
-def test_a_consumer_that_is_left_costs_no_socket(
-    pool: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_consumer_that_left_costs_no_socket(pool: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connections, "MAX_CONSUMERS", 1)
     consumers = [Consumer(f"{pool}-{number}") for number in range(3)]
     clients = ControlClients("client", keys())

@@ -152,9 +152,7 @@ def until_refused(server: ControlServer) -> None:
 # -- control ---------------------------------------------------------------------------------------
 
 
-def test_holders_of_the_secret_understand_each_other(
-    stack: ExitStack, make_server: Make, address: str
-) -> None:
+def test_holders_of_the_secret_can_talk(stack: ExitStack, make_server: Make, address: str) -> None:
     held = keys()
     server, client = make_server(held, address), clients(stack, held)
     client.send(server.address, Abort(transfer_id="t", reason="why"))
@@ -281,9 +279,7 @@ def content(memory: SharedMemory) -> bytes:
     return bytes(memory.tensor(0, len(WORDS)).tolist())
 
 
-def test_an_item_arrives_and_a_listener_between_the_two_reads_nothing(
-    stack: ExitStack, receive: Receive
-) -> None:
+def test_a_listener_reads_nothing_of_an_item(stack: ExitStack, receive: Receive) -> None:
     held = keys()
     receiver, memory = receive(held)
     forwarder = Forwarder((OFF_HOST, port_of(receiver.address)))

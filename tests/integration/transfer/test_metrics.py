@@ -83,7 +83,7 @@ def test_both_ends_count_the_same_items_and_bytes(
     assert "epd_pd_transfers_in_flight" not in counted(pd.registry)
 
 
-def test_a_killed_producer_is_a_lease_that_expires_and_a_fallback(
+def test_a_killed_producer_counts(
     make_pd: Callable[..., PrefillSide], encode: EncodeSide, path: str
 ) -> None:
     pd = make_pd(lease_s=1.0)

@@ -64,9 +64,7 @@ def assert_nothing_is_kept(sender: Sender) -> None:
     assert (outputs.orders, len(outputs), dict(outputs._users)) == ({}, 0, {})
 
 
-def test_an_output_is_kept_until_every_transfer_of_it_has_ended(
-    sender: Sender, pd: PrefillSide
-) -> None:
+def test_an_output_is_kept_until_its_transfers_end(sender: Sender, pd: PrefillSide) -> None:
     pd.arrive("r", "cat", 10)
     sender.submit(order("t-r", "cat", pd.address, 10), output("cat", 10))
     ended(sender, pd, "t-r")
@@ -105,9 +103,7 @@ def test_a_consumer_s_address_that_is_none_harms_no_other_transfer(
     sender.close()
 
 
-def test_an_output_of_another_shape_than_announced_is_refused_and_encoded_by_the_consumer(
-    sender: Sender, pd: PrefillSide
-) -> None:
+def test_another_shape_than_announced_is_refused(sender: Sender, pd: PrefillSide) -> None:
     pd.arrive("r", "cat", 10)
     sender.submit(order("t-r", "cat", pd.address, 10), output("cat", 9))
     ended(sender, pd, "t-r")
@@ -116,9 +112,7 @@ def test_an_output_of_another_shape_than_announced_is_refused_and_encoded_by_the
     assert pd.receiver.may_schedule("r", 1)
 
 
-def test_an_item_whose_copy_is_not_there_is_encoded_by_the_consumer_at_once(
-    sender: Sender, pd: PrefillSide
-) -> None:
+def test_a_missing_copy_is_encoded_by_the_consumer(sender: Sender, pd: PrefillSide) -> None:
     sender.submit(order("t-r", "cat", pd.address, 10), None, restored=True, missing=True)
     pd.arrive("r", "cat", 10)
     ended(sender, pd, "t-r")
@@ -149,9 +143,7 @@ def test_a_write_that_raises_ends_its_transfer_and_no_other(
     assert_nothing_is_kept(sender)
 
 
-def test_closing_lets_transfers_end_that_can(
-    path: str, make_pd: Callable[..., PrefillSide]
-) -> None:
+def test_closing_lets_transfers_end(path: str, make_pd: Callable[..., PrefillSide]) -> None:
     pd, sender = make_pd(), make_sender(path)
     pd.arrive("r", "cat", 10)
     sender.submit(order("t-r", "cat", pd.address, 10), output("cat", 10))
@@ -163,9 +155,7 @@ def test_closing_lets_transfers_end_that_can(
     assert sender.take_ended() == {"t-r"}
 
 
-def test_a_rest_ends_with_a_transfer_and_is_no_longer_than_asked_for(
-    sender: Sender, pd: PrefillSide
-) -> None:
+def test_a_rest_ends_with_a_transfer_or_its_time(sender: Sender, pd: PrefillSide) -> None:
     sender.rest(0.001)
     pd.arrive("r", "cat", 10)
     sender.submit(order("t-r", "cat", pd.address, 10), output("cat", 10))
@@ -187,9 +177,7 @@ def of_device(path: str) -> tuple[HeldPlatform, Sender]:
     return device, Sender(config, FINGERPRINT, DeviceCopies(device))
 
 
-def test_a_step_is_told_of_when_it_is_computed_and_the_next_but_one_is_queued_then(
-    path: str,
-) -> None:
+def test_two_steps_are_queued_and_reported_when_computed(path: str) -> None:
     device, sender = of_device(path)
     sender.step_queued(1)
     assert sender.take_computed() is None
@@ -231,9 +219,7 @@ def test_a_device_that_fails_ends_whoever_waits_for_its_steps(path: str) -> None
     sender.close()
 
 
-def test_a_sender_that_stops_at_once_can_still_be_woken(
-    path: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_sender_that_stops_can_be_woken(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its thread saw the end, and closed the channel under whoever was waking it."""
     sender = make_sender(path)
     wake = sender._control.wake
@@ -364,9 +350,7 @@ def test_an_error_nobody_foresaw_ends_the_transfer_that_it_concerns_and_is_told_
     assert_nothing_is_kept(sender)
 
 
-def test_an_error_with_a_transfer_that_ends_leaves_none_that_ends_beside_it(
-    path: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_ends_no_other_transfer(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     sender = make_sender(path, wait_timeout_s=0.2)
 
     def fail(finished: object) -> None:

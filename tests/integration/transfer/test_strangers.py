@@ -110,9 +110,7 @@ def test_the_same_message_makes_a_process_grow_that_does_not_ask_for_the_key() -
         assert grown > FLOOD_BYTES // 2
 
 
-def test_what_strangers_send_before_they_are_asked_for_a_key_is_little_for_each(
-    receiver: TcpReceiver,
-) -> None:
+def test_little_is_taken_of_each_stranger(receiver: TcpReceiver) -> None:
     """ZMQ takes in a frame of their handshake up to the limit of all frames."""
     strangers, nbytes = 24, CHUNK_BYTES + OVERHEAD_BYTES
     host, _, port = receiver.address.removeprefix("tcp://").rpartition(":")

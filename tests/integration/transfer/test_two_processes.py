@@ -40,7 +40,7 @@ def test_an_item_arrives_and_equals_the_source_as_a_view_of_the_pool_where_that_
     assert item.nbytes == 300 * TOKEN_BYTES
 
 
-def test_messages_are_taken_in_while_no_step_ends_and_the_next_one_places_what_landed(
+def test_messages_count_between_steps(
     make_pd: Callable[..., PrefillSide], encode: EncodeSide
 ) -> None:
     pd = make_pd()
@@ -59,7 +59,7 @@ def test_messages_are_taken_in_while_no_step_ends_and_the_next_one_places_what_l
     assert item.source == "transfer"
 
 
-def test_deadlines_are_judged_while_no_step_ends(
+def test_deadlines_hold_between_steps(
     make_pd: Callable[..., PrefillSide], encode: EncodeSide
 ) -> None:
     pd = make_pd(lease_s=0.5)
@@ -73,7 +73,7 @@ def test_deadlines_are_judged_while_no_step_ends(
     pd.step_until(lambda: pd.free_bytes == pd.pool_bytes)
 
 
-def test_a_pool_too_small_for_all_serves_them_in_the_order_of_arrival(
+def test_a_small_pool_serves_in_order(
     make_pd: Callable[..., PrefillSide], encode: EncodeSide
 ) -> None:
     pd = make_pd(pool_bytes=100 * TOKEN_BYTES)

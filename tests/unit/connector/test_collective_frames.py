@@ -242,9 +242,7 @@ def test_what_is_no_request_ends_its_connection_and_no_other(
 
 
 @pytest.mark.parametrize("sent", [b"\0\0", frame(encode(Join("group")))[:-3]], ids=["4", "rest"])
-def test_half_a_frame_ends_its_connection_and_holds_up_nobody(
-    consumer: Consumer, sent: bytes
-) -> None:
+def test_half_a_frame_ends_its_connection_alone(consumer: Consumer, sent: bytes) -> None:
     with stranger(consumer) as connected:
         connected.sendall(sent)
         consumer.assert_serves()
@@ -284,17 +282,13 @@ def test_when_descriptors_run_out_producers_wait_and_are_served_later(
 
 
 @pytest.mark.parametrize("seconds", [1e300, float("inf")])
-def test_a_lease_that_never_ends_is_none_of_the_receiver_s_problems(
-    consumer: Consumer, seconds: float
-) -> None:
+def test_a_lease_without_end_is_served(consumer: Consumer, seconds: float) -> None:
     with producer(consumer) as (connection, group):
         put(connection, group, seconds=seconds)
 
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan")])
-def test_an_item_without_time_to_write_it_is_refused_and_the_pair_goes_on(
-    consumer: Consumer, seconds: float
-) -> None:
+def test_an_item_without_time_is_refused(consumer: Consumer, seconds: float) -> None:
     with producer(consumer) as (connection, group):
         connection.send_bytes(encode(Put(SLOT, seconds)))
         assert f"{seconds} s to write an item" in hear(connection).problem
@@ -357,9 +351,7 @@ def test_an_item_for_which_the_device_has_no_room_is_refused_with_what_to_do(
     ],
     ids=["half a length", "half a frame", "too long", "nobody at its port", "nothing"],
 )
-def test_a_consumer_that_answers_nonsense_is_an_error_soon_after_the_deadline(
-    answer: bytes, error: type[Exception]
-) -> None:
+def test_an_answer_of_nonsense_is_an_error(answer: bytes, error: type[Exception]) -> None:
     copies = DeviceCopies(registry.get("cpu"))
     transport = CollectiveTransport(copies, keys())
     with socket.create_server((HOST, 0)) as server:
@@ -428,9 +420,7 @@ def test_a_consumer_hears_of_an_item_when_it_is_computed(
     assert happened == ["looked", "looked", "looked", "told"]
 
 
-def test_an_item_that_is_not_computed_in_time_keeps_no_consumer_from_others(
-    consumer: Consumer,
-) -> None:
+def test_an_item_that_is_not_computed_holds_up_no_other(consumer: Consumer) -> None:
     transport = CollectiveTransport(consumer.copies, keys())
     with pytest.raises(TransportTimeoutError, match="device work was not complete"):
         transport.write(

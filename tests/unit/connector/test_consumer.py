@@ -67,9 +67,7 @@ def test_an_announced_item_is_granted_its_slot_and_lands_when_it_is_written(desk
     assert not desk.item().transfers
 
 
-def test_an_item_without_room_is_later_at_each_announcement_and_granted_with_its_room(
-    desk: Desk,
-) -> None:
+def test_an_item_without_room_is_later_until_it_has_room(desk: Desk) -> None:
     desk.expect()
     for _ in range(2):
         desk.receive(A, announce())
@@ -116,9 +114,7 @@ def test_written_for_a_transfer_that_is_forgotten_is_not_needed(desk: Desk) -> N
         (B, abort()),
     ],
 )
-def test_what_a_consumer_says_or_another_s_message_leaves_a_grant_alone(
-    desk: Desk, sender: bytes, message: AnyMessage
-) -> None:
+def test_other_messages_leave_a_grant_alone(desk: Desk, sender: bytes, message: AnyMessage) -> None:
     desk.granted()
     desk.receive(sender, message)
     assert (desk.said(), desk.events) == ([], [])
@@ -156,9 +152,7 @@ def test_who_announces_early_is_reported_once_and_only_where_it_fits(desk: Desk)
     assert desk.said() == ["a t grant 1"], "passed over, it waits for its request"
 
 
-def test_an_accepted_transfer_goes_on_for_its_request_with_a_deadline_of_its_own(
-    desk: Desk,
-) -> None:
+def test_an_accepted_transfer_goes_on_until_its_request_s_deadline(desk: Desk) -> None:
     desk.receive(A, announce())
     desk.give_room()
     desk.expect(asked=False)
@@ -185,9 +179,7 @@ def test_a_transfer_that_ended_before_its_request_came_fails_when_that_comes(des
     assert desk.landings() == ["encode-b"]
 
 
-def test_a_transfer_whose_request_means_another_item_begins_anew_without_its_encoder(
-    desk: Desk,
-) -> None:
+def test_a_request_for_another_item_refuses_the_encoder(desk: Desk) -> None:
     desk.receive(A, announce())
     desk.give_room()
     desk.expect(asked=False)
@@ -234,9 +226,7 @@ def test_an_early_announcement_that_is_aborted_is_forgotten(desk: Desk) -> None:
     assert desk.said() == ["b t later", "b t grant 1"]
 
 
-def test_what_is_remembered_of_early_and_ended_transfers_is_bounded(
-    desk: Desk, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_remembered_is_bounded(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(consumer, "MAX_ENDED", 3)
     monkeypatch.setattr(consumer, "MAX_EARLY", 3)
     for number in range(10):
@@ -281,9 +271,7 @@ def test_transfers_of_an_item_end_but_those_that_are_still_wanted(desk: Desk) ->
 
 
 @pytest.mark.parametrize("ends", ["failed", "lease"])
-def test_the_slot_of_a_transfer_that_ended_is_not_granted_to_its_sibling(
-    desk: Desk, ends: str
-) -> None:
+def test_a_slot_that_was_granted_is_not_granted_to_a_sibling(desk: Desk, ends: str) -> None:
     desk.granted()
     desk.now += 1
     desk.expect("u")
@@ -365,7 +353,7 @@ def test_attempts_without_end_fail_the_transfer(desk: Desk) -> None:
         ({"tensor": TensorSpec(shape=(4, 8), dtype="float16")}, "unexpected"),
     ],
 )
-def test_an_encoder_that_does_not_match_is_refused_and_another_delivers(
+def test_an_encoder_that_does_not_match_is_refused(
     desk: Desk, changed: dict[str, Any], code: str
 ) -> None:
     desk.expect()
@@ -503,9 +491,7 @@ def test_a_quarantined_slot_comes_back_some_time_after_a_later_life_of_its_produ
 
 @pytest.mark.parametrize("ends", ["lease", "not wanted"])
 @pytest.mark.parametrize("fenced", [False, True])
-def test_a_slot_that_is_taken_back_is_free_at_once_only_on_a_fenced_path(
-    ends: str, fenced: bool
-) -> None:
+def test_only_a_fenced_slot_is_free_at_once(ends: str, fenced: bool) -> None:
     desk = Desk(fenced=frozenset({"tcp"}), path=PathEndpoint(path="tcp" if fenced else "shm"))
     desk.granted()
     if ends == "not wanted":

@@ -28,9 +28,7 @@ def memory() -> Iterator[SharedMemory]:
     made.unlink()
 
 
-def test_a_device_copies_in_one_piece_behind_the_computation_and_all_bytes_arrive(
-    platform: SpyPlatform,
-) -> None:
+def test_a_device_copies_in_one_piece_behind_the_computation(platform: SpyPlatform) -> None:
     src = torch.arange(2 * CHUNK_BYTES // 4 + 3, dtype=torch.int32)
     target, computed = torch.zeros(src.numel() * 4, dtype=torch.uint8), SpyEvent()
     DeviceCopies(platform).write(target, src, after=computed, deadline_s=NEVER_S)
@@ -39,9 +37,7 @@ def test_a_device_copies_in_one_piece_behind_the_computation_and_all_bytes_arriv
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_a_copy_has_ended_when_its_event_has_passed_and_is_told_to_once(
-    platform: SpyPlatform, fails: bool
-) -> None:
+def test_a_copy_has_ended_when_its_event_has_passed(platform: SpyPlatform, fails: bool) -> None:
     passed = iter([False, False, True])
     ended: list[bool] = []
 
@@ -70,9 +66,7 @@ def test_a_copy_has_ended_when_its_event_has_passed_and_is_told_to_once(
     assert ended == [True]
 
 
-def test_a_copy_whose_end_nobody_could_hear_of_is_an_error_only_when_it_has_ended(
-    platform: SpyPlatform,
-) -> None:
+def test_a_copy_without_an_event_is_waited_for_before_the_error(platform: SpyPlatform) -> None:
     looks = iter(range(3))
     platform.refusals, platform.event = 1, SpyEvent(lambda: next(looks) == 2)
     with pytest.raises(PlatformError, match="cannot record"):
@@ -105,9 +99,7 @@ def test_a_lease_that_ends_between_chunks_leaves_the_rest_alone_and_says_how_far
     assert target[CHUNK_BYTES:].eq(0).all()
 
 
-def test_a_copy_that_takes_longer_than_its_lease_is_waited_for_and_then_an_error(
-    platform: SpyPlatform,
-) -> None:
+def test_a_copy_beyond_its_lease_is_waited_for_and_an_error(platform: SpyPlatform) -> None:
     looks, now_s = iter(range(10_000)), iter([0.0, 2.5])
     platform.event = SpyEvent(lambda: next(looks) > 100)
     with pytest.raises(TransportTimeoutError, match=r"1\.5 s longer .* raise transfer\.lease_s"):

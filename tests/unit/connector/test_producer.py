@@ -191,9 +191,7 @@ def test_a_transfer_that_ends_during_its_write_lasts_until_the_write_has_ended(
 
 
 @pytest.mark.parametrize("state", ["asking", "writing"])
-def test_a_transfer_that_fails_here_ends_with_its_write_and_its_consumer_is_informed(
-    desk: Desk, state: str
-) -> None:
+def test_a_transfer_that_fails_here_ends_with_its_write(desk: Desk, state: str) -> None:
     desk.reach(state)
     desk.session.fail("t", "no files")
     if state == "writing":
@@ -228,9 +226,7 @@ def test_submitting_a_transfer_twice_changes_nothing(desk: Desk) -> None:
         ABORT,
     ],
 )
-def test_messages_of_an_unknown_transfer_or_another_consumer_change_nothing(
-    desk: Desk, message: AnyMessage, consumer: str
-) -> None:
+def test_foreign_messages_change_nothing(desk: Desk, message: AnyMessage, consumer: str) -> None:
     if consumer == OTHER:
         desk.submit(ready=True)
         desk.poll()

@@ -57,9 +57,7 @@ def on(
         ("cpu", "npu", False, "tcp"),
     ],
 )
-def test_each_pair_takes_the_best_path_that_both_ends_have(
-    encode: str, pd: str, same_host: bool, taken: str
-) -> None:
+def test_each_pair_takes_its_best_path(encode: str, pd: str, same_host: bool, taken: str) -> None:
     host = "host" if same_host else "elsewhere"
     choice = registry.choose(on(encode, "encode-0", host=host), on(pd, "pd-0"))
     assert choice.endpoint == PathEndpoint(path=taken, address=f"{taken}-address")
@@ -203,9 +201,7 @@ def test_between_hosts_nixl_comes_before_what_copies_through_sockets(platform: s
 
 @pytest.mark.parametrize("without", ["encode-0", "pd-0"])
 @pytest.mark.parametrize("platform", ["cpu", "cuda"])
-def test_between_hosts_mooncake_comes_next_where_an_end_has_no_nixl(
-    platform: str, without: str
-) -> None:
+def test_between_hosts_mooncake_comes_after_nixl(platform: str, without: str) -> None:
     ends = [on(platform, name, off_host=True, host=name) for name in ("encode-0", "pd-0")]
     choice = registry.choose(
         *(
@@ -219,9 +215,7 @@ def test_between_hosts_mooncake_comes_next_where_an_end_has_no_nixl(
     assert choice.refused[-1] == Refused(path="nixl", reason=f"not offered by {without}")
 
 
-def test_a_path_whose_library_is_missing_is_left_out_or_refused_with_what_to_install(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_missing_library_is_named_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     monkeypatch.setattr(registry.importlib.util, "find_spec", lambda name: None)
     assert "nixl" not in {entry.name for entry in registry.offered("auto", "cpu", off_host=True)}
@@ -231,9 +225,7 @@ def test_a_path_whose_library_is_missing_is_left_out_or_refused_with_what_to_ins
     assert described["nixl"] == [False, "nixl is not installed: install epd-portable[kv]"]
 
 
-def test_a_library_without_what_it_needs_of_the_system_is_left_out_with_what_to_install(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_missing_system_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     monkeypatch.setattr(registry.importlib.util, "find_spec", lambda name: object())
 

@@ -39,9 +39,7 @@ def other() -> Iterator[tuple[subprocess.Popen[str], str]]:
         process.kill()
 
 
-def test_a_killed_process_is_gone_before_and_after_its_parent_asked_for_its_status(
-    other: tuple[subprocess.Popen[str], str],
-) -> None:
+def test_a_killed_process_is_gone(other: tuple[subprocess.Popen[str], str]) -> None:
     process, session = other
     assert not process_is_gone(session)
     process.kill()
@@ -51,9 +49,7 @@ def test_a_killed_process_is_gone_before_and_after_its_parent_asked_for_its_stat
     assert process_is_gone(session)
 
 
-def test_of_two_lives_of_an_instance_on_a_machine_the_later_is_known(
-    other: tuple[subprocess.Popen[str], str],
-) -> None:
+def test_the_later_of_two_lives_is_known(other: tuple[subprocess.Popen[str], str]) -> None:
     first, second = (
         peer(session=session, host=f"{host_identity()}{number}")
         for number, session in enumerate((new_session(), other[1]))

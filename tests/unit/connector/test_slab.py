@@ -33,9 +33,7 @@ def slab(platform: SharingPlatform) -> DeviceSlab:
     return DeviceSlab(DeviceCopies(platform), NBYTES, new_session())
 
 
-def test_a_slab_begins_at_the_platform_s_alignment_and_has_its_size(
-    platform: SharingPlatform, slab: DeviceSlab
-) -> None:
+def test_a_slab_is_aligned_and_has_its_size(platform: SharingPlatform, slab: DeviceSlab) -> None:
     (memory,) = platform.shared
     assert memory.data_ptr() % ALIGNMENT == 0
     assert memory.numel() == NBYTES
@@ -58,9 +56,7 @@ def test_a_text_that_is_no_address_is_an_error(platform: SharingPlatform, addres
         OpenedSlab(platform, address)
 
 
-def test_a_slab_whose_process_has_ended_is_not_opened(
-    platform: SharingPlatform, slab: DeviceSlab
-) -> None:
+def test_a_slab_of_an_ended_process_is_lost(platform: SharingPlatform, slab: DeviceSlab) -> None:
     pid, start, namespace, rest = new_session().split("-")
     ended = "-".join([pid, str(int(start) + 1), namespace, rest])
     packed = msgspec.msgpack.decode(base64.b85decode(slab.address))
@@ -69,9 +65,7 @@ def test_a_slab_whose_process_has_ended_is_not_opened(
         OpenedSlab(platform, address)
 
 
-def test_memory_that_is_refused_while_its_process_lives_is_a_path_that_cannot_be_taken(
-    platform: SharingPlatform, slab: DeviceSlab
-) -> None:
+def test_memory_of_a_live_process_is_refused(platform: SharingPlatform, slab: DeviceSlab) -> None:
     platform.problem = PlatformError("invalid resource handle")
     with pytest.raises(UnsupportedError, match=r"which lives.*invalid resource handle.*tcp"):
         OpenedSlab(platform, slab.address)
@@ -87,9 +81,7 @@ def test_memory_that_is_refused_because_its_process_has_just_ended_is_a_lost_pee
         OpenedSlab(platform, slab.address)
 
 
-def test_memory_of_another_platform_is_an_error_with_what_to_do(
-    platform: SharingPlatform, slab: DeviceSlab
-) -> None:
+def test_memory_of_another_platform_is_refused(platform: SharingPlatform, slab: DeviceSlab) -> None:
     platform.problem = ValueError("a handle of npu memory, opened on cuda")
     with pytest.raises(TransportError, match=r"of npu memory.*set transfer\.path") as caught:
         OpenedSlab(platform, slab.address)

@@ -18,9 +18,7 @@ def listening() -> Iterator[socket.socket]:
         yield made
 
 
-def test_ports_that_all_interfaces_lead_to_are_found_and_others_are_not(
-    listening: socket.socket,
-) -> None:
+def test_ports_open_to_all_interfaces_are_found(listening: socket.socket) -> None:
     with socket.create_server(("", 0)) as everywhere:
         port = everywhere.getsockname()[1]
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as other:
@@ -50,9 +48,7 @@ def test_who_waits_for_a_connection_for_ever_does_so_no_more(listening: socket.s
 
 
 @pytest.mark.parametrize("there", [True, False], ids=["these", "others"])
-def test_a_connection_is_reset_with_what_was_not_sent_and_others_end_as_ever(
-    listening: socket.socket, there: bool
-) -> None:
+def test_only_these_connections_are_reset(listening: socket.socket, there: bool) -> None:
     port = listening.getsockname()[1]
     client = socket.create_connection((HOST, port))
     server, _ = listening.accept()

@@ -72,9 +72,7 @@ def test_rank_0_publishes_the_paths_that_it_receives_by_until_it_closes(pool: st
 
 
 @pytest.mark.parametrize(("path", "rank"), [("shm", 0), ("tcp", 0), ("auto", 0), ("collective", 1)])
-def test_a_worker_that_receives_nothing_by_itself_publishes_nothing(
-    pool: str, path: str, rank: int
-) -> None:
+def test_a_worker_without_receivers_publishes_nothing(pool: str, path: str, rank: int) -> None:
     worker = endpoint(pool, path, rank)
     assert worker.slab_bytes == 0
     assert list(SHM_FOLDER.glob(f"{pool}*")) == []
@@ -90,9 +88,7 @@ def test_what_a_worker_published_that_has_ended_is_an_error(pool: str) -> None:
         read_publication(pool)
 
 
-def test_what_somebody_else_put_in_the_place_is_not_believed(
-    pool: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_user_s_file_is_not_believed(pool: str, monkeypatch: pytest.MonkeyPatch) -> None:
     publication = Publication(session=new_session(), slab="", paths=(PathEndpoint(path="ipc"),))
     file = publish(pool, publication)
     assert read_publication(pool) == publication
@@ -109,9 +105,7 @@ def test_what_somebody_else_put_in_the_place_is_not_believed(
         read_publication(pool)
 
 
-def test_what_is_published_is_for_this_user_and_goes_through_no_link(
-    pool: str, tmp_path: Path
-) -> None:
+def test_a_publication_is_private_and_follows_no_link(pool: str, tmp_path: Path) -> None:
     victim = tmp_path / "victim"
     victim.write_text("mine")
     for name in (f"{pool}.worker", f"{pool}.{os.getpid()}"):
@@ -148,9 +142,7 @@ def test_another_rank_waits_at_its_start_for_a_rank_0_that_is_slower(pool: str) 
     assert first.slab.tensor(64, 4).eq(9).all()
 
 
-def test_a_rank_0_that_never_comes_and_memory_that_cannot_be_opened_end_the_start(
-    pool: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_start_without_rank_0_s_slab_ends(pool: str, monkeypatch: pytest.MonkeyPatch) -> None:
     platform = SharingPlatform()
     monkeypatch.setattr(module, "_RANK_0_TIMEOUT_S", 0.0)
     with pytest.raises(TransportError, match="is not there"):
@@ -162,7 +154,7 @@ def test_a_rank_0_that_never_comes_and_memory_that_cannot_be_opened_end_the_star
     first.close()
 
 
-def test_memory_that_cannot_be_shared_takes_its_paths_from_what_is_offered(
+def test_paths_of_unshared_memory_are_not_offered(
     pool: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     platform = SharingPlatform()

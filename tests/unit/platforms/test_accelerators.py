@@ -56,9 +56,7 @@ def test_a_missing_torch_npu_stays_inside_the_error_tree() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.device_count() > 0, reason="there is a CUDA device")
-def test_a_device_that_is_not_there_is_refused_with_the_variable_that_hides_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_missing_device_is_refused_with_its_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     with pytest.raises(
         PlatformUnavailableError,
@@ -68,16 +66,12 @@ def test_a_device_that_is_not_there_is_refused_with_the_variable_that_hides_it(
 
 
 @pytest.mark.parametrize(("address", "nbytes"), [(0, 4096), (4096, 0)])
-def test_pinning_an_impossible_range_never_reaches_the_runtime(
-    platform: Platform, address: int, nbytes: int
-) -> None:
+def test_an_impossible_range_is_not_pinned(platform: Platform, address: int, nbytes: int) -> None:
     with pytest.raises(ValueError, match=r"no host memory|at least one"):
         platform.pin_host(address, nbytes)
 
 
-def test_backends_made_by_two_threads_at_once_leave_the_error_mode_as_it_was(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_threads_leave_the_error_mode_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("EPD_TEST_MODE", raising=False)
     inside = threading.Event()
     first_has_left = threading.Event()

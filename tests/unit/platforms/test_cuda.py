@@ -91,9 +91,7 @@ def handle(**changes: Any) -> ShareHandle:
     return ShareHandle(**(values | changes))
 
 
-def test_memory_is_opened_on_the_device_of_its_uuid_without_a_context_on_any_other(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_memory_is_opened_on_the_device_of_its_uuid(monkeypatch: pytest.MonkeyPatch) -> None:
     opened: list[Any] = []
     monkeypatch.setattr(reductions, "rebuild_cuda_tensor", lambda *given: opened.append(given[6]))
     TwoGpus().open_tensor(handle())

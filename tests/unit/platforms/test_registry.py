@@ -38,9 +38,7 @@ def test_an_unknown_name_is_refused_with_the_known_ones() -> None:
         registry.get("tpu")
 
 
-def test_a_platform_that_cannot_be_used_here_is_not_handed_out_and_the_error_says_why(
-    table: dict[str, PlatformTraits],
-) -> None:
+def test_an_unusable_platform_says_why(table: dict[str, PlatformTraits]) -> None:
     absent = "epd_portable.platforms.absent:AbsentPlatform"
     table["cuda"] = dataclasses.replace(table["cuda"], implementation=absent)
     with pytest.raises(PlatformUnavailableError, match="platform 'cuda': its module cannot be"):

@@ -116,9 +116,7 @@ def test_operators_that_somebody_else_declared_are_not_declared_again(tmp_path: 
 @pytest.mark.parametrize(
     ("loads", "expected"), [("return True", "True"), ("raise OSError", "False")]
 )
-def test_torchaudio_is_told_the_truth_about_its_compiled_part(
-    tmp_path: Path, loads: str, expected: str
-) -> None:
+def test_torchaudio_learns_of_its_compiled_part(tmp_path: Path, loads: str, expected: str) -> None:
     path = package(
         tmp_path,
         {
@@ -136,9 +134,7 @@ def test_torchaudio_is_told_the_truth_about_its_compiled_part(
 @pytest.mark.parametrize(
     ("loads", "expected"), [("pass", "imported"), ("raise OSError('libnvrtc')", "ImportError")]
 )
-def test_a_torchcodec_that_does_not_load_counts_as_absent(
-    tmp_path: Path, loads: str, expected: str
-) -> None:
+def test_a_broken_torchcodec_is_absent(tmp_path: Path, loads: str, expected: str) -> None:
     path = package(
         tmp_path,
         {

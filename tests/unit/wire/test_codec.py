@@ -113,9 +113,7 @@ def test_an_explanation_of_any_length_arrives_cut(message: AnyMessage) -> None:
 
 @settings(max_examples=200, deadline=None)
 @given(number=st.integers(0, len(MESSAGES) - 1), data=st.data())
-def test_a_damaged_message_is_a_message_or_a_protocol_error(
-    number: int, data: st.DataObject
-) -> None:
+def test_a_damaged_message_is_a_protocol_error(number: int, data: st.DataObject) -> None:
     damaged = bytearray(codec.encode(MESSAGES[number], session="life"))
     damaged[data.draw(st.integers(0, len(damaged) - 1))] = data.draw(st.integers(0, 255))
     try:
