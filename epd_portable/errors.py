@@ -20,13 +20,13 @@
     │   └── NoCommonPathError            no transfer path that both ends have
     ├── StoreError                   a store of encoder outputs did not do what it was asked
     │   ├── StoreFullError               it has no room; reading goes on
-    │   └── CorruptEntryError            an entry is damaged, or of somebody else
+    │   └── CorruptEntryError            an entry is damaged, or not of this deployment
     ├── CapacityError                something bounded is full; waiting may help
     ├── MeasurementError             a measurement could not be made, or not of what was asked for
     └── RequestError                 a client's request is refused; carries its HTTP status
 
 Errors of libraries are translated where they cross into the package, with ``from``.
-A message names the value, the limit and the remedy; but of a URL that somebody wrote no password.
+A message names the value, the limit and the remedy; but no password of a URL.
 """
 
 from __future__ import annotations

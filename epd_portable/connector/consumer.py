@@ -9,8 +9,8 @@ here the others are answered *not needed*.
 An encoder whose announcement does not fit is refused alone: another may still deliver the item. A
 second encoder takes over from the first, which is refused then.
 
-A slot whose grant failed is quarantined until it cannot be written any more: the producer has said
-so, it is gone, or the path is fenced.
+A slot whose grant failed is quarantined until it cannot be written any more: the producer has
+confirmed that, it is gone, or the path is fenced.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 The consumer listens (ZMQ's ROUTER), producers and the router connect (DEALER). Nothing here blocks.
 Everything is encrypted, see `epd_portable.connector.curve`.
 
-On one host *written*, for which requests wait, is sent to a Unix datagram socket beside the
+On one host *written*, for which requests wait, is sent to a Unix datagram socket next to the
 consumer's pool. ZMQ wakes a thread at each end, encrypts and decrypts: on an idle host that takes
 longer than all other work of the two ends on an item. A datagram has arrived when the call that
 sends it returns. Only this user can open the socket, and this user could as well write to the pool.
@@ -122,7 +122,7 @@ class ControlServer:
     """The consumer's end.
 
     Args:
-        pool: Name of the receive pool, beside which it takes datagrams; empty for none.
+        pool: Name of the receive pool, next to which it takes datagrams; empty for none.
 
     Raises:
         ConfigError: The datagram socket cannot be made.

@@ -113,7 +113,7 @@ class _Transfer:
     digest: str = ""
     problem: str | None = None
     """How it ends when the write that is under way has ended, whose result does not matter."""
-    farewell: AnyMessage | None = None
+    last_message: AnyMessage | None = None
     """Sent when the slot is not written any more."""
 
     def abort(self, reason: str) -> Abort:
@@ -167,7 +167,7 @@ class ProducerSession:
             if isinstance(message, Abort):
                 self._out.messages.append((consumer, _released(message)))
         elif isinstance(message, Abort):
-            transfer.farewell = _released(message)
+            transfer.last_message = _released(message)
             self._end(transfer, f"aborted by the consumer: {message.reason}")
         elif isinstance(message, Grant):
             if transfer.state in (_TransferState.ASKING, _TransferState.GRANTED):
@@ -205,7 +205,7 @@ class ProducerSession:
         """Abort a transfer, if it is under way; a write that has begun ends first."""
         transfer = self._transfers.get(transfer_id)
         if transfer is not None:
-            transfer.farewell = transfer.abort(problem)
+            transfer.last_message = transfer.abort(problem)
             self._end(transfer, problem)
 
     def withdraw(self, path: str) -> None:
@@ -293,8 +293,8 @@ class ProducerSession:
 
     def _close(self, transfer: _Transfer, problem: str) -> None:
         order = transfer.order
-        if transfer.farewell is not None:
-            self._send(transfer, transfer.farewell)
+        if transfer.last_message is not None:
+            self._send(transfer, transfer.last_message)
         del self._transfers[order.transfer_id]
         self._out.finished.append(
             Finished(transfer_id=order.transfer_id, mm_hash=order.mm_hash, problem=problem)

@@ -280,7 +280,7 @@ def offered(
         if wanted.capabilities.plain_off_host and not plain:
             raise ConfigError(
                 f"transfer.path {asked!r}: it does not encrypt what leaves the host; write {AUTO} "
-                "or tcp, or transfer.trusted_network: true where nobody else is on the network"
+                "or tcp, or transfer.trusted_network: true where the network is private"
             )
         return (wanted,)
     return tuple(

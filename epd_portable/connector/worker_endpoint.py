@@ -1,6 +1,6 @@
 """The receiving end in a PD instance's workers.
 
-Workers are made before their scheduler: rank 0 writes what it has opened into a file beside the
+Workers are made before their scheduler: rank 0 writes what it has opened into a file next to the
 pool, and the scheduler and the other ranks read it.
 """
 

@@ -153,7 +153,7 @@ class AcceleratorPlatform(Platform):
         return StreamEvent(event)
 
     def adopt(self, tensor: torch.Tensor) -> None:
-        """Tell the caching allocator that the current stream uses the memory too."""
+        """Register the current stream as a user of the memory, with the caching allocator."""
         with self._translated("hand memory to the current stream"):
             tensor.record_stream(self._runtime.current_stream(tensor.device))
 
@@ -204,8 +204,8 @@ class AcceleratorPlatform(Platform):
         )
         (_, ref_counter, ref_counter_offset, event, event_sync_required) = arguments[10:]
         with self._translated(f"share memory of {tensor.device}"):
-            # torch would keep the memory until an opener says that it let go; one that was killed,
-            # or that never came, does not say so.
+            # torch would keep the memory until an opener reports that it let go, which one that was
+            # killed, or that never came, does not.
             self._release_counter(ref_counter, ref_counter_offset)
         return ShareHandle(
             device_type=self.device_type,
@@ -269,7 +269,7 @@ class AcceleratorPlatform(Platform):
             raise PlatformError(f"{self.name}: cannot {attempt}: {error}") from error
 
     def _uuid(self, index: int) -> str:
-        """Return the name of the physical device; empty where the runtime does not tell."""
+        """Return the name of the physical device; empty where the runtime does not name it."""
         # Not as the current device: that would make a context there, of half a gigabyte on CUDA.
         return str(getattr(self._runtime.get_device_properties(index), "uuid", ""))
 

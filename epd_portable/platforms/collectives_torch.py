@@ -317,8 +317,7 @@ class TorchCollectiveGroup(CollectiveGroup):
     def _translated(self, peer: str, deadline: Deadline) -> Iterator[None]:
         """Turn torch's one RuntimeError into lateness at the deadline, and a lost peer before it.
 
-        torch tells the two apart in words only, and not in the same ones on every backend; the
-        clock tells them apart everywhere.
+        torch distinguishes the two by words only, which differ by backend; the clock does on all.
         """
         try:
             yield
@@ -386,5 +385,5 @@ def _probe(rendezvous: Rendezvous, deadline: Deadline) -> str:
         ) from error
     except OSError as error:
         raise PeerLostError(
-            f"group {rendezvous.name!r}: nobody listens at {where}: {error.strerror}"
+            f"group {rendezvous.name!r}: nothing listens at {where}: {error.strerror}"
         ) from error

@@ -204,7 +204,7 @@ def _keep(tensor: torch.Tensor) -> None:
     """Keep a peer's memory open for as long as the process lives.
 
     torch_npu (2.13) waits for the whole device before it closes such memory, work that has failed
-    included, and raises what it hears where C++ may not raise, which ends the process.
+    included, and raises what it gets where C++ may not raise, which ends the process.
     """
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(tensor))
 

@@ -82,7 +82,7 @@ def _declare_missing_operators() -> None:
     for name in missing:
         _declared.define(name + _SCHEMA)  # type: ignore[no-untyped-call]
     _LOG.debug(
-        "torchvision's operators do not load beside torch %s: declared %s, so that its transforms "
+        "torchvision's operators do not load with torch %s: declared %s, so that its transforms "
         "can be used",
         torch.__version__,
         ", ".join(missing),

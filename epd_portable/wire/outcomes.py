@@ -48,7 +48,7 @@ Fallback: TypeAlias = Literal[
 ``retried``: another instance is asked, or the same once more. ``local``: the instance that answers
 encodes the item, or computes the prompt. ``original_media``: the request goes with its media in
 place of their metadata. ``left_out``: it goes without the item (``router.partial_results``).
-``incomplete``: the client is told within the answer, if that has events. ``error``: it gets the
+``incomplete``: the answer itself says so, if it has events. ``error``: it gets the
 instance's own error. ``refused``: 400 or 413. ``unavailable``: 503. ``timeout``: 504.
 """
 

@@ -43,7 +43,7 @@ class Store(ABC):
     """Keeps entries by key. Every method blocks, and may be called by several threads.
 
     Each exchange with the server or the disk is bounded by ``timeout_ms`` where that is possible,
-    else by the caller (a disk can block for ever), who checks every entry by a `Seal`. Every method
+    else by the caller (a disk can block for ever), which checks entries by a `Seal`. Every method
     raises `StoreError` when the store cannot be reached, or not in time.
     """
 

@@ -27,7 +27,7 @@ def meet(port: int, *, timeout_s: float) -> TorchCollectiveGroup:
 
 def test_a_host_that_is_not_there_is_told_at_once() -> None:
     port = free_port()
-    with pytest.raises(PeerLostError, match=f"nobody listens at 127.0.0.1:{port}"):
+    with pytest.raises(PeerLostError, match=f"nothing listens at 127.0.0.1:{port}"):
         meet(port, timeout_s=20)
 
 
