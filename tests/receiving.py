@@ -1,9 +1,14 @@
-"""Receiving ends of paths, as an instance opens them."""
+"""Receiving ends of paths, as an instance opens them, and their memory."""
 
 from __future__ import annotations
 
+import os
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
+from epd_portable.connector.pool import SharedMemory
 from epd_portable.connector.transport import LeaseFence, ReceiveMemory, ReceivingEnd
 from tests.keyring import keys
 
@@ -18,3 +23,18 @@ def receiving_end(memory: ReceiveMemory, **changes: Any) -> ReceivingEnd:
         "keys": keys(),
     }
     return ReceivingEnd(memory=lambda: memory, **{**given, **changes})
+
+
+def pool_name() -> str:
+    """A name of a pool that no other test has."""
+    return f"epd-test-{os.getpid()}-{uuid.uuid4().hex[:12]}"
+
+
+@contextmanager
+def shared_memory(nbytes: int = 4096) -> Iterator[SharedMemory]:
+    """A pool's memory, which goes with the block."""
+    made = SharedMemory.create(pool_name(), nbytes)
+    try:
+        yield made
+    finally:
+        made.unlink()

@@ -157,12 +157,16 @@ class ReceivingEnd:
 
 
 class PathReceiver(ABC):
-    """The consumer's end of a path.
+    """The consumer's end of a path, which receives from its making on.
 
-    Opened in the scheduler's process, or with `PathEntry.in_worker` in the worker of rank 0.
+    It is in the scheduler's process, or with `PathEntry.in_worker` in the worker of rank 0.
 
     Attributes:
         address: For producers, in each grant.
+
+    Raises:
+        ConfigError: Something that the path needs is not installed.
+        TransportError: An address cannot be bound.
     """
 
     address: str
@@ -172,12 +176,7 @@ class PathReceiver(ABC):
 
     @classmethod
     def open(cls, end: ReceivingEnd) -> Self:
-        """Begin to receive.
-
-        Raises:
-            ConfigError: Something that the path needs is not installed.
-            TransportError: An address cannot be bound.
-        """
+        """Return a receiver."""
         return cls(end)
 
     @abstractmethod

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import time
 import uuid
@@ -27,6 +26,7 @@ from tests import warm
 from tests.contract.pairs import ROUTES, Route, parameters
 from tests.integration.transfer.encode_side import FINGERPRINT, LEASE_S, TIMEOUT_S, WIDTH
 from tests.keyring import secret_file
+from tests.receiving import pool_name
 from tests.unit.builders import FakeRequest, request
 
 DEADLINE_S = 60.0
@@ -43,7 +43,7 @@ class PrefillSide:
         platform.set_device(pair.prefill_index)
         self.platform = platform
         self.computes_in_slots = not platform.traits.needs_device_copy
-        self.pool = f"epd-test-{os.getpid()}-{uuid.uuid4().hex[:12]}"
+        self.pool = pool_name()
         self.address = f"ipc://{folder}/{uuid.uuid4().hex[:8]}"
         config = InstanceConfig(
             instance="prefill_decode-0",

@@ -24,6 +24,7 @@ from epd_portable.errors import TransportError
 from epd_portable.wire.codec import MAX_MESSAGE_BYTES, encode
 from epd_portable.wire.messages import Abort, AnyMessage, Later
 from tests.keyring import keys, secret_file
+from tests.receiving import pool_name
 
 T = TypeVar("T")
 
@@ -280,7 +281,7 @@ def test_an_address_that_is_taken_is_an_error(server: ControlServer) -> None:
 def test_a_failed_endpoint_leaves_nothing(
     server: ControlServer, tmp_path: Path, taken: str
 ) -> None:
-    pool = f"epd-test-{tmp_path.name}-{time.monotonic_ns()}"
+    pool = pool_name()
     addresses = {
         "control_address": f"ipc://{tmp_path}/control",
         "data_address": "tcp://127.0.0.1:*",

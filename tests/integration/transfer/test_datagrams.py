@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import socket
 import time
-import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from unittest import mock
@@ -24,6 +23,7 @@ from epd_portable.wire.codec import MAX_MESSAGE_BYTES, encode
 from epd_portable.wire.descriptors import SlotDescriptor
 from epd_portable.wire.messages import AnyMessage, Grant, Later, Written
 from tests.keyring import keys
+from tests.receiving import pool_name
 
 DEADLINE_S = 20.0
 WRITTEN = Written(transfer_id="t", attempt=1, generation=7)
@@ -47,7 +47,7 @@ class Consumer:
 
 @pytest.fixture
 def pool() -> str:
-    return f"epd-test-{os.getpid()}-{uuid.uuid4().hex[:12]}"
+    return pool_name()
 
 
 @pytest.fixture

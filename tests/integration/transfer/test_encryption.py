@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import threading
 import time
@@ -30,7 +29,7 @@ from epd_portable.platforms import registry
 from epd_portable.wire.codec import encode
 from epd_portable.wire.descriptors import SlotDescriptor
 from epd_portable.wire.messages import Abort, Later
-from tests.receiving import receiving_end
+from tests.receiving import pool_name, receiving_end
 
 OFF_HOST = "127.0.0.2"
 ADDRESSES = {
@@ -241,7 +240,7 @@ SLOT = SlotDescriptor(pool="pool", offset=0, nbytes=len(WORDS), generation=1)
 @pytest.fixture
 def receive(stack: ExitStack) -> Receive:
     def make(held: CurveKeys, host: str = OFF_HOST) -> tuple[TcpReceiver, SharedMemory]:
-        memory = SharedMemory.create(f"epd-test-{os.getpid()}-{uuid.uuid4().hex[:12]}", 4096)
+        memory = SharedMemory.create(pool_name(), 4096)
         stack.callback(memory.unlink)
         fence = LeaseFence()
         fence.allow(SLOT)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from epd_portable.wire.messages import Announce, Grant
 from tests.integration.transfer.conftest import DEADLINE_S
 from tests.integration.transfer.encode_side import make_sender, order, output
 from tests.keyring import keys
+from tests.receiving import pool_name
 
 CONTENT = b"mine" * 1000
 
@@ -48,7 +48,7 @@ def victim(tmp_path: Path) -> Path:
 @pytest.fixture
 def link(victim: Path) -> Iterator[Path]:
     """A link to it among the pools."""
-    made = SHM_FOLDER / f"epd-test-{os.getpid()}-{uuid.uuid4().hex[:12]}"
+    made = SHM_FOLDER / pool_name()
     made.symlink_to(victim)
     yield made
     made.unlink()

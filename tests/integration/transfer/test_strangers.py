@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import os
 import socket
-import uuid
 from collections.abc import Iterator
 
 import psutil
@@ -21,7 +19,7 @@ from epd_portable.connector.curve import OVERHEAD_BYTES
 from epd_portable.connector.pool import SharedMemory
 from epd_portable.connector.transports.tcp import CHUNK_BYTES, TcpReceiver
 from tests.keyring import keys
-from tests.receiving import receiving_end
+from tests.receiving import pool_name, receiving_end
 
 DEADLINE_S = 20.0
 FLOOD_BYTES = 64 << 20
@@ -82,7 +80,7 @@ def control() -> Iterator[ControlServer]:
 
 @pytest.fixture
 def receiver() -> Iterator[TcpReceiver]:
-    memory = SharedMemory.create(f"epd-test-{os.getpid()}-{uuid.uuid4().hex[:12]}", 4096)
+    memory = SharedMemory.create(pool_name(), 4096)
     made = TcpReceiver(receiving_end(memory))
     yield made
     made.close()

@@ -1,8 +1,6 @@
 from __future__ import annotations
 
 import logging
-import os
-import uuid
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -13,6 +11,7 @@ from epd_portable.connector.copies import CHUNK_BYTES, DeviceCopies
 from epd_portable.connector.pool import SharedMemory
 from epd_portable.errors import LeaseExpiredError, PlatformError, TransportTimeoutError
 from epd_portable.platforms.cpu import CpuPlatform, PassedEvent
+from tests.receiving import shared_memory
 from tests.unit.connector.spies import NEVER_S, SpyEvent, SpyPlatform
 
 
@@ -23,9 +22,8 @@ def platform() -> SpyPlatform:
 
 @pytest.fixture
 def memory() -> Iterator[SharedMemory]:
-    made = SharedMemory.create(f"epd-test-{os.getpid()}-{uuid.uuid4().hex[:12]}", 8192)
-    yield made
-    made.unlink()
+    with shared_memory(8192) as made:
+        yield made
 
 
 def test_a_device_copies_in_one_piece_behind_the_computation(platform: SpyPlatform) -> None:

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import os
-import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from epd_portable.connector.pool import ReceivePool, SharedMemory
 from epd_portable.errors import CapacityError, ConfigError
 from epd_portable.wire.descriptors import SlotDescriptor
+from tests.receiving import pool_name, shared_memory
 from tests.unit.builders import slot
 
 
@@ -91,9 +91,8 @@ TestPoolAgainstModel.settings = settings(max_examples=40, deadline=None)
 
 @pytest.fixture
 def memory() -> Iterator[SharedMemory]:
-    made = SharedMemory.create(f"epd-test-{os.getpid()}-{uuid.uuid4().hex}", 4096)
-    yield made
-    made.unlink()
+    with shared_memory(4096) as made:
+        yield made
 
 
 def test_two_mappings_show_the_same_bytes(memory: SharedMemory) -> None:
@@ -131,7 +130,7 @@ def test_a_removed_file_is_not_current_and_cannot_be_opened(memory: SharedMemory
 
 
 def test_a_pool_larger_than_the_machine_says_how_much_is_free_and_leaves_nothing() -> None:
-    name = f"epd-test-{os.getpid()}-{uuid.uuid4().hex}"
+    name = pool_name()
     with pytest.raises(CapacityError, match=r"free; lower transfer\.pool_bytes"):
         SharedMemory.create(name, 1 << 55)
     with pytest.raises(FileNotFoundError):

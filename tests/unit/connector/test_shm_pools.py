@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import uuid
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -16,6 +14,7 @@ from epd_portable.errors import PeerLostError
 from epd_portable.platforms.cpu import PassedEvent
 from epd_portable.wire.descriptors import SlotDescriptor
 from tests.keyring import keys
+from tests.receiving import pool_name
 from tests.unit.connector.spies import NEVER_S, SpyEvent, SpyPlatform
 
 SRC = torch.ones(2)
@@ -26,7 +25,7 @@ def make_pool() -> Iterator[Callable[..., SharedMemory]]:
     made: list[SharedMemory] = []
 
     def make(name: str = "") -> SharedMemory:
-        made.append(SharedMemory.create(name or f"epd-test-{os.getpid()}-{uuid.uuid4().hex}", 4096))
+        made.append(SharedMemory.create(name or pool_name(), 4096))
         return made[-1]
 
     yield make

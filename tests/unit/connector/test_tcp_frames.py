@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import threading
-import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -27,7 +25,7 @@ from epd_portable.errors import TransportTimeoutError
 from epd_portable.platforms import registry
 from epd_portable.wire.descriptors import SlotDescriptor
 from tests.keyring import keys
-from tests.receiving import receiving_end
+from tests.receiving import pool_name, receiving_end
 
 NBYTES = 4096
 FILL = 0xA5
@@ -71,7 +69,7 @@ class Consumer:
 
 @pytest.fixture
 def consumer() -> Iterator[Consumer]:
-    memory = SharedMemory.create(f"epd-test-{os.getpid()}-{uuid.uuid4().hex[:12]}", NBYTES)
+    memory = SharedMemory.create(pool_name(), NBYTES)
     memory.tensor(0, NBYTES).fill_(FILL)
     fence = LeaseFence()
     receiver = TcpReceiver(receiving_end(memory, fence=fence))

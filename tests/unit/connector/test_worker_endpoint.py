@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import os
 import stat
-import uuid
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -20,12 +19,13 @@ from epd_portable.connector.worker_endpoint import Publication, WorkerEndpoint, 
 from epd_portable.errors import TransportError, UnsupportedError
 from epd_portable.platforms import registry
 from epd_portable.wire.descriptors import PathEndpoint
+from tests.receiving import pool_name
 from tests.unit.connector.spies import SharingPlatform
 
 
 @pytest.fixture
 def pool() -> Iterator[str]:
-    name = f"epd-test-{os.getpid()}-{uuid.uuid4().hex[:12]}"
+    name = pool_name()
     yield name
     for left in SHM_FOLDER.glob(f"{name}*"):
         left.unlink()
