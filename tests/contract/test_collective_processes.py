@@ -181,7 +181,7 @@ def test_on_npu_groups_end_before_torch_npu_uses_the_stream_of_a_failed_one_agai
         group.close()
     nobody = Rendezvous(host="127.0.0.1", port=1, name="none", rank=0, size=2)
     for _ in range(24):
-        with pytest.raises(PeerLostError, match="nobody listens"):
+        with pytest.raises(PeerLostError, match="nothing listens"):
             platform.new_group(nobody, index=0, timeout_s=SHORT_S)
     with pytest.raises(UnsupportedError, match=r"restart the instance, or set transfer\.path"):
         platform.new_group(nobody, index=0, timeout_s=SHORT_S)
