@@ -152,7 +152,7 @@ class Exchange:
             RequestError: There will be no answer, or no more of one that has begun; says why.
         """
         record = out.record
-        record.has(call.items)
+        record.note_items(call.items)
         self._retries.count_request()
         forwarder = forwarder or self.relay
         selection = self._selector.start_selection(call, out.for_instances, out.explanation)

@@ -246,8 +246,6 @@ class Router:
         """
         self._sweeping = asyncio.create_task(self._sweep())
         await self.members.open()
-        if self._loads is not None:
-            self._loads.open()
 
     async def close(self) -> None:
         """End everything."""
@@ -285,7 +283,7 @@ class Router:
         work = asyncio.current_task()
         assert work is not None
         record = client.record
-        self.requests.begin(record)
+        self.requests.start(record)
         self.in_flight.add(client)
         client.work = work
         try:
@@ -320,7 +318,7 @@ class Router:
             self._admission.leave(client.ticket)
             self.in_flight.discard(client)
             record.gone = client.gone
-            self.requests.end(record)
+            self.requests.finish(record)
 
     async def _read(self, path: str, client: ClientExchange, body: Body) -> Call:
         """Return what the client asks for."""

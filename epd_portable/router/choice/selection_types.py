@@ -1,8 +1,4 @@
-"""What is asked of a choice, among whom, and by which kinds of plug-ins; and why it was made. Pure.
-
-A user's plug-in is made by what its entry point names, called with its name and its parameters, and
-is whatever its methods say: see docs/choice.md.
-"""
+"""What is asked of a choice, among whom, by which kinds of plug-ins; and why it was made. Pure."""
 
 from __future__ import annotations
 
@@ -22,18 +18,6 @@ from epd_portable.wire.messages import LoadReport
 Stage = Literal["encode", "prefill", "decode"]
 
 ROLE_LABEL = roles.ROLE_LABEL
-
-_ALL: frozenset[Stage] = frozenset({"encode", "prefill", "decode"})
-_SHORT: Mapping[str, frozenset[Stage]] = {
-    "all": _ALL,
-    "both": frozenset({"prefill", "decode"}),
-    "pd": frozenset({"prefill", "decode"}),
-    "ep": frozenset({"encode", "prefill"}),
-    "epd": _ALL,
-    "e": frozenset({"encode"}),
-    "p": frozenset({"prefill"}),
-    "d": frozenset({"decode"}),
-}
 
 EXPLAIN_HEADER = "x-epd-explain"
 """A client's ``x-epd-explain: 1`` is answered under the same name."""
@@ -71,7 +55,6 @@ class SelectionRequest:
         having: Whose caches have the first of the blocks; ``None`` if that was not looked up.
         nbytes: Of the prompt, also of what is beyond the blocks; each token that an item is taken
             for counts as much as one of text.
-        block_bytes: Of one block, if no ``ends`` are given.
         ends: Tokens of the prompt up to the end of each block.
         profile: Of the configuration, if the request names one that it may name.
     """
@@ -85,7 +68,6 @@ class SelectionRequest:
     blocks: Sequence[int] = ()
     having: Collection[CacheEstimate] | None = None
     nbytes: int = 0
-    block_bytes: int = 256
     ends: Sequence[int] = ()
     profile: str = ""
 
@@ -96,9 +78,7 @@ class SelectionRequest:
 
     def up_to(self, count: int) -> int:
         """Return how many tokens the prompt's first blocks have."""
-        if self.ends and count:
-            return self.ends[count - 1]
-        return count * self.block_bytes // BYTES_A_TOKEN
+        return self.ends[count - 1] if count else 0
 
     @property
     def affinity(self) -> str:
@@ -159,13 +139,10 @@ def label(candidate: Candidate, key: str) -> str | None:
 
 
 @functools.lru_cache(maxsize=1024)
-def stages(role: str) -> frozenset[Stage]:
+def stages(role: str) -> frozenset[str]:
     """Return what a role serves; nothing for a word that is none."""
-    if role in _SHORT:
-        return _SHORT[role]
-    words = role.split("-")
-    found = frozenset(stage for stage in _ALL if stage in words)
-    return found if len(found) == len(words) else frozenset()
+    named = roles.role_named(role)
+    return frozenset(named.split("-") if named else ())
 
 
 # Kinds of plug-ins.
@@ -276,24 +253,24 @@ class Explanation:
 
     def text(self) -> str:
         """Return all of it as JSON in ASCII; of too much, scores are left out, then decisions."""
-        said = [each.shown() for each in self.decisions]
-        brief = [_compact({k: v for k, v in each.items() if k != "scores"}) for each in said]
-        left_bytes = MAX_EXPLANATION_BYTES - _LEFT_OUT_BYTES
+        whole = [each.shown() for each in self.decisions]
         shown: list[str] = []
-        for each in brief:
-            left_bytes -= len(each) + 1
+        left_bytes = MAX_EXPLANATION_BYTES - _LEFT_OUT_BYTES
+        for each in whole:
+            brief = _compact({key: value for key, value in each.items() if key != "scores"})
+            left_bytes -= len(brief) + 1
             if left_bytes < 0:
                 break
-            shown.append(each)
-        for index, whole in enumerate(map(_compact, said[: len(shown)])):
-            more = len(whole) - len(shown[index])
-            if 0 <= more <= left_bytes:
+            shown.append(brief)
+        for index, with_scores in enumerate(map(_compact, whole[: len(shown)])):
+            more = len(with_scores) - len(shown[index])
+            if more <= left_bytes:
                 left_bytes -= more
-                shown[index] = whole
-        if len(shown) < len(brief):
-            shown.append(_compact({"left_out": len(brief) - len(shown)}))
+                shown[index] = with_scores
+        if len(shown) < len(whole):
+            shown.append(_compact({"left_out": len(whole) - len(shown)}))
         return f"[{','.join(shown)}]"
 
 
-def _compact(said: Mapping[str, object]) -> str:
-    return json.dumps(said, separators=(",", ":"))
+def _compact(shown: Mapping[str, object]) -> str:
+    return json.dumps(shown, separators=(",", ":"))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import time
 from collections.abc import Callable
 from urllib.parse import urlencode
@@ -15,6 +16,7 @@ from urllib.parse import urlencode
 import msgspec
 
 from epd_portable.delivery.instances import EndpointPool, Instance
+from epd_portable.log import say_failure
 from epd_portable.router.fleet.control import ControlChannels
 from epd_portable.router.http.upstream import Upstream, UpstreamError
 from epd_portable.wire.messages import (
@@ -25,12 +27,13 @@ from epd_portable.wire.messages import (
     LoadReport,
 )
 
+logger = logging.getLogger(__name__)
+_said = say_failure(logger, "asking an instance for its load failed")
+
 OLD_AFTER_S = 3 * LOAD_HEARTBEAT_S
 """An older report counts for nothing."""
 WANT_EVERY_S = LOAD_LEASE_S / 5
 """PD instances are asked for reports so often; a message may be lost."""
-LOOK_EVERY_S = 1.0
-"""Between two looks for new encode instances."""
 PAUSE_S = 5.0
 """After an encode instance has not reported."""
 TIMEOUT_S = LOAD_HEARTBEAT_S + 2.0
@@ -52,20 +55,14 @@ class EngineLoads:
         self._clock = clock
         self._reported_at: dict[Instance, float] = {}  # The latest one is last.
         self._asking: dict[Instance, asyncio.Task[None]] = {}
-        self._looking: asyncio.Task[None] | None = None
-        self._wanted_at = -WANT_EVERY_S
         control.on_load = self.take
-
-    def open(self) -> None:
-        """Begin to listen; from within the event loop."""
-        self._looking = asyncio.create_task(self._look())
+        instances.watch(self._changed)
 
     async def close(self) -> None:
-        """Listen no more."""
-        tasks = [*self._asking.values(), *([self._looking] if self._looking else [])]
-        for task in tasks:
+        """Ask no more."""
+        for task in self._asking.values():
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*self._asking.values(), return_exceptions=True)
 
     def take(self, name: str, report: LoadReport) -> None:
         """Take in what an instance reports."""
@@ -85,25 +82,26 @@ class EngineLoads:
             del self._reported_at[instance]
             instance.take_report(None)
 
-    async def _look(self) -> None:
-        while True:
-            now = self._clock()
-            if now - self._wanted_at >= WANT_EVERY_S:
-                self._wanted_at = now
-                for each in self._instances.all:
-                    if each.control and each.healthy:
-                        self._control.want_load(each.name)
-            there = {each for each in self._instances.of_duty("encode") if each.healthy}
-            for gone in self._asking.keys() - there:
-                self._asking.pop(gone).cancel()
-            for new in there - self._asking.keys():
-                self._asking[new] = asyncio.create_task(self._ask(new))
-            await asyncio.sleep(LOOK_EVERY_S)
+    def _changed(self, instance: Instance) -> None:
+        if not self._instances.has(instance):
+            if task := self._asking.pop(instance, None):
+                task.cancel()
+        elif instance not in self._asking:
+            ask = self._ask_by_control if instance.control else self._ask_by_http
+            self._asking[instance] = task = asyncio.create_task(ask(instance))
+            task.add_done_callback(_said)
 
-    async def _ask(self, instance: Instance) -> None:
+    async def _ask_by_control(self, instance: Instance) -> None:
+        while True:
+            await instance.wait_up()
+            self._control.want_load(instance.name)
+            await asyncio.sleep(WANT_EVERY_S)
+
+    async def _ask_by_http(self, instance: Instance) -> None:
         """Ask an encode instance again and again; each answer comes when there is news."""
         known: dict[str, int] = {}
         while True:
+            await instance.wait_up()
             load = None
             with contextlib.suppress(UpstreamError, msgspec.MsgspecError):
                 # Its health is for probes.

@@ -93,12 +93,10 @@ class EngineWatch:
         Never waits.
         """
         now = self._clock()
-        self._known = {
-            name: (at, figures)
-            for name, (at, figures) in self._known.items()
-            if now - at < OLD_AFTER_S
-        }
-        if self._asking is None and now - self._asked_at >= ASK_EVERY_S:
+        known = self._known.items()
+        self._known = {name: each for name, each in known if now - each[0] < OLD_AFTER_S}
+        done = self._asking is None or self._asking.done()
+        if done and now - self._asked_at >= ASK_EVERY_S:
             self._asked_at = now
             healthy = [each for each in instances[:MAX_INSTANCES_ASKED] if each.healthy]
             self._asking = asyncio.create_task(self._ask_all(healthy))
@@ -113,10 +111,7 @@ class EngineWatch:
 
     async def _ask_all(self, instances: Sequence[Instance]) -> None:
         some = asyncio.Semaphore(AT_ONCE)
-        try:
-            await asyncio.gather(*(self._ask(each, some) for each in instances))
-        finally:
-            self._asking = None
+        await asyncio.gather(*(self._ask(each, some) for each in instances))
 
     async def _ask(self, instance: Instance, some: asyncio.Semaphore) -> None:
         async with some:

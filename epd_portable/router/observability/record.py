@@ -198,7 +198,7 @@ class RequestRecord:
     listeners: Sequence[Listener] = ()
     _named: dict[str, ItemRecord] = field(default_factory=dict)
 
-    def has(self, items: Sequence[MediaItem]) -> None:
+    def note_items(self, items: Sequence[MediaItem]) -> None:
         """Note the items."""
         for item in items:
             one = ItemRecord(item.modality, item.pixels)
@@ -297,14 +297,14 @@ class RecentRequests:
         for listener in self.listeners:
             await listener.close()
 
-    def begin(self, record: RequestRecord) -> None:
+    def start(self, record: RequestRecord) -> None:
         """Take in a request."""
         record.listeners = self.listeners
         self.in_flight[record] = None
         for listener in self.listeners:
             listener.begun(record)
 
-    def end(self, record: RequestRecord) -> None:
+    def finish(self, record: RequestRecord) -> None:
         """Note that nothing more is sent of its answer."""
         record.ended_at = time.monotonic()
         del self.in_flight[record]

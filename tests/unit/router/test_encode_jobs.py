@@ -57,7 +57,7 @@ async def test_a_job_that_is_cancelled_as_its_answer_comes_ends(turns: int) -> N
     call = Call.untouched("POST", "/v1/chat/completions", b"{}")
     selection = EndpointSelector(instances).start_selection(call, headers, None)
     record = RequestRecord("r", call.path)
-    record.has([delivery.item])
+    record.note_items([delivery.item])
     one = Attempt(
         use=pd.working(),
         deliveries=(delivery,),

@@ -37,6 +37,7 @@ async def test_a_report_counts_until_it_is_old_or_its_instance_goes_down(
     pd.seen_gone("killed")
     assert pd.reported is None
     loads.take("nobody", report)
+    await loads.close()
 
 
 async def test_what_was_given_since_waits_there_too(control: ControlChannels) -> None:

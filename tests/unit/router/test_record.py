@@ -59,16 +59,16 @@ def test_listeners_hear_of_everything_in_its_order() -> None:
     heard = Heard()
     requests = RecentRequests([heard])
     record = RequestRecord("r", CHAT)
-    requests.begin(record)
+    requests.start(record)
     assert list(requests.in_flight) == [record]
     picture = item("a", pixels=12)
-    record.has([picture])
+    record.note_items([picture])
     with record.leg("answer", "pd-0"):
         job = record.job(picture, "encode-0", 100)
         record.end_job(picture, job, "timeout")
         record.fall_back(RequestPhase.ENCODE, FailureKind.TIMEOUT)
         record.end_item(picture, "local")
-    requests.end(record)
+    requests.finish(record)
     assert heard.words == [
         "begun",
         "answer by pd-0 of None",
@@ -107,7 +107,7 @@ def test_a_try_that_raises_has_failed_and_the_next_one_answers() -> None:
 
 def test_an_item_with_a_new_name_is_the_same_and_late_news_of_the_old_name_still_count() -> None:
     record = RequestRecord("r", CHAT)
-    record.has([item("a"), item("b")])
+    record.note_items([item("a"), item("b")])
     job = record.job(item("b"), "encode-0", 5)
     record.rename([item("b")], [item("b-media")])
     record.end_job(item("b"), job, "cancelled")
@@ -125,10 +125,10 @@ def test_only_the_last_ones_are_kept_and_nothing_of_what_they_sent() -> None:
     sent = weakref.ref(raw)
     for number in range(5):
         record = RequestRecord(str(number), CHAT)
-        requests.begin(record)
+        requests.start(record)
         part = {"image_url": cast(msgspec.Raw, raw)}
-        record.has([MediaItem(item_uuid=str(number), modality="image", part=part)])
-        requests.end(record)
+        record.note_items([MediaItem(item_uuid=str(number), modality="image", part=part)])
+        requests.finish(record)
     assert [each.id for each in requests.ended] == ["2", "3", "4"]
     del raw, part
     gc.collect()

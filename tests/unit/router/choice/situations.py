@@ -60,8 +60,12 @@ def having(
     return seen(name, cached=cached, **more)
 
 
-def asked(stage: Stage = "decode", key: str = "k", **more: Any) -> SelectionRequest:
-    return SelectionRequest(stage=stage, key=key, **more)
+def asked(
+    stage: Stage = "decode", key: str = "k", blocks: Sequence[int] = (), **more: Any
+) -> SelectionRequest:
+    """A request; of a prompt of blocks of 64 tokens each, unless it is said otherwise."""
+    given = {"ends": [64 * (n + 1) for n in range(len(blocks))], **more}
+    return SelectionRequest(stage=stage, key=key, blocks=blocks, **given)
 
 
 def to_encode(
