@@ -63,7 +63,6 @@ class Server:
         startup_timeout_s: Longest time until it is ready.
         report: Called with progress lines while it starts.
         popen: Starts the process, as `subprocess.Popen` does.
-        startup_s: Seconds that the start took.
     """
 
     name: str
@@ -75,7 +74,6 @@ class Server:
     startup_timeout_s: float = 600.0
     report: Callable[[str], None] = lambda line: None
     popen: Callable[..., subprocess.Popen[bytes]] = subprocess.Popen
-    startup_s: float = 0.0
 
     def __enter__(self) -> Server:
         """Start it and wait until it is ready.
@@ -100,7 +98,6 @@ class Server:
         except BaseException:
             self.stop()
             raise
-        self.startup_s = time.monotonic() - begin_s
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -114,22 +114,12 @@ Start = Callable[[Sequence[str]], Split]
 """Starts a topology with these settings, which lives as long as the folder's tests."""
 
 
-def note_start(kind: str, seconds: float) -> None:
-    """See `timetable.note_start`."""
-    # A plug-in of pytest, which imports it after this file.
-    from tests import timetable
-
-    timetable.note_start(kind, seconds)
-
-
 @contextmanager
 def forking(
     modules: Sequence[str] = ENGINE_MODULES, env: Mapping[str, str] | None = None
 ) -> Iterator[Popen]:
     """Give what forks engines from a process that has imported vLLM, with these variables."""
-    begin_s = time.monotonic()
     nursery = forked.nursery(*modules, env=env)
-    note_start("import of vLLM to fork from", time.monotonic() - begin_s)
     try:
         yield forked.popen_of(nursery)
     finally:
@@ -144,10 +134,9 @@ def fork() -> Iterator[Popen]:
 
 
 @contextmanager
-def serving(server: servers.Server, kind: str) -> Iterator[servers.Server]:
+def serving(server: servers.Server) -> Iterator[servers.Server]:
     """Start a server, and check at its end that it leaves no shared memory."""
     with server:
-        note_start(kind, server.startup_s)
         try:
             yield server
         finally:
@@ -192,8 +181,7 @@ def running(
         env=variables,
     )
     topology.popen = popen
-    how = "started" if popen is subprocess.Popen else "forked"
-    with serving(topology, f"topology on {platform}, {how}") as server:
+    with serving(topology) as server:
         yield Split(
             url=server.url,
             pid=server.pid,
@@ -217,7 +205,7 @@ def reference(
         env={"TORCH_COMPILE_DISABLE": "1"},
     )
     server.popen = popen
-    return serving(server, "plain vLLM")
+    return serving(server)
 
 
 @pytest.fixture(scope="session")

@@ -48,8 +48,3 @@ def test_a_switch_is_on_or_off(text: str, value: bool) -> None:
     assert envs.EPD_PAYLOAD_DIGEST.get({"EPD_PAYLOAD_DIGEST": text}) is value
     with pytest.raises(ConfigError, match=r"EPD_PAYLOAD_DIGEST='yes': expected 0 or 1"):
         envs.EPD_PAYLOAD_DIGEST.get({"EPD_PAYLOAD_DIGEST": "yes"})
-
-
-def test_values_are_read_when_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("EPD_INSTANCE", "pd-7")
-    assert envs.EPD_INSTANCE.get() == "pd-7"

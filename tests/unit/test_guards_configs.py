@@ -18,10 +18,6 @@ TOPOLOGIES = sorted(CONFIGS.glob("*.yaml"))
 MODEL = ModelSource(argument="/model", served_name="model", is_folder=True)
 
 
-def test_the_smallest_topology_is_among_them() -> None:
-    assert CONFIGS / "1e1pd.yaml" in TOPOLOGIES
-
-
 @pytest.mark.parametrize("platform", PLATFORMS)
 @pytest.mark.parametrize("path", TOPOLOGIES, ids=lambda path: path.stem)
 def test_a_shipped_topology_loads_and_plans(path: Path, platform: PlatformName) -> None:

