@@ -26,7 +26,6 @@ from starlette.types import Receive, Scope, Send
 
 from ci import two_hosts
 from epd_portable import envs
-from epd_portable.bench.cli import main as bench
 from epd_portable.config.groups import LAUNCHER_OWNED_ARGS, InstanceGroup
 from epd_portable.config.load import OVERLAYS, PLATFORMS, parse_topology
 from epd_portable.config.quantities import UNITS
@@ -34,7 +33,6 @@ from epd_portable.config.schema import Topology
 from epd_portable.config.store import StoreSection
 from epd_portable.connector.stores.metrics import StoreMetrics
 from epd_portable.launch.notices import Event
-from epd_portable.router import server
 from epd_portable.router.observability.metrics import Metrics
 from epd_portable.runners.metrics import PlacerMetrics, ReceiverMetrics, SenderMetrics
 from epd_portable.scheduling.admission import AdmissionLimits
@@ -264,17 +262,6 @@ def test_the_figures_of_the_readme_are_those_of_the_measurement_and_losses_are_b
     )
 
 
-@pytest.mark.full
-def test_the_figures_of_sizing_are_what_its_command_says() -> None:
-    page = read(DEPLOY)
-    (line,) = re.findall(r"^epd-bench (plan --stages docs/.*)$", page, re.MULTILINE)
-    result = CliRunner().invoke(bench, shlex.split(line))
-    assert result.exit_code == 0, result.output
-    said = re.search(r"8 × one process serve (\d+) requests/s.* against (\d+) of", result.output)
-    assert said and "Do not disaggregate" in result.output
-    assert f"serve {said[1]} requests/s" in page and re.search(rf"\b{said[2]}\.", page)
-
-
 def test_every_alarm_has_its_row_with_its_severity() -> None:
     groups = yaml.safe_load(read(ROOT / "docs/observability/alerts.yaml"))["groups"]
     rules = [(r["alert"], r["labels"]["severity"]) for group in groups for r in group["rules"]]
@@ -291,36 +278,6 @@ def test_every_metric_that_a_page_names_exists(page: Path) -> None:
     )
     named = {name for name in named if not name.endswith("_")}
     assert named <= known | {"epd_encode_prefill", "epd_encode_prefill_decode"}, named - known
-
-
-WORDS = {
-    r"walks? a ladder": "tries the fallbacks",
-    r"[Aa]sking twice|[Jj]oining twice": "is idempotent",
-    r"prefill \+ decode": "prefill+decode",
-    r"[Hh]ow [a-z ]{2,20} (was|were) had": "where it came from",
-    r"\bbe had\b": "be obtained",
-    r"by fate\b|their fate\b": "by outcome",
-    r"held back": "buffered",
-}
-"""What is not said any more, and what is in its place: docs/glossary.md."""
-
-
-@pytest.mark.parametrize("page", [*PAGES, ROOT / "CHANGELOG.md"], ids=lambda path: path.stem)
-def test_pages_use_the_words_of_the_glossary(page: Path) -> None:
-    text = " ".join(read(page).split())
-    found = {p: m[0] for p in WORDS if (m := re.search(p, text))}
-    assert not found, {said: WORDS[pattern] for pattern, said in found.items()}
-
-
-def test_the_addresses_in_the_readme_are_those_that_are_served() -> None:
-    named = {
-        span
-        for span in code_spans(README)
-        if re.fullmatch(r"/(v1/.*|epd/[a-z]+|health|metrics)", span)
-    }
-    own = {"/health", "/metrics", "/epd/instances"}
-    assert named == set(server.WITH_MEDIA) | set(server.TO_ANY_INSTANCE) & named | own
-    assert len(named) > len(server.WITH_MEDIA) + len(own)
 
 
 def test_every_variable_that_documents_name_exists() -> None:

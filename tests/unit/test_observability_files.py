@@ -122,28 +122,6 @@ def selectors(node: Any) -> Iterator[Any]:
             assert kind in ("NumberLiteral", "StringLiteral")
 
 
-def test_panels_say_what_they_show_and_do_not_overlap() -> None:
-    taken: set[tuple[int, int]] = set()
-    for panel in DASHBOARD["panels"]:
-        place = panel["gridPos"]
-        assert place["x"] + place["w"] <= 24
-        cells = {
-            (x, y)
-            for x in range(place["x"], place["x"] + place["w"])
-            for y in range(place["y"], place["y"] + place["h"])
-        }
-        assert not cells & taken, panel["title"]
-        taken |= cells
-    ids = [panel["id"] for panel in DASHBOARD["panels"]]
-    assert len(set(ids)) == len(ids)
-    for panel in panels():
-        assert panel["description"]
-        assert panel["datasource"] == {"type": "prometheus", "uid": "${datasource}"}
-        assert all(target["legendFormat"] for target in panel["targets"])
-    (variable,) = DASHBOARD["templating"]["list"]
-    assert variable["name"] == "datasource"
-
-
 def test_a_rule_says_how_bad_it_is_and_what_to_do() -> None:
     names = [rule["alert"] for rule in rules()]
     assert len(set(names)) == len(names)

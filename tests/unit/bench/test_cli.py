@@ -16,15 +16,6 @@ def run(*arguments: str) -> tuple[int, str]:
     return result.exit_code, result.output
 
 
-def test_help_shows_commands_that_can_be_copied() -> None:
-    code, text = run("--help")
-    assert code == 0
-    assert "epd-bench load --side ours=configs/1e1pd.yaml --side replicas:2" in text
-    assert "epd-bench transfer --path shm" in text
-    assert "epd-bench step" in text
-    assert "epd-bench plan --stages stages.yaml --devices 8" in text
-
-
 @pytest.mark.parametrize("command", ["load", "transfer", "step", "plan"])
 def test_the_help_of_a_command_tells_its_exit_statuses_and_defaults(command: str) -> None:
     code, text = run(command, "--help")
@@ -62,14 +53,6 @@ def test_a_wrong_argument_ends_with_status_2_and_a_message_that_names_it(
     code, text = run(*arguments)
     assert code == 2
     assert words in text
-
-
-def test_a_missing_topology_file_ends_with_status_2_before_anything_is_started(
-    tmp_path: Path,
-) -> None:
-    code, text = run(*LOAD, str(tmp_path / "none.yaml"))
-    assert code == 2
-    assert "none.yaml" in text
 
 
 def test_a_wrong_setting_ends_with_status_2(tmp_path: Path) -> None:

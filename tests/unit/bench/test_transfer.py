@@ -4,7 +4,6 @@ import pytest
 
 from epd_portable.bench.transfer import choose_paths
 from epd_portable.connector import registry
-from epd_portable.connector.registry import AUTO, offered
 from epd_portable.errors import ConfigError
 
 
@@ -14,14 +13,14 @@ def every_library(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "_missing", lambda path: "")
 
 
-def names(platform: str) -> list[str]:
-    return [entry.name for entry in offered(AUTO, platform, off_host=True)]
-
-
 @pytest.mark.parametrize("platform", ["cuda", "npu"])
 def test_two_devices_are_measured_by_every_path(platform: str) -> None:
     everything = [entry.name for entry in registry.PATHS]
     assert choose_paths([], platform, devices=2) == (everything, {})
+    assert choose_paths(["tcp", "shm", "tcp"], platform, devices=2) == (["tcp", "shm"], {})
+    paths, left_out = choose_paths([], platform, devices=1)
+    assert paths == [path for path in everything if path != "collective"]
+    assert "a device of its own" in left_out["collective"]
 
 
 def test_the_cpu_is_measured_by_the_paths_that_it_has_and_the_rest_is_named_with_its_reason() -> (
@@ -30,16 +29,6 @@ def test_the_cpu_is_measured_by_the_paths_that_it_has_and_the_rest_is_named_with
     paths, left_out = choose_paths([], "cpu", devices=1)
     assert paths == ["shm", "nixl", "mooncake", "collective", "tcp"]
     assert left_out == {"ipc": "cpu has no device memory"}
-
-
-def test_paths_that_were_asked_for_are_measured_once_each_and_nothing_else() -> None:
-    assert choose_paths(["tcp", "shm", "tcp"], "npu", devices=2) == (["tcp", "shm"], {})
-
-
-def test_a_group_is_left_out_where_its_two_ends_would_share_a_device() -> None:
-    paths, left_out = choose_paths([], "cuda", devices=1)
-    assert paths == ["ipc", "shm", "nixl", "mooncake", "tcp"]
-    assert "a device of its own" in left_out["collective"]
 
 
 @pytest.mark.parametrize(

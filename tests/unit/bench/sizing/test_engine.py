@@ -127,15 +127,6 @@ def test_what_has_landed_is_computed_before_the_rest_is_there() -> None:
     assert run.engine.steps == 2
 
 
-def test_a_text_passes_who_waits_for_a_picture() -> None:
-    run = Run(stage_times())
-    waits = run.request(0.0, 10, 1, [picture(here=False)])
-    text = run.text(0.1, 100)
-    run.timeline.run()
-    assert text.ttft_s == pytest.approx(0.2)
-    assert waits.end_s < 0
-
-
 def test_pictures_beyond_the_limit_of_a_step_are_encoded_in_the_next() -> None:
     run = Run(stage_times(engine={"max_encoder_tokens": 300}))
     request = run.request(0.0, 10, 1, [picture(), picture()])
@@ -153,16 +144,6 @@ def test_a_text_does_not_wait_while_pictures_are_prepared_and_pictures_do() -> N
     assert text.ttft_s == pytest.approx(3 * 0.1 + 0.2)
     assert first.ttft_s == pytest.approx(0.1 + 5.0 + 0.9)
     assert second.ttft_s == pytest.approx(0.1 + 10.0 + 0.9)
-
-
-def test_an_api_server_delays_requests_and_not_the_engine() -> None:
-    run = Run(stage_times(front_end={"request_s": 0.1, "picture_s": 0.2}))
-    text = run.text(0.0, 100, output=101)
-    request = run.request(0.5, 10, 1, [picture(here=False)])
-    run.timeline.run()
-    assert text.first_token_s == pytest.approx(0.1 + 0.2)
-    assert text.end_s == pytest.approx(0.3 + 2.0)
-    assert request.end_s < 0
 
 
 def step_by_step(

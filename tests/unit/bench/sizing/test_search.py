@@ -110,13 +110,6 @@ def test_a_limit_that_no_rate_keeps_gives_no_rate() -> None:
     assert found.limit == "TTFT of text"
 
 
-def test_limits_name_the_kind_that_breaks_them() -> None:
-    outcome = question().simulate(Deployment(encoders=1, engines=1), 0.1)
-    assert LIMITS.broken(outcome) == ""
-    assert replace(LIMITS, ttft_pictures_s=0.5).broken(outcome) == "TTFT of pictures"
-    assert replace(LIMITS, tpot_s=0.001).broken(outcome) == "TPOT of text"
-
-
 def candidate(deployment: Deployment, rate: float) -> RatedDeployment:
     outcome = question(count=100).simulate(deployment, 0.5)
     return RatedDeployment(
@@ -147,11 +140,6 @@ def test_the_recommendation_says_whether_to_split_and_what_it_is_worth(
         candidate(Deployment(encoders=1, engines=2), split),
     ]
     assert words in recommend(candidates)
-
-
-def test_one_device_is_not_split() -> None:
-    found = search(question(), 1, LIMITS, lambda line: None)
-    assert recommend(found).startswith("Do not disaggregate: 1 × one process")
 
 
 def test_long_encodes_and_tight_tokens_call_for_a_split_and_texts_alone_do_not() -> None:
