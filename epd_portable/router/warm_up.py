@@ -39,7 +39,6 @@ from epd_portable.router.prefill import for_prefill, read_kv, with_kv
 from epd_portable.router.settings import RouterSettings
 from epd_portable.wire.outcomes import FailureKind
 from epd_portable.wire.params import (
-    EncodedItem,
     EncodeTransfer,
     ItemOutcome,
     PrefillOutcome,
@@ -71,16 +70,11 @@ class _RefusedError(Exception):
         self.lost = lost
 
 
-MakeItem = Callable[[], dict[str, Any]]
-
-
 class WarmUp:
     """Lets a newcomer meet those that are there, by requests like those of clients.
 
-    They show a picture or, to a model that takes none, a clip of sound.
-
-    Args:
-        store: Learns which entries encoders write, if there is one.
+    They show a picture or, to a model that takes none, a clip of sound. ``store`` learns which
+    entries encoders write, if there is one.
     """
 
     def __init__(
@@ -100,8 +94,7 @@ class WarmUp:
         self._secret = secret
         self._activity = activity
         self._store = store
-        self._rules = Rules(max_items=1)
-        self._taken: MakeItem = picture
+        self._make_item: Callable[[], dict[str, Any]] = picture
         self._ready: set[Instance] = set()
 
     async def warm_up(self, newcomer: Instance) -> None:
@@ -117,7 +110,7 @@ class WarmUp:
             newcomer.note("")
             logger.info("warming up %s", newcomer.name)
             try:
-                await self._first_requests(newcomer)
+                await self._send_first_requests(newcomer)
             except _RefusedError as error:
                 _note(newcomer, [str(error)])
                 if error.lost:
@@ -128,26 +121,26 @@ class WarmUp:
             finally:
                 self._ready.discard(newcomer)
 
-    async def _first_requests(self, instance: Instance) -> None:
+    async def _send_first_requests(self, instance: Instance) -> None:
         if instance.role != "encode" and not self._settings.local_encode:
             await self._ask(instance, self._body([_TEXT], max_tokens=2, logprobs=True))
             return
         try:
-            await self._show(instance, picture)
+            await self._show(instance, picture())
         except _RefusedError as error:
             if not error.by_engine:
                 raise
             try:
-                await self._show(instance, clip)
+                await self._show(instance, clip())
             except _RefusedError:
                 raise error from None
-            self._taken = clip
+            self._make_item = clip
 
-    async def _show(self, instance: Instance, make: MakeItem) -> None:
+    async def _show(self, instance: Instance, item: dict[str, Any]) -> None:
         if instance.role == "encode":
-            await self._ask(instance, self._body([make()], max_tokens=1))
+            await self._ask(instance, self._body([item], max_tokens=1))
             return
-        for content in ([_TEXT], [make(), _TEXT]):
+        for content in ([_TEXT], [item, _TEXT]):
             # The kernel of log-probabilities is compiled when they are first asked for.
             await self._ask(instance, self._body(content, max_tokens=2, logprobs=True))
 
@@ -156,17 +149,12 @@ class WarmUp:
 
         Of two newcomers the second meets the first, so every pair meets.
         """
-        problem = newcomer.problem
-        partners = [
-            other
-            for other in self._instances.all
-            if _pair(newcomer, other) and (other.usable or other in self._ready)
-        ]
         some = asyncio.Semaphore(MEETINGS_AT_ONCE)
+        partners = () if newcomer.problem else self._instances.all
         waiting = {
-            asyncio.create_task(self._met(newcomer, partner, some)): partner.name
-            for partner in partners
-            if not problem
+            asyncio.create_task(self._meet(*pair, some)): other.name
+            for other in partners
+            if (pair := _pair(newcomer, other)) and (other.usable or other in self._ready)
         }
         try:
             late: set[asyncio.Task[str]] = set()
@@ -184,66 +172,54 @@ class WarmUp:
             for task in waiting:
                 task.cancel()
 
-    async def _met(self, one: Instance, other: Instance, some: asyncio.Semaphore) -> str:
+    async def _meet(self, first: Instance, second: Instance, some: asyncio.Semaphore) -> str:
         """Have a pair meet; return what went wrong."""
-        pair = _pair(one, other)
-        assert pair is not None
-        first, second = pair
         async with some:
             try:
                 if first.role == "encode":
-                    await self._meet(first, second)
+                    await self._transfer_item(first, second)
                 else:
-                    await self._prefill(first, second)
+                    await self._transfer_kv(first, second)
             except _RefusedError as error:
                 return str(error)
+        logger.info("%s and %s have met", first.name, second.name)
         return ""
 
-    async def _meet(self, encoder: Instance, pd: Instance) -> None:
+    async def _transfer_item(self, encoder: Instance, pd: Instance) -> None:
+        """Have an item encoded by one instance and used by the other."""
+        outcome = None
         for _ in range(MEETINGS):
-            body = self._body([self._taken(), _TEXT], max_tokens=1)
-            call = read_call(CHAT_PATH, body, self._rules)
-            item = await self._send_item(call, encoder, pd)
-            if item is not None and (item.source, item.encoder) == ("transfer", encoder.name):
+            body = self._body([self._make_item(), _TEXT], max_tokens=1)
+            call = read_call(CHAT_PATH, body, Rules(max_items=1))
+            transfer = new_transfer(call.items[0], pd.control, self._secret)
+            try:
+                outcome = await self._send_item(call, transfer, encoder, pd)
+            except BaseException:
+                self._control.not_wanted(pd.name, [transfer.transfer_id])
+                raise
+            if outcome and (outcome.source, outcome.encoder) == ("transfer", encoder.name):
                 self._activity.delivered(encoder.name, pd.name)
-                self._activity.had(pd.name, item)
-                trace("pair.met", encoder=encoder.name, instance=pd.name, path=item.path)
-                logger.info("%s and %s have met, by %r", encoder.name, pd.name, item.path)
+                self._activity.had(pd.name, outcome)
+                trace("pair.met", encoder=encoder.name, instance=pd.name, path=outcome.path)
                 return
-        how = "did not say how" if item is None else f"had it by {item.source}"
+        how = f"had it by {outcome.source}" if outcome else "did not say how"
         raise _RefusedError(
             f"the first item from {encoder.name} to {pd.name} was not transferred, nor the "
             f"second: {pd.name} {how}; the logs of both say why"
         )
 
-    async def _prefill(self, prefill: Instance, decode: Instance) -> None:
-        """Have a text computed there and answered here."""
-        text = {"type": "text", "text": f"What is {uuid.uuid4().hex}?"}
-        call = read_call(CHAT_PATH, self._body([text], max_tokens=2), self._rules)
-        params = read_kv(await self._ask(prefill, for_prefill(call).for_pd(None)))
-        if params is None:
-            raise _RefusedError(f"{prefill.name} says nothing of the KV of its first prompt")
-        await self._ask(decode, with_kv(call, params).for_pd(None))
-        self._activity.prefilled(prefill.name, decode.name)
-        trace("kv.met", prefill=prefill.name, instance=decode.name)
-        logger.info("%s and %s have met", prefill.name, decode.name)
-
-    async def _send_item(self, call: Call, encoder: Instance, pd: Instance) -> ItemOutcome | None:
-        """Have a call's only item encoded there and used here."""
-        (item,) = call.items
-        transfer = new_transfer(item, pd.control, self._secret)
-        try:
-            return await self._transfer(call, encoder, pd, transfer)
-        except BaseException:
-            self._control.not_wanted(pd.name, [transfer.transfer_id])
-            raise
-
-    async def _transfer(
-        self, call: Call, encoder: Instance, pd: Instance, transfer: EncodeTransfer
+    async def _send_item(
+        self, call: Call, transfer: EncodeTransfer, encoder: Instance, pd: Instance
     ) -> ItemOutcome | None:
+        """Send encode job and request; return how the PD instance had the call's only item."""
         (item,) = call.items
         job = call.for_encoder(item, transfer)
-        metadata = None if self._settings.local_encode else await self._described(encoder, job)
+        metadata = None
+        if not self._settings.local_encode:
+            described = item_of(read_outcome(await self._ask(encoder, job)))
+            if isinstance(described, EncodeFailure) or not described.metadata:
+                raise _RefusedError(f"{encoder.name} knows no metadata of its first item")
+            metadata = described
         expected = expected_transfer(transfer, encoder.name, metadata)
         request = call.for_pd(
             PrefillParams(transfers=(expected,)), {item.item_uuid: metadata} if metadata else None
@@ -261,28 +237,27 @@ class WarmUp:
         items = outcome.items if outcome else ()
         return next((each for each in items if each.mm_hash == expected.item_uuid), None)
 
-    async def _described(self, encoder: Instance, job: Segments) -> EncodedItem:
-        """Have an item encoded for an instance that takes no media; return what it is."""
-        item = item_of(read_outcome(await self._ask(encoder, job)))
-        if isinstance(item, EncodeFailure):
-            raise _RefusedError(f"{encoder.name}: {item.reason}")
-        if not item.metadata:
-            raise _RefusedError(f"{encoder.name} knows no metadata of its first item")
-        return item
+    async def _transfer_kv(self, prefill: Instance, decode: Instance) -> None:
+        """Have a text computed by one instance and answered by the other."""
+        text = {"type": "text", "text": f"What is {uuid.uuid4().hex}?"}
+        call = read_call(CHAT_PATH, self._body([text], max_tokens=2), Rules())
+        params = read_kv(await self._ask(prefill, for_prefill(call).for_pd(None)))
+        if params is None:
+            raise _RefusedError(f"{prefill.name} says nothing of the KV of its first prompt")
+        await self._ask(decode, with_kv(call, params).for_pd(None))
+        self._activity.prefilled(prefill.name, decode.name)
+        trace("kv.met", prefill=prefill.name, instance=decode.name)
 
     async def _ask(self, instance: Instance, body: Segments | bytes) -> bytes:
         """Return the answer to a request."""
-        headers = {
-            "content-type": "application/json",
-            "x-request-id": f"warm-up-{uuid.uuid4().hex}",
-        }
+        request_id = f"warm-up-{uuid.uuid4().hex}"
         try:
             with while_up(instance.working()):
                 status, _, answer = await self._upstream.ask(
                     "POST",
                     instance.url + CHAT_PATH,
                     body=body,
-                    headers=headers,
+                    headers={"content-type": "application/json", "x-request-id": request_id},
                     connect_s=self._settings.connect_timeout_s,
                     timeout_s=FIRST_STEP_TIMEOUT_S,
                 )
@@ -290,12 +265,10 @@ class WarmUp:
             raise _RefusedError(f"{instance.name} {error}", lost=True) from error
         except UpstreamError as error:
             instance.failed(error.kind)
-            if error.kind is FailureKind.TIMEOUT:
-                raise _RefusedError(
-                    f"{instance.name} did not answer a first request within "
-                    f"{FIRST_STEP_TIMEOUT_S:g} s"
-                ) from error
-            raise _RefusedError(f"{instance.name}: first request: {error}", lost=True) from error
+            is_late = error.kind is FailureKind.TIMEOUT
+            problem = f"no answer within {FIRST_STEP_TIMEOUT_S:g} s" if is_late else str(error)
+            message = f"{instance.name}: first request: {problem}"
+            raise _RefusedError(message, lost=not is_late) from error
         if not 200 <= status < 300:
             raise _RefusedError(
                 f"{instance.name} answered a first request {status}: "
