@@ -9,12 +9,10 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from epd_portable.delivery.gate import Ticket
 from epd_portable.delivery.replies import Reply, error_event, error_reply
 from epd_portable.errors import RequestError
 from epd_portable.router.choice.selection_types import EXPLAIN_HEADER, Explanation
 from epd_portable.router.http.incoming import IncomingRequest
-from epd_portable.router.ingress.admission import AdmissionControl
 from epd_portable.router.ingress.hop_headers import RoutingHints
 from epd_portable.router.observability.record import RequestRecord
 
@@ -52,13 +50,12 @@ class ClientExchange:
         last: No other request is taken on its connection.
         sending_since: When the client took no more, 0 while it does.
         key: Digest of the client's key; empty if none is asked for.
-        ticket: Of the request, since it was let in, where that is limited.
+        encoded: Called when no item of it is with an encoder any more; perhaps twice.
     """
 
     def __init__(
         self,
         request: IncomingRequest,
-        admission: AdmissionControl,
         passed_on: tuple[str, ...],
         for_client: Mapping[str, str],
     ) -> None:
@@ -84,8 +81,7 @@ class ClientExchange:
         self.reading_since = time.monotonic()
         self.sending_since = 0.0
         self.key = b""
-        self.ticket: Ticket | None = None
-        self._admission = admission
+        self.encoded: Callable[[], None] = lambda: None
         self._for_client = for_client
         self._of_events = False
         self._last = self._before = b""
@@ -106,10 +102,6 @@ class ClientExchange:
         """Treat the client as gone."""
         self.gone = True
         self.work.cancel()
-
-    def encoded(self) -> None:
-        """Note that no item of it is with an encoder any more; may come twice."""
-        self._admission.encoded(self.ticket)
 
     def send_reply(self, reply: Reply) -> None:
         """Send a whole answer."""

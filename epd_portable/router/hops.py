@@ -65,29 +65,42 @@ class HopSelection(Selection):
         self._named = named
         self._call = call
         self._inner = inner
-        places = _Addresses(instances)
+        by_address = {_address(each): each for each in instances.all}
+
+        def find(header: str, address: str, *, encodes: bool) -> Instance:
+            found = by_address.get(address)
+            if found is None:
+                raise RequestError(
+                    f"{header}: {address[:256]!r} is no instance of this router: register it "
+                    "there, or name the host:port of one that is",
+                    status=403,
+                    code="not_an_instance",
+                )
+            if (found.duty == "encode") is not encodes:
+                raise wrong_header(header, f"{_address(found)} has the role {found.role!r}")
+            if encodes and named.model and not _has_model(found, named.model):
+                label = found.settings.labels[ENCODER_MODEL_LABEL]
+                message = f"{found.name} has the encoder model {label!r}, not {named.model!r}"
+                raise wrong_header(MODEL, message)
+            return found
+
         self._prefiller: Instance | None = None
         if named.prefiller:
-            self._prefiller = found = places.of(PREFILLER, named.prefiller)
-            if found.duty == "encode":
-                raise _role(PREFILLER, found)
+            self._prefiller = find(PREFILLER, named.prefiller, encodes=False)
         # An item may be given another name on its way.
         self._places = {item.item_uuid: place for place, item in enumerate(call.items)}
-        self._encoders = [places.encoder(ENCODERS, each) for each in named.encoders]
+        self._encoders = [find(ENCODERS, each, encodes=True) for each in named.encoders]
         self._by_item = {
-            call.items[index].item_uuid: (MAPPING, places.encoder(MAPPING, address))
+            _item_at(MAPPING, index, call): (MAPPING, find(MAPPING, address, encodes=True))
             for index, address in named.mapping.items()
-            if _is_place(MAPPING, index, call)
         }
         for place, ref in enumerate(named.refs):
-            index = place if ref.image_index is None else ref.image_index
             name = ref.tensor_id
-            if name not in self._places and _is_place(REFS, index, call):
-                name = call.items[index].item_uuid
+            if name not in self._places:
+                name = _item_at(REFS, place if ref.image_index is None else ref.image_index, call)
             if ref.encoder_host:
-                self._by_item.setdefault(name, (REFS, places.encoder(REFS, ref.encoder_host)))
-        for each in (*self._encoders, *(encoder for _, encoder in self._by_item.values())):
-            self._check_model(each)
+                encoder = find(REFS, ref.encoder_host, encodes=True)
+                self._by_item.setdefault(name, (REFS, encoder))
 
     def choose_pd(self, tried: Collection[str]) -> Instance | None:
         """See `Selection`."""
@@ -230,37 +243,6 @@ class HopSelection(Selection):
             raise wrong_header(MODEL, message + ENCODER_MODEL_LABEL)
         return found
 
-    def _check_model(self, encoder: Instance) -> None:
-        if self._named.model and not _has_model(encoder, self._named.model):
-            label = encoder.settings.labels[ENCODER_MODEL_LABEL]
-            message = f"{encoder.name} has the encoder model {label!r}, not {self._named.model!r}"
-            raise wrong_header(MODEL, message)
-
-
-class _Addresses:
-    """Instances by the addresses of their servers."""
-
-    def __init__(self, instances: EndpointPool) -> None:
-        self._by_address = {_address(each): each for each in instances.all}
-
-    def of(self, header: str, address: str) -> Instance:
-        found = self._by_address.get(address)
-        if found is None:
-            raise RequestError(
-                f"{header}: {address[:256]!r} is no instance of this router: register it there, or "
-                "name the host:port of one that is",
-                status=403,
-                code="not_an_instance",
-            )
-        return found
-
-    def encoder(self, header: str, address: str) -> Instance:
-        """See `Selection`."""
-        found = self.of(header, address)
-        if found.duty != "encode":
-            raise _role(header, found)
-        return found
-
 
 def answer_headers(
     record: RequestRecord, call_items: Sequence[str], instances: EndpointPool
@@ -315,11 +297,8 @@ def _has_model(encoder: Instance, model: str) -> bool:
     return encoder.settings.labels.get(ENCODER_MODEL_LABEL, model) == model
 
 
-def _is_place(header: str, index: int, call: Call) -> bool:
+def _item_at(header: str, index: int, call: Call) -> str:
+    """Return the name of the item at a place among those of a request."""
     if not 0 <= index < len(call.items):
         raise wrong_header(header, f"there is no item {index}: the request has {len(call.items)}")
-    return True
-
-
-def _role(header: str, instance: Instance) -> RequestError:
-    return wrong_header(header, f"{_address(instance)} has the role {instance.role!r}")
+    return call.items[index].item_uuid

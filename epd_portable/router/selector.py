@@ -142,49 +142,39 @@ class EndpointSelector:
         deciders: bool = True,
         loads: EngineLoads | None = None,
     ) -> None:
-        self._instances = instances
-        self._policy = policy
-        self._deciders = deciders
-        self._loads = loads
+        self.instances = instances
+        self.policy = policy
+        self.deciders = deciders
+        self.loads = loads
 
     def start_selection(
         self, call: Call, headers: Mapping[str, str], explanation: Explanation | None
     ) -> Selection:
         """Return the choices for one request, whose headers include ``x-request-id``."""
-        if self._policy is None:
-            return Selection(self._instances, headers["x-request-id"], explanation)
-        return _ByPolicy(
-            self._instances,
-            headers,
-            explanation,
-            call=call,
-            policy=self._policy,
-            deciders=self._deciders,
-            loads=self._loads,
-        )
+        if self.policy is None:
+            return Selection(self.instances, headers["x-request-id"], explanation)
+        return _PolicySelection(self, self.policy, call, headers, explanation)
 
 
-class _ByPolicy(Selection):
+class _PolicySelection(Selection):
+    """The choices for one request, by a configuration."""
+
     def __init__(
         self,
-        instances: EndpointPool,
+        selector: EndpointSelector,
+        policy: Policy,
+        call: Call,
         headers: Mapping[str, str],
         explanation: Explanation | None,
-        *,
-        call: Call,
-        policy: Policy,
-        deciders: bool,
-        loads: EngineLoads | None,
     ) -> None:
-        super().__init__(instances, headers["x-request-id"], explanation)
+        super().__init__(selector.instances, headers["x-request-id"], explanation)
+        self._selector = selector
         self._policy = policy
-        self._deciders = deciders
-        self._loads = loads
         self._call = call
         self._session = headers.get(SESSION_HEADER, "") or text_field(call, "session_id")
         self._profile = headers.get(policy.profile_header, "").strip()
         self._read: prefix.Prompt | None = None
-        self._chance = f"{instances.chance.getrandbits(64):x}"
+        self._chance = f"{self.instances.chance.getrandbits(64):x}"
 
     def choose_pd(self, tried: Collection[str]) -> Instance | None:
         return self._choose("answer", self._request("decode"), tried)
@@ -199,17 +189,16 @@ class _ByPolicy(Selection):
         return self._choose("prefill", self._request("prefill"), tried)
 
     def items_to_encode(self, items: Sequence[MediaItem], pd: Instance) -> Sequence[MediaItem]:
-        if not self._deciders:
+        if not self._selector.deciders:
             return items
         left = []
         for item in items:
             why = self._policy.why_together(self._request("encode", item), pd)
-            if not why:
-                left.append(item)
+            if why:
+                name = item.item_uuid
+                self.record(Decision(stage="encode", item=name, winner=pd.name, reason=why))
             else:
-                self.record(
-                    Decision(stage="encode", item=item.item_uuid, winner=pd.name, reason=why)
-                )
+                left.append(item)
         return left
 
     def choose_encoder(self, item: MediaItem, exclude: Collection[str]) -> Instance | None:
@@ -236,8 +225,8 @@ class _ByPolicy(Selection):
     def _choose(
         self, duty: Duty, request: SelectionRequest, exclude: Collection[str]
     ) -> Instance | None:
-        if self._loads is not None:
-            self._loads.drop_old()
+        if self._selector.loads is not None:
+            self._selector.loads.drop_old()
         for tier in self.instances.tiers(duty):
             if not (candidates := _without(tier, exclude)):
                 continue

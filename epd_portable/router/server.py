@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import time
 from collections.abc import Mapping
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING
 import anyio
 import msgspec
 
+from epd_portable.config.routing import AdmissionSection
 from epd_portable.config.secret import INSTANCE_TOKEN_HEADER, Secret
 from epd_portable.connector.curve import CurveKeys
 from epd_portable.connector.stores.lookup import StoreLookup
@@ -171,7 +173,9 @@ class Router:
             self._store,
         )
         self.members = self._members(secret)
-        self._admission = AdmissionControl(settings.admission, self.instances, self.metrics)
+        self._admission: AdmissionControl | None = None
+        if settings.admission != AdmissionSection():
+            self._admission = AdmissionControl(settings.admission, self.instances, self.metrics)
         self.status = StatusPage(
             settings.model,
             self.instances,
@@ -228,7 +232,7 @@ class Router:
                 took it in does that itself.
         """
         for_client = self._cors.headers(request.headers)
-        client = ClientExchange(request, self._admission, self._passed_on, for_client)
+        client = ClientExchange(request, self._passed_on, for_client)
         path = request.path
         preflight = self._cors.preflight(request.method, request.headers)
         if preflight is not None:
@@ -286,6 +290,7 @@ class Router:
         self.requests.start(record)
         self.in_flight.add(client)
         client.work = work
+        admission, ticket = self._admission, None
         try:
             with self._bodies.holding() as body:
                 call = await self._read(path, client, body)
@@ -293,9 +298,9 @@ class Router:
                 record.read_at = record.read_at or time.monotonic()
                 record.model, record.stream = call.model, call.stream
                 client.request.on_gone(client.give_up)
-                client.ticket = await self._admission.enter(
-                    call, client.headers, client.key, body.counted
-                )
+                if admission is not None:
+                    ticket = await admission.enter(call, client.headers, client.key, body.counted)
+                    client.encoded = functools.partial(admission.encoded, ticket)
                 record.admitted_at = time.monotonic()
                 if client.named is not None:
                     names = [item.item_uuid for item in call.items]
@@ -315,7 +320,8 @@ class Router:
             logger.exception("request %s", client.request_id)
             client.fail(_internal(client.request_id))
         finally:
-            self._admission.leave(client.ticket)
+            if admission is not None:
+                admission.leave(ticket)
             self.in_flight.discard(client)
             record.gone = client.gone
             self.requests.finish(record)
