@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import json
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -92,6 +92,45 @@ def once(event: asyncio.Event, then: Behaviour = answer) -> Behaviour:
         return await then(received)
 
     return behave
+
+
+async def forever(received: Received) -> Response:
+    await asyncio.Event().wait()
+    raise AssertionError
+
+
+def full(for_ms: int) -> Behaviour:
+    """An encoder that is full, and says for how long."""
+
+    async def behave(received: Received) -> Response:
+        return JSONResponse({}, status_code=429, headers={"retry-after-ms": str(for_ms)})
+
+    return behave
+
+
+def dying(*instances: StandIn) -> Behaviour:
+    """Those that break all of their connections when they are asked."""
+
+    async def behave(received: Received) -> Response:
+        for each in instances:
+            if any(one is received for one in each.received):
+                asyncio.get_running_loop().call_soon(each.serving.drop_connections)
+        return await forever(received)
+
+    return behave
+
+
+def in_turn(instances: Sequence[StandIn], *behaviours: Behaviour) -> list[Received]:
+    """Let instances answer by some behaviours in turn, whichever is asked, then by the last one."""
+    asked: list[Received] = []
+
+    async def behave(received: Received) -> Response:
+        asked.append(received)
+        return await behaviours[min(len(asked), len(behaviours)) - 1](received)
+
+    for each in instances:
+        each.behaviour = behave
+    return asked
 
 
 def stream(pieces: Callable[[], AsyncIterator[bytes]]) -> Behaviour:

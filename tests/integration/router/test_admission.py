@@ -19,11 +19,11 @@ from tests.integration.router.stand_in import (
     StandIn,
     answer,
     at_once,
+    forever,
     refuse,
     stream,
 )
 from tests.integration.router.test_access import KEY, OTHER_KEY, bearer, keys_file
-from tests.integration.router.test_failures import forever
 from tests.integration.router.test_requests import BLUE, RED, TEXT, image
 
 WAITING = 'epd_router_admission_waiting{priority="normal"}'

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import json
-from collections.abc import AsyncIterator
 
 import anyio
-import httpx
 import pytest
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, Response
 
 from epd_portable.router.server import Router
-from epd_portable.wire.messages import NotWanted
 from tests.integration.router.conftest import Build, Topology
-from tests.integration.router.stand_in import Received, RouterServing, answer, refuse, stream
-from tests.integration.router.test_faults import EVENT, forever, opened
+from tests.integration.router.stand_in import Received, RouterServing, answer, forever, refuse
+from tests.integration.router.test_faults import opened
 from tests.integration.router.test_metadata import describe
 from tests.integration.router.test_requests import RED, TEXT
 
@@ -72,57 +68,6 @@ async def test_an_answer_with_an_odd_header_gets_to_the_client(build: Build) -> 
     assert response.json() == {"choices": []}
 
 
-async def test_events_that_end_in_carriage_returns_come_one_by_one(build: Build) -> None:
-    t = await build(encoders=0)
-    seen = asyncio.Event()
-
-    async def pieces() -> AsyncIterator[bytes]:
-        yield EVENT.replace(b"\n", b"\r\n")
-        await asyncio.wait_for(seen.wait(), 5)
-        yield EVENT.replace(b"\n", b"\r\n")
-
-    t.pd.behaviour = stream(pieces)
-    body = {"messages": [{"role": "user", "content": "hi"}], "stream": True}
-    got = []
-    async with t.client.stream("POST", "/v1/chat/completions", json=body) as response:
-        async for piece in response.aiter_raw():
-            got.append(piece)
-            seen.set()
-    assert b"".join(got) == 2 * EVENT.replace(b"\n", b"\r\n")
-
-
-async def test_the_error_of_a_stream_is_not_part_of_a_long_event(build: Build) -> None:
-    t = await build(encoders=0)
-
-    async def pieces() -> AsyncIterator[bytes]:
-        yield EVENT
-        yield b'data: {"long": "' + b"a" * (3 << 20)
-        await asyncio.sleep(0.2)
-        t.pd.serving.drop_connections()
-        await asyncio.sleep(1)
-
-    t.pd.behaviour = stream(pieces)
-    response = await t.chat(TEXT, stream=True)
-    *_, last, rest = response.text.split("\n\n")
-    assert rest == ""
-    assert json.loads(last.removeprefix("data: "))["error"]["code"] == "instance_lost"
-
-
-async def test_a_stream_refused_before_its_first_token_ends_its_items_too(build: Build) -> None:
-    t = await build(encoding=forever)
-
-    async def pieces() -> AsyncIterator[bytes]:
-        yield b'data: {"error": {"message": "no", "code": 400}}\n\n'
-        yield b"data: [DONE]\n\n"
-
-    t.pd.behaviour = stream(pieces)
-    response = await t.chat(RED, stream=True)
-    assert response.status_code == 400
-    _, told = await t.control.receive()
-    assert isinstance(told, NotWanted)
-    await asyncio.wait_for(t.encoders[0].until(lambda encoder: encoder.aborted == 1), 1)
-
-
 async def test_a_500_is_passed_on_where_no_other_instance_is_usable(build: Build) -> None:
     t = await build(encoders=0, pds=2)
     await t.pds[1].serving.stop()
@@ -162,49 +107,6 @@ async def test_an_encoder_is_not_blamed_for_a_deadline_that_others_used_up(build
     assert (await t.chat(RED)).status_code == 200
     assert jobs == 2
     assert probes == 0  # A suspected one would be asked at once.
-
-
-async def test_a_long_answer_passes_as_it_comes(build: Build) -> None:
-    t = await build(encoders=0)
-    half = b'{"choices": "' + b"a" * (2 << 20)
-    seen = asyncio.Event()
-
-    async def pieces() -> AsyncIterator[bytes]:
-        yield half
-        await asyncio.wait_for(seen.wait(), 5)
-        yield b'"}'
-
-    async def long(received: Received) -> Response:
-        length = {"content-length": str(len(half) + 2)}
-        return StreamingResponse(pieces(), media_type="application/json", headers=length)
-
-    t.pd.behaviour = long
-    body = {"messages": [{"role": "user", "content": "hi"}]}
-    got = b""
-    async with t.client.stream("POST", "/v1/chat/completions", json=body) as response:
-        assert response.headers["content-length"] == str(len(half) + 2)
-        async for piece in response.aiter_raw():
-            got += piece
-            seen.set()
-    assert got == half + b'"}'
-
-
-async def test_a_long_answer_that_is_lost_breaks_off(build: Build) -> None:
-    t = await build(encoders=0)
-
-    async def pieces() -> AsyncIterator[bytes]:
-        yield b'{"choices": "' + b"a" * (2 << 20)
-        await asyncio.sleep(0.2)
-        t.pd.serving.drop_connections()
-        await asyncio.sleep(1)
-
-    async def long(received: Received) -> Response:
-        return StreamingResponse(pieces(), media_type="application/json")
-
-    t.pd.behaviour = long
-    with pytest.raises(httpx.RemoteProtocolError):
-        await t.chat(TEXT)
-    assert len(t.pd.received) == 1
 
 
 # Requests.

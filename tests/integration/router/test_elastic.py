@@ -15,7 +15,7 @@ from epd_portable.router.ingress.hop_headers import ENCODERS, KEY, MAPPING
 from tests.integration.router.conftest import Build, Topology
 from tests.integration.router.stand_in import Received, RouterServing, stream
 from tests.integration.router.test_access import keys_file
-from tests.integration.router.test_faults import EVENT
+from tests.integration.router.test_streams import EVENT
 
 ENCODE_S = 0.1
 

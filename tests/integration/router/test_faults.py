@@ -5,23 +5,24 @@ send slowly, take slowly, or send what is no request.
 from __future__ import annotations
 
 import asyncio
-import json
-import time
 from collections.abc import AsyncIterator
 
 import pytest
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import Response
 
 from tests.integration.router.conftest import Build, Topology
-from tests.integration.router.stand_in import CHAT, JSON, Received, StandIn, answer, refuse, stream
+from tests.integration.router.stand_in import (
+    CHAT,
+    JSON,
+    Received,
+    StandIn,
+    answer,
+    forever,
+    refuse,
+    stream,
+)
 from tests.integration.router.test_requests import RED, TEXT
-
-EVENT = b'data: {"choices": [{"delta": {"content": "a"}}]}\n\n'
-
-
-async def forever(received: Received) -> Response:
-    await asyncio.Event().wait()
-    raise AssertionError
+from tests.integration.router.test_streams import EVENT
 
 
 def hang(instance: StandIn) -> None:
@@ -42,29 +43,6 @@ async def opened(t: Topology) -> tuple[asyncio.StreamReader, asyncio.StreamWrite
 # Instances.
 
 
-async def test_a_hung_encoder_leads_to_another_one_in_time(build: Build) -> None:
-    t = await build(encoders=2, wait_timeout_s=8.0)
-    encoded = asyncio.Event()
-
-    async def encode(received: Received) -> Response:
-        if sum(len(each.received) for each in t.encoders) == 1:
-            return await forever(received)
-        encoded.set()
-        return JSONResponse({})
-
-    async def generate(received: Received) -> Response:
-        await encoded.wait()
-        return JSONResponse({"choices": []})
-
-    for encoder in t.encoders:
-        encoder.behaviour = encode
-    t.pd.behaviour = generate
-    started = time.monotonic()
-    assert (await t.chat(RED)).status_code == 200
-    assert time.monotonic() - started < 8.0
-    await t.until_metric('epd_router_items_total{outcome="retried"}', 1)
-
-
 async def test_requests_at_an_instance_that_hangs_go_to_another_one(build: Build) -> None:
     t = await build(encoders=0, pds=2, probe_timeout_s=0.1)
 
@@ -79,21 +57,6 @@ async def test_requests_at_an_instance_that_hangs_go_to_another_one(build: Build
     response = await asyncio.wait_for(t.chat(TEXT), 8)
     assert response.status_code == 200
     assert await t.metric('epd_router_fallbacks_total{phase="answer",fallback="retried"}') == 1
-
-
-async def test_a_stream_at_an_instance_that_hangs_ends_with_an_error(build: Build) -> None:
-    t = await build(encoders=0, probe_timeout_s=0.1)
-
-    async def pieces() -> AsyncIterator[bytes]:
-        yield EVENT
-        hang(t.pd)
-        await asyncio.Event().wait()
-
-    t.pd.behaviour = stream(pieces)
-    response = await asyncio.wait_for(t.chat(TEXT, stream=True), 8)
-    events = response.text.split("\n\n")
-    assert events[0].encode() + b"\n\n" == EVENT
-    assert json.loads(events[1].removeprefix("data: "))["error"]["code"] == "instance_lost"
 
 
 async def test_one_cut_connection_is_no_death(build: Build) -> None:
@@ -120,22 +83,6 @@ async def test_one_cut_connection_is_no_death(build: Build) -> None:
     assert health["state"] == "up"
 
 
-async def test_others_are_served_while_one_connection_was_cut(build: Build) -> None:
-    t = await build(encoders=0)
-    cut = asyncio.Event()
-
-    async def generate(received: Received) -> Response:
-        if not cut.is_set():
-            cut.set()
-            t.pd.serving.drop_connections()
-            return await forever(received)
-        return await answer(received)
-
-    t.pd.behaviour = generate
-    statuses = await asyncio.gather(*(t.chat(TEXT) for _ in range(8)))
-    assert [each.status_code for each in statuses] == [200] * 8
-
-
 async def test_an_engine_that_dies_slowly_gets_no_more_than_its_failures(build: Build) -> None:
     t = await build(encoders=0, pds=2, probe_interval_s=60)
     t.pds[0].behaviour = refuse(500, "EngineDeadError")
@@ -154,59 +101,6 @@ async def test_a_500_of_the_only_instance_is_passed_on(build: Build) -> None:
     assert response.status_code == 500
     assert response.json()["error"]["message"] == "no memory"
     assert len(t.pd.received) == 1
-
-
-async def test_an_answer_of_which_a_client_has_nothing_is_asked_for_again(build: Build) -> None:
-    t = await build(encoders=0, pds=2)
-
-    async def cut_off(received: Received) -> Response:
-        async def half() -> AsyncIterator[bytes]:
-            yield b'{"choices": ['
-            await asyncio.sleep(0.05)
-            for pd in t.pds:
-                pd.serving.drop_connections()
-            await asyncio.sleep(1)
-
-        return StreamingResponse(
-            half(), media_type="application/json", headers={"content-length": "1000"}
-        )
-
-    for pd in t.pds:
-        pd.behaviour = cut_off
-    response = await t.chat(TEXT)
-    assert response.status_code == 503
-    assert [len(pd.received) for pd in t.pds] == [1, 1]
-    assert await t.metric('epd_router_fallbacks_total{phase="answer",fallback="retried"}') == 1
-
-
-async def test_a_stream_that_breaks_within_an_event_ends_with_a_whole_one(build: Build) -> None:
-    t = await build(encoders=0)
-
-    async def pieces() -> AsyncIterator[bytes]:
-        yield EVENT + EVENT[:20]
-        await asyncio.sleep(0.05)
-        t.pd.serving.drop_connections()
-        await asyncio.sleep(1)
-
-    t.pd.behaviour = stream(pieces)
-    response = await t.chat(TEXT, stream=True)
-    *events, rest = response.text.split("\n\n")
-    assert rest == ""
-    read = [json.loads(event.removeprefix("data: ")) for event in events]
-    assert [set(event) for event in read] == [{"choices"}, {"error"}]
-
-
-async def test_an_event_that_comes_in_pieces_is_whole_for_the_client(build: Build) -> None:
-    t = await build(encoders=0)
-
-    async def pieces() -> AsyncIterator[bytes]:
-        for byte in (EVENT * 3)[:-1]:
-            yield bytes([byte])
-            await asyncio.sleep(0)
-        yield b"\n"
-
-    t.pd.behaviour = stream(pieces)
-    assert (await t.chat(TEXT, stream=True)).content == EVENT * 3
 
 
 # Clients.

@@ -12,8 +12,15 @@ from starlette.responses import Response
 from epd_portable.wire.messages import NotWanted
 from epd_portable.wire.params import prefill_params
 from tests.integration.router.conftest import Build, Topology
-from tests.integration.router.stand_in import DEADLINE_S, Received, StandIn, answer, refuse, stream
-from tests.integration.router.test_failures import forever
+from tests.integration.router.stand_in import (
+    DEADLINE_S,
+    Received,
+    StandIn,
+    answer,
+    forever,
+    refuse,
+    stream,
+)
 from tests.integration.router.test_metadata import describe
 from tests.integration.router.test_requests import BLUE, RED, TEXT
 from tests.integration.router.test_warm_up import is_up
