@@ -143,7 +143,7 @@ class Secret:
         """
         return self._digest("transfers", transfer_id, item, consumer, nbytes=_PROOF_BYTES)
 
-    def vouched(self, proof: str, transfer_id: str, item: str, consumer: str) -> bool:
+    def verify_transfer(self, proof: str, transfer_id: str, item: str, consumer: str) -> bool:
         """Return whether a proof is the router's, for exactly these, see `sign_transfer`."""
         return _same(proof, self.sign_transfer(transfer_id, item, consumer))
 

@@ -175,7 +175,7 @@ class ConsumerSession:
     Args:
         send: Sends a message to a ZMQ identity.
         choose: Returns the path for a producer, see `PathChooser`.
-        vouched: Returns whether the router wants an announced transfer, whose request is to come.
+        verify_transfer: Returns whether the router wants an announced transfer before its request.
         is_gone: Returns whether a producer's process has certainly ended.
         fence: Lets writes through to leased slots only.
         fenced_paths: Paths whose writes go through the fence; their slots need no quarantine.
@@ -190,7 +190,7 @@ class ConsumerSession:
         events: TransferEvents,
         choose: PathChooser,
         fingerprint: str,
-        vouched: Callable[[Announce], bool],
+        verify_transfer: Callable[[Announce], bool],
         is_gone: Callable[[PeerDescriptor], bool],
         fence: LeaseFence,
         fenced_paths: frozenset[str],
@@ -201,7 +201,7 @@ class ConsumerSession:
         self._events = events
         self._choose = choose
         self._fingerprint = fingerprint
-        self._vouched = vouched
+        self._verify_transfer = verify_transfer
         self._fence = fence
         self._fenced_paths = fenced_paths
         self._wait_timeout_s = wait_timeout_s
@@ -504,7 +504,7 @@ class ConsumerSession:
         """Keep an announcement until its request comes; its producer sends one that is not kept."""
         if message.transfer_id in self._early or len(self._early) >= MAX_EARLY:
             return
-        if self._vouched(message):
+        if self._verify_transfer(message):
             fits = self._fits(message)
             expires_s = self._now + self._wait_timeout_s
             self._early[message.transfer_id] = _Early(expires_s, sender, message, offered=fits)

@@ -125,10 +125,12 @@ class ConsumerEndpoint:
                 logger.info("from %r by %s, not by %s: %r", *names, refused.reason)
         return choice.endpoint
 
-    def vouched(self, announce: Announce) -> bool:
+    def verify_transfer(self, announce: Announce) -> bool:
         """Return whether the proof of an announced transfer is valid."""
         return any(
-            self._secret.vouched(announce.proof, announce.transfer_id, announce.item_uuid, address)
+            self._secret.verify_transfer(
+                announce.proof, announce.transfer_id, announce.item_uuid, address
+            )
             for address in (self._config.control_address, self._control.address)
         )
 

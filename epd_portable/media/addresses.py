@@ -23,7 +23,7 @@ from epd_portable.errors import EPDError
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
-FetchResult = Literal["ok", "refused", "failed", "timeout", "too_large", "busy", "cancelled"]
+FetchResult = Literal["ok", "refused", "error", "timeout", "too_large", "full", "cancelled"]
 """How fetching a file can end."""
 
 MAX_URL_CHARS = 4096

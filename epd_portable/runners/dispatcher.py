@@ -73,7 +73,7 @@ class Dispatcher:
     ) -> None:
         """Remember which consumers the items of a request are for.
 
-        What the router does not vouch for is not delivered: a request could name any address.
+        What the router has not signed is not delivered: a request could name any address.
         """
         distinct = {item.mm_hash: item for item in items}
         self._items[request_id] = tuple(
@@ -93,7 +93,7 @@ class Dispatcher:
                     transfer.transfer_id,
                 )
                 continue
-            if not self._secret.vouched(
+            if not self._secret.verify_transfer(
                 transfer.proof, transfer.transfer_id, transfer.item_uuid, transfer.consumer
             ):
                 logger.warning(

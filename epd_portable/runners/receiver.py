@@ -112,7 +112,7 @@ class Receiver:
             events=self,
             choose=self._endpoint.choose,
             fingerprint=fingerprint,
-            vouched=self._endpoint.vouched,
+            verify_transfer=self._endpoint.verify_transfer,
             is_gone=self._endpoint.is_gone,
             fence=fence,
             fenced_paths=registry.fenced_paths(),

@@ -176,7 +176,7 @@ class MediaFetcher:
             RequestError: There is no memory for it.
         """
         started = time.monotonic()
-        result: FetchResult = "failed"
+        result: FetchResult = "error"
         try:
             file = await self._files.fetch(target)
             result = "ok"
@@ -192,7 +192,7 @@ class MediaFetcher:
             result = "cancelled"
             raise
         except RequestError as error:
-            result = "too_large" if error.status == 413 else "busy"
+            result = "too_large" if error.status == 413 else "full"
             raise
         finally:
             self._metrics.fetches.labels(result).inc()

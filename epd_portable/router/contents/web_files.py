@@ -405,7 +405,7 @@ class _Turns:
                         f"others were fetched for {wait_s:g} s; try again later",
                         status=503,
                         code="too_many_fetches",
-                        result="busy",
+                        result="full",
                         retry_after_s=RETRY_AFTER_S,
                     ) from error
                 yield
@@ -474,7 +474,7 @@ def _keep_s(cache_control: str) -> float:
 
 
 def _failed(problem: str, *, status: int = 502) -> MediaUrlError:
-    return MediaUrlError(problem, status=status, code="media_url_failed", result="failed")
+    return MediaUrlError(problem, status=status, code="media_url_failed", result="error")
 
 
 def _too_slow(within_s: float) -> MediaUrlError:

@@ -75,7 +75,9 @@ async def test_encode_jobs_and_pd_request_run_at_the_same_time(build: Build) -> 
     assert {j.transfer_id for j in jobs} == {e.transfer_id for e in expected.transfers}
     assert {j.consumer for j in jobs} == {t.control.address}
     for job in jobs:
-        assert secret().vouched(job.proof, job.transfer_id, job.item_uuid, t.control.address)
+        assert secret().verify_transfer(
+            job.proof, job.transfer_id, job.item_uuid, t.control.address
+        )
     parts = t.pd.received[0].body["messages"][0]["content"]
     assert [parts[0]["uuid"], parts[2]["uuid"]] == [e.item_uuid for e in expected.transfers]
     assert {e.encoder for e in expected.transfers} == {"encode-0"}

@@ -66,7 +66,7 @@ class Post:
             raise NoCommonPathError(f"none to {producer.instance}")
         return PathEndpoint(path=path, address="here")
 
-    def vouched(self, announce: Announce) -> bool:
+    def verify_transfer(self, announce: Announce) -> bool:
         return True
 
     def is_gone(self, producer: PeerDescriptor) -> bool:

@@ -74,10 +74,10 @@ def sign_transfer(**changes: str) -> tuple[Secret, str, dict[str, str]]:
     return secret, secret.sign_transfer(**names), names | changes
 
 
-def test_what_the_router_vouches_for_is_known_by_who_holds_the_secret() -> None:
+def test_what_the_router_signs_is_known_by_who_holds_the_secret() -> None:
     _, proof, names = sign_transfer()
-    assert Secret("s" * 40).vouched(proof, **names)
-    assert not Secret("x" * 40).vouched(proof, **names)
+    assert Secret("s" * 40).verify_transfer(proof, **names)
+    assert not Secret("x" * 40).verify_transfer(proof, **names)
 
 
 @pytest.mark.parametrize(
@@ -93,13 +93,13 @@ def test_what_the_router_vouches_for_is_known_by_who_holds_the_secret() -> None:
 )
 def test_a_proof_is_for_one_transfer_of_one_item_to_one_consumer(changes: dict[str, str]) -> None:
     secret, proof, names = sign_transfer(**changes)
-    assert not secret.vouched(proof, **names)
+    assert not secret.verify_transfer(proof, **names)
 
 
 @pytest.mark.parametrize("proof", ["", "0" * 32, "\ud800", "ü"])
-def test_what_is_no_proof_vouches_for_nothing(proof: str) -> None:
+def test_what_is_no_proof_proves_nothing(proof: str) -> None:
     secret, _, names = sign_transfer()
-    assert not secret.vouched(proof, **names)
+    assert not secret.verify_transfer(proof, **names)
 
 
 def test_a_proof_fits_its_field_and_tells_neither_the_secret_nor_other_purposes() -> None:

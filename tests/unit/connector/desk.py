@@ -47,7 +47,7 @@ class Desk:
             events=self,
             choose=self._choose,
             fingerprint=FINGERPRINT,
-            vouched=lambda announce: announce.transfer_id != "forged",
+            verify_transfer=lambda announce: announce.transfer_id != "forged",
             is_gone=lambda producer: producer.session in self.gone,
             fence=self.fence,
             fenced_paths=self.fenced,

@@ -69,7 +69,7 @@ class Mailbox:
     def choose(self, producer: PeerDescriptor) -> PathEndpoint:
         return PathEndpoint(path=self.path, address=self.address)
 
-    def vouched(self, announce: Announce) -> bool:
+    def verify_transfer(self, announce: Announce) -> bool:
         return announce.transfer_id not in self.forged
 
     def is_gone(self, producer: PeerDescriptor) -> bool:

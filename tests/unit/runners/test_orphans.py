@@ -1,4 +1,4 @@
-"""Items that nobody asks for: what the router takes back, and what it never vouched for."""
+"""Items that nobody asks for: what the router takes back, and what it never signed."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_it_may_be_said_of_what_was_used_already() -> None:
 
 
 @pytest.mark.parametrize("kind", ["sync", "async"])
-def test_an_announcement_that_the_router_does_not_vouch_for_changes_nothing(kind: Kind) -> None:
+def test_an_announcement_that_the_router_has_not_signed_changes_nothing(kind: Kind) -> None:
     pair = Pair(PrefillSide(preallocation=kind))
     pair.pd.mailbox.forged.add("t-cat")
     pair.encode.submit(CAT, ready=True)
