@@ -13,18 +13,14 @@ from __future__ import annotations
 import ipaddress
 import re
 from collections.abc import Iterable
-from typing import Literal
 from urllib.parse import quote, urljoin
 
 import msgspec
 
-from epd_portable.errors import EPDError
+from epd_portable.errors import RequestError
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
-
-FetchResult = Literal["ok", "refused", "error", "timeout", "too_large", "full", "cancelled"]
-"""How fetching a file can end."""
 
 MAX_URL_CHARS = 4096
 MAX_HOST_CHARS = 253
@@ -72,15 +68,8 @@ _UNPRINTABLE = re.compile(r"[\x00-\x20\x7f-\x9f\\]")
 _KEPT = "/?%:@!$&'()*+,;=~-._[]"
 
 
-class MediaUrlError(EPDError):
-    """Media are not fetched, or could not be.
-
-    Attributes:
-        status: HTTP status of the answer.
-        code: Short machine-readable word.
-        result: What is counted.
-        retry_after_s: Seconds after which trying again makes sense, or ``None``.
-    """
+class MediaUrlError(RequestError):
+    """Media are not fetched, or could not be; does not say yet of which item."""
 
     def __init__(
         self,
@@ -88,14 +77,9 @@ class MediaUrlError(EPDError):
         *,
         status: int = 400,
         code: str = "media_url_refused",
-        result: FetchResult = "refused",
         retry_after_s: int | None = None,
     ) -> None:
-        super().__init__(message)
-        self.status = status
-        self.code = code
-        self.result = result
-        self.retry_after_s = retry_after_s
+        super().__init__(message, status=status, code=code, retry_after_s=retry_after_s)
 
 
 class WebTarget(msgspec.Struct, frozen=True, kw_only=True):

@@ -32,6 +32,7 @@ from epd_portable.router.contents.body import (
     read_call,
 )
 from epd_portable.router.contents.cut_text import Data
+from epd_portable.router.contents.media import Find
 from epd_portable.router.exchange import Exchange
 from epd_portable.router.fleet.control import ControlChannels
 from epd_portable.router.fleet.engine_loads import EngineLoads
@@ -61,7 +62,7 @@ from epd_portable.router.settings import RouterSettings, policy_of, with_policy
 from epd_portable.router.warm_up import WarmUp
 
 if TYPE_CHECKING:
-    from epd_portable.router.contents.media_urls import LinkedItems, MediaFetcher
+    from epd_portable.router.contents.media_urls import MediaFetcher
 
 logger = logging.getLogger(__name__)
 
@@ -363,23 +364,15 @@ class Router:
         if client.named is not None:
             rules = msgspec.structs.replace(rules, takes_kv=True)
         if self._fetcher is None:
-            return await self._parsed(path, data, rules)
+            return await _parsed(path, data, rules)
         with self._fetcher.of_request() as linked:
-            call = await self._parsed(path, data, rules, linked)
+            call = await _parsed(path, data, rules, linked.find)
             if linked.wanted:
                 client.wait_for_media()
-                await linked.fetch()
-                call = await self._parsed(path, data, rules, linked)
+                fetched_bytes = await linked.fetch()
+                call = await _parsed(path, data, rules, linked.find, fetched_bytes)
                 body.count(len(data) + linked.nbytes)
             return call
-
-    async def _parsed(
-        self, path: str, data: Data, rules: Rules, linked: LinkedItems | None = None
-    ) -> Call:
-        nbytes = len(data) + (linked.held_bytes if linked is not None else 0)
-        if nbytes < IN_THREAD_BYTES:
-            return read_call(path, data, rules, linked)
-        return await asyncio.to_thread(read_call, path, data, rules, linked)
 
     # What the router answers itself.
 
@@ -488,6 +481,14 @@ class Router:
             status=408,
             code="body_timeout",
         )
+
+
+async def _parsed(
+    path: str, data: Data, rules: Rules, find: Find | None = None, fetched_bytes: int = 0
+) -> Call:
+    if len(data) + fetched_bytes < IN_THREAD_BYTES:
+        return read_call(path, data, rules, find)
+    return await asyncio.to_thread(read_call, path, data, rules, find)
 
 
 def _no_such(method: str, path: str, status: int) -> RequestError:

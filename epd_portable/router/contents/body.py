@@ -13,7 +13,7 @@ import msgspec
 from epd_portable.errors import RequestError
 from epd_portable.media.limits import MediaLimits, check_settings
 from epd_portable.router.contents.cut_text import CutText, Data, Segments, decode, opens
-from epd_portable.router.contents.media import LinkedMedia, MediaItem, MediaReader, Part
+from epd_portable.router.contents.media import Find, MediaItem, MediaReader, Part
 from epd_portable.wire.params import EncodedItem, EncodeParams, EncodeTransfer, PrefillParams
 
 CHAT_PATH = "/v1/chat/completions"
@@ -57,17 +57,7 @@ _ENCODER_SETTINGS = ("mm_processor_kwargs", "media_io_kwargs")
 _SALT = "cache_salt"
 """Field that an item's key depends on, too: requests share items only with the same salt."""
 _NESTED_PARTS = frozenset(
-    {
-        "data_1",
-        "data_2",
-        "documents",
-        "inputs",
-        "items",
-        "queries",
-        "query",
-        "text_1",
-        "text_2",
-    }
+    ["data_1", "data_2", "documents", "inputs", "items", "queries", "query", "text_1", "text_2"]
 )
 """Fields of requests for scores and embeddings in which parts may stand as in messages."""
 _IMAGES = "images"
@@ -75,8 +65,6 @@ _IMAGES = "images"
 _WITH_SOUND = frozenset({"video", "audio"})
 """Modalities of which an item can be two to the engine, if a video's sound is taken too; those are
 encoded where the whole prompt is."""
-
-
 MEDIA_SUFFIX = "-media"
 """What is added to an item's name when its media are sent after its metadata."""
 KV = "kv_transfer_params"
@@ -85,6 +73,7 @@ STRIPPED = frozenset({"ec_transfer_params", KV})
 The second one goes on if it comes from a hop that is trusted (`epd_portable.router.hops`)."""
 
 _object = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_settings = msgspec.json.Decoder(dict[str, object] | None)
 
 
 class Rules(msgspec.Struct, frozen=True, kw_only=True):
@@ -233,21 +222,12 @@ def _with_items(message: object, write: Callable[[str, Part], object]) -> object
     return {**message, "content": content}
 
 
-class _ProcessorSettings(msgspec.Struct):
-    """What is read of ``mm_processor_kwargs``."""
-
-    use_audio_in_video: object = False
-
-
-_processor_settings = msgspec.json.Decoder(_ProcessorSettings | None)
-
-
 def size(segments: Segments) -> int:
     """Return how many bytes a body has."""
     return sum(map(len, segments))
 
 
-def read_call(path: str, data: Data, rules: Rules, linked: LinkedMedia | None = None) -> Call:
+def read_call(path: str, data: Data, rules: Rules, find: Find | None = None) -> Call:
     """Read the body of a request.
 
     Of bodies for which there is no reader, only what could harm others is looked at.
@@ -256,8 +236,8 @@ def read_call(path: str, data: Data, rules: Rules, linked: LinkedMedia | None = 
         path: Of the endpoint.
         data: As the client sent it; must not change afterwards.
         rules: What it may ask for.
-        linked: What it names by URL. If something of that has to be fetched first, the call cannot
-            be sent, and the body is to be read once more.
+        find: Finds what it names by URL. If something of that has to be fetched first, the call
+            cannot be sent, and the body is to be read once more.
 
     Raises:
         RequestError: 4xx; names the place, the value and the remedy.
@@ -271,14 +251,15 @@ def read_call(path: str, data: Data, rules: Rules, linked: LinkedMedia | None = 
         changed=changed,
         fields=fields,
         model="" if model is None else cut.text(model, "model"),
-        stream=_is_true(fields, "stream"),
+        stream=bytes(fields.get("stream", b"")) == b"true",
         takes_metadata=path == CHAT_PATH,
     )
     walks = _walks(path, fields)
     if not walks:
         return call
-    settings = {} if path in _ANTHROPIC else _settings(fields)
-    reader = _reader(call, fields, settings, rules, linked)
+    names = () if path in _ANTHROPIC else _ENCODER_SETTINGS
+    settings = {name: fields[name] for name in names if name in fields}
+    reader = _reader(call, fields, settings, rules, find)
     read = {name: walk(reader, fields[name], name) for name, walk in walks.items()}
     if reader.count and path != CHAT_PATH and not rules.pd_takes_media:
         raise RequestError(
@@ -287,12 +268,15 @@ def read_call(path: str, data: Data, rules: Rules, linked: LinkedMedia | None = 
             status=400,
             code="unsupported_part",
         )
+    items = reader.items if path in _ENCODED_APART else ()
+    if items and _uses_sound_of_videos(settings):
+        items = tuple(item for item in items if item.modality not in _WITH_SOUND)
     return msgspec.structs.replace(
         call,
         changed=changed or any(value is not fields[name] for name, value in read.items()),
         fields={**fields, **read},
         settings=settings,
-        items=_encoded_apart(reader, settings) if path in _ENCODED_APART else (),
+        items=items,
     )
 
 
@@ -342,16 +326,12 @@ def _check_fields(path: str, fields: _Fields) -> None:
             )
 
 
-def _settings(fields: _Fields) -> _Fields:
-    return {name: fields[name] for name in _ENCODER_SETTINGS if name in fields}
-
-
 def _reader(
     call: Call,
     fields: _Fields,
     settings: _Fields,
     rules: Rules,
-    linked: LinkedMedia | None,
+    find: Find | None,
 ) -> MediaReader:
     """Return what finds the items of a call, and keys them by all that they depend on."""
     _check_commas(call.cut, MAX_MESSAGES_COMMAS)
@@ -363,14 +343,7 @@ def _reader(
         check_settings(rules.limits, name, _given(settings, name)) for name in _ENCODER_SETTINGS
     ]
     max_items = min(rules.max_items, rules.limits.max_request_pixels // max(*enlarged, 1))
-    return MediaReader(call.cut, salt=salt, max_items=max_items, linked=linked)
-
-
-def _encoded_apart(reader: MediaReader, settings: _Fields) -> tuple[MediaItem, ...]:
-    items = reader.items
-    if items and _uses_sound_of_videos(settings):
-        items = tuple(item for item in items if item.modality not in _WITH_SOUND)
-    return items
+    return MediaReader(call.cut, salt=salt, max_items=max_items, find=find)
 
 
 def _read_object(data: Data, rules: Rules) -> tuple[CutText, dict[str, msgspec.Raw], bool]:
@@ -444,16 +417,11 @@ def _uses_sound_of_videos(fields: Mapping[str, msgspec.Raw]) -> bool:
     if raw is None:
         return False
     expected = "mm_processor_kwargs: give an object of the processor's settings"
-    settings = decode(_processor_settings, raw, expected)
-    return settings is not None and bool(settings.use_audio_in_video)
+    settings = decode(_settings, raw, expected)
+    return settings is not None and bool(settings.get("use_audio_in_video"))
 
 
 def _given(fields: Mapping[str, msgspec.Raw], name: str) -> msgspec.Raw | None:
     """Return a field's value; ``None`` if it is missing or null."""
     raw = fields.get(name)
     return None if raw is None or bytes(raw) == b"null" else raw
-
-
-def _is_true(fields: Mapping[str, msgspec.Raw], name: str) -> bool:
-    raw = fields.get(name)
-    return raw is not None and bytes(raw) == b"true"

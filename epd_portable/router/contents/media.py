@@ -17,7 +17,7 @@ import math
 import operator
 import re
 from collections.abc import Callable, Mapping
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import msgspec
 
@@ -91,23 +91,10 @@ class MediaItem(msgspec.Struct, frozen=True, kw_only=True):
     pixels: int = 0
 
 
-class LinkedMedia(Protocol):
-    """What one request names by URL, as far as it has been fetched."""
-
-    def find(self, url: Bytes, modality: Modality, where: str) -> tuple[str, Bytes] | None:
-        """Return media type and base64 text; ``None`` if it has to be fetched first.
-
-        Args:
-            url: The URL, in UTF-8.
-            modality: What it is to the model.
-            where: Its place in the request, for messages.
-
-        Raises:
-            RequestError: 4xx; it is not fetched, or is no file of this modality.
-        """
-
-    def key(self, where: str, make: Callable[[], str]) -> str:
-        """Return what names the item at a place; made once, however often the request is read."""
+Find = Callable[[Bytes, Modality, str], tuple[str, Bytes] | None]
+"""Returns media type and base64 text of what is at a URL in UTF-8; ``None`` if it has to be fetched
+first. Gets its modality and its place in the request, too; raises `RequestError` for what is not
+fetched, or is no file of this modality."""
 
 
 class _Found(NamedTuple):
@@ -138,7 +125,7 @@ class MediaReader:
         salt: Whatever else an item may be shared by, such as settings that change the encoder's
             output; becomes part of every key.
         max_items: Most media parts allowed, repeated ones included.
-        linked: What came by URL; ``None`` refuses such items. An item that it does not have yet is
+        find: Finds what came by URL; ``None`` refuses such items. An item that is not there yet is
             counted, and is not among `items`.
 
     Attributes:
@@ -151,12 +138,12 @@ class MediaReader:
         *,
         salt: bytes = b"",
         max_items: int,
-        linked: LinkedMedia | None = None,
+        find: Find | None = None,
     ) -> None:
         self._cut = cut
         self._salt = salt
         self._max_items = max_items
-        self._linked = linked
+        self._find = find
         self._items: dict[str, MediaItem] = {}
         self.count = 0
 
@@ -254,7 +241,7 @@ class MediaReader:
             media_type, data, written = found
             if written is not None:
                 part[name] = written if given is None else _json({**given, "url": written})
-        part["uuid"] = _json(self._item(media.modality, media_type, data, place, part).item_uuid)
+        part["uuid"] = _json(self._item(media.modality, media_type, data, part).item_uuid)
         return part
 
     def _url(
@@ -336,7 +323,7 @@ class MediaReader:
         assert url is not None
         image_url = msgspec.Raw(b'{"url":%b}' % bytes(url))
         part = {"type": msgspec.Raw(b'"image_url"'), "image_url": image_url}
-        self._item("image", media_type, data, where, part)
+        self._item("image", media_type, data, part)
         read = _with(source, given, {"url": url} if by_url else {})
         return _with(raw, fields, {"source": read})
 
@@ -381,9 +368,9 @@ class MediaReader:
 
     def _by_url(self, url: Bytes, kind: MediaKind, place: str) -> _Found | None:
         """Return what is at a URL; ``None`` if it has to be fetched first."""
-        if self._linked is None or not is_web(bytes(url[:6])):
+        if self._find is None or not is_web(bytes(url[:6])):
             return _Found(*split_data_url(url, kind, place))
-        found = self._linked.find(url, kind.modality, place)
+        found = self._find(url, kind.modality, place)
         if found is None:
             return None
         media_type, data = found
@@ -400,15 +387,9 @@ class MediaReader:
                 code="too_many_items",
             )
 
-    def _item(
-        self, modality: Modality, media_type: str, data: Bytes, place: str, part: Part
-    ) -> MediaItem:
+    def _item(self, modality: Modality, media_type: str, data: Bytes, part: Part) -> MediaItem:
         """Return the item of a part, the same for each part with it."""
-
-        def key() -> str:
-            return content_key(modality, media_type, data, self._salt)
-
-        item_uuid = self._linked.key(place, key) if self._linked else key()
+        item_uuid = content_key(modality, media_type, data, self._salt)
         pixels = estimated_pixels(modality, len(data))
         item = MediaItem(item_uuid=item_uuid, modality=modality, part=part, pixels=pixels)
         return self._items.setdefault(item_uuid, item)

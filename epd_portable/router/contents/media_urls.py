@@ -2,7 +2,7 @@
 
 `LinkedItems` stands between the reader of a request, which may run in a thread, and the fetching of
 what it finds, which begins at once. `MediaFetcher` has one fetch of a URL under way, however many
-wait for it, and cancels a fetch when no request waits for it any more.
+requests wait for it, and cancels it when none waits any more.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import contextlib
 import logging
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
 from epd_portable.delivery.replies import unavailable
 from epd_portable.errors import RequestError
-from epd_portable.media.addresses import FetchResult, MediaUrlError, WebTarget, read_url
+from epd_portable.media.addresses import MediaUrlError, WebTarget, read_url
 from epd_portable.media.limits import Modality
 from epd_portable.router.contents.cut_text import Bytes
 from epd_portable.router.contents.web_files import FetchedFile, Resolve, WebFiles
@@ -72,7 +72,18 @@ def media_type_of(text: Bytes, modality: Modality) -> str:
     return f"{modality}/octet-stream"
 
 
-class _Flight:
+_RESULTS = {
+    "media_url_failed": "error",
+    "media_url_timeout": "timeout",
+    "media_too_large": "too_large",
+    "body_too_large": "too_large",
+    "too_many_fetches": "full",
+    "too_many_bytes": "full",
+}
+"""How a fetch that an error ended is counted, by the error's code; the others as ``refused``."""
+
+
+class _Fetch:
     """A file on its way, and how many requests wait for it."""
 
     def __init__(self, key: str, task: asyncio.Task[FetchedFile]) -> None:
@@ -101,12 +112,12 @@ class MediaFetcher:
     ) -> None:
         self._metrics = metrics
         self._files = WebFiles(settings, bodies, resolve)
-        self._flights: dict[str, _Flight] = {}
+        self._under_way: dict[str, _Fetch] = {}
         self._kept = _Kept(settings.cache_bytes, settings.cache_s)
 
     async def close(self) -> None:
         """End what is on its way."""
-        tasks = [flight.task for flight in self._flights.values()]
+        tasks = [fetch.task for fetch in self._under_way.values()]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -121,50 +132,52 @@ class MediaFetcher:
         finally:
             linked.close()
 
-    def target(self, url: str) -> WebTarget:
+    def target(self, url: bytes) -> WebTarget:
         """Return what a URL of a client asks for.
 
         Raises:
             MediaUrlError: It is not fetched.
         """
         try:
-            target = read_url(url)
-            self._files.check(target)
+            target = read_url(url.decode())
+            self._files.domains.check(target)
+        except UnicodeDecodeError:
+            raise MediaUrlError("it is no text") from None
         except MediaUrlError:
             self._metrics.fetches.labels("refused").inc()
             raise
         return target
 
-    def join(self, target: WebTarget) -> FetchedFile | _Flight:
+    def join(self, target: WebTarget) -> FetchedFile | _Fetch:
         """Return a file that is kept, or wait with others for the one that is on its way."""
         key = target.url
         kept = self._kept.get(key)
         if kept is not None:
             self._metrics.media_urls.labels("cache").inc()
             return kept
-        flight = self._flights.get(key)
-        if flight is None:
+        fetch = self._under_way.get(key)
+        if fetch is None:
             self._metrics.media_urls.labels("fetch").inc()
-            flight = _Flight(key, asyncio.get_running_loop().create_task(self._fetch(target)))
-            self._flights[key] = flight
-            flight.task.add_done_callback(lambda task: self._landed(key, task))
+            fetch = _Fetch(key, asyncio.get_running_loop().create_task(self._fetch(target)))
+            self._under_way[key] = fetch
+            fetch.task.add_done_callback(lambda task: self._ended(key, task))
         else:
             self._metrics.media_urls.labels("joined").inc()
-        flight.waiting += 1
-        return flight
+        fetch.waiting += 1
+        return fetch
 
-    def leave(self, flight: _Flight) -> None:
+    def leave(self, fetch: _Fetch) -> None:
         """Wait no longer; a fetch without waiting requests is cancelled."""
-        flight.waiting -= 1
-        if not flight.waiting and not flight.task.done():
-            flight.task.cancel()
+        fetch.waiting -= 1
+        if not fetch.waiting and not fetch.task.done():
+            fetch.task.cancel()
             # Who comes in this moment must not join what ends.
-            self._flights.pop(flight.key, None)
+            self._under_way.pop(fetch.key, None)
 
-    def _landed(self, key: str, task: asyncio.Task[FetchedFile]) -> None:
-        flight = self._flights.get(key)
-        if flight is not None and flight.task is task:
-            del self._flights[key]
+    def _ended(self, key: str, task: asyncio.Task[FetchedFile]) -> None:
+        fetch = self._under_way.get(key)
+        if fetch is not None and fetch.task is task:
+            del self._under_way[key]
         if not task.cancelled() and task.exception() is None:
             self._kept.put(key, task.result())
 
@@ -172,43 +185,34 @@ class MediaFetcher:
         """Fetch a file, and count how that ended.
 
         Raises:
-            MediaUrlError: It cannot be obtained.
-            RequestError: There is no memory for it.
+            RequestError: It cannot be obtained, or there is no memory for it.
         """
         started = time.monotonic()
-        result: FetchResult = "error"
+        result = "error"
         try:
             file = await self._files.fetch(target)
             result = "ok"
             self._metrics.fetched_bytes.inc(file.nbytes)
             self._metrics.fetch_s.observe(time.monotonic() - started)
             return file
-        except MediaUrlError as error:
-            result = error.result
+        except RequestError as error:
+            result = _RESULTS.get(error.code, "refused")
             level = logging.INFO if error.status < 500 else logging.WARNING
             logger.log(level, "%s: %s (%s)", target.shown, error, error.__cause__ or result)
             raise
         except asyncio.CancelledError:
             result = "cancelled"
             raise
-        except RequestError as error:
-            result = "too_large" if error.status == 413 else "full"
-            raise
         finally:
             self._metrics.fetches.labels(result).inc()
 
 
 class LinkedItems:
-    """What one request names by URL: the `LinkedMedia` of its reader, and what fetches it.
-
-    The reader may run in another thread; what it finds is on its way at once, while it goes on.
-
-    Args:
-        fetcher: Fetches.
+    """What one request names by URL.
 
     Attributes:
-        held_bytes: Of what was fetched.
-        nbytes: The same, as often as it is in the request.
+        wanted: Something was asked for that was not there.
+        nbytes: Of what was fetched, as often as it is in the request.
     """
 
     def __init__(self, fetcher: MediaFetcher) -> None:
@@ -216,88 +220,71 @@ class LinkedItems:
         self._loop = asyncio.get_running_loop()
         self._places: dict[WebTarget, str] = {}
         self._files: dict[WebTarget, FetchedFile] = {}
-        self._flights: dict[WebTarget, _Flight] = {}
-        self._keys: dict[str, str] = {}
+        self._fetches: dict[WebTarget, _Fetch] = {}
         self._closed = False
-        self.held_bytes = 0
+        self.wanted = False
         self.nbytes = 0
 
-    @property
-    def wanted(self) -> bool:
-        """Whether something is not there yet."""
-        return len(self._files) < len(self._places)
-
     def find(self, url: Bytes, modality: Modality, where: str) -> tuple[str, Bytes] | None:
-        """Return media type and base64 text; see `LinkedMedia`."""
+        """Return media type and base64 text; see `epd_portable.router.contents.media.Find`.
+
+        What is not there is on its way at once; this may be called in another thread.
+        """
         try:
-            target = self._fetcher.target(bytes(url).decode())
-        except (MediaUrlError, UnicodeDecodeError) as error:
-            shown = _shown(bytes(url[:200]))
-            refused = error if isinstance(error, MediaUrlError) else MediaUrlError("it is no text")
-            raise _refusal(refused, where, shown) from error
+            target = self._fetcher.target(bytes(url))
+        except MediaUrlError as error:
+            raise _of_item(error, where, _shown(bytes(url[:200]))) from error
         file = self._files.get(target)
         if file is not None:
             self.nbytes += len(file.text)
             return media_type_of(file.text, modality), file.text
+        self.wanted = True
         if target not in self._places:
             self._places[target] = where
             self._loop.call_soon_threadsafe(self._begin, target)
         return None
 
-    def key(self, where: str, make: Callable[[], str]) -> str:
-        """Return what names the item at a place; see `LinkedMedia`."""
-        made = self._keys.get(where)
-        if made is None:
-            made = self._keys[where] = make()
-        return made
-
-    async def fetch(self) -> None:
-        """Return when everything is there.
+    async def fetch(self) -> int:
+        """Return when everything is there, and how many bytes it has.
 
         Raises:
             RequestError: Something cannot be obtained; the first of it in the request, of what is
                 known by then.
         """
+        self.nbytes = 0
         for target in self._places:
             self._begin(target)
-        waits = {flight.task for flight in self._flights.values()}
+        waits = {fetch.task for fetch in self._fetches.values()}
         if waits:
             await asyncio.wait(waits, return_when=asyncio.FIRST_EXCEPTION)
         for target, where in self._places.items():
-            flight = self._flights.get(target)
-            if flight is None or not flight.task.done():
+            fetch = self._fetches.get(target)
+            if fetch is None or not fetch.task.done():
                 continue
             try:
-                self._files[target] = flight.task.result()
-            except MediaUrlError as error:
-                raise _refusal(error, where, target.shown) from error
+                self._files[target] = fetch.task.result()
             except RequestError as error:
-                raise RequestError(
-                    f"{where}: {target.shown}: {error}",
-                    status=error.status,
-                    code=error.code,
-                    retry_after_s=error.retry_after_s,
-                ) from error
+                raise _of_item(error, where, target.shown) from error
             except asyncio.CancelledError:
                 # The fetcher was closed: a request that was given up does not get here.
                 raise unavailable("the router is stopping") from None
-        self.held_bytes = sum(len(file.text) for file in self._files.values())
+        return sum(len(file.text) for file in self._files.values())
 
     def close(self) -> None:
         """Wait for nothing any more."""
         self._closed = True
-        for flight in self._flights.values():
-            self._fetcher.leave(flight)
-        self._flights.clear()
+        for fetch in self._fetches.values():
+            self._fetcher.leave(fetch)
+        self._fetches.clear()
 
     def _begin(self, target: WebTarget) -> None:
-        if self._closed or target in self._flights or target in self._files:
+        if self._closed or target in self._fetches or target in self._files:
             return
         found = self._fetcher.join(target)
         if isinstance(found, FetchedFile):
             self._files[target] = found
         else:
-            self._flights[target] = found
+            self._fetches[target] = found
 
 
 class _Kept:
@@ -310,18 +297,16 @@ class _Kept:
             collections.OrderedDict()
         )
         self._nbytes = 0
-        self._sweep_at = 0.0
 
     def get(self, key: str) -> FetchedFile | None:
         """Return a file that is there and not too old."""
-        found = self._files.get(key)
-        if found is None:
-            return None
-        if found[1] < time.monotonic():
+        file, until = self._files.get(key, (None, 0.0))
+        if file is not None and until < time.monotonic():
             self._drop(key)
             return None
-        self._files.move_to_end(key)
-        return found[0]
+        if file is not None:
+            self._files.move_to_end(key)
+        return file
 
     def put(self, key: str, file: FetchedFile) -> None:
         """Keep a file, if it may be and there is room."""
@@ -329,14 +314,9 @@ class _Kept:
         nbytes = _size(key, file)
         if keep_s <= 0 or nbytes > self._most_bytes:
             return
-        now = time.monotonic()
-        if now > self._sweep_at:
-            self._sweep_at = now + self._most_s / 4
-            for old in [each for each, (_, until) in self._files.items() if until < now]:
-                self._drop(old)
         if key in self._files:
             self._drop(key)
-        self._files[key] = file, now + keep_s
+        self._files[key] = file, time.monotonic() + keep_s
         self._nbytes += nbytes
         while self._nbytes > self._most_bytes:
             self._drop(next(iter(self._files)))
@@ -359,7 +339,8 @@ def _shown(url: bytes) -> str:
     return shown + ("…" if len(head) > 80 or len(head) < len(url) else "")
 
 
-def _refusal(error: MediaUrlError, where: str, shown: str) -> RequestError:
+def _of_item(error: RequestError, where: str, shown: str) -> RequestError:
+    """Return an error with the item that it is about."""
     return RequestError(
         f"{where}: {shown}: {error}",
         status=error.status,

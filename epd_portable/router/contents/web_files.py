@@ -12,7 +12,6 @@ import asyncio
 import binascii
 import contextlib
 import math
-import mmap
 import re
 import socket
 import ssl
@@ -56,8 +55,6 @@ SMALLEST_PIECES = 128
 """So many pieces of a file may be of any size; of more, each must have so many bytes on average."""
 PIECES_AT_ONCE = 8
 """Others are served after so many pieces at the latest."""
-IN_MEMORY_BYTES = 1 << 20
-"""Memory from this size on is a map, of which only what is written to is there."""
 
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 _LATER = frozenset({408, 425, 429})
@@ -86,6 +83,9 @@ class WebFiles:
         settings: What may be fetched, and how much.
         bodies: Counts the memory of what is on its way.
         resolve: Looks names up; the system unless given.
+
+    Attributes:
+        domains: Hosts that are fetched from.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class WebFiles:
     ) -> None:
         self._settings = settings
         self._bodies = bodies
-        self._domains = Domains(settings.allowed_domains)
+        self.domains = Domains(settings.allowed_domains)
         self._network = _CheckedNetwork(
             AddressPolicy(settings.allowed_networks), resolve or _resolve
         )
@@ -110,14 +110,6 @@ class WebFiles:
         """Close connections."""
         await self._pool.aclose()
         self._network.close()
-
-    def check(self, target: WebTarget) -> None:
-        """Check that something is fetched from a host.
-
-        Raises:
-            MediaUrlError: It is not.
-        """
-        self._domains.check(target)
 
     async def fetch(self, target: WebTarget) -> FetchedFile:
         """Fetch a file from where redirects lead.
@@ -156,7 +148,7 @@ class WebFiles:
                     f"more than {self._settings.max_redirects} redirects are not followed"
                 )
             try:
-                self._domains.check(target)
+                self.domains.check(target)
             except MediaUrlError as error:
                 raise MediaUrlError(f"it redirects to where nothing is fetched: {error}") from None
 
@@ -217,25 +209,21 @@ class WebFiles:
         announced = None
         if b"transfer-encoding" not in headers and b"content-length" in headers:
             announced = int(headers[b"content-length"][0])
-        written = await self._text(response, announced, held)
-        text = written.end()
-        keep_s = _keep_s(b",".join(headers.get(b"cache-control", [])).decode("latin-1").lower())
-        return FetchedFile(text=text, nbytes=written.nbytes, keep_s=keep_s)
-
-    async def _text(
-        self, response: httpcore.Response, announced: int | None, held: Body
-    ) -> _Base64Text:
-        """Return base64 of an answer's body."""
-        most = self._settings.max_bytes
-        if announced is not None and announced > most:
+        if announced is not None and announced > self._settings.max_bytes:
             raise self._too_large(f"it has {announced} bytes")
-        text = _Base64Text(most if announced is None else announced)
+        written = await self._text(response, held)
+        keep_s = _keep_s(b",".join(headers.get(b"cache-control", [])).decode("latin-1").lower())
+        return FetchedFile(text=written.end(), nbytes=written.nbytes, keep_s=keep_s)
+
+    async def _text(self, response: httpcore.Response, held: Body) -> _Base64Text:
+        """Return base64 of an answer's body."""
+        text = _Base64Text()
         pieces = 0
         async for piece in _pieces_of(response):
-            if text.nbytes + len(piece) > most:
+            if text.nbytes + len(piece) > self._settings.max_bytes:
                 raise self._too_large("it does not end there")
             text.add(piece)
-            held.count(text.size)
+            held.count(len(text.text))
             pieces += 1
             if pieces > PIECES_ANYWAY and text.nbytes < pieces * SMALLEST_PIECES:
                 raise _failed("it comes in too many too small pieces")
@@ -251,7 +239,6 @@ class WebFiles:
             "raise router.media_urls.max_bytes",
             status=413,
             code="media_too_large",
-            result="too_large",
         )
 
 
@@ -298,19 +285,6 @@ class _CheckedNetwork(httpcore.AsyncNetworkBackend):
             return _Stream(stream)
         assert last is not None
         raise last
-
-    async def connect_unix_socket(
-        self,
-        path: str,
-        timeout: float | None = None,
-        socket_options: Iterable[httpcore.SOCKET_OPTION] | None = None,
-    ) -> httpcore.AsyncNetworkStream:
-        """Refuse: no URL means a socket of this machine."""
-        raise _not_public()
-
-    async def sleep(self, seconds: float) -> None:
-        """Wait."""
-        await anyio.sleep(seconds)
 
     async def _addresses(self, host: str, port: int) -> list[str]:
         turn = contextlib.AsyncExitStack()
@@ -405,7 +379,6 @@ class _Turns:
                         f"others were fetched for {wait_s:g} s; try again later",
                         status=503,
                         code="too_many_fetches",
-                        result="full",
                         retry_after_s=RETRY_AFTER_S,
                     ) from error
                 yield
@@ -418,41 +391,29 @@ class _Turns:
 class _Base64Text:
     """Base64 of what comes in pieces.
 
-    Args:
-        most: Bytes that may come.
-
     Attributes:
         nbytes: That have come.
-        size: Characters that are written.
+        text: That is written; one or two bytes wait for the next piece.
     """
 
-    def __init__(self, most: int) -> None:
-        room = (most + 2) // 3 * 4
-        memory = bytearray(room) if room <= IN_MEMORY_BYTES else mmap.mmap(-1, room)
-        self._memory = memoryview(memory)
-        self._rest = b""
+    def __init__(self) -> None:
         self.nbytes = 0
-        self.size = 0
+        self.text = bytearray()
+        self._rest = b""
 
     def add(self, piece: bytes) -> None:
-        """Write a piece; one or two bytes wait for the next."""
+        """Write a piece."""
         self.nbytes += len(piece)
         if self._rest:
             piece = self._rest + piece
         whole = len(piece) - len(piece) % 3
         self._rest = piece[whole:]
-        self._write(memoryview(piece)[:whole])
+        self.text += binascii.b2a_base64(memoryview(piece)[:whole], newline=False)
 
-    def end(self) -> Bytes:
+    def end(self) -> memoryview:
         """Return the text."""
-        self._write(memoryview(self._rest))
-        text = self._memory[: self.size]
-        return bytes(text) if self.size <= IN_MEMORY_BYTES else text
-
-    def _write(self, data: memoryview) -> None:
-        text = binascii.b2a_base64(data, newline=False)
-        self._memory[self.size : self.size + len(text)] = text
-        self.size += len(text)
+        self.text += binascii.b2a_base64(self._rest, newline=False)
+        return memoryview(self.text)
 
 
 async def _pieces_of(response: httpcore.Response) -> AsyncIterator[bytes]:
@@ -474,7 +435,7 @@ def _keep_s(cache_control: str) -> float:
 
 
 def _failed(problem: str, *, status: int = 502) -> MediaUrlError:
-    return MediaUrlError(problem, status=status, code="media_url_failed", result="error")
+    return MediaUrlError(problem, status=status, code="media_url_failed")
 
 
 def _too_slow(within_s: float) -> MediaUrlError:
@@ -482,7 +443,6 @@ def _too_slow(within_s: float) -> MediaUrlError:
         f"it did not come within {within_s:g} s",
         status=504,
         code="media_url_timeout",
-        result="timeout",
     )
 
 

@@ -35,10 +35,7 @@ Kind = Literal["requests", "items", "bytes"]
 Reason = Literal["full", "timeout"]
 """Why a request is refused: no place to wait, or no turn in time."""
 
-_OF_INSTANCES: tuple[tuple[Duty, Kind], ...] = (
-    ("encode", "items"),
-    ("answer", "requests"),
-)
+_OF_INSTANCES: tuple[tuple[Duty, Kind], ...] = (("encode", "items"), ("answer", "requests"))
 _AMOUNTS: Mapping[Kind, Callable[[Call, int], int]] = {
     "requests": lambda call, nbytes: 1,
     "items": lambda call, nbytes: len(call.items),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -34,26 +33,21 @@ TRANSFER = EncodeTransfer(
 
 
 class Fetched:
-    """What is there of a request's URLs; `LinkedMedia` without a network."""
+    """What is there of a request's URLs, without a network."""
 
     def __init__(self, *urls: str, text: Bytes = TEXT) -> None:
         self.there = urls
         self.text = text
         self.wanted: list[str] = []
-        self.made: list[str] = []
 
     def find(self, url: Bytes, modality: Modality, where: str) -> tuple[str, Bytes] | None:
         name = bytes(url).decode()
         self.wanted.append(f"{name} as {modality} at {where}")
         return ("image/png", self.text) if name in self.there else None
 
-    def key(self, where: str, make: Callable[[], str]) -> str:
-        self.made.append(where)
-        return make()
-
 
 def read(path: str, linked: Fetched | None, rules: Rules = RULES, **body: Any) -> Call:
-    return read_call(path, json.dumps(body).encode(), rules, linked)
+    return read_call(path, json.dumps(body).encode(), rules, linked.find if linked else None)
 
 
 def said(*parts: Any) -> list[dict[str, Any]]:
@@ -157,7 +151,7 @@ def test_anthropics_images_are_inlined_and_all_else_stays(path: str) -> None:
 def test_anthropics_messages_without_urls_reach_the_instance_byte_for_byte() -> None:
     body = {"messages": said(block(INLINED), {"type": "text", "text": "x"}), "max_tokens": 1}
     data = json.dumps(body).encode()
-    call = read_call(MESSAGES_PATH, data, RULES, Fetched())
+    call = read_call(MESSAGES_PATH, data, RULES, Fetched().find)
     assert call.for_pd(None) == [data]
 
 
@@ -216,9 +210,3 @@ def test_too_many_items_are_refused_before_anything_is_fetched() -> None:
 def test_media_that_no_instance_takes_are_refused_before_they_are_there() -> None:
     with pytest.raises(RequestError, match="hold no encoder"):
         read(MESSAGES_PATH, Fetched(), Rules(pd_takes_media=False), messages=said(block()))
-
-
-def test_every_item_is_named_once_however_often_its_request_is_read() -> None:
-    linked = Fetched()
-    read(CHAT_PATH, linked, messages=said(image(INLINED), image()))
-    assert linked.made == ["messages[0].content[0].image_url"]
