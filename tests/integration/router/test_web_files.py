@@ -429,6 +429,21 @@ async def test_a_url_that_many_ask_for_is_fetched_once(world: World) -> None:
     assert f"epd_router_media_fetched_bytes_total {len(PNG)}.0" in text
 
 
+async def test_what_comes_while_a_request_is_read_is_put_in_when_it_is_read_again(
+    world: World,
+) -> None:
+    world.site.pages["/a.png"] = plain(PNG)
+    fetcher = world.fetcher()
+    await get(fetcher, world.url())
+    with fetcher.of_request() as linked:
+        assert linked.find(world.url().encode(), "image", WHERE) is None
+        await asyncio.sleep(0)
+        assert linked.find(world.url().encode(), "image", WHERE) is not None
+        assert linked.wanted
+        assert await linked.fetch() == len(base64.b64encode(PNG))
+        assert linked.nbytes == 0
+
+
 async def test_a_failure_is_told_to_all_who_wait_and_not_kept(world: World) -> None:
     world.site.pages["/a.png"] = slowly(plain(b"", status="500 No"), 1000, 0.1)
     fetcher = world.fetcher()

@@ -205,8 +205,3 @@ def test_too_many_items_are_refused_before_anything_is_fetched() -> None:
     with pytest.raises(RequestError, match="max_media_items"):
         read(CHAT_PATH, linked, Rules(max_items=2), messages=said(*[image()] * 3))
     assert len(linked.wanted) == 2
-
-
-def test_media_that_no_instance_takes_are_refused_before_they_are_there() -> None:
-    with pytest.raises(RequestError, match="hold no encoder"):
-        read(MESSAGES_PATH, Fetched(), Rules(pd_takes_media=False), messages=said(block()))
