@@ -21,7 +21,7 @@ from epd_portable.launch.commands.command_line import (
 )
 from epd_portable.launch.plan.text import columns, ports_text
 from epd_portable.launch.run.logs import time_of_line
-from epd_portable.launch.run.running import RUN_FOLDER, SeenRun, SeenRuns, find_runs, kept_logs
+from epd_portable.launch.run.running import RUN_FOLDER, FoundRuns, RunRecord, find_runs, kept_logs
 
 _LOOK_EVERY_S = 0.3
 _TAIL_BYTES = 256 << 10
@@ -107,19 +107,19 @@ def logs(instance: str | None, follow: bool, lines: int, run_id: str | None, as_
             show(name, line)
     while follow and run is not None:
         # Looked up before the last read, so that everything until its end is shown.
-        over = run.record.run_id not in {each.record.run_id for each in _found().running}
+        over = run.run_id not in {each.run_id for each in _found().running}
         for name, tail in tails.items():
             for line in tail.new():
                 show(name, line)
         if over:
-            click.echo(f"run {run.record.run_id} has ended", err=True)
+            click.echo(f"run {run.run_id} has ended", err=True)
             return
         time.sleep(_LOOK_EVERY_S)
 
 
-def _choose_run(found: SeenRuns, run_id: str | None) -> SeenRun | None:
+def _choose_run(found: FoundRuns, run_id: str | None) -> RunRecord | None:
     """Return the run that is meant; ``None`` if it does not run, or none does."""
-    runs = {run.record.run_id: run for run in found.running}
+    runs = {run.run_id: run for run in found.running}
     if run_id is not None:
         return runs.get(run_id)
     if len(runs) > 1:
@@ -127,10 +127,10 @@ def _choose_run(found: SeenRuns, run_id: str | None) -> SeenRun | None:
     return next(iter(runs.values()), None)
 
 
-def _logs_of(run: SeenRun, instance: str | None) -> dict[str, Path]:
+def _logs_of(run: RunRecord, instance: str | None) -> dict[str, Path]:
     """Return the logs of a run, or that of one of its processes, by their names."""
-    found = {each.name: Path(each.log) for each in run.record.processes}
-    return _chosen(found, instance, f"run {run.record.run_id}")
+    found = {each.name: Path(each.log) for each in run.processes}
+    return _chosen(found, instance, f"run {run.run_id}")
 
 
 def _kept_logs_of(run_id: str | None, instance: str | None) -> dict[str, Path]:
@@ -191,23 +191,25 @@ class Tail:
         return data
 
 
-def run_table(run: SeenRun) -> str:
+def run_table(run: RunRecord) -> str:
     """Return lines about a run, its launcher and each of its processes."""
-    record = run.record
-    phase = record.phase if run.lives else "its launcher is gone, what is left of it is being ended"
-    head = f"run {record.run_id}: {phase}, {record.url}, model {record.model}, {record.platform}"
-    if record.config:
-        head += f", {record.config}"
-    launcher = f"launcher pid {record.pid}"
+    phase = run.phase if run.lives else "its launcher is gone, what is left of it is being ended"
+    head = f"run {run.run_id}: {phase}, {run.url}, model {run.model}, {run.platform}"
+    if run.config:
+        head += f", {run.config}"
+    launcher = f"launcher pid {run.pid}"
     if run.uptime_s is not None:
         launcher += f", up {duration(run.uptime_s)}"
     rows = [("process", "role", "state", "pid", "up", "restarts", "url", "ports", "log")]
-    for each in record.processes:
-        uptime_s = run.process_uptime_s.get(each.name)
-        pid, age = ("-", "-") if uptime_s is None else (str(each.pid), duration(uptime_s))
-        ports = ports_text(each.ports, without="http") or "-"
-        state, restarts = run.state_of(each), str(each.restarts)
-        rows.append((each.name, each.role, state, pid, age, restarts, each.url, ports, each.log))
+    rows += [
+        (
+            *(each.name, each.role, each.state, str(each.pid or "-")),
+            "-" if each.uptime_s is None else duration(each.uptime_s),
+            *(str(each.restarts), each.url, ports_text(each.ports, without="http") or "-"),
+            each.log,
+        )
+        for each in run.processes
+    ]
     return "\n".join([head, launcher, *columns(rows)])
 
 
@@ -221,7 +223,7 @@ def duration(seconds: float) -> str:
     return f"{whole} s"
 
 
-def scrape_configuration(runs: Sequence[SeenRun]) -> dict[str, Any]:
+def scrape_configuration(runs: Sequence[RunRecord]) -> dict[str, Any]:
     """Return a configuration of Prometheus that scrapes routers and instances.
 
     The router's metrics have a label ``instance`` of their own, which ``honor_labels`` keeps.
@@ -229,9 +231,9 @@ def scrape_configuration(runs: Sequence[SeenRun]) -> dict[str, Any]:
     scheme: dict[str, Any] = {}
     targets: dict[bool, list[dict[str, Any]]] = {True: [], False: []}
     for run in runs:
-        for each in run.record.processes:
+        for each in run.processes:
             is_router = each.role == "router"
-            labels = {"model": run.record.model}
+            labels = {"model": run.model}
             if not is_router:
                 labels |= {"instance": each.name, "role": each.role}
             elif each.url.startswith("https"):
@@ -248,11 +250,11 @@ def scrape_configuration(runs: Sequence[SeenRun]) -> dict[str, Any]:
     }
 
 
-def _found() -> SeenRuns:
+def _found() -> FoundRuns:
     return find_runs(Path(tempfile.gettempdir()))
 
 
-def _remarks(found: SeenRuns) -> Iterator[str]:
+def _remarks(found: FoundRuns) -> Iterator[str]:
     if found.strangers:
         yield f"other users have {found.strangers} more; they see them with this command"
     for folder in found.left:

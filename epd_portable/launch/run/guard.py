@@ -27,12 +27,8 @@ from epd_portable.launch.safe_path import safe_environ
 class Guard:
     """The launcher's end of the guard process.
 
-    Args:
-        run_id: Id of the run.
-        shm_prefix: Files of ``/dev/shm`` that start with it are removed at the end.
-        temp_dir: Folder that is removed at the end.
-        grace_s: Between asking processes to end and killing them.
-        log: File for what the guard says.
+    At the end files of ``/dev/shm`` that start with ``shm_prefix`` and the folder ``temp_dir`` are
+    removed; ``log`` is a file for what the guard says.
     """
 
     def __init__(

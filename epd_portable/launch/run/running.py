@@ -29,11 +29,13 @@ class ProcessRecord(BaseModel):
     """One process of a run.
 
     Attributes:
-        state: ``starting``, ``up``, ``ending``, or ``waiting`` to be started (again).
+        state: ``starting``, ``up``, ``ending``, or ``waiting`` to be started (again); when it is
+            read, ``gone`` for one that was started and does not live.
         ports: All that it listens on, by purpose.
         log: Path of its log file.
-        pid: Of the last one that was started; 0 for none.
+        pid: Of the last one that was started; when it is read, only if that lives.
         started_ticks: Its start time, in clock ticks since boot.
+        uptime_s: When it is read, of one that lives.
     """
 
     name: str
@@ -42,9 +44,10 @@ class ProcessRecord(BaseModel):
     url: str
     ports: dict[str, int]
     log: str
-    pid: int = 0
+    pid: int | None = None
     started_ticks: int = 0
     restarts: int = 0
+    uptime_s: float | None = None
 
 
 class RunRecord(BaseModel):
@@ -56,6 +59,8 @@ class RunRecord(BaseModel):
         config: Topology file; empty where it is not known.
         pid: Of the launcher.
         processes: All of the plan, in its order.
+        lives: When it is read, whether the launcher does.
+        uptime_s: Of the launcher, if it lives.
     """
 
     run_id: str
@@ -67,47 +72,17 @@ class RunRecord(BaseModel):
     pid: int
     started_ticks: int
     processes: tuple[ProcessRecord, ...]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SeenRun:
-    """A run that was found, and what of it lives at this moment.
-
-    Attributes:
-        record: What its launcher wrote last.
-        lives: Whether the launcher does.
-        uptime_s: Of the launcher; ``None`` where it does not live.
-        process_uptime_s: Of each process that lives, by its name.
-    """
-
-    record: RunRecord
-    lives: bool
-    uptime_s: float | None
-    process_uptime_s: dict[str, float]
-
-    def state_of(self, process: ProcessRecord) -> str:
-        """Return the state of a process; ``gone`` if it was started and does not live."""
-        started = process.pid and process.state != "waiting"
-        return process.state if process.name in self.process_uptime_s or not started else "gone"
+    lives: bool = False
+    uptime_s: float | None = None
 
     def as_json(self) -> dict[str, Any]:
         """Return plain JSON values."""
-        found = self.record.model_dump(mode="json", exclude={"started_ticks"})
-        for process, shown in zip(self.record.processes, found["processes"], strict=True):
-            del shown["started_ticks"]
-            uptime_s = self.process_uptime_s.get(process.name)
-            shown["state"] = self.state_of(process)
-            shown["pid"] = None if uptime_s is None else process.pid
-            shown["uptime_s"] = _rounded(uptime_s)
-        return {**found, "lives": self.lives, "uptime_s": _rounded(self.uptime_s)}
-
-
-def _rounded(seconds: float | None) -> float | None:
-    return None if seconds is None else round(seconds, 1)
+        ticks: Any = {"started_ticks": True, "processes": {"__all__": {"started_ticks"}}}
+        return self.model_dump(mode="json", exclude=ticks)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SeenRuns:
+class FoundRuns:
     """What was found in a temporary folder.
 
     Attributes:
@@ -116,8 +91,8 @@ class SeenRuns:
         strangers: Number of other users' runs.
     """
 
-    running: tuple[SeenRun, ...]
-    left: tuple[Path, ...]
+    running: list[RunRecord]
+    left: list[Path]
     strangers: int
 
 
@@ -125,10 +100,10 @@ def start_ticks(pid: int) -> int:
     """Return when a process was started, in clock ticks since boot; 0 if it does not live."""
     try:
         # The command name is in parentheses and may hold spaces: fields count from its end.
-        stat_fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
     except OSError:
         return 0
-    return 0 if stat_fields[0] in (b"Z", b"X") else int(stat_fields[19])
+    return 0 if fields[0] in (b"Z", b"X") else int(fields[19])
 
 
 def write_record(folder: Path, record: RunRecord) -> None:
@@ -142,13 +117,13 @@ def write_record(folder: Path, record: RunRecord) -> None:
     new.replace(folder / STATE_FILE)
 
 
-def find_runs(temp_dir: Path) -> SeenRuns:
+def find_runs(temp_dir: Path) -> FoundRuns:
     """Return the runs whose folders are in a temporary folder."""
-    running: list[SeenRun] = []
+    running: list[RunRecord] = []
     left: list[Path] = []
     strangers = 0
     for folder in sorted(temp_dir.glob(f"{RUN_FOLDER}*")):
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, ValidationError):
             seen = folder.lstat()
             if not (stat.S_ISDIR(seen.st_mode) and _A_RUN.fullmatch(folder.name)):
                 continue
@@ -157,36 +132,37 @@ def find_runs(temp_dir: Path) -> SeenRuns:
                 strangers += 1
                 continue
             run = _read_run(folder)
-            if run and (run.lives or run.process_uptime_s):
+            if run.lives or any(each.uptime_s is not None for each in run.processes):
                 running.append(run)
-            elif run:
+            else:
                 left.append(folder)
-    running.sort(key=lambda run: (-(run.uptime_s or 0.0), run.record.run_id))
-    return SeenRuns(running=tuple(running), left=tuple(left), strangers=strangers)
+    running.sort(key=lambda run: (-(run.uptime_s or 0.0), run.run_id))
+    return FoundRuns(running=running, left=left, strangers=strangers)
 
 
-def _read_run(folder: Path) -> SeenRun | None:
+def _read_run(folder: Path) -> RunRecord:
+    """Read a record, and note what of it lives at this moment."""
     lives = _is_locked(folder)
-    try:
-        with (folder / STATE_FILE).open("rb") as file:
-            record = RunRecord.model_validate_json(file.read(_MAX_BYTES))
-    except (OSError, ValidationError):
-        return None
+    with (folder / STATE_FILE).open("rb") as file:
+        record = RunRecord.model_validate_json(file.read(_MAX_BYTES))
     now_s = float(Path("/proc/uptime").read_text("ascii").split()[0])
-    ages = {process.name: _age_s(process, now_s) for process in record.processes}
-    return SeenRun(
-        record=record,
-        lives=lives,
-        uptime_s=_age_s(record, now_s) if lives else None,
-        process_uptime_s={name: age_s for name, age_s in ages.items() if age_s is not None},
-    )
+    for each in record.processes:
+        was_started = each.pid is not None
+        each.uptime_s = _age_s(each, now_s)
+        if each.uptime_s is None:
+            each.pid = None
+            if was_started and each.state != "waiting":
+                each.state = "gone"
+    record.lives = lives
+    record.uptime_s = _age_s(record, now_s) if lives else None
+    return record
 
 
 def _age_s(record: RunRecord | ProcessRecord, now_s: float) -> float | None:
     """Return how long a process has lived, at a time since boot; ``None`` if it does not."""
-    if not record.pid or start_ticks(record.pid) != record.started_ticks:
+    if record.pid is None or start_ticks(record.pid) != record.started_ticks:
         return None
-    return max(0.0, now_s - record.started_ticks / os.sysconf("SC_CLK_TCK"))
+    return round(max(0.0, now_s - record.started_ticks / os.sysconf("SC_CLK_TCK")), 1)
 
 
 def _is_locked(folder: Path) -> bool:

@@ -392,7 +392,7 @@ class Supervisor:
                     url=self._specs[name].url,
                     ports=self._specs[name].ports,
                     log=str((self._log_dir / f"{name}.log").absolute()),
-                    pid=child.session if (child := self._children.get(name)) else 0,
+                    pid=child.session if (child := self._children.get(name)) else None,
                     started_ticks=child.started_ticks if child else 0,
                     restarts=max(0, self._starts[name] - 1),
                 )

@@ -33,17 +33,9 @@ MEANWHILE: dict[Duty, str] = {
 
 
 class RollingUpdate:
-    """One update of some instances, in their order; `step` goes on with it.
+    """One update of some instances, in their order; `step` goes on with it until it has ``ended``.
 
-    Args:
-        instances: What to restart.
-        lifecycle: Ends and starts them.
-        routers: Drain each before, and resume it after.
-        launch: Timeouts.
-        drain_s: Longest time for an instance's open requests.
-
-    Attributes:
-        ended: Whether it is over.
+    Routers drain each instance before, for at most ``drain_s``, and resume it after.
     """
 
     def __init__(
