@@ -6,11 +6,13 @@ import itertools
 import json
 from typing import Any
 
+from epd_portable.config.instance import InstanceConfig
 from epd_portable.config.load import parse_topology
 from epd_portable.launch.plan.hardware import Hardware
 from epd_portable.launch.plan.model import ModelSource
 from epd_portable.launch.plan.processes import Machine, Plan, ProcessSpec, make_plan
 from epd_portable.platforms.traits import TRAITS
+from epd_portable.router.settings import RouterSettings, load_settings
 
 MODEL = ModelSource(argument="/models/m", served_name="m", is_folder=True)
 
@@ -48,6 +50,18 @@ def options(spec: ProcessSpec) -> dict[str, str]:
 
 
 def connector(spec: ProcessSpec) -> dict[str, Any]:
-    """Return the settings of the connector that an engine gets."""
+    """Return vLLM's settings of the connector that an engine gets."""
     found: dict[str, Any] = json.loads(options(spec)["--ec-transfer-config"])
     return found
+
+
+def instance(spec: ProcessSpec) -> dict[str, Any]:
+    """Return the settings of an instance as its connector gets them; they can be read."""
+    found: dict[str, Any] = connector(spec)["ec_connector_extra_config"]
+    InstanceConfig.parse(found)
+    return found
+
+
+def router(plan: Plan) -> RouterSettings:
+    """Return the settings of the router of a plan."""
+    return load_settings(options(plan.processes[-1])["--settings"])
