@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 import json
 import os
 import queue
@@ -19,15 +20,15 @@ from typing import Any, TypeAlias
 
 import pytest
 
+from epd_portable.config.secret import Secret, make_secret_file
 from epd_portable.launch.plan.ports import is_free, port_source
 from epd_portable.launch.run import sessions
+from epd_portable.launch.run.router_client import RouterClient
 from epd_portable.launch.run.running import RUN_FOLDER
 
 HERE = Path(__file__).parent
 DEADLINE_S = 30.0
 ROLES = {"encode": "encode", "other": "encode", "pd": "prefill-decode", "router": "router"}
-ROUTES = "--routes"
-"""Among the options of a router: it is `stand_in_router`, which sends requests on."""
 Options: TypeAlias = list[str] | Callable[[dict[str, int]], list[str]]
 """Of a stand-in; or the words of another command, from the ports of all."""
 
@@ -45,6 +46,7 @@ class Run:
         **settings: Any,
     ) -> None:
         self.run_id = secrets.token_hex(4)
+        self.secret = Secret(settings["secret"])
         self.temp_dir = folder / f"{RUN_FOLDER}{self.run_id}"
         self.temp_dir.mkdir()
         self.log_dir = folder / f"logs-{self.run_id}"
@@ -96,10 +98,8 @@ class Run:
     def _words(self, name: str, options: Options) -> list[str]:
         if callable(options):
             return options(self.ports)
-        server = "stand_in_router.py" if ROUTES in options else "stand_in.py"
-        known = {"shm": f"epd-{self.run_id}-{name}", "port": self.ports}
-        given = [option.format(**known) for option in options if option != ROUTES]
-        return [str(HERE / server), f"--port={self.ports[name]}", *given]
+        given = [option.format(shm=f"epd-{self.run_id}-{name}") for option in options]
+        return [str(HERE / "stand_in.py"), f"--port={self.ports[name]}", *given]
 
     def _read(self) -> None:
         assert self.process.stdout is not None
@@ -198,35 +198,73 @@ class Run:
         self.process.stdout.close()
 
 
-class Asked:
-    """One request that takes a while, under way in a thread by way of a router that is a stand-in.
+def complete(run: Run, seconds: float) -> dict[str, Any]:
+    """Ask for a completion that takes an engine so long; return the answer or the error."""
+    body = {"model": "demo", "prompt": "x", "max_tokens": int(100 * seconds)}
+    try:
+        answer: dict[str, Any] = json.loads(run.ask("router", "/v1/completions", body, 120.0))
+        return answer
+    except (OSError, http.client.HTTPException) as error:
+        return {"error": repr(error)}
 
-    Args:
-        run: The topology.
-        seconds: How long an engine works on it.
-    """
+
+class Asked:
+    """A request through the router that takes so many seconds, under way in a thread."""
 
     def __init__(self, run: Run, seconds: float) -> None:
-        self._run = run
-        self._seconds = seconds
-        self._answer = ""
-        self._thread = threading.Thread(target=self._ask)
+        self._answers: list[dict[str, Any]] = []
+        self._thread = threading.Thread(
+            target=lambda: self._answers.append(complete(run, seconds)), daemon=True
+        )
         self._thread.start()
-        run.until(self._under_way, "an engine has the request")
+        router = RouterClient(f"http://127.0.0.1:{run.ports['router']}", run.secret)
+        run.until(
+            lambda: any(each["in_flight"] for each in router.instances()),
+            "an engine has the request",
+        )
 
-    def _ask(self) -> None:
-        try:
-            self._answer = self._run.ask("router", f"/work/{self._seconds}")
-        except OSError as error:
-            self._answer = repr(error)
-
-    def _under_way(self) -> bool:
-        return bool(json.loads(self._run.ask("router", "/in-flight"))["in_flight"])
-
-    def ended(self) -> str:
+    def ended(self) -> dict[str, Any]:
         """Return the answer, or the error."""
-        self._thread.join()
-        return self._answer
+        self._thread.join(DEADLINE_S)
+        return self._answers[0]
+
+
+@pytest.fixture
+def routed(launch: Callable[..., Run], tmp_path: Path) -> Callable[..., Run]:
+    """Start engines behind the real router; ``router`` are further settings of it."""
+
+    def start(
+        engines: dict[str, Options], router: dict[str, Any] | None = None, **settings: Any
+    ) -> Run:
+        secret_file = tmp_path / "secret"
+        make_secret_file(str(secret_file))
+
+        def command(ports: dict[str, int]) -> list[str]:
+            control = port_source("0000002a")
+            instances = [
+                {
+                    "name": name,
+                    "role": ROLES[name.partition("-")[0]],
+                    "url": f"http://127.0.0.1:{ports[name]}",
+                    "control": f"tcp://127.0.0.1:{control()}" if name.startswith("pd") else "",
+                }
+                for name in engines
+            ]
+            found = {
+                "port": ports["router"],
+                "model": "demo",
+                "instances": instances,
+                "secret_file": str(secret_file),
+                "registration": False,
+                "probe_interval_s": 0.1,
+                **(router or {}),
+            }
+            return ["-m", "epd_portable.router", "--settings", json.dumps(found)]
+
+        secret = secret_file.read_text().strip()
+        return launch({**engines, "router": command}, **{"secret": secret, **settings})
+
+    return start
 
 
 @pytest.fixture

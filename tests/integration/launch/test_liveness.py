@@ -8,8 +8,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import pytest
-
 Launch = Callable[..., Any]
 WATCHED = {
     "hung_after_s": 1.5,
@@ -49,13 +47,12 @@ def test_an_engine_whose_event_loop_is_blocked_is_killed_and_started_again(launc
     run.wait_for("encode-0 is back")
 
 
-@pytest.mark.parametrize("status", [500, 503])
 def test_an_engine_that_calls_itself_ill_for_good_is_started_again_ever_later(
-    launch: Launch, status: int
+    launch: Launch,
 ) -> None:
     run = launch({"encode-0": [], "router": []}, **WATCHED | {"stop_grace_s": 30.0})
     run.wait_for("ready:")
-    for delay in ("0.2", "0.4"):
+    for status, delay in ((500, "0.2"), (503, "0.4")):
         run.ask("encode-0", f"/become/{status}")
         ill(run)
         # It hears SIGTERM, so it is not killed.

@@ -1,7 +1,9 @@
-"""Logs and the folder of a run: for nobody else, whatever the umask."""
+"""Logs and the folder of a run, with its secret: for their user only, whatever the umask."""
 
 from __future__ import annotations
 
+import fcntl
+import json
 import os
 import signal
 import stat
@@ -10,11 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
+from epd_portable.config.secret import Secret
 from epd_portable.errors import ConfigError, LaunchError
+from epd_portable.launch.cli import _run_folder, main
+from epd_portable.launch.plan.processes import run_secret_file
 from epd_portable.launch.run.log_files import make_private_folder, open_log, use_log_folder
 
 Launch = Callable[..., Any]
+CONFIG = str(Path(__file__).parents[3] / "configs" / "1e1pd.yaml")
 
 
 @pytest.fixture(params=[0o000, 0o022, 0o777], ids=oct)
@@ -28,24 +35,19 @@ def mode(path: Path) -> int:
     return stat.S_IMODE(path.stat().st_mode)
 
 
-def test_what_is_made_is_private(tmp_path: Path, umask: None) -> None:
-    make_private_folder(tmp_path / "run")
-    use_log_folder(tmp_path / "logs")
-    open_log(tmp_path / "logs" / "x.log").close()
-    assert mode(tmp_path / "run") == mode(tmp_path / "logs") == 0o700
-    assert mode(tmp_path / "logs" / "x.log") == 0o600
-
-
-def test_a_folder_of_logs_is_closed_to_others_and_so_are_they(tmp_path: Path, umask: None) -> None:
-    (tmp_path / "logs").mkdir()
-    (tmp_path / "logs").chmod(0o777)
+def test_what_is_made_and_what_is_there_is_closed_to_others(tmp_path: Path, umask: None) -> None:
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there").chmod(0o777)
     for name in ("x.log", "x.log.1"):
-        (tmp_path / "logs" / name).touch()
-        (tmp_path / "logs" / name).chmod(0o666)
-    use_log_folder(tmp_path / "logs")
-    open_log(tmp_path / "logs" / "x.log").close()
-    assert mode(tmp_path / "logs") == 0o700
-    assert mode(tmp_path / "logs" / "x.log") == 0o600
+        (tmp_path / "there" / name).touch()
+        (tmp_path / "there" / name).chmod(0o666)
+    make_private_folder(tmp_path / "run")
+    assert mode(tmp_path / "run") == 0o700
+    for name in ("there", "made"):
+        use_log_folder(tmp_path / name)
+        open_log(tmp_path / name / "x.log").close()
+        assert mode(tmp_path / name) == 0o700
+        assert mode(tmp_path / name / "x.log") == 0o600
 
 
 def test_a_folder_that_holds_more_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
@@ -68,10 +70,9 @@ def test_a_folder_of_another_user_is_refused(tmp_path: Path) -> None:
 
 def test_what_is_no_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "logs").touch()
-    with pytest.raises(ConfigError, match="is no folder"):
-        use_log_folder(tmp_path / "logs")
-    with pytest.raises(ConfigError, match="logs/more cannot be used"):
-        use_log_folder(tmp_path / "logs" / "more")
+    for name, said in (("logs", "is no folder"), ("logs/more", "logs/more cannot be used")):
+        with pytest.raises(ConfigError, match=said):
+            use_log_folder(tmp_path / name)
 
 
 def test_a_link_in_place_of_a_log_is_refused(tmp_path: Path) -> None:
@@ -87,3 +88,43 @@ def test_all_that_a_launcher_writes_under_any_umask_is_private(launch: Launch) -
     assert run.stop(signal.SIGTERM) == 0
     logs = {path.name: mode(path) for path in run.log_dir.iterdir()}
     assert logs == dict.fromkeys(("encode-0.log", "router.log", "guard.log"), 0o600)
+
+
+def test_a_run_has_a_fresh_secret_that_only_its_user_can_read_and_that_goes_with_it(
+    tmp_path: Path,
+) -> None:
+    tokens, folder = [], tmp_path / "run"
+    for _ in range(2):
+        with pytest.raises(RuntimeError), _run_folder(folder, make_secret=True):
+            file = Path(run_secret_file(str(folder)))
+            assert (mode(folder), mode(file)) == (0o700, 0o600)
+            tokens.append(Secret.read(str(file)).instance_token())
+            # What cleans old files away tries to lock a folder before it looks into it.
+            descriptor = os.open(folder, os.O_RDONLY)
+            with pytest.raises(BlockingIOError):
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.close(descriptor)
+            raise RuntimeError
+        assert not folder.exists()
+    assert tokens[0] != tokens[1]
+    with _run_folder(folder, make_secret=False):
+        assert list(folder.iterdir()) == []
+
+
+def test_somebody_elses_folder_is_not_used(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    with (
+        pytest.raises(FileExistsError),
+        _run_folder(tmp_path / "run", make_secret=True),
+    ):
+        pytest.fail("it was")
+    assert (tmp_path / "run").exists()
+
+
+def test_a_plan_names_the_place_of_a_secret_and_makes_none() -> None:
+    done = CliRunner().invoke(main, ["plan", "--platform", "cpu", "--config", CONFIG, "--json"])
+    assert done.exit_code == 0, done.output
+    settings = json.loads(json.loads(done.stdout)["processes"][-1]["argv"][-1])
+    place = Path(settings["secret_file"])
+    assert place.name == "secret"
+    assert not place.parent.exists()

@@ -1,11 +1,16 @@
-"""One process of a plan: the cores that it and all that it starts run on, and its shared memory."""
+"""Processes of a plan: their cores, what they said, their end, and the shared memory they leave."""
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+import secrets
+import signal
+import subprocess
 import sys
 import time
 import uuid
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -14,33 +19,85 @@ from epd_portable.launch.plan.processes import ProcessSpec, new_run_id
 from epd_portable.launch.run import sessions
 from epd_portable.launch.run.log_files import rotate
 from epd_portable.launch.run.process import Child
+from epd_portable.launch.run.sessions import mapped_files, remove_unused
 
 DEADLINE_S = 30.0
-CODE = """
+SHOWS_CORES = """
 import os, subprocess, sys
 print(sorted(os.sched_getaffinity(0)), flush=True)
 child = "import os; print(sorted(os.sched_getaffinity(0)))"
 subprocess.run([sys.executable, "-c", child], check=True)
 """
+WAITS = """
+import pathlib, time
+print("before", flush=True)
+while not pathlib.Path("%s").exists():
+    time.sleep(0.01)
+print("after", flush=True)
+"""
+OWNER = """
+import multiprocessing.shared_memory, signal, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+block = multiprocessing.shared_memory.SharedMemory(create=True, size=4096)
+print(block.name, flush=True)
+time.sleep(600)
+"""
+AWAY = """
+import os, subprocess, sys
+subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+print("started", flush=True)
+"""
+MAPPER = """
+import mmap, os, sys, time
+descriptor = os.open(sys.argv[1], os.O_RDWR | os.O_CREAT)
+os.ftruncate(descriptor, 4096)
+memory = mmap.mmap(descriptor, 4096)
+print("mapped", flush=True)
+time.sleep(600)
+"""
 
 
-def said_by(folder: Path, cores: tuple[tuple[int, ...], ...], shm_name: str = "") -> list[str]:
-    spec = ProcessSpec(
-        name="encode-0",
+def until(condition: Callable[[], object]) -> None:
+    end_s = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < end_s
+        time.sleep(0.01)
+
+
+def child_of(folder: Path, code: str, **spec: object) -> Child:
+    argv = (sys.executable, "-c", code)
+    made = ProcessSpec(
+        name="x",
         role="encode",
-        argv=(sys.executable, "-c", CODE),
+        argv=argv,
         env={},
         url="http://127.0.0.1:1",
         ports={},
-        cores=cores,
-        shm_name=shm_name,
+        **spec,  # type: ignore[arg-type]
     )
-    child = Child(spec, log_dir=folder, run_id=new_run_id(), environ=os.environ)
-    end_s = time.monotonic() + DEADLINE_S
-    while child.exit_status() is None and time.monotonic() < end_s:
-        time.sleep(0.01)
+    return Child(made, log_dir=folder, run_id=new_run_id(), environ=os.environ)
+
+
+def said_by(folder: Path, **spec: object) -> list[str]:
+    child = child_of(folder, SHOWS_CORES, **spec)
+    until(lambda: child.exit_status() is not None)
     assert child.exit_status() == 0, child.output()
     return child.output().splitlines()
+
+
+def start(code: str, *words: str, **env: str) -> tuple[subprocess.Popen[str], str]:
+    """Return a process of a session of its own, and the line that it writes."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, *words],
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        env={**os.environ, **env},
+    )
+    assert process.stdout is not None
+    line = process.stdout.readline().strip()
+    process.stdout.close()
+    return process, line
 
 
 def test_an_instance_keeps_to_its_cores_and_the_launcher_to_its_own(tmp_path: Path) -> None:
@@ -48,15 +105,11 @@ def test_an_instance_keeps_to_its_cores_and_the_launcher_to_its_own(tmp_path: Pa
     if len(before) < 2:
         pytest.skip("one core only")
     first, second, *_ = sorted(before)
-    assert said_by(tmp_path, ((second,),)) == [f"[{second}]"] * 2
+    assert said_by(tmp_path, cores=((second,),)) == [f"[{second}]"] * 2
     assert os.sched_getaffinity(0) == before
     # Each rank has its own; the engine and the API server may use all of them.
-    (tmp_path / "encode-0.log").unlink()
-    assert said_by(tmp_path, ((first,), (second,))) == [f"[{first}, {second}]"] * 2
-
-
-def test_an_instance_without_cores_of_its_own_may_use_all(tmp_path: Path) -> None:
-    assert said_by(tmp_path, ()) == [str(sorted(os.sched_getaffinity(0)))] * 2
+    assert said_by(tmp_path, cores=((first,), (second,))) == [f"[{first}, {second}]"] * 2
+    assert said_by(tmp_path) == [str(sorted(before))] * 2
 
 
 def test_what_has_the_name_of_its_shared_memory_and_cannot_be_removed_ends_no_launcher(
@@ -66,32 +119,72 @@ def test_what_has_the_name_of_its_shared_memory_and_cannot_be_removed_ends_no_la
     squatted = sessions.SHM / f"epd-test-{uuid.uuid4().hex}"
     squatted.mkdir()
     try:
-        assert len(said_by(tmp_path, (), squatted.name)) == 2
+        assert len(said_by(tmp_path, shm_name=squatted.name)) == 2
     finally:
         squatted.rmdir()
 
 
-WAITS = """
-import pathlib, time
-print("before", flush=True)
-while not pathlib.Path("%s").exists():
-    time.sleep(0.01)
-print("after", flush=True)
-"""
-
-
 def test_what_a_process_said_since_its_start_is_found_after_its_log_was_cut(tmp_path: Path) -> None:
     (tmp_path / "x.log").write_bytes(b"of an earlier start\n" * 10)
-    code = WAITS % (tmp_path / "go")
-    argv = (sys.executable, "-c", code)
-    spec = ProcessSpec(name="x", role="encode", argv=argv, env={}, url="http://x", ports={})
-    child = Child(spec, log_dir=tmp_path, run_id=new_run_id(), environ=os.environ)
-    end_s = time.monotonic() + DEADLINE_S
-    while not child.output():
-        assert time.monotonic() < end_s
+    child = child_of(tmp_path, WAITS % (tmp_path / "go"))
+    until(child.output)
     assert child.output() == "before\n"
     rotate(tmp_path / "x.log", max_bytes=1, files=2)
     (tmp_path / "go").touch()
-    while child.exit_status() is None:
-        assert time.monotonic() < end_s
+    until(lambda: child.exit_status() is not None)
     assert child.output() == "after\n"
+
+
+def test_shared_memory_of_a_killed_process_is_removed_by_its_tracker() -> None:
+    process, name = start(OWNER)
+    path = Path("/dev/shm", name)
+    assert path.exists()
+    assert sessions.end_processes([process.pid], None, grace_s=0.2, reap=process.poll) == []
+    assert process.wait(10) == -signal.SIGKILL
+    assert not path.exists()
+
+
+def test_a_process_that_left_its_session_is_found_by_the_run_and_no_other_is() -> None:
+    run_id, other = secrets.token_hex(4), secrets.token_hex(4)
+    bystander, _ = start(OWNER, EPD_RUN_ID=other)
+    process, _ = start(AWAY, EPD_RUN_ID=run_id)
+    try:
+        assert process.wait(10) == 0
+        assert sessions.members([process.pid], None) == []
+        assert len(sessions.members([process.pid], run_id)) == 1
+        assert sessions.end_processes([process.pid], run_id, grace_s=5.0) == []
+        assert sessions.members([], run_id) == []
+        assert bystander.poll() is None
+    finally:
+        sessions.end_processes([], other, grace_s=0.0, reap=bystander.poll)
+
+
+@pytest.fixture
+def path() -> Iterator[Path]:
+    file = Path("/dev/shm", f"test leftovers {uuid.uuid4().hex}")
+    yield file
+    file.unlink(missing_ok=True)
+
+
+def test_what_a_killed_process_mapped_is_removed_unless_it_is_older_than_the_run(
+    path: Path,
+) -> None:
+    mapper, line = start(MAPPER, str(path))
+    assert line == "mapped"
+    files = mapped_files([mapper.pid])
+    assert files == {path}
+    remove_unused(files, since=0)
+    assert path.exists()
+    mapper.kill()
+    mapper.wait()
+    remove_unused(files, since=time.time() + 60)
+    assert path.exists()
+    remove_unused(files, since=0)
+    assert not path.exists()
+    assert mapped_files([mapper.pid]) == set()
+
+
+def test_a_semaphore_is_found_under_the_name_that_it_was_given() -> None:
+    semaphore = multiprocessing.get_context("spawn").Semaphore()
+    name = semaphore._semlock.name.removeprefix("/")  # type: ignore[attr-defined]
+    assert Path("/dev/shm", f"sem.{name}") in mapped_files([os.getpid()])

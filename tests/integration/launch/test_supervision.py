@@ -13,7 +13,7 @@ import pytest
 
 from epd_portable import envs
 from epd_portable.launch.run import sessions
-from tests.integration.launch.conftest import ROUTES
+from tests.integration.launch.conftest import Run
 
 Launch = Callable[..., Any]
 FAST_RESTART = {"first_s": 0.2, "max_s": 0.8}
@@ -92,10 +92,12 @@ def test_what_went_wrong_when_the_router_warmed_up_is_said(launch: Launch) -> No
     run.wait_for("ready:")
 
 
-def test_a_router_that_tells_nothing_of_its_instances_is_not_ready(launch: Launch) -> None:
-    """Perhaps it is another server, or has another secret."""
-    run = launch({"router": [ROUTES, f"--secret={'1' * 64}"]}, startup_timeout_s=1.0)
-    run.wait_for("failed: router is not healthy 1 s after its start")
+def test_a_router_that_says_nothing_of_its_instances_is_not_ready(
+    routed: Callable[..., Run],
+) -> None:
+    """It has another secret."""
+    run = routed({"pd-0": []}, secret="1" * 64, startup_timeout_s=5.0)
+    run.wait_for("failed: router is not healthy 5 s after its start")
     assert run.process.wait(30) == 1
 
 

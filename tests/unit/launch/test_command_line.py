@@ -14,6 +14,7 @@ import pytest
 from click.testing import CliRunner
 
 from epd_portable.bench import cli as bench
+from epd_portable.errors import ConfigError, LaunchError
 from epd_portable.launch import cli as launch
 from epd_portable.launch.commands.command_line import EXIT_STATUSES, CommandLine
 
@@ -40,18 +41,11 @@ def test_both_commands_have_the_same_statuses_short_help_and_version(command: Co
     [(command, name) for command in COMMANDS.values() for name in command.commands],
     ids=lambda value: value if isinstance(value, str) else value.name,
 )
-def test_every_command_has_a_short_help(command: CommandLine, name: str) -> None:
+def test_every_command_has_a_short_help_and_shows_what_it_finds_as_json(
+    command: CommandLine, name: str
+) -> None:
     assert CliRunner().invoke(command, [name, "-h"]).exit_code == 0
-
-
-@pytest.mark.parametrize(
-    ("command", "name"),
-    [(command, name) for command in COMMANDS.values() for name in command.commands],
-    ids=lambda value: value if isinstance(value, str) else value.name,
-)
-def test_what_a_command_finds_can_be_had_as_json(command: CommandLine, name: str) -> None:
-    options = {option for each in command.commands[name].params for option in each.opts}
-    assert "--json" in options
+    assert "--json" in {option for each in command.commands[name].params for option in each.opts}
 
 
 def failing(error: BaseException) -> CommandLine:
@@ -65,19 +59,25 @@ def failing(error: BaseException) -> CommandLine:
     return group
 
 
-def test_a_full_disk_is_one_line() -> None:
-    error = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/var/log/x")
+@pytest.mark.parametrize(
+    ("error", "status", "said"),
+    [
+        (
+            OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/var/log/x"),
+            *(1, "epd-test: cannot read or write /var/log/x: No space left on device; make room"),
+        ),
+        (KeyboardInterrupt(), 130, "stopped by Ctrl-C"),
+        (LaunchError("no redis://u:p@h"), 1, "epd-test: no redis://u:***@h"),
+        (ConfigError("no"), 2, "epd-test: no"),
+    ],
+)
+def test_an_error_is_one_line_with_its_status(error: BaseException, status: int, said: str) -> None:
     result = CliRunner().invoke(failing(error), ["work"])
-    assert result.exit_code == 1
-    assert result.stderr == (
-        "epd-test: cannot read or write /var/log/x: No space left on device; make room\n"
-    )
+    assert (result.exit_code, result.stderr.strip()) == (status, said)
 
 
-def test_ctrl_c_is_130_without_a_traceback() -> None:
-    result = CliRunner().invoke(failing(KeyboardInterrupt()), ["work"])
-    assert result.exit_code == 130
-    assert result.stderr.strip() == "stopped by Ctrl-C"
+def test_a_fault_of_ours_is_not_hidden() -> None:
+    assert isinstance(CliRunner().invoke(failing(IndexError()), ["work"]).exception, IndexError)
 
 
 def test_a_page_that_cannot_be_printed_is_one_line() -> None:

@@ -58,14 +58,10 @@ def test_the_line_that_says_why(output: str, line: str) -> None:
     assert failure_line(output) == line
 
 
-def test_without_a_guess_only_an_exception_is_taken() -> None:
+def test_without_a_guess_only_an_exception_is_taken_and_a_very_long_line_is_cut() -> None:
     assert failure_line("WARNING 01-31 12:00:00 [a.py:1] low memory", guess=False) == ""
-    assert failure_line(
-        "Fatal Python error: Segmentation fault\n\nCurrent thread", guess=False
-    ) == ("Fatal Python error: Segmentation fault")
-
-
-def test_a_very_long_line_is_cut() -> None:
+    fault = "Fatal Python error: Segmentation fault"
+    assert failure_line(f"{fault}\n\nCurrent thread", guess=False) == fault
     assert len(failure_line("ValueError: " + "x" * 10_000)) == 300
 
 

@@ -67,13 +67,10 @@ def in_order(first: int, *taken: int, reserved: frozenset[int] = frozenset()) ->
     return PortsInOrder(first, reserved=reserved, free=lambda port, host: port not in taken)
 
 
-def test_ports_that_are_fixed_are_the_same_every_time_but_for_those_to_be_avoided() -> None:
+def test_ports_that_are_fixed_are_the_same_every_time_and_those_that_are_taken_are_named() -> None:
     ports = in_order(21000, reserved=frozenset({21001}))
     assert [ports() for _ in range(3)] == [21000, 21002, 21003]
     assert ports.problem({21000: "http of encode-0"}, {"router.port": 8000}) == ""
-
-
-def test_a_fixed_port_that_is_taken_is_not_replaced_but_told() -> None:
     ports = in_order(21000, 21001)
     assert [ports(), ports()] == [21000, 21001]
     uses = {21000: "http of encode-0", 21001: "http of pd-0"}
@@ -81,9 +78,6 @@ def test_a_fixed_port_that_is_taken_is_not_replaced_but_told() -> None:
     assert said.startswith("launch.first_port 21000: instances take 21000 to 21001, and ")
     assert "21000 (http of encode-0) is router.port as well" in said
     assert "21001 (http of pd-0) is in use by another process or run" in said
-
-
-def test_fixed_ports_end_with_the_highest() -> None:
     ports = in_order(65535)
     assert ports() == 65535
     with pytest.raises(ConfigError, match=r"launch\.first_port 65535 leaves too few ports"):
