@@ -19,7 +19,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -126,33 +126,17 @@ STAGES = (
 """In their order."""
 
 
-@dataclass(kw_only=True)
-class Ended:
-    """How a stage ended.
-
-    Attributes:
-        status: Of its command; ``None`` if it was ended at its limit, or could not be started.
-        seconds: How long it took.
-        figures: What it measured, by name.
-        tail: Its last lines.
-    """
-
-    status: int | None
-    seconds: float
-    figures: dict[str, Any]
-    tail: list[str]
-
-
-def run_stage(stage: Stage, *, out: Path, wheels: str, limit_s: float) -> Ended:
+def run_stage(stage: Stage, *, out: Path, wheels: str, limit_s: float) -> dict[str, Any]:
     """Run a stage, whatever becomes of it.
 
-    Args:
-        stage: Which one.
-        out: Folder of results.
-        wheels: Folder of wheels.
-        limit_s: Seconds that are left to it.
+    Returns:
+        ``status``, ``None`` if it was ended at its limit or could not be started, ``seconds``, the
+        ``figures`` that it measured by name, and its last lines as ``tail``.
     """
-    argv = [_filled_in(word, out=out, wheels=wheels) for word in stage.argv]
+    places = {"{python}": sys.executable, "{out}": str(out), "{wheels}": wheels}
+    argv = list(stage.argv)
+    for name, value in places.items():
+        argv = [word.replace(name, value) for word in argv]
     token = f"{stage.name}-{os.getpid()}-{time.monotonic_ns()}"
     env = {**os.environ, "PYTHONUNBUFFERED": "1", STARTED_BY: token}
     env["PYTHONPATH"] = os.pathsep.join(
@@ -172,17 +156,13 @@ def run_stage(stage: Stage, *, out: Path, wheels: str, limit_s: float) -> Ended:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 status = process.wait(limit_s)
             _end(process, token)
-    seconds = round(time.monotonic() - begin_s, 1)
     lines = log.read_text("utf-8", "replace").splitlines()
-    return Ended(
-        status=status, seconds=seconds, figures=figures(stage, lines, out), tail=lines[-TAIL_LINES:]
-    )
-
-
-def _filled_in(word: str, *, out: Path, wheels: str) -> str:
-    for name, value in {"python": sys.executable, "out": str(out), "wheels": wheels}.items():
-        word = word.replace(f"{{{name}}}", value)
-    return word
+    return {
+        "status": status,
+        "seconds": round(time.monotonic() - begin_s, 1),
+        "figures": figures(stage, lines, out),
+        "tail": lines[-TAIL_LINES:],
+    }
 
 
 def figures(stage: Stage, lines: Sequence[str], out: Path) -> dict[str, Any]:
@@ -237,38 +217,31 @@ def hour(
     wheels: str,
     budget_s: float,
     say: Callable[[str], None],
-    clock: Callable[[], float] = time.monotonic,
 ) -> bool:
     """Run what has not ended well yet; return whether everything has.
 
-    Args:
-        stages: In their order.
-        out: Folder of results.
-        wheels: Folder of wheels; empty leaves out the stage ``install``.
-        budget_s: Seconds for all.
-        say: Prints one line.
-        clock: Monotonic seconds.
+    Without a folder of wheels the stage ``install`` is left out.
     """
     out.mkdir(parents=True, exist_ok=True)
     file = out / FIGURES
     told: dict[str, Any] = json.loads(file.read_text("utf-8")) if file.is_file() else {}
-    end_s = clock() + budget_s
+    end_s = time.monotonic() + budget_s
     due = [stage for stage in stages if wheels or stage.name != "install"]
     for stage in due:
         if _is_well(told, stage):
             continue
-        left_s = end_s - clock()
+        left_s = end_s - time.monotonic()
         if left_s <= 0:
             say(f"{stage.name}: no time left; call again to go on")
             return False
         say(f"{stage.name}: at most {min(stage.limit_s, left_s):.0f} s")
         ended = run_stage(stage, out=out, wheels=wheels, limit_s=min(stage.limit_s, left_s))
-        told[stage.name] = asdict(ended)
+        told[stage.name] = ended
         fresh = file.with_suffix(".part")
         fresh.write_text(json.dumps(told, indent=1, ensure_ascii=False) + "\n", "utf-8")
         fresh.replace(file)
-        how = "was ended" if ended.status is None else f"status {ended.status}"
-        say(f"{stage.name}: {how} after {ended.seconds:g} s, {len(ended.figures)} figures")
+        how = "was ended" if ended["status"] is None else f"status {ended['status']}"
+        say(f"{stage.name}: {how} after {ended['seconds']:g} s, {len(ended['figures'])} figures")
     return all(_is_well(told, stage) for stage in due)
 
 

@@ -45,12 +45,7 @@ class Release:
     """The sources of one release of vLLM, read and never run."""
 
     def __init__(self, name: str, folder: Path) -> None:
-        """Read a release.
-
-        Args:
-            name: Its version.
-            folder: That has the folder ``vllm``.
-        """
+        """Read the release of a version from the folder that has the folder ``vllm``."""
         self.name = name
         self._folder = folder
 

@@ -44,10 +44,7 @@ class Installer(Protocol):
         ...
 
     def install(self, arguments: Sequence[str]) -> list[str]:
-        """Return the command that installs ``arguments``: requirements and options that both know.
-
-        These are --editable, --no-deps, --no-build-isolation, --only-binary and --target.
-        """
+        """Return the command that installs requirements, with options that pip and uv both know."""
         ...
 
     def uninstall(self, package: str) -> list[str]:
@@ -55,11 +52,7 @@ class Installer(Protocol):
         ...
 
     def has(self, requirement: str, *, source: bool) -> bool:
-        """Say whether ``requirement`` can be had for this Python and machine.
-
-        Args:
-            requirement: One exact version.
-            source: Whether to be built here would do.
+        """Say whether an exact version can be had here, as a wheel or also to be built.
 
         Raises:
             UvError: It could not be asked.

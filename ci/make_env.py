@@ -83,14 +83,7 @@ def make(target: str) -> None:
 
 
 def make_for_engine(requirements: Sequence[str]) -> None:
-    """Create or refresh ``.venv-engines`` with a vLLM for CPU, and what else is wanted beside it.
-
-    Args:
-        requirements: The engine's first.
-
-    Raises:
-        EnvironmentSetupError: See its message.
-    """
+    """Create or refresh ``.venv-engines`` with a vLLM for CPU, named first, and what is beside."""
     _make(ENGINES, "dev", requirements[:1], requirements, fingerprint(" ".join(requirements)))
 
 
@@ -124,15 +117,7 @@ def make_for_envoy() -> None:
 def _make(
     venv: Venv, extras: str, engines: Sequence[str], beside: Sequence[str], wanted: str
 ) -> None:
-    """Create or refresh ``venv`` for the fingerprint ``wanted``.
-
-    Args:
-        venv: The environment.
-        extras: Those of this package.
-        engines: Ask for a CPU build of torch.
-        beside: To be installed beside this package.
-        wanted: Hash of all this.
-    """
+    """Create or refresh ``venv`` for the fingerprint ``wanted``; ``engines`` want torch for CPU."""
     if venv.is_current(wanted):
         say("up to date")
         return

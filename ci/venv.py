@@ -20,7 +20,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TypeVar
 
-from ci import progress
 from ci.installers import Installer, Pip, Uv, UvError, error_line
 
 T = TypeVar("T")
@@ -84,7 +83,6 @@ class Venv:
     """A virtual environment with a stamp of what it was made from and a log of how.
 
     Attributes:
-        folder: Where it is or will be.
         env: Variables for every command that runs in it, beyond those of this process.
         installer: What installs into it; :meth:`begin` chooses.
     """
@@ -143,11 +141,7 @@ class Venv:
         self.stamp.write_text(fingerprint, "utf-8")
 
     def install(self, arguments: Sequence[str], what: str) -> None:
-        """Install into it.
-
-        Args:
-            arguments: Requirements, and options that pip and uv both know.
-            what: Says it to people.
+        """Install requirements into it, with options that pip and uv both know.
 
         Raises:
             CommandFailedError: The installer failed.
@@ -241,11 +235,6 @@ class Venv:
     ) -> None:
         """Run ``argv`` with its output in the log, and print where it is every few seconds.
 
-        Args:
-            argv: The command.
-            what: Says it to people.
-            env: Variables for it, below those of the environment.
-
         Raises:
             EnvironmentSetupError: It failed; the message ends with the last lines of the log.
         """
@@ -281,8 +270,9 @@ class Venv:
             try:
                 return process.wait(PROGRESS_INTERVAL_S)
             except subprocess.TimeoutExpired:
-                step = progress.last_step(self._output(begin))
-                say(f"{time.monotonic() - started:4.0f} s  {step}")
+                # The last thing that the installer printed.
+                step = (self._output(begin).split("\n")[-2:-1] or ["starting"])[0].strip()
+                say(f"{time.monotonic() - started:4.0f} s  {step[:70]}")
 
     def _output(self, begin: int) -> str:
         """Return the log from the byte ``begin`` on."""

@@ -53,12 +53,7 @@ class StepCase:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepSample:
-    """One step.
-
-    Attributes:
-        step_s: Time of the package's work in it.
-        asking_s: Time of as many questions that do nothing, right after it.
-    """
+    """One step: the package's work in it, and as many questions that do nothing, right after."""
 
     step_s: float
     asking_s: float
@@ -73,13 +68,7 @@ CASES = tuple(
 
 
 def measure(cases: Sequence[StepCase], *, steps: int, report: Callable[[str], None]) -> Samples:
-    """Measure steps of every case.
-
-    Args:
-        cases: Engines to model.
-        steps: Number of measured steps of each, after a few that are not measured.
-        report: Gets a progress line a case.
-    """
+    """Measure so many steps of every case, after a few that are not measured."""
     samples: Samples = {}
     for case in cases:
         report(

@@ -21,8 +21,6 @@ class Handover:
 
     Attributes:
         transfer: Transfer id.
-        path: Transfer path.
-        nbytes: Size of the item.
         granted_before: The grant was there before the output, so that it was not waited for.
         grant_wait_s: From the output until the write begins: waiting for a grant and a writer.
         write_s: The write itself.

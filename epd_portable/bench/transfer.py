@@ -48,13 +48,7 @@ _PARTS = ("grant_wait_s", "write_s", "notice_s", "place_s")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TransferCase:
-    """One combination.
-
-    Attributes:
-        path: Transfer path asked for.
-        nbytes: Size of the item.
-        encode_s: See `ENCODE_S`.
-    """
+    """One combination; `encode_s` is one of `ENCODE_S`."""
 
     path: str
     nbytes: int
@@ -66,7 +60,6 @@ class TransferSample:
     """One measured transfer.
 
     Attributes:
-        case: What was asked for.
         way: What the traces say.
         memcpy_s: A plain copy of the same bytes within one process right before; on devices from
             the producer's device to the consumer's.
@@ -83,12 +76,7 @@ Groups = dict[TransferCase, list[TransferSample]]
 def choose_paths(
     asked: Sequence[str], platform: str, devices: int
 ) -> tuple[list[str], dict[str, str]]:
-    """Return the transfer paths to measure.
-
-    Args:
-        asked: Paths; all that the platform has if empty.
-        platform: Platform of both ends.
-        devices: How many the platform has here.
+    """Return the transfer paths to measure: those asked for, or all between these devices.
 
     Returns:
         The paths, and those that were not asked for and cannot be measured, with the reason.
@@ -121,12 +109,8 @@ def measure(
 ) -> list[TransferSample]:
     """Measure every case ``repeat`` times, in turns, after unmeasured rounds.
 
-    Args:
-        cases: Combinations; sizes are multiples of `TOKEN_BYTES`.
-        platform: Platform of both ends.
-        devices: How many it has here: the producer takes the first, the consumer the second.
-        repeat: Measured rounds.
-        report: Gets a progress line a round.
+    Sizes are multiples of `TOKEN_BYTES`. The producer takes the first device, the consumer the
+    second if there is one.
 
     Raises:
         MeasurementError: An end failed.
@@ -270,15 +254,7 @@ def make_report(
     command: str,
     load_before: float,
 ) -> Report:
-    """Return the page.
-
-    Args:
-        samples: Of all paths and sizes.
-        place: From `describe_place`.
-        left_out: Paths that were not measured, with the reason.
-        command: The command line.
-        load_before: See `conditions`.
-    """
+    """Return the page; `left_out` are paths that were not measured, with the reason."""
     groups = by_case(samples)
     tables = [
         Table.of(

@@ -40,12 +40,9 @@ _PACKAGE = str(Path(epd_portable.__file__).resolve().parents[1])
 
 
 class Order(msgspec.Struct, frozen=True, kw_only=True):
-    """What the clients do.
+    """What the clients do: requests in the order of their times, to each base address in turn.
 
     Attributes:
-        requests: In the order of their times.
-        urls: Base addresses; requests go to each in turn.
-        model: Name of the model there.
         one_by_one: Send each when the one before has ended, whatever its time.
     """
 
@@ -65,8 +62,7 @@ class LoadAnswer(msgspec.Struct, frozen=True, kw_only=True):
         tpot_s: For each token after it.
         longest_itl_s: Longest time between two pieces of the answer.
         e2e_s: From the sending to the end.
-        tokens: Tokens of the answer, as the server counts them.
-        prompt_tokens: The same of the request.
+        tokens: Of the answer, as the server counts them.
         problem: Why it does not count as answered; empty if it does.
     """
 
@@ -85,7 +81,6 @@ class Answers(msgspec.Struct, frozen=True, kw_only=True):
     """What became of an order.
 
     Attributes:
-        answers: In the order of the requests.
         cpu_s: CPU time of the clients while they sent.
         wall_s: From the beginning to the last end.
     """
@@ -136,14 +131,11 @@ def prepared(
 def read_stream(
     pieces: Sequence[tuple[float, bytes]], *, output_tokens: int
 ) -> tuple[list[float], dict[str, int], str]:
-    """Read a streamed answer.
-
-    Args:
-        pieces: When bytes of the body came, and which.
-        output_tokens: Length that was asked for: an answer of another length is other work.
+    """Read a streamed answer, of which `pieces` came when.
 
     Returns:
-        When pieces of text came, the usage that the server says, and what is wrong, or empty.
+        When pieces of text came, the usage that the server says, and what is wrong, or empty: an
+        answer of another length than was asked for is other work.
     """
     times: list[float] = []
     usage: dict[str, int] = {}

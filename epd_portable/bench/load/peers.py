@@ -44,14 +44,9 @@ def plain_engine(
     units: Sequence[str],
     extra: dict[str, JsonValue] | None = None,
 ) -> servers.Server:
-    """Return one server of plain vLLM on these cores or devices.
+    """Return one server of plain vLLM on these cores or devices, which its ranks divide.
 
-    Args:
-        side: Replicas, ranks or vLLM's example.
-        context: Its topology gives the model, engine arguments and environment.
-        name: For messages and the log.
-        units: Cores or devices, which ranks of data parallelism divide among them.
-        extra: Engine arguments beyond those of the topology.
+    Its topology gives the model, environment and engine arguments, `extra` more of these.
     """
     topology, traits = context.topologies[side.name], TRAITS[context.platform]
     arguments: dict[str, JsonValue] = {**topology.engine_args, **(extra or {})}
@@ -85,13 +80,7 @@ def plain_engine(
 
 
 def example_engines(side: LoadSide, context: BenchContext, store: Path) -> list[servers.Server]:
-    """Return the encode and the prefill+decode instance of vLLM's example.
-
-    Args:
-        side: The example.
-        context: Its topology gives the arguments of each role, too.
-        store: Folder through which encoder outputs go from one instance to the other.
-    """
+    """Return vLLM's example: an encode and a prefill+decode instance, and outputs in `store`."""
     found = []
     for (group, role), units in zip(_EC_ROLES.items(), context.servers_of(side), strict=True):
         transfer: dict[str, JsonValue] = {

@@ -43,8 +43,7 @@ class LoadRequest(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         at_s: When it is sent, from the beginning of the round.
         texts: Seeds of the texts of a conversation so far; each but the last has an answer.
-        words: Length of each text.
-        output_tokens: Length of the answer.
+        words: Of each text.
         pictures: In front of the first text.
     """
 
@@ -143,11 +142,6 @@ class LoadPlan:
 
         The share of requests with pictures is exact: a share that is left to chance would differ
         between rounds. Of conversations `CONVERSATIONS` go on at a time; the last may be cut off.
-
-        Args:
-            point: One of the plan.
-            number: Of the round; refused rounds count.
-            words_per_token: Words of `epd_portable.bench.load.bodies.WORDS` that make a token.
         """
         seed = f"{point.key} {number}"
         draw = random.Random(seed)

@@ -50,13 +50,10 @@ class LoadSetting:
     """What a page says of a measurement beyond its results.
 
     Attributes:
-        plan: What was measured.
-        sides: Which sides; the first is compared with the others.
+        sides: The first is compared with the others.
         equal: Which cores or devices each had, and how plain vLLM ran, in words.
         together: All sides were up all the time.
         facts: Model, settings and proxy, for programs.
-        command: The command line.
-        load_before: Load average before.
     """
 
     plan: LoadPlan
@@ -112,11 +109,6 @@ def find_regressions(made: Report, first: str, file: Path) -> list[str]:
     """Return which ratios are worse than those by the same side at the same load of a file.
 
     Ratios within a run hold on other machines; so a recorded run guards runs elsewhere.
-
-    Args:
-        made: Of this run.
-        first: The side whose ratios are compared.
-        file: JSON of the recorded run.
 
     Raises:
         ConfigError: The file is none of this command, or has no load and side of this run.

@@ -31,7 +31,6 @@ class RunningSide:
     """A side that is up.
 
     Attributes:
-        side: Which.
         urls: Base addresses; clients ask them in turns.
         model: Name of the model there.
         parts: Its processes; none of servers that ran already.

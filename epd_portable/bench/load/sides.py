@@ -206,12 +206,7 @@ def api_cores(side: LoadSide, server: int, allotment: Allotment) -> frozenset[in
     """Return where the API server of plain vLLM may run besides its engine's cores.
 
     Of tuned sides as the launcher lets those of its instances: on cores that no rank has, and,
-    unless it encodes only, on the encoder's.
-
-    Args:
-        side: Replicas, ranks or vLLM's example.
-        server: Its number; the example's first encodes.
-        allotment: Which cores each has.
+    unless it encodes only, as the example's first server, on the encoder's.
     """
     if not side.tuned:
         return frozenset()

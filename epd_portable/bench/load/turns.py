@@ -37,7 +37,6 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
         round: Its number; refused rounds count.
         side: Name of the side.
         requests: How many, by kind.
-        failed: Requests without an answer that counts.
         problem: Of the first that failed.
         good: Answers within the limits.
         window_s: From the beginning to the last sending.
@@ -47,10 +46,6 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
         open_requests: Mean number of open requests in each third of the window, by kind.
         late_s: Quantiles of how late requests were sent.
         prompt_tokens: Median of the texts.
-        pictures: How many were sent.
-        distinct_pictures: How many of these differ.
-        cpu_s: CPU time by part of the side and by what its processes are.
-        client_cpu_s: CPU time of the clients.
         memory_bytes: By part of the side, right after.
         counted: What the side's own metrics counted.
         refused: Why the round does not count; empty if it does.
@@ -127,14 +122,9 @@ def make_turn(
     times_count: bool,
     **more: Any,
 ) -> Turn:
-    """Return the figures of a turn.
+    """Return the figures of a turn; `more` are attributes that the answers do not show.
 
-    Args:
-        requests: That were sent.
-        done: What became of them.
-        plan: Its limits decide which answers are good.
-        times_count: Refuse the turn if the clients were late or busy.
-        more: Attributes of `Turn` that the answers do not show.
+    It is refused if the clients were late or busy, where `times_count`.
     """
     answers = {
         kind: [
@@ -159,8 +149,8 @@ def make_turn(
         good=sum(
             answer.ttft_s <= plan.ttft_s and answer.tpot_s <= plan.tpot_s for answer in ended["all"]
         ),
-        window_s=round_s(window_s),
-        wall_s=round_s(done.wall_s),
+        window_s=round(window_s, 6),
+        wall_s=round(done.wall_s, 6),
         tokens=sum(answer.tokens for answer in ended["all"]),
         times_s={
             kind: {name: _quantiles(list(map(pick, found))) for name, pick in QUANTITIES.items()}
@@ -184,13 +174,9 @@ def make_turn(
     )
 
 
-def round_s(seconds: float) -> float:
-    """Return a time to a microsecond."""
-    return round(seconds, 6)
-
-
 def _quantiles(values: Sequence[float]) -> dict[str, float]:
-    return {name: round_s(quantile(values, share)) for name, share in QUANTILES.items()}
+    """Return quantiles to a microsecond."""
+    return {name: round(quantile(values, share), 6) for name, share in QUANTILES.items()}
 
 
 def _open_requests(answers: Sequence[LoadAnswer], window_s: float) -> list[float]:
@@ -229,15 +215,9 @@ def over_capacity(turns: Sequence[Turn]) -> bool:
 def ratio(
     turns: Sequence[Turn], peers: Sequence[Turn], figure: Callable[[Turn], float | None]
 ) -> Ratio | None:
-    """Return a figure of one side by that of another, round by round.
+    """Return a figure of one side by that of another in the same rounds; ``None`` if none has it.
 
-    Args:
-        turns: Of one side, one a round.
-        peers: Of the other, of the same rounds.
-        figure: Of one turn; ``None`` where it has none.
-
-    Returns:
-        The median of the rounds, with the lowest and the highest; ``None`` if none has the figure.
+    It is the median of the rounds, with the lowest and the highest.
     """
     found = []
     for turn, peer in zip(turns, peers, strict=True):

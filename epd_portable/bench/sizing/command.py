@@ -8,9 +8,10 @@ import click
 
 from epd_portable.bench import console
 from epd_portable.bench import report as reports
-from epd_portable.bench.sizing.report import Prediction, make_report
+from epd_portable.bench.sizing.report import make_report
 from epd_portable.bench.sizing.search import (
     LatencyLimits,
+    RatedDeployment,
     SizingQuestion,
     deployments,
     search,
@@ -185,7 +186,7 @@ def plan_command(
             seed=SEED,
         )
         predictions = [
-            Prediction(deployment=each, rate=rate, outcome=question.simulate(each, rate))
+            RatedDeployment(deployment=each, rate=rate, outcome=question.simulate(each, rate))
             for rate in rates
             for each in deployments(devices)
         ]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 from epd_portable.bench.report import Plain, Report, Table, conditions
 from epd_portable.bench.sizing.search import (
@@ -13,7 +12,6 @@ from epd_portable.bench.sizing.search import (
     SizingQuestion,
     recommend,
 )
-from epd_portable.bench.sizing.simulate import Deployment, Outcome
 
 _MEASURED = ("epd_portable.bench.sizing.engine", "epd_portable.bench.sizing.simulate")
 NOT_MODELLED = (
@@ -25,40 +23,16 @@ NOT_MODELLED = (
 )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Prediction:
-    """What one deployment would do at one rate.
-
-    Attributes:
-        deployment: The instances.
-        rate: Requests per second that were asked for.
-        outcome: What the simulation saw.
-    """
-
-    deployment: Deployment
-    rate: float
-    outcome: Outcome
-
-
 def make_report(
     question: SizingQuestion,
     limits: LatencyLimits,
     *,
     candidates: Sequence[RatedDeployment] = (),
-    predictions: Sequence[Prediction] = (),
+    predictions: Sequence[RatedDeployment] = (),
     command: str,
     load_before: float,
 ) -> Report:
-    """Return the page.
-
-    Args:
-        question: What was simulated.
-        limits: Of latencies.
-        candidates: Answer of the search.
-        predictions: Answers at rates that were asked for, in place of a search.
-        command: The command line.
-        load_before: See `conditions`.
-    """
+    """Return the page of a search, or of predictions at rates that were asked for."""
     notes = [
         f"Workload: {question.workload}.",
         f"Stage times: {question.times.source}.",
@@ -119,7 +93,7 @@ def _candidate(each: RatedDeployment, replicas: RatedDeployment) -> dict[str, st
     }
 
 
-def _predicted(each: Prediction) -> Iterator[dict[str, str]]:
+def _predicted(each: RatedDeployment) -> Iterator[dict[str, str]]:
     stage, share = max(each.outcome.busy.items(), key=lambda one: one[1])
     for kind, seen in each.outcome.kinds.items():
         yield {
@@ -133,9 +107,9 @@ def _predicted(each: Prediction) -> Iterator[dict[str, str]]:
         }
 
 
-def _sample(each: RatedDeployment | Prediction) -> Plain:
+def _sample(each: RatedDeployment) -> Plain:
     outcome = each.outcome
-    sample: dict[str, Plain] = {
+    return {
         "deployment": str(each.deployment),
         "rate": each.rate,
         "kinds": {kind: dataclasses.asdict(seen) for kind, seen in outcome.kinds.items()},
@@ -143,13 +117,9 @@ def _sample(each: RatedDeployment | Prediction) -> Plain:
         "longest_stall_s": outcome.longest_stall_s,
         "local_items": outcome.local_items,
         "transferred": outcome.transferred,
+        "limit": each.limit,
+        "capacities": dict(each.capacities),
     }
-    if isinstance(each, RatedDeployment):
-        sample |= {
-            "limit": each.limit,
-            "capacities": dict(each.capacities),
-        }
-    return sample
 
 
 def _ms(seconds: float) -> str:

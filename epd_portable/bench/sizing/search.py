@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import fmean
 
 from epd_portable.bench.sizing.simulate import (
@@ -53,15 +53,7 @@ class LatencyLimits:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SizingQuestion:
-    """What is simulated, but for the deployment and the rate.
-
-    Attributes:
-        times: Stage times.
-        workload: What clients ask for.
-        rules: What the routers do.
-        count: Requests of a simulation.
-        seed: Seed of everything that is drawn.
-    """
+    """What is simulated, but for the deployment and the rate: so many requests, drawn by a seed."""
 
     times: StageTimes
     workload: Workload
@@ -125,18 +117,18 @@ class RatedDeployment:
     """The best that a deployment can do.
 
     Attributes:
-        deployment: The instances.
-        rate: Highest rate found at which all limits hold, requests per second; 0: none.
+        rate: Requests per second: the highest found at which all limits hold, 0 for none; or that
+            which was asked for.
         outcome: At that rate; at the lowest that was tried when none holds.
-        limit: What breaks first above it.
+        limit: What breaks first above it; empty where nothing was searched.
         capacities: See `SizingQuestion.capacities`.
     """
 
     deployment: Deployment
     rate: float
     outcome: Outcome
-    limit: str
-    capacities: dict[str, float]
+    limit: str = ""
+    capacities: dict[str, float] = field(default_factory=dict)
 
     @property
     def fullest(self) -> tuple[str, float]:
@@ -198,11 +190,7 @@ def search(
 
 
 def recommend(candidates: Sequence[RatedDeployment]) -> str:
-    """Return one sentence: split or not, how, and what that is worth.
-
-    Args:
-        candidates: Of `search`: replicas first.
-    """
+    """Return one sentence: split or not, how, and what that is worth; replicas come first."""
     replicas, splits = candidates[0], candidates[1:]
     best = max(splits, key=lambda each: each.rate, default=None)
     if not replicas.rate and (best is None or not best.rate):
