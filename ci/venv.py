@@ -272,7 +272,7 @@ class Venv:
             except subprocess.TimeoutExpired:
                 # The last thing that the installer printed.
                 step = (self._output(begin).split("\n")[-2:-1] or ["starting"])[0].strip()
-                say(f"{time.monotonic() - started:4.0f} s  {step[:70]}")
+                say(f"{time.monotonic() - started:4.0f} s  {step[-70:]}")
 
     def _output(self, begin: int) -> str:
         """Return the log from the byte ``begin`` on."""

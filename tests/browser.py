@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import contextlib
 import itertools
 import os
@@ -161,11 +160,6 @@ class Page:
         )
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         await self.do("Emulation.setEmulatedMedia", features=[scheme])
-
-    async def picture(self, path: Path) -> None:
-        """Write what is seen as PNG."""
-        told = await self.do("Page.captureScreenshot", format="png", captureBeyondViewport=False)
-        path.write_bytes(base64.b64decode(told["data"]))
 
 
 @contextlib.asynccontextmanager

@@ -109,6 +109,12 @@ class Server:
         """Process id of the command."""
         return self._process.pid
 
+    def interrupt(self) -> None:
+        """Let a start that another thread waits for fail soon; nothing if it has not begun."""
+        process: subprocess.Popen[bytes] | None = getattr(self, "_process", None)
+        if process is not None:
+            process.terminate()
+
     def stop(self) -> int:
         """Ask it to end, kill what does not, and return its exit status."""
         self._process.terminate()

@@ -17,7 +17,7 @@ import psutil
 from epd_portable.bench.load import usage
 from epd_portable.bench.load.context import BenchContext
 from epd_portable.bench.load.peers import example_engines, example_proxy, plain_engine
-from epd_portable.bench.load.sides import LoadSide, api_cores
+from epd_portable.bench.load.sides import LoadSide, SideKind, api_cores
 from epd_portable.bench.load.usage import Part
 from epd_portable.bench.servers import Server, model_name, topology
 from epd_portable.config.groups import Instances
@@ -120,9 +120,7 @@ def _start_upstream(side: LoadSide, context: BenchContext) -> Iterator[RunningSi
                 )
 
 
-_STARTS: dict[
-    str, Callable[[LoadSide, BenchContext], contextlib.AbstractContextManager[RunningSide]]
-] = {
+_STARTS: dict[SideKind, Callable[..., contextlib.AbstractContextManager[RunningSide]]] = {
     "topology": _start_topology,
     "replicas": _start_replicas,
     "ranks": _start_replicas,
@@ -138,7 +136,15 @@ def _started(
     """Start the engines of plain vLLM at the same time, on their cores."""
     with ExitStack() as stack:
         with ThreadPoolExecutor(len(engines)) as pool:
-            list(pool.map(stack.enter_context, engines))
+            starts = [pool.submit(stack.enter_context, engine) for engine in engines]
+            try:
+                for start in starts:
+                    start.result()
+            except BaseException:
+                # The starts of the others would take minutes.
+                for engine in engines:
+                    engine.interrupt()
+                raise
         parts = []
         for index, (server, units) in enumerate(
             zip(engines, context.servers_of(side), strict=True)
