@@ -26,63 +26,38 @@ providers._get_local_constants = lambda: providers._local_constants
 collect_ignore = [] if importlib.util.find_spec("ascend_sim") else ["npu_sim"]
 
 
-def _no_cuda() -> str | None:
-    if importlib.util.find_spec("torch") is None:
-        return "torch is not installed"
-    import torch
-
-    return None if torch.cuda.is_available() else "torch sees no CUDA device"
+def _no_module(*names: str) -> str | None:
+    missing = [name for name in names if importlib.util.find_spec(name) is None]
+    return f"not installed: {', '.join(missing)}" if missing else None
 
 
-def _no_npu() -> str | None:
-    if importlib.util.find_spec("torch_npu") is None:
-        return "torch_npu is not installed"
-    import torch
-    import torch_npu  # noqa: F401 - importing it is what adds torch.npu
-
-    return None if torch.npu.is_available() else "torch_npu sees no device"
+def _no_program(*names: str, any_of: bool = False, package: str) -> str | None:
+    missing = [name for name in names if not shutil.which(name)]
+    enough = len(missing) < len(names) if any_of else not missing
+    return None if enough else f"not on PATH: {', '.join(missing)}; apt-get install {package}"
 
 
-def _no_nixl() -> str | None:
-    return None if importlib.util.find_spec("nixl") else "nixl is not installed"
-
-
-def _no_mooncake() -> str | None:
-    return registry._missing(registry.entry("mooncake")) or None
-
-
-def _no_prometheus() -> str | None:
-    missing = [name for name in ("prometheus", "promtool") if not shutil.which(name)]
-    why = f"not on PATH: {', '.join(missing)}; apt-get install prometheus"
-    return why if missing else None
-
-
-def _no_redis() -> str | None:
-    if importlib.util.find_spec("redis") is None:
-        return "the redis package is not installed"
-    return None if shutil.which("redis-server") else "redis-server is not on PATH"
-
-
-def _no_browser() -> str | None:
-    names = ", ".join(browser.NAMES)
-    why = f"no browser is on PATH (one of {names}); apt-get install chromium"
-    return None if browser.executable() else why
-
-
-def _no_vllm() -> str | None:
-    return None if importlib.util.find_spec("vllm") else "vLLM is not installed"
+def _no_device(name: str, *modules: str) -> str | None:
+    if missing := _no_module("torch", *modules):
+        return missing
+    torch = importlib.import_module("torch")
+    for module in modules:  # Importing it is what adds `torch.npu`.
+        importlib.import_module(module)
+    return None if getattr(torch, name).is_available() else f"torch sees no device of {name}"
 
 
 # Marker -> probe that returns why it is not satisfied here, or None.
 REQUIREMENTS: dict[str, Callable[[], str | None]] = {
-    "needs_browser": _no_browser,
-    "needs_cuda": _no_cuda,
-    "needs_mooncake": _no_mooncake,
-    "needs_npu": _no_npu,
-    "needs_nixl": _no_nixl,
-    "needs_prometheus": _no_prometheus,
-    "needs_redis": _no_redis,
-    "needs_vllm": _no_vllm,
+    "needs_browser": lambda: _no_program(*browser.NAMES, any_of=True, package="chromium"),
+    "needs_cuda": lambda: _no_device("cuda"),
+    "needs_mooncake": lambda: registry._missing(registry.entry("mooncake")) or None,
+    "needs_npu": lambda: _no_device("npu", "torch_npu"),
+    "needs_nixl": lambda: _no_module("nixl"),
+    "needs_prometheus": lambda: _no_program("prometheus", "promtool", package="prometheus"),
+    "needs_redis": lambda: (
+        _no_module("redis") or _no_program("redis-server", package="redis-server")
+    ),
+    "needs_vllm": lambda: _no_module("vllm"),
 }
 
 

@@ -80,7 +80,6 @@ def _transfers(document: Document) -> Iterator[tuple[Row, tuple[Any, ...], list[
 
 
 def against_memcpy(document: Document) -> Iterator[Row]:
-    """Transfers beside plain copies."""
     for name, (_, nbytes, _), group in _transfers(document):
         total = column(group, "total_s")
         yield name | {
@@ -94,7 +93,6 @@ def against_memcpy(document: Document) -> Iterator[Row]:
 
 
 def by_another_path(document: Document) -> Iterator[Row]:
-    """Transfers beside those of other paths in the same round."""
     cases = {case: column(group, "total_s") for _, case, group in _transfers(document)}
     for name, case, group in _transfers(document):
         total = column(group, "total_s")
@@ -105,7 +103,6 @@ def by_another_path(document: Document) -> Iterator[Row]:
 
 
 def where_the_time_goes(document: Document) -> Iterator[Row]:
-    """Parts of transfers."""
     parts = {
         "wait for grant": ("grant_wait_s",),
         "write": ("write_s",),
@@ -128,7 +125,6 @@ def where_the_time_goes(document: Document) -> Iterator[Row]:
 
 
 def steps(document: Document) -> Iterator[Row]:
-    """The package's work in a step."""
     for (decoding, items, waiting), group in grouped(
         rounds(document), "decoding", "items", "waiting"
     ).items():
@@ -144,7 +140,6 @@ def steps(document: Document) -> Iterator[Row]:
 
 
 def stores(document: Document) -> Iterator[Row]:
-    """Entries of a store by size."""
     entries = [each for each in rounds(document) if "kind" in each]
     for (kind, nbytes), group in grouped(entries, "kind", "nbytes").items():
         row = {"store": kind, "MiB": f"{nbytes / (1 << 20):g}"}
@@ -166,7 +161,6 @@ def stores(document: Document) -> Iterator[Row]:
 
 
 def pictures_from_a_store(document: Document) -> Iterator[Row]:
-    """Items of real engines, loaded and encoded."""
     engines = [each for each in rounds(document) if "pixels" in each]
     for (pixels,), group in grouped(engines, "pixels").items():
         ready, encoded = column(group, "ready_s"), column(group, "encode_s")
@@ -192,7 +186,6 @@ def _three_digits(value: float) -> str:
 
 
 def router_figures(document: Document) -> Iterator[Row]:
-    """What the router costs; sides beside each other, turn by turn."""
     sides = {turn["side"] for turn in document["samples"]}
     columns = [*sides, *(f"{side} by {peer}" for side in sides for peer in sides)]
     for figure in document["summary"]["figures"]:
@@ -218,7 +211,6 @@ def router_figures(document: Document) -> Iterator[Row]:
 
 
 def router_measuring(document: Document) -> Iterator[Row]:
-    """How busy the cores of a measurement of the router were."""
     for each in document["summary"]["measuring"]:
         if not each["wall_s"]:
             continue
@@ -259,7 +251,6 @@ def _counted(turns: Sequence[Document], *names: str) -> float:
 
 
 def what_became_of_pictures(document: Document) -> Iterator[Row]:
-    """Items by outcome."""
     for name, turns in _sides(document):
         outcomes = sorted({key for turn in turns for key in turn["counted"] if "items " in key})
         if outcomes:
@@ -299,7 +290,6 @@ def _over(turns: Sequence[Document]) -> bool:
 
 
 def beside_other_sides(document: Document) -> Iterator[Row]:
-    """The first side by each other: medians of the rounds, with the lowest and the highest."""
     own, *others = document["summary"]["sides"]
     titles = {each["title"]: each["columns"] for each in document["tables"]}
     columns = titles[f"{own} by the other sides"]
@@ -330,7 +320,6 @@ def beside_other_sides(document: Document) -> Iterator[Row]:
 
 
 def times_under_load(document: Document) -> Iterator[Row]:
-    """Medians of the rounds' quantiles."""
     for point, by_side in _rounds(document).items():
         for side, turns in by_side.items():
             over = ", over capacity" if _over(turns) else ""
@@ -354,7 +343,6 @@ def times_under_load(document: Document) -> Iterator[Row]:
 
 
 def cpu_under_load(document: Document) -> Iterator[Row]:
-    """CPU time of all processes of a side."""
     for name, turns in _sides(document):
         used = sum(_cpu_s(turn) * _requests([turn]) for turn in turns)
         used_ms = used / _requests(turns) * 1e3
@@ -362,7 +350,6 @@ def cpu_under_load(document: Document) -> Iterator[Row]:
 
 
 def memory_under_load(document: Document) -> Iterator[Row]:
-    """Memory of parts of sides, at most."""
     most: dict[str, list[float]] = {}
     for by_side in _rounds(document).values():
         for side, turns in by_side.items():
@@ -376,7 +363,6 @@ def memory_under_load(document: Document) -> Iterator[Row]:
 
 
 def goodput_under_load(document: Document) -> Iterator[Row]:
-    """Answers within the limits."""
     own = next(iter(document["summary"]["sides"]))
     for point, by_side in _rounds(document).items():
         rates = {
@@ -404,7 +390,6 @@ def _met(turn: Document) -> bool:
 
 
 def highest_rates_under_load(document: Document) -> Iterator[Row]:
-    """The highest rate below all that were missed, of each side."""
     points = _rounds(document)
     if document["summary"].get("kind") != "search":
         raise KeyError("no rate was sought")
@@ -443,13 +428,11 @@ def _saved(turns: Sequence[Document]) -> Row:
 
 
 def what_caches_saved(document: Document) -> Iterator[Row]:
-    """Encoder runs, and prompt tokens in prefix caches."""
     for name, turns in _sides(document):
         yield name | _saved(turns)
 
 
 def what_caches_saved_by_round(document: Document) -> Iterator[Row]:
-    """The same, round by round."""
     for (number, side), turns in grouped(document["samples"], "round", "side").items():
         yield {"round, side": f"{number + 1}, {side}"} | _saved(turns)
 
@@ -467,7 +450,6 @@ def _latencies(sample: Document) -> Row:
 
 
 def highest_rates(document: Document) -> Iterator[Row]:
-    """Ways to use a number of devices."""
     found = [each for each in document["samples"] if "capacities" in each]
     for each in found:
         stage, share = max(
@@ -490,7 +472,6 @@ def _devices(deployment: str) -> int:
 
 
 def what_grows(document: Document) -> Iterator[Row]:
-    """What a size of deployment needs."""
     rows = {each["deployment"]: each for each in document["samples"] if "workers" in each}
     for deployment, each in rows.items():
         yield {
@@ -509,7 +490,6 @@ def what_grows(document: Document) -> Iterator[Row]:
 
 
 def what_was_simulated(document: Document) -> Iterator[Row]:
-    """What the simulation saw; how long it took is in the tables only."""
     for each in document["samples"]:
         if "workers" in each:
             yield {
@@ -522,13 +502,11 @@ def what_was_simulated(document: Document) -> Iterator[Row]:
 
 
 def full_routers(document: Document) -> Iterator[Row]:
-    """Devices at which processes of the router are full."""
     for workers, devices in document["summary"]["knees"].items():
         yield {"processes": workers, "devices": f"{devices:,}"}
 
 
 def as_written(document: Document) -> Iterator[Row]:
-    """Nothing that samples would show: constants of the package."""
     for table in document["tables"]:
         if table["title"].startswith("Limits of the package"):
             for row in table["rows"]:
