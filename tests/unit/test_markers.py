@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -32,23 +33,26 @@ def suite(pytester: pytest.Pytester) -> pytest.Pytester:
     return pytester
 
 
-def test_what_is_missing_skips_the_test_and_says_why(suite: pytest.Pytester) -> None:
-    suite.makepyfile(ONE_MARKED_TEST.format(reason="no such device"))
-    result = suite.runpytest()
-    result.assert_outcomes(passed=1, skipped=1)
-    result.stdout.fnmatch_lines(["*needs_cuda: no such device*"])
-
-
-def test_what_is_there_lets_the_test_run(suite: pytest.Pytester) -> None:
-    suite.makepyfile(ONE_MARKED_TEST.format(reason=None))
-    suite.runpytest().assert_outcomes(passed=2)
-
-
-def test_a_job_for_a_device_fails_when_its_tests_would_be_skipped(suite: pytest.Pytester) -> None:
-    suite.makepyfile(ONE_MARKED_TEST.format(reason="no such device"))
-    result = suite.runpytest("--require-device=cuda")
-    result.assert_outcomes(passed=1, errors=1)
-    result.stdout.fnmatch_lines(["*no such device, and --require-device demands it*"])
+@pytest.mark.parametrize(
+    ("reason", "options", "outcomes", "said"),
+    [
+        ("no such device", [], {"passed": 1, "skipped": 1}, "*needs_cuda: no such device*"),
+        (None, [], {"passed": 2}, "*"),
+        (
+            "no such device",
+            ["--require-device=cuda"],
+            {"passed": 1, "errors": 1},
+            "*no such device, and --require-device demands it*",
+        ),
+    ],
+)
+def test_what_is_missing_skips_a_test_with_its_reason_and_fails_a_job_for_that_device(
+    suite: pytest.Pytester, reason: str | None, options: list[str], outcomes: Any, said: str
+) -> None:
+    suite.makepyfile(ONE_MARKED_TEST.format(reason=reason))
+    result = suite.runpytest(*options)
+    result.assert_outcomes(**outcomes)
+    result.stdout.fnmatch_lines([said])
 
 
 @pytest.mark.parametrize("simulated", [True, False])
