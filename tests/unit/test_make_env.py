@@ -102,31 +102,19 @@ def test_an_engine_that_cannot_be_found_is_named(env: Venv) -> None:
         env.find_cpu_torch(["engine==9"])
 
 
-class Runs:
-    """Stands for subprocess.run in ci.installers: answers by a word of the command, notes all."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, **answers: tuple[int, str]) -> None:
-        self.answers = answers
-        self.commands: list[list[str]] = []
-        self.envs: list[Mapping[str, str]] = []
-        monkeypatch.setattr(installers.subprocess, "run", self.run)
-
-    def run(
-        self, argv: list[str], env: Mapping[str, str] | None = None, **options: object
-    ) -> SimpleNamespace:
-        self.commands.append(argv)
-        self.envs.append(env or {})
-        code, text = next((self.answers[word] for word in self.answers if word in argv), (0, ""))
-        return SimpleNamespace(returncode=code, stdout="" if code else text, stderr=text)
-
-
 # -- uv --------------------------------------------------------------------------------------------
 
 
-def uv_of(monkeypatch: pytest.MonkeyPatch, **answers: tuple[int, str]) -> tuple[Uv, Runs]:
+def uv_of(monkeypatch: pytest.MonkeyPatch, **answers: tuple[int, str]) -> Uv:
+    """Return uv where commands are answered, with a status and a text, by a word of theirs."""
     answers.setdefault("-c", (0, DEFAULT + "\n"))
-    runs = Runs(monkeypatch, **answers)
-    return Uv(Path("bin/python"), Path("/")), runs
+
+    def run(argv: list[str], **options: object) -> SimpleNamespace:
+        code, text = next((answers[word] for word in answers if word in argv), (0, ""))
+        return SimpleNamespace(returncode=code, stdout="" if code else text, stderr=text)
+
+    monkeypatch.setattr(installers.subprocess, "run", run)
+    return Uv(Path("bin/python"), Path("/"))
 
 
 @pytest.mark.parametrize(
@@ -144,10 +132,10 @@ def test_why_uv_cannot_be_used_is_told(
 
 
 def test_uv_tells_what_does_not_exist_from_what_went_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    uv, _ = uv_of(monkeypatch, compile=(1, "error: No solution found"))
+    uv = uv_of(monkeypatch, compile=(1, "error: No solution found"))
     assert not uv.has("engine==9", source=False)
     assert uv.torch_of(["engine==9"]) == []
-    uv, _ = uv_of(monkeypatch, compile=(2, "error: Request failed\n  cause: no route\n"))
+    uv = uv_of(monkeypatch, compile=(2, "error: Request failed\n  cause: no route\n"))
     with pytest.raises(UvError, match=r"^uv failed: error: Request failed$"):
         uv.has("engine==1", source=False)
 
@@ -267,28 +255,16 @@ def test_another_pyproject_platform_or_a_lost_interpreter_makes_it_anew(
 # -- npu-sim ---------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def npu_env(env: Venv, monkeypatch: pytest.MonkeyPatch) -> Venv:
-    """A machine that has the compiler and the wheels; installing does nothing."""
-    monkeypatch.setattr(npu_sim_env, "VENV", env)
-    monkeypatch.setattr(npu_sim_env.shutil, "which", lambda name: f"/usr/bin/{name}")
-    env.installer = FakeInstaller()
-    monkeypatch.setattr(FakeInstaller, "has", lambda *_, **__: True)
-    return env
-
-
-@pytest.mark.parametrize(
-    "missing",
-    [
-        "torch-npu==2.13.0",
-        "vllm-ascend==0.23.0",
-    ],
-)
-def test_what_is_missing_is_named(
-    npu_env: Venv, monkeypatch: pytest.MonkeyPatch, missing: str
+@pytest.mark.parametrize("missing", ["gcc", npu_sim_env.TORCH_NPU, "vllm-ascend==0.23.0"])
+def test_what_the_simulated_npu_lacks_is_named(
+    env: Venv, monkeypatch: pytest.MonkeyPatch, missing: str
 ) -> None:
+    env.installer = FakeInstaller()
+    monkeypatch.setattr(npu_sim_env, "VENV", env)
+    monkeypatch.setattr(npu_sim_env.shutil, "which", lambda name: None if name == missing else name)
     monkeypatch.setattr(FakeInstaller, "has", lambda _, wanted, **__: wanted != missing)
-    with pytest.raises(UnavailableError, match=f"pip finds no {missing} for Python"):
+    words = "install gcc" if missing == "gcc" else f"pip finds no {missing} for Python"
+    with pytest.raises(UnavailableError, match=words):
         npu_sim_env.check_available()
 
 
