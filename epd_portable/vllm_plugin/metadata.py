@@ -8,6 +8,7 @@ the item's media as well (`ItemMetadata.has_media`). vLLM declares the fields of
 from __future__ import annotations
 
 from collections import OrderedDict
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from epd_portable.vllm_plugin import compat
@@ -59,6 +60,14 @@ class ItemMetadata:
             return True
         keys = set(feature.data.keys())
         return not keys or not keys <= self._fields(feature.modality)
+
+    def without_media(self, feature: Any) -> Any | None:
+        """Return a ``MultiModalFeatureSpec`` with metadata only; ``None`` if these are too few."""
+        wanted = self._fields(feature.modality)
+        if not wanted or not _position_fields(feature.data) <= wanted <= feature.data.keys():
+            return None
+        data = type(feature.data)({key: feature.data[key] for key in wanted})
+        return replace(feature, data=data)
 
     def _fields(self, modality: str) -> set[str]:
         return self._declared.get(modality, set())

@@ -1,0 +1,212 @@
+"""The engines behind the engine front: each has a client of its own, replaced when it starts again.
+
+An engine (`epd_portable.vllm_plugin.engine_core`) connects to the front's Unix socket and says its
+name. The front answers vLLM's handshake for it and makes vLLM's client, which lives as long as the
+connection: what it closes by is the death of either side.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import copy
+import itertools
+import logging
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import zmq
+import zmq.asyncio
+from vllm.v1.engine.core_client import AsyncMPClient
+from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.engine.utils import EngineHandshakeMetadata, EngineZmqAddresses
+from vllm.v1.executor import Executor
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.engine import EngineCoreOutputs
+
+logger = logging.getLogger(__name__)
+
+
+class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """One engine, as the launcher plans it.
+
+    Attributes:
+        role: ``encode``, ``prefill-decode`` or ``encode-prefill-decode``.
+        control: Address of its control channel; empty on encode.
+        max_queued_items: Jobs that an encode engine takes at a time.
+    """
+
+    name: str
+    role: str
+    control: str = ""
+    weight: float = 1.0
+    max_queued_items: int = 256
+
+
+class Engine:
+    """One engine of the plan, up or not.
+
+    Attributes:
+        index: Its label in vLLM's metrics.
+        client: vLLM's client of its present life; ``None`` while it is down.
+        load: Requests, or jobs, that it was given and that have not ended.
+    """
+
+    def __init__(self, settings: EngineSettings, index: int) -> None:
+        self.name = settings.name
+        self.weight = settings.weight
+        self.settings = settings
+        self.index = index
+        self.client: AsyncMPClient | None = None
+        self.work: dict[str, Any] = {}
+        self.pending_encode_s = 0.0
+
+    @property
+    def encodes_only(self) -> bool:
+        """Whether it answers no requests."""
+        return self.settings.role == "encode"
+
+    @property
+    def load(self) -> int:
+        """Requests, or jobs, that it was given and that have not ended."""
+        return len(self.work)
+
+    async def responds(self, timeout_s: float) -> bool:
+        """Return whether its loop takes calls."""
+        if self.client is None:
+            return False
+        with contextlib.suppress(TimeoutError, EngineDeadError):
+            await asyncio.wait_for(
+                self.client.call_utility_async("is_scheduler_paused"), timeout_s
+            )
+            return True
+        return False
+
+
+class Engines:
+    """Waits for engines, and follows each through its lives.
+
+    Args:
+        settings: Of each engine.
+        path: Unix socket to which engines connect; others are made beside it.
+        config: Of the front; the first prefill+decode engine completes it.
+        joined: Called when an engine is up.
+        outputs: Called with what an engine puts out.
+        gone: Called when an engine that was up is gone.
+    """
+
+    def __init__(
+        self,
+        settings: list[EngineSettings],
+        path: Path,
+        config: VllmConfig,
+        *,
+        outputs: Callable[[Engine, EngineCoreOutputs], Awaitable[None]],
+        gone: Callable[[Engine], Awaitable[None]],
+    ) -> None:
+        self.all = [Engine(each, index) for index, each in enumerate(settings)]
+        self._by_name = {each.name: each for each in self.all}
+        self._path = path
+        self._config = config
+        self._complete = False
+        self._outputs = outputs
+        self._gone = gone
+        self._lives = itertools.count()
+        self._context = zmq.asyncio.Context()
+        self.change = asyncio.Condition()
+
+    @property
+    def encoders(self) -> list[Engine]:
+        """Encode engines that are up."""
+        return [each for each in self.all if each.encodes_only and each.client]
+
+    @property
+    def answering(self) -> list[Engine]:
+        """Engines that are up and answer requests."""
+        return [each for each in self.all if not each.encodes_only and each.client]
+
+    async def listen(self) -> None:
+        """Take engines in from now on."""
+        self._path.unlink(missing_ok=True)
+        self._server = await asyncio.start_unix_server(self._life, self._path)
+
+    async def all_up(self) -> None:
+        """Return when every engine is up."""
+        async with self.change:
+            await self.change.wait_for(lambda: all(each.client for each in self.all))
+
+    def close(self) -> None:
+        """Let every engine end."""
+        self._server.close()
+        for each in self.all:
+            if each.client is not None:
+                each.client.shutdown()
+
+    async def _life(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        name = (await reader.readline()).decode().strip()
+        engine = self._by_name.get(name)
+        if engine is None:
+            logger.warning("an engine of the unknown name %r is sent away", name)
+            writer.close()
+            return
+        place = f"ipc://{self._path}-{name}-{next(self._lives)}"
+        gone = asyncio.create_task(reader.read())
+        meeting = asyncio.create_task(self._meet(engine, place, writer))
+        try:
+            await asyncio.wait({gone, meeting}, return_when=asyncio.FIRST_COMPLETED)
+            if meeting.done():
+                await self._serve(engine, meeting.result(), gone)
+        finally:
+            meeting.cancel()
+            gone.cancel()
+            writer.close()
+
+    async def _meet(self, engine: Engine, place: str, writer: Any) -> AsyncMPClient:
+        """Answer vLLM's handshake; return a client when the engine is ready."""
+        address = EngineZmqAddresses(inputs=[f"{place}-in"], outputs=[f"{place}-out"])
+        welcome = EngineHandshakeMetadata(addresses=address, parallel_config={})
+        with self._context.socket(zmq.ROUTER) as handshake:
+            handshake.bind(place)
+            writer.write(f"{place}\n".encode())
+            identity, _ = await handshake.recv_multipart()  # hello
+            await handshake.send_multipart([identity, msgspec.msgpack.encode(welcome)])
+            await handshake.recv_multipart()  # ready
+        config = self._config
+        if self._complete or engine.encodes_only:
+            # vLLM's client adds up what its engines say.
+            config = copy.copy(config)
+            config.cache_config = copy.copy(config.cache_config)
+        else:
+            self._complete = True
+        addresses = {"input_address": address.inputs[0], "output_address": address.outputs[0]}
+        return await asyncio.to_thread(
+            AsyncMPClient, config, Executor.get_class(config), True, addresses
+        )
+
+    async def _serve(
+        self, engine: Engine, client: AsyncMPClient, gone: asyncio.Task[bytes]
+    ) -> None:
+        engine.client = client
+        logger.info("engine %s is up", engine.name)
+        async with self.change:
+            self.change.notify_all()
+        pump = asyncio.create_task(self._pump(engine, client))
+        try:
+            await gone
+        finally:
+            pump.cancel()
+            client.shutdown()
+            if engine.client is client:
+                engine.client = None
+                logger.warning("engine %s is gone", engine.name)
+                await self._gone(engine)
+
+    async def _pump(self, engine: Engine, client: AsyncMPClient) -> None:
+        # What an engine says last is that it is dead: the connection tells that, too.
+        with contextlib.suppress(EngineDeadError):
+            while True:
+                await self._outputs(engine, await client.get_output_async())
