@@ -7,6 +7,7 @@ answers vLLM's handshake, and runs until the front is gone.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
@@ -68,10 +69,8 @@ def _connect(path: str) -> socket.socket:
 
 def _end_with(front: socket.socket) -> None:
     """End this process when the front does: no other knows its requests."""
-    try:
+    with contextlib.suppress(OSError):
         front.recv(1)
-    except OSError:
-        pass
     logger.info("the front is gone: this engine ends, too")
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(END_WITHIN_S)

@@ -35,15 +35,16 @@ class FrontSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         socket: Unix socket for engines.
-        elastic: See `SplitClient`.
-        can_encode: See `SplitClient`.
+        elastic: See `SplitClient`, as are those below.
     """
 
     engines: list[EngineSettings]
     socket: str
     secret_file: str
-    elastic: float = 4.0
+    elastic: float | None = 4.0
     can_encode: bool = True
+    wait_timeout_s: float = 30.0
+    item_outcomes: bool = False
 
 
 class Front(AsyncLLM):
@@ -86,10 +87,12 @@ async def serve(settings: FrontSettings, args: argparse.Namespace) -> None:
     client = SplitClient(
         config,
         settings.engines,
+        Path(settings.socket),
         secret=Secret.read(settings.secret_file),
-        path=Path(settings.socket),
         elastic=settings.elastic,
         can_encode=settings.can_encode,
+        wait_timeout_s=settings.wait_timeout_s,
+        item_outcomes=settings.item_outcomes,
     )
     await client.engines.listen()
     loop = asyncio.get_running_loop()

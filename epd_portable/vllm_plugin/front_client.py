@@ -11,14 +11,14 @@ import asyncio
 import copy
 import logging
 import time
-import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from http import HTTPStatus
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import anyio
 from vllm.config import VllmConfig
 from vllm.exceptions import GracefulHTTPError
 from vllm.multimodal.inputs import PlaceholderRange
@@ -27,11 +27,15 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreReques
 from vllm.v1.engine.core_client import AsyncMPClient
 
 from epd_portable.config.secret import Secret
-from epd_portable.delivery.elastic import EncodeTimes, count_local_first
+from epd_portable.delivery.assignment import Assignment, EncodeFailure, EncodeTries, assign_items
+from epd_portable.delivery.elastic import EncodeTimes
 from epd_portable.delivery.fallbacks import RetryBudget
-from epd_portable.delivery.ring import HashRing
-from epd_portable.vllm_plugin.front_engines import Engine, Engines
+from epd_portable.delivery.instances import Instance, WentDownError, while_up
+from epd_portable.delivery.transfers import new_transfer
+from epd_portable.vllm_plugin.front_engines import Engine, Engines, EngineSettings
 from epd_portable.vllm_plugin.metadata import ItemMetadata
+from epd_portable.vllm_plugin.params_bridge import FIELD
+from epd_portable.wire.outcomes import FailureKind
 from epd_portable.wire.params import (
     EncodeParams,
     EncodeTransfer,
@@ -42,120 +46,124 @@ from epd_portable.wire.params import (
 
 logger = logging.getLogger(__name__)
 
-MAX_ENCODERS = 2
 MAX_TRIES = 3
-FIELD = "ec_transfer_params"
 
 
 class UnavailableError(GracefulHTTPError):
     """No engine can serve a request at the moment: 503."""
 
     def __init__(self, message: str) -> None:
-        super().__init__(message, HTTPStatus.SERVICE_UNAVAILABLE)
+        super().__init__(f"{message}: try again in a few seconds", HTTPStatus.SERVICE_UNAVAILABLE)
 
 
 class FullError(GracefulHTTPError):
-    """Every encode engine has as much as it takes, and nobody else can encode: 429."""
+    """Encode engines have as many items as they take, and nobody else encodes: 429."""
 
-    def __init__(self, message: str) -> None:
+    def __init__(self) -> None:
+        message = "every encode engine has max_queued_items items: try again in a few seconds"
         super().__init__(message, HTTPStatus.TOO_MANY_REQUESTS)
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(frozen=True, slots=True)
 class Item:
-    """One item of a request on its way from an encode engine.
+    """One item of a request, as decisions see it; `feature` is vLLM's."""
 
-    Attributes:
-        job: Id of the encode request that brings it, ``""`` when that has been answered.
-        estimate_s: What its encoding is expected to take.
-    """
-
-    request: Request
     feature: Any
-    transfer_id: str
-    encoder: Engine
-    job: str = ""
-    estimate_s: float = 0.0
-    sent_at: float = 0.0
-    failed: set[str] = field(default_factory=set)
+
+    @property
+    def item_uuid(self) -> str:
+        """The engines' identifier, a digest of its content."""
+        return str(self.feature.identifier)
 
     @property
     def modality(self) -> Any:
-        """See `SizedItem`."""
+        """What it is to the model."""
         return self.feature.modality
 
     @property
     def pixels(self) -> int:
-        """See `SizedItem`: the engine's own measure of size."""
+        """Its size, in tokens: only compared."""
         return int(self.feature.mm_position.length)
 
 
 @dataclass(eq=False, slots=True)
 class Request:
-    """One request that is open.
+    """One open request.
 
     Attributes:
         core: As vLLM made it, with all media.
-        engine_id: Its id at `pd`: a new one with each try, because vLLM may handle an abort late.
-        here: Identifiers of items that must be encoded by `pd`.
+        here: Identifiers of items that whoever answers must encode.
+        sent: It is with an engine.
+        decided: It has begun, has ended, or must be sent again.
         begun: A part of the answer is out: no other engine can give the rest.
+        again: Why it must be sent again.
     """
 
     core: EngineCoreRequest
-    pd: Engine
-    engine_id: str
-    items: dict[str, Item] = field(default_factory=dict)
     here: set[str] = field(default_factory=set)
-    tries: int = 0
+    engine: Engine | None = None
+    sent: asyncio.Event = field(default_factory=asyncio.Event)
+    decided: asyncio.Event = field(default_factory=asyncio.Event)
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
     begun: bool = False
+    again: str = ""
+    task: asyncio.Task[None] | None = None
 
 
 class SplitClient(AsyncMPClient):
-    """See the module.
+    """See the module; its constructor connects to nothing.
 
     Args:
         config: Of the front.
-        engines: To be served by.
-        secret: Of the launcher's run.
+        engines: Who serves.
         path: Unix socket for engines.
-        fail: Ends a request with an error that it has not begun to answer.
-        elastic: Prefill+decode engines may encode when that ends sooner, if it takes the encoders
-            so many times longer; 0 for never.
-        can_encode: They hold the vision tower.
+        secret: Of the launcher's run.
+        elastic: An engine that answers may encode when the encoders would take so many times
+            longer; ``None`` for never.
+        can_encode: Engines that answer hold the vision tower.
+        wait_timeout_s: Longest wait for one item.
+        item_outcomes: Clients are told where each item came from.
+
+    Attributes:
+        fail: Ends a request that has not begun with an error.
     """
 
     def __init__(
         self,
         config: VllmConfig,
-        engines: list[Any],
+        engines: list[EngineSettings],
+        path: Path,
         *,
         secret: Secret,
-        path: Path,
-        elastic: float,
+        elastic: float | None,
         can_encode: bool,
+        wait_timeout_s: float,
+        item_outcomes: bool,
     ) -> None:
         self.vllm_config = config
         self.resources = SimpleNamespace(engine_dead=False)
         self.engines_running = False
         self.fail: Callable[[str, Exception], None] = lambda request_id, error: None
-        self.engines = Engines(
-            engines, path, config, outputs=self._take_outputs, gone=self._engine_gone
-        )
-        self.engine_ranks_managed = [each.index for each in self.engines.all]
+        self.engines = Engines(engines, path, config, outputs=self._take_outputs)
+        self.engine_ranks_managed = [each.index for each in self.engines.by_name.values()]
+        self._pool = self.engines.pool
         self._secret = secret
-        self._elastic = elastic if can_encode else 0.0
+        self._elastic = elastic if can_encode else None
         self._can_encode = can_encode
+        self._wait_timeout_s = wait_timeout_s
+        self._item_outcomes = item_outcomes
         self._metadata = ItemMetadata(config)
-        self._open: dict[str, Request] = {}
         self._outputs: asyncio.Queue[EngineCoreOutputs] = asyncio.Queue()
+        self._open: dict[str, Request] = {}
+        self._at_engines: dict[str, Request] = {}  # by the id of its present try
+        self._jobs: dict[str, asyncio.Future[FinishReason]] = {}
         self._times = EncodeTimes()
         self._retries = RetryBudget()
-        self._ring: HashRing[Engine] = HashRing(e for e in self.engines.all if e.encodes_only)
 
     # -- what vLLM's AsyncLLM calls ---------------------------------------------------------------
 
     def shutdown(self, timeout: float | None = None) -> None:
-        """Let go of every engine."""
+        """Let go of every engine; they end."""
         self.resources.engine_dead = True
         self.engines.close()
 
@@ -164,299 +172,284 @@ class SplitClient(AsyncMPClient):
         return await self._outputs.get()
 
     async def call_utility_async(self, method: str, *args: Any) -> Any:
-        """Call every engine, and return what the first that answers requests says."""
+        """Call every engine that is up; return what the first that answers requests says."""
         return (await self.call_utility_all_async(method, *args))[0]
 
     async def call_utility_all_async(self, method: str, *args: Any) -> list[Any]:
-        """Call every engine that is up; those that answer requests come first."""
-        engines = self.engines.answering
-        if not engines:
-            raise UnavailableError("no prefill+decode engine is up: try again in a few seconds")
-        clients = [each.client for each in [*engines, *self.engines.encoders]]
-        calls = [client.call_utility_async(method, *args) for client in clients if client]
-        return (await asyncio.gather(*calls))[: len(engines)]
+        """Call every engine that is up; return what those that answer requests say."""
+        engines = [each for each in self.engines.by_name.values() if each.client]
+        results = await asyncio.gather(
+            *(each.client.call_utility_async(method, *args) for each in engines if each.client)
+        )
+        pairs = zip(engines, results, strict=True)
+        if found := [result for engine, result in pairs if not engine.encodes_only]:
+            return found
+        raise UnavailableError("no engine that answers is up")
 
     async def add_request_async(self, request: EngineCoreRequest) -> None:
-        """Send a request to the engines that serve it.
+        """Have a request served; its outputs come as those of one engine.
 
         Raises:
-            GracefulHTTPError: There is none, or they have too much.
+            GracefulHTTPError: No engine can, or they have too much.
         """
-        known = self._open.get(request.request_id)
-        if known is not None and known.pd.client:  # a further part of a session
-            await known.pd.client.add_request_async(request)
+        one = self._open.get(request.request_id)
+        if one is not None:  # A further part of a session.
+            await one.sent.wait()
+            if one.engine is not None and one.engine.client is not None:
+                await one.engine.client.add_request_async(request)
             return
+        one = Request(request)
+        engine = self._choose_engine(one)
         self._retries.count_request()
-        opened = Request(request, self._choose_pd(()), request.request_id)
-        self._check_room(opened)
-        self._open[request.request_id] = opened
-        await self._send(opened)
+        self._open[request.request_id] = one
+        one.task = asyncio.create_task(self._serve(one, engine))
 
     async def abort_requests_async(self, request_ids: list[str]) -> None:
         """End requests, wherever they are."""
         for request_id in request_ids:
-            if (opened := self._open.pop(request_id, None)) is not None:
-                await self._withdraw(opened)
+            one = self._open.pop(request_id, None)
+            if one is not None and one.task is not None:
+                one.task.cancel()
 
     # -- requests ---------------------------------------------------------------------------------
 
-    def _choose_pd(self, tried: Iterable[Engine]) -> Engine:
-        usable = [each for each in self.engines.answering if each not in tried]
-        if not usable:
-            raise UnavailableError("no prefill+decode engine is up: try again in a few seconds")
-        return min(usable, key=lambda each: (each.load + 1) / each.weight)
+    def _choose_engine(self, one: Request) -> Engine:
+        """Return who is to answer; refuse what nobody has room for."""
+        chosen = self._pool.choose_least_loaded()
+        if chosen is None:
+            raise UnavailableError("no engine that answers is up")
+        if one.core.mm_features and not self._can_encode and not self._choose_encoder("", ()):
+            if self._pool.any_usable("encode"):
+                raise FullError
+            raise UnavailableError("no encode engine is up")
+        return self.engines.by_name[chosen.name]
 
-    def _check_room(self, opened: Request) -> None:
-        """Refuse what encode engines have no room for and nobody else can encode."""
-        if self._can_encode or not opened.core.mm_features:
+    def _choose_encoder(self, item_uuid: str, exclude: Collection[str]) -> Instance | None:
+        full = [each.name for each in self.engines.by_name.values() if each.is_full]
+        return self._pool.choose_encoder(item_uuid, [*exclude, *full])
+
+    async def _serve(self, one: Request, engine: Engine) -> None:
+        """Have a request answered, by one engine after another until one has begun."""
+        request_id = one.core.request_id
+        try:
+            for attempt in range(MAX_TRIES):
+                await self._try(one, engine, f"{request_id}-{attempt}" if attempt else request_id)
+                if not one.again:
+                    return
+                logger.warning("request %s is sent again: %s", request_id, one.again)
+                if not self._retries.spend():
+                    break
+                engine = engine if engine.client else self._choose_engine(one)
+            raise UnavailableError(one.again)
+        except GracefulHTTPError as error:
+            self.fail(request_id, error)
+        except Exception as error:
+            logger.exception("request %s failed", request_id)
+            self.fail(request_id, error)
+        finally:
+            self._open.pop(request_id, None)
+
+    async def _try(self, one: Request, engine: Engine, engine_id: str) -> None:
+        """Send a request to an engine and its items to encoders; return when that is over.
+
+        Each try has an id of its own: vLLM may handle the abort of an earlier one late.
+        """
+        client = engine.client
+        if client is None:
+            one.again = f"engine {engine.name} is down"
             return
-        if not self.engines.encoders:
-            raise UnavailableError("no encode engine is up: try again in a few seconds")
-        if not self._with_room(()):
-            raise FullError("every encode engine has max_queued_items items: try again later")
+        one.engine, one.again = engine, ""
+        one.decided.clear()
+        ways = self._assign(one, engine.instance)
+        transfers = {
+            each.item.item_uuid: new_transfer(each.item, engine.instance.control, self._secret)
+            for each in ways
+        }
+        self._at_engines[engine_id] = one
+        try:
+            with while_up(engine.instance.working()) as use:
+                async with anyio.create_task_group() as items:
+                    await client.add_request_async(self._for_engine(one, engine_id, transfers))
+                    one.sent.set()
+                    for each in ways:
+                        items.start_soon(self._deliver, one, each, transfers[each.item.item_uuid])
+                    if not ways:
+                        use.compute()
+                    await one.decided.wait()
+                    items.cancel_scope.cancel()
+                use.compute()
+                if not one.again:
+                    await one.ended.wait()
+        except WentDownError as error:
+            if one.begun:
+                self._put_end(one, engine)
+            else:
+                one.again = f"engine {engine.name} {error}"
+        finally:
+            del self._at_engines[engine_id]
+            if not one.ended.is_set() and engine.client is client:
+                await client.abort_requests_async([engine_id])
 
-    def _with_room(self, failed: Iterable[str]) -> list[Engine]:
-        return [
-            each
-            for each in self.engines.encoders
-            if each.name not in failed and each.load < each.settings.max_queued_items
-        ]
+    def _assign(self, one: Request, pd: Instance) -> list[Assignment[Item]]:
+        """Return the items that encoders bring; whoever answers encodes the others."""
+        core = one.core
+        if core.sampling_params is None or core.resumable:
+            return []
+        features = {each.identifier: each for each in core.mm_features or ()}
+        ways = assign_items(
+            [Item(each) for each in features.values()],
+            pd,
+            lambda item, exclude: self._choose_encoder(item.item_uuid, exclude),
+            self._times,
+            left_here=one.here,
+            elastic_threshold=self._elastic,
+        )
+        return [each for each in ways if each.by == "encoder"]
 
-    def _choose_encoder(self, identifier: str, failed: Iterable[str]) -> Engine | None:
-        usable = self._with_room(failed)
-        if not usable:
-            return None
-        load, weight = sum(each.load for each in usable), sum(each.weight for each in usable)
-        others = [each for each in self._ring.members if each not in usable]
-        return self._ring.choose(identifier, load, weight, others)
-
-    async def _send(self, opened: Request) -> None:
-        """Send a request to its engine, and its items to encoders."""
-        core, pd = opened.core, opened.pd
-        assert pd.client is not None
-        opened.tries += 1
-        pd.work[opened.engine_id] = opened
-        sent = copy.copy(core)
-        sent.request_id = opened.engine_id
-        if core.sampling_params is not None:
-            opened.items = self._distribute(opened)
-            sent.mm_features, expected = self._for_pd(opened)
-            sent.sampling_params = copy.copy(core.sampling_params)
-            extra = {k: v for k, v in (sent.sampling_params.extra_args or {}).items() if k != FIELD}
-            if expected:
-                extra[FIELD] = to_params(PrefillParams(transfers=tuple(expected)))
-            sent.sampling_params.extra_args = extra or None
-        await pd.client.add_request_async(sent)
-        for item in list(opened.items.values()):
-            await self._encode(item)
-
-    def _distribute(self, opened: Request) -> dict[str, Item]:
-        """Choose an encoder for each distinct item, but for those that its engine encodes."""
-        if opened.core.resumable:
-            return {}
-        features = {each.identifier: each for each in opened.core.mm_features or ()}
-        items = []
-        for identifier, feature in features.items():
-            encoder = None
-            if identifier not in opened.here and feature.data is not None:
-                encoder = self._choose_encoder(identifier, ())
-            if encoder is not None:
-                item = Item(opened, feature, uuid.uuid4().hex, encoder)
-                item.estimate_s = self._times.of(item)
-                items.append(item)
-        if self._elastic and len(items) == len(features):
-            here = SimpleNamespace(
-                pending_encode_s=0.0, computes_for=len(opened.pd.work) - 1
-            )
-            count, _ = count_local_first(
-                [each.estimate_s for each in items],
-                [each.encoder for each in items],
-                here,
-                threshold=self._elastic,
-            )
-            items = items[count:]
-        return {each.feature.identifier: each for each in items}
-
-    def _for_pd(self, opened: Request) -> tuple[list[Any] | None, list[ExpectedTransfer]]:
-        """Return the items as the engine that answers gets them, and what it is to expect."""
-        features, expected = [], {}
-        for feature in opened.core.mm_features or ():
-            item = opened.items.get(feature.identifier)
-            bare = self._metadata.without_media(feature) if item is not None else None
-            features.append(bare or feature)
-            if item is not None:
+    def _for_engine(
+        self, one: Request, engine_id: str, transfers: dict[str, EncodeTransfer]
+    ) -> EngineCoreRequest:
+        """Return a request as the engine that answers gets it: without what encoders get."""
+        sent = copy.copy(one.core)
+        sent.request_id = engine_id
+        if sent.sampling_params is None:
+            return sent
+        expected = {}
+        features = []
+        for feature in one.core.mm_features or ():
+            bare = None
+            if (transfer := transfers.get(feature.identifier)) is not None:
+                bare = self._metadata.without_media(feature)
                 expected[feature.identifier] = ExpectedTransfer(
-                    transfer_id=item.transfer_id,
-                    item_uuid=feature.identifier,
-                    encoder=item.encoder.name,
-                    modality=feature.modality,
+                    transfer_id=transfer.transfer_id,
+                    item_uuid=transfer.item_uuid,
+                    modality=transfer.modality,
                     media=bare is None,
                 )
-        return features or None, list(expected.values())
-
-    async def _withdraw(self, opened: Request) -> None:
-        """Take a request from its engine, and its items from encoders."""
-        for item in opened.items.values():
-            await self._cancel(item)
-        opened.items = {}
-        if opened.pd.work.pop(opened.engine_id, None) and opened.pd.client:
-            await opened.pd.client.abort_requests_async([opened.engine_id])
-
-    async def _again(self, opened: Request, reason: str) -> None:
-        """Send a request that has not begun once more, to another engine where its own is gone."""
-        await self._withdraw(opened)
-        logger.warning("request %s is sent again: %s", opened.core.request_id, reason)
-        try:
-            if opened.tries >= MAX_TRIES or not self._retries.spend():
-                raise UnavailableError(f"{reason}: try again in a few seconds")
-            if not opened.pd.client:
-                opened.pd = self._choose_pd(())
-            opened.engine_id = f"{opened.core.request_id}-try{opened.tries + 1}"
-            await self._send(opened)
-        except GracefulHTTPError as error:
-            self._open.pop(opened.core.request_id, None)
-            self.fail(opened.core.request_id, error)
+            features.append(bare or feature)
+        sent.mm_features = features or None
+        sent.sampling_params = copy.copy(sent.sampling_params)
+        # What a client wrote there is dropped.
+        extra = {**(sent.sampling_params.extra_args or {})}
+        extra.pop(FIELD, None)
+        if expected:
+            extra[FIELD] = to_params(PrefillParams(transfers=tuple(expected.values())))
+        sent.sampling_params.extra_args = extra or None
+        return sent
 
     # -- items ------------------------------------------------------------------------------------
 
-    async def _encode(self, item: Item) -> None:
-        """Send an item to its encoder."""
-        feature, core, encoder = item.feature, item.request.core, item.encoder
-        transfer = EncodeTransfer(
-            transfer_id=item.transfer_id,
-            item_uuid=feature.identifier,
-            consumer=item.request.pd.settings.control,
-            modality=feature.modality,
-            proof=self._secret.sign_transfer(
-                item.transfer_id, feature.identifier, item.request.pd.settings.control
-            ),
+    async def _deliver(self, one: Request, way: Assignment[Item], transfer: EncodeTransfer) -> None:
+        """Have an item encoded, by one encoder after another; cancelled when the answer begins.
+
+        An encoder that goes down after its job may not have written the item yet.
+        """
+        item, encoder = way.item, way.encoder
+        tries = EncodeTries(
+            lambda exclude: self._choose_encoder(item.item_uuid, exclude),
+            self._retries,
+            deadline_s=time.monotonic() + self._wait_timeout_s,
         )
-        place = feature.mm_position
-        item.job = f"{item.transfer_id}-{len(item.failed)}"
-        item.sent_at = time.monotonic()
-        job = EngineCoreRequest(
-            request_id=item.job,
-            prompt_token_ids=core.prompt_token_ids[place.offset : place.offset + place.length],
-            mm_features=[
-                replace(feature, mm_position=PlaceholderRange(0, place.length, place.is_embed))
-            ],
-            sampling_params=SamplingParams(
-                max_tokens=1,
-                temperature=0,
-                extra_args={FIELD: to_params(EncodeParams(transfers=(transfer,)))},
-            ),
-            pooling_params=None,
-            arrival_time=core.arrival_time,
-            lora_request=core.lora_request,
-            cache_salt=None,
-            data_parallel_rank=None,
-            priority=core.priority,
-            trace_headers=core.trace_headers,
-        )
-        encoder.work[item.job] = item
-        encoder.pending_encode_s += item.estimate_s
-        assert encoder.client is not None
-        await encoder.client.add_request_async(job)
+        while encoder is not None:
+            job = f"{transfer.transfer_id}-{encoder.name}"
+            try:
+                with while_up(encoder.working(item.item_uuid)):
+                    with encoder.encoding(self._times.of(item)):
+                        failure = await self._encode(one, item, transfer, encoder, job)
+                    if failure is None:
+                        await asyncio.Event().wait()
+            except WentDownError as error:
+                failure = EncodeFailure(kind=FailureKind.LOST, reason=str(error))
+            assert failure is not None
+            logger.warning("transfer %s: encoder %s: %s", job, encoder.name, failure.reason)
+            pause_s = tries.note_failure(encoder.name, failure, time.monotonic())
+            await asyncio.sleep(pause_s)
+            encoder = tries.next_encoder()
+        one.again = tries.describe()
+        if self._can_encode:
+            one.here.add(item.item_uuid)
+        one.decided.set()
 
-    def _end_job(self, item: Item) -> bool:
-        """Note that an item's job is over; return whether it was under way."""
-        job, item.job = item.job, ""
-        if item.encoder.work.pop(job, None) is None:
-            return False
-        left = item.encoder.pending_encode_s - item.estimate_s
-        item.encoder.pending_encode_s = left if item.encoder.work else 0.0
-        return True
+    async def _encode(
+        self, one: Request, item: Item, transfer: EncodeTransfer, encoder: Instance, job: str
+    ) -> EncodeFailure | None:
+        """Have one item encoded by one encoder; return why it was not."""
+        client = self.engines.by_name[encoder.name].client
+        assert client is not None, "an instance that is up has a client"
+        begun = time.monotonic()
+        answer = self._jobs[job] = asyncio.get_running_loop().create_future()
+        try:
+            await client.add_request_async(_job(one.core, item.feature, transfer, job))
+            reason = await answer
+        finally:
+            del self._jobs[job]
+            if not answer.done() or answer.cancelled():
+                with anyio.CancelScope(shield=True):
+                    await client.abort_requests_async([job])
+        if reason in (FinishReason.ERROR, FinishReason.ABORT):
+            return EncodeFailure(kind=FailureKind.ERROR, reason=f"ended the job with {reason}")
+        self._times.observe(item, time.monotonic() - begun)
+        return None
 
-    async def _cancel(self, item: Item) -> None:
-        job = item.job
-        if self._end_job(item) and item.encoder.client:
-            await item.encoder.client.abort_requests_async([job])
+    # -- outputs ----------------------------------------------------------------------------------
 
-    async def _lost(self, item: Item, reason: str) -> None:
-        """Have an item encoded by another encoder, or else by the engine that waits for it."""
-        opened, identifier = item.request, item.feature.identifier
-        await self._cancel(item)
-        logger.warning("transfer %s: encoder %s %s", item.transfer_id, item.encoder.name, reason)
-        item.failed.add(item.encoder.name)
-        another = None
-        if len(item.failed) < MAX_ENCODERS and self._retries.spend():
-            another = self._choose_encoder(identifier, item.failed)
-        if another is not None:
-            item.encoder = another
-            await self._encode(item)
-        elif self._can_encode:
-            opened.here.add(identifier)
-            await self._again(opened, f"encoder {item.encoder.name} {reason}")
-        else:
-            await self._withdraw(opened)
-            self._open.pop(opened.core.request_id, None)
-            self.fail(
-                opened.core.request_id,
-                UnavailableError("no encode engine can encode an item: try again later"),
-            )
-
-    # -- engines ----------------------------------------------------------------------------------
-
-    async def _take_outputs(self, engine: Engine, outputs: EngineCoreOutputs) -> None:
+    def _take_outputs(self, engine: Engine, outputs: EngineCoreOutputs) -> None:
         outputs.engine_index = engine.index
         if engine.encodes_only:
-            await self._encoded(engine, outputs)
+            for output in outputs.outputs:
+                answer = self._jobs.get(output.request_id)
+                if output.finish_reason is not None and answer and not answer.done():
+                    answer.set_result(output.finish_reason)
+            outputs.outputs = []
         else:
-            await self._answered(engine, outputs)
+            outputs.outputs = [each for each in outputs.outputs if self._take_output(each)]
         self._outputs.put_nowait(outputs)
 
-    async def _encoded(self, engine: Engine, outputs: EngineCoreOutputs) -> None:
-        ended, outputs.outputs = outputs.outputs, []
-        for output in ended:
-            item = engine.work.get(output.request_id) if output.finished else None
-            if item is None:
-                continue
-            self._end_job(item)
-            if output.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
-                await self._lost(item, "could not encode it")
-            else:
-                self._times.observe(item, time.monotonic() - item.sent_at)
+    def _take_output(self, output: EngineCoreOutput) -> bool:
+        """Return whether an output is a part of an answer."""
+        one = self._at_engines.get(output.request_id)
+        if one is None or one.again:
+            return False  # It was given up, or is sent again.
+        if output.finish_reason is FinishReason.ERROR and not one.begun:
+            one.again = "the engine could not compute it"
+            if self._can_encode:
+                one.here.update(each.identifier for each in one.core.mm_features or ())
+            one.decided.set()
+            return False
+        if output.new_token_ids or output.finished:
+            one.begun = True
+            one.decided.set()
+        if output.finished:
+            one.ended.set()
+        output.request_id = one.core.request_id
+        if not self._item_outcomes:
+            output.ec_transfer_params = None
+        return True
 
-    async def _answered(self, engine: Engine, outputs: EngineCoreOutputs) -> None:
-        kept: list[EngineCoreOutput] = []
-        for output in outputs.outputs:
-            opened = engine.work.get(output.request_id)
-            if opened is None:
-                continue  # It was aborted, or sent again.
-            if output.finish_reason is FinishReason.ERROR and not opened.begun:
-                opened.here.update(opened.items if self._can_encode else ())
-                await self._again(opened, f"engine {engine.name} could not compute it")
-                continue
-            if not opened.begun and (output.new_token_ids or output.finished):
-                opened.begun = True
-                for item in opened.items.values():
-                    await self._cancel(item)
-            output.request_id = opened.core.request_id
-            if output.finished:
-                del engine.work[opened.engine_id]
-                self._open.pop(opened.core.request_id, None)
-            kept.append(output)
-        outputs.outputs = kept
+    def _put_end(self, one: Request, engine: Engine) -> None:
+        """End an answer that has begun and whose engine is gone, as vLLM ends broken ones."""
+        end = EngineCoreOutput(one.core.request_id, [], finish_reason=FinishReason.ERROR)
+        self._outputs.put_nowait(EngineCoreOutputs(engine_index=engine.index, outputs=[end]))
 
-    async def _engine_gone(self, engine: Engine) -> None:
-        """Serve elsewhere what an engine had and has not begun; end the rest."""
-        had = list(engine.work.values())
-        engine.work.clear()
-        engine.pending_encode_s = 0.0
-        if engine.encodes_only:
-            for opened in list(self._open.values()):
-                for item in list(opened.items.values()):
-                    if item.encoder is engine and not opened.begun:
-                        await self._lost(item, "is gone")
-            return
-        begun = [each for each in had if each.begun]
-        for opened in begun:
-            self._open.pop(opened.core.request_id, None)
-        ends = [
-            EngineCoreOutput(each.core.request_id, [], finish_reason=FinishReason.ERROR)
-            for each in begun
-        ]
-        self._outputs.put_nowait(EngineCoreOutputs(engine_index=engine.index, outputs=ends))
-        for opened in had:
-            if not opened.begun:
-                await self._again(opened, f"engine {engine.name} is gone")
+
+def _job(
+    core: EngineCoreRequest, feature: Any, transfer: EncodeTransfer, job: str
+) -> EngineCoreRequest:
+    """Return the request that has one item encoded and brought to its consumer."""
+    place = feature.mm_position
+    assert core.prompt_token_ids is not None
+    alone = replace(feature, mm_position=PlaceholderRange(0, place.length, place.is_embed))
+    params = to_params(EncodeParams(transfers=(transfer,)))
+    return EngineCoreRequest(
+        request_id=job,
+        prompt_token_ids=core.prompt_token_ids[place.offset : place.offset + place.length],
+        mm_features=[alone],
+        sampling_params=SamplingParams(max_tokens=1, temperature=0, extra_args={FIELD: params}),
+        pooling_params=None,
+        arrival_time=core.arrival_time,
+        lora_request=core.lora_request,
+        cache_salt=None,
+        data_parallel_rank=None,
+        priority=core.priority,
+        trace_headers=core.trace_headers,
+    )

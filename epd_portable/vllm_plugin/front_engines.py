@@ -12,7 +12,7 @@ import contextlib
 import copy
 import itertools
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,9 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.utils import EngineHandshakeMetadata, EngineZmqAddresses
 from vllm.v1.executor import Executor
 
+from epd_portable.config.roles import Role
+from epd_portable.delivery.instances import EndpointPool, Instance
+
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.engine import EngineCoreOutputs
@@ -32,18 +35,18 @@ logger = logging.getLogger(__name__)
 
 
 class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """One engine, as the launcher plans it.
+    """One engine, as the launcher plans it; an `InstanceSpec`.
 
     Attributes:
-        role: ``encode``, ``prefill-decode`` or ``encode-prefill-decode``.
-        control: Address of its control channel; empty on encode.
         max_queued_items: Jobs that an encode engine takes at a time.
     """
 
     name: str
-    role: str
+    role: Role
+    url: str = ""
     control: str = ""
     weight: float = 1.0
+    labels: dict[str, str] = {}
     max_queued_items: int = 256
 
 
@@ -51,38 +54,39 @@ class Engine:
     """One engine of the plan, up or not.
 
     Attributes:
+        instance: Its state and what is counted of it.
         index: Its label in vLLM's metrics.
         client: vLLM's client of its present life; ``None`` while it is down.
-        load: Requests, or jobs, that it was given and that have not ended.
     """
 
-    def __init__(self, settings: EngineSettings, index: int) -> None:
-        self.name = settings.name
-        self.weight = settings.weight
+    def __init__(self, settings: EngineSettings, instance: Instance, index: int) -> None:
         self.settings = settings
+        self.instance = instance
         self.index = index
         self.client: AsyncMPClient | None = None
-        self.work: dict[str, Any] = {}
-        self.pending_encode_s = 0.0
+
+    @property
+    def name(self) -> str:
+        """Of its instance."""
+        return self.instance.name
 
     @property
     def encodes_only(self) -> bool:
         """Whether it answers no requests."""
-        return self.settings.role == "encode"
+        return self.instance.duty == "encode"
 
     @property
-    def load(self) -> int:
-        """Requests, or jobs, that it was given and that have not ended."""
-        return len(self.work)
+    def is_full(self) -> bool:
+        """Whether it has as many jobs as it takes."""
+        return self.encodes_only and self.instance.load >= self.settings.max_queued_items
 
     async def responds(self, timeout_s: float) -> bool:
         """Return whether its loop takes calls."""
         if self.client is None:
             return False
         with contextlib.suppress(TimeoutError, EngineDeadError):
-            await asyncio.wait_for(
-                self.client.call_utility_async("is_scheduler_paused"), timeout_s
-            )
+            call = self.client.call_utility_async("is_scheduler_paused")
+            await asyncio.wait_for(call, timeout_s)
             return True
         return False
 
@@ -94,9 +98,10 @@ class Engines:
         settings: Of each engine.
         path: Unix socket to which engines connect; others are made beside it.
         config: Of the front; the first prefill+decode engine completes it.
-        joined: Called when an engine is up.
-        outputs: Called with what an engine puts out.
-        gone: Called when an engine that was up is gone.
+        outputs: Takes what an engine puts out.
+
+    Attributes:
+        pool: The engines as instances, to choose from.
     """
 
     def __init__(
@@ -104,30 +109,19 @@ class Engines:
         settings: list[EngineSettings],
         path: Path,
         config: VllmConfig,
-        *,
-        outputs: Callable[[Engine, EngineCoreOutputs], Awaitable[None]],
-        gone: Callable[[Engine], Awaitable[None]],
+        outputs: Callable[[Engine, EngineCoreOutputs], None],
     ) -> None:
-        self.all = [Engine(each, index) for index, each in enumerate(settings)]
-        self._by_name = {each.name: each for each in self.all}
+        self.pool = EndpointPool()
+        self.by_name = {
+            each.name: Engine(each, self.pool.add(each), index)
+            for index, each in enumerate(settings)
+        }
         self._path = path
         self._config = config
         self._complete = False
         self._outputs = outputs
-        self._gone = gone
         self._lives = itertools.count()
         self._context = zmq.asyncio.Context()
-        self.change = asyncio.Condition()
-
-    @property
-    def encoders(self) -> list[Engine]:
-        """Encode engines that are up."""
-        return [each for each in self.all if each.encodes_only and each.client]
-
-    @property
-    def answering(self) -> list[Engine]:
-        """Engines that are up and answer requests."""
-        return [each for each in self.all if not each.encodes_only and each.client]
 
     async def listen(self) -> None:
         """Take engines in from now on."""
@@ -136,19 +130,19 @@ class Engines:
 
     async def all_up(self) -> None:
         """Return when every engine is up."""
-        async with self.change:
-            await self.change.wait_for(lambda: all(each.client for each in self.all))
+        for each in self.pool.all:
+            await each.wait_up()
 
     def close(self) -> None:
         """Let every engine end."""
         self._server.close()
-        for each in self.all:
+        for each in self.by_name.values():
             if each.client is not None:
                 each.client.shutdown()
 
     async def _life(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         name = (await reader.readline()).decode().strip()
-        engine = self._by_name.get(name)
+        engine = self.by_name.get(name)
         if engine is None:
             logger.warning("an engine of the unknown name %r is sent away", name)
             writer.close()
@@ -191,9 +185,7 @@ class Engines:
         self, engine: Engine, client: AsyncMPClient, gone: asyncio.Task[bytes]
     ) -> None:
         engine.client = client
-        logger.info("engine %s is up", engine.name)
-        async with self.change:
-            self.change.notify_all()
+        engine.instance.seen_well()
         pump = asyncio.create_task(self._pump(engine, client))
         try:
             await gone
@@ -202,11 +194,10 @@ class Engines:
             client.shutdown()
             if engine.client is client:
                 engine.client = None
-                logger.warning("engine %s is gone", engine.name)
-                await self._gone(engine)
+                engine.instance.seen_gone("its process has ended")
 
     async def _pump(self, engine: Engine, client: AsyncMPClient) -> None:
         # What an engine says last is that it is dead: the connection tells that, too.
         with contextlib.suppress(EngineDeadError):
             while True:
-                await self._outputs(engine, await client.get_output_async())
+                self._outputs(engine, await client.get_output_async())
