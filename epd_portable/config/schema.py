@@ -81,6 +81,8 @@ class Topology(Section):
 
     Attributes:
         model: Hugging Face id, folder, or ``demo`` for the bundled model.
+        front: What takes requests: vLLM's own server over the engines of this machine (``engine``),
+            the ``router``, or ``auto``: the former where it serves what is asked for.
         secret_file: File with the secret of the deployment; without one the launcher makes a secret
             for the run, and no instance can join.
         served_model_name: Name that clients use; by default the id, or the folder's last part.
@@ -89,6 +91,7 @@ class Topology(Section):
     """
 
     model: Annotated[str, Field(min_length=1)]
+    front: Literal["auto", "engine", "router"] = "router"
     served_model_name: Annotated[str, Field(min_length=1)] | None = None
     secret_file: Annotated[str, Field(min_length=1)] | None = None
     instances: Instances = Instances()

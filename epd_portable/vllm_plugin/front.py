@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import sys
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -25,26 +24,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core_client import EngineCoreClient
 
-from epd_portable.config.secret import Secret
-from epd_portable.vllm_plugin.front_client import SplitClient
-from epd_portable.vllm_plugin.front_engines import EngineSettings
-
-
-class FrontSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What the launcher says beyond vLLM's own arguments.
-
-    Attributes:
-        socket: Unix socket for engines.
-        elastic: See `SplitClient`, as are those below.
-    """
-
-    engines: list[EngineSettings]
-    socket: str
-    secret_file: str
-    elastic: float | None = 4.0
-    can_encode: bool = True
-    wait_timeout_s: float = 30.0
-    item_outcomes: bool = False
+from epd_portable.vllm_plugin.front_client import FrontSettings, SplitClient
 
 
 class Front(AsyncLLM):
@@ -84,23 +64,14 @@ async def serve(settings: FrontSettings, args: argparse.Namespace) -> None:
     # mirrors no engine's.
     arguments._api_process_count = 2
     config = arguments.create_engine_config(UsageContext.OPENAI_API_SERVER)
-    client = SplitClient(
-        config,
-        settings.engines,
-        Path(settings.socket),
-        secret=Secret.read(settings.secret_file),
-        elastic=settings.elastic,
-        can_encode=settings.can_encode,
-        wait_timeout_s=settings.wait_timeout_s,
-        item_outcomes=settings.item_outcomes,
-    )
+    client = SplitClient(config, settings)
     await client.engines.listen()
     loop = asyncio.get_running_loop()
 
     def when_up(*_: Any, renderer: Any = None, **__: Any) -> SplitClient:
         if renderer is not None:
             renderer.start_mm_warmup_in_background()
-        asyncio.run_coroutine_threadsafe(client.engines.all_up(), loop).result()
+        asyncio.run_coroutine_threadsafe(client.engines.one_up(), loop).result()
         return client
 
     EngineCoreClient.make_async_mp_client = staticmethod(when_up)

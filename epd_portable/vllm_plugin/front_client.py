@@ -19,6 +19,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import anyio
+import msgspec
 from vllm.config import VllmConfig
 from vllm.exceptions import GracefulHTTPError
 from vllm.multimodal.inputs import PlaceholderRange
@@ -47,6 +48,28 @@ from epd_portable.wire.params import (
 logger = logging.getLogger(__name__)
 
 MAX_TRIES = 3
+ELASTIC_THRESHOLD = 4.0
+_DRAIN_STEP_S = 0.05
+
+
+class FrontSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """What the launcher says beyond vLLM's own arguments; most of it is the key of that name.
+
+    Attributes:
+        socket: Unix socket for engines.
+        can_encode: Engines that answer hold the vision tower.
+    """
+
+    engines: list[EngineSettings]
+    socket: str
+    secret_file: str
+    elastic_encode: bool = True
+    can_encode: bool = True
+    wait_timeout_s: float = 30.0
+    item_outcomes: bool = False
+    access_log: str | None = None
+    max_body_bytes: int = 64 << 20
+    max_bodies_bytes: int = 1 << 30
 
 
 class UnavailableError(GracefulHTTPError):
@@ -115,55 +138,47 @@ class SplitClient(AsyncMPClient):
 
     Args:
         config: Of the front.
-        engines: Who serves.
-        path: Unix socket for engines.
-        secret: Of the launcher's run.
-        elastic: An engine that answers may encode when the encoders would take so many times
-            longer; ``None`` for never.
-        can_encode: Engines that answer hold the vision tower.
-        wait_timeout_s: Longest wait for one item.
-        item_outcomes: Clients are told where each item came from.
+        settings: What the launcher says.
 
     Attributes:
         fail: Ends a request that has not begun with an error.
     """
 
-    def __init__(
-        self,
-        config: VllmConfig,
-        engines: list[EngineSettings],
-        path: Path,
-        *,
-        secret: Secret,
-        elastic: float | None,
-        can_encode: bool,
-        wait_timeout_s: float,
-        item_outcomes: bool,
-    ) -> None:
+    def __init__(self, config: VllmConfig, settings: FrontSettings) -> None:
         self.vllm_config = config
+        self.settings = settings
+        self.secret = Secret.read(settings.secret_file)
         self.resources = SimpleNamespace(engine_dead=False)
         self.engines_running = False
         self.fail: Callable[[str, Exception], None] = lambda request_id, error: None
-        self.engines = Engines(engines, path, config, outputs=self._take_outputs)
+        path = Path(settings.socket)
+        self.engines = Engines(settings.engines, path, config, outputs=self._take_outputs)
         self.engine_ranks_managed = [each.index for each in self.engines.by_name.values()]
         self._pool = self.engines.pool
-        self._secret = secret
-        self._elastic = elastic if can_encode else None
-        self._can_encode = can_encode
-        self._wait_timeout_s = wait_timeout_s
-        self._item_outcomes = item_outcomes
+        self._can_encode = settings.can_encode
         self._metadata = ItemMetadata(config)
         self._outputs: asyncio.Queue[EngineCoreOutputs] = asyncio.Queue()
         self._open: dict[str, Request] = {}
         self._at_engines: dict[str, Request] = {}  # by the id of its present try
         self._jobs: dict[str, asyncio.Future[FinishReason]] = {}
+        self._is_draining = False
         self._times = EncodeTimes()
         self._retries = RetryBudget()
 
     # -- what vLLM's AsyncLLM calls ---------------------------------------------------------------
 
     def shutdown(self, timeout: float | None = None) -> None:
-        """Let go of every engine; they end."""
+        """Let open requests end, and then every engine; from another thread than the loop's.
+
+        Args:
+            timeout: Longest time for the requests.
+        """
+        self._is_draining = True
+        end = time.monotonic() + (timeout or 0.0)
+        while (self._open or not self._outputs.empty()) and time.monotonic() < end:
+            time.sleep(_DRAIN_STEP_S)
+        if timeout:
+            time.sleep(_DRAIN_STEP_S)  # Until vLLM has passed the last of them on.
         self.resources.engine_dead = True
         self.engines.close()
 
@@ -215,6 +230,8 @@ class SplitClient(AsyncMPClient):
 
     def _choose_engine(self, one: Request) -> Engine:
         """Return who is to answer; refuse what nobody has room for."""
+        if self._is_draining:
+            raise UnavailableError("this server is being stopped")
         chosen = self._pool.choose_least_loaded()
         if chosen is None:
             raise UnavailableError("no engine that answers is up")
@@ -262,7 +279,7 @@ class SplitClient(AsyncMPClient):
         one.decided.clear()
         ways = self._assign(one, engine.instance)
         transfers = {
-            each.item.item_uuid: new_transfer(each.item, engine.instance.control, self._secret)
+            each.item.item_uuid: new_transfer(each.item, engine.instance.control, self.secret)
             for each in ways
         }
         self._at_engines[engine_id] = one
@@ -302,7 +319,7 @@ class SplitClient(AsyncMPClient):
             lambda item, exclude: self._choose_encoder(item.item_uuid, exclude),
             self._times,
             left_here=one.here,
-            elastic_threshold=self._elastic,
+            elastic_threshold=ELASTIC_THRESHOLD if self.settings.elastic_encode else None,
         )
         return [each for each in ways if each.by == "encoder"]
 
@@ -348,7 +365,7 @@ class SplitClient(AsyncMPClient):
         tries = EncodeTries(
             lambda exclude: self._choose_encoder(item.item_uuid, exclude),
             self._retries,
-            deadline_s=time.monotonic() + self._wait_timeout_s,
+            deadline_s=time.monotonic() + self.settings.wait_timeout_s,
         )
         while encoder is not None:
             job = f"{transfer.transfer_id}-{encoder.name}"
@@ -422,7 +439,7 @@ class SplitClient(AsyncMPClient):
         if output.finished:
             one.ended.set()
         output.request_id = one.core.request_id
-        if not self._item_outcomes:
+        if not self.settings.item_outcomes:
             output.ec_transfer_params = None
         return True
 

@@ -120,34 +120,45 @@ class Engines:
         self._config = config
         self._complete = False
         self._outputs = outputs
-        self._lives = itertools.count()
+        self._numbers = itertools.count()
+        self._lives: set[asyncio.Task[None]] = set()
         self._context = zmq.asyncio.Context()
 
     async def listen(self) -> None:
         """Take engines in from now on."""
+        self._loop = asyncio.get_running_loop()
         self._path.unlink(missing_ok=True)
         self._server = await asyncio.start_unix_server(self._life, self._path)
 
-    async def all_up(self) -> None:
-        """Return when every engine is up."""
-        for each in self.pool.all:
-            await each.wait_up()
+    async def one_up(self) -> None:
+        """Return when an engine is up that answers requests."""
+        waits = [asyncio.create_task(each.wait_up()) for each in self.pool.of_duty("answer")]
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        for each in waits:
+            each.cancel()
 
     def close(self) -> None:
-        """Let every engine end."""
+        """Let every engine end; from any thread, once."""
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._close)
+
+    def _close(self) -> None:
         self._server.close()
-        for each in self.by_name.values():
-            if each.client is not None:
-                each.client.shutdown()
+        for each in self._lives:
+            each.cancel()
 
     async def _life(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._lives.add(task)
+        task.add_done_callback(self._lives.discard)
         name = (await reader.readline()).decode().strip()
         engine = self.by_name.get(name)
         if engine is None:
             logger.warning("an engine of the unknown name %r is sent away", name)
             writer.close()
             return
-        place = f"ipc://{self._path}-{name}-{next(self._lives)}"
+        place = f"ipc://{self._path}-{name}-{next(self._numbers)}"
         gone = asyncio.create_task(reader.read())
         meeting = asyncio.create_task(self._meet(engine, place, writer))
         try:

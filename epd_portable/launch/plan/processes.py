@@ -118,6 +118,7 @@ class Plan:
         hardware: What a hardware profile says of it.
         kv: What brings KV from prefill to decode instances.
         store: Where encoder outputs are kept; empty for nowhere.
+        front: Who takes requests, and why.
     """
 
     run_id: str
@@ -130,6 +131,7 @@ class Plan:
     hardware: HardwareFit | None = None
     kv: KVConnector | None = None
     store: str = ""
+    front: str = "router"
 
     def as_json(self) -> dict[str, Any]:
         """Return the plan as plain JSON values."""

@@ -100,10 +100,15 @@ class Child:
     def is_well(self, *, timeout_s: float) -> bool:
         """Return whether a process that was ready still answers ``GET /health`` as it should.
 
-        An instance answers 200. A router that has no instance to use answers 503, and is well.
+        An instance answers 200. A router that has no instance to use answers 503, and is well. For
+        an engine its front answers, and 503 if the engine does not respond to it.
         """
         status, _ = self._health(timeout_s)
-        return status is not None if self.spec.role == "router" else status == HTTPStatus.OK
+        if self.spec.role == "router":
+            return status is not None
+        if urlsplit(self.spec.url).path:
+            return status != HTTPStatus.SERVICE_UNAVAILABLE
+        return status == HTTPStatus.OK
 
     def problems(self, *, timeout_s: float, secret: Secret) -> list[str]:
         """Return what went wrong when a router warmed its instances up."""

@@ -1,0 +1,182 @@
+"""What the engine front has around vLLM's application: bounds, instances, access lines.
+
+``--middleware epd_portable.vllm_plugin.front_http.FrontMiddleware``, the last, so outermost. All
+that vLLM's server has by itself is left to it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from prometheus_client import REGISTRY
+from prometheus_client.metrics_core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from epd_portable.config.secret import SignatureCheck
+from epd_portable.delivery.instances import EndpointPool, Instance
+from epd_portable.delivery.replies import error_reply
+from epd_portable.errors import RequestError
+from epd_portable.vllm_plugin.front_client import SplitClient
+
+_CONTROL = "/epd/instances"
+_RESPONDS_WITHIN_S = 30.0
+
+
+class FrontMiddleware:
+    """Answers what is about the engines, bounds request bodies, and notes each request's end."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+        self._client: SplitClient | None = None
+        self._held_bytes = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one connection's request (ASGI)."""
+        if self._client is None and hasattr(scope["app"].state, "engine_client"):
+            self._open(scope["app"].state.engine_client.engine_core)
+        if scope["type"] != "http" or self._client is None:
+            await self._app(scope, receive, send)
+        elif scope["path"] == "/health" or scope["path"].startswith(_CONTROL):
+            await (await self._answer(scope))(scope, receive, send)
+        else:
+            await self._pass_on(scope, receive, send)
+
+    def _open(self, client: SplitClient) -> None:
+        self._client = client
+        self._settings = client.settings
+        self._signatures = SignatureCheck(client.secret)
+        REGISTRY.register(_InstanceCollector(client.engines.pool))
+        log = self._settings.access_log
+        if log is not None:
+            self._log = sys.stderr if log == "stderr" else Path(log).open("a", buffering=1)
+
+    # -- about engines ----------------------------------------------------------------------------
+
+    async def _answer(self, scope: Scope) -> Response:
+        assert self._client is not None
+        method, path = scope["method"], scope["path"]
+        name, _, verb = path.removeprefix(_CONTROL).strip("/").partition("/")
+        pool = self._client.engines.pool
+        instance = pool.get(name)
+        if path == "/health":
+            signed = any(key == b"authorization" for key, _ in scope["headers"])
+            return self._health(pool, signed=signed and self._is_signed(scope))
+        if (method, verb) == ("GET", "health") and instance is not None:
+            # The launcher asks; an engine has no server of its own.
+            well = await self._client.engines.by_name[name].responds(_RESPONDS_WITHIN_S)
+            return Response(status_code=200 if well else 503)
+        if not self._is_signed(scope):
+            reply = error_reply(
+                RequestError("signed requests only", status=401, code="unauthorized")
+            )
+            return Response(reply.body, reply.status, dict(reply.headers))
+        if (method, name) == ("GET", ""):
+            return JSONResponse(
+                {"router": str(os.getpid()), "instances": [_about(each) for each in pool.all]}
+            )
+        if instance is not None and method == "POST" and verb in ("drain", "resume"):
+            instance.drain() if verb == "drain" else instance.resume()
+            return JSONResponse(_about(instance))
+        return Response(status_code=404)
+
+    def _health(self, pool: EndpointPool, *, signed: bool) -> Response:
+        """200 if a request can be answered; the instances are for holders of the secret."""
+        ready = pool.any_usable("answer")
+        body: dict[str, Any] = {"status": "ok" if ready else "unavailable"}
+        if signed:
+            body["instances"] = {each.name: _about(each) for each in pool.all}
+        return JSONResponse(body, 200 if ready else 503)
+
+    def _is_signed(self, scope: Scope) -> bool:
+        given = dict(scope["headers"]).get(b"authorization", b"").decode("latin-1")
+        target = scope["raw_path"].decode("latin-1")
+        try:
+            self._signatures.check(given, scope["method"], target)
+        except RequestError:
+            return False
+        return True
+
+    # -- requests of clients ----------------------------------------------------------------------
+
+    async def _pass_on(self, scope: Scope, receive: Receive, send: Send) -> None:
+        begun, status, seen = time.monotonic(), 0, 0
+
+        async def bounded() -> Message:
+            nonlocal seen
+            message = await receive()
+            size = len(message.get("body", b""))
+            seen += size
+            self._held_bytes += size
+            if seen > self._settings.max_body_bytes:
+                raise HTTPException(413, _limit("max_body_bytes", self._settings.max_body_bytes))
+            if self._held_bytes > self._settings.max_bodies_bytes:
+                limit = _limit("max_bodies_bytes", self._settings.max_bodies_bytes)
+                raise HTTPException(503, limit)
+            return message
+
+        async def noted(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            await self._app(scope, bounded, noted)
+        finally:
+            self._held_bytes -= seen
+            if self._settings.access_log is not None:
+                self._note(scope, status, time.monotonic() - begun)
+
+    def _note(self, scope: Scope, status: int, duration_s: float) -> None:
+        headers = dict(scope["headers"])
+        line = {
+            "time": time.time(),
+            "request_id": headers.get(b"x-request-id", b"").decode("latin-1"),
+            "method": scope["method"],
+            "path": scope["path"],
+            "status": status,
+            "duration_s": round(duration_s, 4),
+        }
+        print(json.dumps(line), file=self._log)
+
+
+class _InstanceCollector(Collector):
+    """Reads the state of the engines when metrics are read."""
+
+    def __init__(self, pool: EndpointPool) -> None:
+        self._pool = pool
+
+    def collect(self) -> Iterable[Metric]:
+        labels = ("instance", "role")
+        up = GaugeMetricFamily("epd_front_instance_up", "1 if it is up.", labels=labels)
+        load = GaugeMetricFamily(
+            "epd_front_instance_in_flight", "Requests or jobs in flight.", labels=labels
+        )
+        for each in self._pool.all:
+            up.add_metric((each.name, each.role), float(each.healthy))
+            load.add_metric((each.name, each.role), float(each.load))
+        return (up, load)
+
+
+def _about(instance: Instance) -> dict[str, Any]:
+    return {
+        "name": instance.name,
+        "role": instance.role,
+        "state": instance.state,
+        "idle": instance.idle,
+        "in_flight": instance.load,
+        "reason": instance.reason,
+    }
+
+
+def _limit(key: str, limit: int) -> str:
+    return f"this body is beyond router.{key} of {limit}: send less, or raise it"
