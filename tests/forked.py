@@ -78,6 +78,8 @@ _FRESH = ("epd_portable", "tests", "platforms", "runners")
 """Ours: they read their variables when they are imported, and are imported in no time."""
 _FORKED = (
     "epd_portable.router",
+    "epd_portable.vllm_plugin.engine_core",
+    "epd_portable.vllm_plugin.front",
     "vllm.entrypoints.openai.api_server",
     "vllm.model_executor.models.registry",
 )

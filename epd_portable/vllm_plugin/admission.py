@@ -61,10 +61,12 @@ class _Message(msgspec.Struct):
 
 
 class Outline(msgspec.Struct):
-    """What is read of a body: messages of chat, or the input of responses."""
+    """What is read of a body: messages of chat or the input of responses, settings of media."""
 
     messages: list[_Message] = []
     input: list[_Message] | str = []
+    mm_processor_kwargs: msgspec.Raw = msgspec.Raw()
+    media_io_kwargs: msgspec.Raw = msgspec.Raw()
 
     def parts(self) -> Iterator[_Part]:
         """Yield each content part that is an object."""
@@ -116,7 +118,7 @@ class AdmissionMiddleware(Collector):
             if isinstance(answer, Response):
                 await answer(scope, receive, send)
             else:
-                await self._app(scope, _replay(answer, receive), send)
+                await self._app(scope, replay(answer, receive), send)
         except ClientDisconnect:
             logger.debug("a client left before its request was complete")
         finally:
@@ -232,7 +234,7 @@ def _is_question(scope: Scope) -> bool:
     return asked == ("http", "GET", LOAD_PATH)
 
 
-def _replay(body: bytes, receive: Receive) -> Receive:
+def replay(body: bytes, receive: Receive) -> Receive:
     """Return a ``receive`` that begins with the body."""
     unread: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 

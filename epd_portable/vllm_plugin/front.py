@@ -65,6 +65,9 @@ async def serve(settings: FrontSettings, args: argparse.Namespace) -> None:
     arguments._api_process_count = 2
     config = arguments.create_engine_config(UsageContext.OPENAI_API_SERVER)
     client = SplitClient(config, settings)
+    if (media := config.model_config.multimodal_config) is not None:
+        # Engines take items without their media, by name: clients must not name those of others.
+        media.enable_mm_embeds = media.allow_missing_mm_embeddings = False
     await client.engines.listen()
     loop = asyncio.get_running_loop()
 

@@ -70,6 +70,7 @@ class FrontSettings(msgspec.Struct, frozen=True, kw_only=True):
     access_log: str | None = None
     max_body_bytes: int = 64 << 20
     max_bodies_bytes: int = 1 << 30
+    max_media_items: int = 64
 
 
 class UnavailableError(GracefulHTTPError):
@@ -304,7 +305,7 @@ class SplitClient(AsyncMPClient):
                 one.again = f"engine {engine.name} {error}"
         finally:
             del self._at_engines[engine_id]
-            if not one.ended.is_set() and engine.client is client:
+            if client is not None and client is engine.client and not one.ended.is_set():
                 await client.abort_requests_async([engine_id])
 
     def _assign(self, one: Request, pd: Instance) -> list[Assignment[Item]]:
@@ -382,6 +383,8 @@ class SplitClient(AsyncMPClient):
             pause_s = tries.note_failure(encoder.name, failure, time.monotonic())
             await asyncio.sleep(pause_s)
             encoder = tries.next_encoder()
+        if one.begun:
+            return  # It was there before.
         one.again = tries.describe()
         if self._can_encode:
             one.here.add(item.item_uuid)

@@ -7,17 +7,19 @@ that vLLM's server has by itself is left to it.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import sys
 import time
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from prometheus_client import REGISTRY
 from prometheus_client.metrics_core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
-from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -25,10 +27,22 @@ from epd_portable.config.secret import SignatureCheck
 from epd_portable.delivery.instances import EndpointPool, Instance
 from epd_portable.delivery.replies import error_reply
 from epd_portable.errors import RequestError
+from epd_portable.media.limits import MediaLimits, check_settings
+from epd_portable.vllm_plugin.admission import count_items, outline_of, replay
 from epd_portable.vllm_plugin.front_client import SplitClient
+from epd_portable.vllm_plugin.instance_token import instance_of
+
+logger = logging.getLogger(__name__)
 
 _CONTROL = "/epd/instances"
 _RESPONDS_WITHIN_S = 30.0
+
+
+@dataclass(slots=True)
+class _Visit:
+    """A request that is there, and the bytes of its body so far."""
+
+    nbytes: int = 0
 
 
 class FrontMiddleware:
@@ -38,11 +52,13 @@ class FrontMiddleware:
         self._app = app
         self._client: SplitClient | None = None
         self._held_bytes = 0
+        self._log: TextIO | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one connection's request (ASGI)."""
         if self._client is None and hasattr(scope["app"].state, "engine_client"):
-            self._open(scope["app"].state.engine_client.engine_core)
+            client = scope["app"].state.engine_client.engine_core
+            self._open(client, instance_of(scope).media_limits)
         if scope["type"] != "http" or self._client is None:
             await self._app(scope, receive, send)
         elif scope["path"] == "/health" or scope["path"].startswith(_CONTROL):
@@ -50,14 +66,17 @@ class FrontMiddleware:
         else:
             await self._pass_on(scope, receive, send)
 
-    def _open(self, client: SplitClient) -> None:
+    def _open(self, client: SplitClient, limits: MediaLimits) -> None:
         self._client = client
+        self._limits = limits
         self._settings = client.settings
         self._signatures = SignatureCheck(client.secret)
         REGISTRY.register(_InstanceCollector(client.engines.pool))
         log = self._settings.access_log
-        if log is not None:
-            self._log = sys.stderr if log == "stderr" else Path(log).open("a", buffering=1)
+        if log == "stderr":
+            self._log = sys.stderr
+        elif log is not None:
+            self._log = Path(log).open("a", buffering=1)  # noqa: SIM115 - as long as the process
 
     # -- about engines ----------------------------------------------------------------------------
 
@@ -75,10 +94,8 @@ class FrontMiddleware:
             well = await self._client.engines.by_name[name].responds(_RESPONDS_WITHIN_S)
             return Response(status_code=200 if well else 503)
         if not self._is_signed(scope):
-            reply = error_reply(
-                RequestError("signed requests only", status=401, code="unauthorized")
-            )
-            return Response(reply.body, reply.status, dict(reply.headers))
+            error = RequestError("signed requests only", status=401, code="unauthorized")
+            return _refusal(error, path)
         if (method, name) == ("GET", ""):
             return JSONResponse(
                 {"router": str(os.getpid()), "instances": [_about(each) for each in pool.all]}
@@ -108,20 +125,7 @@ class FrontMiddleware:
     # -- requests of clients ----------------------------------------------------------------------
 
     async def _pass_on(self, scope: Scope, receive: Receive, send: Send) -> None:
-        begun, status, seen = time.monotonic(), 0, 0
-
-        async def bounded() -> Message:
-            nonlocal seen
-            message = await receive()
-            size = len(message.get("body", b""))
-            seen += size
-            self._held_bytes += size
-            if seen > self._settings.max_body_bytes:
-                raise HTTPException(413, _limit("max_body_bytes", self._settings.max_body_bytes))
-            if self._held_bytes > self._settings.max_bodies_bytes:
-                limit = _limit("max_bodies_bytes", self._settings.max_bodies_bytes)
-                raise HTTPException(503, limit)
-            return message
+        begun, status, visit = time.monotonic(), 0, _Visit()
 
         async def noted(message: Message) -> None:
             nonlocal status
@@ -130,11 +134,50 @@ class FrontMiddleware:
             await send(message)
 
         try:
-            await self._app(scope, bounded, noted)
+            if scope["method"] == "POST":
+                body = await self._read(Request(scope, receive), visit)
+                self._check(body)
+                receive = replay(body, receive)
+            await self._app(scope, receive, noted)
+        except RequestError as error:
+            await _refusal(error, scope["path"])(scope, receive, noted)
+        except ClientDisconnect:
+            logger.debug("a client left before its request was complete")
         finally:
-            self._held_bytes -= seen
-            if self._settings.access_log is not None:
+            self._held_bytes -= visit.nbytes
+            if self._log is not None:
                 self._note(scope, status, time.monotonic() - begun)
+
+    async def _read(self, request: Request, visit: _Visit) -> bytes:
+        """Return a request's body.
+
+        Raises:
+            RequestError: It is too large, or all together are.
+        """
+        settings, pieces = self._settings, []
+        async for piece in request.stream():
+            visit.nbytes += len(piece)
+            self._held_bytes += len(piece)
+            if visit.nbytes > settings.max_body_bytes:
+                raise _beyond("max_body_bytes", settings.max_body_bytes, 413, "request_too_large")
+            if self._held_bytes > settings.max_bodies_bytes:
+                raise _beyond("max_bodies_bytes", settings.max_bodies_bytes, 503, "busy")
+            pieces.append(piece)
+        return b"".join(pieces)
+
+    def _check(self, body: bytes) -> None:
+        """Refuse more media than allowed, and settings that enlarge them; nothing is decoded."""
+        outline = outline_of(body)
+        most = self._settings.max_media_items
+        if (count := count_items(outline)) > most:
+            raise RequestError(
+                f"this request has {count} images, videos and audio clips: at most {most} are "
+                "allowed; send fewer, or raise router.max_media_items",
+                status=400,
+                code="too_many_items",
+            )
+        for name in ("mm_processor_kwargs", "media_io_kwargs"):
+            check_settings(self._limits, name, getattr(outline, name))
 
     def _note(self, scope: Scope, status: int, duration_s: float) -> None:
         headers = dict(scope["headers"])
@@ -178,5 +221,11 @@ def _about(instance: Instance) -> dict[str, Any]:
     }
 
 
-def _limit(key: str, limit: int) -> str:
-    return f"this body is beyond router.{key} of {limit}: send less, or raise it"
+def _refusal(error: RequestError, path: str) -> Response:
+    reply = error_reply(error, path)
+    return Response(reply.body, reply.status, dict(reply.headers))
+
+
+def _beyond(key: str, limit: int, status: int, code: str) -> RequestError:
+    message = f"the body is beyond router.{key} of {limit}: send less, or raise it"
+    return RequestError(message, status=status, code=code)

@@ -30,7 +30,7 @@ _KEPT = frozenset(
 )
 """Keys of ``router`` that the engine front keeps; any other that is set asks for the router."""
 _SERVERS_OWN = ("--middleware", "--host", "--port", "--served-model-name")
-_NO_DOMAIN = json.dumps(["none.invalid"])
+_NO_DOMAIN = "none.invalid"
 """vLLM fetches media from everywhere unless it is told domains."""
 
 
@@ -167,4 +167,5 @@ def _settings(
         "access_log": router.access_log,
         "max_body_bytes": router.max_body_bytes,
         "max_bodies_bytes": router.max_bodies_bytes,
+        "max_media_items": router.max_media_items,
     }

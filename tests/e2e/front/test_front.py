@@ -1,0 +1,157 @@
+"""The engine front before real engines: answers, and each process killed under load."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from tests.e2e.asking import ask, body, picture, post, text
+from tests.e2e.conftest import Split, Start
+from tests.e2e.engines import RESTART_S, wait_until
+
+pytestmark = [pytest.mark.e2e, pytest.mark.needs_vllm, pytest.mark.timeout(900)]
+
+ASK = text("Describe the picture.")
+
+
+@pytest.fixture(scope="module")
+def front(start: Start) -> Split:
+    return start(["front=engine", "engine_args.dtype=float32"])
+
+
+def process(front: Split, name: str) -> psutil.Process:
+    """Return a process of the launcher, by its name in the plan."""
+    for child in psutil.Process(front.pid).children():
+        if child.environ().get("EPD_INSTANCE") == name:
+            return child
+    raise AssertionError(f"{name} does not run")
+
+
+@contextmanager
+def killed(front: Split, name: str) -> Iterator[None]:
+    """Kill a process, and wait at the end until the launcher's new one is up."""
+    old = process(front, name)
+    old.send_signal(signal.SIGKILL)
+    old.wait(10)
+    yield
+    wait_until(lambda: is_up(front, name), f"{name} is back", within_s=RESTART_S)
+
+
+def is_up(front: Split, name: str) -> bool:
+    path = "/health" if name == "front" else f"/epd/instances/{name}/health"
+    try:
+        return httpx.get(front.url + path, timeout=5, trust_env=False).status_code == 200
+    except httpx.HTTPError:
+        return False
+
+
+@contextmanager
+def load(front: Split, seeds: range) -> Iterator[list[Future[httpx.Response]]]:
+    """Ask of a picture for each seed, six at a time."""
+    with ThreadPoolExecutor(6) as pool:
+        yield [pool.submit(post, front.url, body([picture(seed), ASK])) for seed in seeds]
+
+
+def in_flight(front: Split) -> float:
+    page = httpx.get(f"{front.url}/metrics", trust_env=False).text
+    lines = [line for line in page.splitlines() if line.startswith("epd_front_instance_in_flight{")]
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
+
+
+@pytest.mark.parametrize("count", [0, 1, 2])
+def test_it_answers_as_one_process_does(front: Split, reference_url: str, count: int) -> None:
+    content = [*(picture(10 * count + seed) for seed in range(count)), ASK]
+    ours, theirs = ask(front.url, content), ask(reference_url, content)
+    assert ours.tokens == theirs.tokens
+    assert ours.logprobs == pytest.approx(theirs.logprobs, abs=1e-4)
+    assert ours.sources == ["transfer"] * count
+
+
+def test_a_picture_that_comes_again_is_processed_and_encoded_once(front: Split) -> None:
+    first, again = (ask(front.url, [picture(20), ASK]) for _ in range(2))
+    assert again.tokens == first.tokens
+    assert again.sources == ["encoder_cache"]
+    page = httpx.get(f"{front.url}/metrics", trust_env=False).text
+    hits = [line for line in page.splitlines() if line.startswith("vllm:mm_cache_hits_total{")]
+    assert sum(float(line.rsplit(" ", 1)[1]) for line in hits) >= 1
+
+
+def test_an_item_that_a_client_names_is_not_another_ones(front: Split) -> None:
+    named_alike = [{**picture(seed), "uuid": "mine"} for seed in (21, 22)]
+    ours = [ask(front.url, [each, ASK]) for each in named_alike]
+    plain = [ask(front.url, [picture(seed), ASK]) for seed in (21, 22)]
+    assert [each.tokens for each in ours] == [each.tokens for each in plain]
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"type": "image_url", "image_url": None, "uuid": "mine"},
+        {"type": "image_embeds", "image_embeds": {"image_grid_thw": [1, 8, 8]}, "uuid": "mine"},
+        {"type": "image_url", "image_url": {"url": "http://127.0.0.1:1/a.png"}},
+    ],
+)
+def test_items_without_their_media_are_refused(front: Split, part: dict[str, Any]) -> None:
+    assert post(front.url, body([part, ASK])).status_code == 400
+
+
+def test_bodies_and_pictures_beyond_the_limits_are_refused(front: Split) -> None:
+    large = post(front.url, body("x" * (65 << 20)))
+    many = post(front.url, body([picture(1, 28)] * 65 + [ASK]))
+    assert (large.status_code, many.status_code) == (413, 400)
+    assert ask(front.url, [picture(1), ASK]).tokens
+
+
+def test_requests_that_clients_give_up_leave_nothing(front: Split) -> None:
+    with httpx.Client(trust_env=False) as client:
+        for seed, timeout_s in enumerate((0.01, 0.03, 0.06, 0.1, 0.2)):
+            request = body([picture(60 + seed), ASK], max_tokens=500, ignore_eos=True)
+            with pytest.raises(httpx.ReadTimeout):
+                client.post(f"{front.url}/v1/chat/completions", json=request, timeout=timeout_s)
+    wait_until(lambda: in_flight(front) == 0, "nothing is in flight")
+
+
+def test_encode_engines_may_be_killed_under_load(front: Split) -> None:
+    expected = {seed: ask(front.url, [picture(seed), ASK]).tokens for seed in range(100, 108)}
+    for times in range(3):
+        seeds = range(100, 108) if not times else range(100 + 20 * times, 108 + 20 * times)
+        with load(front, seeds) as answers, killed(front, "encode-0"):
+            replies = [each.result() for each in answers]
+        assert [reply.status_code for reply in replies] == [200] * len(replies)
+        for seed, reply in zip(seeds, replies, strict=True):
+            words = reply.json()["choices"][0]["logprobs"]["content"]
+            tokens = tuple(word["token"] for word in words)
+            assert tokens == expected.get(seed, tokens)
+    assert ask(front.url, [picture(200), ASK]).sources == ["transfer"]
+
+
+def test_a_killed_engine_ends_what_has_begun_and_refuses_the_rest(front: Split) -> None:
+    url = f"{front.url}/v1/chat/completions"
+    request = body([picture(30), ASK], stream=True, max_tokens=2000, ignore_eos=True)
+    with httpx.stream("POST", url, json=request, timeout=60, trust_env=False) as stream:
+        lines = stream.iter_lines()
+        next(lines)
+        with killed(front, "prefill_decode-0"):
+            rest = [line for line in lines if line]
+            refused = post(front.url, body([picture(31), ASK]))
+    assert any('"error"' in line for line in rest[-2:])
+    assert refused.status_code == 503
+    assert ask(front.url, [picture(31), ASK]).tokens
+
+
+def test_a_killed_front_comes_back_with_new_engines(front: Split) -> None:
+    before = ask(front.url, [picture(40), ASK])
+    engines = [process(front, name) for name in ("encode-0", "prefill_decode-0")]
+    with killed(front, "front"):
+        psutil.wait_procs(engines, timeout=60)
+        assert not any(each.is_running() for each in engines)
+    for name in ("encode-0", "prefill_decode-0"):
+        wait_until(lambda name=name: is_up(front, name), f"{name} is back", within_s=RESTART_S)
+    assert ask(front.url, [picture(40), ASK]).tokens == before.tokens
