@@ -215,7 +215,7 @@ class SplitClient(AsyncMPClient):
                 await one.engine.client.add_request_async(request)
             return
         one = Request(request)
-        engine = self._choose_engine(one)
+        engine = self._choose_engine(one, None)
         self._retries.count_request()
         self._open[request.request_id] = one
         one.task = asyncio.create_task(self._serve(one, engine))
@@ -229,8 +229,8 @@ class SplitClient(AsyncMPClient):
 
     # -- requests ---------------------------------------------------------------------------------
 
-    def _choose_engine(self, one: Request) -> Engine:
-        """Return who is to answer; refuse what nobody has room for."""
+    def _choose_engine(self, one: Request, before: Engine | None) -> Engine:
+        """Return who is to answer: whoever was, if it is up; refuse what nobody has room for."""
         if self._is_draining:
             raise UnavailableError("this server is being stopped")
         chosen = self._pool.choose_least_loaded()
@@ -240,7 +240,7 @@ class SplitClient(AsyncMPClient):
             if self._pool.any_usable("encode"):
                 raise FullError
             raise UnavailableError("no encode engine is up")
-        return self.engines.by_name[chosen.name]
+        return before if before and before.client else self.engines.by_name[chosen.name]
 
     def _choose_encoder(self, item_uuid: str, exclude: Collection[str]) -> Instance | None:
         full = [each.name for each in self.engines.by_name.values() if each.is_full]
@@ -257,7 +257,7 @@ class SplitClient(AsyncMPClient):
                 logger.warning("request %s is sent again: %s", request_id, one.again)
                 if not self._retries.spend():
                     break
-                engine = engine if engine.client else self._choose_engine(one)
+                engine = self._choose_engine(one, engine)
             raise UnavailableError(one.again)
         except GracefulHTTPError as error:
             self.fail(request_id, error)
@@ -305,7 +305,7 @@ class SplitClient(AsyncMPClient):
                 one.again = f"engine {engine.name} {error}"
         finally:
             del self._at_engines[engine_id]
-            if client is not None and client is engine.client and not one.ended.is_set():
+            if client is engine.client and not one.ended.is_set():
                 await client.abort_requests_async([engine_id])
 
     def _assign(self, one: Request, pd: Instance) -> list[Assignment[Item]]:
@@ -313,9 +313,11 @@ class SplitClient(AsyncMPClient):
         core = one.core
         if core.sampling_params is None or core.resumable:
             return []
-        features = {each.identifier: each for each in core.mm_features or ()}
+        items: dict[str, Item] = {}
+        for feature in core.mm_features or ():
+            items.setdefault(feature.identifier, Item(feature))
         ways = assign_items(
-            [Item(each) for each in features.values()],
+            [*items.values()],
             pd,
             lambda item, exclude: self._choose_encoder(item.item_uuid, exclude),
             self._times,

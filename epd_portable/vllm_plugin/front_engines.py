@@ -63,7 +63,7 @@ class Engine:
         self.settings = settings
         self.instance = instance
         self.index = index
-        self.client: AsyncMPClient | None = None
+        self.client: Any = None
 
     @property
     def name(self) -> str:
@@ -122,11 +122,11 @@ class Engines:
         self._outputs = outputs
         self._numbers = itertools.count()
         self._lives: set[asyncio.Task[None]] = set()
-        self._context = zmq.asyncio.Context()
 
     async def listen(self) -> None:
         """Take engines in from now on."""
         self._loop = asyncio.get_running_loop()
+        self._context = zmq.asyncio.Context()
         self._path.unlink(missing_ok=True)
         self._server = await asyncio.start_unix_server(self._life, self._path)
 

@@ -1,0 +1,368 @@
+"""The engine front's client over engines that the tests play: who gets what, and what is tried."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+import torch
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.exceptions import GracefulHTTPError
+from vllm.multimodal.inputs import (
+    MultiModalBatchedField,
+    MultiModalFeatureSpec,
+    MultiModalFieldElem,
+    MultiModalKwargsItem,
+    PlaceholderRange,
+)
+from vllm.sampling_params import SamplingParams
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
+
+from epd_portable.config.secret import Secret, make_secret_file
+from epd_portable.vllm_plugin.front_client import FrontSettings, SplitClient
+from epd_portable.vllm_plugin.front_engines import EngineSettings
+
+pytestmark = pytest.mark.needs_vllm
+
+MODEL = Path(__file__).parents[3] / "epd_portable" / "demo" / "model"
+CONTROL = {"pd-0": "tcp://127.0.0.1:1", "pd-1": "tcp://127.0.0.1:2"}
+ENDED, FAILED = FinishReason.STOP, FinishReason.ERROR
+
+
+@pytest.fixture(scope="module")
+def config() -> Any:
+    return AsyncEngineArgs(model=str(MODEL), enforce_eager=True).create_engine_config()
+
+
+class Played:
+    """An engine: keeps what it is sent."""
+
+    def __init__(self) -> None:
+        self.requests: dict[str, EngineCoreRequest] = {}
+        self.aborted: list[str] = []
+
+    async def add_request_async(self, request: EngineCoreRequest) -> None:
+        self.requests[request.request_id] = request
+
+    async def abort_requests_async(self, request_ids: list[str]) -> None:
+        self.aborted += request_ids
+
+    @property
+    def last(self) -> EngineCoreRequest:
+        return [*self.requests.values()][-1]
+
+    @property
+    def params(self) -> Any:
+        return (self.last.sampling_params.extra_args or {}).get("ec_transfer_params")
+
+
+class Front:
+    """A `SplitClient` over played engines."""
+
+    def __init__(self, config: Any, folder: Path, *names: str, **settings: Any) -> None:
+        secret = folder / "secret"
+        if not secret.exists():
+            make_secret_file(str(secret))
+        engines = [
+            EngineSettings(
+                name=name,
+                role="encode" if name.startswith("e") else "prefill-decode",
+                control=CONTROL.get(name, ""),
+                max_queued_items=2,
+            )
+            for name in names
+        ]
+        self.client = SplitClient(
+            config,
+            FrontSettings(
+                engines=engines,
+                socket=str(folder / "front"),
+                secret_file=str(secret),
+                elastic_encode=False,
+                **settings,
+            ),
+        )
+        self.secret = Secret.read(str(secret))
+        self.failed: dict[str, Exception] = {}
+        self.client.fail = self.failed.__setitem__
+        self.engines: dict[str, Played] = {}
+        for name in names:
+            self.comes(name)
+
+    def comes(self, name: str) -> None:
+        engine = self.client.engines.by_name[name]
+        self.engines[name] = engine.client = Played()
+        engine.instance.seen_well()
+
+    def goes(self, name: str) -> None:
+        engine = self.client.engines.by_name[name]
+        engine.client = None
+        engine.instance.seen_gone("its process has ended")
+
+    async def ask(self, *pictures: str, name: str = "r", **extra: Any) -> None:
+        await self.client.add_request_async(request(name, pictures, **extra))
+        await settle()
+
+    async def says(
+        self, engine: str, request_id: str, *tokens: int, end: FinishReason | None = None
+    ) -> None:
+        output = EngineCoreOutput(request_id, [*tokens], finish_reason=end)
+        outputs = EngineCoreOutputs(outputs=[output])
+        self.client._take_outputs(self.client.engines.by_name[engine], outputs)
+        await settle()
+
+    async def answers(self) -> list[tuple[str, list[int], FinishReason | None]]:
+        found = []
+        while not self.client._outputs.empty():
+            for each in (await self.client.get_output_async()).outputs:
+                found.append((each.request_id, each.new_token_ids, each.finish_reason))
+        return found
+
+    def with_job(self) -> str:
+        """Return the only encoder that has a job that is not over."""
+        (found,) = (
+            name
+            for name, engine in self.engines.items()
+            if name.startswith("e") and engine.requests.keys() & self.client._jobs.keys()
+        )
+        return found
+
+    def is_empty(self) -> bool:
+        client = self.client
+        loads = [each.instance.load for each in client.engines.by_name.values()]
+        return not (client._open or client._at_engines or client._jobs or any(loads))
+
+
+def feature(name: str, offset: int) -> MultiModalFeatureSpec:
+    field = MultiModalBatchedField()
+    grid = MultiModalBatchedField(keep_on_cpu=True)
+    data = MultiModalKwargsItem(
+        {
+            "pixel_values": MultiModalFieldElem(torch.ones(16, 8), field),
+            "image_grid_thw": MultiModalFieldElem(torch.tensor([1, 4, 4]), grid),
+        }
+    )
+    return MultiModalFeatureSpec(data, "image", name, PlaceholderRange(offset, 4), name)
+
+
+def request(name: str, pictures: tuple[str, ...], **extra: Any) -> EngineCoreRequest:
+    features = [feature(each, 1 + 5 * index) for index, each in enumerate(pictures)]
+    return EngineCoreRequest(
+        request_id=name,
+        prompt_token_ids=list(range(2 + 5 * len(pictures))),
+        mm_features=features or None,
+        sampling_params=SamplingParams(max_tokens=4, extra_args=extra or None),
+        pooling_params=None,
+        arrival_time=0.0,
+        lora_request=None,
+        cache_salt=None,
+        data_parallel_rank=None,
+    )
+
+
+async def settle() -> None:
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+@pytest.fixture
+def run(config: Any, tmp_path: Path) -> Iterator[Callable[..., None]]:
+    def play(
+        story: Callable[[Front], Coroutine[Any, Any, None]], *names: str, **settings: Any
+    ) -> None:
+        async def told() -> None:
+            await story(Front(config, tmp_path, *names, **settings))
+
+        asyncio.run(told())
+
+    yield play
+
+
+def test_pixels_go_to_the_encoder_and_metadata_to_the_engine_that_answers(run: Any) -> None:
+    async def story(front: Front) -> None:
+        await front.ask("a", "a")
+        job, sent = front.engines["e-0"].last, front.engines["pd-0"].last
+        (transfer,) = front.engines["e-0"].params["transfers"]
+        (expected,) = front.engines["pd-0"].params["transfers"]
+        assert job.prompt_token_ids == [1, 2, 3, 4]
+        assert job.mm_features[0].mm_position.offset == 0
+        assert set(job.mm_features[0].data) == {"pixel_values", "image_grid_thw"}
+        assert [set(each.data) for each in sent.mm_features] == [{"image_grid_thw"}] * 2
+        assert (expected["item_uuid"], expected["media"]) == ("a", False)
+        assert transfer["transfer_id"] == expected["transfer_id"]
+        vouched = (transfer["transfer_id"], "a", CONTROL["pd-0"])
+        assert front.secret.vouched(transfer["proof"], *vouched)
+        await front.says("e-0", job.request_id, end=ENDED)
+        await front.says("pd-0", "r", 7)
+        await front.says("pd-0", "r", 8, end=ENDED)
+        assert await front.answers() == [("r", [7], None), ("r", [8], ENDED)]
+        assert front.is_empty()
+
+    run(story, "e-0", "pd-0")
+
+
+def test_what_clients_write_for_the_connector_is_dropped(run: Any) -> None:
+    async def story(front: Front) -> None:
+        await front.ask(ec_transfer_params={"transfers": []}, other=1)
+        assert front.engines["pd-0"].last.sampling_params.extra_args == {"other": 1}
+
+    run(story, "e-0", "pd-0")
+
+
+@pytest.mark.parametrize("how", ["error", "gone", "gone after its answer"])
+def test_an_item_that_one_encoder_loses_comes_from_another(run: Any, how: str) -> None:
+    async def story(front: Front) -> None:
+        await front.ask("a")
+        first = front.with_job()
+        (transfer,) = front.engines[first].params["transfers"]
+        if how != "gone":
+            end = FAILED if how == "error" else ENDED
+            await front.says(first, front.engines[first].last.request_id, end=end)
+        if how != "error":
+            front.goes(first)
+            await settle()
+        second = front.with_job()
+        assert second != first
+        assert front.engines[second].params["transfers"] == (transfer,)
+        assert [*front.engines["pd-0"].requests] == ["r"]
+
+    run(story, "e-0", "e-1", "pd-0")
+
+
+def test_an_item_that_no_encoder_brings_is_encoded_where_it_is_needed(run: Any) -> None:
+    async def story(front: Front) -> None:
+        await front.ask("a")
+        front.goes("e-0")
+        await settle()
+        pd = front.engines["pd-0"]
+        assert pd.aborted == ["r"]
+        assert pd.last.request_id != "r"
+        assert "pixel_values" in pd.last.mm_features[0].data
+        assert pd.params is None
+        await front.says("pd-0", "r", 5)  # of the try that was given up
+        await front.says("pd-0", pd.last.request_id, 7, end=ENDED)
+        assert await front.answers() == [("r", [7], ENDED)]
+        assert front.is_empty()
+
+    run(story, "e-0", "pd-0")
+
+
+def test_without_an_encoder_beside_them_it_is_refused(run: Any) -> None:
+    async def story(front: Front) -> None:
+        await front.ask("a", "b")
+        with pytest.raises(GracefulHTTPError) as full:
+            await front.ask("c", name="s")
+        front.goes("e-0")
+        await settle()
+        with pytest.raises(GracefulHTTPError) as gone:
+            await front.ask("c", name="s")
+        assert (full.value.http_status, gone.value.http_status) == (429, 503)
+        assert front.failed["r"].http_status == 503  # type: ignore[attr-defined]
+        assert front.is_empty()
+
+    run(story, "e-0", "pd-0", can_encode=False)
+
+
+def test_full_encoders_get_nothing_more(run: Any) -> None:
+    async def story(front: Front) -> None:
+        await front.ask("a", "b")
+        await front.ask("c", name="s")
+        assert len(front.engines["e-0"].requests) == 2
+        assert "pixel_values" in front.engines["pd-0"].last.mm_features[0].data
+
+    run(story, "e-0", "pd-0")
+
+
+def test_what_has_not_begun_goes_to_another_engine_and_what_has_begun_ends(run: Any) -> None:
+    async def story(front: Front) -> None:
+        for name in ("r", "s"):
+            await front.ask("a", name=name)
+        (first,) = (name for name in CONTROL if "r" in front.engines[name].requests)
+        other = next(name for name in CONTROL if name != first)
+        assert [*front.engines[other].requests] == ["s"]
+        await front.ask("b", name="t")
+        await front.says(first, "r", 5)
+        third = first if "t" in front.engines[first].requests else other
+        for name in (first, other):
+            front.goes(name)
+        front.comes(third)
+        await settle()
+        assert ("r", [], FAILED) in await front.answers()
+        front.goes(third)
+        await settle()
+        assert front.failed.keys() <= {"s", "t"}
+        assert all(each.http_status == 503 for each in front.failed.values())  # type: ignore[attr-defined]
+
+    run(story, "e-0", "pd-0", "pd-1")
+
+
+def test_a_request_moves_to_the_engine_that_is_left(run: Any) -> None:
+    async def story(front: Front) -> None:
+        await front.ask("a")
+        (first,) = (name for name in CONTROL if front.engines[name].requests)
+        other = next(name for name in CONTROL if name != first)
+        front.goes(first)
+        await settle()
+        (expected,) = front.engines[other].params["transfers"]
+        (transfer,) = front.engines["e-0"].params["transfers"]
+        assert transfer["consumer"] == CONTROL[other]
+        assert transfer["transfer_id"] == expected["transfer_id"]
+        await front.says(other, front.engines[other].last.request_id, 7, end=ENDED)
+        assert await front.answers() == [("r", [7], ENDED)]
+        assert front.is_empty()
+
+    run(story, "e-0", "pd-0", "pd-1")
+
+
+@pytest.mark.parametrize("stage", ["encoding", "encoded", "answering"])
+def test_a_request_that_is_given_up_leaves_nothing(run: Any, stage: str) -> None:
+    async def story(front: Front) -> None:
+        await front.ask("a")
+        job = front.engines["e-0"].last.request_id
+        if stage != "encoding":
+            await front.says("e-0", job, end=ENDED)
+        if stage == "answering":
+            await front.says("pd-0", "r", 5)
+        await front.client.abort_requests_async(["r"])
+        await settle()
+        assert front.engines["pd-0"].aborted == ["r"]
+        assert front.engines["e-0"].aborted == ([job] if stage == "encoding" else [])
+        assert front.is_empty()
+
+    run(story, "e-0", "pd-0")
+
+
+def test_an_engine_that_fails_a_request_gets_it_once_more_with_its_media(run: Any) -> None:
+    async def story(front: Front) -> None:
+        await front.ask("a")
+        await front.says("pd-0", "r", end=FAILED)
+        pd = front.engines["pd-0"]
+        assert "pixel_values" in pd.last.mm_features[0].data
+        for _ in range(2):
+            await front.says("pd-0", pd.last.request_id, end=FAILED)
+        assert front.failed["r"].http_status == 503  # type: ignore[attr-defined]
+        assert front.is_empty()
+
+    run(story, "e-0", "pd-0")
+
+
+def test_a_front_that_stops_ends_what_is_open_and_takes_nothing(run: Any) -> None:
+    async def story(front: Front) -> None:
+        front.client.engines.close = lambda: None  # type: ignore[method-assign]
+        await front.ask()
+        stopping = asyncio.create_task(asyncio.to_thread(front.client.shutdown, 60))
+        while not front.client._is_draining:
+            await asyncio.sleep(0)
+        with pytest.raises(GracefulHTTPError):
+            await front.ask(name="s")
+        await front.says("pd-0", "r", 7, end=ENDED)
+        assert await front.answers() == [("r", [7], ENDED)]
+        await stopping
+
+    run(story, "e-0", "pd-0")
