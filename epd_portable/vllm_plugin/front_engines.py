@@ -50,7 +50,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_queued_items: int = 256
 
 
-class Engine:
+class FrontEngine:
     """One engine of the plan, up or not.
 
     Attributes:
@@ -109,11 +109,11 @@ class Engines:
         settings: list[EngineSettings],
         path: Path,
         config: VllmConfig,
-        outputs: Callable[[Engine, EngineCoreOutputs], None],
+        outputs: Callable[[FrontEngine, EngineCoreOutputs], None],
     ) -> None:
         self.pool = EndpointPool()
         self.by_name = {
-            each.name: Engine(each, self.pool.add(each), index)
+            each.name: FrontEngine(each, self.pool.add(each), index)
             for index, each in enumerate(settings)
         }
         self._path = path
@@ -170,7 +170,7 @@ class Engines:
             gone.cancel()
             writer.close()
 
-    async def _meet(self, engine: Engine, place: str, writer: Any) -> AsyncMPClient:
+    async def _meet(self, engine: FrontEngine, place: str, writer: Any) -> AsyncMPClient:
         """Answer vLLM's handshake; return a client when the engine is ready."""
         address = EngineZmqAddresses(inputs=[f"{place}-in"], outputs=[f"{place}-out"])
         welcome = EngineHandshakeMetadata(addresses=address, parallel_config={})
@@ -193,7 +193,7 @@ class Engines:
         )
 
     async def _serve(
-        self, engine: Engine, client: AsyncMPClient, gone: asyncio.Task[bytes]
+        self, engine: FrontEngine, client: AsyncMPClient, gone: asyncio.Task[bytes]
     ) -> None:
         engine.client = client
         engine.instance.seen_well()
@@ -207,7 +207,7 @@ class Engines:
                 engine.client = None
                 engine.instance.seen_gone("its process has ended")
 
-    async def _pump(self, engine: Engine, client: AsyncMPClient) -> None:
+    async def _pump(self, engine: FrontEngine, client: AsyncMPClient) -> None:
         # What an engine says last is that it is dead: the connection tells that, too.
         with contextlib.suppress(EngineDeadError):
             while True:

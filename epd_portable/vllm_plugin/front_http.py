@@ -11,14 +11,11 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, TextIO, cast
 
 from prometheus_client import REGISTRY
-from prometheus_client.metrics_core import GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -71,7 +68,7 @@ class FrontMiddleware:
         self._limits = limits
         self._settings = client.settings
         self._signatures = SignatureCheck(client.secret)
-        REGISTRY.register(_InstanceCollector(client.engines.pool))
+        REGISTRY.register(cast(Any, client.metrics.registry))
         log = self._settings.access_log
         if log == "stderr":
             self._log = sys.stderr
@@ -190,24 +187,6 @@ class FrontMiddleware:
             "duration_s": round(duration_s, 4),
         }
         print(json.dumps(line), file=self._log)
-
-
-class _InstanceCollector(Collector):
-    """Reads the state of the engines when metrics are read."""
-
-    def __init__(self, pool: EndpointPool) -> None:
-        self._pool = pool
-
-    def collect(self) -> Iterable[Metric]:
-        labels = ("instance", "role")
-        up = GaugeMetricFamily("epd_front_instance_up", "1 if it is up.", labels=labels)
-        load = GaugeMetricFamily(
-            "epd_front_instance_in_flight", "Requests or jobs in flight.", labels=labels
-        )
-        for each in self._pool.all:
-            up.add_metric((each.name, each.role), float(each.healthy))
-            load.add_metric((each.name, each.role), float(each.load))
-        return (up, load)
 
 
 def _about(instance: Instance) -> dict[str, Any]:

@@ -1,0 +1,66 @@
+"""Who stands in front of the instances, and what the engine front is started with."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from epd_portable.config.load import parse_topology
+from epd_portable.errors import ConfigError
+from epd_portable.launch.plan.front import with_front
+from epd_portable.launch.plan.processes import Plan
+from tests.unit.launch.test_plan import TEXT, options, plan_of
+
+
+def planned(extra: str = "", front: str = "auto") -> Plan:
+    text = f"{TEXT}\nfront: {front}\n{extra}"
+    return with_front(plan_of(text, "cpu"), parse_topology(text, "cpu"), "/tmp/epd-00c0ffee")
+
+
+def test_instances_of_one_machine_become_engines_behind_one_server() -> None:
+    encode, pd, front = planned("router: {port: 9000, max_media_items: 3}").processes
+    assert [encode.argv[2], front.argv[2]] == [
+        "epd_portable.vllm_plugin.engine_core",
+        "epd_portable.vllm_plugin.front",
+    ]
+    for engine in (encode, pd):
+        assert engine.url == f"http://127.0.0.1:9000/epd/instances/{engine.name}"
+        assert "http" not in engine.ports
+        assert not {"--middleware", "--port", "--host"} & {*engine.argv}
+        assert engine.argv[-2:] == ("--mm-processor-cache-gb", "0")
+    settings = json.loads(front.argv[4])
+    assert [each["name"] for each in settings["engines"]] == ["encode-0", "prefill_decode-0"]
+    assert settings["engines"][1]["control"] == f"tcp://127.0.0.1:{pd.ports['control']}"
+    assert settings["max_media_items"] == 3
+    given = options(front)
+    assert (given["--port"], given["--allowed-media-domains"]) == ("9000", "none.invalid")
+    assert given["--ec-transfer-config"] == options(pd)["--ec-transfer-config"]
+    assert front.role == "router"
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        "router: {admission: {max_requests: 4}}",
+        "router: {api_keys_file: keys}",
+        "router: {partial_results: true}",
+        "router: {media_urls: {allowed_domains: ['*']}}",
+        "instances: {prefill: {count: 1}, decode: {count: 1}}",
+        "secret_file: secret",
+        "store: {kind: file, path: /tmp/store}",
+    ],
+)
+def test_what_needs_the_router_gets_it_and_is_told_why(extra: str, tmp_path: Path) -> None:
+    key = extra.split(":")[0] if not extra.startswith("router") else extra.split("{")[1][:-2]
+    plan = planned(extra)
+    assert plan.processes[-1].name == "router"
+    assert plan.front.startswith("router: ")
+    assert key.split(":")[0].split(" ")[0].rstrip("s") in plan.front
+    with pytest.raises(ConfigError, match="front is engine"):
+        planned(extra, front="engine")
+
+
+def test_the_router_stands_there_when_it_is_asked_for() -> None:
+    assert planned(front="router").processes[-1].name == "router"
