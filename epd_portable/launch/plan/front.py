@@ -81,7 +81,7 @@ def _engine_front(plan: Plan, topology: Topology, temp_dir: str) -> Plan:
     (router,) = (spec for spec in plan.processes if spec.role == "router")
     model = next(spec for spec in instances if spec.role != "encode")
     socket, shared = f"{temp_dir}/front", {"EPD_METRICS_DIR": f"{temp_dir}/metrics"}
-    engines = [_engine(spec, router.url, socket, shared) for spec in instances]
+    engines = [_engine(spec, router, socket, shared) for spec in instances]
     encoders = [spec for spec in instances if spec.role == "encode"]
     front = dataclasses.replace(
         router,
@@ -103,14 +103,17 @@ def _engine_front(plan: Plan, topology: Topology, temp_dir: str) -> Plan:
     )
 
 
-def _engine(spec: ProcessSpec, url: str, socket: str, env: dict[str, str]) -> ProcessSpec:
+def _engine(
+    spec: ProcessSpec, router: ProcessSpec, socket: str, env: dict[str, str]
+) -> ProcessSpec:
     argv = (spec.argv[0], "-m", "epd_portable.vllm_plugin.engine_core", socket)
     # What the front has processed is kept there.
     return dataclasses.replace(
         spec,
         argv=(*argv, *_engine_arguments(spec.argv), "--mm-processor-cache-gb", "0"),
         env={**spec.env, **env},
-        url=f"{url}/epd/instances/{spec.name}",
+        url=f"{router.url}/epd/instances/{spec.name}",
+        tls_cert_file=router.tls_cert_file,
         ports={name: port for name, port in spec.ports.items() if name != "http"},
         api_cores=(),
     )
