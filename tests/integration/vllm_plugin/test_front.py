@@ -197,7 +197,7 @@ def test_pixels_go_to_the_encoder_and_metadata_to_the_engine_that_answers(run: A
         assert (expected["item_uuid"], expected["media"]) == ("a", False)
         assert transfer["transfer_id"] == expected["transfer_id"]
         vouched = (transfer["transfer_id"], "a", CONTROL["pd-0"])
-        assert front.secret.vouched(transfer["proof"], *vouched)
+        assert front.secret.sign_transfer(*vouched) == transfer["proof"]
         await front.says("e-0", job.request_id, end=ENDED)
         await front.says("pd-0", "r", 7)
         await front.says("pd-0", "r", 8, end=ENDED)
