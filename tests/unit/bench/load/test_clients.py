@@ -1,12 +1,16 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from epd_portable.bench.load.clients import read_stream
+from epd_portable.bench.load.clients import Order, prepared, read_stream
+from epd_portable.bench.load.plan import LoadRequest
+from epd_portable.bench.servers import free_port
 
 
 def event(**fields: Any) -> bytes:
@@ -50,3 +54,12 @@ def test_an_event_counts_when_its_last_byte_has_come() -> None:
 )
 def test_an_answer_that_is_not_as_asked_for_has_a_problem(data: bytes, words: str) -> None:
     assert re.search(words, read_stream([(1.0, data)], output_tokens=2)[2])
+
+
+def test_a_server_that_is_not_there_is_named_in_the_answer(tmp_path: Path) -> None:
+    request = LoadRequest(at_s=0.0, texts=("a",), words=1, output_tokens=2)
+    url = f"http://127.0.0.1:{free_port()}"
+    order = Order(requests=(request,), urls=(url,), model="m")
+    with prepared(order, cores=frozenset(os.sched_getaffinity(0)), folder=tmp_path) as send:
+        (answer,) = send().answers
+    assert url.removeprefix("http://") in answer.problem and "Refused" in answer.problem
