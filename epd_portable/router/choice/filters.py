@@ -37,7 +37,9 @@ class _OfStage(Parameters):
     stage: ClassVar[Stage]
 
     def keep(self, request: SelectionRequest, candidates: Candidates) -> Candidates:
-        return [e for e in candidates if self.stage in stages(label(e, ROLE_LABEL) or "")]
+        roles = [each.labels.get(ROLE_LABEL) or each.role for each in candidates]
+        pairs = zip(candidates, roles, strict=True)
+        return [each for each, role in pairs if self.stage in stages(role)]
 
 
 class _EncodeFilter(_OfStage):

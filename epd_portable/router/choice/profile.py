@@ -7,8 +7,9 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from operator import add
-from typing import TypeVar
+from typing import TypeVar, cast
 
+from epd_portable.router.choice.parameters import Parameters
 from epd_portable.router.choice.pickers import MaxScorePicker
 from epd_portable.router.choice.scorers import NoHitLruScorer
 from epd_portable.router.choice.selection_types import (
@@ -51,7 +52,7 @@ class Profile:
     """Chooses for one stage.
 
     A plug-in that raises, or answers what it should not, is left out of that choice, and the log
-    says so: one wrong line in a plug-in stops no request.
+    says so: one wrong line in a plug-in stops no request. What built-in ones answer is not checked.
 
     Args:
         name: Of the profile.
@@ -86,6 +87,7 @@ class Profile:
         Returns:
             One of the candidates; ``None`` if there is none, or filters leave none.
         """
+        is_explained = decision is not None
         decision = decision or Decision(stage=request.stage)
         decision.profile = self.name
         decision.filters["there"] = len(candidates)
@@ -102,15 +104,19 @@ class Profile:
         for scorer, _ in self._scorers.values():
             if isinstance(scorer, NoHitLruScorer):
                 scorer.note_picked(chosen)
-        decision.totals = {each.name: total for each, total in zip(left, totals, strict=True)}
-        decision.winner = chosen.name
+        if is_explained:
+            decision.totals = {each.name: one for each, one in zip(left, totals, strict=True)}
+            decision.winner = chosen.name
         return chosen
 
     def _filtered(
         self, name: str, one: Filter, request: SelectionRequest, candidates: Sequence[C]
     ) -> Sequence[C]:
         try:
-            names = {each.name for each in one.keep(request, candidates)}
+            kept = one.keep(request, candidates)
+            if isinstance(one, Parameters):
+                return cast("Sequence[C]", kept)
+            names = {each.name for each in kept}
         except Exception as error:
             self._failures.log(name, error)
             return candidates
@@ -122,7 +128,9 @@ class Profile:
         totals = [0.0] * len(candidates)
         for name, (one, weight) in self._scorers.items():
             try:
-                scores = _checked(one.score(request, candidates), len(candidates))
+                scores = one.score(request, candidates)
+                if not isinstance(one, Parameters):
+                    scores = _checked(scores, len(candidates))
             except Exception as error:
                 self._failures.log(name, error)
                 continue

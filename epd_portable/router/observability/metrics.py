@@ -21,7 +21,6 @@ from epd_portable.router.observability.record import (
     Listener,
     RequestRecord,
     Step,
-    Topology,
 )
 from epd_portable.wire.params import PrefillOutcome
 
@@ -179,8 +178,16 @@ class Metrics(Listener):
         )
 
         # To find a metric by its labels costs as much as to count.
-        self._of_answers = functools.cache(self._find_those_of_answers)
-        self._of_streams = functools.cache(self._find_those_of_streams)
+        self._of_answers = functools.cache(
+            lambda endpoint, status: (
+                self.first_byte_s.labels(endpoint),
+                self.response_s.labels(endpoint),
+                self.requests.labels(endpoint, str(status)),
+            )
+        )
+        self._of_streams = functools.cache(
+            lambda topology: (self.first_token_s.labels(topology), self.token_s.labels(topology))
+        )
         self._answers = self.stages.labels("answer")
 
     # What it hears.
@@ -241,18 +248,6 @@ class Metrics(Listener):
             self.items_per_request.labels(modality).observe(count)
         if encoders := {job.instance for item in record.items for job in item.jobs}:
             self.encoders_per_request.observe(len(encoders))
-
-    def _find_those_of_streams(self, topology: Topology) -> tuple[Histogram, Histogram]:
-        return self.first_token_s.labels(topology), self.token_s.labels(topology)
-
-    def _find_those_of_answers(
-        self, endpoint: str, status: int
-    ) -> tuple[Histogram, Histogram, Counter]:
-        return (
-            self.first_byte_s.labels(endpoint),
-            self.response_s.labels(endpoint),
-            self.requests.labels(endpoint, str(status)),
-        )
 
     def had(self, outcome: PrefillOutcome) -> None:
         """Count how an instance says that it had its items."""

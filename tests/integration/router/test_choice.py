@@ -390,6 +390,8 @@ async def test_a_users_plugin_chooses(build: Build, installed: Path) -> None:
     for _ in range(5):
         assert (await t.chat(TEXT)).status_code == 200
     assert asked(t) == [0, 5, 0]
+    # It may want reports of loads, too.
+    assert t.router.router._loads is not None
 
 
 async def test_a_users_plugin_that_cannot_be_made_is_said_so(installed: Path) -> None:

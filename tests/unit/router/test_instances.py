@@ -319,15 +319,6 @@ TestLives = Lives.TestCase
 loads = st.lists(st.integers(0, 30), min_size=1, max_size=8)
 
 
-@pytest.mark.parametrize("count", [2, 3, 10, 50])
-def test_items_spread_over_idle_encoders(count: int) -> None:
-    instances = of(count)
-    shares = Counter(chosen(instances, f"item-{n}") for n in range(100 * count))
-    assert len(shares) == count
-    assert min(shares.values()) > 50
-    assert max(shares.values()) < 150
-
-
 @given(st.sets(st.integers(0, 1000), min_size=2, max_size=30), st.data())
 @settings(deadline=None)
 def test_when_an_encoder_leaves_only_its_items_move_and_they_come_back_with_it(

@@ -13,7 +13,7 @@ import pytest
 
 from epd_portable.config.choice import parse_choice
 from epd_portable.delivery.assignment import choose_encoders
-from epd_portable.delivery.instances import EndpointPool, Instance
+from epd_portable.delivery.instances import EndpointPool
 from epd_portable.router.choice.policy import Policy
 from epd_portable.router.choice.selection_types import (
     MAX_EXPLANATION_BYTES,
@@ -90,102 +90,6 @@ def chat(*texts: str) -> Call:
     roles = ("user", "assistant")
     messages = [{"role": roles[n % 2], "content": text} for n, text in enumerate(texts)]
     return read_call("/v1/chat/completions", msgspec.json.encode({"messages": messages}), Rules())
-
-
-# Histories.
-
-TURNS = 8
-
-
-class Replay:
-    """Conversations whose turns overlap with those of others, and are answered after a while."""
-
-    def __init__(self, pds: int, conversations: int = 24, *, sessions: bool = False) -> None:
-        self.instances = fleet(pds=pds)
-        self.selector = selector(self.instances)
-        self.sessions = sessions
-        self.went: dict[int, list[str]] = {number: [] for number in range(conversations)}
-        self.asked_blocks = self.hit_blocks = 0
-        self.texts: dict[int, list[str]] = {number: [] for number in self.went}
-        self.chance = random.Random(7)
-
-    def run(self) -> None:
-        # Whoever has an answer asks again after a while; at most six are answered at a time.
-        waiting = [number for number in self.went for _ in range(TURNS)]
-        under_way: list[tuple[int, contextlib.ExitStack]] = []
-        while waiting or under_way:
-            busy = {number for number, _ in under_way}
-            free = [number for number in waiting if number not in busy]
-            if free and len(under_way) < 6:
-                number = self.chance.choice(free)
-                waiting.remove(number)
-                under_way.append((number, self.ask(number)))
-            else:
-                number, answered = under_way.pop(self.chance.randrange(len(under_way)))
-                answered.close()
-                self.texts[number].append(f"answer {number} " * 20)
-
-    def ask(self, number: int) -> contextlib.ExitStack:
-        texts = self.texts[number]
-        texts.append(f"need {number} of turn {len(texts)} " * 20)
-        session = f"s{number}" if self.sessions else ""
-        selection = begun(
-            self.selector, self.chance.randbytes(8).hex(), chat(*texts), session=session
-        )
-        pd = selection.choose_pd(())
-        assert pd is not None
-        cached = pd.cached
-        before = len(cached.blocks)
-        selection.note_request(pd, ())
-        asked = len(selection._prompt().blocks)  # type: ignore[attr-defined]
-        self.asked_blocks += asked
-        self.hit_blocks += asked - (len(cached.blocks) - before)
-        self.went[number].append(pd.name)
-        stack = contextlib.ExitStack()
-        stack.enter_context(pd.working())
-        return stack
-
-
-@pytest.mark.parametrize("sessions", [False, True])
-def test_eight_turns_of_a_conversation_stay_on_one_instance(sessions: bool) -> None:
-    replay = Replay(3, sessions=sessions)
-    replay.run()
-    assert all(len(set(went)) == 1 and len(went) == TURNS for went in replay.went.values())
-    # And conversations are shared out.
-    shares = Counter(went[0] for went in replay.went.values())
-    assert len(shares) == 3 and max(shares.values()) <= 14
-    alone = Replay(1)
-    alone.run()
-    part, most = (each.hit_blocks / each.asked_blocks for each in (replay, alone))
-    assert most > 0.7
-    assert part > most - 0.03
-
-
-@pytest.mark.parametrize("busy", [False, True])
-def test_a_repeated_picture_is_encoded_where_it_was_once(busy: bool) -> None:
-    instances = fleet(encoders=3)
-    policy = selector(instances)
-    chance = random.Random(3)
-    caches: dict[Instance, set[str]] = {each: set() for each in instances.all}
-    names: list[str] = []
-    runs = 0
-    with contextlib.ExitStack() as working:
-        for number in range(400):
-            fresh = not names or chance.random() < 0.5
-            name = f"p{number}" if fresh else chance.choice(names)
-            names.append(name)
-            item = picture(name)
-            selection = begun(policy, f"k{number}")
-            encoder = selection.choose_encoder(item, ())
-            assert encoder is not None
-            selection.note_encode_job(item, encoder)
-            runs += name not in caches[encoder]
-            caches[encoder].add(name)
-            if busy and number % 50 == 0:
-                # One falls behind for a while; it has fewer than what the scorers weigh.
-                working.enter_context(encoder.working())
-    assert runs == len(set(names))
-    assert min(len(cache) for cache in caches.values()) > 15
 
 
 @pytest.mark.parametrize("by_policy", [False, True])

@@ -243,6 +243,9 @@ def test_an_instance_of_twice_the_weight_may_have_twice_the_load() -> None:
     for kind in ("active-request-scorer", "queue-scorer", "load-aware-scorer"):
         small, large = scores(kind, pair)
         assert small == large
+    for each in pair:
+        each.reported = LoadReport(waiting=each.load)
+    assert scores("queue-scorer", pair) == [1, 1]
     assert scores("weight-scorer", pair) == [0.5, 1]
     small, large = seen("s", pending_encode_s=1.0), seen("l", pending_encode_s=2.0, weight=4.0)
     assert scores("encode-time-scorer", [small, large, seen("idle")]) == [0, 0.5, 1]
