@@ -28,7 +28,6 @@ from tests.integration.router.stand_in import (
     ControlEnd,
     Received,
     answer,
-    refuse,
     stream,
 )
 from tests.integration.router.test_access import KEY, bearer, keys_file
@@ -134,30 +133,6 @@ async def test_a_repeated_picture_meets_the_encoder_that_has_it(build: Build) ->
     assert sum(len(encoder.received) for encoder in t.encoders) == 12
 
 
-async def test_an_encoder_that_fails_is_left_out_of_the_next_choice(build: Build) -> None:
-    t = await build(encoders=2, choice=AFFINITY)
-    encoded = asyncio.Event()
-
-    async def encode(received: Received) -> Response:
-        encoded.set()
-        return await answer(received)
-
-    async def generate(received: Received) -> Response:
-        await encoded.wait()
-        return await answer(received)
-
-    t.pd.behaviour = generate
-    for encoder in t.encoders:
-        encoder.behaviour = refuse(500)
-        other = next(each for each in t.encoders if each is not encoder)
-        other.behaviour = encode
-        for number in range(4):
-            encoded.clear()
-            assert (await t.chat(picture(b"%d" % number), TEXT)).status_code == 200
-    await t.until_metric('epd_router_items_total{outcome="retried"}', 1)
-    assert await t.metric('epd_router_items_total{outcome="local"}') == 0
-
-
 async def test_small_pictures_stay_where_they_are_needed(build: Build) -> None:
     t = await build(choice=AFFINITY)
     assert (await t.chat(picture(nbytes=SMALL_BYTES - 3), RED, TEXT)).status_code == 200
@@ -236,21 +211,6 @@ async def test_the_default_is_explained_too_but_by_no_router_without_keys(
 def settings(choice: object) -> RouterSettings:
     given = {"port": 0, "model": "demo", "instances": [], "choice": choice}
     return RouterSettings.model_validate({**given, "secret_file": secret_file()})
-
-
-async def test_a_router_does_not_start_with_a_type_that_nobody_knows() -> None:
-    wrong = {**AFFINITY, "plugins": [*AFFINITY["plugins"], {"type": "zone-scorer"}]}
-    with pytest.raises(ConfigError, match="type 'zone-scorer' is not known: did you mean"):
-        Router(settings(wrong))
-
-
-async def test_a_file_is_read_when_the_router_starts(tmp_path: Path) -> None:
-    path = tmp_path / "choice.yaml"
-    with pytest.raises(ConfigError, match=r"choice.yaml: No such file"):
-        Router(settings({"file": str(path)}))
-    path.write_text("plugins: [{type: x}]\nschedulingProfiles: [{name: a, plugins: [], nam: 1}]")
-    with pytest.raises(ConfigError, match=r"yaml: 1 problem(.|\n)*line 2.*did you mean name"):
-        Router(settings({"file": str(path)}))
 
 
 # Prompts that others compute.

@@ -26,13 +26,6 @@ from epd_portable.delivery.ring import LOAD_BOUND
 from epd_portable.router.settings import InstanceSettings, Role
 from epd_portable.wire.outcomes import FailureKind
 
-FAILURES = [
-    FailureKind.UNREACHABLE,
-    FailureKind.LOST,
-    FailureKind.TIMEOUT,
-    FailureKind.ERROR,
-]
-
 
 class Clock:
     def __init__(self) -> None:
@@ -166,19 +159,6 @@ async def test_ejected_ones_come_back_when_they_would_be_more_than_half_of_the_u
     assert third.ejected
     instances.remove(first.name)
     assert not third.ejected
-
-
-@pytest.mark.parametrize("failure", FAILURES)
-def test_others_are_preferred_to_one_that_failed_and_alone_it_serves(failure: FailureKind) -> None:
-    instances = of(2)
-    first = found(instances, chosen(instances, "item"))
-    first.failed(failure)
-    assert chosen(instances, "item") != first.name
-    other = chosen(instances, "item")
-    assert chosen(instances, "item", exclude=(other,)) == first.name
-    instances.remove(other)
-    assert chosen(instances, "item") == first.name
-    assert first.reason
 
 
 async def test_ejection_ends_and_grows_with_each_failure_after_it() -> None:
