@@ -47,7 +47,7 @@ class FallbackUse(msgspec.Struct, kw_only=True):
 
 
 class Activity(Listener):
-    """Counts what the status page shows beside the requests themselves.
+    """Counts what the status page shows in addition to requests.
 
     Attributes:
         fallbacks: By name, see `epd_portable.wire.outcomes.Fallback`.

@@ -96,7 +96,7 @@ class Metrics(Listener):
             "epd_router_stage_requests", "Tries at instances; encode jobs: of one item.", ("stage",)
         )
         self.prefills = counter(
-            "epd_router_prefills", "Prompts for decode instances, by who computes them.", ("where",)
+            "epd_router_prefills", "Prompts of decode instances, by place.", ("where",)
         )
 
         # Items.
@@ -143,7 +143,7 @@ class Metrics(Listener):
         )
         self.first_token_s = seconds(
             "epd_router_first_token_seconds",
-            "To the first byte of a streamed answer, by who did what.",
+            "To the first byte of a streamed answer.",
             ("topology",),
         )
         self.token_s = Histogram(

@@ -1,4 +1,4 @@
-"""What is noted of a request while it is served, who hears of it, and the last ones of them.
+"""Records of requests while they are served, and the listeners to what becomes of them.
 
 Noting costs a few writes a request, and nothing a token. Times are those of ``time.monotonic``, 0
 for what has not happened. No content of a request is here, nor anything that leads to it.
@@ -20,7 +20,7 @@ from epd_portable.wire.outcomes import FailureKind, Fallback, ItemResult
 LegStage = Literal["encode", "prefill", "answer"]
 
 Topology = Literal["text", "epd", "e+pd", "ep+d", "e+p+d", "p+d"]
-"""Who did what of a request, ``+`` between instances.
+"""Which instances had a part in a request, ``+`` between them.
 
 ``text``: one instance all of it, without items. ``epd``: the same with items. ``e+pd``: encode
 instances at least one of the items. ``p+d``, ``ep+d``, ``e+p+d``: another instance the prompt.
@@ -38,7 +38,7 @@ class Leg:
 
     Attributes:
         stage: What it was asked for.
-        instance: Who.
+        instance: Its name.
         began_at: When it was chosen.
         ended_at: When it had answered, failed, or was given up.
         end: Empty before; ``done`` or ``failed``; of an encode job ``encoded``, ``cancelled`` or
@@ -254,7 +254,7 @@ class RequestRecord:
 
     @property
     def topology(self) -> Topology:
-        """Who did what of it."""
+        """Which instances had a part in it."""
         prefilled = any(leg.stage == "prefill" and not leg.failed for leg in self.legs)
         if not self.items:
             return "p+d" if prefilled else "text"
@@ -271,7 +271,7 @@ class RequestRecord:
 
     @property
     def pd(self) -> str:
-        """Who answers, or was asked last to; empty before."""
+        """The instance that answers, or was asked last to; empty before."""
         return next((each.instance for each in reversed(self.legs) if each.stage == "answer"), "")
 
 
@@ -293,7 +293,7 @@ class RecentRequests:
         self.listeners = list(listeners)
 
     async def close(self) -> None:
-        """Close all who hear."""
+        """Close all listeners."""
         for listener in self.listeners:
             await listener.close()
 

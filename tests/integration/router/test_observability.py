@@ -111,6 +111,7 @@ async def test_stages_items_and_bytes_are_counted(build: Build) -> None:
     assert await t.metric('epd_router_stage_requests_total{stage="prefill"}') == 1
     assert await t.metric('epd_router_stage_requests_total{stage="answer"}') == 1
     assert await t.metric('epd_router_encode_jobs_total{end="encoded"}') == 2
+    assert await t.metric("epd_router_encode_job_seconds_count") == 2
     assert await t.metric('epd_router_items_per_request_sum{modality="image"}') == 2
     assert await t.metric("epd_router_encoders_per_request_count") == 1
     assert await t.metric("epd_router_prefill_seconds_count") == 1
