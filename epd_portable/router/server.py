@@ -7,6 +7,7 @@ import functools
 import logging
 import time
 from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING
 
 import anyio
@@ -39,7 +40,6 @@ from epd_portable.router.fleet.engine_loads import EngineLoads
 from epd_portable.router.fleet.registration import MAX_BODY_BYTES, Registration
 from epd_portable.router.hops import answer_headers
 from epd_portable.router.http.incoming import (
-    Bodies,
     Body,
     ClientGoneError,
     HeldBytes,
@@ -187,12 +187,7 @@ class Router:
             self._summary,
         )
         self.held_bytes = HeldBytes(settings.max_bodies_bytes)
-        self._bodies = Bodies(max_bytes=settings.max_body_bytes, held=self.held_bytes)
-        self._operators_bodies = Bodies(
-            max_bytes=MAX_BODY_BYTES,
-            held=self.held_bytes,
-            remedy="no address for operators takes as much",
-        )
+        self._body = partial(Body, self.held_bytes, settings.max_body_bytes)
         self._rules = Rules(
             max_items=settings.max_media_items,
             limits=MediaLimits.among(settings),
@@ -222,7 +217,7 @@ class Router:
         # Its HTTP client is loaded where it is needed.
         from epd_portable.router.contents.media_urls import MediaFetcher
 
-        return MediaFetcher(self.settings.media_urls, self._bodies, self.metrics)
+        return MediaFetcher(self.settings.media_urls, self._body, self.metrics)
 
     async def serve(self, request: IncomingRequest, forwarder: Forwarder | None = None) -> None:
         """Answer one request.
@@ -293,7 +288,7 @@ class Router:
         client.work = work
         admission, ticket = self._admission, None
         try:
-            with self._bodies.holding() as body:
+            with self._body() as body:
                 call = await self._read(path, client, body)
                 client.reading_since = 0.0
                 record.read_at = record.read_at or time.monotonic()
@@ -418,7 +413,8 @@ class Router:
         """Return a body for ``/epd/``; that it may be asked for is known only from the whole."""
         try:
             with anyio.fail_after(self.settings.body_timeout_s):
-                with self._operators_bodies.holding() as body:
+                remedy = "no address for operators takes as much"
+                with Body(self.held_bytes, MAX_BODY_BYTES, remedy) as body:
                     return bytes(await body.read(client.request))
         except TimeoutError:
             raise self._too_slow() from None

@@ -14,7 +14,7 @@ import contextlib
 import logging
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 from epd_portable.delivery.replies import unavailable
 from epd_portable.errors import RequestError
@@ -22,7 +22,7 @@ from epd_portable.media.addresses import MediaUrlError, WebTarget, read_url
 from epd_portable.media.limits import Modality
 from epd_portable.router.contents.cut_text import Bytes
 from epd_portable.router.contents.web_files import FetchedFile, Resolve, WebFiles
-from epd_portable.router.http.incoming import Bodies
+from epd_portable.router.http.incoming import Body
 from epd_portable.router.observability.metrics import Metrics
 from epd_portable.router.settings import MediaFetching
 
@@ -97,7 +97,7 @@ class MediaFetcher:
 
     Args:
         settings: What may be fetched, and how much.
-        bodies: Counts the memory of what is on its way.
+        body: Returns what counts the memory of a file that is on its way.
         metrics: Count what happens.
         resolve: Looks names up; the system unless given.
     """
@@ -105,13 +105,13 @@ class MediaFetcher:
     def __init__(
         self,
         settings: MediaFetching,
-        bodies: Bodies,
+        body: Callable[[], Body],
         metrics: Metrics,
         *,
         resolve: Resolve | None = None,
     ) -> None:
         self._metrics = metrics
-        self._files = WebFiles(settings, bodies, resolve)
+        self._files = WebFiles(settings, body, resolve)
         self._under_way: dict[str, _Fetch] = {}
         self._kept = _Kept(settings.cache_bytes, settings.cache_s)
 

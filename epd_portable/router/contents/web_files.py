@@ -34,7 +34,7 @@ from epd_portable.media.addresses import (
     redirected,
 )
 from epd_portable.router.contents.cut_text import Bytes
-from epd_portable.router.http.incoming import Bodies, Body
+from epd_portable.router.http.incoming import Body
 from epd_portable.router.settings import MediaFetching
 
 Resolve = Callable[[str, int], list[str]]
@@ -81,7 +81,7 @@ class WebFiles:
 
     Args:
         settings: What may be fetched, and how much.
-        bodies: Counts the memory of what is on its way.
+        body: Returns what counts the memory of a file that is on its way.
         resolve: Looks names up; the system unless given.
 
     Attributes:
@@ -89,10 +89,10 @@ class WebFiles:
     """
 
     def __init__(
-        self, settings: MediaFetching, bodies: Bodies, resolve: Resolve | None = None
+        self, settings: MediaFetching, body: Callable[[], Body], resolve: Resolve | None = None
     ) -> None:
         self._settings = settings
-        self._bodies = bodies
+        self._body = body
         self.domains = Domains(settings.allowed_domains)
         self._network = _CheckedNetwork(
             AddressPolicy(settings.allowed_networks), resolve or _resolve
@@ -121,7 +121,7 @@ class WebFiles:
             MediaUrlError: It cannot be obtained.
             RequestError: 503; there is no memory for it.
         """
-        with self._bodies.holding() as held:
+        with self._body() as held:
             return await self._follow(target, held)
 
     async def _follow(self, target: WebTarget, held: Body) -> FetchedFile:

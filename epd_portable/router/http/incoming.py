@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import mmap
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from email.utils import formatdate
 from http import HTTPStatus
 from typing import Protocol, cast
@@ -325,46 +324,34 @@ class HeldBytes:
         self.count = 0
 
 
-class Bodies:
-    """Reads bodies within limits.
+class Body:
+    """A body within limits, as a context manager: it is counted until it is left.
 
     Args:
-        max_bytes: Of one body.
-        held: Where they are counted.
+        held: Where it is counted.
+        max_bytes: That it may have.
         remedy: Of the error for a larger one.
-    """
-
-    def __init__(
-        self,
-        *,
-        max_bytes: int,
-        held: HeldBytes,
-        remedy: str = "send smaller images, or raise router.max_body_bytes",
-    ) -> None:
-        self.max_bytes = max_bytes
-        self.held = held
-        self.remedy = remedy
-
-    @contextlib.contextmanager
-    def holding(self) -> Iterator[Body]:
-        """Yield what reads a body and counts it until it is not needed any more."""
-        body = Body(self)
-        try:
-            yield body
-        finally:
-            self.held.count -= body.counted
-            body.counted = 0
-
-
-class Body:
-    """One body.
 
     Attributes:
         counted: Its bytes that are part of the sum.
     """
 
-    def __init__(self, limits: Bodies) -> None:
-        self._limits = limits
+    def __init__(
+        self,
+        held: HeldBytes,
+        max_bytes: int,
+        remedy: str = "send smaller images, or raise router.max_body_bytes",
+    ) -> None:
+        self._held = held
+        self._max_bytes = max_bytes
+        self._remedy = remedy
+        self.counted = 0
+
+    def __enter__(self) -> Body:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._held.count -= self.counted
         self.counted = 0
 
     async def read(self, request: IncomingRequest) -> Data:
@@ -397,7 +384,7 @@ class Body:
         if nbytes <= SMALL_BYTES:
             return
         more = nbytes - self.counted
-        held = self._limits.held
+        held = self._held
         if held.count + more > held.limit:
             raise RequestError(
                 f"{held.count} bytes of request bodies are held, and another {more} would be "
@@ -410,10 +397,10 @@ class Body:
         self.counted = nbytes
 
     def _check(self, nbytes: int) -> None:
-        if nbytes > self._limits.max_bytes:
+        if nbytes > self._max_bytes:
             raise RequestError(
-                f"request body of at least {nbytes} bytes: at most {self._limits.max_bytes} bytes "
-                f"are accepted; {self._limits.remedy}",
+                f"request body of at least {nbytes} bytes: at most {self._max_bytes} bytes "
+                f"are accepted; {self._remedy}",
                 status=413,
                 code="body_too_large",
             )

@@ -188,11 +188,6 @@ class Upstream:
     async def _connect(
         self, origin: _Origin, connect_s: float | None, due_at: float
     ) -> _Connection:
-        """Return a new connection.
-
-        Raises:
-            UpstreamError: There is none.
-        """
         loop = asyncio.get_running_loop()
         left_s = due_at - loop.time()
         within_s = left_s if connect_s is None else min(connect_s, left_s)
@@ -447,17 +442,7 @@ class _Connection(asyncio.Protocol):
     async def ask(
         self, head: bytes, body: Segments, silent_s: float, due_at: float
     ) -> InstanceAnswer:
-        """Send a request and return its answer as soon as the headers are there.
-
-        Args:
-            head: First line and headers.
-            body: To be sent after it.
-            silent_s: Longest silence of the instance.
-            due_at: When the whole answer must have come, by the event loop's clock.
-
-        Raises:
-            UpstreamError: There is no answer.
-        """
+        """Send a request; see `Upstream.request`. ``due_at`` is by the event loop's clock."""
         answer = self._answer = InstanceAnswer(self)
         self.heard = self._whole = self._framed = False
         self._head_bytes = 0

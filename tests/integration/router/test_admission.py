@@ -16,7 +16,6 @@ from tests.integration.router.conftest import Build, Topology
 from tests.integration.router.stand_in import (
     DEADLINE_S,
     Received,
-    StandIn,
     answer,
     at_once,
     forever,
@@ -185,20 +184,6 @@ async def test_a_longest_wait_that_is_no_time_is_refused(build: Build, given: st
     assert f"'{given}'" in response.json()["error"]["message"]
 
 
-async def test_who_has_more_claim_takes_the_place_of_one_that_waits(build: Build) -> None:
-    one_by_one = OneByOne()
-    t = await build(behaviour=one_by_one, admission={"max_requests": 1, "max_waiting": 1})
-    ask(t, "first")
-    await one_by_one.until(1)
-    (second,) = await line_up(t, {"name": "second"})
-    urgent = ask(t, "urgent", x_vllm_priority="-1")
-    displaced = await second
-    assert displaced.status_code == 429
-    assert "others came" in displaced.json()["error"]["message"]
-    assert await one_by_one.answer_all(2) == ["first", "urgent"]
-    assert (await urgent).status_code == 200
-
-
 # -- order -----------------------------------------------------------------------------------------
 
 
@@ -285,18 +270,6 @@ async def test_each_limit_holds(
     assert (await second).status_code == 200
 
 
-async def test_texts_pass_pictures_that_wait_for_an_encoder(build: Build) -> None:
-    one_by_one = OneByOne()
-    t = await build(behaviour=one_by_one, encoding=forever, admission={"encode": {"max_items": 1}})
-    ask(t, "first", RED)
-    await one_by_one.until(1)
-    ask(t, "second", BLUE)
-    await waiting(t, 1)
-    ask(t, "text")
-    await one_by_one.until(2)
-    assert one_by_one.names == ["first", "text"]
-
-
 async def test_an_encoder_has_room_again_when_an_item_is_encoded(build: Build) -> None:
     """Not only when it is answered."""
     one_by_one = OneByOne()
@@ -305,23 +278,6 @@ async def test_an_encoder_has_room_again_when_an_item_is_encoded(build: Build) -
     ask(t, "second", BLUE)
     await one_by_one.until(2)
     assert len(t.encoders[0].received) == 2
-
-
-async def test_limits_by_role_follow_the_instances_that_are_usable(build: Build) -> None:
-    t = await build(pds=2, behaviour=forever, admission={"answer": {"max_requests": 2}})
-
-    def together(_: StandIn) -> bool:
-        return sum(len(pd.received) for pd in t.pds) == 4
-
-    asked = [ask(t, str(n)) for n in range(5)]
-    await asyncio.wait(
-        [asyncio.create_task(pd.until(together)) for pd in t.pds],
-        return_when=asyncio.FIRST_COMPLETED,
-    )
-    await waiting(t, 1)
-    assert all(len(pd.received) == 2 for pd in t.pds)
-    for task in asked:
-        task.cancel()
 
 
 async def test_items_wait_for_no_encoder_where_there_is_none(build: Build) -> None:

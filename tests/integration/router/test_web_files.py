@@ -12,6 +12,7 @@ import subprocess
 import threading
 import time
 from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from epd_portable.errors import RequestError
 from epd_portable.media.limits import Modality
 from epd_portable.router.contents import web_files
 from epd_portable.router.contents.media_urls import LinkedItems, MediaFetcher
-from epd_portable.router.http.incoming import Bodies, HeldBytes
+from epd_portable.router.http.incoming import Body, HeldBytes
 from epd_portable.router.observability.metrics import Metrics
 from epd_portable.router.settings import MediaFetching
 from tests.integration.router.web import Answer, Site, moved, plain
@@ -69,11 +70,10 @@ class World:
             "timeout_s": 5.0,
             **settings,
         }
-        bodies = Bodies(max_bytes=64 << 20, held=self.held)
         self.fetchers.append(
             MediaFetcher(
                 MediaFetching.model_validate(options),
-                bodies,
+                partial(Body, self.held, 64 << 20),
                 self.metrics,
                 resolve=self.resolve,
             )

@@ -8,7 +8,7 @@ import pytest
 
 from epd_portable.errors import RequestError
 from epd_portable.router.http import incoming
-from epd_portable.router.http.incoming import SMALL_BYTES, Bodies, HeldBytes
+from epd_portable.router.http.incoming import SMALL_BYTES, Body, HeldBytes
 
 MEBIBYTE = 1 << 20
 CHUNKED = {"transfer-encoding": "chunked"}
@@ -35,47 +35,38 @@ class Arriving:
             await asyncio.Event().wait()
 
 
-def bodies(max_bytes: int, max_sum_bytes: int = 1 << 30) -> Bodies:
-    return Bodies(max_bytes=max_bytes, held=HeldBytes(max_sum_bytes))
-
-
-async def read(all_bodies: Bodies, sizes: Iterable[int], headers: dict[str, str]) -> bytes:
-    return await read_from(all_bodies, Arriving(sizes, headers))
-
-
-async def read_from(all_bodies: Bodies, arriving: Any) -> bytes:
-    with all_bodies.holding() as body:
-        return bytes(await body.read(arriving))
+async def read(held: HeldBytes, sizes: Iterable[int]) -> int:
+    with Body(held, MEBIBYTE) as body:
+        return len(await body.read(cast(Any, Arriving(sizes, CHUNKED))))
 
 
 async def test_a_client_that_sends_for_too_long_is_refused_meanwhile(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(incoming, "DRAIN_TIMEOUT_S", 0.0)
-    with pytest.raises(RequestError, match="11 bytes"):
-        await read_from(bodies(10), Arriving([], {"content-length": "11"}))
+    with Body(HeldBytes(MEBIBYTE), 10) as body, pytest.raises(RequestError, match="11 bytes"):
+        await body.read(cast(Any, Arriving([], {"content-length": "11"})))
 
 
 async def test_what_came_counts_and_not_what_was_announced() -> None:
-    all_bodies = bodies(MEBIBYTE, MEBIBYTE)
-    with all_bodies.holding() as announced:
-        waiting = asyncio.create_task(
-            announced.read(cast(Any, Arriving([], {"content-length": str(MEBIBYTE)})))
-        )
+    held = HeldBytes(MEBIBYTE)
+    with Body(held, MEBIBYTE) as announced:
+        endless = Arriving([], {"content-length": str(MEBIBYTE)})
+        waiting = asyncio.create_task(announced.read(cast(Any, endless)))
         await asyncio.sleep(0)
-        assert all_bodies.held.count == 0
-        assert len(await read(all_bodies, [MEBIBYTE], CHUNKED)) == MEBIBYTE
+        assert held.count == 0
+        assert await read(held, [MEBIBYTE]) == MEBIBYTE
         waiting.cancel()
 
 
 async def test_the_sum_is_bounded_and_falls_when_bodies_are_done_with() -> None:
-    all_bodies = bodies(MEBIBYTE, 2 * MEBIBYTE)
-    with all_bodies.holding() as first, all_bodies.holding() as second:
+    held = HeldBytes(2 * MEBIBYTE)
+    with Body(held, MEBIBYTE) as first, Body(held, MEBIBYTE) as second:
         await first.read(cast(Any, Arriving([MEBIBYTE], CHUNKED)))
         await second.read(cast(Any, Arriving([MEBIBYTE - 1], CHUNKED)))
         with pytest.raises(RequestError, match="max_bodies_bytes of 2097152") as caught:
-            await read(all_bodies, [SMALL_BYTES + 1, 1], CHUNKED)
+            await read(held, [SMALL_BYTES + 1, 1])
         assert (caught.value.status, caught.value.retry_after_s) == (503, 2)
         # Small ones are no danger.
-        assert await read(all_bodies, [SMALL_BYTES], CHUNKED)
-    assert all_bodies.held.count == 0
+        assert await read(held, [SMALL_BYTES])
+    assert held.count == 0
