@@ -122,14 +122,15 @@ async def test_instances_are_shown_the_token_and_no_other_headers(build: Build) 
 
 
 async def test_what_became_of_items_is_told_to_those_who_may_know(build: Build) -> None:
-    outcome = {"instance": "pd-0", "items": [{"mm_hash": "a" * 64, "source": "encoder_cache"}]}
+    item = {"mm_hash": "a" * 64, "source": "transfer", "path": "shm", "encoder": "encode-0"}
+    outcome = {"instance": "pd-0", "items": [item]}
 
     async def generate(received: Received) -> Response:
         return JSONResponse({"choices": [], "ec_transfer_params": outcome})
 
     t = await build(behaviour=generate, item_outcomes=False)
     assert (await t.chat(RED)).json() == {"choices": []}
-    line = 'epd_router_item_sources_total{path="",source="encoder_cache"}'
+    line = 'epd_router_item_sources_total{path="shm",source="transfer"}'
     assert await t.metric(line) == 1
     t = await build(behaviour=generate, item_outcomes=True)
     assert (await t.chat(RED)).json()["ec_transfer_params"] == outcome

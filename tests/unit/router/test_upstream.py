@@ -27,6 +27,7 @@ from epd_portable.router.http.upstream import (
 )
 from epd_portable.wire.outcomes import FailureKind
 from tests.listening import stop_listening
+from tests.unit.router.transport import Transport
 
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
@@ -352,29 +353,6 @@ def test_an_address_says_where_to_connect(url: str, where: tuple[str, int, bool]
 # Answers, cut in any way.
 
 
-class Transport(asyncio.Transport):
-    def __init__(self) -> None:
-        super().__init__()
-        self.aborted = False
-        self.reads = True
-        self.written_bytes = 0
-
-    def write(self, data: Any) -> None:
-        self.written_bytes += len(data)
-
-    def writelines(self, list_of_data: Any) -> None:
-        self.written_bytes += sum(map(len, list_of_data))
-
-    def abort(self) -> None:
-        self.aborted = True
-
-    def pause_reading(self) -> None:
-        self.reads = False
-
-    def resume_reading(self) -> None:
-        self.reads = True
-
-
 async def asked(
     body: bytes = b"",
 ) -> tuple[_Connection, asyncio.Task[InstanceAnswer]]:
@@ -459,7 +437,7 @@ async def test_what_is_no_answer_is_broken(sent: bytes) -> None:
         return await (await task).read()
 
     assert await fault_of(read()) is FailureKind.ERROR
-    assert transport_of(connection).aborted
+    assert transport_of(connection).closing
 
 
 @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -475,21 +453,21 @@ async def test_no_bytes_raise(data: bytes) -> None:
 async def test_a_large_body_is_sent_piece_by_piece() -> None:
     connection, task = await asked(bytes(9 * LARGE_BYTES))
     # One piece in each turn of the event loop, and none while the instance takes none.
-    assert transport_of(connection).written_bytes == LARGE_BYTES
+    assert len(transport_of(connection).written) == LARGE_BYTES
     await asyncio.sleep(0)
     connection.pause_writing()
-    written_bytes = transport_of(connection).written_bytes
+    written_bytes = len(transport_of(connection).written)
     assert written_bytes <= 2 * LARGE_BYTES
     for _ in range(5):
         await asyncio.sleep(0)
-    assert transport_of(connection).written_bytes <= written_bytes + LARGE_BYTES
+    assert len(transport_of(connection).written) <= written_bytes + LARGE_BYTES
     connection.resume_writing()
     for _ in range(20):
         await asyncio.sleep(0)
-    assert transport_of(connection).written_bytes == 9 * LARGE_BYTES
+    assert len(transport_of(connection).written) == 9 * LARGE_BYTES
     connection.data_received(OK)
     assert (await task).status == 200
-    assert not transport_of(connection).aborted
+    assert not transport_of(connection).closing
 
 
 async def test_no_more_of_a_body_is_sent_after_the_answer() -> None:
@@ -499,8 +477,8 @@ async def test_no_more_of_a_body_is_sent_after_the_answer() -> None:
     assert (await task).status == 413
     connection.data_received(b"no")
     assert await task.result().read() == b"no"
-    assert transport_of(connection).written_bytes <= 2 * LARGE_BYTES
-    assert transport_of(connection).aborted
+    assert len(transport_of(connection).written) <= 2 * LARGE_BYTES
+    assert transport_of(connection).closing
 
 
 async def test_pieces_are_handed_on_without_waking_anybody() -> None:
