@@ -124,11 +124,7 @@ class CutText:
         return found
 
     def text(self, raw: msgspec.Raw, where: str) -> str:
-        """Return a JSON string.
-
-        Raises:
-            RequestError: 400; it is none.
-        """
+        """Return a JSON string; see `decode`."""
         if self._runs and self._mark in bytes(raw):
             return bytes(self.text_bytes(raw, where)).decode("utf-8", "replace")
         return decode(_text, raw, where)
@@ -136,8 +132,7 @@ class CutText:
     def text_bytes(self, raw: msgspec.Raw, where: str) -> Bytes:
         """Return a JSON string's UTF-8 bytes; of a long one without escapes, a view.
 
-        Raises:
-            RequestError: 400; it is no string, or a long one with escapes that no media have.
+        Long ones with escapes that no media have are refused, too; see `decode`.
         """
         written = bytes(raw)
         pieces = self.segments(written)

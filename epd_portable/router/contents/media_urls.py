@@ -182,11 +182,7 @@ class MediaFetcher:
             self._kept.put(key, task.result())
 
     async def _fetch(self, target: WebTarget) -> FetchedFile:
-        """Fetch a file, and count how that ended.
-
-        Raises:
-            RequestError: It cannot be obtained, or there is no memory for it.
-        """
+        """Fetch a file, and count how that ended."""
         started = time.monotonic()
         result = "error"
         try:

@@ -112,14 +112,10 @@ class WebFiles:
         self._network.close()
 
     async def fetch(self, target: WebTarget) -> FetchedFile:
-        """Fetch a file from where redirects lead.
-
-        Args:
-            target: That was checked.
+        """Fetch a file, which was checked to be allowed, from where redirects lead.
 
         Raises:
-            MediaUrlError: It cannot be obtained.
-            RequestError: 503; there is no memory for it.
+            RequestError: It cannot be obtained, or there is no memory for it.
         """
         with self._body() as held:
             return await self._follow(target, held)

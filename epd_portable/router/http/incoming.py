@@ -60,7 +60,7 @@ class IncomingRequest(Protocol):
     port: int
 
     async def body(self, count: Callable[[int], None]) -> Data:
-        """Return the whole body, once.
+        """Return the whole body.
 
         Args:
             count: Told how many bytes have come. What it raises ends the reading.
@@ -150,9 +150,7 @@ class ClientRequest:
             self._asks_first = False
             self._put(b"HTTP/1.1 100 Continue\r\n\r\n")
         await self._until_complete()
-        # It is freed as soon as it is not needed any more, however long the request lives.
-        data, self._data = self._data, bytearray()
-        return data
+        return self._data
 
     async def drop_body(self) -> None:
         """Forget the body, and return when all of it has come; see `IncomingRequest`."""

@@ -92,11 +92,7 @@ class AdmissionControl:
     ) -> Ticket | None:
         """Return when a request may go on; cancelling gives its place up.
 
-        Args:
-            call: The request.
-            headers: Of the client.
-            key: Of the client; keys share what is admitted.
-            nbytes: Size of its body.
+        Clients' keys share what is admitted; ``nbytes`` is the size of the body.
 
         Returns:
             For `encoded` and `leave`; ``None`` where nothing is limited.
@@ -131,11 +127,6 @@ class AdmissionControl:
         self._admit()
 
     async def _wait(self, ticket: Ticket, longest_s: float) -> None:
-        """Return when a request may go.
-
-        Raises:
-            RequestError: 429.
-        """
         loop = asyncio.get_running_loop()
         waiter = self._waiters[ticket] = loop.create_future()
         why = f"its turn did not come within {longest_s:g} s"
@@ -199,11 +190,6 @@ class AdmissionControl:
         return max(1, math.ceil(min(wait_s, LONGEST_RETRY_S)))
 
     def _longest_wait_s(self, headers: Mapping[str, str]) -> float:
-        """Return how long a request waits at most.
-
-        Raises:
-            RequestError: 400; it says so itself, and no number.
-        """
         longest_s: float = self._settings.max_wait_s
         given = headers.get(MAX_WAIT_HEADER)
         if given is None:
