@@ -228,7 +228,7 @@ def load_command(
         results = Measurement(plan, sides, context, together=setting.together, keep=keep).run()
     made = load_report.make_report(results, setting)
     console.finish(made, json_file=json_file, markdown_file=markdown_file)
-    _judge(results, setting, allow_fallback=allow_fallback)
+    judge(results, setting, allow_fallback=allow_fallback)
     if guard_file is not None:
         worse = load_report.find_regressions(made, sides[0].name, guard_file)
         if worse:
@@ -282,7 +282,7 @@ def fit_together(allotment: Allotment) -> bool:
     return psutil.virtual_memory().available >= engines * INSTANCE_BYTES
 
 
-def _judge(results: LoadResults, setting: LoadSetting, *, allow_fallback: bool) -> None:
+def judge(results: LoadResults, setting: LoadSetting, *, allow_fallback: bool) -> None:
     """Say by the exit status whether the figures are those of what was asked for.
 
     Raises:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -8,13 +9,13 @@ import msgspec
 import pytest
 
 from epd_portable.bench import report as reports
-from epd_portable.bench.load import report
+from epd_portable.bench.load import command, report
 from epd_portable.bench.load.clients import Answers, LoadAnswer
 from epd_portable.bench.load.measure import LoadResults
 from epd_portable.bench.load.plan import LoadPicture, LoadPlan, LoadPoint, LoadRequest
 from epd_portable.bench.load.sides import read_sides
 from epd_portable.bench.load.turns import Turn, make_turn, over_capacity, ratio
-from epd_portable.errors import ConfigError
+from epd_portable.errors import ConfigError, MeasurementError
 
 POINT = LoadPoint(rate=2.0)
 PLAN = LoadPlan(points=(POINT,), seconds=10.0, ttft_s=0.3)
@@ -221,6 +222,10 @@ def test_what_became_of_pictures_and_what_caches_saved_is_shown_of_each_side() -
     assert "ours: 2 pictures were not encoded" in said and "1 not transferred" in said
     ours, _ = (list(row.values()) for row in rows(found, "What became of"))
     assert ours[2] == "local 2, fallback local 2, fell back 1"
+    once = dataclasses.replace(SETTING, plan=dataclasses.replace(PLAN, rounds=1))
+    command.judge(found, once, allow_fallback=True)
+    with pytest.raises(MeasurementError, match="something fell back: ours: 2 pictures"):
+        command.judge(found, once, allow_fallback=False)
 
 
 def test_cpu_time_is_shown_by_process_and_memory_as_it_was_at_most() -> None:
