@@ -1,8 +1,8 @@
-"""Plain vLLM beside a topology: replicas, ranks, and the example of disaggregated encoders.
+"""The servers of a side: a topology, or plain vLLM as replicas, ranks or its own example.
 
-They get the topology's model, engine arguments and environment, and the same cores or devices. On a
-CPU they run *stock*, as vLLM does by itself there, with a worker process beside each engine; or
-*tuned*: with the executor and the threads that the launcher gives its own instances, and API
+Plain vLLM gets the topology's model, engine arguments and environment, and the same cores or
+devices. On a CPU it runs *stock*, as it does by itself, with a worker process beside each engine;
+or *tuned*: with the executor and the threads that the launcher gives its own instances, and API
 servers where the launcher would let them run.
 """
 
@@ -79,27 +79,52 @@ def plain_engine(
     )
 
 
-def example_engines(side: LoadSide, context: BenchContext, store: Path) -> list[servers.Server]:
-    """Return vLLM's example: an encode and a prefill+decode instance, and outputs in `store`."""
-    found = []
-    for (group, role), units in zip(_EC_ROLES.items(), context.servers_of(side), strict=True):
-        transfer: dict[str, JsonValue] = {
+def side_servers(side: LoadSide, context: BenchContext, store: Path) -> list[list[servers.Server]]:
+    """Return the servers of a side: those of a list are started together, after the one before.
+
+    The encode and the prefill+decode instance of vLLM's example pass encoder outputs by `store`.
+    """
+    if side.kind == "topology":
+        assert side.file is not None
+        bound = [
+            f"instances.{name}.cores={cores}"
+            for name, cores in context.cores_of(side).items()
+            if cores
+        ]
+        launched = servers.topology(
+            side.file,
+            platform=context.platform,
+            log_dir=context.folder_of(side) / "logs",
+            settings=(*context.settings, *side.settings, *bound),
+            model=context.model,
+            report=context.report_of(side),
+        )
+        return [[launched]]
+    units = context.servers_of(side)
+    if side.kind != "upstream":
+        return [
+            [
+                plain_engine(side, context, name=f"replica-{index}", units=own)
+                for index, own in enumerate(units)
+            ]
+        ]
+    engines = []
+    for (group, role), own in zip(_EC_ROLES.items(), units, strict=True):
+        instances = getattr(context.topologies[side.name].instances, group)
+        extra: dict[str, JsonValue] = {**ROLE_ARGS.get(group, {}), **instances.engine_args}
+        extra["ec_transfer_config"] = {
             "ec_connector": "ECExampleConnector",
             "ec_role": role,
             "ec_connector_extra_config": {"shared_storage_path": str(store)},
         }
-        instances = getattr(context.topologies[side.name].instances, group)
-        extra = {**ROLE_ARGS.get(group, {}), **instances.engine_args}
-        extra["ec_transfer_config"] = transfer
         name = group.replace("_", "-")
-        found.append(plain_engine(side, context, name=name, units=units, extra=extra))
-    return found
+        engines.append(plain_engine(side, context, name=name, units=own, extra=extra))
+    return [engines, [_example_proxy(side, context, *(engine.url for engine in engines))]]
 
 
-def example_proxy(
+def _example_proxy(
     side: LoadSide, context: BenchContext, encode: str, prefill_decode: str
 ) -> servers.Server:
-    """Return the example's proxy between instances at two base addresses."""
     port, folder = servers.free_port(), context.folder_of(side)
     argv = [sys.executable, str(context.upstream_proxy), "--host", "127.0.0.1", "--port", str(port)]
     argv += ["--encode-servers-urls", encode, "--prefill-servers-urls", "disable"]

@@ -247,6 +247,7 @@ class Simulation:
 
     def _outcome(self, requests: Sequence[SimulatedRequest]) -> Outcome:
         engines, encoders = self._engines, self._encoders
+        assert not self._encoding and not any(self._loads), "what has begun has ended"
         stages = {
             "router": [router.busy_s for router in self._routers],
             "front end": [engine.front_end.busy_s for engine in engines],

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from epd_portable.bench.load.context import BenchContext
-from epd_portable.bench.load.peers import describe, example_engines, example_proxy, plain_engine
+from epd_portable.bench.load.peers import describe, plain_engine, side_servers
 from epd_portable.bench.load.sides import Allotment, read_side, read_sides
 from epd_portable.bench.servers import Server
 from epd_portable.config.load import load_topology
@@ -96,7 +96,7 @@ def test_the_example_has_vllms_own_connector_and_the_named_proxy(tmp_path: Path)
     override = "instances.encode.engine_args.max_num_seqs=9"
     units = [("1",), ("2",)]
     side, context = context_of("upstream:1E1PD,tuned", "cpu", units, tmp_path, override)
-    encode, prefill_decode = example_engines(side, context, tmp_path / "store")
+    (encode, prefill_decode), (proxy,) = side_servers(side, context, tmp_path / "store")
     for peer, role in ((encode, "ec_producer"), (prefill_decode, "ec_consumer")):
         assert json.loads(value(peer.argv, "--ec-transfer-config")) == {
             "ec_connector": "ECExampleConnector",
@@ -105,10 +105,9 @@ def test_the_example_has_vllms_own_connector_and_the_named_proxy(tmp_path: Path)
         }
         assert ("--mm-encoder-only" in peer.argv) == (peer is encode)
     assert value(encode.argv, "--max-num-seqs") == "9"
-    proxy = example_proxy(side, context, "http://e", "http://pd")
     assert proxy.argv[1] == str(context.upstream_proxy)
-    assert value(proxy.argv, "--encode-servers-urls") == "http://e"
-    assert value(proxy.argv, "--decode-servers-urls") == "http://pd"
+    assert value(proxy.argv, "--encode-servers-urls") == encode.url
+    assert value(proxy.argv, "--decode-servers-urls") == prefill_decode.url
     assert proxy.url.endswith(value(proxy.argv, "--port"))
 
 

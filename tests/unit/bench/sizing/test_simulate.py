@@ -84,6 +84,7 @@ def test_every_request_ends_once_and_every_picture_is_encoded_once(
         times=times,
         seed=seed,
     )
+    assert sum(kind.count for kind in outcome.kinds.values()) == 90, "the first are warm-up"
     for request in requests:
         assert request.arrival_s < request.first_token_s <= request.end_s
         assert all(item.encoded for item in request.items)
