@@ -7,6 +7,7 @@ import json
 import re
 import sys
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from click.testing import CliRunner
 
 from ci import first_hour
 from ci.first_hour import FIGURES, STAGES, Stage
+from epd_portable.bench.load.plan import read_points
 
 ROOT = Path(__file__).resolve().parents[2]
 DEADLINE_S = 10.0
@@ -98,6 +100,7 @@ def test_every_stage_calls_what_is_there() -> None:
             command = importlib.import_module(argv[2]).main
             said = CliRunner().invoke(command, [*argv[3:], "--help"])
             assert said.exit_code == 0, said.output
+            read_points([word for option, word in pairwise(argv) if option == "--point"])
         assert {f"/out/{file}" for file in each.writes.values()} <= set(argv)
 
 
