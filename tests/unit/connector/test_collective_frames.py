@@ -201,36 +201,25 @@ def frame(payload: bytes) -> bytes:
 # -- before a producer has joined ----------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("sent", "why"),
-    [
-        (frame(b"garbage"), "MessagePack data is malformed|Expected|trailing"),
-        (frame(b""), "truncated"),
-        (frame(encode({"type": "leave"})), "Invalid value 'leave'"),
-        (frame(encode(Join("x")) + b"more"), "trailing"),
-        (frame(encode(Join("x"))[:-1]), "truncated"),
-        (struct.pack("!i", MAX_FRAME_BYTES + 1), "bad message length"),
-        (struct.pack("!iQ", -1, 1 << 62), "bad message length"),
-        (struct.pack("!i", -7), "truncated"),
-        (b"GET / HTTP/1.1\r\n\r\n", "bad message length"),
-        (frame(encode(Put(SLOT, 1.0))), "a producer joins once, and then puts items"),
-    ],
-    ids=[
-        "garbage",
-        "nothing",
-        "another request",
-        "more than one",
-        "cut short",
-        "too long a frame",
-        "far too long a frame",
-        "a negative length",
-        "a browser",
-        "put before join",
-    ],
-)
-def test_what_is_no_request_ends_its_connection_and_no_other(
-    consumer: Consumer, caplog: pytest.LogCaptureFixture, sent: bytes, why: str
+NO_REQUESTS = {
+    "garbage": (frame(b"garbage"), "MessagePack data is malformed|Expected|trailing"),
+    "nothing": (frame(b""), "truncated"),
+    "another request": (frame(encode({"type": "leave"})), "Invalid value 'leave'"),
+    "more than one": (frame(encode(Join("x")) + b"more"), "trailing"),
+    "cut short": (frame(encode(Join("x"))[:-1]), "truncated"),
+    "too long a frame": (struct.pack("!i", MAX_FRAME_BYTES + 1), "bad message length"),
+    "far too long a frame": (struct.pack("!iQ", -1, 1 << 62), "bad message length"),
+    "a negative length": (struct.pack("!i", -7), "truncated"),
+    "a browser": (b"GET / HTTP/1.1\r\n\r\n", "bad message length"),
+    "put before join": (frame(encode(Put(SLOT, 1.0))), "a producer joins once, and then puts"),
+}
+
+
+@pytest.mark.parametrize("kind", NO_REQUESTS)
+def test_what_is_no_request_ends_its_connection(
+    consumer: Consumer, caplog: pytest.LogCaptureFixture, kind: str
 ) -> None:
+    sent, why = NO_REQUESTS[kind]
     with caplog.at_level(logging.WARNING), stranger(consumer) as connected:
         connected.sendall(sent)
         assert_hung_up(connected)
@@ -340,18 +329,18 @@ def test_an_item_for_which_the_device_has_no_room_is_refused_with_what_to_do(
 # -- what a consumer may answer ------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("answer", "error"),
-    [
-        (b"\0\0", PeerLostError),
-        (frame(encode(Answer(port=9)))[:-1], PeerLostError),
-        (struct.pack("!i", MAX_FRAME_BYTES + 1), PeerLostError),
-        (frame(encode(Answer(port=9))), PeerLostError),
-        (b"", TransportError),
-    ],
-    ids=["half a length", "half a frame", "too long", "nobody at its port", "nothing"],
-)
-def test_an_answer_of_nonsense_is_an_error(answer: bytes, error: type[Exception]) -> None:
+ANSWERS = {
+    "half a length": (b"\0\0", PeerLostError),
+    "half a frame": (frame(encode(Answer(port=9)))[:-1], PeerLostError),
+    "too long": (struct.pack("!i", MAX_FRAME_BYTES + 1), PeerLostError),
+    "nothing listens at its port": (frame(encode(Answer(port=9))), PeerLostError),
+    "nothing": (b"", TransportError),
+}
+
+
+@pytest.mark.parametrize("kind", ANSWERS)
+def test_an_answer_of_nonsense_is_an_error(kind: str) -> None:
+    answer, error = ANSWERS[kind]
     copies = DeviceCopies(registry.get("cpu"))
     transport = CollectiveTransport(copies, keys())
     with socket.create_server((HOST, 0)) as server:

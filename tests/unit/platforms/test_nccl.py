@@ -104,6 +104,18 @@ def pair(nccl: type[Nccl]) -> Iterator[tuple[CollectiveGroup, CollectiveGroup]]:
     host.close()
 
 
+def test_a_tensor_arrives(
+    pair: tuple[CollectiveGroup, CollectiveGroup],
+) -> None:
+    first, second = pair
+    sent, got = torch.arange(5.0), torch.zeros(5)
+    with ThreadPoolExecutor(1) as pool:
+        taken = pool.submit(second.recv, got, 0, TIMEOUT_S)
+        first.send(sent, 1, TIMEOUT_S)
+        taken.result(TIMEOUT_S)
+    assert torch.equal(got, sent)
+
+
 def test_work_that_failed_is_a_lost_peer_at_both_ends_though_it_says_that_it_is_completed(
     pair: tuple[CollectiveGroup, CollectiveGroup], monkeypatch: pytest.MonkeyPatch
 ) -> None:

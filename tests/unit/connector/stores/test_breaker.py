@@ -29,6 +29,9 @@ def test_one_failure_opens_it_and_time_lets_one_ask() -> None:
     assert breaker.succeeded()
     assert (breaker.state, breaker.allows()) == ("closed", True)
     assert not breaker.succeeded()
+    breaker.failed()
+    clock.now += 1.01
+    assert breaker.allows(), "it begins with the shortest time again"
 
 
 def test_every_failed_try_doubles_the_time_up_to_the_longest() -> None:

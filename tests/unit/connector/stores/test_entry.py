@@ -1,10 +1,14 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from epd_portable.config.secret import Secret
+from epd_portable.config.store import StoreSection
 from epd_portable.connector.stores.entry import Head, Seal
-from epd_portable.errors import CorruptEntryError
+from epd_portable.connector.stores.file import FileStore
+from epd_portable.errors import CorruptEntryError, StoreError
 from epd_portable.wire.descriptors import TensorSpec
 
 SPEC = TensorSpec(shape=(4, 8), dtype="float32")
@@ -103,3 +107,11 @@ def test_a_payload_of_another_entry_is_refused() -> None:
 def test_a_payload_that_is_not_its_tensor_is_not_sealed() -> None:
     with pytest.raises(ValueError, match="128"):
         sealed(seal(), "key", payload()[:-4])
+
+
+@pytest.mark.parametrize("key", ["", "../../etc/passwd", "0" * 16 + "-" + "../" * 10, "A" * 49])
+def test_a_key_of_another_form_leads_to_no_file(tmp_path: Path, key: str) -> None:
+    store = FileStore(StoreSection(kind="file", path=str(tmp_path)))
+    for use in (lambda: store.has_caches([key]), lambda: store.discard(key)):
+        with pytest.raises(StoreError, match="no key of an entry"):
+            use()
