@@ -14,6 +14,7 @@ import pytest
 import zmq
 
 from epd_portable.config.instance import InstanceConfig
+from epd_portable.config.secret import Secret
 from epd_portable.connector import connections, control
 from epd_portable.connector.control import ControlClients, ControlServer
 from epd_portable.connector.curve import OVERHEAD_BYTES, receive_parts, secure_client
@@ -22,9 +23,10 @@ from epd_portable.connector.pool import SHM_FOLDER
 from epd_portable.connector.transport import LeaseFence
 from epd_portable.errors import TransportError
 from epd_portable.wire.codec import MAX_MESSAGE_BYTES, encode
-from epd_portable.wire.messages import Abort, AnyMessage, Later
+from epd_portable.wire.messages import Abort, Announce, AnyMessage, Later
 from tests.keyring import keys, secret_file
 from tests.receiving import pool_name
+from tests.unit.builders import SPEC, peer
 
 T = TypeVar("T")
 
@@ -299,6 +301,27 @@ def test_a_failed_endpoint_leaves_nothing(
     assert not (SHM_FOLDER / pool).exists()
     open_endpoint().close()
     assert not (SHM_FOLDER / pool).exists()
+
+
+def test_only_announcements_that_the_router_signed_are_vouched(tmp_path: Path) -> None:
+    address = f"ipc://{tmp_path}/control"
+    config = InstanceConfig(
+        instance="pd",
+        platform="cpu",
+        pool=pool_name(),
+        path="shm",
+        control_address=address,
+        secret_file=secret_file(),
+    )
+    endpoint = ConsumerEndpoint(config, fingerprint="", pool_bytes=4096, fence=LeaseFence())
+    proof = Secret.read(secret_file()).sign_transfer("t", "item", address)
+    signed = Announce(
+        transfer_id="t", mm_hash="x", tensor=SPEC, producer=peer(), item_uuid="item", proof=proof
+    )
+    assert endpoint.vouched(signed)
+    assert not endpoint.vouched(msgspec.structs.replace(signed, transfer_id="u"))
+    assert not endpoint.vouched(msgspec.structs.replace(signed, proof=""))
+    endpoint.close()
 
 
 def waited(server: ControlServer, timeout_s: float = DEADLINE_S) -> float:
