@@ -304,7 +304,7 @@ def test_a_failed_endpoint_leaves_nothing(
     assert not (SHM_FOLDER / pool).exists()
 
 
-def test_only_announcements_that_the_router_signed_are_vouched(tmp_path: Path) -> None:
+def test_only_what_the_router_signed_is_verified(tmp_path: Path) -> None:
     address = f"ipc://{tmp_path}/control"
     config = InstanceConfig(
         instance="pd",
@@ -319,10 +319,12 @@ def test_only_announcements_that_the_router_signed_are_vouched(tmp_path: Path) -
     signed = Announce(
         transfer_id="t", mm_hash="x", tensor=SPEC, producer=peer(), item_uuid="item", proof=proof
     )
-    assert endpoint.vouched(signed)
-    assert not endpoint.vouched(msgspec.structs.replace(signed, transfer_id="u"))
-    assert not endpoint.vouched(msgspec.structs.replace(signed, proof=""))
-    endpoint.close()
+    try:
+        assert endpoint.verify_transfer(signed)
+        assert not endpoint.verify_transfer(msgspec.structs.replace(signed, transfer_id="u"))
+        assert not endpoint.verify_transfer(msgspec.structs.replace(signed, proof=""))
+    finally:
+        endpoint.close()
 
 
 def waited(server: ControlServer, timeout_s: float = DEADLINE_S) -> float:
