@@ -46,6 +46,12 @@ def pd(make_pd: Callable[..., PrefillSide]) -> PrefillSide:
     return make_pd()
 
 
+def begin(sender: Sender, pd: PrefillSide, request: str = "r", name: str = "cat") -> None:
+    """Let a request arrive, and its item be put out and sent by ``t-<request>``."""
+    pd.arrive(request, name, 10)
+    sender.submit(order(f"t-{request}", name, pd.address, 10), output(name, 10))
+
+
 def ended(sender: Sender, pd: PrefillSide, *transfer_ids: str) -> None:
     """Step until exactly these transfers have ended; nothing is kept for them then."""
     seen: list[str] = []
@@ -65,8 +71,7 @@ def assert_nothing_is_kept(sender: Sender) -> None:
 
 
 def test_an_output_is_kept_until_its_transfers_end(sender: Sender, pd: PrefillSide) -> None:
-    pd.arrive("r", "cat", 10)
-    sender.submit(order("t-r", "cat", pd.address, 10), output("cat", 10))
+    begin(sender, pd)
     ended(sender, pd, "t-r")
     assert pd.placed == ["cat"]
     sender.submit(order("t-late", "cat", pd.address, 10), output("cat", 10))
@@ -83,8 +88,7 @@ def test_an_order_given_twice_is_one_transfer(sender: Sender, pd: PrefillSide) -
     sender.output_ready("cat", output("cat", 10))
     ended(sender, pd, "t-r")
     assert_nothing_is_kept(sender)
-    pd.arrive("s", "dog", 10)
-    sender.submit(order("t-s", "dog", pd.address, 10), output("dog", 10))
+    begin(sender, pd, "s", "dog")
     ended(sender, pd, "t-s")
     assert pd.placed == ["cat", "dog"]
 
@@ -95,8 +99,7 @@ def test_a_consumer_s_address_that_is_none_harms_no_other_transfer(
 ) -> None:
     pd, sender = make_pd(), make_sender(path, wait_timeout_s=1.5)
     sender.submit(order("t-bad", "dog", address, 10), output("dog", 10))
-    pd.arrive("r", "cat", 10)
-    sender.submit(order("t-r", "cat", pd.address, 10), output("cat", 10))
+    begin(sender, pd)
     ended(sender, pd, "t-r", "t-bad")
     assert pd.placed == ["cat"]
     assert_nothing_is_kept(sender)
@@ -136,8 +139,7 @@ def test_a_write_that_raises_ends_its_transfer_and_no_other(
         sender.submit(order("t-r", "cat", pd.address, 10), output("cat", 10))
         ended(sender, pd, "t-r")
     pd.step_until(lambda: pd.free_bytes == pd.pool_bytes)
-    pd.arrive("s", "dog", 10)
-    sender.submit(order("t-s", "dog", pd.address, 10), output("dog", 10))
+    begin(sender, pd, "s", "dog")
     ended(sender, pd, "t-s")
     assert pd.placed == ["dog"]
     assert_nothing_is_kept(sender)
@@ -145,8 +147,7 @@ def test_a_write_that_raises_ends_its_transfer_and_no_other(
 
 def test_closing_lets_transfers_end(path: str, make_pd: Callable[..., PrefillSide]) -> None:
     pd, sender = make_pd(), make_sender(path)
-    pd.arrive("r", "cat", 10)
-    sender.submit(order("t-r", "cat", pd.address, 10), output("cat", 10))
+    begin(sender, pd)
     closing = threading.Thread(target=sender.close, args=(DEADLINE_S,))
     closing.start()
     pd.step_until(lambda: not closing.is_alive())
@@ -157,8 +158,7 @@ def test_closing_lets_transfers_end(path: str, make_pd: Callable[..., PrefillSid
 
 def test_a_rest_ends_with_a_transfer_or_its_time(sender: Sender, pd: PrefillSide) -> None:
     sender.rest(0.001)
-    pd.arrive("r", "cat", 10)
-    sender.submit(order("t-r", "cat", pd.address, 10), output("cat", 10))
+    begin(sender, pd)
     resting = threading.Thread(target=sender.rest, args=(DEADLINE_S,))
     resting.start()
     pd.step_until(lambda: not resting.is_alive())
@@ -272,8 +272,7 @@ def stuck(
         real(*args, **kwargs)  # type: ignore[arg-type]
 
     monkeypatch.setattr(transport, "write", stuck)
-    pd.arrive("r", "cat", 10)
-    sender.submit(order("t-r", "cat", pd.address, 10), output("cat", 10))
+    begin(sender, pd)
     pd.step_until(begun.is_set)
     yield let_go
     let_go.set()
@@ -383,8 +382,7 @@ def test_a_turn_that_fails_is_followed_by_others(
         return real(*args)
 
     monkeypatch.setattr(owner, call, sometimes)
-    pd.arrive("r", "cat", 10)
-    sender.submit(order("t-r", "cat", pd.address, 10), output("cat", 10))
+    begin(sender, pd)
     ended(sender, pd, "t-r")
     assert next(failures, None) is None
     assert pd.placed == ["cat"]
