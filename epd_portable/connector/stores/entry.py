@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from epd_portable.config.secret import Secret
+from epd_portable.connector.stores.base import Entry
 from epd_portable.errors import ConfigError, CorruptEntryError
 from epd_portable.wire.descriptors import Name, TensorSpec, Word
 
@@ -150,6 +151,23 @@ class Seal:
         )
         text = msgspec.json.encode(head)
         return self._mac(text).encode() + text
+
+    def entry(
+        self,
+        payload: memoryview,
+        *,
+        key: str,
+        mm_hash: str,
+        modality: str,
+        metadata: dict[str, list[Any]] | None,
+        tensor: TensorSpec,
+    ) -> Entry:
+        """Return an entry to be written; arguments and errors are those of `head`."""
+        head = self.head(
+            payload, key=key, mm_hash=mm_hash, modality=modality, metadata=metadata, tensor=tensor
+        )
+        shape, dtype = tensor.shape, tensor.dtype
+        return Entry(key=key, head=head, payload=payload, mm_hash=mm_hash, dtype=dtype, shape=shape)
 
     def open(self, raw: bytes, key: str) -> Head:
         """Return a head; `CorruptEntryError` if this deployment did not make it for this key."""

@@ -19,7 +19,7 @@ import anyio
 
 from epd_portable.config.secret import Secret
 from epd_portable.config.store import StoreSection
-from epd_portable.connector.stores.base import Entry, Store, make_store
+from epd_portable.connector.stores.base import Store, make_store
 from epd_portable.connector.stores.breaker import Breaker
 from epd_portable.connector.stores.entry import Seal
 from epd_portable.connector.stores.file import FileStore
@@ -163,24 +163,16 @@ class StoreLookup:
         if example is None:
             return
         spec, data = example
-        payload = memoryview(data)
-        name = item.item_uuid
-        head = self._seal.head(
-            payload, key=key, mm_hash=name, modality=item.modality, metadata=None, tensor=spec
+        entry = self._seal.entry(
+            memoryview(data),
+            key=key,
+            mm_hash=item.item_uuid,
+            modality=item.modality,
+            metadata=None,
+            tensor=spec,
         )
-        store.save_caches(
-            [
-                Entry(
-                    key=key,
-                    head=head,
-                    payload=payload,
-                    mm_hash=name,
-                    dtype=spec.dtype,
-                    shape=spec.shape,
-                )
-            ]
-        )
-        logger.info("item %s of vLLM's ECExampleConnector is taken", name)
+        store.save_caches([entry])
+        logger.info("item %s of vLLM's ECExampleConnector is taken", item.item_uuid)
 
     def _later(self, work: Callable[[], None]) -> None:
         def logged() -> None:

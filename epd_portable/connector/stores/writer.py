@@ -196,19 +196,11 @@ class StoreWriter:
             logger.warning("item %s is not stored: %s", mm_hash, error)
             self._metrics.dropped("error")
             return None
-        head = self._seal.head(
+        return self._seal.entry(
             payload,
             key=key,
             mm_hash=mm_hash,
             modality=output.modality,
             metadata=output.metadata,
             tensor=tensor,
-        )
-        return Entry(
-            key=key,
-            head=head,
-            payload=payload,
-            mm_hash=mm_hash,
-            dtype=tensor.dtype,
-            shape=tensor.shape,
         )

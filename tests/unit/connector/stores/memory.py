@@ -23,16 +23,8 @@ def key(name: str) -> str:
 
 def entry(name: str, *, tensor: TensorSpec = SPEC, fill: int = 1) -> Entry:
     payload = memoryview(bytes([fill]) * tensor.nbytes)
-    head = SEAL.head(
+    return SEAL.entry(
         payload, key=key(name), mm_hash=name, modality="image", metadata=None, tensor=tensor
-    )
-    return Entry(
-        key=key(name),
-        head=head,
-        payload=payload,
-        mm_hash=name,
-        dtype=tensor.dtype,
-        shape=tensor.shape,
     )
 
 
