@@ -84,16 +84,7 @@ Environment = dict[Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")], s
 
 
 class InstanceGroup(Section):
-    """All instances of one role; docs/configuration.md describes the keys.
-
-    Attributes:
-        tensor_parallel_size: Ranks of each instance: devices, or groups of CPU cores.
-        cores: CPU cores of the whole group, divided among its ranks.
-        devices: Device indices or UUIDs of the whole group, ``tensor_parallel_size`` for each
-            instance in turn; a device may be listed twice.
-        share: Percent of the compute of each of its devices.
-        weight: Share of the load, relative to other instances of the role.
-    """
+    """All instances of one role; ``docs/configuration.md`` describes the keys."""
 
     count: Annotated[int, Field(ge=0, le=1024)] = 1
     tensor_parallel_size: Annotated[int, Field(ge=1, le=1024)] = 1
@@ -107,15 +98,10 @@ class InstanceGroup(Section):
 
 
 class EncodeGroup(InstanceGroup):
-    """All encode instances.
+    """All encode instances."""
 
-    Attributes:
-        max_queued_items: Items that one instance has queued or in work. The default is what an
-            encoder of ten items a second works off within ``transfer.wait_timeout_s``: what waits
-            longer is encoded elsewhere anyway.
-        host_cache_bytes: Host memory of one instance for copies of encoder outputs.
-    """
-
+    # What an encoder of ten items a second works off within `transfer.wait_timeout_s`: what waits
+    # longer is encoded elsewhere anyway.
     max_queued_items: Annotated[int, Field(ge=1)] = 256
     host_cache_bytes: Annotated[Size, Field(ge=0)] = 256 << 20
 
@@ -131,14 +117,6 @@ class Instances(Section):
 
     Without any it is one encode and one prefill-decode instance; with one of these two named the
     other is one instance, unless a third role is named.
-
-    Attributes:
-        encode: They hold the encoder only; the items go to prefill and prefill-decode instances.
-        prefill: They hold the whole model, and compute prompts for decode instances.
-        decode: They get the KV of prompts, and answer.
-        encode_prefill: As prefill, and they encode the items by themselves.
-        prefill_decode: They get items, and answer.
-        encode_prefill_decode: They encode, prefill and answer by themselves.
     """
 
     encode: EncodeGroup = EncodeGroup()

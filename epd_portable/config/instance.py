@@ -43,7 +43,6 @@ class InstanceConfig(BaseModel):
 
     Attributes:
         instance: Name, for example ``encode-0`` or ``prefill_decode-0``.
-        platform: Platform that the instance runs on.
         device_index: First device of the instance among those visible to it.
         control_address: ZMQ address of the PD instance's control channel; empty on encode.
         data_address: ZMQ address where a PD instance receives bytes by ``tcp``; empty on encode.

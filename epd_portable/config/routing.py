@@ -1,4 +1,4 @@
-"""The router's section of the topology file."""
+"""The router's section of the topology file; ``docs/configuration.md`` describes its keys."""
 
 from __future__ import annotations
 
@@ -56,17 +56,7 @@ MAX_ENCODERS = 2
 
 
 class MediaUrls(Section):
-    """Images, videos and audio clips that requests name by URL; the router fetches them.
-
-    Attributes:
-        allowed_domains: Hosts to fetch from, as ``media.example.com``, ``*.example.com`` for names
-            below it, ``*`` for any name, with another port than 80 and 443 after a colon; by
-            default none.
-        allowed_networks: Networks that are connected to although they are not public, as
-            ``10.1.0.0/16``; never metadata services of clouds.
-        max_bytes: Larger files are refused with 413.
-        cache_bytes: Of files that are kept, as base64; 0 keeps none.
-    """
+    """Images, videos and audio clips that requests name by URL; the router fetches them."""
 
     allowed_domains: list[Annotated[str, AfterValidator(_check_domain)]] = Field(default=[])
     allowed_networks: list[Annotated[str, AfterValidator(_check_plain_network)]] = Field(default=[])
@@ -87,14 +77,7 @@ class AnswerAdmission(Section):
 
 
 class AdmissionSection(Section):
-    """What may be in flight at the instances, and which requests wait; ``None`` is no limit.
-
-    Attributes:
-        max_bytes: Of bodies, as far as ``router.max_bodies_bytes`` counts them.
-        max_waiting: Requests that wait; beyond them 429.
-        max_wait_s: Longest wait of a request, then 429.
-        heed_priority: Order waiting requests by the priority that they ask for.
-    """
+    """What may be in flight at the instances, and which requests wait; ``None`` is no limit."""
 
     max_requests: Annotated[int, Field(ge=1)] | None = None
     max_items: Annotated[int, Field(ge=1)] | None = None
@@ -113,47 +96,7 @@ class TracingSection(Section):
 
 
 class RouterSection(Section):
-    """The public HTTP address and its limits.
-
-    Attributes:
-        join: Address of a router of another host, or addresses of several, which instances join;
-            none is started here.
-        envoy: Start Envoy in front: it carries requests and answers, where the router sends them.
-        admin_port: Port of the same host for ``/epd/``, ``/metrics``, ``/health`` and the status
-            page; by default they are on `port`.
-        api_keys_file: File with one bearer token of clients a line. Read again when it changes.
-        hop_keys_file: The same for trusted hops in front, such as another picker, which may say
-            which instances get a request; they send one in ``x-epd-hop-key``.
-        cors_origins: Origins of web pages that may send requests; ``*`` is any.
-        item_outcomes: Tell clients where each item of theirs came from, which shows whether others
-            have sent the same picture.
-        max_body_bytes: Larger request bodies are refused with 413.
-        max_bodies_bytes: Bytes of all request bodies in memory; beyond them 503.
-        max_media_items: Requests with more images, videos and audio clips are refused with 400.
-        max_item_pixels: Larger images, and videos of larger frames, are refused with 400.
-        max_request_pixels: The same for all media of a request together: of an image its own
-            pixels, of a video those of the frames that are sampled.
-        max_media_seconds: Videos and audio clips that play longer are refused with 400.
-        max_media_memory_bytes: Memory that an instance's API server may take beyond what it has
-            when it starts to serve; by default unlimited.
-        media_urls: Media that come by URL.
-        encode_order: When encoders get the items of one request: all at once (``concurrent``), one
-            after the other (``sequential``), or those for which another encoder must be asked one
-            after the other (``sequential_fallback``).
-        partial_results: Answer a chat request without items that no instance can encode, and say so
-            in their places and in the answer's headers, instead of refusing it with 503.
-        elastic_encode: Let a prefill-decode instance encode items of its requests itself when that
-            ends sooner than the encode instances would; not with ``transfer.media: metadata`` or
-            ``encoder: false``.
-        choice: Filters, scorers and pickers that choose instances; by default items go by hash
-            within a load bound, and requests to the instance with the least load.
-        access_log: Where each request that ended gets a line of JSON: ``stderr``, or a file.
-        metrics_names: ``llmd`` shows some metrics under the names of llm-d's proposal, too.
-        idle_timeout_s: Longest silence of a prefill-decode instance before a request is given up.
-        drain_s: Longest time for open requests when the router is stopped or an instance updated.
-        instance_networks: Networks in which instances may be that join, as ``10.0.0.0/8``; by
-            default this machine and private ones.
-    """
+    """The public HTTP address and its limits."""
 
     host: str = "127.0.0.1"
     port: Port = 8000

@@ -1,6 +1,7 @@
 """The topology file: every key that a user may write, its default and its limits.
 
-``load.py`` reads files into these models; nothing here opens a file or knows a device.
+``docs/configuration.md`` says what each key means. ``load.py`` reads files into these models;
+nothing here opens a file or knows a device.
 """
 
 from __future__ import annotations
@@ -31,19 +32,7 @@ def _check_host(host: str) -> str:
 
 
 class TransferSection(Section):
-    """How encoder outputs travel.
-
-    Attributes:
-        path: One transfer path for every pair, or ``auto`` for the best that both ends have.
-        media: What prefill-decode instances get of an item: its media at the same time as the
-            encoder (``concurrent``), or what the encoder says of it (``metadata``).
-        pool_bytes: Receive pool of each prefill-decode instance, in ``/dev/shm`` and, where a path
-            writes there, in device memory.
-        preallocation: Whether an announced item gets room once its request is known (``sync``) or
-            before it as well, as long as no request waits for room (``async``).
-        wait_timeout_s: Longest wait of a request for one item.
-        lease_s: Longest time from a grant to the end of its write.
-    """
+    """How encoder outputs travel."""
 
     path: PathName = "auto"
     media: Literal["concurrent", "metadata"] = "concurrent"
@@ -55,18 +44,7 @@ class TransferSection(Section):
 
 
 class Launch(Section):
-    """How the launcher starts, watches and stops processes.
-
-    Attributes:
-        host: IPv4 address of this machine on which instances listen: HTTP, control and data.
-        first_port: Instances get the ports from here on, in the order of the plan; ``None`` chooses
-            free ones for each run.
-        startup_timeout_s: Every process must be healthy within this time of its start.
-        stop_grace_s: Time between asking processes to end and killing them.
-        hung_after_s: A process that misses all its probes for this long, and at least three, is
-            restarted. Each may take a third of this time. 0 probes none.
-        log_max_bytes: Size at which a log is rotated.
-    """
+    """How the launcher starts, watches and stops processes."""
 
     host: Annotated[str, AfterValidator(_check_host)] = "127.0.0.1"
     first_port: Annotated[int, Field(ge=1024, le=65535)] | None = None
@@ -77,18 +55,7 @@ class Launch(Section):
 
 
 class Topology(Section):
-    """A whole topology file, with the overlay of one platform already laid over it.
-
-    Attributes:
-        model: Hugging Face id, folder, or ``demo`` for the bundled model.
-        front: What takes requests: vLLM's own server over the engines of this machine (``engine``),
-            the ``router``, or ``auto``: the former where it serves what is asked for.
-        secret_file: File with the secret of the deployment; without one the launcher makes a secret
-            for the run, and no instance can join.
-        served_model_name: Name that clients use; by default the id, or the folder's last part.
-        engine_args: vLLM arguments of every instance.
-        env: Environment variables of every instance.
-    """
+    """A whole topology file, with the overlay of one platform already laid over it."""
 
     model: Annotated[str, Field(min_length=1)]
     front: Literal["auto", "engine", "router"] = "router"

@@ -31,18 +31,7 @@ def _check_url(url: str) -> str:
 
 
 class StoreSection(Section):
-    """A store of encoder outputs that all instances and the router reach.
-
-    Attributes:
-        kind: ``redis`` for a Redis or Valkey server, ``file`` for a folder that all share.
-        url: Of the server; ``rediss`` is with TLS.
-        tls_ca_file: CA certificates in PEM; by default the system's.
-        layout: ``vllm``: entries can be read by vLLM's ``ECExampleConnector``, and what that wrote
-            is used, without a seal.
-        max_bytes: Of all entries; the least recently used are removed first.
-        ttl_s: An entry that was not used for this long is removed.
-        timeout_ms: Longest time of one lookup or load; beyond it the circuit breaker opens.
-    """
+    """A store of encoder outputs that all instances and the router reach."""
 
     model_config = ConfigDict(hide_input_in_errors=True)
 

@@ -55,13 +55,7 @@ def place_instances(
     devices: Sequence[str] | None,
     cores: Sequence[int],
 ) -> Placements:
-    """Give every instance devices or cores.
-
-    Args:
-        topology: Checked configuration of the chosen platform.
-        traits: The chosen platform.
-        devices: Devices of this machine; ``None`` when they are not known.
-        cores: CPU cores that this process may use.
+    """Give every instance devices, if these are known, or some of the CPU cores.
 
     Raises:
         ConfigError: The topology does not fit the platform or the machine.
@@ -260,12 +254,9 @@ def core_warnings(
     quota_cores: float | None,
     nodes: Sequence[Cores],
 ) -> list[str]:
-    """Return what is wrong with cores that ranks were given.
+    """Return what is wrong with cores that ranks were given; see `Machine` of the limits.
 
-    Args:
-        bound: By instance, the cores of each of its ranks, and how many threads each rank has.
-        quota_cores: CPU time that all may take together, in cores; ``None`` for no limit.
-        nodes: Cores of each memory (NUMA) node.
+    ``bound`` has by instance the cores of each of its ranks, and how many threads each rank has.
     """
     warnings = []
     for name, (ranks, threads) in bound.items():

@@ -43,9 +43,6 @@ def claim(port: int, host: str = "127.0.0.1") -> bool:
 
     What will listen there is started later, and may be restarted. So an abstract Unix address,
     which one process has at a time and loses when it ends, marks the port for other runs.
-
-    Raises:
-        ConfigError: As `is_free`.
     """
     if not is_free(port, host):
         return False
@@ -64,7 +61,6 @@ def require_free(port: int, host: str, *, key: str = "router.port") -> None:
 
     Raises:
         PortInUseError: Another process listens there; names a free port instead.
-        ConfigError: As `is_free`.
     """
     if is_free(port, host):
         return
@@ -127,7 +123,7 @@ class PortsInOrder:
         """Return the next port.
 
         Raises:
-            ConfigError: There is none above the last; or as `is_free`.
+            ConfigError: There is none above the last.
         """
         for port in self._ports:
             if not self._free(port, self._host):
@@ -141,9 +137,7 @@ class PortsInOrder:
     def problem(self, uses: Mapping[int, str], public: Mapping[str, int]) -> str:
         """Return which ports cannot be used, and what to do; empty if all can.
 
-        Args:
-            uses: What each port is for, as ``http of encode-0``.
-            public: Ports of the router by their key, as ``router.port``.
+        ``uses`` says what each is for, ``public`` has those of the router by their keys.
         """
         found = [
             f"{port} ({uses[port]}) is {key} as well"

@@ -72,16 +72,13 @@ class Machine:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProcessSpec:
-    """One process to start.
+    """One process to start; where it runs is as in `InstancePlacement`.
 
     Attributes:
         name: For example ``encode-0`` or ``router``.
         env: Variables beyond the launcher's own environment.
         url: Base address; ``GET url/health`` answers 200 once it is ready.
         ports: Every port it listens on, by purpose.
-        devices: One device per rank.
-        cores: The CPU cores of each rank.
-        api_cores: Where its first process, the API server, may run as well once it is up.
         shm_name: Its file in ``/dev/shm``, removed before each start; empty for none.
         tls_cert_file: The certificate that it shows, if it speaks HTTPS.
         after: Instances on its devices that must be up before it is started.
@@ -153,7 +150,6 @@ class RegistrarSettings:
 
     Attributes:
         routers: Their base addresses.
-        secret_file: Secret of the deployment.
         port: Of the loopback address, for ``/health``.
         instances: `InstanceSettings` of each, as the router takes them.
         join_timeout_s: Longest time that a router may take to warm an instance up.
@@ -201,14 +197,13 @@ def make_plan(
     """Decide processes, command lines, devices, cores and ports.
 
     Args:
-        topology: Checked configuration of the chosen platform.
+        topology: Checked configuration of the platform of ``traits``.
         model: What ``topology.model`` resolves to.
         traits: The chosen platform.
         machine: Devices and cores to share out.
         run_id: See `new_run_id`.
         free_port: Returns one free port of ``launch.host`` after another.
-        temp_dir: Folder of the run: the engines' own sockets and temporary files, and the run's
-            secret where the topology names none.
+        temp_dir: Folder of the run, see `Engine.env` and `run_secret_file`.
         hardware: The profile to check the plan against.
 
     Raises:

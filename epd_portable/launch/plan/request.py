@@ -135,13 +135,7 @@ class PlanRequest:
 
 
 def refusals(topology: Topology, plan: Plan, clash: str) -> list[EPDError]:
-    """Return why this machine cannot run a plan at this moment.
-
-    Args:
-        topology: What was planned.
-        plan: What would be started.
-        clash: See `PlanRequest.plan`.
-    """
+    """Return why this machine cannot run a plan at this moment; ``clash`` as of `PlanRequest`."""
     router, store, kv = topology.router, topology.store, plan.kv
     pools = sum(topology.instances.of(role).count for role in TAKES_ITEMS)
     demands: list[Callable[[], None]] = []

@@ -106,12 +106,7 @@ class Lifecycle:
     """Decides for all processes of one topology.
 
     Each event comes with its time, in seconds of any clock, and is answered with what to do.
-
-    Args:
-        names: Every process.
-        launch: Timeouts.
-        after: For each process the neighbours on its devices that must have started before it.
-        backoff: Pauses before restarts.
+    ``after`` has for each process the neighbours on its devices that must have started before it.
     """
 
     def __init__(

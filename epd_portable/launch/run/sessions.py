@@ -79,13 +79,7 @@ def end_processes(
 
     The first process of each session gets SIGTERM and ends its own children; children without it
     get SIGTERM themselves. What is left after the grace gets SIGKILL, resource trackers last.
-
-    Args:
-        sessions: As in `members`.
-        run_id: As in `members`.
-        grace_s: Between SIGTERM and SIGKILL.
-        reap: Called while waiting; collects the exit status of children.
-        hurry: Called while waiting; true ends the grace.
+    Meanwhile ``reap`` collects the exit status of children, and ``hurry`` may end the grace.
     """
     asked: set[int] = set()
     started = time.monotonic()

@@ -63,8 +63,7 @@ class Supervisor:
         drain_s: How long open requests may go on: of the router at a stop, of an instance at an
             update.
         log_dir: Existing folder for one log file a process.
-        temp_dir: Existing folder for the engines' temporary files and the run's record; removed at
-            the end.
+        temp_dir: Existing folder of the run; removed at the end.
         say: Shows the user what happens.
         config: Path of the topology file, for the record.
         backoff: Pauses before restarts.
