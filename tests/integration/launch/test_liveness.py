@@ -60,27 +60,6 @@ def test_an_engine_that_calls_itself_ill_for_good_is_started_again_ever_later(
         run.wait_for("encode-0 is back")
 
 
-def test_a_busy_engine_that_answers_late_is_left_alone(launch: Launch) -> None:
-    run = launch({"encode-0": [], "router": []}, **WATCHED)
-    run.wait_for("ready:")
-    first = run.pid_of("encode-0")
-    run.ask("encode-0", "/late/0.3")
-    time.sleep(2 * WATCHED["hung_after_s"])  # type: ignore[operator]
-    run.ask("encode-0", "/late/0")
-    # Once it calls itself ill, many times, but not for long enough; once it is silent.
-    run.ask("encode-0", "/become/503")
-    time.sleep(0.7)
-    run.ask("encode-0", "/become/200")
-    time.sleep(0.3)
-    os.kill(first, signal.SIGSTOP)
-    time.sleep(0.8)
-    os.kill(first, signal.SIGCONT)
-    time.sleep(1.5)
-    assert run.pid_of("encode-0") == first
-    assert run.stop(signal.SIGTERM) == 0
-    assert not any("has not answered" in line for line in run.all_lines())
-
-
 def test_a_router_that_has_nobody_to_use_is_left_alone(launch: Launch) -> None:
     run = launch({"encode-0": [], "router": []}, **WATCHED)
     run.wait_for("ready:")
@@ -91,14 +70,3 @@ def test_a_router_that_has_nobody_to_use_is_left_alone(launch: Launch) -> None:
     os.kill(first, signal.SIGSTOP)
     ill(run, "router")
     run.wait_for("router is back")
-
-
-def test_nobody_is_watched_where_the_key_is_0(launch: Launch) -> None:
-    run = launch({"encode-0": [], "router": []}, **{**WATCHED, "hung_after_s": 0})
-    run.wait_for("ready:")
-    first = run.pid_of("encode-0")
-    run.ask("encode-0", "/become/503")
-    time.sleep(1.0)
-    assert run.pid_of("encode-0") == first
-    assert run.stop(signal.SIGTERM) == 0
-    assert not any("has not answered" in line for line in run.all_lines())

@@ -92,20 +92,23 @@ def test_what_is_written_while_it_is_copied_is_kept(
     assert log.stat().st_size == 0
 
 
-def test_a_log_within_its_size_is_left_alone(tmp_path: Path) -> None:
-    log = tmp_path / "x.log"
-    log.write_bytes(b"x" * MAX_BYTES)
+@pytest.mark.parametrize(
+    ("content", "left", "kept"),
+    [
+        (b"x" * MAX_BYTES, MAX_BYTES, None),
+        # Of one that is far too large the end.
+        (b"a" * 3 * MAX_BYTES + b"b" * MAX_BYTES, 0, b"b" * MAX_BYTES),
+    ],
+    ids=["within", "beyond"],
+)
+def test_a_log_is_cut_beyond_its_size(
+    tmp_path: Path, content: bytes, left: int, kept: bytes | None
+) -> None:
+    log, older = tmp_path / "x.log", tmp_path / "x.log.1"
+    log.write_bytes(content)
     rotate(log, max_bytes=MAX_BYTES, files=3)
-    assert list(tmp_path.iterdir()) == [log]
-    assert log.stat().st_size == MAX_BYTES
-
-
-def test_of_a_log_that_is_far_too_large_the_end_is_kept(tmp_path: Path) -> None:
-    log = tmp_path / "x.log"
-    log.write_bytes(b"a" * 3 * MAX_BYTES + b"b" * MAX_BYTES)
-    rotate(log, max_bytes=MAX_BYTES, files=2)
-    assert log.stat().st_size == 0
-    assert (tmp_path / "x.log.1").read_bytes() == b"b" * MAX_BYTES
+    assert log.stat().st_size == left
+    assert (older.read_bytes() if older.exists() else None) == kept
 
 
 def test_parts_beyond_the_number_that_is_kept_go(tmp_path: Path) -> None:

@@ -25,7 +25,8 @@ def of(run: Run, name: str) -> ProcessRecord:
 
 def test_a_run_tells_where_its_instances_are_and_what_became_of_them(launch: Launch) -> None:
     run = launch({"encode-0": [], "router": []}, backoff={"first_s": 0.1})
-    run.wait_for("ready:")
+    url = f"http://127.0.0.1:{run.ports['router']}/v1"
+    assert run.wait_for("ready:").startswith(f"ready: {url} (1 encode, cpu) in ")
     line = run.wait_for("encode-0")
     assert line.split() == ["encode-0", "encode", f"http://127.0.0.1:{run.ports['encode-0']}"]
     run.until(lambda: read(run).phase == "serving", "it serves")

@@ -19,14 +19,6 @@ Launch = Callable[..., Any]
 FAST_RESTART = {"first_s": 0.2, "max_s": 0.8}
 
 
-def test_the_ready_line_says_where_and_what(launch: Launch) -> None:
-    run = launch({"encode-0": [], "router": []})
-    line = run.wait_for("ready:")
-    url = f"http://127.0.0.1:{run.ports['router']}/v1"
-    assert line.startswith(f"ready: {url} (1 encode, cpu) in ")
-    assert any("encode-0: ready" in earlier for earlier in run.lines)
-
-
 def test_no_process_has_the_folder_in_which_another_counts(
     launch: Launch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -68,20 +60,21 @@ def test_an_api_server_gets_further_cores_when_it_is_up_and_again_when_it_is_up_
     run.until(lambda: cores("pd-1") == {own, more}, "both cores after a restart")
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    ("signum", "options", "said"),
+    [
+        (signal.SIGINT, [], "ready:"),
+        (signal.SIGTERM, ["--hang"], "encode-0: loading the model"),
+        (signal.SIGTERM, ["--stubborn", "--child"], "ready:"),
+    ],
+    ids=["serving", "starting", "deaf"],
+)
 def test_a_stop_signal_ends_everything_with_status_0(
-    launch: Launch, signum: signal.Signals
+    launch: Launch, signum: signal.Signals, options: list[str], said: str
 ) -> None:
-    run = launch({"encode-0": ["--shm={shm}"], "router": []})
-    run.wait_for("ready:")
+    run = launch({"encode-0": ["--shm={shm}", *options], "router": []}, stop_grace_s=0.5)
+    run.wait_for(said)
     assert run.stop(signum) == 0
-    assert run.nothing_left()
-
-
-def test_a_stop_signal_while_starting_ends_everything_with_status_0(launch: Launch) -> None:
-    run = launch({"encode-0": ["--hang", "--shm={shm}"], "router": []})
-    run.wait_for("encode-0: loading the model")
-    assert run.stop(signal.SIGTERM) == 0
     assert run.nothing_left()
 
 
@@ -99,13 +92,6 @@ def test_a_router_that_says_nothing_of_its_instances_is_not_ready(
     run = routed({"pd-0": []}, secret="1" * 64, startup_timeout_s=5.0)
     run.wait_for("failed: router is not healthy 5 s after its start")
     assert run.process.wait(30) == 1
-
-
-def test_what_ignores_sigterm_is_killed_after_the_grace(launch: Launch) -> None:
-    run = launch({"encode-0": ["--stubborn"], "router": ["--child"]}, stop_grace_s=0.5)
-    run.wait_for("ready:")
-    assert run.stop(signal.SIGTERM) == 0
-    assert run.nothing_left()
 
 
 def test_a_death_at_start_ends_everything_with_its_reason_on_one_line(launch: Launch) -> None:
@@ -153,18 +139,14 @@ def test_a_death_while_serving_is_answered_with_a_restart_on_the_same_port(
     assert run.nothing_left()
 
 
-def test_nothing_is_left_when_the_launcher_is_killed(launch: Launch) -> None:
+@pytest.mark.parametrize("kill", [os.kill, os.killpg], ids=["launcher", "its whole session"])
+def test_nothing_is_left_when_the_launcher_is_killed(
+    launch: Launch, kill: Callable[[int, int], None]
+) -> None:
     run = launch({"encode-0": ["--shm={shm}", "--child"], "router": ["--stubborn"]})
     run.wait_for("ready:")
     assert not run.nothing_left()
-    run.stop(signal.SIGKILL)
-    run.until(run.nothing_left, "the guard has cleaned up")
-
-
-def test_nothing_is_left_when_the_launchers_whole_session_is_killed(launch: Launch) -> None:
-    run = launch({"encode-0": ["--shm={shm}"], "router": []})
-    run.wait_for("ready:")
-    os.killpg(run.process.pid, signal.SIGKILL)
+    kill(run.process.pid, signal.SIGKILL)
     run.process.wait(30)
     run.until(run.nothing_left, "the guard has cleaned up")
 

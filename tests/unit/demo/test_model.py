@@ -19,11 +19,8 @@ FILES = {
 }
 
 
-def test_the_model_folder_is_complete_and_holds_nothing_else() -> None:
+def test_the_model_folder_is_complete_small_and_holds_nothing_else() -> None:
     assert {path.name for path in MODEL_DIR.iterdir()} == FILES
-
-
-def test_the_model_folder_is_at_most_three_megabytes() -> None:
     assert sum(path.stat().st_size for path in MODEL_DIR.iterdir()) <= 3_000_000
 
 
@@ -49,13 +46,9 @@ def test_the_configuration_suits_two_tensor_parallel_ranks_and_long_contexts() -
     assert sum(text["rope_scaling"]["mrope_section"]) == head_dim // 2
 
 
-def test_the_preprocessor_bounds_the_picture_size() -> None:
+def test_the_size_of_pictures_and_the_recorded_score_are_those_that_pages_name() -> None:
     preprocessor = json.loads((MODEL_DIR / "preprocessor_config.json").read_text())
-    assert preprocessor["min_pixels"] == 3136
-    assert preprocessor["max_pixels"] == 401_408
-
-
-def test_the_recorded_score_is_at_least_ninety_nine_percent() -> None:
+    assert (preprocessor["min_pixels"], preprocessor["max_pixels"]) == (3136, 401_408)
     last = json.loads((MODEL_DIR / "training.json").read_text())["history"][-1]
     assert min(last["exact_match"].values()) >= 0.99
 

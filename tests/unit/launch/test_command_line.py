@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -31,6 +32,7 @@ def test_both_commands_have_the_same_statuses_short_help_and_version(command: Co
     pages = [CliRunner().invoke(command, [word]).output for word in ("-h", "--help")]
     assert pages[0] == pages[1]
     assert in_one_line(EXIT_STATUSES) in in_one_line(pages[0])
+    assert re.search(rf"\n +{command.name} .*configs/1e1pd.yaml", pages[0]), "it teaches by example"
     version = CliRunner().invoke(command, ["--version"]).output
     assert version.startswith(f"{command.name}, version ")
     assert "vllm" in version.lower()

@@ -117,26 +117,31 @@ def test_a_shipped_topology_plans_without_warnings_on_every_target(
     assert planned["processes"]
 
 
-# -- two platforms ---------------------------------------------------------------------------------
-
+PLACE = r"\.processes\[\d+\]\."
 # Where the plans of one file may differ between two platforms with devices, and why.
 MAY_DIFFER = {
     r"\.platform": "the platform's name",
-    r"\.processes\[\d+\]\.argv\.--worker-cls": "each platform has its own worker",
-    r"\.processes\[\d+\]\.argv\.--ec-transfer-config\.ec_connector_extra_config\.platform": (
-        "the connector is told the platform's name"
-    ),
-    r"\.processes\[\d+\]\.env\.EPD_PLATFORM": "the platform's name",
-    r"\.processes\[\d+\]\.env\.(CUDA|ASCEND_RT)_VISIBLE_DEVICES": (
+    rf"{PLACE}argv\.--worker-cls": "each platform has its own worker",
+    rf"{PLACE}argv\.--ec-transfer-config\.ec_connector_extra_config\.platform": "its name",
+    rf"{PLACE}env\.EPD_PLATFORM": "its name",
+    rf"{PLACE}env\.(CUDA|ASCEND_RT)_VISIBLE_DEVICES": (
         "the variable's name; its value, where instances must see each other's devices"
     ),
 }
 KV_MAY_DIFFER = {
     r"\.kv\.(name|connector|reason)": "each platform has its connector of KV",
-    r"\.processes\[\d+\]\.argv\.--kv-transfer-config\..*": "which is told so",
-    r"\.processes\[\d+\]\.env\.VLLM_NIXL_SIDE_CHANNEL_(HOST|PORT)": "in words of its own",
+    rf"{PLACE}argv\.--kv-transfer-config\..*": "which is configured so",
+    rf"{PLACE}env\.VLLM_NIXL_SIDE_CHANNEL_(HOST|PORT)": "in words of its own",
 }
 """The same, of files with decode instances."""
+CPU_MAY_DIFFER = {
+    rf"{PLACE}((api_)?cores|devices).*": "instances are bound to cores there, not to devices",
+    rf"{PLACE}env\.VLLM_CPU_(OMP_THREADS_BIND|KVCACHE_SPACE)": "the same",
+    rf"{PLACE}env\.(OMP_NUM_THREADS|TORCH_COMPILE_DISABLE)": "the same",
+    rf"({PLACE}after|\.devices).*": "devices may be shared, cores are not",
+    rf"{PLACE}argv\.--distributed-executor-backend": "vLLM has one rank in the engine's process "
+    "by itself on devices, and not on the CPU",
+}
 MISSING = object()
 
 
@@ -189,36 +194,19 @@ def differences(one: dict[str, Any], other: dict[str, Any]) -> set[str]:
     }
 
 
+@pytest.mark.parametrize("other", ["cuda", "cpu"])
 @pytest.mark.parametrize("topology", TOPOLOGIES, ids=lambda path: path.stem)
-def test_plans_for_npu_and_cuda_differ_only_where_they_must(topology: Path) -> None:
-    npu, cuda = plan(topology, "--platform", "npu"), plan(topology, "--platform", "cuda")
-    found = differences(npu, cuda)
-    may = MAY_DIFFER | (KV_MAY_DIFFER if cuda["kv"] else {})
+def test_plans_for_two_platforms_differ_only_where_they_must(topology: Path, other: str) -> None:
+    npu, planned = plan(topology, "--platform", "npu"), plan(topology, "--platform", other)
+    found = differences(npu, planned)
+    may = MAY_DIFFER | (KV_MAY_DIFFER if npu["kv"] else {})
     allowed = may.keys() | written_by_overlays(topology)
+    if other == "cpu":
+        allowed |= CPU_MAY_DIFFER.keys()
     unexpected = {p for p in found if not any(re.fullmatch(pattern, p) for pattern in allowed)}
     assert not unexpected
     unused = {p for p in may if not any(re.fullmatch(p, place) for place in found)}
     assert not unused, "these places are alike: remove them from MAY_DIFFER"
-
-
-@pytest.mark.parametrize("topology", TOPOLOGIES, ids=lambda path: path.stem)
-def test_plans_for_the_cpu_differ_from_those_for_devices_only_where_they_must(
-    topology: Path,
-) -> None:
-    found = differences(plan(topology, "--platform", "cpu"), plan(topology, "--platform", "npu"))
-    allowed = (MAY_DIFFER | KV_MAY_DIFFER).keys() | written_by_overlays(topology)
-    # Instances are bound to cores there, not to devices.
-    allowed |= {
-        r"\.processes\[\d+\]\.((api_)?cores|devices).*",
-        r"\.processes\[\d+\]\.env\.VLLM_CPU_(OMP_THREADS_BIND|KVCACHE_SPACE)",
-        r"\.processes\[\d+\]\.env\.(OMP_NUM_THREADS|TORCH_COMPILE_DISABLE)",
-        # Devices may be shared, cores are not.
-        r"\.processes\[\d+\]\.after.*",
-        r"\.devices.*",
-        # vLLM has one rank in the engine's process by itself on devices, and not on the CPU.
-        r"\.processes\[\d+\]\.argv\.--distributed-executor-backend",
-    }
-    assert not {p for p in found if not any(re.fullmatch(pattern, p) for pattern in allowed)}
 
 
 def record() -> None:

@@ -113,18 +113,14 @@ def test_a_number_that_another_process_has_got_is_not_the_process(
     assert (seen["state"], seen["pid"], seen["uptime_s"]) == ("gone", None, None)
 
 
-def test_a_run_whose_launcher_is_gone_is_told_so_whatever_its_file_says(
+def test_a_run_without_its_launcher_is_said_so_and_its_folder_named_when_all_has_ended(
     folder: Path, child: subprocess.Popen[bytes]
 ) -> None:
     # Its number is one that lives: this process.
     write_record(folder, record(process(**of(child))))
     unlock(folder)
     assert "its launcher is gone" in ask("status").stdout
-
-
-def test_what_a_killed_run_left_is_named_and_does_not_run(folder: Path) -> None:
     write_record(folder, record(process()))
-    unlock(folder)
     result = ask("status")
     assert result.exit_code == 1
     assert "no topology of yours runs here" in result.stdout

@@ -137,6 +137,7 @@ def test_a_wrong_command_line_is_answered_with_what_to_write(
         ("transfer.wait_timeout_s=0", "got 0"),
         ("transfer.path=rdma", "known are auto, ipc, shm, nixl, mooncake, collective, tcp"),
         ("transfer.path=ipc", "write auto or shm"),
+        ("instances.encode.share=101", "got 101"),
         ("instances.encode=3", "expected a mapping of count, tensor_parallel_size,"),
         ("instances.encode.env.A=1", 'put it in quotes, as "1"'),
         ("instances.encode.devices=[0]", "has no use for it; move it under platform.<name>"),
