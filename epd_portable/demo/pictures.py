@@ -111,11 +111,7 @@ class Picture:
 
 
 def draw(seed: int, size: int = PICTURE_SIZE) -> Picture:
-    """Draw the picture that belongs to ``seed``.
-
-    Args:
-        seed: Any non-negative integer; decides everything but the resolution.
-        size: Side of the square image in pixels.
+    """Draw the picture that belongs to ``seed``, a square of ``size`` pixels a side.
 
     Raises:
         ValueError: ``seed`` is negative or ``size`` is below 28, one image token.

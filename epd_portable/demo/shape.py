@@ -23,7 +23,10 @@ from epd_portable.platforms import torchvision_guard
 HEAD_SIZE = 64
 _FFN_MULTIPLE = 64
 _STD = 0.02
-_COPIED = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+_COPIED = (
+    *("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"),
+    "generation_config.json",
+)
 
 
 def write_model(
@@ -38,15 +41,8 @@ def write_model(
     """Write a checkpoint with random weights in bfloat16, in about Qwen2.5-VL's proportions.
 
     The feed-forward layers of the language model are narrower, so that one core keeps up with a
-    few requests per second.
-
-    Args:
-        folder: Where to; made if it is not there.
-        vision_layers: Blocks of the vision tower.
-        vision_size: Its width, a multiple of 64.
-        text_layers: Layers of the language model.
-        text_size: Its width, a multiple of 128, so that there are heads for two ranks.
-        max_pixels: Larger pictures are scaled down to this.
+    few requests per second. The width of the vision tower is a multiple of 64, that of the language
+    model of 128, so that there are heads for two ranks; larger pictures are scaled down.
     """
     config = _read("config.json")
     config["vision_config"] |= {
@@ -85,10 +81,9 @@ def write_model(
     (folder / "model.safetensors").chmod(0o644)
     for name in _COPIED:
         shutil.copyfile(MODEL_DIR / name, folder / name)
-    _write(folder / "config.json", config)
-    _write(folder / "generation_config.json", _read("generation_config.json"))
     preprocessing = {**_read("preprocessor_config.json"), "max_pixels": max_pixels}
-    _write(folder / "preprocessor_config.json", preprocessing)
+    for name, content in (("config", config), ("preprocessor_config", preprocessing)):
+        (folder / f"{name}.json").write_text(json.dumps(content, indent=2) + "\n", "utf-8")
 
 
 def tokens_without_text(tokenizer: Any) -> list[int]:
@@ -110,10 +105,6 @@ def _whole_picture_layers(layers: int) -> list[int]:
 def _read(name: str) -> dict[str, Any]:
     content: dict[str, Any] = json.loads((MODEL_DIR / name).read_text(encoding="utf-8"))
     return content
-
-
-def _write(path: Path, content: dict[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 def main() -> None:

@@ -69,14 +69,12 @@ class RouterClient:
         Raises:
             LaunchError: It is not up in time.
         """
-        deadline_s = time.monotonic() + timeout_s
-        while (seen := self._known(name))["state"] != "up" and not until.is_set():
-            if time.monotonic() >= deadline_s:
-                raise LaunchError(
-                    f"{name} is still {seen['state']} after {timeout_s:g} s"
-                    f"{seen['reason'] and ': ' + seen['reason']}; the router goes on trying"
-                )
-            until.wait(_LOOK_EVERY_S)
+        seen, is_up = self._wait(name, lambda seen: seen["state"] == "up", timeout_s, until)
+        if not is_up and not until.is_set():
+            raise LaunchError(
+                f"{name} is still {seen['state']} after {timeout_s:g} s"
+                f"{seen['reason'] and ': ' + seen['reason']}; the router goes on trying"
+            )
         return seen
 
     def drain(self, name: str, *, timeout_s: float, until: threading.Event) -> bool:
@@ -85,11 +83,8 @@ class RouterClient:
         ``until`` ends the wait.
         """
         self._request("POST", f"/epd/instances/{name}/drain")
-        deadline_s = time.monotonic() + timeout_s
-        while not (idle := bool(self._known(name)["idle"])):
-            if time.monotonic() >= deadline_s or until.wait(_LOOK_EVERY_S):
-                break
-        return idle
+        _, is_idle = self._wait(name, lambda seen: bool(seen["idle"]), timeout_s, until)
+        return is_idle
 
     def resume(self, name: str) -> None:
         """Undo `drain`: the instance gets requests as soon as it is healthy."""
@@ -112,11 +107,23 @@ class RouterClient:
             time.sleep(_LOOK_EVERY_S)
             _, seen = self.find_instance(name)
 
-    def _known(self, name: str) -> dict[str, Any]:
-        _, seen = self.find_instance(name)
-        if seen is None:
-            raise LaunchError(f"router {self._url} does not know {name} any more")
-        return seen
+    def _wait(
+        self,
+        name: str,
+        condition: Callable[[dict[str, Any]], bool],
+        timeout_s: float,
+        until: threading.Event,
+    ) -> tuple[dict[str, Any], bool]:
+        """Return what the router last said of an instance, and whether that is what is wanted."""
+        deadline_s = time.monotonic() + timeout_s
+        while True:
+            _, seen = self.find_instance(name)
+            if seen is None:
+                raise LaunchError(f"router {self._url} does not know {name} any more")
+            if condition(seen):
+                return seen, True
+            if time.monotonic() >= deadline_s or until.wait(_LOOK_EVERY_S):
+                return seen, False
 
     def _request(
         self, method: str, path: str, content: Mapping[str, Any] | None = None

@@ -143,7 +143,7 @@ def test_a_death_while_serving_is_answered_with_a_restart_on_the_same_port(
 def test_nothing_is_left_when_the_launcher_is_killed(
     launch: Launch, kill: Callable[[int, int], None]
 ) -> None:
-    run = launch({"encode-0": ["--shm={shm}", "--child"], "router": ["--stubborn"]})
+    run = launch({"encode-0": ["--shm={shm}", "--child", "--renamed"], "router": ["--stubborn"]})
     run.wait_for("ready:")
     assert not run.nothing_left()
     kill(run.process.pid, signal.SIGKILL)
@@ -152,7 +152,7 @@ def test_nothing_is_left_when_the_launcher_is_killed(
 
 
 def test_a_killed_guard_is_replaced(launch: Launch) -> None:
-    run = launch({"encode-0": ["--shm={shm}"], "router": []})
+    run = launch({"encode-0": ["--shm={shm}", "--renamed"], "router": []})
     run.wait_for("ready:")
     (first,) = run.guard_pids()
     os.kill(first, signal.SIGKILL)
