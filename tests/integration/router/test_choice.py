@@ -28,6 +28,8 @@ from tests.integration.router.stand_in import (
     ControlEnd,
     Received,
     answer,
+    forever,
+    once,
     stream,
 )
 from tests.integration.router.test_access import KEY, bearer, keys_file
@@ -146,16 +148,9 @@ async def test_a_decider_says_how_long_an_encode_job_may_take(build: Build) -> N
     decider = {"type": "multimodal-epd-decider", "parameters": {"encoderTimeout": 200}}
     plugins = [decider if each["type"] == decider["type"] else each for each in AFFINITY["plugins"]]
 
-    async def hang(received: Received) -> Response:
-        await asyncio.sleep(DEADLINE_S)
-        return await answer(received)
-
-    async def generate(received: Received) -> Response:
-        await told.wait()
-        return await answer(received)
-
     told = asyncio.Event()
-    t = await build(behaviour=generate, encoding=hang, choice={**AFFINITY, "plugins": plugins})
+    choice = {**AFFINITY, "plugins": plugins}
+    t = await build(behaviour=once(told), encoding=forever, choice=choice)
     asking = asyncio.create_task(t.chat(RED, TEXT))
     await t.until_metric('epd_router_items_total{outcome="local"}', 1)
     told.set()
@@ -288,10 +283,8 @@ async def test_prompts_count_where_they_are_not_cached_until_the_answer_begins(
         await ends.wait()
 
     async def waits(received: Received) -> Response:
-        if received.body.get("stream"):
-            await goes_on.wait()
-            return await stream(pieces)(received)
-        return await answer(received)
+        streams = received.body.get("stream")
+        return await (once(goes_on, stream(pieces)) if streams else answer)(received)
 
     t = await build(
         encoders=0, behaviour=waits, choice=choice, api_keys_file=keys_file(tmp_path, KEY)

@@ -5,19 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-import threading
-from collections.abc import AsyncIterator, Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import promql_parser
 import pytest
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
-    ExportTraceServiceRequest,
-    ExportTraceServiceResponse,
-)
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from opentelemetry.proto.trace.v1.trace_pb2 import ResourceSpans
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
@@ -36,7 +31,9 @@ from tests.integration.router.stand_in import (
     Behaviour,
     Received,
     RouterServing,
+    StandIn,
     answer,
+    forever,
     refuse,
     stream,
 )
@@ -227,11 +224,7 @@ async def test_a_line_says_what_went_wrong_and_that_a_client_left(
     assert (step["phase"], step["failure"], step["fallback"]) == ("encode", "error", "local")
     assert line["items"][0]["outcome"] == "local"
 
-    async def never(received: Received) -> Response:
-        await asyncio.Event().wait()
-        raise AssertionError
-
-    t.pd.behaviour = never
+    t.pd.behaviour = forever
     asking = asyncio.create_task(t.chat(TEXT))
     await t.pd.until(lambda pd: len(pd.received) == 2)
     asking.cancel()
@@ -329,44 +322,51 @@ async def test_without_tracing_the_clients_traceparent_goes_on_as_it_is(build: B
     assert t.pd.received[0].headers["traceparent"] == traceparent
 
 
-async def test_spans_reach_a_collector_by_http_when_the_router_stops(build: Build) -> None:
-    with collector() as (url, came):
-        t = await build(encoders=1, tracing={"endpoint": url})
-        after_encoders(t)
-        assert (await t.chat(RED)).status_code == 200
-        await t.router.stop()
-    spans = [
-        (span, scope, each.resource)
-        for request in came
-        for each in request.resource_spans
-        for scope in each.scope_spans
-        for span in scope.spans
-    ]
-    assert sorted(span.name for span, _, _ in spans) == [CHAT, "answer", "encode"]
-    ((resource),) = {str(resource) for _, _, resource in spans}
-    assert "epd-router" in resource
-    answer = next(span for span, _, _ in spans if span.name == "answer")
-    encode = next(span for span, _, _ in spans if span.name == "encode")
-    assert [link.span_id for link in answer.links] == [encode.span_id]
+@pytest.fixture
+async def collector() -> AsyncIterator[StandIn]:
+    """Takes spans in by OTLP over HTTP."""
+    stand_in = StandIn("collector", "encode", behaviour=refuse(200))
+    await stand_in.serving.start()
+    yield stand_in
+    await stand_in.serving.stop()
+
+
+def came_to(collector: StandIn) -> list[ResourceSpans]:
+    assert {each.path for each in collector.received} == {"/v1/traces"}
+    sent = [ExportTraceServiceRequest.FromString(each.raw) for each in collector.received]
+    return [spans for each in sent for spans in each.resource_spans]
+
+
+async def test_spans_reach_a_collector_by_http_when_the_router_stops(
+    build: Build, collector: StandIn
+) -> None:
+    t = await build(encoders=1, tracing={"endpoint": collector.serving.url})
+    after_encoders(t)
+    assert (await t.chat(RED)).status_code == 200
+    await t.router.stop()
+    came = came_to(collector)
+    assert all("epd-router" in str(each.resource) for each in came)
+    spans = {one.name: one for each in came for scope in each.scope_spans for one in scope.spans}
+    assert sorted(spans) == [CHAT, "answer", "encode"]
+    assert [link.span_id for link in spans["answer"].links] == [spans["encode"].span_id]
 
 
 async def test_a_variable_of_opentelemetry_turns_spans_on_and_another_one_off(
-    build: Build, monkeypatch: pytest.MonkeyPatch
+    build: Build, monkeypatch: pytest.MonkeyPatch, collector: StandIn
 ) -> None:
-    with collector() as (url, came):
-        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", url)
-        t = await build(encoders=0)
-        monkeypatch.setenv("OTEL_SDK_DISABLED", "true")
-        silent = [await build(encoders=0), await build(encoders=0, tracing={"endpoint": url})]
-        for each in (t, *silent):
-            assert (await each.chat(TEXT)).status_code == 200
-            await each.router.stop()
+    url = collector.serving.url
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", url)
+    t = await build(encoders=0)
+    monkeypatch.setenv("OTEL_SDK_DISABLED", "true")
+    silent = [await build(encoders=0), await build(encoders=0, tracing={"endpoint": url})]
+    for each in (t, *silent):
+        assert (await each.chat(TEXT)).status_code == 200
+        await each.router.stop()
     assert "traceparent" in t.pd.received[0].headers
     for each in silent:
         assert "traceparent" not in each.pd.received[0].headers
-    (resource,) = came[0].resource_spans
-    assert len(came) == 1
-    assert len(resource.scope_spans[0].spans) == 2
+    (came,) = came_to(collector)
+    assert len(came.scope_spans[0].spans) == 2
 
 
 def test_without_the_package_the_message_says_what_to_install(
@@ -435,38 +435,3 @@ async def lines(log: Path, count: int) -> str:
         return text
 
     return await asyncio.wait_for(there(), DEADLINE_S)
-
-
-@contextmanager
-def collector() -> Iterator[tuple[str, list[ExportTraceServiceRequest]]]:
-    """Take spans in by OTLP over HTTP; yield where, and what has come."""
-    came: list[ExportTraceServiceRequest] = []
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            assert self.path == "/v1/traces"
-            assert self.headers["content-type"] == "application/x-protobuf"
-            body = self.rfile.read(int(self.headers["content-length"]))
-            if self.headers.get("content-encoding") == "gzip":
-                import gzip
-
-                body = gzip.decompress(body)
-            came.append(ExportTraceServiceRequest.FromString(body))
-            answered = ExportTraceServiceResponse().SerializeToString()
-            self.send_response(200)
-            self.send_header("content-length", str(len(answered)))
-            self.end_headers()
-            self.wfile.write(answered)
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}", came
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()

@@ -36,6 +36,9 @@ def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 async def page(chromium: str) -> AsyncIterator[Page]:
     async with browser.tab(chromium) as page:
         yield page
+        # Nothing went wrong, and nothing but the router was asked.
+        assert page.problems == []
+        assert len({urlsplit(url).netloc for url in page.asked}) == 1
 
 
 def key() -> str:
@@ -49,12 +52,6 @@ async def opened(page: Page, t: Topology) -> Page:
     # Tests need not wait for the next second.
     await page.value("void setInterval(ask, 100)")
     return page
-
-
-def clean(page: Page, t: Topology) -> None:
-    """Check that nothing went wrong, and that nobody else was asked."""
-    assert page.problems == []
-    assert {urlsplit(url).netloc for url in page.asked} == {urlsplit(t.router.url).netloc}
 
 
 async def state_of(page: Page, instance: str, state: str) -> None:
@@ -83,7 +80,6 @@ async def test_it_shows_the_instances_and_turns_red_when_one_is_gone(
     await page.until("document.querySelector('#changes').textContent.includes('encode-1 is down')")
     await t.encoders[1].serving.start()
     await state_of(page, "encode-1", "up")
-    clean(page, t)
 
 
 async def test_a_timeline_has_the_encoder_beside_the_prefill(build: Build, page: Page) -> None:
@@ -122,7 +118,6 @@ async def test_a_timeline_has_the_encoder_beside_the_prefill(build: Build, page:
     await page.value(f"{row}.querySelector('summary').click()")
     table = await page.until(f"{row}.querySelector('tbody').innerText")
     assert "image: encoded" in table
-    clean(page, t)
 
 
 async def test_a_fallback_that_is_used_lights_up(build: Build, page: Page) -> None:
@@ -132,7 +127,6 @@ async def test_a_fallback_that_is_used_lights_up(build: Build, page: Page) -> No
     await page.until(f"{shown}?.className === 'unused'")
     await t.chat(TEXT)
     await page.until(f"{shown}.className === 'lit' && {shown}.textContent.includes('now lit')")
-    clean(page, t)
 
 
 async def test_names_run_no_script(build: Build, page: Page) -> None:
@@ -153,7 +147,6 @@ async def test_names_run_no_script(build: Build, page: Page) -> None:
     assert found.count(HOSTILE) == 5  # model, name, problem, request, path
     assert await page.value("document.querySelectorAll('img, #detail script').length") == 0
     assert "pwned" not in await page.value("document.title")
-    clean(page, t)
     fleet.remove(HOSTILE)
 
 
@@ -177,7 +170,6 @@ async def test_it_asks_for_a_key_and_says_when_that_is_wrong(build: Build, page:
     assert await page.value("localStorage.length + document.cookie.length") == 0
     await page.value("document.querySelector('#forget').click()")
     await page.until("document.querySelector('#detail').hidden")
-    clean(page, t)
 
 
 async def test_a_line_tells_path_and_bytes_a_second(build: Build, page: Page) -> None:
@@ -194,7 +186,6 @@ async def test_a_line_tells_path_and_bytes_a_second(build: Build, page: Page) ->
     )
     assert row[:4] == ["encode-0", "pd-0", "items", "shm"]
     assert row[6] == "1 item, 1.0 kB of 1 reported"
-    clean(page, t)
 
 
 async def test_it_says_that_the_router_is_gone_and_when_it_is_back(
@@ -208,7 +199,6 @@ async def test_it_says_that_the_router_is_gone_and_when_it_is_back(
     await t.start_router_again()
     await page.until("document.querySelector('#notice').hidden")
     assert not await page.value("document.querySelector('#detail').classList.contains('stale')")
-    clean(page, t)
 
 
 async def test_it_fits_a_phone_and_follows_the_dark(build: Build, page: Page) -> None:
