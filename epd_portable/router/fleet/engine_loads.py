@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from urllib.parse import urlencode
 
+import anyio
 import msgspec
 
 from epd_portable.delivery.instances import EndpointPool, Instance
@@ -113,7 +114,9 @@ class EngineLoads:
                 if status == 200:
                     load = msgspec.json.decode(body, type=LoadReport)
             if load is None:
-                await asyncio.sleep(PAUSE_S)
+                # What comes back may be another process, which reports.
+                with anyio.move_on_after(PAUSE_S):
+                    await instance.wait_down()
                 continue
             self.take(instance.name, load)
             known = {"items": load.items or 0, "pixels": load.pixels or 0}
