@@ -343,8 +343,6 @@ async def test_a_users_plugin_chooses(build: Build, installed: Path) -> None:
     for _ in range(5):
         assert (await t.chat(TEXT)).status_code == 200
     assert asked(t) == [0, 5, 0]
-    # It may want reports of loads, too.
-    assert t.router.router._loads is not None
 
 
 async def test_a_users_plugin_that_cannot_be_made_is_said_so(installed: Path) -> None:
@@ -406,7 +404,15 @@ async def test_engines_that_are_busy_for_others_get_less(build: Build, tmp_path:
     assert encode["winner"] == "encode-1"
 
 
-async def test_nobody_is_asked_for_loads_that_no_plugin_wants(build: Build) -> None:
-    for choice in (None, configured("weight-scorer", decode={"weight-scorer": 1})):
+async def test_instances_report_their_loads_only_where_a_plugin_may_want_it(
+    build: Build, installed: Path
+) -> None:
+    by_zone = {"type": "zone-scorer", "parameters": {"zone": "east"}}
+    for choice, wants in (
+        (None, False),
+        (configured("weight-scorer", decode={"weight-scorer": 1}), False),
+        (configured("queue-scorer", decode={"queue-scorer": 1}), True),
+        (configured(by_zone, decode={"zone-scorer": 1}), True),
+    ):
         t = await build(choice=choice)
-        assert t.router.router._loads is None
+        assert (t.router.router._loads is not None) is wants
