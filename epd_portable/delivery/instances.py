@@ -44,34 +44,31 @@ _WORDS: dict[FailureKind, str] = {
 
 
 class InstanceSpec(Protocol):
-    """What is known of an instance before it is there.
-
-    Attributes:
-        name: Unique.
-        role: What it serves.
-        url: Of its HTTP server, empty without one.
-        control: ZMQ address of its control channel, empty for encode instances.
-        weight: How much it does of what others of its role do.
-        labels: What its operator says of it.
-    """
+    """What is known of an instance before it is there."""
 
     @property
-    def name(self) -> str: ...  # noqa: D102
+    def name(self) -> str:
+        """Unique."""
 
     @property
-    def role(self) -> Role: ...  # noqa: D102
+    def role(self) -> Role:
+        """What it serves."""
 
     @property
-    def url(self) -> str: ...  # noqa: D102
+    def url(self) -> str:
+        """Of its HTTP server, empty without one."""
 
     @property
-    def control(self) -> str: ...  # noqa: D102
+    def control(self) -> str:
+        """ZMQ address of its control channel, empty for encode instances."""
 
     @property
-    def weight(self) -> float: ...  # noqa: D102
+    def weight(self) -> float:
+        """How much it does of what others of its role do."""
 
     @property
-    def labels(self) -> Mapping[str, str]: ...  # noqa: D102
+    def labels(self) -> Mapping[str, str]:
+        """What its operator says of it."""
 
 
 class WentDownError(EPDError):
@@ -558,10 +555,8 @@ class EndpointPool:
     ) -> Instance:
         """Take in an instance, at most `MAX_INSTANCES`.
 
-        Args:
-            settings: Where it is and what it serves.
-            registered: It came while the router ran.
-            warm_up: It has to be warmed up, whenever its process has been started.
+        ``registered``: it came while the router ran. ``warm_up``: it has to be warmed up, whenever
+        its process has been started.
         """
         assert len(self._instances) < MAX_INSTANCES
         assert settings.name not in self._instances
@@ -613,12 +608,7 @@ class EndpointPool:
     def choose_least_loaded(
         self, exclude: Collection[str] = (), duty: Duty = "answer"
     ) -> Instance | None:
-        """Return the usable instance with the least load for its weight; of many, of two.
-
-        Args:
-            exclude: Names of instances that must not be chosen.
-            duty: What is asked.
-        """
+        """Return the usable instance with the least load for its weight; of many, of two."""
         for tier in self._tiers[duty]:
             left = tier.members
             if exclude:

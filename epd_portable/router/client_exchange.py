@@ -32,17 +32,13 @@ class ClientExchange:
     """One request of a client, and its answer.
 
     Attributes:
-        request: As the server took it in.
-        method: Of HTTP.
-        headers: Names in lower case; those whose values are not ASCII are left out.
         request_id: The client's own or a new one.
         for_instances: Headers that instances get.
         explanation: Why it went where it went, if the client asked and may know.
-        left_out: Items that it is answered without.
+        left_out: How many items it is answered without.
         named: What a trusted hop says of it.
-        for_hop: Returns what such a hop is told with the answer.
-        begun: Whether status and headers are sent.
-        record: What is noted of it.
+        for_hop: Returns the headers of the answer for such a hop.
+        begun: Status and headers of the answer are sent.
         gone: The client has closed its connection.
         overdue: Its body did not come in time.
         work: The task that answers.

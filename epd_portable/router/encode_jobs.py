@@ -129,15 +129,7 @@ class Attempt:
 class EncodeJobs:
     """Has items encoded, by one encoder or another, or by the PD instance that waits for them.
 
-    Args:
-        settings: Of the router.
-        upstream: Connections to instances.
-        control: Channels to PD instances.
-        retries: How often a job may be given to another encoder.
-        store: Learns which entries encoders write, if there is one.
-
-    Attributes:
-        times: How long items take encoders.
+    ``store`` learns which entries encoders write.
     """
 
     def __init__(
@@ -352,12 +344,9 @@ def item_of(outcome: EncodeOutcome | None) -> EncodedItem | EncodeFailure:
 async def _lost_before_answer(
     delivery: Delivery, encoder: Instance | None, attempt: Attempt
 ) -> EncodeFailure | None:
-    """Return why an item will not arrive, or ``None`` when the answer begins.
+    """Return why an encoded item will not arrive, or ``None`` when the answer begins.
 
-    Args:
-        delivery: Of the item, which was encoded, or is in the store.
-        encoder: Who writes it; ``None`` if the PD instance loads it from the store.
-        attempt: That waits for it.
+    Without ``encoder`` the PD instance loads it from the store.
     """
     if attempt.over.is_set():
         return None

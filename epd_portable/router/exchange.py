@@ -52,14 +52,7 @@ JOB_GRACE_S = 2.0
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class RequestState:
-    """One request between its tries.
-
-    Attributes:
-        call: What the next try asks.
-        selection: Who gets what of it.
-        stored: Items that need not be encoded.
-        tries: Where it has failed.
-    """
+    """One request between its tries; ``call`` is what the next one asks."""
 
     call: Call
     selection: Selection
@@ -85,21 +78,7 @@ class RequestPlan:
 
 
 class Exchange:
-    """Sends calls to instances and brings the answers back.
-
-    Args:
-        settings: Of the router.
-        instances: Instances to choose from.
-        selector: Chooses instances for a request and its items.
-        upstream: HTTP connections to instances.
-        control: Channels to PD instances, for messages about items.
-        metrics: Metrics of the router.
-        secret: Signs transfers.
-        store: Is looked up before encoders are chosen, if there is one.
-
-    Attributes:
-        relay: Brings requests to PD instances, if nobody else does.
-    """
+    """Sends calls to instances and brings the answers back."""
 
     def __init__(
         self,
@@ -143,10 +122,7 @@ class Exchange:
     ) -> None:
         """Answer a call; to cancel it aborts the work at the instances.
 
-        Args:
-            call: The request.
-            out: Takes the answer.
-            forwarder: Carries request and answer; `relay` if there is no other.
+        ``forwarder`` carries request and answer, `relay` by default.
 
         Raises:
             RequestError: There will be no answer, or no more of one that has begun; says why.

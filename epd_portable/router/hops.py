@@ -38,12 +38,6 @@ class HopSelection(Selection):
 
     Who it names and who fails is replaced as any instance is: first by others that it names.
 
-    Args:
-        named: By the hop.
-        call: The request.
-        instances: Who is there.
-        inner: Chooses otherwise.
-
     Raises:
         RequestError: An address is no instance's, or its role is another one.
     """
@@ -181,16 +175,7 @@ class HopSelection(Selection):
         header: str = PREFILLER,
         item: MediaItem | None = None,
     ) -> Instance | None:
-        """Return the instance that a header names if that can have it, and explain it.
-
-        Args:
-            stage: Of the request.
-            named: By the header.
-            exclude: Names of instances that must not have it.
-            otherwise: What is done if it cannot.
-            header: See above.
-            item: Which is to be encoded, if one is.
-        """
+        """Return the instance that a header names if that can have it, and explain it."""
         fits = _fits(named, exclude)
         decision = Decision(stage=stage, item=item.item_uuid if item else "", header=header)
         if fits:
@@ -247,13 +232,7 @@ class HopSelection(Selection):
 def answer_headers(
     record: RequestRecord, call_items: Sequence[str], instances: EndpointPool
 ) -> dict[str, str]:
-    """Return the headers of an answer that say to a hop which instances did what.
-
-    Args:
-        record: Of the request, whose answer begins.
-        call_items: Names of its items.
-        instances: Who is there.
-    """
+    """Return the headers of an answer that say to a hop which instances did what."""
     headers = {}
     by_name = {each.name: each for each in instances.all}
     for leg in record.legs:

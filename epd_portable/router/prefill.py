@@ -160,12 +160,7 @@ def choose_prefill(
 ) -> tuple[Instance | None, PrefillPlace]:
     """Return who computes the prompt of a call for a decode instance, and where that is.
 
-    Args:
-        call: The request.
-        selection: Who gets what of it.
-        decode: Who answers.
-        tries: What has failed of it.
-        without_kv: Endpoints at which the engines say nothing of KV.
+    ``without_kv`` are endpoints at which the engines say nothing of KV.
     """
     if not suits(call) or call.path in without_kv:
         return None, "unsuited"
@@ -209,11 +204,6 @@ def read_kv(body: bytes) -> msgspec.Raw | None:
 
 class Prefill:
     """Brings one call to a prefill instance, in the way of a `Forwarder`.
-
-    Args:
-        call: As it would go to the decode instance.
-        relay: To instances.
-        without_kv: Endpoints at which engines say nothing of KV; more are added.
 
     Attributes:
         call: As it is to go on to the decode instance.

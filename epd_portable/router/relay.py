@@ -47,12 +47,7 @@ class Forwarder(Protocol):
     """Brings requests to PD instances and their answers to clients; `Relay` does so by HTTP."""
 
     def choose(self, selection: Selection, tried: Collection[str]) -> Instance | None:
-        """Return the PD instance that should answer a request; ``None`` if there is none.
-
-        Args:
-            selection: Of the request.
-            tried: Names of instances that must not get it.
-        """
+        """Return who should answer a request, but for the names in ``tried``."""
 
     async def forward(
         self, call: Call, attempt: Attempt, body: Segments, out: ClientExchange
@@ -61,12 +56,6 @@ class Forwarder(Protocol):
 
         Calls `Attempt.note_answer_began` as soon as the instance has begun to answer.
 
-        Args:
-            call: The request.
-            attempt: The instance that answers, and the headers with which the request goes.
-            body: Of the request.
-            out: Takes the answer.
-
         Raises:
             RequestFailure: There is no answer, or only a part of it.
             RequestError: The same, and nothing can be done about it.
@@ -74,13 +63,7 @@ class Forwarder(Protocol):
 
 
 class Relay:
-    """The `Forwarder` over HTTP.
-
-    Args:
-        settings: Of the router.
-        upstream: HTTP connections to instances.
-        metrics: Of the router.
-    """
+    """The `Forwarder` over HTTP."""
 
     def __init__(self, settings: RouterSettings, upstream: Upstream, metrics: Metrics) -> None:
         self._settings = settings

@@ -131,7 +131,7 @@ class EndpointSelector:
         policy: A configuration, which rates every instance; ``None`` for the default rules, whose
             cost does not grow with the number of instances.
         deciders: Whether PD instances can encode items of their requests: else no decider is asked.
-        loads: What instances report of their load, if the configuration needs it.
+        loads: What instances report, if the configuration needs it.
     """
 
     def __init__(

@@ -127,9 +127,6 @@ class Router:
 
     Raises:
         ConfigError: The secret file or another one cannot be used.
-
-    Attributes:
-        draining: Nothing new is taken on.
     """
 
     def __init__(self, settings: RouterSettings) -> None:
@@ -220,13 +217,7 @@ class Router:
         return MediaFetcher(self.settings.media_urls, self._body, self.metrics)
 
     async def serve(self, request: IncomingRequest, forwarder: Forwarder | None = None) -> None:
-        """Answer one request.
-
-        Args:
-            request: Of a client.
-            forwarder: Takes it to a PD instance and the answer to the client, if the server that
-                took it in does that itself.
-        """
+        """Answer one request; a ``forwarder`` takes it to a PD instance in place of the relay."""
         for_client = self._cors.headers(request.headers)
         client = ClientExchange(request, self._passed_on, for_client)
         path = request.path
