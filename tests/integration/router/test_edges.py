@@ -10,7 +10,7 @@ from starlette.responses import JSONResponse, Response
 
 from epd_portable.router.server import Router
 from tests.integration.router.conftest import Build, Topology
-from tests.integration.router.stand_in import Received, RouterServing, answer, forever, refuse
+from tests.integration.router.stand_in import Received, RouterServing, answer, forever
 from tests.integration.router.test_faults import opened
 from tests.integration.router.test_metadata import describe
 from tests.integration.router.test_requests import RED, TEXT
@@ -68,16 +68,6 @@ async def test_an_answer_with_an_odd_header_gets_to_the_client(build: Build) -> 
     assert response.json() == {"choices": []}
 
 
-async def test_a_500_is_passed_on_where_no_other_instance_is_usable(build: Build) -> None:
-    t = await build(encoders=0, pds=2)
-    await t.pds[1].serving.stop()
-    await t.until_health(lambda instances: not instances["pd-1"]["healthy"])
-    t.pds[0].behaviour = refuse(500, "no memory")
-    response = await t.chat(TEXT)
-    assert response.status_code == 500
-    assert response.json()["error"]["message"] == "no memory"
-
-
 async def test_an_encoder_is_not_blamed_for_a_deadline_that_others_used_up(build: Build) -> None:
     t = await build(wait_timeout_s=3.0, encode_timeout_s=1.5, probe_interval_s=60)
     jobs = 0
@@ -110,14 +100,6 @@ async def test_an_encoder_is_not_blamed_for_a_deadline_that_others_used_up(build
 
 
 # Requests.
-
-
-async def test_the_query_of_a_request_reaches_the_instance(build: Build) -> None:
-    t = await build(encoders=0)
-    body = {"messages": [{"role": "user", "content": "hi"}]}
-    response = await t.client.post("/v1/chat/completions?a=b%20c&d", json=body)
-    assert response.status_code == 200
-    assert t.pd.received[0].query == "a=b%20c&d"
 
 
 async def test_who_wishes_for_another_protocol_is_served_by_this_one(build: Build) -> None:

@@ -160,13 +160,6 @@ async def test_what_is_wrong_with_an_item_is_told_and_not_left_out(
     assert (response.status_code, response.json()["error"]["code"]) == (400, "item_refused")
 
 
-async def test_by_default_a_request_is_refused_without_its_items(build: Build) -> None:
-    t = await bare(build, encoders=0)
-    response = await t.chat(TEXT, RED)
-    assert response.status_code == 503
-    assert LEFT_OUT not in response.headers
-
-
 # -- the same item in two requests -----------------------------------------------------------------
 
 

@@ -12,7 +12,7 @@ from starlette.responses import JSONResponse, Response
 
 from epd_portable.wire.messages import NackCode
 from tests.integration.router.conftest import Build, Topology
-from tests.integration.router.stand_in import JSON, Behaviour, Received, answer, refuse
+from tests.integration.router.stand_in import Behaviour, Received, answer, refuse
 from tests.integration.router.test_requests import BLUE, RED, TEXT
 
 GRID = {"image_grid_thw": [1, 4, 4]}
@@ -93,29 +93,6 @@ async def test_the_engine_s_own_name_of_an_item_is_expected_at_the_pd_instance(
     [received] = t.pd.received
     assert [transfer["item_uuid"] for transfer in received.params["transfers"]] == ["engine's"]
     assert parts(received)[0]["uuid"] == parts(t.encoders[0].received[0])[0]["uuid"]
-
-
-async def test_text_goes_straight_to_the_pd_instance(build_bare: Build) -> None:
-    t = await build_bare()
-    body = b'{ "messages": [{"role":"user","content":"hello"}] }'
-    await t.client.post("/v1/chat/completions", content=body, headers=JSON)
-    assert [r.raw for r in t.pd.received] == [body]
-    assert t.encoders[0].received == []
-
-
-async def test_another_encoder_is_asked_for_the_metadata(build_bare: Build) -> None:
-    t = await build_bare(encoders=2)
-
-    async def first_fails(received: Received) -> Response:
-        if sum(len(encoder.received) for encoder in t.encoders) == 1:
-            return Response(status_code=500)
-        return await describe()(received)
-
-    for encoder in t.encoders:
-        encoder.behaviour = first_fails
-    assert (await t.chat(RED)).status_code == 200
-    assert [kinds(received) for received in t.pd.received] == [["image_embeds"]]
-    assert await t.metric('epd_router_fallbacks_total{phase="encode",fallback="retried"}') == 1
 
 
 SILENT: dict[str, Behaviour] = {
@@ -238,23 +215,6 @@ async def test_media_are_not_sent_to_an_instance_without_encoder(
         response = await t.chat(RED)
         assert response.status_code == status
         assert ("retry-after" in response.headers) is (status == 503)
-    assert t.pd.received == []
-
-
-async def test_a_client_that_leaves_while_the_encoder_works_takes_its_job_along(
-    build_bare: Build,
-) -> None:
-    t = await build_bare()
-
-    async def forever(received: Received) -> Response:
-        await asyncio.Event().wait()
-        raise AssertionError
-
-    t.encoders[0].behaviour = forever
-    chat = asyncio.create_task(t.chat(RED))
-    await t.encoders[0].until(lambda encoder: len(encoder.received) == 1)
-    chat.cancel()
-    await t.encoders[0].until(lambda encoder: encoder.aborted == 1)
     assert t.pd.received == []
 
 

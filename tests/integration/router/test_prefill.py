@@ -10,7 +10,15 @@ import pytest
 from starlette.responses import JSONResponse, Response
 
 from tests.integration.router.conftest import Build, Topology
-from tests.integration.router.stand_in import Behaviour, Received, answer, refuse, stream
+from tests.integration.router.stand_in import (
+    Behaviour,
+    Received,
+    answer,
+    forever,
+    in_turn,
+    refuse,
+    stream,
+)
 from tests.integration.router.test_requests import BLUE, RED, TEXT
 
 ASKED_FOR_KV = {"do_remote_decode": True, "do_remote_prefill": False}
@@ -103,52 +111,36 @@ async def test_replicas_share_requests_and_get_no_items(build: Build) -> None:
     assert not t.encoders[0].received
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [{"n": 2}, {"prompt_logprobs": 1}, {"echo": True}, {"use_beam_search": True}],
-    ids=str,
-)
-async def test_what_needs_more_than_kv_is_prefilled_where_it_is_answered(
-    build: Build, fields: dict[str, Any]
-) -> None:
-    t = await split(build)
-    assert (await t.chat(TEXT, **fields)).status_code == 200
-    assert not t.pds[0].received
-    assert "kv_transfer_params" not in t.pds[1].received[0].body
-    assert await t.metric(count("unsuited")) == 1
+RESPONSES, COMPLETIONS, CHAT = "/v1/responses", "/v1/completions", "/v1/chat/completions"
+MESSAGES = [{"role": "user", "content": "Hello"}]
 
 
 @pytest.mark.parametrize(
-    ("prompt", "disaggregated"),
-    [("Hello", True), ([1, 2, 3], True), (["a", "b"], False), ([[1], [2]], False)],
-    ids=str,
-)
-async def test_a_completion_of_one_prompt_is_prefilled_apart(
-    build: Build, prompt: Any, disaggregated: bool
-) -> None:
-    t = await split(build)
-    answered = await t.client.post("/v1/completions", json={"prompt": prompt})
-    assert answered.status_code == 200
-    assert bool(t.pds[0].received) is disaggregated
-
-
-@pytest.mark.parametrize(
-    ("path", "fields"),
+    ("path", "fields", "suited"),
     [
-        ("/tokenize", {"prompt": "Hello"}),
-        ("/v1/responses", {"input": "Hello", "previous_response_id": "r"}),
-        ("/v1/responses", {"input": "Hello", "background": True}),
-        ("/v1/responses", {"input": "Hello", "tools": [{"type": "web_search"}]}),
-        ("/v1/responses", {"input": "Hello", "tools": [1]}),
+        *((CHAT, {"messages": MESSAGES, name: 2}, False) for name in ("n", "prompt_logprobs")),
+        *(
+            (CHAT, {"messages": MESSAGES, name: True}, False)
+            for name in ("echo", "use_beam_search")
+        ),
+        *((COMPLETIONS, {"prompt": prompt}, True) for prompt in ("Hello", [1, 2, 3])),
+        *((COMPLETIONS, {"prompt": prompt}, False) for prompt in (["a", "b"], [[1], [2]])),
+        ("/tokenize", {"prompt": "Hello"}, False),
+        (RESPONSES, {"input": "Hello", "previous_response_id": "r"}, False),
+        (RESPONSES, {"input": "Hello", "background": True}, False),
+        (RESPONSES, {"input": "Hello", "tools": [{"type": "web_search"}]}, False),
+        (RESPONSES, {"input": "Hello", "tools": [1]}, False),
     ],
+    ids=str,
 )
-async def test_what_is_asked_elsewhere_is_prefilled_where_it_is_answered(
-    build: Build, path: str, fields: dict[str, Any]
+async def test_only_one_prompt_with_one_answer_is_prefilled_elsewhere(
+    build: Build, path: str, fields: dict[str, Any], suited: bool
 ) -> None:
     t = await split(build)
     assert (await t.client.post(path, json=fields)).status_code == 200
-    assert not t.pds[0].received
-    assert len(t.pds[1].received) == 1
+    assert bool(t.pds[0].received) is suited
+    assert ("kv_transfer_params" in t.pds[1].received[0].body) is suited
+    assert await t.metric(count("unsuited")) == (not suited)
 
 
 ASKED: dict[str, dict[str, Any]] = {
@@ -196,12 +188,8 @@ async def test_engines_that_say_nothing_of_kv_there_are_not_asked_again(
     assert await t.metric(count("unsuited")) == 3
 
 
-async def broken(received: Received) -> Response:
-    return JSONResponse({"choices": []})
-
-
 @pytest.mark.parametrize(
-    "behaviour", [refuse(500), refuse(503), broken], ids=["500", "503", "no KV"]
+    "behaviour", [refuse(500), refuse(503), answer], ids=["500", "503", "no KV"]
 )
 async def test_another_prefill_instance_is_asked_and_then_the_decode_instance(
     build: Build, behaviour: Behaviour
@@ -219,16 +207,9 @@ async def test_another_prefill_instance_is_asked_and_then_the_decode_instance(
 
 async def test_a_prefill_instance_that_is_gone_costs_no_answer(build: Build) -> None:
     t = await split(build, encoders=1)
-    hangs = asyncio.Event()
-
-    async def hang(received: Received) -> Response:
-        hangs.set()
-        await asyncio.Event().wait()
-        raise AssertionError
-
-    t.pds[0].behaviour = hang
+    t.pds[0].behaviour = forever
     asking = asyncio.create_task(t.chat(RED))
-    await asyncio.wait_for(hangs.wait(), 10)
+    await t.pds[0].until(lambda pd: len(pd.received) == 1)
     await t.pds[0].serving.stop()
     assert (await asking).status_code == 200
     assert t.pds[1].received[0].params is None
@@ -247,14 +228,9 @@ def after(delay_s: float, behaviour: Behaviour) -> Behaviour:
     return behave
 
 
-async def never(received: Received) -> Response:
-    await asyncio.Event().wait()
-    raise AssertionError
-
-
 async def test_a_silent_prefill_instance_costs_no_answer(build: Build) -> None:
     t = await split(build, idle_timeout_s=0.8, wait_timeout_s=0.5)
-    t.pds[0].behaviour = never
+    t.pds[0].behaviour = forever
     t.pds[1].behaviour = after(0.6, answer)
     assert (await t.chat(TEXT)).status_code == 200
     assert await t.metric(fallback("local")) == 1
@@ -265,7 +241,7 @@ async def test_a_silent_decode_instance_is_given_up_however_long_the_prefill_too
 ) -> None:
     t = await split(build, idle_timeout_s=0.8, wait_timeout_s=0.5)
     t.pds[0].behaviour = after(0.6, compute)
-    t.pds[1].behaviour = never
+    t.pds[1].behaviour = forever
     answered = await t.chat(TEXT)
     assert (answered.status_code, answered.json()["error"]["code"]) == (504, "timeout")
     assert t.pds[1].received[0].body["kv_transfer_params"] == KV
@@ -273,7 +249,7 @@ async def test_a_silent_decode_instance_is_given_up_however_long_the_prefill_too
 
 async def test_a_client_that_leaves_ends_the_prefill(build: Build) -> None:
     t = await split(build)
-    t.pds[0].behaviour = never
+    t.pds[0].behaviour = forever
     asking = asyncio.create_task(t.chat(TEXT))
     await t.pds[0].until(lambda pd: len(pd.received) == 1)
     asking.cancel()
@@ -295,13 +271,7 @@ async def test_a_lost_decode_instance_is_followed_by_another_with_kv_of_its_own(
 ) -> None:
     t = await split(build, "prefill", "decode", "decode")
 
-    async def first_fails(received: Received) -> Response:
-        if len(t.pds[1].received) + len(t.pds[2].received) == 1:
-            return Response(status_code=500)
-        return await answer(received)
-
-    for pd in t.pds[1:]:
-        pd.behaviour = first_fails
+    in_turn(t.pds[1:], refuse(500), answer)
 
     async def compute_elsewhere(received: Received) -> Response:
         blocks = [[len(t.pds[0].received)] * 100 * len(t.pds[0].received)]
@@ -317,14 +287,8 @@ async def test_a_lost_decode_instance_is_followed_by_another_with_kv_of_its_own(
 
 async def test_a_prompt_that_is_refused_the_second_time_is_refused(build: Build) -> None:
     t = await split(build, "prefill", "decode", "decode")
-    refused = refuse(400, "the prompt is too long")
-    for pd in t.pds[1:]:
-        pd.behaviour = refuse(500)
-
-    async def refuse_second(received: Received) -> Response:
-        return await (compute if len(t.pds[0].received) == 1 else refused)(received)
-
-    t.pds[0].behaviour = refuse_second
+    in_turn(t.pds[1:], refuse(500))
+    in_turn(t.pds[:1], compute, refuse(400, "the prompt is too long"))
     answered = await t.chat(TEXT)
     assert answered.status_code == 400
     assert answered.json()["error"]["message"] == "the prompt is too long"

@@ -76,20 +76,14 @@ async def test_encode_jobs_and_pd_request_run_at_the_same_time(build: Build) -> 
     assert "What is this" not in str([r.raw for r in t.encoders[0].received])
 
 
-async def test_every_request_has_transfers_of_its_own(build: Build) -> None:
+async def test_what_is_not_read_reaches_the_pd_instance_unchanged(build: Build) -> None:
     t = await build()
-    await asyncio.gather(t.chat(RED), t.chat(RED))
-    ids = {r.params["transfers"][0]["transfer_id"] for r in t.pd.received}
-    assert len(ids) == 2
-
-
-async def test_images_of_one_request_are_spread_over_encoders(build: Build) -> None:
-    t = await build(encoders=2)
-    await t.chat(*(image(b"%d" % n) for n in range(8)))
-    await t.until_metric('epd_router_items_total{outcome="encoded"}', 8)
-    counts = sorted(len(encoder.received) for encoder in t.encoders)
-    assert sum(counts) == 8
-    assert counts[0] >= 2
+    body = b'{"prompt":  "once"}'
+    response = await t.client.post("/v1/completions?a=b%20c&d", content=body, headers=JSON)
+    assert response.status_code == 200
+    assert [(r.path, r.query, r.raw) for r in t.pd.received] == [
+        ("/v1/completions", "a=b%20c&d", body)
+    ]
 
 
 async def test_videos_and_audio_clips_are_encode_jobs_of_their_own(build: Build) -> None:

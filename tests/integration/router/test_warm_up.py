@@ -63,13 +63,6 @@ async def test_every_pair_meets_once_before_it_serves(build: Build) -> None:
     assert sorted(jobs) == sorted(requests)
 
 
-async def test_every_instance_has_first_requests_of_its_own(build: Build) -> None:
-    t = await build(warm_up=True, behaviour=transferring())
-    await t.until_health(is_up)
-    assert [r.params is None for r in t.encoders[0].received] == [True, False]
-    assert [r.params is None for r in t.pd.received] == [True, True, False]
-
-
 async def test_no_two_pictures_are_the_same_so_no_cache_has_them(build: Build) -> None:
     t = await build(encoders=2, pds=2, warm_up=True, behaviour=transferring())
     await t.until_health(is_up)
