@@ -1,18 +1,21 @@
-"""Who encodes each item of a request first, and who is asked next when that fails. No I/O."""
+"""Who brings each item of a request, what both ends are told, and who is asked next. No I/O."""
 
 from __future__ import annotations
 
 import contextlib
+import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, Literal, Protocol, TypeAlias, TypeVar
 
 from epd_portable.config.routing import MAX_ENCODERS
+from epd_portable.config.secret import Secret
 from epd_portable.connector.stores.lookup import NamedItem, StoredItem
 from epd_portable.delivery.elastic import EncodeTimes, Reason, SizedItem, count_local_first
 from epd_portable.delivery.fallbacks import FALLBACKS, RequestPhase, RetryBudget
 from epd_portable.delivery.instances import Instance
 from epd_portable.wire.outcomes import FailureKind
+from epd_portable.wire.params import EncodedItem, EncodeTransfer, ExpectedTransfer
 
 ChooseEncoder: TypeAlias = Callable[[Collection[str]], Instance | None]
 """Returns the usable encode instance that should have an item; not one of those names."""
@@ -107,6 +110,49 @@ def choose_encoders(
                 # Not in flight yet, but the next item's choice must see it.
                 reserved.enter_context(encoder.working(item.item_uuid))
     return found
+
+
+def new_transfer(item: RequestItem, consumer: str, secret: Secret) -> EncodeTransfer:
+    """Return a way of its own for an item, whichever instance encodes it, with its proof.
+
+    Args:
+        item: The item.
+        consumer: Control address of the PD instance.
+        secret: Of the deployment.
+    """
+    transfer_id = uuid.uuid4().hex
+    return EncodeTransfer(
+        transfer_id=transfer_id,
+        item_uuid=item.item_uuid,
+        consumer=consumer,
+        modality=item.modality,
+        proof=secret.sign_transfer(transfer_id, item.item_uuid, consumer),
+    )
+
+
+def expected_transfer(
+    transfer: EncodeTransfer,
+    encoder: str = "",
+    metadata: EncodedItem | None = None,
+    store: str = "",
+) -> ExpectedTransfer:
+    """Return what the PD instance may expect.
+
+    Args:
+        transfer: The item's way.
+        encoder: Name of the instance that is asked first.
+        metadata: What it says of the item, which then travels without its media and under the
+            engine's own name; ``None`` with media.
+        store: Key of its entry, if the store has it.
+    """
+    return ExpectedTransfer(
+        transfer_id=transfer.transfer_id,
+        item_uuid=metadata.mm_hash if metadata else transfer.item_uuid,
+        encoder=encoder,
+        modality=transfer.modality,
+        media=metadata is None,
+        store=store,
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -16,7 +16,12 @@ from dataclasses import dataclass
 from epd_portable.config.roles import TAKES_ITEMS, TAKES_KV
 from epd_portable.config.secret import Secret
 from epd_portable.connector.stores.lookup import StoredItem, StoreLookup
-from epd_portable.delivery.assignment import EncodeFailure, assign_items
+from epd_portable.delivery.assignment import (
+    EncodeFailure,
+    assign_items,
+    expected_transfer,
+    new_transfer,
+)
 from epd_portable.delivery.fallbacks import (
     RequestFailure,
     RequestPhase,
@@ -25,7 +30,6 @@ from epd_portable.delivery.fallbacks import (
     final_error,
 )
 from epd_portable.delivery.instances import EndpointPool, Instance, WentDownError, while_up
-from epd_portable.delivery.transfers import expected_transfer, new_transfer
 from epd_portable.log import say_failure, trace
 from epd_portable.router.client_exchange import ClientExchange
 from epd_portable.router.contents.body import Call, size

@@ -28,11 +28,17 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreReques
 from vllm.v1.engine.core_client import AsyncMPClient
 
 from epd_portable.config.secret import Secret
-from epd_portable.delivery.assignment import Assignment, EncodeFailure, EncodeTries, assign_items
+from epd_portable.delivery.assignment import (
+    Assignment,
+    EncodeFailure,
+    EncodeTries,
+    assign_items,
+    expected_transfer,
+    new_transfer,
+)
 from epd_portable.delivery.elastic import EncodeTimes
 from epd_portable.delivery.fallbacks import RetryBudget
 from epd_portable.delivery.instances import Instance, WentDownError, while_up
-from epd_portable.delivery.transfers import expected_transfer, new_transfer
 from epd_portable.vllm_plugin.front_engines import Engines, EngineSettings, FrontEngine
 from epd_portable.vllm_plugin.front_metrics import FrontMetrics
 from epd_portable.vllm_plugin.metadata import ItemMetadata

@@ -126,9 +126,16 @@ def test_a_full_encoder_is_asked_again_when_it_has_room_and_costs_no_retry() -> 
     assert second is not None and second.name == "e1"
     # Both are full: the first one has room after five seconds.
     assert tries.note_failure("e1", failure(FULL, 9.0), 2.0) == pytest.approx(4.0)
+    third = tries.next_encoder()
+    assert third is not None
+    # Then the other one may have room, too.
+    assert tries.note_failure(third.name, failure(FULL, 5.0), 6.0) == 0
+    fourth = tries.next_encoder()
+    assert fourth is not None and fourth is not third
+    assert tries.note_failure(fourth.name, failure(FULL, 9.0), 6.5) == pytest.approx(4.5)
     assert tries.next_encoder() is not None
     # Who failed costs one, and there is none left.
-    assert tries.note_failure("e0", failure(LOST), 7.0) == 0
+    assert tries.note_failure("e0", failure(LOST), 12.0) == 0
     assert tries.next_encoder() is None
 
 
