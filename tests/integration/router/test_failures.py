@@ -115,17 +115,27 @@ async def test_a_connection_that_an_encoder_refuses_is_no_lost_one(build: Build)
     assert await t.metric('epd_router_fallbacks_total{phase="encode",failure="unreachable"}') == 1
 
 
-async def test_nobody_waits_for_a_full_encoder_once_the_answer_has_begun(build: Build) -> None:
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_nobody_waits_for_a_full_encoder_once_the_answer_has_begun(
+    build: Build, streamed: bool
+) -> None:
     t = await build()
-    t.encoders[0].behaviour = full(5_000)
+    t.encoders[0].behaviour = full(20_000)
+    ended = asyncio.Event()
+
+    async def pieces() -> AsyncIterator[bytes]:
+        yield b"data: 1\n\n"
+        await ended.wait()
 
     async def generate(received: Received) -> Response:
         await t.encoders[0].until(lambda encoder: len(encoder.received) == 1)
-        return JSONResponse({})
+        return await (stream(pieces) if streamed else answer)(received)
 
     t.pd.behaviour = generate
-    assert (await t.chat(RED)).status_code == 200
+    chat = asyncio.create_task(t.chat(RED, stream=streamed))
     await t.until_metric('epd_router_items_total{outcome="not_needed"}', 1)
+    ended.set()
+    assert (await chat).status_code == 200
     assert len(t.encoders[0].received) == 1
 
 
