@@ -139,33 +139,18 @@ def slowly(data: bytes, step: int = 1, pause_s: float = 0.05) -> Answer:
 
 
 OK = "HTTP/1.1 200 OK\r\n"
+CODED = OK + "transfer-encoding: chunked\r\n\r\n"
 HOSTILE_ANSWERS: dict[str, tuple[bytes | Answer, int, str]] = {
     "endless": (endless(OK + "\r\n", b"x" * 65536), 413, "max_bytes"),
-    "endless-chunks": (
-        endless(OK + "transfer-encoding: chunked\r\n\r\n", b"2000\r\n" + b"x" * 8192 + b"\r\n"),
-        413,
-        "max_bytes",
-    ),
+    "endless-chunks": (endless(CODED, b"2000\r\n" + b"x" * 8192 + b"\r\n"), 413, "max_bytes"),
     "announced": (OK.encode() + b"content-length: 99999999\r\n\r\n", 413, "has 99999999 bytes"),
-    "tiny-chunks": (
-        endless(OK + "transfer-encoding: chunked\r\n\r\n", b"1\r\nx\r\n" * 2000),
-        502,
-        "too small pieces",
-    ),
+    "tiny-chunks": (endless(CODED, b"1\r\nx\r\n" * 2000), 502, "too small pieces"),
     "bomb": (plain(gzip.compress(bytes(9 << 20)), "content-encoding: gzip"), 502, "compressed"),
     "deflate": (plain(PNG, "content-encoding: identity, deflate"), 502, "compressed"),
     "empty": (plain(b""), 400, "sent nothing"),
     "cut": (OK.encode() + b"content-length: 5000\r\n\r\n" + PNG, 502, "broke off"),
-    "cut-chunk": (
-        OK.encode() + b"transfer-encoding: chunked\r\n\r\n50\r\n" + PNG[:20],
-        502,
-        "broke off",
-    ),
-    "two-lengths": (
-        OK.encode() + b"content-length: 5\r\ncontent-length: 6\r\n\r\n" + PNG,
-        502,
-        "no HTTP",
-    ),
+    "cut-chunk": (CODED.encode() + b"50\r\n" + PNG[:20], 502, "broke off"),
+    "two-lengths": (plain(PNG, "content-length: 6"), 502, "no HTTP"),
     "odd-length": (OK.encode() + b"content-length: 0x50\r\n\r\n" + PNG, 502, "no HTTP"),
     "odd-coding": (OK.encode() + b"transfer-encoding: gzip, chunked\r\n\r\n", 502, "no HTTP"),
     "no-http": (b"220 mail.inside ESMTP\r\n", 502, "no HTTP"),
