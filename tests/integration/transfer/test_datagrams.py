@@ -136,9 +136,7 @@ def test_a_restarted_consumer_is_reached_again(clients: ControlClients, pool: st
         second.close()
 
 
-def test_what_the_inbox_cannot_take_goes_by_zmq(
-    clients: ControlClients, consumer: Consumer
-) -> None:
+def test_what_does_not_fit_goes_by_zmq(clients: ControlClients, consumer: Consumer) -> None:
     meet(clients, consumer)
     many = 3000
     for number in range(many):

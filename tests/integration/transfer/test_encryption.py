@@ -189,7 +189,7 @@ def test_idle_connections_are_kept_alive_by_both_ends(stack: ExitStack, make_ser
 
 
 @pytest.mark.parametrize("knows", ["another secret", "the clients' key", "nothing"])
-def test_who_does_not_hold_the_secret_is_refused_counted_and_no_burden(
+def test_strangers_are_refused(
     stack: ExitStack, make_server: Make, address: str, knows: str
 ) -> None:
     held = keys()

@@ -94,7 +94,7 @@ def test_an_order_given_twice_is_one_transfer(sender: Sender, pd: PrefillSide) -
 
 
 @pytest.mark.parametrize("address", ["", "nonsense", "tcp://:x", "http://a:1", "\ud800"])
-def test_a_consumer_s_address_that_is_none_harms_no_other_transfer(
+def test_a_bad_address_harms_none(
     make_pd: Callable[..., PrefillSide], path: str, address: str
 ) -> None:
     pd, sender = make_pd(), make_sender(path, wait_timeout_s=1.5)

@@ -89,7 +89,7 @@ def receiver() -> Iterator[TcpReceiver]:
 
 @pytest.mark.parametrize("channel", ["control", "receiver"])
 @pytest.mark.parametrize("opening", OPENINGS.values(), ids=OPENINGS)
-def test_a_message_without_end_makes_no_process_grow(
+def test_an_endless_message_ends(
     request: pytest.FixtureRequest, channel: str, opening: bytes
 ) -> None:
     taken, grown = flood(request.getfixturevalue(channel).address, opening)

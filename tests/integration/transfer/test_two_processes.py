@@ -40,9 +40,7 @@ def test_an_item_arrives_and_equals_the_source_as_a_view_of_the_pool_where_that_
     assert item.nbytes == 300 * TOKEN_BYTES
 
 
-def test_messages_count_between_steps(
-    make_pd: Callable[..., PrefillSide], encode: EncodeSide
-) -> None:
+def test_messages_between_steps(make_pd: Callable[..., PrefillSide], encode: EncodeSide) -> None:
     pd = make_pd()
     pd.receiver.listen()
     with pd.receiver.lock:
@@ -59,9 +57,7 @@ def test_messages_count_between_steps(
     assert item.source == "transfer"
 
 
-def test_deadlines_hold_between_steps(
-    make_pd: Callable[..., PrefillSide], encode: EncodeSide
-) -> None:
+def test_deadlines_between_steps(make_pd: Callable[..., PrefillSide], encode: EncodeSide) -> None:
     pd = make_pd(lease_s=0.5)
     pd.receiver.listen()
     with pd.receiver.lock:
@@ -73,9 +69,7 @@ def test_deadlines_hold_between_steps(
     pd.step_until(lambda: pd.free_bytes == pd.pool_bytes)
 
 
-def test_a_small_pool_serves_in_order(
-    make_pd: Callable[..., PrefillSide], encode: EncodeSide
-) -> None:
+def test_a_small_pool_keeps_order(make_pd: Callable[..., PrefillSide], encode: EncodeSide) -> None:
     pd = make_pd(pool_bytes=100 * TOKEN_BYTES)
     names = [f"item-{number}" for number in range(6)]
     for name in names:

@@ -250,9 +250,7 @@ def test_a_receiver_closes_at_once_beside_producers_that_say_nothing(consumer: C
         assert_hung_up(second)
 
 
-def test_when_descriptors_run_out_producers_wait_and_are_served_later(
-    consumer: Consumer, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_without_descriptors_all_wait(consumer: Consumer, caplog: pytest.LogCaptureFixture) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with caplog.at_level(logging.WARNING), socket.socket() as connected:
         resource.setrlimit(resource.RLIMIT_NOFILE, (connected.fileno() + 1, hard))
@@ -294,7 +292,7 @@ def test_a_second_join_ends_the_pair(consumer: Consumer, caplog: pytest.LogCaptu
     consumer.assert_serves()
 
 
-def test_a_producer_that_announces_an_item_and_sends_none_loses_its_pair_and_no_other(
+def test_an_item_that_is_not_sent_is_late(
     consumer: Consumer, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING), producer(consumer) as (connection, _):
@@ -308,7 +306,7 @@ def test_a_producer_that_announces_an_item_and_sends_none_loses_its_pair_and_no_
     assert consumer.memory.tensor(0, 64).eq(FILL).all()
 
 
-def test_an_item_for_which_the_device_has_no_room_is_refused_with_what_to_do(
+def test_an_item_without_room_is_refused(
     consumer: Consumer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: object, **__: object) -> None:
@@ -382,9 +380,7 @@ def put(
 # -- what a producer does ------------------------------------------------------------------------
 
 
-def test_a_consumer_hears_of_an_item_when_it_is_computed(
-    consumer: Consumer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_item_is_put_when_computed(consumer: Consumer, monkeypatch: pytest.MonkeyPatch) -> None:
     happened: list[str] = []
     passed = iter([False, False, True])
 

@@ -353,9 +353,7 @@ def test_attempts_without_end_fail_the_transfer(desk: Desk) -> None:
         ({"tensor": TensorSpec(shape=(4, 8), dtype="float16")}, "unexpected"),
     ],
 )
-def test_an_encoder_that_does_not_match_is_refused(
-    desk: Desk, changed: dict[str, Any], code: str
-) -> None:
+def test_an_unfit_encoder_is_refused(desk: Desk, changed: dict[str, Any], code: str) -> None:
     desk.expect()
     desk.give_room()
     for _ in range(2):
@@ -396,9 +394,7 @@ def test_a_producer_without_a_common_path_is_refused_alone(desk: Desk) -> None:
     ("message", "cause"),
     [(NOT_ENCODED, "unavailable"), (NotWanted(transfer_id="t"), "cancelled")],
 )
-def test_the_router_ends_a_transfer(
-    desk: Desk, announced: bool, message: AnyMessage, cause: str
-) -> None:
+def test_the_router_ends_it(desk: Desk, announced: bool, message: AnyMessage, cause: str) -> None:
     desk.expect()
     if announced:
         desk.receive(A, announce())
@@ -477,9 +473,7 @@ def test_a_quarantined_slot_comes_back_when_its_producer_is_gone(desk: Desk) -> 
     ],
     ids=["a later life", "another instance", "another machine", "itself"],
 )
-def test_a_quarantined_slot_comes_back_some_time_after_a_later_life_of_its_producer_has_spoken(
-    desk: Desk, other: PeerDescriptor, is_later_life: bool
-) -> None:
+def test_a_later_life_frees_slots(desk: Desk, other: PeerDescriptor, is_later_life: bool) -> None:
     desk.granted()
     desk.said(LEASE_S + LEASE_MARGIN_S)
     desk.receive(b"other", announce(transfer_id="u", mm_hash="other", producer=other))

@@ -148,7 +148,7 @@ def test_a_name_that_leads_elsewhere_is_no_name_of_a_pool(name: str) -> None:
             use(name)
 
 
-def test_only_a_file_that_is_this_users_alone_is_a_pool(
+def test_only_a_private_file_is_a_pool(
     memory: SharedMemory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name = memory.path.name
@@ -182,7 +182,7 @@ def test_what_is_no_file_is_no_pool(kind: str, memory: SharedMemory) -> None:
         path.rmdir() if kind == "folder" else path.unlink()
 
 
-def test_a_name_that_somebody_takes_in_the_last_moment_is_not_used(
+def test_a_name_taken_late_is_not_used(
     memory: SharedMemory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     memory.tensor(0, 4).fill_(7)

@@ -166,9 +166,7 @@ def test_a_failed_write_is_reported_and_ends_the_transfer(desk: Desk) -> None:
 
 @pytest.mark.parametrize("state", ["asking", "granted", "written"])
 @pytest.mark.parametrize(("message", "problem"), FINAL)
-def test_a_final_answer_ends_the_transfer(
-    desk: Desk, message: AnyMessage, problem: str, state: str
-) -> None:
+def test_a_final_answer_ends_it(desk: Desk, message: AnyMessage, problem: str, state: str) -> None:
     desk.reach(state)
     desk.receive(message)
     assert desk.poll() == ended(problem, *([RELEASED] if message is ABORT else []))
@@ -178,7 +176,7 @@ def test_a_final_answer_ends_the_transfer(
 
 @pytest.mark.parametrize("well", [True, False])
 @pytest.mark.parametrize(("message", "problem"), FINAL)
-def test_a_transfer_that_ends_during_its_write_lasts_until_the_write_has_ended(
+def test_a_write_outlasts_its_end(
     desk: Desk, message: AnyMessage, problem: str, well: bool
 ) -> None:
     desk.reach("writing")

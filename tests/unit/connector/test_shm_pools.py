@@ -87,7 +87,7 @@ def test_a_copy_that_was_refused_keeps_no_pool_page_locked(
     assert platform.unpinned == [platform.pinned[0][0]]
 
 
-def test_nobody_waits_for_a_pool_that_is_being_opened(
+def test_an_opening_is_no_wait(
     transport: ShmTransport, make_pool: Callable[..., SharedMemory]
 ) -> None:
     pool = make_pool()

@@ -88,9 +88,7 @@ def test_memory_of_another_platform_is_refused(platform: SharingPlatform, slab: 
     assert not isinstance(caught.value, PeerLostError)
 
 
-def test_a_device_without_room_is_an_error_with_what_it_has_and_what_to_do(
-    platform: SharingPlatform, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_device_says_so(platform: SharingPlatform, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object, **__: object) -> None:
         raise torch.OutOfMemoryError("out of memory")
 

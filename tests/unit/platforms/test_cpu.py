@@ -46,9 +46,7 @@ def test_it_tells_the_hosts_memory(platform: Platform) -> None:
         (torch.int8, False),
     ],
 )
-def test_it_supports_what_the_engine_computes_in(
-    platform: Platform, dtype: torch.dtype, supported: bool
-) -> None:
+def test_it_supports_engine_dtypes(platform: Platform, dtype: torch.dtype, supported: bool) -> None:
     assert platform.supports_dtype(dtype) is supported
 
 

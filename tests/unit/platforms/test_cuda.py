@@ -104,7 +104,7 @@ def test_memory_of_a_device_that_is_not_visible_is_never_opened() -> None:
 
 
 @pytest.mark.parametrize(("kind", "shared"), [(b"c", True), (b"e", False)])
-def test_memory_in_expandable_segments_is_not_shared(
+def test_segments_are_not_shared(
     monkeypatch: pytest.MonkeyPatch, kind: bytes, shared: bool
 ) -> None:
     made = handle(memory=b"\x02" + kind + bytes(64))

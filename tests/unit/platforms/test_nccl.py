@@ -104,9 +104,7 @@ def pair(nccl: type[Nccl]) -> Iterator[tuple[CollectiveGroup, CollectiveGroup]]:
     host.close()
 
 
-def test_a_tensor_arrives(
-    pair: tuple[CollectiveGroup, CollectiveGroup],
-) -> None:
+def test_a_tensor_arrives(pair: tuple[CollectiveGroup, CollectiveGroup]) -> None:
     first, second = pair
     sent, got = torch.arange(5.0), torch.zeros(5)
     with ThreadPoolExecutor(1) as pool:
