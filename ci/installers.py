@@ -13,7 +13,7 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 from ci import pip_settings
 
@@ -26,48 +26,6 @@ class UvError(Exception):
     """uv cannot be used here, or no longer; the message, one line, says why."""
 
 
-class Installer(Protocol):
-    """Installs into one environment.
-
-    Attributes:
-        name: What people call it.
-        env: Variables for its commands, beyond those of this process.
-        indexes: Those that were added to what pip is configured to ask.
-    """
-
-    name: str
-    env: Mapping[str, str]
-    indexes: Sequence[str]
-
-    def add_index(self, url: str) -> None:
-        """Ask ``url`` too from here on, beside what pip is configured to ask."""
-        ...
-
-    def install(self, arguments: Sequence[str]) -> list[str]:
-        """Return the command that installs requirements, with options that pip and uv both know."""
-        ...
-
-    def uninstall(self, package: str) -> list[str]:
-        """Return the command that removes ``package`` if it is there."""
-        ...
-
-    def has(self, requirement: str, *, source: bool) -> bool:
-        """Say whether an exact version can be had here, as a wheel or also to be built.
-
-        Raises:
-            UvError: It could not be asked.
-        """
-        ...
-
-    def torch_of(self, engines: Sequence[str]) -> list[str]:
-        """Return the version of torch that would come with ``engines``; empty if none is found.
-
-        Raises:
-            UvError: It could not be asked.
-        """
-        ...
-
-
 def error_line(output: str) -> str:
     """Return the line of ``output`` that says best what went wrong."""
     lines = [line.strip() for line in output.splitlines() if line.strip()]
@@ -76,7 +34,13 @@ def error_line(output: str) -> str:
 
 
 class Pip:
-    """The pip of the environment ``python``."""
+    """The pip of the environment ``python``.
+
+    Attributes:
+        name: What people call it.
+        env: Variables for its commands, beyond those of this process.
+        indexes: Those that were added to what pip is configured to ask.
+    """
 
     name = "pip"
     env: Mapping[str, str] = MappingProxyType({})
@@ -94,15 +58,15 @@ class Pip:
         return [part for url in self.indexes for part in ("--extra-index-url", url)]
 
     def install(self, arguments: Sequence[str]) -> list[str]:
-        """Return pip's command; see Installer."""
+        """Return the command that installs requirements, with options that pip and uv both know."""
         return [*self._pip, "install", "--progress-bar", "off", *self._index_options, *arguments]
 
     def uninstall(self, package: str) -> list[str]:
-        """Return pip's command; see Installer."""
+        """Return the command that removes ``package`` if it is there."""
         return [*self._pip, "uninstall", "--yes", package]
 
     def has(self, requirement: str, *, source: bool) -> bool:
-        """Resolve without downloading; see Installer."""
+        """Say whether an exact version can be had here, as a wheel or also to be built."""
         if not source:
             return self._dry_run(["--only-binary", ":all:", requirement]) is not None
         # To ask for the metadata of a source distribution would build it.
@@ -112,7 +76,10 @@ class Pip:
         return version in re.split(r"[\s,]+", listed.stdout)
 
     def torch_of(self, engines: Sequence[str]) -> list[str]:
-        """Ask about the engines' own requirement alone: resolving everything takes a minute."""
+        """Return the version of torch that would come with ``engines``; empty if none is found.
+
+        Only their own requirement is asked about: resolving everything takes a minute.
+        """
         wanted = [
             requirement
             for engine in self._dry_run(engines) or ()
@@ -140,6 +107,7 @@ class Uv:
     """
 
     name = "uv"
+    env: Mapping[str, str]
 
     def __init__(self, python: Path, root: Path) -> None:
         self._python = str(python)
@@ -157,13 +125,12 @@ class Uv:
 
     def _configure(self) -> None:
         try:
-            settings = pip_settings.translate(
+            self.env, options = pip_settings.translate(
                 self._settings, self.indexes, self._default_index, self._root
             )
         except pip_settings.UntranslatableError as error:
             raise UvError(str(error)) from None
-        self.env: Mapping[str, str] = settings.env
-        self._options = ["--python", self._python, *settings.options]
+        self._options = ["--python", self._python, *options]
 
     def add_index(self, url: str) -> None:
         """Name it behind those that pip is configured to ask."""
@@ -171,15 +138,19 @@ class Uv:
         self._configure()
 
     def install(self, arguments: Sequence[str]) -> list[str]:
-        """Return uv's command; see Installer."""
+        """Return the command; see `Pip`."""
         return [*self._uv, "install", *self._options, *arguments]
 
     def uninstall(self, package: str) -> list[str]:
-        """Return uv's command; see Installer."""
+        """Return the command; see `Pip`."""
         return [*self._uv, "uninstall", "--python", self._python, package]
 
     def has(self, requirement: str, *, source: bool) -> bool:
-        """Resolve without downloading; see Installer."""
+        """Resolve without downloading; see `Pip`.
+
+        Raises:
+            UvError: It could not be asked; so in `torch_of`.
+        """
         kinds = [] if source else ["--only-binary", ":all:"]
         return bool(self._resolve([requirement], "--no-deps", *kinds))
 
@@ -204,6 +175,9 @@ class Uv:
         if result.returncode not in (0, UV_NOT_FOUND):
             raise UvError(f"uv failed: {error_line(result.stderr)}")
         return result.stdout.split("\n") if result.returncode == 0 else []
+
+
+Installer: TypeAlias = "Pip | Uv"
 
 
 def _output_of(argv: Sequence[str], otherwise: str) -> str:

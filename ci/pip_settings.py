@@ -9,7 +9,6 @@ from __future__ import annotations
 import ast
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 # Of the sections of `pip config list`, those that `pip install` obeys; a later one goes over an
@@ -57,19 +56,6 @@ class UntranslatableError(Exception):
     """pip is configured to do something that uv has no counterpart for; the message names it."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class UvSettings:
-    """What to start uv with.
-
-    Attributes:
-        env: Variables. A password in an address stays out of the list of processes this way.
-        options: Options of `uv pip install` and `uv pip compile`.
-    """
-
-    env: Mapping[str, str]
-    options: Sequence[str] = ()
-
-
 def parse(listing: str) -> dict[str, str]:
     """Return the settings of `pip install` that ``listing``, from `pip config list`, shows."""
     settings: dict[str, str] = {}
@@ -85,18 +71,14 @@ def parse(listing: str) -> dict[str, str]:
 
 def translate(
     settings: Mapping[str, str], more_indexes: Sequence[str], default_index: str, root: Path
-) -> UvSettings:
-    """Return ``settings`` in uv's words.
+) -> tuple[dict[str, str], list[str]]:
+    """Return ``settings`` in uv's words: variables, and options of ``uv pip``.
+
+    A password in an address stays out of the list of processes by a variable.
 
     pip takes the best file of all indexes. uv compares versions over all of them, but takes the
     files of one version from the first index that has it: so the main index comes first, where uv
     by itself would ask it last, because it has the most files of a version.
-
-    Args:
-        settings: From :func:`parse`.
-        more_indexes: To be asked beside the configured ones.
-        default_index: The index that pip asks when none is configured.
-        root: What relative paths start from.
 
     Raises:
         UntranslatableError: uv has no word for one of them.
@@ -129,7 +111,7 @@ def translate(
             env[variable] = " ".join(settings[name].split())
     if settings.get("no-cache-dir", "").lower() in YES:
         env["UV_NO_CACHE"] = "1"
-    return UvSettings(env=env, options=options)
+    return env, options
 
 
 def _existing(links: Sequence[str], root: Path) -> list[str]:

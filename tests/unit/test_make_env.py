@@ -226,8 +226,7 @@ def test_uv_is_told_what_pip_is_told(
 ) -> None:
     (tmp_path / "here").mkdir()
     told = translate(settings, [], DEFAULT, tmp_path)
-    assert told.env == {"UV_INDEX_STRATEGY": "unsafe-best-match", **env}
-    assert told.options == options
+    assert told == ({"UV_INDEX_STRATEGY": "unsafe-best-match", **env}, options)
 
 
 def test_a_setting_without_counterpart_is_named_not_dropped() -> None:
