@@ -270,8 +270,10 @@ class Venv:
             try:
                 return process.wait(PROGRESS_INTERVAL_S)
             except subprocess.TimeoutExpired:
-                # The last thing that the installer printed.
-                step = (self._output(begin).split("\n")[-2:-1] or ["starting"])[0].strip()
+                output = self._output(begin)
+                step = (output.splitlines() or ["starting"])[-1].strip()
+                if compiled := output.count("Compiling '"):
+                    step = f"{compiled} files compiled"
                 say(f"{time.monotonic() - started:4.0f} s  {step[-70:]}")
 
     def _output(self, begin: int) -> str:
