@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from epd_portable.bench.sizing.stages import StageTimes
-from epd_portable.bench.sizing.timeline import FifoServer, Timeline
+from epd_portable.bench.sizing.timeline import FifoServer, Process, Timeline
 from epd_portable.bench.sizing.workload import SimulatedRequest
 
 
@@ -114,8 +114,7 @@ class SimulatedEngine:
         self.pending_encode_s += times.prefill.per_token_s * tokens + sum(
             times.encode.seconds(item.embeddings) for item in request.items if item.here
         )
-        then = self._prepare if request.items else self._arrived
-        self.front_end.serve(times.front_end.request_s, then, request)
+        self._timeline.start(self._arrival(request))
 
     def landed(self, request: SimulatedRequest) -> None:
         """Go on with a request one of whose pictures has come."""
@@ -124,14 +123,13 @@ class SimulatedEngine:
             del self._waiting[request]
             self._ready(sequence)
 
-    def _prepare(self, request: SimulatedRequest) -> None:
+    def _arrival(self, request: SimulatedRequest) -> Process:
         front_end = self._times.front_end
-        work_s = sum(
-            front_end.picture_s + front_end.pixel_s * item.pixels for item in request.items
-        )
-        self.preprocessing.serve(work_s, self._arrived, request)
-
-    def _arrived(self, request: SimulatedRequest) -> None:
+        yield self.front_end.accept(front_end.request_s)
+        if request.items:
+            yield self.preprocessing.accept(
+                sum(front_end.picture_s + front_end.pixel_s * item.pixels for item in request.items)
+            )
         sequence = _Sequence(request=request, text_left=request.text_tokens)
         if sequence.waits:
             self._waiting[request] = sequence

@@ -10,7 +10,7 @@ from statistics import fmean
 
 from epd_portable.bench.sizing.engine import SimulatedEngine
 from epd_portable.bench.sizing.stages import StageTimes
-from epd_portable.bench.sizing.timeline import FifoServer, Timeline
+from epd_portable.bench.sizing.timeline import FifoServer, Process, Timeline
 from epd_portable.bench.sizing.workload import PictureItem, SimulatedRequest
 from epd_portable.bench.stats import quantile
 from epd_portable.delivery.elastic import count_local_first
@@ -103,16 +103,6 @@ class _Encoder:
         self.pending_encode_s = 0.0
 
 
-@dataclass(kw_only=True, slots=True, eq=False)
-class _Job:
-    """One picture on its way to its engine by way of an encoder."""
-
-    item: PictureItem
-    request: SimulatedRequest
-    encoder: _Encoder
-    engine: int
-
-
 class Simulation:
     """One deployment and the requests that it gets; call `run` once."""
 
@@ -127,7 +117,12 @@ class Simulation:
         self._encoders = [_Encoder(self._timeline) for _ in range(deployment.encoders)]
         self._encoding = 0
         self._engines = [
-            SimulatedEngine(self._timeline, times, on_first=self._first, on_last=self._last)
+            SimulatedEngine(
+                self._timeline,
+                times,
+                on_first=lambda request: self._timeline.start(self._first(request)),
+                on_last=lambda request: self._timeline.start(self._last(request)),
+            )
             for _ in range(deployment.engines)
         ]
         self._loads = [0] * deployment.engines
@@ -143,19 +138,15 @@ class Simulation:
             requests: In the order of arrival; at least one, each with a text of a token or more.
         """
         for request in requests:
-            self._timeline.at(request.arrival_s, self._received, request)
+            self._timeline.start(self._way_of(request))
         self._timeline.run()
         return self._outcome(requests)
 
-    # -- the way of a request --------------------------------------------------------------------
-
-    def _received(self, request: SimulatedRequest) -> None:
+    def _way_of(self, request: SimulatedRequest) -> Process:
+        yield request.arrival_s
         router = self._random.choice(self._routers)
         self._router_of[request] = router
-        work_s = self._times.router.arrival_s([item.nbytes for item in request.items])
-        router.serve(work_s, self._planned, request)
-
-    def _planned(self, request: SimulatedRequest) -> None:
+        yield router.accept(self._times.router.arrival_s([item.nbytes for item in request.items]))
         engine = self._choose_engine()
         self._loads[engine] += 1
         self._engine_of[request] = engine
@@ -204,46 +195,35 @@ class Simulation:
                 self._local += 1
             else:
                 encoder.pending_encode_s += self._times.encode.seconds(item.embeddings)
-                self._send(_Job(item=item, request=request, encoder=encoder, engine=engine))
+                self._transferred += 1
+                self._timeline.start(self._way_of_item(item, request, encoder, engine))
 
-    def _send(self, job: _Job) -> None:
-        self._transferred += 1
-        front_end = self._times.front_end
-        prepare_s = front_end.request_s + front_end.picture_s + front_end.pixel_s * job.item.pixels
-        job.encoder.front_end.serve(prepare_s, self._prepared, job)
-
-    def _prepared(self, job: _Job) -> None:
-        work_s = self._times.encode.seconds(job.item.embeddings)
-        job.encoder.tower.serve(work_s, self._encoded, job)
-
-    def _encoded(self, job: _Job) -> None:
-        job.encoder.pending_encode_s -= self._times.encode.seconds(job.item.embeddings)
-        transfer_s = self._times.transfer.seconds(job.item.embeddings)
-        self._timeline.at(self._timeline.now + transfer_s, self._landed, job)
-
-    def _landed(self, job: _Job) -> None:
-        job.encoder.load -= 1
+    def _way_of_item(
+        self, item: PictureItem, request: SimulatedRequest, encoder: _Encoder, engine: int
+    ) -> Process:
+        front_end, encode_s = self._times.front_end, self._times.encode.seconds(item.embeddings)
+        yield encoder.front_end.accept(
+            front_end.request_s + front_end.picture_s + front_end.pixel_s * item.pixels
+        )
+        yield encoder.tower.accept(encode_s)
+        encoder.pending_encode_s -= encode_s
+        yield self._timeline.now + self._times.transfer.seconds(item.embeddings)
+        encoder.load -= 1
         self._encoding -= 1
-        job.item.encoded = True
-        self._engines[job.engine].landed(job.request)
+        item.encoded = True
+        self._engines[engine].landed(request)
 
-    def _first(self, request: SimulatedRequest) -> None:
-        self._router_of[request].serve(self._times.router.chunk_s, self._first_seen, request)
-
-    def _first_seen(self, request: SimulatedRequest) -> None:
+    def _first(self, request: SimulatedRequest) -> Process:
+        yield self._router_of[request].accept(self._times.router.chunk_s)
         request.first_token_s = self._timeline.now
 
-    def _last(self, request: SimulatedRequest) -> None:
+    def _last(self, request: SimulatedRequest) -> Process:
         self._loads[self._engine_of.pop(request)] -= 1
         # The tokens between are relayed as they come; their work is charged here, in one piece.
         work_s = self._times.router.chunk_s * (request.output_tokens - 1)
-        self._router_of.pop(request).serve(work_s, self._ended, request)
-
-    def _ended(self, request: SimulatedRequest) -> None:
+        yield self._router_of.pop(request).accept(work_s)
         assert request.end_s < 0, "a request ends once"
         request.end_s = self._timeline.now
-
-    # -- what is left of it ----------------------------------------------------------------------
 
     def _outcome(self, requests: Sequence[SimulatedRequest]) -> Outcome:
         engines, encoders = self._engines, self._encoders

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
+
+Process = Iterator[float]
+"""What happens to one thing: a generator that yields the times at which it goes on."""
 
 
 class Timeline:
@@ -23,6 +26,12 @@ class Timeline:
         """Schedule a call at a time that has not passed."""
         self._count += 1
         heapq.heappush(self._due, (when_s, self._count, call, argument))
+
+    def start(self, process: Process) -> None:
+        """Let a process run up to the time that it yields, and from there on to its end."""
+        for when_s in process:
+            self.at(when_s, self.start, process)
+            return
 
     def run(self) -> None:
         """Go on until nothing is due."""
@@ -43,9 +52,8 @@ class FifoServer:
         self._free_at_s = 0.0
         self.busy_s = 0.0
 
-    def serve(self, work_s: float, then: Callable[[Any], None], argument: Any) -> None:
-        """Accept a piece of work; call ``then`` when it is done."""
-        begin_s = max(self._timeline.now, self._free_at_s)
+    def accept(self, work_s: float) -> float:
+        """Accept a piece of work; return when it is done."""
         self.busy_s += work_s
-        self._free_at_s = begin_s + work_s
-        self._timeline.at(self._free_at_s, then, argument)
+        self._free_at_s = max(self._timeline.now, self._free_at_s) + work_s
+        return self._free_at_s

@@ -5,7 +5,7 @@ from statistics import fmean
 import numpy as np
 import pytest
 
-from epd_portable.bench.sizing.timeline import FifoServer, Timeline
+from epd_portable.bench.sizing.timeline import FifoServer, Process, Timeline
 
 
 def done_at_s(arrivals_s: list[float], works_s: list[float]) -> tuple[FifoServer, list[float]]:
@@ -13,12 +13,14 @@ def done_at_s(arrivals_s: list[float], works_s: list[float]) -> tuple[FifoServer
     timeline = Timeline()
     server = FifoServer(timeline)
     done: list[float] = []
-    for arrival_s, work_s in zip(arrivals_s, works_s, strict=True):
-        timeline.at(
-            arrival_s,
-            lambda work_s: server.serve(work_s, lambda _: done.append(timeline.now), None),
-            work_s,
-        )
+
+    def piece(arrival_s: float, work_s: float) -> Process:
+        yield arrival_s
+        yield server.accept(work_s)
+        done.append(timeline.now)
+
+    for each in zip(arrivals_s, works_s, strict=True):
+        timeline.start(piece(*each))
     timeline.run()
     return server, done
 
