@@ -3,78 +3,106 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from typing import Any, cast
 
 import pytest
 
 from epd_portable.delivery.fallbacks import RetryBudget
 from epd_portable.delivery.instances import EndpointPool
-from epd_portable.router.contents.body import Call
 from epd_portable.router.contents.media import MediaItem
 from epd_portable.router.encode_jobs import Attempt, Delivery, EncodeJobs
 from epd_portable.router.fleet.control import ControlChannels, Inbox
 from epd_portable.router.http.upstream import Upstream
 from epd_portable.router.observability.record import RequestRecord
-from epd_portable.router.selector import EndpointSelector
+from epd_portable.router.selector import Selection
 from epd_portable.router.settings import InstanceSettings, RouterSettings
 from epd_portable.wire.params import EncodeTransfer
 from tests.keyring import keys
 
 DEADLINE_S = 5.0
-ENCODER = InstanceSettings(name="encode-0", role="encode", url="http://encode")
+ENCODERS = [
+    InstanceSettings(name=f"encode-{n}", role="encode", url=f"http://e{n}") for n in range(2)
+]
 PD = InstanceSettings(
     name="pd-0", role="prefill-decode", url="http://pd", control="tcp://127.0.0.1:9"
 )
 
 
-class Asked:
-    """Connections to an encoder that answers when it is let."""
+class Scene:
+    """An item of a request, and connections to encoders that answer when they are let."""
 
-    def __init__(self) -> None:
+    def __init__(self, *statuses: int) -> None:
         self.asked, self.answer = asyncio.Event(), asyncio.Event()
+        self._statuses = list(statuses)
+        pool = EndpointPool()
+        self.encoders = [pool.add(each) for each in ENCODERS[: len(statuses)]]
+        for each in self.encoders:
+            each.seen_well()
+        self.control = ControlChannels(keys())
+        self.delivery = Delivery(
+            item=MediaItem(item_uuid="a", modality="image", part={}),
+            transfer=EncodeTransfer(transfer_id="t", item_uuid="a", consumer=PD.control),
+            encoder=self.encoders[0],
+            body=[b"{}"],
+            metadata_only=False,
+        )
+        self.record = RequestRecord("r", "/v1/chat/completions")
+        self.record.note_items([self.delivery.item])
+        self.attempt = Attempt(
+            use=pool.add(PD).working(),
+            deliveries=(self.delivery,),
+            headers={"x-request-id": "r"},
+            inbox=Inbox(),
+            selection=Selection(pool, "r", None),
+            record=self.record,
+        )
+        settings = RouterSettings(port=0, model="demo", instances=(*ENCODERS, PD))
+        self._jobs = EncodeJobs(settings, cast(Upstream, self), self.control, RetryBudget(), None)
 
     async def ask(self, *_: Any, **__: Any) -> tuple[int, dict[str, str], bytes]:
         self.asked.set()
         await self.answer.wait()
-        return 200, {}, b"{}"
+        return self._statuses.pop(0), {}, b"{}"
+
+    def start(self) -> asyncio.Task[None]:
+        return asyncio.create_task(self._jobs.deliver(self.delivery, 0, self.attempt))
 
 
+@pytest.fixture
+async def scene(request: pytest.FixtureRequest) -> AsyncIterator[Scene]:
+    made = Scene(*request.param)
+    yield made
+    await made.control.close()
+
+
+@pytest.mark.parametrize("scene", [(200,)], indirect=True)
 @pytest.mark.parametrize("turns", range(12))
-async def test_a_job_that_is_cancelled_as_its_answer_comes_ends(turns: int) -> None:
+async def test_a_job_that_is_cancelled_as_its_answer_comes_ends(scene: Scene, turns: int) -> None:
     """`turns` of the event loop lie between the two."""
-    settings = RouterSettings(port=0, model="demo", instances=(ENCODER, PD))
-    instances, control, upstream = EndpointPool(), ControlChannels(keys()), Asked()
-    encoder, pd = instances.add(ENCODER), instances.add(PD)
-    delivery = Delivery(
-        item=MediaItem(item_uuid="a", modality="image", part={}),
-        transfer=EncodeTransfer(transfer_id="t", item_uuid="a", consumer=PD.control),
-        encoder=encoder,
-        body=[b"{}"],
-        metadata_only=False,
-    )
-    jobs = EncodeJobs(settings, cast(Upstream, upstream), control, RetryBudget(), None)
-    headers = {"x-request-id": "r"}
-    call = Call.untouched("POST", "/v1/chat/completions", b"{}")
-    selection = EndpointSelector(instances).start_selection(call, headers, None)
-    record = RequestRecord("r", call.path)
-    record.note_items([delivery.item])
-    one = Attempt(
-        use=pd.working(),
-        deliveries=(delivery,),
-        headers=headers,
-        inbox=Inbox(),
-        selection=selection,
-        record=record,
-    )
-    job = asyncio.create_task(jobs.deliver(delivery, 0, one))
-    await upstream.asked.wait()
-    upstream.answer.set()
+    job = scene.start()
+    await scene.asked.wait()
+    scene.answer.set()
     for _ in range(turns):
         await asyncio.sleep(0)
     job.cancel()
     await asyncio.wait({job}, timeout=DEADLINE_S)
     assert job.cancelled()
-    assert record.items[0].end in ("cancelled", "local")
-    (noted,) = record.items[0].jobs
+    assert scene.record.items[0].end in ("cancelled", "local")
+    (noted,) = scene.record.items[0].jobs
     assert noted.end in ("cancelled", "encoded", "lost")
-    await control.close()
+
+
+@pytest.mark.parametrize("scene", [(500, 200)], indirect=True)
+async def test_the_encoder_that_has_the_item_must_not_leave_before_the_answer(scene: Scene) -> None:
+    scene.answer.set()
+    job = scene.start()
+    item = scene.record.items[0]
+    while len(item.jobs) < 2 or not item.jobs[1].end:
+        await asyncio.sleep(0)
+    failed, has_it = scene.encoders
+    assert (item.jobs[0].end, item.jobs[1].end) == ("error", "encoded")
+    assert failed.idle and not has_it.idle
+    scene.attempt.note_answer_began()
+    await asyncio.wait_for(job, DEADLINE_S)
+    assert has_it.idle and item.end == "retried"
