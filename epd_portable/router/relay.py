@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from typing import Protocol
 
 import msgspec
@@ -115,30 +115,29 @@ class Relay:
         given = answer.headers
         headers = {name: given[name] for name in ANSWER_HEADERS if name in given}
         succeeded = answer.status < 400
+        is_stream = succeeded and headers.get("content-type", "").startswith(EVENTS)
         events = WholeEvents(out)
+        reply: Reply | None
         try:
-            if succeeded and headers.get("content-type", "").startswith(EVENTS):
+            if is_stream:
                 first = await first_event(answer)
                 reply = failed_stream(first)
-                if reply is None:
-                    _begin(attempt, answer.status, headers, out)
-                    if first and not events.take(first):
-                        await out.writable()
-                    await answer.pass_on(pd.hearing(events.take), out.writable)
-                    events.end_answer()
-                    return answer.status
+                take, end = events.take, events.end_answer
             else:
-                body = await answer.read(MAX_HELD_BYTES if succeeded and not call.items else None)
-                if not answer.over:
-                    if "content-length" in given:
-                        headers["content-length"] = given["content-length"]
-                    _begin(attempt, answer.status, headers, out)
-                    if not out.write(body):
-                        await out.writable()
-                    await answer.pass_on(pd.hearing(out.write), out.writable)
-                    out.end_answer()
-                    return answer.status
-                reply = Reply(answer.status, headers, body)
+                first = await answer.read(MAX_HELD_BYTES if succeeded and not call.items else None)
+                reply = Reply(answer.status, headers, first) if answer.over else None
+                take, end = out.write, out.end_answer
+            if reply is None:
+                if not is_stream and "content-length" in given:
+                    headers["content-length"] = given["content-length"]
+                attempt.note_answer_began()
+                pd.answered()
+                out.begin_answer(answer.status, headers)
+                if first and not take(first):
+                    await out.writable()
+                await answer.pass_on(pd.hearing(take), out.writable)
+                end()
+                return answer.status
         except UpstreamError as error:
             if events.is_complete:  # It was lost after its last word.
                 events.end_answer()
@@ -226,13 +225,6 @@ def connection_failure(pd: Instance, error: UpstreamError, phase: RequestPhase) 
 def phase_of(out: ClientExchange) -> RequestPhase:
     """Return how far a request is that an instance has: what counts is what the client has."""
     return RequestPhase.STREAM if out.begun else RequestPhase.ANSWER
-
-
-def _begin(attempt: Attempt, status: int, headers: Mapping[str, str], out: ClientExchange) -> None:
-    """Begin an answer that is passed on as it comes."""
-    attempt.note_answer_began()
-    attempt.pd.answered()
-    out.begin_answer(status, headers)
 
 
 # Answers that come event by event.

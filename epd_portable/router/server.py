@@ -160,17 +160,22 @@ class Router:
         self._loads: EngineLoads | None = None
         if self._policy is not None and self._policy.wants_loads:
             self._loads = EngineLoads(self.instances, self._control, self.upstream)
+        for note in self._policy.notes if self._policy is not None else ():
+            logger.warning("router.choice: %s", note)
+        takes_media = settings.local_encode and settings.media == "concurrent"
         self.exchange = Exchange(
             settings,
             self.instances,
-            self._selector(),
+            EndpointSelector(self.instances, self._policy, deciders=takes_media, loads=self._loads),
             self.upstream,
             self._control,
             self.metrics,
             secret,
             self._store,
         )
-        self.members = self._members(secret)
+        together = (settings, self.instances, self.upstream, self._control)
+        warm_up = WarmUp(*together, secret, self.metrics.activity, self._store)
+        self.members = Registration(*together, self.metrics, warm_up.warm_up, secret)
         self._admission: AdmissionControl | None = None
         if settings.admission != AdmissionSection():
             self._admission = AdmissionControl(settings.admission, self.instances, self.metrics)
@@ -193,20 +198,6 @@ class Router:
         self._fetcher = self._media_fetcher()
         self._cors = Cors(settings.cors_origins)
         self._sweeping: asyncio.Task[None] | None = None
-
-    def _selector(self) -> EndpointSelector:
-        settings = self.settings
-        for note in self._policy.notes if self._policy is not None else ():
-            logger.warning("router.choice: %s", note)
-        takes_media = settings.local_encode and settings.media == "concurrent"
-        return EndpointSelector(
-            self.instances, self._policy, deciders=takes_media, loads=self._loads
-        )
-
-    def _members(self, secret: Secret) -> Registration:
-        together = (self.settings, self.instances, self.upstream, self._control)
-        warm_up = WarmUp(*together, secret, self.metrics.activity, self._store)
-        return Registration(*together, self.metrics, warm_up.warm_up, secret)
 
     def _media_fetcher(self) -> MediaFetcher | None:
         if not self.settings.media_urls.allowed_domains:
