@@ -88,8 +88,6 @@ from tests.integration.router.test_requests import (
     test_a_large_image_arrives_unchanged,
     test_encode_jobs_and_pd_request_run_at_the_same_time,
     test_forged_headers_and_fields_stay_at_the_router,
-    test_how_items_were_had_is_counted_and_shown_to_the_client,
-    test_many_requests_at_once_are_all_answered,
     test_models_health_and_metrics_are_served,
     test_streams_pass_piece_by_piece,
     test_text_reaches_the_pd_instance_unchanged_and_no_encoder,
