@@ -23,44 +23,24 @@ from epd_portable.router.contents.body import (
     read_call,
     size,
 )
-from epd_portable.router.contents.cut_text import Segments
 from epd_portable.router.contents.media import content_key
 from epd_portable.wire.params import (
     EncodedItem,
-    EncodeTransfer,
     ExpectedTransfer,
     PrefillParams,
     encode_params,
     prefill_params,
 )
+from tests.unit.router.bodies import RED, TEXT, image, joined, said, sent, transfer
 
-RED = "data:image/png;base64,cmVk"
 MESSAGES: list[dict[str, Any]] = [{"role": "user", "content": "hello"}]
-WITH_IMAGE: list[dict[str, Any]] = [
-    {"role": "system", "content": "Be brief."},
-    {
-        "role": "user",
-        "content": [
-            {"type": "text", "text": "What is this?"},
-            {"type": "image_url", "image_url": {"url": RED}},
-        ],
-    },
-]
-
-
+PICTURE = {"type": "image_url", "image_url": {"url": RED}}
+WITH_IMAGE = [{"role": "system", "content": "Be brief."}, *said(TEXT, PICTURE)]
 RULES = Rules(max_items=8)
 
 
 def chat(messages: Any = MESSAGES, rules: Rules = RULES, **more: Any) -> Call:
     return read_call(CHAT_PATH, json.dumps({"messages": messages, **more}).encode(), rules)
-
-
-def joined(segments: Segments) -> bytes:
-    return b"".join(segments)
-
-
-def sent(segments: Segments) -> Any:
-    return json.loads(joined(segments))
 
 
 def test_the_pd_body_holds_the_expected_transfers() -> None:
@@ -80,11 +60,10 @@ def test_the_pd_body_holds_the_expected_transfers() -> None:
 def test_an_encode_job_holds_the_image_and_nothing_of_the_text() -> None:
     call = chat(WITH_IMAGE, max_tokens=5, mm_processor_kwargs={"max_pixels": 64}, seed=3)
     item = call.items[0]
-    transfer = EncodeTransfer(transfer_id="t", item_uuid=item.item_uuid, consumer="tcp://c:1")
 
-    body = sent(call.for_encoder(item, transfer))
+    body = sent(call.for_encoder(item, transfer(item.item_uuid)))
 
-    assert encode_params(body.pop("ec_transfer_params")).transfers == (transfer,)
+    assert encode_params(body.pop("ec_transfer_params")).transfers == (transfer(item.item_uuid),)
     part = {"type": "image_url", "image_url": {"url": RED}, "uuid": item.item_uuid}
     assert body == {
         "messages": [{"role": "user", "content": [part]}],
@@ -97,7 +76,6 @@ def test_an_encode_job_holds_the_image_and_nothing_of_the_text() -> None:
 
 FILM = {"type": "video_url", "video_url": {"url": "data:video/mp4;base64,ZmlsbQ=="}}
 CLIP = {"type": "input_audio", "input_audio": {"data": "Y2xpcA==", "format": "wav"}}
-PICTURE = {"type": "image_url", "image_url": {"url": RED}}
 
 
 @pytest.mark.parametrize(
@@ -116,8 +94,7 @@ def test_videos_whose_sound_is_taken_too_are_left_to_the_instance_with_the_promp
     call = chat(messages, mm_processor_kwargs=settings)
     assert [item.modality for item in call.items] == modalities
     for item, part in zip(call.items, [FILM, CLIP, PICTURE][-len(modalities) :], strict=True):
-        transfer = EncodeTransfer(transfer_id="t", item_uuid=item.item_uuid, consumer="tcp://c:1")
-        job = sent(call.for_encoder(item, transfer))
+        job = sent(call.for_encoder(item, transfer(item.item_uuid)))
         assert job["messages"][0]["content"] == [{**part, "uuid": item.item_uuid}]
 
 
@@ -198,11 +175,6 @@ def test_a_request_needs_its_prompt(path: str, name: str) -> None:
 # What goes in place of media.
 
 BLUE = "data:image/png;base64,Ymx1ZQ=="
-TEXT = {"type": "text", "text": "What is this?"}
-
-
-def image(url: str) -> dict[str, Any]:
-    return {"type": "image_url", "image_url": {"url": url, "detail": "high"}}
 
 
 def asked_of(*parts: Any) -> Call:
@@ -265,8 +237,7 @@ def test_renamed_items_hold_their_media_under_other_names_everywhere() -> None:
         image(BLUE) | {"uuid": names[1]},
         image(RED) | {"uuid": names[0]},
     ]
-    transfer = EncodeTransfer(transfer_id="t", item_uuid=names[0], consumer="tcp://c:1")
-    job = sent(renamed.for_encoder(renamed.items[0], transfer))
+    job = sent(renamed.for_encoder(renamed.items[0], transfer(names[0])))
     assert job["messages"][0]["content"] == [image(RED) | {"uuid": names[0]}]
 
 
@@ -312,8 +283,8 @@ def test_a_large_picture_is_keyed_and_sent_without_a_copy(kind: type) -> None:
     (item,) = call.items
     assert item.item_uuid == content_key("image", "image/png", text.encode(), b"\0\0\0")
 
-    transfer = EncodeTransfer(transfer_id="t", item_uuid=item.item_uuid, consumer="tcp://c:1")
-    for written in (call.for_pd(params(call)), call.for_encoder(item, transfer)):
+    job = call.for_encoder(item, transfer(item.item_uuid))
+    for written in (call.for_pd(params(call)), job):
         (view,) = (each for each in written if isinstance(each, memoryview))
         assert view.obj is data and len(view) > 1 << 20
         assert size(written) == len(joined(written))
@@ -375,8 +346,7 @@ def test_images_of_a_responses_request_are_keyed_wherever_the_engine_looks_for_t
     ]
     assert body["input"][2]["output"] == [{**SEEN, "image_url": BLUE, "uuid": blue.item_uuid}]
     assert body["input"][1::2] == given[1::2]
-    transfer = EncodeTransfer(transfer_id="t", item_uuid=red.item_uuid, consumer="tcp://c:1")
-    job = sent(call.for_encoder(red, transfer))
+    job = sent(call.for_encoder(red, transfer(red.item_uuid)))
     assert job["messages"][0]["content"] == [{**SEEN, "uuid": red.item_uuid}]
     assert job["mm_processor_kwargs"] == {"max_pixels": 64}
     chat_key = chat(WITH_IMAGE, mm_processor_kwargs={"max_pixels": 64}).items[0].item_uuid
@@ -414,8 +384,7 @@ def test_images_of_anthropics_messages_are_found_in_the_engines_order_and_not_na
     call = anthropic(DRAWN)
     urls = []
     for item in call.items:
-        transfer = EncodeTransfer(transfer_id="t", item_uuid=item.item_uuid, consumer="tcp://c:1")
-        job = sent(call.for_encoder(item, transfer))
+        job = sent(call.for_encoder(item, transfer(item.item_uuid)))
         (part,) = job["messages"][0]["content"]
         assert part.keys() == {"type", "image_url"}
         assert "mm_processor_kwargs" not in job
@@ -433,8 +402,7 @@ def test_a_large_image_of_anthropics_messages_is_sent_without_a_copy() -> None:
     data = "ABCD" * 100_000
     call = anthropic([{"role": "user", "content": [block(media_type="image/png", data=data)]}])
     (item,) = call.items
-    transfer = EncodeTransfer(transfer_id="t", item_uuid=item.item_uuid, consumer="tcp://c:1")
-    job = call.for_encoder(item, transfer)
+    job = call.for_encoder(item, transfer(item.item_uuid))
     assert any(isinstance(each, memoryview) for each in job)
     (part,) = sent(job)["messages"][0]["content"]
     assert part["image_url"] == {"url": "data:image/png;base64," + data}

@@ -19,17 +19,14 @@ from epd_portable.router.contents.body import (
     Rules,
     read_call,
 )
-from epd_portable.router.contents.cut_text import LONG_BYTES, Bytes, Segments
-from epd_portable.wire.params import EncodeTransfer
+from epd_portable.router.contents.cut_text import LONG_BYTES, Bytes
+from tests.unit.router.bodies import image, said, sent, transfer
 
 RULES = Rules()
 URL = "https://example.com/a.png"
 OTHER = "https://example.com/b.png"
 TEXT = b"iVBORw0KGgoAAAANSUhE" * 400
 INLINED = f"data:image/png;base64,{TEXT.decode()}"
-TRANSFER = EncodeTransfer(
-    transfer_id="t", item_uuid="h", consumer="tcp://127.0.0.1:1", modality="image", proof="p"
-)
 
 
 class Fetched:
@@ -50,37 +47,25 @@ def read(path: str, linked: Fetched | None, rules: Rules = RULES, **body: Any) -
     return read_call(path, json.dumps(body).encode(), rules, linked.find if linked else None)
 
 
-def said(*parts: Any) -> list[dict[str, Any]]:
-    return [{"role": "user", "content": list(parts)}]
-
-
-def sent(segments: Segments) -> Any:
-    return json.loads(b"".join(segments))
-
-
-def image(url: str = URL) -> dict[str, Any]:
-    return {"type": "image_url", "image_url": {"url": url, "detail": "high"}}
-
-
 def block(url: str = URL) -> dict[str, Any]:
     return {"type": "image", "source": {"type": "url", "url": url}, "cache_control": None}
 
 
 def test_an_item_by_url_is_the_one_that_the_client_could_have_inlined() -> None:
-    linked = read(CHAT_PATH, Fetched(URL), messages=said(image()), temperature=0.5)
+    linked = read(CHAT_PATH, Fetched(URL), messages=said(image(URL)), temperature=0.5)
     inlined = read(CHAT_PATH, None, messages=said(image(INLINED)), temperature=0.5)
 
     assert [item.item_uuid for item in linked.items] == [item.item_uuid for item in inlined.items]
     assert sent(linked.for_pd(None)) == sent(inlined.for_pd(None))
-    assert sent(linked.for_encoder(linked.items[0], TRANSFER)) == sent(
-        inlined.for_encoder(inlined.items[0], TRANSFER)
+    assert sent(linked.for_encoder(linked.items[0], transfer())) == sent(
+        inlined.for_encoder(inlined.items[0], transfer())
     )
 
 
 def test_what_was_fetched_is_sent_without_a_copy() -> None:
     text = memoryview(b"A" * 100_000)
-    call = read(CHAT_PATH, Fetched(URL, text=text), messages=said(image()))
-    for body in (call.for_pd(None), call.for_encoder(call.items[0], TRANSFER)):
+    call = read(CHAT_PATH, Fetched(URL, text=text), messages=said(image(URL)))
+    for body in (call.for_pd(None), call.for_encoder(call.items[0], transfer())):
         assert any(piece is text for piece in body)
 
 
@@ -88,7 +73,7 @@ def test_a_request_whose_media_are_not_there_names_them_all_at_once() -> None:
     linked = Fetched()
     film = {"type": "video_url", "video_url": {"url": OTHER}}
     clip = {"type": "audio_url", "audio_url": "http://example.com/c.wav"}
-    call = read(CHAT_PATH, linked, messages=said(image(), film, clip, image(INLINED)))
+    call = read(CHAT_PATH, linked, messages=said(image(URL), film, clip, image(INLINED)))
 
     assert linked.wanted == [
         f"{URL} as image at messages[0].content[0].image_url",
@@ -101,7 +86,7 @@ def test_a_request_whose_media_are_not_there_names_them_all_at_once() -> None:
 def test_items_by_url_and_inlined_keep_their_order_and_equal_ones_are_one() -> None:
     linked = Fetched(URL, OTHER)
     other = INLINED.replace("iVBO", "iVBP")
-    parts = [image(other), image(), image(OTHER), image(INLINED)]
+    parts = [image(other), image(URL), image(OTHER), image(INLINED)]
     call = read(CHAT_PATH, linked, messages=said(*parts))
 
     assert len(call.items) == 2
@@ -111,7 +96,7 @@ def test_items_by_url_and_inlined_keep_their_order_and_equal_ones_are_one() -> N
 
 @pytest.mark.parametrize("filler", [0, 2 * LONG_BYTES], ids=["short", "with long strings"])
 def test_long_strings_of_the_client_and_fetched_ones_do_not_mix(filler: int) -> None:
-    messages = [{"role": "system", "content": "s" * filler}, *said(image(), image(INLINED))]
+    messages = [{"role": "system", "content": "s" * filler}, *said(image(URL), image(INLINED))]
     body = sent(read(CHAT_PATH, Fetched(URL), messages=messages).for_pd(None))
     assert body["messages"][0]["content"] == "s" * filler
     urls = [part["image_url"] for part in body["messages"][1]["content"]]
@@ -203,5 +188,5 @@ def test_what_only_looks_like_a_part_elsewhere_is_left_alone() -> None:
 def test_too_many_items_are_refused_before_anything_is_fetched() -> None:
     linked = Fetched()
     with pytest.raises(RequestError, match="max_media_items"):
-        read(CHAT_PATH, linked, Rules(max_items=2), messages=said(*[image()] * 3))
+        read(CHAT_PATH, linked, Rules(max_items=2), messages=said(*[image(URL)] * 3))
     assert len(linked.wanted) == 2
