@@ -27,7 +27,7 @@ class Arriving:
             data += b"x" * size
             count(len(data))
         if not self._sizes:
-            await asyncio.Event().wait()
+            await asyncio.wait_for(asyncio.Event().wait(), 10)
         return data
 
     async def drop_body(self) -> None:
