@@ -509,19 +509,18 @@ async def test_the_file_longest_not_asked_for_makes_room(world: World) -> None:
     assert world.site.paths == ["/0", "/1", "/2", "/1"]
 
 
-async def test_so_many_are_fetched_at_a_time(world: World) -> None:
+@pytest.mark.parametrize(("hosts", "most"), [([HOST], 3), ([HOST, "other.test"], 4)])
+async def test_so_many_are_fetched_at_a_time(world: World, hosts: list[str], most: int) -> None:
+    async def when_all_turns_are_taken(writer: asyncio.StreamWriter) -> None:
+        await world.site.until(lambda: world.site.most_open >= most)
+        await asyncio.sleep(0.05)
+        writer.write(plain(PNG))
+
     world.names["other.test"] = ["127.0.0.1"]
-    for number in range(12):
-        world.site.pages[f"/{number}"] = slowly(plain(PNG), 5000, 0.05)
+    world.site.pages = {f"/{number}": when_all_turns_are_taken for number in range(12)}
     fetcher = world.fetcher(max_fetches=4, max_fetches_per_host=3)
-    await get(fetcher, *[world.url(f"/{number}") for number in range(12)])
-    assert world.site.most_open == 3
-    hosts = (HOST, "other.test")
-    urls = [world.url(f"/{number}?", host) for number in range(12) for host in hosts]
-    for number in range(12):
-        world.site.pages[f"/{number}?"] = slowly(plain(PNG), 5000, 0.05)
-    await get(fetcher, *urls)
-    assert world.site.most_open == 4
+    await get(fetcher, *[world.url(path, host) for path in world.site.pages for host in hosts])
+    assert world.site.most_open == most
 
 
 async def test_who_waits_too_long_for_a_turn_is_told_to_come_again(world: World) -> None:
