@@ -70,6 +70,7 @@ def release(folder: Path, name: str, *changes: tuple[str, str]) -> Release:
         ([("self.hook.save(output)", "pass")], "step calls save: does not"),
         ([("tokens=0, *", "tokens, *")], "vllm.v1.part.Part.step: was step(output, /"),
         ([(", wait=False", ", rest=False")], "vllm.v1.part.Part.step: was"),
+        ([("output, /, tokens=0", "output, tokens=0, /")], "vllm.v1.part.Part.step: was"),
         (
             [("first, second=2", "second=2, first=1")],
             "vllm.v1.part.helper: was helper(first, second=2)",

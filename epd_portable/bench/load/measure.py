@@ -27,6 +27,10 @@ _OTHER_S = 8.0
 """About how long a turn takes beyond its window."""
 
 
+Rounds = dict[str, dict[str, list[Turn]]]
+"""Turns by point and side, one of each side for every round."""
+
+
 @dataclass(kw_only=True)
 class LoadResults:
     """Everything that was measured.
@@ -39,22 +43,18 @@ class LoadResults:
     turns: list[Turn] = field(default_factory=list)
     words_per_token: float = 0.0
 
-    def good_rounds(self, point: LoadPoint) -> dict[str, list[Turn]]:
-        """Return the turns of a point by side, one of each side for every round that counts."""
-        rounds: dict[int, list[Turn]] = {}
+    def good_rounds(self) -> Rounds:
+        """Return the turns of rounds that count: those in which no side was refused."""
+        refused = {(turn.point, turn.round) for turn in self.turns if turn.refused}
+        found: Rounds = {}
         for turn in self.turns:
-            if turn.point == point.key:
-                rounds.setdefault(turn.round, []).append(turn)
-        found: dict[str, list[Turn]] = {}
-        for turns in rounds.values():
-            if not any(turn.refused for turn in turns):
-                for turn in turns:
-                    found.setdefault(turn.side, []).append(turn)
+            if (turn.point, turn.round) not in refused:
+                found.setdefault(turn.point, {}).setdefault(turn.side, []).append(turn)
         return found
 
     def count(self, point: LoadPoint) -> int:
         """Return how many rounds of a point count."""
-        return min(map(len, self.good_rounds(point).values()), default=0)
+        return min(map(len, self.good_rounds().get(point.key, {}).values()), default=0)
 
     def refused(self) -> list[str]:
         """Return why rounds do not count."""

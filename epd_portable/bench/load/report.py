@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from epd_portable.bench.load.measure import LoadResults
+from epd_portable.bench.load.measure import LoadResults, Rounds
 from epd_portable.bench.load.plan import PICTURES, LoadPlan
 from epd_portable.bench.load.sides import LoadSide
 from epd_portable.bench.load.turns import KINDS, QUANTITIES, Turn, over_capacity, ratio
@@ -40,8 +40,6 @@ _AS_MEANT = ("encoded", "stored", "local_first", "cancelled")
 """Ends of items, as the router counts them, with which nothing went wrong."""
 _NONE = "–"
 
-Rounds = dict[str, dict[str, list[Turn]]]
-"""Turns of the rounds that count, by point and side."""
 Row = dict[str, str]
 
 
@@ -67,7 +65,7 @@ class LoadSetting:
 
 def make_report(results: LoadResults, setting: LoadSetting) -> Report:
     """Return the report of what is there so far."""
-    plan, rounds = setting.plan, good_rounds(results, setting.plan)
+    plan, rounds = setting.plan, results.good_rounds()
     first, *others = (side.name for side in setting.sides)
     tables = {
         _ratios_title(first): _ratios(rounds, first, others),
@@ -97,12 +95,6 @@ def make_report(results: LoadResults, setting: LoadSetting) -> Report:
         },
         samples=[msgspec.to_builtins(turn) for turn in results.turns],
     )
-
-
-def good_rounds(results: LoadResults, plan: LoadPlan) -> Rounds:
-    """Return the turns that count."""
-    found = {point.key: results.good_rounds(point) for point in plan.points}
-    return {key: by_side for key, by_side in found.items() if by_side}
 
 
 def find_regressions(made: Report, first: str, file: Path) -> list[str]:

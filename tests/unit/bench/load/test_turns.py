@@ -192,7 +192,7 @@ def test_a_round_is_refused_if_the_clients_were_late_or_busy_and_the_remedy_is_n
 def test_a_round_with_a_refused_turn_counts_for_no_side() -> None:
     late = turn("replicas", sent(late_s=1.0))
     found = LoadResults(turns=[turn("ours", sent()), late])
-    assert found.good_rounds(POINT) == {}
+    assert found.good_rounds() == {}
     assert found.refused() == [f"{POINT.key}, round 1, replicas: {late.refused}"]
 
 
