@@ -221,31 +221,25 @@ async def test_what_concerns_operators_has_a_port_of_its_own(run: Run) -> None:
         assert (await operator.get("/health")).status_code == 200
 
 
-def test_a_certificate_that_cannot_be_read_is_named() -> None:
-    files = {"tls_cert_file": "/nowhere/cert.pem", "tls_key_file": "/nowhere/key.pem"}
-    process = start(json.dumps({**SETTINGS, **files}))
-    _, errors = process.communicate(timeout=TIMEOUT_S)
-    assert process.returncode == 2
-    assert "/nowhere/cert.pem" in errors
-    assert "Traceback" not in errors
-
-
-def test_a_port_in_use_is_refused_with_its_number() -> None:
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"prot": 1}, "prot"),
+        (
+            {"tls_cert_file": "/nowhere/cert.pem", "tls_key_file": "/nowhere/key"},
+            "/nowhere/cert.pem",
+        ),
+        ({"port": None}, "is taken"),
+    ],
+)
+def test_what_keeps_it_from_starting_is_named(settings: dict[str, Any], words: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        process = start(json.dumps({**SETTINGS, "port": port}))
+        if "port" in settings:
+            settings = {"port": taken.getsockname()[1]}
+        process = start(json.dumps({**SETTINGS, **settings}))
         _, errors = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 2
-    assert f"127.0.0.1:{port} is taken" in errors
-    assert "Traceback" not in errors
-
-
-def test_wrong_settings_end_it_with_their_names() -> None:
-    process = start(json.dumps({**SETTINGS, "prot": 1}))
-    _, errors = process.communicate(timeout=TIMEOUT_S)
-    assert process.returncode == 2
-    assert "prot" in errors
-    assert "Traceback" not in errors
+    assert words in errors and "Traceback" not in errors
 
 
 def test_it_imports_neither_torch_nor_an_engine() -> None:

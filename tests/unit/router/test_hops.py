@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import logging
 from typing import Any
 
 import msgspec
-import pytest
 
 from epd_portable.delivery.instances import EndpointPool
 from epd_portable.router.choice.selection_types import Explanation
@@ -143,16 +141,3 @@ def test_a_prefill_instance_that_is_named_is_explained_to_who_has_it_compute() -
     asked.selection.choose_prefill(())
     (named,) = asked.told()
     assert (named["stage"], named["header"], named["winner"]) == ("prefill", PREFILLER, "pre")
-
-
-def test_the_log_says_to_who_debugs_which_header_decided(caplog: pytest.LogCaptureFixture) -> None:
-    instances = fleet(pds=2)
-    with caplog.at_level(logging.DEBUG, logger="epd_portable"):
-        inner = EndpointSelector(instances).start_selection(CALL, AT, None)
-        HopSelection(RoutingHints(prefiller="pd1:1"), CALL, instances, inner).choose_pd(())
-    assert f'request k: {{"stage": "decode", "header": "{PREFILLER}"' in caplog.text
-    caplog.clear()
-    with caplog.at_level(logging.INFO, logger="epd_portable"):
-        inner = EndpointSelector(instances).start_selection(CALL, AT, None)
-        HopSelection(RoutingHints(prefiller="pd1:1"), CALL, instances, inner).choose_pd(())
-    assert "request k" not in caplog.text
