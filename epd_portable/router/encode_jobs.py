@@ -71,7 +71,7 @@ class Attempt:
         selection: Who gets what of the request.
         record: Of the request.
         encoded: Called when no item is with an encoder any more; perhaps twice.
-        held: Keeps instances from leaving while it is not answered.
+        held: What is counted, and who must not leave, until the answer begins.
         over: Set when no item is needed any more: the PD instance has begun its answer, or nobody
             waits for one. A job that is cancelled in the moment in which its encoder goes down, or
             in which a time ends, may learn of that only; this it sees in any case.

@@ -379,8 +379,6 @@ class Exchange:
         loop = asyncio.get_running_loop()
         tasks = []
         for index, delivery in enumerate(attempt.deliveries):
-            if delivery.encoder is not None:
-                attempt.held.enter_context(delivery.encoder.held())
             if delivery.metadata_only:
                 attempt.metadata[delivery.transfer.transfer_id] = loop.create_future()
             task = loop.create_task(self._encode_jobs.deliver(delivery, index, attempt))

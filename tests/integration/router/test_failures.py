@@ -410,7 +410,7 @@ async def test_a_late_encode_job_is_ended_after_the_answer(
     build: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("epd_portable.router.exchange.JOB_GRACE_S", 0.1)
-    t = await build()
+    t = await build(wait_timeout_s=500)
     t.encoders[0].behaviour = forever
 
     async def generate(received: Received) -> Response:
