@@ -39,6 +39,7 @@ from epd_portable.delivery.assignment import (
 from epd_portable.delivery.elastic import EncodeTimes
 from epd_portable.delivery.fallbacks import RetryBudget
 from epd_portable.delivery.instances import Instance, WentDownError, while_up
+from epd_portable.delivery.ring import LOAD_BOUND
 from epd_portable.vllm_plugin.front_engines import Engines, EngineSettings, FrontEngine
 from epd_portable.vllm_plugin.front_metrics import FrontMetrics
 from epd_portable.vllm_plugin.metadata import ItemMetadata
@@ -55,6 +56,7 @@ logger = logging.getLogger(__name__)
 
 MAX_TRIES = 3
 ELASTIC_THRESHOLD = 4.0
+BLOCK_TOKENS = 64
 _DRAIN_STEP_S = 0.05
 
 
@@ -241,14 +243,32 @@ class SplitClient(AsyncMPClient):
         """Return who is to answer: whoever was, if it is up; refuse what nobody has room for."""
         if self._is_draining:
             raise UnavailableError("this server is being stopped")
-        chosen = self._pool.choose_least_loaded()
+        blocks = _blocks(one.core)
+        chosen = self._nearest(blocks) or self._pool.choose_least_loaded()
         if chosen is None:
             raise UnavailableError("no engine that answers is up")
         if one.core.mm_features and not self._can_encode and not self._choose_encoder("", ()):
             if self._pool.any_usable("encode"):
                 raise FullError
             raise UnavailableError("no encode engine is up")
-        return before if before and before.client else self.engines.by_name[chosen.name]
+        if before is not None and before.instance.usable:
+            chosen = before.instance
+        chosen.cached.use_prefix(blocks)
+        return self.engines.by_name[chosen.name]
+
+    def _nearest(self, blocks: list[int]) -> Instance | None:
+        """Return who has the most of a prompt's beginning, unless others are much less busy."""
+        usable = next(self._pool.tiers("answer"))
+        if len(usable) < 2 or not blocks:
+            return None
+        share = (sum(each.load for each in usable) + 1) / sum(each.weight for each in usable)
+        known = [
+            (each.cached.prefix(blocks), each)
+            for each in usable
+            if each.load < LOAD_BOUND * share * each.weight
+        ]
+        count, nearest = max(known, key=lambda pair: pair[0], default=(0, None))
+        return nearest if count else None
 
     def _choose_encoder(self, item_uuid: str, exclude: Collection[str]) -> Instance | None:
         full = [each.name for each in self.engines.by_name.values() if each.is_full]
@@ -476,6 +496,18 @@ class SplitClient(AsyncMPClient):
         """End an answer that has begun and whose engine is gone, as vLLM ends broken ones."""
         end = EngineCoreOutput(one.core.request_id, [], finish_reason=FinishReason.ERROR)
         self._outputs.put_nowait(EngineCoreOutputs(engine_index=engine.index, outputs=[end]))
+
+
+def _blocks(core: EngineCoreRequest) -> list[int]:
+    """Return a prompt as a chain of names of its blocks: equal as far as two begin alike."""
+    tokens, last, found = core.prompt_token_ids or [], hash(core.cache_salt), []
+    items = {each.mm_position.offset: each.identifier for each in core.mm_features or ()}
+    for start in range(0, len(tokens) - BLOCK_TOKENS + 1, BLOCK_TOKENS):
+        end = start + BLOCK_TOKENS
+        names = tuple(name for offset, name in items.items() if start <= offset < end)
+        last = hash((last, names, *tokens[start:end]))
+        found.append(last)
+    return found
 
 
 def _job(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import httpx
@@ -29,8 +29,9 @@ def front(start: Start) -> Split:
 def process(front: Split, name: str) -> psutil.Process:
     """Return a process of the launcher, by its name in the plan."""
     for child in psutil.Process(front.pid).children():
-        if child.environ().get("EPD_INSTANCE") == name:
-            return child
+        with suppress(psutil.Error, ProcessLookupError):  # One that ends at this moment.
+            if child.environ().get("EPD_INSTANCE") == name:
+                return child
     raise AssertionError(f"{name} does not run")
 
 

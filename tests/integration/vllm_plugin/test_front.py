@@ -320,6 +320,29 @@ def test_a_request_moves_to_the_engine_that_is_left(run: Any) -> None:
     run(story, "e-0", "pd-0", "pd-1")
 
 
+def test_prompts_that_begin_alike_go_to_one_engine_until_it_is_busier(run: Any) -> None:
+    async def ask(front: Front, name: str, *tokens: int) -> str:
+        core = request(name, ())
+        core.prompt_token_ids = [*tokens] * 100
+        await front.client.add_request_async(core)
+        await settle()
+        (engine,) = (each for each in CONTROL if name in front.engines[each].requests)
+        return engine
+
+    async def story(front: Front) -> None:
+        for first in range(4):
+            chosen = set()
+            for turn in range(4):
+                name = f"{first}-{turn}"
+                chosen.add(engine := await ask(front, name, first))
+                await front.says(engine, name, 7, end=ENDED)
+            assert len(chosen) == 1
+        busy = [await ask(front, f"busy-{number}", 9) for number in range(8)]
+        assert {busy.count(name) for name in CONTROL} <= {3, 4, 5}
+
+    run(story, "e-0", "pd-0", "pd-1")
+
+
 @pytest.mark.parametrize("stage", ["encoding", "encoded", "answering"])
 def test_a_request_that_is_given_up_leaves_nothing(run: Any, stage: str) -> None:
     async def story(front: Front) -> None:

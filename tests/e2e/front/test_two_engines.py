@@ -1,0 +1,102 @@
+"""The engine front with two engines that answer: nothing is lost while one is away."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import httpx
+import pytest
+
+from tests.e2e.asking import body, picture, post, text
+from tests.e2e.conftest import Split, Start
+from tests.e2e.engines import RESTART_S, wait_until
+from tests.e2e.front.test_front import is_up, killed, process
+
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.full,
+    pytest.mark.needs_vllm,
+    pytest.mark.timeout(1200),
+]
+
+NAMES = ("encode-0", "prefill_decode-0", "prefill_decode-1")
+ASK = text("Describe the picture.")
+
+
+@pytest.fixture(scope="module")
+def front(start: Start) -> Split:
+    settings = ["front=engine", "engine_args.dtype=float32", "instances.prefill_decode.count=2"]
+    return start(settings)
+
+
+@contextmanager
+def load(front: Split) -> Iterator[list[httpx.Response]]:
+    """Let three clients ask without a pause, and check what is right."""
+    contents = [[picture(seed), ASK] for seed in range(6)] + ["Hello", "Who are you?"]
+    expected = [words(post(front.url, body(each))) for each in contents]
+    seen: list[httpx.Response] = []
+    end, number = threading.Event(), itertools.count()
+
+    def client() -> None:
+        while not end.is_set():
+            index = next(number) % len(contents)
+            reply = post(front.url, body(contents[index]))
+            seen.append(reply)
+            if reply.status_code == 200:
+                assert words(reply) == expected[index]
+
+    clients = [threading.Thread(target=client) for _ in range(3)]
+    for each in clients:
+        each.start()
+    try:
+        yield seen
+    finally:
+        end.set()
+        for each in clients:
+            each.join()
+
+
+def words(reply: httpx.Response) -> str:
+    assert reply.status_code == 200, reply.text
+    return str(reply.json()["choices"][0]["message"]["content"])
+
+
+def test_an_update_loses_nothing(front: Split) -> None:
+    pids = {name: process(front, name).pid for name in NAMES}
+
+    def is_new(name: str) -> bool:
+        try:
+            return process(front, name).pid != pids[name] and is_up(front, name)
+        except AssertionError:
+            return False
+
+    with load(front) as seen:
+        os.kill(front.pid, signal.SIGHUP)
+        for name in NAMES:
+            wait_until(lambda name=name: is_new(name), f"{name} is new", within_s=RESTART_S)
+    assert len(seen) > 10
+    assert {reply.status_code for reply in seen} == {200}
+
+
+def test_requests_of_a_killed_engine_go_to_the_other(front: Split) -> None:
+    with load(front) as seen, killed(front, "prefill_decode-1"):
+        count = len(seen)
+        wait_until(lambda: len(seen) > count + 20, "the other answers")
+    # Only what had begun to answer is lost.
+    lost = [reply for reply in seen if reply.status_code != 200]
+    assert len(lost) <= 3
+    assert all(reply.status_code == 500 for reply in lost)
+
+
+def test_a_stopped_engine_is_seen_and_ended(front: Split) -> None:
+    victim = process(front, "prefill_decode-0")
+    victim.suspend()
+    assert not is_up(front, "prefill_decode-0")
+    victim.kill()
+    wait_until(lambda: is_up(front, "prefill_decode-0"), "it is back", within_s=RESTART_S)
+    assert words(post(front.url, body([picture(50), ASK])))
