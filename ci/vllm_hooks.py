@@ -350,7 +350,11 @@ HOOKS: tuple[Relied, ...] = (
         since=(0, 32),
     ),
     _row("entrypoints.launchers.api_server.entry.build_and_serve", _FRONT, since=(0, 32)),
-    _row("entrypoints.launchers.cli_args.make_arg_parser", _FRONT, since=(0, 32)),
+    _row(
+        "entrypoints.launchers.cli_args.make_arg_parser",
+        (*_FRONT, *_ENGINE_CORE),
+        since=(0, 32),
+    ),
     _row("entrypoints.launchers.cli_args.validate_parsed_serve_args", _FRONT, since=(0, 32)),
     _row("entrypoints.launchers.launcher.setup_server", _FRONT, since=(0, 32)),
     _row(

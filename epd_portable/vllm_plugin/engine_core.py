@@ -1,7 +1,7 @@
 """One engine without a server: ``python -m epd_portable.vllm_plugin.engine_core FRONT ARGUMENTS``.
 
 ``FRONT`` is the Unix socket of the engine front (`epd_portable.vllm_plugin.front`), and
-``ARGUMENTS`` are those of vLLM's engine. The engine says its name there, is told where the front
+``ARGUMENTS`` are those of vLLM's server. The engine says its name there, is told where the front
 answers vLLM's handshake, and runs until the front is gone.
 """
 
@@ -17,6 +17,7 @@ import threading
 import time
 
 from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
 from vllm.usage.usage_lib import UsageContext
 from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -36,7 +37,8 @@ def main() -> None:
     """Run one engine in this process until the front or the launcher ends it."""
     cli_env_setup()
     path, *argv = sys.argv[1:]
-    parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
+    # Of a server: what only a server has a use for is among engine arguments of files.
+    parser = make_arg_parser(FlexibleArgumentParser())
     arguments = AsyncEngineArgs.from_cli_args(parser.parse_args(argv))
     config = arguments.create_engine_config(UsageContext.OPENAI_API_SERVER)
     name = InstanceConfig.parse(config.ec_transfer_config.ec_connector_extra_config).instance
