@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import http.client
 import json
 import os
@@ -18,6 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import psutil
 import pytest
 
 from epd_portable.config.secret import Secret, make_secret_file
@@ -66,19 +66,15 @@ class Run:
             for name, options in servers.items()
         ]
         plan = folder / f"plan-{self.run_id}.json"
-        plan.write_text(
-            json.dumps(
-                {
-                    "run_id": self.run_id,
-                    "processes": processes,
-                    "launch": launch,
-                    "log_dir": str(self.log_dir),
-                    "temp_dir": str(self.temp_dir),
-                    **settings,
-                }
-            ),
-            "utf-8",
-        )
+        content = {
+            "run_id": self.run_id,
+            "processes": processes,
+            "launch": launch,
+            "log_dir": str(self.log_dir),
+            "temp_dir": str(self.temp_dir),
+            **settings,
+        }
+        plan.write_text(json.dumps(content), "utf-8")
         self.lines: list[str] = []
         self._queue: queue.Queue[str] = queue.Queue()
         self.process = subprocess.Popen(
@@ -146,25 +142,21 @@ class Run:
 
     def pid_of(self, name: str) -> int:
         """Return the pid of the process that listens for ``name``."""
-        # The real router has its port in its settings.
-        wanted = {f"--port={self.ports[name]}".encode()}
-        wanted |= {b"epd_portable.router"} if name == "router" else set()
+        # The router has its port in its settings.
+        wanted = {f"--port={self.ports[name]}"}
+        wanted |= {"epd_portable.router"} if name == "router" else set()
         (pid,) = (
-            process.pid
-            for process in sessions.members([], self.run_id)
-            if wanted & set(Path(f"/proc/{process.pid}/cmdline").read_bytes().split(b"\0"))
+            each.pid
+            for each in sessions.members([], self.run_id)
+            if wanted.intersection(psutil.Process(each.pid).cmdline())
         )
         return pid
 
     def guard_pids(self) -> list[int]:
         """Return the pids of the living guards of the run."""
-        wanted = [b"epd_portable.launch.run.guard", b"--run-id", self.run_id.encode()]
-        found = []
-        for path in Path("/proc").glob("[0-9]*/cmdline"):
-            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-                if path.read_bytes().split(b"\0")[2:5] == wanted:
-                    found.append(int(path.parent.name))
-        return found
+        wanted = ["epd_portable.launch.run.guard", "--run-id", self.run_id]
+        found = psutil.process_iter(["cmdline"])
+        return [each.pid for each in found if (each.info["cmdline"] or [])[2:5] == wanted]
 
     def until(self, condition: Callable[[], object], what: str) -> None:
         """Wait for a condition; fail with ``what`` at the deadline."""
@@ -287,12 +279,8 @@ def launch(tmp_path: Path) -> Iterator[Callable[..., Run]]:
         ``specs`` are further fields of processes, by their names, ``backoff`` that of restarts.
         """
         launch = {"stop_grace_s": 2.0, **launch}
-        settings = {
-            "drain_s": drain_s,
-            "secret": secret,
-            "as_json": as_json,
-            "backoff": backoff or {},
-        }
+        settings = {"drain_s": drain_s, "secret": secret, "as_json": as_json}
+        settings["backoff"] = backoff or {}
         runs.append(Run(tmp_path, servers, launch, popen or {}, specs or {}, **settings))
         return runs[-1]
 

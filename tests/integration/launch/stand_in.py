@@ -31,7 +31,7 @@ class Answer(BaseHTTPRequestHandler):
         match self.path.split("/")[1:]:
             case ["health"]:
                 time.sleep(late_s)
-                seen = {"state": "up", "problem": problem} if problem else {"state": "up"}
+                seen = {"state": options.state, "problem": options.problem}
                 self.say(status, json.dumps({"instances": {"encode-0": seen}}))
             case ["metrics"]:
                 self.say(200, f"stand_in_status {status}\n")
@@ -72,7 +72,7 @@ class Answer(BaseHTTPRequestHandler):
         pass
 
 
-problem = ""
+options: argparse.Namespace
 status = 200
 late_s = 0.0
 
@@ -84,7 +84,7 @@ def chat() -> None:
 
 
 def main() -> None:
-    global problem
+    global options
     parser = argparse.ArgumentParser()
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--shm", default="")
@@ -96,11 +96,11 @@ def main() -> None:
     parser.add_argument("--stubborn", action="store_true", help="ignore SIGTERM")
     parser.add_argument("--child", action="store_true", help="start a process that ignores SIGTERM")
     parser.add_argument("--problem", default="", help="what a router says of its instance")
+    parser.add_argument("--state", default="up", help="the same")
     parser.add_argument("--one-thread", action="store_true", help="answer one after the other")
     parser.add_argument("--renamed", action="store_true", help="as by setproctitle: no environment")
     parser.add_argument("--chatty", action="store_true", help="write 1 MB a second")
     options = parser.parse_args()
-    problem = options.problem
     if options.renamed and "EPD_RUN_ID" in os.environ:
         os.execve(sys.executable, [sys.executable, *sys.argv], {})
     print("Starting to load model nothing", flush=True)

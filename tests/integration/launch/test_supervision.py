@@ -94,6 +94,12 @@ def test_a_router_that_says_nothing_of_its_instances_is_not_ready(
     assert run.process.wait(30) == 1
 
 
+def test_a_router_that_cannot_use_an_instance_is_not_ready(launch: Launch) -> None:
+    run = launch({"router": ["--state=warming"]}, startup_timeout_s=1.5)
+    run.wait_for("failed: router is not healthy 1.5 s after its start")
+    assert run.process.wait(30) == 1
+
+
 def test_a_death_at_start_ends_everything_with_its_reason_on_one_line(launch: Launch) -> None:
     run = launch({"encode-0": ["--shm={shm}"], "other-0": ["--fail=no such device 7"]})
     line = run.wait_for("failed:")
