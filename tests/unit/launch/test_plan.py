@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import sys
 from typing import Any
 
 import pytest
@@ -29,52 +28,10 @@ SECRET = "secret_file: /etc/epd.secret\n"
 OFF_HOST = TEXT + "launch: {host: 10.0.0.2}\n"
 
 
-def test_a_cpu_plan_in_full() -> None:
+def test_every_part_gets_settings_that_it_can_read() -> None:
     plan = plan_of(TEXT)
     encode, pd, last = plan.processes
     assert plan.url == "http://127.0.0.1:8000/v1"
-    assert [spec.name for spec in plan.processes] == ["encode-0", "prefill_decode-0", "router"]
-    assert [spec.role for spec in plan.processes] == ["encode", "prefill-decode", "router"]
-    assert encode.argv[:3] == (sys.executable, "-m", "vllm.entrypoints.openai.api_server")
-    common = {
-        "--model": "/models/m",
-        "--served-model-name": "m",
-        "--host": "127.0.0.1",
-        "--scheduler-cls": "epd_portable.vllm_plugin.scheduler.make_scheduler",
-        "--worker-cls": "epd_portable.vllm_plugin.worker.EPDCPUWorker",
-        "--distributed-executor-backend": "vllm.v1.executor.uniproc_executor.UniProcExecutor",
-        "--max-model-len": "4096",
-        "--limit-mm-per-prompt": '{"video": 0}',
-        "--middleware": TOKEN,
-        "--dtype": "bfloat16",
-        "--tensor-parallel-size": "1",
-    }
-    assert options(encode) == common | {
-        "--port": "20000",
-        "--mm-encoder-only": "",
-        "--no-enable-prefix-caching": "",
-        "--no-async-scheduling": "",
-        "--ec-transfer-config": options(encode)["--ec-transfer-config"],
-    }
-    assert options(pd) == common | {
-        "--port": "20001",
-        "--ec-transfer-config": options(pd)["--ec-transfer-config"],
-    }
-    assert encode.env == {
-        "VLLM_NO_USAGE_STATS": "1",
-        "DO_NOT_TRACK": "1",
-        "VLLM_MAX_IMAGE_PIXELS": "67108864",
-        "VLLM_MAX_AUDIO_DECODE_DURATION_S": "600",
-        "VLLM_HOST_IP": "127.0.0.1",
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "OMP_NUM_THREADS": "2",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "EPD_INSTANCE": "encode-0",
-        "EPD_PLATFORM": "cpu",
-        "TMPDIR": "/tmp/epd-00c0ffee",
-    }
-    assert pd.cores == ((2, 3),)
     assert pd.ports == {"http": 20001, "control": 20002, "data": 20003}
     assert (encode.shm_name, pd.shm_name) == ("", "epd-00c0ffee-prefill_decode-0")
     assert last.argv[1:4] == ("-m", "epd_portable.router", "--settings")
@@ -99,8 +56,6 @@ def test_a_cpu_plan_in_full() -> None:
         secret_file=secret_file,
     )
     assert [connector(spec)["ec_role"] for spec in (encode, pd)] == ["ec_producer", "ec_consumer"]
-    module = "epd_portable.vllm_plugin.ec_connector"
-    assert connector(pd)["ec_connector_module_path"] == module
 
 
 def test_an_instance_without_encoder_takes_embeddings_only_and_every_part_knows() -> None:
