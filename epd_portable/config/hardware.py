@@ -78,20 +78,7 @@ class Ports(Sourced):
 
 
 class HardwareProfile(Section):
-    """One kind of server.
-
-    Attributes:
-        device: Name of the device, and the servers that hold it.
-        memory_bytes: Memory of one device.
-        torch_memory_bytes: What torch sees of it, where that is published.
-        memory_bytes_per_s: Bandwidth of that memory.
-        bf16_flops: Peak of dense matrix products in bfloat16; float16 has the same.
-        pair_bytes_per_s: From one device to another of the same server, one direction.
-        host_bytes_per_s: Between one device and pinned host memory, one direction.
-        network_bytes_per_s: One device's share of the network, one direction.
-        avoid_ports: Ports that other software of such servers takes.
-        software: Lowest versions to install, by name.
-    """
+    """One kind of server; ``docs/configuration.md`` says what each key means."""
 
     platform: PlatformName
     device: Annotated[str, Field(min_length=1)]
