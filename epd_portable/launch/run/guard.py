@@ -19,8 +19,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from epd_portable.errors import LaunchError
-from epd_portable.launch.run import sessions
 from epd_portable.launch.run.log_files import open_log
+from epd_portable.launch.run.sessions import end_processes, members, remove_shm
 from epd_portable.launch.safe_path import safe_environ
 
 
@@ -28,15 +28,23 @@ class Guard:
     """The launcher's end of the guard process.
 
     At the end files of ``/dev/shm`` that start with ``shm_prefix`` and the folder ``temp_dir`` are
-    removed; ``log`` is a file for what the guard says.
+    removed; ``log`` is a file for what the guard says, ``sessions`` have started before it.
     """
 
     def __init__(
-        self, *, run_id: str, shm_prefix: str, temp_dir: Path, grace_s: float, log: Path
+        self,
+        *,
+        run_id: str,
+        shm_prefix: str,
+        temp_dir: Path,
+        grace_s: float,
+        log: Path,
+        sessions: Iterable[int] = (),
     ) -> None:
         argv = [sys.executable, "-m", "epd_portable.launch.run.guard"]
         argv += ["--run-id", run_id, "--shm-prefix", shm_prefix]
         argv += ["--temp-dir", str(temp_dir), "--grace-s", str(grace_s)]
+        argv += [f"--session={session}" for session in sessions]
         with open_log(log) as output:
             self._process = subprocess.Popen(
                 argv,
@@ -79,19 +87,10 @@ class Guard:
             ) from error
 
     def _write(self, line: str) -> None:
-        # A guard that is gone is found by `alive` and replaced by one that learns every session.
+        # A guard that is gone is found by `alive` and replaced by one that knows every session.
         with contextlib.suppress(BrokenPipeError):
             self._pipe.write(line.encode())
             self._pipe.flush()
-
-
-def follow(lines: Iterable[str]) -> set[int]:
-    """Read ``+`` and ``-`` lines to their end; return the sessions that are left."""
-    known: set[int] = set()
-    for line in lines:
-        change = known.add if line[0] == "+" else known.discard
-        change(int(line[1:]))
-    return known
 
 
 def main() -> None:
@@ -100,17 +99,21 @@ def main() -> None:
     for option, kind in (("run-id", str), ("shm-prefix", str), ("temp-dir", Path)):
         parser.add_argument(f"--{option}", required=True, type=kind)
     parser.add_argument("--grace-s", required=True, type=float)
+    parser.add_argument("--session", type=int, action="append", default=[])
     options = parser.parse_args()
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(signum, signal.SIG_IGN)
-    known = follow(sys.stdin)
-    if alive := sessions.members(known, options.run_id):
+    known: set[int] = set(options.session)
+    for line in sys.stdin:
+        change = known.add if line[0] == "+" else known.discard
+        change(int(line[1:]))
+    if alive := members(known, options.run_id):
         pids = " ".join(str(process.pid) for process in alive)
         print(f"the launcher is gone; ending its processes: {pids}", flush=True)
-    left = sessions.end_processes(known, options.run_id, grace_s=options.grace_s)
+    left = end_processes(known, options.run_id, grace_s=options.grace_s)
     if left:
         print(f"these processes cannot be ended: {' '.join(map(str, left))}", flush=True)
-    sessions.remove_shm(options.shm_prefix)
+    remove_shm(options.shm_prefix)
     shutil.rmtree(options.temp_dir, ignore_errors=True)
 
 

@@ -408,16 +408,14 @@ class Supervisor:
             self._warn_once(f"`epd-launch status` shows this run as it was: {error}")
 
     def _new_guard(self) -> Guard:
-        guard = Guard(
+        return Guard(
             run_id=self._plan.run_id,
             shm_prefix=shm_prefix(self._plan.run_id),
             temp_dir=self._temp_dir,
             grace_s=self._launch.stop_grace_s,
             log=self._log_dir / "guard.log",
+            sessions=[child.session for child in self._children.values()],
         )
-        for child in self._children.values():
-            guard.watch(child.session)
-        return guard
 
     def _say(self, notice: Notice) -> None:
         # What cannot be printed, on a full disk or into a closed pipe, ends no topology, and there
