@@ -19,10 +19,7 @@ import pytest
 import tomllib
 import yaml
 from click.testing import CliRunner
-from prometheus_client import CollectorRegistry
-from prometheus_client.metrics import MetricWrapperBase
 from pydantic import BaseModel
-from starlette.types import Receive, Scope, Send
 
 from ci import two_hosts
 from epd_portable import envs
@@ -31,12 +28,9 @@ from epd_portable.config.load import OVERLAYS, PLATFORMS, parse_topology
 from epd_portable.config.quantities import UNITS
 from epd_portable.config.schema import Topology
 from epd_portable.config.store import StoreSection
-from epd_portable.connector.stores.metrics import StoreMetrics
 from epd_portable.launch.notices import Event
 from epd_portable.router.observability.metrics import Metrics
-from epd_portable.runners.metrics import PlacerMetrics, ReceiverMetrics, SenderMetrics
-from epd_portable.scheduling.admission import AdmissionLimits
-from epd_portable.vllm_plugin.admission import AdmissionMiddleware
+from tests.unit.instruments import of_admission, of_an_instance
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "epd_portable"
@@ -402,37 +396,19 @@ def test_the_events_that_the_launcher_tells_programs_are_those_of_the_table() ->
 
 
 def test_every_metric_of_an_instance_is_documented_with_its_type_label_and_meaning() -> None:
-    made: list[MetricWrapperBase] = []
-    for owner in (ReceiverMetrics, PlacerMetrics, SenderMetrics, store_of_pd, store_of_encode):
-        counted = vars(owner(CollectorRegistry())).values()
-        made += [metric for metric in counted if isinstance(metric, MetricWrapperBase)]
     rows = re.findall(
         r"^\| `(epd_\w+)` \| (\w+) \| (?:`(\w+)`|–) \| (.+) \|$", read(METRICS), re.MULTILINE
     )
     expected = []
-    for metric in made:
+    for metric in of_an_instance():
         name = f"{metric._name}_total" if metric._type == "counter" else metric._name
         label = metric._labelnames[0] if metric._labelnames else ""
         expected.append((name, metric._type, label, metric._documentation))
-    limits = AdmissionLimits(items=1, nbytes=1)
-    admission = AdmissionMiddleware(no_app, limits=limits, registry=CollectorRegistry())
-    for family in admission.collect():
+    for family in of_admission():
         name = f"{family.name}_total" if family.type == "counter" else family.name
         label = family.samples[0].labels and next(iter(family.samples[0].labels))
         expected.append((name, family.type, label or "", family.documentation))
     assert sorted(rows) == sorted(expected), "docs/metrics.md and the metrics of instances differ"
-
-
-def store_of_pd(registry: CollectorRegistry) -> StoreMetrics:
-    return StoreMetrics("pd", registry)
-
-
-def store_of_encode(registry: CollectorRegistry) -> StoreMetrics:
-    return StoreMetrics("encode", registry)
-
-
-async def no_app(scope: Scope, receive: Receive, send: Send) -> None:
-    raise AssertionError("nobody calls it")
 
 
 def test_every_metric_of_the_router_is_documented() -> None:

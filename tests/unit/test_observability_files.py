@@ -11,17 +11,12 @@ from typing import Any, get_args
 import promql_parser
 import pytest
 import yaml
-from prometheus_client import CollectorRegistry
-from prometheus_client.metrics import MetricWrapperBase
-from starlette.types import Receive, Scope, Send
 
 from epd_portable.config import roles as roles_module
-from epd_portable.connector.stores.metrics import Ask, Drop, Side, StoreMetrics
+from epd_portable.connector.stores.metrics import Ask, Drop, StoreMetrics
 from epd_portable.router.observability.metrics import Metrics
-from epd_portable.runners.metrics import Instruments, PlacerMetrics, ReceiverMetrics, SenderMetrics
-from epd_portable.scheduling.admission import AdmissionLimits
-from epd_portable.vllm_plugin.admission import AdmissionMiddleware
 from epd_portable.wire.outcomes import FailureKind, Fallback
+from tests.unit.instruments import instruments_of, of_admission, of_an_instance
 
 FOLDER = Path(__file__).resolve().parents[2] / "docs/observability"
 DASHBOARD = json.loads((FOLDER / "dashboard.json").read_text("utf-8"))
@@ -55,36 +50,22 @@ EXPRESSIONS = sorted(set(expressions()))
 @pytest.fixture(scope="module")
 def labels() -> Mapping[str, set[str]]:
     """Return the labels of every metric that there is, by the names under which they are read."""
-    made: dict[str, set[str]] = {}
-    instruments = (made_of(CollectorRegistry()) for made_of in INSTRUMENTS)
-    for counter in (Metrics(), StoreMetrics("pd"), *instruments):
-        for metric in vars(counter).values():
-            if isinstance(metric, MetricWrapperBase):
-                for ending in ENDINGS:
-                    made[metric._name + ending] = {*metric._labelnames, "le"}
-    for side in get_args(Side):
-        store = StoreMetrics(side)
-        for metric in vars(store).values():
-            for ending in ENDINGS:
-                made[metric._name + ending] = set(metric._labelnames)
-    limits = AdmissionLimits(items=1, nbytes=1)
-    for family in AdmissionMiddleware(
-        nobody, limits=limits, registry=CollectorRegistry()
-    ).collect():
-        for sample in family.samples:
-            made[sample.name] = set(sample.labels)
+    made = {
+        metric._name + ending: {*metric._labelnames, "le"}
+        for metric in (
+            *instruments_of(Metrics()),
+            *instruments_of(StoreMetrics("router")),
+            *of_an_instance(),
+        )
+        for ending in ENDINGS
+    }
+    for family in of_admission():
+        made |= {sample.name: set(sample.labels) for sample in family.samples}
     return made | {
         "epd_router_instance_up": {"instance", "role"},
         "epd_router_instance_in_flight": {"instance", "role"},
         "up": set(),  # Prometheus's own, of each target.
     }
-
-
-INSTRUMENTS: tuple[type[Instruments], ...] = (ReceiverMetrics, PlacerMetrics, SenderMetrics)
-
-
-async def nobody(scope: Scope, receive: Receive, send: Send) -> None:
-    raise AssertionError("nobody calls it")
 
 
 @pytest.mark.parametrize("expression", EXPRESSIONS)
