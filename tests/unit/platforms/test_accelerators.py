@@ -89,3 +89,10 @@ def test_threads_leave_the_error_mode_as_it_was(monkeypatch: pytest.MonkeyPatch)
         first_has_left.set()
         made.result()
     assert "EPD_TEST_MODE" not in os.environ
+
+
+def test_the_error_mode_that_was_set_is_restored(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EPD_TEST_MODE", "1")
+    with errors_spare_the_process("EPD_TEST_MODE"):
+        assert os.environ["EPD_TEST_MODE"] == "2"
+    assert os.environ["EPD_TEST_MODE"] == "1"
