@@ -26,6 +26,7 @@ from epd_portable.launch.safe_path import safe_environ
 from epd_portable.platforms.traits import TRAITS
 
 _POLL_S = 0.25
+_START_TIMEOUT_S = 600.0
 _STOP_GRACE_S = 30.0
 _ANSWER_TIMEOUT_S = 300.0
 _TAIL_LINES = 15
@@ -60,7 +61,6 @@ class Server:
         url: Base address, without a final slash.
         log: File for its output.
         ready: Start of the line that says that it is ready; empty waits for ``/health``.
-        startup_timeout_s: Longest time until it is ready.
         report: Called with progress lines while it starts.
         popen: Starts the process, as `subprocess.Popen` does.
     """
@@ -71,7 +71,6 @@ class Server:
     url: str
     log: Path
     ready: str = ""
-    startup_timeout_s: float = 600.0
     report: Callable[[str], None] = lambda line: None
     popen: Callable[..., subprocess.Popen[bytes]] = subprocess.Popen
 
@@ -81,7 +80,6 @@ class Server:
         Raises:
             LaunchError: It ended, or was not ready in time; the message ends with its last lines.
         """
-        begin_s = time.monotonic()
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("ab") as output:
             self._begin = output.tell()
@@ -94,7 +92,7 @@ class Server:
                 start_new_session=True,
             )
         try:
-            self._wait_until_ready(begin_s + self.startup_timeout_s)
+            self._wait_until_ready()
         except BaseException:
             self.stop()
             raise
@@ -127,7 +125,8 @@ class Server:
         )
         return self._process.wait()
 
-    def _wait_until_ready(self, deadline_s: float) -> None:
+    def _wait_until_ready(self) -> None:
+        deadline_s = time.monotonic() + _START_TIMEOUT_S
         with httpx.Client(timeout=2.0, trust_env=False) as client, self.log.open("rb") as log:
             log.seek(self._begin)
             rest = b""
@@ -144,7 +143,7 @@ class Server:
                     return
                 time.sleep(_POLL_S)
         raise LaunchError(
-            f"{self.name} was not ready after {self.startup_timeout_s:g} s:\n{self._tail()}"
+            f"{self.name} was not ready after {_START_TIMEOUT_S:g} s:\n{self._tail()}"
         )
 
     def _tail(self) -> str:
