@@ -17,6 +17,7 @@ import click
 
 from epd_portable import envs
 from epd_portable.config.document import dotted
+from epd_portable.config.schema import Topology
 from epd_portable.config.secret import Secret, make_secret_file
 from epd_portable.errors import ConfigError
 from epd_portable.launch.commands import members, status
@@ -36,7 +37,7 @@ from epd_portable.launch.plan.file_checks import named_files
 from epd_portable.launch.plan.hardware import find_hardware
 from epd_portable.launch.plan.machine import assumed_machine, described_machine, probed_machine
 from epd_portable.launch.plan.ports import is_free
-from epd_portable.launch.plan.processes import new_run_id, run_secret_file
+from epd_portable.launch.plan.processes import Plan, new_run_id, run_secret_file
 from epd_portable.launch.plan.request import PlanRequest, refusals
 from epd_portable.launch.plan.text import findings_table, plan_table
 from epd_portable.launch.run.log_files import make_private_folder, use_log_folder
@@ -254,15 +255,9 @@ def plan(as_json: bool, **options: Any) -> None:
     """Show a plan; users read `PLAN_HELP`."""
     request = PlanRequest.from_options(**options)
     topology = request.load()
-    run_id, hardware = new_run_id(), request.hardware
-    if hardware:
-        machine = described_machine(hardware.profile.devices_per_node.value)
-    else:
-        machine = assumed_machine(request.traits, os.environ)
-    temp_dir = _temp_dir(run_id)
-    result, clash = request.plan(topology, run_id, machine, temp_dir=temp_dir, free=is_free)
+    result, clash = _plan_only(request, topology)
     refused: list[str] = []
-    if not hardware:
+    if not request.hardware:
         # A machine that is not here has other files and ports.
         missing = named_files(topology.model_dump())
         refused += [f"{dotted(path)}: {problem}" for path, problem in missing]
@@ -301,11 +296,9 @@ def check(platform: str | None, hardware: str | None, config: Path | None, as_js
         raise ConfigError(f"--config {config}: name the --platform that it is planned for")
     findings = inspect([platform] if platform else list(TRAITS), expected)
     if config is not None:
-        request, run_id = PlanRequest.from_options(platform=platform, config=config), new_run_id()
+        request = PlanRequest.from_options(platform=platform, config=config)
         topology = request.load()
-        machine = assumed_machine(request.traits, os.environ)
-        temp_dir = _temp_dir(run_id)
-        plan, _ = request.plan(topology, run_id, machine, temp_dir=temp_dir, free=is_free)
+        plan, _ = _plan_only(request, topology)
         findings.append(plan_finding(config.name, plan.warnings))
         if topology.store is not None:
             findings.append(store_finding(topology.store))
@@ -317,6 +310,16 @@ def check(platform: str | None, hardware: str | None, config: Path | None, as_js
     compared = [finding.usable for finding in findings if finding.kind == "hardware"]
     if not any(platforms) or not all(compared):
         sys.exit(FAILED)
+
+
+def _plan_only(request: PlanRequest, topology: Topology) -> tuple[Plan, str]:
+    """Plan without a device and without taking ports; see `PlanRequest.plan`."""
+    run_id, hardware = new_run_id(), request.hardware
+    if hardware:
+        machine = described_machine(hardware.profile.devices_per_node.value)
+    else:
+        machine = assumed_machine(request.traits, os.environ)
+    return request.plan(topology, run_id, machine, temp_dir=_temp_dir(run_id), free=is_free)
 
 
 def _temp_dir(run_id: str) -> Path:
