@@ -37,9 +37,15 @@ _RESPONDS_WITHIN_S = 30.0
 
 @dataclass(slots=True)
 class _Visit:
-    """A request that is there, and the bytes of its body so far."""
+    """A request that is there: the bytes of its body so far, and how it was answered.
+
+    Attributes:
+        status: 0 for no answer.
+    """
 
     nbytes: int = 0
+    status: int = 0
+    request_id: str = ""
 
 
 class FrontMiddleware:
@@ -122,12 +128,13 @@ class FrontMiddleware:
     # -- requests of clients ----------------------------------------------------------------------
 
     async def _pass_on(self, scope: Scope, receive: Receive, send: Send) -> None:
-        begun, status, visit = time.monotonic(), 0, _Visit()
+        begun, visit = time.monotonic(), _Visit()
 
         async def noted(message: Message) -> None:
-            nonlocal status
             if message["type"] == "http.response.start":
-                status = message["status"]
+                visit.status = message["status"]
+                given = dict(message["headers"]).get(b"x-request-id", b"")
+                visit.request_id = given.decode("latin-1")
             await send(message)
 
         try:
@@ -143,7 +150,7 @@ class FrontMiddleware:
         finally:
             self._held_bytes -= visit.nbytes
             if self._log is not None:
-                self._note(scope, status, time.monotonic() - begun)
+                self._note(scope, visit, time.monotonic() - begun)
 
     async def _read(self, request: Request, visit: _Visit) -> bytes:
         """Return a request's body.
@@ -176,14 +183,13 @@ class FrontMiddleware:
         for name in ("mm_processor_kwargs", "media_io_kwargs"):
             check_settings(self._limits, name, getattr(outline, name))
 
-    def _note(self, scope: Scope, status: int, duration_s: float) -> None:
-        headers = dict(scope["headers"])
+    def _note(self, scope: Scope, visit: _Visit, duration_s: float) -> None:
         line = {
             "time": time.time(),
-            "request_id": headers.get(b"x-request-id", b"").decode("latin-1"),
+            "request_id": visit.request_id,
             "method": scope["method"],
             "path": scope["path"],
-            "status": status,
+            "status": visit.status,
             "duration_s": round(duration_s, 4),
         }
         print(json.dumps(line), file=self._log)

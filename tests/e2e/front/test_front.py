@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -23,7 +24,7 @@ ASK = text("Describe the picture.")
 
 @pytest.fixture(scope="module")
 def front(start: Start) -> Split:
-    return start(["front=engine", "engine_args.dtype=float32"])
+    return start(["front=engine", "engine_args.dtype=float32", "router.access_log=stderr"])
 
 
 def process(front: Split, name: str) -> psutil.Process:
@@ -108,6 +109,15 @@ def test_bodies_and_pictures_beyond_the_limits_are_refused(front: Split) -> None
     many = post(front.url, body([picture(1, 28)] * 65 + [ASK]))
     assert (large.status_code, many.status_code) == (413, 400)
     assert ask(front.url, [picture(1), ASK]).tokens
+
+
+def test_a_request_keeps_its_id_which_the_access_line_has(front: Split) -> None:
+    answer = post(front.url, body("Hello"), headers={"x-request-id": "mine-7"})
+    assert answer.headers["x-request-id"] == "mine-7"
+    log = (front.log_dir / "front.log").read_text()
+    (line,) = (each for each in log.splitlines() if '"request_id": "mine-7"' in each)
+    noted = json.loads(line[line.index("{") :])
+    assert (noted["path"], noted["status"]) == ("/v1/chat/completions", 200)
 
 
 def test_requests_that_clients_give_up_leave_nothing(front: Split) -> None:
