@@ -9,7 +9,8 @@ import dataclasses
 import json
 import secrets
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 from urllib.parse import urlsplit
@@ -217,61 +218,35 @@ def make_plan(
     placed = placements.groups
     devices = used_devices(topology, placed)
     check_sharing(topology, traits, devices)
+    engines = [
+        Engine(
+            topology=topology,
+            role=role,
+            model=model,
+            traits=traits,
+            instance=_instance(topology, traits, name, role, ports, run_id, secret_file),
+            placement=placement,
+            ports=ports,
+            kv=kv if "kv" in ports else None,
+        )
+        for name, role, placement, ports in _listeners(topology, placed, kv, free_port)
+    ]
     after = starts_after(devices)
-    # Other hosts have an encode-0, too.
-    suffix = f"@{topology.launch.host}" if router.join else ""
-    http_ports = {
-        f"{group_of(role)}-{index}": free_port()
-        for role in ROLES
-        for index, _ in enumerate(placed[group_of(role)])
-    }
-    processes: list[ProcessSpec] = []
-    backends: list[InstanceSettings] = []
-    for role in ROLES:
-        for index, placement in enumerate(placed[group_of(role)]):
-            local = f"{group_of(role)}-{index}"
-            group = topology.instances.of(role)
-            ports = {"http": http_ports[local]}
-            if role != "encode":
-                ports |= {"control": free_port(), "data": free_port()}
-            own_kv = kv if role in SENDS_KV | TAKES_KV else None
-            if own_kv:
-                ports |= own_kv.ports(group.tensor_parallel_size, free_port)
-            name = f"{local}{suffix}"
-            engine = Engine(
-                topology=topology,
-                role=role,
-                model=model,
-                traits=traits,
-                instance=_instance(topology, traits, name, role, ports, run_id, secret_file),
-                placement=placement,
-                ports=ports,
-                kv=own_kv,
-            )
-            spec = ProcessSpec(
-                name=name,
-                role=role,
-                argv=engine.argv(),
-                env=engine.env(temp_dir=temp_dir, has_compiler=machine.has_compiler),
-                url=_base_url(topology.launch.host, ports["http"]),
-                ports=ports,
-                devices=placement.devices,
-                cores=placement.cores,
-                api_cores=placement.api_cores,
-                shm_name=engine.instance.pool,
-                after=tuple(f"{each}{suffix}" for each in after.get(local, ())),
-            )
-            processes.append(spec)
-            backends.append(
-                InstanceSettings(
-                    name=name,
-                    role=role,
-                    url=spec.url,
-                    control=engine.instance.control_address,
-                    weight=group.weight,
-                    labels=group.labels,
-                )
-            )
+    processes = [
+        _server(engine, after, temp_dir=temp_dir, has_compiler=machine.has_compiler)
+        for engine in engines
+    ]
+    backends = [
+        InstanceSettings(
+            name=spec.name,
+            role=engine.role,
+            url=spec.url,
+            control=engine.instance.control_address,
+            weight=engine.group.weight,
+            labels=engine.group.labels,
+        )
+        for engine, spec in zip(engines, processes, strict=True)
+    ]
     warnings = [
         *placements.warnings,
         *sharing_warnings(devices),
@@ -299,6 +274,52 @@ def make_plan(
         hardware=fit(hardware) if hardware else None,
         kv=kv,
         store=f"{store.where}, at most {store.max_bytes >> 20} MiB" if store else "",
+    )
+
+
+def _listeners(
+    topology: Topology,
+    placed: Mapping[str, Sequence[InstancePlacement]],
+    kv: KVConnector | None,
+    free_port: Callable[[], int],
+) -> Iterator[tuple[str, Role, InstancePlacement, dict[str, int]]]:
+    """Yield each instance with its name, place and ports; those of HTTP are the first ones."""
+    instances = [(role, each) for role in ROLES for each in placed[group_of(role)]]
+    http_ports = [free_port() for _ in instances]
+    counts: Counter[Role] = Counter()
+    for (role, placement), port in zip(instances, http_ports, strict=True):
+        ports = {"http": port}
+        if role != "encode":
+            ports |= {"control": free_port(), "data": free_port()}
+        if kv and role in SENDS_KV | TAKES_KV:
+            ports |= kv.ports(topology.instances.of(role).tensor_parallel_size, free_port)
+        name = f"{group_of(role)}-{counts[role]}{_host_suffix(topology)}"
+        counts[role] += 1
+        yield name, role, placement, ports
+
+
+def _host_suffix(topology: Topology) -> str:
+    """Return what tells instances that join a router from those of other hosts."""
+    return f"@{topology.launch.host}" if topology.router.join else ""
+
+
+def _server(
+    engine: Engine, after: Mapping[str, Sequence[str]], *, temp_dir: str, has_compiler: bool
+) -> ProcessSpec:
+    name, placement = engine.instance.instance, engine.placement
+    suffix = _host_suffix(engine.topology)
+    return ProcessSpec(
+        name=name,
+        role=engine.role,
+        argv=engine.argv(),
+        env=engine.env(temp_dir=temp_dir, has_compiler=has_compiler),
+        url=_base_url(engine.topology.launch.host, engine.ports["http"]),
+        ports=dict(engine.ports),
+        devices=placement.devices,
+        cores=placement.cores,
+        api_cores=placement.api_cores,
+        shm_name=engine.instance.pool,
+        after=tuple(f"{one}{suffix}" for one in after.get(name.removesuffix(suffix), ())),
     )
 
 
