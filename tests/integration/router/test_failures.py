@@ -422,18 +422,20 @@ async def test_a_late_encode_job_is_ended_after_the_answer(
     await t.encoders[0].until(lambda encoder: encoder.aborted == 1)
 
 
-@pytest.mark.parametrize("noise", [b"noise", bytes(2 * codec.MAX_MESSAGE_BYTES)], ids=len)
-async def test_noise_on_the_control_channel_is_survived(build: Build, noise: bytes) -> None:
+@pytest.mark.parametrize("nbytes", [5, 2 * codec.MAX_MESSAGE_BYTES])
+async def test_noise_on_the_control_channel_is_survived(build: Build, nbytes: int) -> None:
     t = await build()
 
     async def generate(received: Received) -> Response:
-        await t.control.send(received.params["reply_to"], noise)
-        await t.control.refuse(received.params, NackCode.TOO_LARGE, "far too large")
+        await t.control.send(received.params["reply_to"], bytes(nbytes))
+        # Who sends more than is allowed loses its connection, perhaps with what it says next.
+        if nbytes < codec.MAX_MESSAGE_BYTES:
+            await t.control.refuse(received.params, NackCode.TOO_LARGE, "far too large")
         return Response(status_code=500)
 
     t.pd.behaviour = generate
-    # Who sends too large a message loses its connection, and what it says after it.
-    assert (await t.chat(RED)).status_code == (413 if len(noise) < 9 else 500)
+    expected = 413 if nbytes < codec.MAX_MESSAGE_BYTES else 500
+    assert (await t.chat(RED)).status_code == expected
 
 
 FORGED = "no\n12:00:00 I router: all is well \x1b[2K"
