@@ -291,7 +291,7 @@ async def test_a_client_that_leaves_a_stream_ends_it_at_the_instance(build: Buil
 async def test_a_failed_request_is_answered_with_the_reason_from_the_control_channel(
     build: Build, code: NackCode, status: int, retry: bool, form: str
 ) -> None:
-    t = await build()
+    t = await build(nack_grace_s=20)
 
     async def generate(received: Received) -> Response:
         asyncio.get_running_loop().call_later(0.1, refuse_soon, received)
