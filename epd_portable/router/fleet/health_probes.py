@@ -9,8 +9,6 @@ import random
 from collections.abc import Callable
 from functools import partial
 
-import anyio
-
 from epd_portable.delivery.instances import EndpointPool, Instance
 from epd_portable.log import say_failure
 from epd_portable.router.http.upstream import Upstream, UpstreamError
@@ -42,7 +40,7 @@ class HealthProbes:
         self._timeout_s = settings.probe_timeout_s
         self._instances = instances
         self._upstream = upstream
-        self._failed: dict[Instance, asyncio.Event] = {}
+        self._due: dict[Instance, asyncio.Event] = {}
         self._watching: dict[Instance, asyncio.Task[None]] = {}
         self._at_once = asyncio.Semaphore(PROBES_AT_ONCE)
         instances.watch(self._changed)
@@ -61,32 +59,39 @@ class HealthProbes:
 
     def _changed(self, instance: Instance) -> None:
         if not self._instances.has(instance):
-            self._failed.pop(instance, None)
+            self._due.pop(instance, None)
             if task := self._watching.pop(instance, None):
                 task.cancel()
         elif instance not in self._watching:
-            self._failed[instance] = failed = asyncio.Event()
-            self._watching[instance] = task = asyncio.create_task(self._watch(instance, failed))
+            self._due[instance] = due = asyncio.Event()
+            # Of those that come together each later one waits longer, so their probes are spread.
+            work = self._watch(instance, due, self._pause_s(instance))
+            self._watching[instance] = task = asyncio.create_task(work)
             task.add_done_callback(_said)
         elif instance.suspected:
-            self._failed[instance].set()
+            self._due[instance].set()
 
-    async def _watch(self, instance: Instance, failed: asyncio.Event) -> None:
+    async def _watch(self, instance: Instance, due: asyncio.Event, pause_s: float) -> None:
         while True:
-            with anyio.move_on_after(self._pause_s(instance)):
-                await failed.wait()
+            timer = asyncio.get_running_loop().call_later(pause_s, due.set)
+            await due.wait()
+            timer.cancel()
+            due.clear()
             well = instance.healthy and not instance.suspected
-            if well and self._instances.clock() - instance.answered_at < self._interval_s:
-                continue
-            failed.clear()
-            async with self._at_once:
-                note = await self._see(instance)
-            failed_meanwhile = failed.is_set()
-            note()
-            if not failed_meanwhile:
-                # Also of one that fails a probe the next one comes in its time: what ails it may
-                # pass. But what was seen of one that failed a request may be from before that.
-                failed.clear()
+            silent_s = self._instances.clock() - instance.answered_at
+            if not well or silent_s >= self._interval_s:
+                await self._probe(instance, due)
+            pause_s = self._pause_s(instance)
+
+    async def _probe(self, instance: Instance, due: asyncio.Event) -> None:
+        async with self._at_once:
+            note = await self._see(instance)
+        failed_meanwhile = due.is_set()
+        note()
+        if not failed_meanwhile:
+            # Also of one that fails a probe the next one comes in its time: what ails it may
+            # pass. But what was seen of one that failed a request may be from before that.
+            due.clear()
 
     def _pause_s(self, instance: Instance) -> float:
         interval_s = self._interval_s
