@@ -153,7 +153,7 @@ async def test_one_that_answers_requests_is_not_asked(probed: Probed) -> None:
 
 
 async def test_one_that_failed_is_asked_at_once(probed: Probed) -> None:
-    await probed.start(interval_s=60)
+    await probed.start(interval_s=3600)
     await look(probed, probed.first)
     assert probed.servers[0].count == 1
     probed.first.failed(FailureKind.LOST)
@@ -162,7 +162,7 @@ async def test_one_that_failed_is_asked_at_once(probed: Probed) -> None:
 
 
 async def test_one_that_fails_while_it_is_asked_is_asked_once_more(probed: Probed) -> None:
-    await probed.start(interval_s=60)
+    await probed.start(interval_s=3600)
     await look(probed, probed.first)
     probed.servers[0].answer = b"silence"
     probed.first.failed(FailureKind.LOST)
@@ -175,7 +175,7 @@ async def test_one_that_fails_while_it_is_asked_is_asked_once_more(probed: Probe
 
 
 async def test_a_refused_connection_takes_it_down_at_once(probed: Probed) -> None:
-    await probed.start(interval_s=60)
+    await probed.start(interval_s=3600)
     await look(probed, probed.first)
     await probed.servers[0].stop()
     await look(probed, probed.first)
@@ -194,7 +194,7 @@ FAILING = [b"", b"no HTTP at all\r\n\r\n", UNAVAILABLE, UNAVAILABLE.replace(b"50
 async def test_one_that_fails_probes_is_avoided_and_down_after_some(
     probed: Probed, answer: bytes
 ) -> None:
-    await probed.start(interval_s=60)
+    await probed.start(interval_s=3600)
     server, well = probed.servers[0], probed.servers[0].answer
     await look(probed, probed.first)
     server.answer = answer
@@ -213,7 +213,7 @@ async def test_one_that_fails_probes_is_avoided_and_down_after_some(
 
 
 async def test_the_probe_after_one_that_failed_comes_in_its_time(probed: Probed) -> None:
-    await probed.start(interval_s=60)
+    await probed.start(interval_s=3600)
     await look(probed, probed.first)
     probed.servers[0].answer = UNAVAILABLE
     probed.first.failed("error")
@@ -235,7 +235,7 @@ async def test_a_silent_one_is_down_after_some_probes(probed: Probed) -> None:
 async def test_one_whose_queue_of_connections_is_full_is_silent_and_not_gone(
     probed: Probed,
 ) -> None:
-    await probed.start(0, interval_s=60, timeout_s=0.2)
+    await probed.start(0, interval_s=3600, timeout_s=0.2)
     with socket.socket() as full:
         full.bind(("127.0.0.1", 0))
         full.listen(0)
@@ -263,7 +263,7 @@ async def test_many_are_asked_less_often(probed: Probed, monkeypatch: pytest.Mon
 
 
 async def test_one_that_left_while_it_was_asked_is_left_alone(probed: Probed) -> None:
-    await probed.start(interval_s=60)
+    await probed.start(interval_s=3600)
     instance = probed.first
     probed.servers[0].answer = b"silence"
     asking = asyncio.create_task(look(probed, instance))
