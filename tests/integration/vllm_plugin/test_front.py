@@ -253,6 +253,17 @@ def test_an_item_that_no_encoder_brings_is_encoded_where_it_is_needed(run: Any) 
     run(story, "e-0", "pd-0")
 
 
+def test_an_item_that_an_encoder_cannot_encode_is_not_asked_of_it_again(run: Any) -> None:
+    async def story(front: Front) -> None:
+        await front.ask("a")
+        job = front.engines["e-0"].last.request_id
+        await front.says("e-0", job, end=FAILED)
+        assert [*front.engines["e-0"].requests] == [job]
+        assert "pixel_values" in front.engines["pd-0"].last.mm_features[0].data
+
+    run(story, "e-0", "pd-0")
+
+
 def test_without_an_encoder_beside_them_it_is_refused(run: Any) -> None:
     async def story(front: Front) -> None:
         await front.ask("a", "b")
