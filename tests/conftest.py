@@ -51,8 +51,7 @@ REQUIREMENTS: dict[str, Callable[[], str | None]] = {
     "needs_browser": lambda: _no_program(*browser.NAMES, any_of=True, package="chromium"),
     "needs_cuda": lambda: _no_device("cuda"),
     "needs_envoy": lambda: (
-        _no_module("google", "grpc")
-        or (_no_module("envoy") and _no_program("envoy", package="envoy"))
+        _no_module("google", "grpc") or (None if shutil.which("envoy") else _no_module("envoy"))
     ),
     "needs_mooncake": lambda: registry._missing(registry.entry("mooncake")) or None,
     "needs_npu": lambda: _no_device("npu", "torch_npu"),
