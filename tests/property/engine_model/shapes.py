@@ -227,6 +227,22 @@ def draw(rng: Random) -> Shape:
         requests=rng.randint(2, 14),
         long_answers=long_answers,
     )
+    if rng.random() < 0.2:
+        # Nothing excuses a refusal: what is short is room for the items, which only transfers bring.
+        shape = replace(
+            shape,
+            preallocation="sync",
+            beside=False,
+            can_encode=False,
+            blocks=need * 8,
+            seats=max(shape.seats, 3),
+            whole_items=False,
+            prefix_caching=False,
+            cache=largest,
+            pool=largest * (1 if copies else 2),
+            faults=False,
+            lost=0.0,
+        )
     if shape.policy == "priority" and shape.can_encode:
         # vLLM preempts requests then that it has scheduled in the same step, does not encode their
         # items after all, and lets others compute with these (0.32): nobody is preempted here.
