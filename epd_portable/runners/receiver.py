@@ -453,8 +453,10 @@ class Receiver:
             )
             self._refuse(record, mm_hash, NackCode.TOO_LARGE, detail)
             return False
-        item = self.cache.open(mm_hash, prompt_item.tensor)
-        if item is None:
+        transfer_id = "" if transfer is None else transfer.transfer_id
+        again = mm_hash in record.claims
+        claim = self.cache.claim(record, prompt_item, transfer_id)
+        if claim is None:
             here = self.cache.items[mm_hash].tensor
             detail = (
                 f"item {mm_hash} of this request is {prompt_item.tensor}, but requests before it "
@@ -462,18 +464,8 @@ class Receiver:
             )
             self._refuse(record, mm_hash, NackCode.UNAVAILABLE, detail)
             return False
-        transfer_id = "" if transfer is None else transfer.transfer_id
-        again = mm_hash in record.claims
-        self.cache.claim(
-            record,
-            item,
-            prompt_item.input_id,
-            prompt_item.end,
-            metadata_only=mm_hash in record.metadata_only,
-            transfer_id=transfer_id,
-        )
         if transfer is not None and not again:
-            self._session.expect(transfer_id, item, now, encoder=transfer.encoder)
+            self._session.expect(transfer_id, claim.item, now, encoder=transfer.encoder)
             if transfer.store:
                 loading = self._endpoint.load(transfer, mm_hash, prompt_item.tensor)
                 self._session.receive(*loading, now)

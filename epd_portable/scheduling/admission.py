@@ -36,7 +36,7 @@ class Pace:
             self._busy_s += now_s - self._seen_s
         self._seen_s = now_s
 
-    def end(self) -> None:
+    def count_end(self) -> None:
         """Count one end, now."""
         self._ended += 1
         if self._busy_s > WINDOW_S:
@@ -146,7 +146,7 @@ class Admission:
         if visit == Visit():
             return
         self._pace.see(now_s, busy=self.requests > 0)
-        self._pace.end()
+        self._pace.count_end()
         self.requests -= 1
         self.items -= visit.items
         self.nbytes -= visit.nbytes

@@ -211,7 +211,6 @@ class Claim:
     Attributes:
         claimant: The request.
         item: The item.
-        metadata_only: The request cannot encode it here.
         inputs: One past the last token of each occurrence, by index among the request's items.
         transfer_id: Of the request's own transfer of it; empty if it has none.
         place: Index of the first occurrence that is not computed, else `COMPUTED`.
@@ -220,11 +219,15 @@ class Claim:
 
     claimant: Claimant
     item: Item
-    metadata_only: bool
-    inputs: dict[int, int]
     transfer_id: str = ""
+    inputs: dict[int, int] = field(default_factory=dict)
     place: int = COMPUTED
     expired: bool = False
+
+    @property
+    def metadata_only(self) -> bool:
+        """Whether the request cannot encode it here."""
+        return self.item.mm_hash in self.claimant.metadata_only
 
     @property
     def served(self) -> bool:
@@ -293,12 +296,6 @@ class ClaimQueue:
         while self._entries and not _is_current(self._entries[0]):
             heapq.heappop(self._entries)
         return self._entries[0][-1] if self._entries else None
-
-    @property
-    def first_request(self) -> Claimant | None:
-        """The request of that claim."""
-        first = self.first
-        return None if first is None else first.claimant
 
 
 def _is_current(entry: tuple[Order, int, Claim]) -> bool:

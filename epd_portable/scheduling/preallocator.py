@@ -41,6 +41,7 @@ from epd_portable.scheduling.items import (
     ClaimQueue,
     Deliveries,
     Item,
+    PromptItem,
     SlotSource,
     State,
     order,
@@ -90,13 +91,14 @@ class EncoderCachePreallocator(EncoderCacheManager):
         self.unsettled: set[str] = set()
         self._slots = slots
         self._deliveries = deliveries
-        self._with_room: dict[bool, dict[str, Claimant]] = {False: {}, True: {}}
-        """Requests that have room for items, by whether they run."""
+        self._with_room: dict[str, Claimant] = {}
+        """Requests that have room for items: no more than the cache has embeddings."""
         self._queue = ClaimQueue()
         self._resident: dict[str, SlotDescriptor] = {}
         """Slots that workers may read, by item."""
         self._retiring = 0
         self._stirred = False
+        """Something has changed since `advance` found no room."""
         self._changed: dict[str, None] = {}
 
     # -- requests --------------------------------------------------------------------------------
@@ -126,26 +128,20 @@ class EncoderCachePreallocator(EncoderCacheManager):
             item = self.items[mm_hash] = Item(mm_hash, tensor.shape[0], tensor)
         return item
 
-    def claim(
-        self,
-        claimant: Claimant,
-        item: Item,
-        input_id: int,
-        end: int,
-        *,
-        metadata_only: bool,
-        transfer_id: str = "",
-    ) -> Claim:
+    def claim(self, claimant: Claimant, place: PromptItem, transfer_id: str = "") -> Claim | None:
         """Let a request claim an item, or another occurrence of one; `advance` serves it.
 
-        The occurrence has ``input_id`` among the request's items and ends before token ``end``; the
-        rest is as in `Claim`.
+        Returns:
+            The claim; ``None`` if requests use something else of that name.
         """
+        item = self.open(place.mm_hash, place.tensor)
+        if item is None:
+            return None
         claim = claimant.claims.get(item.mm_hash)
         if claim is None:
-            claim = Claim(claimant, item, metadata_only, {}, transfer_id)
+            claim = Claim(claimant, item, transfer_id)
             claimant.claims[item.mm_hash] = item.wanted[claimant.request_id] = claim
-        claim.inputs[input_id] = end
+        claim.inputs[place.input_id] = place.end
         self._find_place(claim)
         return claim
 
@@ -165,7 +161,10 @@ class EncoderCachePreallocator(EncoderCacheManager):
             return []
         back = num_computed_tokens < claimant.num_computed_tokens
         claimant.num_computed_tokens = num_computed_tokens
-        self._set_running(claimant, running)
+        if claimant.running != running:  # Its rank is another.
+            claimant.running = running
+            for claim in claimant.claims.values():
+                self._push(claim)
         covered = []
         for claim in list(claimant.claims.values()):
             if back or claim.place == COMPUTED or claim.inputs[claim.place] <= num_computed_tokens:
@@ -173,7 +172,7 @@ class EncoderCachePreallocator(EncoderCacheManager):
             if running and claim.place == COMPUTED:
                 if not claim.item.is_here:
                     covered.append(claim)
-                self.end(claim)
+                self._end_claim(claim)
         if back:
             self._claim_again(claimant)
         return covered
@@ -186,19 +185,17 @@ class EncoderCachePreallocator(EncoderCacheManager):
         """
         if claimant.to_be_encoded:
             return False
-        first = self._queue.first_request
-        if first is not claimant:
+        first = self._queue.first
+        if first is None or first.claimant is not claimant:
             if not claimant.waits:
                 return True
-            if not self._encodes_for(first, claimant):
+            needed = [] if first is None else first.claimant.to_be_encoded
+            if not any(self.may_encode(item, claimant.request_id) for item in needed):
                 return False
-        others = (each for each in self._with_room[False].values() if each is not claimant)
-        return not any(other.has_all for other in others)
-
-    def _encodes_for(self, first: Claimant | None, claimant: Claimant) -> bool:
-        """Return whether the first waits for another to encode an item that has room for both."""
-        return first is not None and any(
-            self.may_encode(item, claimant.request_id) for item in first.to_be_encoded
+        return not any(
+            other.has_all
+            for other in self._with_room.values()
+            if other is not claimant and not other.running
         )
 
     def take_woken(self) -> list[str]:
@@ -207,34 +204,22 @@ class EncoderCachePreallocator(EncoderCacheManager):
         The first in the order is always among them, since what it waits for may be another's seat,
         and those that could encode an item for it.
         """
-        first = self._queue.first_request
+        first = self._queue.first
         if first is not None:
-            self._changed[first.request_id] = None
-            for item in first.to_be_encoded:
+            self._changed[first.claimant.request_id] = None
+            for item in first.claimant.to_be_encoded:
                 self._changed.update(dict.fromkeys(item.holders))
         woken, self._changed = list(self._changed), {}
         return woken
 
-    def end(self, claim: Claim) -> None:
-        """A request needs an item no more."""
-        claimant, item = claim.claimant, claim.item
-        del claimant.claims[item.mm_hash]
-        item.wanted.pop(claimant.request_id, None)
-        self._release(item, claimant.request_id)
-        self._note_room(claimant)
-        self._settle(item)
-        self._stirred = True
-
     def fail(self, claimant: Claimant) -> None:
         """A request cannot be answered: all its claims are over; the engine is about to end it."""
         claimant.failed = True
-        for claim in list(claimant.claims.values()):
-            self.end(claim)
+        self._end_claims(claimant)
 
     def leave(self, claimant: Claimant) -> None:
         """A request has ended, well or not: all its claims are over."""
-        for claim in list(claimant.claims.values()):
-            self.end(claim)
+        self._end_claims(claimant)
         self.requests.pop(claimant.request_id, None)
         self._changed.pop(claimant.request_id, None)
         self.unsettled.discard(claimant.request_id)
@@ -461,29 +446,15 @@ class EncoderCachePreallocator(EncoderCacheManager):
             self.moved(claimant, claimant.num_computed_tokens, running=False)
             self.unsettled.add(claimant.request_id)
 
-    # --------------------------------------------------------------------------------------------
-
-    def _set_running(self, claimant: Claimant, running: bool) -> None:
-        """The engine has begun to compute a request, or preempted it: its rank is another."""
-        if claimant.running == running:
-            return
-        self._with_room[claimant.running].pop(claimant.request_id, None)
-        claimant.running = running
-        self._note_room(claimant)
-        for claim in claimant.claims.values():
-            self._push(claim)
+    # -- claims ----------------------------------------------------------------------------------
 
     def _claim_again(self, claimant: Claimant) -> None:
         """Claim what a request had passed, and must compute again."""
         for place in claimant.items[claimant.next_item :]:
             if place.end <= claimant.num_computed_tokens or place.mm_hash in claimant.lost:
                 continue
-            item = self.open(place.mm_hash, place.tensor)
-            if item is None:
+            if self.claim(claimant, place) is None:
                 claimant.lost[place.mm_hash] = "another item of that name has taken its place"
-                continue
-            metadata_only = place.mm_hash in claimant.metadata_only
-            self.claim(claimant, item, place.input_id, place.end, metadata_only=metadata_only)
 
     def _find_place(self, claim: Claim) -> None:
         """Give a claim the place of its first occurrence that is not computed."""
@@ -507,9 +478,9 @@ class EncoderCachePreallocator(EncoderCacheManager):
     def _note_room(self, claimant: Claimant) -> None:
         """Keep `_with_room` true of a request whose claims have changed."""
         if any(claim.served for claim in claimant.claims.values()):
-            self._with_room[claimant.running][claimant.request_id] = claimant
+            self._with_room[claimant.request_id] = claimant
         else:
-            self._with_room[claimant.running].pop(claimant.request_id, None)
+            self._with_room.pop(claimant.request_id, None)
 
     def _serve(self, claim: Claim) -> bool:
         """Give a claim its item's room, or tell that there is none."""
@@ -549,19 +520,18 @@ class EncoderCachePreallocator(EncoderCacheManager):
             return False
         item.slot = self._slots.take_slot(item.tensor.nbytes)
         if item.slot is None:
-            if not self._retiring:
-                self._evict_resident()
+            if not self._slot_returns:
+                resident = (each for each in self._idle.values() if each.mm_hash in self._resident)
+                if (idle := next(resident, None)) is not None:
+                    self._evict(idle)
             return False
         self.preallocate(item.mm_hash, item.num_embeds)
         return True
 
-    def _evict_resident(self) -> None:
-        if any(mm_hash in self._resident for mm_hash in self._freed):
-            return  # One went already, which the workers do not know yet.
-        for mm_hash, item in self._idle.items():
-            if mm_hash in self._resident:
-                self._evict(item)
-                return
+    @property
+    def _slot_returns(self) -> bool:
+        """Whether a slot comes back by itself, as the workers forget its item."""
+        return self._retiring > 0 or any(mm_hash in self._resident for mm_hash in self._freed)
 
     def _make_way(self, first: Claim) -> bool:
         """Let the last claim behind the first give its room back; return whether one did.
@@ -570,14 +540,13 @@ class EncoderCachePreallocator(EncoderCacheManager):
         wait for its seat.
         """
         lacks_slot = first.by_transfer and self.can_preallocate(first.item.num_embeds)
-        if lacks_slot and self._slot_returns(first.item):
+        if lacks_slot and (self._slot_returns or first.item.mm_hash in self._resident):
             return False
-        groups = self._with_room.values() if first.claimant.running else [self._with_room[False]]
+        running = first.claimant.running
         behind = [
             claim
-            for group in groups
-            for claimant in group.values()
-            if (first.claimant.running and not claimant.running) or claimant.waits
+            for claimant in self._with_room.values()
+            if (claimant.waits if claimant.running == running else running)
             for claim in claimant.claims.values()
             if claim.served and order(claim) > order(first)
         ]
@@ -603,15 +572,10 @@ class EncoderCachePreallocator(EncoderCacheManager):
         A request that has all that it needs will compute, unless the first has the seat that it
         waits for.
         """
-        groups = [self._with_room[True]] if first.running else self._with_room.values()
-        going_on = any(claimant.has_all for group in groups for claimant in group.values())
-        return going_on or any(item.state in _UNDER_WAY for item in self.items.values())
-
-    def _slot_returns(self, item: Item) -> bool:
-        """Return whether a slot comes back by itself, as the workers forget its item."""
-        if self._retiring or item.mm_hash in self._resident:
-            return True
-        return any(mm_hash in self._resident for mm_hash in self._freed)
+        going_on = (each for each in self._with_room.values() if each.running or not first.running)
+        return any(claimant.has_all for claimant in going_on) or any(
+            item.state in _UNDER_WAY for item in self.items.values()
+        )
 
     def _unserve(self, claim: Claim) -> None:
         """Take an item's room from a request, whose claim queues again."""
@@ -695,5 +659,19 @@ class EncoderCachePreallocator(EncoderCacheManager):
 
     def _lose(self, claim: Claim, reason: str) -> None:
         claim.claimant.lost[claim.item.mm_hash] = reason
-        self.end(claim)
+        self._end_claim(claim)
         self._changed[claim.claimant.request_id] = None
+
+    def _end_claims(self, claimant: Claimant) -> None:
+        for claim in list(claimant.claims.values()):
+            self._end_claim(claim)
+
+    def _end_claim(self, claim: Claim) -> None:
+        """A request needs an item no more."""
+        claimant, item = claim.claimant, claim.item
+        del claimant.claims[item.mm_hash]
+        item.wanted.pop(claimant.request_id, None)
+        self._release(item, claimant.request_id)
+        self._note_room(claimant)
+        self._settle(item)
+        self._stirred = True

@@ -122,7 +122,7 @@ class AdmissionControl:
         if ticket is None:
             return
         self._pace.see(self._clock(), busy=True)
-        self._pace.end()
+        self._pace.count_end()
         self._gate.leave(ticket)
         self._admit()
 

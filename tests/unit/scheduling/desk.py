@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from epd_portable.connector.pool import ReceivePool
-from epd_portable.scheduling.items import Claim, Claimant, Item, State
+from epd_portable.scheduling.items import Claim, Claimant, Item, PromptItem, State
 from epd_portable.scheduling.preallocator import EncoderCachePreallocator
 from epd_portable.wire.descriptors import SlotDescriptor, TensorSpec
 from tests.unit.builders import FakeRequest, request
@@ -151,19 +151,19 @@ class Desk:
         if metadata_only:
             claimant.metadata_only |= {mm_hash}
         self._prompts[request_id][input_id] = (mm_hash, size)
-        item = self.cache.open(mm_hash, tensor(size))
-        assert item is not None, "something else bears the name"
-        transfer_id = f"t-{request_id}" if by_transfer else ""
-        claim = self.cache.claim(
-            claimant,
-            item,
-            input_id,
-            input_id + 1,
-            metadata_only=metadata_only,
-            transfer_id=transfer_id,
+        place = PromptItem(
+            input_id=input_id,
+            mm_hash=mm_hash,
+            begin=input_id,
+            end=input_id + 1,
+            num_embeds=size,
+            tensor=tensor(size),
         )
+        transfer_id = f"t-{request_id}" if by_transfer else ""
+        claim = self.cache.claim(claimant, place, transfer_id)
+        assert claim is not None, "something else bears the name"
         if by_transfer:
-            item.transfers[transfer_id] = transfer_id
+            claim.item.transfers[transfer_id] = transfer_id
         return claim
 
     def claim_local(
