@@ -28,7 +28,7 @@ consumers go on meanwhile. Only a single item beyond a limit is hopeless.
 
 from __future__ import annotations
 
-import bisect
+import heapq
 import logging
 from collections import Counter, OrderedDict
 from collections.abc import Container, Iterable, Iterator, Sequence
@@ -80,15 +80,6 @@ Outcome = Literal["starts", "full", "short", "beyond"]
 others."""
 
 
-@dataclass(slots=True, eq=False)
-class _Kept:
-    """An item's room, kept for one consumer by so many transfers."""
-
-    consumer: str
-    item: Item
-    transfers: int = 0
-
-
 class KeptRoom:
     """Transfers under way, and how much of the encoder cache they keep for each consumer.
 
@@ -97,7 +88,9 @@ class KeptRoom:
     """
 
     def __init__(self) -> None:
-        self._transfers: dict[str, _Kept] = {}
+        self._transfers: dict[str, tuple[str, Item]] = {}
+        self._counts: Counter[tuple[str, Item]] = Counter()
+        """Transfers of an item to a consumer."""
         self._embeds: Counter[str] = Counter()
 
     def __len__(self) -> int:
@@ -109,31 +102,28 @@ class KeptRoom:
         return transfer_id in self._transfers
 
     def keep(self, transfer_id: str, consumer: str, item: Item) -> None:
-        """A transfer keeps its item's room from now on; it is to be one of its holders."""
-        others = (self._transfers.get(holder) for holder in item.holders)
-        kept = next((each for each in others if each and each.consumer == consumer), None)
-        if kept is None:
-            kept = _Kept(consumer, item)
+        """A transfer keeps its item's room from now on."""
+        if not self.keeps(consumer, item):
             self._embeds[consumer] += item.num_embeds
-        kept.transfers += 1
-        self._transfers[transfer_id] = kept
+        self._counts[consumer, item] += 1
+        self._transfers[transfer_id] = (consumer, item)
 
     def give_back(self, transfer_id: str) -> Item | None:
         """A transfer has ended; return its item, or ``None`` if none of that id is under way."""
-        kept = self._transfers.pop(transfer_id, None)
-        if kept is None:
+        if transfer_id not in self._transfers:
             return None
-        kept.transfers -= 1
-        if not kept.transfers:
-            self._embeds[kept.consumer] -= kept.item.num_embeds
-            if not self._embeds[kept.consumer]:
-                del self._embeds[kept.consumer]
-        return kept.item
+        consumer, item = kept = self._transfers.pop(transfer_id)
+        self._counts[kept] -= 1
+        if not self._counts[kept]:
+            del self._counts[kept]
+            self._embeds[consumer] -= item.num_embeds
+            if not self._embeds[consumer]:
+                del self._embeds[consumer]
+        return item
 
     def keeps(self, consumer: str, item: Item) -> bool:
         """Return whether transfers keep an item for a consumer."""
-        others = (self._transfers.get(holder) for holder in item.holders)
-        return any(each is not None and each.consumer == consumer for each in others)
+        return (consumer, item) in self._counts
 
     def by_consumer(self) -> Counter[str]:
         """Return the room of each consumer that has any."""
@@ -156,7 +146,6 @@ class _Arrival:
         number: Of its arrival.
         request: The request.
         consumers: Whom its items are for.
-        lines: Theirs.
         sizes: Embeddings of each distinct item.
         total: Their sum.
         whole: An empty instance could hold all of it.
@@ -166,7 +155,6 @@ class _Arrival:
     number: int
     request: EncodeRequest
     consumers: tuple[str, ...]
-    lines: tuple[_Line, ...]
     sizes: dict[str, int]
     total: int
     whole: bool
@@ -187,8 +175,7 @@ class _Step:
         short: An entitled request waits for room.
         counted: Items that are encoded in this step.
         charged: Items that are kept from this step on, with their consumers.
-        charges: What is known of requests, see `EncodeQueue._charges`.
-        behind: What follows in the lines of those that start.
+        behind: What follows in the lines of those that start, by consumer.
     """
 
     tokens: int
@@ -200,8 +187,7 @@ class _Step:
     short: bool = False
     counted: set[str] = field(default_factory=set)
     charged: dict[str, set[str]] = field(default_factory=dict)
-    charges: dict[_Arrival, dict[str, int]] = field(default_factory=dict)
-    behind: dict[_Line, Iterator[_Arrival]] = field(default_factory=dict)
+    behind: dict[str, Iterator[_Arrival]] = field(default_factory=dict)
 
     def beyond(self, consumer: str, more: int) -> int:
         """Return how much of what a consumer takes more is beyond its share."""
@@ -237,8 +223,6 @@ class EncodeQueue:
         self._arrivals: dict[str, _Arrival] = {}
         self._lines: OrderedDict[str, _Line] = OrderedDict()
         """By consumer; the one that was seen last is the last."""
-        self._heads: list[tuple[int, _Arrival]] = []
-        """The first request of each line, by number."""
         self._admitted: dict[str, _Arrival] = {}
         self._hopeless: set[str] = set()
 
@@ -249,12 +233,12 @@ class EncodeQueue:
             for index, feature in enumerate(request.mm_features)
         }
         names = tuple(sorted(set(consumers))) or _NO_CONSUMER
-        lines = tuple(self._seen(name, now) for name in names)
+        lines = [self._seen(name, now) for name in names]
         largest, total = max(sizes.values()), sum(sizes.values())
         most = min(self._limits.embeddings, self._cache.cache_size)
         whole = total <= most and request.num_prompt_tokens <= self._limits.tokens
         self._number += 1
-        arrival = _Arrival(self._number, request, names, lines, sizes, total, whole)
+        arrival = _Arrival(self._number, request, names, sizes, total, whole)
         self._arrivals[request.request_id] = arrival
         if largest > most:
             logger.error(
@@ -270,8 +254,6 @@ class EncodeQueue:
             return
         for line in lines:
             line.requests[arrival.number] = arrival
-            if len(line.requests) == 1:
-                _insert(self._heads, arrival)
 
     def withdraw(self, request_id: str) -> None:
         """The request has finished, or was aborted."""
@@ -353,49 +335,43 @@ class EncodeQueue:
                 del self._lines[consumer]
 
     def _leave(self, arrival: _Arrival) -> None:
-        for line in arrival.lines:
-            if line.requests.pop(arrival.number, None) is None:
-                continue
-            _remove(self._heads, arrival)
-            if line.requests:
-                _insert(self._heads, next(iter(line.requests.values())))
+        for consumer in arrival.consumers:
+            if consumer in self._lines:
+                self._lines[consumer].requests.pop(arrival.number, None)
 
-    def _follow(self, arrival: _Arrival, step: _Step, heads: list[tuple[int, _Arrival]]) -> None:
-        """Consider also the requests behind one that starts."""
-        for line in arrival.lines:
-            rest = step.behind.get(line)
-            if rest is None:
-                rest = step.behind[line] = iter(line.requests.values())
-                next(rest)
-            follower = next(rest, None)
+    def _followers(self, arrival: _Arrival, step: _Step) -> Iterator[tuple[int, _Arrival]]:
+        """Yield the requests behind one that starts, each with its number."""
+        for consumer in arrival.consumers:
+            if consumer not in step.behind:
+                step.behind[consumer] = iter(self._lines[consumer].requests.values())
+                next(step.behind[consumer])
+            follower = next(step.behind[consumer], None)
             if follower is not None:
-                _insert(heads, follower)
+                yield follower.number, follower
 
     # -- what starts -----------------------------------------------------------------------------
 
-    def _admit_entitled(self, step: _Step) -> list[tuple[int, _Arrival]]:
+    def _admit_entitled(self, step: _Step) -> list[_Arrival]:
         """Admit entitled requests, in order; return the others, or none if the step is full."""
-        left: list[tuple[int, _Arrival]] = []
+        left: list[_Arrival] = []
         held: set[str] = set()
-        heads = self._heads.copy()
-        for number, arrival in heads:  # It grows.
+        firsts = (next(iter(line.requests.values()), None) for line in self._lines.values())
+        for arrival in self._in_order({each for each in firsts if each is not None}, step):
             if len(arrival.consumers) > 1 and not held.isdisjoint(arrival.consumers):
                 outcome: Outcome = "beyond"
             else:
                 outcome = self._try(arrival, step)
-            if outcome == "starts":
-                self._follow(arrival, step, heads)
-            elif outcome == "full":
+            if outcome == "full":
                 return []
-            else:
+            if outcome != "starts":
                 held.update(arrival.consumers)
-                left.append((number, arrival))
+                left.append(arrival)
                 if outcome == "short" and not step.short:
                     step.short = True
                     step.share = self._share_beside(arrival, step)
         return left
 
-    def _admit_beyond(self, left: list[tuple[int, _Arrival]], step: _Step) -> None:
+    def _admit_beyond(self, left: list[_Arrival], step: _Step) -> None:
         """Let consumers take more than their shares of what no share of another is made of.
 
         An item that is kept for several consumers is counted for each: all but one may let it go.
@@ -406,14 +382,29 @@ class EncodeQueue:
             for consumer, kept in step.kept.items()
         )
         held: set[str] = set()
-        for _, arrival in left:  # It grows.
-            in_vain = step.spare <= 0 and not step.charges.get(arrival)
-            if in_vain or not held.isdisjoint(arrival.consumers):
+        for arrival in self._in_order(left, step):
+            in_vain = step.spare <= 0 and not self._charges(arrival, step)
+            if (
+                in_vain
+                or not held.isdisjoint(arrival.consumers)
+                or self._try(arrival, step, beyond=True) != "starts"
+            ):
                 held.update(arrival.consumers)
-            elif self._try(arrival, step, beyond=True) == "starts":
-                self._follow(arrival, step, left)
-            else:
-                held.update(arrival.consumers)
+
+    def _in_order(self, arrivals: Iterable[_Arrival], step: _Step) -> Iterator[_Arrival]:
+        """Yield requests by their number, and those behind each that was admitted; each once."""
+        queue = [(each.number, each) for each in arrivals]
+        heapq.heapify(queue)
+        last = 0
+        while queue:
+            number, arrival = heapq.heappop(queue)
+            if number == last:
+                continue
+            last = number
+            yield arrival
+            if arrival.request.request_id in self._admitted:
+                for follower in self._followers(arrival, step):
+                    heapq.heappush(queue, follower)
 
     def _share_beside(self, first: _Arrival, step: _Step) -> int:
         """Return what others may keep while the first entitled request waits for room.
@@ -486,17 +477,13 @@ class EncodeQueue:
 
         Those that keep none of it are left out.
         """
-        charges = step.charges.get(arrival)
-        if charges is None:
-            charges = step.charges[arrival] = {}
-            for mm_hash, size in arrival.sizes.items():
-                item = self._cache.items.get(mm_hash)
-                if item is None and mm_hash not in step.charged:
-                    continue
-                for consumer in arrival.consumers:
-                    charged = step.charged.get(mm_hash, ())
-                    if consumer in charged or (item and self._kept.keeps(consumer, item)):
-                        charges[consumer] = charges.get(consumer, arrival.total) - size
+        charges: dict[str, int] = {}
+        for mm_hash, size in arrival.sizes.items():
+            item = self._cache.items.get(mm_hash)
+            charged = step.charged.get(mm_hash, ())
+            for consumer in arrival.consumers:
+                if consumer in charged or (item and self._kept.keeps(consumer, item)):
+                    charges[consumer] = charges.get(consumer, arrival.total) - size
         return charges
 
     def _try_part(self, arrival: _Arrival, step: _Step, *, beyond: bool) -> Outcome:
@@ -555,16 +542,3 @@ class EncodeQueue:
             self._limits.tokens,
             self._cache.cache_size,
         )
-
-
-def _insert(heads: list[tuple[int, _Arrival]], arrival: _Arrival) -> None:
-    """Put a request into its place among others by its number, once."""
-    place = bisect.bisect_left(heads, arrival.number, key=lambda each: each[0])
-    if place == len(heads) or heads[place][1] is not arrival:
-        heads.insert(place, (arrival.number, arrival))
-
-
-def _remove(heads: list[tuple[int, _Arrival]], arrival: _Arrival) -> None:
-    place = bisect.bisect_left(heads, arrival.number, key=lambda each: each[0])
-    if place < len(heads) and heads[place][1] is arrival:
-        del heads[place]
