@@ -33,6 +33,7 @@ from epd_portable.log import trace
 from epd_portable.platforms import registry
 from epd_portable.platforms.base import DeviceEvent, Platform
 from epd_portable.runners.placer import Placer
+from epd_portable.runners.prefill import PrefillRequests
 from epd_portable.runners.receiver import Receiver
 from epd_portable.runners.sender import Sender
 from epd_portable.wire.params import ExpectedTransfer, PrefillParams
@@ -58,6 +59,7 @@ class Consumer:
         except BaseException:
             self._endpoint.close()
             raise
+        self._prefill = PrefillRequests(config, self._receiver)
         self._cache = self._receiver.cache
         self._receiver.listen()
         self._placer = Placer(copies, self._endpoint)
@@ -73,19 +75,19 @@ class Consumer:
         request = StandInRequest.of(name, [name], command.tensor)
         params = PrefillParams(transfers=(ExpectedTransfer(transfer_id=name, item_uuid=name),))
         with self._receiver.lock:
-            self._receiver.request_arrived(request, request.prompt(), params)
+            self._prefill.arrived(name, request.prompt(), params)
         while name not in self._outputs:
             self._step()
             with self._receiver.lock:
-                self._receiver.may_schedule(name, 0)
-                failed = self._receiver.take_unavailable()
+                self._prefill.may_schedule(name, 0)
+                failed = self._prefill.take_unavailable()
             if failed:
                 raise MeasurementError(f"item {name} did not arrive in {self._timeout_s:g} s")
             self._receiver.rest(REST_S)
         if not bool((self._outputs[name].cpu() == command.value).all()):
             raise MeasurementError(f"item {name} of {command.tensor} arrived with other content")
         with self._receiver.lock:
-            self._receiver.request_finished(name)
+            self._prefill.finished(name)
             self._cache.reset()
         self._step()
         return CommandDone()
@@ -100,7 +102,7 @@ class Consumer:
         with self._receiver.lock:
             self._receiver.before_step()
             freed = self._cache.get_freed_mm_hashes()
-            orders = self._receiver.take_orders(freed, computes=True)
+            orders = self._receiver.orders.take_orders(freed, computes=True)
         for mm_hash in freed:
             self._outputs.pop(mm_hash, None)
         self._placer.carry_out(orders, self._outputs)
@@ -149,7 +151,7 @@ class Producer:
         time.sleep(command.encode_s)
         self._sender.output_ready(command.name, output)
         deadline_s = time.monotonic() + self._timeout_s
-        while command.name not in self._sender.take_ended():
+        while command.name not in self._sender.progress.take_ended():
             if time.monotonic() > deadline_s:
                 raise MeasurementError(
                     f"item {command.name} was not acknowledged in {self._timeout_s:g} s"

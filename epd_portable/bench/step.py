@@ -21,6 +21,7 @@ from epd_portable.bench.servers import free_port
 from epd_portable.bench.stand_in import DTYPE, WIDTH, StandInRequest
 from epd_portable.bench.stats import quantile
 from epd_portable.config.instance import InstanceConfig
+from epd_portable.runners.prefill import PrefillRequests
 from epd_portable.runners.receiver import Receiver
 from epd_portable.wire.descriptors import TensorSpec
 from epd_portable.wire.params import ExpectedTransfer, PrefillParams
@@ -29,6 +30,7 @@ ITEM_TOKENS = 4
 _TIMEOUT_S = 3600.0
 _WARM_UP = 20
 _MEASURED = (
+    "epd_portable.runners.prefill",
     "epd_portable.runners.receiver",
     "epd_portable.scheduling.encoder_cache",
     "epd_portable.scheduling.preallocator",
@@ -128,6 +130,7 @@ def _row(row: dict[str, float]) -> dict[str, str]:
 @dataclass
 class _Engine:
     receiver: Receiver
+    prefill: PrefillRequests
     running: list[StandInRequest] = field(default_factory=list)
     asleep: set[str] = field(default_factory=set)
 
@@ -139,27 +142,28 @@ class _Engine:
             ExpectedTransfer(transfer_id=item.mm_hash, item_uuid=item.mm_hash) for item in prompt
         )
         params = PrefillParams(transfers=expected) if by_transfer else None
-        self.receiver.request_arrived(request, prompt, params)
+        self.prefill.arrived(name, prompt, params)
         return request
 
     def compute(self, request: StandInRequest) -> None:
         """Encode the items of a request here and compute past them, as in a step."""
-        receiver, cache = self.receiver, self.receiver.cache
+        prefill, cache = self.prefill, self.receiver.cache
         for index in range(len(request.mm_features)):
-            assert receiver.may_schedule(request.request_id, index * ITEM_TOKENS)
+            assert prefill.may_schedule(request.request_id, index * ITEM_TOKENS)
             cache.allocate(request, index)
             cache.free_encoder_input(request, index)
         request.num_computed_tokens = len(request.mm_features) * ITEM_TOKENS
-        receiver.may_schedule(request.request_id, request.num_computed_tokens)
+        prefill.may_schedule(request.request_id, request.num_computed_tokens)
         self.running.append(request)
 
     def step(self) -> StepSample:
         """Do what a step makes the package do, and ask as many idle questions."""
-        receiver, unsettled = self.receiver, self.receiver.cache.unsettled
+        receiver, prefill = self.receiver, self.prefill
+        unsettled = receiver.cache.unsettled
 
         def may_schedule(request: StandInRequest, num_computed_tokens: int) -> bool:
             # As `PDScheduler.ensure_cache_available`.
-            return request.request_id not in unsettled or receiver.may_schedule(
+            return request.request_id not in unsettled or prefill.may_schedule(
                 request.request_id, num_computed_tokens
             )
 
@@ -168,14 +172,14 @@ class _Engine:
             receiver.before_step()
             for request in self.running:
                 may_schedule(request, request.num_computed_tokens)
-            for request_id in self.asleep.intersection(receiver.take_woken()):
+            for request_id in self.asleep.intersection(prefill.take_woken()):
                 self.asleep.discard(request_id)
-                receiver.may_schedule(request_id, 0, running=False)
-            self.asleep.update(receiver.take_sleepers())
-            receiver.take_orders(receiver.cache.get_freed_mm_hashes(), computes=True)
+                prefill.may_schedule(request_id, 0, running=False)
+            self.asleep.update(prefill.take_sleepers())
+            receiver.orders.take_orders(receiver.cache.get_freed_mm_hashes(), computes=True)
         with receiver.lock:
             receiver.step_done()
-            receiver.take_unavailable()
+            prefill.take_unavailable()
         step_s = time.perf_counter() - begin_s
         begin_s = time.perf_counter()
         for request in self.running:
@@ -204,15 +208,16 @@ def _engine(case: StepCase, secret_file: str) -> Iterator[_Engine]:
     receiver = Receiver(config, fingerprint="step", cache_size=64 * ITEM_TOKENS)
     receiver.listen()
     try:
-        engine = _Engine(receiver)
+        prefill = PrefillRequests(config, receiver)
+        engine = _Engine(receiver, prefill)
         with receiver.lock:
             for number in range(case.decoding):
                 name = f"decoding-{number}"
                 engine.compute(engine.add(name, case.items, by_transfer=False))
             for number in range(case.waiting):
                 request = engine.add(f"waiting-{number}", 1, by_transfer=True)
-                receiver.may_schedule(request.request_id, 0, running=False)
-            engine.asleep.update(receiver.take_sleepers())
+                prefill.may_schedule(request.request_id, 0, running=False)
+            engine.asleep.update(prefill.take_sleepers())
         yield engine
     finally:
         receiver.close()

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from epd_portable.connector.registry import STORE
+from epd_portable.log import trace
 from epd_portable.scheduling.items import Claimant, Item, PromptItem
 from epd_portable.wire.params import (
     EncodeTransfer,
@@ -37,6 +38,11 @@ class PromptRecord(Claimant):
         """Remember where an item came from: the first source counts, but for a local encode."""
         if outcome.source == "local" or outcome.mm_hash not in self.outcomes:
             self.outcomes[outcome.mm_hash] = outcome
+
+    def note_local(self, mm_hash: str) -> None:
+        """Remember that an item is encoded on this instance."""
+        self.note(ItemOutcome(mm_hash=mm_hash, source="local"))
+        trace("item.local", request=self.request_id, mm_hash=mm_hash)
 
 
 def metadata_only_items(

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from epd_portable.connector import registry
 from epd_portable.connector.control import ControlClients
@@ -55,6 +55,10 @@ class Sender:
         copies: Of the worker's device.
         metrics: ``None`` counts without publishing.
         store: Gets each output when its transfers have ended; ``None`` without a store.
+
+    Attributes:
+        clock: Of the stream that computes.
+        progress: What has ended, for the engine.
     """
 
     def __init__(
@@ -78,11 +82,9 @@ class Sender:
         self._metrics = metrics or SenderMetrics()
         self._store = store
         self._wait_timeout_s = config.wait_timeout_s
-        self._clock = StreamClock(copies, "epd-computed")
-        self._progress = StepProgress(self._clock)
-        self._outputs = KeptOutputs(
-            copies, self._clock, self._metrics, store, config.wait_timeout_s
-        )
+        self.clock = StreamClock(copies, "epd-computed")
+        self.progress = StepProgress(self.clock)
+        self._outputs = KeptOutputs(copies, self.clock, self._metrics, store, config.wait_timeout_s)
         self._writers = Writers(
             config,
             copies,
@@ -153,26 +155,6 @@ class Sender:
         if not (self._writers.are_immediate and self._take_turn(blocking=False)):
             self._control.wake()
 
-    def take_ended(self) -> set[str]:
-        """See `StepProgress.take_ended`."""
-        return self._progress.take_ended()
-
-    def step_queued(self, step: int) -> None:
-        """See `StepProgress.step_queued`."""
-        self._progress.step_queued(step)
-
-    def take_computed(self) -> int | None:
-        """See `StepProgress.take_computed`."""
-        return self._progress.take_computed()
-
-    def rest(self, timeout_s: float) -> None:
-        """See `StepProgress.rest`."""
-        self._progress.rest(timeout_s)
-
-    def trace(self, event: str, **fields: Any) -> None:
-        """Record an event of the trace when what was queued before is computed."""
-        self._clock.trace(event, **fields)
-
     def close(self, linger_s: float = 0.0) -> None:
         """Stop; writes that are under way end first.
 
@@ -211,7 +193,7 @@ class Sender:
             with self._turns:
                 self._is_over = True
             self._writers.close()
-            self._clock.close()
+            self.clock.close()
             with self._turns:
                 self._control.close()
 
@@ -305,7 +287,7 @@ class Sender:
         if finished.problem:
             logger.warning("transfer %s ended: %s", finished.transfer_id, finished.problem)
         self._outputs.end_order(finished.transfer_id)
-        self._progress.transfer_ended(finished.transfer_id)
+        self.progress.transfer_ended(finished.transfer_id)
         self._metrics.finished(finished)
 
     def _finish_write(self, result: WriteResult, now: float) -> None:

@@ -11,7 +11,7 @@ The scheduler decides all of it; each step brings the worker its `HostOrders`.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from epd_portable.scheduling.encoder_cache import EncoderCacheManager, MultiModalRequest
@@ -33,7 +33,7 @@ class HostOrders:
     kept: list[str] = field(default_factory=list)
 
 
-@dataclass(kw_only=True)
+@dataclass
 class HostReport:
     """What a worker says of its copies that the scheduler does not know.
 
@@ -44,22 +44,6 @@ class HostReport:
 
     lost: set[str] = field(default_factory=set)
     missing: set[str] = field(default_factory=set)
-
-    def as_names(self) -> set[str]:
-        """Return it in the form of vLLM's fields for the ids of items; `from_names` reads it."""
-        return {f"lost {each}" for each in self.lost} | {f"missing {each}" for each in self.missing}
-
-    @classmethod
-    def from_names(cls, names: Iterable[str]) -> HostReport:
-        """Read what `as_names` wrote; other names are not among the result's."""
-        report = cls()
-        for name in names:
-            what, _, mm_hash = name.partition(" ")
-            if what == "lost":
-                report.lost.add(mm_hash)
-            elif what == "missing":
-                report.missing.add(mm_hash)
-        return report
 
 
 class TwoLevelCache(EncoderCacheManager):

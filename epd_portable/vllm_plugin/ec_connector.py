@@ -35,6 +35,7 @@ from epd_portable.runners.dispatcher import Dispatcher, EncodeItem
 from epd_portable.runners.host_copies import HostCopies
 from epd_portable.runners.metrics import PlacerMetrics, ReceiverMetrics, SenderMetrics
 from epd_portable.runners.placer import Placer, WorkerOrders
+from epd_portable.runners.prefill import PrefillRequests
 from epd_portable.runners.receiver import Receiver
 from epd_portable.runners.sender import Sender
 from epd_portable.runners.stream_clock import StreamClock
@@ -45,6 +46,7 @@ from epd_portable.scheduling.items import PromptItem
 from epd_portable.scheduling.two_levels import HostOrders, HostReport, TwoLevelCache
 from epd_portable.vllm_plugin import compat, exposition
 from epd_portable.vllm_plugin.metadata import ItemMetadata
+from epd_portable.vllm_plugin.reports import Kind, from_names, to_names
 from epd_portable.wire.descriptors import TensorSpec
 from epd_portable.wire.messages import LoadReport
 from epd_portable.wire.params import encode_params, prefill_params, to_params
@@ -167,11 +169,11 @@ class SchedulerConnector(EPDConnector):
         """See `Receiver.rest`."""
 
     def take_woken(self) -> list[str]:
-        """See `Receiver.take_woken`."""
+        """See `PrefillRequests.take_woken`."""
         return []
 
     def take_sleepers(self) -> list[str]:
-        """See `Receiver.take_sleepers`."""
+        """See `PrefillRequests.take_sleepers`."""
         return []
 
     def step_done(self) -> None:
@@ -257,10 +259,10 @@ class EncodeScheduler(SchedulerConnector):
     def update_connector_output(self, connector_output: ECConnectorOutput) -> None:
         """Take in what `EncodeWorker` reports."""
         self._dispatcher.transfers_ended(connector_output.finished_sending or ())
-        names = connector_output.finished_recving or ()
-        for step in filter(str.isdecimal, names):
+        report = from_names(connector_output.finished_recving)
+        for step in report["computed"]:
             self.answers.computed(int(step))
-        self._cache.take_report(HostReport.from_names(names))
+        self._cache.take_report(HostReport(report["copy lost"], report["copy missing"]))
 
     def take_unavailable_requests(self) -> set[str]:
         """Return requests whose items can never be encoded."""
@@ -274,9 +276,10 @@ class EncodeScheduler(SchedulerConnector):
 
 
 class PDScheduler(SchedulerConnector):
-    """The scheduler half of a PD instance: a `Receiver`."""
+    """The scheduler half of a PD instance: a `Receiver`, and the requests that it serves."""
 
     _receiver: Receiver
+    _requests: PrefillRequests
 
     def attach(
         self, cache_size: int, *, lookahead: int, load: Callable[[], LoadReport]
@@ -292,16 +295,16 @@ class PDScheduler(SchedulerConnector):
             self._config,
             fingerprint=self._fingerprint,
             cache_size=cache_size,
-            lookahead=lookahead,
             encode_together=TRAITS[self._config.platform].encode_together_embeds or 0,
             load=load,
             metrics=ReceiverMetrics(),
             namespace=self._namespace,
         )
+        self._requests = PrefillRequests(self._config, self._receiver, lookahead=lookahead)
         self._opened.callback(self._receiver.close)
-        self._unsettled = self._receiver.cache.unsettled
+        self._cache = self._receiver.cache
         self._receiver.listen()
-        return self._receiver.cache
+        return self._cache
 
     def exclusive(self) -> AbstractContextManager[Any]:
         """See `SchedulerConnector`."""
@@ -312,10 +315,10 @@ class PDScheduler(SchedulerConnector):
         if not request.mm_features:
             return
         if getattr(request, "resumable", False):
-            self._receiver.session_arrived(request)
+            self._requests.part_arrived(request.request_id)
         else:
             params = _read(prefill_params, request)
-            self._receiver.request_arrived(request, self._prompt_items(request), params)
+            self._requests.arrived(request.request_id, self._prompt_items(request), params)
 
     def before_schedule(self) -> None:
         """See `SchedulerConnector`."""
@@ -326,12 +329,12 @@ class PDScheduler(SchedulerConnector):
         self._receiver.rest(timeout_s)
 
     def take_woken(self) -> list[str]:
-        """See `Receiver.take_woken`."""
-        return self._receiver.take_woken()
+        """See `PrefillRequests.take_woken`."""
+        return self._requests.take_woken()
 
     def take_sleepers(self) -> list[str]:
-        """See `Receiver.take_sleepers`."""
-        return self._receiver.take_sleepers()
+        """See `PrefillRequests.take_sleepers`."""
+        return self._requests.take_sleepers()
 
     def step_done(self) -> None:
         """See `SchedulerConnector`."""
@@ -339,18 +342,18 @@ class PDScheduler(SchedulerConnector):
 
     def ensure_cache_available(self, request: Request, num_computed_tokens: int) -> bool:
         """Return whether the request's next token can be computed."""
-        if request.request_id not in self._unsettled:
+        if request.request_id not in self._cache.unsettled:
             return True  # Asked of every request in every step: of almost all while they decode.
         running = request.status is RequestStatus.RUNNING
-        return self._receiver.may_schedule(request.request_id, num_computed_tokens, running=running)
+        return self._requests.may_schedule(request.request_id, num_computed_tokens, running=running)
 
     def update_state_after_alloc(self, request: Request, index: int) -> None:
         """See `EPDConnector`."""
-        self._receiver.encoding_here(request.request_id, request.mm_features[index].identifier)
+        self._requests.encoded_here(request.request_id, request.mm_features[index].identifier)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> StepMetadata:
         """See `EPDConnector`."""
-        receipts = self._receiver.take_orders(
+        receipts = self._receiver.orders.take_orders(
             scheduler_output.free_encoder_mm_hashes,
             computes=scheduler_output.total_num_scheduled_tokens > 0,
         )
@@ -358,16 +361,19 @@ class PDScheduler(SchedulerConnector):
 
     def update_connector_output(self, connector_output: ECConnectorOutput) -> None:
         """Take in what `PDWorker` reports."""
-        self._receiver.encoded(connector_output.finished_recving or ())
-        self._receiver.not_encoded(connector_output.finished_sending or ())
+        report = from_names(connector_output.finished_recving)
+        for mm_hash in report["encoded"]:
+            self._cache.encoded(mm_hash)
+        for mm_hash in report["not encoded"]:
+            self._cache.not_encoded(mm_hash)
 
     def take_unavailable_requests(self) -> set[str]:
         """Return requests whose items cannot be obtained."""
-        return self._receiver.take_unavailable()
+        return self._requests.take_unavailable()
 
     def request_finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
         """Return where the request's items came from; never delays the freeing of its blocks."""
-        outcome = self._receiver.request_finished(request.request_id, request.num_computed_tokens)
+        outcome = self._requests.finished(request.request_id, request.num_computed_tokens)
         return False, None if outcome is None else to_params(outcome)
 
     def _prompt_items(self, request: Request) -> list[PromptItem]:
@@ -465,7 +471,7 @@ class EncodeWorker(WorkerConnector):
             )
         self._queued_step = metadata.step
         if metadata.rests:
-            self._sender.rest(_REST_S)
+            self._sender.progress.rest(_REST_S)
 
     def report_transfers(self) -> ECConnectorOutput | None:
         """See `epd_portable.runners.host.EncodeHooks`."""
@@ -473,7 +479,7 @@ class EncodeWorker(WorkerConnector):
 
     def trace(self, event: str, **fields: Any) -> None:
         """See `epd_portable.runners.host.TraceHook`."""
-        self._sender.trace(event, **fields)
+        self._sender.clock.trace(event, **fields)
 
     def start_save_caches(
         self, *, encoder_cache: dict[str, torch.Tensor] | None = None, **kwargs: Any
@@ -496,19 +502,16 @@ class EncodeWorker(WorkerConnector):
         return self._take_ended() if self._by_hooks else (None, None)
 
     def _take_ended(self) -> Ended:
-        """Return transfers that ended; the last computed step, and what became of copies.
-
-        vLLM has no field for the latter. Its field for received items is free here: an encode
-        instance receives none.
-        """
         step, self._queued_step = self._queued_step, 0
+        progress = self._sender.progress
         if step:
-            self._sender.step_queued(step)
-        computed = self._sender.take_computed()
-        names = set() if computed is None else {str(computed)}
+            progress.step_queued(step)
+        computed = progress.take_computed()
+        report: dict[Kind, set[str]] = {} if computed is None else {"computed": {str(computed)}}
         if self._copies is not None:
-            names |= self._copies.take_report().as_names()
-        return self._sender.take_ended() or None, names or None
+            copies = self._copies.take_report()
+            report |= {"copy lost": copies.lost, "copy missing": copies.missing}
+        return progress.take_ended() or None, to_names(report) or None
 
 
 class PDWorker(WorkerConnector):
@@ -569,7 +572,7 @@ class PDWorker(WorkerConnector):
         if self._background is None:
             return None, None
         failed, placed = self._background.take_ended()
-        return failed or None, placed or None
+        return None, to_names({"encoded": placed, "not encoded": failed}) or None
 
 
 _HALVES: dict[tuple[bool, ECConnectorRole], type[EPDConnector]] = {

@@ -15,6 +15,7 @@ from epd_portable.connector.producer import TransferOrder
 from epd_portable.connector.worker_endpoint import WorkerEndpoint
 from epd_portable.platforms import registry
 from epd_portable.runners.placer import Placer
+from epd_portable.runners.prefill import PrefillRequests
 from epd_portable.runners.receiver import Receiver
 from epd_portable.runners.sender import Sender
 from epd_portable.scheduling.items import PromptItem
@@ -78,6 +79,7 @@ class Consumer:
             cache_size=100_000,
             clock=clock,
         )
+        self.prefill = PrefillRequests(config, self.receiver)
         self.cache = self.receiver.cache
         self.outputs: dict[str, torch.Tensor] = {}
         self.waiting: dict[str, Request] = {}
@@ -96,14 +98,14 @@ class Consumer:
             tensor=tensor(item),
         )
         expected = ExpectedTransfer(transfer_id=transfer_id, item_uuid=picture.name)
-        self.receiver.request_arrived(request, [place], PrefillParams(transfers=(expected,)))
+        self.prefill.arrived(picture.name, [place], PrefillParams(transfers=(expected,)))
 
     def step(self) -> None:
         """Do what an engine does in one step."""
         self.receiver.take_in()
         self.receiver.before_step()
         freed = self.cache.get_freed_mm_hashes()
-        orders = self.receiver.take_orders(freed, computes=True)
+        orders = self.receiver.orders.take_orders(freed, computes=True)
         assert all(item.digest for item in orders.placements)
         self._placer.carry_out(orders, self.outputs)
         for mm_hash in freed:
@@ -118,7 +120,7 @@ class Consumer:
     def finish(self, name: str) -> None:
         """End a request."""
         request = self.waiting.pop(name)
-        self.receiver.request_finished(name)
+        self.prefill.finished(name)
         self.cache.free(request)
 
     def served(self) -> dict[str, str]:
@@ -132,7 +134,7 @@ class Consumer:
             if name in self.outputs:
                 assert torch.equal(self.outputs[name], request.mm_features[0].picture.output())
                 found[name] = "transfer"
-            elif not self.receiver.may_schedule(name, 1):
+            elif not self.prefill.may_schedule(name, 1):
                 continue
             elif self.cache.check_and_update_cache(request, 0):
                 continue  # It has landed; the next step places it.
@@ -147,7 +149,7 @@ class Consumer:
         self.step()
         session = self.receiver._session
         counts = {
-            "bytes": self.receiver._pool.capacity_bytes - self.receiver._pool.free_bytes,
+            "bytes": self.receiver.pool.capacity_bytes - self.receiver.pool.free_bytes,
             "room": self.cache.cache_size - self.cache.num_free_slots,
             "transfers": len(session._transfers),
             "quarantined": len(session._quarantine),

@@ -137,7 +137,7 @@ class Transfers(RuleBasedStateMachine):
             return
         request_id = data.draw(st.sampled_from(sorted(side.requests)))
         for item in side.items[request_id]:
-            if not side.receiver.may_schedule(request_id, item.begin):
+            if not side.prefill.may_schedule(request_id, item.begin):
                 break
             if not side.encode_here(request_id, item.input_id):
                 break
@@ -313,14 +313,14 @@ class Transfers(RuleBasedStateMachine):
             owned += cache._resident.values()
             owned += (entry.slot for entry in session._quarantine._entries.values())
             owned += session._quarantine._released
-            owned += receiver._orders._taken_back
+            owned += receiver.orders._taken_back
             assert sorted(slot.generation for slot in owned) == sorted(pd.side.pool._used)
 
     @invariant()
     def nobody_waits_beyond_the_deadline(self) -> None:
         """But for items that have been there, or that newer requests brought transfers for."""
         for pd in self.pds.values():
-            for request_id, record in pd.side.receiver._requests.items():
+            for request_id, record in pd.side.receiver.cache.requests.items():
                 deadline_s = pd.arrivals[request_id] + TIMEOUT_S
                 for mm_hash, claim in record.claims.items():
                     item = claim.item

@@ -11,6 +11,7 @@ from epd_portable import log
 from epd_portable.config.instance import InstanceConfig
 from epd_portable.connector.stores.entry import namespace_of
 from epd_portable.runners.dispatcher import Dispatcher, EncodeItem
+from epd_portable.runners.prefill import PrefillRequests
 from epd_portable.runners.receiver import Receiver
 from epd_portable.scheduling.encoder_cache import EncoderCacheManager
 from epd_portable.scheduling.items import PromptItem
@@ -180,6 +181,7 @@ class PDScheduler(Scheduler):
             cache_size=CACHE_EMBEDS,
             namespace=namespace_of(config, fingerprint),
         )
+        self._prefill = PrefillRequests(config, self._receiver)
         super().__init__(front, worker, self._receiver.cache, self._receiver.lock)
         self._running: set[str] = set()
         self._computed: dict[str, int] = {}
@@ -190,14 +192,14 @@ class PDScheduler(Scheduler):
         self._computed[request.request_id] = 0
         self._digests[request.request_id] = []
         params = prefill_params(request.params) if request.params is not None else None
-        self._receiver.request_arrived(request, prompt(request), params)
+        self._prefill.arrived(request.request_id, prompt(request), params)
 
     def ended(self, request: Request) -> dict[str, object] | None:
         request_id = request.request_id
         computed = self._computed.pop(request_id)
         del self._digests[request_id]
         self._running.discard(request_id)
-        outcome = self._receiver.request_finished(request_id, computed)
+        outcome = self._prefill.finished(request_id, computed)
         return to_params(outcome) if outcome is not None else None
 
     def schedule(self) -> Step:
@@ -207,7 +209,7 @@ class PDScheduler(Scheduler):
         for request in self.requests.values():
             self._advance(request, encode, read)
         freed = self.cache.get_freed_mm_hashes()
-        receipts = self._receiver.take_orders(freed, computes=True)
+        receipts = self._receiver.orders.take_orders(freed, computes=True)
         return Step(freed, encode, read=read, receipts=receipts)
 
     def _advance(
@@ -220,7 +222,7 @@ class PDScheduler(Scheduler):
             if place.end <= computed:
                 continue
             running = request_id in self._running
-            if not self._receiver.may_schedule(request_id, computed, running=running):
+            if not self._prefill.may_schedule(request_id, computed, running=running):
                 return
             self._running.add(request_id)
             self._computed[request_id] = place.begin
@@ -229,7 +231,7 @@ class PDScheduler(Scheduler):
                 if not self.cache.can_allocate(request, place.input_id, CACHE_EMBEDS, 0):
                     return
                 self.cache.allocate(request, place.input_id)
-                self._receiver.encoding_here(request_id, item.identifier)
+                self._prefill.encoded_here(request_id, item.identifier)
                 encode.append(item)
             read.append((request_id, place.input_id, item.identifier))
             self._computed[request_id] = place.end
@@ -241,7 +243,7 @@ class PDScheduler(Scheduler):
             self.cache.free_encoder_input(self.requests[request_id], input_id)
         failed = [
             Answer(request_id, problem="an item of this request cannot be had")
-            for request_id in self._receiver.take_unavailable()
+            for request_id in self._prefill.take_unavailable()
         ]
         complete = [
             Answer(request_id, " ".join(self._digests[request_id]))
@@ -254,14 +256,14 @@ class PDScheduler(Scheduler):
         receiver = self._receiver
         session, cache = receiver._session, receiver.cache
         return {
-            "pool.used": receiver._pool.capacity_bytes - receiver._pool.free_bytes,
+            "pool.used": receiver.pool.capacity_bytes - receiver.pool.free_bytes,
             "waiting": int(cache.is_blocked),
             "resident": len(cache._resident),
             "retiring": cache._retiring,
             "transfers": len(session._transfers),
             "early": len(session._early),
             "quarantined": len(session._quarantine),
-            "records": len(receiver._requests),
+            "records": len(receiver.cache.requests),
         }
 
 

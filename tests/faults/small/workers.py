@@ -67,7 +67,7 @@ class EncodeWorker:
         kept = {"orders": len(sender._outputs.orders), "outputs": len(sender._outputs)}
         kept["unwritten"] = self._store._waiting_bytes if self._store else 0
         state = {**kept, "transfers": len(sender._session), "items": len(self._cache)}
-        return Done([], sender.take_ended(), state)
+        return Done([], sender.progress.take_ended(), state)
 
 
 class PDWorker:

@@ -18,6 +18,7 @@ from epd_portable.connector.worker_endpoint import WorkerEndpoint
 from epd_portable.platforms import registry
 from epd_portable.runners.metrics import PlacerMetrics, ReceiverMetrics
 from epd_portable.runners.placer import Placer
+from epd_portable.runners.prefill import PrefillRequests
 from epd_portable.runners.receiver import Receiver
 from epd_portable.scheduling.items import PromptItem
 from epd_portable.wire.descriptors import TensorSpec
@@ -68,6 +69,7 @@ class PrefillSide:
             cache_size=10_000,
             metrics=ReceiverMetrics(self.registry),
         )
+        self.prefill = PrefillRequests(config, self.receiver)
         self.cache = self.receiver.cache
         self.encoder_cache: dict[str, torch.Tensor] = {}
         self.placed: list[str] = []
@@ -75,11 +77,11 @@ class PrefillSide:
 
     @property
     def free_bytes(self) -> int:
-        return self.receiver._pool.free_bytes
+        return self.receiver.pool.free_bytes
 
     @property
     def pool_bytes(self) -> int:
-        return self.receiver._pool.capacity_bytes
+        return self.receiver.pool.capacity_bytes
 
     def arrive(self, request_id: str, mm_hash: str, num_tokens: int) -> None:
         """A request with one item arrives, whose transfer is ``t-<request id>``."""
@@ -105,9 +107,7 @@ class PrefillSide:
             ExpectedTransfer(transfer_id=transfer_id, item_uuid=mm_hash)
             for mm_hash, transfer_id in transfers.items()
         )
-        self.receiver.request_arrived(
-            self.requests[request_id], items, PrefillParams(transfers=expected)
-        )
+        self.prefill.arrived(request_id, items, PrefillParams(transfers=expected))
 
     def granted(self, transfer_id: str) -> bool:
         """Whether a producer may write by this transfer."""
@@ -119,7 +119,7 @@ class PrefillSide:
             self.receiver.take_in()
             self.receiver.before_step()
             freed = self.cache.get_freed_mm_hashes()
-            orders = self.receiver.take_orders(freed, computes=True)
+            orders = self.receiver.orders.take_orders(freed, computes=True)
         self.placer.carry_out(orders, self.encoder_cache)
         for mm_hash in freed:
             self.encoder_cache.pop(mm_hash, None)
@@ -148,7 +148,7 @@ class PrefillSide:
             time.sleep(0.001)
 
     def finish(self, request_id: str) -> PrefillOutcome:
-        outcome = self.receiver.request_finished(request_id)
+        outcome = self.prefill.finished(request_id)
         assert outcome is not None
         self.cache.free(self.requests.pop(request_id))
         return outcome

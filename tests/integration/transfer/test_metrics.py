@@ -93,7 +93,7 @@ def test_a_killed_producer_counts(
     assert counted(pd.registry)["epd_pd_transfers_in_flight"] == 1
     encode.process.kill()
     pd.step_until(lambda: pd.free_bytes == pd.pool_bytes)
-    pd.receiver.encoding_here("r", "cat")
+    pd.prefill.encoded_here("r", "cat")
     pd.finish("r")
     seen = counted(pd.registry)
     assert seen.pop("epd_pd_pool_bytes") == pd.pool_bytes

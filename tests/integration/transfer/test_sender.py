@@ -57,7 +57,7 @@ def ended(sender: Sender, pd: PrefillSide, *transfer_ids: str) -> None:
     seen: list[str] = []
 
     def all_seen() -> bool:
-        seen.extend(sender.take_ended())
+        seen.extend(sender.progress.take_ended())
         return set(transfer_ids) <= set(seen)
 
     pd.step_until(all_seen)
@@ -112,7 +112,7 @@ def test_another_shape_than_announced_is_refused(sender: Sender, pd: PrefillSide
     ended(sender, pd, "t-r")
     assert pd.placed == []
     pd.step_until(lambda: pd.free_bytes == pd.pool_bytes)
-    assert pd.receiver.may_schedule("r", 1)
+    assert pd.prefill.may_schedule("r", 1)
 
 
 def test_a_missing_copy_is_encoded_by_the_consumer(sender: Sender, pd: PrefillSide) -> None:
@@ -121,7 +121,7 @@ def test_a_missing_copy_is_encoded_by_the_consumer(sender: Sender, pd: PrefillSi
     ended(sender, pd, "t-r")
     assert pd.placed == []
     pd.step_until(lambda: pd.free_bytes == pd.pool_bytes)
-    assert pd.receiver.may_schedule("r", 1)
+    assert pd.prefill.may_schedule("r", 1)
     assert_nothing_is_kept(sender)
 
 
@@ -153,18 +153,18 @@ def test_closing_lets_transfers_end(path: str, make_pd: Callable[..., PrefillSid
     pd.step_until(lambda: not closing.is_alive())
     pd.step()
     assert pd.placed == ["cat"]
-    assert sender.take_ended() == {"t-r"}
+    assert sender.progress.take_ended() == {"t-r"}
 
 
 def test_a_rest_ends_with_a_transfer_or_its_time(sender: Sender, pd: PrefillSide) -> None:
-    sender.rest(0.001)
+    sender.progress.rest(0.001)
     begin(sender, pd)
-    resting = threading.Thread(target=sender.rest, args=(DEADLINE_S,))
+    resting = threading.Thread(target=sender.progress.rest, args=(DEADLINE_S,))
     resting.start()
     pd.step_until(lambda: not resting.is_alive())
-    assert sender.take_ended() == {"t-r"}
+    assert sender.progress.take_ended() == {"t-r"}
     begin_s = time.monotonic()
-    sender.rest(0.01)
+    sender.progress.rest(0.01)
     assert time.monotonic() - begin_s >= 0.01, "that end was told already"
 
 
@@ -179,33 +179,33 @@ def of_device(path: str) -> tuple[HeldPlatform, Sender]:
 
 def test_two_steps_are_queued_and_reported_when_computed(path: str) -> None:
     device, sender = of_device(path)
-    sender.step_queued(1)
-    assert sender.take_computed() is None
-    queueing = threading.Thread(target=sender.step_queued, args=(2,))
+    sender.progress.step_queued(1)
+    assert sender.progress.take_computed() is None
+    queueing = threading.Thread(target=sender.progress.step_queued, args=(2,))
     queueing.start()
     queueing.join(0.1)
     assert queueing.is_alive(), "the device would get one step after the other"
-    resting = threading.Thread(target=sender.rest, args=(DEADLINE_S,))
+    resting = threading.Thread(target=sender.progress.rest, args=(DEADLINE_S,))
     resting.start()
     device.let(1)
     for thread in (queueing, resting):
         thread.join(DEADLINE_S)
         assert not thread.is_alive()
-    assert (sender.take_computed(), sender.take_computed()) == (1, None)
+    assert (sender.progress.take_computed(), sender.progress.take_computed()) == (1, None)
     device.let()
-    sender.rest(DEADLINE_S)
-    assert sender.take_computed() == 2
+    sender.progress.rest(DEADLINE_S)
+    assert sender.progress.take_computed() == 2
     sender.close()
 
 
 def test_a_device_that_fails_ends_whoever_waits_for_its_steps(path: str) -> None:
     device, sender = of_device(path)
-    sender.step_queued(1)
+    sender.progress.step_queued(1)
     waiting: list[BaseException] = []
 
     def queue() -> None:
         try:
-            sender.step_queued(2)
+            sender.progress.step_queued(2)
         except BaseException as error:
             waiting.append(error)
 
@@ -215,7 +215,7 @@ def test_a_device_that_fails_ends_whoever_waits_for_its_steps(path: str) -> None
     queueing.join(DEADLINE_S)
     assert [type(error) for error in waiting] == [PlatformError]
     with pytest.raises(PlatformError, match="it is broken"):
-        sender.take_computed()
+        sender.progress.take_computed()
     sender.close()
 
 
@@ -362,8 +362,8 @@ def test_an_error_ends_no_other_transfer(path: str, monkeypatch: pytest.MonkeyPa
     deadline_s = time.monotonic() + DEADLINE_S
     while seen != {"t-1", "t-2"}:
         assert time.monotonic() < deadline_s
-        sender.rest(0.1)
-        seen |= sender.take_ended()
+        sender.progress.rest(0.1)
+        seen |= sender.progress.take_ended()
     assert_nothing_is_kept(sender)
     sender.close()
 

@@ -65,7 +65,7 @@ def test_deadlines_between_steps(make_pd: Callable[..., PrefillSide], encode: En
     encode.tell("order", "t-r", "cat", pd.address, 300)
     pd.wait_until(lambda: pd.granted("t-r"))
     encode.process.kill()
-    pd.wait_until(lambda: pd.receiver.may_schedule("r", 1))
+    pd.wait_until(lambda: pd.prefill.may_schedule("r", 1))
     pd.step_until(lambda: pd.free_bytes == pd.pool_bytes)
 
 

@@ -14,6 +14,7 @@ from epd_portable.config.instance import InstanceConfig
 from epd_portable.demo import MODEL_DIR
 from epd_portable.launch.plan.engine import CONNECTOR, ROLE_ARGS, SCHEDULER_CLS
 from epd_portable.scheduling.two_levels import HostReport
+from epd_portable.vllm_plugin.reports import to_names
 from epd_portable.wire.params import EncodeParams, EncodeTransfer, to_params
 from tests.keyring import secret, secret_file
 
@@ -149,8 +150,13 @@ class Engine:
             output = type(output)(req_ids=[], req_id_to_index={})
         output.ec_connector_output = ECConnectorOutput(
             finished_sending=set(transferred),
-            finished_recving=(set() if computed is None else {str(computed)})
-            | (report or HostReport()).as_names(),
+            finished_recving=to_names(
+                {
+                    "computed": () if computed is None else (str(computed),),
+                    "copy lost": report.lost if report else (),
+                    "copy missing": report.missing if report else (),
+                }
+            ),
         )
         for outputs in self.scheduler.update_from_output(planned, output).values():
             for each in outputs.outputs:

@@ -22,6 +22,7 @@ from epd_portable.connector.control import ControlClients
 from epd_portable.demo import MODEL_DIR
 from epd_portable.launch.plan.engine import CONNECTOR, SCHEDULER_CLS
 from epd_portable.platforms.traits import TRAITS
+from epd_portable.vllm_plugin.reports import to_names
 from epd_portable.wire.messages import EncodeFailed, LoadReport, LoadWanted
 from epd_portable.wire.params import ExpectedTransfer, PrefillParams, to_params
 from tests.keyring import keys, secret_file
@@ -92,7 +93,7 @@ class Engine:
             log_stats=False,
         )
         self.now_s = 1000.0
-        self.scheduler.ec_connector._receiver._clock = lambda: self.now_s
+        self.scheduler.ec_connector._receiver.clock = lambda: self.now_s
         self.encoded: list[tuple[str, int]] = []
         """Requests and their items that steps encoded."""
         self.encoded_beside: list[str] = []
@@ -177,7 +178,9 @@ class Engine:
                 for each in requests
             ],
             ec_connector_output=ECConnectorOutput(
-                finished_sending=beside & self.fails, finished_recving=beside - self.fails
+                finished_recving=to_names(
+                    {"encoded": beside - self.fails, "not encoded": beside & self.fails}
+                )
             ),
         )
         for outputs in self.scheduler.update_from_output(planned, output).values():
@@ -333,8 +336,8 @@ def test_a_request_that_waits_for_its_first_token_is_not_in_the_engines_queue(
     assert scheduler.has_requests()
     assert scheduler.get_request_counts() == (0, 3)
     asked = []
-    judge = scheduler.ec_connector._receiver.may_schedule
-    scheduler.ec_connector._receiver.may_schedule = lambda *a, **k: (
+    judge = scheduler.ec_connector._requests.may_schedule
+    scheduler.ec_connector._requests.may_schedule = lambda *a, **k: (
         asked.append(a) or judge(*a, **k)
     )
     for _ in range(5):

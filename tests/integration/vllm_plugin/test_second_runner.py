@@ -168,6 +168,7 @@ class Host:
     def __init__(self) -> None:
         self.calls: list[Any] = []
         self.cache: dict[str, torch.Tensor] = {}
+        self.progress = self
 
     def carry_out(self, orders: WorkerOrders, encoder_cache: dict[str, torch.Tensor]) -> None:
         assert encoder_cache is self.cache
@@ -276,7 +277,7 @@ def test_a_step_of_the_second_runner_does_what_mixins_do_beside_the_first(
             submitted, queued = [], []  # `OrderingSecondRunnerMixin` does.
         assert host.calls == [*submitted, *model, *saved, *queued, "ended"]
         assert report.finished_sending == {"transfer"}
-        assert report.finished_recving == {"3"}
+        assert report.finished_recving == {"computed: 3"}
     else:
         assert host.calls == [("place", tokens > 0), *model]
         assert report is None or not report.finished_sending

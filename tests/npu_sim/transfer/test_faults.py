@@ -108,7 +108,7 @@ def assert_serves(encode: Encode, pd: PrefillSide, name: str = "dog") -> None:
 
 def given_up(pd: PrefillSide, request_id: str) -> Callable[[], bool]:
     """Whether the PD instance encodes a request's only item by itself."""
-    return lambda: pd.receiver.may_schedule(request_id, 1)
+    return lambda: pd.prefill.may_schedule(request_id, 1)
 
 
 def all_free(pd: PrefillSide) -> bool:
@@ -374,8 +374,8 @@ def test_a_second_rank_on_a_device_of_its_own_places_what_a_third_device_wrote(
     do(first, "pd.arrive('r', 'cat', 300)")
     encode.order("t-r", "cat", first.tell("pd.address"), (300, WIDTH))
     encode.put_out("cat", "output('cat', 300)")
-    do(first, "pd.step_until(lambda: pd.receiver._orders._placements)")
-    do(first, "orders = pd.receiver.take_orders([], computes=True)")
+    do(first, "pd.step_until(lambda: pd.receiver.orders._placements)")
+    do(first, "orders = pd.receiver.orders.take_orders([], computes=True)")
 
     do(second, "from tests.integration.transfer.encode_side import output")
     do(second, "from epd_portable.config.instance import InstanceConfig")

@@ -156,7 +156,7 @@ def test_a_copy_that_fails_ends_its_transfer_and_no_other(
     arrives(pd, "dog")
     encode.wait_until_ended("t-cat")
     assert "transfer t-cat ended: the device is broken" in encode.said()
-    pd.step_until(lambda: pd.receiver.may_schedule("cat", 1))
+    pd.step_until(lambda: pd.prefill.may_schedule("cat", 1))
     pd.step_until(lambda: pd.free_bytes == pd.pool_bytes)
     grant(encode, pd, "emu")
     encode.put_out("emu", f"output('emu', {TOKENS})")

@@ -33,6 +33,7 @@ from epd_portable.connector.producer import ProducerSession
 from epd_portable.demo import MODEL_DIR
 from epd_portable.launch.plan.engine import CONNECTOR, ROLE_ARGS, SCHEDULER_CLS
 from epd_portable.scheduling.two_levels import HostReport
+from epd_portable.vllm_plugin.reports import Kind, to_names
 from epd_portable.wire.descriptors import SlotDescriptor
 from epd_portable.wire.messages import (
     Abort,
@@ -537,18 +538,21 @@ class World:
         if not planned.num_scheduled_tokens:
             output = type(output)(req_ids=[], req_id_to_index={})
         worker = self.worker
-        names = worker.report.as_names()
+        report: dict[Kind, set[str]] = {
+            "copy lost": worker.report.lost,
+            "copy missing": worker.report.missing,
+        }
         self.seen["copies lost"] += len(worker.report.lost)
         self.seen["items missing"] += len(worker.report.missing)
         worker.told |= worker.report.lost | worker.report.missing
         worker.report = HostReport()
         if self.shape.device and worker.computed and self.rng.random() < 0.8:
-            names |= {str(worker.computed)}
+            report["computed"] = {str(worker.computed)}
         ended, worker.ended = worker.ended, set()
         for transfer_id in ended:
             self.kept.pop(transfer_id, None)
         output.ec_connector_output = ECConnectorOutput(
-            finished_sending=ended or None, finished_recving=names or None
+            finished_sending=ended or None, finished_recving=to_names(report) or None
         )
         for outputs in self.scheduler.update_from_output(planned, output).values():
             for each in outputs.outputs:

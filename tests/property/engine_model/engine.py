@@ -20,6 +20,7 @@ from epd_portable.connector.transport import LeaseFence
 from epd_portable.demo import MODEL_DIR
 from epd_portable.errors import NoCommonPathError
 from epd_portable.launch.plan.engine import CONNECTOR, SCHEDULER_CLS
+from epd_portable.vllm_plugin.reports import to_names
 from epd_portable.wire.descriptors import PathEndpoint, PeerDescriptor
 from epd_portable.wire.messages import Announce, AnyMessage
 from epd_portable.wire.params import ExpectedTransfer, PrefillParams, to_params
@@ -454,7 +455,7 @@ class Engine:
             req_id_to_index={name: index for index, name in enumerate(names)},
             sampled_token_ids=[self._tokens(work, name) for name in names],
             ec_connector_output=ECConnectorOutput(
-                finished_sending=work.failed, finished_recving=work.placed
+                finished_recving=to_names({"encoded": work.placed, "not encoded": work.failed})
             )
             if work.failed or work.placed
             else None,

@@ -79,10 +79,10 @@ class Engine:
         """Run one step; return the tokens that it computed, by request."""
         self.steps += 1
         self.stopped_at = ""
-        receiver, cache = self.side.receiver, self.side.cache
+        receiver, prefill, cache = self.side.receiver, self.side.prefill, self.side.cache
         receiver.take_in()
         receiver.before_step()
-        for request_id in reversed(receiver.take_woken()):
+        for request_id in reversed(prefill.take_woken()):
             if request_id in self.asleep:  # or it was woken in the step in which it was asked
                 self.waiting[:0] = [self.asleep.pop(request_id)]
         scheduled: dict[str, int] = {}
@@ -90,7 +90,7 @@ class Engine:
         for request in list(self.running):
             if request not in self.running:
                 continue
-            if not receiver.may_schedule(request.request_id, request.computed, running=True):
+            if not prefill.may_schedule(request.request_id, request.computed, running=True):
                 continue
             count, embeds = self._schedule(request, request.computed, budget, embeds)
             if count:
@@ -106,7 +106,7 @@ class Engine:
             if len(self.running) >= self.seats or not budget:
                 break
             hit = min(request.hit, request.num_tokens - 1)
-            if not receiver.may_schedule(request.request_id, hit, running=False):
+            if not prefill.may_schedule(request.request_id, hit, running=False):
                 continue
             count, embeds = self._schedule(request, hit, budget, embeds)
             if not count:
@@ -121,14 +121,14 @@ class Engine:
             self.running.append(request)
             scheduled[request.request_id] = count
             budget -= count
-        for request_id in receiver.take_sleepers():
+        for request_id in prefill.take_sleepers():
             (sleeper,) = (each for each in self.waiting if each.request_id == request_id)
             self.waiting.remove(sleeper)
             self.asleep[request_id] = sleeper
         freed = cache.get_freed_mm_hashes()
-        orders = receiver.take_orders(freed, computes=bool(scheduled))
+        orders = receiver.orders.take_orders(freed, computes=bool(scheduled))
         self.side.placements += orders.placements
-        for request_id in receiver.take_unavailable():
+        for request_id in prefill.take_unavailable():
             if request_id in scheduled:
                 raise AssertionError(f"{request_id} was computed and failed")
             self.refused.append(request_id)
@@ -177,7 +177,7 @@ class Engine:
         for input_id in encode:
             cache.allocate(engine_request, input_id)
             mm_hash = self.side.items[request.request_id][input_id].mm_hash
-            self.side.receiver.encoding_here(request.request_id, mm_hash)
+            self.side.prefill.encoded_here(request.request_id, mm_hash)
         return count, embeds
 
     def _has_memory(self, request: Running, count: int) -> bool:

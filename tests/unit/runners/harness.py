@@ -20,6 +20,7 @@ from epd_portable.platforms.traits import TRAITS
 from epd_portable.runners import receiver as receiver_module
 from epd_portable.runners.metrics import ReceiverMetrics
 from epd_portable.runners.placer import Placement
+from epd_portable.runners.prefill import PrefillRequests
 from epd_portable.runners.receiver import Receiver
 from epd_portable.scheduling.items import PromptItem
 from epd_portable.wire.descriptors import PathEndpoint, PeerDescriptor, TensorSpec
@@ -142,15 +143,15 @@ class PrefillSide:
                 config,
                 fingerprint=FINGERPRINT,
                 cache_size=cache_tokens,
-                lookahead=lookahead,
                 clock=self.clock,
                 metrics=ReceiverMetrics(self.registry),
                 traits=dataclasses.replace(
                     TRAITS["cpu"], slot_alignment_bytes=ALIGNMENT, needs_device_copy=copies
                 ),
             )
+        self.prefill = PrefillRequests(config, self.receiver, lookahead=lookahead)
         self.cache = self.receiver.cache
-        self.pool = self.receiver._pool
+        self.pool = self.receiver.pool
         self.requests: dict[str, FakeRequest] = {}
         self.items: dict[str, Sequence[PromptItem]] = {}
         self.failed: set[str] = set()
@@ -192,26 +193,26 @@ class PrefillSide:
         }
         params = PrefillParams(transfers=tuple(transfers.values()), reply_to=reply_to)
         self.items[request_id] = prompt
-        self.receiver.request_arrived(
-            self.requests[request_id], prompt, params if transfers else None
-        )
+        self.prefill.arrived(request_id, prompt, params if transfers else None)
 
     def step(self, *, computes: bool = True) -> list[Placement]:
         """Run one step of the engine; return what the workers place."""
         self.receiver.take_in()
         self.receiver.before_step()
         for request_id in self.requests:
-            self.receiver.may_schedule(request_id, self.computed.get(request_id, 0))
-        orders = self.receiver.take_orders(self.cache.get_freed_mm_hashes(), computes=computes)
+            self.prefill.may_schedule(request_id, self.computed.get(request_id, 0))
+        orders = self.receiver.orders.take_orders(
+            self.cache.get_freed_mm_hashes(), computes=computes
+        )
         self.encodings += [encoding.mm_hash for encoding in orders.encodings]
-        self.failed |= self.receiver.take_unavailable()
+        self.failed |= self.prefill.take_unavailable()
         self.receiver.step_done()
         return orders.placements
 
     def finish(self, request_id: str) -> PrefillOutcome | None:
         """End a request, well or not, as vLLM does."""
         computed = self.computed.pop(request_id, 0)
-        outcome = self.receiver.request_finished(request_id, computed)
+        outcome = self.prefill.finished(request_id, computed)
         self.cache.free(self.requests.pop(request_id))
         del self.items[request_id]
         return outcome
@@ -225,7 +226,7 @@ class PrefillSide:
             return False
         self.cache.allocate(engine_request, input_id)
         mm_hash = engine_request.mm_features[input_id].identifier
-        self.receiver.encoding_here(request_id, mm_hash)
+        self.prefill.encoded_here(request_id, mm_hash)
         return True
 
     def forget_everything(self) -> None:
@@ -346,7 +347,7 @@ def assert_everything_is_back(pd: PrefillSide) -> None:
     pd.forget_everything()
     assert pd.pool.free_bytes == pd.pool.capacity_bytes
     assert pd.cache.num_free_slots == pd.cache.num_freeable_slots == pd.cache.cache_size
-    assert not pd.receiver._requests
+    assert not pd.receiver.cache.requests
     assert not pd.cache.items
     assert not pd.cache._resident
     assert not pd.cache.requests

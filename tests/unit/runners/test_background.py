@@ -206,10 +206,10 @@ def test_workers_are_told_once_and_the_request_computes_when_they_have_it() -> N
     pd.step()
     assert pd.encodings == ["owl"]
     assert not pd.encode_here("r", 0), "no step does it as well"
-    assert pd.receiver.may_schedule("r", 0), "text before it is computed"
-    assert not pd.receiver.may_schedule("r", 1)
-    pd.receiver.encoded(["owl"])
-    assert pd.receiver.may_schedule("r", 1)
+    assert pd.prefill.may_schedule("r", 0), "text before it is computed"
+    assert not pd.prefill.may_schedule("r", 1)
+    pd.cache.encoded("owl")
+    assert pd.prefill.may_schedule("r", 1)
     assert sources(pd, "r") == {"owl": "local"}
 
 
@@ -218,9 +218,10 @@ def test_items_of_a_request_are_encoded_in_their_order_beside_one_that_comes() -
     pd.arrive("r", APE, CAT, OWL)
     pd.step()
     assert pd.encodings == ["ape", "owl"]
-    pd.receiver.encoded(["owl", "ape"])
-    assert pd.receiver.may_schedule("r", 1)
-    assert not pd.receiver.may_schedule("r", 4), "the one that comes is not here"
+    pd.cache.encoded("owl")
+    pd.cache.encoded("ape")
+    assert pd.prefill.may_schedule("r", 1)
+    assert not pd.prefill.may_schedule("r", 4), "the one that comes is not here"
 
 
 def test_another_request_uses_what_is_being_encoded() -> None:
@@ -229,9 +230,9 @@ def test_another_request_uses_what_is_being_encoded() -> None:
     pd.arrive("s", OWL)
     pd.step()
     pd.finish("r")
-    pd.receiver.encoded(["owl"])
+    pd.cache.encoded("owl")
     assert pd.encodings == ["owl"]
-    assert pd.receiver.may_schedule("s", 1)
+    assert pd.prefill.may_schedule("s", 1)
 
 
 def test_what_nobody_wants_any_more_keeps_its_room_until_it_is_encoded() -> None:
@@ -242,7 +243,7 @@ def test_what_nobody_wants_any_more_keeps_its_room_until_it_is_encoded() -> None
     pd.arrive("s", Item("elk", background=True))
     pd.step()
     assert pd.encodings == ["owl"], "two and two do not fit into three"
-    pd.receiver.encoded(["owl"])
+    pd.cache.encoded("owl")
     pd.step()
     assert pd.encodings == ["owl", "elk"]
 
@@ -251,10 +252,10 @@ def test_what_cannot_be_encoded_beside_the_steps_one_of_them_encodes() -> None:
     pd = PrefillSide()
     pd.arrive("r", OWL)
     pd.step()
-    pd.receiver.not_encoded(["owl"])
+    pd.cache.not_encoded("owl")
     pd.step()
     assert pd.encodings == ["owl"]
-    assert pd.receiver.may_schedule("r", 1)
+    assert pd.prefill.may_schedule("r", 1)
     assert pd.encode_here("r", 0)
 
 
@@ -263,7 +264,7 @@ def test_what_cannot_be_encoded_and_nobody_wants_gives_its_room_back() -> None:
     pd.arrive("r", OWL)
     pd.step()
     pd.finish("r")
-    pd.receiver.not_encoded(["owl"])
+    pd.cache.not_encoded("owl")
     assert "owl" not in pd.cache.items
     assert pd.cache.num_free_slots == pd.cache.cache_size
 
@@ -274,11 +275,11 @@ def test_what_cannot_be_encoded_fails_who_computes_and_cannot_encode_it_in_a_ste
     pd.arrive("r", OWL)
     pd.arrive("bare", dataclasses.replace(OWL, has_media=False))
     pd.receiver.before_step()
-    assert pd.receiver.may_schedule("bare", 0, running=True)
-    pd.receiver.not_encoded(["owl"])
+    assert pd.prefill.may_schedule("bare", 0, running=True)
+    pd.cache.not_encoded("owl")
     pd.receiver.before_step()
-    assert not pd.receiver.may_schedule("bare", 1, running=True)
-    assert pd.receiver.take_unavailable() == {"bare"}
+    assert not pd.prefill.may_schedule("bare", 1, running=True)
+    assert pd.prefill.take_unavailable() == {"bare"}
     pd.finish("bare")
-    pd.receiver.not_encoded(["owl"])
+    pd.cache.not_encoded("owl")
     assert pd.encode_here("r", 0)

@@ -46,7 +46,7 @@ def test_an_item_lands_before_its_request_and_is_there_when_that_comes(copies: b
     assert placement.mm_hash == "cat"
     assert pair.encode.ended == ["t-cat"]
     pair.pd.arrive("r", CAT)
-    assert pair.pd.receiver.may_schedule("r", 1)
+    assert pair.pd.prefill.may_schedule("r", 1)
     outcome = pair.pd.finish("r")
     assert outcome is not None
     (item,) = outcome.items
@@ -60,10 +60,10 @@ def test_an_item_that_is_being_written_when_its_request_comes_is_awaited(pair: P
     pair.round()
     assert pair.encode.writes, "granted without a request"
     pair.pd.arrive("r", CAT)
-    assert not pair.pd.receiver.may_schedule("r", 1)
+    assert not pair.pd.prefill.may_schedule("r", 1)
     assert not pair.pd.encode_here("r", 0)
     pair.settle()
-    assert pair.pd.receiver.may_schedule("r", 1)
+    assert pair.pd.prefill.may_schedule("r", 1)
     assert sources(pair.pd, "r") == {"cat": "transfer"}
     assert_everything_is_back(pair.pd)
 
@@ -103,10 +103,10 @@ def test_an_item_that_its_request_holds_only_when_its_turn_comes_came_by_its_tra
     pair.pd.clock.now += 1.0
     pair.settle()
     assert "cat" in pair.pd.cache
-    assert not pair.pd.receiver.may_schedule("r", 1), "the first waits"
+    assert not pair.pd.prefill.may_schedule("r", 1), "the first waits"
     pair.pd.finish("keeps")
     pair.settle()
-    assert pair.pd.receiver.may_schedule("r", 1)
+    assert pair.pd.prefill.may_schedule("r", 1)
     outcome = pair.pd.finish("r")
     assert outcome is not None
     (item,) = outcome.items
@@ -369,7 +369,7 @@ def test_nothing_is_accepted_while_an_item_to_encode_here_waits_for_room() -> No
     assert "ant" not in pair.pd.cache
     pair.pd.finish("big")
     pair.pd.receiver.before_step()
-    assert pair.pd.receiver.may_schedule("r", 1)
+    assert pair.pd.prefill.may_schedule("r", 1)
     assert pair.pd.encode_here("r", 0)
     pair.settle()
     assert "ant" in pair.pd.cache
@@ -387,11 +387,11 @@ def test_two_requests_whose_first_items_were_accepted_do_not_block_each_other() 
     for item in (elk, emu):
         pair.encode.submit(item, ready=True)
     pair.settle()
-    assert pair.pd.receiver.may_schedule("r", 4), "s gave way"
+    assert pair.pd.prefill.may_schedule("r", 4), "s gave way"
     pair.pd.finish("r")
     pair.settle()
     assert pair.pd.encode_here("s", 0)
-    assert pair.pd.receiver.may_schedule("s", 4)
+    assert pair.pd.prefill.may_schedule("s", 4)
     pair.pd.finish("s")
     assert_everything_is_back(pair.pd)
 
@@ -432,7 +432,7 @@ def no_other_encoder(pair: Pair) -> None:
 
 def assert_local(pair: Pair) -> None:
     """Check that ``r`` encodes its cat here, and that nothing is left afterwards."""
-    assert pair.pd.receiver.may_schedule("r", 1)
+    assert pair.pd.prefill.may_schedule("r", 1)
     assert pair.pd.encode_here("r", 0)
     assert sources(pair.pd, "r") == {"cat": "local"}
     pair.pd.clock.now += TIMEOUT_S

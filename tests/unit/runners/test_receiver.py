@@ -78,8 +78,8 @@ def test_a_slot_is_not_given_back_before_the_step_that_forgets_its_item_has_ende
     pair.pd.cache.reset()
     receiver, pool = pair.pd.receiver, pair.pd.pool
     receiver.take_in()
-    receiver.take_orders([], computes=True)
-    receiver.take_orders(pair.pd.cache.get_freed_mm_hashes(), computes=True)
+    receiver.orders.take_orders([], computes=True)
+    receiver.orders.take_orders(pair.pd.cache.get_freed_mm_hashes(), computes=True)
     receiver.step_done()
     assert pool.free_bytes < pool.capacity_bytes, "only the first of two steps has ended"
     receiver.step_done()
@@ -87,8 +87,8 @@ def test_a_slot_is_not_given_back_before_the_step_that_forgets_its_item_has_ende
 
 
 def test_a_request_without_items_is_none_of_its_business(pair: Pair) -> None:
-    assert pair.pd.receiver.may_schedule("unknown", 0)
-    assert pair.pd.receiver.request_finished("unknown") is None
+    assert pair.pd.prefill.may_schedule("unknown", 0)
+    assert pair.pd.prefill.finished("unknown") is None
 
 
 def test_an_item_in_the_cache_is_held_at_once_and_its_transfer_is_not_needed(pair: Pair) -> None:
@@ -112,7 +112,7 @@ def test_an_item_in_the_cache_is_held_at_once_and_its_transfer_is_not_needed(pai
 
 def test_text_before_a_missing_item_may_be_computed_and_the_item_may_not(pair: Pair) -> None:
     pair.pd.arrive("r", CAT, DOG)  # token 0 text, 1-2 cat, 3 text, 4-5 dog
-    may = pair.pd.receiver.may_schedule
+    may = pair.pd.prefill.may_schedule
     assert [may("r", computed) for computed in (0, 1)] == [True, False]
     pair.encode.submit(CAT, ready=True)
     pair.settle()
@@ -125,12 +125,12 @@ def test_an_item_to_encode_here_may_be_computed_when_there_is_room() -> None:
     assert pd.encode_here("big", 0)
     pd.arrive("r", Item("local", 2))
     pd.step()
-    assert not pd.receiver.may_schedule("r", 1)
+    assert not pd.prefill.may_schedule("r", 1)
     assert not pd.encode_here("r", 0)
     pd.finish("big")
     pd.receiver.before_step()
     assert pd.cache.num_free_slots == 1, "its room is set aside before it is scheduled"
-    assert pd.receiver.may_schedule("r", 1)
+    assert pd.prefill.may_schedule("r", 1)
     assert pd.encode_here("r", 0)
 
 
@@ -150,10 +150,10 @@ def test_a_request_begins_when_all_its_items_have_room_or_nobody_waits_before_it
     pd.arrive("t", Item("t1", 1))
 
     def may_start(request_id: str, hit: int = 0) -> bool:
-        return pd.receiver.may_schedule(request_id, hit, running=False)
+        return pd.prefill.may_schedule(request_id, hit, running=False)
 
     assert [may_start(name) for name in "rst"] == [True, False, False]
-    assert pd.receiver.may_schedule("r", 0)
+    assert pd.prefill.may_schedule("r", 0)
     assert [may_start(name) for name in "st"] == [True, False]
     assert may_start("t", 2), "the prefix cache covers all that it waits for"
     assert not may_start("s", 3), "s2 has no room"
@@ -171,7 +171,7 @@ def test_a_request_begins_when_all_its_items_have_room_or_nobody_waits_before_it
 def test_an_item_is_needed_as_many_tokens_early_as_the_engine_looks_ahead(lookahead: int) -> None:
     pd = PrefillSide(lookahead=lookahead)
     pd.arrive("r", DOG, CAT)  # 1-2 dog, 4-5 cat
-    needed = [not pd.receiver.may_schedule("r", computed, running=False) for computed in (0, 3)]
+    needed = [not pd.prefill.may_schedule("r", computed, running=False) for computed in (0, 3)]
     assert needed == [lookahead >= 1, lookahead >= 1]
 
 
@@ -180,7 +180,7 @@ def test_an_awaited_item_is_not_encoded_here_until_its_transfer_failed(pair: Pai
     assert not pair.pd.encode_here("r", 0)
     pair.pd.mailbox.inbox.append((b"router", EncodeFailed(transfer_id="t-cat", reason="")))
     pair.round()
-    assert pair.pd.receiver.may_schedule("r", 1)
+    assert pair.pd.prefill.may_schedule("r", 1)
     assert pair.pd.encode_here("r", 0)
     assert sources(pair.pd, "r") == {"cat": "local"}
     assert_everything_is_back(pair.pd)
@@ -191,7 +191,7 @@ def test_an_item_that_the_prefix_cache_covers_is_given_up(pair: Pair) -> None:
     pair.encode.submit(CAT)
     pair.encode.submit(DOG, ready=True)
     pair.round()
-    assert pair.pd.receiver.may_schedule("r", 3)
+    assert pair.pd.prefill.may_schedule("r", 3)
     pair.settle()
     assert set(pair.encode.ended) == {"t-cat", "t-dog"}
     assert sources(pair.pd, "r") == {"cat": "prefix_cache", "dog": "transfer"}
@@ -205,14 +205,14 @@ def test_an_item_is_kept_though_the_prefix_cache_would_cover_it_until_its_reques
     pair.pd.arrive("r", CAT)
     pair.encode.submit(CAT)
     pair.round()
-    assert pair.pd.receiver.may_schedule("r", 3, running=False)
+    assert pair.pd.prefill.may_schedule("r", 3, running=False)
     pair.round()
     assert pair.encode.ended == []
-    assert not pair.pd.receiver.may_schedule("r", 1, running=False), "the hit is gone"
-    assert pair.pd.receiver._requests["r"].mm_inputs_done == 0
+    assert not pair.pd.prefill.may_schedule("r", 1, running=False), "the hit is gone"
+    assert pair.pd.receiver.cache.requests["r"].mm_inputs_done == 0
     pair.encode.session.output_ready("cat")
     pair.settle()
-    assert pair.pd.receiver.may_schedule("r", 1, running=False)
+    assert pair.pd.prefill.may_schedule("r", 1, running=False)
     assert sources(pair.pd, "r") == {"cat": "transfer"}
     assert_everything_is_back(pair.pd)
 
@@ -221,10 +221,10 @@ def test_a_preempted_request_keeps_its_items(pair: Pair) -> None:
     pair.pd.arrive("r", CAT)
     pair.encode.submit(CAT, ready=True)
     pair.settle()
-    pair.pd.receiver.may_schedule("r", 2)
+    pair.pd.prefill.may_schedule("r", 2)
     pair.pd.cache.free(pair.pd.requests["r"])
     assert pair.pd.cache.holders("cat") == {"r"}
-    assert pair.pd.receiver.may_schedule("r", 1, running=False)
+    assert pair.pd.prefill.may_schedule("r", 1, running=False)
     assert pair.pd.encode_here("r", 0), "it is there"
     assert sources(pair.pd, "r") == {"cat": "transfer"}
     assert_everything_is_back(pair.pd)
@@ -235,15 +235,15 @@ def test_what_a_hit_covers_after_a_preemption_is_given_up_again(pair: Pair) -> N
     pair.pd.arrive("r", CAT)
     pair.encode.submit(CAT, ready=True)
     pair.settle()
-    assert pair.pd.receiver.may_schedule("r", 3)
+    assert pair.pd.prefill.may_schedule("r", 3)
     pair.pd.cache.free_encoder_input(pair.pd.requests["r"], 0)
     pair.pd.forget_everything()
     pair.pd.cache.free(pair.pd.requests["r"])
-    assert pair.pd.receiver.may_schedule("r", 1, running=False)
+    assert pair.pd.prefill.may_schedule("r", 1, running=False)
     assert pair.pd.cache.num_free_slots == 98
-    assert pair.pd.receiver.may_schedule("r", 3, running=False)
+    assert pair.pd.prefill.may_schedule("r", 3, running=False)
     assert "r" in pair.pd.cache.unsettled
-    assert pair.pd.receiver.may_schedule("r", 3)
+    assert pair.pd.prefill.may_schedule("r", 3)
     assert pair.pd.cache.num_free_slots == 100, "nobody else could have it while r runs"
     assert "r" not in pair.pd.cache.unsettled, "the engine need not ask any more"
     assert sources(pair.pd, "r") == {"cat": "transfer"}
@@ -256,7 +256,7 @@ def test_a_request_that_is_preempted_beyond_an_item_needs_it_again(evicted: bool
     pair.pd.arrive("r", CAT)
     pair.encode.submit(CAT, ready=True)
     pair.settle()
-    assert pair.pd.receiver.may_schedule("r", 3)
+    assert pair.pd.prefill.may_schedule("r", 3)
     assert "r" not in pair.pd.cache.unsettled, "the engine need not ask any more"
     if evicted:
         pair.pd.arrive("s", Item("large", 4))
@@ -265,9 +265,9 @@ def test_a_request_that_is_preempted_beyond_an_item_needs_it_again(evicted: bool
         pair.pd.finish("s")
     pair.pd.cache.free(pair.pd.requests["r"])
     assert "r" in pair.pd.cache.unsettled
-    assert not pair.pd.receiver.may_schedule("r", 1, running=False), "it claims its item again"
+    assert not pair.pd.prefill.may_schedule("r", 1, running=False), "it claims its item again"
     pair.pd.receiver.before_step()
-    assert pair.pd.receiver.may_schedule("r", 1, running=False)
+    assert pair.pd.prefill.may_schedule("r", 1, running=False)
     assert ("cat" in pair.pd.cache) != evicted
     assert pair.pd.encode_here("r", 0)
     assert sources(pair.pd, "r") == {"cat": "local" if evicted else "transfer"}
@@ -279,7 +279,7 @@ def test_a_request_takes_nothing_from_one_that_the_same_step_computes_already() 
     pd = PrefillSide(cache_tokens=4)
     pd.arrive("r", Item("a", 3))
     assert pd.encode_here("r", 0)
-    assert pd.receiver.may_schedule("r", 4)
+    assert pd.prefill.may_schedule("r", 4)
     pd.arrive("s", Item("x", 2), Item("y", 4))
     assert pd.encode_here("s", 0)
     pd.computed.update(r=4, s=1)
@@ -287,13 +287,13 @@ def test_a_request_takes_nothing_from_one_that_the_same_step_computes_already() 
     for request_id in "rs":
         pd.cache.free(pd.requests[request_id])
     pd.receiver.before_step()
-    assert pd.receiver.may_schedule("s", 1, running=False)
+    assert pd.prefill.may_schedule("s", 1, running=False)
     assert pd.cache.check_and_update_cache(pd.requests["s"], 0)
-    assert not pd.receiver.may_schedule("r", 1, running=False), "s has the room that it needs"
+    assert not pd.prefill.may_schedule("r", 1, running=False), "s has the room that it needs"
     assert "x" in pd.cache
     assert "x" not in pd.cache.get_freed_mm_hashes(), "the step that reads it would forget it"
     pd.receiver.before_step()
-    assert pd.receiver.may_schedule("r", 1, running=False), "between steps, s makes way"
+    assert pd.prefill.may_schedule("r", 1, running=False), "between steps, s makes way"
     for request_id in "rs":
         pd.finish(request_id)
     assert_everything_is_back(pd)
@@ -315,8 +315,8 @@ def test_an_item_that_the_prefix_cache_comes_to_cover_while_it_is_awaited_is_giv
     pair.encode.submit(CAT, ready=True)
     pair.round()
     assert bool(pair.encode.writes) == granted
-    assert not pair.pd.receiver.may_schedule("r", 1)
-    assert pair.pd.receiver.may_schedule("r", 3)
+    assert not pair.pd.prefill.may_schedule("r", 1)
+    assert pair.pd.prefill.may_schedule("r", 3)
     pair.settle()
     assert "t-cat" in pair.encode.ended
     assert "cat" not in pair.pd.cache
@@ -329,10 +329,10 @@ def test_an_item_that_the_prefix_cache_comes_to_cover_while_it_is_awaited_is_giv
 
 def test_progress_counts_items_that_lie_wholly_in_what_is_computed(pair: Pair) -> None:
     pair.pd.arrive("r", CAT, DOG, CAT)  # 1-2 cat, 4-5 dog, 7-8 cat
-    record = pair.pd.receiver._requests["r"]
+    record = pair.pd.receiver.cache.requests["r"]
     counted = []
     for computed in (0, 2, 3, 5, 6, 4, 9):
-        pair.pd.receiver.may_schedule("r", computed)
+        pair.pd.prefill.may_schedule("r", computed)
         counted.append(record.mm_inputs_done)
     assert counted == [0, 0, 1, 1, 2, 2, 3], "and never fewer, after a preemption either"
     assert not record.claims, "everything is given up"
@@ -350,7 +350,7 @@ def test_the_outcome_tells_how_many_items_were_computed_in_the_end(pair: Pair) -
 
 def test_an_item_that_comes_twice_in_a_prompt_is_needed_until_its_last_place(pair: Pair) -> None:
     pair.pd.arrive("r", CAT, CAT)
-    assert not pair.pd.receiver.may_schedule("r", 4), "past the first place, before the second"
+    assert not pair.pd.prefill.may_schedule("r", 4), "past the first place, before the second"
     pair.encode.submit(CAT, ready=True)
     assert len(pair.settle()) == 1
     engine_request = pair.pd.requests["r"]
@@ -396,8 +396,8 @@ def test_an_item_is_copied_in_any_step_but_its_slot_is_free_when_one_has_ended_t
     assert placed(pair, computes=False) == ["cat"]
     assert placed(pair, computes=False) == []
     assert pool.free_bytes < pool.capacity_bytes, "nobody knows that all ranks have read the slot"
-    assert receiver.take_orders([], computes=True).computes
-    assert receiver.take_orders([], computes=True).computes
+    assert receiver.orders.take_orders([], computes=True).computes
+    assert receiver.orders.take_orders([], computes=True).computes
     assert pool.free_bytes < pool.capacity_bytes
     receiver.step_done()
     assert pool.free_bytes == pool.capacity_bytes
@@ -447,7 +447,7 @@ def test_an_item_evicted_before_its_placement_is_not_placed(copies: bool) -> Non
     pair.pd.finish("r")
     pair.pd.arrive("s", Item("local", 2))
     assert pair.pd.encode_here("s", 0), "takes the room of the idle cat"
-    assert not pair.pd.receiver.take_orders(
+    assert not pair.pd.receiver.orders.take_orders(
         pair.pd.cache.get_freed_mm_hashes(), computes=True
     ).placements
     pair.pd.receiver.step_done()

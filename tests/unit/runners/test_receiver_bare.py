@@ -45,7 +45,7 @@ def test_it_is_delivered_like_any_other(case: tuple[Pair, Item]) -> None:
     pair, item = case
     pair.pd.arrive("r", item)
     deliver(pair, item)
-    assert pair.pd.receiver.may_schedule("r", 1)
+    assert pair.pd.prefill.may_schedule("r", 1)
     assert sources(pair.pd, "r") == {"cat": "transfer"}
     assert_everything_is_back(pair.pd)
 
@@ -67,21 +67,21 @@ def _not_written(pair: Pair, item: Item) -> None:
 def _evicted(pair: Pair, item: Item) -> None:
     """It was computed, and must be again after a preemption."""
     deliver(pair, item)
-    assert pair.pd.receiver.may_schedule("r", 3)
+    assert pair.pd.prefill.may_schedule("r", 3)
     pair.pd.cache.free_encoder_input(pair.pd.requests["r"], 0)
     pair.pd.arrive("s", Item("large", 8, "t-large"))  # takes the slots
     assert "cat" not in pair.pd.cache
     pair.pd.finish("s")
     pair.pd.cache.free(pair.pd.requests["r"])  # preempted
-    assert not pair.pd.receiver.may_schedule("r", 1, running=False)
+    assert not pair.pd.prefill.may_schedule("r", 1, running=False)
     pair.pd.receiver.before_step()
-    assert not pair.pd.receiver.may_schedule("r", 0, running=False)
+    assert not pair.pd.prefill.may_schedule("r", 0, running=False)
 
 
 def _emptied(pair: Pair, item: Item) -> None:
     deliver(pair, item)
     pair.pd.forget_everything()
-    assert not pair.pd.receiver.may_schedule("r", 0)
+    assert not pair.pd.prefill.may_schedule("r", 0)
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def test_once_lost_it_is_not_encoded_here_and_its_request_fails(
     assert failures(pair) == {"t-cat": NackCode.UNAVAILABLE}
     assert pair.pd.failed == {"r"}
     assert not pair.pd.encode_here("r", 0)
-    assert not pair.pd.receiver.may_schedule("r", 0)
+    assert not pair.pd.prefill.may_schedule("r", 0)
     pair.pd.finish("r")
     assert_everything_is_back(pair.pd)
 
@@ -108,13 +108,13 @@ def test_once_lost_its_request_fails_though_it_had_passed_it_before_a_preemption
     pair, item = case
     pair.pd.arrive("r", item)
     deliver(pair, item)
-    assert pair.pd.receiver.may_schedule("r", 3)
+    assert pair.pd.prefill.may_schedule("r", 3)
     pair.pd.cache.free(pair.pd.requests["r"])  # preempted
-    assert not pair.pd.receiver.may_schedule("r", 1, running=False), "it claims its item again"
+    assert not pair.pd.prefill.may_schedule("r", 1, running=False), "it claims its item again"
     pair.pd.receiver.before_step()
-    assert pair.pd.receiver.may_schedule("r", 1, running=False)
+    assert pair.pd.prefill.may_schedule("r", 1, running=False)
     pair.pd.forget_everything()
-    assert not pair.pd.receiver.may_schedule("r", 1)
+    assert not pair.pd.prefill.may_schedule("r", 1)
     assert failures(pair) == {"t-cat": NackCode.UNAVAILABLE}
     assert pair.pd.failed == {"r"}
     pair.pd.finish("r")
@@ -126,7 +126,7 @@ def test_without_a_transfer_it_fails_when_it_is_needed(can_encode: bool) -> None
     pair = Pair(PrefillSide(can_encode=can_encode))
     pair.pd.arrive("r", Item("cat", has_media=not can_encode))
     assert not pair.pd.encode_here("r", 0)
-    assert not pair.pd.receiver.may_schedule("r", 0)
+    assert not pair.pd.prefill.may_schedule("r", 0)
     pair.pd.step()
     assert pair.pd.failed == {"r"}
 
@@ -134,7 +134,7 @@ def test_without_a_transfer_it_fails_when_it_is_needed(can_encode: bool) -> None
 def test_covered_by_the_prefix_cache_it_is_not_missed(case: tuple[Pair, Item]) -> None:
     pair, item = case
     pair.pd.arrive("r", item)
-    assert pair.pd.receiver.may_schedule("r", 3)
+    assert pair.pd.prefill.may_schedule("r", 3)
     pair.pd.computed["r"] = 3
     pair.pd.clock.now += TIMEOUT_S
     assert failures(pair) == {}
@@ -149,7 +149,7 @@ def test_lost_it_is_not_missed_if_the_prefix_cache_covers_it(case: tuple[Pair, I
     pair.pd.computed["r"] = 3
     _given_up_by_the_router(pair, item)
     pair.pd.receiver.take_in()
-    assert pair.pd.receiver.may_schedule("r", 3, running=False)
+    assert pair.pd.prefill.may_schedule("r", 3, running=False)
     assert failures(pair) == {}
     assert pair.pd.failed == set()
     assert sources(pair.pd, "r") == {"cat": "prefix_cache"}
@@ -164,9 +164,9 @@ def test_lost_it_fails_its_request_before_the_text_in_front_of_it_is_computed(
     pair.pd.arrive("r", item)
     _given_up_by_the_router(pair, item)
     pair.pd.receiver.take_in()
-    assert pair.pd.receiver.take_unavailable() == set(), "the engine has not asked"
-    assert not pair.pd.receiver.may_schedule("r", 0, running=running)
-    assert pair.pd.receiver.take_unavailable() == {"r"}
+    assert pair.pd.prefill.take_unavailable() == set(), "the engine has not asked"
+    assert not pair.pd.prefill.may_schedule("r", 0, running=running)
+    assert pair.pd.prefill.take_unavailable() == {"r"}
     assert failures(pair) == {"t-cat": NackCode.UNAVAILABLE}
 
 
@@ -185,9 +185,9 @@ def test_without_its_media_it_waits_for_who_encodes_it_here() -> None:
     pair.pd.arrive("s", Item("cat"))
     pair.pd.arrive("r", Item("cat", has_media=False))
     assert not pair.pd.encode_here("r", 0)
-    assert not pair.pd.receiver.may_schedule("r", 1)
+    assert not pair.pd.prefill.may_schedule("r", 1)
     assert pair.pd.encode_here("s", 0)
-    assert pair.pd.receiver.may_schedule("r", 1)
+    assert pair.pd.prefill.may_schedule("r", 1)
     assert sources(pair.pd, "s") == {"cat": "local"}
     pair.pd.computed["r"] = 3
     assert sources(pair.pd, "r") == {"cat": "encoder_cache"}
@@ -221,4 +221,4 @@ def test_another_request_with_its_media_still_encodes_the_same_item_here() -> No
     assert failures(pair) == {"t-cat": NackCode.UNAVAILABLE}
     assert pair.pd.failed == {"r"}
     assert pair.pd.encode_here("s", 0)
-    assert pair.pd.receiver.may_schedule("s", 1)
+    assert pair.pd.prefill.may_schedule("s", 1)

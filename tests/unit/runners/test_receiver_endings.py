@@ -45,7 +45,7 @@ def test_an_item_larger_than_the_pool_is_refused_and_leaves_no_trace(pair: Pair)
     pair.encode.submit(huge, ready=True)
     pair.settle()
     assert pair.pd.failed == {"r"}
-    assert not pair.pd.receiver.may_schedule("r", 0)
+    assert not pair.pd.prefill.may_schedule("r", 0)
     (nack,) = pair.to_router
     assert isinstance(nack, Nack)
     assert nack.code is NackCode.TOO_LARGE
@@ -104,7 +104,7 @@ def test_an_item_that_does_not_come_is_encoded_here_or_fails_its_requests(
     pair.pd.clock.now += TIMEOUT_S
     pair.settle()
     assert pair.pd.failed == (set() if can_encode else {"r", "s"})
-    assert pair.pd.receiver.may_schedule("r", 1) is can_encode
+    assert pair.pd.prefill.may_schedule("r", 1) is can_encode
     nacks = {m.transfer_id: m.code for m in pair.to_router if isinstance(m, Nack)}
     expected = {"t-cat": NackCode.UNAVAILABLE, "t-other": NackCode.UNAVAILABLE}
     assert nacks == ({} if can_encode else expected)
@@ -144,7 +144,7 @@ def test_what_was_written_during_a_step_that_outlasts_its_lease_is_used(pair: Pa
     pair.encode.submit(CAT, ready=True)
     pair.round()
     pair.pd.receiver.take_in()
-    pair.pd.receiver.take_orders([], computes=True)
+    pair.pd.receiver.orders.take_orders([], computes=True)
     pair.encode.finish_write("t-cat")
     pair.to_pd()
     pair.pd.clock.now += LEASE_S + LEASE_MARGIN_S
@@ -161,7 +161,7 @@ def test_an_encoder_that_says_during_such_a_step_that_it_works_on_keeps_its_slot
     pair.encode.submit(CAT)
     pair.round()
     pair.pd.receiver.take_in()
-    pair.pd.receiver.take_orders([], computes=True)
+    pair.pd.receiver.orders.take_orders([], computes=True)
     pair.pd.clock.now += LEASE_S / 2
     pair.to_pd()
     pair.pd.clock.now += LEASE_S / 2 + LEASE_MARGIN_S

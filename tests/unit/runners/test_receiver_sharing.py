@@ -46,11 +46,11 @@ def test_a_claim_outlives_one_of_two_requests_that_wait_for_it(pair: Pair, gone:
 def test_a_request_without_a_transfer_waits_for_the_one_of_another(pair: Pair) -> None:
     pair.pd.arrive("r", CAT)
     pair.pd.arrive("s", Item("cat"))
-    assert not pair.pd.receiver.may_schedule("s", 1)
+    assert not pair.pd.prefill.may_schedule("s", 1)
     pair.pd.finish("r")
     pair.encode.submit(CAT, ready=True)
     pair.settle()
-    assert pair.pd.receiver.may_schedule("s", 1)
+    assert pair.pd.prefill.may_schedule("s", 1)
     assert sources(pair.pd, "s") == {"cat": "transfer"}
     assert_everything_is_back(pair.pd)
 
@@ -148,7 +148,7 @@ def test_slots_that_come_back_with_a_step_serve_the_next_in_that_step() -> None:
     receiver, cache = pair.pd.receiver, pair.pd.cache
     receiver.take_in()
     assert granted(pair) == []
-    receiver.take_orders(cache.get_freed_mm_hashes(), computes=True)
+    receiver.orders.take_orders(cache.get_freed_mm_hashes(), computes=True)
     receiver.step_done()
     assert granted(pair) == ["t-dog"], "without another message or step"
 
@@ -202,9 +202,9 @@ def test_two_requests_of_two_items_each_have_them_in_turn_by_one_slot() -> None:
     assert pair.pd.cache.holders("cat") == {"r"}
     assert "t-other" not in pair.encode.ended
     pair.pd.computed["r"] = 4
-    assert not pair.pd.receiver.may_schedule("r", 4)
+    assert not pair.pd.prefill.may_schedule("r", 4)
     pair.settle()
-    assert pair.pd.receiver.may_schedule("r", 4)
+    assert pair.pd.prefill.may_schedule("r", 4)
     pair.pd.finish("r")
     pair.settle()
     assert pair.pd.encode_here("s", 0)
