@@ -14,8 +14,8 @@ from typing import Literal
 
 Kind = Literal["computed", "copy lost", "copy missing", "encoded", "not encoded"]
 """Of an encode instance: the last step that its device has computed, and what became of copies in
-host memory (see `HostReport`). Of a PD instance: items that were encoded in the background, or could
-not be."""
+host memory (see `HostReport`). Of a PD instance: items that were encoded in the background, or
+could not be."""
 
 
 def to_names(report: Mapping[Kind, Iterable[str]]) -> set[str]:

@@ -228,7 +228,7 @@ def draw(rng: Random) -> Shape:
         long_answers=long_answers,
     )
     if rng.random() < 0.2:
-        # Nothing excuses a refusal: what is short is room for the items, which only transfers bring.
+        # Nothing excuses a refusal: only room for the items is short, which transfers alone bring.
         shape = replace(
             shape,
             preallocation="sync",
