@@ -76,7 +76,8 @@ def make(target: str) -> None:
         for line in cuda_env.check():
             say(f"warning: {line}")
     rdma = "" if target == "npu" else "kv,mooncake,"
-    _make(MAIN, f"{target},{rdma}envoy,dev", engines, beside, wanted)
+    envoy = "envoy," if target == "cpu" else ""
+    _make(MAIN, f"{target},{rdma}{envoy}dev", engines, beside, wanted)
 
 
 def make_for_engine(requirements: Sequence[str]) -> None:

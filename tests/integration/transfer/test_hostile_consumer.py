@@ -75,7 +75,7 @@ def test_a_grant_of_anything_but_a_pool_is_not_written_under(
     item = output("cat", 10)
     sender.submit(order("t", "cat", consumer.address, 10), item)
     deadline_s = time.monotonic() + DEADLINE_S
-    while "t" not in sender.take_ended():
+    while "t" not in sender.progress.take_ended():
         assert time.monotonic() < deadline_s
         for identity, message in consumer.receive():
             if isinstance(message, Announce):
