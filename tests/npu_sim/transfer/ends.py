@@ -99,7 +99,7 @@ class EncodeWorker(logging.Handler):
         deadline_s = time.monotonic() + DEADLINE_S
         while transfer_id not in self._ended:
             assert time.monotonic() < deadline_s, "the transfer has not ended"
-            self._ended |= self._sender.take_ended()
+            self._ended |= self._sender.progress.take_ended()
             time.sleep(0.001)
         # A later transfer may have the same id.
         self._ended.discard(transfer_id)

@@ -68,13 +68,13 @@ def test_a_step_is_computed_when_the_device_has_and_only_one_is_queued_beside_it
     for step in (1, 2):
         encode.run(f"delay(stream, {int(LATE_S * 1e6)})")
         begin_s = time.monotonic()
-        encode.run(f"sender.step_queued({step})")
+        encode.run(f"sender.progress.step_queued({step})")
         took_s = time.monotonic() - begin_s
         assert (took_s > LATE_S / 2) == (step == 2)
-    assert value(encode, "sender.take_computed()") == 1
-    assert value(encode, "sender.take_computed()") is None
-    encode.run("sender.rest(30.0)")
-    assert value(encode, "sender.take_computed()") == 2
+    assert value(encode, "sender.progress.take_computed()") == 1
+    assert value(encode, "sender.progress.take_computed()") is None
+    encode.run("sender.progress.rest(30.0)")
+    assert value(encode, "sender.progress.take_computed()") == 2
     assert time.monotonic() - begin_s >= 2 * LATE_S * 0.8
 
 
