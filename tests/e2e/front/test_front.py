@@ -114,8 +114,13 @@ def test_bodies_and_pictures_beyond_the_limits_are_refused(front: Split) -> None
 def test_a_request_keeps_its_id_which_the_access_line_has(front: Split) -> None:
     answer = post(front.url, body("Hello"), headers={"x-request-id": "mine-7"})
     assert answer.headers["x-request-id"] == "mine-7"
-    log = (front.log_dir / "front.log").read_text()
-    (line,) = (each for each in log.splitlines() if '"request_id": "mine-7"' in each)
+
+    def lines() -> list[str]:
+        log = (front.log_dir / "front.log").read_text()
+        return [each for each in log.splitlines() if '"request_id": "mine-7"' in each]
+
+    wait_until(lambda: bool(lines()), "the line is in the log")
+    (line,) = lines()
     noted = json.loads(line[line.index("{") :])
     assert (noted["path"], noted["status"]) == ("/v1/chat/completions", 200)
 
