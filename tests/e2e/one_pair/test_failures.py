@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import signal
@@ -19,6 +20,7 @@ from tests.e2e.conftest import Pair, encoders_held, every_instance_is_up
 from tests.e2e.engines import RESTART_S, counts, instance, metric, shared_memory, wait_until
 from tests.e2e.equality import TOLERANCE
 from tests.e2e.one_pair.limits import ITEM_BYTES, POOL_ITEMS
+from tests.unit.media.samples import png
 
 pytestmark = [pytest.mark.e2e, pytest.mark.needs_vllm, pytest.mark.timeout(900)]
 
@@ -198,6 +200,34 @@ def test_a_spoiled_item_is_seen_by_the_comparison(pair: Pair) -> None:
         flag.unlink()
     with pytest.raises(AssertionError):
         assert_equal(spoiled, ask(pair.reference_url, content), tolerance=TOLERANCE)
+
+
+def test_hostile_pictures_are_refused_while_others_are_served(pair: Pair) -> None:
+    frame = b"\xff\xc0\0\x0b\x08\0\1\0\1\1\1\x11\0\xff\xda\0\0"
+    files = {
+        "png": png(30_000, 30_000),
+        "x-portable-pixmap": b"P6#a\x11\xaf" + bytes(100),
+        "jpeg": b"\xff\xd8\xff\xe0\0\2" + b"\xff" * 650_000 + frame[1:],
+        "gif": b"GIF89a\1\0\1\0\0\0\0" + b"\1" * 65_000 + b",\0\0\0\0\1\0\1\0\0",
+    }
+    hostile = [
+        f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
+        for kind, data in files.items()
+    ]
+    contents = [[picture(seed), ASK] for seed in range(1500, 1504)] + ["hello"] * 4
+    with ThreadPoolExecutor(2 * len(hostile)) as pool:
+        asked = [
+            pool.submit(
+                post, pair.split.url, body([{"type": "image_url", "image_url": {"url": url}}, ASK])
+            )
+            for url in 2 * hostile
+        ]
+        answers = ask_all(pair.split.url, contents)
+        refused = [each.result() for each in asked]
+    assert {each.status_code for each in refused} <= {400, 413}, [each.text for each in refused]
+    for content, answer in zip(contents, answers, strict=True):
+        assert_equal(answer, ask(pair.reference_url, content), tolerance=TOLERANCE)
+    assert every_instance_is_up(pair.split)
 
 
 def test_a_client_that_leaves_takes_its_work_along(
