@@ -32,6 +32,8 @@ WORKERS = ("-n", "4", "--dist=loadfile", "--no-loadscope-reorder")
 """A file stays with one worker; those that take long and mostly wait are named first."""
 PYTEST = (".venv/bin/python", "-m", "pytest")
 NPU_ENVIRONMENT = "npu environment"
+ENGINES = "engines"
+"""The lane whose pieces start engines: two of them at once would not fit in memory."""
 EXIT_CANNOT_START = 127
 SAYS_NOTHING_S = 60.0
 FAILURES = ("FAILED tests/", "ERROR tests/")
@@ -47,7 +49,7 @@ class Piece:
         name: For people, and of its log.
         argv: The command, from the repository's root.
         lane: Pieces of one lane run one after the other; a lane that has ended takes the last
-            piece of the other one that has not begun.
+            piece of another one that has not begun, but none of `ENGINES`.
         needs: A piece of whatever lane without whose success this one is left out.
     """
 
@@ -75,11 +77,11 @@ def pieces(*, full: bool) -> list[Piece]:
     return [
         Piece(
             name=NPU_ENVIRONMENT,
-            lane="engines",
+            lane=ENGINES,
             argv=[sys.executable, "-m", "ci.make_env", "--platform", "npu-sim"],
         ),
-        tests("engines", "engines", "tests/e2e"),
-        npu_piece("engines", "engines"),
+        tests("engines", ENGINES, "tests/e2e"),
+        npu_piece("engines", ENGINES),
         Piece(name="checks", lane="computing", argv=["ci/check.sh"]),
         tests(
             "tests without engines",
@@ -160,9 +162,10 @@ class Suite:
         with self._changed:
             left = [piece for piece in self.pieces if piece.name not in self._begun]
             mine = [piece for piece in left if piece.lane == lane]
-            if not left:
+            others = [piece for piece in left if piece.lane != ENGINES]
+            if not mine and not others:
                 return None
-            piece = mine[0] if mine else left[-1]
+            piece = mine[0] if mine else others[-1]
             self._begun.add(piece.name)
             return piece
 

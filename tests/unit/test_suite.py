@@ -80,6 +80,19 @@ def test_a_piece_that_fails_is_told_with_its_tests_and_ends_no_other(
     assert "FAILED tests/x.py::test_y" in capfd.readouterr().out
 
 
+def test_pieces_with_engines_never_run_at_once(folder: Path) -> None:
+    made = run(
+        piece(
+            "first",
+            f"import time; time.sleep(0.5); open({str(folder / 'over')!r}, 'w')",
+            lane=suite.ENGINES,
+        ),
+        piece("second", f"open({str(folder / 'over')!r})", lane=suite.ENGINES),
+        piece("other", lane="b"),
+    )
+    assert {each.status for each in made.outcomes.values()} == {0}
+
+
 def test_what_needs_a_piece_of_another_lane_waits_for_it_and_is_left_out_if_it_failed() -> None:
     done = run(
         piece("one", lane="a", needs="environment"),

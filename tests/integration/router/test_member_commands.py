@@ -29,7 +29,7 @@ async def test_the_commands_let_an_instance_join_and_leave(build: Build, tmp_pat
     url = newcomer.serving.url
     more = ("--weight", "2", "--label", "zone=east", "--label", "a=b=c")
     joined = await run("join", "encode-7", *where, "--role", "encode", "--url", url, *more)
-    assert (joined.exit_code, joined.output) == (0, f"encode-7 has joined {where[1]}\n")
+    assert (joined.exit_code, joined.stdout) == (0, f"encode-7 has joined {where[1]}\n")
     listed = (await run("instances", *where)).output.splitlines()
     assert [line.split()[:3] for line in listed] == [
         ["encode-0", "encode", "up"],
@@ -43,7 +43,7 @@ async def test_the_commands_let_an_instance_join_and_leave(build: Build, tmp_pat
     wrong = await run("join", "e", *where, "--role", "encode", "--url", url, "--label", "east")
     assert wrong.exit_code == 2 and "write it as key=value" in wrong.output
     left = await run("leave", "encode-7", *where)
-    assert (left.exit_code, left.output) == (0, f"encode-7 has left {where[1]}\n")
+    assert (left.exit_code, left.stdout) == (0, f"encode-7 has left {where[1]}\n")
     again = await run("leave", "encode-7", *where)
     assert again.exit_code == 1
     assert "there is no instance 'encode-7'" in again.output
