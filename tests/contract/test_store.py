@@ -71,11 +71,8 @@ def key(name: str) -> str:
 def entry(name: str, nbytes: int = 4096, *, dtype: str = "float32", fill: int = 1) -> Entry:
     spec = TensorSpec(shape=(nbytes // (64 * DTYPE_BYTES[dtype]), 64), dtype=dtype)
     payload = memoryview(bytes([fill]) * spec.nbytes)
-    head = SEAL.head(
+    return SEAL.entry(
         payload, key=key(name), mm_hash=name, modality="image", metadata=None, tensor=spec
-    )
-    return Entry(
-        key=key(name), head=head, payload=payload, mm_hash=name, dtype=dtype, shape=spec.shape
     )
 
 

@@ -119,7 +119,7 @@ class Seal:
             digest.update(len(data).to_bytes(8, "big") + data)
         return f"{namespace}-{digest.hexdigest()}"
 
-    def head(
+    def entry(
         self,
         payload: memoryview,
         *,
@@ -128,8 +128,8 @@ class Seal:
         modality: str,
         metadata: dict[str, list[Any]] | None,
         tensor: TensorSpec,
-    ) -> bytes:
-        """Return the sealed head of an entry; the arguments are those of `Head`.
+    ) -> Entry:
+        """Return an entry to be written, its head sealed; the arguments are those of `Head`.
 
         Raises:
             ValueError: The payload is not ``tensor``, or larger than `MAX_PAYLOAD_BYTES`.
@@ -150,24 +150,14 @@ class Seal:
             tag=self._tag(nonce, payload),
         )
         text = msgspec.json.encode(head)
-        return self._mac(text).encode() + text
-
-    def entry(
-        self,
-        payload: memoryview,
-        *,
-        key: str,
-        mm_hash: str,
-        modality: str,
-        metadata: dict[str, list[Any]] | None,
-        tensor: TensorSpec,
-    ) -> Entry:
-        """Return an entry to be written; arguments and errors are those of `head`."""
-        head = self.head(
-            payload, key=key, mm_hash=mm_hash, modality=modality, metadata=metadata, tensor=tensor
+        return Entry(
+            key=key,
+            head=self._mac(text).encode() + text,
+            payload=payload,
+            mm_hash=mm_hash,
+            dtype=tensor.dtype,
+            shape=tensor.shape,
         )
-        shape, dtype = tensor.shape, tensor.dtype
-        return Entry(key=key, head=head, payload=payload, mm_hash=mm_hash, dtype=dtype, shape=shape)
 
     def open(self, raw: bytes, key: str) -> Head:
         """Return a head; `CorruptEntryError` if this deployment did not make it for this key."""

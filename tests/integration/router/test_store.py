@@ -10,7 +10,7 @@ import pytest
 from starlette.responses import JSONResponse, Response
 
 from epd_portable.config.store import StoreSection
-from epd_portable.connector.stores.base import Entry, make_store
+from epd_portable.connector.stores.base import make_store
 from epd_portable.connector.stores.entry import Seal
 from epd_portable.connector.stores.file import FileStore
 from epd_portable.wire.descriptors import TensorSpec
@@ -42,11 +42,8 @@ def keep(section: StoreSection, name: str, metadata: Any = GRID) -> str:
     """Write an entry of an item; return its key."""
     key = SEAL.key(NAMESPACE, name, "image")
     payload = memoryview(bytes(SPEC.nbytes))
-    head = SEAL.head(
+    entry = SEAL.entry(
         payload, key=key, mm_hash=f"engine-{name}", modality="image", metadata=metadata, tensor=SPEC
-    )
-    entry = Entry(
-        key=key, head=head, payload=payload, mm_hash=name, dtype=SPEC.dtype, shape=SPEC.shape
     )
     make_store(section).save_caches([entry])
     return key

@@ -26,14 +26,14 @@ def payload(first: int = 0) -> memoryview:
 
 
 def sealed(one: Seal, key: str, data: memoryview | None = None) -> bytes:
-    return one.head(
+    return one.entry(
         data or payload(),
         key=key,
         mm_hash=ITEM,
         modality="image",
         metadata={"image_grid_thw": [1, 2, 3]},
         tensor=SPEC,
-    )
+    ).head
 
 
 def test_a_key_depends_on_engines_modality_item_and_secret_and_nothing_else() -> None:
