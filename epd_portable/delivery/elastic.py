@@ -17,11 +17,13 @@ Reason = Literal["idle", "queue"]
 """Why an item is encoded by the PD instance by choice.
 
 ``idle``: it computes for nobody, and encoders would need `IDLE_THRESHOLD` times as long. ``queue``:
-it does compute, but they would need ``router.elastic_threshold`` times as long.
+it does compute, but they would need `BUSY_THRESHOLD` times as long.
 """
 
 IDLE_THRESHOLD = 2.0
 """A text that comes while an idle instance encodes waits for that: it must be worth something."""
+BUSY_THRESHOLD = 4.0
+"""The same while it computes for others, whose tokens wait meanwhile."""
 
 _NEW = 0.2
 """Weight of the latest time in the average."""

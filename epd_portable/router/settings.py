@@ -15,6 +15,7 @@ from epd_portable.config.roles import DUTIES, Duty, role_named
 from epd_portable.config.roles import Role as Role
 from epd_portable.config.routing import MAX_ENCODERS, MediaUrls, RouterSection
 from epd_portable.config.store import StoreSection
+from epd_portable.delivery.elastic import BUSY_THRESHOLD
 from epd_portable.errors import ConfigError
 from epd_portable.router.choice.policy import Policy
 
@@ -131,7 +132,7 @@ class RouterSettings(RouterSection):
     body_timeout_s: float = Field(default=60.0, gt=0)
     send_timeout_s: float = Field(default=60.0, gt=0)
     encode_timeout_s: float | None = Field(default=None, gt=0)
-    elastic_threshold: float = Field(default=4.0, ge=1)
+    elastic_threshold: float = Field(default=BUSY_THRESHOLD, ge=1)
     forget_after_s: float = Field(default=600.0, gt=0)
     connect_timeout_s: float = Field(default=2.0, gt=0)
     nack_grace_s: float = Field(default=1.0, ge=0)

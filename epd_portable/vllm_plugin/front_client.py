@@ -36,7 +36,7 @@ from epd_portable.delivery.assignment import (
     expected_transfer,
     new_transfer,
 )
-from epd_portable.delivery.elastic import EncodeTimes
+from epd_portable.delivery.elastic import BUSY_THRESHOLD, EncodeTimes
 from epd_portable.delivery.fallbacks import RetryBudget
 from epd_portable.delivery.instances import Instance, WentDownError, while_up
 from epd_portable.delivery.ring import LOAD_BOUND
@@ -55,7 +55,6 @@ from epd_portable.wire.params import (
 logger = logging.getLogger(__name__)
 
 MAX_TRIES = 3
-ELASTIC_THRESHOLD = 4.0
 BLOCK_TOKENS = 64
 _DRAIN_STEP_S = 0.05
 
@@ -351,7 +350,7 @@ class SplitClient(AsyncMPClient):
             lambda item, exclude: self._choose_encoder(item.item_uuid, exclude),
             self._times,
             left_here=one.here,
-            elastic_threshold=ELASTIC_THRESHOLD if self.settings.elastic_encode else None,
+            elastic_threshold=BUSY_THRESHOLD if self.settings.elastic_encode else None,
         )
         if not one.sent.is_set():
             for each in ways:

@@ -19,12 +19,11 @@ from epd_portable.bench.sizing.search import (
 from epd_portable.bench.sizing.simulate import RoutingRules
 from epd_portable.bench.sizing.stages import load_stages
 from epd_portable.bench.sizing.workload import Workload
-from epd_portable.router.settings import RouterSettings
+from epd_portable.delivery.elastic import BUSY_THRESHOLD
 
 MOST_DEVICES = 256
 """Of a search, which tries every split."""
 SEED = 1
-ELASTIC_THRESHOLD: float = RouterSettings.model_fields["elastic_threshold"].default
 
 HELP = """Say how many encode and prefill+decode instances to run, and whether to split at all.
 
@@ -180,7 +179,7 @@ def plan_command(
             times=load_stages(stage_file),
             workload=Workload.read(workload),
             rules=RoutingRules(
-                routers=routers, elastic_threshold=ELASTIC_THRESHOLD if elastic else None
+                routers=routers, elastic_threshold=BUSY_THRESHOLD if elastic else None
             ),
             count=requests,
             seed=SEED,
