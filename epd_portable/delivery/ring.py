@@ -111,9 +111,20 @@ class HashRing(Generic[T]):
         """
         if len(exclude) >= len(self.members):
             return None
-        share = bound * (load + 1) / weight
+        most = bounded_load(load, weight, bound)
         left = (each for each in self.in_order(key) if each not in exclude)
-        return next((each for each in left if each.load < share * each.weight), None)
+        return next((each for each in left if each.load < most * each.weight), None)
+
+
+def bounded_load(load: float, weight: float, bound: float = LOAD_BOUND) -> float:
+    """Return the load, for each unit of its weight, below which an instance has room.
+
+    Args:
+        load: Sum of the loads of all instances.
+        weight: Sum of their weights.
+        bound: See `HashRing.choose`.
+    """
+    return bound * (load + 1) / weight
 
 
 def _hashes(key: str) -> tuple[int, int]:

@@ -39,7 +39,7 @@ from epd_portable.delivery.assignment import (
 from epd_portable.delivery.elastic import BUSY_THRESHOLD, EncodeTimes
 from epd_portable.delivery.fallbacks import RetryBudget
 from epd_portable.delivery.instances import Instance, WentDownError, while_up
-from epd_portable.delivery.ring import LOAD_BOUND
+from epd_portable.delivery.ring import bounded_load
 from epd_portable.vllm_plugin.front_engines import Engines, EngineSettings, FrontEngine
 from epd_portable.vllm_plugin.front_metrics import FrontMetrics
 from epd_portable.vllm_plugin.metadata import ItemMetadata
@@ -260,11 +260,9 @@ class SplitClient(AsyncMPClient):
         usable = next(self._pool.tiers("answer"))
         if len(usable) < 2 or not blocks:
             return None
-        share = (sum(each.load for each in usable) + 1) / sum(each.weight for each in usable)
+        most = bounded_load(sum(each.load for each in usable), sum(each.weight for each in usable))
         known = [
-            (each.cached.prefix(blocks), each)
-            for each in usable
-            if each.load < LOAD_BOUND * share * each.weight
+            (each.cached.prefix(blocks), each) for each in usable if each.load < most * each.weight
         ]
         count, nearest = max(known, key=lambda pair: pair[0], default=(0, None))
         return nearest if count else None
