@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from prometheus_client import CollectorRegistry, Counter, Histogram
-from prometheus_client.metrics_core import GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
 
 from epd_portable.delivery.instances import EndpointPool
+from epd_portable.delivery.metrics import InstanceCollector
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 
@@ -22,7 +19,13 @@ class FrontMetrics:
 
     def __init__(self, pool: EndpointPool) -> None:
         self.registry = CollectorRegistry()
-        self.registry.register(_Engines(pool))
+        self.registry.register(
+            InstanceCollector(
+                lambda: pool.all,
+                up="epd_front_instance_up",
+                in_flight="epd_front_instance_in_flight",
+            )
+        )
         self.items = Counter(
             "epd_front_items",
             "Media items by what became of them.",
@@ -47,21 +50,3 @@ class FrontMetrics:
             buckets=_SECONDS,
             registry=self.registry,
         )
-
-
-class _Engines(Collector):
-    """Reads the state of the engines when the metrics are read."""
-
-    def __init__(self, pool: EndpointPool) -> None:
-        self._pool = pool
-
-    def collect(self) -> Iterable[Metric]:
-        labels = ("instance", "role")
-        up = GaugeMetricFamily("epd_front_instance_up", "1 if it is up.", labels=labels)
-        load = GaugeMetricFamily(
-            "epd_front_instance_in_flight", "Requests or jobs in flight.", labels=labels
-        )
-        for each in self._pool.all:
-            up.add_metric((each.name, each.role), float(each.healthy))
-            load.add_metric((each.name, each.role), float(each.load))
-        return (up, load)

@@ -8,11 +8,11 @@ import functools
 from collections.abc import Callable, Iterable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.metrics_core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from epd_portable.connector.stores.metrics import StoreMetrics
 from epd_portable.delivery.instances import Instance
+from epd_portable.delivery.metrics import InstanceCollector
 from epd_portable.router.observability.activity import Activity
 from epd_portable.router.observability.llmd_names import LlmdNames
 from epd_portable.router.observability.record import (
@@ -27,25 +27,6 @@ from epd_portable.wire.params import PrefillOutcome
 _TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
 _COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
-
-
-class _InstanceCollector(Collector):
-    """Reads the state of the instances when the metrics are read."""
-
-    def __init__(self, instances: Callable[[], Iterable[Instance]]) -> None:
-        self._instances = instances
-
-    def collect(self) -> Iterable[Metric]:
-        labels = ("instance", "role")
-        up = GaugeMetricFamily("epd_router_instance_up", "1 if healthy.", labels=labels)
-        load = GaugeMetricFamily(
-            "epd_router_instance_in_flight", "Requests or jobs in flight.", labels=labels
-        )
-        for instance in self._instances():
-            where = (instance.name, instance.role)
-            up.add_metric(where, float(instance.healthy))
-            load.add_metric(where, float(instance.load))
-        return (up, load)
 
 
 class Metrics(Listener):
@@ -69,7 +50,11 @@ class Metrics(Listener):
         llmd_names: bool = False,
     ) -> None:
         registry = CollectorRegistry()
-        registry.register(_InstanceCollector(instances))
+        registry.register(
+            InstanceCollector(
+                instances, up="epd_router_instance_up", in_flight="epd_router_instance_in_flight"
+            )
+        )
         self._shown: Collector = LlmdNames(registry) if llmd_names else registry
         self.activity = Activity()
         counter = functools.partial(Counter, registry=registry)
