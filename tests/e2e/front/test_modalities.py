@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,12 +12,12 @@ from tests.e2e.asking import ask
 from tests.e2e.conftest import running, serving
 from tests.e2e.equality import assert_equal
 from tests.e2e.modalities.test_models import (
-    CHECKPOINT_S,
     CONTENTS,
     MODALITIES,
     NAMES,
     SETTINGS,
     TOLERANCE,
+    checkpoint_of,
 )
 from tests.forked import Popen
 
@@ -30,20 +27,6 @@ pytestmark = [
     pytest.mark.needs_vllm,
     pytest.mark.timeout(1200),
 ]
-
-
-def checkpoint_of(name: str, folder: Path, fork: Popen) -> Path:
-    with (folder / "checkpoint.log").open("wb") as output:
-        made = fork(
-            [sys.executable, "-m", "tests.checkpoints", name, str(folder / name)],
-            env=os.environ,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-    assert made.wait(CHECKPOINT_S) == 0, (folder / "checkpoint.log").read_text()
-    return folder / name
 
 
 @pytest.mark.parametrize("name", NAMES)

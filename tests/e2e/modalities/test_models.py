@@ -13,6 +13,7 @@ import sys
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -139,6 +140,21 @@ def router_names(content: Any, settings: dict[str, Any]) -> set[str]:
     return {item.item_uuid for item in read_call(CHAT_PATH, sent, Rules()).items}
 
 
+def checkpoint_of(name: str, folder: Path, fork: Popen) -> Path:
+    """Return the checkpoint of a kind of model, made in a folder."""
+    with (folder / "checkpoint.log").open("wb") as output:
+        made = fork(
+            [sys.executable, "-m", "tests.checkpoints", name, str(folder / name)],
+            env=os.environ,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    assert made.wait(CHECKPOINT_S) == 0, (folder / "checkpoint.log").read_text()
+    return folder / name
+
+
 IN_OTHER_MODULES = {"qwen2_5_vl"}
 """The kind of the demo's model, which they serve."""
 
@@ -156,17 +172,7 @@ def served(
 ) -> Iterator[Served]:
     name = request.param
     folder = tmp_path_factory.mktemp("model")
-    checkpoint = folder / name
-    with (folder / "checkpoint.log").open("wb") as output:
-        made = fork(
-            [sys.executable, "-m", "tests.checkpoints", name, str(checkpoint)],
-            env=os.environ,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-    assert made.wait(CHECKPOINT_S) == 0, (folder / "checkpoint.log").read_text()
+    checkpoint = checkpoint_of(name, folder, fork)
     limits = json.dumps(dict.fromkeys(MODALITIES[name], 4))
     settings = [
         f"model={checkpoint}",
