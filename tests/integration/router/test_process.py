@@ -23,7 +23,7 @@ from starlette.responses import Response
 from tests.integration.router.stand_in import Behaviour, Received, StandIn, answer, stream
 from tests.keyring import secret, secret_file
 
-TIMEOUT_S = 20
+TIMEOUT_S = 60
 
 SETTINGS: dict[str, Any] = {
     "port": 0,
