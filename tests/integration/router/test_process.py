@@ -237,7 +237,10 @@ def test_what_keeps_it_from_starting_is_named(settings: dict[str, Any], words: s
         if "port" in settings:
             settings = {"port": taken.getsockname()[1]}
         process = start(json.dumps({**SETTINGS, **settings}))
-        _, errors = process.communicate(timeout=TIMEOUT_S)
+        try:
+            _, errors = process.communicate(timeout=TIMEOUT_S)
+        finally:
+            process.kill()
     assert process.returncode == 2
     assert words in errors and "Traceback" not in errors
 
