@@ -58,7 +58,7 @@ class Topology(Section):
     """A whole topology file, with the overlay of one platform already laid over it."""
 
     model: Annotated[str, Field(min_length=1)]
-    front: Literal["auto", "engine", "router"] = "router"
+    front: Literal["auto", "engine", "router"] = "auto"
     served_model_name: Annotated[str, Field(min_length=1)] | None = None
     secret_file: Annotated[str, Field(min_length=1)] | None = None
     instances: Instances = Instances()

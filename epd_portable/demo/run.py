@@ -1,8 +1,9 @@
 """``python -m epd_portable.demo.run``: a picture's way through two instances, shown and checked.
 
-Starts one encode and one prefill+decode instance and the router, asks about a picture that it
-draws and prints the answer; then asks plain vLLM in one process the same and compares tokens and
-log-probabilities. On a CPU with room for both, plain vLLM starts while the topology warms up.
+Starts one encode and one prefill+decode instance and what stands in front of them, asks about a
+picture that it draws and prints the answer; then asks plain vLLM in one process the same and
+compares tokens and log-probabilities. On a CPU with room for both, plain vLLM starts while the
+front does.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ LOGPROB_TOLERANCE = 0.1
 COMPARED_TOKENS = 5
 _MAX_TOKENS = 24
 _TIMEOUT_S = 120.0
-_ENGINES_ARE_UP = "router: warming up the instances"
+_ENGINES_ARE_UP = "prefill_decode-0: engine is ready"
+"""The last that takes both cores for long; what stands in front follows."""
 _ROOM_BYTES = 6 << 30
 """Free memory with which plain vLLM fits in addition to the topology: 3.2 GB, and as much again."""
 
@@ -164,7 +166,7 @@ def ask_both(
                 _say("starting plain vLLM in one process as well, for comparison")
                 started = pool.submit(ended.enter_context, reference)
 
-        _say("starting 1 encode + 1 prefill+decode instance of vLLM and the router")
+        _say("starting 1 encode + 1 prefill+decode instance of vLLM")
         with servers.topology(
             config,
             platform=platform,

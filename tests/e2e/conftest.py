@@ -176,8 +176,14 @@ def running(
         config,
         platform=platform,
         log_dir=folder / "logs",
-        # Who encodes an item must not depend on how long others took.
-        settings=["router.item_outcomes=true", "router.elastic_encode=false", *settings],
+        settings=[
+            # Whose instances have servers, which tests ask and attach routers to.
+            "front=router",
+            # Who encodes an item must not depend on how long others took.
+            "router.elastic_encode=false",
+            "router.item_outcomes=true",
+            *settings,
+        ],
         env=variables,
     )
     topology.popen = popen

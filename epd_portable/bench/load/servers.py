@@ -125,7 +125,10 @@ def _parts_of_plain(
 
 
 def _parts_of_topology(server: Server, cores: dict[str, list[int]]) -> Iterator[Part]:
-    """Yield the launcher's instances, its router, which it keeps off their cores, and itself."""
+    """Yield the launcher's instances, what stands in front of them, and the launcher itself.
+
+    Engines behind the engine front have no server: the front's page has what they count.
+    """
     for child in psutil.Process(server.pid).children():
         instance = ""
         with contextlib.suppress(psutil.Error):
@@ -133,12 +136,13 @@ def _parts_of_topology(server: Server, cores: dict[str, list[int]]) -> Iterator[
         group = instance.rpartition("-")[0]
         if group in Instances.model_fields:
             words = child.cmdline()
+            port = words[words.index("--port") + 1] if "--port" in words else ""
             yield Part(
                 name=instance,
                 pid=child.pid,
                 cores=frozenset(cores.get(group, ())),
                 api_cores=frozenset(core for each in cores.values() for core in each),
-                metrics_url=f"http://127.0.0.1:{words[words.index('--port') + 1]}/metrics",
+                metrics_url=port and f"http://127.0.0.1:{port}/metrics",
             )
         elif instance:
             yield Part(name=instance, pid=child.pid, metrics_url=f"{server.url}/metrics")

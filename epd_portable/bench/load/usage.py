@@ -20,6 +20,7 @@ _SCHEDULED_CLOCK = 2
 """Linux's clock of a process's time on cores, which counts finer than ``/proc`` shows it."""
 _COUNTERS = {
     "epd_router_items_total": ("items", "outcome"),
+    "epd_front_items_total": ("items", "outcome"),
     "epd_router_fallbacks_total": ("fallback", "fallback"),
     "epd_pd_fallbacks_total": ("untransferred", ""),
     "epd_encode_transfers_total": ("encoded", "source"),
@@ -29,6 +30,8 @@ _COUNTERS = {
 }
 """Metrics by the name that they have in `read_counters`, and the label that is added to it."""
 _TITLES = {"VLLM::EngineCore": "engine core", "VLLM::Worker": "worker"}
+_ROOTS = {"vllm.entrypoints": "API server", "vllm_plugin.engine_core": "engine core"}
+"""What the first process of a part is, by the module that it runs."""
 
 CPUSeconds = dict[str, dict[str, float]]
 """CPU time by part of a side and by what its processes are."""
@@ -140,8 +143,9 @@ def _processes(part: Part) -> Iterator[tuple[psutil.Process, str]]:
     with contextlib.suppress(psutil.NoSuchProcess):
         root = psutil.Process(part.pid)
         children = root.children(recursive=True) if part.below else []
-        engine = any("vllm.entrypoints" in word for word in root.cmdline())
-        yield root, "API server" if engine else part.name
+        words = root.cmdline()
+        roles = (role for module, role in _ROOTS.items() if any(module in word for word in words))
+        yield root, next(roles, part.name)
         for child in children:
             with contextlib.suppress(psutil.NoSuchProcess):
                 yield child, _role(child, part.pid)

@@ -226,7 +226,8 @@ def duration(seconds: float) -> str:
 def scrape_configuration(runs: Sequence[RunRecord]) -> dict[str, Any]:
     """Return a configuration of Prometheus that scrapes routers and instances.
 
-    The router's metrics have a label ``instance`` of their own, which ``honor_labels`` keeps.
+    The router's metrics have a label ``instance`` of their own, which ``honor_labels`` keeps. What
+    instances without a server count is on the page of the engine front.
     """
     scheme: dict[str, Any] = {}
     targets: dict[bool, list[dict[str, Any]]] = {True: [], False: []}
@@ -239,8 +240,9 @@ def scrape_configuration(runs: Sequence[RunRecord]) -> dict[str, Any]:
             elif each.url.startswith("https"):
                 # On this machine, by an address that its certificate need not name.
                 scheme = {"scheme": "https", "tls_config": {"insecure_skip_verify": True}}
-            address = each.url.partition("://")[2]
-            targets[is_router].append({"targets": [address], "labels": labels})
+            address, _, path = each.url.partition("://")[2].partition("/")
+            if not path:
+                targets[is_router].append({"targets": [address], "labels": labels})
     router = {"job_name": "epd-router", "honor_labels": True, **scheme}
     return {
         "scrape_configs": [

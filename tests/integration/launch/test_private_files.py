@@ -124,7 +124,8 @@ def test_somebody_elses_folder_is_not_used(tmp_path: Path) -> None:
 def test_a_plan_names_the_place_of_a_secret_and_makes_none() -> None:
     done = CliRunner().invoke(main, ["plan", "--platform", "cpu", "--config", CONFIG, "--json"])
     assert done.exit_code == 0, done.output
-    settings = json.loads(json.loads(done.stdout)["processes"][-1]["argv"][-1])
+    front = json.loads(done.stdout)["processes"][-1]["argv"]
+    settings = json.loads(front[front.index("--settings") + 1])
     place = Path(settings["secret_file"])
     assert place.name == "secret"
     assert not place.parent.exists()
