@@ -38,8 +38,10 @@ class _OfStage(Parameters):
 
     def keep(self, request: SelectionRequest, candidates: Candidates) -> Candidates:
         roles = [each.labels.get(ROLE_LABEL) or each.role for each in candidates]
-        pairs = zip(candidates, roles, strict=True)
-        return [each for each, role in pairs if self.stage in stages(role)]
+        fitting = {role for role in set(roles) if self.stage in stages(role)}
+        if fitting.issuperset(roles):
+            return candidates
+        return [each for each, role in zip(candidates, roles, strict=True) if role in fitting]
 
 
 class _EncodeFilter(_OfStage):

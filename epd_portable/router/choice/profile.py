@@ -134,8 +134,9 @@ class Profile:
             except Exception as error:
                 self._failures.log(name, error)
                 continue
-            decision.scores[name] = [weight * score for score in scores]
-            totals = [*map(add, totals, decision.scores[name])]
+            weighted = [weight * score for score in scores] if weight != 1 else scores
+            decision.scores[name] = weighted
+            totals = [*map(add, totals, weighted)]
         return totals
 
     def _picked(self, request: SelectionRequest, candidates: Sequence[C], totals: list[float]) -> C:

@@ -205,7 +205,10 @@ class _EmbeddingsCacheScorer(EmbeddingsCache):
         items = request.items if request.item is None else (request.item,)
         names = [item.item_uuid for item in items]
         most = len(names) or 1
-        return [sum(name in each.cached.items for name in names) / most for each in candidates]
+        caches, found = [each.cached.items for each in candidates], [0] * len(candidates)
+        for name in names:
+            found = [count + (name in cache) for count, cache in zip(found, caches, strict=True)]
+        return [count / most for count in found]
 
 
 class _TokenLoadScorer(Parameters):
