@@ -6,25 +6,20 @@ import contextlib
 import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Generic, Literal, Protocol, TypeAlias, TypeVar
+from typing import Generic, Literal, TypeAlias, TypeVar
 
 from epd_portable.config.routing import MAX_ENCODERS
 from epd_portable.config.secret import Secret
-from epd_portable.connector.stores.lookup import NamedItem, StoredItem
-from epd_portable.delivery.elastic import EncodeTimes, Reason, SizedItem, count_local_first
+from epd_portable.connector.stores.lookup import StoredItem
+from epd_portable.delivery.elastic import EncodeTimes, Reason, count_local_first
 from epd_portable.delivery.fallbacks import FALLBACKS, RequestPhase, RetryBudget
 from epd_portable.delivery.instances import Instance
+from epd_portable.media.limits import RequestItem
 from epd_portable.wire.outcomes import FailureKind
 from epd_portable.wire.params import EncodedItem, EncodeTransfer, ExpectedTransfer
 
 ChooseEncoder: TypeAlias = Callable[[Collection[str]], Instance | None]
 """Returns the usable encode instance that should have an item; not one of those names."""
-
-
-class RequestItem(NamedItem, SizedItem, Protocol):
-    """One picture, video or clip of a request."""
-
-
 ItemT = TypeVar("ItemT", bound=RequestItem)
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal, Protocol
 
-from epd_portable.media.limits import Modality
+from epd_portable.media.limits import RequestItem
 
 Reason = Literal["idle", "queue"]
 """Why an item is encoded by the PD instance by choice.
@@ -29,18 +29,6 @@ _NEW = 0.2
 """Weight of the latest time in the average."""
 
 
-class SizedItem(Protocol):
-    """An item, as far as its encoding time depends on it."""
-
-    @property
-    def modality(self) -> Modality:
-        """What it is to the model."""
-
-    @property
-    def pixels(self) -> int:
-        """Estimated from its bytes; 0 if that is not known."""
-
-
 class EncodeTimes:
     """How long encoders take for an item, on average of late, by modality and size.
 
@@ -52,13 +40,13 @@ class EncodeTimes:
     def __init__(self) -> None:
         self._averages: dict[tuple[str, int], float] = {}
 
-    def observe(self, item: SizedItem, seconds: float) -> None:
+    def observe(self, item: RequestItem, seconds: float) -> None:
         """Take a time in."""
         kind = _kind(item)
         average = self._averages.get(kind, seconds)
         self._averages[kind] = average + _NEW * (seconds - average)
 
-    def of(self, item: SizedItem) -> float:
+    def of(self, item: RequestItem) -> float:
         """Return the seconds for an item; 0 where none of about its size was seen."""
         modality, size = _kind(item)
         for near in (size, size - 1, size + 1):
@@ -120,5 +108,5 @@ def count_local_first(
     return len(times_s), reason
 
 
-def _kind(item: SizedItem) -> tuple[str, int]:
+def _kind(item: RequestItem) -> tuple[str, int]:
     return item.modality, item.pixels.bit_length()

@@ -17,8 +17,8 @@ import anyio
 import msgspec
 
 from epd_portable.config.roles import DUTIES, ROLE_LABEL, Duty, Role
+from epd_portable.connector.circuit_breaker import CircuitBreaker
 from epd_portable.delivery.caches import CacheEstimate, CacheSizes
-from epd_portable.delivery.circuit_breaker import CircuitBreaker
 from epd_portable.delivery.ring import HashRing
 from epd_portable.errors import EPDError
 from epd_portable.wire.messages import LoadReport
@@ -29,6 +29,10 @@ logger = logging.getLogger(__name__)
 MAX_INSTANCES = 10_000
 FEW = 16
 """Up to so many instances the loads of all are compared, else those of two."""
+FAILURES_UNTIL_EJECTED = 5
+"""Failed requests in a row after which an instance gets none for a while."""
+FIRST_EJECTION_S = 5.0
+LONGEST_EJECTION_S = 60.0
 PROBES_UNTIL_DOWN = 3
 """Failed probes in a row after which an instance is down: a busy one may miss one."""
 
@@ -183,7 +187,13 @@ class Instance:
         self.draining = False
         self.reason = "not probed yet"
         self.problem = ""
-        self.breaker = CircuitBreaker()
+        self.breaker = CircuitBreaker(
+            threshold=FAILURES_UNTIL_EJECTED,
+            first_s=FIRST_EJECTION_S,
+            longest_s=LONGEST_EJECTION_S,
+            clock=owner.clock,
+            chance=lambda: 0.5,
+        )
         self._owner = owner
         self._clock = owner.clock
         self._tier: _Tier | None = None
@@ -352,6 +362,7 @@ class Instance:
     def answered(self) -> None:
         """It answered a request as it should."""
         self.answered_at = self._clock()
+        self.breaker.close()
         if self.suspected:
             self.suspected = False
             self._changed()
@@ -361,15 +372,15 @@ class Instance:
         if not self.healthy or failure is FailureKind.UNAVAILABLE:
             return
         self.suspected = True
-        now = self._clock()
-        tripped = self.breaker.count_failure(now, self.answered_at)
+        may_eject = self.usable and not self.ejected and self._owner.may_eject(self.duty)
+        ejected = self.breaker.failed(may_open=may_eject)
         self.reason = f"{_WORDS[failure]}, {self.breaker.failures} in a row"
         if failure is FailureKind.UNREACHABLE:
             # It need not be silent for long to be taken for gone.
             self._missed_probes = PROBES_UNTIL_DOWN - 1
-            self._missed_at = now
-        if tripped and self.usable and not self.ejected and self._owner.may_eject(self.duty):
-            for_s = self.breaker.eject(now)
+            self._missed_at = self._clock()
+        if ejected:
+            for_s = self.breaker.open_s
             self.ejected = True
             self._ejection = asyncio.get_running_loop().call_later(for_s, self.readmit)
             logger.warning(
@@ -420,7 +431,7 @@ class Instance:
 
     def _fall(self, reason: str) -> None:
         if self.healthy:
-            self.breaker.failures = 0
+            self.breaker.close()
             self.suspected = False
             self._end_ejection()
         self.healthy = False

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Protocol
 
 import msgspec
 
@@ -33,6 +33,22 @@ _TILES = frozenset(
         *("max_image_tiles", "max_num_tiles"),
     }
 )
+
+
+class RequestItem(Protocol):
+    """One picture, video or clip of a request, as far as is decided by it."""
+
+    @property
+    def item_uuid(self) -> str:
+        """Its name by content."""
+
+    @property
+    def modality(self) -> Modality:
+        """What it is to the model."""
+
+    @property
+    def pixels(self) -> int:
+        """Estimated from its bytes; 0 if that is not known."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

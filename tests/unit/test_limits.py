@@ -9,7 +9,7 @@ from epd_portable.config import document, problems
 from epd_portable.config.routing import MAX_ENCODERS
 from epd_portable.connector import consumer
 from epd_portable.connector.stores import writer
-from epd_portable.delivery import circuit_breaker, fallbacks, instances, replies
+from epd_portable.delivery import fallbacks, instances, replies
 from epd_portable.launch.plan import ports
 from epd_portable.launch.run import lifecycle, supervisor
 from epd_portable.router import prefill
@@ -63,8 +63,8 @@ IN_THE_CODE = {
     "a health probe waits": setting("probe_timeout_s"),
     "failed health probes": str(instances.PROBES_UNTIL_DOWN),
     "failed requests in a row": (
-        f"{circuit_breaker.FAILURES_UNTIL_EJECTED}, for {circuit_breaker.FIRST_EJECTION_S:g} s to "
-        f"{circuit_breaker.LONGEST_EJECTION_S:g} s"
+        f"{instances.FAILURES_UNTIL_EJECTED}, for {instances.FIRST_EJECTION_S:g} s to "
+        f"{instances.LONGEST_EJECTION_S:g} s"
     ),
     "instances of one router": str(instances.MAX_INSTANCES),
     "headers of a request": (

@@ -28,9 +28,9 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from epd_portable.connector.circuit_breaker import CircuitBreaker
 from epd_portable.connector.registry import STORE
 from epd_portable.connector.stores.base import Store
-from epd_portable.connector.stores.breaker import Breaker
 from epd_portable.connector.stores.entry import Seal
 from epd_portable.connector.stores.metrics import Ask, StoreMetrics
 from epd_portable.errors import CorruptEntryError, StoreError
@@ -102,7 +102,7 @@ class StoreLoader:
         timeout_s: float,
         wake: Callable[[], None],
         digest: Callable[[memoryview], str] = lambda data: "",
-        breaker: Breaker | None = None,
+        breaker: CircuitBreaker | None = None,
         metrics: StoreMetrics | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -116,7 +116,7 @@ class StoreLoader:
         self._timeout_s = timeout_s
         self._wake = wake
         self._digest = digest
-        self._breaker = breaker or Breaker()
+        self._breaker = breaker or CircuitBreaker()
         self._metrics = metrics or StoreMetrics("pd")
         self._clock = clock
         self._numbers = itertools.count(1)
@@ -207,7 +207,7 @@ class StoreLoader:
         if not load.too_slow:
             if result == "error":
                 self._open_breaker(text)
-            elif result != "unavailable" and self._breaker.succeeded():
+            elif result != "unavailable" and self._breaker.close():
                 logger.info("items are loaded from the store again")
         self._metrics.breaker(self._breaker)
         if load.given_up:

@@ -13,36 +13,23 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Protocol
 
 import anyio
 
 from epd_portable.config.secret import Secret
 from epd_portable.config.store import StoreSection
+from epd_portable.connector.circuit_breaker import CircuitBreaker
 from epd_portable.connector.stores.base import Store, make_store
-from epd_portable.connector.stores.breaker import Breaker
 from epd_portable.connector.stores.entry import Seal
 from epd_portable.connector.stores.file import FileStore
 from epd_portable.connector.stores.metrics import StoreMetrics
 from epd_portable.errors import CorruptEntryError, StoreError
-from epd_portable.media.limits import Modality
+from epd_portable.media.limits import RequestItem
 from epd_portable.wire.params import EncodedItem
 
 logger = logging.getLogger(__name__)
 
 _THREADS = 4
-
-
-class NamedItem(Protocol):
-    """An item, as far as its entry depends on it."""
-
-    @property
-    def item_uuid(self) -> str:
-        """Its name by content."""
-
-    @property
-    def modality(self) -> Modality:
-        """What it is to the model."""
 
 
 @dataclass(slots=True, eq=False)
@@ -90,7 +77,7 @@ class StoreLookup:
         self._metrics = metrics
         self._encoders = encoders
         self._namespaces: dict[str, str] = {}
-        self._breaker = Breaker()
+        self._breaker = CircuitBreaker()
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="epd-store")
 
     def note_namespace(self, encoder: str, namespace: str) -> None:
@@ -98,7 +85,7 @@ class StoreLookup:
         if namespace:
             self._namespaces[encoder] = namespace
 
-    async def find_items(self, items: Sequence[NamedItem]) -> dict[str, StoredItem]:
+    async def find_items(self, items: Sequence[RequestItem]) -> dict[str, StoredItem]:
         """Return those of some items that the store has, by ``item_uuid``; never raises."""
         if not items:
             return {}
@@ -152,13 +139,13 @@ class StoreLookup:
         metadata = EncodedItem(mm_hash=head.mm_hash, modality=head.modality, metadata=head.metadata)
         return StoredItem(key, metadata)
 
-    def _note_miss(self, key: str, item: NamedItem) -> None:
+    def _note_miss(self, key: str, item: RequestItem) -> None:
         """Let an item that vLLM's example connector wrote be there the next time."""
         self._metrics.asked("miss")
         if isinstance(self._store, FileStore) and self._store.takes_examples:
             self._later(functools.partial(self._take_example, self._store, key, item))
 
-    def _take_example(self, store: FileStore, key: str, item: NamedItem) -> None:
+    def _take_example(self, store: FileStore, key: str, item: RequestItem) -> None:
         example = store.example(item.item_uuid)
         if example is None:
             return
@@ -187,7 +174,7 @@ class StoreLookup:
 class _Question:
     """One question to the store, which may be answered too late."""
 
-    def __init__(self, store: Store, breaker: Breaker) -> None:
+    def __init__(self, store: Store, breaker: CircuitBreaker) -> None:
         self._store = store
         self._breaker = breaker
         self._is_late = False
@@ -202,7 +189,7 @@ class _Question:
         except BaseException as error:
             self._note_failure(repr(error))
             raise
-        if not self._is_late and self._breaker.succeeded():
+        if not self._is_late and self._breaker.close():
             logger.info("the store is asked again")
         return found
 

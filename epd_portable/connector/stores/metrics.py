@@ -6,7 +6,7 @@ from typing import Any, Literal, get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
-from epd_portable.connector.stores.breaker import Breaker
+from epd_portable.connector.circuit_breaker import CircuitBreaker
 
 Side = Literal["router", "encode", "pd"]
 Ask = Literal["hit", "miss", "corrupt", "error", "unavailable"]
@@ -85,6 +85,6 @@ class StoreMetrics:
         """Bytes that wait to be written."""
         self._queued.set(nbytes)
 
-    def breaker(self, breaker: Breaker) -> None:
+    def breaker(self, breaker: CircuitBreaker) -> None:
         """State of the side's breaker."""
         self._state.set(_STATES[breaker.state])

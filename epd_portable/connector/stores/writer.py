@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from epd_portable.config.secret import Secret
+from epd_portable.connector.circuit_breaker import CircuitBreaker
 from epd_portable.connector.stores.base import Entry, Store, make_store
-from epd_portable.connector.stores.breaker import Breaker
 from epd_portable.connector.stores.entry import MAX_PAYLOAD_BYTES, Seal
 from epd_portable.connector.stores.metrics import StoreMetrics
 from epd_portable.errors import CorruptEntryError, EPDError, StoreError, StoreFullError
@@ -80,14 +80,14 @@ class StoreWriter:
         namespace: str,
         *,
         queue_bytes: int = QUEUE_BYTES,
-        breaker: Breaker | None = None,
+        breaker: CircuitBreaker | None = None,
         metrics: StoreMetrics | None = None,
     ) -> None:
         self._store = store
         self._seal = seal
         self._namespace = namespace
         self._queue_bytes = queue_bytes
-        self._breaker = breaker or Breaker()
+        self._breaker = breaker or CircuitBreaker()
         self._metrics = metrics or StoreMetrics("encode")
         self._queue: deque[Output] = deque()
         self._waiting_bytes = 0
@@ -170,7 +170,7 @@ class StoreWriter:
             elif (entry := self._entry(key, output)) is not None:
                 entries.append(entry)
         evicted = self._store.save_caches(entries) if entries else 0
-        if self._breaker.succeeded():
+        if self._breaker.close():
             logger.info("outputs are stored again")
         nbytes = sum(each.payload.nbytes for each in entries)
         self._metrics.wrote(len(entries), nbytes, evicted)

@@ -134,7 +134,7 @@ class Profile:
             except Exception as error:
                 self._failures.log(name, error)
                 continue
-            weighted = [weight * score for score in scores] if weight != 1 else scores
+            weighted = [*scores] if weight == 1 else [weight * score for score in scores]
             decision.scores[name] = weighted
             totals = [*map(add, totals, weighted)]
         return totals

@@ -11,7 +11,7 @@ from typing import Literal, Protocol, TypeAlias, runtime_checkable
 
 from epd_portable.config import roles
 from epd_portable.delivery.caches import CacheEstimate
-from epd_portable.delivery.elastic import SizedItem
+from epd_portable.media.limits import RequestItem
 from epd_portable.router.choice.prefix import BYTES_A_TOKEN
 from epd_portable.wire.messages import LoadReport
 
@@ -29,14 +29,6 @@ MOST_SHOWN = 16
 
 
 # What is asked, and among whom.
-
-
-class AskedItem(SizedItem, Protocol):
-    """One picture, video or clip of a request."""
-
-    @property
-    def item_uuid(self) -> str:
-        """Its name by content."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,8 +55,8 @@ class SelectionRequest:
     key: str
     model: str = ""
     session: str = ""
-    items: Sequence[AskedItem] = ()
-    item: AskedItem | None = None
+    items: Sequence[RequestItem] = ()
+    item: RequestItem | None = None
     blocks: Sequence[int] = ()
     having: Collection[CacheEstimate] | None = None
     nbytes: int = 0

@@ -7,9 +7,9 @@ from typing import Literal
 
 from pydantic import ConfigDict
 
-from epd_portable.media.limits import Modality
+from epd_portable.media.limits import Modality, RequestItem
 from epd_portable.router.choice.parameters import Count, Ignored, Parameters
-from epd_portable.router.choice.selection_types import AskedItem, Candidates, SelectionRequest
+from epd_portable.router.choice.selection_types import Candidates, SelectionRequest
 
 _UNKNOWN_PIXELS: Mapping[Modality, int] = {"video": 20 * 640 * 360, "audio": 139 * 1024}
 """What an item counts for whose pixels are not known; a picture as the configuration says."""
@@ -52,7 +52,7 @@ class ItemTokens(Parameters):
         """See `Parameters`."""
         return super().ignored() + [f"estimate.{name}" for name in self.estimate.ignored()]
 
-    def of(self, item: AskedItem) -> int:
+    def of(self, item: RequestItem) -> int:
         """Return how many tokens an item is taken for; at least one."""
         image = self.estimate.image
         if item.modality == "image" and image.mode == "static":

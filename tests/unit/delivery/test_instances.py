@@ -11,13 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from epd_portable.delivery.circuit_breaker import (
+from epd_portable.delivery.instances import (
     FAILURES_UNTIL_EJECTED,
+    FEW,
     FIRST_EJECTION_S,
     LONGEST_EJECTION_S,
-)
-from epd_portable.delivery.instances import (
-    FEW,
     PROBES_UNTIL_DOWN,
     EndpointPool,
     Instance,
@@ -189,7 +187,7 @@ async def test_ejection_ends_and_grows_with_each_failure_after_it() -> None:
 
 
 async def test_an_ejected_one_comes_back_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("epd_portable.delivery.circuit_breaker.FIRST_EJECTION_S", 0.01)
+    monkeypatch.setattr("epd_portable.delivery.instances.FIRST_EJECTION_S", 0.01)
     instances = of(2)
     instance = found(instances, "i-0")
     for event in EJECTED:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import pytest
 from prometheus_client import CollectorRegistry
 
-from epd_portable.connector.stores.breaker import Breaker
+from epd_portable.connector.circuit_breaker import CircuitBreaker
 from epd_portable.connector.stores.loader import IDENTITY, StoreLoader
 from epd_portable.connector.stores.metrics import StoreMetrics
 from epd_portable.errors import StoreError
@@ -63,7 +63,7 @@ class Side:
         self.slots = Slots()
         self.news = threading.Semaphore(0)
         self.registry = CollectorRegistry()
-        self.breaker = Breaker(first_s=1.0, clock=self.clock, chance=lambda: 0.5)
+        self.breaker = CircuitBreaker(first_s=1.0, clock=self.clock, chance=lambda: 0.5)
         self.loader = StoreLoader(
             store,
             SEAL,

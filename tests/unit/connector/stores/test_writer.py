@@ -8,7 +8,7 @@ import pytest
 import torch
 from prometheus_client import CollectorRegistry
 
-from epd_portable.connector.stores.breaker import Breaker
+from epd_portable.connector.circuit_breaker import CircuitBreaker
 from epd_portable.connector.stores.metrics import StoreMetrics
 from epd_portable.connector.stores.writer import Output, StoreWriter
 from epd_portable.errors import StoreError, StoreFullError, TransportError
@@ -43,7 +43,7 @@ class Side:
     def __init__(self, store: MemoryStore, *, queued: int = 100) -> None:
         self.store = store
         self.registry = CollectorRegistry()
-        self.breaker = Breaker(first_s=1000.0)
+        self.breaker = CircuitBreaker(first_s=1000.0)
         self.writer = StoreWriter(
             store,
             SEAL,

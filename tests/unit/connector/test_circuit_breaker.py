@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from epd_portable.connector.stores.breaker import Breaker
+from epd_portable.connector.circuit_breaker import CircuitBreaker
 
 
 @dataclass
@@ -13,8 +13,8 @@ class Clock:
         return self.now
 
 
-def made(clock: Clock) -> Breaker:
-    return Breaker(first_s=1.0, longest_s=5.0, clock=clock, chance=lambda: 0.5)
+def made(clock: Clock) -> CircuitBreaker:
+    return CircuitBreaker(first_s=1.0, longest_s=5.0, clock=clock, chance=lambda: 0.5)
 
 
 def test_one_failure_opens_it_and_time_lets_one_ask() -> None:
@@ -26,9 +26,10 @@ def test_one_failure_opens_it_and_time_lets_one_ask() -> None:
     clock.now += 1.01
     assert breaker.state == "half_open"
     assert [breaker.allows() for _ in range(3)] == [True, False, False]
-    assert breaker.succeeded()
+    assert breaker.close()
     assert (breaker.state, breaker.allows()) == ("closed", True)
-    assert not breaker.succeeded()
+    assert not breaker.close()
+    clock.now += 5.01
     breaker.failed()
     clock.now += 1.01
     assert breaker.allows(), "it begins with the shortest time again"
@@ -46,6 +47,17 @@ def test_every_failed_try_doubles_the_time_up_to_the_longest() -> None:
         assert not breaker.failed()
 
 
+def test_a_store_that_answers_now_and_then_rests_for_longer_all_the_same() -> None:
+    clock = Clock()
+    breaker = made(clock)
+    for expected_s in (1.0, 2.0, 4.0):
+        assert breaker.failed()
+        clock.now += 0.99 * expected_s
+        assert not breaker.allows()
+        clock.now += 0.02 * expected_s
+        assert breaker.allows() and breaker.close()
+
+
 def test_failures_of_those_who_asked_before_it_opened_change_nothing() -> None:
     clock = Clock()
     breaker = made(clock)
@@ -56,7 +68,9 @@ def test_failures_of_those_who_asked_before_it_opened_change_nothing() -> None:
 
 def test_processes_do_not_come_back_all_at_once() -> None:
     clock = Clock()
-    early, late = (Breaker(first_s=1.0, clock=clock, chance=lambda at=at: at) for at in (0.0, 1.0))
+    early, late = (
+        CircuitBreaker(first_s=1.0, clock=clock, chance=lambda at=at: at) for at in (0.0, 1.0)
+    )
     early.failed()
     late.failed()
     clock.now += 1.0
