@@ -23,7 +23,6 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
 from pathlib import Path
 from typing import IO, Any, NoReturn, TypeAlias
 
@@ -176,10 +175,14 @@ class Nursery:
         return subprocess.CompletedProcess([*map(str, words)], child.returncode, *texts)
 
 
-@cache
-def nursery() -> Nursery:
-    """Return the one for what needs torch, as everything that moves tensors does."""
-    return Nursery(*PRELOADED)
+_nurseries: dict[tuple[str, ...], Nursery] = {}
+
+
+def nursery(*modules: str) -> Nursery:
+    """Return the one that has imported some modules; by default torch, which moves tensors."""
+    if modules not in _nurseries:
+        _nurseries[modules] = Nursery(*(modules or PRELOADED))
+    return _nurseries[modules]
 
 
 Process: TypeAlias = "Child | subprocess.Popen[str]"
@@ -197,10 +200,9 @@ def start(*words: object, cold: bool, **streams: Any) -> Process:
 
 
 def close() -> None:
-    """End it at the end of the run, if there is one."""
-    if nursery.cache_info().currsize:
-        nursery().close()
-        nursery.cache_clear()
+    """End all at the end of the run."""
+    while _nurseries:
+        _nurseries.popitem()[1].close()
 
 
 def serve(pipe: socket.socket) -> list[str] | None:

@@ -362,7 +362,8 @@ class Instance:
     def answered(self) -> None:
         """It answered a request as it should."""
         self.answered_at = self._clock()
-        self.breaker.close()
+        if self.breaker.failures:
+            self.breaker.close()
         if self.suspected:
             self.suspected = False
             self._changed()

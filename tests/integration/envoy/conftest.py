@@ -7,16 +7,15 @@ import contextlib
 import random
 import signal
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import httpx
 import pytest
 
 from epd_portable.router.settings import RouterSettings
+from tests import warm
 from tests.integration.router.conftest import Front, build
-from tests.integration.router.stand_in import Serving
+from tests.integration.router.stand_in import Serving, start_process
 
 __all__ = ["build"]
 
@@ -46,7 +45,7 @@ class Fronted(Serving):
         self._settings = settings.model_copy(update={"port": self.port})
         self._folder = folder
         self._log = folder / "picker.log"
-        self.process: subprocess.Popen[bytes] | None = None
+        self.process: warm.Child | None = None
 
     @property
     def log(self) -> str:
@@ -56,16 +55,9 @@ class Fronted(Serving):
         self._folder.mkdir(exist_ok=True)
         settings = self._folder / "settings.json"
         settings.write_text(self._settings.model_dump_json())
-        command = [sys.executable, "-m", "epd_portable.router.picker"]
-        with self._log.open("wb") as log:
-            self.process = subprocess.Popen(
-                [
-                    *command,
-                    *("--settings", f"@{settings}"),
-                    *("--folder", str(self._folder), "--threads", "1"),
-                ],
-                stderr=log,
-            )
+        words = ("--settings", f"@{settings}", "--folder", self._folder, "--threads", "1")
+        with self._log.open("w") as log:
+            self.process = start_process("-m", "epd_portable.router.picker", *words, stderr=log)
         async with httpx.AsyncClient() as client:
             while True:
                 assert self.process.poll() is None, self.log

@@ -27,7 +27,7 @@ from epd_portable.router.server import Router
 from epd_portable.router.settings import RouterSettings
 from tests.integration.envoy.conftest import DEADLINE_S, Fronted, free_port
 from tests.integration.router.conftest import Build, Topology
-from tests.integration.router.stand_in import Received, answer, refuse, stream
+from tests.integration.router.stand_in import Received, answer, refuse, start_process, stream
 from tests.integration.router.test_access import keys_file
 from tests.integration.router.test_hops import HOP_KEY
 from tests.integration.router.test_prefill import KV, SPLIT, after, compute, split
@@ -290,24 +290,21 @@ async def listening(t: Topology, folder: Path, *options: str, **more: Any) -> As
     settings = t.settings.model_copy(update={"port": free_port(), **more})
     written = folder / "settings.json"
     written.write_text(settings.model_dump_json())
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "epd_portable.router.picker", "--settings", f"@{written}"),
-        *("--folder", str(folder), *options),
-        stderr=asyncio.subprocess.PIPE,
-    )
+    words = ("--settings", f"@{written}", "--folder", folder, *options)
+    process = start_process("-m", "epd_portable.router.picker", *words, stderr=subprocess.PIPE)
     assert process.stderr is not None
-    said = b""
+    said = ""
     try:
         async with asyncio.timeout(DEADLINE_S):
-            while b"by Envoy as in" not in said:
-                line = await process.stderr.readline()
-                assert line, said.decode()
+            while "by Envoy as in" not in said:
+                line = await asyncio.to_thread(process.stderr.readline)
+                assert line, said
                 said += line
         yield folder / "endpoints.json"
     finally:
-        with contextlib.suppress(ProcessLookupError):
-            process.terminate()
-        await process.communicate()
+        process.terminate()
+        await asyncio.to_thread(process.wait, DEADLINE_S)
+        process.stderr.close()
 
 
 def certificate(folder: Path, name: str) -> tuple[Path, Path]:

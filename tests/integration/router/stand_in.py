@@ -13,7 +13,7 @@ import json
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import IO, Any
 
 import msgspec
 import uvicorn
@@ -32,6 +32,7 @@ from epd_portable.router.server import Router
 from epd_portable.router.serving import BACKLOG, listen
 from epd_portable.wire import codec
 from epd_portable.wire.messages import LOAD_PATH, AnyMessage, LoadReport, LoadWanted, Nack, NackCode
+from tests import warm
 from tests.listening import stop_listening
 
 DEADLINE_S = 60.0
@@ -40,6 +41,18 @@ CHAT = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: applicat
 """How a request begins that is written to a socket."""
 FILES_PER_REQUEST = 8
 """Both ends of its connections to the router, an instance and encoders, and some to spare."""
+
+
+IMPORTED = (
+    *("epd_portable.router.server", "epd_portable.router.serving", "epd_portable.router.ext_proc"),
+    *("epd_portable.launch.run.router_client", "grpc.aio", "uvloop"),
+)
+"""By routers, pickers and registrars."""
+
+
+def start_process(*words: object, stderr: IO[str] | int) -> warm.Child:
+    """Start what python does with ``-m MODULE ...`` or ``-c CODE ...``, of a router's modules."""
+    return warm.nursery(*IMPORTED).popen(*words, stderr=stderr)
 
 
 def at_once(most: int) -> int:

@@ -9,7 +9,6 @@ import re
 import resource
 import socket
 import subprocess
-import sys
 from collections.abc import AsyncIterator
 
 import psutil
@@ -18,7 +17,7 @@ import pytest
 from epd_portable.router.http import open_files
 from epd_portable.router.server import Router
 from tests.integration.router.conftest import Build
-from tests.integration.router.stand_in import RouterServing
+from tests.integration.router.stand_in import DEADLINE_S, RouterServing, start_process
 from tests.integration.router.test_process import SETTINGS
 from tests.integration.router.test_requests import RED, TEXT
 
@@ -75,15 +74,16 @@ def test_a_router_may_have_as_many_files_as_the_system_allows(most: int) -> None
         f"import resource; resource.setrlimit(resource.RLIMIT_NOFILE, ({FEW}, {hard}))\n"
         "import sys; from epd_portable.router.__main__ import main; sys.exit(main())"
     )
-    command = [sys.executable, "-c", limited, "--settings", json.dumps(SETTINGS)]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    words = ("-c", limited, "--settings", json.dumps(SETTINGS))
+    process = start_process(*words, stderr=subprocess.PIPE)
+    assert process.stderr is not None
     try:
-        assert process.stderr is not None
         assert re.search(r"http://127\.0\.0\.1:\d+", process.stderr.readline())
         if hard < open_files.ENOUGH:
             assert re.search(rf"{hard} files open.*LimitNOFILE", process.stderr.readline())
         assert psutil.Process(process.pid).rlimit(psutil.RLIMIT_NOFILE) == (hard, hard)
     finally:
         process.terminate()
-        _, rest = process.communicate(timeout=20)
-    assert "files open" not in rest
+    with process.stderr as rest:
+        assert "files open" not in rest.read()
+    process.wait(DEADLINE_S)

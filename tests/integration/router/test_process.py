@@ -10,17 +10,23 @@ import socket
 import ssl
 import subprocess
 import sys
-import urllib.error
-import urllib.request
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from starlette.responses import Response
 
-from tests.integration.router.stand_in import Behaviour, Received, StandIn, answer, stream
+from tests import warm
+from tests.integration.router.stand_in import (
+    IMPORTED,
+    Behaviour,
+    StandIn,
+    answer,
+    forever,
+    start_process,
+    stream,
+)
 from tests.keyring import secret, secret_file
 
 TIMEOUT_S = 60
@@ -40,37 +46,9 @@ SETTINGS: dict[str, Any] = {
 }
 
 
-def start(settings: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-m", "epd_portable.router", "--settings", settings],
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
-@pytest.fixture
-def router() -> Iterator[subprocess.Popen[str]]:
-    process = start(json.dumps(SETTINGS))
-    yield process
-    process.kill()
-    process.communicate()
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_it_stops_cleanly_on_a_signal(
-    router: subprocess.Popen[str], number: signal.Signals
-) -> None:
-    assert router.stderr is not None
-    found = re.search(r"http://127\.0\.0\.1:\d+", router.stderr.readline())
-    assert found
-    with pytest.raises(urllib.error.HTTPError, match="503"):
-        urllib.request.urlopen(f"{found[0]}/health", timeout=TIMEOUT_S)
-
-    router.send_signal(number)
-
-    _, errors = router.communicate(timeout=TIMEOUT_S)
-    assert router.returncode == 0
-    assert "Traceback" not in errors
+def start(settings: dict[str, Any]) -> warm.Child:
+    words = ("-m", "epd_portable.router", "--settings", json.dumps(settings))
+    return start_process(*words, stderr=subprocess.PIPE)
 
 
 class Running:
@@ -80,7 +58,7 @@ class Running:
         instance = {**SETTINGS["instances"][0], "url": pd.serving.url}
         self.pd = pd
         self.process = start(
-            json.dumps({**SETTINGS, "instances": [instance], "probe_interval_s": 0.1, **settings})
+            {**SETTINGS, "instances": [instance], "probe_interval_s": 0.1, **settings}
         )
         assert self.process.stderr is not None
         found = re.search(r"https?://127\.0\.0\.1:\d+", self.process.stderr.readline())
@@ -92,8 +70,11 @@ class Running:
             await asyncio.sleep(0.02)
 
     async def errors(self) -> str:
-        """Wait for the end; return what was logged."""
-        _, errors = await asyncio.to_thread(self.process.communicate, timeout=TIMEOUT_S)
+        """Wait for a clean end; return what was logged."""
+        assert self.process.stderr is not None
+        errors = await asyncio.to_thread(self.process.stderr.read)
+        assert await asyncio.to_thread(self.process.wait, TIMEOUT_S) == 0
+        assert "Traceback" not in errors
         return errors
 
 
@@ -110,7 +91,9 @@ async def run() -> AsyncIterator[Callable[..., Awaitable[Running]]]:
     yield make
     for running in started:
         running.process.kill()
-        running.process.communicate()
+        running.process.wait(TIMEOUT_S)
+        assert running.process.stderr is not None
+        running.process.stderr.close()
         await running.pd.serving.stop()
 
 
@@ -122,25 +105,19 @@ def asking(url: str, **options: Any) -> httpx.AsyncClient:
     return httpx.AsyncClient(base_url=url, timeout=TIMEOUT_S, trust_env=False, **options)
 
 
-async def never(received: Received) -> Response:
-    await asyncio.Event().wait()
-    return Response()
-
-
 async def test_what_does_not_end_in_time_when_it_stops_is_refused_in_openai_form(run: Run) -> None:
-    router = await run(never, drain_s=0.3)
+    router = await run(forever, drain_s=0.3)
     async with asking(router.url) as client:
         await router.until_up(client)
         asked = asyncio.create_task(client.post("/v1/chat/completions", json=BODY))
         await router.pd.until(lambda pd: bool(pd.received))
-        router.process.send_signal(signal.SIGTERM)
+        router.process.send_signal(signal.SIGINT)
         answer = await asked
     errors = await router.errors()
     assert answer.status_code == 503
     assert answer.headers["retry-after"]
     assert answer.json()["error"]["message"] == "the router is stopping"
     assert "cut off after router.drain_s" in errors
-    assert "Traceback" not in errors
 
 
 async def test_answers_that_have_begun_end_before_it_stops(run: Run) -> None:
@@ -168,14 +145,11 @@ async def test_answers_that_have_begun_end_before_it_stops(run: Run) -> None:
     assert refused.status_code == 503
     assert refused.headers["connection"] == "close"
     assert len(router.pd.received) == 1
-    errors = await router.errors()
-    assert router.process.returncode == 0
-    assert "cut off" not in errors
-    assert "Traceback" not in errors
+    assert "cut off" not in await router.errors()
 
 
 async def test_a_second_signal_ends_it_at_once(run: Run) -> None:
-    router = await run(never)
+    router = await run(forever)
     async with asking(router.url) as client:
         await router.until_up(client)
         asked = asyncio.create_task(client.post("/v1/chat/completions", json=BODY))
@@ -184,10 +158,8 @@ async def test_a_second_signal_ends_it_at_once(run: Run) -> None:
         while (await client.get("/health")).json()["status"] != "draining":
             await asyncio.sleep(0.02)
         router.process.send_signal(signal.SIGTERM)
-        errors = await router.errors()
+        await router.errors()
         asked.cancel()
-    assert router.process.returncode == 0
-    assert "Traceback" not in errors
 
 
 async def test_it_speaks_https(run: Run, tmp_path: Path) -> None:
@@ -236,13 +208,10 @@ def test_what_keeps_it_from_starting_is_named(settings: dict[str, Any], words: s
     with socket.create_server(("127.0.0.1", 0)) as taken:
         if "port" in settings:
             settings = {"port": taken.getsockname()[1]}
-        process = start(json.dumps({**SETTINGS, **settings}))
-        try:
-            _, errors = process.communicate(timeout=TIMEOUT_S)
-        finally:
-            process.kill()
-    assert process.returncode == 2
-    assert words in errors and "Traceback" not in errors
+        given = ("--settings", json.dumps({**SETTINGS, **settings}))
+        done = warm.nursery(*IMPORTED).run("-m", "epd_portable.router", *given, timeout=TIMEOUT_S)
+    assert done.returncode == 2
+    assert words in done.stderr and "Traceback" not in done.stderr
 
 
 def test_it_imports_neither_torch_nor_an_engine() -> None:
