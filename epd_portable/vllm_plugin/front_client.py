@@ -312,9 +312,9 @@ class SplitClient(AsyncMPClient):
         self._at_engines[engine_id] = one
         try:
             with while_up(engine.instance.working()) as use:
+                await engine.add(self._for_engine(one, engine_id, transfers))
+                one.sent.set()
                 async with anyio.create_task_group() as items:
-                    await client.add_request_async(self._for_engine(one, engine_id, transfers))
-                    one.sent.set()
                     for each in ways:
                         items.start_soon(self._deliver, one, each, transfers[each.item.item_uuid])
                     if not ways:
@@ -331,8 +331,8 @@ class SplitClient(AsyncMPClient):
                 one.again = f"engine {engine.name} {error}"
         finally:
             del self._at_engines[engine_id]
-            if client is engine.client and not one.ended.is_set():
-                await client.abort_requests_async([engine_id])
+            if not one.ended.is_set():
+                await engine.abort(client, engine_id)
 
     def _assign(self, one: OpenRequest, pd: Instance) -> list[Assignment[FrontItem]]:
         """Return the items that encoders bring; whoever answers encodes the others."""
@@ -435,18 +435,17 @@ class SplitClient(AsyncMPClient):
         job: str,
     ) -> EncodeFailure | None:
         """Have one item encoded by one encoder; return why it was not."""
-        client = self.engines.by_name[encoder.name].client
-        assert client is not None, "an instance that is up has a client"
-        begun = time.monotonic()
+        engine = self.engines.by_name[encoder.name]
+        client, begun = engine.client, time.monotonic()
         answer = self._jobs[job] = asyncio.get_running_loop().create_future()
         try:
-            await client.add_request_async(_job(one.core, item.feature, transfer, job))
+            await engine.add(_job(one.core, item.feature, transfer, job))
             reason = await answer
         finally:
             del self._jobs[job]
             if not answer.done() or answer.cancelled():
                 with anyio.CancelScope(shield=True):
-                    await client.abort_requests_async([job])
+                    await engine.abort(client, job)
         if reason in (FinishReason.ERROR, FinishReason.ABORT):
             return EncodeFailure(kind=FailureKind.ERROR, reason=f"ended the job with {reason}")
         seconds = time.monotonic() - begun

@@ -25,11 +25,11 @@ from vllm.v1.engine.utils import EngineHandshakeMetadata, EngineZmqAddresses
 from vllm.v1.executor import Executor
 
 from epd_portable.config.roles import Role
-from epd_portable.delivery.instances import EndpointPool, Instance
+from epd_portable.delivery.instances import EndpointPool, Instance, WentDownError
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.v1.engine import EngineCoreOutputs
+    from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest
 
 logger = logging.getLogger(__name__)
 
@@ -79,6 +79,24 @@ class FrontEngine:
     def is_full(self) -> bool:
         """Whether it has as many jobs as it takes."""
         return self.encodes_only and self.instance.load >= self.settings.max_queued_items
+
+    async def add(self, request: EngineCoreRequest) -> None:
+        """Send it a request.
+
+        Raises:
+            WentDownError: It is down, or has said that it ends.
+        """
+        if self.client is None:
+            raise WentDownError("is down")
+        try:
+            await self.client.add_request_async(request)
+        except EngineDeadError as error:
+            raise WentDownError("has failed") from error
+
+    async def abort(self, client: Any, request_id: str) -> None:
+        """End a request that was sent to it, if it is still in the life that `client` is of."""
+        if client is not None and client is self.client:
+            await client.abort_requests_async([request_id])
 
     async def responds(self, timeout_s: float) -> bool:
         """Return whether its loop takes calls."""
@@ -195,6 +213,8 @@ class Engines:
     async def _serve(
         self, engine: FrontEngine, client: AsyncMPClient, gone: asyncio.Task[bytes]
     ) -> None:
+        if engine.client is not None:
+            engine.instance.seen_gone("its process was started again")
         engine.client = client
         engine.instance.seen_well()
         pump = asyncio.create_task(self._pump(engine, client))

@@ -1,7 +1,7 @@
-"""Starts one topology with this environment's Python, and runs the tests of clients with another's.
+"""Starts a topology with this environment's Python, and runs the tests of clients with another's.
 
-``python -m tests.clients .venv-clients/bin/python [options of pytest]``: clients have versions of
-their own of what the engine needs too, so no environment holds both.
+``python -m tests.clients .venv-clients/bin/python [options of pytest]``, once behind each front:
+clients have versions of their own of what the engine needs too, so no environment holds both.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from pathlib import Path
 from epd_portable.bench import servers
 
 ROOT = Path(__file__).parents[2]
+FRONTS = ("engine", "router")
 SETTINGS = (
     "router.item_outcomes=true",
     "router.elastic_encode=false",
@@ -34,15 +35,20 @@ PYTEST = (
 
 
 def main(argv: list[str]) -> int:
-    """Return the exit status of pytest."""
-    python, *options = argv
+    """Return the highest exit status of pytest."""
+    return max([run(front, *argv) for front in FRONTS])
+
+
+def run(front: str, python: str, *options: str) -> int:
+    """Let the clients ask one front; return the exit status of pytest."""
+    print(f"clients at the {front} front", flush=True)
     with (
         tempfile.TemporaryDirectory(prefix="epd-clients-") as folder,
         servers.topology(
             ROOT / "configs" / "1e1pd.yaml",
             platform="cpu",
             log_dir=Path(folder),
-            settings=SETTINGS,
+            settings=(f"front={front}", *SETTINGS),
             env={"PYTHONPATH": str(ROOT)},
             report=lambda line: print(line, flush=True),
         ) as server,

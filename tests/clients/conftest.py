@@ -19,7 +19,7 @@ QUESTION = QUESTIONS[QuestionKind.DESCRIBE]
 MODEL = "demo"
 KEY = "none"
 DEADLINE_S = 20.0
-OUTCOMES = re.compile(r'^epd_router_items_total\{outcome="(\w+)"\} (\S+)$', re.MULTILINE)
+OUTCOMES = re.compile(r'^epd_(?:router|front)_items_total\{outcome="(\w+)"\} (\S+)$', re.MULTILINE)
 
 Encodes = Callable[[int], AbstractContextManager[None]]
 """Checks that so many pictures went to the encoder meanwhile, and none another way."""

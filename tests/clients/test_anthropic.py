@@ -81,7 +81,7 @@ def test_tokens_are_counted_without_encoding(client: anthropic.Anthropic, encode
 
 
 def test_what_is_refused_is_the_clients_own_kind_of_error(client: anthropic.Anthropic) -> None:
-    with pytest.raises(anthropic.BadRequestError, match="image"):
+    with pytest.raises(anthropic.BadRequestError, match=r"image|picture"):
         client.messages.create(
             model=MODEL,
             messages=messages({"type": "base64", "media_type": "text/plain", "data": "AAAA"}),

@@ -11,33 +11,24 @@ import pytest
 
 pytest.importorskip("vllm")
 
-import torch
-from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.exceptions import GracefulHTTPError
-from vllm.multimodal.inputs import (
-    MultiModalBatchedField,
-    MultiModalFeatureSpec,
-    MultiModalFieldElem,
-    MultiModalKwargsItem,
-    PlaceholderRange,
-)
-from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
 
-from epd_portable.config.secret import Secret, make_secret_file
-from epd_portable.vllm_plugin.front_client import FrontSettings, SplitClient
-from epd_portable.vllm_plugin.front_engines import EngineSettings
+from tests.integration.vllm_plugin.played_front import (
+    CONTROL,
+    client_of,
+    config_of_front,
+    request,
+)
 
 pytestmark = pytest.mark.needs_vllm
 
-MODEL = Path(__file__).parents[3] / "epd_portable" / "demo" / "model"
-CONTROL = {"pd-0": "tcp://127.0.0.1:1", "pd-1": "tcp://127.0.0.1:2"}
 ENDED, FAILED = FinishReason.STOP, FinishReason.ERROR
 
 
 @pytest.fixture(scope="module")
 def config() -> Any:
-    return AsyncEngineArgs(model=str(MODEL), enforce_eager=True).create_engine_config()
+    return config_of_front()
 
 
 class Played:
@@ -66,29 +57,7 @@ class Front:
     """A `SplitClient` over played engines."""
 
     def __init__(self, config: Any, folder: Path, *names: str, **settings: Any) -> None:
-        secret = folder / "secret"
-        if not secret.exists():
-            make_secret_file(str(secret))
-        engines = [
-            EngineSettings(
-                name=name,
-                role="encode" if name.startswith("e") else "prefill-decode",
-                control=CONTROL.get(name, ""),
-                max_queued_items=2,
-            )
-            for name in names
-        ]
-        self.client = SplitClient(
-            config,
-            FrontSettings(
-                engines=engines,
-                socket=str(folder / "front"),
-                secret_file=str(secret),
-                elastic_encode=False,
-                **settings,
-            ),
-        )
-        self.secret = Secret.read(str(secret))
+        self.client = client_of(config, folder, *names, **settings)
         self.failed: dict[str, Exception] = {}
         self.client.fail = self.failed.__setitem__
         self.engines: dict[str, Played] = {}
@@ -139,33 +108,6 @@ class Front:
         return not (client._open or client._at_engines or client._jobs or any(loads))
 
 
-def feature(name: str, offset: int) -> MultiModalFeatureSpec:
-    field = MultiModalBatchedField()
-    grid = MultiModalBatchedField(keep_on_cpu=True)
-    data = MultiModalKwargsItem(
-        {
-            "pixel_values": MultiModalFieldElem(torch.ones(16, 8), field),
-            "image_grid_thw": MultiModalFieldElem(torch.tensor([1, 4, 4]), grid),
-        }
-    )
-    return MultiModalFeatureSpec(data, "image", name, PlaceholderRange(offset, 4), name)
-
-
-def request(name: str, pictures: tuple[str, ...], **extra: Any) -> EngineCoreRequest:
-    features = [feature(each, 1 + 5 * index) for index, each in enumerate(pictures)]
-    return EngineCoreRequest(
-        request_id=name,
-        prompt_token_ids=list(range(2 + 5 * len(pictures))),
-        mm_features=features or None,
-        sampling_params=SamplingParams(max_tokens=4, extra_args=extra or None),
-        pooling_params=None,
-        arrival_time=0.0,
-        lora_request=None,
-        cache_salt=None,
-        data_parallel_rank=None,
-    )
-
-
 async def settle() -> None:
     for _ in range(20):
         await asyncio.sleep(0)
@@ -197,7 +139,7 @@ def test_pixels_go_to_the_encoder_and_metadata_to_the_engine_that_answers(run: A
         assert (expected["item_uuid"], expected["media"]) == ("a", False)
         assert transfer["transfer_id"] == expected["transfer_id"]
         vouched = (transfer["transfer_id"], "a", CONTROL["pd-0"])
-        assert front.secret.sign_transfer(*vouched) == transfer["proof"]
+        assert front.client.secret.sign_transfer(*vouched) == transfer["proof"]
         await front.says("e-0", job.request_id, end=ENDED)
         await front.says("pd-0", "r", 7)
         await front.says("pd-0", "r", 8, end=ENDED)

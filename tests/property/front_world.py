@@ -1,0 +1,354 @@
+"""One front over played engines, in which a random number says what happens next.
+
+The front is `SplitClient` with `Engines`, whole but for sockets; engines are played: they take what
+vLLM's client would send, and put out what vLLM's would. What they do not reproduce: steps, room in
+caches, the connector's own deadlines (an engine may give an item up at any moment).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from vllm.exceptions import GracefulHTTPError
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from epd_portable.vllm_plugin.front_client import SplitClient
+from tests.integration.vllm_plugin.played_front import CONTROL, client_of, request, seen_of
+
+PICTURES = "abcdef"
+STEPS = 60
+MOST_STEPS = 5_000
+"""Until everybody is answered when nothing goes wrong any more."""
+TOKENS = 3
+"""Of an answer: what it is to, and what its pictures are, with each."""
+
+
+@dataclass(eq=False)
+class Asked:
+    """A request as its client sees it."""
+
+    name: str
+    pictures: str
+    tokens: list[int] = field(default_factory=list)
+    ends: list[str] = field(default_factory=list)
+    given_up: bool = False
+
+    @property
+    def answer(self) -> list[int]:
+        return [int(self.name), *map(seen_of, self.pictures)] * TOKENS
+
+
+class Life:
+    """One life of an engine, in the place of vLLM's client of it."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.requests: dict[str, EngineCoreRequest] = {}
+        self.said: dict[str, int] = {}
+        self.cached: dict[str, int] = {}
+        self.brought: dict[str, int] = {}
+        self.outbox: list[EngineCoreOutput] = []
+        self.stopped = False
+        self.dead = False
+        self.says_dead = False
+        self.gone = asyncio.Event()
+        self._outputs: asyncio.Queue[EngineCoreOutputs | Exception] = asyncio.Queue()
+
+    # -- what the front calls ---------------------------------------------------------------------
+
+    async def add_request_async(self, core: EngineCoreRequest) -> None:
+        if self.says_dead:
+            raise EngineDeadError
+        assert core.request_id not in self.requests, "no id comes twice"
+        if not self.dead:
+            self.requests[core.request_id] = core
+
+    async def abort_requests_async(self, request_ids: list[str]) -> None:
+        for each in request_ids:
+            self.requests.pop(each, None)
+
+    async def get_output_async(self) -> EngineCoreOutputs:
+        found = await self._outputs.get()
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    def shutdown(self) -> None:
+        self.dead = True
+
+    # -- what happens -----------------------------------------------------------------------------
+
+    def put(self, request_id: str, *tokens: int, end: FinishReason | None = None) -> None:
+        """Put something out, which is on its way from then on."""
+        self.outbox.append(EngineCoreOutput(request_id, [*tokens], finish_reason=end))
+        if end is not None:
+            del self.requests[request_id]
+            self.said.pop(request_id, None)
+
+    def arrive(self) -> None:
+        """Let all that was put out arrive at the front, in one message."""
+        self._outputs.put_nowait(EngineCoreOutputs(outputs=self.outbox))
+        self.outbox = []
+
+    def die(self, *, says_so: bool) -> None:
+        self.dead, self.says_dead, self.requests, self.outbox = True, says_so, {}, []
+        if says_so:
+            self._outputs.put_nowait(EngineDeadError())
+
+
+class World:
+    """One front, and everything around it.
+
+    Args:
+        seed: Of all that is random.
+        config: vLLM's, of the front.
+        folder: For the secret.
+
+    Attributes:
+        happened: What did, for tests of the test.
+    """
+
+    def __init__(self, seed: int, config: Any, folder: Path) -> None:
+        self.random = random.Random(seed)
+        self.happened: Counter[str] = Counter()
+        encoders = [f"e-{number}" for number in range(self.random.randint(0, 2))]
+        self.names = [*encoders, *[*CONTROL][: self.random.randint(1, 2)]]
+        self.client: SplitClient = client_of(config, folder, *self.names)
+        self.client._pool.chance = random.Random(seed)
+        for _ in range(self.random.choice([0, 0, 97, 100])):
+            self.client._retries.spend()
+        self.client.fail = self._failed
+        self.asked: dict[str, Asked] = {}
+        self.lives: dict[str, Life] = {}
+        self.writes: list[tuple[Life, dict[str, Any], int]] = []
+        self.serving: dict[Life, asyncio.Task[None]] = {}
+        self.trace: list[str] = []
+
+    async def run(self) -> None:
+        """Let things happen, then let all end, and check what is left."""
+        reading = asyncio.create_task(self._read())
+        for name in self.names:
+            self._come(name)
+        for _ in range(STEPS):
+            await self._happen()
+            await self._settle(self.random.randint(0, 6))
+        await self._end()
+        self._check()
+        reading.cancel()
+        for life in self.serving:
+            life.gone.set()
+        await asyncio.gather(*self.serving.values())
+
+    # -- what goes wrong, and what clients do ---------------------------------------------------
+
+    async def _happen(self) -> None:
+        what = self.random.choices(
+            (self._ask, self._give_up, self._engine_acts, self._bring, self._misfortune),
+            (4, 1, 10, 6, 1),
+        )[0]
+        await what()
+
+    async def _ask(self) -> None:
+        count = self.random.choice([0, 1, 1, 2, 3])
+        pictures = "".join(self.random.choices(PICTURES, k=count))
+        one = Asked(str(len(self.asked)), pictures)
+        self.asked[one.name] = one
+        self._note(f"ask {one.name} of {pictures!r}")
+        try:
+            await self.client.add_request_async(request(one.name, pictures))
+        except GracefulHTTPError as error:
+            one.ends.append(f"refused: {error}")
+            self.happened["refused"] += 1
+            await self.client.abort_requests_async([one.name])
+
+    async def _give_up(self) -> None:
+        if open_ := [each for each in self.asked.values() if not each.ends and not each.given_up]:
+            one = self.random.choice(open_)
+            one.given_up = True
+            self.happened["given up"] += 1
+            self._note(f"give up {one.name}")
+            await self.client.abort_requests_async([one.name])
+
+    async def _misfortune(self) -> None:
+        name = self.random.choice(self.names)
+        life = self.lives[name]
+        if life.dead:
+            if life.says_dead or self.random.random() < 0.5:
+                self._note(f"{name} is seen to be gone")
+                life.gone.set()
+            if self.random.random() < 0.7:
+                # Sometimes before anybody has seen that it was gone.
+                self.happened["came back"] += 1
+                self._come(name)
+            return
+        what = self.random.choice(["die", "die", "say and die", "stop", "drain", "forget"])
+        self._note(f"{name}: {what}")
+        instance = self.client.engines.by_name[name].instance
+        if what == "stop":
+            life.stopped = not life.stopped
+        elif what == "drain":
+            instance.resume() if instance.draining else instance.drain()
+        elif what == "forget":
+            life.cached.clear()
+        else:
+            life.die(says_so=what == "say and die")
+        self.happened[what] += 1
+
+    def _come(self, name: str) -> None:
+        self._note(f"{name} comes")
+        life = self.lives[name] = Life(name)
+        engines = self.client.engines
+        gone = asyncio.create_task(life.gone.wait())
+        serving = engines._serve(engines.by_name[name], life, gone)  # type: ignore[arg-type]
+        self.serving[life] = asyncio.create_task(serving)
+
+    # -- what engines do --------------------------------------------------------------------------
+
+    async def _engine_acts(self, *, well: bool = False) -> None:
+        if not (able := [each for each in self.lives.values() if self._is_able(each)]):
+            return
+        life = self.random.choice(able)
+        if life.outbox and self.random.random() < 0.5:
+            life.arrive()
+        elif life.requests:
+            core = self.random.choice([*life.requests.values()])
+            fails = not well and self.random.random() < 0.05
+            act = self._encode if life.name.startswith("e") else self._answer
+            act(life, core, fails)
+
+    def _is_able(self, life: Life) -> bool:
+        return not (life.dead or life.stopped) and bool(life.requests or life.outbox)
+
+    def _encode(self, life: Life, core: EngineCoreRequest, fails: bool) -> None:
+        (feature,) = core.mm_features or ()
+        assert feature.data is not None
+        content = int(feature.data["pixel_values"].data[0, 0])
+        assert content == seen_of(feature.identifier)
+        extra = core.sampling_params.extra_args or {}  # type: ignore[union-attr]
+        (transfer,) = extra["ec_transfer_params"]["transfers"]
+        signed = (transfer["transfer_id"], transfer["item_uuid"], transfer["consumer"])
+        assert self.client.secret.sign_transfer(*signed) == transfer["proof"]
+        if fails:
+            self.happened["encode failed"] += 1
+            life.put(core.request_id, end=FinishReason.ERROR)
+            return
+        self._note(f"{life.name} has encoded {core.request_id}")
+        self.writes.append((life, transfer, content))
+        life.put(core.request_id, end=FinishReason.STOP)
+
+    def _answer(self, life: Life, core: EngineCoreRequest, fails: bool) -> None:
+        seen = [self._seen(life, core, feature) for feature in core.mm_features or ()]
+        done = life.said.get(core.request_id, 0)
+        if not done and fails:
+            self.happened["answer failed"] += 1
+            self._note(f"{life.name} fails {core.request_id}")
+            life.put(core.request_id, end=FinishReason.ERROR)
+        elif done or None not in seen:
+            self._note(f"{life.name} says more of {core.request_id}")
+            # The first time it has all, and keeps it.
+            for feature, content in zip(core.mm_features or (), seen, strict=True):
+                if content is not None:
+                    life.cached[feature.identifier] = content
+            name = int(core.request_id.partition("-")[0])
+            tokens = [name, *(seen_of(each.identifier) for each in core.mm_features or ())]
+            if not done:
+                tokens = [name, *(content or 0 for content in seen)]
+            life.said[core.request_id] = done + 1
+            end = FinishReason.STOP if done + 1 == TOKENS else None
+            life.put(core.request_id, *tokens, end=end)
+
+    def _seen(self, life: Life, core: EngineCoreRequest, feature: Any) -> int | None:
+        """Return what an item shows, if it is there."""
+        if "pixel_values" in feature.data:
+            self.happened["encoded where it was needed"] += 1
+            return int(feature.data["pixel_values"].data[0, 0])
+        if feature.identifier in life.cached:
+            return life.cached[feature.identifier]
+        extra = core.sampling_params.extra_args or {}  # type: ignore[union-attr]
+        transfers = extra["ec_transfer_params"]["transfers"]
+        ways = {each["item_uuid"]: each["transfer_id"] for each in transfers}
+        return life.brought.get(ways[feature.identifier])
+
+    async def _bring(self) -> None:
+        """Let one item that was encoded arrive, if both ends of its way are there."""
+        if not self.writes:
+            return
+        life, transfer, content = self.writes[self.random.randrange(len(self.writes))]
+        if life.stopped:
+            return
+        self.writes.remove((life, transfer, content))
+        (name,) = (each for each in CONTROL if CONTROL[each] == transfer["consumer"])
+        if not life.dead:
+            self.happened["brought"] += 1
+            self._note(f"{name} gets {transfer['transfer_id'][:6]}")
+            self.lives[name].brought[transfer["transfer_id"]] = content
+
+    # -- what comes of it -------------------------------------------------------------------------
+
+    async def _read(self) -> None:
+        while True:
+            for each in (await self.client.get_output_async()).outputs:
+                one = self.asked[each.request_id]
+                if one.given_up:
+                    continue
+                assert not one.ends, f"{one} goes on after its end: {each}"
+                one.tokens += each.new_token_ids
+                if each.finish_reason is not None:
+                    one.ends.append(str(each.finish_reason))
+                    self._note(f"{one.name} ends: {each.finish_reason}")
+
+    def _failed(self, request_id: str, error: Exception) -> None:
+        self._note(f"{request_id} fails: {error}")
+        assert isinstance(error, GracefulHTTPError), repr(error)
+        one = self.asked[request_id]
+        assert not one.tokens, "what has begun is not refused"
+        one.ends.append(f"failed: {error}")
+        self.happened["failed"] += 1
+
+    async def _end(self) -> None:
+        """Let nothing go wrong any more until everybody is answered."""
+        self._note("the end begins")
+        for name, life in [*self.lives.items()]:
+            life.stopped = False
+            self.client.engines.by_name[name].instance.resume()
+            if life.dead:
+                life.gone.set()
+                await self._settle(10)
+                self._come(name)
+        await self._settle(10)
+        for _ in range(MOST_STEPS):
+            if not any(map(self._is_able, self.lives.values())) and not self.writes:
+                await self._settle(20)
+                if not any(map(self._is_able, self.lives.values())):
+                    return
+            await self._engine_acts(well=True)
+            await self._bring()
+            await self._settle(2)
+
+    def _check(self) -> None:
+        client = self.client
+        for one in self.asked.values():
+            if not one.given_up:
+                assert len(one.ends) == 1, f"{one} has ended {len(one.ends)} times"
+            assert one.tokens == one.answer[: len(one.tokens)], f"{one} is not {one.answer}"
+            if one.ends == [str(FinishReason.STOP)]:
+                self.happened["answered"] += 1
+                assert one.tokens == one.answer
+        assert not (client._open or client._at_engines or client._jobs or client._pool.encoding)
+        for name, engine in client.engines.by_name.items():
+            assert (engine.instance.load, engine.instance.pending_encode_s) == (0, 0), name
+            assert engine.instance.idle, name
+            assert not self.lives[name].requests, f"{name} still has requests"
+
+    async def _settle(self, turns: int) -> None:
+        for _ in range(turns):
+            await asyncio.sleep(0)
+
+    def _note(self, line: str) -> None:
+        self.trace.append(line)

@@ -1,0 +1,49 @@
+"""Whatever happens to engines and clients, everybody is answered, or told why not, and rightly."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from tests.integration.vllm_plugin.played_front import config_of_front
+from tests.property.budget import TIMES, is_thorough
+from tests.property.front_world import World
+
+pytestmark = pytest.mark.needs_vllm
+
+SEEDS = 300
+MUST_HAPPEN = {
+    "answer failed",
+    "answered",
+    "brought",
+    "came back",
+    "die",
+    "drain",
+    "encode failed",
+    "encoded where it was needed",
+    "failed",
+    "forget",
+    "given up",
+    "refused",
+    "say and die",
+    "stop",
+}
+
+
+def test_everybody_is_answered_whatever_happens(tmp_path: Path) -> None:
+    config, happened = config_of_front(), Counter[str]()
+    first = random.SystemRandom().randrange(10**6, 10**9) if is_thorough() else 0
+    for seed in range(first, first + SEEDS * (TIMES if is_thorough() else 1)):
+        world = World(seed, config, tmp_path)
+        try:
+            asyncio.run(world.run())
+        except BaseException as error:
+            raise AssertionError("\n".join([f"seed {seed}", *world.trace])) from error
+        happened += world.happened
+    assert {what for what, count in happened.items() if count} >= MUST_HAPPEN
