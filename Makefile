@@ -52,7 +52,7 @@ engines:  ## Compare the split with one process on other versions of vLLM (minut
 hooks: env  ## Say what VERSION=… of vLLM changed of what the plug-in relies on, and what must follow
 	@$(if $(VERSION),,$(error name a release: make hooks VERSION=0.34.0))$(BIN)/python -m ci.hooks_diff $(VERSION)
 
-perf:  ## Measure under load beside plain vLLM, and compare with what was recorded (idle machine)
+perf:  ## Measure under load beside plain vLLM (idle machine)
 	ci/jobs/perf.sh
 
 demo: env  ## Ask a picture of an encode and a prefill+decode instance, and compare with one process

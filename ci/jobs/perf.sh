@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Job "perf": a topology under an open load beside tuned replicas of plain vLLM,
-# and its ratios against the recorded ones; a quarter of an hour. Of any use only where nothing else
-# runs. What is given besides goes to epd-bench load.
+# Job "perf": a topology under an open load beside tuned replicas of plain vLLM; its first table is to
+# be read beside that of docs/measurements/2026-11-load.md. A quarter of an hour, and of any use only
+# where nothing else runs. What is given besides goes to epd-bench load.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 "${PYTHON:-python3}" -m ci.make_env --platform cpu
@@ -9,4 +9,4 @@ exec .venv/bin/epd-bench load \
     --side ours=configs/1e1pd.yaml --side replicas:2,tuned \
     --model shape --set engine_args.kv_cache_memory_bytes=268435456 \
     --point rate=6,share=0.1,text=100,output=60 --point rate=2,share=0.3,pictures=4 \
-    --seconds 20 --rounds 3 --allow-fallback --guard docs/measurements/2026-11-load/tuned.json "$@"
+    --seconds 20 --rounds 3 --allow-fallback "$@"

@@ -36,8 +36,8 @@ What this package costs a prefill+decode engine in every step:
   epd-bench step
 How many instances of which role to run, and whether to split at all, by simulation:
   epd-bench plan --stages stages.yaml --devices 8 --workload share=0.3,pictures=1+4
-Write the results to files:
-  epd-bench transfer --json t.json --markdown t.md
+Keep the tables, and everything that was measured:
+  epd-bench transfer --json t.json > t.md
 
 Tables go to standard output, progress to standard error. Every table has ratios first:
 they carry over to other machines better than times.
@@ -74,8 +74,11 @@ MEANT = {
         ("--shape", "--picture-format", "--warm-up", "--seed", "--timeout", "--max-late-ms"),
         "It has one value.",
     ),
-    "--worse": "--guard allows twice the recorded ratio.",
+    **dict.fromkeys(
+        ("--worse", "--guard"), "Compare the first table with that of a recorded page."
+    ),
     "--up": "Sides are up together where memory allows, and in turns elsewhere.",
+    "--markdown": "The tables go to standard output: > FILE.",
     "--png": "--json has a line for every turn, to draw from.",
     "--resume": "A run begins anew; --json has every finished round.",
     "--stages": "EPD_TRACE_DIR lets instances write their events.",
@@ -159,14 +162,13 @@ Exit status: 0; 1 when something failed; 2 on bad input.
     type=click.IntRange(min=1),
     help="Measured rounds.",
 )
-@console.file_options
+@console.json_option
 def transfer_command(
     platform: PlatformName,
     paths: tuple[str, ...],
     sizes: list[int],
     repeat: int,
     json_file: Path | None,
-    markdown_file: Path | None,
 ) -> None:
     """Measure transfers; users read `TRANSFER_HELP`."""
     with console.stopping_at_sigterm():
@@ -187,7 +189,7 @@ def transfer_command(
         made = transfer.make_report(
             samples, place, left_out=left_out, command=console.command(), load_before=load_before
         )
-        console.finish(made, json_file=json_file, markdown_file=markdown_file)
+        console.finish(made, json_file)
 
 
 STEP_HELP = """Measure what the package adds to a step of a prefill+decode engine.
@@ -210,14 +212,14 @@ Exit status: 0; 1 when something failed; 2 on bad input.
     type=click.IntRange(min=10),
     help="Measured steps of each combination.",
 )
-@console.file_options
-def step_command(steps: int, json_file: Path | None, markdown_file: Path | None) -> None:
+@console.json_option
+def step_command(steps: int, json_file: Path | None) -> None:
     """Measure steps; users read `STEP_HELP`."""
     with console.stopping_at_sigterm():
         load_before = report.load_average()
         samples = step.measure(step.CASES, steps=steps, report=console.progress)
         made = step.make_report(samples, command=console.command(), load_before=load_before)
-        console.finish(made, json_file=json_file, markdown_file=markdown_file)
+        console.finish(made, json_file)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What the commands of ``epd-bench`` have in common: options, progress, and where results go."""
+"""What the commands of ``epd-bench`` have in common: progress, and where results go."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ import shlex
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TypeVar
 
 import click
 
@@ -17,33 +16,23 @@ from epd_portable.bench import report
 from epd_portable.config.secret import make_secret_file
 from epd_portable.errors import MeasurementError
 
-F = TypeVar("F", bound=Callable[..., Any])
-_FILE = click.Path(dir_okay=False, path_type=Path)
+json_option = click.option(
+    "--json",
+    "json_file",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Write all figures, a line for each case or turn.",
+)
 
 
-def file_options(command: F) -> F:
-    """Add the options that say where results are kept."""
-    markdown = click.option("--markdown", "markdown_file", type=_FILE, help="Write the tables.")
-    samples = click.option(
-        "--json", "json_file", type=_FILE, help="Write all figures, a line for each case or turn."
-    )
-    return samples(markdown(command))
-
-
-def finish(
-    made: report.Report,
-    *,
-    json_file: Path | None,
-    markdown_file: Path | None,
-) -> None:
-    """Print the tables and keep what was asked for.
+def finish(made: report.Report, json_file: Path | None) -> None:
+    """Print the tables and write the JSON that was asked for.
 
     Raises:
-        MeasurementError: A file cannot be written; the tables have been printed by then.
+        MeasurementError: It cannot be written; the tables have been printed by then.
     """
     click.echo(report.to_markdown(made))
     try:
-        report.write(made, json_file=json_file, markdown_file=markdown_file)
+        report.write(made, json_file)
     except OSError as error:
         raise MeasurementError(f"results cannot be kept: {error}; name another file") from error
 

@@ -165,12 +165,11 @@ def to_markdown(report: Report) -> str:
     return "\n".join(lines)
 
 
-def write(report: Report, *, json_file: Path | None, markdown_file: Path | None) -> None:
-    """Write the files that were asked for, with their folders."""
-    for path, text in ((json_file, to_json(report)), (markdown_file, to_markdown(report))):
-        if path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text, encoding="utf-8")
+def write(report: Report, file: Path | None) -> None:
+    """Write the JSON into a file, if there is one, with its folder."""
+    if file is not None:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(to_json(report), encoding="utf-8")
 
 
 def format_bytes(nbytes: int) -> str:

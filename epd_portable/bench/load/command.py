@@ -41,11 +41,10 @@ Sides, each as NAME=WHAT or WHAT; ratios are of the first by each of the others:
   tcp=configs/1e1pd.yaml,transfer.path=tcp    the same with other keys
   replicas:2                     two replicas of plain vLLM; requests go to them in turns
   replicas:1                     one plain vLLM over all cores or devices
-  dp:2                           one plain vLLM with --data-parallel-size 2
   upstream:1E1PD                 vLLM's own ECExampleConnector over /dev/shm, with its own proxy
                                  (see --upstream-proxy)
   replicas:2,tuned               on a CPU with the executor, threads and freedom of API servers that
-                                 epd-launch gives its own instances; so dp:2 and upstream:1E1PD.
+                                 epd-launch gives its own instances; so upstream:1E1PD.
                                  Without it plain vLLM runs as it does by itself
   there=url:http://h:1,http://h:2    servers that run already; requests go to them in turns
 
@@ -63,8 +62,6 @@ Points of load; what one leaves out is as in the one before it:
 Three rates, with a picture in one of ten requests, and four pictures in three of ten:
   epd-bench load --side ours=configs/1e1pd.yaml --side replicas:2 --side replicas:2,tuned \\
     --model shape --point rate=2/6/10,share=0.1 --point rate=2,share=0.3,pictures=4 --json l.json
-Whether any ratio is twice as high as in a recorded run:
-  ... --guard docs/measurements/2026-11-load/tuned.json
 
 Sides are measured in turns. Every side gets the same cores or devices and, in every round, the same
 requests; the first of one round is the last of the next. All sides are up all the time where memory
@@ -149,15 +146,7 @@ input.
 @click.option(
     "--allow-fallback", is_flag=True, help="Exit 0 even if items were not transferred as expected."
 )
-@click.option(
-    "--guard",
-    "guard_file",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    metavar="FILE",
-    help="JSON of a recorded run: exit 1 if a ratio by the same side at the same load is more than "
-    "twice the recorded one.",
-)
-@console.file_options
+@console.json_option
 def load_command(
     *,
     side_texts: tuple[str, ...],
@@ -171,9 +160,7 @@ def load_command(
     ttft_ms: float,
     tpot_ms: float,
     allow_fallback: bool,
-    guard_file: Path | None,
     json_file: Path | None,
-    markdown_file: Path | None,
 ) -> None:
     """Measure sides under load; users read `HELP`."""
     plan = LoadPlan(
@@ -209,7 +196,7 @@ def load_command(
 
     def keep(results: LoadResults) -> None:
         made = load_report.make_report(results, setting)
-        report.write(made, json_file=json_file, markdown_file=None)
+        report.write(made, json_file)
 
     if model == checkpoint.MODEL:
         model = str(checkpoint.cached_checkpoint(console.progress))
@@ -227,12 +214,8 @@ def load_command(
         )
         results = Measurement(plan, sides, context, together=setting.together, keep=keep).run()
     made = load_report.make_report(results, setting)
-    console.finish(made, json_file=json_file, markdown_file=markdown_file)
+    console.finish(made, json_file)
     judge(results, setting, allow_fallback=allow_fallback)
-    if guard_file is not None:
-        worse = load_report.find_regressions(made, sides[0].name, guard_file)
-        if worse:
-            raise MeasurementError(f"more than twice what is recorded: {'; '.join(worse)}")
 
 
 def _load_topologies(

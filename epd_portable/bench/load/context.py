@@ -47,11 +47,6 @@ class BenchContext:
         folder.mkdir(exist_ok=True)
         return folder
 
-    def servers_of(self, side: LoadSide) -> list[tuple[str, ...]]:
-        """Return the cores or devices of each server of plain vLLM."""
-        units = self.allotment.units[side.name]
-        return [sum(units, ())] if side.kind == "ranks" else units
-
     def cores_of(self, side: LoadSide) -> dict[str, list[int]]:
         """Return the cores of each group of instances of a topology; empty if none is bound."""
         if not self.allotment.binds_cores:

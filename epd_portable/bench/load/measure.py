@@ -149,11 +149,10 @@ class Measurement:
         turn = make_turn(
             requests,
             done,
+            self._plan,
             point=point.key,
             round=number,
             side=running.side.name,
-            plan=self._plan,
-            times_count=not self._context.allotment.crowded,
             cpu_s=cpu_s,
             memory_bytes=usage.read_memory_bytes(parts),
             counted=usage.counted_since(usage.read_counters(parts), counted),

@@ -1,4 +1,4 @@
-"""The servers of a side: a topology, or plain vLLM as replicas, ranks or its own example.
+"""The servers of a side: a topology, or plain vLLM as replicas or its own example.
 
 Plain vLLM gets the topology's model, engine arguments and environment, and the same cores or
 devices. On a CPU it runs *stock*, as it does by itself, with a worker process beside each engine;
@@ -44,27 +44,22 @@ def plain_engine(
     units: Sequence[str],
     extra: dict[str, JsonValue] | None = None,
 ) -> servers.Server:
-    """Return one server of plain vLLM on these cores or devices, which its ranks divide.
+    """Return one server of plain vLLM on these cores or devices.
 
     Its topology gives the model, environment and engine arguments, `extra` more of these.
     """
     topology, traits = context.topologies[side.name], TRAITS[context.platform]
     arguments: dict[str, JsonValue] = {**topology.engine_args, **(extra or {})}
-    ranks = side.count if side.kind == "ranks" else 1
-    each = len(units) // ranks
-    if ranks > 1:
-        arguments["data_parallel_size"] = ranks
     folder = context.folder_of(side)
     start = None
     if traits.visible_devices_env is not None:
         env = {traits.visible_devices_env: ",".join(units)}
-        arguments.setdefault("tensor_parallel_size", each)
+        arguments.setdefault("tensor_parallel_size", len(units))
     else:
-        by_rank = [tuple(map(int, units[rank * each :][:each])) for rank in range(ranks)]
-        env = {"VLLM_CPU_OMP_THREADS_BIND": "|".join(",".join(map(str, own)) for own in by_rank)}
+        env = {"VLLM_CPU_OMP_THREADS_BIND": ",".join(units)}
         if side.tuned:
             eager = arguments.get("enforce_eager") is True
-            env = cpu_env((by_rank[0],), eager=eager)
+            env = cpu_env((tuple(map(int, units)),), eager=eager)
             arguments.setdefault("distributed_executor_backend", traits.single_rank_executor_cls)
         start = servers.start_on_cores(frozenset(map(int, units)), folder)
     return servers.one_process(
@@ -100,7 +95,7 @@ def side_servers(side: LoadSide, context: BenchContext, store: Path) -> list[lis
             report=context.report_of(side),
         )
         return [[launched]]
-    units = context.servers_of(side)
+    units = context.allotment.units[side.name]
     if side.kind != "upstream":
         return [
             [

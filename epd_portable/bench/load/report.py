@@ -1,14 +1,11 @@
-"""Turns the results of `load` into tables and samples, and compares them with recorded ones."""
+"""Turns the results of `load` into tables and samples."""
 
 from __future__ import annotations
 
-import dataclasses
-import json
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -19,7 +16,6 @@ from epd_portable.bench.load.sides import LoadSide
 from epd_portable.bench.load.turns import KINDS, QUANTITIES, Turn, over_capacity, ratio
 from epd_portable.bench.report import Report, Table, conditions
 from epd_portable.bench.stats import Ratio, quantile
-from epd_portable.errors import ConfigError
 
 _COMPARED = (
     ("all", "TPOT", "p99"),
@@ -30,10 +26,6 @@ _COMPARED = (
     ("text", "longest ITL", "p50"),
 )
 """By which users decide; whichever side they favour."""
-GUARDED = ("TTFT p99, text", "TTFT p50, pictures", "TPOT p99, all")
-"""Ratios that are not all noise in a short run."""
-WORSE = 2.0
-"""A guarded ratio may be so many times the recorded one."""
 _MEASURED = ("epd_portable.delivery.elastic", "epd_portable.runners.background")
 """What decides who encodes a picture, and between which steps."""
 _AS_MEANT = ("encoded", "stored", "local_first", "cancelled")
@@ -68,7 +60,7 @@ def make_report(results: LoadResults, setting: LoadSetting) -> Report:
     plan, rounds = setting.plan, results.good_rounds()
     first, *others = (side.name for side in setting.sides)
     tables = {
-        _ratios_title(first): _ratios(rounds, first, others),
+        f"{first} by the other sides": _ratios(rounds, first, others),
         "Times in ms, medians of the rounds: p50 / p90 / p99": _times(rounds),
         "Goodput and throughput, medians of the rounds; and failures": _goodput(rounds, first),
         "CPU time, and memory after a turn": _usage(rounds),
@@ -95,47 +87,6 @@ def make_report(results: LoadResults, setting: LoadSetting) -> Report:
         },
         samples=[msgspec.to_builtins(turn) for turn in results.turns],
     )
-
-
-def find_regressions(made: Report, first: str, file: Path) -> list[str]:
-    """Return which ratios are worse than those by the same side at the same load of a file.
-
-    Ratios within a run hold on other machines; so a recorded run guards runs elsewhere.
-
-    Raises:
-        ConfigError: The file is none of this command, or has no load and side of this run.
-    """
-    try:
-        before = _guarded(json.loads(file.read_text(encoding="utf-8"))["tables"], first)
-    except (OSError, ValueError, LookupError, TypeError) as error:
-        raise ConfigError(f"--guard {file}: no results of epd-bench load ({error!r})") from error
-    after = _guarded([dataclasses.asdict(table) for table in made.tables], first)
-    if not after.keys() & before.keys():
-        raise ConfigError(
-            f"--guard {file}: it has none of this run's loads and sides; give them as its command "
-            "has them"
-        )
-    return [
-        f"{what}: {value:.2f} in place of {before[what]:.2f}"
-        for what, value in after.items()
-        if what in before and value > WORSE * before[what]
-    ]
-
-
-def _guarded(tables: Sequence[Mapping[str, Any]], first: str) -> dict[str, float]:
-    """Return the guarded ratios of the first side, by load and other side."""
-    rows = (
-        dict(zip(table["columns"], cells, strict=True))
-        for table in tables
-        if table["title"] == _ratios_title(first)
-        for cells in table["rows"]
-    )
-    return {
-        f"{row['load']}, {name} by {row['by']}": float(row[name].replace("**", "").split(" ")[0])
-        for row in rows
-        for name in GUARDED
-        if row[name] != _NONE
-    }
 
 
 def find_fallbacks(results: LoadResults, setting: LoadSetting) -> str:
@@ -215,10 +166,6 @@ def _named(counted: Counter[str], name: str) -> dict[str, float]:
 def _median(turns: Sequence[Turn], figure: Callable[[Turn], float | None]) -> float | None:
     found = [value for value in map(figure, turns) if value is not None]
     return quantile(found, 0.5) if found else None
-
-
-def _ratios_title(first: str) -> str:
-    return f"{first} by the other sides"
 
 
 def _ratios(rounds: Rounds, first: str, others: Sequence[str]) -> Iterator[Row]:

@@ -106,7 +106,7 @@ def _parts_of_plain(
     servers: Sequence[Server], side: LoadSide, context: BenchContext
 ) -> Iterator[Part]:
     """Yield the servers of plain vLLM, whose API servers are let onto more cores, and the proxy."""
-    units = context.servers_of(side)
+    units = context.allotment.units[side.name]
     for index, (server, cores) in enumerate(zip(servers, units, strict=False)):
         own = more = frozenset[int]()
         if context.allotment.binds_cores:

@@ -13,7 +13,7 @@ from epd_portable.config.schema import Topology
 from epd_portable.errors import ConfigError
 from epd_portable.launch.plan.placement import ranks_of
 
-SideKind = Literal["topology", "replicas", "ranks", "upstream", "url"]
+SideKind = Literal["topology", "replicas", "upstream", "url"]
 EXAMPLES = "ours=configs/1e1pd.yaml, replicas:2, upstream:1E1PD, there=url:http://127.0.0.1:8000"
 
 
@@ -24,13 +24,12 @@ class LoadSide:
     Attributes:
         name: In tables.
         kind: ``topology``, started by ``epd-launch``; ``replicas``, so many servers of plain vLLM;
-            ``ranks``, one server of plain vLLM with so many ranks of data parallelism;
             ``upstream``, vLLM's example of an encode and a prefill+decode instance; ``url``,
             servers that run already.
         what: As it was written, without the name.
         file: Of a topology.
         settings: Keys that this topology has otherwise, as ``--set`` takes them.
-        count: Of replicas, ranks or the example's instances.
+        count: Of replicas or the example's instances.
         urls: Base addresses of running servers.
         tuned: Of plain vLLM, see `epd_portable.bench.load.peers`.
     """
@@ -47,7 +46,7 @@ class LoadSide:
     @property
     def plain(self) -> bool:
         """Whether it is vLLM without this package."""
-        return self.kind in ("replicas", "ranks", "upstream")
+        return self.kind in ("replicas", "upstream")
 
 
 def read_side(text: str) -> LoadSide:
@@ -58,15 +57,19 @@ def read_side(text: str) -> LoadSide:
     """
     named = re.match(r"([\w.-]+)=", text)
     name, what = (named[1], text[named.end() :]) if named else ("", text)
-    if found := re.fullmatch(r"(replicas|dp):([1-9]\d*)(,tuned)?", what):
-        count = int(found[2])
-        usual = ("tuned-" if found[3] else "") + ("one" if count == 1 else found[1])
-        kind: SideKind = "replicas" if found[1] == "replicas" else "ranks"
-        return LoadSide(name=name or usual, kind=kind, what=what, count=count, tuned=bool(found[3]))
-    if found := re.fullmatch(r"upstream:1E1PD(,tuned)?", what, re.IGNORECASE):
-        usual = ("tuned-" if found[1] else "") + "upstream"
+    if found := re.fullmatch(r"(?:replicas:([1-9]\d*)|upstream:1E1PD)(,tuned)?", what, re.I):
+        kind: SideKind = "replicas" if found[1] else "upstream"
+        usual = "one" if found[1] == "1" else kind
         return LoadSide(
-            name=name or usual, kind="upstream", what=what, count=2, tuned=bool(found[1])
+            name=name or ("tuned-" if found[2] else "") + usual,
+            kind=kind,
+            what=what,
+            count=int(found[1] or 2),
+            tuned=bool(found[2]),
+        )
+    if what.startswith("dp:"):
+        raise ConfigError(
+            f"--side {text}: start plain vLLM with --data-parallel-size and name it as url:http://…"
         )
     if what.startswith("url:"):
         urls = tuple(url.rstrip("/").removesuffix("/v1") for url in what[4:].split(","))
@@ -122,30 +125,22 @@ class Allotment:
         rest: Cores of the clients, the router and the proxy.
         devices: The units are devices.
         shared: The clients' cores are those of instances too, because no other is left.
-        crowded: There are more instances than cores: all share all cores, and what is counted can
-            be compared, times cannot.
     """
 
     units: dict[str, list[tuple[str, ...]]]
     rest: tuple[int, ...]
     devices: bool = False
     shared: bool = False
-    crowded: bool = False
 
     @property
     def binds_cores(self) -> bool:
         """Whether each instance is bound to cores of its own."""
-        return not (self.devices or self.crowded)
+        return not self.devices
 
     def __str__(self) -> str:
         """Say which cores or devices each side has."""
         if not self.units:
             return "All sides ran already; which cores each has is not known here."
-        if self.crowded:
-            return (
-                f"All instances of a side, clients and router share {len(self.rest)} cores: what "
-                "is counted can be compared, times cannot."
-            )
         noun = "device" if self.devices else "core"
         parts = "; ".join(
             f"{name}: " + ", ".join("+".join(units) for units in instances)
@@ -178,19 +173,16 @@ def share_out(
     supply = list(map(str, cores)) if devices is None else list(devices)
     started = {name: count for name, count in counts.items() if count}
     total = max(started.values(), default=0)
+    noun = "cores" if devices is None else "devices"
     if total > len(supply):
-        if devices is not None:
-            raise ConfigError(
-                f"a side wants {total} devices and there are {len(supply)}: use fewer instances"
-            )
-        units = {name: [tuple(supply)] * count for name, count in started.items()}
-        return Allotment(units=units, rest=tuple(cores), shared=True, crowded=True)
+        raise ConfigError(
+            f"a side wants {total} {noun} and there are {len(supply)}: use fewer instances"
+        )
     taken = supply[len(supply) - total :]
     units = {}
     for name, count in started.items():
         each, left = divmod(total, count)
         if left:
-            noun = "cores" if devices is None else "devices"
             raise ConfigError(
                 f"{total} {noun} cannot be divided equally among the {count} instances of {name}: "
                 "every side gets the same; give all the same number of instances"

@@ -117,14 +117,12 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
 def make_turn(
     requests: Sequence[LoadRequest],
     done: Answers,
-    *,
     plan: LoadPlan,
-    times_count: bool,
     **more: Any,
 ) -> Turn:
     """Return the figures of a turn; `more` are attributes that the answers do not show.
 
-    It is refused if the clients were late or busy, where `times_count`.
+    It is refused if the clients were late or busy.
     """
     answers = {
         kind: [
@@ -169,7 +167,7 @@ def make_turn(
         pictures=len(pictures),
         distinct_pictures=len({(picture.seed, picture.size) for picture in pictures}),
         client_cpu_s=done.cpu_s,
-        refused=_refusal(late_s["p99"], done) if times_count else "",
+        refused=_refusal(late_s["p99"], done),
         **more,
     )
 

@@ -152,7 +152,7 @@ _SECONDS = click.FloatRange(min=0, min_open=True)
     type=click.IntRange(min=100, max=1_000_000),
     help="Requests of each simulation; the first tenth is warm-up and not counted.",
 )
-@console.file_options
+@console.json_option
 def plan_command(
     stage_file: Path,
     devices: int,
@@ -165,7 +165,6 @@ def plan_command(
     elastic: bool,
     requests: int,
     json_file: Path | None,
-    markdown_file: Path | None,
 ) -> None:
     """Say how many instances of what kind; users read `HELP`."""
     with console.stopping_at_sigterm():
@@ -197,4 +196,4 @@ def plan_command(
             command=console.command(),
             load_before=load_before,
         )
-        console.finish(made, json_file=json_file, markdown_file=markdown_file)
+        console.finish(made, json_file)

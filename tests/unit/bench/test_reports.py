@@ -127,18 +127,10 @@ def test_steps_are_shown_by_case_with_the_ratio_to_asking_alone_first() -> None:
     )
 
 
-def test_files_are_written_with_their_folders_and_only_if_asked_for(tmp_path: Path) -> None:
-    target = tmp_path / "new" / "page.md"
-    page = transfer_page()  # One: it names the load of the machine, which changes.
-    report.write(page, json_file=None, markdown_file=target)
-    assert target.read_text("utf-8") == report.to_markdown(page)
-    assert [path.name for path in target.parent.iterdir()] == ["page.md"]
-
-
 def test_tables_are_printed_even_when_a_file_cannot_be_written(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(MeasurementError, match="name another file"):
-        console.finish(transfer_page(), json_file=tmp_path / "file" / "t.json", markdown_file=None)
+        console.finish(transfer_page(), tmp_path / "file" / "t.json")
     assert COMMAND in capsys.readouterr().out

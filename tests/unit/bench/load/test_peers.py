@@ -42,12 +42,11 @@ def context_of(
 
 
 def plain(
-    platform: Any, units: Sequence[tuple[str, ...]], folder: Path, *overrides: str, tuned: bool
+    platform: Any, units: tuple[str, ...], folder: Path, *overrides: str, tuned: bool
 ) -> Server:
-    what = f"dp:{len(units)}{',tuned' if tuned else ''}"
-    side, context = context_of(what, platform, units, folder, *overrides)
-    (own,) = context.servers_of(side)
-    return plain_engine(side, context, name="replica-0", units=own)
+    what = f"replicas:1{',tuned' if tuned else ''}"
+    side, context = context_of(what, platform, [units], folder, *overrides)
+    return plain_engine(side, context, name="replica-0", units=units)
 
 
 def value(argv: Sequence[str], flag: str) -> str:
@@ -57,7 +56,7 @@ def value(argv: Sequence[str], flag: str) -> str:
 def test_on_a_cpu_tuned_vllm_has_the_threads_and_executor_of_the_launchers_instances(
     tmp_path: Path,
 ) -> None:
-    peer = plain("cpu", [("2", "3")], tmp_path, "engine_args.seed=7", tuned=True)
+    peer = plain("cpu", ("2", "3"), tmp_path, "engine_args.seed=7", tuned=True)
     ours = make_plan(
         topology("cpu", "instances.encode.cores=[0, 1]", "instances.prefill_decode.cores=[2, 3]"),
         model=resolve_model("demo"),
@@ -73,21 +72,19 @@ def test_on_a_cpu_tuned_vllm_has_the_threads_and_executor_of_the_launchers_insta
     assert not any("epd_portable" in word for word in peer.argv if not word.startswith("/"))
 
 
-def test_on_a_cpu_stock_vllm_keeps_its_own_executor_and_its_ranks_divide_the_cores(
+def test_on_a_cpu_stock_vllm_keeps_its_own_executor_and_threads_on_its_cores(
     tmp_path: Path,
 ) -> None:
-    peer = plain("cpu", [("2",), ("3",)], tmp_path, tuned=False)
-    assert peer.env["VLLM_CPU_OMP_THREADS_BIND"] == "2|3"
-    assert value(peer.argv, "--data-parallel-size") == "2"
+    peer = plain("cpu", ("2", "3"), tmp_path, tuned=False)
+    assert peer.env["VLLM_CPU_OMP_THREADS_BIND"] == "2,3"
     assert "OMP_NUM_THREADS" not in peer.env and EXECUTOR not in peer.argv
-    assert plain("cpu", [("2",), ("3",)], tmp_path, tuned=True).env["OMP_NUM_THREADS"] == "1"
 
 
 def test_on_devices_plain_vllm_sees_its_devices_and_divides_the_model_among_them(
     tmp_path: Path,
 ) -> None:
-    peer = plain("cuda", [("4", "5"), ("6", "7")], tmp_path, tuned=True)
-    assert peer.env["CUDA_VISIBLE_DEVICES"] == "4,5,6,7"
+    peer = plain("cuda", ("4", "5"), tmp_path, tuned=True)
+    assert peer.env["CUDA_VISIBLE_DEVICES"] == "4,5"
     assert value(peer.argv, "--tensor-parallel-size") == "2"
     assert "OMP_NUM_THREADS" not in peer.env and EXECUTOR not in peer.argv
 
@@ -112,10 +109,10 @@ def test_the_example_has_vllms_own_connector_and_the_named_proxy(tmp_path: Path)
 
 
 def test_a_page_says_who_runs_as_vllm_does_by_itself_and_who_is_tuned() -> None:
-    sides = read_sides(["a.yaml", "replicas:2", "upstream:1E1PD", "dp:2,tuned"])
+    sides = read_sides(["a.yaml", "replicas:2", "upstream:1E1PD", "replicas:1,tuned"])
     said = describe(sides)
     assert said.startswith("Stock, as vLLM runs by itself: replicas, upstream. Tuned, on a CPU ")
-    assert said.endswith("gives its own instances: tuned-dp.")
+    assert said.endswith("gives its own instances: tuned-one.")
     assert describe(sides[:1]) == ""
 
 
@@ -129,7 +126,7 @@ def test_on_cuda_without_a_compiler_plain_vllm_is_told_what_the_launchers_instan
     absent = not any(Path(place).exists() for place in TRAITS["cuda"].compiler)
 
     def variable(platform: str, *overrides: str) -> str | None:
-        return plain(platform, [("0",)], tmp_path, *overrides, tuned=True).env.get(name)
+        return plain(platform, ("0",), tmp_path, *overrides, tuned=True).env.get(name)
 
     assert (variable("cuda") == told) == absent
     assert variable("cuda", f'env.{name}="own"') == "own"

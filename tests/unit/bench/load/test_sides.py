@@ -33,7 +33,6 @@ def test_sides_are_read_with_or_without_a_name() -> None:
             "url:http://h:1/v1,http://h:2/",
             "replicas:1",
             "replicas:2,tuned",
-            "dp:2",
             "upstream:1E1PD,tuned",
         ]
     )
@@ -45,7 +44,6 @@ def test_sides_are_read_with_or_without_a_name() -> None:
         ("url", "url", 0, False),
         ("one", "replicas", 1, False),
         ("tuned-replicas", "replicas", 2, True),
-        ("dp", "ranks", 2, False),
         ("tuned-upstream", "upstream", 2, True),
     ]
     assert (found[1].file, found[1].settings) == (
@@ -62,6 +60,7 @@ def test_sides_are_read_with_or_without_a_name() -> None:
         ("replicas:0", "expected NAME=WHAT"),
         ("replicas:2,fast", "expected NAME=WHAT"),
         ("upstream:2E1PD", "expected NAME=WHAT"),
+        ("dp:2", "--data-parallel-size and name it as url:"),
         ("url:ftp://h", "no address"),
         ("a=url:", "no address"),
     ],
@@ -91,7 +90,7 @@ def test_every_side_gets_the_same_cores_and_the_rest_is_for_the_others() -> None
 
 
 def test_api_servers_of_tuned_peers_run_where_the_launcher_lets_those_of_its_instances() -> None:
-    sides = read_sides(["upstream:1E1PD", "upstream:1E1PD,tuned", "replicas:2,tuned", "dp:2,tuned"])
+    sides = read_sides(["upstream:1E1PD", "upstream:1E1PD,tuned", "replicas:2,tuned"])
     counts = {side.name: instance_count(side, None) for side in sides}
 
     def more(cores: range) -> list[list[set[int]]]:
@@ -99,15 +98,13 @@ def test_api_servers_of_tuned_peers_run_where_the_launcher_lets_those_of_its_ins
         return [[set(api_cores(side, at, allotment)) for at in (0, 1)] for side in sides]
 
     # On two cores only the encoder's is not full of steps.
-    assert more(range(2)) == [[set(), set()], [set(), {0}], [set(), set()], [set(), set()]]
-    assert more(range(3)) == [[set(), set()], [{0}, {0, 1}], [{0}, {0}], [{0}, {0}]]
+    assert more(range(2)) == [[set(), set()], [set(), {0}], [set(), set()]]
+    assert more(range(3)) == [[set(), set()], [{0}, {0, 1}], [{0}, {0}]]
 
 
-def test_with_more_instances_than_cores_all_share_all_and_only_counts_compare() -> None:
-    found = share_out({"ours": 4, "one": 1, "url": 0}, cores=(0, 1), devices=None)
-    assert found.units == {"ours": [("0", "1")] * 4, "one": [("0", "1")]}
-    assert found.crowded and found.rest == (0, 1) and not found.binds_cores
-    assert "times cannot" in str(found)
+def test_more_instances_than_cores_are_refused() -> None:
+    with pytest.raises(ConfigError, match="a side wants 4 cores and there are 2"):
+        share_out({"ours": 4, "one": 1, "url": 0}, cores=(0, 1), devices=None)
 
 
 def test_instances_that_share_a_device_have_one_seat_and_peers_get_as_many_devices() -> None:

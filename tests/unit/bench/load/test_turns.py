@@ -15,7 +15,7 @@ from epd_portable.bench.load.measure import LoadResults
 from epd_portable.bench.load.plan import LoadPicture, LoadPlan, LoadPoint, LoadRequest
 from epd_portable.bench.load.sides import read_sides
 from epd_portable.bench.load.turns import Turn, make_turn, over_capacity, ratio
-from epd_portable.errors import ConfigError, MeasurementError
+from epd_portable.errors import MeasurementError
 
 POINT = LoadPoint(rate=2.0)
 PLAN = LoadPlan(points=(POINT,), seconds=10.0, ttft_s=0.3)
@@ -67,7 +67,7 @@ def turn(side: str, *all_sent: Sent, number: int = 0, **changed: Any) -> Turn:
         wall_s=4.0,
     )
     requests = [request for request, _ in all_sent]
-    return make_turn(requests, done, plan=PLAN, times_count=True, **usual)
+    return make_turn(requests, done, PLAN, **usual)
 
 
 def rows(found: LoadResults, title: str) -> list[dict[str, str]]:
@@ -246,33 +246,10 @@ def test_cpu_time_is_shown_by_process_and_memory_as_it_was_at_most() -> None:
     ]
 
 
-def kept(folder: Path, found: LoadResults) -> Path:
-    file = folder / "load.json"
-    reports.write(report.make_report(found, SETTING), json_file=file, markdown_file=None)
-    return file
-
-
 def test_the_json_holds_a_line_for_each_turn_and_no_request(tmp_path: Path) -> None:
-    document = json.loads(kept(tmp_path, TWO_ROUNDS).read_text())
+    file = tmp_path / "load.json"
+    reports.write(report.make_report(TWO_ROUNDS, SETTING), file)
+    document = json.loads(file.read_text())
     assert msgspec.convert(document["samples"], list[Turn]) == TWO_ROUNDS.turns
     assert document["summary"]["sides"] == {"ours": "configs/1e1pd.yaml", "replicas": "replicas:2"}
     assert all("answers" not in line for line in document["samples"])
-
-
-def test_a_ratio_that_is_more_than_twice_the_recorded_one_is_named(tmp_path: Path) -> None:
-    file = kept(tmp_path, TWO_ROUNDS)
-
-    def worse(found: LoadResults) -> list[str]:
-        return report.find_regressions(report.make_report(found, SETTING), "ours", file)
-
-    assert worse(TWO_ROUNDS) == []
-    slower = [turn("ours", sent(5.0), sent(1.0, pictures=1)), turn("replicas", sent(2.0))]
-    found = worse(LoadResults(turns=slower))
-    assert f"{POINT.key}, TTFT p99, text by replicas: 2.50 in place of 0.50" in found
-    assert not any("pictures" in line for line in found)
-    with pytest.raises(ConfigError, match="none of this run's loads"):
-        worse(LoadResults())
-    for text in ("", "[]", "{}"):
-        file.write_text(text)
-        with pytest.raises(ConfigError, match="no results of epd-bench load"):
-            worse(TWO_ROUNDS)
