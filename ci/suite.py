@@ -75,11 +75,6 @@ def pieces(*, full: bool) -> list[Piece]:
         return Piece(name=name, lane=lane, argv=[*PYTEST, *arguments, *more])
 
     return [
-        Piece(
-            name=NPU_ENVIRONMENT,
-            lane=ENGINES,
-            argv=[sys.executable, "-m", "ci.make_env", "--platform", "npu-sim"],
-        ),
         tests("engines", ENGINES, "tests/e2e"),
         npu_piece("engines", ENGINES),
         Piece(name="checks", lane="computing", argv=["ci/check.sh"]),
@@ -88,6 +83,11 @@ def pieces(*, full: bool) -> list[Piece]:
             "computing",
             *("tests/property", "tests/integration", "tests/contract", "tests/unit"),
             *WORKERS,
+        ),
+        Piece(
+            name=NPU_ENVIRONMENT,
+            lane="devices",
+            argv=[sys.executable, "-m", "ci.make_env", "--platform", "npu-sim"],
         ),
         *(npu_piece(part, "devices") for part in ("devices", "contract", "transfer", "faults")),
         *(tests(name, "devices", path) for name, path in faults.items()),

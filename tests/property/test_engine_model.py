@@ -20,7 +20,7 @@ from tests.property.budget import TIMES, is_thorough
 pytestmark = pytest.mark.needs_vllm
 
 ROOT = Path(__file__).parents[2]
-SEEDS, SECONDS = 4000, 40
+SEEDS, SECONDS = 4000, 25
 """Of one process, at most; seconds of its processor."""
 DEADLINE_S = 600
 """For a process on a busy machine, with what it takes to import vLLM."""
