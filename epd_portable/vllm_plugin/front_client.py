@@ -37,7 +37,7 @@ from epd_portable.delivery.assignment import (
     new_transfer,
 )
 from epd_portable.delivery.elastic import BUSY_THRESHOLD, EncodeTimes
-from epd_portable.delivery.fallbacks import RetryBudget
+from epd_portable.delivery.fallbacks import MAX_PD_ATTEMPTS, RetryBudget
 from epd_portable.delivery.instances import Instance, WentDownError, while_up
 from epd_portable.delivery.ring import bounded_load
 from epd_portable.vllm_plugin.front_engines import Engines, EngineSettings, FrontEngine
@@ -54,7 +54,6 @@ from epd_portable.wire.params import (
 
 logger = logging.getLogger(__name__)
 
-MAX_TRIES = 3
 BLOCK_TOKENS = 64
 _DRAIN_STEP_S = 0.05
 
@@ -275,7 +274,7 @@ class SplitClient(AsyncMPClient):
         """Have a request answered, by one engine after another until one has begun."""
         request_id = one.core.request_id
         try:
-            for attempt in range(MAX_TRIES):
+            for attempt in range(MAX_PD_ATTEMPTS):
                 await self._try(one, engine, f"{request_id}-{attempt}" if attempt else request_id)
                 if not one.again:
                     return

@@ -36,7 +36,7 @@ def test_a_shipped_topology_loads_and_plans(path: Path, platform: PlatformName) 
         free_port=lambda: next(ports),
         temp_dir="/tmp/epd",
     )
-    assert [process.name for process in plan.processes][-1] == "router"
+    assert plan.processes[-1].role == "router"
     taken = [port for process in plan.processes for port in process.ports.values()]
     assert len(taken) == len(set(taken))
     devices = [device for process in plan.processes for device in process.devices]

@@ -44,7 +44,7 @@ class Engine:
 
     Attributes:
         instance: What its connector gets.
-        ports: By purpose: ``http``, and ``kv`` where it sends or takes KV.
+        ports: By purpose: ``http`` where it has a server, and ``kv`` where it sends or takes KV.
         kv: The connector of KV, if it has one.
     """
 
@@ -67,11 +67,11 @@ class Engine:
         """The engine arguments that the file sets for it."""
         return {**self.topology.engine_args, **self.group.engine_args}
 
-    def argv(self) -> tuple[str, ...]:
-        """Return the command that starts it.
+    def arguments(self, **others: JsonValue) -> list[str]:
+        """Return vLLM's arguments of the engine alone, without those of a server.
 
-        Of the arguments for one name the most specific wins: those of the instance's group, then
-        those of its role, then those of the whole topology, then the launcher's.
+        Of the arguments for one name the most specific wins: `others`, then those that nobody may
+        set, those of the instance's group, of its role, of the whole topology, and the launcher's.
         """
         traits, ranks = self.traits, self.group.tensor_parallel_size
         alone, together = traits.single_rank_executor_cls, traits.pd_ranks_executor_cls
@@ -94,12 +94,16 @@ class Engine:
         }
         if self.kv:
             arguments |= self.kv.arguments(self.topology, self.role, self.ports["kv"])
+        return ["--model", self.model.argument, *render_arguments(arguments | others)]
+
+    def server_argv(self) -> tuple[str, ...]:
+        """Return the command that starts it with a server of its own."""
         version = installed.vllm_version()
         return (
             *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
-            *("--model", self.model.argument, "--served-model-name", self.model.served_name),
+            *self.arguments(),
+            *("--served-model-name", self.model.served_name),
             *("--host", self.topology.launch.host, "--port", str(self.ports["http"])),
-            *render_arguments(arguments),
             # Written out, because a list becomes JSON and every mention of this flag adds one.
             *(("--middleware", PARAMS) if version and version < CARRIES_PARAMS else ()),
             *("--middleware", MEDIA_BOUNDS),

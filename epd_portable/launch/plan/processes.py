@@ -22,12 +22,14 @@ from epd_portable.connector.curve import is_off_host
 from epd_portable.connector.registry import offered
 from epd_portable.errors import ConfigError
 from epd_portable.launch.plan.engine import Engine
+from epd_portable.launch.plan.front import answering, choose_front, core_argv, front_argv
 from epd_portable.launch.plan.hardware import Hardware, HardwareFit, fit
 from epd_portable.launch.plan.kv import KVConnector, kv_connector
 from epd_portable.launch.plan.model import ModelSource
 from epd_portable.launch.plan.placement import (
     Cores,
     InstancePlacement,
+    Placements,
     core_warnings,
     place_instances,
 )
@@ -45,6 +47,8 @@ from epd_portable.router.settings import InstanceSettings, RouterSettings, polic
 
 QUEUED_BODIES = 8
 """Of the largest size that the router lets through, that an encode instance queues."""
+_NAMES = ("EPD_INSTANCE", "OTEL_SERVICE_NAME")
+"""Variables that hold the name of a process."""
 SMALLEST_POOL_BYTES = 4 << 10
 """Receive pool of an instance that gets no items."""
 
@@ -211,6 +215,7 @@ def make_plan(
         ConfigError: The topology does not fit the platform or the machine.
     """
     _check_host(topology, traits)
+    front, why = choose_front(topology)
     router, store = topology.router, topology.store
     kv = kv_connector(topology, traits)
     secret_file = topology.secret_file or run_secret_file(temp_dir)
@@ -229,23 +234,14 @@ def make_plan(
             ports=ports,
             kv=kv if "kv" in ports else None,
         )
-        for name, role, placement, ports in _listeners(topology, placed, kv, free_port)
+        for name, role, placement, ports in _listeners(
+            topology, placed, kv, free_port, have_servers=front == "router"
+        )
     ]
     after = starts_after(devices)
     processes = [
-        _server(engine, after, temp_dir=temp_dir, has_compiler=machine.has_compiler)
+        _instance_process(engine, after, temp_dir=temp_dir, has_compiler=machine.has_compiler)
         for engine in engines
-    ]
-    backends = [
-        InstanceSettings(
-            name=spec.name,
-            role=engine.role,
-            url=spec.url,
-            control=engine.instance.control_address,
-            weight=engine.group.weight,
-            labels=engine.group.labels,
-        )
-        for engine, spec in zip(engines, processes, strict=True)
     ]
     warnings = [
         *placements.warnings,
@@ -257,12 +253,26 @@ def make_plan(
             nodes=machine.nodes,
         ),
     ]
-    if router.join:
-        url = router.join[0]
-        processes.append(_registrar(topology, backends, secret_file, free_port()))
+    url = _public_url(topology)
+    if front == "engine":
+        processes.append(_front(engines, placements, temp_dir, has_compiler=machine.has_compiler))
     else:
-        url = _base_url(router.host, router.port, tls=router.tls_cert_file is not None)
-        processes.append(_router(topology, model, backends, secret_file, placements.rest))
+        backends = [
+            InstanceSettings(
+                name=spec.name,
+                role=engine.role,
+                url=spec.url,
+                control=engine.instance.control_address,
+                weight=engine.group.weight,
+                labels=engine.group.labels,
+            )
+            for engine, spec in zip(engines, processes, strict=True)
+        ]
+        if router.join:
+            url = router.join[0]
+            processes.append(_registrar(topology, backends, secret_file, free_port()))
+        else:
+            processes.append(_router(topology, model, backends, secret_file, placements.rest))
     return Plan(
         run_id=run_id,
         platform=traits.name,
@@ -274,6 +284,7 @@ def make_plan(
         hardware=fit(hardware) if hardware else None,
         kv=kv,
         store=f"{store.where}, at most {store.max_bytes >> 20} MiB" if store else "",
+        front=f"{front}: {why}",
     )
 
 
@@ -282,13 +293,14 @@ def _listeners(
     placed: Mapping[str, Sequence[InstancePlacement]],
     kv: KVConnector | None,
     free_port: Callable[[], int],
+    *,
+    have_servers: bool,
 ) -> Iterator[tuple[str, Role, InstancePlacement, dict[str, int]]]:
     """Yield each instance with its name, place and ports; those of HTTP are the first ones."""
     instances = [(role, each) for role in ROLES for each in placed[group_of(role)]]
-    http_ports = [free_port() for _ in instances]
+    http_ports = [{"http": free_port()} if have_servers else {} for _ in instances]
     counts: Counter[Role] = Counter()
-    for (role, placement), port in zip(instances, http_ports, strict=True):
-        ports = {"http": port}
+    for (role, placement), ports in zip(instances, http_ports, strict=True):
         if role != "encode":
             ports |= {"control": free_port(), "data": free_port()}
         if kv and role in SENDS_KV | TAKES_KV:
@@ -303,24 +315,38 @@ def _host_suffix(topology: Topology) -> str:
     return f"@{topology.launch.host}" if topology.router.join else ""
 
 
-def _server(
+def _instance_process(
     engine: Engine, after: Mapping[str, Sequence[str]], *, temp_dir: str, has_compiler: bool
 ) -> ProcessSpec:
-    name, placement = engine.instance.instance, engine.placement
-    suffix = _host_suffix(engine.topology)
+    topology, name, placement = engine.topology, engine.instance.instance, engine.placement
+    suffix = _host_suffix(topology)
+    env = engine.env(temp_dir=temp_dir, has_compiler=has_compiler)
+    if has_server := "http" in engine.ports:
+        argv = engine.server_argv()
+        url = _base_url(topology.launch.host, engine.ports["http"])
+    else:
+        argv = core_argv(engine, temp_dir)
+        url = f"{_public_url(topology)}/epd/instances/{name}"
+        env |= _shared_metrics(temp_dir)
     return ProcessSpec(
         name=name,
         role=engine.role,
-        argv=engine.argv(),
-        env=engine.env(temp_dir=temp_dir, has_compiler=has_compiler),
-        url=_base_url(engine.topology.launch.host, engine.ports["http"]),
+        argv=argv,
+        env=env,
+        url=url,
         ports=dict(engine.ports),
         devices=placement.devices,
         cores=placement.cores,
-        api_cores=placement.api_cores,
+        api_cores=placement.api_cores if has_server else (),
         shm_name=engine.instance.pool,
+        tls_cert_file="" if has_server else topology.router.tls_cert_file or "",
         after=tuple(f"{one}{suffix}" for one in after.get(name.removesuffix(suffix), ())),
     )
+
+
+def _shared_metrics(temp_dir: str) -> dict[str, str]:
+    """Return what brings the metrics of engines to the page of the engine front."""
+    return {"EPD_METRICS_DIR": f"{temp_dir}/metrics"}
 
 
 def _check_host(topology: Topology, traits: PlatformTraits) -> None:
@@ -419,6 +445,28 @@ def _instance(
     )
 
 
+def _front(
+    engines: Sequence[Engine], placements: Placements, temp_dir: str, *, has_compiler: bool
+) -> ProcessSpec:
+    answers = answering(engines)
+    topology = answers.topology
+    env = answers.env(temp_dir=temp_dir, has_compiler=has_compiler) | _shared_metrics(temp_dir)
+    encoders = [engine for engine in engines if engine.role == "encode"]
+    return ProcessSpec(
+        name="front",
+        role="router",
+        argv=front_argv(engines, temp_dir),
+        env={name: "front" if name in _NAMES else value for name, value in env.items()},
+        url=_public_url(topology),
+        ports={"http": topology.router.port},
+        # Off the cores of steps that make tokens.
+        cores=(placements.rest,)
+        if placements.rest
+        else tuple(core for encoder in encoders for core in encoder.placement.cores),
+        tls_cert_file=topology.router.tls_cert_file or "",
+    )
+
+
 def _router(
     topology: Topology,
     model: ModelSource,
@@ -476,6 +524,12 @@ def _registrar(
         ports={"health": port},
         router_urls=tuple(topology.router.join),
     )
+
+
+def _public_url(topology: Topology) -> str:
+    """Return the base address of what stands in front."""
+    router = topology.router
+    return _base_url(router.host, router.port, tls=router.tls_cert_file is not None)
 
 
 def _base_url(host: str, port: int, *, tls: bool = False) -> str:

@@ -16,7 +16,6 @@ from epd_portable.config.schema import Topology
 from epd_portable.connector.stores.base import make_store
 from epd_portable.errors import ConfigError, EPDError, PortInUseError
 from epd_portable.launch.plan.file_checks import usual_checks
-from epd_portable.launch.plan.front import with_front
 from epd_portable.launch.plan.hardware import Hardware, find_hardware
 from epd_portable.launch.plan.machine import require_module, require_shm
 from epd_portable.launch.plan.model import resolve_model
@@ -121,7 +120,6 @@ class PlanRequest:
                 temp_dir=str(temp_dir),
                 hardware=self.hardware,
             )
-            plan = with_front(plan, topology, str(temp_dir))
         except ConfigError as error:
             name = self.traits.name
             raise located(error, self.config, name, overrides=self.overrides) from error

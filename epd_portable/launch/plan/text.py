@@ -27,7 +27,7 @@ def plan_table(plan: Plan) -> str:
     ]
     lines = [f"platform {plan.platform}, model {plan.model}, clients use {plan.url}", ""]
     lines += columns(rows)
-    lines += ["", f"in front stands the {plan.front}"]
+    lines += ["", f"front {plan.front}"]
     if plan.kv:
         lines += ["", f"KV goes to decode instances by {plan.kv.cls}"]
     if plan.store:

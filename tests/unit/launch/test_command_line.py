@@ -133,12 +133,12 @@ def test_a_plan_warns_of_what_up_refuses(tmp_path: Path) -> None:
 
 def test_fixed_ports_are_those_of_the_plan(tmp_path: Path) -> None:
     config = tmp_path / "t.yaml"
-    config.write_text("model: demo\nfront: router\nlaunch: {first_port: 1100}\n")
+    config.write_text("model: demo\nlaunch: {first_port: 1100}\n")
     words = ["plan", "--platform", "npu", "--config", str(config), "--json"]
     plans = [json.loads(CliRunner().invoke(launch.main, words).stdout) for _ in range(2)]
     assert plans[0]["run_id"] != plans[1]["run_id"]
     for plan in plans:
         assert [spec["ports"] for spec in plan["processes"][:2]] == [
-            {"http": 1100},
-            {"http": 1101, "control": 1102, "data": 1103},
+            {},
+            {"control": 1100, "data": 1101},
         ]

@@ -7,16 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from epd_portable.config.load import parse_topology
 from epd_portable.errors import ConfigError
-from epd_portable.launch.plan.front import with_front
 from epd_portable.launch.plan.processes import Plan
-from tests.unit.launch.test_plan import TEXT, options, plan_of
+from tests.unit.launch.plans import options, plan_of
 
 
 def planned(extra: str = "", front: str = "auto") -> Plan:
-    text = f"{TEXT}\nfront: {front}\n{extra}"
-    return with_front(plan_of(text, "cpu"), parse_topology(text, "cpu"), "/tmp/epd-00c0ffee")
+    return plan_of(f"model: demo\nfront: {front}\n{extra}")
 
 
 def test_instances_of_one_machine_become_engines_behind_one_server() -> None:
@@ -29,7 +26,7 @@ def test_instances_of_one_machine_become_engines_behind_one_server() -> None:
         assert engine.url == f"http://127.0.0.1:9000/epd/instances/{engine.name}"
         assert "http" not in engine.ports
         assert not {"--middleware", "--port", "--host"} & {*engine.argv}
-        assert engine.argv[-2:] == ("--mm-processor-cache-gb", "0")
+        assert options(engine)["--mm-processor-cache-gb"] == "0"
     settings = json.loads(front.argv[4])
     assert [each["name"] for each in settings["engines"]] == ["encode-0", "prefill_decode-0"]
     assert settings["engines"][1]["control"] == f"tcp://127.0.0.1:{pd.ports['control']}"

@@ -20,6 +20,7 @@ HUB = ModelSource(argument="org/m", served_name="org/m", is_folder=False)
 TOKEN = "epd_portable.vllm_plugin.instance_token.TokenMiddleware"
 TEXT = """
 model: demo
+front: router
 engine_args: {max_model_len: 4096, limit_mm_per_prompt: {video: 0}}
 platform:
   cpu: {engine_args: {dtype: bfloat16}}
@@ -92,7 +93,9 @@ OWN = ["2", "3,4", "5,6", None]
 def test_what_an_instance_sees_of_the_devices(
     platform: str, path: str, text: str, seen: list[str | None]
 ) -> None:
-    plan = plan_of(f"model: m\n{text}\ntransfer: {{path: {path}}}", platform, devices=FIVE)
+    plan = plan_of(
+        f"model: m\nfront: router\n{text}\ntransfer: {{path: {path}}}", platform, devices=FIVE
+    )
     variable = TRAITS[platform].visible_devices_env or ""
     assert [spec.env.get(variable) for spec in plan.processes] == seen
     if text == TWO_PAIRS:
@@ -267,7 +270,7 @@ def test_what_listens_does_so_where_the_file_says() -> None:
     assert pd["control_address"].startswith("tcp://10.0.0.2:")
     assert pd["data_address"].startswith("tcp://10.0.0.2:")
     assert pd["host"] == "10.0.0.2"
-    everywhere = plan_of("model: m\nrouter: {host: 0.0.0.0}")
+    everywhere = plan_of("model: m\nfront: router\nrouter: {host: 0.0.0.0}")
     assert everywhere.processes[-1].url == "http://127.0.0.1:8000"
     assert router(everywhere).host == "0.0.0.0"
 

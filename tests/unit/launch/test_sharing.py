@@ -20,7 +20,9 @@ instances:
 
 
 def plan(text: str, platform: str = "cuda", *, has_shares: bool = True) -> Plan:
-    return plan_of(f"model: m\n{text}", platform, devices=("0", "1"), has_shares=has_shares)
+    return plan_of(
+        f"model: m\nfront: router\n{text}", platform, devices=("0", "1"), has_shares=has_shares
+    )
 
 
 def shared(made: Plan) -> tuple[UsedDevice, ...]:

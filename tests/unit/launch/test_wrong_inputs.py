@@ -160,7 +160,7 @@ def test_a_wrong_command_line_is_answered_with_what_to_write(
         ("launch.host=0.0.0.0", "write the one that others reach this machine by"),
         ("launch.host=10.0.0.1", "set secret_file"),
         ("launch.first_port=80", "got 80"),
-        ("launch.first_port=65534", "65535 is the highest; lower it"),
+        ("launch.first_port=65535", "65535 is the highest; lower it"),
         ("router.tracing.endpoint=collector:4318", "write http://collector:4318"),
         ("router.instance_networks=[10.0.0.1/8]", "write for example 10.1.0.0/16"),
         ("router.idle_timeout_s=10", "raise the latter"),
