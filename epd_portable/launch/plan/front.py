@@ -65,8 +65,6 @@ def _reasons_for_router(topology: Topology) -> list[str]:
         found.append("secret_file is set, so instances of other hosts may join")
     if topology.store is not None:
         found.append("store is set")
-    if not instances.prefill_decode.encoder:
-        found.append("instances.prefill_decode.encoder is false")
     version = installed.vllm_version()
     if version is not None and version < KNOWN:
         found.append(f"vLLM {version[0]}.{version[1]} is older than {KNOWN[0]}.{KNOWN[1]}")
@@ -88,7 +86,10 @@ def front_argv(engines: Sequence[Engine], temp_dir: str) -> tuple[str, ...]:
     router = topology.router
     found = [sys.executable, "-m", "epd_portable.vllm_plugin.front"]
     found += ["--settings", json.dumps(_settings(engines, topology, temp_dir))]
-    found += [*answers.arguments(), "--served-model-name", answers.model.served_name]
+    # Media are processed here for encoders, whether the engine that answers takes any or not.
+    wished = answers.wished_args
+    media = {name: wished.get(name) for name in ("limit_mm_per_prompt", "enable_mm_embeds")}
+    found += [*answers.arguments(**media), "--served-model-name", answers.model.served_name]
     found += ["--host", router.host, "--port", str(router.port)]
     if router.tls_cert_file and router.tls_key_file:
         found += ["--ssl-certfile", router.tls_cert_file, "--ssl-keyfile", router.tls_key_file]
@@ -128,6 +129,7 @@ def _settings(engines: Sequence[Engine], topology: Topology, temp_dir: str) -> d
         "socket": _socket(temp_dir),
         "secret_file": answering(engines).instance.secret_file,
         "elastic_encode": router.elastic_encode,
+        "can_encode": topology.instances.prefill_decode.encoder,
         "wait_timeout_s": topology.transfer.wait_timeout_s,
         "item_outcomes": router.item_outcomes,
         "access_log": router.access_log,

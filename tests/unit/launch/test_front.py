@@ -59,5 +59,14 @@ def test_what_needs_the_router_gets_it_and_is_told_why(extra: str, tmp_path: Pat
         planned(extra, front="engine")
 
 
+def test_an_engine_without_encoder_is_behind_a_front_that_takes_media() -> None:
+    less = "instances: {prefill_decode: {encoder: false}}\ntransfer: {media: metadata}"
+    _, pd, front = planned(f"{less}\nengine_args: {{limit_mm_per_prompt: {{video: 0}}}}").processes
+    assert json.loads(options(pd)["--limit-mm-per-prompt"]) == {"video": 0, "image": 0, "audio": 0}
+    assert json.loads(options(front)["--limit-mm-per-prompt"]) == {"video": 0}
+    assert "--enable-mm-embeds" in pd.argv and "--enable-mm-embeds" not in front.argv
+    assert json.loads(front.argv[4])["can_encode"] is False
+
+
 def test_the_router_stands_there_when_it_is_asked_for() -> None:
     assert planned(front="router").processes[-1].name == "router"
