@@ -64,6 +64,7 @@ def labels() -> Mapping[str, set[str]]:
     return made | {
         "epd_router_instance_up": {"instance", "role"},
         "epd_router_instance_in_flight": {"instance", "role"},
+        "epd_front_instance_up": {"instance", "role"},
         "up": set(),  # Prometheus's own, of each target.
     }
 
