@@ -15,15 +15,14 @@ import msgspec
 import uvloop
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.launchers.api_server.entry import build_and_serve
-from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
 from vllm.entrypoints.launchers.launcher import setup_server
-from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
 from vllm.multimodal.parse import parse_mm_uuids
 from vllm.usage.usage_lib import UsageContext
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core_client import EngineCoreClient
 
+from epd_portable.vllm_plugin import compat
 from epd_portable.vllm_plugin.front_client import FrontSettings, SplitClient
 
 
@@ -98,10 +97,11 @@ async def serve(settings: FrontSettings, args: argparse.Namespace) -> None:
 
 def main() -> None:
     """Run the front in this process."""
-    cli_env_setup()
+    arguments, startup = compat.server_commands()
+    startup.cli_env_setup()
     _, _, settings, *argv = sys.argv
-    args = make_arg_parser(FlexibleArgumentParser()).parse_args(argv)
-    validate_parsed_serve_args(args)
+    args = arguments.make_arg_parser(FlexibleArgumentParser()).parse_args(argv)
+    arguments.validate_parsed_serve_args(args)
     uvloop.run(serve(msgspec.json.decode(settings, type=FrontSettings), args))
 
 
