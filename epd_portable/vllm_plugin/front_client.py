@@ -38,7 +38,7 @@ from epd_portable.delivery.assignment import (
 )
 from epd_portable.delivery.elastic import BUSY_THRESHOLD, EncodeTimes
 from epd_portable.delivery.fallbacks import MAX_PD_ATTEMPTS, RetryBudget
-from epd_portable.delivery.instances import Instance, WentDownError, while_up
+from epd_portable.delivery.instances import Instance, Use, WentDownError, while_up
 from epd_portable.delivery.ring import bounded_load
 from epd_portable.vllm_plugin.front_engines import Engines, EngineSettings, FrontEngine
 from epd_portable.vllm_plugin.front_metrics import FrontMetrics
@@ -127,6 +127,7 @@ class OpenRequest:
         decided: It has begun, has ended, or must be sent again.
         begun: A part of the answer is out: no other engine can give the rest.
         again: Why it must be sent again.
+        awaited: Items that encoders have not encoded.
     """
 
     core: EngineCoreRequest
@@ -137,6 +138,7 @@ class OpenRequest:
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     begun: bool = False
     again: str = ""
+    awaited: set[str] = field(default_factory=set)
     task: asyncio.Task[None] | None = None
 
 
@@ -304,22 +306,27 @@ class SplitClient(AsyncMPClient):
         one.engine, one.again = engine, ""
         one.decided.clear()
         ways = self._assign(one, engine.instance)
+        brought = [each for each in ways if each.by == "encoder"]
+        here_s = sum(self._times.of(each.item) for each in ways if each.by == "local_first")
         transfers = {
             each.item.item_uuid: new_transfer(each.item, engine.instance.control, self.secret)
-            for each in ways
+            for each in brought
         }
+        one.awaited = {*transfers}
         self._at_engines[engine_id] = one
         try:
             with while_up(engine.instance.working()) as use:
                 await engine.add(self._for_engine(one, engine_id, transfers))
                 one.sent.set()
-                async with anyio.create_task_group() as items:
-                    for each in ways:
-                        items.start_soon(self._deliver, one, each, transfers[each.item.item_uuid])
-                    if not ways:
-                        use.compute()
-                    await one.decided.wait()
-                    items.cancel_scope.cancel()
+                if here_s or not brought:
+                    use.compute()
+                with engine.instance.encoding(here_s):
+                    async with anyio.create_task_group() as items:
+                        for each in brought:
+                            transfer = transfers[each.item.item_uuid]
+                            items.start_soon(self._deliver, one, each, transfer, use)
+                        await one.decided.wait()
+                        items.cancel_scope.cancel()
                 use.compute()
                 if not one.again:
                     await one.ended.wait()
@@ -334,7 +341,7 @@ class SplitClient(AsyncMPClient):
                 await engine.abort(client, engine_id)
 
     def _assign(self, one: OpenRequest, pd: Instance) -> list[Assignment[FrontItem]]:
-        """Return the items that encoders bring; whoever answers encodes the others."""
+        """Return who brings each item to whoever answers."""
         core = one.core
         if core.sampling_params is None or core.resumable:
             return []
@@ -355,7 +362,7 @@ class SplitClient(AsyncMPClient):
                     self.metrics.items.labels(each.by).inc()
                 if each.elastic:
                     self.metrics.elastic.labels(each.elastic).inc()
-        return [each for each in ways if each.by == "encoder"]
+        return ways
 
     def _for_engine(
         self, one: OpenRequest, engine_id: str, transfers: dict[str, EncodeTransfer]
@@ -388,7 +395,7 @@ class SplitClient(AsyncMPClient):
     # -- items ------------------------------------------------------------------------------------
 
     async def _deliver(
-        self, one: OpenRequest, way: Assignment[FrontItem], transfer: EncodeTransfer
+        self, one: OpenRequest, way: Assignment[FrontItem], transfer: EncodeTransfer, use: Use
     ) -> None:
         """Have an item encoded, by one encoder after another; cancelled when the answer begins.
 
@@ -409,6 +416,9 @@ class SplitClient(AsyncMPClient):
                     if failure is None:
                         outcome = "encoded" if encoder is way.encoder else "retried"
                         self.metrics.items.labels(outcome).inc()
+                        one.awaited.discard(item.item_uuid)
+                        if not one.awaited:
+                            use.compute()
                         await asyncio.Event().wait()
             except WentDownError as error:
                 failure = EncodeFailure(kind=FailureKind.LOST, reason=str(error))
