@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 import uvloop
+from vllm.config import VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.launchers.api_server.entry import build_and_serve
 from vllm.entrypoints.launchers.launcher import setup_server
@@ -55,18 +56,23 @@ class Front(AsyncLLM):
             self.output_processor.abort_requests((request_id,), internal=True)
 
 
-async def serve(settings: FrontSettings, args: argparse.Namespace) -> None:
-    """Serve until a signal ends it."""
-    address, sock = setup_server(args, reuse_port=False)
-    arguments = AsyncEngineArgs.from_cli_args(args)
+def configuration(arguments: AsyncEngineArgs) -> VllmConfig:
+    """Return the configuration of a front with vLLM's arguments."""
     # As for several servers of one engine: vLLM's cache of processed items is then whole here, and
     # mirrors no engine's.
     arguments._api_process_count = 2
     config = arguments.create_engine_config(UsageContext.OPENAI_API_SERVER)
-    client = SplitClient(config, settings)
     if (media := config.model_config.multimodal_config) is not None:
         # Engines take items without their media, by name: clients must not name those of others.
         media.enable_mm_embeds = media.allow_missing_mm_embeddings = False
+    return config
+
+
+async def serve(settings: FrontSettings, args: argparse.Namespace) -> None:
+    """Serve until a signal ends it."""
+    address, sock = setup_server(args, reuse_port=False)
+    config = configuration(AsyncEngineArgs.from_cli_args(args))
+    client = SplitClient(config, settings)
     await client.engines.listen()
     loop = asyncio.get_running_loop()
 

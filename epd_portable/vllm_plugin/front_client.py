@@ -8,6 +8,7 @@ below brings the item from one to the other. Pixels go to the engine that encode
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 import logging
 import time
@@ -123,6 +124,7 @@ class OpenRequest:
     Attributes:
         core: As vLLM made it, with all media.
         here: Identifiers of items that whoever answers must encode.
+        engine_id: Its id there, at its present try.
         sent: It is with an engine.
         decided: It has begun, has ended, or must be sent again.
         begun: A part of the answer is out: no other engine can give the rest.
@@ -133,6 +135,7 @@ class OpenRequest:
     core: EngineCoreRequest
     here: set[str] = field(default_factory=set)
     engine: FrontEngine | None = None
+    engine_id: str = ""
     sent: asyncio.Event = field(default_factory=asyncio.Event)
     decided: asyncio.Event = field(default_factory=asyncio.Event)
     ended: asyncio.Event = field(default_factory=asyncio.Event)
@@ -221,8 +224,9 @@ class SplitClient(AsyncMPClient):
         one = self._open.get(request.request_id)
         if one is not None:  # A further part of a session.
             await one.sent.wait()
-            if one.engine is not None and one.engine.client is not None:
-                await one.engine.client.add_request_async(request)
+            if one.engine is not None:
+                with contextlib.suppress(WentDownError):  # Which ends the session.
+                    await one.engine.add(self._for_engine(request, one.engine_id, {}))
             return
         one = OpenRequest(request)
         engine = self._choose_engine(one, None)
@@ -303,7 +307,7 @@ class SplitClient(AsyncMPClient):
         if client is None:
             one.again = f"engine {engine.name} is down"
             return
-        one.engine, one.again = engine, ""
+        one.engine, one.engine_id, one.again = engine, engine_id, ""
         one.decided.clear()
         ways = self._assign(one, engine.instance)
         brought = [each for each in ways if each.by == "encoder"]
@@ -316,7 +320,9 @@ class SplitClient(AsyncMPClient):
         self._at_engines[engine_id] = one
         try:
             with while_up(engine.instance.working()) as use:
-                await engine.add(self._for_engine(one, engine_id, transfers))
+                await engine.add(self._for_engine(one.core, engine_id, transfers))
+                # Further parts of a session go to nobody else.
+                one.begun = one.core.resumable
                 one.sent.set()
                 if here_s or not brought:
                     use.compute()
@@ -365,16 +371,16 @@ class SplitClient(AsyncMPClient):
         return ways
 
     def _for_engine(
-        self, one: OpenRequest, engine_id: str, transfers: dict[str, EncodeTransfer]
+        self, core: EngineCoreRequest, engine_id: str, transfers: dict[str, EncodeTransfer]
     ) -> EngineCoreRequest:
         """Return a request as the engine that answers gets it: without what encoders get."""
-        sent = copy.copy(one.core)
+        sent = copy.copy(core)
         sent.request_id = engine_id
         if sent.sampling_params is None:
             return sent
         expected = {}
         features = []
-        for feature in one.core.mm_features or ():
+        for feature in core.mm_features or ():
             bare = None
             if (transfer := transfers.get(feature.identifier)) is not None:
                 bare = self._metadata.without_media(feature)

@@ -163,6 +163,23 @@ def test_what_clients_write_for_the_connector_is_dropped(run: Any) -> None:
     run(story, "e-0", "pd-0")
 
 
+def test_parts_of_a_session_go_to_its_engine_and_its_death_ends_it(run: Any) -> None:
+    async def story(front: Front) -> None:
+        for extra in ({}, {"ec_transfer_params": {"transfers": []}}):
+            part = request("r", "", **extra)
+            part.resumable = True
+            await front.client.add_request_async(part)
+            await settle()
+        (name,) = (each for each in CONTROL if front.engines[each].requests)
+        assert front.engines[name].last.sampling_params.extra_args is None
+        front.goes(name)
+        await settle()
+        assert await front.answers() == [("r", [], FAILED)]
+        assert front.is_empty()
+
+    run(story, "pd-0", "pd-1")
+
+
 @pytest.mark.parametrize("how", ["error", "gone", "gone after its answer"])
 def test_an_item_that_one_encoder_loses_comes_from_another(run: Any, how: str) -> None:
     async def story(front: Front) -> None:
