@@ -1,0 +1,200 @@
+"""Carries wheels to a machine without a network, in pieces of a size that reaches it.
+
+Where there is a network: ``python -m ci.carry FOLDER --have image.txt``, with what ``pip freeze``
+says on that machine. Each piece has a folder of its own with the list of all wheels. There the
+pieces are taken in whatever order; wheels are installed as soon as they are whole, the engine's,
+by far the largest, last.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import tomllib
+
+ROOT = Path(__file__).resolve().parent.parent
+ENGINE = "vllm==0.26.0"
+"""The release that is built for torch 2.11."""
+TORCH = ("torch", "torchvision", "torchaudio", "triton", "nvidia-", "cuda-")
+"""Packages, or beginnings of their names, that only the machine's own image has in one piece."""
+TESTS = ("pytest", "hypothesis", "psutil")
+"""What the stages need besides."""
+GLIBC = (17, 24, 27, 28, 31, 34, 35, 39)
+LIST, PIECE, WHEELS = "wheels.json", "piece", "wheels"
+
+
+def fetch(folder: Path, *, engine: str, have: dict[str, str], python: str) -> None:
+    """Fetch the wheels of the engine, and of what all here needs that the machine does not have.
+
+    Args:
+        folder: For the wheels.
+        engine: As pip takes it.
+        have: Versions by name, of the machine.
+        python: Its version, such as ``3.12``.
+    """
+    pip = [sys.executable, "-m", "pip"]
+    where = ["--only-binary=:all:", "--python-version", python, "--implementation", "cp"]
+    where += [f"--platform=manylinux_2_{minor}_x86_64" for minor in GLIBC]
+    where += ["--platform=manylinux2014_x86_64", "--platform=manylinux1_x86_64"]
+    with tempfile.TemporaryDirectory() as scratch:
+        report = Path(scratch, "report.json")
+        asked = [*pip, "install", "--quiet", "--dry-run", "--ignore-installed", "--target", scratch]
+        own = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["dependencies"]
+        wanted = [engine, *own, *TESTS]
+        subprocess.run([*asked, "--report", str(report), *where, *wanted], check=True)
+        found = json.loads(report.read_text("utf-8"))["install"]
+    metadata = [each["metadata"] for each in found]
+    versions = {_key(each["name"]): each["version"] for each in metadata}
+    carried = {name for name in versions if name not in have}
+    # What is carried may want another version of what is there, which is then carried too.
+    while (
+        more := {
+            name
+            for each in metadata
+            if _key(each["name"]) in carried
+            for name in _unmet(each, have)
+        }
+        - carried
+    ):
+        carried |= more
+    for name in sorted(carried):
+        if name.startswith(TORCH):
+            print(f"not carried: {name}; the machine has {have.get(name, 'none')}")
+        else:
+            argv = [*pip, "download", "--quiet", "--no-deps", "--dest", str(folder), *where]
+            subprocess.run([*argv, f"{name}=={versions[name]}"], check=True)
+
+
+def _key(name: str) -> str:
+    return name.lower().replace("_", "-").replace(".", "-")
+
+
+def _unmet(metadata: dict[str, Any], have: dict[str, str]) -> set[str]:
+    """Return what a package needs in another version than the machine has."""
+    from pip._vendor.packaging.requirements import Requirement
+
+    wanted = map(Requirement, metadata.get("requires_dist", ()))
+    return {
+        _key(each.name)
+        for each in wanted
+        if (each.marker is None or each.marker.evaluate({"extra": ""}))
+        and _key(each.name) in have
+        and not each.specifier.contains(have[_key(each.name)], prereleases=True)
+    }
+
+
+def build(folder: Path) -> None:
+    """Build the project's own wheel: without it the engine does not find its entry points."""
+    argv = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir"]
+    subprocess.run([*argv, str(folder), str(ROOT)], check=True)
+
+
+def split(wheels: Path, folder: Path, *, piece_bytes: int) -> list[Path]:
+    """Cut wheels, the small ones first, into pieces; return the folder of each."""
+    files = sorted(wheels.glob("*.whl"), key=lambda file: file.stat().st_size)
+    listed = [
+        {"name": file.name, "bytes": file.stat().st_size, "sha256": _digest(file)} for file in files
+    ]
+    total = sum(file.stat().st_size for file in files)
+    count = -(-total // piece_bytes)
+    about = json.dumps({"pieces": count, "piece_bytes": piece_bytes, "wheels": listed}, indent=1)
+    stream = b"".join(file.read_bytes() for file in files)
+    made = []
+    for number in range(count):
+        own = folder / f"{number:03d}"
+        own.mkdir(parents=True)
+        (own / LIST).write_text(about + "\n", "utf-8")
+        part = stream[number * piece_bytes :][:piece_bytes]
+        (own / f"{PIECE}.{number:03d}").write_bytes(part)
+        made.append(own)
+    return made
+
+
+def _digest(file: Path) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest()
+
+
+def take(carried: Path, pieces: Path) -> None:
+    """Keep the pieces that are in a folder, and join the wheels that are whole with them.
+
+    Raises:
+        SystemExit: A wheel is not what was cut.
+    """
+    (pieces / WHEELS).mkdir(parents=True, exist_ok=True)
+    for file in sorted(carried.rglob("*")):
+        if file.name == LIST or file.name.startswith(f"{PIECE}."):
+            shutil.copyfile(file, pieces / file.name)
+    about = _about(pieces)
+    size, begin = about["piece_bytes"], 0
+    for wheel in about["wheels"]:
+        end = begin + wheel["bytes"]
+        parts = [pieces / f"{PIECE}.{n:03d}" for n in range(begin // size, -(-end // size))]
+        target = pieces / WHEELS / wheel["name"]
+        if not target.exists() and all(part.exists() for part in parts):
+            joined = b"".join(part.read_bytes() for part in parts)[begin % size :]
+            target.write_bytes(joined[: wheel["bytes"]])
+            if _digest(target) != wheel["sha256"]:
+                target.unlink()
+                raise SystemExit(f"{wheel['name']} is not what was cut: carry its pieces again")
+        begin = end
+
+
+def missing(pieces: Path) -> str:
+    """Say which pieces have not been taken; empty if nothing is carried, or nothing is missing."""
+    if not (pieces / LIST).exists():
+        return ""
+    count = _about(pieces)["pieces"]
+    left = [n for n in range(count) if not (pieces / f"{PIECE}.{n:03d}").exists()]
+    return f"pieces {', '.join(map(str, left))} of {count}" if left else ""
+
+
+def install(pieces: Path, site: Path) -> None:
+    """Install the wheels that are whole and have not been installed."""
+    fresh = [file for file in (pieces / WHEELS).glob("*.whl") if not _mark(file).exists()]
+    if fresh:
+        argv = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps"]
+        argv += ["--no-compile", "--upgrade", "--target", str(site)]
+        subprocess.run([*argv, *map(str, fresh)], check=True)
+        for file in fresh:
+            _mark(file).touch()
+
+
+def _mark(wheel: Path) -> Path:
+    return wheel.with_suffix(".installed")
+
+
+def _about(pieces: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((pieces / LIST).read_text("utf-8"))
+    return found
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Make pieces from the command line."""
+    parser = argparse.ArgumentParser(prog="ci.carry", description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("folder", type=Path, help="for the pieces, each in a folder of its own")
+    parser.add_argument("--engine", default=ENGINE, help=f"default: {ENGINE}")
+    parser.add_argument("--python", default="3.12", help="of the machine (default: 3.12)")
+    parser.add_argument("--have", type=Path, help="its pip freeze; default: it has nothing")
+    parser.add_argument("--piece-mib", type=float, default=50.0, help="default: 50")
+    options = parser.parse_args(argv)
+    lines = options.have.read_text("utf-8").splitlines() if options.have else []
+    pairs = (line.partition("==") for line in lines if "==" in line)
+    have = {_key(name): version.partition("+")[0].strip() for name, _, version in pairs}
+    with tempfile.TemporaryDirectory() as scratch:
+        fetch(Path(scratch), engine=options.engine, have=have, python=options.python)
+        build(Path(scratch))
+        made = split(Path(scratch), options.folder, piece_bytes=int(options.piece_mib * (1 << 20)))
+    print(f"{len(made)} pieces in {options.folder}; take each by --take")
+
+
+if __name__ == "__main__":
+    main()
