@@ -143,12 +143,8 @@ class ByEveryPath:
     """Starts a topology for each way."""
 
     @pytest.fixture(scope="class")
-    def way(self, request: pytest.FixtureRequest) -> Way:
-        way: Way = request.param
-        return way
-
-    @pytest.fixture(scope="class")
-    def pair(self, way: Way, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    @classmethod
+    def pair(cls, way: Way, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
         folder = tmp_path_factory.mktemp(str(way))
         with split_and_whole(folder, way.platform, *way.settings) as made:
             yield made
@@ -158,11 +154,16 @@ class ByEveryPath:
         assert [item["path"] for item in answer.items] == [way.path, way.path]
 
 
-@pytest.mark.parametrize(
-    "way", ways(*(Way("npu", path) for path in ("ipc", "shm", "tcp"))), indirect=True, scope="class"
-)
 class TestInBfloat16(ByEveryPath):
     """Where attention has no float32."""
+
+    @pytest.fixture(
+        scope="class", params=ways(*(Way("npu", path) for path in ("ipc", "shm", "tcp")))
+    )
+    @classmethod
+    def way(cls, request: pytest.FixtureRequest) -> Way:
+        way: Way = request.param
+        return way
 
     @pytest.mark.parametrize("content", SINGLE.values(), ids=SINGLE)
     def test_an_answer_is_as_likely_as_that_of_one_process(self, pair: Pair, content: Any) -> None:
@@ -171,20 +172,23 @@ class TestInBfloat16(ByEveryPath):
         assert set(split.sources) <= {"transfer"}
 
 
-@pytest.mark.parametrize(
-    "way",
-    ways(
-        *(Way("cuda", path) for path in ("ipc", "shm", "tcp")),
-        Way("cuda", "ipc", graphs="PIECEWISE"),
-        Way("cuda", "ipc", runner=1),
-        Way("cuda", "ipc", ahead=False),
-        *(Way("cpu", path) for path in ("shm", "tcp")),
-    ),
-    indirect=True,
-    scope="class",
-)
 class TestByEveryPath(ByEveryPath, FloatEquality):
     """In float32."""
+
+    @pytest.fixture(
+        scope="class",
+        params=ways(
+            *(Way("cuda", path) for path in ("ipc", "shm", "tcp")),
+            Way("cuda", "ipc", graphs="PIECEWISE"),
+            Way("cuda", "ipc", runner=1),
+            Way("cuda", "ipc", ahead=False),
+            *(Way("cpu", path) for path in ("shm", "tcp")),
+        ),
+    )
+    @classmethod
+    def way(cls, request: pytest.FixtureRequest) -> Way:
+        way: Way = request.param
+        return way
 
     def test_it_computes_as_it_was_asked_to(self, pair: Pair, way: Way) -> None:
         encode, decode = (told(pair.split, f"{role}-0") for role in ("encode", "prefill_decode"))
@@ -226,7 +230,8 @@ class TestGraphsOfTheEncoder(FloatSmoke):
     """The encoder's graphs write where they wrote before; what is sent must be a copy."""
 
     @pytest.fixture(scope="class")
-    def pair(self, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    @classmethod
+    def pair(cls, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
         args = "instances.encode.engine_args"
         with split_and_whole(
             tmp_path_factory.mktemp("graphs"),
@@ -252,8 +257,9 @@ class TestShares(FloatSmoke):
     """Both instances compute at the same moment, each with its part of one device."""
 
     @pytest.fixture(scope="class", params=["ipc", "shm"])
+    @classmethod
     def pair(
-        self, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+        cls, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     ) -> Iterator[Pair]:
         with split_and_whole(
             tmp_path_factory.mktemp("shares"),
@@ -279,7 +285,8 @@ class TestTwoRanks(TwoRanks):
     """The second rank opens the slab of the first, on another device."""
 
     @pytest.fixture(scope="class")
-    def pair(self, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    @classmethod
+    def pair(cls, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
         if registry.get("cuda").device_count() < 2:
             pytest.skip("takes two devices")
         with split_and_whole(
