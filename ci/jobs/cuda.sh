@@ -6,4 +6,7 @@
 # PYTHON names the interpreter. Rehearsed with real engines on the CPU; not run on hardware.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
+if [[ " $* " == *" --rehearse "* ]]; then
+    PYTHON=${PYTHON:-.venv/bin/python}
+fi
 exec "${PYTHON:-python3}" -m ci.first_hour cuda "$@"
