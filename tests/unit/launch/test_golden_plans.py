@@ -131,7 +131,7 @@ MAY_DIFFER = {
 SLAB_MAY_DIFFER = {
     rf"{PLACE}env\.PYTORCH_NPU_ALLOC_CONF": "what keeps memory that others open in one piece",
 }
-"""The same, of files with encode instances."""
+"""The same, of files with instances that take items."""
 KV_MAY_DIFFER = {
     r"\.kv\.(name|connector|reason)": "each platform has its connector of KV",
     rf"{PLACE}argv\.--kv-transfer-config\..*": "which is configured so",
@@ -206,8 +206,9 @@ def differences(one: dict[str, Any], other: dict[str, Any]) -> set[str]:
 def test_plans_for_two_platforms_differ_only_where_they_must(topology: Path, other: str) -> None:
     npu, planned = plan(topology, "--platform", "npu"), plan(topology, "--platform", other)
     found = differences(npu, planned)
-    encodes = any(process["name"].startswith("encode-") for process in npu["processes"])
-    may = MAY_DIFFER | (KV_MAY_DIFFER if npu["kv"] else {}) | (SLAB_MAY_DIFFER if encodes else {})
+    names = [process["name"] for process in npu["processes"]]
+    takes = any(name.startswith(("prefill-", "prefill_decode-")) for name in names)
+    may = MAY_DIFFER | (KV_MAY_DIFFER if npu["kv"] else {}) | (SLAB_MAY_DIFFER if takes else {})
     allowed = may.keys() | written_by_overlays(topology)
     if other == "cpu":
         allowed |= CPU_MAY_DIFFER.keys()
