@@ -284,6 +284,13 @@ HOOKS: tuple[Relied, ...] = (
         reaches=["execute_model: execute_mm_encoder no_forward"],
         since=(0, 29),
     ),
+    _row(
+        "v1.worker.mm_encoder_model_runner.MMEncoderModelRunner",
+        _SECOND,
+        "input_tensor_semaphore",
+        reaches=["execute_model: input_tensor_semaphore"],
+        since=(0, 32),
+    ),
     # The engine front, and its engines.
     _row(
         "v1.engine.async_llm.AsyncLLM",

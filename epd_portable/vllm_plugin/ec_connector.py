@@ -96,7 +96,8 @@ class StepMetadata(ECConnectorMetadata):
 class EPDConnector(ECConnectorBase):
     """Makes the connector of the instance's role and the process's half.
 
-    The hooks here do nothing: each class overrides those that concern it.
+    The hooks here do nothing: each class overrides those that concern it. All take arguments that
+    newer versions of vLLM add.
 
     Args:
         vllm_config: Of the engine; ``ec_connector_extra_config`` is an `InstanceConfig`.
@@ -125,20 +126,22 @@ class EPDConnector(ECConnectorBase):
         self._opened = ExitStack()
         exposition.publish()
 
-    def shutdown(self) -> None:
+    def shutdown(self, **kwargs: Any) -> None:
         """Stop threads, close sockets, remove the pool."""
         self._opened.close()
 
     # -- hooks of vLLM ---------------------------------------------------------------------------
 
-    def has_cache_item(self, identifier: str) -> bool:
+    def has_cache_item(self, identifier: str, **kwargs: Any) -> bool:
         """Return ``False``: an item that has arrived is in the scheduler's encoder cache."""
         return False
 
-    def update_state_after_alloc(self, request: Request, index: int) -> None:
+    def update_state_after_alloc(self, request: Request, index: int, **kwargs: Any) -> None:
         """An item is encoded on this instance."""
 
-    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> StepMetadata:
+    def build_connector_meta(
+        self, scheduler_output: SchedulerOutput, **kwargs: Any
+    ) -> StepMetadata:
         """Return what the worker half must do in this step."""
         return StepMetadata()
 
@@ -238,11 +241,15 @@ class EncodeScheduler(SchedulerConnector):
             ]
             self._dispatcher.request_arrived(request.request_id, items, params)
 
-    def ensure_cache_available(self, request: Request, num_computed_tokens: int) -> bool:
+    def ensure_cache_available(
+        self, request: Request, num_computed_tokens: int, **kwargs: Any
+    ) -> bool:
         """Return whether the request's items may be encoded."""
         return self._queue.may_start(request.request_id)
 
-    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> StepMetadata:
+    def build_connector_meta(
+        self, scheduler_output: SchedulerOutput, **kwargs: Any
+    ) -> StepMetadata:
         """See `EPDConnector`."""
         computes = scheduler_output.total_num_scheduled_tokens > 0
         if computes and TRAITS[self._config.platform].needs_device_copy:
@@ -256,7 +263,7 @@ class EncodeScheduler(SchedulerConnector):
             rests=not computes and waits,
         )
 
-    def update_connector_output(self, connector_output: ECConnectorOutput) -> None:
+    def update_connector_output(self, connector_output: ECConnectorOutput, **kwargs: Any) -> None:
         """Take in what `EncodeWorker` reports."""
         self._dispatcher.transfers_ended(connector_output.finished_sending or ())
         report = from_names(connector_output.finished_recving)
@@ -264,11 +271,13 @@ class EncodeScheduler(SchedulerConnector):
             self.answers.computed(int(step))
         self._cache.take_report(HostReport(report["copy lost"], report["copy missing"]))
 
-    def take_unavailable_requests(self) -> set[str]:
+    def take_unavailable_requests(self, **kwargs: Any) -> set[str]:
         """Return requests whose items can never be encoded."""
         return self._queue.take_hopeless()
 
-    def request_finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished(
+        self, request: Request, **kwargs: Any
+    ) -> tuple[bool, dict[str, Any] | None]:
         """Return what the request's items are; never delays the freeing of its blocks."""
         self._queue.withdraw(request.request_id)
         outcome = self._dispatcher.request_finished(request.request_id)
@@ -340,18 +349,22 @@ class PDScheduler(SchedulerConnector):
         """See `SchedulerConnector`."""
         self._receiver.step_done()
 
-    def ensure_cache_available(self, request: Request, num_computed_tokens: int) -> bool:
+    def ensure_cache_available(
+        self, request: Request, num_computed_tokens: int, **kwargs: Any
+    ) -> bool:
         """Return whether the request's next token can be computed."""
         if request.request_id not in self._cache.unsettled:
             return True  # Asked of every request in every step: of almost all while they decode.
         running = request.status is RequestStatus.RUNNING
         return self._requests.may_schedule(request.request_id, num_computed_tokens, running=running)
 
-    def update_state_after_alloc(self, request: Request, index: int) -> None:
+    def update_state_after_alloc(self, request: Request, index: int, **kwargs: Any) -> None:
         """See `EPDConnector`."""
         self._requests.encoded_here(request.request_id, request.mm_features[index].identifier)
 
-    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> StepMetadata:
+    def build_connector_meta(
+        self, scheduler_output: SchedulerOutput, **kwargs: Any
+    ) -> StepMetadata:
         """See `EPDConnector`."""
         receipts = self._receiver.orders.take_orders(
             scheduler_output.free_encoder_mm_hashes,
@@ -359,7 +372,7 @@ class PDScheduler(SchedulerConnector):
         )
         return StepMetadata(receipts=receipts)
 
-    def update_connector_output(self, connector_output: ECConnectorOutput) -> None:
+    def update_connector_output(self, connector_output: ECConnectorOutput, **kwargs: Any) -> None:
         """Take in what `PDWorker` reports."""
         report = from_names(connector_output.finished_recving)
         for mm_hash in report["encoded"]:
@@ -367,11 +380,13 @@ class PDScheduler(SchedulerConnector):
         for mm_hash in report["not encoded"]:
             self._cache.not_encoded(mm_hash)
 
-    def take_unavailable_requests(self) -> set[str]:
+    def take_unavailable_requests(self, **kwargs: Any) -> set[str]:
         """Return requests whose items cannot be obtained."""
         return self._requests.take_unavailable()
 
-    def request_finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished(
+        self, request: Request, **kwargs: Any
+    ) -> tuple[bool, dict[str, Any] | None]:
         """Return where the request's items came from; never delays the freeing of its blocks."""
         outcome = self._requests.finished(request.request_id, request.num_computed_tokens)
         return False, None if outcome is None else to_params(outcome)
@@ -497,7 +512,7 @@ class EncodeWorker(WorkerConnector):
         if self._copies is not None:
             self._copies.output_ready(mm_hash, encoder_cache[mm_hash])
 
-    def get_finished(self, finished_req_ids: set[str]) -> Ended:
+    def get_finished(self, finished_req_ids: set[str], **kwargs: Any) -> Ended:
         """Return what ended by the end of a step."""
         return self._take_ended() if self._by_hooks else (None, None)
 
@@ -564,7 +579,7 @@ class PDWorker(WorkerConnector):
         if self._by_hooks:
             self.place_items(self._step_metadata(), encoder_cache)
 
-    def get_finished(self, finished_req_ids: set[str]) -> Ended:
+    def get_finished(self, finished_req_ids: set[str], **kwargs: Any) -> Ended:
         """Return items that could not be encoded in the background, and those that were."""
         return self._take_encoded()
 

@@ -306,6 +306,52 @@ def test_only_a_whole_runner_gets_a_step_without_language_model() -> None:
     assert EncodeOnlyMixin not in worker._second_mixins(by_itself, encodes=True)
 
 
+class Moment:
+    """What the host asks of a device's event."""
+
+    def __init__(self, calls: list[str]) -> None:
+        self.record = lambda: calls.append("record")
+        self.synchronize = lambda: calls.append("wait")
+
+
+@pytest.mark.parametrize("tokens", [0, 5])
+def test_a_step_without_tokens_does_not_wait_for_the_encoder(tokens: int) -> None:
+    """An encode instance would look at no request while its tower runs."""
+    from epd_portable.vllm_plugin import worker
+
+    own = resolve(ENCODE_RUNNER)
+    if not hasattr(own, "input_tensor_semaphore"):
+        pytest.skip("this vLLM's encode runner does not wait")
+    calls: list[str] = []
+
+    class Prepared(Exception):
+        pass
+
+    def prepare_inputs(*args: Any, **kwargs: Any) -> None:
+        calls.append("inputs")
+        raise Prepared
+
+    mixins = worker._second_mixins(own.__new__(own), encodes=True)
+    nothing = lambda *args, **kwargs: None  # noqa: E731 - many names
+    steps = "update_pp_decode_requests finish_requests free_states add_requests update_requests"
+    runner: Any = object.__new__(
+        type("Runner", (*mixins, own), dict.fromkeys(steps.split(), nothing))
+    )
+    runner.block_tables = SimpleNamespace(apply_staged_writes=nothing)
+    runner._input_events, runner._input_event_idx = [Moment(calls)], 0
+    runner.gather_batch_req_state = lambda *args: (SimpleNamespace(num_tokens=5, num_reqs=1), None)
+    runner.prepare_inputs = prepare_inputs
+    runner._no_forward = lambda output: "nothing"
+    scheduled = SimpleNamespace(total_num_scheduled_tokens=tokens, ec_connector_metadata=None)
+    if tokens:
+        with pytest.raises(Prepared):
+            runner.execute_model(scheduled)
+        assert calls == ["wait", "inputs", "record"]
+    else:
+        assert runner.execute_model(scheduled) == "nothing"
+        assert calls == []
+
+
 class Encoding:
     """What `EncodeOnlyMixin` needs of a runner, with vLLM's own cache and caller of the hooks."""
 
