@@ -56,6 +56,7 @@ def _row(
 
 
 _SCHEDULER = ("vllm_plugin/scheduler.py",)
+_PREFILL_SCHEDULER = ("vllm_plugin/prefill_scheduler.py",)
 _ENCODER_SCHEDULER = ("vllm_plugin/encoder_scheduler.py",)
 _OLDEST = ("vllm_plugin/oldest.py",)
 _CONNECTOR = ("vllm_plugin/ec_connector.py",)
@@ -80,7 +81,7 @@ HOOKS: tuple[Relied, ...] = (
     # The scheduler, and what it keeps.
     _row(
         _SCHEDULER_CLASS,
-        _SCHEDULER,
+        (*_SCHEDULER, *_PREFILL_SCHEDULER),
         "__init__ add_request finish_requests schedule update_from_output reset_encoder_cache "
         "reset_prefix_cache has_requests get_request_counts encoder_cache_manager "
         "kv_cache_manager ec_connector requests waiting use_eagle pause_state",
@@ -92,7 +93,7 @@ HOOKS: tuple[Relied, ...] = (
             "finish_requests: request_finished",
         ],
     ),
-    _row("v1.core.kv_cache_manager.KVCacheManager", _SCHEDULER, "usage"),
+    _row("v1.core.kv_cache_manager.KVCacheManager", _PREFILL_SCHEDULER, "usage"),
     _row("v1.core.sched.async_scheduler.AsyncScheduler", _SCHEDULER, "schedule"),
     _row(_SCHEDULER_CLASS, _SCHEDULER, "grammar_compile_error_reqs", since=(0, 26), until=(0, 30)),
     _row(_SCHEDULER_CLASS, _OLDEST, "_free_request", until=(0, 26)),
@@ -108,11 +109,11 @@ HOOKS: tuple[Relied, ...] = (
         reaches=["update_from_output: update_connector_output"],
         since=(0, 28),
     ),
-    _row(_SCHEDULER_CLASS, _SCHEDULER, "skipped_waiting", until=(0, 31)),
-    _row("v1.core.sched.interface.PauseState", _SCHEDULER, "UNPAUSED"),
+    _row(_SCHEDULER_CLASS, _PREFILL_SCHEDULER, "skipped_waiting", until=(0, 31)),
+    _row("v1.core.sched.interface.PauseState", _PREFILL_SCHEDULER, "UNPAUSED"),
     _row(
         _SCHEDULER_CLASS,
-        _ENCODER_SCHEDULER,
+        (*_ENCODER_SCHEDULER, *_CONNECTOR),
         "max_num_encoder_input_tokens max_num_scheduled_tokens scheduler_config",
     ),
     _row("v1.engine.EngineCoreOutputs", (*_ENCODER_SCHEDULER, *_OLDEST)),
@@ -122,7 +123,11 @@ HOOKS: tuple[Relied, ...] = (
         "request_id new_token_ids finish_reason events trace_headers",
     ),
     *(
-        _row(f"v1.core.sched.request_queue.{queue}", _SCHEDULER, "remove_requests prepend_request")
+        _row(
+            f"v1.core.sched.request_queue.{queue}",
+            _PREFILL_SCHEDULER,
+            "remove_requests prepend_request",
+        )
         for queue in ("FCFSRequestQueue", "PriorityRequestQueue")
     ),
     _row(
@@ -255,8 +260,8 @@ HOOKS: tuple[Relied, ...] = (
         _SECOND_RUNNER,
         _SECOND,
         "load_model execute_model encoder_cache model_state ec_connector device lora_config "
-        "kv_cache_config kv_caches",
-        reaches=["execute_model: maybe_get_output no_forward"],
+        "kv_cache_config kv_caches model_memory_usage",
+        reaches=["execute_model: maybe_get_output no_forward free_encoder_cache"],
         since=(0, 28),
     ),
     _row(
@@ -264,7 +269,8 @@ HOOKS: tuple[Relied, ...] = (
         (*_CONNECTOR, *_ENCODE_ONLY),
         "maybe_get_output no_forward",
         reaches=[
-            "maybe_get_output: start_load_caches save_caches get_finished",
+            "maybe_get_output: bind_connector_metadata start_load_caches save_caches get_finished "
+            "clear_connector_metadata",
             "no_forward: maybe_get_output",
         ],
         since=(0, 28),

@@ -153,4 +153,4 @@ class SecondRunnerHost:
     def execute_model(  # noqa: D102 - vLLM's
         self, scheduler_output: StepOutput, *args: Any, **kwargs: Any
     ) -> Any: ...
-    def input_tensor_semaphore(self) -> AbstractContextManager[None]: ...  # noqa: D102 - vLLM's
+    def input_tensor_semaphore(self) -> Any: ...  # noqa: D102 - vLLM's

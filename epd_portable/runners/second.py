@@ -84,4 +84,7 @@ class EncodeSecondRunnerMixin(SecondRunnerMixin):
 
     def input_tensor_semaphore(self) -> AbstractContextManager[None]:
         """Guard the buffers of inputs, in a step that writes them."""
-        return super().input_tensor_semaphore() if self._writes_inputs else nullcontext()
+        if not self._writes_inputs:
+            return nullcontext()
+        guard: AbstractContextManager[None] = super().input_tensor_semaphore()
+        return guard
