@@ -18,12 +18,19 @@ from epd_portable.config.roles import ROLES, answer_problem, encode_problem, spl
 from epd_portable.config.routing import RouterSection
 from epd_portable.config.store import StoreSection
 
+AUTO = "auto"
+"""``launch.host``: the address that the default route of the machine leaves by."""
+
 
 def _check_host(host: str) -> str:
+    if host == AUTO:
+        return host
     try:
         address = ipaddress.IPv4Address(host)
     except ValueError:
-        raise ValueError(f"{host!r} is no IPv4 address; write one of this machine") from None
+        raise ValueError(
+            f"{host!r} is no IPv4 address; write one of this machine, or {AUTO}"
+        ) from None
     if address.is_unspecified:
         raise ValueError(
             f"{host} is every address; write the one that others reach this machine by"

@@ -12,9 +12,10 @@ from epd_portable import envs
 from epd_portable.config.load import Check, load_topology, located
 from epd_portable.config.removed import REMOVED, removed
 from epd_portable.config.roles import TAKES_ITEMS
-from epd_portable.config.schema import Topology
+from epd_portable.config.schema import AUTO, Topology
 from epd_portable.connector.stores.base import make_store
 from epd_portable.errors import ConfigError, EPDError, PortInUseError
+from epd_portable.launch.plan.addresses import own_address, require_addresses
 from epd_portable.launch.plan.file_checks import usual_checks
 from epd_portable.launch.plan.hardware import Hardware, find_hardware
 from epd_portable.launch.plan.machine import require_module, require_shm
@@ -70,21 +71,26 @@ class PlanRequest:
         return cls(traits=TRAITS[platform], hardware=found, config=config, overrides=overrides)
 
     def load(self, *checks: Check) -> Topology:
-        """Read the file.
+        """Read the file; ``launch.host: auto`` becomes the address of this machine.
 
         Raises:
-            ConfigError: Lists every problem of the file; or a variable is wrong.
+            ConfigError: Lists every problem of the file; or a variable is wrong; or this machine
+                has no address, or several.
         """
         for name in sorted(REMOVED.keys() & os.environ.keys()):
             raise ConfigError(f"the variable {name} {removed(name)}")
         for variable in envs.TABLE:
             variable.get()  # Children have it, too.
-        return load_topology(
+        topology = load_topology(
             self.config,
             self.traits.name,
             overrides=self.overrides,
             checks=(*usual_checks(self.traits), *checks),
         )
+        if topology.launch.host != AUTO:
+            return topology
+        launch = topology.launch.model_copy(update={"host": own_address()})
+        return topology.model_copy(update={"launch": launch})
 
     def plan(
         self,
@@ -137,7 +143,9 @@ def refusals(topology: Topology, plan: Plan, clash: str) -> list[EPDError]:
     router, store, kv = topology.router, topology.store, plan.kv
     pools = sum(topology.instances.of(role).count for role in TAKES_ITEMS)
     demands: list[Callable[[], None]] = []
-    if not router.join:
+    if router.join:
+        demands.append(lambda: require_addresses(router.join))
+    else:
         demands.append(lambda: require_free(router.port, router.host))
     demands.append(lambda: require_shm(topology.transfer.pool_bytes, pools))
     if (admin_port := router.admin_port) is not None:

@@ -14,10 +14,11 @@ import httpx
 
 from epd_portable.config.secret import Secret
 from epd_portable.errors import LaunchError
+from epd_portable.launch.plan.addresses import addresses_of
 
 T = TypeVar("T")
 
-_REQUEST_TIMEOUT_S = 30.0
+_TIMEOUT = httpx.Timeout(30.0, connect=5.0)
 _LOOK_EVERY_S = 0.2
 
 
@@ -37,13 +38,20 @@ class RouterClient:
     Args:
         url: Base address of the router, with or without ``/v1``.
         secret: Secret of the deployment.
+        address: Which of the addresses of its name is meant; empty for any of them.
         cert_file: Certificate of a router on this machine; by default the system's CAs are trusted.
     """
 
-    def __init__(self, url: str, secret: Secret, *, cert_file: str = "") -> None:
+    def __init__(self, url: str, secret: Secret, *, address: str = "", cert_file: str = "") -> None:
         self._url = url.rstrip("/").removesuffix("/v1")
+        self._address = address
         self._verify = trusting(cert_file) if cert_file else True
         self._secret = secret
+
+    def __str__(self) -> str:
+        """Return the URL, and which of its addresses is meant."""
+        named = self._address and self._address != httpx.URL(self._url).host
+        return f"{self._url} at {self._address}" if named else self._url
 
     def instances(self) -> list[dict[str, Any]]:
         """Return what the router says of each of its instances."""
@@ -119,7 +127,7 @@ class RouterClient:
         while True:
             _, seen = self.find_instance(name)
             if seen is None:
-                raise LaunchError(f"router {self._url} does not know {name} any more")
+                raise LaunchError(f"router {self} does not know {name} any more")
             if condition(seen):
                 return seen, True
             if time.monotonic() >= deadline_s or until.wait(_LOOK_EVERY_S):
@@ -132,34 +140,48 @@ class RouterClient:
         try:
             url = httpx.URL(self._url + path)
             signature = self._secret.sign(method, url.raw_path.decode(), data)
-            answer = httpx.request(
-                method,
-                url,
-                content=data,
-                headers={"authorization": signature, "content-type": "application/json"},
-                timeout=_REQUEST_TIMEOUT_S,
-                trust_env=False,
-                verify=self._verify,
-            )
+            with httpx.Client(timeout=_TIMEOUT, trust_env=False, verify=self._verify) as client:
+                answer = client.request(
+                    method,
+                    url.copy_with(host=self._address) if self._address else url,
+                    content=data,
+                    headers={
+                        "host": url.netloc.decode(),
+                        "authorization": signature,
+                        "content-type": "application/json",
+                    },
+                    # Certificates are for the name.
+                    extensions={"sni_hostname": url.host},
+                )
         except (httpx.HTTPError, httpx.InvalidURL) as error:
-            raise LaunchError(f"router {self._url} cannot be reached: {error}") from error
+            raise LaunchError(f"router {self} cannot be reached: {error}") from error
         try:
             body: dict[str, Any] = answer.json()
         except ValueError as error:
             raise LaunchError(
-                f"{self._url}{path} answered {answer.status_code} and no JSON: is it a router?"
+                f"router {self} answered {answer.status_code} and no JSON: is it a router?"
             ) from error
         if not answer.is_success:
             reason = body.get("error", {}).get("message", answer.text)
-            raise LaunchError(f"router {self._url}: {reason}")
+            raise LaunchError(f"router {self}: {reason}")
         return body
 
 
 class RouterClients:
-    """The same call to each of several routers, at least one; returns when all have answered."""
+    """The same call to each of several routers; returns when all have answered.
 
-    def __init__(self, clients: Iterable[RouterClient]) -> None:
-        self._clients = tuple(clients)
+    Methods raise `LaunchError` if one of them does.
+
+    Args:
+        urls: Base addresses of routers, or of names that several of them have.
+        secret: Secret of the deployment.
+        cert_file: See `RouterClient`.
+    """
+
+    def __init__(self, urls: Iterable[str], secret: Secret, *, cert_file: str = "") -> None:
+        self._urls = tuple(urls)
+        self._secret = secret
+        self._cert_file = cert_file
 
     def instances(self) -> list[dict[str, Any]]:
         """See `RouterClient`; of all of them."""
@@ -178,5 +200,10 @@ class RouterClients:
         self._each(lambda one: one.wait_up(name, timeout_s=timeout_s, until=until))
 
     def _each(self, call: Callable[[RouterClient], T]) -> list[T]:
-        with ThreadPoolExecutor(len(self._clients)) as pool:
-            return list(pool.map(call, self._clients))
+        clients = [
+            RouterClient(url, self._secret, address=address, cert_file=self._cert_file)
+            for url in self._urls
+            for address in addresses_of(url)
+        ]
+        with ThreadPoolExecutor(len(clients)) as pool:
+            return list(pool.map(call, clients))

@@ -34,7 +34,7 @@ from epd_portable.launch.run.lifecycle import (
 from epd_portable.launch.run.log_files import rotate
 from epd_portable.launch.run.logs import Progress, failure_line, latest_stage
 from epd_portable.launch.run.process import Child, Probes, describe_exit
-from epd_portable.launch.run.router_client import RouterClient, RouterClients
+from epd_portable.launch.run.router_client import RouterClients
 from epd_portable.launch.run.running import ProcessRecord, RunRecord, start_ticks, write_record
 from epd_portable.launch.run.update import RollingUpdate
 
@@ -285,10 +285,8 @@ class Supervisor:
 
     def _routers(self) -> RouterClients:
         router = next(spec for spec in self._plan.processes if spec.role == "router")
-        return RouterClients(
-            RouterClient(url, self._secret, cert_file=router.tls_cert_file)
-            for url in router.router_urls or (router.url,)
-        )
+        urls = router.router_urls or (router.url,)
+        return RouterClients(urls, self._secret, cert_file=router.tls_cert_file)
 
     def _keep_guarded(self) -> None:
         if not self._guard.alive:

@@ -146,7 +146,7 @@ async def test_instances_join_drain_and_leave_several_routers_alike(
     urls = [each.router.url for each in routers]
     settings = settings_of(*urls, secret=secret, port=port, instances=[newcomer])
     process = await started(settings)
-    clients = RouterClients(RouterClient(url, Secret.read(secret)) for url in settings.routers)
+    clients = RouterClients(settings.routers, Secret.read(secret))
     stop = threading.Event()
     try:
         for each in routers:
