@@ -87,6 +87,8 @@ class Topology(Section):
         instances = self.instances
         if self.router.join:
             return self._check_to_join(", ".join(self.router.join))
+        if self.secret_file is not None and not any(instances.counts.values()):
+            return self  # A router alone, which instances join.
         if problem := encode_problem(instances.counts):
             raise ValueError(f"instances: {problem}")
         if instances.prefill.count + instances.encode_prefill.count and self.router.hop_keys_file:

@@ -17,6 +17,7 @@ import click
 
 from epd_portable import envs
 from epd_portable.config.document import dotted
+from epd_portable.config.roles import ROLES
 from epd_portable.config.schema import Topology
 from epd_portable.config.secret import Secret, make_secret_file
 from epd_portable.errors import ConfigError
@@ -85,6 +86,7 @@ See what runs here, and its logs:
   epd-launch logs -f encode-0
 Let instances join and leave a running router, with a secret that both sides have:
   epd-launch secret ~/epd.secret
+  epd-launch instance --help
   epd-launch join --help
 
 `up` is the command when none is named; `epd-launch up --help` lists its options. It runs in the
@@ -112,6 +114,20 @@ the event's own fields (docs/operations.md); the last event is stopped, or error
   epd-launch up --platform cpu --config configs/1e1pd.yaml --port 8000 --log-dir logs
 
 Exit status: 0 when a stop was asked for, 1 when a process did not start, 2 on bad input.
+"""
+
+INSTANCE_HELP = """Start one instance, register it at routers elsewhere, serve in the foreground.
+
+The file has router.join and secret_file. Of its instances one of ROLE is started, whatever its
+counts; its name ends in launch.host. At Ctrl-C or SIGTERM it leaves the routers, has router.drain_s
+seconds for its open requests, and ends.
+
+\b
+  epd-launch instance --platform cpu --config configs/1e1pd.yaml --role encode \\
+    --set secret_file=~/epd.secret --set launch.host=auto \\
+    --set router.join=http://10.0.0.1:8000
+
+Output, log files and exit status are those of `up`.
 """
 
 PLAN_HELP = """Show the processes that would be started; needs no device and starts nothing.
@@ -181,27 +197,52 @@ def _topology_options(command: F) -> F:
             metavar="M",
             help="Short for --set model=M: a Hugging Face id, a folder, or demo.",
         ),
-        click.option("--port", type=PORT, metavar="N", help="Short for --set router.port=N."),
     ]
     for option in reversed(options):
         command = option(command)
     return command
 
 
+def _port_option(command: F) -> F:
+    port = click.option("--port", type=PORT, metavar="N", help="Short for --set router.port=N.")
+    return port(command)
+
+
+def _run_options(command: F) -> F:
+    log_dir = click.option(
+        "--log-dir",
+        type=click.Path(file_okay=False, path_type=Path),
+        metavar="DIR",
+        help="Folder for one log file per process. By default a temporary folder, which is removed "
+        "after a stop by Ctrl-C or SIGTERM and kept after a failure.",
+    )
+    return log_dir(json_lines_option(command))
+
+
 @main.command(help=UP_HELP)
 @_topology_options
-@click.option(
-    "--log-dir",
-    type=click.Path(file_okay=False, path_type=Path),
-    metavar="DIR",
-    help="Folder for one log file per process. By default a temporary folder, which is removed "
-    "after a stop by Ctrl-C or SIGTERM and kept after a failure.",
-)
-@json_lines_option
+@_port_option
+@_run_options
 def up(log_dir: Path | None, as_json: bool, **options: Any) -> None:
     """Start a topology; users read `UP_HELP`."""
     request = PlanRequest.from_options(**options)
-    topology = request.load(named_files)
+    _serve(request, request.load(named_files), log_dir, as_json=as_json)
+
+
+@main.command(help=INSTANCE_HELP)
+@_topology_options
+@click.option("--role", type=click.Choice(ROLES), required=True, help="Which one to start.")
+@_run_options
+def instance(log_dir: Path | None, as_json: bool, **options: Any) -> None:
+    """Start one instance and register it; users read `INSTANCE_HELP`."""
+    request = PlanRequest.from_options(**options)
+    _serve(request, request.load(named_files), log_dir, as_json=as_json)
+
+
+def _serve(
+    request: PlanRequest, topology: Topology, log_dir: Path | None, *, as_json: bool
+) -> None:
+    """Run the plan of a topology in the foreground."""
     run_id = new_run_id()
     machine = probed_machine(request.traits, os.environ)
     temp_dir = _temp_dir(run_id)
@@ -250,6 +291,7 @@ def up(log_dir: Path | None, as_json: bool, **options: Any) -> None:
 
 @main.command(help=PLAN_HELP)
 @_topology_options
+@_port_option
 @json_option
 def plan(as_json: bool, **options: Any) -> None:
     """Show a plan; users read `PLAN_HELP`."""

@@ -11,7 +11,7 @@ from pathlib import Path
 from epd_portable import envs
 from epd_portable.config.load import Check, load_topology, located
 from epd_portable.config.removed import REMOVED, removed
-from epd_portable.config.roles import TAKES_ITEMS
+from epd_portable.config.roles import ROLES, TAKES_ITEMS, Role, group_of
 from epd_portable.config.schema import AUTO, Topology
 from epd_portable.connector.stores.base import make_store
 from epd_portable.errors import ConfigError, EPDError, PortInUseError
@@ -34,12 +34,14 @@ class PlanRequest:
         hardware: The profile to check the plan against.
         config: Topology file.
         overrides: What is laid over it, as ``key.subkey=value``.
+        role: One instance of it is planned, to join routers; ``None`` for all that the file names.
     """
 
     traits: PlatformTraits
     hardware: Hardware | None
     config: Path
     overrides: tuple[str, ...]
+    role: Role | None = None
 
     @classmethod
     def from_options(
@@ -51,8 +53,9 @@ class PlanRequest:
         overrides: tuple[str, ...] = (),
         model: str | None = None,
         port: int | None = None,
+        role: Role | None = None,
     ) -> PlanRequest:
-        """Return what the options of ``up`` and ``plan`` ask for.
+        """Return what the options of ``up``, ``instance`` and ``plan`` ask for.
 
         Raises:
             ConfigError: Neither a platform nor a profile was given, they contradict each other, or
@@ -62,13 +65,23 @@ class PlanRequest:
             overrides = (*overrides, f"model={json.dumps(model)}")
         if port is not None:
             overrides = (*overrides, f"router.port={port}")
+        if role is not None:
+            overrides += tuple(
+                f"instances.{group_of(one)}.count={int(one == role)}" for one in ROLES
+            )
         found = find_hardware(hardware, platform, beside=config) if hardware else None
         platform = found.profile.platform if found else platform
         if platform is None:
             raise ConfigError(
                 "name a platform with --platform, or a hardware profile with --hardware"
             )
-        return cls(traits=TRAITS[platform], hardware=found, config=config, overrides=overrides)
+        return cls(
+            traits=TRAITS[platform],
+            hardware=found,
+            config=config,
+            overrides=overrides,
+            role=role,
+        )
 
     def load(self, *checks: Check) -> Topology:
         """Read the file; ``launch.host: auto`` becomes the address of this machine.
@@ -87,6 +100,11 @@ class PlanRequest:
             overrides=self.overrides,
             checks=(*usual_checks(self.traits), *checks),
         )
+        if self.role is not None and not topology.router.join:
+            raise ConfigError(
+                f"{self.config}: set router.join, the routers that an instance joins, as "
+                "http://10.0.0.1:8000; `epd-launch up` starts a router beside its instances"
+            )
         if topology.launch.host != AUTO:
             return topology
         launch = topology.launch.model_copy(update={"host": own_address()})

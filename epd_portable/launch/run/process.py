@@ -90,12 +90,15 @@ class Child:
     def is_ready(self, *, timeout_s: float, secret: Secret | None) -> bool:
         """Return whether ``GET /health`` answers 200 in time.
 
-        With the secret, by which it answers in full, a router must have every instance up.
+        With the secret, by which it answers in full, a router must have every instance up; one
+        that was given none is ready before some have joined.
         """
         if self.spec.role != "router" or secret is None:
             return self._health(timeout_s)[0] == HTTPStatus.OK
         status, instances = self._health(timeout_s, secret)
-        all_up = instances is not None and all(each["state"] == "up" for each in instances)
+        if not instances:
+            return instances is not None
+        all_up = all(each["state"] == "up" for each in instances)
         return status == HTTPStatus.OK and all_up
 
     def is_well(self, *, timeout_s: float) -> bool:

@@ -2,8 +2,8 @@
 
 The launcher starts it in place of a router when ``router.join`` names some. It registers each
 instance at each address of each of them once that is healthy, keeps it registered, and lets all
-leave at SIGTERM, before the launcher ends them. Its ``GET /health`` has the form of a router's, with
-what routers last said of each instance, and answers 200 when all are up at all of them.
+leave at SIGTERM, before the launcher ends them. Its ``GET /health`` has the form of a router's,
+with what routers last said of each instance, and answers 200 when all are up at all of them.
 """
 
 from __future__ import annotations

@@ -359,6 +359,7 @@ class Supervisor:
         ]
         counts = Counter(spec.role.replace("-", "_") for spec in self._instances)
         roles = ", ".join(f"{count} {role}" for role, count in counts.items())
+        roles = roles or "no instances of its own"
         first = f"ready: {self._plan.url} ({roles}, {self._plan.platform}) in {elapsed_s:.0f} s"
         fields = {
             "url": self._plan.url,

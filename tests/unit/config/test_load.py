@@ -199,6 +199,9 @@ def test_a_file_of_encoders_alone_joins_the_router_of_another_host() -> None:
     assert parse_topology(text + join + secret, "cpu").router.join == ["http://10.0.0.1:8000"]
     none = "model: demo\ninstances: {e: {count: 0}, pd: {count: 0}}\n"
     assert any("none to join" in line for line in problems(none + join + secret))
+    # Without a router elsewhere it is one that instances join.
+    assert not any(parse_topology(none + secret, "cpu").instances.counts.values())
+    assert any("no instance answers" in line for line in problems(none))
     wrong = problems(text + secret + "router: {join: 10.0.0.1}")
     assert any("'10.0.0.1' is no URL; write http://10.0.0.1" in line for line in wrong)
 

@@ -1,4 +1,4 @@
-"""Names of routers, and the address that others reach a machine by."""
+"""What instances that join routers elsewhere need: names of routers, and their own address."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import pytest
 
 from epd_portable.errors import ConfigError
 from epd_portable.launch.plan.addresses import addresses_of, own_address, require_addresses
+from epd_portable.launch.plan.request import PlanRequest
 
 HEAD = "Iface Destination Gateway Flags RefCnt Use Metric Mask MTU Window IRTT\n"
 BY_ETH0 = "eth0 00000000 0100000A 0003 0 0 100 00000000 0 0 0\n"
@@ -41,6 +42,17 @@ def test_no_address_or_several_are_refused_with_the_remedy(
 ) -> None:
     with pytest.raises(ConfigError, match=rf"launch\.host: auto: .*{said}"):
         own_address(root_with(tmp_path, routes), {**INTERFACES, "eth0": eth0})
+
+
+def test_one_instance_of_a_role_is_planned_whatever_the_file_says_of_counts(tmp_path: Path) -> None:
+    file = tmp_path / "t.yaml"
+    file.write_text(
+        "model: demo\nsecret_file: s\ninstances: {encode: {count: 3}, decode: {count: 2}}\n"
+        "router: {join: 'http://10.0.0.1:8000'}\nplatform: {cpu: {instances: {p: {count: 4}}}}\n"
+    )
+    request = PlanRequest.from_options(platform="cpu", config=file, role="decode")
+    counts = request.load().instances.counts
+    assert {role: count for role, count in counts.items() if count} == {"decode": 1}
 
 
 def test_a_name_has_its_addresses_once_each_and_one_without_is_refused() -> None:

@@ -68,6 +68,11 @@ def run(command: str, file: str = "model: demo\n", **env: str) -> Result:
         ("epd-launch stop", ["'stop'", "Ctrl-C stops a topology"]),
         ("epd-launch ps", ["'ps'", "`status` shows"]),
         ("epd-launch restart", ["'restart'", "SIGHUP to the launcher"]),
+        ("epd-launch instance --platform cpu --config t.yaml --role x", ["'--role'", "'encode'"]),
+        (
+            "epd-launch instance --platform cpu --config t.yaml --role prefill-decode",
+            ["t.yaml: set router.join", "`epd-launch up`"],
+        ),
         ("epd-launch plam", ["'plam'", "'plan'"]),
         ("epd-launch up --platfrom cpu", ["'--platfrom'", "'--platform'"]),
         ("epd-launch plan --platform cpu", ["'--config'"]),
