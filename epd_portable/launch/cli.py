@@ -15,13 +15,12 @@ from typing import Any, TypeVar
 
 import click
 
-from epd_portable import envs
 from epd_portable.config.document import dotted
 from epd_portable.config.roles import ROLES
 from epd_portable.config.schema import Topology
 from epd_portable.config.secret import Secret, make_secret_file
 from epd_portable.errors import ConfigError
-from epd_portable.launch.commands import members, status
+from epd_portable.launch.commands import members, render, status
 from epd_portable.launch.commands.command_line import (
     FAILED,
     PORT,
@@ -31,6 +30,7 @@ from epd_portable.launch.commands.command_line import (
     json_option,
     print_json,
     printer,
+    topology_options,
 )
 from epd_portable.launch.notices import Notice
 from epd_portable.launch.plan.check import inspect, plan_finding, store_finding
@@ -56,7 +56,7 @@ MEANT = {
     **dict.fromkeys(("ps", "list", "ls", "top"), "`status` shows what runs here"),
     **dict.fromkeys(("log", "tail"), "`logs` shows what processes say"),
     **dict.fromkeys(("doctor", "info", "devices"), "`check` says what this machine can do"),
-    **dict.fromkeys(("dry-run", "validate", "render"), "`plan` shows what would be started"),
+    **dict.fromkeys(("dry-run", "validate"), "`plan` shows what would be started"),
     **dict.fromkeys(
         ("restart", "reload", "update"),
         "SIGHUP to the launcher starts the instances again, one after the other",
@@ -84,6 +84,8 @@ Plan for a machine that is not here:
 See what runs here, and its logs:
   epd-launch status
   epd-launch logs -f encode-0
+Write the files of a deployment on Kubernetes:
+  epd-launch render --help
 Let instances join and leave a running router, with a secret that both sides have:
   epd-launch secret ~/epd.secret
   epd-launch instance --help
@@ -155,52 +157,11 @@ main = CommandLine(name="epd-launch", help=HELP, meant=MEANT, default="up")
 """The command ``epd-launch``."""
 
 for _command in (
+    render.render,
     *(status.status, status.logs),
     *(members.secret, members.join, members.leave, members.instances, members.page),
 ):
     main.add_command(_command)
-
-
-def _topology_options(command: F) -> F:
-    options = [
-        click.option(
-            "--platform",
-            type=PlatformType(),
-            envvar=envs.EPD_PLATFORM.name,
-            help=f"What the instances run on; by default {envs.EPD_PLATFORM.name}, or that of "
-            "--hardware.",
-        ),
-        click.option(
-            "--hardware",
-            metavar="PROFILE",
-            help="Check the plan against a hardware profile: a name such as 910b-64g, looked up in "
-            "the folder hardware beside the topology file, in configs/hardware and in the package; "
-            "or a file.",
-        ),
-        click.option(
-            "--config",
-            type=click.Path(path_type=Path),
-            required=True,
-            metavar="FILE",
-            help="Topology file, for example configs/1e1pd.yaml: the package's if there is no such "
-            "file here. All keys: docs/configuration.md.",
-        ),
-        click.option(
-            "--set",
-            "overrides",
-            multiple=True,
-            metavar="KEY=VALUE",
-            help="Set one key of the file, as in transfer.path=tcp; may be repeated.",
-        ),
-        click.option(
-            "--model",
-            metavar="M",
-            help="Short for --set model=M: a Hugging Face id, a folder, or demo.",
-        ),
-    ]
-    for option in reversed(options):
-        command = option(command)
-    return command
 
 
 def _port_option(command: F) -> F:
@@ -220,7 +181,7 @@ def _run_options(command: F) -> F:
 
 
 @main.command(help=UP_HELP)
-@_topology_options
+@topology_options
 @_port_option
 @_run_options
 def up(log_dir: Path | None, as_json: bool, **options: Any) -> None:
@@ -230,7 +191,7 @@ def up(log_dir: Path | None, as_json: bool, **options: Any) -> None:
 
 
 @main.command(help=INSTANCE_HELP)
-@_topology_options
+@topology_options
 @click.option("--role", type=click.Choice(ROLES), required=True, help="Which one to start.")
 @_run_options
 def instance(log_dir: Path | None, as_json: bool, **options: Any) -> None:
@@ -244,7 +205,9 @@ def _serve(
 ) -> None:
     """Run the plan of a topology in the foreground."""
     run_id = new_run_id()
-    machine = probed_machine(request.traits, os.environ)
+    # A router alone needs no device.
+    machine_of = probed_machine if any(topology.instances.counts.values()) else assumed_machine
+    machine = machine_of(request.traits, os.environ)
     temp_dir = _temp_dir(run_id)
     plan, clash = request.plan(topology, run_id, machine, temp_dir=temp_dir)
     refused = refusals(topology, plan, clash)
@@ -290,7 +253,7 @@ def _serve(
 
 
 @main.command(help=PLAN_HELP)
-@_topology_options
+@topology_options
 @_port_option
 @json_option
 def plan(as_json: bool, **options: Any) -> None:

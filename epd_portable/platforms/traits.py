@@ -22,6 +22,8 @@ class PlatformTraits:
         dist_backend: torch.distributed's word for its collectives.
         visible_devices_env: Variable that limits a process to some devices; ``None`` where a
             process is bound to cores instead.
+        kubernetes_resource: Name by which Kubernetes hands out its devices; empty where it has
+            none.
         implementation: ``module:class`` of its `Platform`; imported when a device is first wanted.
         worker_cls: Import path of the vLLM worker class of this platform's instances: a name of its
             own in ``epd_portable.vllm_plugin.worker``, which makes the class.
@@ -72,6 +74,7 @@ class PlatformTraits:
     worker_base: str
     single_rank_executor_cls: str | None = None
     pd_ranks_executor_cls: str | None = None
+    kubernetes_resource: str = ""
     engine_plugins: tuple[str, ...] = ()
     compiler: tuple[str, ...] = ()
     env_without_compiler: tuple[tuple[str, str], ...] = ()
@@ -97,6 +100,7 @@ _CUDA = PlatformTraits(
     device_type="cuda",
     dist_backend="nccl",
     visible_devices_env="CUDA_VISIBLE_DEVICES",
+    kubernetes_resource="nvidia.com/gpu",
     implementation="epd_portable.platforms.cuda:CudaPlatform",
     worker_cls="epd_portable.vllm_plugin.worker.EPDGPUWorker",
     worker_base="vllm.v1.worker.gpu_worker:Worker",
@@ -124,6 +128,7 @@ _NPU = PlatformTraits(
     device_type="npu",
     dist_backend="hccl",
     visible_devices_env="ASCEND_RT_VISIBLE_DEVICES",
+    kubernetes_resource="huawei.com/Ascend910",
     implementation="epd_portable.platforms.npu:NpuPlatform",
     worker_cls="epd_portable.vllm_plugin.worker.EPDNPUWorker",
     worker_base="vllm_ascend.worker.worker:NPUWorker",

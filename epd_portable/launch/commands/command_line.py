@@ -11,10 +11,12 @@ import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime, timezone
+from pathlib import Path
 from typing import Any, TypeVar
 
 import click
 
+from epd_portable import envs
 from epd_portable.config.instance import PLATFORMS, platform_names
 from epd_portable.config.quantities import url_problem
 from epd_portable.errors import (
@@ -211,6 +213,49 @@ PORT.name = "port"
 SECONDS = click.FloatRange(min=0, min_open=True, max=86400 * 365)
 """A duration in seconds."""
 SECONDS.name = "number of seconds"
+
+
+def topology_options(command: F) -> F:
+    """Add the options of commands that plan a topology; see `PlanRequest.from_options`."""
+    options = [
+        click.option(
+            "--platform",
+            type=PlatformType(),
+            envvar=envs.EPD_PLATFORM.name,
+            help=f"What the instances run on; by default {envs.EPD_PLATFORM.name}, or that of "
+            "--hardware.",
+        ),
+        click.option(
+            "--hardware",
+            metavar="PROFILE",
+            help="Check the plan against a hardware profile: a name such as 910b-64g, looked up in "
+            "the folder hardware beside the topology file, in configs/hardware and in the package; "
+            "or a file.",
+        ),
+        click.option(
+            "--config",
+            type=click.Path(path_type=Path),
+            required=True,
+            metavar="FILE",
+            help="Topology file, for example configs/1e1pd.yaml: the package's if there is no such "
+            "file here. All keys: docs/configuration.md.",
+        ),
+        click.option(
+            "--set",
+            "overrides",
+            multiple=True,
+            metavar="KEY=VALUE",
+            help="Set one key of the file, as in transfer.path=tcp; may be repeated.",
+        ),
+        click.option(
+            "--model",
+            metavar="M",
+            help="Short for --set model=M: a Hugging Face id, a folder, or demo.",
+        ),
+    ]
+    for option in reversed(options):
+        command = option(command)
+    return command
 
 
 def _version_option() -> click.Option:

@@ -76,6 +76,8 @@ def place_instances(
                 f"instances.{name}.{refused}: platform {traits.name} has no use for it; move it "
                 "under platform.<name> of the platform that it is meant for"
             )
+        if not group.count:  # Its list is for where it is started.
+            groups[name] = group.model_copy(update={"devices": None, "cores": None})
     if not numbered:
         return place_on_cores(groups, cores)
     placed = place_on_devices(groups, devices)

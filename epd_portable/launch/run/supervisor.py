@@ -48,7 +48,7 @@ _LOG_FILES = 3
 _ROTATE_EVERY_S = 0.5
 _NOTE_EVERY_S = 3.0
 _ORPHAN_GRACE_S = 1.0
-_DRAIN_MARGIN_S = 5.0
+DRAIN_MARGIN_S = 5.0
 """What a router may take longer than its own grace, to close what is left."""
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -196,7 +196,7 @@ class Supervisor:
         self._say(Notice("draining", text, {"drain_s": self._drain_s}))
         for router in routers:
             sessions.send_signal(router.session, signal.SIGTERM)
-        end = time.monotonic() + self._drain_s + _DRAIN_MARGIN_S
+        end = time.monotonic() + self._drain_s + DRAIN_MARGIN_S
         while (
             any(router.exit_status() is None for router in routers)
             and time.monotonic() < end

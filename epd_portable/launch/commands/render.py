@@ -1,0 +1,115 @@
+"""``epd-launch render``: a topology as files for Kubernetes."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+from pathlib import Path
+from typing import Any
+
+import click
+
+from epd_portable.config.secret import read_private_file
+from epd_portable.errors import ConfigError
+from epd_portable.launch.commands.command_line import (
+    json_option,
+    print_json,
+    printer,
+    topology_options,
+)
+from epd_portable.launch.notices import Notice
+from epd_portable.launch.plan.request import PlanRequest
+from epd_portable.launch.render.files import write_files
+from epd_portable.launch.render.shapes import SHAPES, Rendering
+
+_NAME = re.compile(r"[a-z]([-a-z0-9]{0,30}[a-z0-9])?")
+"""Of a Service, with room for what is put behind it."""
+
+RENDER_HELP = """Write a topology as YAML for Kubernetes: plain objects and a kustomization.yaml.
+
+Shape nodes has a launcher with all stages in each Pod, which serves as a plain vLLM server does.
+Shape roles has a Deployment for each role, and two routers that their Pods join; shape
+disaggregatedset has a DisaggregatedSet of LeaderWorkerSet in place of the Deployments.
+docs/kubernetes.md says what to do with the files.
+
+\b
+  epd-launch render --target kubernetes --shape nodes --platform cuda \\
+    --config configs/1e1pd.yaml --image registry.example/epd:1 --output k8s
+
+Nothing is asked of a cluster, and no device is needed. No secret is written without --secret-file.
+"""
+
+
+@click.command(help=RENDER_HELP)
+@click.option(
+    "--target", type=click.Choice(["kubernetes"]), required=True, help="What the files are for."
+)
+@click.option("--shape", type=click.Choice(list(SHAPES)), required=True, help="See above.")
+@click.option(
+    "--output",
+    type=click.Path(file_okay=False, path_type=Path),
+    required=True,
+    metavar="DIR",
+    help="Folder for the files; those of an earlier call are replaced.",
+)
+@topology_options
+@click.option(
+    "--image",
+    default=f"epd-portable:{importlib.metadata.version('epd-portable')}",
+    show_default=True,
+    metavar="IMAGE",
+    help="Image with this package and the engine (containers/).",
+)
+@click.option(
+    "--name",
+    default="epd",
+    show_default=True,
+    metavar="NAME",
+    help="Name of the Service for clients, and the beginning of all other names.",
+)
+@click.option(
+    "--replicas",
+    default=2,
+    show_default=True,
+    type=click.IntRange(min=1),
+    help="Pods of shape nodes. Other shapes have as many as the file says (count).",
+)
+@click.option(
+    "--secret-file",
+    metavar="FILE",
+    help="Write this secret into secret.yaml, mode 600. By default a Secret must be made by hand.",
+)
+@json_option
+def render(
+    shape: str,
+    output: Path,
+    image: str,
+    name: str,
+    replicas: int,
+    secret_file: str | None,
+    as_json: bool,
+    target: str,
+    **options: Any,
+) -> None:
+    """Write files for Kubernetes; users read `RENDER_HELP`."""
+    if not _NAME.fullmatch(name):
+        raise ConfigError(
+            f"--name {name!r}: write at most 32 small letters, digits and hyphens, a letter first"
+        )
+    rendering = Rendering(
+        name=name,
+        image=image,
+        request=PlanRequest.from_options(**options),
+        replicas=replicas,
+        secret=read_private_file(secret_file, key="--secret-file") if secret_file else "",
+    )
+    files = rendering.files(shape)
+    warnings = list(rendering.warnings())
+    written = [str(path) for path in write_files(output, files)]
+    if as_json:
+        print_json(files=written, warnings=warnings)
+        return
+    say = printer(as_json=False)
+    for warning in warnings:
+        say(Notice("warning", warning))
+    click.echo("\n".join(written))

@@ -1,0 +1,183 @@
+"""Objects of Kubernetes as plain dicts: what the shapes are made of. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from epd_portable.config.roles import Role
+
+Object = dict[str, Any]
+
+NAME, COMPONENT = "app.kubernetes.io/name", "app.kubernetes.io/component"
+"""Labels: the deployment that an object is of, and which part of it."""
+MONITORING = "monitoring"
+"""Namespace that Prometheus usually runs in; its Pods may read the metrics of instances."""
+_MOST_REPLICAS = 4
+"""What an autoscaler may start, in multiples of what the topology asks for."""
+
+
+def described(api: str, kind: str, name: str, labels: Mapping[str, str], **body: Any) -> Object:
+    """Return an object with its head."""
+    metadata = {"name": name, "labels": dict(labels)}
+    return {"apiVersion": api, "kind": kind, "metadata": metadata, **body}
+
+
+def config_map(name: str, labels: Mapping[str, str], data: Mapping[str, str]) -> Object:
+    """Return files as an object."""
+    return described("v1", "ConfigMap", name, labels, data=dict(data))
+
+
+def secret(name: str, labels: Mapping[str, str], data: Mapping[str, str]) -> Object:
+    """Return files that are secret."""
+    return described("v1", "Secret", name, labels, type="Opaque", stringData=dict(data))
+
+
+def deployment(
+    name: str, labels: Mapping[str, str], template: Object, *, spare: bool, replicas: int = 0
+) -> Object:
+    """Return a Deployment.
+
+    Args:
+        name: Its name.
+        labels: Its labels, and those by which it knows its Pods.
+        template: Of its Pods, which have the labels, too.
+        spare: Whether an update starts a Pod before it ends one. Where Pods hold devices there may
+            be none for it.
+        replicas: 0 where an autoscaler sets them.
+    """
+    update = {"maxSurge": int(spare), "maxUnavailable": int(not spare)}
+    spec = {
+        **({"replicas": replicas} if replicas else {}),
+        "selector": {"matchLabels": dict(labels)},
+        "strategy": {"type": "RollingUpdate", "rollingUpdate": update},
+        "template": template,
+    }
+    return described("apps/v1", "Deployment", name, labels, spec=spec)
+
+
+def service(name: str, labels: Mapping[str, str], port: int, *, headless: bool = False) -> Object:
+    """Return a Service of the Pods with these labels.
+
+    A headless one has the addresses of all of them, also of those that are not ready: a router is
+    ready when instances have joined, which look for its address.
+    """
+    spec: Object = {"selector": dict(labels), "ports": [{"name": "http", "port": port}]}
+    if headless:
+        spec |= {"clusterIP": "None", "publishNotReadyAddresses": True}
+    return described("v1", "Service", name, labels, spec=spec)
+
+
+def disruption_budget(name: str, labels: Mapping[str, str]) -> Object:
+    """Return what lets one Pod at a time be evicted."""
+    spec = {"maxUnavailable": 1, "selector": {"matchLabels": dict(labels)}}
+    return described("policy/v1", "PodDisruptionBudget", name, labels, spec=spec)
+
+
+def autoscaler(
+    name: str,
+    labels: Mapping[str, str],
+    target: Object,
+    *,
+    least: int,
+    metric: str,
+    role: str,
+    most_each: int,
+) -> Object:
+    """Return a HorizontalPodAutoscaler by the load of instances, summed over all who count it.
+
+    Args:
+        name: Its name.
+        labels: Its labels.
+        target: What it scales: an object, or its reference.
+        least: Replicas that are always there.
+        metric: Gauge of requests, or encode jobs, in flight at instances.
+        role: Of the instances that count.
+        most_each: Requests or jobs for each replica at most.
+    """
+    head = {"apiVersion": target["apiVersion"], "kind": target["kind"]}
+    spec = {
+        "scaleTargetRef": {**head, "name": target["metadata"]["name"]},
+        "minReplicas": least,
+        "maxReplicas": _MOST_REPLICAS * least,
+        "metrics": [
+            {
+                "type": "External",
+                "external": {
+                    "metric": {"name": metric, "selector": {"matchLabels": {"role": role}}},
+                    "target": {"type": "AverageValue", "averageValue": str(most_each)},
+                },
+            }
+        ],
+        # A replica takes minutes to start: one that is ended too early is missed for as long.
+        "behavior": {
+            "scaleUp": {"policies": [{"type": "Pods", "value": 1, "periodSeconds": 60}]},
+            "scaleDown": {
+                "stabilizationWindowSeconds": 300,
+                "policies": [{"type": "Pods", "value": 1, "periodSeconds": 300}],
+            },
+        },
+    }
+    return described("autoscaling/v2", "HorizontalPodAutoscaler", name, labels, spec=spec)
+
+
+def network_policy(
+    name: str, labels: Mapping[str, str], allowed: Mapping[str, str], *, metrics_port: int
+) -> Object:
+    """Return what lets nobody in but Pods with some labels, and Prometheus to one port."""
+    prometheus = {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": MONITORING}}}
+    spec = {
+        "podSelector": {"matchLabels": dict(labels)},
+        "policyTypes": ["Ingress"],
+        "ingress": [
+            {"from": [{"podSelector": {"matchLabels": dict(allowed)}}]},
+            {"from": [prometheus], "ports": [{"port": metrics_port}]},
+        ],
+    }
+    return described("networking.k8s.io/v1", "NetworkPolicy", name, labels, spec=spec)
+
+
+def pod_monitor(name: str, labels: Mapping[str, str], selected: Mapping[str, str]) -> Object:
+    """Return what lets Prometheus' operator scrape the port ``http`` of Pods."""
+    # The router's metrics name instances, which are not the Pod that is scraped.
+    endpoint = {"port": "http", "path": "/metrics", "honorLabels": True}
+    spec = {"selector": {"matchLabels": dict(selected)}, "podMetricsEndpoints": [endpoint]}
+    return described("monitoring.coreos.com/v1", "PodMonitor", name, labels, spec=spec)
+
+
+def disaggregated_set(
+    name: str, labels: Mapping[str, str], roles: Mapping[Role, tuple[Object, int]]
+) -> Object:
+    """Return LeaderWorkerSet's object of several roles, each scaled from outside.
+
+    Args:
+        name: Its name.
+        labels: Its labels.
+        roles: Pod template of each, and how many replicas there are before any is scaled.
+    """
+    update = {"maxSurge": 0, "maxUnavailable": 1}
+    listed = [
+        {
+            "name": role,
+            "scaling": {"mode": "External", "initialReplicas": replicas},
+            "spec": {
+                "rolloutStrategy": {"rollingUpdateConfiguration": update},
+                "leaderWorkerTemplate": {"size": 1, "workerTemplate": template},
+            },
+        }
+        for role, (template, replicas) in roles.items()
+    ]
+    api = "disaggregatedset.x-k8s.io/v1"
+    return described(api, "DisaggregatedSet", name, labels, spec={"roles": listed})
+
+
+def role_scaler(name: str) -> Object:
+    """Return a reference to what the controller of a `disaggregated_set` makes for a role."""
+    api = "disaggregatedset.x-k8s.io/v1"
+    return described(api, "DisaggregatedSetRoleScaler", name, {})
+
+
+def kustomization(resources: Sequence[str]) -> Object:
+    """Return the list of the files, for ``kubectl apply -k``."""
+    api = "kustomize.config.k8s.io/v1beta1"
+    return {"apiVersion": api, "kind": "Kustomization", "resources": list(resources)}

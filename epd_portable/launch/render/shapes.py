@@ -1,0 +1,292 @@
+"""The shapes that a deployment can have on Kubernetes, as objects by file. Pure but for the file.
+
+``nodes``: a launcher with all stages in each Pod; a Pod serves as a plain vLLM server does.
+``roles``: a Deployment for each role, and routers that its Pods join.
+``disaggregatedset``: the same with one DisaggregatedSet in place of the Deployments of the roles.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+
+from epd_portable.config.load import located, or_shipped
+from epd_portable.config.problems import read_text
+from epd_portable.config.roles import ROLE_LABEL, ROLES, Role, group_of
+from epd_portable.config.schema import Topology
+from epd_portable.errors import ConfigError
+from epd_portable.launch.plan.front import with_front
+from epd_portable.launch.plan.machine import assumed_machine, described_machine
+from epd_portable.launch.plan.model import ModelSource
+from epd_portable.launch.plan.processes import Plan, make_plan
+from epd_portable.launch.plan.request import PlanRequest
+from epd_portable.launch.render import objects
+from epd_portable.launch.render.objects import COMPONENT, NAME, Object
+from epd_portable.launch.render.pods import FILE, INSTANCE_PORT, ROUTER_PORT, SECRET_FILE, Pods
+
+Files = dict[str, list[Object]]
+"""Objects by the name of the file that they are written to."""
+
+ROUTERS = 2
+_POD_ADDRESS = "192.0.2.1"
+"""Stands for the address of a Pod, which is not known before it runs."""
+_MOST_IN_FLIGHT: Mapping[Role, int] = MappingProxyType({"encode": 4})
+_MOST_REQUESTS = 16
+"""Requests in flight for each replica above which an autoscaler starts another."""
+_IN_FLIGHT = "epd_{front}_instance_in_flight"
+_FILES = ("tls_cert_file", "tls_key_file", "api_keys_file", "hop_keys_file", "access_log")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rendering:
+    """What is rendered.
+
+    Attributes:
+        name: Of the deployment, and the beginning of its objects' names.
+        image: Has this package and the engine.
+        request: The topology, its platform and hardware profile.
+        replicas: Pods of shape ``nodes``.
+        secret: The deployment's secret, to be written into a file; empty for a name of it only.
+    """
+
+    name: str
+    image: str
+    request: PlanRequest
+    replicas: int
+    secret: str = ""
+
+    def files(self, shape: str) -> Files:
+        """Return the objects of a shape.
+
+        Raises:
+            ConfigError: The topology does not fit the shape, the platform or the profile.
+        """
+        return SHAPES[shape](self)
+
+    def topology(self) -> Topology:
+        """Return the topology as a Pod with the secret reads it, and no router elsewhere."""
+        return self.loaded(
+            f"launch.host={_POD_ADDRESS}", f"secret_file={SECRET_FILE}", "router.join=[]"
+        )
+
+    def loaded(self, *settings: str) -> Topology:
+        """Return the topology with these settings."""
+        return replace(self.request, overrides=(*self.request.overrides, *settings)).load()
+
+    def warnings(self) -> Iterator[str]:
+        """Yield what must be mounted into the Pods by whoever applies the files."""
+        topology = self.topology()
+        named = {f"router.{key}": getattr(topology.router, key) for key in _FILES}
+        named["store.password_file"] = topology.store and topology.store.password_file
+        if topology.model.startswith(("/", ".", "~")):
+            named["model"] = topology.model
+        for key, path in named.items():
+            if path and path != "-":
+                yield f"{key} {path}: the Pods have no such file; add it to the image, or a volume"
+
+    def labels(self, component: str, role: Role | None = None) -> dict[str, str]:
+        """Return the labels of objects and Pods of one part."""
+        labels = {NAME: self.name, COMPONENT: component}
+        return labels | ({ROLE_LABEL: role} if role else {})
+
+    def planned(self, role: Role | None, *settings: str) -> tuple[Topology, Plan]:
+        """Plan a launcher of the deployment: one instance of a role, or all that the file names."""
+        overrides = (*self.request.overrides, *settings)
+        if role:
+            overrides += tuple(
+                f"instances.{group_of(one)}.count={int(one == role)}" for one in ROLES
+            )
+        request = replace(self.request, overrides=overrides)
+        topology = request.load()
+        profile = request.hardware.profile if request.hardware else None
+        try:
+            plan = make_plan(
+                topology,
+                # The Pods find it by themselves.
+                model=ModelSource(
+                    argument=topology.model,
+                    served_name=topology.served_model_name or topology.model,
+                    is_folder=False,
+                ),
+                traits=request.traits,
+                machine=described_machine(profile.devices_per_node.value)
+                if profile
+                else assumed_machine(request.traits, {}),
+                run_id="00000000",
+                free_port=itertools.count(INSTANCE_PORT).__next__,
+                temp_dir="/tmp",
+                hardware=request.hardware,
+            )
+            return topology, with_front(plan, topology, "/tmp")
+        except ConfigError as error:
+            platform = request.traits.name
+            raise located(error, request.config, platform, overrides=overrides) from error
+
+    def pods(self, topology: Topology) -> Pods:
+        """Return the Pod templates of the deployment."""
+        return Pods(
+            name=self.name,
+            image=self.image,
+            platform=self.request.traits,
+            topology=topology,
+            text=self._text(),
+            overrides=self.request.overrides,
+        )
+
+    def common(self, *, with_secret: bool) -> Files:
+        """Return the topology file, and the secret if it is to be written."""
+        labels = {NAME: self.name}
+        topology = objects.config_map(f"{self.name}-topology", labels, {FILE: self._text()})
+        files = {"topology.yaml": [topology]}
+        if with_secret and self.secret:
+            held = objects.secret(f"{self.name}-secret", labels, {"secret": self.secret})
+            files["secret.yaml"] = [held]
+        return files
+
+    def _text(self) -> str:
+        return read_text(or_shipped(self.request.config))
+
+
+def _nodes(asked: Rendering) -> Files:
+    """Return launchers with all stages in each Pod."""
+    settings = ["router.host=0.0.0.0", f"router.port={ROUTER_PORT}", "launch.host=127.0.0.1"]
+    if asked.loaded(*settings).router.join:
+        raise ConfigError(
+            f"{asked.request.config}: router.join is set, and in shape nodes each Pod has its own "
+            "front; remove it, or render shape roles"
+        )
+    with_secret = asked.loaded(*settings).secret_file is not None
+    if with_secret:
+        settings.append(f"secret_file={SECRET_FILE}")
+    topology, plan = asked.planned(None, *settings)
+    labels = asked.labels("node")
+    template = asked.pods(topology).template(
+        labels, ["up"], settings, plan, port=ROUTER_PORT, with_secret=with_secret
+    )
+    workload = objects.deployment(asked.name, labels, template, spare=False)
+    answering = next(spec.role for spec in plan.processes if spec.role not in ("encode", "router"))
+    front = "front" if plan.front.startswith("engine") else "router"
+    return {
+        **asked.common(with_secret=with_secret),
+        "nodes.yaml": [
+            workload,
+            objects.disruption_budget(asked.name, labels),
+            objects.autoscaler(
+                asked.name,
+                labels,
+                workload,
+                least=asked.replicas,
+                metric=_IN_FLIGHT.format(front=front),
+                role=answering,
+                most_each=_MOST_REQUESTS * len(plan.processes),
+            ),
+        ],
+        "service.yaml": [objects.service(asked.name, labels, ROUTER_PORT)],
+        "monitoring.yaml": [objects.pod_monitor(asked.name, labels, labels)],
+    }
+
+
+def _roles(asked: Rendering) -> Files:
+    """Return routers, and a Deployment for each role, whose Pods join them."""
+    files, templates = _routers(asked), _templates(asked)
+    for role, (template, least) in templates.items():
+        name, labels = f"{asked.name}-{role}", asked.labels("instance", role)
+        workload = objects.deployment(name, labels, template, spare=False)
+        files[f"{role}.yaml"] = [workload, *_scaled(name, labels, workload, role, least)]
+    return files
+
+
+def _disaggregated_set(asked: Rendering) -> Files:
+    """Return routers, and one object whose roles join them."""
+    files, templates = _routers(asked), _templates(asked)
+    if len(templates) < 2:
+        raise ConfigError(
+            f"{asked.request.config}: instances has one role, {', '.join(templates)}, and a "
+            "DisaggregatedSet has two or more; render shape roles, or name another role"
+        )
+    found = [objects.disaggregated_set(asked.name, asked.labels("instance"), templates)]
+    for role, (_, least) in templates.items():
+        name = f"{asked.name}-{role}"
+        scaler = objects.role_scaler(name)
+        found += _scaled(name, asked.labels("instance", role), scaler, role, least)
+    files["instances.yaml"] = found
+    return files
+
+
+SHAPES: Mapping[str, Callable[[Rendering], Files]] = MappingProxyType(
+    {"nodes": _nodes, "roles": _roles, "disaggregatedset": _disaggregated_set}
+)
+
+
+def _routers(asked: Rendering) -> Files:
+    """Return the routers, what they share with instances, and who may reach those."""
+    counts = asked.topology().instances.counts
+    settings = [
+        *("router.host=0.0.0.0", f"router.port={ROUTER_PORT}", "router.join=[]"),
+        *("launch.host=127.0.0.1", f"secret_file={SECRET_FILE}"),
+        *(f"instances.{group_of(role)}.count=0" for role in ROLES if counts[role]),
+    ]
+    topology, plan = asked.planned(None, *settings)
+    labels, members = asked.labels("router"), asked.labels("instance")
+    template = asked.pods(topology).template(
+        labels, ["up"], settings, plan, port=ROUTER_PORT, with_secret=True
+    )
+    name = f"{asked.name}-router"
+    whole = {NAME: asked.name}
+    policy = objects.network_policy(
+        f"{asked.name}-instance", members, whole, metrics_port=INSTANCE_PORT
+    )
+    return {
+        **asked.common(with_secret=True),
+        "routers.yaml": [
+            objects.deployment(name, labels, template, spare=True, replicas=ROUTERS),
+            objects.disruption_budget(name, labels),
+            objects.service(asked.name, labels, ROUTER_PORT),
+            objects.service(f"{name}-all", labels, ROUTER_PORT, headless=True),
+        ],
+        "network.yaml": [policy],
+        "monitoring.yaml": [objects.pod_monitor(asked.name, whole, whole)],
+    }
+
+
+def _templates(asked: Rendering) -> dict[Role, tuple[Object, int]]:
+    """Return for each role the template of its Pods, and how many the topology asks for."""
+    settings = [
+        f"router.join=http://{asked.name}-router-all:{ROUTER_PORT}",
+        *(f"secret_file={SECRET_FILE}", f"launch.first_port={INSTANCE_PORT}"),
+    ]
+    counts = asked.topology().instances.counts
+    found = {}
+    for role in ROLES:
+        if counts[role]:
+            topology, plan = asked.planned(role, *settings, f"launch.host={_POD_ADDRESS}")
+            template = asked.pods(topology).template(
+                asked.labels("instance", role),
+                ["instance", "--role", role],
+                [*settings, "launch.host=auto"],
+                plan,
+                port=INSTANCE_PORT,
+                with_secret=True,
+            )
+            found[role] = template, counts[role]
+    return found
+
+
+def _scaled(
+    name: str, labels: Mapping[str, str], target: Object, role: Role, least: int
+) -> list[Object]:
+    """Return what keeps enough Pods of a role."""
+    return [
+        objects.disruption_budget(name, labels),
+        objects.autoscaler(
+            name,
+            labels,
+            target,
+            least=least,
+            metric=_IN_FLIGHT.format(front="router"),
+            role=role,
+            most_each=_MOST_IN_FLIGHT.get(role, _MOST_REQUESTS),
+        ),
+    ]
