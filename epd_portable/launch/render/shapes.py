@@ -211,7 +211,7 @@ def _disaggregated_set(asked: Rendering) -> Files:
         name = f"{asked.name}-{role}"
         scaler = objects.role_scaler(name)
         found += _scaled(name, asked.labels("instance", role), scaler, role, least)
-    files["instances.yaml"] = found
+    files["disaggregatedset.yaml"] = found
     return files
 
 
