@@ -17,7 +17,6 @@ from epd_portable.config.problems import read_text
 from epd_portable.config.roles import ROLE_LABEL, ROLES, Role, group_of
 from epd_portable.config.schema import Topology
 from epd_portable.errors import ConfigError
-from epd_portable.launch.plan.front import with_front
 from epd_portable.launch.plan.machine import assumed_machine, described_machine
 from epd_portable.launch.plan.model import ModelSource
 from epd_portable.launch.plan.processes import Plan, make_plan
@@ -102,7 +101,7 @@ class Rendering:
         topology = request.load()
         profile = request.hardware.profile if request.hardware else None
         try:
-            plan = make_plan(
+            return topology, make_plan(
                 topology,
                 # The Pods find it by themselves.
                 model=ModelSource(
@@ -119,7 +118,6 @@ class Rendering:
                 temp_dir="/tmp",
                 hardware=request.hardware,
             )
-            return topology, with_front(plan, topology, "/tmp")
         except ConfigError as error:
             platform = request.traits.name
             raise located(error, request.config, platform, overrides=overrides) from error
