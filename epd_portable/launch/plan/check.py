@@ -29,7 +29,7 @@ class Finding:
 
     Attributes:
         kind: ``engine``, ``cores``, ``platform``, ``share``, ``hardware``, ``device``, ``path``,
-            ``kv``, ``store`` or ``plan``.
+            ``kv``, ``store``, ``front`` or ``plan``.
         name: A device as ``platform:index``, a path as ``platform/path`` between two of its
             instances, or ``producer→consumer/path`` between platforms.
         reason: What was found, or what is missing.
@@ -66,6 +66,12 @@ def plan_finding(name: str, warnings: Sequence[str]) -> Finding:
     """Say whether what a topology file asks for goes well here, by the warnings of its plan."""
     reason = "; ".join(warnings) or "nothing asks for more than there is"
     return _finding("plan", name, not warnings, reason)
+
+
+def front_finding(front: str) -> Finding:
+    """Say who stands in front of what a topology file asks for, by `Plan.front`."""
+    name, _, why = front.partition(": ")
+    return _finding("front", name, True, why)
 
 
 def store_finding(section: StoreSection) -> Finding:

@@ -24,7 +24,7 @@ ASK = text("Describe the picture.")
 
 @pytest.fixture(scope="module")
 def front(start: Start) -> Split:
-    return start(["front=engine", "engine_args.dtype=float32", "router.access_log=stderr"])
+    return start(["front=auto", "engine_args.dtype=float32", "router.access_log=stderr"])
 
 
 def process(front: Split, name: str) -> psutil.Process:

@@ -30,7 +30,7 @@ ASK = text("Describe the picture.")
 
 @pytest.fixture(scope="module")
 def front(start: Start) -> Split:
-    settings = ["front=engine", "engine_args.dtype=float32", "instances.prefill_decode.count=2"]
+    settings = ["front=auto", "engine_args.dtype=float32", "instances.prefill_decode.count=2"]
     return start(settings)
 
 

@@ -131,6 +131,22 @@ def test_a_plan_warns_of_what_up_refuses(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("router", "front", "why"),
+    [("{}", "engine", "all instances"), ("{partial_results: true}", "router", "partial_results")],
+)
+def test_who_stands_in_front_of_a_file_is_checked_with_its_reason(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, router: str, front: str, why: str
+) -> None:
+    monkeypatch.setattr(launch, "inspect", lambda *_: [])
+    config = tmp_path / "t.yaml"
+    config.write_text(f"model: demo\nrouter: {router}\n")
+    words = ["check", "--platform", "cpu", "--config", str(config), "--json"]
+    findings = json.loads(CliRunner().invoke(launch.main, words).stdout)["findings"]
+    (found,) = (each for each in findings if each["kind"] == "front")
+    assert found["name"] == front and why in found["reason"]
+
+
 def test_fixed_ports_are_those_of_the_plan(tmp_path: Path) -> None:
     config = tmp_path / "t.yaml"
     config.write_text("model: demo\nlaunch: {first_port: 1100}\n")
