@@ -37,7 +37,7 @@ from epd_portable.router.contents.cut_text import Segments
 from epd_portable.router.encode_jobs import item_of, read_outcome
 from epd_portable.router.fleet.control import ControlChannels
 from epd_portable.router.http.upstream import Upstream, UpstreamError
-from epd_portable.router.observability.activity import Activity
+from epd_portable.router.observability.record import Activity
 from epd_portable.router.prefill import for_prefill, read_kv, with_kv
 from epd_portable.router.settings import RouterSettings
 from epd_portable.wire.outcomes import FailureKind

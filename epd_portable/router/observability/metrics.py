@@ -13,9 +13,9 @@ from prometheus_client.registry import Collector
 from epd_portable.connector.stores.metrics import StoreMetrics
 from epd_portable.delivery.instances import Instance
 from epd_portable.delivery.metrics import InstanceCollector
-from epd_portable.router.observability.activity import Activity
 from epd_portable.router.observability.llmd_names import LlmdNames
 from epd_portable.router.observability.record import (
+    Activity,
     ItemRecord,
     Leg,
     Listener,

@@ -18,9 +18,13 @@ from epd_portable.config.secret import Secret
 from epd_portable.delivery.instances import EndpointPool, Instance
 from epd_portable.delivery.replies import JSON, Reply
 from epd_portable.errors import RequestError
-from epd_portable.router.observability.activity import Activity, FallbackUse
 from epd_portable.router.observability.engine_figures import EngineFigures, EngineWatch
-from epd_portable.router.observability.record import RecentRequests, RequestRecord
+from epd_portable.router.observability.record import (
+    Activity,
+    FallbackUse,
+    RecentRequests,
+    RequestRecord,
+)
 from epd_portable.wire.outcomes import Fallback
 
 SCHEMA = 4

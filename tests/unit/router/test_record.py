@@ -11,14 +11,17 @@ import pytest
 
 from epd_portable.delivery.fallbacks import RequestPhase
 from epd_portable.router.contents.media import MediaItem
-from epd_portable.router.observability.activity import MAX_PAIRS, Activity, FallbackUse, Traffic
 from epd_portable.router.observability.record import (
+    MAX_PAIRS,
+    Activity,
+    FallbackUse,
     ItemRecord,
     Leg,
     Listener,
     RecentRequests,
     RequestRecord,
     Step,
+    Traffic,
 )
 from epd_portable.wire.outcomes import FailureKind
 from epd_portable.wire.params import ItemOutcome
