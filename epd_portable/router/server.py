@@ -73,7 +73,7 @@ _POSTED = """
 /v1/rerank /v2/rerank /generative_scoring /v1/messages/count_tokens /v1/chat/completions/batch
 /v1/chat/completions/derender /v1/chat/completions/render /v1/completions/derender
 /v1/completions/render /v1/messages/render /v1/responses/render /v1/systemone
-/v1/audio/transcriptions /v1/audio/translations /cohere/v2/chat /invocations
+/v1/audio/transcriptions /v1/audio/translations /cohere/v2/chat /cohere/v2/chat/render /invocations
 """
 TO_ANY_INSTANCE: Mapping[str, str] = {
     **dict.fromkeys(_POSTED.split(), "POST"),
@@ -84,11 +84,11 @@ NO_JSON = frozenset({"/v1/audio/transcriptions", "/v1/audio/translations"})
 """Of them, those whose bodies are forms, which are not read."""
 _OF_ONE_INSTANCE = """
 /abort_requests /adapters /adapters/ /collective_rpc /docs /docs/ /fault_tolerance/
-/finish_weight_update /get_world_size /init_weight_transfer_engine /is_paused
-/is_scaling_elastic_ep /is_sleeping /kv_event_sources /openapi.json /pause /redoc
-/release_kv_cache_memory /reset_encoder_cache /reset_mm_cache /reset_prefix_cache /resume
-/scale_elastic_ep /server_info /shutdown_weight_transfer_engine /sleep /start_draft_weight_update
-/start_profile /start_weight_update /stop_profile /update_weight_version /update_weights
+/finish_weight_update /get_world_size /init_weight_transfer_engine /is_paused /is_scaling_elastic_ep
+/is_sleeping /kv_event_sources /openapi.json /pause /redoc /release_kv_cache_memory
+/reset_encoder_cache /reset_mm_cache /reset_prefix_cache /resume /scale_elastic_ep /server_info
+/shutdown_weight_transfer_engine /sleep /start_draft_weight_update /start_profile
+/start_weight_update /static /static/ /stop_profile /update_weight_version /update_weights
 /v1/load_lora_adapter /v1/unload_lora_adapter /wake_up /weight_checker /weight_info
 """
 NOT_SERVED: Mapping[str, str] = {
@@ -419,7 +419,10 @@ class Router:
             # For hops that answer elsewhere it prefills.
             usable = usable or self.instances.any_usable("prefill")
         status = "draining" if self.draining else "ok" if usable else "unavailable"
-        return {"status": status, "counts": self.instances.counts()}
+        counted = dict.fromkeys(("up", "joining", "down", "draining"), 0)
+        for instance in self.instances.all:
+            counted[instance.state] += 1
+        return {"status": status, "counts": counted}
 
     def _on_admin_port(self, client: ClientExchange) -> bool:
         return self.settings.admin_port is None or client.request.port == self.settings.admin_port
