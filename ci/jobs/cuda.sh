@@ -1,12 +1,10 @@
 #!/usr/bin/env bash
 # Job "cuda": the first hour on a machine with an NVIDIA device, in stages; no network is needed.
 #
-#   cuda.sh [--rehearse] [--take FOLDER] [--call-s N] [--total-min N] [--stage NAME]...
+#   cuda.sh [--wheels FOLDER] [--out FOLDER] [--minutes N] [--stage NAME]...
 #
-# PYTHON names the interpreter. Rehearsed with real engines on the CPU; not run on hardware.
+# Every figure goes into figures.json of the folder of results; called again it goes on where it
+# ended. PYTHON names the interpreter.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
-if [[ " $* " == *" --rehearse "* ]]; then
-    PYTHON=${PYTHON:-.venv/bin/python}
-fi
-exec "${PYTHON:-python3}" -m ci.first_hour cuda "$@"
+exec "${PYTHON:-python3}" -m ci.first_hour "$@"

@@ -20,7 +20,6 @@ from tests.integration.router.test_admission import (
 )
 from tests.integration.router.test_failures import (
     test_a_broken_connection_to_the_only_pd_instance_is_tried_again,
-    test_a_client_that_goes_away_ends_the_work_on_both_sides,
     test_a_client_that_leaves_a_stream_ends_it_at_the_instance,
     test_a_lost_pd_instance_is_replaced_with_fresh_transfers,
     test_a_request_is_not_sent_to_every_pd_instance_in_turn,
@@ -29,7 +28,6 @@ from tests.integration.router.test_failures import (
     test_without_a_pd_instance_clients_are_told_to_come_again,
 )
 from tests.integration.router.test_faults import (
-    test_a_500_of_the_only_instance_is_passed_on,
     test_a_body_that_does_not_come_is_refused_in_time,
     test_what_is_no_request_gets_no_500_and_hangs_nobody,
 )
@@ -39,6 +37,7 @@ from tests.integration.router.test_items_of_a_request import (
 from tests.integration.router.test_not_wanted import (
     build_connected,
     test_a_client_that_leaves_before_the_instance_was_asked_wants_its_items_no_more,
+    test_a_client_that_leaves_wants_its_items_no_more,
     test_what_is_sent_again_by_other_transfers_is_not_wanted_by_the_first,
 )
 from tests.integration.router.test_requests import (

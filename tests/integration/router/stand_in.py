@@ -50,9 +50,9 @@ IMPORTED = (
 """By routers, pickers and registrars."""
 
 
-def start_process(*words: object, stderr: IO[str] | int) -> warm.Child:
+def start_process(*words: object, **streams: IO[str] | int) -> warm.Child:
     """Start what python does with ``-m MODULE ...`` or ``-c CODE ...``, of a router's modules."""
-    return warm.nursery(*IMPORTED).popen(*words, stderr=stderr)
+    return warm.nursery(*IMPORTED).popen(*words, **streams)
 
 
 def at_once(most: int) -> int:

@@ -6,14 +6,13 @@ import asyncio
 
 import anyio
 import pytest
-from starlette.responses import JSONResponse, Response
 
 from epd_portable.router.server import Router
 from tests.integration.router.conftest import Build, Topology
-from tests.integration.router.stand_in import Received, RouterServing, answer, forever
+from tests.integration.router.stand_in import RouterServing, forever
 from tests.integration.router.test_faults import opened
 from tests.integration.router.test_metadata import describe
-from tests.integration.router.test_requests import RED, TEXT
+from tests.integration.router.test_requests import RED
 
 PICTURE = "data:image/png;base64,cmVk"
 IN_OTHER_INTERFACES = {
@@ -46,70 +45,6 @@ async def test_requests_that_take_no_metadata_go_with_their_media(build: Build, 
     assert b"cmVk" in received.raw
     [transfer] = received.params["transfers"]
     assert transfer["media"] is True
-
-
-# Answers of instances.
-
-
-async def test_an_answer_with_an_odd_header_gets_to_the_client(build: Build) -> None:
-    t = await build(encoders=0)
-
-    async def odd(received: Received) -> Response:
-        response = JSONResponse({"choices": []})
-        response.raw_headers[:] = [
-            (name, value) for name, value in response.raw_headers if name != b"content-type"
-        ]
-        response.raw_headers.append((b"content-type", "application/json; x=\u20ac".encode()))
-        return response
-
-    t.pd.behaviour = odd
-    response = await t.chat(TEXT)
-    assert response.status_code == 200
-    assert response.json() == {"choices": []}
-
-
-async def test_an_encoder_is_not_blamed_for_a_deadline_that_others_used_up(build: Build) -> None:
-    t = await build(wait_timeout_s=3.0, encode_timeout_s=1.5, probe_interval_s=60)
-    jobs = 0
-
-    async def full_for_long(received: Received) -> Response:
-        nonlocal jobs
-        jobs += 1
-        if jobs == 1:
-            return Response(status_code=429, headers={"retry-after-ms": "2500"})
-        await asyncio.sleep(1.0)
-        return JSONResponse({})
-
-    async def generate(received: Received) -> Response:
-        await asyncio.sleep(3.6)
-        return await answer(received)
-
-    t.encoders[0].behaviour = full_for_long
-    t.pd.behaviour = generate
-    probes = 0
-
-    async def counted() -> Response:
-        nonlocal probes
-        probes += 1
-        return Response()
-
-    t.encoders[0].health = counted
-    assert (await t.chat(RED)).status_code == 200
-    assert jobs == 2
-    assert probes == 0  # A suspected one would be asked at once.
-
-
-# Requests.
-
-
-async def test_who_wishes_for_another_protocol_is_served_by_this_one(build: Build) -> None:
-    t = await build(encoders=0)
-    wish = {"connection": "Upgrade, HTTP2-Settings", "upgrade": "h2c", "http2-settings": "AAMAAABk"}
-    body = {"messages": [{"role": "user", "content": "hi"}]}
-    for _ in range(2):
-        response = await t.client.post("/v1/chat/completions", json=body, headers=wish)
-        assert response.status_code == 200
-    assert [each.body for each in t.pd.received] == [body, body]
 
 
 # Bodies.

@@ -109,22 +109,24 @@ async def test_a_newcomer_is_heard_on_its_control_channel(
     assert (response.status_code, "9 bytes" in response.text) == (413, True)
 
 
-@pytest.mark.parametrize("token", ["", "Bearer", "Bearer wrong", "Bearer \xe4", "Basic x"])
 async def test_without_a_signature_nothing_is_shown_or_changed(
-    build: Build, auth: keyring.Signed, token: str
+    build: Build, auth: keyring.Signed
 ) -> None:
     t = await build(registration=True)
     body = {"name": "x", "role": "encode", "url": "http://127.0.0.1:1"}
-    headers = {"authorization": token.encode("latin-1")}
-    answers = [
-        await t.client.get(INSTANCES, headers=headers),
-        await t.client.post(INSTANCES, json=body, headers=headers),
-        await t.client.delete(f"{INSTANCES}/pd-0", headers=headers),
-        await t.client.post(f"{INSTANCES}/pd-0/drain", headers=headers),
-        await t.client.post(f"{INSTANCES}/pd-0/resume", headers=headers),
-    ]
-    assert [a.status_code for a in answers] == 5 * [401]
-    assert "instances" not in (await t.client.get("/health", headers=headers)).json()
+    for token in ("", "Bearer", "Bearer wrong", "Bearer \xe4", "Basic x"):
+        headers = {"authorization": token.encode("latin-1")}
+        for method, path, given in (
+            ("GET", "", None),
+            ("POST", "", body),
+            ("DELETE", "/pd-0", None),
+            ("POST", "/pd-0/drain", None),
+            ("POST", "/pd-0/resume", None),
+        ):
+            url = INSTANCES + path
+            refused = await t.client.request(method, url, json=given, headers=headers)
+            assert refused.status_code == 401, (method, path, token)
+        assert "instances" not in (await t.client.get("/health", headers=headers)).json()
     assert {name: i["state"] for name, i in (await shown(t, auth)).items()} == {
         "encode-0": "up",
         "pd-0": "up",
@@ -177,22 +179,25 @@ async def test_what_is_not_there_is_said(build: Build, auth: keyring.Signed) -> 
         assert answer.status_code == status, (method, path)
 
 
+async def busy(t: Topology) -> tuple[asyncio.Event, list[asyncio.Task[httpx.Response]]]:
+    """Have each PD instance answer a request as soon as the event is set."""
+    release = asyncio.Event()
+    for pd in t.pds:
+        pd.behaviour = once(release)
+    running = [asyncio.create_task(t.chat(TEXT)) for _ in t.pds]
+    for pd in t.pds:
+        await pd.until(lambda pd: len(pd.received) == 1)
+    return release, running
+
+
 async def test_one_that_drains_stays_known_and_gets_nothing_until_it_resumes(
     build: Build, auth: keyring.Signed
 ) -> None:
     t = await build(pds=2)
-    release = asyncio.Event()
-    for pd in t.pds:
-        pd.behaviour = once(release)
-    running = [asyncio.create_task(t.chat(TEXT)) for _ in range(2)]
-    for pd in t.pds:
-        await pd.until(lambda pd: len(pd.received) == 1)
+    release, running = await busy(t)
     drained = await t.client.post(f"{INSTANCES}/pd-0/drain", auth=auth)
-    assert (drained.status_code, drained.json()["state"], drained.json()["idle"]) == (
-        202,
-        "draining",
-        False,
-    )
+    seen = drained.json()
+    assert (drained.status_code, seen["state"], seen["idle"]) == (202, "draining", False)
     release.set()
     assert [(await each).status_code for each in running] == [200, 200]
     for _ in range(3):
@@ -211,10 +216,7 @@ async def test_one_that_is_told_to_leave_and_resumed_stays(
     build: Build, auth: keyring.Signed
 ) -> None:
     t = await build(registration=True)
-    release = asyncio.Event()
-    t.pd.behaviour = once(release)
-    running = asyncio.create_task(t.chat(TEXT))
-    await t.pd.until(lambda pd: len(pd.received) == 1)
+    release, [running] = await busy(t)
     await t.client.delete(f"{INSTANCES}/pd-0", auth=auth)
     await t.client.post(f"{INSTANCES}/pd-0/resume", auth=auth)
     release.set()
@@ -227,27 +229,20 @@ def registered(url: str, role: str = "encode", **more: str) -> dict[str, str]:
     return {"name": "x", "role": role, "url": url, **more}
 
 
-@pytest.mark.parametrize(
-    "host",
-    [
+async def test_instances_are_where_the_settings_say(build: Build, auth: keyring.Signed) -> None:
+    t = await build(registration=True)
+    for host in (
         *("169.254.169.254:80", "[fe80::1]:80", "[::ffff:169.254.169.254]:80", "0.0.0.0:80"),
         *("[::]:80", "224.0.0.1:80", "8.8.8.8:80", "2851995646:80"),
-    ],
-)
-async def test_instances_are_where_the_settings_say(
-    build: Build, auth: keyring.Signed, host: str
-) -> None:
-    t = await build(registration=True)
-    control = f"tcp://{host}"
-    for body in (
-        registered(f"http://{host}"),
-        registered("http://127.0.0.1:1", "prefill-decode", control=control),
     ):
-        refused = await t.client.post(INSTANCES, json=body, auth=auth)
-        assert refused.status_code == 403, refused.text
-        message = refused.json()["error"]["message"]
-        assert "router.instance_networks" in message
-        assert host in message
+        for body in (
+            registered(f"http://{host}"),
+            registered("http://127.0.0.1:1", "prefill-decode", control=f"tcp://{host}"),
+        ):
+            refused = await t.client.post(INSTANCES, json=body, auth=auth)
+            message = refused.json()["error"]["message"]
+            assert refused.status_code == 403, message
+            assert "router.instance_networks" in message and host in message
     assert set(await shown(t, auth)) == {"encode-0", "pd-0"}
 
 
@@ -331,19 +326,10 @@ async def test_one_that_leaves_finishes_its_work_and_gets_no_more(
     build: Build, auth: keyring.Signed
 ) -> None:
     t = await build(pds=2, registration=True)
-    release = asyncio.Event()
-    for pd in t.pds:
-        pd.behaviour = once(release)
-    running = [asyncio.create_task(t.chat(TEXT)) for _ in range(2)]
-    for pd in t.pds:
-        await pd.until(lambda pd: len(pd.received) == 1)
-
+    release, running = await busy(t)
     left = await t.client.delete(f"{INSTANCES}/pd-0", auth=auth)
-    assert (left.status_code, left.json()["state"], left.json()["in_flight"]) == (
-        202,
-        "draining",
-        1,
-    )
+    seen = left.json()
+    assert (left.status_code, seen["state"], seen["in_flight"]) == (202, "draining", 1)
     t.pds[1].behaviour = answer
     for _ in range(4):
         assert (await t.chat(TEXT)).status_code == 200

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Callable
 from typing import Any
 
@@ -147,14 +146,6 @@ async def test_a_modality_without_metadata_does_not_hold_up_the_others(build_bar
     assert [transfer["media"] for transfer in second.params["transfers"]] == [False, True]
 
 
-async def test_without_encoders_the_media_go_to_the_pd_instance(build_bare: Build) -> None:
-    t = await build_bare(encoders=0)
-    assert (await t.chat(RED)).status_code == 200
-    [received] = t.pd.received
-    assert kinds(received) == ["image_url"]
-    assert received.params is None
-
-
 def lost_once(t: Topology, code: NackCode = NackCode.UNAVAILABLE) -> Behaviour:
     """A PD instance that loses an item that came without its media."""
 
@@ -216,11 +207,3 @@ async def test_media_are_not_sent_to_an_instance_without_encoder(
         assert response.status_code == status
         assert ("retry-after" in response.headers) is (status == 503)
     assert t.pd.received == []
-
-
-@pytest.mark.parametrize("name", ["image_embeds", "video_embeds", "audio_embeds", "prompt_embeds"])
-async def test_clients_may_not_send_what_the_router_sends(build_bare: Build, name: str) -> None:
-    t = await build_bare()
-    response = await t.chat({"type": name, name: GRID, "uuid": "another's"})
-    assert response.status_code == 400
-    assert json.loads(response.text)["error"]["code"] == "unsupported_part"

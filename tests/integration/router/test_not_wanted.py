@@ -79,7 +79,10 @@ async def test_a_client_that_leaves_wants_its_items_no_more(
     await t.encoders[0].until(lambda encoder: len(encoder.received) == 2)
     chat.cancel()
     assert await told(t, 2) == set(transfers_of(t.pd))
+    await t.pd.until(lambda pd: pd.aborted == 1)
     await t.encoders[0].until(lambda encoder: encoder.aborted == 2)
+    await t.until_metric('epd_router_client_disconnects_total{endpoint="/v1/chat/completions"}', 1)
+    assert await t.metric('epd_router_items_total{outcome="cancelled"}') == 2
 
 
 async def test_a_client_that_leaves_before_the_instance_was_asked_wants_its_items_no_more(

@@ -314,14 +314,6 @@ async def test_a_client_that_is_not_sampled_makes_no_spans_and_one_without_a_tra
     assert f"{spans[CHAT].context.trace_id:032x}" in second.headers["traceparent"]
 
 
-async def test_without_tracing_the_clients_traceparent_goes_on_as_it_is(build: Build) -> None:
-    t = await build(encoders=0)
-    traceparent = f"00-{CLIENTS_TRACE}-{CLIENTS_SPAN}-01"
-    t.client.headers["traceparent"] = traceparent
-    assert (await t.chat(TEXT)).status_code == 200
-    assert t.pd.received[0].headers["traceparent"] == traceparent
-
-
 @pytest.fixture
 async def collector() -> AsyncIterator[StandIn]:
     """Takes spans in by OTLP over HTTP."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import signal
-import sys
+import subprocess
 import threading
-from asyncio.subprocess import PIPE, STDOUT, Process
-from collections.abc import Sequence
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
@@ -16,22 +17,58 @@ from epd_portable.config.secret import Secret, make_secret_file
 from epd_portable.launch.plan.ports import port_source
 from epd_portable.launch.plan.processes import RegistrarSettings
 from epd_portable.launch.run.router_client import RouterClient, RouterClients
-from tests.integration.router.conftest import Build
-from tests.integration.router.stand_in import DEADLINE_S, StandIn
+from tests import warm
+from tests.integration.router.conftest import Build, Topology
+from tests.integration.router.stand_in import DEADLINE_S, StandIn, start_process
+
+STOP = threading.Event()
 
 
-async def started(settings: RegistrarSettings) -> Process:
-    command = (sys.executable, "-m", "epd_portable.launch.run.registrar")
-    return await asyncio.create_subprocess_exec(
-        *command, "--settings", settings.as_json(), stdout=PIPE, stderr=STDOUT
-    )
+@dataclass
+class Registrar:
+    """A registrar of some instances, at some routers."""
+
+    process: warm.Child
+    port: int
+    secret: Secret
+    instances: list[StandIn]
+
+    async def says(self, words: str) -> None:
+        assert self.process.stdout is not None
+        seen = ""
+        async with asyncio.timeout(DEADLINE_S):
+            while words not in seen:
+                line = await asyncio.to_thread(self.process.stdout.readline)
+                assert line, f"{words!r} was not said: {seen}"
+                seen += line
+
+    async def told(self) -> tuple[int, str, str]:
+        """Return the status of what it tells, and state and reason of its first instance."""
+        async with httpx.AsyncClient(trust_env=False) as client:
+            health = await client.get(f"http://127.0.0.1:{self.port}/health")
+        seen = health.json()["instances"][self.instances[0].name]
+        return health.status_code, seen["state"], seen["reason"]
+
+    async def until_told(self, status: int, state: str) -> None:
+        async with asyncio.timeout(DEADLINE_S):
+            while (await self.told())[:2] != (status, state):
+                await asyncio.sleep(0.05)
+
+    async def end(self) -> None:
+        self.process.send_signal(signal.SIGTERM)
+        assert await asyncio.to_thread(self.process.wait, DEADLINE_S) == 0
 
 
-def settings_of(
-    *routers: str, secret: str, port: int, instances: Sequence[StandIn]
-) -> RegistrarSettings:
-    return RegistrarSettings(
-        routers=routers,
+@contextlib.asynccontextmanager
+async def registrar(
+    secret: str, *routers: Topology, port: int, count: int = 1
+) -> AsyncIterator[Registrar]:
+    """Run one whose instances are of another host."""
+    instances = [StandIn(f"encode-{number}@10.0.0.2", "encode") for number in range(count)]
+    for each in instances:
+        await each.serving.start()
+    settings = RegistrarSettings(
+        routers=tuple(each.router.url for each in routers),
         secret_file=secret,
         port=port,
         instances=tuple(
@@ -40,30 +77,17 @@ def settings_of(
         join_timeout_s=30,
         leave_timeout_s=30,
     )
-
-
-async def says(process: Process, words: str) -> None:
-    assert process.stdout is not None
-    seen = ""
-    while words not in seen:
-        line = await asyncio.wait_for(process.stdout.readline(), DEADLINE_S)
-        assert line, f"{words!r} was not said: {seen}"
-        seen += line.decode()
-
-
-async def told(port: int, instance: StandIn) -> tuple[int, str, str]:
-    """Return the status of what a registrar tells, and state and reason of an instance."""
-    async with httpx.AsyncClient(trust_env=False) as client:
-        health = await client.get(f"http://127.0.0.1:{port}/health")
-    seen = health.json()["instances"][instance.name]
-    return health.status_code, seen["state"], seen["reason"]
-
-
-async def until_told(port: int, instance: StandIn, status: int, state: str) -> None:
-    end_s = asyncio.get_running_loop().time() + DEADLINE_S
-    while (last := await told(port, instance))[:2] != (status, state):
-        assert asyncio.get_running_loop().time() < end_s, last
-        await asyncio.sleep(0.05)
+    words = ("-m", "epd_portable.launch.run.registrar", "--settings", settings.as_json())
+    process = start_process(*words, stdout=subprocess.PIPE)
+    try:
+        yield Registrar(process, port, Secret.read(secret), instances)
+    finally:
+        process.kill()
+        await asyncio.to_thread(process.wait, DEADLINE_S)
+        assert process.stdout is not None
+        process.stdout.close()
+        for each in instances:
+            await each.serving.stop()
 
 
 async def test_instances_join_stay_and_leave_with_their_launcher(
@@ -72,66 +96,28 @@ async def test_instances_join_stay_and_leave_with_their_launcher(
     secret = str(tmp_path / "secret")
     make_secret_file(secret)
     t = await build(secret_file=secret, registration=True)
-    newcomer = StandIn("encode-0@10.0.0.2", "encode")
-    await newcomer.serving.start()
-    port = port_source("0000002b")()
-    settings = settings_of(t.router.url, secret=secret, port=port, instances=[newcomer])
-    process = await started(settings)
-    try:
-        await says(process, f"{newcomer.name} has joined")
-        assert await told(port, newcomer) == (200, "up", "")
-        await t.until_health(lambda seen: seen[newcomer.name]["state"] == "up")
+    async with registrar(secret, t, port=port_source("0000002b")()) as joined:
+        name = joined.instances[0].name
+        await joined.says(f"{name} has joined")
+        assert await joined.told() == (200, "up", "")
+        await t.until_health(lambda seen: seen[name]["state"] == "up")
         # It tells what the router says, not what it was once told.
-        client = RouterClient(t.router.url, Secret.read(secret))
-        stop = threading.Event()
-        await asyncio.to_thread(client.drain, newcomer.name, timeout_s=DEADLINE_S, until=stop)
-        await until_told(port, newcomer, 503, "draining")
-        await asyncio.to_thread(client.resume, newcomer.name)
-        await until_told(port, newcomer, 200, "up")
+        client = RouterClient(t.router.url, joined.secret)
+        await asyncio.to_thread(client.drain, name, timeout_s=DEADLINE_S, until=STOP)
+        await joined.until_told(503, "draining")
+        await asyncio.to_thread(client.resume, name)
+        await joined.until_told(200, "up")
         await t.router.stop()
-        await says(process, "cannot be reached")
+        await joined.says("cannot be reached")
         await t.start_router_again()
-        await says(process, "again: the router has restarted")
+        await joined.says("again: the router has restarted")
         # Somebody lets it go: it stays away until its launcher is started again.
-        await asyncio.to_thread(client.leave, newcomer.name, timeout_s=DEADLINE_S)
-        await says(process, "joins again when it is started again")
-        assert newcomer.name not in (await t.health()).json()["instances"]
-        status, state, reason = await told(port, newcomer)
+        await asyncio.to_thread(client.leave, name, timeout_s=DEADLINE_S)
+        await joined.says("joins again when it is started again")
+        assert name not in (await t.health()).json()["instances"]
+        status, state, reason = await joined.told()
         assert (status, state) == (503, "gone") and "has removed" in reason
-        process.send_signal(signal.SIGTERM)
-        assert await asyncio.wait_for(process.wait(), DEADLINE_S) == 0
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
-        await newcomer.serving.stop()
-
-
-async def test_at_its_end_every_instance_leaves(build: Build, tmp_path: Path) -> None:
-    secret = str(tmp_path / "secret")
-    make_secret_file(secret)
-    t = await build(secret_file=secret, registration=True)
-    newcomers = [StandIn(f"encode-{number}@10.0.0.2", "encode") for number in range(2)]
-    for each in newcomers:
-        await each.serving.start()
-    port = port_source("0000002c")()
-    settings = settings_of(t.router.url, secret=secret, port=port, instances=newcomers)
-    process = await started(settings)
-    try:
-        await t.until_health(lambda seen: all(each.name in seen for each in newcomers))
-        await t.until_health(
-            lambda seen: all(seen[each.name]["state"] == "up" for each in newcomers)
-        )
-        process.send_signal(signal.SIGTERM)
-        assert await asyncio.wait_for(process.wait(), DEADLINE_S) == 0
-        left = (await t.health()).json()["instances"]
-        assert not any(each.name in left for each in newcomers)
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
-        for each in newcomers:
-            await each.serving.stop()
+        await joined.end()
 
 
 async def test_instances_join_drain_and_leave_several_routers_alike(
@@ -140,38 +126,25 @@ async def test_instances_join_drain_and_leave_several_routers_alike(
     secret = str(tmp_path / "secret")
     make_secret_file(secret)
     routers = [await build(secret_file=secret, registration=True) for _ in range(2)]
-    newcomer = StandIn("encode-0@10.0.0.2", "encode")
-    await newcomer.serving.start()
-    port = port_source("0000002d")()
-    urls = [each.router.url for each in routers]
-    settings = settings_of(*urls, secret=secret, port=port, instances=[newcomer])
-    process = await started(settings)
-    clients = RouterClients(settings.routers, Secret.read(secret))
-    stop = threading.Event()
-    try:
+    async with registrar(secret, *routers, port=port_source("0000002d")(), count=2) as joined:
+        names = [each.name for each in joined.instances]
         for each in routers:
-            await each.until_health(lambda seen: newcomer.name in seen)
-        await until_told(port, newcomer, 200, "up")
-        idle = await asyncio.to_thread(
-            clients.drain, newcomer.name, timeout_s=DEADLINE_S, until=stop
-        )
-        assert idle
+            await each.until_health(
+                lambda seen: all(seen.get(name, {}).get("state") == "up" for name in names)
+            )
+        await joined.until_told(200, "up")
+        clients = [RouterClient(each.router.url, joined.secret) for each in routers]
+        both = RouterClients([each.router.url for each in routers], joined.secret)
+        assert await asyncio.to_thread(both.drain, names[0], timeout_s=DEADLINE_S, until=STOP)
         for each in routers:
             health = await each.health()
-            assert health.json()["instances"][newcomer.name]["state"] == "draining"
-        await until_told(port, newcomer, 503, "draining")
-        await asyncio.to_thread(clients.resume, newcomer.name)
-        await until_told(port, newcomer, 200, "up")
+            assert health.json()["instances"][names[0]]["state"] == "draining"
+        await joined.until_told(503, "draining")
+        await asyncio.to_thread(both.resume, names[0])
+        await joined.until_told(200, "up")
         # At one of them it is not up: that one's answer is told.
-        one = RouterClient(settings.routers[1], Secret.read(secret))
-        await asyncio.to_thread(one.drain, newcomer.name, timeout_s=DEADLINE_S, until=stop)
-        await until_told(port, newcomer, 503, "draining")
-        process.send_signal(signal.SIGTERM)
-        assert await asyncio.wait_for(process.wait(), DEADLINE_S) == 0
+        await asyncio.to_thread(clients[1].drain, names[0], timeout_s=DEADLINE_S, until=STOP)
+        await joined.until_told(503, "draining")
+        await joined.end()
         for each in routers:
-            assert newcomer.name not in (await each.health()).json()["instances"]
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
-        await newcomer.serving.stop()
+            assert not set(names) & (await each.health()).json()["instances"].keys()

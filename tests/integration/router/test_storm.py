@@ -36,8 +36,8 @@ from tests.integration.router.stand_in import (
 from tests.integration.router.test_requests import BLUE, RED
 from tests.keyring import secret_file
 
-REQUESTS = 1000
-LEAVING = 100
+REQUESTS = 600
+LEAVING = 60
 EVENTS = 8
 IDLE_S = 3.0
 DEADLINE_S = 30.0

@@ -226,18 +226,12 @@ SCHEDULER: list[Hook] = [
     Order(
         caller="scheduler.py: what vllm-ascend put in place",
         owner=f"{OURS}:EPDScheduler",
-        classes=("PrefillScheduler", "EPDScheduler", "BalanceScheduler", "Scheduler"),
+        classes=("EPDScheduler", "BalanceScheduler", "Scheduler"),
     ),
     Order(
         caller="scheduler.py: what vllm-ascend put in place",
         owner=f"{OURS}:EPDAsyncScheduler",
-        classes=(
-            "PrefillScheduler",
-            "EPDScheduler",
-            "AsyncScheduler",
-            "BalanceScheduler",
-            "Scheduler",
-        ),
+        classes=("EPDScheduler", "AsyncScheduler", "BalanceScheduler", "Scheduler"),
     ),
 ]
 for kind in ("", "Async"):
@@ -348,7 +342,7 @@ SCHEDULER += [
     ),
     *(
         Calls(
-            caller="prefill_scheduler.py: PrefillScheduler._put_to_sleep, _wake",
+            caller="scheduler.py: EPDScheduler._put_to_sleep, _wake",
             target=f"vllm.v1.core.sched.request_queue:{queue}.{method}",
             arguments=("self", "requests"),
         )
@@ -367,12 +361,12 @@ SCHEDULER += [
         ]
     ),
     Calls(
-        caller="prefill_scheduler.py: PrefillScheduler.finish_requests",
+        caller="scheduler.py: EPDScheduler.finish_requests",
         target=f"{REQUEST}.is_finished",
         arguments=("self",),
     ),
     Attribute(
-        caller="prefill_scheduler.py: PrefillScheduler.has_requests",
+        caller="scheduler.py: EPDScheduler.has_requests",
         owner="vllm.v1.core.sched.interface:PauseState",
         attribute="UNPAUSED",
     ),

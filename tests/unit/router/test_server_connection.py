@@ -311,7 +311,9 @@ async def test_no_request_begins_before_the_answer_ahead_is_taken() -> None:
         answer(request, b"")
 
     end = End(serve)
-    requests = b"".join(b"GET /%d HTTP/1.1\r\n\r\n" % number for number in range(300))
+    requests = b"".join(
+        b"GET /%d HTTP/1.1\r\nx: %b\r\n\r\n" % (number, b"a" * 1000) for number in range(300)
+    )
     sending = asyncio.create_task(end.send(requests))
     await end.rest()
     assert not end.transport.reads

@@ -228,27 +228,6 @@ async def test_a_connection_is_closed_that_could_bring_an_answer_that_is_not_wan
 # Large bodies.
 
 
-async def test_a_large_body_comes_whole_while_others_are_served(
-    client: Upstream, listening: Open
-) -> None:
-    instance = Instance(OK)
-    url = await listening(instance)
-    body = [b"a", memoryview(bytes(range(256)) * (8 * LARGE_BYTES // 256)), b"z"]
-    turns = 0
-
-    async def count_turns() -> None:
-        nonlocal turns
-        while True:
-            await asyncio.sleep(0)
-            turns += 1
-
-    counting = asyncio.create_task(count_turns())
-    await client.ask("POST", url, body=body, timeout_s=20)
-    counting.cancel()
-    assert instance.requests[0].endswith(b"\r\n\r\n" + b"".join(body))
-    assert turns > 8
-
-
 async def test_an_instance_that_does_not_take_a_body_is_silent(
     client: Upstream, listening: Open
 ) -> None:
