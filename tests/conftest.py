@@ -56,6 +56,7 @@ REQUIREMENTS: dict[str, Callable[[], str | None]] = {
     "needs_mooncake": lambda: registry._missing(registry.entry("mooncake")) or None,
     "needs_npu": lambda: _no_device("npu", "torch_npu"),
     "needs_nixl": lambda: _no_module("nixl"),
+    "needs_podman": lambda: _no_program("podman", "runc", package="podman and runc"),
     "needs_prometheus": lambda: _no_program("prometheus", "promtool", package="prometheus"),
     "needs_redis": lambda: (
         _no_module("redis") or _no_program("redis-server", package="redis-server")
