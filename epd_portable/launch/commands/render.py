@@ -75,6 +75,13 @@ Nothing is asked of a cluster, and no device is needed. No secret is written wit
     help="Pods of shape nodes. Other shapes have as many as the file says (count).",
 )
 @click.option(
+    "--gateway",
+    default="",
+    metavar="NAME",
+    help="Also write an HTTPRoute of this Gateway; in shape nodes to an InferencePool, whose "
+    "picker is a Service: that of --name, with -picker.",
+)
+@click.option(
     "--secret-file",
     metavar="FILE",
     help="Write this secret into secret.yaml, mode 600. By default a Secret must be made by hand.",
@@ -86,6 +93,7 @@ def render(
     image: str,
     name: str,
     replicas: int,
+    gateway: str,
     secret_file: str | None,
     as_json: bool,
     target: str,
@@ -101,6 +109,7 @@ def render(
         image=image,
         request=PlanRequest.from_options(**options),
         replicas=replicas,
+        gateway=gateway,
         secret=read_private_file(secret_file, key="--secret-file") if secret_file else "",
     )
     files = rendering.files(shape)

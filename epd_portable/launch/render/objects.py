@@ -13,6 +13,8 @@ NAME, COMPONENT = "app.kubernetes.io/name", "app.kubernetes.io/component"
 """Labels: the deployment that an object is of, and which part of it."""
 MONITORING = "monitoring"
 """Namespace that Prometheus usually runs in; its Pods may read the metrics of instances."""
+PICKER_PORT = 9002
+"""Where gateways ask endpoint pickers."""
 _MOST_REPLICAS = 4
 """What an autoscaler may start, in multiples of what the topology asks for."""
 
@@ -175,6 +177,39 @@ def role_scaler(name: str) -> Object:
     """Return a reference to what the controller of a `disaggregated_set` makes for a role."""
     api = "disaggregatedset.x-k8s.io/v1"
     return described(api, "DisaggregatedSetRoleScaler", name, {})
+
+
+def inference_pool(name: str, labels: Mapping[str, str], port: int, *, picker: str) -> Object:
+    """Return what lets a gateway send requests to Pods that an endpoint picker chooses.
+
+    Args:
+        name: Its name.
+        labels: Its labels, and those of the Pods.
+        port: Of the Pods.
+        picker: Service of the picker. Without an answer of it the gateway chooses.
+    """
+    spec = {
+        "selector": {"matchLabels": dict(labels)},
+        "targetPorts": [{"number": port}],
+        "endpointPickerRef": {
+            "name": picker,
+            "port": {"number": PICKER_PORT},
+            "failureMode": "FailOpen",
+        },
+    }
+    api = "inference.networking.k8s.io/v1"
+    return described(api, "InferencePool", name, labels, spec=spec)
+
+
+def http_route(
+    name: str, labels: Mapping[str, str], gateway: str, backend: Object, port: int
+) -> Object:
+    """Return what lets a Gateway send requests to a Service or an InferencePool."""
+    group = backend["apiVersion"].rpartition("/")[0]
+    to: Object = {"kind": backend["kind"], "name": backend["metadata"]["name"]}
+    to |= {"group": group} if group else {"port": port}
+    spec = {"parentRefs": [{"name": gateway}], "rules": [{"backendRefs": [to]}]}
+    return described("gateway.networking.k8s.io/v1", "HTTPRoute", name, labels, spec=spec)
 
 
 def kustomization(resources: Sequence[str]) -> Object:

@@ -47,6 +47,7 @@ class Rendering:
         image: Has this package and the engine.
         request: The topology, its platform and hardware profile.
         replicas: Pods of shape ``nodes``.
+        gateway: Gateway that sends requests here; empty for none.
         secret: The deployment's secret, to be written into a file; empty for a name of it only.
     """
 
@@ -54,6 +55,7 @@ class Rendering:
     image: str
     request: PlanRequest
     replicas: int
+    gateway: str = ""
     secret: str = ""
 
     def files(self, shape: str) -> Files:
@@ -62,7 +64,25 @@ class Rendering:
         Raises:
             ConfigError: The topology does not fit the shape, the platform or the profile.
         """
-        return SHAPES[shape](self)
+        files = SHAPES[shape](self)
+        if self.gateway:
+            files["gateway.yaml"] = self._route(files)
+        return files
+
+    def _route(self, files: Files) -> list[Object]:
+        """Return what brings requests from a Gateway: to launchers by a picker, or to routers."""
+        labels, found = {NAME: self.name}, []
+        [backend] = (
+            each
+            for each in itertools.chain.from_iterable(files.values())
+            if each["kind"] == "Service" and each["metadata"]["name"] == self.name
+        )
+        if "nodes.yaml" in files:
+            pods, picker = self.labels("node"), f"{self.name}-picker"
+            backend = objects.inference_pool(self.name, pods, ROUTER_PORT, picker=picker)
+            found.append(backend)
+        route = objects.http_route(self.name, labels, self.gateway, backend, ROUTER_PORT)
+        return [*found, route]
 
     def topology(self) -> Topology:
         """Return the topology as a Pod with the secret reads it, and no router elsewhere."""

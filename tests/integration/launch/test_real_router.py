@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
+from epd_portable.config.secret import make_secret_file
+from epd_portable.launch.plan.ports import port_source
 from tests.integration.launch.conftest import Asked, Run, complete
 
 PDS = ("pd-0", "pd-1")
@@ -64,3 +70,29 @@ def test_an_open_request_is_answered_after_the_stop_signal(
     assert "pid" in asked.ended()
     assert run.process.wait(30) == 0
     assert run.nothing_left()
+
+
+def test_a_router_alone_is_ready_before_instances_join(tmp_path: Path) -> None:
+    secret, port = tmp_path / "secret", port_source("0000003b")()
+    make_secret_file(str(secret))
+    settings = [f"secret_file={secret}", "instances.encode.count=0"]
+    settings += ["instances.prefill_decode.count=0"]
+    command = [sys.executable, "-m", "epd_portable.launch.cli", "--platform", "cuda"]
+    command += ["--config", "configs/1e1pd.yaml", "--port", str(port)]
+    command += [word for setting in settings for word in ("--set", setting)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        lines = []
+        while not (lines and lines[-1].startswith("ready:")):
+            lines.append(process.stdout.readline())
+            assert lines[-1], lines
+        assert "no instances of its own" in lines[-1]
+        health = httpx.get(f"http://127.0.0.1:{port}/health", timeout=30, trust_env=False)
+        assert health.status_code == 503
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=60)
+        assert process.returncode == 0
+    finally:
+        process.kill()
+        process.communicate()

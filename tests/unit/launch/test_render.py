@@ -115,6 +115,24 @@ def test_every_document_is_accepted_by_the_published_schemas(
         check({"apiVersion": "v1", "kind": "PodTemplate", "metadata": {}, "template": template})
 
 
+def test_a_gateway_sends_requests_to_launchers_by_a_picker_or_to_routers(tmp_path: Path) -> None:
+    to = {}
+    for shape in SHAPES:
+        found = rendered(tmp_path / shape, shape, "--gateway", "public")
+        [route] = of_kind(found, "HTTPRoute")
+        assert route["spec"]["parentRefs"] == [{"name": "public"}]
+        [[backend]] = (rule["backendRefs"] for rule in route["spec"]["rules"])
+        to[shape] = backend["kind"]
+        names = {(each["kind"], each["metadata"]["name"]) for each in found[1:]}
+        assert (backend["kind"], backend["name"]) in names
+        for document in found:
+            check(document)
+        for pool in of_kind(found, "InferencePool"):
+            [pod] = (template["metadata"]["labels"] for template in templates(found))
+            assert pool["spec"]["selector"]["matchLabels"] == pod
+    assert to == {"nodes": "InferencePool", "roles": "Service", "disaggregatedset": "Service"}
+
+
 def test_misspelt_and_unknown_fields_are_not_accepted(tmp_path: Path) -> None:
     for shape in SHAPES:
         for document in rendered(tmp_path / shape, shape):
