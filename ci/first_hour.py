@@ -1,39 +1,121 @@
-"""The first hour on a machine with an NVIDIA device: stages, each with a limit, into one file.
+"""The first hour on a machine with a device that is had for minutes: stages, into one file.
 
-The cheapest and most telling first, so that whoever has a device for minutes has what those are
-worth. A stage that fails or takes too long ends itself and not the hour. The file says of each
-stage how it ended, its figures and its last words; with it, a later call goes on where this one
-ended.
+The most telling first, so that minutes are worth something whenever they end. Stages run in the
+background: a command waits for them as long as it may last, and the next one goes on waiting. One
+that fails or takes too long ends itself and not the hour; called again, what has not ended well is
+run again. ``figures.json`` has how each stage ended, its figures and its last words. Nothing is
+fetched there: `ci.carry` makes pieces, which are taken as they arrive.
 
-Nothing is fetched: wheels come from a folder. Needs the standard library only.
+Needs the standard library only.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import fcntl
+import itertools
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ci import carry
+
 ROOT = Path(__file__).resolve().parent.parent
-FIGURES = "figures.json"
+FIGURES, PROGRESS, LOCK, PIECES = "figures.json", "progress.log", "lock", "pieces"
 TAIL_LINES = 40
 GRACE_S = 5.0
-ONE_DEVICE = "configs/1e1pd-one-device.yaml"
-OTHERWISE = "ipc-PIECEWISE or runner1 or synchronous"
-"""Of the engines' tests, those that compute as users do only when they ask for it."""
+START_S = 300.0
 STARTED_BY = "FIRST_HOUR_STAGE"
 """Variable by which everything that a stage has started is found again."""
+REFERENCE = "EPD_TEST_REFERENCE"
+"""Variable with the address of the one plain vLLM that the stages of engines compare with."""
 MARK = '{"figure": '
 """How a line of a stage's output begins that is a figure; the rest of it is JSON too."""
+ENGINES = "tests/first_hour/test_engines.py"
+CALL_AGAIN = 75
+"""Exit status: stages go on in the background, or wait for pieces."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """What the hour is about.
+
+    Attributes:
+        platform: What engines run on.
+        paths: Of items between two instances on one device.
+        machine: The command that describes the machine.
+        sizes: Of the models under load, as `ci.true_shapes` knows them, the most telling first.
+        points: Of load: below saturation and at it.
+        settings: Of topologies under load, beyond those of the file.
+        whole: Engine arguments of the one process beside them, with which it is at its best.
+        seconds: Of each point.
+    """
+
+    platform: str
+    paths: tuple[str, ...]
+    machine: tuple[str, ...]
+    sizes: tuple[str, ...] = ("3b", "7b")
+    points: tuple[str, ...] = (
+        "rate=4,share=0.5,size=1008,text=200,output=128",
+        "rate=12,clients=64",
+    )
+    settings: tuple[str, ...] = (
+        "engine_args.compilation_config.cudagraph_capture_sizes=[1,2,4,8,16,32,64]",
+        "instances.prefill_decode.engine_args.kv_cache_memory_bytes=17179869184",
+    )
+    whole: tuple[str, ...] = (
+        "engine_args.compilation_config.cudagraph_mm_encoder=true",
+        "engine_args.api_server_count=2",
+        "engine_args.gpu_memory_utilization=0.9",
+    )
+    seconds: int = 30
+
+
+SMALL: dict[str, Any] = {
+    "sizes": ("small",),
+    "points": ("rate=2,share=0.5,size=112,text=20,output=8", "rate=4,clients=4"),
+    "seconds": 5,
+}
+EAGER = ("engine_args.enforce_eager=true", "engine_args.dtype=bfloat16")
+SIMULATED = (
+    *EAGER,
+    *("engine_args.max_num_batched_tokens=512", "engine_args.skip_mm_profiling=true"),
+    *("transfer.pool_bytes=16MiB", "transfer.lease_s=60", "transfer.wait_timeout_s=120"),
+    "instances.prefill_decode.engine_args.kv_cache_memory_bytes=67108864",
+)
+TARGETS = {
+    "cuda": Target(platform="cuda", paths=("ipc", "shm", "tcp"), machine=("nvidia-smi",)),
+    "npu": Target(
+        platform="npu",
+        paths=("ipc", "shm", "tcp"),
+        machine=("npu-smi", "info"),
+        whole=("engine_args.gpu_memory_utilization=0.9",),
+    ),
+}
+REHEARSALS = {
+    "cuda": Target(
+        **SMALL, platform="cpu", paths=("shm", "tcp"), machine=("uname",), settings=EAGER, whole=()
+    ),
+    "npu": Target(
+        **SMALL,
+        platform="npu",
+        paths=("ipc", "shm"),
+        machine=("uname",),
+        settings=SIMULATED,
+        whole=(),
+    ),
+}
+"""With real engines at their smallest: on the CPU, and over the simulated Ascend runtime."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,128 +123,223 @@ class Stage:
     """One command.
 
     Attributes:
-        name: For people, and in the file.
-        argv: The command, from the repository's root; ``{python}``, ``{out}`` and ``{wheels}``
-            stand for what is known when it is run.
+        argv: From the repository's root; ``{out}`` stands for the folder of results.
         limit_s: It is ended after so many seconds.
         writes: Files with JSON that it leaves in the folder of results, by the name of a figure.
+        engine: Needs the engine's wheel, which arrives last.
+        compares: The reference is up beside it.
     """
 
     name: str
     argv: Sequence[str]
     limit_s: float
     writes: dict[str, str] = field(default_factory=dict)
+    engine: bool = False
+    compares: bool = False
 
 
-PYTEST = ("{python}", "-m", "pytest", "-q", "--require-device=cuda", "-p", "no:cacheprovider")
-STAGES = (
-    Stage(
-        name="install",
-        argv=(
-            *("{python}", "-m", "pip", "install", "--quiet", "--no-index", "--no-deps"),
-            *("--no-compile", "--target", "{out}/site", "--find-links", "{wheels}"),
-            *("--requirement", "{wheels}/requirements.txt"),
+def stages(target: Target) -> list[Stage]:
+    """Return all stages in the order of their worth; none takes longer than nine minutes."""
+    name, python = target.platform, sys.executable
+    tests = [python, "-m", "pytest", "-v", "--full", "-p", "no:cacheprovider"]
+    if name == "cpu":
+        tests += ["-m", "not needs_cuda and not needs_npu"]
+    else:
+        tests += [f"--require-device={name}", "-m", f"needs_{name}"]
+    engines = [*tests, ENGINES, "-k"]
+
+    def resumed(stage: str, *folders: str) -> Stage:
+        """Run tests, and on a second try those only that have not passed."""
+        return Stage(
+            name=stage, argv=(*tests, f"--resume={{out}}/{stage}.passed", *folders), limit_s=300
+        )
+
+    def loaded(size: str, title: str, *more: str) -> Stage:
+        bench = [python, "-m", "epd_portable.bench.cli", "load", "--platform", name]
+        config = "configs/1e1pd-one-device.yaml"
+        bench += ["--side", f"split={config}" + "".join(f",{each}" for each in more)]
+        bench += ["--side", ",".join(["whole=replicas:1", *target.whole])]
+        bench += ["--model", f"{{out}}/models/{size}", "--set", "engine_args.load_format=dummy"]
+        bench += [word for each in target.settings for word in ("--set", each)]
+        bench += [word for each in target.points for word in ("--point", each)]
+        bench += ["--seconds", str(target.seconds), "--rounds", "1"]
+        file = f"load-{size}-{title}.json"
+        return Stage(
+            name=f"load {size} {title}",
+            argv=(*bench, "--json", f"{{out}}/{file}"),
+            limit_s=540,
+            writes={"load": file},
+            engine=True,
+        )
+
+    transfers = [python, "-m", "epd_portable.bench.cli", "transfer", "--platform", name]
+    transfers += [word for path in target.paths for word in ("--path", path)]
+    usual, *others = target.paths
+    found = [
+        Stage(name="machine", argv=target.machine, limit_s=30),
+        Stage(name="probe", argv=(python, "-m", "tests.first_hour.probe", name), limit_s=150),
+        Stage(
+            name="check",
+            argv=(python, "-m", "epd_portable.launch.cli", "check", "--platform", name),
+            limit_s=60,
         ),
-        limit_s=300,
-    ),
-    Stage(name="machine", argv=("nvidia-smi",), limit_s=30),
-    Stage(name="probe", argv=("{python}", "-m", "tests.cuda.probe"), limit_s=150),
-    Stage(
-        name="check",
-        argv=("{python}", "-m", "epd_portable.launch.cli", "check", "--platform", "cuda"),
-        limit_s=60,
-    ),
-    Stage(
-        name="devices",
-        argv=(*PYTEST, "tests/devices", "tests/cuda/test_streams.py", "-m", "needs_cuda"),
-        limit_s=180,
-    ),
-    Stage(
-        name="contract",
-        argv=(*PYTEST, "tests/contract/test_transport.py", "-m", "needs_cuda"),
-        limit_s=240,
-    ),
-    Stage(
-        name="transfer",
-        argv=(
-            *("{python}", "-m", "epd_portable.bench.cli", "transfer", "--platform", "cuda"),
-            *("--path", "ipc", "--path", "shm", "--path", "tcp", "--repeat", "20"),
-            *("--json", "{out}/transfer.json"),
+        resumed("devices", "tests/devices", "tests/cuda"),
+        resumed("contract", "tests/contract/test_transport.py"),
+        Stage(
+            name="transfer",
+            argv=(*transfers, "--repeat", "20", "--json", "{out}/transfer.json"),
+            limit_s=150,
+            writes={"transfer": "transfer.json"},
         ),
-        limit_s=150,
-        writes={"transfer": "transfer.json"},
-    ),
-    # Up to here eight minutes, and no engine.
-    Stage(
-        name="paths",
-        argv=(
-            *PYTEST,
-            "tests/cuda/test_engines.py",
-            "-k",
-            f"TestByEveryPath and not ({OTHERWISE})",
+        Stage(
+            name="shapes",
+            argv=(python, "-m", "ci.true_shapes", "{out}/models", *target.sizes),
+            limit_s=60,
         ),
-        limit_s=1200,
-    ),
-    # A round of each side takes about three minutes; three of them are worth a claim.
-    Stage(
-        name="load",
-        argv=(
-            *("{python}", "-m", "epd_portable.bench.cli", "load", "--platform", "cuda"),
-            *("--side", f"shared={ONE_DEVICE}", "--side", "replicas:1"),
-            *("--side", f"shm={ONE_DEVICE},transfer.path=shm"),
-            *("--model", "shape", "--seconds", "30", "--rounds", "3"),
-            *("--point", "rate=2/6/12,share=0.5,size=1008,text=200,output=128"),
-            *("--json", "{out}/load.json"),
-        ),
-        limit_s=2400,
-        writes={"load": "load.json"},
-    ),
-    Stage(
-        name="modes",
-        argv=(*PYTEST, "tests/cuda/test_engines.py", "-k", f"not TestByEveryPath or {OTHERWISE}"),
-        limit_s=2400,
-    ),
-)
-"""In their order."""
-
-
-def run_stage(stage: Stage, *, out: Path, wheels: str, limit_s: float) -> dict[str, Any]:
-    """Run a stage, whatever becomes of it.
-
-    Returns:
-        ``status``, ``None`` if it was ended at its limit or could not be started, ``seconds``, the
-        ``figures`` that it measured by name, and its last lines as ``tail``.
-    """
-    places = {"{python}": sys.executable, "{out}": str(out), "{wheels}": wheels}
-    argv = list(stage.argv)
-    for name, value in places.items():
-        argv = [word.replace(name, value) for word in argv]
-    token = f"{stage.name}-{os.getpid()}-{time.monotonic_ns()}"
-    env = {**os.environ, "PYTHONUNBUFFERED": "1", STARTED_BY: token}
-    env["PYTHONPATH"] = os.pathsep.join(
-        [str(ROOT), str(out / "site"), *filter(None, [env.get("PYTHONPATH")])]
-    )
-    log = out / f"{stage.name}.log"
-    begin_s = time.monotonic()
-    status = None
-    with log.open("wb") as file:
-        try:
-            process = subprocess.Popen(
-                argv, cwd=ROOT, env=env, stdout=file, stderr=subprocess.STDOUT, process_group=0
+        *(
+            Stage(
+                name=f"equal {path}",
+                argv=(*engines, f"{name}-{path}-usual"),
+                limit_s=540,
+                engine=True,
+                compares=True,
             )
+            for path in target.paths
+        ),
+        *(loaded(size, usual) for size in target.sizes),
+        *(loaded(target.sizes[0], path, f"transfer.path={path}") for path in others[:1]),
+        Stage(
+            name="modes",
+            argv=(*engines, "not usual"),
+            limit_s=540,
+            engine=True,
+            compares=True,
+        ),
+    ]
+    # No device is there to ask, and no test of one to run.
+    absent = ("probe", "devices", "modes") if name == "cpu" else ()
+    return [each for each in found if each.name not in absent]
+
+
+class Hour:
+    """The stages of one folder of results.
+
+    Args:
+        out: The folder.
+        stages: What to run, in this order.
+        platform: Of the reference.
+    """
+
+    def __init__(self, out: Path, stages: Sequence[Stage], platform: str) -> None:
+        self._out, self.stages, self._platform = out, stages, platform
+        self._reference, self._address = contextlib.ExitStack(), ""
+
+    @property
+    def told(self) -> dict[str, Any]:
+        """What is known of each stage that has run."""
+        file = self._out / FIGURES
+        return json.loads(file.read_text("utf-8")) if file.is_file() else {}
+
+    @property
+    def due(self) -> list[Stage]:
+        """What has not ended well."""
+        told = self.told
+        return [each for each in self.stages if told.get(each.name, {}).get("status") != 0]
+
+    def run(self, *, total_s: float) -> None:
+        """Run what is due, and of it what the wheels that are here suffice for."""
+        end_s = time.monotonic() + total_s
+        try:
+            for stage in self.due:
+                left_s = end_s - time.monotonic()
+                missing = carry.missing(self._out / PIECES)
+                if missing and stage.engine:
+                    print(f"{stage.name}: waits for {missing}", flush=True)
+                    break
+                if left_s <= 0:
+                    print(f"{stage.name}: no time left", flush=True)
+                    break
+                self._compare_with(stage.compares)
+                print(f"{stage.name}: at most {min(stage.limit_s, left_s):.0f} s", flush=True)
+                ended = self._run(stage, min(stage.limit_s, left_s))
+                self._keep({**self.told, stage.name: ended})
+                how = "was ended" if ended["status"] is None else f"status {ended['status']}"
+                print(f"{stage.name}: {how} after {ended['seconds']:g} s", flush=True)
+        finally:
+            self._compare_with(False)
+
+    def _keep(self, told: dict[str, Any]) -> None:
+        fresh = self._out / f"{FIGURES}.part"
+        fresh.write_text(json.dumps(told, indent=1, ensure_ascii=False) + "\n", "utf-8")
+        fresh.replace(self._out / FIGURES)
+
+    def _run(self, stage: Stage, limit_s: float) -> dict[str, Any]:
+        """Run a stage, whatever becomes of it.
+
+        Returns:
+            ``status``, ``None`` if it was ended at its limit or could not be started, ``seconds``,
+            the ``figures`` that it measured by name, and its last lines as ``tail``.
+        """
+        log = self._log(stage.name)
+        begin_s, status = time.monotonic(), None
+        with log.open("wb") as file, self._started(stage.name, stage.argv, file) as process:
+            if process is not None:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    status = process.wait(limit_s)
+        lines = log.read_text("utf-8", "replace").splitlines()
+        return {
+            "status": status,
+            "seconds": round(time.monotonic() - begin_s, 1),
+            "figures": figures(stage, lines, self._out),
+            "tail": lines[-TAIL_LINES:],
+        }
+
+    def _log(self, name: str) -> Path:
+        return self._out / f"{name.replace(' ', '-')}.log"
+
+    @contextlib.contextmanager
+    def _started(
+        self, name: str, argv: Sequence[str], file: Any
+    ) -> Iterator[subprocess.Popen[bytes] | None]:
+        token = f"{name}-{os.getpid()}-{time.monotonic_ns()}"
+        paths = [str(ROOT), str(self._out / "site"), *filter(None, [os.environ.get("PYTHONPATH")])]
+        env = {**os.environ, "PYTHONUNBUFFERED": "1", "PYTHONPATH": os.pathsep.join(paths)}
+        env |= {STARTED_BY: token, REFERENCE: self._address}
+        argv = [word.replace("{out}", str(self._out)) for word in argv]
+        try:
+            process = subprocess.Popen(argv, cwd=ROOT, env=env, stdout=file, stderr=file)
         except OSError as error:
             file.write(f"{error}\n".encode())
-        else:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                status = process.wait(limit_s)
-            _end(process, token)
-    lines = log.read_text("utf-8", "replace").splitlines()
-    return {
-        "status": status,
-        "seconds": round(time.monotonic() - begin_s, 1),
-        "figures": figures(stage, lines, out),
-        "tail": lines[-TAIL_LINES:],
-    }
+            yield None
+            return
+        try:
+            yield process
+        finally:
+            end(token)
+            process.wait()
+
+    def _compare_with(self, wanted: bool) -> None:
+        """Have the reference up, or not: a load is not measured beside it."""
+        if not wanted:
+            self._reference.close()
+            self._address = ""
+            return
+        if self._address:
+            return
+        log = self._log("reference")
+        argv = [sys.executable, "-m", "tests.first_hour.reference", self._platform]
+        file = self._reference.enter_context(log.open("wb"))
+        process = self._reference.enter_context(self._started("reference", argv, file))
+        end_s = time.monotonic() + START_S
+        while process and process.poll() is None and time.monotonic() < end_s:
+            time.sleep(0.2)
+            if found := re.search(rb"^ready: (\S+)$", log.read_bytes(), re.MULTILINE):
+                self._address = found[1].decode()
+                print(f"reference: {self._address}", flush=True)
+                return
+        # The stage starts one of its own then, or tells why there is none.
+        print(f"reference: did not start, see {log}", flush=True)
+        self._reference.close()
 
 
 def figures(stage: Stage, lines: Sequence[str], out: Path) -> dict[str, Any]:
@@ -179,24 +356,17 @@ def figures(stage: Stage, lines: Sequence[str], out: Path) -> dict[str, Any]:
     return found
 
 
-def _end(process: subprocess.Popen[bytes], token: str) -> None:
-    """End a command and all that it has started: engines have sessions of their own."""
+def end(token: str) -> None:
+    """End all that a stage has started: engines have sessions of their own."""
     for number in (signal.SIGTERM, signal.SIGKILL):
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, number)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(GRACE_S)
-    end_s = time.monotonic() + GRACE_S
-    number = signal.SIGTERM
-    while left := _started_by(token):
-        for pid in left:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, number)
-        if time.monotonic() > end_s:
-            number = signal.SIGKILL
-        if time.monotonic() > end_s + GRACE_S:
-            return  # What a driver holds does not end by a signal.
-        time.sleep(0.1)
+        end_s = time.monotonic() + GRACE_S
+        while left := _started_by(token):
+            for pid in left:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, number)
+            if time.monotonic() > end_s:
+                break  # What a driver holds does not end by a signal.
+            time.sleep(0.1)
 
 
 def _started_by(token: str) -> list[int]:
@@ -210,88 +380,119 @@ def _started_by(token: str) -> list[int]:
     return found
 
 
-def hour(
-    stages: Sequence[Stage],
-    *,
-    out: Path,
-    wheels: str,
-    budget_s: float,
-    say: Callable[[str], None],
-) -> bool:
-    """Run what has not ended well yet; return whether everything has.
-
-    Without a folder of wheels the stage ``install`` is left out.
-    """
-    out.mkdir(parents=True, exist_ok=True)
-    file = out / FIGURES
-    told: dict[str, Any] = json.loads(file.read_text("utf-8")) if file.is_file() else {}
-    end_s = time.monotonic() + budget_s
-    due = [stage for stage in stages if wheels or stage.name != "install"]
-    for stage in due:
-        if _is_well(told, stage):
-            continue
-        left_s = end_s - time.monotonic()
-        if left_s <= 0:
-            say(f"{stage.name}: no time left; call again to go on")
-            return False
-        say(f"{stage.name}: at most {min(stage.limit_s, left_s):.0f} s")
-        ended = run_stage(stage, out=out, wheels=wheels, limit_s=min(stage.limit_s, left_s))
-        told[stage.name] = ended
-        fresh = file.with_suffix(".part")
-        fresh.write_text(json.dumps(told, indent=1, ensure_ascii=False) + "\n", "utf-8")
-        fresh.replace(file)
-        how = "was ended" if ended["status"] is None else f"status {ended['status']}"
-        say(f"{stage.name}: {how} after {ended['seconds']:g} s, {len(ended['figures'])} figures")
-    return all(_is_well(told, stage) for stage in due)
+def follow(out: Path, *, from_byte: int, call_s: float) -> bool:
+    """Pass on what the background says until it ends; return whether it has within the time."""
+    end_s = time.monotonic() + call_s
+    with (out / PROGRESS).open("rb") as log, (out / LOCK).open("wb") as lock:
+        log.seek(from_byte)
+        while True:
+            ended = _locked(lock)
+            sys.stdout.write(log.read().decode("utf-8", "replace"))
+            sys.stdout.flush()
+            if ended or time.monotonic() > end_s:
+                return ended
+            time.sleep(0.5)
 
 
-def _is_well(told: dict[str, Any], stage: Stage) -> bool:
-    return stage.name in told and told[stage.name]["status"] == 0
+def _locked(file: Any) -> bool:
+    """Take the lock of a folder, which the background holds; return whether it was free."""
+    with contextlib.suppress(BlockingIOError):
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return True
+    return False
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def table(hour: Hour) -> str:
+    """Return a line for each stage: how long it took, of how long it may, and how it ended."""
+    told = hour.told
+    rows = ["| stage | minutes | at most | ended |", "|---|---|---|---|"]
+    for each in hour.stages:
+        known = told.get(each.name)
+        minutes = f"{known['seconds'] / 60:.1f}" if known else "–"
+        status: Any = known["status"] if known else "–"
+        well = {0: "well", None: "at its limit"}.get(status, str(status))
+        rows.append(f"| {each.name} | {minutes} | {each.limit_s / 60:.1f} | {well} |")
+    return "\n".join(rows)
+
+
+def begin(options: argparse.Namespace, hour: Hour) -> int:
+    """Start the background if it does not run, and wait for it as long as a call may last."""
+    pieces = options.out / PIECES
+    if options.take:
+        carry.take(options.take, pieces)
+        carry.install(pieces, options.out / "site")
+    progress = options.out / PROGRESS
+    with progress.open("ab") as log, (options.out / LOCK).open("wb") as lock:
+        place = log.tell()
+        if _locked(lock):
+            # The child keeps the lock: it belongs to the open file.
+            subprocess.Popen(
+                [sys.executable, "-m", "ci.first_hour", *sys.argv[1:], "--background"],
+                cwd=ROOT,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                pass_fds=[lock.fileno()],
+            )
+    ended = follow(options.out, from_byte=place, call_s=options.call_s)
+    if ended and not carry.missing(pieces):
+        print(table(hour), flush=True)
+        return 1 if hour.due else 0
+    print("call again: stages go on in the background, or wait for pieces", flush=True)
+    return CALL_AGAIN
+
+
+def rehearse(options: argparse.Namespace, hour: Hour) -> int:
+    """Do by itself all that a person would: carry the project's wheel, and call again and again."""
+    with tempfile.TemporaryDirectory() as scratch:
+        carry.build(Path(scratch))
+        size = int(options.piece_mib * (1 << 20))
+        pieces = carry.split(Path(scratch), Path(scratch, "pieces"), piece_bytes=size)
+        for options.take in itertools.chain(pieces, itertools.repeat(None)):
+            status = begin(options, hour)
+            if status != CALL_AGAIN:
+                return status
+    raise AssertionError
+
+
+def main() -> int:
     """Run from the command line; 0 when every stage that was asked for has ended well."""
-    names = [stage.name for stage in STAGES]
     parser = argparse.ArgumentParser(
-        prog="ci/jobs/cuda.sh",
         description=(__doc__ or "").partition("\n\n")[0],
-        epilog=f"Stages, in their order: {', '.join(names)}. Exit status: 0, or 1 when one has "
-        "not ended well; called again, those go on.",
+        epilog="Exit status: 0; 1 when a stage has not ended well, which the next call runs again; "
+        f"{CALL_AGAIN} when stages go on in the background, or wait for pieces.",
     )
+    parser.add_argument("platform", choices=TARGETS)
     parser.add_argument("--out", type=Path, default=ROOT / ".first-hour", metavar="FOLDER")
     parser.add_argument(
-        "--wheels",
-        default="",
-        metavar="FOLDER",
-        help="install from here, what its requirements.txt lists; default: nothing is installed",
+        "--take", type=Path, metavar="FOLDER", help="pieces that python -m ci.carry has made"
     )
-    parser.add_argument("--minutes", type=float, default=60.0, help="for all of it (default: 60)")
+    parser.add_argument("--call-s", type=float, default=540, help="that a call lasts (default 540)")
+    parser.add_argument("--total-min", type=float, default=45, help="for all of it (default 45)")
     parser.add_argument(
-        "--stage",
-        action="append",
-        choices=names,
-        metavar="NAME",
-        help="only this one, again if it ended well; may be repeated",
+        "--stage", action="append", default=[], metavar="NAME", help="only this one; or these"
     )
-    options = parser.parse_args(argv)
-    stages = [stage for stage in STAGES if stage.name in (options.stage or names)]
-    if options.stage:
-        _forget(options.out / FIGURES, options.stage)
-    good = hour(
-        stages,
-        out=options.out.resolve(),
-        wheels=options.wheels and str(Path(options.wheels).resolve()),
-        budget_s=options.minutes * 60,
-        say=lambda line: print(f"first hour: {line}", flush=True),
+    parser.add_argument(
+        "--rehearse",
+        action="store_true",
+        help="all of it with real engines and no device, in calls of its own",
     )
-    return 0 if good else 1
-
-
-def _forget(file: Path, names: Sequence[str]) -> None:
-    if file.is_file():
-        told = json.loads(file.read_text("utf-8"))
-        kept = {name: each for name, each in told.items() if name not in names}
-        file.write_text(json.dumps(kept, indent=1, ensure_ascii=False) + "\n", "utf-8")
+    parser.add_argument("--piece-mib", type=float, default=0.25, help="of a rehearsal (0.25)")
+    parser.add_argument("--background", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    options.out = options.out.resolve()
+    options.out.mkdir(parents=True, exist_ok=True)
+    target = (REHEARSALS if options.rehearse else TARGETS)[options.platform]
+    known = stages(target)
+    if unknown := set(options.stage) - {each.name for each in known}:
+        parser.error(f"--stage {unknown.pop()}: there are {', '.join(each.name for each in known)}")
+    chosen = [each for each in known if each.name in options.stage or not options.stage]
+    hour = Hour(options.out, chosen, target.platform)
+    if options.background:
+        hour.run(total_s=options.total_min * 60)
+        return 0
+    return rehearse(options, hour) if options.rehearse else begin(options, hour)
 
 
 if __name__ == "__main__":

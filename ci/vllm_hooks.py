@@ -56,6 +56,7 @@ def _row(
 
 
 _SCHEDULER = ("vllm_plugin/scheduler.py",)
+_PREFILL_SCHEDULER = ("vllm_plugin/prefill_scheduler.py",)
 _ENCODER_SCHEDULER = ("vllm_plugin/encoder_scheduler.py",)
 _OLDEST = ("vllm_plugin/oldest.py",)
 _CONNECTOR = ("vllm_plugin/ec_connector.py",)
@@ -80,7 +81,7 @@ HOOKS: tuple[Relied, ...] = (
     # The scheduler, and what it keeps.
     _row(
         _SCHEDULER_CLASS,
-        _SCHEDULER,
+        (*_SCHEDULER, *_PREFILL_SCHEDULER),
         "__init__ add_request finish_requests schedule update_from_output reset_encoder_cache "
         "reset_prefix_cache has_requests get_request_counts encoder_cache_manager "
         "kv_cache_manager ec_connector requests waiting use_eagle pause_state",
@@ -92,7 +93,7 @@ HOOKS: tuple[Relied, ...] = (
             "finish_requests: request_finished",
         ],
     ),
-    _row("v1.core.kv_cache_manager.KVCacheManager", _SCHEDULER, "usage"),
+    _row("v1.core.kv_cache_manager.KVCacheManager", _PREFILL_SCHEDULER, "usage"),
     _row("v1.core.sched.async_scheduler.AsyncScheduler", _SCHEDULER, "schedule"),
     _row(_SCHEDULER_CLASS, _SCHEDULER, "grammar_compile_error_reqs", since=(0, 26), until=(0, 30)),
     _row(_SCHEDULER_CLASS, _OLDEST, "_free_request", until=(0, 26)),
@@ -108,11 +109,11 @@ HOOKS: tuple[Relied, ...] = (
         reaches=["update_from_output: update_connector_output"],
         since=(0, 28),
     ),
-    _row(_SCHEDULER_CLASS, _SCHEDULER, "skipped_waiting", until=(0, 31)),
-    _row("v1.core.sched.interface.PauseState", _SCHEDULER, "UNPAUSED"),
+    _row(_SCHEDULER_CLASS, _PREFILL_SCHEDULER, "skipped_waiting", until=(0, 31)),
+    _row("v1.core.sched.interface.PauseState", _PREFILL_SCHEDULER, "UNPAUSED"),
     _row(
         _SCHEDULER_CLASS,
-        _ENCODER_SCHEDULER,
+        (*_ENCODER_SCHEDULER, *_CONNECTOR),
         "max_num_encoder_input_tokens max_num_scheduled_tokens scheduler_config",
     ),
     _row("v1.engine.EngineCoreOutputs", (*_ENCODER_SCHEDULER, *_OLDEST)),
@@ -122,7 +123,11 @@ HOOKS: tuple[Relied, ...] = (
         "request_id new_token_ids finish_reason events trace_headers",
     ),
     *(
-        _row(f"v1.core.sched.request_queue.{queue}", _SCHEDULER, "remove_requests prepend_request")
+        _row(
+            f"v1.core.sched.request_queue.{queue}",
+            _PREFILL_SCHEDULER,
+            "remove_requests prepend_request",
+        )
         for queue in ("FCFSRequestQueue", "PriorityRequestQueue")
     ),
     _row(
@@ -255,8 +260,8 @@ HOOKS: tuple[Relied, ...] = (
         _SECOND_RUNNER,
         _SECOND,
         "load_model execute_model encoder_cache model_state ec_connector device lora_config "
-        "kv_cache_config kv_caches",
-        reaches=["execute_model: maybe_get_output no_forward"],
+        "kv_cache_config kv_caches model_memory_usage",
+        reaches=["execute_model: maybe_get_output no_forward free_encoder_cache"],
         since=(0, 28),
     ),
     _row(
@@ -264,7 +269,8 @@ HOOKS: tuple[Relied, ...] = (
         (*_CONNECTOR, *_ENCODE_ONLY),
         "maybe_get_output no_forward",
         reaches=[
-            "maybe_get_output: start_load_caches save_caches get_finished",
+            "maybe_get_output: bind_connector_metadata start_load_caches save_caches get_finished "
+            "clear_connector_metadata",
             "no_forward: maybe_get_output",
         ],
         since=(0, 28),
@@ -284,87 +290,109 @@ HOOKS: tuple[Relied, ...] = (
         reaches=["execute_model: execute_mm_encoder no_forward"],
         since=(0, 29),
     ),
+    _row(
+        "v1.worker.mm_encoder_model_runner.MMEncoderModelRunner",
+        _SECOND,
+        "input_tensor_semaphore",
+        reaches=["execute_model: input_tensor_semaphore"],
+        since=(0, 32),
+    ),
     # The engine front, and its engines.
     _row(
         "v1.engine.async_llm.AsyncLLM",
         _FRONT,
         "from_vllm_config _add_request abort reset_mm_cache shutdown renderer output_processor",
         reaches=["__init__: make_async_mp_client", "_add_request: add_request_async"],
-        since=(0, 32),
+        since=(0, 30),
     ),
     _row(
         "v1.engine.core_client.AsyncMPClient",
         (*_FRONT_CLIENT, *_FRONT_ENGINES),
-        "__init__ add_request_async abort_requests_async get_output_async call_utility_async "
-        "call_utility_all_async shutdown",
+        "__init__ add_request_async abort_requests_async get_output_async "
+        "call_utility_async shutdown",
+        since=(0, 30),
+    ),
+    _row(
+        "v1.engine.core_client.AsyncMPClient",
+        (*_FRONT_CLIENT, *_FRONT_ENGINES),
+        "call_utility_all_async",
         since=(0, 32),
     ),
-    _row("v1.engine.core_client.EngineCoreClient", _FRONT, "make_async_mp_client", since=(0, 32)),
+    _row("v1.engine.core_client.EngineCoreClient", _FRONT, "make_async_mp_client", since=(0, 30)),
     _row(
         "v1.engine.core.EngineCoreProc",
         _ENGINE_CORE,
         "run_engine_core",
         reaches=["_perform_handshakes: _perform_handshake"],
-        since=(0, 32),
+        since=(0, 30),
     ),
     _row(
         "renderers.base.BaseRenderer",
         _FRONT,
         "_process_mm_uuids start_mm_warmup_in_background",
         reaches=["_process_multimodal: _process_mm_uuids"],
-        since=(0, 32),
+        since=(0, 30),
     ),
     _row(
         "v1.engine.EngineCoreRequest",
         _FRONT_CLIENT,
         "request_id prompt_token_ids mm_features sampling_params resumable",
-        since=(0, 32),
+        since=(0, 30),
     ),
     _row(
         "v1.engine.EngineCoreOutput",
         _FRONT_CLIENT,
         "request_id new_token_ids finish_reason ec_transfer_params",
-        since=(0, 32),
+        since=(0, 30),
     ),
-    _row("v1.engine.EngineCoreOutputs", _FRONT_CLIENT, "outputs engine_index", since=(0, 32)),
+    _row("v1.engine.EngineCoreOutputs", _FRONT_CLIENT, "outputs engine_index", since=(0, 30)),
     _row("v1.engine.FinishReason", _FRONT_CLIENT, "ERROR ABORT"),
     _row(
         "multimodal.inputs.MultiModalFeatureSpec",
         ("vllm_plugin/metadata.py",),
         "data modality identifier mm_position",
     ),
-    _row("multimodal.inputs.PlaceholderRange", _FRONT_CLIENT, since=(0, 32)),
+    _row("multimodal.inputs.PlaceholderRange", _FRONT_CLIENT, since=(0, 30)),
     _row(
         "v1.engine.utils.EngineHandshakeMetadata",
         _FRONT_ENGINES,
         "addresses parallel_config",
-        since=(0, 32),
+        since=(0, 30),
     ),
-    _row("v1.engine.utils.EngineZmqAddresses", _FRONT_ENGINES, "inputs outputs", since=(0, 32)),
-    _row("v1.engine.exceptions.EngineDeadError", _FRONT_ENGINES, since=(0, 32)),
-    _row("v1.executor.Executor", (*_FRONT_ENGINES, *_ENGINE_CORE), "get_class", since=(0, 32)),
+    _row("v1.engine.utils.EngineZmqAddresses", _FRONT_ENGINES, "inputs outputs", since=(0, 30)),
+    _row("v1.engine.exceptions.EngineDeadError", _FRONT_ENGINES, since=(0, 30)),
+    _row("v1.executor.Executor", (*_FRONT_ENGINES, *_ENGINE_CORE), "get_class", since=(0, 30)),
     _row(
         "engine.arg_utils.AsyncEngineArgs",
         (*_FRONT, *_ENGINE_CORE),
         "from_cli_args create_engine_config _api_process_count",
-        since=(0, 32),
+        since=(0, 30),
     ),
-    _row("entrypoints.launchers.api_server.entry.build_and_serve", _FRONT, since=(0, 32)),
-    _row(
-        "entrypoints.launchers.cli_args.make_arg_parser",
-        (*_FRONT, *_ENGINE_CORE),
-        since=(0, 32),
+    _row("entrypoints.launchers.api_server.entry.build_and_serve", _FRONT, since=(0, 30)),
+    *(
+        _row(f"entrypoints.{arguments}.{name}", by, since=since, until=until)
+        for arguments, since, until in (
+            ("launchers.cli_args", (0, 30), (0, 33)),
+            ("common.cli_args", (0, 33), (99, 0)),
+        )
+        for name, by in (
+            ("make_arg_parser", (*_FRONT, *_ENGINE_CORE)),
+            ("validate_parsed_serve_args", _FRONT),
+        )
     ),
-    _row("entrypoints.launchers.cli_args.validate_parsed_serve_args", _FRONT, since=(0, 32)),
-    _row("entrypoints.launchers.launcher.setup_server", _FRONT, since=(0, 32)),
-    _row(
-        "entrypoints.serve.utils.api_utils.cli_env_setup", (*_FRONT, *_ENGINE_CORE), since=(0, 32)
+    *(
+        _row(f"entrypoints.{startup}.cli_env_setup", (*_FRONT, *_ENGINE_CORE), since=s, until=u)
+        for startup, s, u in (
+            ("serve.utils.api_utils", (0, 30), (0, 33)),
+            ("common.startup", (0, 33), (99, 0)),
+        )
     ),
-    _row("multimodal.parse.parse_mm_uuids", _FRONT, since=(0, 32)),
+    _row("entrypoints.launchers.launcher.setup_server", _FRONT, since=(0, 30)),
+    _row("multimodal.parse.parse_mm_uuids", _FRONT, since=(0, 30)),
     _row(
-        "usage.usage_lib.UsageContext", (*_FRONT, *_ENGINE_CORE), "OPENAI_API_SERVER", since=(0, 32)
+        "usage.usage_lib.UsageContext", (*_FRONT, *_ENGINE_CORE), "OPENAI_API_SERVER", since=(0, 30)
     ),
     _row("sampling_params.SamplingParams", _FRONT_CLIENT, "extra_args"),
-    _row("exceptions.GracefulHTTPError", _FRONT_CLIENT, since=(0, 32)),
-    _row("utils.argparse_utils.FlexibleArgumentParser", (*_FRONT, *_ENGINE_CORE), since=(0, 32)),
+    _row("exceptions.GracefulHTTPError", _FRONT_CLIENT, since=(0, 30)),
+    _row("utils.argparse_utils.FlexibleArgumentParser", (*_FRONT, *_ENGINE_CORE), since=(0, 30)),
 )

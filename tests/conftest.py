@@ -6,6 +6,7 @@ import importlib.util
 import shutil
 import sys
 from collections.abc import Callable, Generator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -78,6 +79,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="run also what takes long and shows little that the rest does not",
     )
+    parser.addoption(
+        "--resume", type=Path, help="leave out the tests that this file names; add what passes"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -93,12 +97,28 @@ def pytest_unconfigure() -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if config.getoption("--full"):
-        return
-    left_out = [item for item in items if item.get_closest_marker("full")]
+    resume, full = config.getoption("--resume"), config.getoption("--full")
+    passed = set(resume.read_text("utf-8").splitlines()) if resume and resume.exists() else set()
+    left_out = {
+        item
+        for item in items
+        if item.nodeid in passed or not (full or item.get_closest_marker("full") is None)
+    }
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in left_out]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    resume = item.config.getoption("--resume")
+    if resume and call.when == "call" and report.passed:
+        with resume.open("a", encoding="utf-8") as file:
+            print(item.nodeid, file=file)
+    return report
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

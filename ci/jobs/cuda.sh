@@ -1,10 +1,12 @@
 #!/usr/bin/env bash
 # Job "cuda": the first hour on a machine with an NVIDIA device, in stages; no network is needed.
 #
-#   cuda.sh [--wheels FOLDER] [--out FOLDER] [--minutes N] [--stage NAME]...
+#   cuda.sh [--rehearse] [--take FOLDER] [--call-s N] [--total-min N] [--stage NAME]...
 #
-# Every figure goes into figures.json of the folder of results; called again it goes on where it
-# ended. PYTHON names the interpreter.
+# PYTHON names the interpreter. Rehearsed with real engines on the CPU; not run on hardware.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
-exec "${PYTHON:-python3}" -m ci.first_hour "$@"
+if [[ " $* " == *" --rehearse "* ]]; then
+    PYTHON=${PYTHON:-.venv/bin/python}
+fi
+exec "${PYTHON:-python3}" -m ci.first_hour cuda "$@"

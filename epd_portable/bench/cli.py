@@ -62,7 +62,7 @@ MEANT = {
     "--preset": "--point says all of it.",
     **dict.fromkeys(
         ("--rate", "--concurrency", "--cv", "--requests", "--replay"),
-        "Requests come by Poisson arrivals: --point rate=2/6/10.",
+        "By Poisson arrivals, --point rate=2/6/10, or in a closed loop, --point rate=9,clients=64.",
     ),
     **dict.fromkeys(
         ("--goodput", "--precision"), "Give rates and --ttft-ms; a table says which are within it."

@@ -181,6 +181,21 @@ class DeviceCopies:
         self.write(host, src, after=after, deadline_s=deadline_s)
         return host
 
+    def to_device(self, host: torch.Tensor) -> torch.Tensor:
+        """Return a copy of what `to_host` made, or it itself where the engine reads it there.
+
+        Does not block: it is made beside the engine's work, and what the engine queues next waits.
+        """
+        if not self.platform.traits.needs_device_copy:
+            return host
+        with self.platform.stream(self.index):
+            target = torch.empty(host.shape, dtype=host.dtype, device=self.device)
+            target.copy_(host, non_blocking=True)
+            copied = self.platform.record_event()
+        copied.wait()
+        self.platform.adopt(target)
+        return target
+
     def pin(self, memory: SharedMemory) -> bool:
         """Page-lock a receive pool; return whether copies do not block the caller."""
         if not self.platform.traits.needs_device_copy:

@@ -10,8 +10,9 @@ import contextlib
 import logging
 import random
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import anyio
 import msgspec
@@ -235,6 +236,12 @@ class Instance:
     def pending_encode_s(self) -> float:
         """Seconds of encoding that it was given and has not done."""
         return self._pending_encode_ms / 1000
+
+    def shown(self) -> dict[str, Any]:
+        """Return what operators see of it, as JSON values."""
+        names = ("name", "role", "url", "control", "healthy", "state", "idle", "registered")
+        words = {"in_flight": self.load, "reason": self.reason, "problem": self.problem}
+        return {name: getattr(self, name) for name in names} | words
 
     @property
     def idle(self) -> bool:
@@ -545,6 +552,11 @@ class EndpointPool:
     def of_duty(self, duty: Duty) -> list[Instance]:
         """Return all instances with a duty."""
         return [instance for instance in self._instances.values() if instance.duty == duty]
+
+    def counts(self) -> dict[InstanceState, int]:
+        """Return how many instances are in each state."""
+        found = Counter(instance.state for instance in self._instances.values())
+        return {state: found[state] for state in ("up", "joining", "down", "draining")}
 
     def any_usable(self, duty: Duty) -> bool:
         """Return whether an instance with a duty is usable."""

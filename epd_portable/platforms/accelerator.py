@@ -13,7 +13,7 @@ import torch
 from torch.distributed import Store  # type: ignore[attr-defined]
 from torch.multiprocessing import reductions
 
-from epd_portable.errors import PlatformError, PlatformUnavailableError
+from epd_portable.errors import PlatformError, PlatformUnavailableError, UnsupportedError
 from epd_portable.platforms.base import (
     DeviceEvent,
     MemoryInfo,
@@ -26,6 +26,9 @@ from epd_portable.platforms.collectives_device import DataBackend, DeviceSide, T
 from epd_portable.platforms.collectives_torch import TorchCollectiveGroup
 
 _environment_lock = threading.Lock()
+
+_EXPANDABLE_SEGMENT = b"e"
+"""Second byte of torch's handle of memory that was mapped piece by piece (torch 2.11 to 2.13)."""
 
 
 class StreamEvent(DeviceEvent):
@@ -192,7 +195,13 @@ class AcceleratorPlatform(Platform):
             return index == peer or bool(self._runtime.can_device_access_peer(index, peer))
 
     def share_tensor(self, tensor: torch.Tensor) -> ShareHandle:
-        """Export the tensor's storage."""
+        """Export the tensor's storage.
+
+        Raises:
+            UnsupportedError: The allocator maps memory piece by piece. On NVIDIA openers would need
+                the right to take file descriptors from this process, which containers do not give;
+                on Ascend they would open it under a device that it is not on.
+        """
         if tensor.device.type != self.device_type:
             raise ValueError(f"tensor is on {tensor.device}, not on a {self.device_type} device")
         if not tensor.is_contiguous():
@@ -207,6 +216,12 @@ class AcceleratorPlatform(Platform):
             # torch would keep the memory until an opener reports that it let go, which one that was
             # killed, or that never came, does not.
             self._release_counter(ref_counter, ref_counter_offset)
+        if memory[1:2] == _EXPANDABLE_SEGMENT:
+            raise UnsupportedError(
+                "device memory in expandable segments cannot be shared: set "
+                f"expandable_segments:False in PYTORCH_{self.name.upper()}_ALLOC_CONF, or "
+                "transfer.path to shm or tcp"
+            )
         return ShareHandle(
             device_type=self.device_type,
             device_uuid=self._uuid(index),

@@ -21,8 +21,6 @@ from epd_portable.platforms.collectives_device import DataBackend
 from epd_portable.platforms.traits import TRAITS
 
 _HOST_REGISTER_PORTABLE = 1
-_EXPANDABLE_SEGMENT = b"e"
-"""Second byte of torch's handle of memory that was mapped piece by piece (torch 2.11 to 2.13)."""
 _NEVER = timedelta(days=365)
 # Each channel of a communicator is a block of threads on the device, and buffers of 4 MiB and more
 # besides the engine's memory; NCCL takes up to 32 by itself. Few move an item fast enough.
@@ -81,22 +79,6 @@ class CudaPlatform(AcceleratorPlatform):
 
     def _release_counter(self, ref_counter: bytes, offset: int) -> None:
         torch.UntypedStorage._release_ipc_counter_cuda(ref_counter, offset)
-
-    def share_tensor(self, tensor: torch.Tensor) -> ShareHandle:
-        """Export the tensor's storage.
-
-        Raises:
-            UnsupportedError: The allocator maps memory piece by piece. Openers would need the
-                right to take file descriptors from this process, which containers do not give.
-        """
-        handle = super().share_tensor(tensor)
-        if handle.memory[1:2] == _EXPANDABLE_SEGMENT:
-            raise UnsupportedError(
-                "device memory in expandable segments cannot be shared: remove "
-                "expandable_segments:True from PYTORCH_CUDA_ALLOC_CONF, or set transfer.path to "
-                "shm or tcp"
-            )
-        return handle
 
     def _index_to_open(self, handle: ShareHandle) -> int:
         index = self._visible_index(handle.device_uuid)

@@ -35,8 +35,12 @@ class PlatformTraits:
         compiler: Where the compiler is looked for that kernels are made with at run time: a name
             on ``PATH`` or a file, with variables of the environment.
         env_without_compiler: Names and values of variables of engines where there is none.
+        env_with_slab: The same of engines whose device memory others open: what keeps their
+            allocator from mapping it piece by piece. Empty where it does not by itself.
         share_env: Variable that limits a process to a percentage of a device's compute; ``None``
             where there is none.
+        encode_share_env: Names and values of more variables of encode instances with such a limit:
+            what lets the steps of others on the device go first.
         share_by: What keeps the process to it, for messages.
         share_service: Where the service without which it limits nothing can be seen: a file, with
             variables of the environment; empty where it needs none.
@@ -74,7 +78,9 @@ class PlatformTraits:
     engine_plugins: tuple[str, ...] = ()
     compiler: tuple[str, ...] = ()
     env_without_compiler: tuple[tuple[str, str], ...] = ()
+    env_with_slab: tuple[tuple[str, str], ...] = ()
     share_env: str | None = None
+    encode_share_env: tuple[tuple[str, str], ...] = ()
     share_by: str = ""
     share_service: tuple[str, ...] = ()
     slot_alignment_bytes: int
@@ -102,6 +108,8 @@ _CUDA = PlatformTraits(
     # FlashInfer compiles its sampler, which is the default (vLLM 0.32); vLLM has another one.
     env_without_compiler=(("VLLM_USE_FLASHINFER_SAMPLER", "0"),),
     share_env="CUDA_MPS_ACTIVE_THREAD_PERCENTAGE",
+    # 0 is normal, 1 is below normal.
+    encode_share_env=(("CUDA_MPS_CLIENT_PRIORITY", "1"),),
     share_by="NVIDIA's MPS",
     # nvidia-cuda-mps-control listens there.
     share_service=("$CUDA_MPS_PIPE_DIRECTORY/control", "/tmp/nvidia-mps/control"),
@@ -125,6 +133,8 @@ _NPU = PlatformTraits(
     worker_cls="epd_portable.vllm_plugin.worker.EPDNPUWorker",
     worker_base="vllm_ascend.worker.worker:NPUWorker",
     engine_plugins=("ascend", "ascend_model", "ascend_model_loader"),
+    # vllm-ascend (0.23 to 0.30) asks for expandable segments where nothing else is set.
+    env_with_slab=(("PYTORCH_NPU_ALLOC_CONF", "expandable_segments:False"),),
     # No variable of CANN's is a percentage; our worker sets its process's limit.
     share_env="EPD_COMPUTE_SHARE",
     share_by="CANN's limit of a process's cores, aclrtSetDeviceResLimit",

@@ -419,10 +419,7 @@ class Router:
             # For hops that answer elsewhere it prefills.
             usable = usable or self.instances.any_usable("prefill")
         status = "draining" if self.draining else "ok" if usable else "unavailable"
-        counted = dict.fromkeys(("up", "joining", "down", "draining"), 0)
-        for instance in self.instances.all:
-            counted[instance.state] += 1
-        return {"status": status, "counts": counted}
+        return {"status": status, "counts": self.instances.counts()}
 
     def _on_admin_port(self, client: ClientExchange) -> bool:
         return self.settings.admin_port is None or client.request.port == self.settings.admin_port

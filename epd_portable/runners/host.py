@@ -135,6 +135,9 @@ class SecondRunnerHost:
         lora_config: ``None`` without adapters.
         kv_cache_config: Of the engine.
         kv_caches: One a layer.
+
+    An encode instance's runner is vLLM's ``MMEncoderModelRunner`` where that is there; it has
+    `input_tensor_semaphore` (0.32 and 0.33).
     """
 
     epd: Any
@@ -150,3 +153,4 @@ class SecondRunnerHost:
     def execute_model(  # noqa: D102 - vLLM's
         self, scheduler_output: StepOutput, *args: Any, **kwargs: Any
     ) -> Any: ...
+    def input_tensor_semaphore(self) -> Any: ...  # noqa: D102 - vLLM's

@@ -121,7 +121,7 @@ class HostCopies:
         output = None if copy is None else copy.output
         try:
             if output is not None:
-                return output.to(self._device.platform.device(self._device.index))
+                return self._device.to_device(output)
         except Exception as error:
             self._log(mm_hash, "restored", error)
         return None

@@ -8,6 +8,7 @@ tell the event trace, and what vLLM does not do in all versions.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -64,3 +65,26 @@ class OrderingSecondRunnerMixin(SecondRunnerMixin):
         if metadata is not None:
             self.epd.submit_orders(metadata, self.encoder_cache.encoder_outputs)
         return super().execute_model(scheduler_output, *args, **kwargs)
+
+
+class EncodeSecondRunnerMixin(SecondRunnerMixin):
+    """Lets steps without tokens go on while the encoder computes.
+
+    vLLM waits before each step until the device has read the inputs of the step before, which are
+    overwritten (``input_tensor_semaphore``, 0.32 and 0.33). A step without tokens writes none, but
+    would make the next wait until the encoder, queued before it, has computed.
+    """
+
+    _writes_inputs = True
+
+    def execute_model(self, scheduler_output: StepOutput, *args: Any, **kwargs: Any) -> Any:
+        """Run one step of the engine, with tokens or without."""
+        self._writes_inputs = scheduler_output.total_num_scheduled_tokens > 0
+        return super().execute_model(scheduler_output, *args, **kwargs)
+
+    def input_tensor_semaphore(self) -> AbstractContextManager[None]:
+        """Guard the buffers of inputs, in a step that writes them."""
+        if not self._writes_inputs:
+            return nullcontext()
+        guard: AbstractContextManager[None] = super().input_tensor_semaphore()
+        return guard

@@ -54,6 +54,8 @@ HAS_METADATA: Version = (0, 31)
 """It knows the fields of an item without its media, and takes them as plain JSON."""
 MEASURES_WIDTHS: Version = (0, 32)
 """The engine of an encode instance measures the width of its outputs."""
+SHARES_STARTUP: Version = (0, 33)
+"""How its commands start is in ``entrypoints.common``; before, with its server."""
 
 DUMMY_SIDE = 224
 DUMMY_FRAMES = 4
@@ -352,6 +354,18 @@ def item_metadata(feature: Any, resolver: Any) -> dict[str, list[Any]]:
     items = utils.collect_ec_item_metadata([feature], resolver)
     metadata: dict[str, list[Any]] = items[feature.identifier]["metadata"]
     return metadata
+
+
+def server_commands() -> tuple[Any, Any]:
+    """Return vLLM's modules of its server's arguments, and of how its commands start."""
+    if version() < SHARES_STARTUP:
+        from vllm.entrypoints.launchers import cli_args
+        from vllm.entrypoints.serve.utils import api_utils
+
+        return cli_args, api_utils
+    from vllm.entrypoints.common import cli_args, startup
+
+    return cli_args, startup
 
 
 def transfer_params(request: Any) -> dict[str, Any] | None:

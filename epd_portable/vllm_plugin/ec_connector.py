@@ -48,7 +48,6 @@ from epd_portable.vllm_plugin import compat, exposition
 from epd_portable.vllm_plugin.metadata import ItemMetadata
 from epd_portable.vllm_plugin.reports import Kind, from_names, to_names
 from epd_portable.wire.descriptors import TensorSpec
-from epd_portable.wire.messages import LoadReport
 from epd_portable.wire.params import encode_params, prefill_params, to_params
 
 if TYPE_CHECKING:
@@ -96,7 +95,8 @@ class StepMetadata(ECConnectorMetadata):
 class EPDConnector(ECConnectorBase):
     """Makes the connector of the instance's role and the process's half.
 
-    The hooks here do nothing: each class overrides those that concern it.
+    The hooks here do nothing: each class overrides those that concern it. All take arguments that
+    newer versions of vLLM add.
 
     Args:
         vllm_config: Of the engine; ``ec_connector_extra_config`` is an `InstanceConfig`.
@@ -125,20 +125,22 @@ class EPDConnector(ECConnectorBase):
         self._opened = ExitStack()
         exposition.publish()
 
-    def shutdown(self) -> None:
+    def shutdown(self, **kwargs: Any) -> None:
         """Stop threads, close sockets, remove the pool."""
         self._opened.close()
 
     # -- hooks of vLLM ---------------------------------------------------------------------------
 
-    def has_cache_item(self, identifier: str) -> bool:
+    def has_cache_item(self, identifier: str, **kwargs: Any) -> bool:
         """Return ``False``: an item that has arrived is in the scheduler's encoder cache."""
         return False
 
-    def update_state_after_alloc(self, request: Request, index: int) -> None:
+    def update_state_after_alloc(self, request: Request, index: int, **kwargs: Any) -> None:
         """An item is encoded on this instance."""
 
-    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> StepMetadata:
+    def build_connector_meta(
+        self, scheduler_output: SchedulerOutput, **kwargs: Any
+    ) -> StepMetadata:
         """Return what the worker half must do in this step."""
         return StepMetadata()
 
@@ -154,30 +156,17 @@ class EPDConnector(ECConnectorBase):
 class SchedulerConnector(EPDConnector):
     """The scheduler half: what our scheduler calls, in addition to vLLM's hooks."""
 
+    @abstractmethod
+    def attach(self, scheduler: Any) -> EncoderCacheManager:
+        """Return the encoder cache that vLLM's scheduler, just made, works with from now on."""
+
+    @abstractmethod
+    def request_arrived(self, request: Request) -> None:
+        """A request was added to the scheduler."""
+
     def __init__(self, vllm_config: VllmConfig, role: ECConnectorRole) -> None:
         super().__init__(vllm_config, role)
         self._metadata = ItemMetadata(vllm_config)
-
-    def exclusive(self) -> AbstractContextManager[Any]:
-        """Keep messages out while the scheduler works on requests or its encoder cache."""
-        return nullcontext()
-
-    def before_schedule(self) -> None:
-        """A step is about to be scheduled."""
-
-    def rest(self, timeout_s: float) -> None:
-        """See `Receiver.rest`."""
-
-    def take_woken(self) -> list[str]:
-        """See `PrefillRequests.take_woken`."""
-        return []
-
-    def take_sleepers(self) -> list[str]:
-        """See `PrefillRequests.take_sleepers`."""
-        return []
-
-    def step_done(self) -> None:
-        """The output of the oldest scheduled step has been processed."""
 
     def _tensor(self, feature: Any) -> TensorSpec:
         width = compat.encoder_output_width(self._vllm_config, feature.modality)
@@ -192,32 +181,33 @@ class EncodeScheduler(SchedulerConnector):
 
     Attributes:
         answers: Of steps that the device has not computed yet.
+        queue: Decides which requests may start.
     """
 
+    queue: EncodeQueue
     _dispatcher: Dispatcher
     _cache: TwoLevelCache
-    _queue: EncodeQueue
     _step = 0
 
-    def attach(self, cache_size: int, **kwargs: Any) -> EncoderCacheManager:
-        """See `PDScheduler.attach`."""
+    def attach(self, scheduler: Any) -> EncoderCacheManager:
+        """See `SchedulerConnector`."""
         config = self._config
         self.answers: WithheldAnswers[Any] = WithheldAnswers()
         self._cache = TwoLevelCache(
-            cache_size,
+            scheduler.encoder_cache_manager.cache_size,
             config.host_cache_bytes,
             lambda request, index: self._tensor(request.mm_features[index]).nbytes,
         )
         secret = Secret.read(config.secret_file)
         self._dispatcher = Dispatcher(self._cache, secret, config.instance, self._namespace)
-        return self._cache
-
-    def make_queue(self, limits: StepLimits) -> EncodeQueue:
-        """Make the queue that decides which requests may start; after `attach`."""
-        self._queue = EncodeQueue(
-            self._cache, limits, self._dispatcher.kept, remember_s=self._config.wait_timeout_s
+        limits = StepLimits(
+            embeddings=scheduler.max_num_encoder_input_tokens,
+            tokens=scheduler.max_num_scheduled_tokens,
         )
-        return self._queue
+        self.queue = EncodeQueue(
+            self._cache, limits, self._dispatcher.kept, remember_s=config.wait_timeout_s
+        )
+        return self._cache
 
     def consumers(self, request_id: str) -> frozenset[str]:
         """Return the addresses that the items of a request are for."""
@@ -238,17 +228,21 @@ class EncodeScheduler(SchedulerConnector):
             ]
             self._dispatcher.request_arrived(request.request_id, items, params)
 
-    def ensure_cache_available(self, request: Request, num_computed_tokens: int) -> bool:
+    def ensure_cache_available(
+        self, request: Request, num_computed_tokens: int, **kwargs: Any
+    ) -> bool:
         """Return whether the request's items may be encoded."""
-        return self._queue.may_start(request.request_id)
+        return self.queue.may_start(request.request_id)
 
-    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> StepMetadata:
+    def build_connector_meta(
+        self, scheduler_output: SchedulerOutput, **kwargs: Any
+    ) -> StepMetadata:
         """See `EPDConnector`."""
         computes = scheduler_output.total_num_scheduled_tokens > 0
         if computes and TRAITS[self._config.platform].needs_device_copy:
             self._step += 1  # It is computed later than it is queued.
         orders = self._dispatcher.take_orders(scheduler_output.num_scheduled_tokens)
-        waits = bool(self.answers) or (self._dispatcher.busy and not self._queue.is_empty)
+        waits = bool(self.answers) or (self._dispatcher.busy and not self.queue.is_empty)
         return StepMetadata(
             orders=orders,
             copies=self._cache.take_orders(),
@@ -256,7 +250,7 @@ class EncodeScheduler(SchedulerConnector):
             rests=not computes and waits,
         )
 
-    def update_connector_output(self, connector_output: ECConnectorOutput) -> None:
+    def update_connector_output(self, connector_output: ECConnectorOutput, **kwargs: Any) -> None:
         """Take in what `EncodeWorker` reports."""
         self._dispatcher.transfers_ended(connector_output.finished_sending or ())
         report = from_names(connector_output.finished_recving)
@@ -264,102 +258,82 @@ class EncodeScheduler(SchedulerConnector):
             self.answers.computed(int(step))
         self._cache.take_report(HostReport(report["copy lost"], report["copy missing"]))
 
-    def take_unavailable_requests(self) -> set[str]:
+    def take_unavailable_requests(self, **kwargs: Any) -> set[str]:
         """Return requests whose items can never be encoded."""
-        return self._queue.take_hopeless()
+        return self.queue.take_hopeless()
 
-    def request_finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished(
+        self, request: Request, **kwargs: Any
+    ) -> tuple[bool, dict[str, Any] | None]:
         """Return what the request's items are; never delays the freeing of its blocks."""
-        self._queue.withdraw(request.request_id)
+        self.queue.withdraw(request.request_id)
         outcome = self._dispatcher.request_finished(request.request_id)
         return False, None if outcome is None else to_params(outcome)
 
 
 class PDScheduler(SchedulerConnector):
-    """The scheduler half of a PD instance: a `Receiver`, and the requests that it serves."""
+    """The scheduler half of a PD instance.
 
-    _receiver: Receiver
-    _requests: PrefillRequests
+    Attributes:
+        receiver: Brings items; the scheduler works under its lock.
+        requests: What it serves.
+    """
 
-    def attach(
-        self, cache_size: int, *, lookahead: int, load: Callable[[], LoadReport]
-    ) -> EncoderCacheManager:
-        """Return the encoder cache that the scheduler works with from now on.
+    receiver: Receiver
+    requests: PrefillRequests
 
-        Args:
-            cache_size: In embeddings.
-            lookahead: Tokens beyond those that a step computes whose items it wants.
-            load: Returns how busy the engine is.
-        """
-        self._receiver = Receiver(
+    def attach(self, scheduler: Any) -> EncoderCacheManager:
+        """See `SchedulerConnector`."""
+        self.receiver = Receiver(
             self._config,
             fingerprint=self._fingerprint,
-            cache_size=cache_size,
+            cache_size=scheduler.encoder_cache_manager.cache_size,
             encode_together=TRAITS[self._config.platform].encode_together_embeds or 0,
-            load=load,
+            load=scheduler.load,
             metrics=ReceiverMetrics(),
             namespace=self._namespace,
         )
-        self._requests = PrefillRequests(self._config, self._receiver, lookahead=lookahead)
-        self._opened.callback(self._receiver.close)
-        self._cache = self._receiver.cache
-        self._receiver.listen()
+        # What a drafter reads ahead (0.30 on; before, only EAGLE did, one token).
+        lookahead = getattr(scheduler, "num_prefill_lookahead", int(scheduler.use_eagle))
+        self.requests = PrefillRequests(self._config, self.receiver, lookahead=lookahead)
+        self._opened.callback(self.receiver.close)
+        self._cache = self.receiver.cache
         return self._cache
-
-    def exclusive(self) -> AbstractContextManager[Any]:
-        """See `SchedulerConnector`."""
-        return self._receiver.lock
 
     def request_arrived(self, request: Request) -> None:
         """Expect the items of a request."""
         if not request.mm_features:
             return
         if getattr(request, "resumable", False):
-            self._requests.part_arrived(request.request_id)
+            self.requests.part_arrived(request.request_id)
         else:
             params = _read(prefill_params, request)
-            self._requests.arrived(request.request_id, self._prompt_items(request), params)
+            self.requests.arrived(request.request_id, self._prompt_items(request), params)
 
-    def before_schedule(self) -> None:
-        """See `SchedulerConnector`."""
-        self._receiver.before_step()
-
-    def rest(self, timeout_s: float) -> None:
-        """See `Receiver.rest`."""
-        self._receiver.rest(timeout_s)
-
-    def take_woken(self) -> list[str]:
-        """See `PrefillRequests.take_woken`."""
-        return self._requests.take_woken()
-
-    def take_sleepers(self) -> list[str]:
-        """See `PrefillRequests.take_sleepers`."""
-        return self._requests.take_sleepers()
-
-    def step_done(self) -> None:
-        """See `SchedulerConnector`."""
-        self._receiver.step_done()
-
-    def ensure_cache_available(self, request: Request, num_computed_tokens: int) -> bool:
+    def ensure_cache_available(
+        self, request: Request, num_computed_tokens: int, **kwargs: Any
+    ) -> bool:
         """Return whether the request's next token can be computed."""
         if request.request_id not in self._cache.unsettled:
             return True  # Asked of every request in every step: of almost all while they decode.
         running = request.status is RequestStatus.RUNNING
-        return self._requests.may_schedule(request.request_id, num_computed_tokens, running=running)
+        return self.requests.may_schedule(request.request_id, num_computed_tokens, running=running)
 
-    def update_state_after_alloc(self, request: Request, index: int) -> None:
+    def update_state_after_alloc(self, request: Request, index: int, **kwargs: Any) -> None:
         """See `EPDConnector`."""
-        self._requests.encoded_here(request.request_id, request.mm_features[index].identifier)
+        self.requests.encoded_here(request.request_id, request.mm_features[index].identifier)
 
-    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> StepMetadata:
+    def build_connector_meta(
+        self, scheduler_output: SchedulerOutput, **kwargs: Any
+    ) -> StepMetadata:
         """See `EPDConnector`."""
-        receipts = self._receiver.orders.take_orders(
+        receipts = self.receiver.orders.take_orders(
             scheduler_output.free_encoder_mm_hashes,
             computes=scheduler_output.total_num_scheduled_tokens > 0,
         )
         return StepMetadata(receipts=receipts)
 
-    def update_connector_output(self, connector_output: ECConnectorOutput) -> None:
+    def update_connector_output(self, connector_output: ECConnectorOutput, **kwargs: Any) -> None:
         """Take in what `PDWorker` reports."""
         report = from_names(connector_output.finished_recving)
         for mm_hash in report["encoded"]:
@@ -367,13 +341,15 @@ class PDScheduler(SchedulerConnector):
         for mm_hash in report["not encoded"]:
             self._cache.not_encoded(mm_hash)
 
-    def take_unavailable_requests(self) -> set[str]:
+    def take_unavailable_requests(self, **kwargs: Any) -> set[str]:
         """Return requests whose items cannot be obtained."""
-        return self._requests.take_unavailable()
+        return self.requests.take_unavailable()
 
-    def request_finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished(
+        self, request: Request, **kwargs: Any
+    ) -> tuple[bool, dict[str, Any] | None]:
         """Return where the request's items came from; never delays the freeing of its blocks."""
-        outcome = self._requests.finished(request.request_id, request.num_computed_tokens)
+        outcome = self.requests.finished(request.request_id, request.num_computed_tokens)
         return False, None if outcome is None else to_params(outcome)
 
     def _prompt_items(self, request: Request) -> list[PromptItem]:
@@ -497,7 +473,7 @@ class EncodeWorker(WorkerConnector):
         if self._copies is not None:
             self._copies.output_ready(mm_hash, encoder_cache[mm_hash])
 
-    def get_finished(self, finished_req_ids: set[str]) -> Ended:
+    def get_finished(self, finished_req_ids: set[str], **kwargs: Any) -> Ended:
         """Return what ended by the end of a step."""
         return self._take_ended() if self._by_hooks else (None, None)
 
@@ -564,7 +540,7 @@ class PDWorker(WorkerConnector):
         if self._by_hooks:
             self.place_items(self._step_metadata(), encoder_cache)
 
-    def get_finished(self, finished_req_ids: set[str]) -> Ended:
+    def get_finished(self, finished_req_ids: set[str], **kwargs: Any) -> Ended:
         """Return items that could not be encoded in the background, and those that were."""
         return self._take_encoded()
 

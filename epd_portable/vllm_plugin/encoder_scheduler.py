@@ -11,7 +11,6 @@ from functools import cache
 from typing import Any
 
 from epd_portable.log import trace
-from epd_portable.scheduling.encode_queue import StepLimits
 from epd_portable.vllm_plugin import compat
 
 
@@ -28,11 +27,7 @@ def encoder_scheduler(base: type) -> type:
             # Without KV cache vLLM turns chunks off; up to 0.31 it then never schedules a prompt
             # longer than a step. Nothing is generated here, so a chunk harms nothing.
             self.scheduler_config.enable_chunked_prefill = True
-            limits = StepLimits(
-                embeddings=self.max_num_encoder_input_tokens,
-                tokens=self.max_num_scheduled_tokens,
-            )
-            self.encode_queue = self.ec_connector.make_queue(limits)
+            self.encode_queue = self.ec_connector.queue
 
         def add_request(self, request: Any) -> None:
             super().add_request(request)

@@ -17,14 +17,13 @@ import threading
 import time
 
 from vllm.engine.arg_utils import AsyncEngineArgs
-from vllm.entrypoints.launchers.cli_args import make_arg_parser
-from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
 from vllm.usage.usage_lib import UsageContext
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine.core import EngineCoreProc
 from vllm.v1.executor import Executor
 
 from epd_portable.config.instance import InstanceConfig
+from epd_portable.vllm_plugin import compat
 
 logger = logging.getLogger(__name__)
 
@@ -35,10 +34,11 @@ END_WITHIN_S = 5.0
 
 def main() -> None:
     """Run one engine in this process until the front or the launcher ends it."""
-    cli_env_setup()
+    commands, startup = compat.server_commands()
+    startup.cli_env_setup()
     path, *argv = sys.argv[1:]
     # Of a server: what only a server has a use for is among engine arguments of files.
-    parser = make_arg_parser(FlexibleArgumentParser())
+    parser = commands.make_arg_parser(FlexibleArgumentParser())
     arguments = AsyncEngineArgs.from_cli_args(parser.parse_args(argv))
     config = arguments.create_engine_config(UsageContext.OPENAI_API_SERVER)
     name = InstanceConfig.parse(config.ec_transfer_config.ec_connector_extra_config).instance

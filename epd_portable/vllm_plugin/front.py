@@ -13,17 +13,17 @@ from typing import Any
 
 import msgspec
 import uvloop
+from vllm.config import VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.launchers.api_server.entry import build_and_serve
-from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
 from vllm.entrypoints.launchers.launcher import setup_server
-from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
 from vllm.multimodal.parse import parse_mm_uuids
 from vllm.usage.usage_lib import UsageContext
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core_client import EngineCoreClient
 
+from epd_portable.vllm_plugin import compat
 from epd_portable.vllm_plugin.front_client import FrontSettings, SplitClient
 
 
@@ -56,18 +56,23 @@ class Front(AsyncLLM):
             self.output_processor.abort_requests((request_id,), internal=True)
 
 
-async def serve(settings: FrontSettings, args: argparse.Namespace) -> None:
-    """Serve until a signal ends it."""
-    address, sock = setup_server(args, reuse_port=False)
-    arguments = AsyncEngineArgs.from_cli_args(args)
+def configuration(arguments: AsyncEngineArgs) -> VllmConfig:
+    """Return the configuration of a front with vLLM's arguments."""
     # As for several servers of one engine: vLLM's cache of processed items is then whole here, and
     # mirrors no engine's.
     arguments._api_process_count = 2
     config = arguments.create_engine_config(UsageContext.OPENAI_API_SERVER)
-    client = SplitClient(config, settings)
     if (media := config.model_config.multimodal_config) is not None:
         # Engines take items without their media, by name: clients must not name those of others.
         media.enable_mm_embeds = media.allow_missing_mm_embeddings = False
+    return config
+
+
+async def serve(settings: FrontSettings, args: argparse.Namespace) -> None:
+    """Serve until a signal ends it."""
+    address, sock = setup_server(args, reuse_port=False)
+    config = configuration(AsyncEngineArgs.from_cli_args(args))
+    client = SplitClient(config, settings)
     await client.engines.listen()
     loop = asyncio.get_running_loop()
 
@@ -98,10 +103,11 @@ async def serve(settings: FrontSettings, args: argparse.Namespace) -> None:
 
 def main() -> None:
     """Run the front in this process."""
-    cli_env_setup()
+    arguments, startup = compat.server_commands()
+    startup.cli_env_setup()
     _, _, settings, *argv = sys.argv
-    args = make_arg_parser(FlexibleArgumentParser()).parse_args(argv)
-    validate_parsed_serve_args(args)
+    args = arguments.make_arg_parser(FlexibleArgumentParser()).parse_args(argv)
+    arguments.validate_parsed_serve_args(args)
     uvloop.run(serve(msgspec.json.decode(settings, type=FrontSettings), args))
 
 

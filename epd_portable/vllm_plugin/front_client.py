@@ -8,6 +8,7 @@ below brings the item from one to the other. Pixels go to the engine that encode
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 import logging
 import time
@@ -38,7 +39,7 @@ from epd_portable.delivery.assignment import (
 )
 from epd_portable.delivery.elastic import BUSY_THRESHOLD, EncodeTimes
 from epd_portable.delivery.fallbacks import MAX_PD_ATTEMPTS, RetryBudget
-from epd_portable.delivery.instances import Instance, WentDownError, while_up
+from epd_portable.delivery.instances import Instance, Use, WentDownError, while_up
 from epd_portable.delivery.ring import bounded_load
 from epd_portable.vllm_plugin.front_engines import Engines, EngineSettings, FrontEngine
 from epd_portable.vllm_plugin.front_metrics import FrontMetrics
@@ -123,20 +124,24 @@ class OpenRequest:
     Attributes:
         core: As vLLM made it, with all media.
         here: Identifiers of items that whoever answers must encode.
+        engine_id: Its id there, at its present try.
         sent: It is with an engine.
         decided: It has begun, has ended, or must be sent again.
         begun: A part of the answer is out: no other engine can give the rest.
         again: Why it must be sent again.
+        awaited: Items that encoders have not encoded.
     """
 
     core: EngineCoreRequest
     here: set[str] = field(default_factory=set)
     engine: FrontEngine | None = None
+    engine_id: str = ""
     sent: asyncio.Event = field(default_factory=asyncio.Event)
     decided: asyncio.Event = field(default_factory=asyncio.Event)
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     begun: bool = False
     again: str = ""
+    awaited: set[str] = field(default_factory=set)
     task: asyncio.Task[None] | None = None
 
 
@@ -219,8 +224,9 @@ class SplitClient(AsyncMPClient):
         one = self._open.get(request.request_id)
         if one is not None:  # A further part of a session.
             await one.sent.wait()
-            if one.engine is not None and one.engine.client is not None:
-                await one.engine.client.add_request_async(request)
+            if one.engine is not None:
+                with contextlib.suppress(WentDownError):  # Which ends the session.
+                    await one.engine.add(self._for_engine(request, one.engine_id, {}))
             return
         one = OpenRequest(request)
         engine = self._choose_engine(one, None)
@@ -301,25 +307,32 @@ class SplitClient(AsyncMPClient):
         if client is None:
             one.again = f"engine {engine.name} is down"
             return
-        one.engine, one.again = engine, ""
+        one.engine, one.engine_id, one.again = engine, engine_id, ""
         one.decided.clear()
         ways = self._assign(one, engine.instance)
+        brought = [each for each in ways if each.by == "encoder"]
+        here_s = sum(self._times.of(each.item) for each in ways if each.by == "local_first")
         transfers = {
             each.item.item_uuid: new_transfer(each.item, engine.instance.control, self.secret)
-            for each in ways
+            for each in brought
         }
+        one.awaited = {*transfers}
         self._at_engines[engine_id] = one
         try:
             with while_up(engine.instance.working()) as use:
-                await engine.add(self._for_engine(one, engine_id, transfers))
+                await engine.add(self._for_engine(one.core, engine_id, transfers))
+                # Further parts of a session go to nobody else.
+                one.begun = one.core.resumable
                 one.sent.set()
-                async with anyio.create_task_group() as items:
-                    for each in ways:
-                        items.start_soon(self._deliver, one, each, transfers[each.item.item_uuid])
-                    if not ways:
-                        use.compute()
-                    await one.decided.wait()
-                    items.cancel_scope.cancel()
+                if here_s or not brought:
+                    use.compute()
+                with engine.instance.encoding(here_s):
+                    async with anyio.create_task_group() as items:
+                        for each in brought:
+                            transfer = transfers[each.item.item_uuid]
+                            items.start_soon(self._deliver, one, each, transfer, use)
+                        await one.decided.wait()
+                        items.cancel_scope.cancel()
                 use.compute()
                 if not one.again:
                     await one.ended.wait()
@@ -334,7 +347,7 @@ class SplitClient(AsyncMPClient):
                 await engine.abort(client, engine_id)
 
     def _assign(self, one: OpenRequest, pd: Instance) -> list[Assignment[FrontItem]]:
-        """Return the items that encoders bring; whoever answers encodes the others."""
+        """Return who brings each item to whoever answers."""
         core = one.core
         if core.sampling_params is None or core.resumable:
             return []
@@ -355,19 +368,19 @@ class SplitClient(AsyncMPClient):
                     self.metrics.items.labels(each.by).inc()
                 if each.elastic:
                     self.metrics.elastic.labels(each.elastic).inc()
-        return [each for each in ways if each.by == "encoder"]
+        return ways
 
     def _for_engine(
-        self, one: OpenRequest, engine_id: str, transfers: dict[str, EncodeTransfer]
+        self, core: EngineCoreRequest, engine_id: str, transfers: dict[str, EncodeTransfer]
     ) -> EngineCoreRequest:
         """Return a request as the engine that answers gets it: without what encoders get."""
-        sent = copy.copy(one.core)
+        sent = copy.copy(core)
         sent.request_id = engine_id
         if sent.sampling_params is None:
             return sent
         expected = {}
         features = []
-        for feature in one.core.mm_features or ():
+        for feature in core.mm_features or ():
             bare = None
             if (transfer := transfers.get(feature.identifier)) is not None:
                 bare = self._metadata.without_media(feature)
@@ -388,7 +401,7 @@ class SplitClient(AsyncMPClient):
     # -- items ------------------------------------------------------------------------------------
 
     async def _deliver(
-        self, one: OpenRequest, way: Assignment[FrontItem], transfer: EncodeTransfer
+        self, one: OpenRequest, way: Assignment[FrontItem], transfer: EncodeTransfer, use: Use
     ) -> None:
         """Have an item encoded, by one encoder after another; cancelled when the answer begins.
 
@@ -409,6 +422,9 @@ class SplitClient(AsyncMPClient):
                     if failure is None:
                         outcome = "encoded" if encoder is way.encoder else "retried"
                         self.metrics.items.labels(outcome).inc()
+                        one.awaited.discard(item.item_uuid)
+                        if not one.awaited:
+                            use.compute()
                         await asyncio.Event().wait()
             except WentDownError as error:
                 failure = EncodeFailure(kind=FailureKind.LOST, reason=str(error))

@@ -21,7 +21,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from epd_portable.config.secret import SignatureCheck
-from epd_portable.delivery.instances import EndpointPool, Instance
+from epd_portable.delivery.instances import EndpointPool
 from epd_portable.delivery.replies import error_reply
 from epd_portable.errors import RequestError
 from epd_portable.media.limits import MediaLimits, check_settings
@@ -101,19 +101,22 @@ class FrontMiddleware:
             return _refusal(error, path)
         if (method, name) == ("GET", ""):
             return JSONResponse(
-                {"router": str(os.getpid()), "instances": [_about(each) for each in pool.all]}
+                {"router": str(os.getpid()), "instances": [each.shown() for each in pool.all]}
             )
         if instance is not None and method == "POST" and verb in ("drain", "resume"):
             instance.drain() if verb == "drain" else instance.resume()
-            return JSONResponse(_about(instance))
+            return JSONResponse(instance.shown())
         return Response(status_code=404)
 
     def _health(self, pool: EndpointPool, *, signed: bool) -> Response:
         """200 if a request can be answered; the instances are for holders of the secret."""
         ready = pool.any_usable("answer")
-        body: dict[str, Any] = {"status": "ok" if ready else "unavailable"}
+        body: dict[str, Any] = {
+            "status": "ok" if ready else "unavailable",
+            "counts": pool.counts(),
+        }
         if signed:
-            body["instances"] = {each.name: _about(each) for each in pool.all}
+            body["instances"] = {each.name: each.shown() for each in pool.all}
         return JSONResponse(body, 200 if ready else 503)
 
     def _is_signed(self, scope: Scope) -> bool:
@@ -193,17 +196,6 @@ class FrontMiddleware:
             "duration_s": round(duration_s, 4),
         }
         print(json.dumps(line), file=self._log)
-
-
-def _about(instance: Instance) -> dict[str, Any]:
-    return {
-        "name": instance.name,
-        "role": instance.role,
-        "state": instance.state,
-        "idle": instance.idle,
-        "in_flight": instance.load,
-        "reason": instance.reason,
-    }
 
 
 def _refusal(error: RequestError, path: str) -> Response:

@@ -18,7 +18,11 @@ from epd_portable.log import trace
 from epd_portable.platforms.traits import TRAITS
 from epd_portable.runners.cores import cores_kept
 from epd_portable.runners.first import EncoderRunnerMixin, PDRunnerMixin
-from epd_portable.runners.second import OrderingSecondRunnerMixin, SecondRunnerMixin
+from epd_portable.runners.second import (
+    EncodeSecondRunnerMixin,
+    OrderingSecondRunnerMixin,
+    SecondRunnerMixin,
+)
 from epd_portable.vllm_plugin import compat
 
 
@@ -86,7 +90,8 @@ def _second_mixins(runner: Any, *, encodes: bool) -> tuple[type, ...]:
     calls = compat.version() >= compat.STARTS_SAVES
     watched = SecondRunnerMixin if calls else OrderingSecondRunnerMixin
     if compat.encodes_only(runner):
-        return (watched,)
+        guards = hasattr(runner, "input_tensor_semaphore")
+        return (EncodeSecondRunnerMixin,) if guards else (watched,)
     from epd_portable.vllm_plugin.encode_only import EncodeOnlyMixin
 
     return (watched, EncodeOnlyMixin)

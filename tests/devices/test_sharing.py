@@ -103,13 +103,13 @@ def test_the_slab_of_a_killed_process_is_a_lost_peer_and_no_refused_path(
             OpenedSlab(platform, address)
 
 
-@pytest.mark.needs_cuda
-def test_memory_in_expandable_segments_is_refused_when_it_is_shared() -> None:
-    with Child("cuda", PYTORCH_CUDA_ALLOC_CONF="expandable_segments:True") as owner:
+def test_memory_in_expandable_segments_is_refused_when_it_is_shared(platform: Platform) -> None:
+    variable = f"PYTORCH_{platform.name.upper()}_ALLOC_CONF"
+    with Child(platform.name, **{variable: "expandable_segments:True"}) as owner:
         assert owner.tell("x = torch.zeros(1 << 20, device=device)") == "done"
         answer = owner.tell("platform.share_tensor(x)")
     assert answer.startswith(UnsupportedError.__name__)
-    assert "expandable_segments:True" in answer
+    assert f"expandable_segments:False in {variable}" in answer
 
 
 @pytest.mark.needs_cuda

@@ -1,10 +1,12 @@
-"""The first hour on a device, rehearsed with stand-ins for its commands."""
+"""The first hour on a device: its stages with stand-ins, its calls and what is carried for real."""
 
 from __future__ import annotations
 
 import importlib
 import json
+import os
 import re
+import subprocess
 import sys
 import time
 from itertools import pairwise
@@ -14,9 +16,10 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from ci import first_hour
-from ci.first_hour import FIGURES, STAGES, Stage
+from ci import carry
+from ci.first_hour import CALL_AGAIN, PIECES, REHEARSALS, TARGETS, Hour, Stage, stages
 from epd_portable.bench.load.plan import read_points
+from epd_portable.bench.load.sides import read_sides
 
 ROOT = Path(__file__).resolve().parents[2]
 DEADLINE_S = 10.0
@@ -26,39 +29,10 @@ def stage(name: str, script: str, limit_s: float = 60.0, **options: Any) -> Stag
     return Stage(name=name, argv=("sh", "-c", script, name, "{out}"), limit_s=limit_s, **options)
 
 
-def run(out: Path, *stages: Stage, wheels: str = "", budget_s: float = 600.0) -> tuple[bool, str]:
-    said: list[str] = []
-    good = first_hour.hour(stages, out=out, wheels=wheels, budget_s=budget_s, say=said.append)
-    return good, "\n".join(said)
-
-
-def told(out: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((out / FIGURES).read_text())
-    return found
-
-
-def test_figures_of_lines_and_of_files_come_into_one_file(tmp_path: Path) -> None:
-    probe = stage("probe", """echo noise; echo '{"figure": "rate", "value": [1, 2]}'""")
-    bench = stage("bench", """echo '{"a": 1}' > "$1/b.json" """, writes={"bench": "b.json"})
-    assert run(tmp_path, probe, bench)[0]
-    found = told(tmp_path)
-    assert found["probe"]["figures"] == {"rate": [1, 2]}
-    assert found["probe"]["tail"][0] == "noise"
-    assert found["bench"]["figures"] == {"bench": {"a": 1}}
-
-
-def test_a_stage_that_fails_ends_itself_and_not_the_hour(tmp_path: Path) -> None:
-    good, _ = run(
-        tmp_path,
-        stage("first", "echo why >&2; exit 3"),
-        Stage(name="none", argv=("/nowhere/at/all",), limit_s=1),
-        stage("last", "true"),
-    )
-    assert not good
-    found = told(tmp_path)
-    assert [found[name]["status"] for name in ("first", "none", "last")] == [3, None, 0]
-    assert found["first"]["tail"] == ["why"]
-    assert "No such file" in found["none"]["tail"][0]
+def run(out: Path, *stages: Stage) -> dict[str, Any]:
+    hour = Hour(out, stages, "cpu")
+    hour.run(total_s=600)
+    return hour.told
 
 
 def runs(process: str) -> bool:
@@ -70,17 +44,30 @@ def runs(process: str) -> bool:
     return state.rpartition(")")[2].split()[0] != "Z"
 
 
+def test_a_stage_that_fails_ends_itself_and_figures_of_lines_and_files_stay(tmp_path: Path) -> None:
+    told = run(
+        tmp_path,
+        stage("first", """echo why; echo '{"figure": "rate", "value": [1, 2]}'; exit 3"""),
+        Stage(name="none", argv=("/nowhere/at/all",), limit_s=1),
+        stage("last", """echo '{"a": 1}' > "$1/b.json" """, writes={"bench": "b.json"}),
+    )
+    assert [told[name]["status"] for name in ("first", "none", "last")] == [3, None, 0]
+    assert (told["first"]["figures"], told["first"]["tail"][0]) == ({"rate": [1, 2]}, "why")
+    assert "No such file" in told["none"]["tail"][0]
+    assert told["last"]["figures"] == {"bench": {"a": 1}}
+
+
 @pytest.mark.parametrize("how", ["", "setsid"], ids=["child", "session-of-its-own"])
-def test_a_stage_that_takes_too_long_is_ended_with_its_children_and_its_figures_stay(
+def test_a_stage_that_takes_too_long_is_ended_with_its_children_and_tried_again(
     tmp_path: Path, how: str
 ) -> None:
-    line = '{"figure": "half", "value": 1}'
-    script = f"echo '{line}'; {how} sleep 300 & echo $! > \"$1/child\"; wait"
-    good, said = run(tmp_path, stage("long", script, limit_s=1.0))
-    assert not good
-    assert "long: was ended" in said
-    assert told(tmp_path)["long"]["status"] is None
-    assert told(tmp_path)["long"]["figures"] == {"half": 1}
+    script = (
+        f"""echo '{{"figure": "half", "value": 1}}'; {how} sleep 300 & echo $! > "$1/child"; wait"""
+    )
+    long = stage("long", script, limit_s=1.0)
+    told = run(tmp_path, long, stage("next", "true"))
+    assert (told["long"]["status"], told["long"]["figures"]) == (None, {"half": 1})
+    assert Hour(tmp_path, [long], "cpu").due == [long]
     child = (tmp_path / "child").read_text().strip()
     end_s = time.monotonic() + DEADLINE_S
     while runs(child):
@@ -88,33 +75,105 @@ def test_a_stage_that_takes_too_long_is_ended_with_its_children_and_its_figures_
         time.sleep(0.01)
 
 
-def test_every_stage_calls_what_is_there() -> None:
-    assert len({each.name for each in STAGES}) == len(STAGES)
-    for each in STAGES:
-        words = {"python": sys.executable, "out": "/out", "wheels": "/wheels"}
-        argv = [word.format(**words) for word in each.argv]
+def test_a_call_ends_in_time_and_the_next_one_waits_for_what_goes_on(tmp_path: Path) -> None:
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    (programs / "nvidia-smi").write_text(
+        f"#!/bin/sh\nwhile [ ! -e {tmp_path}/go ]; do sleep 0.1; done"
+    )
+    (programs / "nvidia-smi").chmod(0o755)
+    argv = [sys.executable, "-m", "ci.first_hour", "cuda", "--out", str(tmp_path / "out")]
+
+    def call(call_s: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [*argv, "--stage", "machine", "--call-s", call_s],
+            env={**os.environ, "PATH": f"{programs}:{os.environ['PATH']}"},
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+        )
+
+    assert [call("0").returncode, call("0").returncode] == [CALL_AGAIN, CALL_AGAIN]
+    (tmp_path / "go").touch()
+    last = call("60")
+    assert (last.returncode, "| machine | 0.0 |" in last.stdout) == (0, True), last.stdout
+    assert (tmp_path / "out" / "progress.log").read_text().count("machine: at most") == 1
+
+
+def test_pieces_are_taken_in_whatever_order_and_engines_wait_for_the_last(tmp_path: Path) -> None:
+    wheels, out = tmp_path / "wheels", tmp_path / "out"
+    wheels.mkdir()
+    content = {"small.whl": os.urandom(700), "engine.whl": os.urandom(5000)}
+    for name, data in content.items():
+        (wheels / name).write_bytes(data)
+    pieces = carry.split(wheels, tmp_path / "pieces", piece_bytes=1000)
+    assert len(pieces) == 6
+    late = pieces.pop(2)
+    for piece in reversed(pieces):
+        carry.take(piece, out / PIECES)
+    assert carry.missing(out / PIECES) == "pieces 2 of 6"
+    assert [file.name for file in (out / PIECES / carry.WHEELS).iterdir()] == ["small.whl"]
+    both = stage("soon", "true"), stage("engines", "true", engine=True)
+    assert run(out, *both).keys() == {"soon"}
+    carry.take(late, out / PIECES)
+    for name, data in content.items():
+        assert (out / PIECES / carry.WHEELS / name).read_bytes() == data
+    assert run(out, *both).keys() == {"soon", "engines"}
+
+
+def test_a_piece_that_was_damaged_on_its_way_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.whl").write_bytes(b"content")
+    (piece,) = carry.split(tmp_path, tmp_path / "pieces", piece_bytes=1000)
+    next(piece.glob("piece.*")).write_bytes(b"c0ntent")
+    with pytest.raises(SystemExit, match="carry its pieces again"):
+        carry.take(piece, tmp_path / "out")
+
+
+def test_tests_that_have_passed_are_left_out_when_they_are_resumed(tmp_path: Path) -> None:
+    file, passed = tmp_path / "test_two.py", tmp_path / "passed"
+    file.write_text(
+        f"def test_a():\n    pass\ndef test_b():\n    assert {passed.as_posix()!r} == ''\n"
+    )
+    argv = [sys.executable, "-m", "pytest", "-q", f"--resume={passed}", "-p", "no:cacheprovider"]
+    argv += [
+        "-c",
+        str(ROOT / "pyproject.toml"),
+        f"--rootdir={ROOT}",
+        "-p",
+        "tests.conftest",
+        str(file),
+    ]
+    said = [subprocess.run(argv, cwd=ROOT, capture_output=True, text=True).stdout for _ in "12"]
+    assert ["1 failed, 1 passed" in said[0], "1 failed, 1 deselected" in said[1]] == [True, True], (
+        said
+    )
+
+
+@pytest.mark.parametrize("target", [*TARGETS.values(), *REHEARSALS.values()], ids=str)
+def test_every_stage_calls_what_is_there(target: Any) -> None:
+    found = stages(target)
+    assert len({each.name for each in found}) == len(found)
+    assert all(each.limit_s <= 540 for each in found)
+    for each in found:
+        argv = [word.replace("{out}", "/out") for word in each.argv]
         for word in argv:
             if re.fullmatch(r"(tests|configs)/\S+", word):
                 assert (ROOT / word).exists(), word
         if "-m" in argv[:2] and argv[2].startswith("epd_portable."):
-            command = importlib.import_module(argv[2]).main
-            said = CliRunner().invoke(command, [*argv[3:], "--help"])
+            said = CliRunner().invoke(importlib.import_module(argv[2]).main, [*argv[3:], "--help"])
             assert said.exit_code == 0, said.output
             read_points([word for option, word in pairwise(argv) if option == "--point"])
+            read_sides([word for option, word in pairwise(argv) if option == "--side"])
         assert {f"/out/{file}" for file in each.writes.values()} <= set(argv)
 
 
-def test_the_tests_of_engines_are_shared_out_between_two_stages() -> None:
-    """What users get by themselves comes first; nothing is left out or run twice."""
-    from tests.cuda.test_engines import WAYS
-
-    expressions = [each.argv[-1] for each in STAGES if "tests/cuda/test_engines.py" in each.argv]
-    otherwise = first_hour.OTHERWISE
-    assert expressions == [
-        f"TestByEveryPath and not ({otherwise})",
-        f"not TestByEveryPath or {otherwise}",
-    ]
-    # As `-k` takes words: parts of names.
-    early = [way for way in WAYS if not any(word in str(way) for word in otherwise.split(" or "))]
-    assert [way.path for way in early] == ["ipc", "shm", "tcp"]
-    assert all(way.runner is None and way.ahead for way in early)
+def test_a_model_of_true_size_has_the_tokens_and_pixels_of_the_real_one(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-m", "ci.true_shapes", tmp_path, "7b"], cwd=ROOT, check=True)
+    read = {file.stem: json.loads(file.read_text()) for file in (tmp_path / "7b").glob("*.json")}
+    text, tower = read["config"]["text_config"], read["config"]["vision_config"]
+    vocabulary = read["tokenizer"]["model"]["vocab"].values()
+    assert (len(vocabulary), max(vocabulary) + 1) == (152064, 152064) == (text["vocab_size"],) * 2
+    assert tower["out_hidden_size"] == text["hidden_size"] == 3584
+    assert read["preprocessor_config"]["max_pixels"] >= 1008 * 1008
+    per_layer = 2 * 3584 * 3584 + 2 * 3584 * 512 + 3 * 3584 * text["intermediate_size"]
+    assert round(text["num_hidden_layers"] * per_layer / 1e9, 1) == 6.5

@@ -54,6 +54,11 @@ void sim_close_backing(int physical, size_t size, int fd);
 ino_t sim_backing_inode(int fd);
 aclError sim_open_backing(pid_t owner, int fd, ino_t inode, int *opened, size_t *size); /* inode 0: any */
 
+/* ---- exports.c: who may open memory that a process has exported; an export is a file of the exporter */
+int sim_new_export(int physical, bool anybody); /* negative: none could be made */
+aclError sim_allow_import(pid_t owner, int file, const int32_t *pids, size_t count);
+aclError sim_check_import(pid_t owner, int file, int *physical); /* of this process */
+
 /* ---- arena.c: device addresses, and where their bytes are */
 enum sim_place { SIM_NOWHERE, SIM_HOST, SIM_DEVICE }; /* SIM_NOWHERE: device addresses without memory */
 enum sim_mapping_kind { SIM_ALLOCATED, SIM_MAPPED, SIM_IMPORTED };

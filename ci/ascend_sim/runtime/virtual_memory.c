@@ -76,25 +76,37 @@ SIM_API aclError aclrtUnmapMem(void *address) {
     return ACL_SUCCESS;
 }
 
-/* A shareable handle is the owner's process and the number of its file. */
+/* A shareable handle is the owner's process, and the numbers of its export's file and of the memory's. */
 SIM_API aclError aclrtMemExportToShareableHandle(aclrtDrvMemHandle handle, UNUSED aclrtMemHandleType type,
-                                                 UNUSED uint64_t flags, uint64_t *shareable) {
+                                                 uint64_t flags, uint64_t *shareable) {
     const struct physical_memory *memory = (const struct physical_memory *)handle;
-    *shareable = (uint64_t)getpid() << 32 | (uint32_t)memory->fd;
+    int export = sim_new_export(memory->physical, (flags & ACL_RT_VMM_EXPORT_FLAG_DISABLE_PID_VALIDATION) != 0);
+    if (export < 0 || export > UINT16_MAX || memory->fd > UINT16_MAX) {
+        return sim_fail(ACL_ERROR_RT_MEMORY_ALLOCATION, "export: too many files are open");
+    }
+    *shareable = (uint64_t)getpid() << 32 | (uint64_t)export << 16 | (uint64_t)memory->fd;
     return ACL_SUCCESS;
 }
 
-/* Accepted, not enforced: any process of the same user may import. */
-SIM_API aclError aclrtMemSetPidToShareableHandle(UNUSED uint64_t shareable, UNUSED int32_t *pids,
-                                                 UNUSED size_t count) {
-    return ACL_SUCCESS;
+SIM_API aclError aclrtMemSetPidToShareableHandle(uint64_t shareable, int32_t *pids, size_t count) {
+    return sim_allow_import((pid_t)(shareable >> 32), (int)(shareable >> 16 & UINT16_MAX), pids, count);
 }
 
-SIM_API aclError aclrtMemImportFromShareableHandle(uint64_t shareable, UNUSED int32_t device,
-                                                   aclrtDrvMemHandle *handle) {
+/* Only for the device that the memory is on: others reach it by its key. */
+SIM_API aclError aclrtMemImportFromShareableHandle(uint64_t shareable, int32_t device, aclrtDrvMemHandle *handle) {
     int fd;
+    int physical;
     size_t size;
-    aclError status = sim_open_backing((pid_t)(shareable >> 32), (int)(uint32_t)shareable, 0, &fd, &size);
+    const pid_t owner = (pid_t)(shareable >> 32);
+    aclError status = sim_check_import(owner, (int)(shareable >> 16 & UINT16_MAX), &physical);
+    if (status == ACL_SUCCESS && physical != sim_physical(device)) {
+        status = sim_fail(ACL_ERROR_RT_INVALID_DEVICEID, "memory of device %d, imported for device %d", physical,
+                          sim_physical(device));
+    }
+    if (status != ACL_SUCCESS) {
+        return status;
+    }
+    status = sim_open_backing(owner, (int)(shareable & UINT16_MAX), 0, &fd, &size);
     if (status == ACL_SUCCESS) {
         *handle = new_handle(fd, SIM_NO_DEVICE, size);
     }

@@ -43,13 +43,14 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
     """What the clients do: requests in the order of their times, to each base address in turn.
 
     Attributes:
-        one_by_one: Send each when the one before has ended, whatever its time.
+        clients: So many send, each its next request when it has its answer, whatever the times;
+            0 sends every request at its time.
     """
 
     requests: tuple[LoadRequest, ...]
     urls: tuple[str, ...]
     model: str
-    one_by_one: bool = False
+    clients: int = 0
 
 
 class LoadAnswer(msgspec.Struct, frozen=True, kw_only=True):
@@ -241,17 +242,24 @@ class _Exchange:
 
 
 async def _send(exchanges: Sequence[_Exchange], order: Order, begin_s: float) -> None:
+    if order.clients:
+        left = iter(exchanges)
+
+        async def ask_on() -> None:
+            for exchange in left:
+                await exchange.run(time.monotonic())
+
+        await asyncio.gather(*(ask_on() for _ in range(order.clients)))
+        return
     tasks = []
     for exchange, request in zip(exchanges, order.requests, strict=True):
-        due_s = time.monotonic() if order.one_by_one else begin_s + request.at_s
+        due_s = begin_s + request.at_s
         # Timers of an event loop are not exact enough.
         if (wait_s := due_s - time.monotonic() - _SPIN_S) > 0:
             await asyncio.sleep(wait_s)
         while time.monotonic() < due_s:
             await asyncio.sleep(0)
         tasks.append(asyncio.create_task(exchange.run(due_s)))
-        if order.one_by_one:
-            await tasks[-1]
     await asyncio.gather(*tasks)
 
 

@@ -41,6 +41,7 @@ Sides, each as NAME=WHAT or WHAT; ratios are of the first by each of the others:
   tcp=configs/1e1pd.yaml,transfer.path=tcp    the same with other keys
   replicas:2                     two replicas of plain vLLM; requests go to them in turns
   replicas:1                     one plain vLLM over all cores or devices
+  replicas:1,engine_args.api_server_count=2    the same with other arguments of the engine
   upstream:1E1PD                 vLLM's own ECExampleConnector over /dev/shm, with its own proxy
                                  (see --upstream-proxy)
   replicas:2,tuned               on a CPU with the executor, threads and freedom of API servers that
@@ -57,6 +58,8 @@ Points of load; what one leaves out is as in the one before it:
   text=400, output=150           tokens of a prompt's text, about, and of an answer, exactly
   repeat=0.5                     part of the pictures that come from a set of eight [default: 0]
   turns=8                        turns of a conversation, each sent with all before it [default: 1]
+  clients=64                     a closed loop: so many ask, each once it has its answer, as often
+                                 in all as the rate brings [default: 0, arrivals wait for nothing]
 
 \b
 Three rates, with a picture in one of ten requests, and four pictures in three of ten:
@@ -222,25 +225,25 @@ def _load_topologies(
     sides: Sequence[LoadSide], platform: PlatformName, overrides: Sequence[str]
 ) -> dict[str, Topology]:
     """Return the topology of each side; plain vLLM gets the arguments of the first."""
-    found = {
-        side.name: load_topology(
-            side.file,
+    first = next((side for side in sides if side.file is not None), None)
+    found = {}
+    for side in sides:
+        if side.kind == "url":
+            continue
+        source = first if side.plain else side
+        if source is None:
+            raise ConfigError(
+                f"--side {side.what}: plain vLLM gets the model and the engine_args of a "
+                "topology: add one, as in --side ours=configs/1e1pd.yaml"
+            )
+        assert source.file is not None
+        settings = (*source.settings, *side.settings) if side.plain else side.settings
+        found[side.name] = load_topology(
+            source.file,
             platform,
-            overrides=(*overrides, *side.settings),
+            overrides=(*overrides, *settings),
             checks=usual_checks(TRAITS[platform]),
         )
-        for side in sides
-        if side.file is not None
-    }
-    first = next(iter(found.values()), None)
-    for side in sides:
-        if side.plain:
-            if first is None:
-                raise ConfigError(
-                    f"--side {side.what}: plain vLLM gets the model and the engine_args of a "
-                    "topology: add one, as in --side ours=configs/1e1pd.yaml"
-                )
-            found[side.name] = first
     return found
 
 

@@ -141,7 +141,7 @@ class Measurement:
             )
         running.clear_store()
         parts = running.parts
-        with self._prepared(running, requests) as send:
+        with self._prepared(running, requests, clients=point.clients) as send:
             counted, cpu_s = usage.read_counters(parts), usage.read_cpu_s(parts)
             done = send()
             cpu_s = usage.cpu_s_since(usage.read_cpu_s(parts), cpu_s)
@@ -195,7 +195,7 @@ class Measurement:
     def _send_one_by_one(
         self, running: RunningSide, requests: Sequence[LoadRequest]
     ) -> Sequence[LoadAnswer]:
-        with self._prepared(running, requests, one_by_one=True) as send:
+        with self._prepared(running, requests, clients=1) as send:
             answers = send().answers
         problem = next((answer.problem for answer in answers if answer.problem), "")
         if problem:
@@ -203,10 +203,10 @@ class Measurement:
         return answers
 
     def _prepared(
-        self, running: RunningSide, requests: Sequence[LoadRequest], *, one_by_one: bool = False
+        self, running: RunningSide, requests: Sequence[LoadRequest], *, clients: int = 0
     ) -> contextlib.AbstractContextManager[Callable[[], Answers]]:
         order = Order(
-            requests=tuple(requests), urls=running.urls, model=running.model, one_by_one=one_by_one
+            requests=tuple(requests), urls=running.urls, model=running.model, clients=clients
         )
         cores = frozenset(self._context.allotment.rest)
         return prepared(order, cores=cores, folder=self._context.folder)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 import msgspec
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, ValidationError
 
 from epd_portable.config.problems import in_one_line
 from epd_portable.errors import ConfigError
@@ -74,6 +74,8 @@ class LoadPoint(BaseModel):
         output: Tokens of an answer, exactly.
         repeat: Share of the pictures that come from a set of `REPEATED`.
         turns: Of a conversation, each sent with all before it; 1 for independent requests.
+        clients: In a closed loop, so many, each with one request at a time: as many requests as
+            `rate` brings in the window, one after the other. 0 for arrivals that wait for nothing.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -86,6 +88,7 @@ class LoadPoint(BaseModel):
     output: Annotated[int, Field(ge=2)] = 150
     repeat: Share = 0.0
     turns: PositiveInt = 1
+    clients: NonNegativeInt = 0
 
     @property
     def key(self) -> str:
@@ -96,7 +99,8 @@ class LoadPoint(BaseModel):
             pictures = f"{self.share:.0%} × {_slashed(self.pictures)} × {_slashed(self.size)} px"
             pictures += again
         turns = f", {self.turns} turns" if self.turns > 1 else ""
-        return f"{self.rate:g}/s, {pictures}{turns}, {self.text}+{self.output} tokens"
+        clients = f"{self.clients} clients, " if self.clients else ""
+        return f"{clients}{self.rate:g}/s, {pictures}{turns}, {self.text}+{self.output} tokens"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

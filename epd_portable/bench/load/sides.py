@@ -28,7 +28,8 @@ class LoadSide:
             servers that run already.
         what: As it was written, without the name.
         file: Of a topology.
-        settings: Keys that this topology has otherwise, as ``--set`` takes them.
+        settings: Keys that its topology has otherwise, as ``--set`` takes them; plain vLLM gets
+            the arguments of a topology with these.
         count: Of replicas or the example's instances.
         urls: Base addresses of running servers.
         tuned: Of plain vLLM, see `epd_portable.bench.load.peers`.
@@ -57,13 +58,15 @@ def read_side(text: str) -> LoadSide:
     """
     named = re.match(r"([\w.-]+)=", text)
     name, what = (named[1], text[named.end() :]) if named else ("", text)
-    if found := re.fullmatch(r"(?:replicas:([1-9]\d*)|upstream:1E1PD)(,tuned)?", what, re.I):
+    plain = r"(?:replicas:([1-9]\d*)|upstream:1E1PD)(,tuned)?((?:,[\w.]+=[^,]+)*)"
+    if found := re.fullmatch(plain, what, re.I):
         kind: SideKind = "replicas" if found[1] else "upstream"
         usual = "one" if found[1] == "1" else kind
         return LoadSide(
             name=name or ("tuned-" if found[2] else "") + usual,
             kind=kind,
             what=what,
+            settings=tuple(found[3].split(",")[1:]),
             count=int(found[1] or 2),
             tuned=bool(found[2]),
         )

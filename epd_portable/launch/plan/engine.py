@@ -12,8 +12,9 @@ from pydantic import JsonValue
 
 from epd_portable.config.groups import InstanceGroup, PrefillDecodeGroup
 from epd_portable.config.instance import InstanceConfig
-from epd_portable.config.roles import Role
+from epd_portable.config.roles import TAKES_ITEMS, Role
 from epd_portable.config.schema import Topology
+from epd_portable.connector.registry import may_use_device_memory
 from epd_portable.launch.plan import installed
 from epd_portable.launch.plan.kv import KV_CONNECTORS, KVConnector
 from epd_portable.launch.plan.model import ModelSource
@@ -125,6 +126,8 @@ class Engine:
         }
         if not has_compiler:
             variables |= dict(traits.env_without_compiler)
+        if self.role in TAKES_ITEMS and may_use_device_memory(self.topology.transfer.path):
+            variables |= dict(traits.env_with_slab)
         if self._traces_endpoint:
             variables["OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"] = "http/protobuf"
             variables["OTEL_SERVICE_NAME"] = self.instance.instance
@@ -145,6 +148,8 @@ class Engine:
             variables[traits.visible_devices_env] = ",".join(visible)
         if group.share is not None and traits.share_env is not None:
             variables[traits.share_env] = str(group.share)
+            if self.role == "encode":
+                variables |= dict(traits.encode_share_env)
         if self.kv:
             variables |= self.kv.env(self.topology.launch.host, self.ports["kv"])
         return variables
@@ -173,7 +178,8 @@ def owned_variables(traits: PlatformTraits, *, has_share: bool, has_kv: bool) ->
     if traits.visible_devices_env is not None:
         remedies[traits.visible_devices_env] = "list devices instead"
     if has_share and traits.share_env is not None:
-        remedies[traits.share_env] = "write share beside count"
+        names = (traits.share_env, *dict(traits.encode_share_env))
+        remedies |= dict.fromkeys(names, "write share beside count")
     if has_kv:
         remedies |= dict.fromkeys(KV_CONNECTORS[traits.kv_connector].env("", 0), "remove it")
     return remedies

@@ -111,7 +111,7 @@ class Registration:
         except RequestError:
             return None
         return {
-            instance.name: {key: value for key, value in _shown(instance).items() if value != ""}
+            instance.name: {key: value for key, value in instance.shown().items() if value != ""}
             for instance in self._instances.all
         }
 
@@ -128,15 +128,15 @@ class Registration:
         self._check.check(headers.get("authorization", ""), method, target, body)
         name, verb = _served(method, target.partition("?")[0])
         if method == "GET":
-            shown = [_shown(instance) for instance in self._instances.all]
+            shown = [instance.shown() for instance in self._instances.all]
             return json_reply({"router": self._name, "instances": shown})
         if verb == "drain":
-            return json_reply(_shown(self._drain(name)), 202)
+            return json_reply(self._drain(name).shown(), 202)
         if verb == "resume":
-            return json_reply(_shown(await self._resume(name)))
+            return json_reply((await self._resume(name)).shown())
         self._check_registration()
         if method == "DELETE":
-            return json_reply(_shown(self._leave(name)), 202)
+            return json_reply(self._leave(name).shown(), 202)
         try:
             instance, new = await self._join(InstanceSettings.model_validate_json(body))
         except (ValidationError, ConfigError) as error:
@@ -144,7 +144,7 @@ class Registration:
             if isinstance(error, ValidationError):
                 problem = f"instance to register: {in_one_line(error, whole='body')}"
             raise RequestError(problem, status=400, code="invalid_instance") from error
-        return json_reply({"router": self._name, **_shown(instance)}, 201 if new else 200)
+        return json_reply({"router": self._name, **instance.shown()}, 201 if new else 200)
 
     def _check_registration(self) -> None:
         if not self._settings.registration:
@@ -325,18 +325,6 @@ class Registration:
         if instance.control:
             await self._control.disconnect(instance.name)
         self._metrics.forget(instance.name)
-
-
-def _shown(instance: Instance) -> dict[str, Any]:
-    """Return what callers see of an instance."""
-    names = ("name", "role", "url", "control", "healthy", "state", "idle", "registered")
-    shown = {name: getattr(instance, name) for name in names}
-    return {
-        **shown,
-        "in_flight": instance.load,
-        "reason": instance.reason,
-        "problem": instance.problem,
-    }
 
 
 def _served(method: str, path: str) -> tuple[str, str]:

@@ -21,9 +21,9 @@ RECORD = ("router/observability/record.py", "router/observability/metrics.py")
 NOT_OF_REQUESTS = "router/fleet/health_probes.py"
 
 
-def drawn() -> tuple[int, set[str]]:
-    """Return how many files the page says, and those that it names."""
-    text = PAGE.read_text().partition("## A picture's way through the router\n")[2]
+def drawn(front: str) -> tuple[int, set[str]]:
+    """Return how many files the page says of a way, and those that it names."""
+    text = PAGE.read_text().partition(f"## A picture's way through the {front}\n")[2]
     text = text.partition("\n## ")[0]
     found = re.search(r"(\d+) files", text)
     assert found
@@ -75,7 +75,7 @@ async def test_a_picture_enters_the_files_that_the_page_names_and_none_from_both
         sys.setprofile(None)
     assert answered.content.endswith(LAST["/v1/chat/completions"])
     entered = {file for _, file in walk.calls} - {NOT_OF_REQUESTS}
-    count, named = drawn()
+    count, named = drawn("router")
     assert entered == named and len(named) == count
     both = {pair for pair in walk.calls if pair[0] != pair[1] and pair[::-1] in walk.calls}
     # Who hears of a record reads it.

@@ -31,7 +31,9 @@ def config_of_front() -> Any:
     return AsyncEngineArgs(model=str(MODEL), enforce_eager=True).create_engine_config()
 
 
-def client_of(config: Any, folder: Path, *names: str, **settings: Any) -> SplitClient:
+def client_of(
+    config: Any, folder: Path, *names: str, max_queued_items: int = 2, **settings: Any
+) -> SplitClient:
     """Return a front's client of engines that are not up; their names begin with their role."""
     secret = folder / "secret"
     if not secret.exists():
@@ -41,7 +43,7 @@ def client_of(config: Any, folder: Path, *names: str, **settings: Any) -> SplitC
             name=name,
             role="encode" if name.startswith("e") else "prefill-decode",
             control=CONTROL.get(name, ""),
-            max_queued_items=2,
+            max_queued_items=max_queued_items,
         )
         for name in names
     ]

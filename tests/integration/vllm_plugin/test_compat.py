@@ -1,7 +1,8 @@
-"""What the plug-in refuses to serve, with the setting and the remedy."""
+"""What versions of vLLM differ in, and what the plug-in refuses to serve."""
 
 from __future__ import annotations
 
+import inspect
 from types import SimpleNamespace
 from typing import Any
 
@@ -39,6 +40,27 @@ def config(**changes: Any) -> Any:
         (sections[section] if name else top)[name or section] = value
     built = {section: SimpleNamespace(**values) for section, values in sections.items()}
     return SimpleNamespace(**built, **top)
+
+
+def test_every_hook_of_the_connector_takes_arguments_that_a_newer_vllm_adds() -> None:
+    from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorBase
+
+    from epd_portable.vllm_plugin import ec_connector
+
+    theirs = {name for name, found in vars(ECConnectorBase).items() if inspect.isfunction(found)}
+    hooks = {
+        f"{half.__name__}.{name}": getattr(half, name)
+        for half in ec_connector._HALVES.values()
+        for name in theirs
+        if name[0] != "_" and getattr(half, name).__module__ == ec_connector.__name__
+    }
+    assert len(hooks) > 20
+    assert {
+        title
+        for title, hook in hooks.items()
+        if inspect.Parameter.VAR_KEYWORD
+        not in {each.kind for each in inspect.signature(hook).parameters.values()}
+    } == set()
 
 
 def test_what_is_supported_is_not_refused() -> None:

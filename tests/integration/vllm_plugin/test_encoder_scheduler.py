@@ -214,22 +214,6 @@ def test_an_item_whose_room_was_taken_comes_back_from_host_memory() -> None:
     engine.scheduler.shutdown()
 
 
-def test_an_item_that_comes_back_leaves_the_room_of_another_that_is_encoded_beside_it() -> None:
-    engine = Engine(config_on("cpu", host_cache_bytes=1 << 30))
-    for name, size in (("cat", 400), ("dog", 512), ("emu", 500)):
-        engine.arrive(name, (name, size))
-        assert engine.step() == {name: [name]}
-        engine.step(f"{name} to {name}")
-    assert "cat" not in engine.cache
-    engine.arrive("two", ("fox", 500), ("cat", 400))
-    assert engine.step() == {"two": ["fox"]}
-    assert engine.copies.restored == ["cat"]
-    engine.step("fox to two", "cat to two")
-    assert engine.ended.keys() == {"cat", "dog", "emu", "two"}
-    assert engine.empty()
-    engine.scheduler.shutdown()
-
-
 @pytest.mark.parametrize("name", ["cat", "7"])
 def test_an_item_whose_copy_is_lost_is_encoded_again(name: str) -> None:
     engine = Engine(config_on("npu", host_cache_bytes=1 << 30))
@@ -291,28 +275,6 @@ def test_an_engine_without_requests_rests_and_takes_ended_transfers_in_with_the_
     assert engine.empty()
 
 
-def test_a_request_in_parts_rests_until_its_first_part_is_transferred(engine: Engine) -> None:
-    engine.arrive("a", ("cat", 600), ("dog", 600))
-    assert engine.step() == {"a": ["cat"]}
-    assert engine.step() == {}
-    assert engine.rests
-    assert engine.step("cat to a") == {}
-    assert engine.step() == {"a": ["dog"]}
-    engine.step("dog to a")
-    assert engine.empty()
-
-
-def test_items_in_the_cache_are_sent_again_and_not_encoded_again(engine: Engine) -> None:
-    engine.arrive("a", ("cat", 500))
-    assert engine.step() == {"a": ["cat"]}
-    engine.step("cat to a")
-    engine.arrive("b", ("dog", 500), ("cat", 500))
-    assert engine.step() == {"b": ["dog"]}
-    assert engine.sending == ["cat to a", "dog to b", "cat to b"]
-    engine.step("dog to b", "cat to b")
-    assert engine.empty()
-
-
 def test_a_consumer_that_takes_nothing_leaves_the_share_of_another(engine: Engine) -> None:
     for number in range(5):
         engine.arrive(f"a{number}", (f"orphan-{number}", 200), to="tcp://a")
@@ -349,23 +311,6 @@ def test_a_request_in_parts_whose_consumer_takes_nothing_holds_up_nobody_else(
     assert engine.step() == {"a": ["item-4", "item-5"]}
     engine.step("item-4 to a", "item-5 to a")
     assert "a" in engine.ended
-    assert engine.empty()
-
-
-def test_a_request_larger_than_the_cache_is_encoded_in_as_few_steps_as_hold_it(
-    engine: Engine,
-) -> None:
-    engine.arrive("a", *((f"item-{number}", 400) for number in range(5)))
-    engine.arrive("b", ("cat", 1))
-    assert engine.step() == {"a": ["item-0", "item-1"]}
-    assert engine.step() == {}
-    assert engine.step("item-0 to a", "item-1 to a") == {}
-    assert engine.step() == {"a": ["item-2", "item-3"]}
-    assert engine.step("item-2 to a", "item-3 to a") == {}
-    assert engine.ended == {}
-    assert engine.step() == {"a": ["item-4"], "b": ["cat"]}
-    assert set(engine.ended) == {"a", "b"}
-    engine.step("item-4 to a", "cat to b")
     assert engine.empty()
 
 
@@ -432,28 +377,8 @@ def test_on_a_device_requests_are_answered_when_their_step_is_computed(on_device
     assert engine.empty()
 
 
-def test_a_request_whose_items_are_still_computed_for_another_waits_for_them_too(
-    on_device: Engine,
-) -> None:
-    engine = on_device
-    engine.arrive("a", ("cat", 100))
-    engine.step()
-    engine.arrive("b", ("cat", 100))
-    assert engine.step() == {}
-    assert (engine.number, engine.ended) == (2, {})
-    engine.step(computed=2)
-    assert set(engine.ended) == {"a", "b"}
-
-
 def test_an_answer_whose_step_is_computed_when_it_ends_goes_out_at_once(on_device: Engine) -> None:
     on_device.arrive("a", ("cat", 100))
     on_device.step(computed=1)
     assert set(on_device.ended) == {"a"}
     assert not on_device.scheduler.ec_connector.answers
-
-
-def test_where_what_is_queued_is_computed_no_step_has_a_number(engine: Engine) -> None:
-    engine.arrive("a", ("cat", 100))
-    engine.step()
-    assert (engine.number, set(engine.ended)) == (0, {"a"})
-    engine.step("cat to a")

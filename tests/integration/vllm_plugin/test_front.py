@@ -14,10 +14,12 @@ pytest.importorskip("vllm")
 from vllm.exceptions import GracefulHTTPError
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
 
+from epd_portable.vllm_plugin.front_client import FrontItem
 from tests.integration.vllm_plugin.played_front import (
     CONTROL,
     client_of,
     config_of_front,
+    feature,
     request,
 )
 
@@ -102,6 +104,10 @@ class Front:
         )
         return found
 
+    def jobs(self, encoder: str) -> list[EngineCoreRequest]:
+        """Return the jobs that an encoder was given, in their order."""
+        return [*self.engines[encoder].requests.values()]
+
     def is_empty(self) -> bool:
         client = self.client
         loads = [each.instance.load for each in client.engines.by_name.values()]
@@ -155,6 +161,23 @@ def test_what_clients_write_for_the_connector_is_dropped(run: Any) -> None:
         assert front.engines["pd-0"].last.sampling_params.extra_args == {"other": 1}
 
     run(story, "e-0", "pd-0")
+
+
+def test_parts_of_a_session_go_to_its_engine_and_its_death_ends_it(run: Any) -> None:
+    async def story(front: Front) -> None:
+        for extra in ({}, {"ec_transfer_params": {"transfers": []}}):
+            part = request("r", "", **extra)
+            part.resumable = True
+            await front.client.add_request_async(part)
+            await settle()
+        (name,) = (each for each in CONTROL if front.engines[each].requests)
+        assert front.engines[name].last.sampling_params.extra_args is None
+        front.goes(name)
+        await settle()
+        assert await front.answers() == [("r", [], FAILED)]
+        assert front.is_empty()
+
+    run(story, "pd-0", "pd-1")
 
 
 @pytest.mark.parametrize("how", ["error", "gone", "gone after its answer"])
@@ -342,3 +365,31 @@ def test_a_front_that_stops_ends_what_is_open_and_takes_nothing(run: Any) -> Non
         await stopping
 
     run(story, "e-0", "pd-0")
+
+
+def test_an_idle_engine_encodes_some_of_many_pictures_by_itself(run: Any) -> None:
+    async def story(front: Front) -> None:
+        client = front.client
+        pd = client.engines.by_name["pd-0"].instance
+        client._times.observe(FrontItem(feature("x", 0)), 1.0)
+        await front.ask(*"abcd")
+        fields = [set(each.data) for each in front.engines["pd-0"].last.mm_features]
+        assert fields == [{"pixel_values", "image_grid_thw"}, *[{"image_grid_thw"}] * 3]
+        encoded = [each.mm_features[0].identifier for each in front.jobs("e-0")]
+        assert encoded == ["b", "c", "d"]
+        assert (pd.pending_encode_s, pd.computes_for) == (1.0, 1)
+        # It is busy, and has an item to encode: the next are for the encoder alone.
+        await front.ask("e", "f", name="s")
+        assert [set(each.data) for each in front.engines["pd-0"].last.mm_features] == [
+            {"image_grid_thw"}
+        ] * 2
+        assert pd.computes_for == 1
+        for job in front.jobs("e-0"):
+            await front.says("e-0", job.request_id, end=ENDED)
+        assert pd.computes_for == 2
+        for name in "rs":
+            await front.says("pd-0", name, 7, end=ENDED)
+        assert pd.pending_encode_s == 0
+        assert front.is_empty()
+
+    run(story, "e-0", "pd-0", elastic_encode=True, max_queued_items=8)

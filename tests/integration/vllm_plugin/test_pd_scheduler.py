@@ -93,7 +93,7 @@ class Engine:
             log_stats=False,
         )
         self.now_s = 1000.0
-        self.scheduler.ec_connector._receiver.clock = lambda: self.now_s
+        self.scheduler.ec_connector.receiver.clock = lambda: self.now_s
         self.encoded: list[tuple[str, int]] = []
         """Requests and their items that steps encoded."""
         self.encoded_beside: list[str] = []
@@ -110,8 +110,12 @@ class Engine:
         text: int = TEXT,
         items: int = 1,
         kv: bool = False,
+        resumable: bool = False,
     ) -> None:
-        """Add a request of ``text`` tokens of text, items and text; or whose KV is elsewhere."""
+        """Add a request of ``text`` tokens of text, items and text.
+
+        Its KV may be elsewhere, and it may be a part of a session.
+        """
         from vllm import SamplingParams
         from vllm.multimodal.inputs import (
             MultiModalFeatureSpec,
@@ -144,6 +148,7 @@ class Engine:
                     extra_args=extra or None,
                 ),
                 pooling_params=None,
+                resumable=resumable,
                 mm_features=[
                     MultiModalFeatureSpec(
                         data=MultiModalKwargsItem(elements),
@@ -316,13 +321,22 @@ def test_without_media_text_before_it_is_computed_and_no_deadline_makes_it_be_en
     assert engine.encoded == []
 
 
-def test_with_media_the_same_deadline_makes_it_be_encoded(engine: Engine) -> None:
-    engine.arrive("r", pixels=True, transfer=True)
-    assert engine.step() == {"r": TEXT}
-    engine.now_s += WAIT_S
-    assert engine.step_until(lambda: bool(engine.ended)) == [{"r": ITEM + TEXT}]
-    assert engine.encoded == [("r", 0)]
-    assert engine.ended == {"r": "length"}
+@pytest.mark.parametrize("items", [1, 0], ids=["media first", "text first"])
+def test_media_that_come_in_parts_are_refused_and_end_nobody_else(
+    engine: Engine, items: int
+) -> None:
+    engine.arrive("session", pixels=True, resumable=True, items=items)
+    engine.arrive("other", pixels=True)
+    engine.step()
+    if not items:
+        engine.step()
+        assert "session" in engine.scheduler.requests, "it waits for its next part"
+    engine.arrive("session", pixels=True, resumable=True)
+    engine.arrive("another", pixels=True)
+    for _ in range(3):
+        engine.step()
+    assert engine.ended == {"session": "error", "other": "length", "another": "length"}
+    assert not engine.scheduler.has_unfinished_requests()
 
 
 def test_a_request_that_waits_for_its_first_token_is_not_in_the_engines_queue(
@@ -336,10 +350,8 @@ def test_a_request_that_waits_for_its_first_token_is_not_in_the_engines_queue(
     assert scheduler.has_requests()
     assert scheduler.get_request_counts() == (0, 3)
     asked = []
-    judge = scheduler.ec_connector._requests.may_schedule
-    scheduler.ec_connector._requests.may_schedule = lambda *a, **k: (
-        asked.append(a) or judge(*a, **k)
-    )
+    judge = scheduler.ec_connector.requests.may_schedule
+    scheduler.ec_connector.requests.may_schedule = lambda *a, **k: asked.append(a) or judge(*a, **k)
     for _ in range(5):
         engine.step()
     assert {request_id for request_id, *_ in asked} <= {"r0"}, "only the first is asked again"
@@ -410,9 +422,10 @@ class Turns:
         self._engine = engine
         self.events: list[str] = []
         self.computed: dict[str, int] = {}
-        rest = engine.scheduler.ec_connector.rest
+        receiver = engine.scheduler.ec_connector.receiver
+        rest = receiver.rest
         monkeypatch.setattr(
-            engine.scheduler.ec_connector,
+            receiver,
             "rest",
             lambda timeout_s: (self.events.append("rest"), rest(timeout_s)),
         )
@@ -449,22 +462,12 @@ def test_an_engine_whose_requests_wait_rests_once_a_turn_before_it_looks_for_new
         assert (first, sorted(between), last) == ("step", ["rest", "sleep"], "new request")
 
 
-def test_an_engine_that_computes_does_not_rest(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine.arrive("r", pixels=True)
-    turns = Turns(engine, monkeypatch)
-    assert turns.turn() == ["step", "new request"]
-    assert turns.turn()[-1] == "new request"
-    assert "rest" not in turns.events
-
-
 def test_a_rest_ends_with_a_message_and_the_next_turn_computes(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     connector = engine.scheduler.ec_connector
-    long_rest_s, rest = DEADLINE_S, connector.rest
-    monkeypatch.setattr(connector, "rest", lambda timeout_s: rest(long_rest_s))
+    long_rest_s, rest = DEADLINE_S, connector.receiver.rest
+    monkeypatch.setattr(connector.receiver, "rest", lambda timeout_s: rest(long_rest_s))
     engine.arrive("r", pixels=True, transfer=True, text=0)
     turns = Turns(engine, monkeypatch)
     router = ControlClients("router", keys())

@@ -17,149 +17,12 @@ from epd_portable.connector.producer import TransferOrder
 from epd_portable.errors import EngineError
 from epd_portable.runners.placer import WorkerOrders
 from tests.npu_sim.hooks.classes import resolve
-from tests.npu_sim.hooks.kinds import Attribute, Calls, Hook, Provides, Reaches
 
 pytestmark = pytest.mark.needs_vllm
 
 RUNNER = "vllm.v1.worker.gpu.model_runner:GPUModelRunner"
 ENCODE_RUNNER = "vllm.v1.worker.mm_encoder_model_runner:MMEncoderModelRunner"
-HOOKING = "vllm.v1.worker.gpu.ec_connector:ActiveECConnector"
-STATE = "vllm.v1.worker.gpu.model_states.default:DefaultModelState"
 CACHE = "vllm.v1.worker.gpu.mm.encoder_cache:EncoderCache"
-OUTPUTS = "vllm.v1.outputs"
-
-
-def reaches(caller: str, owner: str, ways: dict[str, tuple[str, ...]]) -> list[Hook]:
-    return [
-        Reaches(caller=caller, owner=owner, method=method, callee=callee)
-        for method, callees in ways.items()
-        for callee in callees
-    ]
-
-
-def attributes(caller: str, owner: str, names: tuple[str, ...]) -> list[Hook]:
-    return [Attribute(caller=caller, owner=owner, attribute=name) for name in names]
-
-
-ALWAYS: list[Hook] = [
-    *reaches(
-        "ec_connector.py: EncodeWorker, PDWorker",
-        HOOKING,
-        {
-            "maybe_get_output": (
-                "bind_connector_metadata",
-                "start_load_caches",
-                "save_caches",
-                "get_finished",
-                "clear_connector_metadata",
-            ),
-            # In steps without tokens as well.
-            "no_forward": ("maybe_get_output",),
-        },
-    ),
-    *reaches(
-        "ec_connector.py: a PD instance's step",
-        RUNNER,
-        {"execute_model": ("maybe_get_output", "no_forward", "free_encoder_cache")},
-    ),
-    *attributes(
-        "host.py: SecondRunnerHost",
-        RUNNER,
-        (
-            "encoder_cache",
-            "model_state",
-            "ec_connector",
-            "device",
-            "lora_config",
-            "kv_cache_config",
-            "kv_caches",
-            "model_memory_usage",
-        ),
-    ),
-    *attributes("host.py: SecondRunnerHost", CACHE, ("mm_features", "encoder_outputs")),
-    *attributes("compat.py: check_supported", "vllm.config:VllmConfig", ("use_v2_model_runner",)),
-    Provides(
-        caller="second.py: SecondRunnerMixin.load_model",
-        owner=RUNNER,
-        method="load_model",
-        provider="GPUModelRunner",
-    ),
-    Calls(
-        caller="second.py: SecondRunnerMixin.load_model",
-        target=f"{STATE}.execute_mm_encoder",
-        arguments=("self", "scheduled_encoder_inputs"),
-    ),
-    Calls(
-        caller="second.py: SecondRunnerMixin.execute_model",
-        target=f"{RUNNER}.execute_model",
-        arguments=("self", "scheduler_output"),
-    ),
-    *(
-        Calls(caller="encode_only.py: execute_model", target=target, arguments=arguments)
-        for target, arguments in {
-            f"{CACHE}.add_request": ("self", "req_id", "mm_features"),
-            f"{CACHE}.remove_request": ("self", "req_id"),
-            f"{CACHE}.free_encoder_cache": ("self", "mm_hash"),
-            f"{HOOKING}.maybe_get_output": ("self", "scheduler_output"),
-            f"{HOOKING}.no_forward": ("self", "scheduler_output"),
-            f"{OUTPUTS}:make_empty_encoder_model_runner_output": ("scheduler_output",),
-            f"{OUTPUTS}:ModelRunnerOutput.with_ec_conn_output": ("output", "report"),
-        }.items()
-    ),
-    *attributes(
-        "encode_only.py: execute_model",
-        "vllm.v1.core.sched.output:SchedulerOutput",
-        ("finished_req_ids", "free_encoder_mm_hashes", "scheduled_new_reqs"),
-    ),
-    *attributes(
-        "encode_only.py: execute_model",
-        "vllm.v1.core.sched.output:NewRequestData",
-        ("req_id", "mm_features"),
-    ),
-]
-
-BY_ITSELF: list[Hook] = reaches(
-    "second.py: the encoder is traced", STATE, {"prepare_inputs_embeds": ("execute_mm_encoder",)}
-)
-ENCODE_ONLY: list[Hook] = [
-    *reaches(
-        "compat.py: encodes_only",
-        ENCODE_RUNNER,
-        {"execute_model": ("execute_mm_encoder", "maybe_get_output", "no_forward")},
-    ),
-    Calls(
-        caller="second.py: SecondRunnerMixin.execute_model",
-        target=f"{ENCODE_RUNNER}.execute_model",
-        arguments=("self", "scheduler_output"),
-    ),
-]
-STARTS_SAVES: list[Hook] = reaches(
-    "ec_connector.py: EncodeWorker", HOOKING, {"maybe_get_output": ("start_save_caches",)}
-)
-
-
-def hooks() -> list[Hook]:
-    """Return what is expected of the installed version."""
-    from epd_portable.vllm_plugin import compat
-
-    found = list(ALWAYS)
-    if compat.version() >= compat.ENCODE_ONLY_RUNNER:
-        found += BY_ITSELF + ENCODE_ONLY
-    else:
-        found += reaches(
-            "second.py: the encoder is traced",
-            STATE,
-            {"get_mm_embeddings": ("execute_mm_encoder",)},
-        )
-        found += attributes("compat.py: encodes_only", RUNNER, ("is_encoder_only",))
-    if compat.version() >= compat.STARTS_SAVES:
-        found += STARTS_SAVES
-    return found
-
-
-def test_every_hook_is_there_as_our_code_uses_it() -> None:
-    problems = {hook.title: hook.check() for hook in hooks()}
-    assert {title: why for title, why in problems.items() if why is not None} == {}
 
 
 class Host:
@@ -304,6 +167,52 @@ def test_only_a_whole_runner_gets_a_step_without_language_model() -> None:
     by_itself = own.__new__(own)
     by_itself.is_encoder_only = True
     assert EncodeOnlyMixin not in worker._second_mixins(by_itself, encodes=True)
+
+
+class Moment:
+    """What the host asks of a device's event."""
+
+    def __init__(self, calls: list[str]) -> None:
+        self.record = lambda: calls.append("record")
+        self.synchronize = lambda: calls.append("wait")
+
+
+@pytest.mark.parametrize("tokens", [0, 5])
+def test_a_step_without_tokens_does_not_wait_for_the_encoder(tokens: int) -> None:
+    """An encode instance would look at no request while its tower runs."""
+    from epd_portable.vllm_plugin import worker
+
+    own = resolve(ENCODE_RUNNER)
+    if not hasattr(own, "input_tensor_semaphore"):
+        pytest.skip("this vLLM's encode runner does not wait")
+    calls: list[str] = []
+
+    class Prepared(Exception):
+        pass
+
+    def prepare_inputs(*args: Any, **kwargs: Any) -> None:
+        calls.append("inputs")
+        raise Prepared
+
+    mixins = worker._second_mixins(own.__new__(own), encodes=True)
+    nothing = lambda *args, **kwargs: None  # noqa: E731 - many names
+    steps = "update_pp_decode_requests finish_requests free_states add_requests update_requests"
+    runner: Any = object.__new__(
+        type("Runner", (*mixins, own), dict.fromkeys(steps.split(), nothing))
+    )
+    runner.block_tables = SimpleNamespace(apply_staged_writes=nothing)
+    runner._input_events, runner._input_event_idx = [Moment(calls)], 0
+    runner.gather_batch_req_state = lambda *args: (SimpleNamespace(num_tokens=5, num_reqs=1), None)
+    runner.prepare_inputs = prepare_inputs
+    runner._no_forward = lambda output: "nothing"
+    scheduled = SimpleNamespace(total_num_scheduled_tokens=tokens, ec_connector_metadata=None)
+    if tokens:
+        with pytest.raises(Prepared):
+            runner.execute_model(scheduled)
+        assert calls == ["wait", "inputs", "record"]
+    else:
+        assert runner.execute_model(scheduled) == "nothing"
+        assert calls == []
 
 
 class Encoding:

@@ -15,6 +15,7 @@ from vllm_ascend.worker.model_runner_v1 import NPUModelRunner
 from epd_portable.vllm_plugin import executor, scheduler, worker
 from epd_portable.vllm_plugin.ec_connector import EncodeWorker, PDWorker
 from epd_portable.vllm_plugin.encoder_scheduler import encoder_scheduler
+from epd_portable.vllm_plugin.prefill_scheduler import prefill_scheduler
 
 # What an engine does before anything else: vllm-ascend replaces classes of vLLM.
 current_platform.pre_register_and_update()
@@ -22,11 +23,11 @@ current_platform.pre_register_and_update()
 EPDNPUWorker = worker.EPDNPUWorker
 EPDExecutor = executor.EPDExecutor
 InstalledExecutor: type = EPDExecutor.__mro__[2]
-EPDScheduler = scheduler._scheduler_class(False)
-EPDAsyncScheduler = scheduler._scheduler_class(True)
-EncoderScheduler = encoder_scheduler(EPDScheduler)
-InstalledScheduler: type = EPDScheduler.__mro__[1]
-InstalledAsyncScheduler: type = EPDAsyncScheduler.__mro__[1]
+EPDScheduler = prefill_scheduler(scheduler._attached(False))
+EPDAsyncScheduler = prefill_scheduler(scheduler._attached(True))
+EncoderScheduler = encoder_scheduler(scheduler._attached(False))
+InstalledScheduler: type = EPDScheduler.__mro__[2]
+InstalledAsyncScheduler: type = EPDAsyncScheduler.__mro__[2]
 
 
 def runner_class(runner: type, *, second: bool, is_producer: bool) -> type:

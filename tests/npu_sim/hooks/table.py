@@ -226,12 +226,18 @@ SCHEDULER: list[Hook] = [
     Order(
         caller="scheduler.py: what vllm-ascend put in place",
         owner=f"{OURS}:EPDScheduler",
-        classes=("EPDScheduler", "BalanceScheduler", "Scheduler"),
+        classes=("PrefillScheduler", "EPDScheduler", "BalanceScheduler", "Scheduler"),
     ),
     Order(
         caller="scheduler.py: what vllm-ascend put in place",
         owner=f"{OURS}:EPDAsyncScheduler",
-        classes=("EPDScheduler", "AsyncScheduler", "BalanceScheduler", "Scheduler"),
+        classes=(
+            "PrefillScheduler",
+            "EPDScheduler",
+            "AsyncScheduler",
+            "BalanceScheduler",
+            "Scheduler",
+        ),
     ),
 ]
 for kind in ("", "Async"):
@@ -342,7 +348,7 @@ SCHEDULER += [
     ),
     *(
         Calls(
-            caller="scheduler.py: EPDScheduler._put_to_sleep, _wake",
+            caller="prefill_scheduler.py: PrefillScheduler._put_to_sleep, _wake",
             target=f"vllm.v1.core.sched.request_queue:{queue}.{method}",
             arguments=("self", "requests"),
         )
@@ -361,12 +367,12 @@ SCHEDULER += [
         ]
     ),
     Calls(
-        caller="scheduler.py: EPDScheduler.finish_requests",
+        caller="prefill_scheduler.py: PrefillScheduler.finish_requests",
         target=f"{REQUEST}.is_finished",
         arguments=("self",),
     ),
     Attribute(
-        caller="scheduler.py: EPDScheduler.has_requests",
+        caller="prefill_scheduler.py: PrefillScheduler.has_requests",
         owner="vllm.v1.core.sched.interface:PauseState",
         attribute="UNPAUSED",
     ),

@@ -1,4 +1,4 @@
-"""Device memory that several processes use, under both of torch_npu's allocators."""
+"""Device memory that several processes use."""
 
 from __future__ import annotations
 
@@ -16,23 +16,13 @@ from tests.npu_sim.platform.children import Child, run_afresh
 MIB = 1 << 20
 
 
-@pytest.fixture(
-    scope="module",
-    params=[
-        # That of the contract suite.
-        pytest.param("expandable_segments:False", marks=pytest.mark.full),
-        "expandable_segments:True",
-    ],
-)
-def allocator(request: pytest.FixtureRequest) -> str:
-    """Return a setting of the exporter's allocator; vllm-ascend's default is the second."""
-    setting: str = request.param
-    return setting
+ALLOCATOR = "expandable_segments:False"
+"""That of engines with a slab; memory of the other one is not shared, see tests/devices."""
 
 
 @pytest.fixture(scope="module")
-def exporter(allocator: str) -> Iterator[Child]:
-    with Child(PYTORCH_NPU_ALLOC_CONF=allocator) as child:
+def exporter() -> Iterator[Child]:
+    with Child(PYTORCH_NPU_ALLOC_CONF=ALLOCATOR) as child:
         yield child
 
 
@@ -76,11 +66,11 @@ def test_a_handle_can_be_opened_twice_and_again_after_both_are_gone(
 
 
 def test_several_processes_open_one_handle_and_the_last_keeps_it_when_others_go(
-    npu: Platform, exporter: Child, allocator: str
+    npu: Platform, exporter: Child
 ) -> None:
     handle = share(exporter, "x", "torch.full((100,), 3.0).to('npu:1')")
     opened = npu.open_tensor(handle)
-    with Child(PYTORCH_NPU_ALLOC_CONF=allocator) as other:
+    with Child(PYTORCH_NPU_ALLOC_CONF=ALLOCATOR) as other:
         code = f"y = npu.open_tensor({handle!r})"
         assert other.tell(f"npu.set_device(1); {code}") == "done"
         assert other.tell("y.fill_(5); torch.npu.synchronize('npu:1')") == "done"
@@ -97,10 +87,10 @@ def test_two_tensors_of_one_allocation_do_not_get_mixed_up(npu: Platform, export
 
 
 def test_a_device_that_the_opener_does_not_see_is_reached_from_the_one_it_has(
-    exporter: Child, allocator: str
+    exporter: Child,
 ) -> None:
     handle = share(exporter, "x", "torch.full((100,), 3.0).to('npu:1')")
-    with Child(ASCEND_RT_VISIBLE_DEVICES="0", PYTORCH_NPU_ALLOC_CONF=allocator) as other:
+    with Child(ASCEND_RT_VISIBLE_DEVICES="0", PYTORCH_NPU_ALLOC_CONF=ALLOCATOR) as other:
         assert other.tell("npu.device_count()") == "1"
         code = f"y = npu.open_tensor({handle!r})"
         assert other.tell(code) == "done"
@@ -109,8 +99,8 @@ def test_a_device_that_the_opener_does_not_see_is_reached_from_the_one_it_has(
     assert exporter.tell("x.cpu().unique().tolist()") == "[6.0]"
 
 
-def test_a_handle_of_a_dead_exporter_is_an_error(npu: Platform, allocator: str) -> None:
-    with Child(PYTORCH_NPU_ALLOC_CONF=allocator) as gone:
+def test_a_handle_of_a_dead_exporter_is_an_error(npu: Platform) -> None:
+    with Child(PYTORCH_NPU_ALLOC_CONF=ALLOCATOR) as gone:
         handle = share(gone, "x", "torch.full((100,), 3.0).to('npu:1')")
         gone.kill()
     with pytest.raises(PlatformError, match=r"cannot open memory of device .*, if it is still"):
@@ -118,14 +108,14 @@ def test_a_handle_of_a_dead_exporter_is_an_error(npu: Platform, allocator: str) 
 
 
 def test_memory_comes_back_when_its_owner_drops_it_though_openers_never_came_or_were_killed(
-    exporter: Child, allocator: str
+    exporter: Child,
 ) -> None:
     free = "(gc.collect(), torch.npu.empty_cache(), npu.memory_info(1).free_bytes)[2]"
     assert exporter.tell("import gc; torch.zeros(1, device='npu:1'); npu.memory_info(1)")
     before = int(exporter.tell(free))
     for _ in range(2):
         handle = share(exporter, "x", f"torch.zeros({64 * MIB}, dtype=torch.uint8).to('npu:1')")
-        with Child(PYTORCH_NPU_ALLOC_CONF=allocator) as opener:
+        with Child(PYTORCH_NPU_ALLOC_CONF=ALLOCATOR) as opener:
             code = f"y = npu.open_tensor({handle!r})"
             assert opener.tell(code) == "done"
             opener.kill()

@@ -170,13 +170,13 @@ def attributes(address: int) -> PointerAttributes:
     return result
 
 
-def export(address: int, size: int) -> bytes:
+def export(address: int, size: int, *, anybody: bool = True) -> bytes:
     """Return the key under which another process can import an allocation."""
     key = ctypes.create_string_buffer(65)
-    call("aclrtIpcMemGetExportKey", address, size, key, len(key), 1)
+    call("aclrtIpcMemGetExportKey", address, size, key, len(key), int(anybody))
     return key.value
 
 
-def import_key(key: bytes) -> int:
-    """Open another process's memory."""
-    return pointer_from("aclrtIpcMemImportByKey", key, 1)
+def import_key(key: bytes, *, peer: bool = True) -> int:
+    """Open another process's memory, of another device only as a peer."""
+    return pointer_from("aclrtIpcMemImportByKey", key, int(peer))

@@ -61,6 +61,34 @@ sys.stdin.readline()
         assert children.line_from(exporter) == "importer"
 
 
+def test_only_processes_whose_ids_were_set_import_where_ids_are_looked_at() -> None:
+    guarded = EXPORTER.replace(
+        f"acl.export(address, {SIZE})", f"(key := acl.export(address, {SIZE}, anybody=False))"
+    )
+    guarded = guarded.replace(
+        'print(acl.read(address, 8).decode() if line.strip() == "read" else "done")',
+        "pids = (ctypes.c_int32 * 1)(int(line))\n"
+        '    acl.call("aclrtIpcMemSetImportPid", key, pids, 1)\n    print("set")',
+    )
+    with children.talking("import ctypes\n" + guarded) as exporter:
+        key = children.line_from(exporter).encode()
+        with pytest.raises(acl.RuntimeCallError, match=f"process {os.getpid()} may not import"):
+            acl.import_key(key)
+        children.tell(exporter, str(os.getpid()))
+        assert children.line_from(exporter) == "set"
+        assert acl.read(acl.import_key(key), 8) == b"exporter"
+        acl.call("aclrtIpcMemClose", key)
+
+
+def test_memory_of_another_device_is_imported_by_peers_only() -> None:
+    with children.talking(EXPORTER, ASCEND_RT_VISIBLE_DEVICES="1") as exporter:
+        key = children.line_from(exporter).encode()
+        with pytest.raises(acl.RuntimeCallError, match="device 1, imported without peer access"):
+            acl.import_key(key, peer=False)
+        assert acl.read(acl.import_key(key), 8) == b"exporter"
+        acl.call("aclrtIpcMemClose", key)
+
+
 def test_a_key_of_a_process_that_died_is_refused() -> None:
     with children.talking(EXPORTER) as exporter:
         key = children.line_from(exporter).encode()
@@ -107,7 +135,9 @@ def test_closed_memory_cannot_be_read_and_opened_memory_cannot_be_freed() -> Non
         assert acl.code_of("aclrtIpcMemClose", key) == acl.INVALID_PARAM
 
 
-@pytest.mark.parametrize("key", [b"", b"asim:1:2", f"asim:{os.getpid()}:0:1:99".encode()], ids=repr)
+@pytest.mark.parametrize(
+    "key", [b"", b"asim:1:2", f"asim:{os.getpid()}:0:1:99:0".encode()], ids=repr
+)
 def test_what_is_not_a_key_is_refused(key: bytes) -> None:
     with pytest.raises(acl.RuntimeCallError, match="not a key"):
         acl.import_key(key)
@@ -115,7 +145,7 @@ def test_what_is_not_a_key_is_refused(key: bytes) -> None:
 
 def test_a_key_can_only_name_device_memory_of_its_process() -> None:
     with pytest.raises(acl.RuntimeCallError):
-        acl.import_key(f"asim:{os.getpid()}:0:1:0".encode())
+        acl.import_key(f"asim:{os.getpid()}:0:1:0:0".encode())
 
 
 @pytest.mark.parametrize("offset", [4, SIZE])

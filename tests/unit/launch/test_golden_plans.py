@@ -128,6 +128,10 @@ MAY_DIFFER = {
         "the variable's name; its value, where instances must see each other's devices"
     ),
 }
+SLAB_MAY_DIFFER = {
+    rf"{PLACE}env\.PYTORCH_NPU_ALLOC_CONF": "what keeps memory that others open in one piece",
+}
+"""The same, of files with instances that take items."""
 KV_MAY_DIFFER = {
     r"\.kv\.(name|connector|reason)": "each platform has its connector of KV",
     rf"{PLACE}argv\.--kv-transfer-config\..*": "which is configured so",
@@ -142,6 +146,7 @@ CPU_MAY_DIFFER = {
     rf"{PLACE}argv\.--distributed-executor-backend": "vLLM has one rank in the engine's process "
     "by itself on devices, and not on the CPU",
 }
+SHARES = ("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "CUDA_MPS_CLIENT_PRIORITY", "EPD_COMPUTE_SHARE")
 MISSING = object()
 
 
@@ -182,6 +187,8 @@ def written_by_overlays(topology: Path) -> set[str]:
                 flag = name.replace("_", "-")
                 patterns.add(rf"\.processes\[\d+\]\.argv\.--(no-)?{flag}(\..*)?")
             patterns |= {rf"\.processes\[\d+\]\.env\.{name}" for name in group.get("env") or {}}
+            if "share" in group:
+                patterns.add(rf"\.processes\[\d+\]\.env\.({'|'.join(SHARES)})")
     return patterns
 
 
@@ -199,7 +206,9 @@ def differences(one: dict[str, Any], other: dict[str, Any]) -> set[str]:
 def test_plans_for_two_platforms_differ_only_where_they_must(topology: Path, other: str) -> None:
     npu, planned = plan(topology, "--platform", "npu"), plan(topology, "--platform", other)
     found = differences(npu, planned)
-    may = MAY_DIFFER | (KV_MAY_DIFFER if npu["kv"] else {})
+    names = [process["name"] for process in npu["processes"]]
+    takes = any(name.startswith(("prefill-", "prefill_decode-")) for name in names)
+    may = MAY_DIFFER | (KV_MAY_DIFFER if npu["kv"] else {}) | (SLAB_MAY_DIFFER if takes else {})
     allowed = may.keys() | written_by_overlays(topology)
     if other == "cpu":
         allowed |= CPU_MAY_DIFFER.keys()

@@ -139,6 +139,29 @@ def test_on_ascend_each_worker_is_told_its_share_and_sets_its_limit() -> None:
     assert "by CANN's limit of a process's cores" in plan_table(made)
 
 
+def test_an_encode_instance_with_a_share_gives_way_to_one_that_has_no_limit() -> None:
+    made = plan(ONE_DEVICE.replace("encode: {", "encode: {share: 30, "))
+    limits = [
+        (spec.env.get(PERCENTAGE), spec.env.get("CUDA_MPS_CLIENT_PRIORITY"))
+        for spec in made.processes
+    ]
+    assert limits == [("30", "1"), (None, None), (None, None)]
+
+
+def test_device_memory_of_a_slab_is_not_in_expandable_segments() -> None:
+    def allocators(text: str, platform: str) -> list[str | None]:
+        processes = plan(text, platform).processes
+        return [spec.env.get("PYTORCH_NPU_ALLOC_CONF") for spec in processes]
+
+    whole = "expandable_segments:False"
+    assert allocators(ONE_DEVICE, "npu") == [None, whole, None]
+    assert allocators(ONE_DEVICE + "transfer: {path: shm}\n", "npu") == [None, None, None]
+    assert allocators(ONE_DEVICE + "env: {PYTORCH_NPU_ALLOC_CONF: 'page_size:1g'}\n", "npu") == [
+        "page_size:1g"
+    ] * 2 + [None]
+    assert allocators(ONE_DEVICE, "cuda") == [None, None, None]
+
+
 def test_shares_that_nothing_keeps_instances_to_are_warned_of() -> None:
     (warning,) = plan(SHARES, has_shares=False).warnings
     assert warning.startswith("share has no effect: the service")

@@ -11,7 +11,6 @@ import torch
 from torch.multiprocessing import reductions
 
 from epd_portable.errors import PlatformError, UnsupportedError
-from epd_portable.platforms.accelerator import AcceleratorPlatform
 from epd_portable.platforms.base import ShareHandle
 from epd_portable.platforms.cuda import CudaPlatform
 
@@ -101,16 +100,3 @@ def test_memory_is_opened_on_the_device_of_its_uuid(monkeypatch: pytest.MonkeyPa
 def test_memory_of_a_device_that_is_not_visible_is_never_opened() -> None:
     with pytest.raises(UnsupportedError, match=r"uuid-7 is not visible.*CUDA_VISIBLE_DEVICES"):
         TwoGpus().open_tensor(handle(device_uuid="uuid-7"))
-
-
-@pytest.mark.parametrize(("kind", "shared"), [(b"c", True), (b"e", False)])
-def test_segments_are_not_shared(
-    monkeypatch: pytest.MonkeyPatch, kind: bytes, shared: bool
-) -> None:
-    made = handle(memory=b"\x02" + kind + bytes(64))
-    monkeypatch.setattr(AcceleratorPlatform, "share_tensor", lambda *given: made)
-    if shared:
-        assert CudaPlatform().share_tensor(torch.ones(8)) is made
-        return
-    with pytest.raises(UnsupportedError, match=r"expandable_segments:True.*transfer\.path"):
-        CudaPlatform().share_tensor(torch.ones(8))

@@ -12,7 +12,7 @@ import torch
 
 from epd_portable.runners import background as background_module
 from epd_portable.runners.background import BackgroundEncoder, EncodeOrder
-from tests.unit.runners.harness import CAT, Item, PrefillSide, sources
+from tests.unit.runners.harness import Item, PrefillSide, sources
 
 OWL = Item("owl", background=True)
 APE = Item("ape", background=True)
@@ -213,28 +213,6 @@ def test_workers_are_told_once_and_the_request_computes_when_they_have_it() -> N
     assert sources(pd, "r") == {"owl": "local"}
 
 
-def test_items_of_a_request_are_encoded_in_their_order_beside_one_that_comes() -> None:
-    pd = PrefillSide()
-    pd.arrive("r", APE, CAT, OWL)
-    pd.step()
-    assert pd.encodings == ["ape", "owl"]
-    pd.cache.encoded("owl")
-    pd.cache.encoded("ape")
-    assert pd.prefill.may_schedule("r", 1)
-    assert not pd.prefill.may_schedule("r", 4), "the one that comes is not here"
-
-
-def test_another_request_uses_what_is_being_encoded() -> None:
-    pd = PrefillSide()
-    pd.arrive("r", OWL)
-    pd.arrive("s", OWL)
-    pd.step()
-    pd.finish("r")
-    pd.cache.encoded("owl")
-    assert pd.encodings == ["owl"]
-    assert pd.prefill.may_schedule("s", 1)
-
-
 def test_what_nobody_wants_any_more_keeps_its_room_until_it_is_encoded() -> None:
     pd = PrefillSide(cache_tokens=3)
     pd.arrive("r", OWL)
@@ -257,16 +235,6 @@ def test_what_cannot_be_encoded_beside_the_steps_one_of_them_encodes() -> None:
     assert pd.encodings == ["owl"]
     assert pd.prefill.may_schedule("r", 1)
     assert pd.encode_here("r", 0)
-
-
-def test_what_cannot_be_encoded_and_nobody_wants_gives_its_room_back() -> None:
-    pd = PrefillSide()
-    pd.arrive("r", OWL)
-    pd.step()
-    pd.finish("r")
-    pd.cache.not_encoded("owl")
-    assert "owl" not in pd.cache.items
-    assert pd.cache.num_free_slots == pd.cache.cache_size
 
 
 def test_what_cannot_be_encoded_fails_who_computes_and_cannot_encode_it_in_a_step() -> None:

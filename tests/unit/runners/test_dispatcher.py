@@ -68,15 +68,6 @@ def test_room_is_kept_for_the_transfer_beyond_the_request(desk: Desk) -> None:
     assert desk.cache.num_freeable_slots == 10
 
 
-def test_an_item_for_two_consumers_is_ordered_for_both(desk: Desk) -> None:
-    r = desk.arrive("r", "aa", {"t1": "a", "t2": "a"})
-    desk.cache.allocate(r, 0)
-    assert desk.take("r") == [("t1", "a"), ("t2", "a")]
-    desk.cache.free(r)
-    desk.dispatcher.transfers_ended(["t1"])
-    assert desk.cache.num_freeable_slots == 9
-
-
 def test_what_is_kept_is_told_by_consumer_until_the_transfers_end(desk: Desk) -> None:
     r = desk.arrive("r", "ab", {"ta": "a", "tb": "b"})
     assert desk.dispatcher.consumers("r") == {"tcp://pd"}
@@ -91,13 +82,6 @@ def test_what_is_kept_is_told_by_consumer_until_the_transfers_end(desk: Desk) ->
     assert desk.dispatcher.kept.by_consumer() == {"tcp://pd": 1}
     desk.dispatcher.transfers_ended(["ta", "tb"])
     assert not desk.dispatcher.kept.by_consumer()
-
-
-def test_items_under_the_engine_s_own_names_are_matched_by_order(desk: Desk) -> None:
-    r = desk.arrive("r", "xy", {"ta": "a", "tb": "b"})
-    desk.cache.allocate(r, 0)
-    desk.cache.allocate(r, 1)
-    assert desk.take("r") == [("ta", "x"), ("tb", "y")]
 
 
 def test_a_transfer_without_an_item_is_left_out(desk: Desk) -> None:

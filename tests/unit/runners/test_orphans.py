@@ -59,27 +59,6 @@ def test_a_slot_that_was_granted_early_comes_back() -> None:
     assert counted(pair.pd.registry)[name] == 1
 
 
-def test_a_request_that_is_here_all_the_same_encodes_the_item_itself() -> None:
-    pair = Pair()
-    pair.pd.arrive("r", CAT)
-    not_wanted(pair, "t-cat")
-    pair.round()
-    assert pair.pd.encode_here("r", 0)
-    assert sources(pair.pd, "r") == {"cat": "local"}
-
-
-def test_it_may_be_said_of_what_was_used_already() -> None:
-    pair = Pair()
-    pair.pd.arrive("r", CAT)
-    pair.encode.submit(CAT, ready=True)
-    pair.settle()
-    not_wanted(pair, "t-cat")
-    not_wanted(pair, "never heard of")
-    pair.settle()
-    assert sources(pair.pd, "r") == {"cat": "transfer"}
-    assert_everything_is_back(pair.pd)
-
-
 @pytest.mark.parametrize("kind", ["sync", "async"])
 def test_an_announcement_that_the_router_has_not_signed_changes_nothing(kind: Kind) -> None:
     pair = Pair(PrefillSide(preallocation=kind))

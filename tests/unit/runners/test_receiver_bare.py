@@ -41,15 +41,6 @@ def failures(pair: Pair) -> dict[str, NackCode]:
     return {m.transfer_id: m.code for m in pair.to_router if isinstance(m, Nack)}
 
 
-def test_it_is_delivered_like_any_other(case: tuple[Pair, Item]) -> None:
-    pair, item = case
-    pair.pd.arrive("r", item)
-    deliver(pair, item)
-    assert pair.pd.prefill.may_schedule("r", 1)
-    assert sources(pair.pd, "r") == {"cat": "transfer"}
-    assert_everything_is_back(pair.pd)
-
-
 def _timed_out(pair: Pair, item: Item) -> None:
     pair.pd.clock.now += TIMEOUT_S
 
@@ -102,25 +93,6 @@ def test_once_lost_it_is_not_encoded_here_and_its_request_fails(
     assert_everything_is_back(pair.pd)
 
 
-def test_once_lost_its_request_fails_though_it_had_passed_it_before_a_preemption(
-    case: tuple[Pair, Item],
-) -> None:
-    pair, item = case
-    pair.pd.arrive("r", item)
-    deliver(pair, item)
-    assert pair.pd.prefill.may_schedule("r", 3)
-    pair.pd.cache.free(pair.pd.requests["r"])  # preempted
-    assert not pair.pd.prefill.may_schedule("r", 1, running=False), "it claims its item again"
-    pair.pd.receiver.before_step()
-    assert pair.pd.prefill.may_schedule("r", 1, running=False)
-    pair.pd.forget_everything()
-    assert not pair.pd.prefill.may_schedule("r", 1)
-    assert failures(pair) == {"t-cat": NackCode.UNAVAILABLE}
-    assert pair.pd.failed == {"r"}
-    pair.pd.finish("r")
-    assert_everything_is_back(pair.pd)
-
-
 @pytest.mark.parametrize("can_encode", [True, False])
 def test_without_a_transfer_it_fails_when_it_is_needed(can_encode: bool) -> None:
     pair = Pair(PrefillSide(can_encode=can_encode))
@@ -129,17 +101,6 @@ def test_without_a_transfer_it_fails_when_it_is_needed(can_encode: bool) -> None
     assert not pair.pd.prefill.may_schedule("r", 0)
     pair.pd.step()
     assert pair.pd.failed == {"r"}
-
-
-def test_covered_by_the_prefix_cache_it_is_not_missed(case: tuple[Pair, Item]) -> None:
-    pair, item = case
-    pair.pd.arrive("r", item)
-    assert pair.pd.prefill.may_schedule("r", 3)
-    pair.pd.computed["r"] = 3
-    pair.pd.clock.now += TIMEOUT_S
-    assert failures(pair) == {}
-    assert sources(pair.pd, "r") == {"cat": "prefix_cache"}
-    assert_everything_is_back(pair.pd)
 
 
 def test_lost_it_is_not_missed_if_the_prefix_cache_covers_it(case: tuple[Pair, Item]) -> None:
@@ -211,14 +172,3 @@ def test_without_its_media_it_loses_what_nobody_is_left_to_encode(transfer_id: s
         assert pair.pd.failed == {"r"}
         pair.pd.finish("r")
     assert_everything_is_back(pair.pd)
-
-
-def test_another_request_with_its_media_still_encodes_the_same_item_here() -> None:
-    pair = Pair()
-    pair.pd.arrive("r", BARE)
-    pair.pd.arrive("s", Item("cat"))
-    pair.pd.clock.now += TIMEOUT_S
-    assert failures(pair) == {"t-cat": NackCode.UNAVAILABLE}
-    assert pair.pd.failed == {"r"}
-    assert pair.pd.encode_here("s", 0)
-    assert pair.pd.prefill.may_schedule("s", 1)

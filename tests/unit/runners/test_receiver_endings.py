@@ -74,26 +74,6 @@ def test_items_that_a_drafter_reads_at_once_must_fit_at_once(lookahead: int, ref
     assert_everything_is_back(pair.pd)
 
 
-def test_a_refused_request_does_not_take_an_item_from_another_that_waits_for_it(
-    pair: Pair,
-) -> None:
-    pair.pd.arrive("good", Item("cat", transfer_id="t-good"))
-    pair.pd.arrive("bad", CAT, Item("huge", 9, "t-huge"))
-    pair.pd.step()
-    pair.pd.finish("bad")
-    pair.encode.submit(Item("cat", transfer_id="t-good"), ready=True)
-    pair.settle()
-    assert sources(pair.pd, "good") == {"cat": "transfer"}
-    assert_everything_is_back(pair.pd)
-
-
-def test_an_item_of_just_the_pool_s_size_is_delivered(pair: Pair) -> None:
-    whole = Item("whole", 8, "t-whole")
-    pair.pd.arrive("r", whole)
-    pair.encode.submit(whole, ready=True)
-    assert len(pair.settle()) == 1
-
-
 @pytest.mark.parametrize("can_encode", [True, False])
 def test_an_item_that_does_not_come_is_encoded_here_or_fails_its_requests(
     can_encode: bool,
@@ -111,16 +91,6 @@ def test_an_item_that_does_not_come_is_encoded_here_or_fails_its_requests(
     pair.pd.finish("r")
     pair.pd.finish("s")
     assert_everything_is_back(pair.pd)
-
-
-def test_a_failed_write_falls_to_local_encoding_and_its_slot_comes_back(pair: Pair) -> None:
-    pair.pd.arrive("r", CAT)
-    pair.encode.submit(CAT, ready=True)
-    pair.round()
-    pair.encode.finish_write("t-cat", "no such pool")
-    pair.settle()
-    assert pair.pd.pool.free_bytes == pair.pd.pool.capacity_bytes
-    assert pair.pd.encode_here("r", 0)
 
 
 def test_a_producer_killed_during_its_write_gives_its_slot_back_when_it_is_gone(
@@ -258,21 +228,6 @@ def test_everything_is_back_after_a_request_was_cancelled_when_its_item_was(
     pair.pd.clock.now += TIMEOUT_S
     pair.settle()
     assert len(pair.encode.session) == 0
-    assert_everything_is_back(pair.pd)
-
-
-@pytest.mark.parametrize("reach", POINTS[1:-2], ids=lambda point: point.__name__.strip("_"))
-def test_another_request_still_gets_the_item_after_one_was_cancelled_when_it_was(
-    reach: Callable[[Pair], None],
-) -> None:
-    pair = Pair()
-    pair.pd.arrive("r", CAT)
-    pair.pd.arrive("s", Item("cat", transfer_id="t-other"))
-    reach(pair)
-    pair.pd.finish("r")
-    pair.encode.session.output_ready("cat")
-    pair.settle()
-    assert sources(pair.pd, "s") == {"cat": "transfer"}
     assert_everything_is_back(pair.pd)
 
 

@@ -45,10 +45,6 @@ def room(pd: PrefillSide) -> list[float]:
     return [counted(pd.registry).get(name, 0) for name in ROOM]
 
 
-def test_nothing_is_counted_before_anything_happens() -> None:
-    assert counted(PrefillSide().registry) == {}
-
-
 def test_an_item_that_is_transferred_is_counted_once_at_every_station() -> None:
     pair = Pair()
     pair.pd.arrive("r", CAT)
@@ -146,16 +142,6 @@ def test_an_item_that_no_transfer_was_to_bring_is_no_fallback() -> None:
     assert events(pd) == {"epd_pd_items_total{source=local}": 1}
 
 
-def test_a_slot_that_nobody_wants_any_more_is_not_in_flight() -> None:
-    pair = Pair()
-    pair.pd.arrive("r", CAT)
-    pair.encode.submit(CAT)
-    pair.round()
-    pair.pd.finish("r")
-    pair.round()
-    assert events(pair.pd) == {"epd_pd_grants_total{path=shm}": 1}
-
-
 def test_a_request_that_cannot_be_answered_is_counted_by_code() -> None:
     pd = PrefillSide(can_encode=False)
     pd.arrive("r", CAT)
@@ -167,34 +153,6 @@ def test_a_request_that_cannot_be_answered_is_counted_by_code() -> None:
         "epd_pd_requests_failed_total{code=unavailable}": 1,
         "epd_pd_requests_failed_total{code=too_large}": 1,
     }
-
-
-def test_a_request_that_lost_an_item_is_counted_once_when_the_engine_asks() -> None:
-    pd = PrefillSide(can_encode=False)
-    pd.arrive("r", CAT, DOG)
-    for transfer_id in ("t-cat", "t-dog"):
-        pd.mailbox.inbox.append((b"router", EncodeFailed(transfer_id=transfer_id, reason="")))
-    pd.receiver.take_in()
-    lost = {"epd_pd_transfers_failed_total{cause=unavailable}": 2}
-    assert events(pd) == lost
-    pd.step()
-    pd.step()
-    pd.finish("r")
-    assert events(pd) == lost | {"epd_pd_requests_failed_total{code=unavailable}": 1}
-
-
-def test_a_transfer_that_nobody_needs_any_more_never_fails() -> None:
-    """Its item is here, and its request was refused for another."""
-    pair = Pair()
-    pair.pd.arrive("r", CAT)
-    pair.encode.submit(CAT, ready=True)
-    pair.settle()
-    pair.pd.arrive("s", Item("cat", transfer_id="t-again"), Item("whale", 9, "t-whale"))
-    pair.pd.finish("s")
-    pair.pd.clock.now += TIMEOUT_S
-    pair.pd.step()
-    refused = {"epd_pd_requests_failed_total{code=too_large}": 1}
-    assert events(pair.pd) == RECEIVED | refused
 
 
 def test_a_refused_announcement_is_counted_by_code() -> None:
@@ -246,14 +204,6 @@ def test_each_request_that_awaited_an_item_waited_and_the_item_is_received_once(
     assert events(pair.pd) == RECEIVED | {"epd_pd_item_wait_seconds_count": 2}
     waited = pair.pd.registry.get_sample_value("epd_pd_item_wait_seconds_sum")
     assert waited == pytest.approx(1.0)
-
-
-def test_an_item_that_never_comes_is_a_timeout() -> None:
-    pd = PrefillSide()
-    pd.arrive("r", CAT)
-    pd.clock.now += TIMEOUT_S
-    pd.step()
-    assert events(pd) == {"epd_pd_transfers_failed_total{cause=timeout}": 1}
 
 
 def test_room_is_that_after_the_last_step() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from epd_portable.wire.messages import EncodeFailed, Grant
-from tests.unit.runners.engine import Engine
 from tests.unit.runners.harness import (
     CAT,
     DOG,
@@ -28,21 +27,6 @@ def pair() -> Pair:
 # -- shared items --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("gone", ["r", "s"])
-def test_a_claim_outlives_one_of_two_requests_that_wait_for_it(pair: Pair, gone: str) -> None:
-    pair.pd.arrive("r", CAT)
-    pair.pd.arrive("s", Item("cat", transfer_id="t-other"))
-    pair.encode.submit(CAT)
-    pair.round()
-    pair.pd.finish(gone)
-    pair.encode.session.output_ready("cat")
-    (placement,) = pair.settle()
-    assert placement.mm_hash == "cat"
-    (left,) = pair.pd.requests
-    assert sources(pair.pd, left) == {"cat": "transfer"}
-    assert_everything_is_back(pair.pd)
-
-
 def test_a_request_without_a_transfer_waits_for_the_one_of_another(pair: Pair) -> None:
     pair.pd.arrive("r", CAT)
     pair.pd.arrive("s", Item("cat"))
@@ -52,19 +36,6 @@ def test_a_request_without_a_transfer_waits_for_the_one_of_another(pair: Pair) -
     pair.settle()
     assert pair.pd.prefill.may_schedule("s", 1)
     assert sources(pair.pd, "s") == {"cat": "transfer"}
-    assert_everything_is_back(pair.pd)
-
-
-def test_one_transfer_may_fail_while_another_brings_the_item(pair: Pair) -> None:
-    other = Item("cat", transfer_id="t-other")
-    pair.pd.arrive("r", CAT)
-    pair.pd.arrive("s", other)
-    pair.encode.submit(CAT)
-    pair.round()
-    pair.pd.mailbox.inbox.append((b"router", EncodeFailed(transfer_id="t-cat", reason="")))
-    pair.encode.submit(other, ready=True)
-    pair.settle()
-    assert sources(pair.pd, "r") == sources(pair.pd, "s") == {"cat": "transfer"}
     assert_everything_is_back(pair.pd)
 
 
@@ -105,23 +76,6 @@ def test_a_request_does_not_wait_beyond_its_deadline_for_the_transfers_of_later_
 
 
 # -- a pool that is too small for all ------------------------------------------------------------
-
-
-def test_items_are_delivered_in_the_order_of_arrival_when_the_pool_is_short() -> None:
-    pair = Pair(PrefillSide(pool_tokens=2))
-    names = [f"item-{number}" for number in range(8)]
-    items = [Item(name, 2, f"t-{name}") for name in names]
-    for name, item in zip(names, items, strict=True):
-        pair.pd.arrive(name, item)
-    for item in reversed(items):
-        pair.encode.submit(item, ready=True)
-    order = []
-    for _ in range(len(items)):
-        for placement in pair.settle():
-            order.append(placement.mm_hash)
-            pair.pd.finish(placement.mm_hash)
-    assert order == names
-    assert_everything_is_back(pair.pd)
 
 
 def test_room_that_nobody_waits_for_any_more_serves_the_next_at_once() -> None:
@@ -171,106 +125,6 @@ def granted(pair: Pair) -> list[str]:
     return [
         message.transfer_id for _, message in pair.pd.mailbox.outbox if isinstance(message, Grant)
     ]
-
-
-def test_idle_items_make_way_for_awaited_ones_when_slots_are_short() -> None:
-    pair = Pair(PrefillSide(pool_tokens=4))
-    for name in ("one", "two"):
-        item = Item(name, 2, f"t-{name}")
-        pair.pd.arrive(name, item)
-        pair.encode.submit(item, ready=True)
-        pair.settle()
-        pair.pd.finish(name)
-    whole = Item("whole", 4, "t-whole")
-    pair.pd.arrive("r", whole)
-    pair.encode.submit(whole, ready=True)
-    placed = [placement.mm_hash for _ in range(3) for placement in pair.settle()]
-    assert placed == ["whole"]
-    assert "one" not in pair.pd.cache
-    assert "two" not in pair.pd.cache
-
-
-def test_two_requests_of_two_items_each_have_them_in_turn_by_one_slot() -> None:
-    """An entry that the second needs, too, is not kept for it while the first waits for room."""
-    pair = Pair(PrefillSide(pool_tokens=2))
-    emu, other_cat = Item("emu", transfer_id="t-emu"), Item("cat", transfer_id="t-other")
-    pair.pd.arrive("r", CAT, DOG)
-    pair.pd.arrive("s", emu, other_cat)
-    for item in (CAT, DOG, emu, other_cat):
-        pair.encode.submit(item, ready=True)
-    pair.settle()
-    assert pair.pd.cache.holders("cat") == {"r"}
-    assert "t-other" not in pair.encode.ended
-    pair.pd.computed["r"] = 4
-    assert not pair.pd.prefill.may_schedule("r", 4)
-    pair.settle()
-    assert pair.pd.prefill.may_schedule("r", 4)
-    pair.pd.finish("r")
-    pair.settle()
-    assert pair.pd.encode_here("s", 0)
-    pair.pd.computed["s"] = 4
-    pair.settle()
-    assert pair.pd.encode_here("s", 1)
-    assert sources(pair.pd, "s") == {"emu": "transfer", "cat": "transfer"}
-    assert_everything_is_back(pair.pd)
-
-
-def test_the_first_in_the_queue_takes_nothing_from_requests_before_it() -> None:
-    pair = Pair(PrefillSide(pool_tokens=2))
-    pair.pd.arrive("r", CAT)
-    pair.pd.arrive("s", DOG)
-    pair.encode.submit(CAT, ready=True)
-    pair.settle()
-    pair.settle()
-    assert pair.pd.cache.holders("cat") == {"r"}
-    pair.pd.finish("r")
-    pair.pd.finish("s")
-    assert_everything_is_back(pair.pd)
-
-
-# -- one item for several requests, without an encoder here ---------------------------------------
-
-
-def bare(name: str, num_tokens: int, transfer_id: str) -> Item:
-    return Item(name, num_tokens, transfer_id, has_media=False, sent_with_media=False)
-
-
-@pytest.mark.parametrize("first", ["t-r", "t-q"], ids=["its own", "that of another"])
-def test_a_shared_item_comes_for_each_request_in_its_turn_whosever_transfer_is_first(
-    first: str,
-) -> None:
-    """The last needs all room for another item before, so the shared one goes and comes again."""
-    pair = Pair(PrefillSide(cache_tokens=4, pool_tokens=4, can_encode=False))
-    engine = Engine(pair.pd)
-    held = bare("held", 3, "t-held")
-    shared, large = bare("shared", 1, "t-q"), bare("large", 4, "t-large")
-    engine.add("p", held)
-    pair.encode.submit(held)
-    pair.encode.session.output_ready("large")
-
-    def run(rounds: int) -> None:
-        for _ in range(rounds):
-            pair.to_pd()
-            engine.step()
-            pair.to_encode()
-            pair.encode.poll()
-            for transfer_id in list(pair.encode.writes):
-                pair.encode.finish_write(transfer_id)
-
-    run(1)
-    engine.add("q", shared)
-    engine.add("r", large, bare("shared", 1, "t-r"))
-    second = {"t-r": "t-q", "t-q": "t-r"}[first]
-    pair.encode.submit(bare("shared", 1, first), ready=True)
-    run(2)
-    pair.encode.submit(bare("shared", 1, second), ready=True)
-    pair.encode.submit(large, ready=True)
-    run(4)
-    pair.encode.session.output_ready("held")
-    run(20)
-    assert sorted(engine.answered) == ["p", "q", "r"]
-    assert engine.refused == []
-    assert_everything_is_back(pair.pd)
 
 
 @pytest.mark.parametrize("can_encode", [True, False])

@@ -115,19 +115,6 @@ def test_an_item_that_the_store_does_not_bring_is_expected_from_an_encoder(
     assert_everything_is_back(pair.pd)
 
 
-def test_an_item_that_nobody_brings_is_encoded_here_if_its_media_are_here(
-    pair: Pair, store: Store
-) -> None:
-    pair.pd.arrive("r", CAT)
-    store.announce(CAT)
-    store.nack(NackCode.NOT_STORED)
-    store.nack(NackCode.RELEASED)
-    store.say(EncodeFailed(transfer_id="t-cat", reason="no encoder"))
-    assert pair.pd.encode_here("r", 0)
-    assert sources(pair.pd, "r") == {"cat": "local"}
-    assert_everything_is_back(pair.pd)
-
-
 def test_an_item_without_media_that_nobody_brings_is_never_encoded(
     pair: Pair, store: Store
 ) -> None:

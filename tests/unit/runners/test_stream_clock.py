@@ -62,17 +62,6 @@ def test_a_point_is_reached_when_the_device_comes_to_it_and_not_when_it_is_marke
     assert second.wait(DEADLINE_S) is not None
 
 
-def test_a_point_may_be_that_of_an_event_that_is_there(
-    device: HeldPlatform, clock: StreamClock
-) -> None:
-    event, reached = device.record_event(), Moment()
-    device.record_event()
-    clock.mark(reached.set, event)
-    assert device.recorded == 2
-    device.let(1)
-    assert reached.wait(DEADLINE_S) is not None
-
-
 def test_events_of_the_trace_have_the_time_of_the_device(
     device: HeldPlatform, clock: StreamClock, trace: Trace
 ) -> None:

@@ -16,7 +16,7 @@ from tests.unit.builders import request
 from tests.unit.runners.harness import Item, Pair, PrefillSide, spec
 from tests.unit.runners.test_dispatcher import SECRET
 
-REQUESTS = 20_000
+REQUESTS = 4_000
 AT_ONCE = 20
 GAP_S = 0.5
 """Between the arrivals of so many requests and the next: the latest 1,200 can still be late."""

@@ -23,22 +23,24 @@ def enter(desk: Admission, items: int = 1, nbytes: int = 1, now_s: float = 0.0) 
     return visit
 
 
-def test_requests_are_taken_on_up_to_the_limit_and_again_when_others_left() -> None:
-    desk = admission(items=2)
-    first, _ = enter(desk), enter(desk)
-    refusal = desk.take(Visit(), items=1, now_s=0.0)
-    assert refusal is not None
-    assert (refusal.what, refusal.queued, refusal.limit, refusal.wanted) == ("items", 2, 2, 1)
-    desk.leave(first, now_s=1.0)
-    enter(desk)
-
-
-def test_bytes_are_limited_like_items() -> None:
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        ({"items": 3, "nbytes": 1}, ("items", 2, 4, 3)),
+        ({"items": 1, "nbytes": 50}, ("bytes", 60, 100, 50)),
+    ],
+)
+def test_requests_are_taken_on_up_to_the_limits_and_again_when_others_left(
+    more: dict[str, int], told: tuple[str, int, int, int]
+) -> None:
     desk = admission()
-    enter(desk, nbytes=60)
-    refusal = desk.take(Visit(), items=1, nbytes=50, now_s=0.0)
+    first, _ = enter(desk, nbytes=30), enter(desk, nbytes=30)
+    refusal = desk.take(Visit(), **more, now_s=0.0)
     assert refusal is not None
-    assert (refusal.what, refusal.queued, refusal.limit, refusal.wanted) == ("bytes", 60, 100, 50)
+    assert (refusal.what, refusal.queued, refusal.limit, refusal.wanted) == told
+    for _ in range(2):
+        desk.leave(first, now_s=1.0)
+    enter(desk, **more)
 
 
 def test_a_request_that_grows_is_refused_when_it_passes_the_limit_and_leaves_whole() -> None:
@@ -59,15 +61,6 @@ def test_a_request_that_is_too_large_alone_is_told_no_time(more: dict[str, int])
     enter(desk)
     refusal = desk.take(Visit(), **more, now_s=0.0)
     assert refusal is not None and refusal.wait_s is None
-
-
-def test_leaving_twice_or_without_having_been_taken_on_changes_nothing() -> None:
-    desk = admission()
-    visit = enter(desk)
-    desk.leave(visit, now_s=0.0)
-    desk.leave(visit, now_s=0.0)
-    desk.leave(Visit(), now_s=0.0)
-    assert (desk.items, desk.nbytes, desk.requests) == (0, 0, 0)
 
 
 def wait(desk: Admission, now_s: float, items: int = 1) -> float:
@@ -104,17 +97,6 @@ def test_a_stalled_instance_tells_longer_and_longer_times_up_to_a_bound() -> Non
     assert wait(desk, 0.0) == SHORTEST_WAIT_S
     assert wait(desk, 5.0) == pytest.approx(5.0)
     assert wait(desk, 1e6) == LONGEST_WAIT_S
-
-
-def test_old_observations_fade() -> None:
-    desk = admission(items=1)
-    now_s = 0.0
-    for step_s in [5.0] * 20 + [0.1] * 400:
-        visit = enter(desk, now_s=now_s)
-        now_s += step_s
-        desk.leave(visit, now_s=now_s)
-    enter(desk, now_s=now_s)
-    assert wait(desk, now_s) < 0.2
 
 
 @given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 60), st.booleans()), max_size=40))

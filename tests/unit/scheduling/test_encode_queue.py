@@ -102,13 +102,6 @@ class Desk:
                 self.kept.give_back(transfer)
 
 
-def test_all_items_of_a_request_start_together() -> None:
-    desk = Desk()
-    desk.arrive("a", ("cat", 4), ("dog", 4))
-    assert desk.step() == ["a"]
-    assert "cat" in desk.cache and "dog" in desk.cache
-
-
 def test_a_request_waits_whole_until_transfers_give_room_back() -> None:
     desk = Desk()
     desk.arrive("a", ("cat", 4), ("dog", 4))
@@ -118,17 +111,6 @@ def test_a_request_waits_whole_until_transfers_give_room_back() -> None:
     desk.transferred("a", "cat")
     assert desk.step() == ["b"]
     assert "emu" in desk.cache and "cat" not in desk.cache
-
-
-def test_nobody_overtakes_the_first_that_does_not_fit() -> None:
-    desk = Desk()
-    desk.arrive("a", ("cat", 8))
-    desk.arrive("b", ("dog", 8))
-    desk.arrive("c", ("emu", 1))
-    assert desk.step() == ["a"]
-    assert desk.step() == []
-    desk.transferred("a", "cat")
-    assert desk.step() == ["b", "c"]
 
 
 @pytest.mark.parametrize("limits", [{"embeddings": 6}, {"tokens": 6}])
@@ -148,13 +130,6 @@ def test_an_item_in_the_cache_is_kept_and_not_computed_again() -> None:
     desk.arrive("c", ("cat", 5))
     assert desk.step() == ["b", "c"]
     assert desk.cache.holders("cat") == {"cat of b to pd", "cat of c to pd"}
-
-
-def test_an_item_that_two_requests_bring_is_counted_once() -> None:
-    desk = Desk(cache=10, embeddings=10)
-    desk.arrive("a", ("cat", 6))
-    desk.arrive("b", ("cat", 6), ("dog", 4))
-    assert desk.step() == ["a", "b"]
 
 
 def test_cached_items_of_a_request_that_must_wait_can_still_make_room() -> None:
@@ -219,17 +194,6 @@ def test_a_request_that_never_fits_whole_starts_in_parts_and_is_told(
     assert desk.queue.may_start("c")
 
 
-def test_an_aborted_request_in_parts_lets_the_next_one_start() -> None:
-    desk = Desk()
-    desk.arrive("a", ("dog", 6), ("emu", 6))
-    desk.arrive("b", ("fox", 1))
-    desk.admit()
-    desk.queue.scheduled(["a"])
-    desk.queue.withdraw("a")
-    desk.requests.pop("a")
-    assert desk.step() == ["b"]
-
-
 def test_an_item_beyond_a_limit_fails_its_request_once_and_blocks_nobody(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -266,22 +230,6 @@ def test_items_that_a_consumer_does_not_take_leave_room_for_those_of_another() -
     assert desk.step() == ["b0", "b1", "b2"], "the whole of its share is there"
 
 
-def test_a_consumer_that_is_slow_leaves_the_others_their_shares() -> None:
-    desk = Desk(cache=12, embeddings=12)
-    for number in range(20):
-        for consumer in "abc":
-            name = f"{consumer}{number}"
-            desk.arrive(name, (name, 1), to=(consumer,))
-    started = desk.step()
-    assert sorted(started) == sorted(f"{c}{n}" for c in "abc" for n in range(4))
-    for _ in range(4):
-        for name in started:
-            if not name.startswith("a"):
-                desk.transferred(name, name)
-        started = desk.step()
-        assert sorted(name[0] for name in started) == list("bbbbcccc"), "a keeps its four"
-
-
 def test_a_consumer_alone_takes_everything_once_the_others_are_forgotten() -> None:
     desk = Desk()
     desk.arrive("b", ("cat", 2), to=B)
@@ -294,28 +242,6 @@ def test_a_consumer_alone_takes_everything_once_the_others_are_forgotten() -> No
     assert desk.step() == ["a2"]
 
 
-def test_its_share_is_left_to_who_has_none_waiting() -> None:
-    desk = Desk()
-    desk.arrive("b", ("cat", 3), to=B)
-    desk.step()
-    desk.transferred("b", "cat")
-    for number in range(10):
-        desk.arrive(f"a{number}", (f"a{number}", 1), to=A)
-    assert desk.step() == [f"a{number}" for number in range(5)]
-    desk.arrive("b2", ("dog", 5), to=B)
-    assert desk.step() == ["b2"]
-
-
-def test_its_share_is_left_to_a_consumer_in_the_step_in_which_its_own_request_starts() -> None:
-    desk = Desk()
-    for number in range(10):
-        desk.arrive(f"a{number}", (f"a{number}", 1), to=A)
-    desk.arrive("b", ("cat", 1), to=B)
-    assert desk.step() == [*(f"a{number}" for number in range(5)), "b"]
-    desk.arrive("b2", ("dog", 4), to=B)
-    assert desk.step() == ["b2"]
-
-
 def test_its_share_is_left_to_a_consumer_whose_next_item_is_beyond_it() -> None:
     desk = Desk(cache=20, embeddings=20)
     desk.arrive("b0", ("cat", 5), to=B)
@@ -325,34 +251,6 @@ def test_its_share_is_left_to_a_consumer_whose_next_item_is_beyond_it() -> None:
     assert desk.step() == ["b0", *(f"a{number}" for number in range(10))]
     desk.transferred("b0", "cat")
     assert desk.step() == ["b1"], "although what is for a is not taken"
-
-
-def test_nobody_waits_behind_what_its_consumer_s_own_room_holds_up() -> None:
-    desk = Desk()
-    desk.arrive("a1", ("cat", 6), to=A)
-    assert desk.step() == ["a1"]
-    desk.arrive("a2", ("dog", 5), to=A)
-    desk.arrive("a3", ("emu", 1), to=A)
-    desk.arrive("b1", ("fox", 3), to=B)
-    assert desk.step() == ["b1"]
-    desk.transferred("b1", "fox")
-    assert desk.step() == [], "a3 stays behind a2"
-    desk.transferred("a1", "cat")
-    assert desk.step() == ["a2"], "five are left for b"
-
-
-def test_whoever_is_beyond_its_share_takes_nothing_that_another_waits_for() -> None:
-    desk = Desk()
-    for name in ("a1", "a2"):
-        desk.arrive(name, (name, 4), to=A)
-    assert desk.step() == ["a1", "a2"]
-    desk.arrive("a3", ("emu", 2), to=A)
-    desk.arrive("b", ("fox", 4), to=B)
-    assert desk.step() == [], "two are left, and b needs four"
-    desk.transferred("a1", "a1")
-    assert desk.step() == ["b"], "and two are left, of which one is of its share"
-    desk.transferred("a2", "a2")
-    assert desk.step() == ["a3"]
 
 
 def test_small_items_of_others_do_not_keep_a_large_one_waiting() -> None:
@@ -368,23 +266,6 @@ def test_small_items_of_others_do_not_keep_a_large_one_waiting() -> None:
     assert desk.step() == ["a"]
 
 
-def test_a_stream_of_small_items_keeps_nobody_waiting_beside_a_consumer_that_takes_nothing() -> (
-    None
-):
-    desk = Desk(cache=12, embeddings=12)
-    desk.arrive("a", ("a", 8), to=A)
-    assert desk.step() == ["a"]
-    for number in range(4):
-        desk.arrive(f"c{number}", (f"c{number}", 1), to=C)
-    assert desk.step() == ["c0", "c1", "c2", "c3"]
-    desk.arrive("b", ("fox", 2), to=B)
-    desk.arrive("c4", ("c4", 1), to=C)
-    desk.transferred("c0", "c0")
-    assert desk.step() == [], "of four, two are for b"
-    desk.transferred("c1", "c1")
-    assert desk.step() == ["b"]
-
-
 def test_what_waits_for_a_consumer_that_takes_nothing_holds_up_nobody_else() -> None:
     desk = Desk(cache=12, embeddings=12)
     desk.arrive("a", ("a", 8), to=A)
@@ -398,15 +279,6 @@ def test_what_waits_for_a_consumer_that_takes_nothing_holds_up_nobody_else() -> 
     assert desk.step() == [], "all twelve are for b"
     desk.transferred("c1", "c1")
     assert desk.step() == ["b"]
-
-
-def test_a_large_item_takes_nothing_that_another_waits_for() -> None:
-    desk = Desk(cache=12, embeddings=12)
-    desk.arrive("a", ("cat", 3), to=A)
-    assert desk.step() == ["a"]
-    desk.arrive("b", ("dog", 10), to=B)
-    desk.arrive("c", ("emu", 5), to=C)
-    assert desk.step() == [], "c would keep nothing but this, but b came first"
 
 
 def test_an_item_that_is_kept_already_is_not_kept_for_longer_while_another_waits() -> None:
@@ -431,17 +303,6 @@ def test_an_item_that_nobody_keeps_takes_room_of_who_wants_it() -> None:
     assert desk.step() == ["b"], "with cat a would keep seven of ten"
 
 
-def test_a_share_is_left_for_each_of_the_others_however_large_their_last_items_were() -> None:
-    desk = Desk()
-    for name, size in (("b", 9), ("c", 1)):
-        desk.arrive(name, (name, size), to=(name,))
-        desk.step()
-        desk.transferred(name, name)
-    for name in ("a1", "a2"):
-        desk.arrive(name, (name, 3), to=A)
-    assert desk.step() == ["a1"], "the share is three: six are left for b and c"
-
-
 def test_an_item_that_is_kept_for_another_counts_in_full_for_who_wants_it_too() -> None:
     desk = Desk(cache=12, embeddings=12)
     for name, size in (("a", 4), ("b", 1), ("c", 4)):
@@ -451,16 +312,6 @@ def test_an_item_that_is_kept_for_another_counts_in_full_for_who_wants_it_too() 
     assert desk.step() == [], "once a has it, c alone would keep eight, and b's share is four"
     desk.transferred("c", "c")
     assert desk.step() == ["c1"]
-
-
-def test_requests_without_consumers_start_in_their_order() -> None:
-    desk = Desk()
-    for name, size in (("a", 8), ("b", 8), ("c", 1)):
-        desk.arrive(name, (name, size), to=())
-    desk.cache.allocate(FakeEncodeRequest("other", ("cat", 3)), 0)  # type: ignore[arg-type]
-    assert desk.step() == []
-    desk.arrive("d", ("cat", 3), to=A)
-    assert desk.step() == []
 
 
 def test_a_request_in_parts_takes_nothing_that_another_waits_for() -> None:
@@ -500,39 +351,6 @@ def test_what_is_kept_counts_once_for_each_consumer_and_until_its_last_transfer_
     kept.give_back("t3")
     assert kept.by_consumer() == {}
     assert not kept
-
-
-NAMES = ["cat", "dog", "emu", "fox", "gnu"]
-SIZES = {name: number + 1 for number, name in enumerate(NAMES)}
-
-
-@settings(max_examples=200, deadline=None)
-@given(
-    arrivals=st.lists(
-        st.lists(st.sampled_from(NAMES), min_size=1, max_size=3, unique=True), max_size=12
-    ),
-    acknowledged=st.lists(st.booleans(), min_size=40, max_size=40),
-)
-def test_everybody_starts_whole_and_in_order_however_transfers_end(
-    arrivals: list[list[str]], acknowledged: list[bool]
-) -> None:
-    desk = Desk(cache=12, embeddings=12)
-    open_transfers: list[tuple[str, list[str]]] = []
-    for number, names in enumerate(arrivals):
-        desk.arrive(f"r{number}", *((name, SIZES[name]) for name in names))
-    started: list[str] = []
-    answers = iter([*acknowledged, *[True] * 40])
-    while desk.requests:
-        now = desk.step()
-        started += now
-        open_transfers += [(name, arrivals[int(name[1:])]) for name in now]
-        if open_transfers and next(answers):
-            name, items = open_transfers.pop(0)
-            desk.transferred(name, *items)
-    assert started == [f"r{number}" for number in range(len(arrivals))]
-    for name, items in open_transfers:
-        desk.transferred(name, *items)
-    assert desk.cache.num_freeable_slots == desk.cache.cache_size
 
 
 @settings(max_examples=200, deadline=None)

@@ -87,16 +87,6 @@ def test_giving_preallocated_room_back_twice_counts_once(cache: EncoderCacheMana
         cache.finalize_allocation("cat")
 
 
-def test_preallocation_evicts_what_was_idle_for_longest(cache: EncoderCacheManager) -> None:
-    for name in ("old", "new"):
-        assert encode(cache, request(name, (name, 4)))
-        cache.free(request(name, (name, 4)))
-    assert cache.can_preallocate(6)
-    cache.preallocate("cat", 6)
-    assert cache.get_freed_mm_hashes() == ["old"]
-    assert "new" in cache
-
-
 def test_preallocation_does_not_evict_what_is_held(cache: EncoderCacheManager) -> None:
     assert encode(cache, request("r", ("held", 5)))
     assert not cache.can_preallocate(6)
@@ -112,13 +102,6 @@ def test_an_item_is_not_given_room_twice(cache: EncoderCacheManager, how: str) -
         cache.finalize_allocation("cat")
     with pytest.raises(ValueError, match="already"):
         cache.preallocate("cat", 4)
-
-
-def test_local_encoding_cannot_take_preallocated_room(cache: EncoderCacheManager) -> None:
-    cache.preallocate("cat", 7)
-    assert not encode(cache, request("r", ("dog", 4)))
-    cache.depreallocate("cat")
-    assert encode(cache, request("r", ("dog", 4)))
 
 
 # -- transfers that hold entries -----------------------------------------------------------------
@@ -160,28 +143,6 @@ def test_only_idle_entries_are_evicted_and_the_one_idle_for_longest_goes_first(
     assert evict_all(cache) == ["b"]
     assert "a" in cache
     assert evict_all(cache) == []
-
-
-def test_an_entry_that_is_used_again_is_idle_for_a_shorter_time(
-    cache: EncoderCacheManager,
-) -> None:
-    for name in ("a", "b"):
-        assert encode(cache, request(name, (name, 2)))
-        cache.free(request(name, (name, 2)))
-    assert cache.check_and_update_cache(request("r", ("a", 2)), 0)
-    cache.free(request("r", ("a", 2)))
-    assert evict_all(cache) == ["b", "a"]
-
-
-def test_what_was_encoded_again_is_not_told_to_be_forgotten(cache: EncoderCacheManager) -> None:
-    r = request("r", ("cat", 4))
-    assert encode(cache, r)
-    cache.free(r)
-    cache.preallocate("large", 10)
-    cache.depreallocate("large")
-    assert "cat" not in cache
-    assert encode(cache, r)
-    assert cache.get_freed_mm_hashes() == []
 
 
 def test_reset_forgets_entries_and_keeps_what_is_on_its_way(cache: EncoderCacheManager) -> None:

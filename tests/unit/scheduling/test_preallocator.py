@@ -44,16 +44,6 @@ def test_an_announced_item_gets_room_and_a_slot_before_anybody_asks(desk: Desk) 
     assert desk.accept("early", 4) is None, "once"
 
 
-def test_an_accepted_item_is_not_encoded_here_meanwhile(desk: Desk) -> None:
-    desk.accept("early", 4)
-    desk.claim_local("r", "early", 4)
-    desk.reserve()
-    assert not desk.may_encode("r")
-    desk.lose_transfers("early")
-    desk.reserve()
-    assert desk.may_encode("r")
-
-
 def test_the_request_that_asks_takes_over_what_was_accepted(desk: Desk) -> None:
     desk.accept("early", 4)
     desk.claim("r", "early", 4)
@@ -77,16 +67,6 @@ def test_an_item_that_landed_for_nobody_is_idle_and_makes_way_for_the_first_requ
     assert "early" not in desk.cache
     desk.step()
     assert desk.reserve() == ["a"]
-
-
-def test_an_item_that_landed_for_nobody_is_held_by_the_request_that_comes(desk: Desk) -> None:
-    desk.accept("early", 8)
-    desk.deliver("early")
-    claim = desk.claim_local("r", "early", 8)
-    desk.reserve()
-    assert claim.served
-    assert desk.cache.check_and_update_cache(desk.request("r"), 0)
-    assert desk.cache.num_freeable_slots == 2
 
 
 def test_an_accepted_item_that_loses_its_slot_waits_for_its_request(desk: Desk) -> None:
@@ -113,27 +93,6 @@ def test_room_of_idle_entries_is_used_and_their_slots_a_step_later(desk: Desk) -
     assert desk.cache.num_free_slots == 10
     desk.step()
     assert desk.accept("two", 8) is not None
-
-
-def test_an_accepted_item_that_fails_leaves_nothing_behind(desk: Desk) -> None:
-    desk.accept("early", 4)
-    desk.who("r")
-    desk.leave("r")
-    assert "early" in desk.cache.items, "r never asked for it"
-    desk.lose_transfers("early")
-    assert "early" not in desk.cache.items
-    assert desk.pool.free_bytes == 10
-    desk.assert_everything_is_back()
-
-
-def test_an_accepted_item_goes_with_the_request_that_took_it_over(desk: Desk) -> None:
-    desk.accept("early", 4)
-    desk.claim("r", "early", 4)
-    desk.reserve()
-    desk.leave("r")
-    assert "early" not in desk.cache.items
-    assert set(desk.ended) == {"t-early", "t-r"}
-    desk.assert_everything_is_back()
 
 
 @pytest.mark.parametrize("landed", [False, True])

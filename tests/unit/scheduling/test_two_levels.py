@@ -85,37 +85,6 @@ def test_what_was_used_last_stays_in_host_memory() -> None:
     assert worker.host == {"bat", "dog"}, "of six: ant was older than bat, and cat the oldest"
 
 
-def test_an_item_that_is_larger_than_host_memory_is_not_kept() -> None:
-    cache = make(host_embeds=5)
-    worker = Worker(cache)
-    worker.step(ask("fox"))
-    assert worker.host == set()
-
-
-def test_nothing_comes_back_while_those_who_hold_the_cache_leave_no_room() -> None:
-    cache = make()
-    worker = Worker(cache)
-    first, large = ask("cat"), ask("fox")
-    worker.step(first)
-    cache.free(first)
-    worker.step(large)
-    assert worker.step(ask("cat", 1)) == []
-    assert "cat" not in cache
-    assert worker.device == {"fox"}
-
-
-def test_a_reset_forgets_the_copies_too() -> None:
-    cache = make()
-    worker = Worker(cache)
-    first = ask("cat")
-    worker.step(first)
-    cache.free(first)
-    cache.reset()
-    assert worker.step() == []
-    assert worker.host == worker.device == set()
-    assert worker.step(ask("cat", 1)) == ["cat"]
-
-
 names = st.sampled_from(sorted(SIZES))
 
 

@@ -3,6 +3,8 @@ from __future__ import annotations
 import json
 import os
 import re
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ def token(text: str) -> bytes:
 ROLE = event(choices=[{"index": 0, "delta": {"role": "assistant", "content": ""}}])
 USAGE = event(choices=[], usage={"prompt_tokens": 11, "completion_tokens": 2})
 DONE = b"data: [DONE]\n\n"
+AMPLE_S = 60.0
 
 
 def test_an_answer_is_timed_by_its_pieces_of_text() -> None:
@@ -63,3 +66,34 @@ def test_a_server_that_is_not_there_is_named_in_the_answer(tmp_path: Path) -> No
     with prepared(order, cores=frozenset(os.sched_getaffinity(0)), folder=tmp_path) as send:
         (answer,) = send().answers
     assert url.removeprefix("http://") in answer.problem and "Refused" in answer.problem
+
+
+def test_clients_of_a_closed_loop_have_one_request_each_at_a_time(tmp_path: Path) -> None:
+    pair = threading.Barrier(2)
+    open_requests: list[object] = []
+    most: list[int] = []
+
+    class Server(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            open_requests.append(self)
+            pair.wait(AMPLE_S)
+            most.append(len(open_requests))
+            pair.wait(AMPLE_S)
+            open_requests.remove(self)
+            self.send_error(503)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    requests = tuple(
+        LoadRequest(at_s=9.0, texts=(str(n),), words=1, output_tokens=2) for n in range(6)
+    )
+    with ThreadingHTTPServer(("127.0.0.1", 0), Server) as server:
+        threading.Thread(target=server.serve_forever).start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        order = Order(requests=requests, urls=(url,), model="m", clients=2)
+        with prepared(order, cores=frozenset(os.sched_getaffinity(0)), folder=tmp_path) as send:
+            answers = send().answers
+        server.shutdown()
+    assert [answer.problem.partition(":")[0] for answer in answers] == ["status 503"] * 6
+    assert most == [2] * 6

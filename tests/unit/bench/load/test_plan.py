@@ -115,6 +115,7 @@ def test_a_point_is_as_the_one_before_it_but_for_what_it_names() -> None:
             "rate=2/6,share=0.3,pictures=1/4,size=112,text=9,output=8",
             "rate=1,pictures=2,repeat=0.5",
             "share=0,turns=8",
+            "rate=3,turns=1,clients=4",
         ]
     )
     assert [point.key for point in found] == [
@@ -122,6 +123,7 @@ def test_a_point_is_as_the_one_before_it_but_for_what_it_names() -> None:
         "6/s, 30% × 1/4 × 112 px, 9+8 tokens",
         "1/s, 30% × 2 × 112 px, 50% repeated, 9+8 tokens",
         "1/s, text only, 8 turns, 9+8 tokens",
+        "4 clients, 3/s, text only, 9+8 tokens",
     ]
 
 

@@ -34,6 +34,7 @@ def test_sides_are_read_with_or_without_a_name() -> None:
             "replicas:1",
             "replicas:2,tuned",
             "upstream:1E1PD,tuned",
+            "best=replicas:1,engine_args.seed=7,engine_args.dtype=auto",
         ]
     )
     assert [(side.name, side.kind, side.count, side.tuned) for side in found] == [
@@ -45,7 +46,9 @@ def test_sides_are_read_with_or_without_a_name() -> None:
         ("one", "replicas", 1, False),
         ("tuned-replicas", "replicas", 2, True),
         ("tuned-upstream", "upstream", 2, True),
+        ("best", "replicas", 1, False),
     ]
+    assert found[8].settings == ("engine_args.seed=7", "engine_args.dtype=auto")
     assert (found[1].file, found[1].settings) == (
         Path("b.yaml"),
         ("transfer.path=tcp", "router.port=1"),

@@ -1,44 +1,38 @@
-"""Engines on NVIDIA devices answer as one process does, with graphs, by every path.
+"""Engines on a device answer as one process does, with graphs, by every path.
 
 Encode and prefill-decode share the first device, on which the reference is too; two ranks take a
-second one. Their twins on Ascend are in tests/npu_sim/e2e.
+second one. On the CPU, with `--full` only, the same is a rehearsal.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from epd_portable.bench import servers
-from epd_portable.config.load import load_topology
 from epd_portable.launch.plan.machine import has_shares
 from epd_portable.platforms import registry
 from epd_portable.platforms.traits import TRAITS
-from tests.e2e.asking import ask, ask_all, assert_equal, picture
-from tests.e2e.cases import ASK
-from tests.e2e.conftest import CONFIG, Pair, Split, running, serving
+from tests.e2e.asking import ask, ask_all, assert_close, assert_equal, picture
+from tests.e2e.cases import ASK, SINGLE
+from tests.e2e.conftest import Pair, Split, running
 from tests.e2e.engines import instance
 from tests.e2e.equality import TOLERANCE, FloatEquality, FloatSmoke
 from tests.e2e.ranks import TWO_RANKS, TwoRanks
+from tests.first_hour.reference import ENV, engine_args, reference
 
-pytestmark = [
-    pytest.mark.e2e,
-    pytest.mark.needs_cuda,
-    pytest.mark.needs_vllm,
-    pytest.mark.timeout(1800),
-]
+pytestmark = [pytest.mark.e2e, pytest.mark.needs_vllm, pytest.mark.timeout(1800)]
 
 GIB = 1 << 30
 SHARED = (
-    "engine_args.dtype=float32",
     "transfer.pool_bytes=64MiB",
     "instances.encode.devices=[0]",
     "instances.encode.engine_args.gpu_memory_utilization=0.2",
@@ -46,6 +40,7 @@ SHARED = (
     "instances.prefill_decode.engine_args.gpu_memory_utilization=0.3",
     f"instances.prefill_decode.engine_args.kv_cache_memory_bytes={GIB}",
 )
+"""Of instances that share a device."""
 ENCODE_BYTES = 2 * GIB
 """Context, workspaces of kernels and the demo model's tower; its share is a fifth of a device."""
 GRAPHS = "instances.prefill_decode.engine_args.compilation_config.cudagraph_mode"
@@ -72,18 +67,20 @@ def memory_by_process() -> dict[int, int]:
 
 
 @contextmanager
-def split_and_whole(folder: Path, *settings: str) -> Iterator[Pair]:
-    """Start the reference, and a topology beside it once that has measured the device."""
-    args: dict[str, Any] = dict(load_topology(CONFIG, platform="cuda").engine_args)
-    args |= {"dtype": "float32", "gpu_memory_utilization": 0.3, "kv_cache_memory_bytes": GIB}
-    whole = servers.one_process(
-        "demo", log=folder / "reference.log", engine_args=args, platform="cuda"
-    )
-    with (
-        serving(whole, "plain vLLM on cuda") as reference,
-        running(folder, [*SHARED, *settings], platform="cuda") as split,
-    ):
-        yield Pair(split=split, reference_url=reference.url)
+def split_and_whole(folder: Path, platform: str, *settings: str) -> Iterator[Pair]:
+    """Start a topology beside the reference, which is there or has measured the device by then."""
+    shared = SHARED if TRAITS[platform].needs_device_copy else ()
+    both = [
+        f"engine_args.{name}={json.dumps(value)}" for name, value in engine_args(platform).items()
+    ]
+    with ExitStack() as stack:
+        url = os.environ.get("EPD_TEST_REFERENCE")
+        if not url:
+            url = stack.enter_context(reference(folder, platform)).url
+        split = stack.enter_context(
+            running(folder, [*both, *shared, *settings], platform=platform, env=ENV)
+        )
+        yield Pair(split=split, reference_url=url)
 
 
 def told(split: Split, instance: str) -> dict[str, Any]:
@@ -99,22 +96,28 @@ class Way:
     Attributes:
         path: Of the items.
         graphs: Which of its steps are graphs.
-        runner: Of both instances; ``None`` is vLLM's choice, the second.
+        runner: Of both instances; ``None`` is vLLM's choice.
         ahead: Whether it schedules steps ahead, as it does by itself.
     """
 
+    platform: str
     path: str
-    graphs: str = "FULL_AND_PIECEWISE"
+    graphs: str = ""
     runner: int | None = None
     ahead: bool = True
 
     def __str__(self) -> str:
-        runner = f"-runner{self.runner}" if self.runner else ""
-        return f"{self.path}-{self.graphs}{runner}{'' if self.ahead else '-synchronous'}"
+        runner = f"runner{self.runner}" if self.runner else ""
+        differs = self.graphs or runner or ("" if self.ahead else "synchronous")
+        return f"{self.platform}-{self.path}-{differs or 'usual'}"
 
     @property
     def settings(self) -> list[str]:
-        chosen = [f"transfer.path={self.path}", f"{GRAPHS}={self.graphs}"]
+        chosen = [f"transfer.path={self.path}"]
+        if TRAITS[self.platform].visible_devices_env:
+            chosen.append("instances.prefill_decode.devices=[0]")
+        if self.graphs:
+            chosen.append(f"{GRAPHS}={self.graphs}")
         if self.runner:
             chosen.append(f'env.VLLM_USE_V2_MODEL_RUNNER="{self.runner - 1}"')
         if not self.ahead:
@@ -122,42 +125,75 @@ class Way:
         return chosen
 
 
-WAYS = (
-    Way("ipc"),
-    Way("ipc", graphs="PIECEWISE"),
-    Way("ipc", runner=1),
-    Way("ipc", ahead=False),
-    Way("shm"),
-    Way("tcp"),
-)
+def ways(*found: Way) -> list[Any]:
+    """Mark each with what it needs; on the CPU others compare the same in every run."""
+    return [
+        pytest.param(
+            way,
+            id=str(way),
+            marks=pytest.mark.full
+            if way.platform == "cpu"
+            else getattr(pytest.mark, f"needs_{way.platform}"),
+        )
+        for way in found
+    ]
 
 
-class TestByEveryPath(FloatEquality):
-    """One device, both kinds of graphs, both runners, and every path that it has."""
-
-    @pytest.fixture(
-        scope="class",
-        params=WAYS,
-        ids=str,
-    )
-    def way(self, request: pytest.FixtureRequest) -> Way:
-        way: Way = request.param
-        return way
+class ByEveryPath:
+    """Starts a topology for each way."""
 
     @pytest.fixture(scope="class")
-    def pair(self, way: Way, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-        with split_and_whole(
-            tmp_path_factory.mktemp("cuda"), "instances.prefill_decode.devices=[0]", *way.settings
-        ) as made:
+    @classmethod
+    def pair(cls, way: Way, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+        folder = tmp_path_factory.mktemp(str(way))
+        with split_and_whole(folder, way.platform, *way.settings) as made:
             yield made
 
     def test_items_travel_by_the_path_that_was_asked_for(self, pair: Pair, way: Way) -> None:
         answer = ask(pair.split.url, [picture(40), picture(41), ASK])
         assert [item["path"] for item in answer.items] == [way.path, way.path]
 
+
+class TestInBfloat16(ByEveryPath):
+    """Where attention has no float32."""
+
+    @pytest.fixture(
+        scope="class", params=ways(*(Way("npu", path) for path in ("ipc", "shm", "tcp")))
+    )
+    @classmethod
+    def way(cls, request: pytest.FixtureRequest) -> Way:
+        way: Way = request.param
+        return way
+
+    @pytest.mark.parametrize("content", SINGLE.values(), ids=SINGLE)
+    def test_an_answer_is_as_likely_as_that_of_one_process(self, pair: Pair, content: Any) -> None:
+        split = ask(pair.split.url, content)
+        assert_close(split, ask(pair.reference_url, content), tolerance=0.1)
+        assert set(split.sources) <= {"transfer"}
+
+
+class TestByEveryPath(ByEveryPath, FloatEquality):
+    """In float32."""
+
+    @pytest.fixture(
+        scope="class",
+        params=ways(
+            *(Way("cuda", path) for path in ("ipc", "shm", "tcp")),
+            Way("cuda", "ipc", graphs="PIECEWISE"),
+            Way("cuda", "ipc", runner=1),
+            Way("cuda", "ipc", ahead=False),
+            *(Way("cpu", path) for path in ("shm", "tcp")),
+        ),
+    )
+    @classmethod
+    def way(cls, request: pytest.FixtureRequest) -> Way:
+        way: Way = request.param
+        return way
+
     def test_it_computes_as_it_was_asked_to(self, pair: Pair, way: Way) -> None:
         encode, decode = (told(pair.split, f"{role}-0") for role in ("encode", "prefill_decode"))
-        assert (encode["runner"], decode["runner"]) == (way.runner or 2, way.runner or 2)
+        assert encode["runner"] == decode["runner"]
+        assert way.runner in (None, decode["runner"])
         assert (encode["ahead"], decode["ahead"]) == (False, way.ahead)
 
     def test_items_that_change_from_step_to_step_are_those_of_their_requests(
@@ -175,8 +211,12 @@ class TestByEveryPath(FloatEquality):
         )
         assert begun < ended <= ready <= answered
 
-    def test_an_encode_instance_takes_the_memory_of_its_tower_and_no_more(self, pair: Pair) -> None:
+    def test_an_encode_instance_takes_the_memory_of_its_tower_and_no_more(
+        self, pair: Pair, way: Way
+    ) -> None:
         """Nothing is profiled there, so nothing may be taken for a KV cache or activations."""
+        if way.platform != "cuda":
+            pytest.skip("asks nvidia-smi")
         used = memory_by_process()
         server = instance(pair.split.pid, "ec_producer")
         pids = {server.pid, *(child.pid for child in server.children(recursive=True))}
@@ -185,14 +225,17 @@ class TestByEveryPath(FloatEquality):
         assert sum(used.get(pid, 0) for pid in pids) < ENCODE_BYTES
 
 
+@pytest.mark.needs_cuda
 class TestGraphsOfTheEncoder(FloatSmoke):
     """The encoder's graphs write where they wrote before; what is sent must be a copy."""
 
     @pytest.fixture(scope="class")
-    def pair(self, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    @classmethod
+    def pair(cls, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
         args = "instances.encode.engine_args"
         with split_and_whole(
             tmp_path_factory.mktemp("graphs"),
+            "cuda",
             "instances.prefill_decode.devices=[0]",
             "transfer.path=ipc",
             f"{args}.enforce_eager=false",
@@ -206,6 +249,7 @@ class TestGraphsOfTheEncoder(FloatSmoke):
         assert_many_equal(pair, range(160, 192))
 
 
+@pytest.mark.needs_cuda
 @pytest.mark.skipif(
     not has_shares(TRAITS["cuda"], os.environ), reason="NVIDIA's MPS does not run here"
 )
@@ -213,11 +257,13 @@ class TestShares(FloatSmoke):
     """Both instances compute at the same moment, each with its part of one device."""
 
     @pytest.fixture(scope="class", params=["ipc", "shm"])
+    @classmethod
     def pair(
-        self, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+        cls, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     ) -> Iterator[Pair]:
         with split_and_whole(
             tmp_path_factory.mktemp("shares"),
+            "cuda",
             "instances.prefill_decode.devices=[0]",
             f"transfer.path={request.param}",
             "instances.encode.share=30",
@@ -234,15 +280,18 @@ class TestShares(FloatSmoke):
         assert_many_equal(pair, range(260, 292))
 
 
+@pytest.mark.needs_cuda
 class TestTwoRanks(TwoRanks):
     """The second rank opens the slab of the first, on another device."""
 
     @pytest.fixture(scope="class")
-    def pair(self, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    @classmethod
+    def pair(cls, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
         if registry.get("cuda").device_count() < 2:
             pytest.skip("takes two devices")
         with split_and_whole(
             tmp_path_factory.mktemp("ranks"),
+            "cuda",
             TWO_RANKS,
             "instances.prefill_decode.devices=[0, 1]",
             "transfer.path=ipc",

@@ -1,6 +1,6 @@
-"""What one NVIDIA device does with this package's own code; prints figures for ci/first_hour.py.
+"""What one device does with this package's own code; prints figures for ci/first_hour.py.
 
-    python -m tests.cuda.probe
+    python -m tests.first_hour.probe cuda|npu
 
 Needs torch, and no engine. Every question is asked, whatever becomes of the others.
 """
@@ -8,6 +8,7 @@ Needs torch, and no engine. Every question is asked, whatever becomes of the oth
 from __future__ import annotations
 
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 
 from epd_portable.connector.copies import DeviceCopies
+from epd_portable.connector.pool import SharedMemory
 from epd_portable.connector.sessions import new_session
 from epd_portable.connector.slab import DeviceSlab, OpenedSlab
 from epd_portable.platforms import registry
@@ -29,6 +31,7 @@ SLAB_BYTES = 512 * MIB
 SIZES = (MIB // 2, 7 * MIB, 32 * MIB, 64 * MIB, 256 * MIB)
 FILL = 0xA5
 OFFSET = 512
+HOST_BYTES = 64 * MIB
 LAUNCHES = 20_000
 SLEEP_CYCLES = 3_000_000_000
 AMPLE_S = 60.0
@@ -45,14 +48,19 @@ def tell(figure: str, ask: Callable[[], Any]) -> None:
 
 
 def own_copies() -> DeviceCopies:
-    platform = registry.get("cuda")
+    platform = registry.get(sys.argv[1])
     platform.set_device(0)
     return DeviceCopies(platform, 0)
 
 
+def runtime() -> Any:
+    """Return ``torch.cuda`` or ``torch.npu``, which the platform has imported."""
+    return getattr(torch, sys.argv[1])
+
+
 def device_rate(target: torch.Tensor, source: torch.Tensor, repeat: int = 20) -> float:
     """Return GB of ``source`` that the device copies in a second, one copy behind the other."""
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begin, end = runtime().Event(enable_timing=True), runtime().Event(enable_timing=True)
     for _ in range(3):
         target.copy_(source, non_blocking=True)
     begin.record()
@@ -124,9 +132,9 @@ def slab_of_another() -> None:
     slab = DeviceSlab(own_copies(), SLAB_BYTES, new_session())
     whole = slab.tensor(0, SLAB_BYTES)
     whole.fill_(FILL)
-    torch.cuda.synchronize()
+    runtime().synchronize()
     ran = subprocess.run(
-        [sys.executable, "-m", "tests.cuda.probe", slab.address],
+        [sys.executable, "-m", "tests.first_hour.probe", sys.argv[1], slab.address],
         capture_output=True,
         text=True,
         timeout=CHILD_LIMIT_S,
@@ -149,7 +157,7 @@ def write_into(address: str) -> None:
     slab = OpenedSlab(copies.platform, address)
     tell("ipc.open_s", lambda: round(time.perf_counter() - begin_s, 3))
     for nbytes in SIZES:
-        source = torch.full((nbytes,), 7, dtype=torch.uint8, device="cuda:0")
+        source = torch.full((nbytes,), 7, dtype=torch.uint8, device=copies.device)
         own, other = torch.empty_like(source), slab.tensor(OFFSET, nbytes)
         tell(
             f"copy.{nbytes >> 10}KiB",
@@ -161,22 +169,48 @@ def write_into(address: str) -> None:
         )
 
 
+def host_rates(pin: bool) -> dict[str, float]:
+    """Return rates to and from a receive pool in shared memory, page-locked or not."""
+    copies, name = own_copies(), f"epd-probe-{os.getpid()}"
+    item = torch.full((HOST_BYTES,), 7, dtype=torch.uint8, device=copies.device)
+    pool = SharedMemory.create(name, HOST_BYTES)
+    try:
+        host = pool.tensor(0, HOST_BYTES)
+        host.fill_(0)  # Its pages are there before they are timed.
+        blocks = copies.pin(pool) if pin else None
+        found = {
+            "out": whole_copy(copies, host, item)["GB_s"],
+            "in": device_rate(item, host),
+            "page_locked": float(bool(blocks)),
+        }
+        if pin:
+            copies.unpin(pool)
+        return found
+    finally:
+        pool.unlink()
+
+
 def main() -> None:
     """Ask everything."""
-    if sys.argv[1:]:
-        write_into(sys.argv[1])
+    if sys.argv[2:]:
+        write_into(sys.argv[2])
         return
-    properties = torch.cuda.get_device_properties(0)
-    tell("device", lambda: [properties.name, str(properties.uuid), torch.__version__])
+    own_copies()
+    tell("device", lambda: [runtime().get_device_name(0), torch.__version__])
     tell("slab", slab_of_another)
+    tell("host.page_locked", lambda: host_rates(True))
+    tell("host.pageable", lambda: host_rates(False))
+    if sys.argv[1] == "cuda":
+        ask_cuda()
+
+
+def ask_cuda() -> None:
+    """Ask what the other platform has no calls for."""
     for waiters in (0, 4):
         tell(
             f"launches.blocking.{waiters}", lambda n=waiters: launches_beside(n, DeviceEvent.block)
         )
-    tell(
-        "launches.polling.4",
-        lambda: launches_beside(4, lambda event: event.synchronize(AMPLE_S)),
-    )
+    tell("launches.polling.4", lambda: launches_beside(4, lambda event: event.synchronize(AMPLE_S)))
     tell("nccl", nccl)
 
 

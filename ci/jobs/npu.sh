@@ -1,0 +1,13 @@
+#!/usr/bin/env bash
+# Job "npu": the first hour on a machine with an Ascend 910B, in stages; no network is needed.
+#
+#   npu.sh [--rehearse] [--take FOLDER] [--call-s N] [--total-min N] [--stage NAME]...
+#
+# PYTHON names the interpreter. Rehearsed over the simulated Ascend runtime; not run on hardware.
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+if [[ " $* " == *" --rehearse "* ]]; then
+    PYTHON=${PYTHON:-.venv-npu-sim/bin/python}
+    export ASCEND_SIM_DEVICES=${ASCEND_SIM_DEVICES:-2} ASCEND_SIM_MEM_MB=${ASCEND_SIM_MEM_MB:-8192}
+fi
+exec "${PYTHON:-python3}" -m ci.first_hour npu "$@"

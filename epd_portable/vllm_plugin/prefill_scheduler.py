@@ -1,0 +1,126 @@
+"""The scheduler of a prefill+decode instance: requests that wait for items are kept out of its way.
+
+Messages are taken in by a thread (`Receiver`), so the engine's works on requests and the encoder
+cache under its lock.
+"""
+
+from __future__ import annotations
+
+import time
+from functools import cache
+from typing import Any
+
+from epd_portable.wire.messages import LoadReport
+
+_SLEEP_S = 0.001
+"""For which vLLM's engine sleeps after a step that computed nothing (0.26 to 0.33)."""
+
+
+@cache
+def prefill_scheduler(base: type) -> type:
+    """Return the scheduler class of a prefill+decode instance over ``EPDScheduler``."""
+    from vllm.v1.core.sched.interface import PauseState
+
+    class PrefillScheduler(base):
+        """See the module."""
+
+        def __init__(self, **kwargs: Any) -> None:
+            self._asleep: dict[str, Any] = {}
+            self._idle_since_s: float | None = None
+            super().__init__(**kwargs)
+            self._receiver = self.ec_connector.receiver
+            self._prefill = self.ec_connector.requests
+            self._receiver.listen()
+
+        def add_request(self, request: Any) -> None:
+            with self._receiver.lock:
+                super().add_request(request)
+
+        def finish_requests(self, *args: Any, **kwargs: Any) -> Any:
+            with self._receiver.lock:
+                finished = super().finish_requests(*args, **kwargs)
+                # vLLM may keep one that has finished until its KV is somewhere else.
+                for request_id in [each for each, r in self._asleep.items() if r.is_finished()]:
+                    del self._asleep[request_id]
+                return finished
+
+        def schedule(self, *args: Any, **kwargs: Any) -> Any:
+            with self._receiver.lock:
+                self._receiver.before_step()
+                self._wake(self._prefill.take_woken())
+                output = super().schedule(*args, **kwargs)
+                self._put_to_sleep(self._prefill.take_sleepers())
+                computes = output.total_num_scheduled_tokens > 0
+                self._idle_since_s = None if computes else time.monotonic()
+                return output
+
+        def _put_to_sleep(self, request_ids: list[str]) -> None:
+            """Keep requests out of the queue that wait for their items.
+
+            vLLM looks up the prefix cache for every request in it in every step.
+            """
+            requests = [self.requests[request_id] for request_id in request_ids]
+            # Requests with KV blocks stay where vLLM keeps those.
+            asleep = [each for each in requests if not each.num_computed_tokens]
+            if asleep:
+                self._asleep.update((each.request_id, each) for each in asleep)
+                for queue in self._queues():
+                    queue.remove_requests(asleep)
+
+        def _wake(self, request_ids: list[str]) -> None:
+            for request_id in reversed(request_ids):
+                request = self._asleep.pop(request_id, None)
+                if request is not None:
+                    self._queues()[-1].prepend_request(request)
+
+        def _queues(self) -> list[Any]:
+            # Up to 0.30 requests that were passed over have a queue of their own, looked at first.
+            skipped = getattr(self, "skipped_waiting", None)
+            return [self.waiting] if skipped is None else [self.waiting, skipped]
+
+        def get_request_counts(self) -> tuple[int, int]:
+            running, waiting = super().get_request_counts()
+            return running, waiting + len(self._asleep)
+
+        def load(self) -> LoadReport:
+            """Return how busy the engine is."""
+            running, waiting = self.get_request_counts()
+            # Hundredths: each step that decodes takes a little more.
+            kv_used = round(self.kv_cache_manager.usage, 2)
+            return LoadReport(waiting=waiting, running=running, kv_used=kv_used)
+
+        def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
+            with self._receiver.lock:
+                outputs = super().update_from_output(scheduler_output, model_runner_output)
+                self._receiver.step_done()
+                return outputs
+
+        def reset_encoder_cache(self) -> None:
+            with self._receiver.lock:
+                super().reset_encoder_cache()
+
+        def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> Any:
+            with self._receiver.lock:
+                return super().reset_prefix_cache(*args, **kwargs)
+
+        def has_requests(self) -> bool:
+            # To vLLM a paused engine is idle, whatever waits: `pause` waits until it is.
+            waiting = self._asleep and self.pause_state == PauseState.UNPAUSED
+            found = bool(super().has_requests() or waiting)
+            if found:
+                self._rest()
+            return found
+
+        def _rest(self) -> None:
+            """Wait for items in addition to vLLM's sleep, from which no item wakes it.
+
+            After a step that computed nothing, vLLM calls `has_requests`, sleeps, calls it again,
+            and then looks for new requests. This waits in the second call, once for each such step
+            and no longer than vLLM slept: a new request is delayed by the one or by the other.
+            """
+            idle_since_s = self._idle_since_s
+            if idle_since_s is not None and time.monotonic() - idle_since_s >= _SLEEP_S:
+                self._idle_since_s = None
+                self._receiver.rest(_SLEEP_S)
+
+    return PrefillScheduler

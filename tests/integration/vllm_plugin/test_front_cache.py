@@ -1,0 +1,92 @@
+"""Whatever vLLM's processor cache in the front keeps or lets go, engines get an item's pixels."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.sampling_params import SamplingParams
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
+from vllm.v1.engine.core_client import EngineCoreClient
+
+from epd_portable.demo.pictures import draw
+from epd_portable.vllm_plugin.front import Front, configuration
+from epd_portable.vllm_plugin.front_client import SplitClient
+from tests.integration.vllm_plugin.played_front import MODEL, client_of
+
+pytestmark = pytest.mark.needs_vllm
+
+CACHE_GB = 0.001
+SIDE, LARGE = 112, 560
+"""Of pictures; a few of the first fit into the cache, and none of the second."""
+PROMPT = "<|vision_start|><|image_pad|><|vision_end|>What is it?"
+
+
+class Engine:
+    """Ends what it is sent at once, and keeps it."""
+
+    def __init__(self, client: SplitClient, name: str) -> None:
+        self.sent: list[EngineCoreRequest] = []
+        self._client, self._engine = client, client.engines.by_name[name]
+        self._engine.client = self
+        self._engine.instance.seen_well()
+
+    async def add_request_async(self, request: EngineCoreRequest) -> None:
+        self.sent.append(request)
+        end = EngineCoreOutput(request.request_id, [1], finish_reason=FinishReason.STOP)
+        loop = asyncio.get_running_loop()
+        loop.call_soon(self._client._take_outputs, self._engine, EngineCoreOutputs(outputs=[end]))
+
+    async def call_utility_async(self, method: str) -> tuple[str, ...]:
+        assert method == "get_supported_tasks"
+        return ("generate",)
+
+    async def abort_requests_async(self, request_ids: list[str]) -> None:
+        pass
+
+
+@pytest.fixture
+def client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SplitClient]:
+    arguments = AsyncEngineArgs(
+        model=str(MODEL), enforce_eager=True, mm_processor_cache_gb=CACHE_GB, max_model_len=2048
+    )
+    made = client_of(configuration(arguments), tmp_path, "e-0", "pd-0")
+    monkeypatch.setattr(EngineCoreClient, "make_async_mp_client", lambda *_, **__: made)
+    yield made
+
+
+def test_engines_get_the_pixels_of_every_item(client: SplitClient) -> None:
+    async def ask(front: Front, seed: int, side: int) -> tuple[str, Any]:
+        encoder, pd = Engine(client, "e-0"), Engine(client, "pd-0")
+        picture = draw(seed, side).image
+        prompt = {"prompt": PROMPT, "multi_modal_data": {"image": picture}}
+        asked = [each async for each in front.generate(prompt, SamplingParams(), f"{seed}-{side}")]
+        assert asked[-1].finished
+        (job,), (sent,) = encoder.sent, pd.sent
+        (feature,), (bare,) = job.mm_features, sent.mm_features
+        assert set(bare.data) == {"image_grid_thw"}
+        return feature.identifier, feature.data["pixel_values"].data
+
+    async def story() -> None:
+        front = Front.from_vllm_config(client.vllm_config)
+        try:
+            seen: dict[tuple[int, int], tuple[str, Any]] = {}
+            small = [(seed, SIDE) for seed in range(8)]
+            # All are evicted once; what is too large comes between, twice, and before what is kept.
+            for each in [*small, (9, LARGE), *small, (9, LARGE), small[-1], (9, LARGE), small[0]]:
+                identifier, pixels = await ask(front, *each)
+                first = seen.setdefault(each, (identifier, pixels))
+                assert (identifier, pixels.tolist()) == (first[0], first[1].tolist())
+            assert len({identifier for identifier, _ in seen.values()}) == len(seen)
+        finally:
+            front.shutdown()
+
+    client.engines.close = lambda: None  # type: ignore[method-assign]
+    asyncio.run(story())
