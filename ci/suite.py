@@ -30,6 +30,8 @@ FOLDER = ROOT / ".suite"
 STATE = FOLDER / "passed.json"
 WORKERS = ("-n", "4", "--dist=loadfile", "--no-loadscope-reorder")
 """A file stays with one worker; those that take long and mostly wait are named first."""
+OVER_VLLM = ("tests/integration/vllm_plugin", "tests/unit/vllm_plugin")
+"""Import vLLM when they are collected, by which each of several workers would be held up."""
 PYTEST = (".venv/bin/python", "-m", "pytest")
 NPU_ENVIRONMENT = "npu environment"
 ENGINES = "engines"
@@ -37,6 +39,8 @@ ENGINES = "engines"
 EXIT_CANNOT_START = 127
 SAYS_NOTHING_S = 60.0
 FAILURES = ("FAILED tests/", "ERROR tests/")
+# What one process has compiled, pytest's own form of the tests included, all others read.
+ENVIRONMENT = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
 TOGETHER_S = 1.0
 """Signals within this time are one: make passes on what the whole group got."""
 
@@ -78,10 +82,12 @@ def pieces(*, full: bool) -> list[Piece]:
         tests("engines", ENGINES, "tests/e2e"),
         npu_piece("engines", ENGINES),
         Piece(name="checks", lane="computing", argv=["ci/check.sh"]),
+        tests("tests over vLLM", "computing", "tests/property", *OVER_VLLM),
         tests(
             "tests without engines",
             "computing",
-            *("tests/property", "tests/integration", "tests/contract", "tests/unit"),
+            *("tests/integration", "tests/contract", "tests/unit"),
+            *(f"--ignore={path}" for path in OVER_VLLM),
             *WORKERS,
         ),
         Piece(
@@ -190,6 +196,7 @@ class Suite:
             process = subprocess.Popen(
                 piece.argv,
                 cwd=ROOT,
+                env=ENVIRONMENT,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,

@@ -9,7 +9,7 @@ those of the real ones.
 
 Not reproduced: variables that libraries read when they are imported (`BASE` sets those that
 matter), what vLLM preloads into processes that it spawns (tcmalloc), and kernels that OpenMP binds
-to cores. ``tests/e2e/two_encoders`` and the demo start their processes as users do.
+to cores. The replicas of ``tests/e2e/roles`` and the demo are started as users start them.
 """
 
 from __future__ import annotations

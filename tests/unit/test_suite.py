@@ -80,6 +80,13 @@ def test_a_piece_that_fails_is_told_with_its_tests_and_ends_no_other(
     assert "FAILED tests/x.py::test_y" in capfd.readouterr().out
 
 
+def test_a_piece_may_keep_what_it_has_compiled() -> None:
+    assert (
+        run(piece("one", "import sys; sys.exit(sys.dont_write_bytecode)")).outcomes["one"].status
+        == 0
+    )
+
+
 def test_pieces_with_engines_never_run_at_once(folder: Path) -> None:
     made = run(
         piece(
@@ -211,8 +218,12 @@ def test_every_folder_of_tests_is_in_the_suite_once_and_every_need_can_be_met(fu
         if path.is_dir() and any(path.rglob("test_*.py")) and path.name not in elsewhere:
             listed = [word for word in words if word == f"tests/{path.name}"]
             files = {word for word in words if word.startswith(f"tests/{path.name}/")}
+            files -= set(suite.OVER_VLLM)
             every = {f"tests/{path.name}/{each.name}" for each in path.glob("test_*.py")}
             assert len(listed) == 1 or files == every
+    # What one piece leaves out, another one has.
+    left_out = [word.removeprefix("--ignore=") for word in words if word.startswith("--ignore=")]
+    assert left_out == [word for word in words if word in suite.OVER_VLLM]
     for index, each in enumerate(pieces):
         if each.needs:
             needed = names.index(each.needs)

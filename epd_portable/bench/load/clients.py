@@ -28,7 +28,6 @@ import uvloop
 import epd_portable
 from epd_portable.bench.load.bodies import body_of
 from epd_portable.bench.load.plan import LoadRequest
-from epd_portable.bench.servers import start_on_cores
 from epd_portable.errors import MeasurementError
 
 TIMEOUT_S = 120.0
@@ -100,6 +99,9 @@ def prepared(
     Raises:
         MeasurementError: They ended too soon; the message has the last lines of their log.
     """
+    # Not for the clients themselves, which start for every turn.
+    from epd_portable.bench.servers import start_on_cores
+
     log = folder / "clients.log"
     with log.open("ab") as errors:
         process = start_on_cores(cores, folder)(

@@ -1,6 +1,7 @@
 """Every shipped split beside 1E1PD, as its file says: answers of one process, and who did what.
 
-One that is killed costs no answer, unless nobody is left to give it.
+One that is killed costs no answer, unless nobody is left to give it. Replicas are started as users
+start them; the others are forked.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import json
 import os
 import shutil
 import signal
+import subprocess
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -130,6 +132,8 @@ def served(
     keys.chmod(0o600)
     settings = [
         "engine_args.dtype=float32",
+        # What carries KV touches all memory that it may be in.
+        "engine_args.kv_cache_memory_bytes=134217728",
         "transfer.wait_timeout_s=120",
         f"router.hop_keys_file={keys}",
         "env.VLLM_SERVER_DEV_MODE='1'",
@@ -138,7 +142,8 @@ def served(
         url = request.getfixturevalue("redis_url")
         settings += ["store.kind=redis", f"store.url={url}", "store.timeout_ms=10000"]
     config = CONFIGS / f"{request.param}.yaml"
-    with running(folder, settings, config=config, popen=fork) as split:
+    popen = subprocess.Popen if request.param == "replicas" else fork
+    with running(folder, settings, config=config, popen=popen) as split:
         yield Served(name=request.param, split=split, reference_url=reference_url)
 
 

@@ -1,6 +1,6 @@
-"""Two encoders and one prefill+decode instance as users start them, encrypted as between hosts.
+"""Two encoders and one prefill+decode instance, encrypted as between hosts.
 
-Their processes are started, not forked. In bfloat16, the dtype of real checkpoints, over ``tcp``,
+In bfloat16, the dtype of real checkpoints, over ``tcp``,
 with items that may come before their requests. Only 127.0.0.1 counts as this host, so 127.0.0.2
 stands for an address of a network.
 """
@@ -33,6 +33,9 @@ def deployment(fork: Popen, tmp_path_factory: pytest.TempPathFactory) -> Iterato
         f"launch.host={OFF_HOST}",
         f"secret_file={secret_file}",
     ]
-    with running(folder, settings) as split, reference(folder, fork) as plain:
+    with (
+        running(folder, settings, popen=fork) as split,
+        reference(folder, fork) as plain,
+    ):
         pair = Pair(split=split, reference_url=plain.url)
         yield Deployment(pair=pair, secret_file=secret_file, opened=connections(split))

@@ -78,7 +78,7 @@ def test_what_a_child_starts_imports_none(here: Path) -> None:
     assert child.exit_status() == 0, child.output()
 
 
-@pytest.mark.parametrize("platform", ["cuda", "npu"])
+@pytest.mark.parametrize("platform", ["cuda", pytest.param("npu", marks=pytest.mark.full)])
 def test_who_counts_devices_imports_none(here: Path, platform: PlatformName) -> None:
     with pytest.raises((PlatformUnavailableError, LaunchError)):
         machine.probed_machine(TRAITS[platform], os.environ)
