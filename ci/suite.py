@@ -39,8 +39,6 @@ ENGINES = "engines"
 EXIT_CANNOT_START = 127
 SAYS_NOTHING_S = 60.0
 FAILURES = ("FAILED tests/", "ERROR tests/")
-# What one process has compiled, pytest's own form of the tests included, all others read.
-ENVIRONMENT = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
 TOGETHER_S = 1.0
 """Signals within this time are one: make passes on what the whole group got."""
 
@@ -192,11 +190,13 @@ class Suite:
         log = FOLDER / f"{log_name(piece.name)}.log"
         say(f"{piece.name}: started (log: {FOLDER.name}/{log.name})")
         started = time.monotonic()
+        # What one process has compiled, pytest's own form of the tests included, all others read.
+        environment = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
         with log.open("wb") as output:
             process = subprocess.Popen(
                 piece.argv,
                 cwd=ROOT,
-                env=ENVIRONMENT,
+                env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,

@@ -80,7 +80,8 @@ def test_a_piece_that_fails_is_told_with_its_tests_and_ends_no_other(
     assert "FAILED tests/x.py::test_y" in capfd.readouterr().out
 
 
-def test_a_piece_may_keep_what_it_has_compiled() -> None:
+def test_a_piece_keeps_what_it_has_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
     assert (
         run(piece("one", "import sys; sys.exit(sys.dont_write_bytecode)")).outcomes["one"].status
         == 0

@@ -39,6 +39,8 @@ def test_the_help_of_a_command_tells_its_exit_statuses_and_defaults(command: str
         ([*LOAD, "x.yaml", "--point", "size=large"], "size.0: Input should be a valid integer"),
         ([*LOAD, "x.yaml", "--share", "1"], "Keys of --point, as in --point rate=2"),
         ([*LOAD, "x.yaml", "--up", "turns"], "together where memory allows"),
+        ([*LOAD, "x.yaml", "--guard", "l.json"], "with that of a recorded page"),
+        (["transfer", "--markdown", "t.md"], "to standard output: > FILE"),
         (["load", "--platform", "cpu"], "Missing option '--side'"),
         (["step", "--steps", "9"], "9 is not in the range"),
         (["step", "--items", "3"], "256 requests decode; 0, 100 and 1,000 wait."),

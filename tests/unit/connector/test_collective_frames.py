@@ -24,7 +24,6 @@ from epd_portable.connector.copies import DeviceCopies
 from epd_portable.connector.transport import RevokedFence
 from epd_portable.connector.transports import collective
 from epd_portable.connector.transports.collective import (
-    FRAME_PAUSE_S,
     MAX_FRAME_BYTES,
     PRODUCER_RANK,
     Answer,
@@ -51,8 +50,6 @@ NBYTES = 4096
 SLOT = SlotDescriptor(pool="pool", offset=0, nbytes=64, generation=1)
 FILL = 0xA5
 DEADLINE_S = 20.0
-PROMPT_S = 1.5
-"""A receiver that nothing holds up has closed by then: it looks at its orders every 0.1 s."""
 
 
 class Memory:
@@ -145,14 +142,14 @@ def _texts_only(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def consumer(_texts_only: None) -> Iterator[Consumer]:
+def consumer(_texts_only: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Consumer]:
     """A receiver that leaves no thread and no descriptor, whatever was sent to it."""
+    # A close that waits for a producer would not end.
+    monkeypatch.setattr(collective, "_STOP_GRACE_S", 3600.0)
     threads, files = set(threading.enumerate()), len(descriptors())
     made = Consumer()
     yield made
-    begin_s = time.monotonic()
     made.receiver.close()
-    assert time.monotonic() - begin_s < PROMPT_S
     until(
         lambda: set(threading.enumerate()) <= threads,
         lambda: set(threading.enumerate()) - threads,
@@ -235,17 +232,13 @@ def test_half_a_frame_ends_its_connection_alone(consumer: Consumer, sent: bytes)
     with stranger(consumer) as connected:
         connected.sendall(sent)
         consumer.assert_serves()
-        begin_s = time.monotonic()
         assert_hung_up(connected)
-        assert time.monotonic() - begin_s < FRAME_PAUSE_S + PROMPT_S
 
 
 def test_a_receiver_closes_at_once_beside_producers_that_say_nothing(consumer: Consumer) -> None:
     with stranger(consumer) as first, stranger(consumer) as second:
         consumer.assert_serves()
-        begin_s = time.monotonic()
         consumer.receiver.close()
-        assert time.monotonic() - begin_s < PROMPT_S
         assert_hung_up(first)
         assert_hung_up(second)
 
@@ -343,7 +336,6 @@ def test_an_answer_of_nonsense_is_an_error(kind: str) -> None:
     transport = CollectiveTransport(copies, keys())
     with socket.create_server((HOST, 0)) as server:
         threading.Thread(target=_answer, args=(server, answer), daemon=True).start()
-        begin_s = time.monotonic()
         with pytest.raises(error):
             transport.write(
                 torch.ones(64, dtype=torch.uint8),
@@ -352,7 +344,6 @@ def test_an_answer_of_nonsense_is_an_error(kind: str) -> None:
                 address=f"{HOST}:{server.getsockname()[1]}",
                 deadline_s=copies.clock() + 0.5,
             )
-        assert time.monotonic() - begin_s < FRAME_PAUSE_S + PROMPT_S
     transport.close()
 
 
