@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -84,7 +85,9 @@ def _fetch_one(folder: Path, requirement: str, python: str) -> Path:
 
 def _metadata(wheel: Path) -> bytes:
     with zipfile.ZipFile(wheel) as file:
-        (name,) = (each for each in file.namelist() if each.endswith(".dist-info/METADATA"))
+        (name,) = (
+            each for each in file.namelist() if re.fullmatch(r"[^/]+\.dist-info/METADATA", each)
+        )
         return file.read(name)
 
 

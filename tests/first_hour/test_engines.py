@@ -194,7 +194,8 @@ class TestByEveryPath(ByEveryPath, FloatEquality):
         encode, decode = (told(pair.split, f"{role}-0") for role in ("encode", "prefill_decode"))
         assert encode["runner"] == decode["runner"]
         assert way.runner in (None, decode["runner"])
-        assert (encode["ahead"], decode["ahead"]) == (False, way.ahead)
+        # On the CPU no step is scheduled ahead.
+        assert (encode["ahead"], decode["ahead"]) == (False, way.ahead and way.platform != "cpu")
 
     def test_items_that_change_from_step_to_step_are_those_of_their_requests(
         self, pair: Pair
@@ -202,7 +203,9 @@ class TestByEveryPath(ByEveryPath, FloatEquality):
         """A graph that had recorded an address would replay another request's picture."""
         assert_many_equal(pair, range(60, 92))
 
-    def test_an_encode_job_is_answered_behind_its_computation(self, pair: Pair) -> None:
+    def test_an_encode_job_is_answered_behind_its_computation(self, pair: Pair, way: Way) -> None:
+        if way.platform == "cpu":
+            pytest.skip("computed is what has been called")
         begin_s = time.monotonic()
         ask(pair.split.url, [picture(42), ASK])
         (begun,), (ended,), (ready,), (answered,) = (
