@@ -11,15 +11,11 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import re
 import shutil
 import subprocess
 import sys
 import tempfile
-import zipfile
-from collections import deque
 from collections.abc import Sequence
-from email import message_from_bytes
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +28,7 @@ TORCH = ("torch", "torchvision", "torchaudio", "triton", "nvidia-", "cuda-")
 """Packages, or beginnings of their names, that only the machine's own image has in one piece."""
 TESTS = ("pytest", "hypothesis", "psutil")
 """What the stages need besides."""
-GLIBC = (17, 24, 27, 28, 31, 34, 35, 39)
+GLIBC = range(5, 40)
 LIST, PIECE, WHEELS = "wheels.json", "piece", "wheels"
 
 
@@ -45,54 +41,55 @@ def fetch(folder: Path, *, engine: str, have: dict[str, str], python: str) -> No
         have: Versions by name, of the machine.
         python: Its version, such as ``3.12``.
     """
-    from pip._vendor.packaging.requirements import Requirement
-
-    own = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["dependencies"]
-    linux = {"sys_platform": "linux", "platform_system": "Linux", "platform_machine": "x86_64"}
-    linux |= {"python_version": python, "python_full_version": f"{python}.0"}
-    due, found = deque(map(Requirement, (engine, *own, *TESTS))), dict(have)
-    wanted: dict[str, Any] = {}
-    while due:
-        each = due.popleft()
-        name = _key(each.name)
+    pip = [sys.executable, "-m", "pip"]
+    where = ["--only-binary=:all:", "--python-version", python, "--implementation", "cp"]
+    where += [f"--platform=manylinux_2_{minor}_x86_64" for minor in GLIBC]
+    where += ["--platform=manylinux2014_x86_64", "--platform=manylinux1_x86_64"]
+    with tempfile.TemporaryDirectory() as scratch:
+        report = Path(scratch, "report.json")
+        asked = [*pip, "install", "--quiet", "--dry-run", "--ignore-installed", "--target", scratch]
+        own = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["dependencies"]
+        wanted = [engine, *own, *TESTS]
+        subprocess.run([*asked, "--report", str(report), *where, *wanted], check=True)
+        found = json.loads(report.read_text("utf-8"))["install"]
+    metadata = [each["metadata"] for each in found]
+    versions = {_key(each["name"]): each["version"] for each in metadata}
+    carried = {name for name in versions if name not in have}
+    # What is carried may want another version of what is there, which is then carried too.
+    while (
+        more := {
+            name
+            for each in metadata
+            if _key(each["name"]) in carried
+            for name in _unmet(each, have)
+        }
+        - carried
+    ):
+        carried |= more
+    for name in sorted(carried):
         if name.startswith(TORCH):
-            print(f"not carried: {each}; the machine has {have.get(name, 'none')}")
-            continue
-        wanted[name] = each.specifier & wanted[name] if name in wanted else each.specifier
-        if name in found and wanted[name].contains(found[name], prereleases=True):
-            continue
-        wheel = _fetch_one(folder / name, f"{each.name}{wanted[name]}", python)
-        metadata = message_from_bytes(_metadata(wheel))
-        found[name] = metadata["Version"]
-        for line in metadata.get_all("Requires-Dist", ()):
-            more = Requirement(line)
-            extras = [{**linux, "extra": extra} for extra in ("", *each.extras)]
-            if more.marker is None or any(map(more.marker.evaluate, extras)):
-                due.append(more)
-
-
-def _fetch_one(folder: Path, requirement: str, python: str) -> Path:
-    """Fetch a wheel in place of the version that is there."""
-    shutil.rmtree(folder, ignore_errors=True)
-    argv = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(folder)]
-    argv += ["--only-binary=:all:", "--python-version", python, "--implementation", "cp"]
-    argv += [f"--platform=manylinux_2_{minor}_x86_64" for minor in GLIBC]
-    argv += ["--platform=manylinux2014_x86_64", "--platform=manylinux1_x86_64", requirement]
-    subprocess.run(argv, check=True)
-    (wheel,) = folder.glob("*.whl")
-    return wheel
-
-
-def _metadata(wheel: Path) -> bytes:
-    with zipfile.ZipFile(wheel) as file:
-        (name,) = (
-            each for each in file.namelist() if re.fullmatch(r"[^/]+\.dist-info/METADATA", each)
-        )
-        return file.read(name)
+            print(f"not carried: {name}; the machine has {have.get(name, 'none')}")
+        else:
+            argv = [*pip, "download", "--quiet", "--no-deps", "--dest", str(folder), *where]
+            subprocess.run([*argv, f"{name}=={versions[name]}"], check=True)
 
 
 def _key(name: str) -> str:
     return name.lower().replace("_", "-").replace(".", "-")
+
+
+def _unmet(metadata: dict[str, Any], have: dict[str, str]) -> set[str]:
+    """Return what a package needs in another version than the machine has."""
+    from pip._vendor.packaging.requirements import Requirement
+
+    wanted = map(Requirement, metadata.get("requires_dist", ()))
+    return {
+        _key(each.name)
+        for each in wanted
+        if (each.marker is None or each.marker.evaluate({"extra": ""}))
+        and _key(each.name) in have
+        and not each.specifier.contains(have[_key(each.name)], prereleases=True)
+    }
 
 
 def build(folder: Path) -> None:
@@ -103,7 +100,7 @@ def build(folder: Path) -> None:
 
 def split(wheels: Path, folder: Path, *, piece_bytes: int) -> list[Path]:
     """Cut wheels, the small ones first, into pieces; return the folder of each."""
-    files = sorted(wheels.rglob("*.whl"), key=lambda file: file.stat().st_size)
+    files = sorted(wheels.glob("*.whl"), key=lambda file: file.stat().st_size)
     listed = [
         {"name": file.name, "bytes": file.stat().st_size, "sha256": _digest(file)} for file in files
     ]

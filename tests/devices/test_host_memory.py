@@ -13,6 +13,7 @@ from epd_portable.connector.copies import DeviceCopies
 from epd_portable.connector.pool import SharedMemory
 from epd_portable.errors import PlatformError
 from epd_portable.platforms.base import Platform
+from tests.devices.child import Child
 
 AMPLE_S = 60.0
 NBYTES = 1 << 20
@@ -55,3 +56,18 @@ def test_what_is_refused_to_be_pinned_leaves_the_device_as_it_was(
     with pytest.raises(PlatformError, match=f"{NBYTES} bytes at {memory.data_ptr():#x}"):
         platform.pin_host(memory.data_ptr(), NBYTES)
     assert torch.full((8,), 2.0, device=device).sum().item() == 16
+
+
+def test_a_copy_comes_back_from_host_memory_beside_its_caller_and_before_later_work(
+    platform: Platform,
+) -> None:
+    with Child(platform.name, ASCEND_SIM_COPY_US="300000") as child:
+        assert child.tell(
+            f"c = DeviceCopies(platform, last); x = torch.arange({NBYTES}).to(device)"
+        )
+        kept = "c.to_host(x, after=platform.record_event(), deadline_s=c.clock() + 60)"
+        assert child.tell(f"host = {kept}.view(torch.int64)") == "done"
+        later = "y = c.to_device(host); ended = platform.record_event().done(); z = y + 1"
+        assert child.tell(later) == "done"
+        assert child.tell("ended") == "False"
+        assert child.tell(f"torch.equal(z.cpu(), torch.arange({NBYTES}) + 1)") == "True"
