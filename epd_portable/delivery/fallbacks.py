@@ -13,6 +13,8 @@ from epd_portable.wire.outcomes import FailureKind, Fallback
 
 MAX_PD_ATTEMPTS = 2
 """Times that one request is sent: one that kills its instance must not walk over them all."""
+JOB_GRACE_S = 2.0
+"""Encode jobs may still be answered for this long when nothing waits for them any more."""
 MAX_PREFILLS = 2
 """Prefill instances asked for one request, before the decode instance prefills itself."""
 RETRIES_AT_ONCE = 100

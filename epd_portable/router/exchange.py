@@ -23,6 +23,7 @@ from epd_portable.delivery.assignment import (
     new_transfer,
 )
 from epd_portable.delivery.fallbacks import (
+    JOB_GRACE_S,
     RequestFailure,
     RequestPhase,
     RequestTries,
@@ -49,9 +50,6 @@ from epd_portable.wire.params import EncodedItem, PrefillParams
 
 logger = logging.getLogger(__name__)
 _log_failure = say_failure(logger, "delivery of an item failed")
-
-JOB_GRACE_S = 2.0
-"""Encode jobs may still be answered for this long after the PD instance has finished."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

@@ -38,7 +38,7 @@ from epd_portable.delivery.assignment import (
     new_transfer,
 )
 from epd_portable.delivery.elastic import BUSY_THRESHOLD, EncodeTimes
-from epd_portable.delivery.fallbacks import MAX_PD_ATTEMPTS, RetryBudget
+from epd_portable.delivery.fallbacks import JOB_GRACE_S, MAX_PD_ATTEMPTS, RetryBudget
 from epd_portable.delivery.instances import Instance, Use, WentDownError, while_up
 from epd_portable.delivery.ring import bounded_load
 from epd_portable.vllm_plugin.front_engines import Engines, EngineSettings, FrontEngine
@@ -129,7 +129,7 @@ class OpenRequest:
         decided: It has begun, has ended, or must be sent again.
         begun: A part of the answer is out: no other engine can give the rest.
         again: Why it must be sent again.
-        awaited: Items that encoders have not encoded.
+        awaited: Items whose encode jobs have not ended.
     """
 
     core: EngineCoreRequest
@@ -332,15 +332,17 @@ class SplitClient(AsyncMPClient):
                             transfer = transfers[each.item.item_uuid]
                             items.start_soon(self._deliver, one, each, transfer, use)
                         await one.decided.wait()
-                        items.cancel_scope.cancel()
-                use.compute()
+                        use.compute()
+                        wait_s = JOB_GRACE_S if one.begun else 0
+                        items.cancel_scope.deadline = anyio.current_time() + wait_s
                 if not one.again:
+                    self.metrics.items.labels("not_needed").inc(len(one.awaited))
                     await one.ended.wait()
         except WentDownError as error:
-            if one.begun:
-                self._put_end(one, engine)
-            else:
+            if not one.begun:
                 one.again = f"engine {engine.name} {error}"
+            elif not one.ended.is_set():
+                self._put_end(one, engine)
         finally:
             del self._at_engines[engine_id]
             if not one.ended.is_set():
@@ -403,7 +405,7 @@ class SplitClient(AsyncMPClient):
     async def _deliver(
         self, one: OpenRequest, way: Assignment[FrontItem], transfer: EncodeTransfer, use: Use
     ) -> None:
-        """Have an item encoded, by one encoder after another; cancelled when the answer begins.
+        """Have an item encoded, by one encoder after another, until the answer begins.
 
         An encoder that goes down after its job may not have written the item yet.
         """
@@ -425,7 +427,8 @@ class SplitClient(AsyncMPClient):
                         one.awaited.discard(item.item_uuid)
                         if not one.awaited:
                             use.compute()
-                        await asyncio.Event().wait()
+                        await one.decided.wait()
+                        return
             except WentDownError as error:
                 failure = EncodeFailure(kind=FailureKind.LOST, reason=str(error))
             assert failure is not None

@@ -289,6 +289,7 @@ def test_a_request_moves_to_the_engine_that_is_left(run: Any) -> None:
         (transfer,) = front.engines["e-0"].params["transfers"]
         assert transfer["consumer"] == CONTROL[other]
         assert transfer["transfer_id"] == expected["transfer_id"]
+        await front.says("e-0", front.engines["e-0"].last.request_id, end=ENDED)
         await front.says(other, front.engines[other].last.request_id, 7, end=ENDED)
         assert await front.answers() == [("r", [7], ENDED)]
         assert front.is_empty()
@@ -317,6 +318,29 @@ def test_prompts_that_begin_alike_go_to_one_engine_until_it_is_busier(run: Any) 
         assert {busy.count(name) for name in CONTROL} <= {3, 4, 5}
 
     run(story, "e-0", "pd-0", "pd-1")
+
+
+@pytest.mark.parametrize("in_time", [True, False])
+def test_a_job_may_end_after_the_answer_has_begun(
+    run: Any, in_time: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def story(front: Front) -> None:
+        await front.ask("a")
+        job = front.engines["e-0"].last.request_id
+        await front.says("pd-0", "r", 7)
+        await front.says("pd-0", "r", 8, end=ENDED)
+        if in_time:
+            assert front.engines["e-0"].aborted == []
+            await front.says("e-0", job, end=ENDED)
+        assert front.engines["e-0"].aborted == ([] if in_time else [job])
+        outcome = "encoded" if in_time else "not_needed"
+        assert front.client.metrics.items.labels(outcome)._value.get() == 1
+        assert front.is_empty()
+
+    monkeypatch.setattr(
+        "epd_portable.vllm_plugin.front_client.JOB_GRACE_S", 100.0 if in_time else 0.0
+    )
+    run(story, "e-0", "pd-0")
 
 
 @pytest.mark.parametrize("stage", ["encoding", "encoded", "answering"])
