@@ -1,44 +1,158 @@
-"""What the engine front's middleware answers by itself."""
+"""What stands around vLLM's application in the engine front, before an application of the tests."""
 
 from __future__ import annotations
 
-from typing import Any, cast
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import httpx
 import pytest
 
 pytest.importorskip("vllm")
 
-from prometheus_client import REGISTRY
-from starlette.responses import Response
+from prometheus_client import CollectorRegistry
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse
+from starlette.types import Receive, Scope, Send
 
-from epd_portable.media.limits import MediaLimits
+from epd_portable.config.instance import InstanceConfig
+from epd_portable.vllm_plugin.front_client import SplitClient
 from epd_portable.vllm_plugin.front_http import FrontMiddleware
-from tests.integration.vllm_plugin.test_front import Front, config, run  # noqa: F401 - fixtures
+from tests.integration.vllm_plugin.played_front import client_of, config_of_front
 
 pytestmark = pytest.mark.needs_vllm
 
+CHAT = "/v1/chat/completions"
+Story = Callable[[httpx.AsyncClient, SplitClient], Awaitable[None]]
 
-def test_operators_see_engines_as_they_see_the_instances_of_a_router(run: Any) -> None:  # noqa: F811
-    async def story(front: Front) -> None:
-        served = FrontMiddleware(Response())
-        served._open(front.client, MediaLimits())
-        transport = httpx.ASGITransport(app=cast(Any, served))
-        signed = front.client.secret.sign("GET", "/epd/instances", b"")
-        front.goes("e-0")
-        try:
+
+@pytest.fixture(scope="module")
+def config() -> Any:
+    return config_of_front()
+
+
+@pytest.fixture
+def run(config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    monkeypatch.setattr("epd_portable.vllm_plugin.front_http.REGISTRY", CollectorRegistry())
+
+    def play(story: Story, **settings: Any) -> None:
+        client = client_of(config, tmp_path, "e-0", "pd-0", **settings)
+        told = InstanceConfig(instance="pd-0", platform="cpu").as_json()
+        transfer = SimpleNamespace(ec_connector_extra_config=told)
+        state = SimpleNamespace(
+            engine_client=SimpleNamespace(engine_core=client),
+            vllm_config=SimpleNamespace(ec_transfer_config=transfer),
+        )
+
+        async def app(scope: Scope, receive: Receive, send: Send) -> None:
+            body = await Request(scope, receive).body()
+            await PlainTextResponse(str(len(body)))(scope, receive, send)
+
+        middleware = FrontMiddleware(app)
+
+        async def within(scope: Scope, receive: Receive, send: Send) -> None:
+            await middleware({**scope, "app": SimpleNamespace(state=state)}, receive, send)
+
+        async def told_to() -> None:
+            transport = httpx.ASGITransport(within)
             async with httpx.AsyncClient(transport=transport, base_url="http://front") as http:
-                health = await http.get("/health")
-                seen = await http.get("/epd/instances", headers={"authorization": signed})
-                refused = await http.get("/epd/instances")
-        finally:
-            REGISTRY.unregister(cast(Any, front.client.metrics.registry))
-        counts = {"up": 1, "joining": 0, "down": 1, "draining": 0}
-        assert (health.status_code, health.json()) == (200, {"status": "ok", "counts": counts})
-        assert refused.status_code == 401
-        encode, pd = seen.json()["instances"]
-        assert (encode["name"], encode["state"]) == ("e-0", "down")
-        assert encode["reason"] == "its process has ended"
-        assert (pd["state"], pd["in_flight"], pd["problem"], pd["url"]) == ("up", 0, "", "")
+                await story(http, client)
 
-    run(story, "e-0", "pd-0")
+        asyncio.run(told_to())
+
+    return play
+
+
+def up(client: SplitClient, *names: str) -> None:
+    for name in names:
+        client.engines.by_name[name].instance.seen_well()
+
+
+def test_bodies_beyond_the_sum_wait_outside_until_others_are_gone(run: Any) -> None:
+    async def story(http: httpx.AsyncClient, client: SplitClient) -> None:
+        begun, go_on = asyncio.Event(), asyncio.Event()
+
+        async def slow() -> AsyncIterator[bytes]:
+            yield b"x" * 60
+            begun.set()
+            await go_on.wait()
+            yield b"x" * 30
+
+        first = asyncio.create_task(http.post(CHAT, content=slow()))
+        await begun.wait()
+        refused = await http.post(CHAT, content=b"x" * 50)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "busy")
+        assert "max_bodies_bytes of 100" in refused.json()["error"]["message"]
+        small = await http.post(CHAT, content=b"x" * 40)
+        go_on.set()
+        assert [small.text, (await first).text] == ["40", "90"]
+        assert (await http.post(CHAT, content=b"x" * 100)).text == "100"
+        large = await http.post(CHAT, content=b"x" * 101)
+        assert (large.status_code, large.json()["error"]["code"]) == (413, "request_too_large")
+
+    run(story, max_bodies_bytes=100, max_body_bytes=100)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("mm_processor_kwargs", {"max_pixels": 10**12}),
+        ("mm_processor_kwargs", {"size": {"height": 10**6, "width": 10**6}}),
+        ("media_io_kwargs", {"video": {"num_frames": 10**9}}),
+    ],
+)
+def test_settings_that_enlarge_media_are_refused_before_anything_is_decoded(
+    run: Any, name: str, value: Any
+) -> None:
+    async def story(http: httpx.AsyncClient, client: SplitClient) -> None:
+        body = {"messages": [], name: value}
+        refused = await http.post(CHAT, json=body)
+        assert refused.status_code == 400, refused.text
+        assert name in refused.json()["error"]["message"]
+        allowed = await http.post(CHAT, json={"messages": [], name: {"max_pixels": 10_000}})
+        assert allowed.status_code == 200
+
+    run(story)
+
+
+def test_more_items_than_allowed_are_refused_in_the_form_of_the_interface(run: Any) -> None:
+    async def story(http: httpx.AsyncClient, client: SplitClient) -> None:
+        part = {"type": "image_url", "image_url": {"url": "data:,"}}
+        body = {"messages": [{"role": "user", "content": [part] * 3}]}
+        refused = await http.post(CHAT, json=body)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (400, "too_many_items")
+        refused = await http.post("/v1/messages", json=body)
+        assert (refused.status_code, refused.json()["type"]) == (400, "error")
+
+    run(story, max_media_items=2)
+
+
+def test_instances_are_for_holders_of_the_secret(run: Any) -> None:
+    async def story(http: httpx.AsyncClient, client: SplitClient) -> None:
+        def signed(method: str, target: str) -> dict[str, str]:
+            return {"authorization": client.secret.sign(method, target)}
+
+        assert (await http.get("/health")).status_code == 503
+        up(client, "e-0", "pd-0")
+        plain = await http.get("/health")
+        assert (plain.status_code, plain.json()["status"]) == (200, "ok")
+        assert "instances" not in plain.json()
+        whole = (await http.get("/health", headers=signed("GET", "/health"))).json()
+        assert {name: each["state"] for name, each in whole["instances"].items()} == {
+            "e-0": "up",
+            "pd-0": "up",
+        }
+        drain, resume = (f"/epd/instances/pd-0/{verb}" for verb in ("drain", "resume"))
+        assert (await http.post(drain)).status_code == 401
+        other = signed("POST", resume)
+        assert (await http.post(drain, headers=other)).status_code == 401
+        assert client.engines.by_name["pd-0"].instance.usable
+        assert (await http.post(drain, headers=signed("POST", drain))).json()["idle"]
+        assert (await http.get("/health")).status_code == 503
+        assert (await http.post(resume, headers=other)).status_code == 200
+        assert (await http.get("/health")).status_code == 200
+
+    run(story)
