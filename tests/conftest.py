@@ -62,6 +62,10 @@ REQUIREMENTS: dict[str, Callable[[], str | None]] = {
     "needs_redis": lambda: (
         _no_module("redis") or _no_program("redis-server", package="redis-server")
     ),
+    "needs_slurm": lambda: _no_program(
+        *("slurmctld", "slurmd", "srun"),
+        package="slurmctld slurmd slurm-client slurm-wlm-basic-plugins",
+    ),
     "needs_vllm": lambda: _no_module("vllm"),
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 
 import pytest
@@ -60,3 +61,13 @@ def test_a_name_has_its_addresses_once_each_and_one_without_is_refused() -> None
     assert addresses_of("http://[::1]:8000") == ["::1"]
     with pytest.raises(ConfigError, match=r"router\.join http://none\.invalid:80: .*headless"):
         require_addresses(["http://127.0.0.1:80", "http://none.invalid:80"])
+
+
+def test_addresses_of_version_six_are_for_names_without_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    four = [(socket.AF_INET, 1, 6, "", (each, 0)) for each in ("10.0.0.3", "10.0.0.2")]
+    six = [(socket.AF_INET6, 1, 6, "", ("fd00::2", 0, 0, 0))]
+    for found, wanted in ((six + four, ["10.0.0.2", "10.0.0.3"]), (six, ["fd00::2"])):
+        monkeypatch.setattr(socket, "getaddrinfo", lambda *_, found=found, **__: found)
+        assert addresses_of("http://routers:8000") == wanted
