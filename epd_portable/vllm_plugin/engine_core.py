@@ -7,6 +7,10 @@ answers vLLM's handshake, and runs until the front is gone.
 
 from __future__ import annotations
 
+from epd_portable.vllm_plugin import imports
+
+# isort: split
+
 import contextlib
 import logging
 import os
@@ -35,6 +39,7 @@ END_WITHIN_S = 5.0
 def main() -> None:
     """Run one engine in this process until the front or the launcher ends it."""
     commands, startup = compat.server_commands()
+    imports.done()
     startup.cli_env_setup()
     path, *argv = sys.argv[1:]
     # Of a server: what only a server has a use for is among engine arguments of files.

@@ -6,6 +6,10 @@ done once, here. ``ARGUMENTS`` are those of vLLM's server and of the prefill+dec
 
 from __future__ import annotations
 
+from epd_portable.vllm_plugin import imports
+
+# isort: split
+
 import argparse
 import asyncio
 import sys
@@ -104,6 +108,7 @@ async def serve(settings: FrontSettings, args: argparse.Namespace) -> None:
 def main() -> None:
     """Run the front in this process."""
     arguments, startup = compat.server_commands()
+    imports.done()
     startup.cli_env_setup()
     _, _, settings, *argv = sys.argv
     args = arguments.make_arg_parser(FlexibleArgumentParser()).parse_args(argv)
