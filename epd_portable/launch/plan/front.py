@@ -65,6 +65,9 @@ def _reasons_for_router(topology: Topology) -> list[str]:
         found.append("secret_file is set, so instances of other hosts may join")
     if topology.store is not None:
         found.append("store is set")
+    arguments = [topology.engine_args, *(instances.of(role).engine_args for role in ROLES)]
+    if any(each.get("api_server_count", 1) != 1 for each in arguments):
+        found.append("engine_args.api_server_count is set, and the engine front is one process")
     version = installed.vllm_version()
     if version is not None and version < KNOWN:
         found.append(f"vLLM {version[0]}.{version[1]} is older than {KNOWN[0]}.{KNOWN[1]}")

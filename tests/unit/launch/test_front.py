@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from epd_portable.errors import ConfigError
+from epd_portable.launch.plan.front import KNOWN
 from epd_portable.launch.plan.processes import Plan
 from tests.unit.launch.plans import options, plan_of
 
@@ -47,6 +48,7 @@ def test_instances_of_one_machine_become_engines_behind_one_server() -> None:
         "instances: {prefill: {count: 1}, decode: {count: 1}}",
         "secret_file: secret",
         "store: {kind: file, path: /tmp/store}",
+        "engine_args: {api_server_count: 2}",
     ],
 )
 def test_what_needs_the_router_gets_it_and_is_told_why(extra: str, tmp_path: Path) -> None:
@@ -57,6 +59,14 @@ def test_what_needs_the_router_gets_it_and_is_told_why(extra: str, tmp_path: Pat
     assert key.split(":")[0].split(" ")[0].rstrip("s") in plan.front
     with pytest.raises(ConfigError, match="front is engine"):
         planned(extra, front="engine")
+
+
+def test_an_older_vllm_gets_the_router(monkeypatch: pytest.MonkeyPatch) -> None:
+    older = (KNOWN[0], KNOWN[1] - 1)
+    monkeypatch.setattr("epd_portable.launch.plan.installed.vllm_version", lambda: older)
+    assert f"vLLM 0.{older[1]} is older than 0.{KNOWN[1]}" in planned().front
+    monkeypatch.setattr("epd_portable.launch.plan.installed.vllm_version", lambda: KNOWN)
+    assert planned().front.startswith("engine: ")
 
 
 def test_an_engine_without_encoder_is_behind_a_front_that_takes_media() -> None:
