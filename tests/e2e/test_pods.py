@@ -1,9 +1,10 @@
-"""Shape ``nodes`` of ``epd-launch render`` in a Pod of podman, with real engines on the CPU.
+"""What ``epd-launch render`` writes, in Pods of podman; with real engines on the CPU.
 
 The image is the root file system of this machine. What podman 4.3 lacks is replaced, or left out:
 
 - emptyDir: ``medium`` and ``sizeLimit``; ``/dev/shm`` is a folder on disk
 - Deployment: one replica; no strategy, and no object that scales or protects it
+- Secret: a folder of this machine
 - probes other than liveness, ``preStop`` and names of ports
 """
 
@@ -15,7 +16,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ import pytest
 import yaml
 from click.testing import CliRunner
 
+from epd_portable.config.secret import make_secret_file
 from epd_portable.launch import cli
 from tests.e2e.asking import ask, picture
 from tests.e2e.cases import ASK
@@ -32,12 +34,11 @@ pytestmark = [
     pytest.mark.e2e,
     pytest.mark.full,
     pytest.mark.needs_podman,
-    pytest.mark.needs_vllm,
     pytest.mark.timeout(900),
 ]
 
 ROOT = Path(__file__).resolve().parents[2]
-IMAGE, POD = "localhost/epd-test:1", "epd-test-pod-0"
+IMAGE = "localhost/epd-test:1"
 READY_S, END_S = 300, 90
 CONTAINERS = """
 [containers]
@@ -55,32 +56,35 @@ def podman(*words: str) -> str:
     return ended.stdout.strip()
 
 
-def rendered(folder: Path) -> Path:
-    """Render shape ``nodes`` and return what of it podman plays."""
+def rendered(folder: Path, shape: str, workload: str, secrets: Path) -> Path:
+    """Render a shape and return what of it podman plays: a Deployment, and what that mounts."""
     settings = ("router.item_outcomes=true", "router.elastic_encode=false")
-    words = ["render", "--target", "kubernetes", "--shape", "nodes", "--platform", "cpu"]
+    words = ["render", "--target", "kubernetes", "--shape", shape, "--platform", "cpu"]
     words += ["--config", str(ROOT / "configs/1e1pd.yaml"), "--output", str(folder)]
     words += ["--name", "epd-test", "--image", IMAGE]
     words += [word for each in settings for word in ("--set", each)]
     result = CliRunner().invoke(cli.main, words)
     assert result.exit_code == 0, result.output
     documents: list[dict[str, Any]] = []
-    for name in ("topology.yaml", "nodes.yaml"):
+    for name in ("topology.yaml", workload):
         documents += yaml.safe_load_all((folder / name).read_text())
     played = [each for each in documents if each["kind"] in ("ConfigMap", "Deployment")]
-    in_root_of_this_machine(played[-1]["spec"]["template"]["spec"])
+    played[-1]["spec"].pop("replicas", None)
+    in_root_of_this_machine(played[-1]["spec"]["template"]["spec"], secrets)
     file = folder / "play.yaml"
     file.write_text(yaml.safe_dump_all(played, sort_keys=False))
     return file
 
 
-def in_root_of_this_machine(pod: dict[str, Any]) -> None:
+def in_root_of_this_machine(pod: dict[str, Any], secrets: Path) -> None:
     """Put what an image would have into a Pod of an empty one."""
     [container] = pod["containers"]
     assert container["command"] == ["epd-launch"]
     for volume in pod["volumes"]:
         if "emptyDir" in volume:
             volume["emptyDir"] = {}
+        if volume.pop("secret", None):
+            volume["hostPath"] = {"path": str(secrets)}
     pod["volumes"].append({"name": "tmp", "emptyDir": {}})
     container["volumeMounts"].append({"name": "tmp", "mountPath": "/tmp"})
     folders = {*("/usr", "/bin", "/lib", "/lib64"), sys.base_prefix, str(ROOT)}
@@ -94,25 +98,25 @@ def in_root_of_this_machine(pod: dict[str, Any]) -> None:
 
 
 @pytest.fixture
-def played(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Yield the address of the Pod."""
+def play(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Path], str]]:
+    """Return what plays a file and returns the address of its Pod."""
     (tmp_path / "containers.conf").write_text(CONTAINERS)
     monkeypatch.setenv("CONTAINERS_CONF", str(tmp_path / "containers.conf"))
     subprocess.run(["tar", "-cf", tmp_path / "empty.tar", "-T", os.devnull], check=True)
     podman("import", "--quiet", str(tmp_path / "empty.tar"), IMAGE)
-    file = rendered(tmp_path / "k8s")
-    podman("kube", "play", str(file))
-    try:
-        [infra] = json.loads(podman("container", "inspect", f"{infra_of(POD)}"))
+    files: list[Path] = []
+
+    def start(file: Path) -> str:
+        files.append(file)
+        podman("kube", "play", str(file))
+        [pod] = json.loads(podman("pod", "ps", "--format", "json"))
+        [infra] = json.loads(podman("container", "inspect", pod["InfraId"]))
         addresses = [each["IPAddress"] for each in infra["NetworkSettings"]["Networks"].values()]
-        yield f"http://{addresses[0]}:8000"
-    finally:
+        return f"http://{addresses[0]}:8000"
+
+    yield start
+    for file in files:
         podman("kube", "down", str(file))
-
-
-def infra_of(pod: str) -> str:
-    found: str = json.loads(podman("pod", "inspect", pod))["InfraContainerID"]
-    return found
 
 
 def state_of(container: str) -> dict[str, Any]:
@@ -121,38 +125,64 @@ def state_of(container: str) -> dict[str, Any]:
     return state
 
 
-def until_healthy(url: str) -> None:
+def until_status(url: str, status: int, container: str) -> None:
     end_s = time.monotonic() + READY_S
     while True:
         try:
-            if httpx.get(f"{url}/health", timeout=5, trust_env=False).status_code == 200:
+            if httpx.get(f"{url}/health", timeout=5, trust_env=False).status_code == status:
                 return
         except httpx.HTTPError:
             pass
-        assert time.monotonic() < end_s, podman("logs", f"{POD}-epd")
+        assert time.monotonic() < end_s, podman("logs", container)
         time.sleep(0.5)
 
 
-def test_a_rendered_pod_answers_comes_back_and_drains(played: str) -> None:
-    container = f"{POD}-epd"
-    until_healthy(played)
-    assert ask(played, [picture(1), ASK]).sources == ["transfer"]
-
-    # The launcher is killed: its engines go with it, and the container comes back.
+def kill(container: str) -> None:
+    """Kill the launcher of a container, and wait until the container has come back."""
     before = state_of(container)
     os.kill(before["Pid"], signal.SIGKILL)
     end_s = time.monotonic() + END_S
     while (after := state_of(container))["restarts"] == before["restarts"]:
         assert time.monotonic() < end_s, after
         time.sleep(0.5)
-    until_healthy(played)
-    assert ask(played, [picture(2), ASK]).sources == ["transfer"]
+
+
+def test_a_pod_of_a_router_comes_back_and_ends_at_sigterm(
+    play: Callable[[Path], str], tmp_path: Path
+) -> None:
+    secrets = tmp_path / "secrets"
+    secrets.mkdir()
+    make_secret_file(str(secrets / "secret"))
+    file = rendered(tmp_path / "k8s", "roles", "routers.yaml", secrets)
+    url, container = play(file), "epd-test-router-pod-0-epd"
+    until_status(url, 503, container)  # No instance has joined.
+    kill(container)
+    until_status(url, 503, container)
+    os.kill(state_of(container)["Pid"], signal.SIGTERM)
+    end_s = time.monotonic() + END_S
+    while "stopped" not in podman("logs", container):
+        assert time.monotonic() < end_s
+        time.sleep(0.5)
+
+
+@pytest.mark.needs_vllm
+def test_a_pod_of_all_stages_answers_comes_back_and_drains(
+    play: Callable[[Path], str], tmp_path: Path
+) -> None:
+    container = "epd-test-pod-0-epd"
+    url = play(rendered(tmp_path / "k8s", "nodes", "nodes.yaml", tmp_path))
+    until_status(url, 200, container)
+    assert ask(url, [picture(1), ASK]).sources == ["transfer"]
+
+    kill(container)  # Its engines go with the launcher.
+    until_status(url, 200, container)
+    assert ask(url, [picture(2), ASK]).sources == ["transfer"]
 
     # What ends a Pod lets what is open end.
-    stream = {"model": "demo", "stream": True, "max_tokens": 512, "ignore_eos": True}
-    stream["messages"] = [{"role": "user", "content": "count"}]
-    url = f"{played}/v1/chat/completions"
-    with httpx.stream("POST", url, json=stream, timeout=END_S, trust_env=False) as answer:
+    request = {"model": "demo", "stream": True, "max_tokens": 512, "ignore_eos": True}
+    request["messages"] = [{"role": "user", "content": "count"}]
+    path = f"{url}/v1/chat/completions"
+    with httpx.stream("POST", path, json=request, timeout=END_S, trust_env=False) as answer:
         lines = answer.iter_lines()
         assert next(lines).startswith("data: ")
         os.kill(state_of(container)["Pid"], signal.SIGTERM)
