@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from epd_portable.runners.generators import mark_generators
 
 if TYPE_CHECKING:
-    from epd_portable.runners.host import EncodeHooks, PDHooks, RunnerHost, StepOutput, TraceHook
+    from epd_portable.runners.host import RunnerHost, StepOutput
 
     _Base = RunnerHost
 else:
@@ -23,8 +23,6 @@ else:
 
 class TracedRunner(_Base):
     """Traces the tokens of every step and the items that the encoder computes in it."""
-
-    epd: TraceHook
 
     def execute_model(self, scheduler_output: StepOutput, *args: Any, **kwargs: Any) -> Any:
         """Run one step of the engine."""
@@ -53,8 +51,6 @@ class _PartsRunner(_Base):
     vLLM encodes all of them before it saves the first output (0.26 to 0.33); so each leaves as soon
     as it is encoded.
     """
-
-    epd: EncodeHooks
 
     def _execute_mm_encoder(self, scheduler_output: StepOutput) -> Any:
         parts = list(self._parts(scheduler_output.scheduled_encoder_inputs))
@@ -93,13 +89,11 @@ class EncoderRunnerMixin(TracedRunner, _PartsRunner):
     encoder works.
     """
 
-    epd: EncodeHooks
-
     def execute_model(self, scheduler_output: StepOutput, *args: Any, **kwargs: Any) -> Any:
         """Run one step of the engine, with tokens or without."""
-        self.epd.submit_orders(scheduler_output.ec_connector_metadata, self.encoder_cache)
+        self.epd.begin_step(scheduler_output.ec_connector_metadata, self.encoder_cache)
         output = super().execute_model(scheduler_output, *args, **kwargs)
-        return _with_report(output, self.epd.report_transfers())
+        return _with_report(output, self.epd.end_step())
 
 
 class PDRunnerMixin(TracedRunner):
@@ -109,17 +103,15 @@ class PDRunnerMixin(TracedRunner):
     is computed while the item is on its way, so prompts are computed in parts.
     """
 
-    epd: PDHooks
-
     def execute_model(self, scheduler_output: StepOutput, *args: Any, **kwargs: Any) -> Any:
         """Run one step of the engine, with tokens or without."""
-        self.epd.place_items(scheduler_output.ec_connector_metadata, self.encoder_cache)
+        self.epd.begin_step(scheduler_output.ec_connector_metadata, self.encoder_cache)
         if scheduler_output.total_num_scheduled_tokens:
             with self.epd.turn():
                 # Within it vLLM asks ``get_finished``.
                 return super().execute_model(scheduler_output, *args, **kwargs)
         output = super().execute_model(scheduler_output, *args, **kwargs)
-        return _with_report(output, self.epd.report_encoded())
+        return _with_report(output, self.epd.end_step())
 
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
         """Draw the tokens of the step that was executed last."""

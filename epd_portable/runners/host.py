@@ -30,57 +30,35 @@ class StepOutput(Protocol):
     def ec_connector_metadata(self) -> Any: ...  # noqa: D102 - above
 
 
-class TraceHook(Protocol):
-    """The worker half of an instance's connector, as far as it writes the event trace."""
-
-    def trace(self, event: str, **fields: Any) -> None:
-        """Record an event with the time at which the device comes to this point of its work."""
-        ...
-
-
-class EncodeHooks(TraceHook, Protocol):
-    """The worker half of an encode instance's connector, as its runner's mixin calls it.
+class WorkerHooks(Protocol):
+    """The worker half of an instance's connector, as the mixins of its model runner call it.
 
     Attributes:
         encode_together_embeds: See `PlatformTraits.encode_together_embeds`.
     """
 
-    encode_together_embeds: int | None
+    @property
+    def encode_together_embeds(self) -> int | None: ...  # noqa: D102 - above
 
-    def submit_orders(self, metadata: Any, encoder_cache: dict[str, torch.Tensor]) -> None:
-        """Begin the transfers that the scheduler half ordered, before the encoder runs.
+    def begin_step(self, metadata: Any, encoder_cache: dict[str, torch.Tensor]) -> None:
+        """Do what the scheduler half asks for, before the step computes.
 
-        In a step that computes nothing because something must end first, rests until something
-        has, but for some milliseconds at most.
-
-        Args:
-            metadata: ``ec_connector_metadata`` of the step.
-            encoder_cache: Outputs ``(num_tokens, width)`` that are there from before; gets those
-                that are restored.
-        """
-        ...
-
-    def report_transfers(self) -> Any | None:
-        """Return what ended (vLLM's ``ECConnectorOutput``), or ``None``.
-
-        Called when all work of the step has been queued; blocks until that of the step before is
-        computed.
-        """
-        ...
-
-
-class PDHooks(TraceHook, Protocol):
-    """The worker half of a PD instance's connector, as its runner's mixin calls it."""
-
-    def place_items(self, metadata: Any, encoder_cache: dict[str, torch.Tensor]) -> None:
-        """Make the items that have arrived entries of the runner's encoder cache.
-
-        In a step with tokens they are ready for work that is queued on the current stream
-        afterwards.
+        An encode instance begins the transfers that were ordered. In a step that computes nothing
+        because something must end first, it rests until something has, but for some milliseconds
+        at most. A PD instance makes items that have arrived entries of the encoder cache: in a step
+        with tokens they are ready for work that is queued on the current stream afterwards.
 
         Args:
             metadata: ``ec_connector_metadata`` of the step.
-            encoder_cache: The runner's outputs by ``mm_hash``; is added to.
+            encoder_cache: The runner's outputs ``(num_tokens, width)`` by ``mm_hash``; is added to.
+        """
+        ...
+
+    def end_step(self) -> Any | None:
+        """Return what has ended (vLLM's ``ECConnectorOutput``), or ``None``.
+
+        Called when all work of the step has been queued. An encode instance blocks until that of
+        the step before is computed.
         """
         ...
 
@@ -88,8 +66,8 @@ class PDHooks(TraceHook, Protocol):
         """Compute while nothing is encoded in the background."""
         ...
 
-    def report_encoded(self) -> Any | None:
-        """Return what the background encoded (vLLM's ``ECConnectorOutput``), or ``None``."""
+    def trace(self, event: str, **fields: Any) -> None:
+        """Record an event with the time at which the device comes to this point of its work."""
         ...
 
 
@@ -99,14 +77,14 @@ class RunnerHost:
     For the type checker only; at run time the mixins derive from ``object``.
 
     Attributes:
-        epd: `EncodeHooks` or `PDHooks`; set by the worker before the first step.
+        epd: set by the worker before the first step.
         encoder_cache: Encoder outputs ``(num_tokens, width)`` by ``mm_hash``.
         requests: Cached request states by request id, with ``mm_features`` and ``generator``.
         input_batch: vLLM's ``InputBatch``: ``req_ids`` by index, and by the same index
             ``generators``, of requests with a seed only.
     """
 
-    epd: Any
+    epd: WorkerHooks
     encoder_cache: dict[str, torch.Tensor]
     requests: Mapping[str, Any]
     input_batch: Any
@@ -125,7 +103,7 @@ class SecondRunnerHost:
     For the type checker only; at run time the mixins derive from ``object``.
 
     Attributes:
-        epd: `EncodeHooks` or `PDHooks`; set by the worker before the first step.
+        epd: set by the worker before the first step.
         encoder_cache: vLLM's ``EncoderCache``: ``encoder_outputs`` ``(num_tokens, width)`` by
             ``mm_hash``, and ``mm_features`` by request id.
         model_state: Made by `load_model`; its ``execute_mm_encoder`` takes the indices of the items
@@ -140,7 +118,7 @@ class SecondRunnerHost:
     `input_tensor_semaphore` (0.32 and 0.33).
     """
 
-    epd: Any
+    epd: WorkerHooks
     encoder_cache: Any
     model_state: Any
     ec_connector: Any

@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from epd_portable.runners.host import EncodeHooks, SecondRunnerHost, StepOutput, TraceHook
+    from epd_portable.runners.host import SecondRunnerHost, StepOutput
 
     _Base = SecondRunnerHost
 else:
@@ -21,8 +21,6 @@ else:
 
 class SecondRunnerMixin(_Base):
     """Traces the tokens of every step and the items that the encoder computes in it."""
-
-    epd: TraceHook
 
     def execute_model(self, scheduler_output: StepOutput, *args: Any, **kwargs: Any) -> Any:
         """Run one step of the engine, or of a profile, which has no metadata of ours."""
@@ -57,13 +55,11 @@ class SecondRunnerMixin(_Base):
 class OrderingSecondRunnerMixin(SecondRunnerMixin):
     """Announces items before they are encoded, where vLLM has no hook for that (0.28 and 0.29)."""
 
-    epd: EncodeHooks
-
     def execute_model(self, scheduler_output: StepOutput, *args: Any, **kwargs: Any) -> Any:
         """Run one step of the engine, with tokens or without, or of a profile."""
         metadata = scheduler_output.ec_connector_metadata
         if metadata is not None:
-            self.epd.submit_orders(metadata, self.encoder_cache.encoder_outputs)
+            self.epd.begin_step(metadata, self.encoder_cache.encoder_outputs)
         return super().execute_model(scheduler_output, *args, **kwargs)
 
 

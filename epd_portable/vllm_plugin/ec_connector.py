@@ -378,6 +378,8 @@ class WorkerConnector(EPDConnector):
     calls vLLM's hooks in every step.
     """
 
+    _clock: StreamClock
+
     def __init__(self, vllm_config: VllmConfig, role: ECConnectorRole) -> None:
         super().__init__(vllm_config, role)
         self._by_hooks: bool = vllm_config.use_v2_model_runner
@@ -407,6 +409,37 @@ class WorkerConnector(EPDConnector):
     @abstractmethod
     def _open(self, copies: DeviceCopies, rank: int) -> int: ...
 
+    @abstractmethod
+    def begin_step(self, metadata: StepMetadata, encoder_cache: dict[str, torch.Tensor]) -> None:
+        """See `epd_portable.runners.host.WorkerHooks`."""
+
+    @abstractmethod
+    def _take_ended(self) -> Ended: ...
+
+    def end_step(self) -> ECConnectorOutput | None:
+        """See `epd_portable.runners.host.WorkerHooks`."""
+        sent, received = self._take_ended()
+        if not (sent or received):
+            return None
+        return ECConnectorOutput(finished_sending=sent, finished_recving=received)
+
+    def get_finished(self, finished_req_ids: set[str], **kwargs: Any) -> Ended:
+        """Return what has ended by the end of a step; `reports` says how."""
+        return self._take_ended()
+
+    @property
+    def encode_together_embeds(self) -> int | None:
+        """See `epd_portable.runners.host.WorkerHooks`."""
+        return TRAITS[self._config.platform].encode_together_embeds
+
+    def turn(self) -> AbstractContextManager[None]:
+        """See `epd_portable.runners.host.WorkerHooks`."""
+        return nullcontext()
+
+    def trace(self, event: str, **fields: Any) -> None:
+        """See `epd_portable.runners.host.WorkerHooks`."""
+        self._clock.trace(event, **fields)
+
     def _step_metadata(self) -> StepMetadata:
         metadata = self._get_connector_metadata()
         assert isinstance(metadata, StepMetadata)
@@ -427,15 +460,11 @@ class EncodeWorker(WorkerConnector):
         store = open_writer(self._config, self._namespace) if rank == 0 else None
         self._sender = Sender(self._config, self._fingerprint, copies, SenderMetrics(), store)
         self._opened.callback(self._sender.close, linger_s=_LINGER_S)
+        self._clock = self._sender.clock
         return 0
 
-    @property
-    def encode_together_embeds(self) -> int | None:
-        """See `epd_portable.runners.host.EncodeHooks`."""
-        return TRAITS[self._config.platform].encode_together_embeds
-
-    def submit_orders(self, metadata: StepMetadata, encoder_cache: dict[str, torch.Tensor]) -> None:
-        """See `epd_portable.runners.host.EncodeHooks`."""
+    def begin_step(self, metadata: StepMetadata, encoder_cache: dict[str, torch.Tensor]) -> None:
+        """See `epd_portable.runners.host.WorkerHooks`."""
         if self._copies is not None:
             self._copies.carry_out(metadata.copies, encoder_cache)
         for order in metadata.orders:
@@ -449,21 +478,13 @@ class EncodeWorker(WorkerConnector):
         if metadata.rests:
             self._sender.progress.rest(_REST_S)
 
-    def report_transfers(self) -> ECConnectorOutput | None:
-        """See `epd_portable.runners.host.EncodeHooks`."""
-        return _report(self._take_ended())
-
-    def trace(self, event: str, **fields: Any) -> None:
-        """See `epd_portable.runners.host.TraceHook`."""
-        self._sender.clock.trace(event, **fields)
-
     def start_save_caches(
         self, *, encoder_cache: dict[str, torch.Tensor] | None = None, **kwargs: Any
     ) -> None:
         """A step begins (0.30 and later)."""
         if self._by_hooks:
             assert encoder_cache is not None, "vLLM gives it in all versions that call this"
-            self.submit_orders(self._step_metadata(), encoder_cache)
+            self.begin_step(self._step_metadata(), encoder_cache)
 
     def save_caches(
         self, encoder_cache: dict[str, torch.Tensor], mm_hash: str, **kwargs: Any
@@ -474,7 +495,7 @@ class EncodeWorker(WorkerConnector):
             self._copies.output_ready(mm_hash, encoder_cache[mm_hash])
 
     def get_finished(self, finished_req_ids: set[str], **kwargs: Any) -> Ended:
-        """Return what ended by the end of a step."""
+        """See `WorkerConnector`; the first runner drops it, and its mixin asks `end_step`."""
         return self._take_ended() if self._by_hooks else (None, None)
 
     def _take_ended(self) -> Ended:
@@ -494,7 +515,6 @@ class PDWorker(WorkerConnector):
     """The worker half of a PD instance: a `Placer`, and perhaps a `BackgroundEncoder`."""
 
     _placer: Placer
-    _clock: StreamClock
     _background: BackgroundEncoder | None = None
 
     def _open(self, copies: DeviceCopies, rank: int) -> int:
@@ -515,8 +535,8 @@ class PDWorker(WorkerConnector):
             )
             self._opened.callback(self._background.close)
 
-    def place_items(self, metadata: StepMetadata, encoder_cache: dict[str, torch.Tensor]) -> None:
-        """See `epd_portable.runners.host.PDHooks`."""
+    def begin_step(self, metadata: StepMetadata, encoder_cache: dict[str, torch.Tensor]) -> None:
+        """See `epd_portable.runners.host.WorkerHooks`."""
         self._placer.carry_out(metadata.receipts, encoder_cache)
         if self._background is not None:
             for encoding in metadata.receipts.encodings:
@@ -524,27 +544,15 @@ class PDWorker(WorkerConnector):
             self._background.place(encoder_cache)
 
     def turn(self) -> AbstractContextManager[None]:
-        """See `epd_portable.runners.host.PDHooks`."""
+        """See `epd_portable.runners.host.WorkerHooks`."""
         return nullcontext() if self._background is None else self._background.turns.step()
-
-    def report_encoded(self) -> ECConnectorOutput | None:
-        """See `epd_portable.runners.host.PDHooks`."""
-        return _report(self._take_encoded())
-
-    def trace(self, event: str, **fields: Any) -> None:
-        """See `epd_portable.runners.host.TraceHook`."""
-        self._clock.trace(event, **fields)
 
     def start_load_caches(self, encoder_cache: dict[str, torch.Tensor], **kwargs: Any) -> None:
         """See `EPDConnector`."""
         if self._by_hooks:
-            self.place_items(self._step_metadata(), encoder_cache)
+            self.begin_step(self._step_metadata(), encoder_cache)
 
-    def get_finished(self, finished_req_ids: set[str], **kwargs: Any) -> Ended:
-        """Return items that could not be encoded in the background, and those that were."""
-        return self._take_encoded()
-
-    def _take_encoded(self) -> Ended:
+    def _take_ended(self) -> Ended:
         if self._background is None:
             return None, None
         failed, placed = self._background.take_ended()
@@ -567,13 +575,6 @@ def _read(reader: Callable[[dict[str, Any]], ParamsT], request: Request) -> Para
     except ProtocolError as error:
         logger.error("request %s is served without transfer: %s", request.request_id, error)
         return None
-
-
-def _report(ended: Ended) -> ECConnectorOutput | None:
-    sent, received = ended
-    if not (sent or received):
-        return None
-    return ECConnectorOutput(finished_sending=sent, finished_recving=received)
 
 
 def _limit_compute(platform: Platform, index: int) -> None:

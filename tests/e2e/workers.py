@@ -40,8 +40,8 @@ class _SpoiledItems:
     def __init__(self, real: Any) -> None:
         self._real = real
 
-    def place_items(self, metadata: Any, encoder_cache: dict[str, torch.Tensor]) -> None:
-        self._real.place_items(metadata, encoder_cache)
+    def begin_step(self, metadata: Any, encoder_cache: dict[str, torch.Tensor]) -> None:
+        self._real.begin_step(metadata, encoder_cache)
         if (FLAGS / flags.SPOIL).exists():
             for placement in metadata.receipts.placements:
                 encoder_cache[placement.mm_hash] = encoder_cache[placement.mm_hash].roll(1, 1)

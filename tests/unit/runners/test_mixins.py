@@ -37,20 +37,16 @@ class Runner:
         self.report: object = None
         self.traced: list[tuple[str, dict[str, object]]] = []
 
-    def submit_orders(self, metadata: object, encoder_cache: dict[str, Any]) -> None:
+    def begin_step(self, metadata: object, encoder_cache: dict[str, Any]) -> None:
         assert encoder_cache is self.encoder_cache
-        self.calls.append(("orders", metadata))
+        self.calls.append(("begin", metadata))
 
     def trace(self, event: str, **fields: object) -> None:
         self.traced.append((event, fields))
 
-    def report_transfers(self) -> object:
-        self.calls.append("report")
+    def end_step(self) -> object:
+        self.calls.append("end")
         return self.report
-
-    def place_items(self, metadata: object, encoder_cache: dict[str, Any]) -> None:
-        assert encoder_cache is self.encoder_cache
-        self.calls.append(("place", metadata))
 
     @contextmanager
     def turn(self) -> Iterator[None]:
@@ -61,10 +57,6 @@ class Runner:
     def sample_tokens(self, structure: object) -> object:
         self.calls.append(structure)
         return "tokens"
-
-    def report_encoded(self) -> object:
-        self.calls.append("report")
-        return self.report
 
     def execute_model(self, scheduler_output: Step, extra: object = None) -> Output:
         self.calls.append(("model", extra))
@@ -106,45 +98,35 @@ def mixed(mixin: type) -> Any:
     return type("Mixed", (mixin, Runner), {})()
 
 
-@pytest.mark.parametrize("tokens", [0, 3])
-def test_orders_are_submitted_before_and_reported_after_every_step(tokens: int) -> None:
-    runner = mixed(EncoderRunnerMixin)
+CASES = [(EncoderRunnerMixin, 0), (EncoderRunnerMixin, 3), (PDRunnerMixin, 0)]
+"""Steps whose end vLLM does not ask the connector for."""
+
+
+@pytest.mark.parametrize(("mixin", "tokens"), CASES)
+def test_the_connector_hears_of_the_begin_and_the_end_of_a_step(mixin: type, tokens: int) -> None:
+    runner = mixed(mixin)
     output = runner.execute_model(Step(total_num_scheduled_tokens=tokens), extra="kept")
     assert output is Runner.shared
-    assert runner.calls == [("orders", "metadata"), ("model", "kept"), "report"]
+    assert runner.calls == [("begin", "metadata"), ("model", "kept"), "end"]
 
 
-def test_a_report_is_attached_to_a_copy_of_the_output() -> None:
-    runner = mixed(EncoderRunnerMixin)
+@pytest.mark.parametrize(("mixin", "tokens"), CASES)
+def test_a_report_is_attached_to_a_copy_of_the_output(mixin: type, tokens: int) -> None:
+    runner = mixed(mixin)
     runner.report = "ended"
-    output = runner.execute_model(Step())
+    output = runner.execute_model(Step(total_num_scheduled_tokens=tokens))
     assert output.ec_connector_output == "ended"
     assert Runner.shared.ec_connector_output is None
-
-
-def test_items_are_placed_before_every_step() -> None:
-    runner = mixed(PDRunnerMixin)
-    assert runner.execute_model(Step(), extra="kept") is Runner.shared
-    assert runner.calls == [("place", "metadata"), ("model", "kept"), "report"]
 
 
 def test_a_step_that_computes_takes_its_turn_and_draws_in_another() -> None:
     runner = mixed(PDRunnerMixin)
     step = Step(total_num_scheduled_tokens=3)
     assert runner.execute_model(step, extra="kept") is Runner.shared
-    assert runner.calls == [("place", "metadata"), "turn", ("model", "kept"), "over"]
+    assert runner.calls == [("begin", "metadata"), "turn", ("model", "kept"), "over"]
     runner.calls.clear()
     assert runner.sample_tokens("grammar") == "tokens"
     assert runner.calls == ["turn", "grammar", "over"]
-
-
-def test_what_was_encoded_beside_steps_is_reported_with_a_step_without_tokens() -> None:
-    # With one that has tokens vLLM asks ``get_finished``.
-    runner = mixed(PDRunnerMixin)
-    runner.report = "encoded"
-    assert runner.execute_model(Step()).ec_connector_output == "encoded"
-    assert runner.execute_model(Step(total_num_scheduled_tokens=3)) is Runner.shared
-    assert Runner.shared.ec_connector_output is None
 
 
 @pytest.mark.parametrize("mixin", [EncoderRunnerMixin, PDRunnerMixin])

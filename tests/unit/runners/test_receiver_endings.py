@@ -109,6 +109,22 @@ def test_a_producer_killed_during_its_write_gives_its_slot_back_when_it_is_gone(
     assert pair.pd.encode_here("r", 0)
 
 
+def test_workers_hear_of_a_grant_that_was_taken_back_before_its_slot_is_free() -> None:
+    """They write it themselves on this path."""
+    pair = Pair(PrefillSide(path="tcp"))
+    pair.pd.arrive("r", CAT)
+    pair.encode.submit(CAT, ready=True)
+    pair.round()
+    (write,) = pair.encode.writes.values()
+    pair.pd.finish("r")
+    pair.pd.receiver.take_in()
+    orders, pool = pair.pd.receiver.orders, pair.pd.pool
+    assert orders.take_orders([], computes=False).revoked == [write.slot.generation]
+    assert pool.free_bytes < pool.capacity_bytes
+    pair.pd.receiver.step_done()
+    assert pool.free_bytes == pool.capacity_bytes
+
+
 def test_what_was_written_during_a_step_that_outlasts_its_lease_is_used(pair: Pair) -> None:
     pair.pd.arrive("r", CAT)
     pair.encode.submit(CAT, ready=True)

@@ -21,7 +21,7 @@ class Runner:
         self.model_state: Any = None
         self.traced: list[tuple[str, dict[str, Any]]] = []
 
-    def submit_orders(self, metadata: object, encoder_cache: dict[str, Any]) -> None:
+    def begin_step(self, metadata: object, encoder_cache: dict[str, Any]) -> None:
         assert encoder_cache is self.encoder_cache.encoder_outputs
         self.calls.append(("orders", metadata))
 
