@@ -77,64 +77,48 @@ def version() -> Version:
 
 
 def check_supported(vllm_config: VllmConfig) -> None:
-    """Raise `EngineError` for settings that the plug-in cannot serve correctly."""
+    """Raise `EngineError` with every setting that the plug-in cannot serve correctly."""
     version()
     parallel = vllm_config.parallel_config
-    transfer = vllm_config.ec_transfer_config
-    if vllm_config.use_v2_model_runner and version() < SECOND_RUNNER:
-        raise EngineError(
-            f"vLLM {vllm.__version__}: its second model runner has none of the hooks that the "
-            "plug-in needs: set VLLM_USE_V2_MODEL_RUNNER=0"
-        )
-    if parallel.pipeline_parallel_size > 1:
-        raise EngineError(
-            f"pipeline_parallel_size={parallel.pipeline_parallel_size}: items are placed on the "
-            "first stage only, which is not supported yet; use tensor_parallel_size"
-        )
-    if getattr(parallel, "prefill_context_parallel_size", 1) > 1:
-        raise EngineError(
-            f"prefill_context_parallel_size={parallel.prefill_context_parallel_size}: items are "
-            "not divided among such ranks, which is not supported yet; use tensor_parallel_size"
-        )
-    if parallel.data_parallel_size > 1:
-        raise EngineError(
-            f"data_parallel_size={parallel.data_parallel_size}: start more instances instead"
-        )
-    if transfer.is_ec_producer and transfer.is_ec_consumer:
-        raise EngineError("ec_role 'ec_both': use ec_producer or ec_consumer")
-    if transfer.is_ec_producer and parallel.tensor_parallel_size > 1:
-        raise EngineError(
-            f"tensor_parallel_size={parallel.tensor_parallel_size} on an encode instance: "
-            "start more encode instances instead"
-        )
-    if transfer.is_ec_producer and vllm_config.scheduler_config.async_scheduling:
-        raise EngineError(
-            "async_scheduling on an encode instance: it generates nothing, so no step can be "
-            "scheduled ahead; pass --no-async-scheduling"
-        )
-    scheduler_cls = vllm_config.scheduler_config.scheduler_cls
-    if not str(scheduler_cls).startswith(OUR_MODULES):
-        raise EngineError(
-            f"the engine schedules with {scheduler_cls}: leave scheduler_cls to the launcher, and "
-            "leave out platform options that replace it (in vllm-ascend: recompute, dyntra, batch "
-            "job and profiling chunk settings in additional_config)"
-        )
-    manager = getattr(vllm_config, "ec_manager_config", None)
-    if manager is not None and manager.encoder_cache_manager_cls is not None:
-        raise EngineError(
-            f"ec_manager_config: {manager.encoder_cache_manager_cls} cannot be used beside the "
-            "encoder cache of epd-portable: leave it out"
-        )
-    pruning = getattr(vllm_config.model_config.multimodal_config, "video_pruning_rate", None)
-    if pruning:
-        raise EngineError(
-            f"video_pruning_rate={pruning}: what is left of a video is known only when it is "
-            "encoded, too late to make room for it elsewhere; leave it out"
-        )
-    if vllm_config.model_config.is_encoder_decoder:
-        raise EngineError(
-            "encoder-decoder models have no encoder outputs to transfer; serve them in one process"
-        )
+    transfer, model = vllm_config.ec_transfer_config, vllm_config.model_config
+    tensor, pipeline = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
+    context = getattr(parallel, "prefill_context_parallel_size", 1)
+    scheduler, encodes = vllm_config.scheduler_config, transfer.is_ec_producer
+    ec_manager = getattr(vllm_config, "ec_manager_config", None)
+    manager = ec_manager and ec_manager.encoder_cache_manager_cls
+    pruning = getattr(model.multimodal_config, "video_pruning_rate", None)
+    problems: dict[str, Any] = {
+        f"vLLM {vllm.__version__}: its second model runner has none of the hooks that the plug-in "
+        "needs: set VLLM_USE_V2_MODEL_RUNNER=0": (
+            vllm_config.use_v2_model_runner and version() < SECOND_RUNNER
+        ),
+        f"pipeline_parallel_size={pipeline}: items are placed on the first stage only, which is "
+        "not supported yet; use tensor_parallel_size": pipeline > 1,
+        f"prefill_context_parallel_size={context}: items are not divided among such ranks, which "
+        "is not supported yet; use tensor_parallel_size": context > 1,
+        f"data_parallel_size={parallel.data_parallel_size}: start more instances instead": (
+            parallel.data_parallel_size > 1
+        ),
+        "ec_role 'ec_both': use ec_producer or ec_consumer": encodes and transfer.is_ec_consumer,
+        f"tensor_parallel_size={tensor} on an encode instance: start more encode instances "
+        "instead": encodes and tensor > 1,
+        "async_scheduling on an encode instance: it generates nothing, so no step can be scheduled "
+        "ahead; pass --no-async-scheduling": encodes and scheduler.async_scheduling,
+        f"the engine schedules with {scheduler.scheduler_cls}: leave scheduler_cls to the "
+        "launcher, and leave out platform options that replace it (in vllm-ascend: recompute, "
+        "dyntra, batch job and profiling chunk settings in additional_config)": (
+            not str(scheduler.scheduler_cls).startswith(OUR_MODULES)
+        ),
+        f"ec_manager_config: {manager} cannot be used beside the encoder cache of epd-portable: "
+        "leave it out": manager is not None,
+        f"video_pruning_rate={pruning}: what is left of a video is known only when it is encoded, "
+        "too late to make room for it elsewhere; leave it out": pruning,
+        "encoder-decoder models have no encoder outputs to transfer; serve them in one process": (
+            model.is_encoder_decoder
+        ),
+    }
+    if found := [problem for problem, applies in problems.items() if applies]:
+        raise EngineError("; ".join(found))
 
 
 def check_metadata() -> None:
