@@ -10,11 +10,9 @@ client left, keeps it for long. So room is shared among consumers, and this alwa
 - Requests for one consumer start in the order of their arrival.
 - A consumer's *share* is the cache divided by the consumers that have requests here or had some
   within the time that a transfer may take. A request is *entitled* to start if its consumer keeps
-  no more than its share with it, or nothing at all without it.
-- Beyond its share a consumer takes only what no entitled request waits for, and it leaves every
-  other consumer the whole of its share, whether that has requests waiting or not. So a consumer
-  that asks for no more than its share never waits for what another does not take. Alone a consumer
-  takes everything.
+  no more than its share with it, nothing at all without it, or all of its items already. So a
+  consumer that asks for no more than its share never waits for what another does not take. Alone a
+  consumer takes everything.
 - No request waits behind one that is not entitled. The first that is entitled and does not fit gets
   its room: those that start meanwhile stay, with their consumers, in an equal part of what it and
   those beyond their shares leave. That happens where an item is larger than a share, or when the
@@ -75,9 +73,9 @@ class StepLimits:
 _NO_CONSUMER = ("",)
 """Stands for the consumers of requests that have none."""
 
-Outcome = Literal["starts", "full", "short", "beyond"]
-"""Of an attempt: it starts; the step computes no more; the cache has no room; or that would be for
-others."""
+Outcome = Literal["starts", "full", "short", "not entitled"]
+"""Of an attempt: it starts; the step computes no more; the cache has no room; or the consumer keeps
+its share."""
 
 
 class KeptRoom:
@@ -171,7 +169,6 @@ class _Step:
         room: Of the cache.
         kept: For each consumer, with what starts in this step.
         share: What each may keep.
-        spare: Room that is no part of a share, for consumers beyond their own.
         short: An entitled request waits for room.
         counted: Items that are encoded in this step.
         charged: Items that are kept from this step on, with their consumers.
@@ -183,21 +180,10 @@ class _Step:
     room: int
     kept: Counter[str]
     share: int
-    spare: int = 0
     short: bool = False
     counted: set[str] = field(default_factory=set)
     charged: dict[str, set[str]] = field(default_factory=dict)
     behind: dict[str, Iterator[_Arrival]] = field(default_factory=dict)
-
-    def beyond(self, consumer: str, more: int) -> int:
-        """Return how much of what a consumer takes more is beyond its share."""
-        kept = self.kept[consumer]
-        return max(0, kept + more - max(kept, self.share))
-
-    def take(self, consumer: str, more: int) -> None:
-        """Let a consumer keep more from this step on."""
-        self.spare -= self.beyond(consumer, more)
-        self.kept[consumer] += more
 
 
 class EncodeQueue:
@@ -278,9 +264,20 @@ class EncodeQueue:
             kept=self._kept.by_consumer(),
             share=self._cache.cache_size // max(1, len(self._lines)),
         )
-        left = self._admit_entitled(step)
-        if not step.short:
-            self._admit_beyond(left, step)
+        held: set[str] = set()
+        firsts = (next(iter(line.requests.values()), None) for line in self._lines.values())
+        for arrival in self._in_order({each for each in firsts if each is not None}, step):
+            if len(arrival.consumers) > 1 and not held.isdisjoint(arrival.consumers):
+                outcome: Outcome = "not entitled"
+            else:
+                outcome = self._try(arrival, step)
+            if outcome == "full":
+                return
+            if outcome != "starts":
+                held.update(arrival.consumers)
+                if outcome == "short" and not step.short:
+                    step.short = True
+                    step.share = self._share_beside(arrival, step)
 
     @property
     def is_empty(self) -> bool:
@@ -351,46 +348,6 @@ class EncodeQueue:
 
     # -- what starts -----------------------------------------------------------------------------
 
-    def _admit_entitled(self, step: _Step) -> list[_Arrival]:
-        """Admit entitled requests, in order; return the others, or none if the step is full."""
-        left: list[_Arrival] = []
-        held: set[str] = set()
-        firsts = (next(iter(line.requests.values()), None) for line in self._lines.values())
-        for arrival in self._in_order({each for each in firsts if each is not None}, step):
-            if len(arrival.consumers) > 1 and not held.isdisjoint(arrival.consumers):
-                outcome: Outcome = "beyond"
-            else:
-                outcome = self._try(arrival, step)
-            if outcome == "full":
-                return []
-            if outcome != "starts":
-                held.update(arrival.consumers)
-                left.append(arrival)
-                if outcome == "short" and not step.short:
-                    step.short = True
-                    step.share = self._share_beside(arrival, step)
-        return left
-
-    def _admit_beyond(self, left: list[_Arrival], step: _Step) -> None:
-        """Let consumers take more than their shares of what no share of another is made of.
-
-        An item that is kept for several consumers is counted for each: all but one may let it go.
-        """
-        step.spare = self._cache.cache_size - step.share * len(self._lines)
-        step.spare -= sum(
-            max(0, kept - step.share if consumer in self._lines else kept)
-            for consumer, kept in step.kept.items()
-        )
-        held: set[str] = set()
-        for arrival in self._in_order(left, step):
-            in_vain = step.spare <= 0 and not self._charges(arrival, step)
-            if (
-                in_vain
-                or not held.isdisjoint(arrival.consumers)
-                or self._try(arrival, step, beyond=True) != "starts"
-            ):
-                held.update(arrival.consumers)
-
     def _in_order(self, arrivals: Iterable[_Arrival], step: _Step) -> Iterator[_Arrival]:
         """Yield requests by their number, and those behind each that was admitted; each once."""
         queue = [(each.number, each) for each in arrivals]
@@ -420,33 +377,22 @@ class EncodeQueue:
             return max(0, size) // sharing
         return (size - max(needed, size // sharing)) // max(1, sharing - 1)
 
-    def _try(self, arrival: _Arrival, step: _Step, *, beyond: bool = False) -> Outcome:
-        """Admit a request, or the next part of it, if it may start.
-
-        Args:
-            arrival: The request.
-            step: What is left.
-            beyond: It may be beyond a share; otherwise it must be entitled.
-        """
+    def _try(self, arrival: _Arrival, step: _Step) -> Outcome:
+        """Admit a request, or the next part of it, if it is entitled to start and fits."""
         if arrival.in_parts:
-            return self._try_part(arrival, step, beyond=beyond)
-        outcome = self._try_whole(arrival, step, beyond=beyond)
+            return self._try_part(arrival, step)
+        outcome = self._try_whole(arrival, step)
         if outcome != "starts" and not arrival.whole:
-            return self._try_part(arrival, step, beyond=beyond)
+            return self._try_part(arrival, step)
         return outcome
 
-    def _try_whole(self, arrival: _Arrival, step: _Step, *, beyond: bool) -> Outcome:
+    def _try_whole(self, arrival: _Arrival, step: _Step) -> Outcome:
         # Where room is short, what is kept already must not be kept for longer.
         charges = {} if step.short else self._charges(arrival, step)
-        over = 0
         for consumer in arrival.consumers:
             kept, more = step.kept[consumer], charges.get(consumer, arrival.total)
-            if beyond:
-                over += step.beyond(consumer, more)
-            elif kept + more > step.share and (kept or step.short):
-                return "beyond"
-        if beyond and over > step.spare:
-            return "beyond"
+            if more and kept + more > step.share and (kept or step.short):
+                return "not entitled"
         request = arrival.request
         wanted = idle = 0
         for mm_hash, size in arrival.sizes.items():
@@ -467,7 +413,7 @@ class EncodeQueue:
         step.embeddings -= wanted
         step.room -= idle + wanted
         for consumer in arrival.consumers:
-            step.take(consumer, charges.get(consumer, arrival.total))
+            step.kept[consumer] += charges.get(consumer, arrival.total)
             for mm_hash in arrival.sizes:
                 step.charged.setdefault(mm_hash, set()).add(consumer)
         return "starts"
@@ -486,7 +432,7 @@ class EncodeQueue:
                     charges[consumer] = charges.get(consumer, arrival.total) - size
         return charges
 
-    def _try_part(self, arrival: _Arrival, step: _Step, *, beyond: bool) -> Outcome:
+    def _try_part(self, arrival: _Arrival, step: _Step) -> Outcome:
         """Admit as many of a request's next items as its consumers may take."""
         request = arrival.request
         first, wanted = self._part(arrival)
@@ -494,12 +440,10 @@ class EncodeQueue:
         for consumer in arrival.consumers:
             kept = step.kept[consumer]
             share = step.share - kept
-            if beyond:
-                share = max(0, share) + step.spare // len(arrival.consumers)
-            elif not kept and not step.short:
+            if not kept and not step.short:
                 share = max(share, first)
             if first > max(0, share):
-                return "beyond"
+                return "not entitled"
             most = min(most, share)
         if not step.tokens or first > step.embeddings:
             return "full"
@@ -512,7 +456,7 @@ class EncodeQueue:
         step.embeddings -= taken
         step.room -= taken
         for consumer in arrival.consumers:
-            step.take(consumer, taken)
+            step.kept[consumer] += taken
         return "starts"
 
     def _part(self, arrival: _Arrival) -> tuple[int, int]:
