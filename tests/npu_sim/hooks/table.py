@@ -440,7 +440,7 @@ CONNECTING: list[Hook] = [
         arguments=("self", "vllm_config", "role"),
     ),
     Calls(
-        caller="ec_connector.py: EncodeWorker.report_transfers",
+        caller="ec_connector.py: WorkerConnector.end_step",
         target="vllm.v1.outputs:ECConnectorOutput",
         keywords=("finished_sending", "finished_recving"),
     ),
