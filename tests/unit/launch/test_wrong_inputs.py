@@ -328,7 +328,7 @@ def test_a_router_whose_name_has_no_address_is_refused() -> None:
     make_secret_file("s")
     file = (
         "model: demo\nsecret_file: s\nrouter: {join: 'http://none.invalid:8000'}\n"
-        "launch: {host: 192.0.2.1}\n"
+        "launch: {host: 127.0.0.2}\n"
     )
     for command in (UP, "epd-launch instance --role encode --platform cpu --config t.yaml"):
         text = run(command, file).output
