@@ -28,7 +28,6 @@ from tests.integration.router.stand_in import (
     ControlEnd,
     Received,
     answer,
-    forever,
     once,
     stream,
 )
@@ -142,19 +141,6 @@ async def test_small_pictures_stay_where_they_are_needed(build: Build) -> None:
     part = job.body["messages"][0]["content"][0]
     assert part["image_url"] == RED["image_url"]
     assert await t.metric('epd_router_items_total{outcome="local_first"}') == 1
-
-
-async def test_a_decider_says_how_long_an_encode_job_may_take(build: Build) -> None:
-    decider = {"type": "multimodal-epd-decider", "parameters": {"encoderTimeout": 200}}
-    plugins = [decider if each["type"] == decider["type"] else each for each in AFFINITY["plugins"]]
-
-    told = asyncio.Event()
-    choice = {**AFFINITY, "plugins": plugins}
-    t = await build(behaviour=once(told), encoding=forever, choice=choice)
-    asking = asyncio.create_task(t.chat(RED, TEXT))
-    await t.until_metric('epd_router_items_total{outcome="local"}', 1)
-    told.set()
-    assert (await asking).status_code == 200
 
 
 async def test_nobody_decides_for_instances_that_cannot_encode(build: Build) -> None:

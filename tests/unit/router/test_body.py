@@ -10,7 +10,6 @@ import pytest
 
 from epd_portable.errors import RequestError
 from epd_portable.router.contents.body import (
-    BATCH_PATH,
     CHAT_PATH,
     COMPLETION_PATH,
     COUNT_PATH,
@@ -457,18 +456,6 @@ def test_no_endpoint_takes_what_travels_between_router_and_instances(path: str) 
     with pytest.raises(RequestError, match="router's own"):
         forged = {**body, "vllm_xargs": {"kv_transfer_params": "x"}}
         read_call(path, json.dumps(forged).encode(), RULES)
-
-
-@pytest.mark.parametrize("path", ["/tokenize", "/invocations", BATCH_PATH])
-def test_no_endpoint_takes_a_clients_name_of_an_item(path: str) -> None:
-    forged = {**PICTURE, "uuid": "forged"}
-    messages: list[Any] = [{"role": "user", "content": [forged]}]
-    messages = [messages, messages] if path == BATCH_PATH else messages
-    call = read_call(path, json.dumps({"messages": messages}).encode(), RULES)
-    assert call.items == ()
-    first = sent(call.for_pd(None))["messages"][0]
-    first = first[0] if path == BATCH_PATH else first
-    assert first["content"] == [{**PICTURE, "uuid": chat(WITH_IMAGE).items[0].item_uuid}]
 
 
 def test_a_body_that_nobody_looks_at_goes_on_as_it_is() -> None:

@@ -6,6 +6,7 @@ import pytest
 
 from epd_portable.router.fleet.control import ControlChannels
 from epd_portable.router.fleet.engine_loads import OLD_AFTER_S, EngineLoads
+from epd_portable.router.http import open_files
 from epd_portable.router.http.upstream import Upstream
 from epd_portable.wire.messages import LoadReport
 from tests.keyring import keys
@@ -56,3 +57,17 @@ async def test_what_was_given_since_waits_there_too(control: ControlChannels) ->
     with encoder.working():
         known = encoder.reported
         assert known is not None and (known.items, known.pixels) == (4, 7)
+
+
+MANY = 1100
+"""More sockets than a ZMQ context has by default."""
+
+
+async def test_there_is_a_channel_to_each_of_many_instances() -> None:
+    control = ControlChannels(keys())
+    try:
+        # A machine that allows fewer files cannot show it.
+        for number in range(min(MANY, open_files.raise_limit() - 200)):
+            control.connect(f"pd-{number}", "tcp://127.0.0.1:9")
+    finally:
+        await control.close()

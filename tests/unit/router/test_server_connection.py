@@ -123,6 +123,7 @@ H2C = (
     b"POST /h2c HTTP/1.1\r\nconnection: upgrade, http2-settings\r\nupgrade: h2c\r\n"
     b"content-length: 3\r\n\r\nabc"
 )
+UPGRADE = b"GET /up HTTP/1.1\r\nconnection: upgrade\r\nupgrade: websocket\r\n\r\n"
 LARGE = b"POST /large HTTP/1.1\r\ncontent-length: %d\r\n\r\n" % (3 * LARGE_BYTES) + (
     b"x" * 3 * LARGE_BYTES
 )
@@ -132,6 +133,7 @@ REQUESTS = {
     LENGTH: b"POST /length? abc",
     CHUNKED: b"POST /chunks? abcdefg",
     H2C: b"POST /h2c? abc",
+    UPGRADE: b"GET /up? ",
     LARGE: b"POST /large? " + b"x" * 3 * LARGE_BYTES,
 }
 
