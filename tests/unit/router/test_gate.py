@@ -59,6 +59,37 @@ def test_one_too_many_turns_away_who_has_the_least_claim(
     assert (door.waiting, door.turn_away()) == (2, None)
 
 
+def test_nobody_overtakes_at_a_limit_that_somebody_before_lacks() -> None:
+    door = gate(None, 4)
+    first = enter(door, items=3)
+    large, small = enter(door, items=4), enter(door, items=1)
+    assert (large.where, small.where) == ("waiting", "waiting")
+    assert door.lacking_limit(small) == ITEMS
+    assert order(door, first) == [large, small]
+
+
+def test_nobody_overtakes_while_somebody_behind_may_go() -> None:
+    door = Gate([5, 4], max_waiting=9)
+    text = Ticket([1, 0])
+    for ticket in (Ticket([1, 3]), Ticket([1, 4]), Ticket([0, 1]), text):
+        door.enter(ticket)
+    assert door.admit() == [text]
+
+
+def test_texts_do_not_keep_a_picture_waiting_for_ever() -> None:
+    door = gate(3, 1)
+    first, text = enter(door, items=1), enter(door)
+    picture, later = enter(door, items=1), enter(door)
+    assert (picture.where, later.where) == ("waiting", "going")
+    last = enter(door)
+    assert last.where == "waiting"
+    # Of what the last one lacks, the picture's part is kept: it came before.
+    door.leave(first)
+    assert door.admit() == [picture]
+    door.leave(text)
+    assert door.admit() == [last]
+
+
 def test_nobody_waits_where_there_is_no_place_to() -> None:
     door = gate(max_waiting=0)
     enter(door)
