@@ -125,6 +125,24 @@ async def test_what_is_not_allowed_is_refused_with_400(
     assert not site.heads
 
 
+async def test_anthropics_and_responses_images_are_fetched(build: Build, site: Site) -> None:
+    t = await build(**allowed(site))
+    url = image(site)["image_url"]["url"]
+    block = {"type": "image", "source": {"type": "url", "url": url}}
+    messages = [{"role": "user", "content": [block]}]
+    await t.client.post("/v1/messages", json={"messages": messages, "max_tokens": 1})
+    seen = [{"role": "user", "content": [{"type": "input_image", "image_url": url}]}]
+    await t.client.post("/v1/responses", json={"input": seen})
+    await t.client.post("/v1/score", json={"data_1": "x", "data_2": {"content": [image(site)]}})
+
+    first, second, third = (received.body for received in t.pd.received)
+    assert first["messages"][0]["content"][0]["source"] == {"type": "url", "url": INLINED}
+    assert second["input"][0]["content"][0]["image_url"] == INLINED
+    assert third["data_2"]["content"][0]["image_url"] == {"url": INLINED}
+    assert [urls(job) for job in t.encoders[0].received] == [[INLINED]] * 2
+    assert site.paths == ["/a.png"]
+
+
 async def test_a_slow_site_keeps_nobody_else_waiting(build: Build, site: Site) -> None:
     go_on = asyncio.Event()
 
