@@ -7,10 +7,19 @@ from pathlib import Path
 
 import pytest
 
+from epd_portable.config.load import parse_topology
+from epd_portable.config.routing import RouterSection
 from epd_portable.errors import ConfigError
-from epd_portable.launch.plan.front import KNOWN
+from epd_portable.launch.plan.front import KNOWN, choose_front
 from epd_portable.launch.plan.processes import Plan
 from tests.unit.launch.plans import options, plan_of
+
+ELSEWHERE = {
+    *("host", "port", "tls_cert_file", "tls_key_file", "cors_origins", "drain_s"),
+    *("max_item_pixels", "max_request_pixels", "max_media_seconds", "max_media_memory_bytes"),
+    "tracing",
+}
+"""Keys that reach vLLM's server by its own arguments, or by the settings of the connector."""
 
 
 def planned(extra: str = "", front: str = "auto") -> Plan:
@@ -67,6 +76,18 @@ def test_an_older_vllm_gets_the_router(monkeypatch: pytest.MonkeyPatch) -> None:
     assert f"vLLM 0.{older[1]} is older than 0.{KNOWN[1]}" in planned().front
     monkeypatch.setattr("epd_portable.launch.plan.installed.vllm_version", lambda: KNOWN)
     assert planned().front.startswith("engine: ")
+
+
+@pytest.mark.parametrize("name", RouterSection.model_fields)
+def test_a_key_of_the_router_is_kept_or_asks_for_the_router(name: str) -> None:
+    topology = parse_topology("model: demo", "cpu")
+    changed = topology.router.model_copy(update={name: "another"})
+    front, why = choose_front(topology.model_copy(update={"router": changed}))
+    in_settings = name in json.loads(planned().processes[-1].argv[4])
+    if name in ELSEWHERE or in_settings:
+        assert front == "engine"
+    else:
+        assert (front, why) == ("router", f"router.{name} is set")
 
 
 def test_an_engine_without_encoder_is_behind_a_front_that_takes_media() -> None:

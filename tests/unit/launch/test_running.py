@@ -159,6 +159,16 @@ def test_prometheus_is_told_whom_to_ask_under_the_names_that_people_use(folder: 
     ]
 
 
+def test_engines_without_servers_are_read_at_their_front(folder: Path) -> None:
+    front = "http://127.0.0.1:8000"
+    engine = process(url=f"{front}/epd/instances/encode-0")
+    write_record(folder, record(engine, process("router", url=front)))
+    made = yaml.safe_load(ask("status", "--prometheus").stdout)
+    front_job, instances = made["scrape_configs"]
+    assert front_job["static_configs"][0]["targets"] == ["127.0.0.1:8000"]
+    assert instances["static_configs"] == []
+
+
 def test_logs_are_shown_of_all_or_of_one(folder: Path, tmp_path: Path) -> None:
     for name in ("encode-0", "router"):
         (tmp_path / f"{name}.log").write_text("".join(f"{name} says {n}\n" for n in range(30)))
