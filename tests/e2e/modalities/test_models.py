@@ -155,14 +155,15 @@ def checkpoint_of(name: str, folder: Path, fork: Popen) -> Path:
     return folder / name
 
 
-IN_OTHER_MODULES = {"qwen2_5_vl"}
-"""The kind of the demo's model, which they serve."""
+SHOWN_ELSEWHERE = {"qwen2_5_vl", "qwen2_audio"}
+"""The kind of the demo's model, which other modules serve, and one whose clips `qwen2_5_omni` takes
+too, with the same fields."""
 
 
 @pytest.fixture(
     scope="module",
     params=[
-        pytest.param(name, marks=[pytest.mark.full] * (name in IN_OTHER_MODULES)) for name in NAMES
+        pytest.param(name, marks=[pytest.mark.full] * (name in SHOWN_ELSEWHERE)) for name in NAMES
     ],
 )
 def served(
