@@ -33,21 +33,6 @@ class CircuitBreaker:
         until: When it ends, or has ended.
     """
 
-    __slots__ = (
-        "_asking",
-        "_chance",
-        "_clock",
-        "_first_s",
-        "_is_open",
-        "_lock",
-        "_longest_s",
-        "_next_s",
-        "_threshold",
-        "failures",
-        "open_s",
-        "until",
-    )
-
     def __init__(
         self,
         *,
