@@ -292,6 +292,27 @@ def test_an_item_that_is_kept_already_is_not_kept_for_longer_while_another_waits
     assert desk.step() == ["b"]
 
 
+def test_a_consumer_beyond_its_share_gets_what_it_keeps_already_again() -> None:
+    desk = Desk()
+    desk.arrive("a0", ("cat", 8), to=A)
+    assert desk.step() == ["a0"]
+    desk.arrive("b", ("dog", 1), to=B)
+    desk.arrive("a1", ("cat", 8), to=A)
+    desk.arrive("a2", ("emu", 1), to=A)
+    assert desk.step() == ["b", "a1"], "a keeps no more with it, but with emu it would"
+
+
+def test_a_consumer_does_not_get_it_again_while_another_waits_for_its_room() -> None:
+    desk = Desk(cache=12, embeddings=12)
+    desk.arrive("a0", ("cat", 8), to=A)
+    assert desk.step() == ["a0"]
+    desk.arrive("b", ("dog", 8), to=B)
+    desk.arrive("a1", ("cat", 8), to=A)
+    assert desk.step() == [], "it would keep cat for longer"
+    desk.transferred("a0", "cat")
+    assert desk.step() == ["b"]
+
+
 def test_an_item_that_nobody_keeps_takes_room_of_who_wants_it() -> None:
     desk = Desk()
     desk.arrive("a0", ("cat", 4), to=A)
