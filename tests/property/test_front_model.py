@@ -18,6 +18,8 @@ from tests.property.front_world import World
 pytestmark = pytest.mark.needs_vllm
 
 SEEDS = 300
+DEADLINE_S = 60
+"""For one seed, which takes a hundredth of a second."""
 MUST_HAPPEN = {
     "answer failed",
     "answered",
@@ -42,7 +44,7 @@ def test_everybody_is_answered_whatever_happens(tmp_path: Path) -> None:
     for seed in range(first, first + SEEDS * (TIMES if is_thorough() else 1)):
         world = World(seed, config, tmp_path)
         try:
-            asyncio.run(world.run())
+            asyncio.run(asyncio.wait_for(world.run(), DEADLINE_S))
         except BaseException as error:
             raise AssertionError("\n".join([f"seed {seed}", *world.trace])) from error
         happened += world.happened

@@ -343,6 +343,18 @@ def test_a_job_may_end_after_the_answer_has_begun(
     run(story, "e-0", "pd-0")
 
 
+def test_an_engine_that_goes_after_its_answer_ends_it_once(run: Any) -> None:
+    async def story(front: Front) -> None:
+        await front.ask("a")
+        await front.says("pd-0", "r", 7, end=ENDED)
+        front.goes("pd-0")
+        await settle()
+        assert await front.answers() == [("r", [7], ENDED)]
+        assert front.is_empty()
+
+    run(story, "e-0", "pd-0")
+
+
 @pytest.mark.parametrize("stage", ["encoding", "encoded", "answering"])
 def test_a_request_that_is_given_up_leaves_nothing(run: Any, stage: str) -> None:
     async def story(front: Front) -> None:
