@@ -233,6 +233,17 @@ def start(fork: Popen, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sta
         yield begin
 
 
+def router_settings(split: Split) -> dict[str, Any]:
+    """Return the settings of a topology's own router."""
+    own = next(
+        process
+        for process in psutil.Process(split.pid).children()
+        if "epd_portable.router" in process.cmdline()
+    )
+    words = own.cmdline()
+    return dict(json.loads(words[words.index("--settings") + 1]))
+
+
 @contextmanager
 def router_of(
     split: Split,
@@ -250,14 +261,7 @@ def router_of(
         module: That is run, and its options.
         changed: Its settings, where they differ from those of the topology's own router.
     """
-    own = next(
-        process
-        for process in psutil.Process(split.pid).children()
-        if "epd_portable.router" in process.cmdline()
-    )
-    words = own.cmdline()
-    settings = json.loads(words[words.index("--settings") + 1])
-    settings |= {"port": servers.free_port(), **changed}
+    settings = router_settings(split) | {"port": servers.free_port(), **changed}
     name = f"{log.stem}-router"
     server = servers.Server(
         name=name,

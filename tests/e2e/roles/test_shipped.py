@@ -25,7 +25,7 @@ from epd_portable.config.secret import INSTANCE_TOKEN_HEADER, Secret
 from epd_portable.router.ingress.hop_headers import KEY, MAPPING, PREFILLER
 from tests.e2e.asking import ask, ask_all, ask_streamed, assert_equal, body, picture, post, text
 from tests.e2e.cases import ASK, SINGLE
-from tests.e2e.conftest import Split, every_instance_is_up, running
+from tests.e2e.conftest import Split, every_instance_is_up, router_of, router_settings, running
 from tests.e2e.engines import RESTART_S, config_of, named, url_of, wait_until
 from tests.e2e.equality import TOLERANCE
 from tests.e2e.one_pair import test_interfaces as interfaces
@@ -118,7 +118,14 @@ def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture(
     scope="module",
-    params=[*KV, "replicas", pytest.param("mixed", marks=pytest.mark.full)],
+    params=[
+        "1e1p1d",
+        "1ep1d",
+        "replicas",
+        # `test_without_encoders_the_prefill_instance_encodes` shows it.
+        pytest.param("1p1d", marks=pytest.mark.full),
+        pytest.param("mixed", marks=pytest.mark.full),
+    ],
 )
 def served(
     request: pytest.FixtureRequest,
@@ -214,6 +221,28 @@ def test_a_picture_that_all_engines_have_forgotten_comes_from_the_store(served: 
         each["mm_hash"] for each in served.split.events("store.loaded", since_s=begin_s)
     } == stored
     assert not served.split.encoding(begin_s)
+
+
+def test_without_encoders_the_prefill_instance_encodes(
+    served: Served, fork: Popen, tmp_path: Path
+) -> None:
+    """1P1D, by the engines of the file with every stage apart."""
+    if served.name != "1e1p1d":
+        pytest.skip("shown by the one with every stage apart")
+    instances = [
+        each for each in router_settings(served.split)["instances"] if each["role"] != "encode"
+    ]
+    assert len(instances) == 2
+    changed = {"instances": instances, "registration": False, "store": None}
+    with router_of(served.split, tmp_path / "1p1d.log", fork, **changed) as split:
+        begin_s = time.monotonic()
+        for content in ([picture(43), ASK], "How are you?"):
+            answer = ask(split.url, content)
+            assert_equal(answer, ask(served.reference_url, content), tolerance=TOLERANCE)
+        assert split.encoding(begin_s) == {"prefill-0"}
+        assert (
+            value(f"{split.url}/metrics", 'epd_router_prefills_total{where="disaggregated"}') == 2
+        )
 
 
 @pytest.mark.full
