@@ -147,6 +147,14 @@ def kill(container: str) -> None:
         time.sleep(0.5)
 
 
+def until_stopped(container: str) -> None:
+    """Wait until the launcher says that it has stopped; the container comes back."""
+    end_s = time.monotonic() + END_S
+    while "stopped" not in podman("logs", container):
+        assert time.monotonic() < end_s
+        time.sleep(0.5)
+
+
 def test_a_pod_of_a_router_comes_back_and_ends_at_sigterm(
     play: Callable[[Path], str], tmp_path: Path
 ) -> None:
@@ -159,10 +167,7 @@ def test_a_pod_of_a_router_comes_back_and_ends_at_sigterm(
     kill(container)
     until_status(url, 503, container)
     os.kill(state_of(container)["Pid"], signal.SIGTERM)
-    end_s = time.monotonic() + END_S
-    while "stopped" not in podman("logs", container):
-        assert time.monotonic() < end_s
-        time.sleep(0.5)
+    until_stopped(container)
 
 
 @pytest.mark.needs_vllm
@@ -187,4 +192,4 @@ def test_a_pod_of_all_stages_answers_comes_back_and_drains(
         assert next(lines).startswith("data: ")
         os.kill(state_of(container)["Pid"], signal.SIGTERM)
         assert [line for line in lines if line][-1] == "data: [DONE]"
-    assert "stopped" in podman("logs", container)
+    until_stopped(container)
