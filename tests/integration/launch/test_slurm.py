@@ -45,7 +45,7 @@ PartitionName=all Nodes=n1,n2,n3 Default=YES MaxTime=INFINITE State=UP
 """
 
 
-def until(folder: Path, words: str, *command: str) -> str:
+def until(words: str, *command: str) -> str:
     """Ask a command until it says some words; return what it said."""
     end_s = time.monotonic() + DEADLINE_S
     while True:
@@ -70,9 +70,12 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     with (tmp_path / "slurm.log").open("w") as log:
         daemons = [subprocess.Popen(each, stdout=log, stderr=log) for each in commands]
     try:
-        until(tmp_path, r"3 +idle", "sinfo", "--noheader")
+        until(r"3 +idle", "sinfo", "--noheader")
         yield tmp_path
     finally:
+        # Jobs outlive the daemons.
+        subprocess.run(["scancel", "--name=epd"], check=False)
+        until("^$", "squeue", "--noheader")
         for daemon in reversed(daemons):
             daemon.terminate()
             daemon.wait(timeout=DEADLINE_S)
@@ -95,9 +98,10 @@ def test_the_script_starts_a_router_that_a_cancelled_job_lets_end(cluster: Path)
         text=True,
         check=True,
     ).stdout.strip()
-    until(cluster, "ready:", "cat", str(output))
+    until("ready:", "cat", str(output))
     health = httpx.get(f"http://127.0.0.1:{port}/health", timeout=30, trust_env=False)
     assert health.status_code == 503
     subprocess.run(["scancel", job], check=True)
-    until(cluster, "\nstopped\n", "cat", str(output))
-    until(cluster, "JobState=CANCELLED", "scontrol", "show", "job", job)
+    subprocess.run(["scancel", job], check=True)
+    until("\nstopped\n", "cat", str(output))
+    until("JobState=CANCELLED", "scontrol", "show", "job", job)
