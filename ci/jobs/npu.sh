@@ -3,7 +3,7 @@
 #
 #   npu.sh [--rehearse] [--take FOLDER] [--call-s N] [--total-min N] [--stage NAME]...
 #
-# PYTHON names the interpreter. Rehearsed over the simulated Ascend runtime; not run on hardware.
+# PYTHON names the interpreter. Not run on hardware; docs/devices.md says what was rehearsed.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 if [[ " $* " == *" --rehearse "* ]]; then
