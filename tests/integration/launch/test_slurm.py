@@ -102,6 +102,5 @@ def test_the_script_starts_a_router_that_a_cancelled_job_lets_end(cluster: Path)
     health = httpx.get(f"http://127.0.0.1:{port}/health", timeout=30, trust_env=False)
     assert health.status_code == 503
     subprocess.run(["scancel", job], check=True)
-    subprocess.run(["scancel", job], check=True)
     until("\nstopped\n", "cat", str(output))
     until("JobState=CANCELLED", "scontrol", "show", "job", job)
