@@ -18,8 +18,8 @@ from epd_portable.errors import ConfigError
 from epd_portable.launch.plan import installed
 from epd_portable.launch.plan.engine import MEDIA_BOUNDS, Engine
 
-KNOWN = (0, 32)
-"""First vLLM whose engine front has been run."""
+KNOWN = (0, 30)
+"""First vLLM whose engine front has been run: with vllm-ascend, over the simulated runtime."""
 _SERVED: frozenset[Role] = frozenset({"encode", "prefill-decode", "encode-prefill-decode"})
 _KEPT = frozenset(
     {"host", "port", "tls_cert_file", "tls_key_file", "cors_origins", "item_outcomes"}
