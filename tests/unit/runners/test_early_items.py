@@ -238,6 +238,13 @@ def test_an_encoder_that_was_refused_early_is_reported_when_the_request_comes() 
 # -- room ----------------------------------------------------------------------------------------
 
 
+def test_an_item_that_does_not_fit_at_all_holds_up_no_other(pair: Pair) -> None:
+    for item in (Item("whale", 9, "t-whale"), CAT):
+        pair.encode.submit(item, ready=True)
+    pair.settle()
+    assert "cat" in pair.pd.cache
+
+
 def test_nothing_is_accepted_while_a_request_waits_for_room() -> None:
     pair = make_pair(pool_tokens=3)
     pair.pd.arrive("r", CAT)
