@@ -10,7 +10,7 @@ import json
 import secrets
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 from urllib.parse import urlsplit
@@ -451,7 +451,8 @@ def _front(
     answers = answering(engines)
     topology = answers.topology
     env = answers.env(temp_dir=temp_dir, has_compiler=has_compiler) | _shared_metrics(temp_dir)
-    encoders = [engine for engine in engines if engine.role == "encode"]
+    own = placements.rest or _cores(each for each in engines if each.role == "encode")
+    steps = _cores(each for each in engines if each.role != "encode")
     return ProcessSpec(
         name="front",
         role="router",
@@ -459,11 +460,17 @@ def _front(
         env={name: "front" if name in _NAMES else value for name, value in env.items()},
         url=_public_url(topology),
         ports={"http": topology.router.port},
-        # Off the cores of steps that make tokens.
-        cores=(placements.rest,)
-        if placements.rest
-        else tuple(core for encoder in encoders for core in encoder.placement.cores),
+        # On cores that no engine has, if there are any; else where API servers may run.
+        cores=(own,) if own else (),
+        api_cores=steps if own and not placements.rest else (),
         tls_cert_file=topology.router.tls_cert_file or "",
+    )
+
+
+def _cores(engines: Iterable[Engine]) -> Cores:
+    """Return the cores that the ranks of these engines are bound to."""
+    return tuple(
+        sorted({core for each in engines for rank in each.placement.cores for core in rank})
     )
 
 

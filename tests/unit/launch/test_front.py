@@ -47,6 +47,14 @@ def test_instances_of_one_machine_become_engines_behind_one_server() -> None:
     assert front.role == "router"
 
 
+def test_the_front_has_cores_of_its_own_or_those_that_api_servers_may_use() -> None:
+    lists = "instances: {encode: {cores: [0]}, prefill_decode: {cores: [1]}}"
+    *_, beside = plan_of(f"model: demo\n{lists}").processes
+    *_, among = plan_of(f"model: demo\n{lists}", cores=(0, 1)).processes
+    assert (beside.cores, beside.api_cores) == (((2, 3),), ())
+    assert (among.cores, among.api_cores) == (((0,),), (1,))
+
+
 @pytest.mark.parametrize(
     "extra",
     [
