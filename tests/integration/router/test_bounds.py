@@ -33,7 +33,7 @@ from tests.listening import stop_listening
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-CLIENTS = at_once(400)
+CLIENTS = at_once(1000)
 KIB = 1 << 10
 OBJECTS_BYTES = 32 * KIB
 """Of a connection, its request and what serves that, beside bytes that came."""
