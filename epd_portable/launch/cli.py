@@ -9,9 +9,9 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 
@@ -36,7 +36,7 @@ from epd_portable.launch.notices import Notice
 from epd_portable.launch.plan.check import front_finding, inspect, plan_finding, store_finding
 from epd_portable.launch.plan.file_checks import named_files
 from epd_portable.launch.plan.hardware import find_hardware
-from epd_portable.launch.plan.machine import assumed_machine, described_machine, probed_machine
+from epd_portable.launch.plan.machine import assumed_machine, probed_machine
 from epd_portable.launch.plan.ports import is_free
 from epd_portable.launch.plan.processes import Plan, new_run_id, run_secret_file
 from epd_portable.launch.plan.request import PlanRequest, refusals
@@ -45,8 +45,6 @@ from epd_portable.launch.run.log_files import make_private_folder, use_log_folde
 from epd_portable.launch.run.running import RUN_FOLDER
 from epd_portable.launch.run.supervisor import Supervisor
 from epd_portable.platforms.traits import TRAITS
-
-F = TypeVar("F", bound=Callable[..., Any])
 
 _START = "`up` starts a topology, and may be left out: epd-launch --platform P --config FILE"
 _STOP = "Ctrl-C stops a topology, or SIGTERM to the launcher whose pid `epd-launch status` shows"
@@ -164,46 +162,39 @@ for _command in (
     main.add_command(_command)
 
 
-def _port_option(command: F) -> F:
-    port = click.option("--port", type=PORT, metavar="N", help="Short for --set router.port=N.")
-    return port(command)
-
-
-def _run_options(command: F) -> F:
-    log_dir = click.option(
-        "--log-dir",
-        type=click.Path(file_okay=False, path_type=Path),
-        metavar="DIR",
-        help="Folder for one log file per process. By default a temporary folder, which is removed "
-        "after a stop by Ctrl-C or SIGTERM and kept after a failure.",
-    )
-    return log_dir(json_lines_option(command))
+_port_option = click.option("--port", type=PORT, metavar="N", help="Short for --set router.port=N.")
+_log_dir_option = click.option(
+    "--log-dir",
+    type=click.Path(file_okay=False, path_type=Path),
+    metavar="DIR",
+    help="Folder for one log file per process. By default a temporary folder, which is removed "
+    "after a stop by Ctrl-C or SIGTERM and kept after a failure.",
+)
 
 
 @main.command(help=UP_HELP)
 @topology_options
 @_port_option
-@_run_options
+@_log_dir_option
+@json_lines_option
 def up(log_dir: Path | None, as_json: bool, **options: Any) -> None:
     """Start a topology; users read `UP_HELP`."""
-    request = PlanRequest.from_options(**options)
-    _serve(request, request.load(named_files), log_dir, as_json=as_json)
+    _serve(PlanRequest.from_options(**options), log_dir, as_json=as_json)
 
 
 @main.command(help=INSTANCE_HELP)
 @topology_options
 @click.option("--role", type=click.Choice(ROLES), required=True, help="Which one to start.")
-@_run_options
+@_log_dir_option
+@json_lines_option
 def instance(log_dir: Path | None, as_json: bool, **options: Any) -> None:
     """Start one instance and register it; users read `INSTANCE_HELP`."""
-    request = PlanRequest.from_options(**options)
-    _serve(request, request.load(named_files), log_dir, as_json=as_json)
+    _serve(PlanRequest.from_options(**options), log_dir, as_json=as_json)
 
 
-def _serve(
-    request: PlanRequest, topology: Topology, log_dir: Path | None, *, as_json: bool
-) -> None:
-    """Run the plan of a topology in the foreground."""
+def _serve(request: PlanRequest, log_dir: Path | None, *, as_json: bool) -> None:
+    """Run a plan in the foreground."""
+    topology = request.load(named_files)
     run_id = new_run_id()
     # A router alone needs no device.
     machine_of = probed_machine if any(topology.instances.counts.values()) else assumed_machine
@@ -320,11 +311,7 @@ def check(platform: str | None, hardware: str | None, config: Path | None, as_js
 
 def _plan_only(request: PlanRequest, topology: Topology) -> tuple[Plan, str]:
     """Plan without a device and without taking ports; see `PlanRequest.plan`."""
-    run_id, hardware = new_run_id(), request.hardware
-    if hardware:
-        machine = described_machine(hardware.profile.devices_per_node.value)
-    else:
-        machine = assumed_machine(request.traits, os.environ)
+    run_id, machine = new_run_id(), request.expected_machine(os.environ)
     return request.plan(topology, run_id, machine, temp_dir=_temp_dir(run_id), free=is_free)
 
 

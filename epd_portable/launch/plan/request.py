@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from epd_portable import envs
@@ -18,7 +18,12 @@ from epd_portable.errors import ConfigError, EPDError, PortInUseError
 from epd_portable.launch.plan.addresses import own_address, require_addresses
 from epd_portable.launch.plan.file_checks import usual_checks
 from epd_portable.launch.plan.hardware import Hardware, find_hardware
-from epd_portable.launch.plan.machine import require_module, require_shm
+from epd_portable.launch.plan.machine import (
+    assumed_machine,
+    described_machine,
+    require_module,
+    require_shm,
+)
 from epd_portable.launch.plan.model import resolve_model
 from epd_portable.launch.plan.ports import PortsInOrder, claim, port_source, require_free
 from epd_portable.launch.plan.processes import Machine, Plan, make_plan
@@ -65,23 +70,25 @@ class PlanRequest:
             overrides = (*overrides, f"model={json.dumps(model)}")
         if port is not None:
             overrides = (*overrides, f"router.port={port}")
-        if role is not None:
-            overrides += tuple(
-                f"instances.{group_of(one)}.count={int(one == role)}" for one in ROLES
-            )
         found = find_hardware(hardware, platform, beside=config) if hardware else None
         platform = found.profile.platform if found else platform
         if platform is None:
             raise ConfigError(
                 "name a platform with --platform, or a hardware profile with --hardware"
             )
-        return cls(
-            traits=TRAITS[platform],
-            hardware=found,
-            config=config,
-            overrides=overrides,
-            role=role,
-        )
+        request = cls(traits=TRAITS[platform], hardware=found, config=config, overrides=overrides)
+        return request if role is None else request.for_role(role)
+
+    def for_role(self, role: Role) -> PlanRequest:
+        """Return the request for one instance of a role, whatever the file's counts."""
+        counts = (f"instances.{group_of(one)}.count={int(one == role)}" for one in ROLES)
+        return replace(self, role=role, overrides=(*self.overrides, *counts))
+
+    def expected_machine(self, environ: Mapping[str, str]) -> Machine:
+        """Return the machine of the profile, or this one; no device is touched."""
+        if self.hardware:
+            return described_machine(self.hardware.profile.devices_per_node.value)
+        return assumed_machine(self.traits, environ)
 
     def load(self, *checks: Check) -> Topology:
         """Read the file; ``launch.host: auto`` becomes the address of this machine.

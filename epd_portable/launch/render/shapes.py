@@ -17,7 +17,6 @@ from epd_portable.config.problems import read_text
 from epd_portable.config.roles import ROLE_LABEL, ROLES, Role, group_of
 from epd_portable.config.schema import Topology
 from epd_portable.errors import ConfigError
-from epd_portable.launch.plan.machine import assumed_machine, described_machine
 from epd_portable.launch.plan.model import ModelSource
 from epd_portable.launch.plan.processes import Plan, make_plan
 from epd_portable.launch.plan.request import PlanRequest
@@ -112,14 +111,10 @@ class Rendering:
 
     def planned(self, role: Role | None, *settings: str) -> tuple[Topology, Plan]:
         """Plan a launcher of the deployment: one instance of a role, or all that the file names."""
-        overrides = (*self.request.overrides, *settings)
+        request = replace(self.request, overrides=(*self.request.overrides, *settings))
         if role:
-            overrides += tuple(
-                f"instances.{group_of(one)}.count={int(one == role)}" for one in ROLES
-            )
-        request = replace(self.request, overrides=overrides)
+            request = request.for_role(role)
         topology = request.load()
-        profile = request.hardware.profile if request.hardware else None
         try:
             return topology, make_plan(
                 topology,
@@ -130,16 +125,14 @@ class Rendering:
                     is_folder=False,
                 ),
                 traits=request.traits,
-                machine=described_machine(profile.devices_per_node.value)
-                if profile
-                else assumed_machine(request.traits, {}),
+                machine=request.expected_machine({}),
                 run_id="00000000",
                 free_port=itertools.count(INSTANCE_PORT).__next__,
                 temp_dir="/tmp",
                 hardware=request.hardware,
             )
         except ConfigError as error:
-            platform = request.traits.name
+            platform, overrides = request.traits.name, request.overrides
             raise located(error, request.config, platform, overrides=overrides) from error
 
     def pods(self, topology: Topology) -> Pods:
