@@ -148,8 +148,7 @@ class Membership:
         self._resolve = resolve
         self._secret = Secret.read(settings.secret_file)
         self._addresses: dict[str, list[str]] = {}
-        self._threads: dict[tuple[str, str, str], threading.Thread] = {}
-        self._registrars: dict[tuple[str, str, str], Registrar] = {}
+        self._registrars: dict[tuple[str, str, str], tuple[Registrar, threading.Thread]] = {}
 
     def run(self) -> None:
         """Follow the names of the routers until the stop, and return when all have left."""
@@ -165,13 +164,13 @@ class Membership:
                         print(f"router {url}: {error}", flush=True)
             self._follow()
             self._stop.wait(_LOOK_EVERY_S)
-        for thread in self._threads.values():
+        for _, thread in self._registrars.values():
             thread.join()
 
     def states(self) -> dict[str, dict[str, str]]:
         """Return what is seen of each instance; of several routers that of one without it."""
         shown: dict[str, dict[str, str]] = {}
-        for each in tuple(self._registrars.values()):
+        for each, _ in tuple(self._registrars.values()):
             if shown.get(each.name, {"state": "up"})["state"] == "up":
                 shown[each.name] = each.seen
         nowhere = {"state": "starting", "reason": "router.join has no address", "problem": ""}
@@ -179,14 +178,14 @@ class Membership:
 
     def _follow(self) -> None:
         """Start a registrar for whatever is new, and forget those that have returned."""
-        for key, thread in tuple(self._threads.items()):
+        for key, (_, thread) in tuple(self._registrars.items()):
             if not thread.is_alive():
-                del self._threads[key], self._registrars[key]
+                del self._registrars[key]
         for url, addresses in self._addresses.items():
             for address in addresses:
                 for instance in self._settings.instances:
                     key = (url, address, instance["name"])
-                    if key not in self._threads:
+                    if key not in self._registrars:
                         self._start(key, instance)
 
     def _start(self, key: tuple[str, str, str], instance: Mapping[str, Any]) -> None:
@@ -198,9 +197,9 @@ class Membership:
             lambda: address in self._addresses[url],
             self._stop,
         )
-        self._registrars[key] = registrar
-        self._threads[key] = threading.Thread(target=registrar.run, daemon=True)
-        self._threads[key].start()
+        thread = threading.Thread(target=registrar.run, daemon=True)
+        self._registrars[key] = registrar, thread
+        thread.start()
 
 
 class _Health(BaseHTTPRequestHandler):
