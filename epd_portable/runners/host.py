@@ -77,7 +77,7 @@ class RunnerHost:
     For the type checker only; at run time the mixins derive from ``object``.
 
     Attributes:
-        epd: set by the worker before the first step.
+        epd: Set by the worker before the first step.
         encoder_cache: Encoder outputs ``(num_tokens, width)`` by ``mm_hash``.
         requests: Cached request states by request id, with ``mm_features`` and ``generator``.
         input_batch: vLLM's ``InputBatch``: ``req_ids`` by index, and by the same index
@@ -103,7 +103,7 @@ class SecondRunnerHost:
     For the type checker only; at run time the mixins derive from ``object``.
 
     Attributes:
-        epd: set by the worker before the first step.
+        epd: Set by the worker before the first step.
         encoder_cache: vLLM's ``EncoderCache``: ``encoder_outputs`` ``(num_tokens, width)`` by
             ``mm_hash``, and ``mm_features`` by request id.
         model_state: Made by `load_model`; its ``execute_mm_encoder`` takes the indices of the items

@@ -87,37 +87,62 @@ def check_supported(vllm_config: VllmConfig) -> None:
     ec_manager = getattr(vllm_config, "ec_manager_config", None)
     manager = ec_manager and ec_manager.encoder_cache_manager_cls
     pruning = getattr(model.multimodal_config, "video_pruning_rate", None)
-    problems: dict[str, Any] = {
-        f"vLLM {vllm.__version__}: its second model runner has none of the hooks that the plug-in "
-        "needs: set VLLM_USE_V2_MODEL_RUNNER=0": (
-            vllm_config.use_v2_model_runner and version() < SECOND_RUNNER
+    problems: list[tuple[Any, str]] = [
+        (
+            vllm_config.use_v2_model_runner and version() < SECOND_RUNNER,
+            f"vLLM {vllm.__version__}: its second model runner has none of the hooks that the "
+            "plug-in needs: set VLLM_USE_V2_MODEL_RUNNER=0",
         ),
-        f"pipeline_parallel_size={pipeline}: items are placed on the first stage only, which is "
-        "not supported yet; use tensor_parallel_size": pipeline > 1,
-        f"prefill_context_parallel_size={context}: items are not divided among such ranks, which "
-        "is not supported yet; use tensor_parallel_size": context > 1,
-        f"data_parallel_size={parallel.data_parallel_size}: start more instances instead": (
-            parallel.data_parallel_size > 1
+        (
+            pipeline > 1,
+            f"pipeline_parallel_size={pipeline}: items are placed on the first stage only, which "
+            "is not supported yet; use tensor_parallel_size",
         ),
-        "ec_role 'ec_both': use ec_producer or ec_consumer": encodes and transfer.is_ec_consumer,
-        f"tensor_parallel_size={tensor} on an encode instance: start more encode instances "
-        "instead": encodes and tensor > 1,
-        "async_scheduling on an encode instance: it generates nothing, so no step can be scheduled "
-        "ahead; pass --no-async-scheduling": encodes and scheduler.async_scheduling,
-        f"the engine schedules with {scheduler.scheduler_cls}: leave scheduler_cls to the "
-        "launcher, and leave out platform options that replace it (in vllm-ascend: recompute, "
-        "dyntra, batch job and profiling chunk settings in additional_config)": (
-            not str(scheduler.scheduler_cls).startswith(OUR_MODULES)
+        (
+            context > 1,
+            f"prefill_context_parallel_size={context}: items are not divided among such ranks, "
+            "which is not supported yet; use tensor_parallel_size",
         ),
-        f"ec_manager_config: {manager} cannot be used beside the encoder cache of epd-portable: "
-        "leave it out": manager is not None,
-        f"video_pruning_rate={pruning}: what is left of a video is known only when it is encoded, "
-        "too late to make room for it elsewhere; leave it out": pruning,
-        "encoder-decoder models have no encoder outputs to transfer; serve them in one process": (
-            model.is_encoder_decoder
+        (
+            parallel.data_parallel_size > 1,
+            f"data_parallel_size={parallel.data_parallel_size}: start more instances instead",
         ),
-    }
-    if found := [problem for problem, applies in problems.items() if applies]:
+        (
+            encodes and transfer.is_ec_consumer,
+            "ec_role 'ec_both': use ec_producer or ec_consumer",
+        ),
+        (
+            encodes and tensor > 1,
+            f"tensor_parallel_size={tensor} on an encode instance: start more encode instances "
+            "instead",
+        ),
+        (
+            encodes and scheduler.async_scheduling,
+            "async_scheduling on an encode instance: it generates nothing, so no step can be "
+            "scheduled ahead; pass --no-async-scheduling",
+        ),
+        (
+            not str(scheduler.scheduler_cls).startswith(OUR_MODULES),
+            f"the engine schedules with {scheduler.scheduler_cls}: leave scheduler_cls to the "
+            "launcher, and leave out platform options that replace it (in vllm-ascend: recompute, "
+            "dyntra, batch job and profiling chunk settings in additional_config)",
+        ),
+        (
+            manager is not None,
+            f"ec_manager_config: {manager} cannot be used beside the encoder cache of "
+            "epd-portable: leave it out",
+        ),
+        (
+            pruning,
+            f"video_pruning_rate={pruning}: what is left of a video is known only when it is "
+            "encoded, too late to make room for it elsewhere; leave it out",
+        ),
+        (
+            model.is_encoder_decoder,
+            "encoder-decoder models have no encoder outputs to transfer; serve them in one process",
+        ),
+    ]
+    if found := [problem for applies, problem in problems if applies]:
         raise EngineError("; ".join(found))
 
 
