@@ -161,10 +161,12 @@ async def test_envoy_ends_with_a_picker_that_is_killed(build: Build) -> None:
 
 
 @pytest.mark.parametrize(
-    ("prefill_s", "idle_timeout_s", "status"), [(0.1, 20.0, 200), (0.6, 0.8, 504)]
+    ("prefill_s", "answer_s", "idle_timeout_s", "status"),
+    # The first try has two seconds to spare, and the second ends half a second too late or more.
+    [(0.1, 0.6, 20.0, 200), (1.0, 2.5, 3.0, 504)],
 )
 async def test_a_second_try_has_the_time_of_an_instance_for_prompt_and_answer(
-    build: Build, prefill_s: float, idle_timeout_s: float, status: int
+    build: Build, prefill_s: float, answer_s: float, idle_timeout_s: float, status: int
 ) -> None:
     roles = ("prefill", "decode", "decode")
     t = await split(build, *roles, idle_timeout_s=idle_timeout_s, wait_timeout_s=0.5)
@@ -172,7 +174,7 @@ async def test_a_second_try_has_the_time_of_an_instance_for_prompt_and_answer(
 
     async def fail_once(received: Received) -> Response:
         first = len(t.pds[1].received) + len(t.pds[2].received) == 1
-        return await (refuse(500) if first else after(0.6, answer))(received)
+        return await (refuse(500) if first else after(answer_s, answer))(received)
 
     for pd in t.pds[1:]:
         pd.behaviour = fail_once
