@@ -7,14 +7,16 @@ import random
 import re
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from epd_portable.delivery.replies import Reply, error_event, error_reply
 from epd_portable.errors import RequestError
 from epd_portable.router.choice.selection_types import EXPLAIN_HEADER, Explanation
 from epd_portable.router.http.incoming import IncomingRequest
-from epd_portable.router.ingress.hop_headers import RoutingHints
 from epd_portable.router.observability.record import RequestRecord
+
+if TYPE_CHECKING:
+    from epd_portable.router.hops import RoutingHints
 
 LEFT_OUT = "x-epd-items-left-out"
 """Header of an answer that says how many items it was made without."""

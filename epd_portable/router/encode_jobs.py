@@ -16,8 +16,7 @@ import anyio
 import msgspec
 
 from epd_portable.connector.stores.lookup import StoredItem, StoreLookup
-from epd_portable.delivery.assignment import EncodeFailure, EncodeTries
-from epd_portable.delivery.elastic import EncodeTimes
+from epd_portable.delivery.assignment import EncodeFailure, EncodeTimes, EncodeTries
 from epd_portable.delivery.fallbacks import RequestPhase, RetryBudget
 from epd_portable.delivery.instances import Instance, Use, WentDownError, while_up
 from epd_portable.log import trace

@@ -30,6 +30,7 @@ from epd_portable.router.contents.body import (
     RESPONSES_PATH,
     Call,
     Rules,
+    check_json,
     read_call,
 )
 from epd_portable.router.contents.cut_text import Data
@@ -38,7 +39,7 @@ from epd_portable.router.exchange import Exchange
 from epd_portable.router.fleet.control import ControlChannels
 from epd_portable.router.fleet.engine_loads import EngineLoads
 from epd_portable.router.fleet.registration import MAX_BODY_BYTES, Registration
-from epd_portable.router.hops import answer_headers
+from epd_portable.router.hops import Hops, answer_headers
 from epd_portable.router.http.incoming import (
     Body,
     ClientGoneError,
@@ -49,7 +50,6 @@ from epd_portable.router.http.upstream import Upstream
 from epd_portable.router.ingress.access import ApiKeys
 from epd_portable.router.ingress.admission import AdmissionControl
 from epd_portable.router.ingress.cors import Cors
-from epd_portable.router.ingress.hop_headers import Hops
 from epd_portable.router.observability.engine_figures import EngineWatch
 from epd_portable.router.observability.metrics import Metrics
 from epd_portable.router.observability.observers import observers
@@ -209,10 +209,12 @@ class Router:
 
     async def serve(self, request: IncomingRequest, forwarder: Forwarder | None = None) -> None:
         """Answer one request; a ``forwarder`` takes it to a PD instance in place of the relay."""
-        for_client = self._cors.headers(request.headers)
+        path, preflight = request.path, None
+        for_client: Mapping[str, str] = {}
+        if self.settings.cors_origins:
+            for_client = self._cors.headers(request.headers)
+            preflight = self._cors.preflight(request.method, request.headers)
         client = ClientExchange(request, self._passed_on, for_client)
-        path = request.path
-        preflight = self._cors.preflight(request.method, request.headers)
         if preflight is not None:
             client.send_reply(preflight)
         elif path in WITH_MEDIA or path in TO_ANY_INSTANCE:
@@ -319,7 +321,7 @@ class Router:
         if path in NO_JSON:
             self._cors.check_origin(client.headers)
         elif method == "POST":
-            self._cors.check_json(client.headers)
+            check_json(client.headers)
         if self.draining:
             client.last = True
             raise unavailable("the router is stopping")

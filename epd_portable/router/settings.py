@@ -15,7 +15,7 @@ from epd_portable.config.roles import DUTIES, Duty, role_named
 from epd_portable.config.roles import Role as Role
 from epd_portable.config.routing import MAX_ENCODERS, MediaUrls, RouterSection
 from epd_portable.config.store import StoreSection
-from epd_portable.delivery.elastic import BUSY_THRESHOLD
+from epd_portable.delivery.assignment import BUSY_THRESHOLD
 from epd_portable.errors import ConfigError
 from epd_portable.router.choice.policy import Policy
 

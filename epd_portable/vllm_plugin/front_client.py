@@ -30,14 +30,15 @@ from vllm.v1.engine.core_client import AsyncMPClient
 
 from epd_portable.config.secret import Secret
 from epd_portable.delivery.assignment import (
+    BUSY_THRESHOLD,
     Assignment,
     EncodeFailure,
+    EncodeTimes,
     EncodeTries,
     assign_items,
     expected_transfer,
     new_transfer,
 )
-from epd_portable.delivery.elastic import BUSY_THRESHOLD, EncodeTimes
 from epd_portable.delivery.fallbacks import JOB_GRACE_S, MAX_PD_ATTEMPTS, RetryBudget
 from epd_portable.delivery.instances import Instance, Use, WentDownError, while_up
 from epd_portable.delivery.ring import bounded_load

@@ -19,7 +19,7 @@ from epd_portable.bench.sizing.search import (
 from epd_portable.bench.sizing.simulate import RoutingRules
 from epd_portable.bench.sizing.stages import load_stages
 from epd_portable.bench.sizing.workload import Workload
-from epd_portable.delivery.elastic import BUSY_THRESHOLD
+from epd_portable.delivery.assignment import BUSY_THRESHOLD
 
 MOST_DEVICES = 256
 """Of a search, which tries every split."""

@@ -13,7 +13,7 @@ from epd_portable.bench.sizing.stages import StageTimes
 from epd_portable.bench.sizing.timeline import FifoServer, Process, Timeline
 from epd_portable.bench.sizing.workload import PictureItem, SimulatedRequest
 from epd_portable.bench.stats import quantile
-from epd_portable.delivery.elastic import count_local_first
+from epd_portable.delivery.assignment import count_local_first
 from epd_portable.delivery.instances import FEW
 from epd_portable.delivery.ring import LOAD_BOUND
 

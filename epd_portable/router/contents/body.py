@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Mapping
 
 import msgspec
 
+from epd_portable.delivery.replies import JSON
 from epd_portable.errors import RequestError
 from epd_portable.media.limits import MediaLimits, check_settings
 from epd_portable.router.contents.cut_text import CutText, Data, Segments, decode, opens
@@ -225,6 +226,22 @@ def _with_items(message: object, write: Callable[[str, Part], object]) -> object
 def size(segments: Segments) -> int:
     """Return how many bytes a body has."""
     return sum(map(len, segments))
+
+
+def check_json(headers: Mapping[str, str]) -> None:
+    """Check that a request with a body of JSON says so: no HTML form of another page can.
+
+    Raises:
+        RequestError: 415; it does not.
+    """
+    given = headers.get("content-type", "")
+    if given.partition(";")[0].strip().lower() != JSON["content-type"]:
+        raise RequestError(
+            f"content-type {given[:128]!r} is not served at this path: send JSON, with the "
+            f"header 'content-type: {JSON['content-type']}'",
+            status=415,
+            code="unsupported_media_type",
+        )
 
 
 def read_call(path: str, data: Data, rules: Rules, find: Find | None = None) -> Call:

@@ -1,14 +1,14 @@
 """Cross-origin requests: which pages may send them, and the headers for browsers (CORS).
 
-A browser asks for permission first, but not for what an HTML form could send as well. Such requests
-are refused, or any page could use a router that its reader can reach.
+A browser asks for permission first, but not for what an HTML form could send as well: `check_json`
+of `epd_portable.router.contents.body` refuses that, and `Cors.check_origin` where forms are served.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from epd_portable.delivery.replies import JSON, Reply
+from epd_portable.delivery.replies import Reply
 from epd_portable.errors import RequestError
 
 METHODS = "GET, POST"
@@ -23,7 +23,7 @@ class Cors:
     Source: Fetch standard, section "HTTP-network-or-cache fetch" and "CORS protocol".
 
     Args:
-        origins: Origins that may ask; ``*`` is any, with none no header is sent.
+        origins: Origins that may ask; ``*`` is any.
     """
 
     def __init__(self, origins: list[str]) -> None:
@@ -32,15 +32,13 @@ class Cors:
 
     def headers(self, request: Mapping[str, str]) -> Mapping[str, str]:
         """Return what every answer to a request says."""
-        if not self._origins:
-            return {}
         allowed = self._allowed(request.get("origin"))
         return {"vary": "Origin", "access-control-expose-headers": EXPOSED, **allowed}
 
     def preflight(self, method: str, request: Mapping[str, str]) -> Reply | None:
         """Return the answer if a browser only asks whether it may ask; 400 if it may not."""
         wished = request.get("access-control-request-method")
-        if not self._origins or method != "OPTIONS" or wished is None or "origin" not in request:
+        if method != "OPTIONS" or wished is None or "origin" not in request:
             return None
         allowed = self._allowed(request["origin"])
         headers = {
@@ -55,21 +53,6 @@ class Cors:
         if allowed and wished in METHODS.split(", "):
             return Reply(200, headers, b"OK")
         return Reply(400, headers, b"This origin or method is not allowed")
-
-    def check_json(self, request: Mapping[str, str]) -> None:
-        """Check that a request with a body of JSON says so: no form can.
-
-        Raises:
-            RequestError: 415; it does not.
-        """
-        given = request.get("content-type", "")
-        if given.partition(";")[0].strip().lower() != JSON["content-type"]:
-            raise RequestError(
-                f"content-type {given[:128]!r} is not served at this path: send JSON, with the "
-                f"header 'content-type: {JSON['content-type']}'",
-                status=415,
-                code="unsupported_media_type",
-            )
 
     def check_origin(self, request: Mapping[str, str]) -> None:
         """Check that a request that a form could send comes from no page that may not ask.

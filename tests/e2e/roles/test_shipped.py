@@ -22,7 +22,7 @@ import pytest
 
 from epd_portable.bench import servers
 from epd_portable.config.secret import INSTANCE_TOKEN_HEADER, Secret
-from epd_portable.router.ingress.hop_headers import KEY, MAPPING, PREFILLER
+from epd_portable.router.hops import KEY, MAPPING, PREFILLER
 from tests.e2e.asking import ask, ask_all, ask_streamed, assert_equal, body, picture, post, text
 from tests.e2e.cases import ASK, SINGLE
 from tests.e2e.conftest import Split, every_instance_is_up, router_of, router_settings, running

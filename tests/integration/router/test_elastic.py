@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from starlette.responses import JSONResponse, Response
 
-from epd_portable.router.ingress.hop_headers import ENCODERS, KEY, MAPPING
+from epd_portable.router.hops import ENCODERS, KEY, MAPPING
 from tests.integration.router.conftest import Build, Topology
 from tests.integration.router.stand_in import Received, RouterServing, stream
 from tests.integration.router.test_access import keys_file

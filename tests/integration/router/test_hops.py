@@ -13,7 +13,7 @@ import pytest
 from starlette.responses import Response
 
 from epd_portable.router.choice.selection_types import EXPLAIN_HEADER
-from epd_portable.router.ingress.hop_headers import (
+from epd_portable.router.hops import (
     CACHE_KEY,
     ENCODER_MODEL_LABEL,
     ENCODERS,

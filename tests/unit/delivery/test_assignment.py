@@ -5,8 +5,13 @@ import random
 import pytest
 
 from epd_portable.connector.stores.lookup import StoredItem
-from epd_portable.delivery.assignment import Assignment, EncodeFailure, EncodeTries, assign_items
-from epd_portable.delivery.elastic import EncodeTimes
+from epd_portable.delivery.assignment import (
+    Assignment,
+    EncodeFailure,
+    EncodeTimes,
+    EncodeTries,
+    assign_items,
+)
 from epd_portable.delivery.fallbacks import (
     FALLBACKS,
     RequestFailure,

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from epd_portable.delivery.elastic import EncodeTimes, count_local_first
+from epd_portable.delivery.assignment import EncodeTimes, count_local_first
 from epd_portable.delivery.instances import EndpointPool, Instance
 from epd_portable.router.contents.media import MediaItem
 from epd_portable.router.settings import InstanceSettings

@@ -9,8 +9,7 @@ import msgspec
 
 from epd_portable.delivery.instances import EndpointPool
 from epd_portable.router.choice.selection_types import Explanation
-from epd_portable.router.hops import HopSelection
-from epd_portable.router.ingress.hop_headers import (
+from epd_portable.router.hops import (
     CACHE_KEY,
     ENCODER_MODEL_LABEL,
     ENCODERS,
@@ -19,6 +18,7 @@ from epd_portable.router.ingress.hop_headers import (
     PREFILLER,
     REFS,
     EmbeddingRef,
+    HopSelection,
     RoutingHints,
 )
 from epd_portable.router.prefill import asks_for_kv

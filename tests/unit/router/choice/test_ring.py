@@ -10,8 +10,7 @@ import pytest
 from epd_portable.config.choice import parse_choice
 from epd_portable.delivery.ring import HashRing
 from epd_portable.router.choice.policy import Policy
-from epd_portable.router.hops import HopSelection
-from epd_portable.router.ingress.hop_headers import RoutingHints
+from epd_portable.router.hops import HopSelection, RoutingHints
 from epd_portable.router.selector import EndpointSelector
 from tests.unit.router.choice.situations import seen
 from tests.unit.router.test_selector import NOTHING, begun, fleet, picture
