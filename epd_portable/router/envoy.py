@@ -29,7 +29,14 @@ logger = logging.getLogger(__name__)
 TEMPLATE = Path(__file__).with_suffix(".yaml")
 DESTINATION = "x-gateway-destination-endpoint"
 """Header with the addresses of a request's instance and of the next one: ``ip:port,ip:port``. The
-name is that of the endpoint picker protocol of the Gateway API inference extension."""
+name is that of the endpoint picker protocol of the Gateway API inference extension, as the next
+ones; in the metadata of `NAMESPACE` it has the same value."""
+NAMESPACE = "envoy.lb"
+SERVED = "x-gateway-destination-endpoint-served"
+"""Address of the instance that answered, in the metadata of `NAMESPACE`."""
+SUBSET_NAMESPACE = "envoy.lb.subset_hint"
+SUBSET = "x-gateway-destination-endpoint-subset"
+"""Addresses of the only instances that a gateway sends a request to, as a list."""
 RETRY_ON = "x-envoy-retry-on"
 """Header that says for what else Envoy tries again."""
 STAGE = "x-epd-stage"
@@ -82,6 +89,10 @@ class Endpoints:
         """Return the address by which the file names an instance."""
         host, port = self._addresses[instance]
         return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+    def by_address(self) -> dict[str, Instance]:
+        """Return the instances that the file names."""
+        return {self.address(each): each for each in self._addresses}
 
     def _changed(self, instance: Instance) -> None:
         if instance.duty not in self._duties:

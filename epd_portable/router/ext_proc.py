@@ -1,8 +1,9 @@
 """What Envoy and an external processor tell each other, as far as it is used here.
 
-This is ``envoy.service.ext_proc.v3``. Field numbers and types are those of Envoy's public API;
-fields that are left out are skipped when they come. The tests compare the table with the published
-definitions. Why it is not taken from a package: docs/decisions/0036-envoy-carries-the-bytes.md.
+This is ``envoy.service.ext_proc.v3``, and ``grpc.health.v1``. Field numbers and types are those of
+the public APIs; fields that are left out are skipped when they come. The tests compare the table
+with the published definitions. Why it is not taken from a package:
+docs/decisions/0036-envoy-carries-the-bytes.md.
 """
 
 from __future__ import annotations
@@ -10,10 +11,13 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+from google.protobuf import descriptor_pb2, descriptor_pool, message_factory, struct_pb2
 
 METHOD = ("envoy.service.ext_proc.v3.ExternalProcessor", "Process")
 """Service and method of gRPC; a stream of requests and one of responses."""
+HEALTH = ("grpc.health.v1.Health", "Check")
+"""The same of health checks; one request and one response."""
+SERVING, NOT_SERVING = 1, 2
 
 # Values of enumerations, which travel as numbers.
 NONE = 0
@@ -26,7 +30,7 @@ OVERWRITE = 2
 """Set a header, whatever it was."""
 
 Field = tuple[int, str]
-"""Number and type; ``*`` before the type: any number of them."""
+"""Number and type; ``*`` before the type: any number of them. A map is any number of entries."""
 
 MESSAGES: Mapping[str, Mapping[str, Field]] = {
     "ProcessingRequest": {
@@ -36,12 +40,15 @@ MESSAGES: Mapping[str, Mapping[str, Field]] = {
         "response_body": (5, "HttpBody"),
         "request_trailers": (6, "HttpTrailers"),
         "response_trailers": (7, "HttpTrailers"),
+        "metadata_context": (8, "Metadata"),
         "protocol_config": (11, "ProtocolConfiguration"),
     },
     "ProtocolConfiguration": {
         "request_body_mode": (1, "int32"),
         "response_body_mode": (2, "int32"),
     },
+    "Metadata": {"filter_metadata": (1, "*MetadataEntry")},
+    "MetadataEntry": {"key": (1, "string"), "value": (2, "Struct")},
     "HttpHeaders": {"headers": (1, "HeaderMap"), "end_of_stream": (3, "bool")},
     "HttpBody": {"body": (1, "bytes"), "end_of_stream": (2, "bool")},
     "HttpTrailers": {"trailers": (1, "HeaderMap")},
@@ -55,6 +62,7 @@ MESSAGES: Mapping[str, Mapping[str, Field]] = {
         "request_trailers": (5, "TrailersResponse"),
         "response_trailers": (6, "TrailersResponse"),
         "immediate_response": (7, "ImmediateResponse"),
+        "dynamic_metadata": (8, "Struct"),
         "mode_override": (9, "ProcessingMode"),
     },
     "HeadersResponse": {"response": (1, "CommonResponse")},
@@ -83,6 +91,8 @@ MESSAGES: Mapping[str, Mapping[str, Field]] = {
         "request_body_mode": (3, "int32"),
         "response_body_mode": (4, "int32"),
     },
+    "HealthCheckRequest": {"service": (1, "string")},
+    "HealthCheckResponse": {"status": (1, "int32")},
 }
 """Fields of each message."""
 
@@ -100,8 +110,12 @@ def _classes() -> Mapping[str, Any]:
 
     They are in a pool of their own: other packages of the process may bring Envoy's names, too.
     """
+    struct = struct_pb2.DESCRIPTOR
     file = descriptor_pb2.FileDescriptorProto(
-        name="epd_portable/ext_proc.proto", package=_PACKAGE, syntax="proto3"
+        name="epd_portable/ext_proc.proto",
+        package=_PACKAGE,
+        syntax="proto3",
+        dependency=[struct.name],
     )
     for name, fields in MESSAGES.items():
         message = file.message_type.add(name=name)
@@ -113,8 +127,10 @@ def _classes() -> Mapping[str, Any]:
                 added.type = _SCALARS[bare]
             else:
                 added.type = added.TYPE_MESSAGE
-                added.type_name = f".{_PACKAGE}.{bare}"
+                package = struct.package if bare == "Struct" else _PACKAGE
+                added.type_name = f".{package}.{bare}"
     pool = descriptor_pool.DescriptorPool()
+    pool.AddSerializedFile(struct.serialized_pb)
     pool.Add(file)
     return {
         name: message_factory.GetMessageClass(pool.FindMessageTypeByName(f"{_PACKAGE}.{name}"))
@@ -126,6 +142,8 @@ _made = _classes()
 ProcessingRequest: Any = _made["ProcessingRequest"]
 ProcessingResponse: Any = _made["ProcessingResponse"]
 CommonResponse: Any = _made["CommonResponse"]
+HealthCheckRequest: Any = _made["HealthCheckRequest"]
+HealthCheckResponse: Any = _made["HealthCheckResponse"]
 
 
 def header_mutation(mutation: Any, given: Mapping[str, str], removed: Collection[str] = ()) -> None:
@@ -135,3 +153,11 @@ def header_mutation(mutation: Any, given: Mapping[str, str], removed: Collection
         option.header.key = name
         option.header.raw_value = value.encode("latin-1")
     mutation.remove_headers.extend(removed)
+
+
+def metadata_value(request: Any, namespace: str, name: str) -> Any:
+    """Return what a ``ProcessingRequest`` says of a name; ``None`` for nothing."""
+    for entry in request.metadata_context.filter_metadata:
+        if entry.key == namespace and name in entry.value:
+            return entry.value[name]
+    return None

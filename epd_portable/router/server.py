@@ -8,7 +8,7 @@ import logging
 import time
 from collections.abc import Mapping
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import anyio
 import msgspec
@@ -414,14 +414,18 @@ class Router:
             answer["instances"] = states
         return json_reply(answer, 200 if answer["status"] == "ok" else 503)
 
-    def _summary(self) -> dict[str, object]:
-        """Return how the router is, without names of instances."""
+    @property
+    def state(self) -> Literal["ok", "unavailable", "draining"]:
+        """Whether a request could be served."""
         usable = self.instances.any_usable("answer")
         if self._hops is not None:
             # For hops that answer elsewhere it prefills.
             usable = usable or self.instances.any_usable("prefill")
-        status = "draining" if self.draining else "ok" if usable else "unavailable"
-        return {"status": status, "counts": self.instances.counts()}
+        return "draining" if self.draining else "ok" if usable else "unavailable"
+
+    def _summary(self) -> dict[str, object]:
+        """Return how the router is, without names of instances."""
+        return {"status": self.state, "counts": self.instances.counts()}
 
     def _on_admin_port(self, client: ClientExchange) -> bool:
         return self.settings.admin_port is None or client.request.port == self.settings.admin_port

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ipaddress
 import json
 import os
 import signal
@@ -21,7 +22,7 @@ from starlette.responses import JSONResponse, Response
 from epd_portable.config.secret import INSTANCE_TOKEN_HEADER
 from epd_portable.errors import ConfigError
 from epd_portable.router import envoy, ext_proc
-from epd_portable.router.picker import Picker
+from epd_portable.router.consultation import Picker
 from epd_portable.router.picker import main as picker_main
 from epd_portable.router.server import Router
 from epd_portable.router.settings import RouterSettings
@@ -209,8 +210,17 @@ async def test_two_clients_with_one_request_id_are_two_requests(build: Build) ->
     assert {r.headers["x-request-id"] for r in responses} == {"same"}
 
 
-def gateway(config: dict[str, Any]) -> dict[str, Any]:
-    """Return Envoy's configuration as gateways for endpoint pickers write it."""
+def gateway(config: dict[str, Any], subset: list[str] | None = None) -> dict[str, Any]:
+    """Return Envoy's configuration as gateways for endpoint pickers write it.
+
+    The choice comes by the metadata, who answered is told there, and a second try is asked about
+    by nobody.
+
+    Args:
+        config: Of an Envoy that the picker starts.
+        subset: Of the instances, that the gateway allows; ``None`` for all.
+    """
+    lb, chosen, served = envoy.NAMESPACE, envoy.DESTINATION, envoy.SERVED
     for listener in config["static_resources"]["listeners"]:
         front = listener["filter_chains"][0]["filters"][0]["typed_config"]
         asked = front["http_filters"][0]["typed_config"]
@@ -223,6 +233,25 @@ def gateway(config: dict[str, Any]) -> dict[str, Any]:
             "response_trailer_mode": "SEND",
         }
         del asked["allow_mode_override"]
+        asked["metadata_options"] = {
+            "forwarding_namespaces": {"untyped": [lb, envoy.SUBSET_NAMESPACE]},
+            "receiving_namespaces": {"untyped": [lb]},
+        }
+        if subset is not None:
+            kind = "type.googleapis.com/envoy.extensions.filters.http.set_metadata.v3.Config"
+            hint = {"metadata_namespace": envoy.SUBSET_NAMESPACE, "value": {envoy.SUBSET: subset}}
+            given = {"name": "hint", "typed_config": {"@type": kind, "metadata": [hint]}}
+            front["http_filters"].insert(0, given)
+    [cluster] = [
+        each for each in config["static_resources"]["clusters"] if each["name"] == "instances"
+    ]
+    [protocol] = cluster["typed_extension_protocol_options"].values()
+    del protocol["http_filters"]
+    [policy] = cluster["load_balancing_policy"]["policies"]
+    policy["typed_extension_config"]["typed_config"] |= {
+        "override_host_sources": [{"metadata": {"key": lb, "path": [{"key": chosen}]}}],
+        "selected_host_key": {"key": lb, "path": [{"key": served}]},
+    }
     return config
 
 
@@ -319,25 +348,119 @@ def certificate(folder: Path, name: str) -> tuple[Path, Path]:
     return cert, key
 
 
-def stranger(channel: grpc.aio.Channel) -> grpc.aio.StreamStreamCall[Any, Any]:
+def asking_about(
+    channel: grpc.aio.Channel, subset: list[str] | None = None
+) -> grpc.aio.StreamStreamCall[Any, Any]:
+    """Ask a picker about one picture, as a gateway does."""
+    body = json.dumps({"messages": [{"role": "user", "content": [RED]}]}).encode()
+    asked = {
+        ":method": "POST",
+        ":path": "/v1/chat/completions",
+        ":authority": "g",
+        "content-type": "application/json",
+    }
+    head = ext_proc.ProcessingRequest()
+    head.protocol_config.request_body_mode = ext_proc.FULL_DUPLEX_STREAMED
+    head.request_headers.headers.SetInParent()
+    for name, value in {**asked, "content-length": str(len(body))}.items():
+        head.request_headers.headers.headers.add(key=name, raw_value=value.encode())
+    if subset is not None:
+        hint = head.metadata_context.filter_metadata.add(key=envoy.SUBSET_NAMESPACE)
+        hint.value.update({envoy.SUBSET: subset})
+    whole = ext_proc.ProcessingRequest(request_body={"body": body, "end_of_stream": True})
+
+    async def messages() -> AsyncIterator[Any]:
+        yield head
+        yield whole
+        await asyncio.Event().wait()
+
     return channel.stream_stream(
         "/{}/{}".format(*ext_proc.METHOD),
         request_serializer=ext_proc.ProcessingRequest.SerializeToString,
         response_deserializer=ext_proc.ProcessingResponse.FromString,
-    )(iter([ext_proc.ProcessingRequest(request_headers={"end_of_stream": True})]))
+    )(messages())
 
 
-@pytest.mark.parametrize("over", ["unix", "tls"])
+async def health_of(channel: grpc.aio.Channel, service: str) -> int:
+    status: int = (
+        await channel.unary_unary(
+            "/{}/{}".format(*ext_proc.HEALTH),
+            request_serializer=ext_proc.HealthCheckRequest.SerializeToString,
+            response_deserializer=ext_proc.HealthCheckResponse.FromString,
+        )(ext_proc.HealthCheckRequest(service=service))
+    ).status
+    return status
+
+
+async def test_a_gateway_is_told_of_the_instances_that_it_allows_or_refused(
+    build: Build, tmp_path: Path
+) -> None:
+    t = await build(pds=2, admission={"max_requests": 1, "max_waiting": 0})
+    known = [f"127.0.0.1:{pd.serving.port}" for pd in t.pds]
+    socket = tmp_path / "picker/picker.sock"
+    assert not socket.stat().st_mode & 0o022
+
+    async def told(subset: list[str] | None) -> set[str] | int:
+        """Return the instances that are named, or the status of a refusal."""
+        call = asking_about(channel, subset)
+        response = await call.read()
+        status: int = response.immediate_response.status.code
+        if status:
+            call.cancel()
+            return status
+        changed = response.request_headers.response.header_mutation.set_headers
+        headers = {each.header.key: each.header.raw_value.decode() for each in changed}
+        chosen: str = response.dynamic_metadata[envoy.NAMESPACE][envoy.DESTINATION]
+        assert chosen == headers[envoy.DESTINATION]
+        assert await told_status() == 429
+        call.cancel()
+        await t.until_health(lambda all_: not any(each["in_flight"] for each in all_.values()))
+        return set(chosen.split(","))
+
+    async def told_status() -> int:
+        call = asking_about(channel)
+        status: int = (await call.read()).immediate_response.status.code
+        call.cancel()
+        return status
+
+    async with grpc.aio.insecure_channel(f"unix:{socket}") as channel:
+        assert await told(None) == set(known)
+        assert await told(known) == set(known)
+        for one in known:
+            assert await told([one, "127.0.0.1:1"]) == {one}
+        assert await told([]) == 503
+        assert await told(["127.0.0.1:1"]) == 503
+
+
+async def test_health_is_told_by_grpc(build: Build, tmp_path: Path) -> None:
+    t = await build(encoders=0)
+    services = ("", "liveness", "readiness", ext_proc.METHOD[0])
+    async with grpc.aio.insecure_channel(f"unix:{tmp_path}/picker/picker.sock") as channel:
+        assert {await health_of(channel, each) for each in services} == {ext_proc.SERVING}
+        await t.pd.serving.stop()
+        await t.until_health(lambda instances: instances["pd-0"]["state"] != "up")
+        found = [await health_of(channel, each) for each in services]
+        assert found == [2, 1, 2, 2], "alive, and not ready"
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await health_of(channel, "another")
+    assert refused.value.code() == grpc.StatusCode.NOT_FOUND
+
+
+CERTIFICATE = "type.googleapis.com/envoy.extensions.transport_sockets.tls.v3.UpstreamTlsContext"
+
+
+@pytest.mark.parametrize("known_by", ["certificate", "network"])
 async def test_a_gateway_of_others_asks_where_nobody_else_can(
-    build: Build, tmp_path: Path, over: str
+    build: Build, tmp_path: Path, known_by: str
 ) -> None:
     t = await build(encoders=1)
-    port, cluster = free_port(), {}
-    where, options, more = f"unix:{tmp_path / 'asked.sock'}", (), {}
+    port = free_port()
     cert, key = certificate(tmp_path, "picker")
-    if over == "tls":
+    common: dict[str, Any] = {}
+    options, more = ("--gateway-network", "127.0.0.0/8"), {}
+    if known_by == "certificate":
         gateway_cert, gateway_key = certificate(tmp_path, "gateway")
-        where, options = f"127.0.0.1:{port}", ("--gateway-ca", str(gateway_cert))
+        options = ("--gateway-ca", str(gateway_cert))
         more = {"tls_cert_file": str(cert), "tls_key_file": str(key)}
         common = {
             "tls_certificates": [
@@ -348,29 +471,33 @@ async def test_a_gateway_of_others_asks_where_nobody_else_can(
             ],
             "validation_context": {"trusted_ca": {"filename": str(cert)}},
         }
-        kind = "type.googleapis.com/envoy.extensions.transport_sockets.tls.v3.UpstreamTlsContext"
-        secured = {"@type": kind, "common_tls_context": common}
-        cluster = {"transport_socket": {"name": "tls", "typed_config": secured}}
     folder = tmp_path / "own"
     folder.mkdir()
-    async with listening(t, folder, "--listen", where, *options, **more) as endpoints:
+    listen = ("--listen", f"127.0.0.1:{port}")
+    async with listening(t, folder, *listen, *options, **more) as endpoints:
         settings = t.settings.model_copy(update={"port": free_port()})
-        config = envoy.bootstrap(settings, endpoints=endpoints, picker=tmp_path / "asked.sock")
+        config = envoy.bootstrap(settings, endpoints=endpoints, picker=tmp_path / "no.sock")
         [asked] = [
             each for each in config["static_resources"]["clusters"] if each["name"] == "picker"
         ]
-        asked |= cluster
-        if cluster:
-            [each] = asked["load_assignment"]["endpoints"][0]["lb_endpoints"]
-            address = {"address": "127.0.0.1", "port_value": port}
-            each["endpoint"]["address"] = {"socket_address": address}
+        secured = {"@type": CERTIFICATE, "common_tls_context": common}
+        asked["transport_socket"] = {"name": "tls", "typed_config": secured}
+        [each] = asked["load_assignment"]["endpoints"][0]["lb_endpoints"]
+        address = {"address": "127.0.0.1", "port_value": port}
+        each["endpoint"]["address"] = {"socket_address": address}
         async with asking(config, tmp_path) as client:
             body = {"messages": [{"role": "user", "content": [RED]}]}
             assert (await client.post("/v1/chat/completions", json=body)).status_code == 200
         token = secret().instance_token()
         assert t.pd.received[-1].headers[INSTANCE_TOKEN_HEADER] == token
-        if over == "unix":
-            assert not (tmp_path / "asked.sock").stat().st_mode & 0o022
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port + 1}") as channel:
+            assert await health_of(channel, "readiness") == ext_proc.SERVING
+            with pytest.raises(grpc.aio.AioRpcError):
+                await asking_about(channel).read()
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            with pytest.raises(grpc.aio.AioRpcError):
+                await asking_about(channel).read()
+        if known_by == "network":
             return
         trusted = cert.read_bytes()
         other = tuple(each.read_bytes() for each in reversed(certificate(tmp_path, "other")))
@@ -380,11 +507,29 @@ async def test_a_gateway_of_others_asks_where_nobody_else_can(
         ):
             async with grpc.aio.secure_channel(f"localhost:{port}", known) as channel:
                 with pytest.raises(grpc.aio.AioRpcError) as refused:
-                    await stranger(channel).read()
+                    await asking_about(channel).read()
             assert refused.value.code() == grpc.StatusCode.UNAVAILABLE
-        async with grpc.aio.insecure_channel(where) as channel:
-            with pytest.raises(grpc.aio.AioRpcError):
-                await stranger(channel).read()
+
+
+async def test_a_gateway_that_goes_on_by_itself_is_heard_of(build: Build, tmp_path: Path) -> None:
+    t = await build(pds=3, encoders=0)
+    t.pds[0].behaviour = t.pds[1].behaviour = refuse(500)
+    folder = tmp_path / "picker"
+    settings = t.settings.model_copy(update={"port": free_port()})
+    written = envoy.bootstrap(
+        settings, endpoints=folder / "endpoints.json", picker=folder / "picker.sock"
+    )
+    allowed = [f"127.0.0.1:{pd.serving.port}" for pd in t.pds[1:]]
+    async with asking(gateway(written, allowed), tmp_path) as client:
+        body = {"messages": [{"role": "user", "content": [TEXT]}]}
+        asked = 0
+        while not t.pds[1].received:  # Who is asked first is left to chance.
+            asked += 1
+            assert (await client.post("/v1/chat/completions", json=body)).status_code == 200
+    assert [len(pd.received) for pd in t.pds] == [0, 1, asked]
+    line = 'epd_router_fallbacks_total{phase="answer",fallback="retried"}'
+    assert await t.metric(line) == 1
+    assert f"127.0.0.1:{t.pds[2].serving.port} answers in place of pd-1" in fronted(t).log
 
 
 async def test_whoever_opens_another_port_tells_strangers_nothing(build: Build) -> None:
@@ -393,12 +538,13 @@ async def test_whoever_opens_another_port_tells_strangers_nothing(build: Build) 
     await router.open()
     endpoints = envoy.Endpoints(Path(t.settings.secret_file).with_name("e"), router.instances, [])
     server = grpc.aio.server()
-    server.add_generic_rpc_handlers((Picker(router, endpoints).service(),))
+    elsewhere = [ipaddress.ip_network("10.0.0.0/8")]
+    server.add_generic_rpc_handlers((Picker(router, endpoints, elsewhere).service(),))
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
         with pytest.raises(grpc.aio.AioRpcError, match="UNIX socket") as refused:
-            await stranger(channel).read()
+            await asking_about(channel).read()
     assert refused.value.code() == grpc.StatusCode.UNAUTHENTICATED
     await server.stop(None)
     await router.close()
@@ -408,7 +554,7 @@ async def test_whoever_opens_another_port_tells_strangers_nothing(build: Build) 
     "options",
     [
         ["--listen", "127.0.0.1:9002"],
-        ["--listen", "127.0.0.1:9002", "--gateway-ca", "/ca.pem"],
+        ["--listen", "unix:/tmp/p.sock", "--gateway-network", "10.0.0.0/8"],
         ["--listen", "unix:/tmp/p.sock", "--gateway-ca", "/ca.pem"],
     ],
     ids=range(3),
@@ -419,7 +565,7 @@ def test_a_port_that_anybody_may_ask_is_refused_with_the_remedy(
     settings = {"port": 8000, "model": "demo", "instances": [], "secret_file": secret_file()}
     given = ["--settings", json.dumps(settings), "--folder", str(tmp_path), *options]
     assert picker_main(given) == 2
-    assert "--gateway-ca FILE and tls_cert_file" in capsys.readouterr().err
+    assert "--gateway-ca FILE or --gateway-network" in capsys.readouterr().err
 
 
 def test_a_second_port_and_tls_are_configured() -> None:
@@ -456,9 +602,18 @@ def test_the_table_of_messages_is_that_of_envoy() -> None:
     from envoy_data_plane.envoy.extensions.filters.http.ext_proc import v3 as filters
     from envoy_data_plane.envoy.service.ext_proc import v3 as published
     from envoy_data_plane.envoy.type import v3 as types
+    from grpclib.health.v1 import health_pb2
 
-    same = {"enum": "int32"}
+    same = {"enum": "int32", "map": "message"}
     for name, fields in ext_proc.MESSAGES.items():
+        if name.endswith("Entry"):
+            continue  # Of a map: protobuf itself says what is in one.
+        if name.startswith("HealthCheck"):
+            numbers = getattr(health_pb2, name).DESCRIPTOR.fields_by_name
+            assert {field: numbers[field].number for field in fields} == {
+                field: number for field, (number, _) in fields.items()
+            }
+            continue
         message = next(
             getattr(module, name)
             for module in (published, core, filters, types)
@@ -469,5 +624,6 @@ def test_the_table_of_messages_is_that_of_envoy() -> None:
             found = same.get(meta.proto_type, meta.proto_type)
             wanted = kind.lstrip("*")
             assert meta.number == number, (name, field)
-            assert meta.repeated == kind.startswith("*"), (name, field)
+            several = meta.repeated or meta.proto_type == "map"
+            assert several == kind.startswith("*"), (name, field)
             assert found == (wanted if wanted[0].islower() else "message"), (name, field)
