@@ -148,26 +148,26 @@ def pod_monitor(name: str, labels: Mapping[str, str], selected: Mapping[str, str
 
 
 def disaggregated_set(
-    name: str, labels: Mapping[str, str], roles: Mapping[Role, tuple[Object, int]]
+    name: str, labels: Mapping[str, str], templates: Mapping[Role, Object]
 ) -> Object:
     """Return LeaderWorkerSet's object of several roles, each scaled from outside.
 
     Args:
         name: Its name.
         labels: Its labels.
-        roles: Pod template of each, and how many replicas there are before any is scaled.
+        templates: Of each role's Pods. How many there are is written by its autoscaler alone.
     """
     update = {"maxSurge": 0, "maxUnavailable": 1}
     listed = [
         {
             "name": role,
-            "scaling": {"mode": "External", "initialReplicas": replicas},
+            "scaling": {"mode": "External"},
             "spec": {
                 "rolloutStrategy": {"rollingUpdateConfiguration": update},
                 "leaderWorkerTemplate": {"size": 1, "workerTemplate": template},
             },
         }
-        for role, (template, replicas) in roles.items()
+        for role, template in templates.items()
     ]
     api = "disaggregatedset.x-k8s.io/v1"
     return described(api, "DisaggregatedSet", name, labels, spec={"roles": listed})

@@ -217,7 +217,8 @@ def _disaggregated_set(asked: Rendering) -> Files:
             f"{asked.request.config}: instances has one role, {', '.join(templates)}, and a "
             "DisaggregatedSet has two or more; render shape roles, or name another role"
         )
-    found = [objects.disaggregated_set(asked.name, asked.labels("instance"), templates)]
+    pods = {role: template for role, (template, _) in templates.items()}
+    found = [objects.disaggregated_set(asked.name, asked.labels("instance"), pods)]
     for role, (_, least) in templates.items():
         name = f"{asked.name}-{role}"
         scaler = objects.role_scaler(name)

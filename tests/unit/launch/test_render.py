@@ -34,13 +34,38 @@ from epd_portable.launch.render.shapes import SHAPES
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
 CONFIGS = ROOT / "configs"
-CRDS = yaml.safe_load((HERE / "crds.yaml").read_text())
 VERSIONS = ("1.30", "1.36")
 """Of Kubernetes."""
 GOLDEN = {"nodes": ("1e3pd", "cpu"), "disaggregatedset": ("1e1p1d", "h200")}
 """Topology and target of the shapes that are recorded."""
+API_VERSIONS = {
+    "DisaggregatedSet": "disaggregatedset.x-k8s.io/v1",
+    "HTTPRoute": "gateway.networking.k8s.io/v1",
+    "InferencePool": "inference.networking.k8s.io/v1",
+    "Kustomization": "kustomize.config.k8s.io/v1beta1",
+    "PodMonitor": "monitoring.coreos.com/v1",
+}
+"""That `CRDS` is about."""
 TRUSTED = ("--set", "transfer.trusted_network=true")
 Object = dict[str, Any]
+
+
+def as_served(schema: Any) -> Any:
+    """Return a custom resource's schema as an API server applies it: strictly, after defaults."""
+    if isinstance(schema, list):
+        return [as_served(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    found = {key: as_served(each) for key, each in schema.items()}
+    if isinstance(fields := schema.get("properties"), dict):
+        found.setdefault("additionalProperties", False)
+        found["required"] = [
+            name for name in schema.get("required", ()) if "default" not in fields[name]
+        ]
+    return found
+
+
+CRDS = as_served(yaml.safe_load((HERE / "crds.yaml").read_text()))
 
 
 def rendered(folder: Path, shape: str, *options: str, config: str = "1e1pd") -> list[Object]:
@@ -88,6 +113,7 @@ def check(document: Object) -> None:
     """Hold a document against the schemas of its kind."""
     if schema := CRDS.get(document["kind"]):
         jsonschema.validate(document, schema)
+        assert document["apiVersion"] == API_VERSIONS[document["kind"]]
         return
     for version in VERSIONS:
         kubernetes_validate.validate(document, version, strict=True)
