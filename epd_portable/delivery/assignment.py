@@ -20,6 +20,7 @@ from epd_portable.config.secret import Secret
 from epd_portable.connector.stores.lookup import StoredItem
 from epd_portable.delivery.fallbacks import FALLBACKS, RequestPhase, RetryBudget
 from epd_portable.delivery.instances import Instance
+from epd_portable.delivery.work import nearest_size
 from epd_portable.media.limits import RequestItem
 from epd_portable.wire.outcomes import FailureKind
 from epd_portable.wire.params import EncodedItem, EncodeTransfer, ExpectedTransfer
@@ -282,11 +283,7 @@ class EncodeTimes:
 
     def of(self, item: RequestItem) -> float:
         """Return the seconds for an item; 0 where none of about its size was seen."""
-        modality, size = _kind(item)
-        for near in (size, size - 1, size + 1):
-            if (average := self._averages.get((modality, near))) is not None:
-                return average
-        return 0.0
+        return nearest_size(self._averages, *_kind(item)) or 0.0
 
 
 class Encoding(Protocol):

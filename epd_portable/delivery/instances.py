@@ -21,6 +21,7 @@ from epd_portable.config.roles import DUTIES, ROLE_LABEL, Duty, Role
 from epd_portable.connector.circuit_breaker import CircuitBreaker
 from epd_portable.delivery.caches import CacheEstimate, CacheSizes
 from epd_portable.delivery.ring import HashRing
+from epd_portable.delivery.work import AnswerLoad, Work
 from epd_portable.errors import EPDError
 from epd_portable.wire.messages import LoadReport
 from epd_portable.wire.outcomes import FailureKind
@@ -89,13 +90,14 @@ class Use:
         item: That the job is for; empty for others.
     """
 
-    __slots__ = ("_callback", "_computes", "_work", "instance", "item")
+    __slots__ = ("_answer", "_callback", "_since_s", "_work", "instance", "item")
 
     def __init__(self, instance: Instance, *, work: bool, item: str = "") -> None:
         self.instance = instance
         self.item = item
         self._work = work
-        self._computes = False
+        self._since_s: float | None = None
+        self._answer = (0, 0)
         self._callback: Callable[[], None] | None = None
 
     def __enter__(self) -> Use:
@@ -104,15 +106,27 @@ class Use:
 
     def __exit__(self, *_: object) -> None:
         self._callback = None
-        if self._computes:
+        if self._since_s is not None:
+            self.instance.answers.each_s(self.instance.computes_for)
             self.instance.computes_for -= 1
+        self.instance.answers.owed_ms -= self._answer[1]
         self.instance._end_use(self, self._work)
 
     def compute(self) -> None:
         """Count the request, once, as one that waits for no item; until the context ends."""
-        if not self._computes:
-            self._computes = True
+        if self._since_s is None:
+            self._since_s = self.instance.answers.each_s(self.instance.computes_for)
             self.instance.computes_for += 1
+
+    def owe_answer(self, tokens: int) -> None:
+        """Count an answer to a prompt, of which so many tokens are to be computed, as owed."""
+        self._answer = tokens, self.instance.answers.expected_ms(tokens)
+        self.instance.answers.owed_ms += self._answer[1]
+
+    def note_answered(self) -> None:
+        """Learn from the whole answer that was owed, and is there."""
+        if (since_s := self._since_s) is not None:
+            self.instance.answers.observe(self._answer[0], self.instance.computes_for, since_s)
 
     def on_down(self, callback: Callable[[], None]) -> None:
         """Call a function when the instance goes down while this lasts; at once if it is down.
@@ -180,6 +194,7 @@ class Instance:
         self.computes_for = 0
         self.tokens = 0
         self.cached: CacheEstimate = owner.caches.new_estimate()
+        self.answers = AnswerLoad(owner.work, settings.role, owner.clock)
         self.answered_at = 0.0
         self.healthy = False
         self.is_warmed_up = not warm_up
@@ -207,9 +222,8 @@ class Instance:
         self._pending_encode_ms = 0
         self._report: LoadReport | None = None
         self._load_at_report = 0
-        self._heard_at = 0.0
+        self._heard_at = self._missed_at = 0.0
         self._missed_probes = 0
-        self._missed_at = 0.0
         self._ejection: asyncio.TimerHandle | None = None
         self._shown: tuple[object, ...] = ()
 
@@ -236,6 +250,11 @@ class Instance:
     def pending_encode_s(self) -> float:
         """Seconds of encoding that it was given and has not done."""
         return self._pending_encode_ms / 1000
+
+    @property
+    def owed_s(self) -> float:
+        """Seconds of work that it was given and has not ended."""
+        return (self._pending_encode_ms + self.answers.owed_ms) / 1000
 
     def shown(self) -> dict[str, Any]:
         """Return what operators see of it, as JSON values."""
@@ -523,6 +542,7 @@ class EndpointPool:
 
     Attributes:
         encoding: Instances that encode an item, by its name; once for each job.
+        work: That came to them.
     """
 
     def __init__(
@@ -536,6 +556,7 @@ class EndpointPool:
         self.clock = clock
         self.chance = chance or random.Random()
         self.encoding: dict[str, list[Instance]] = {}
+        self.work = Work()
         self._instances: dict[str, Instance] = {}
         self._watchers: list[Callable[[Instance], None]] = []
         duties: tuple[Duty, ...] = ("encode", "answer", "prefill")

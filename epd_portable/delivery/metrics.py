@@ -2,37 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
-from prometheus_client.metrics_core import GaugeMetricFamily, Metric
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from epd_portable.delivery.instances import Instance
+from epd_portable.delivery.instances import EndpointPool
 
 
 class InstanceCollector(Collector):
-    """Reads the state of the instances when the metrics are read.
+    """Reads the state of the instances, and what work there is, when the metrics are read.
 
     Args:
-        instances: Returns those that there are.
-        up: Name of the gauge of their health.
-        in_flight: Name of the gauge of their load.
+        pool: All of them.
+        front: Beginning of the metrics' names.
     """
 
-    def __init__(
-        self, instances: Callable[[], Iterable[Instance]], *, up: str, in_flight: str
-    ) -> None:
-        self._instances = instances
-        self._up = up
-        self._in_flight = in_flight
+    def __init__(self, pool: EndpointPool, front: str) -> None:
+        self._pool = pool
+        self._front = front
 
     def collect(self) -> Iterable[Metric]:
         """See `Collector`."""
-        labels = ("instance", "role")
-        up = GaugeMetricFamily(self._up, "1 if healthy.", labels=labels)
-        load = GaugeMetricFamily(self._in_flight, "Requests or jobs in flight.", labels=labels)
-        for each in self._instances():
+        gauge, front, each_one = GaugeMetricFamily, self._front, ("instance", "role")
+        up = gauge(f"{front}_instance_up", "1 if healthy.", labels=each_one)
+        load = gauge(f"{front}_instance_in_flight", "Requests or jobs in flight.", labels=each_one)
+        owed = gauge(
+            f"{front}_owed_seconds", "Work given and not done, of one instance.", labels=["role"]
+        )
+        came = CounterMetricFamily(
+            f"{front}_work_seconds",
+            "Work that came, of one instance of a role, by kind.",
+            labels=["role", "modality", "size"],
+        )
+        by_role: dict[str, float] = {}
+        for each in self._pool.all:
             where = (each.name, each.role)
             up.add_metric(where, float(each.healthy))
             load.add_metric(where, float(each.load))
-        return (up, load)
+            by_role[each.role] = by_role.get(each.role, 0.0) + each.owed_s
+        for role, owed_s in by_role.items():
+            owed.add_metric([role], owed_s)
+        for (role, modality, size), seconds in self._pool.work.came_s.items():
+            came.add_metric([role, modality, str(1 << size)], seconds)
+        return (up, load, owed, came)

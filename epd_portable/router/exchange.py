@@ -234,6 +234,9 @@ class Exchange:
         others = [item for item in call.items if item.item_uuid not in stored]
         to_encode = {each.item_uuid for each in state.selection.items_to_encode(others, pd)}
         times, deliveries, here_s = self._encode_jobs.times, [], 0.0
+        if not record.legs:
+            for item in others:
+                self._instances.work.item_came(item, times.of(item))
         for each in assign_items(
             call.items,
             pd,
@@ -343,6 +346,11 @@ class Exchange:
                     awaited=len(plan.deliveries),
                 )
                 tokens = selection.note_request(pd, () if plan.prefill else call.items)
+                use.owe_answer(tokens)
+                if not any(leg.failed for leg in out.record.legs):
+                    self._instances.work.prompt_came(pd.role, tokens)
+                    if not plan.prefill:
+                        self._metrics.prefill_tokens.inc(tokens)
                 if tokens and not plan.prefill:
                     held.enter_context(pd.computing(tokens))
                 if plan.here_s:
@@ -365,6 +373,8 @@ class Exchange:
                     status = await forward(call, attempt, body, out)
                     if status >= 400:
                         self._give_up(attempt, tasks)
+                    elif not plan.here_s:
+                        use.note_answered()
                 except BaseException:
                     self._give_up(attempt, tasks)
                     raise

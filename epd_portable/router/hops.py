@@ -148,7 +148,6 @@ class HopSelection(Selection):
 
     __slots__ = (
         "_by_item",
-        "_call",
         "_encoders",
         "_inner",
         "_named",
@@ -159,9 +158,8 @@ class HopSelection(Selection):
     def __init__(
         self, named: RoutingHints, call: Call, instances: EndpointPool, inner: Selection
     ) -> None:
-        super().__init__(instances, inner.key, inner.explanation)
+        super().__init__(instances, call, inner.key, inner.explanation)
         self._named = named
-        self._call = call
         self._inner = inner
         by_address = {_address(each): each for each in instances.all}
 
@@ -203,7 +201,7 @@ class HopSelection(Selection):
     def choose_pd(self, tried: Collection[str]) -> Instance | None:
         """See `Selection`."""
         first = self._prefiller
-        if asks_for_kv(self._call):
+        if asks_for_kv(self.call):
             if first is not None:
                 otherwise = "nobody else computes for a hop that wants this one"
                 return self._taken("prefill", first, tried, otherwise)
@@ -215,7 +213,7 @@ class HopSelection(Selection):
 
     def disaggregates_prefill(self, decode: Instance) -> bool:
         """See `Selection`."""
-        if brings_kv(self._call):
+        if brings_kv(self.call):
             return False
         first = self._prefiller
         named = first is not None and first.duty == "prefill"
@@ -236,7 +234,7 @@ class HopSelection(Selection):
 
     def items_to_encode(self, items: Sequence[MediaItem], pd: Instance) -> Sequence[MediaItem]:
         """See `Selection`."""
-        if brings_kv(self._call):
+        if brings_kv(self.call):
             return ()
         if self._encoders or self._by_item:
             return items

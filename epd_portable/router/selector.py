@@ -10,6 +10,7 @@ from epd_portable.config.roles import Duty
 from epd_portable.delivery.instances import EndpointPool, Instance
 from epd_portable.router.choice import prefix
 from epd_portable.router.choice.policy import Policy
+from epd_portable.router.choice.prefix import BYTES_A_TOKEN
 from epd_portable.router.choice.selection_types import (
     MOST_SHOWN,
     Decision,
@@ -17,7 +18,7 @@ from epd_portable.router.choice.selection_types import (
     SelectionRequest,
     Stage,
 )
-from epd_portable.router.choice.tokens import cached_tokens
+from epd_portable.router.choice.tokens import ItemTokens, cached_tokens
 from epd_portable.router.contents.body import Call
 from epd_portable.router.contents.media import MediaItem
 from epd_portable.router.contents.prompt import prompt_pieces, prompt_salt, text_field
@@ -38,12 +39,15 @@ class Selection:
         explanation: Collects the reasons; ``None`` for nowhere but the log, at level DEBUG.
     """
 
-    __slots__ = ("explanation", "instances", "key")
+    __slots__ = ("call", "explanation", "instances", "key")
 
-    def __init__(self, instances: EndpointPool, key: str, explanation: Explanation | None) -> None:
+    def __init__(
+        self, instances: EndpointPool, call: Call, key: str, explanation: Explanation | None
+    ) -> None:
         if explanation is None and logger.isEnabledFor(logging.DEBUG):
             explanation = Explanation()
         self.instances = instances
+        self.call = call
         self.key = key
         self.explanation = explanation
 
@@ -94,9 +98,10 @@ class Selection:
         """Note that a PD instance is asked, and gets these items.
 
         Returns:
-            Tokens of the prompt that it most likely has to compute; 0 where that does not matter.
+            Tokens of the prompt that it most likely has to compute; 0 of a body that is not read.
         """
-        return 0
+        nbytes = sum(len(piece) for message in prompt_pieces(self.call) for piece in message)
+        return nbytes // BYTES_A_TOKEN + sum(map(ItemTokens().of, self.call.items))
 
     def note_encode_job(self, item: MediaItem, encoder: Instance) -> None:
         """Note that an encode instance is asked for an item."""
@@ -152,7 +157,7 @@ class EndpointSelector:
     ) -> Selection:
         """Return the choices for one request, whose headers include ``x-request-id``."""
         if self.policy is None:
-            return Selection(self.instances, headers["x-request-id"], explanation)
+            return Selection(self.instances, call, headers["x-request-id"], explanation)
         return _PolicySelection(self, self.policy, call, headers, explanation)
 
 
@@ -167,10 +172,9 @@ class _PolicySelection(Selection):
         headers: Mapping[str, str],
         explanation: Explanation | None,
     ) -> None:
-        super().__init__(selector.instances, headers["x-request-id"], explanation)
+        super().__init__(selector.instances, call, headers["x-request-id"], explanation)
         self._selector = selector
         self._policy = policy
-        self._call = call
         self._session = headers.get(SESSION_HEADER, "") or text_field(call, "session_id")
         self._profile = headers.get(policy.profile_header, "").strip()
         self._read: prefix.Prompt | None = None
@@ -246,9 +250,9 @@ class _PolicySelection(Selection):
         return SelectionRequest(
             stage=stage,
             key=self._chance,
-            model=self._call.model,
+            model=self.call.model,
             session=self._session,
-            items=self._call.items,
+            items=self.call.items,
             item=item,
             blocks=prompt.blocks,
             having=self.instances.caches.with_prefix(prompt.blocks),
@@ -263,13 +267,13 @@ class _PolicySelection(Selection):
             self._read = prefix.Prompt()
             if policy.wants_blocks:
                 self._read = prefix.chain(
-                    prompt_pieces(self._call),
+                    prompt_pieces(self.call),
                     block_bytes=policy.block_bytes,
                     most=policy.most_blocks,
-                    salt=prompt_salt(self._call),
+                    salt=prompt_salt(self.call),
                     items={
                         b'"%b"' % item.item_uuid.encode(): policy.item_tokens(item)
-                        for item in self._call.items
+                        for item in self.call.items
                     },
                 )
         return self._read

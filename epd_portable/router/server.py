@@ -144,9 +144,7 @@ class Router:
             self._passed_on += (self._policy.profile_header,)
         self.upstream = Upstream({INSTANCE_TOKEN_HEADER: secret.instance_token()})
         self.instances = EndpointPool(caches=self._policy.cache_sizes if self._policy else None)
-        self.metrics = Metrics(
-            lambda: self.instances.all, llmd_names=settings.metrics_names == "llmd"
-        )
+        self.metrics = Metrics(self.instances, llmd_names=settings.metrics_names == "llmd")
         self.requests = RecentRequests([self.metrics, self.metrics.activity, *observers(settings)])
         self._control = ControlChannels(CurveKeys.derive(secret))
         self._store: StoreLookup | None = None

@@ -131,6 +131,7 @@ class OpenRequest:
         begun: A part of the answer is out: no other engine can give the rest.
         again: Why it must be sent again.
         awaited: Items whose encode jobs have not ended.
+        tokens: Of the prompt, that its engine most likely has to compute.
     """
 
     core: EngineCoreRequest
@@ -143,6 +144,7 @@ class OpenRequest:
     begun: bool = False
     again: str = ""
     awaited: set[str] = field(default_factory=set)
+    tokens: int = 0
     task: asyncio.Task[None] | None = None
 
 
@@ -232,6 +234,7 @@ class SplitClient(AsyncMPClient):
         one = OpenRequest(request)
         engine = self._choose_engine(one, None)
         self._retries.count_request()
+        self._pool.work.prompt_came(engine.instance.role, one.tokens)
         self._open[request.request_id] = one
         one.task = asyncio.create_task(self._serve(one, engine))
 
@@ -258,6 +261,8 @@ class SplitClient(AsyncMPClient):
             raise UnavailableError("no encode engine is up")
         if before is not None and before.instance.usable:
             chosen = before.instance
+        cached = BLOCK_TOKENS * chosen.cached.prefix(blocks)
+        one.tokens = len(one.core.prompt_token_ids or ()) - cached
         chosen.cached.use_prefix(blocks)
         return self.engines.by_name[chosen.name]
 
@@ -321,6 +326,7 @@ class SplitClient(AsyncMPClient):
         self._at_engines[engine_id] = one
         try:
             with while_up(engine.instance.working()) as use:
+                use.owe_answer(one.tokens)
                 await engine.add(self._for_engine(one.core, engine_id, transfers))
                 # Further parts of a session go to nobody else.
                 one.begun = one.core.resumable
@@ -339,6 +345,8 @@ class SplitClient(AsyncMPClient):
                 if not one.again:
                     self.metrics.items.labels("not_needed").inc(len(one.awaited))
                     await one.ended.wait()
+                    if not here_s:
+                        use.note_answered()
         except WentDownError as error:
             if not one.begun:
                 one.again = f"engine {engine.name} {error}"
@@ -367,6 +375,7 @@ class SplitClient(AsyncMPClient):
         )
         if not one.sent.is_set():
             for each in ways:
+                self._pool.work.item_came(each.item, self._times.of(each.item))
                 if each.by != "encoder":
                     self.metrics.items.labels(each.by).inc()
                 if each.elastic:
@@ -467,9 +476,11 @@ class SplitClient(AsyncMPClient):
                     await engine.abort(client, job)
         if reason in (FinishReason.ERROR, FinishReason.ABORT):
             return EncodeFailure(kind=FailureKind.ERROR, reason=f"ended the job with {reason}")
-        seconds = time.monotonic() - begun
-        self._times.observe(item, seconds)
-        self.metrics.encode_s.labels(encoder.name).observe(seconds)
+        now = time.monotonic()
+        # Until it had done the job before, it did not work on this one.
+        self._times.observe(item, now - max(begun, encoder.answered_at))
+        encoder.answered()
+        self.metrics.encode_s.labels(encoder.name).observe(now - begun)
         return None
 
     # -- outputs ----------------------------------------------------------------------------------

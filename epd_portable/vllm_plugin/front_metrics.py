@@ -19,13 +19,7 @@ class FrontMetrics:
 
     def __init__(self, pool: EndpointPool) -> None:
         self.registry = CollectorRegistry()
-        self.registry.register(
-            InstanceCollector(
-                lambda: pool.all,
-                up="epd_front_instance_up",
-                in_flight="epd_front_instance_in_flight",
-            )
-        )
+        self.registry.register(InstanceCollector(pool, "epd_front"))
         self.items = Counter(
             "epd_front_items",
             "Media items by what became of them.",

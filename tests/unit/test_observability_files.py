@@ -65,6 +65,7 @@ def labels() -> Mapping[str, set[str]]:
         "epd_router_instance_up": {"instance", "role"},
         "epd_router_instance_in_flight": {"instance", "role"},
         "epd_front_instance_up": {"instance", "role"},
+        "epd_router_work_seconds_total": {"role", "modality", "size"},
         "up": set(),  # Prometheus's own, of each target.
     }
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 import collections
 import contextlib
 import functools
-from collections.abc import Callable, Iterable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.registry import Collector
 
 from epd_portable.connector.stores.metrics import StoreMetrics
-from epd_portable.delivery.instances import Instance
+from epd_portable.delivery.instances import EndpointPool
 from epd_portable.delivery.metrics import InstanceCollector
 from epd_portable.router.observability.llmd_names import LlmdNames
 from epd_portable.router.observability.record import (
@@ -36,7 +35,7 @@ class Metrics(Listener):
     clients.
 
     Args:
-        instances: Returns those that there are.
+        instances: Those that there are; none by default.
         llmd_names: Show some of it a second time, under names of llm-d's proposal.
 
     Attributes:
@@ -45,16 +44,13 @@ class Metrics(Listener):
 
     def __init__(
         self,
-        instances: Callable[[], Iterable[Instance]] = tuple,
+        instances: EndpointPool | None = None,
         *,
         llmd_names: bool = False,
     ) -> None:
         registry = CollectorRegistry()
-        registry.register(
-            InstanceCollector(
-                instances, up="epd_router_instance_up", in_flight="epd_router_instance_in_flight"
-            )
-        )
+        pool = EndpointPool() if instances is None else instances
+        registry.register(InstanceCollector(pool, "epd_router"))
         self._shown: Collector = LlmdNames(registry) if llmd_names else registry
         self.activity = Activity()
         counter = functools.partial(Counter, registry=registry)
@@ -79,6 +75,12 @@ class Metrics(Listener):
         )
         self.stages = counter(
             "epd_router_stage_requests", "Tries at instances; encode jobs: of one item.", ("stage",)
+        )
+        self.prefill_tokens = counter(
+            "epd_router_prefill_tokens", "Of prompts, less those in prefix caches; estimated."
+        )
+        self.output_tokens = counter(
+            "epd_router_output_tokens", "Of answers that have ended, as far as they say."
         )
         self.prefills = counter(
             "epd_router_prefills", "Prompts of decode instances, by place.", ("where",)
@@ -202,6 +204,7 @@ class Metrics(Listener):
         self.in_flight.dec()
         self.request_bytes.inc(record.nbytes)
         self.answer_bytes.inc(record.nbytes_out)
+        self.output_tokens.inc(record.tokens)
         for leg in record.legs:
             if leg.stage == "answer":
                 self._answers.inc()

@@ -111,6 +111,61 @@ async def test_it_can_be_switched_off(build: Build, settings: dict[str, Any]) ->
     assert await t.metric('epd_router_items_total{outcome="local_first"}') == 0
 
 
+async def test_work_is_counted_when_it_comes_and_owed_until_it_ends(build: Build) -> None:
+    may_encode, may_end = asyncio.Event(), asyncio.Event()
+
+    async def encode(received: Received) -> Response:
+        await may_encode.wait()
+        await asyncio.sleep(ENCODE_S)
+        return JSONResponse({})
+
+    async def pieces() -> AsyncIterator[bytes]:
+        await may_end.wait()
+        for _ in range(5):
+            yield EVENT
+
+    t = await build(encoding=encode, behaviour=stream(pieces), elastic_encode=False)
+    series = {
+        role: (f'epd_router_work_seconds_total{{role="{role}"}}', f'{{role="{role}"}}')
+        for role in ("encode", "prefill-decode")
+    }
+
+    async def seen(role: str) -> tuple[float, float]:
+        came, labels = series[role]
+        return await t.metric(came), await t.metric(f"epd_router_owed_seconds{labels}")
+
+    # Of what nobody has done yet it is not known how long it takes.
+    first = asyncio.create_task(t.chat(picture(0), stream=True))
+    may_encode.set()
+    await t.until_metric('epd_router_encode_jobs_total{end="encoded"}', 1)
+    await asyncio.sleep(ENCODE_S)
+    may_end.set()
+    assert (await first).status_code == 200
+    await t.until_metric("epd_router_output_tokens_total", 3)
+    assert [await seen(role) for role in series] == [(0, 0), (0, 0)]
+    tokens = await t.metric("epd_router_prefill_tokens_total")
+    assert tokens > 0
+    may_encode.clear()
+    may_end.clear()
+    clients = [
+        asyncio.create_task(t.chat(picture(n), picture(n + 10), stream=True)) for n in (1, 2, 3)
+    ]
+    await t.until_metric('epd_router_instance_in_flight{role="encode"}', 6)
+    for role, count in (("encode", 6), ("prefill-decode", 3)):
+        came_s, owed_s = await seen(role)
+        assert came_s >= count * ENCODE_S
+        assert owed_s == pytest.approx(came_s, abs=0.001 * count)
+    assert await t.metric("epd_router_prefill_tokens_total") > 3 * tokens
+    may_encode.set()
+    await t.until_metric('epd_router_encode_jobs_total{end="encoded"}', 7)
+    may_end.set()
+    assert [each.status_code for each in await asyncio.gather(*clients)] == [200] * 3
+    await t.until_metric("epd_router_output_tokens_total", 12)
+    assert [(await seen(role))[1] for role in series] == [0, 0]
+    sizes = (await t.client.get("/metrics")).text
+    assert 'epd_router_work_seconds_total{modality="image",role="encode",size="' in sizes
+
+
 async def test_nothing_stays_counted(build: Build) -> None:
     t = await started(build)
     assert isinstance(t.router, RouterServing)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from prometheus_client import generate_latest
 
 pytest.importorskip("vllm")
 
@@ -20,19 +21,26 @@ from epd_portable.demo.pictures import draw
 from epd_portable.vllm_plugin.front import Front, configuration
 from epd_portable.vllm_plugin.front_client import SplitClient
 from tests.integration.vllm_plugin.played_front import MODEL, client_of
+from tests.metrics_page import total
 
 pytestmark = pytest.mark.needs_vllm
 
 CACHE_GB = 0.001
 SIDE, LARGE = 112, 560
 """Of pictures; a few of the first fit into the cache, and none of the second."""
-PROMPT = "<|vision_start|><|image_pad|><|vision_end|>What is it?"
+PICTURE = "<|vision_start|><|image_pad|><|vision_end|>"
+PROMPT = f"{PICTURE}What is it?"
+ROLES = {"encode": "e-0", "prefill-decode": "pd-0"}
+TAKES_S = 0.05
 
 
 class Engine:
-    """Ends what it is sent at once, and keeps it."""
+    """Ends what it is sent as soon as it may, and keeps it."""
 
     def __init__(self, client: SplitClient, name: str) -> None:
+        self.takes_s = 0.0
+        self.may_end = asyncio.Event()
+        self.may_end.set()
         self.sent: list[EngineCoreRequest] = []
         self._client, self._engine = client, client.engines.by_name[name]
         self._engine.client = self
@@ -40,9 +48,13 @@ class Engine:
 
     async def add_request_async(self, request: EngineCoreRequest) -> None:
         self.sent.append(request)
-        end = EngineCoreOutput(request.request_id, [1], finish_reason=FinishReason.STOP)
-        loop = asyncio.get_running_loop()
-        loop.call_soon(self._client._take_outputs, self._engine, EngineCoreOutputs(outputs=[end]))
+        self.ends = asyncio.create_task(self._end(request.request_id))
+
+    async def _end(self, request_id: str) -> None:
+        await self.may_end.wait()
+        await asyncio.sleep(self.takes_s)
+        end = EngineCoreOutput(request_id, [1], finish_reason=FinishReason.STOP)
+        self._client._take_outputs(self._engine, EngineCoreOutputs(outputs=[end]))
 
     async def call_utility_async(self, method: str) -> tuple[str, ...]:
         assert method == "get_supported_tasks"
@@ -89,4 +101,44 @@ def test_engines_get_the_pixels_of_every_item(client: SplitClient) -> None:
             front.shutdown()
 
     client.engines.close = lambda: None  # type: ignore[method-assign]
-    asyncio.run(story())
+    asyncio.run(asyncio.wait_for(story(), 60))
+
+
+def test_work_of_requests_is_owed_until_it_ends(client: SplitClient) -> None:
+    def seen(role: str) -> tuple[float, float]:
+        page = generate_latest(client.metrics.registry).decode()
+        came = total(page, f'epd_front_work_seconds_total{{role="{role}"}}')
+        return came, total(page, f'epd_front_owed_seconds{{role="{role}"}}')
+
+    async def ask(front: Front, name: str, *seeds: int) -> None:
+        pictures = [draw(seed, SIDE).image for seed in seeds]
+        prompt = {"prompt": PICTURE * len(seeds), "multi_modal_data": {"image": pictures}}
+        asked = [each async for each in front.generate(prompt, SamplingParams(), name)]
+        assert asked[-1].finished
+
+    async def story() -> None:
+        front = Front.from_vllm_config(client.vllm_config)
+        try:
+            engines = [Engine(client, name) for name in ROLES.values()]
+            for each in engines:
+                each.takes_s = TAKES_S
+            await ask(front, "first", 1)
+            assert [*map(seen, ROLES)] == [(0, 0), (0, 0)]
+            for each in engines:
+                each.may_end.clear()
+            asking = asyncio.gather(ask(front, "a", 2), ask(front, "b", 3))
+            while len(engines[0].sent) < 3:
+                await asyncio.sleep(0.001)
+            for role, count in [(role, 2) for role in ROLES]:
+                came_s, owed_s = seen(role)
+                assert came_s >= (count * TAKES_S if role == "encode" else 0.001)
+                assert owed_s == pytest.approx(came_s, abs=0.001 * count)
+            for each in engines:
+                each.may_end.set()
+            await asking
+            assert [seen(role)[1] for role in ROLES] == [0, 0]
+        finally:
+            front.shutdown()
+
+    client.engines.close = lambda: None  # type: ignore[method-assign]
+    asyncio.run(asyncio.wait_for(story(), 60))

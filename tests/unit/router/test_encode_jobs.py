@@ -10,6 +10,7 @@ import pytest
 
 from epd_portable.delivery.fallbacks import RetryBudget
 from epd_portable.delivery.instances import EndpointPool
+from epd_portable.router.contents.body import Call
 from epd_portable.router.contents.media import MediaItem
 from epd_portable.router.encode_jobs import Attempt, Delivery, EncodeJobs
 from epd_portable.router.fleet.control import ControlChannels, Inbox
@@ -54,7 +55,7 @@ class Scene:
             deliveries=(self.delivery,),
             headers={"x-request-id": "r"},
             inbox=Inbox(),
-            selection=Selection(pool, "r", None),
+            selection=Selection(pool, Call.untouched("POST", "/", b"{}"), "r", None),
             record=self.record,
         )
         settings = RouterSettings(port=0, model="demo", instances=(*ENCODERS, PD))

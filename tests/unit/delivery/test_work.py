@@ -1,0 +1,68 @@
+"""What answers are taken for, and how an instance's time is shared."""
+
+from __future__ import annotations
+
+import pytest
+
+from epd_portable.delivery.work import AnswerLoad, Work
+
+ROLE = "prefill-decode"
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def answered(load: AnswerLoad, clock: Clock, at_once: int, each_s: float, tokens: int) -> None:
+    """Let an instance compute so many answers at the same time."""
+    began_s = load.each_s(0)
+    clock.now += each_s
+    for left in range(at_once, 0, -1):
+        load.observe(tokens, left, began_s)
+        load.each_s(left)
+
+
+def test_those_that_are_computed_together_have_equal_parts_of_the_time() -> None:
+    clock = Clock()
+    load = AnswerLoad(Work(), ROLE, clock)
+    first = load.each_s(0)
+    clock.now += 4
+    second = load.each_s(1)
+    clock.now += 6
+    assert load.each_s(2) - first == pytest.approx(4 + 3)
+    clock.now += 1
+    assert load.each_s(1) - second == pytest.approx(3 + 1)
+    clock.now += 50
+    assert load.each_s(0) - second == pytest.approx(3 + 1), "then it computed nothing"
+
+
+def test_an_answer_takes_what_it_took_when_the_instance_was_fullest() -> None:
+    work, clock = Work(), Clock()
+    load = AnswerLoad(work, ROLE, clock)
+    assert load.expected_ms(100) == 0
+    answered(load, clock, 1, 2.0, 100)
+    assert load.expected_ms(100) == 2000
+    for _ in range(200):
+        answered(load, clock, 10, 4.0, 100)
+    assert load.expected_ms(100) == pytest.approx(400, rel=0.1)
+    for _ in range(100):
+        answered(load, clock, 1, 2.0, 100)
+    assert load.expected_ms(100) == pytest.approx(400 * 1.001**100, rel=0.1), "slowly forgotten"
+    for _ in range(3000):
+        answered(load, clock, 1, 2.0, 100)
+    assert load.expected_ms(100) == pytest.approx(2000)
+    # Others of about that size are taken for the same, much longer ones are not known.
+    assert load.expected_ms(250) == load.expected_ms(100)
+    assert load.expected_ms(1000) == 0
+
+
+def test_what_came_is_counted_as_it_was_known_then() -> None:
+    work = Work()
+    work.prompt_came(ROLE, 100)
+    work.observe_answer(ROLE, 100, 3.0)
+    for _ in range(2):
+        work.prompt_came(ROLE, 100)
+    assert work.came_s == {(ROLE, "text", 7): 6.0}
