@@ -128,6 +128,7 @@ class RouterSection(Section):
     idle_timeout_s: Seconds = 600.0
     drain_s: Seconds = 30.0
     instance_networks: list[_Network] = Field(default=["loopback", "private"])
+    endpoints_file: Annotated[str, Field(min_length=1)] | None = None
 
     @model_validator(mode="after")
     def _files_and_sizes_fit(self) -> RouterSection:

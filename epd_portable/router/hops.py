@@ -18,6 +18,7 @@ from epd_portable.errors import RequestError
 from epd_portable.router.choice.selection_types import Decision, Stage
 from epd_portable.router.contents.body import Call
 from epd_portable.router.contents.media import MediaItem
+from epd_portable.router.envoy import DESTINATION
 from epd_portable.router.ingress.access import ApiKeys
 from epd_portable.router.observability.record import RequestRecord
 from epd_portable.router.prefill import asks_for_kv, brings_kv
@@ -61,6 +62,7 @@ class RoutingHints(msgspec.Struct, frozen=True, kw_only=True):
     """What a trusted hop says of a request; addresses are ``host:port``.
 
     Attributes:
+        answers: Instance that answers; or empty.
         prefiller: Instance that computes the prompt, and answers if its role is to; or empty.
         encoders: Instances that encode; empty leaves that to the router.
         mapping: Encoder of each item, by its place among the distinct ones.
@@ -69,6 +71,7 @@ class RoutingHints(msgspec.Struct, frozen=True, kw_only=True):
         model: That encoders must have, as their labels say; or empty.
     """
 
+    answers: str = ""
     prefiller: str = ""
     encoders: tuple[str, ...] = ()
     mapping: Mapping[int, str] = {}
@@ -100,6 +103,8 @@ class Hops:
             )
         encoders = headers.get(ENCODERS, headers.get(ENCODERS_TOO, ""))
         found = RoutingHints(
+            # Those after the first are for a gateway's retries.
+            answers=headers.get(DESTINATION, "").partition(",")[0].strip(),
             prefiller=headers.get(PREFILLER, "").strip(),
             encoders=tuple(filter(None, map(str.strip, encoders.split(",")))),
             mapping=_read_mapping(headers.get(MAPPING, "")),
@@ -147,6 +152,7 @@ class HopSelection(Selection):
     """
 
     __slots__ = (
+        "_answers",
         "_by_item",
         "_encoders",
         "_inner",
@@ -180,6 +186,13 @@ class HopSelection(Selection):
                 raise wrong_header(MODEL, message)
             return found
 
+        self._answers: Instance | None = None
+        if named.answers:
+            self._answers = find(DESTINATION, named.answers, encodes=False)
+            if self._answers.duty != "answer":
+                raise wrong_header(
+                    DESTINATION, f"{named.answers} has the role {self._answers.role!r}"
+                )
         self._prefiller: Instance | None = None
         if named.prefiller:
             self._prefiller = find(PREFILLER, named.prefiller, encodes=False)
@@ -206,10 +219,12 @@ class HopSelection(Selection):
                 otherwise = "nobody else computes for a hop that wants this one"
                 return self._taken("prefill", first, tried, otherwise)
             return self._inner.choose_prefill(tried)
-        if first is not None and first.duty == "answer":
+        chosen = None
+        if self._answers is not None:
+            chosen = self._taken("decode", self._answers, tried, OTHERWISE, header=DESTINATION)
+        elif first is not None and first.duty == "answer":
             chosen = self._taken("decode", first, tried, OTHERWISE)
-            return chosen or self._inner.choose_pd(tried)
-        return self._inner.choose_pd(tried)
+        return chosen or self._inner.choose_pd(tried)
 
     def disaggregates_prefill(self, decode: Instance) -> bool:
         """See `Selection`."""

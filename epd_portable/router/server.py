@@ -37,6 +37,7 @@ from epd_portable.router.contents.cut_text import Data
 from epd_portable.router.contents.media import Find
 from epd_portable.router.exchange import Exchange
 from epd_portable.router.fleet.control import ControlChannels
+from epd_portable.router.fleet.endpoints_file import EndpointsFile
 from epd_portable.router.fleet.engine_loads import EngineLoads
 from epd_portable.router.fleet.registration import MAX_BODY_BYTES, Registration
 from epd_portable.router.hops import Hops, answer_headers
@@ -171,6 +172,8 @@ class Router:
             secret,
             self._store,
         )
+        if settings.endpoints_file is not None:
+            EndpointsFile(settings.endpoints_file, self.instances)
         together = (settings, self.instances, self.upstream, self._control)
         warm_up = WarmUp(*together, secret, self.metrics.activity, self._store)
         self.members = Registration(*together, self.metrics, warm_up.warm_up, secret)
