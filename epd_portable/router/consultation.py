@@ -148,6 +148,7 @@ class Consultation:
         self._has_body = False
         self._pieces: asyncio.Queue[tuple[bytes, bool]] = asyncio.Queue()
         self._next: Instance | None = None
+        self._named: Mapping[str, Instance] = {}
         self._sent = False
         self._answer: asyncio.Future[Mapping[str, str]] = asyncio.get_running_loop().create_future()
         self._answer_pieces: asyncio.Queue[tuple[bytes, bool]] = asyncio.Queue()
@@ -357,8 +358,9 @@ class Consultation:
     async def _send_first(self, attempt: Attempt, body: Segments) -> None:
         assert self._next is not None
         whole = b"".join(body)
-        address = self._picker.endpoints.address
-        destination = f"{address(attempt.pd)},{address(self._next)}"
+        first, second = map(self._picker.endpoints.address, (attempt.pd, self._next))
+        self._named = {first: attempt.pd, second: self._next}
+        destination = f"{first},{second}"
         given = {
             **self._picker.router.upstream.headers,
             **attempt.headers,
@@ -437,8 +439,7 @@ class Consultation:
 
     def _answering(self, asked: Instance, out: ClientExchange) -> Instance:
         """Return who answers: a gateway's own retry may have led elsewhere."""
-        endpoints = self._picker.endpoints
-        if self._served in ("", endpoints.address(asked)):
+        if not self._served or self._named.get(self._served) is asked:
             return asked
         asked.failed(FailureKind.LOST)
         done: tuple[Fallback, ...] = ("retried",)
@@ -448,7 +449,7 @@ class Consultation:
             "retries off, or have them ask the picker again",
             *(out.request_id, self._served, asked.name),
         )
-        return endpoints.by_address().get(self._served, asked)
+        return self._named.get(self._served, asked)
 
     async def _check_failure(
         self, attempt: Attempt, pd: Instance, status: int, *, by_envoy: bool

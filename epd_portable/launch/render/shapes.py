@@ -28,6 +28,8 @@ Files = dict[str, list[Object]]
 """Objects by the name of the file that they are written to."""
 
 ROUTERS = 2
+_OF_A_NODE: Role = "encode-prefill-decode"
+"""What a launcher with all stages is to pickers that choose by role."""
 _POD_ADDRESS = "192.0.2.1"
 """Stands for the address of a Pod, which is not known before it runs."""
 _MOST_IN_FLIGHT: Mapping[Role, int] = MappingProxyType({"encode": 4})
@@ -77,7 +79,7 @@ class Rendering:
             if each["kind"] == "Service" and each["metadata"]["name"] == self.name
         )
         if "nodes.yaml" in files:
-            pods, picker = self.labels("node"), f"{self.name}-picker"
+            pods, picker = self.labels("node", _OF_A_NODE), f"{self.name}-picker"
             backend = objects.inference_pool(self.name, pods, ROUTER_PORT, picker=picker)
             found.append(backend)
         route = objects.http_route(self.name, labels, self.gateway, backend, ROUTER_PORT)
@@ -172,7 +174,7 @@ def _nodes(asked: Rendering) -> Files:
     if with_secret:
         settings.append(f"secret_file={SECRET_FILE}")
     topology, plan = asked.planned(None, *settings)
-    labels = asked.labels("node")
+    labels = asked.labels("node", _OF_A_NODE)
     template = asked.pods(topology).template(
         labels, ["up"], settings, plan, port=ROUTER_PORT, with_secret=with_secret
     )

@@ -231,6 +231,22 @@ def test_pods_have_devices_room_and_time_by_their_plan(tmp_path: Path) -> None:
     assert router["spec"]["containers"][0]["startupProbe"]["tcpSocket"] == {"port": "http"}
 
 
+@pytest.mark.parametrize(
+    ("shape", "roles"),
+    [
+        ("nodes", ["encode-prefill-decode"]),
+        ("roles", [None, "encode", "prefill", "decode"]),
+        ("disaggregatedset", [None, "encode", "prefill", "decode"]),
+    ],
+)
+def test_pickers_know_pods_by_their_role(
+    tmp_path: Path, shape: str, roles: list[str | None]
+) -> None:
+    found = rendered(tmp_path, shape, *TRUSTED, config="1e1p1d")
+    labels = [template["metadata"]["labels"].get("llm-d.ai/role") for template in templates(found)]
+    assert labels == roles
+
+
 def test_a_secret_is_in_no_file_unless_asked_for(tmp_path: Path) -> None:
     file = tmp_path / "secret"
     make_secret_file(str(file))
