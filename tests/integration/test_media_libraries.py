@@ -3,35 +3,18 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
 from tests import warm
 
-REPOSITORY = Path(__file__).parents[2]
 INSTALL = "from epd_portable.platforms import torchvision_guard; torchvision_guard.install(); "
 
 
 def last_line(result: subprocess.CompletedProcess[str]) -> str:
     assert result.returncode == 0, result.stderr
     return result.stdout.strip().splitlines()[-1]
-
-
-def run(code: str, **environment: str) -> str:
-    """Return what the code prints last."""
-    result = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        timeout=180,
-        cwd=REPOSITORY,
-        env=dict(os.environ, OMP_NUM_THREADS="1", **environment),
-    )
-    return last_line(result)
 
 
 @pytest.mark.skipif(
@@ -55,18 +38,3 @@ def test_the_image_processor_of_transformers_works_with_the_guard() -> None:
         "print(tuple(out['pixel_values'].shape))"
     )
     assert last_line(warm.nursery().run("-c", INSTALL + code, timeout=180)) == "(64, 1176)"
-
-
-@pytest.mark.needs_vllm
-def test_vllm_installs_the_guard_itself_before_it_imports_transformers(tmp_path: Path) -> None:
-    installed = tmp_path / "media_guard-1.0.dist-info"
-    installed.mkdir()
-    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: media-guard\nVersion: 1.0\n")
-    (installed / "entry_points.txt").write_text(
-        "[vllm.platform_plugins]\nmedia_guard = epd_portable.platforms.torchvision_guard:install\n"
-    )
-    code = (
-        "import vllm.model_executor.models.qwen2_5_vl;"
-        "from vllm.platforms import current_platform; print(current_platform.device_type)"
-    )
-    assert run(code, PYTHONPATH=str(tmp_path)) in ("cpu", "cuda", "npu")

@@ -129,6 +129,7 @@ def test_a_piece_that_was_damaged_on_its_way_is_refused(tmp_path: Path) -> None:
         carry.take(piece, tmp_path / "out")
 
 
+@pytest.mark.full
 def test_tests_that_have_passed_are_left_out_when_they_are_resumed(tmp_path: Path) -> None:
     file, passed = tmp_path / "test_two.py", tmp_path / "passed"
     file.write_text(

@@ -150,6 +150,8 @@ def test_who_relies_on_a_hook_is_a_file_that_names_it() -> None:
         assert any(word in text for word in (*words, name)) or hook.reaches, hook
 
 
+# `ci/jobs/engines.sh` runs it for each release.
+@pytest.mark.full
 @pytest.mark.needs_vllm
 def test_the_table_is_true_of_the_installed_release(tmp_path: Path) -> None:
     installed = hooks_diff.installed(tmp_path / "installed")

@@ -25,8 +25,12 @@ from epd_portable.launch.plan.ports import is_free, port_source
 from epd_portable.launch.run import sessions
 from epd_portable.launch.run.router_client import RouterClient
 from epd_portable.launch.run.running import RUN_FOLDER
+from tests import warm
 
 HERE = Path(__file__).parent
+RUN_PLAN = "tests.integration.launch.run_plan"
+FORKED = f"import os; os.setsid(); os.dup2(1, 2); from {RUN_PLAN} import main; main()"
+"""A launcher in a session of its own, that says everything at its standard output."""
 DEADLINE_S = 30.0
 ROLES = {"encode": "encode", "other": "encode", "pd": "prefill-decode", "router": "router"}
 Options: TypeAlias = list[str] | Callable[[dict[str, int]], list[str]]
@@ -77,17 +81,21 @@ class Run:
         plan.write_text(json.dumps(content), "utf-8")
         self.lines: list[str] = []
         self._queue: queue.Queue[str] = queue.Queue()
-        self.process = subprocess.Popen(
-            [sys.executable, str(HERE / "run_plan.py"), str(plan)],
-            **{
-                "stdout": subprocess.PIPE,
-                "stderr": subprocess.STDOUT,
-                "text": True,
-                "start_new_session": True,
-                "env": {**os.environ, "PYTHONPATH": str(HERE.parents[2])},
+        env = {**os.environ, "PYTHONPATH": str(HERE.parents[2])}
+        self.process: warm.Process
+        if popen:
+            self.process = subprocess.Popen(
+                [sys.executable, str(HERE / "run_plan.py"), str(plan)],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                start_new_session=True,
+                env=env,
                 **popen,
-            },
-        )
+            )
+        else:
+            nursery = warm.nursery(RUN_PLAN)
+            self.process = nursery.popen("-c", FORKED, plan, stdout=subprocess.PIPE, env=env)
         self._reader = threading.Thread(target=self._read)
         self._reader.start()
 

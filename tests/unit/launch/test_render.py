@@ -119,13 +119,17 @@ def check(document: Object) -> None:
         kubernetes_validate.validate(document, version, strict=True)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(
-    ("config", "options"),
+    ("shape", "config", "options"),
     [
-        ("1e1pd", ()),
-        ("1e1p1d", ("--hardware", "h200", *TRUSTED)),
-        ("1e1pd-one-device", ("--hardware", "910b-64g")),
+        # Each with a shape of its own, and with --full with the others, too.
+        pytest.param(shape, *asked_for, marks=() if own == shape else pytest.mark.full)
+        for own, asked_for in {
+            "nodes": ("1e1pd", ()),
+            "disaggregatedset": ("1e1p1d", ("--hardware", "h200", *TRUSTED)),
+            "roles": ("1e1pd-one-device", ("--hardware", "910b-64g")),
+        }.items()
+        for shape in SHAPES
     ],
 )
 def test_every_document_is_accepted_by_the_published_schemas(
