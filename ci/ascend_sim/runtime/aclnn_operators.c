@@ -34,17 +34,14 @@ static aclOpExecutor *new_call(runner run, const aclTensor *destination, uint64_
 }
 
 static aclError run_on_stream(void *argument) {
-    aclOpExecutor *call = *(aclOpExecutor **)argument;
-    aclError status = call->run(call);
-    free(call);
-    return status;
+    const aclOpExecutor *call = argument;
+    return call->run(call);
 }
 
 static int enqueue(aclOpExecutor *call, aclrtStream stream) {
-    aclError status = sim_enqueue(stream, run_on_stream, &call, sizeof call);
-    if (status != ACL_SUCCESS) {
-        free(call);
-    }
+    const size_t size = sizeof *call + call->parts_count * sizeof call->parts[0];
+    aclError status = sim_enqueue(stream, run_on_stream, call, size);
+    free(call);
     return status;
 }
 

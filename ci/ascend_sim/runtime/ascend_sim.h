@@ -27,6 +27,8 @@ enum {
 };
 #define SIM_PAGE_BYTES ((size_t)2 << 20) /* device memory is handed out in pages of 2 MiB, as on 910B */
 
+typedef aclError (*sim_work)(void *argument); /* of a stream; the argument is a copy */
+
 /* ---- errors.c */
 aclError sim_fail(aclError code, const char *format, ...) __attribute__((format(printf, 2, 3)));
 const char *sim_message(void);            /* text of this thread's last failure */
@@ -77,11 +79,23 @@ bool sim_unmap(void *address, enum sim_mapping_kind kind, struct sim_mapping *wa
 bool sim_find_mapping(const void *address, struct sim_mapping *found); /* the one that contains it */
 enum sim_place sim_locate(const void *address, size_t size, void **bytes);
 
+/* ---- capture.c: graphs; what is refused while one is captured spoils it */
+struct sim_captured { /* an event's last recording, if that was captured */
+    uint64_t capture; /* 0: it was not */
+    int place;
+    uint64_t calls;
+};
+bool sim_keep(aclrtStream stream, sim_work work, const void *argument, size_t size); /* false: not captured */
+aclError sim_refuse_blocking(const char *what);
+aclError sim_refuse_wait(aclrtStream stream);
+aclError sim_refuse_captured(struct sim_captured event);
+struct sim_captured sim_record_captured(aclrtStream stream);
+aclError sim_wait_captured(aclrtStream stream, struct sim_captured event, bool *captured);
+
 /* ---- host_memory.c */
 bool sim_is_pinned(const void *address);
 
 /* ---- streams.c */
-typedef aclError (*sim_work)(void *argument);
 aclError sim_enqueue(aclrtStream stream, sim_work work, const void *argument, size_t size);
 aclError sim_synchronize(aclrtStream stream, long milliseconds);
 aclError sim_running_stream_error(void); /* in a work function: the stream's failure so far, uncollected */

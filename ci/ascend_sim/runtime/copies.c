@@ -100,6 +100,9 @@ SIM_API aclError aclrtMemcpy(void *destination, size_t room, const void *source,
                              aclrtMemcpyKind kind) {
     struct copy copy = {.destination = destination, .source = source, .size = size};
     aclError status = check_copy(&copy, room, kind);
+    if (status == ACL_SUCCESS) {
+        status = sim_refuse_blocking("a synchronous copy");
+    }
     return status == ACL_SUCCESS ? run_copy(&copy) : status;
 }
 
@@ -112,11 +115,15 @@ static bool is_pageable(const void *address) {
 SIM_API aclError aclrtMemcpyAsync(void *destination, size_t room, const void *source, size_t size,
                                   aclrtMemcpyKind kind, aclrtStream stream) {
     const struct copy copy = {.destination = destination, .source = source, .size = size};
+    const bool blocks = is_pageable(source) || is_pageable(destination);
     aclError status = check_copy(&copy, room, kind);
+    if (status == ACL_SUCCESS && blocks) {
+        status = sim_refuse_blocking("a copy of pageable memory");
+    }
     if (status == ACL_SUCCESS) {
         status = sim_enqueue(stream, run_copy, &copy, sizeof copy);
     }
-    if (status == ACL_SUCCESS && (is_pageable(source) || is_pageable(destination))) {
+    if (status == ACL_SUCCESS && blocks) {
         status = sim_synchronize(stream, SIM_FOREVER_MS);
     }
     return status;
@@ -178,6 +185,9 @@ static aclError check_fill(const struct fill *fill, size_t room) {
 SIM_API aclError aclrtMemset(void *destination, size_t room, int32_t value, size_t size) {
     struct fill fill = {.destination = destination, .value = value, .size = size};
     aclError status = check_fill(&fill, room);
+    if (status == ACL_SUCCESS) {
+        status = sim_refuse_blocking("a synchronous fill");
+    }
     return status == ACL_SUCCESS ? run_fill(&fill) : status;
 }
 

@@ -17,6 +17,7 @@ struct event {
     uint64_t asked;
     uint64_t done;
     uint64_t stamp_ns; /* of the last mark */
+    struct sim_captured captured;
     aclError error;    /* of the last mark's stream */
     char message[SIM_MESSAGE_BYTES];
 };
@@ -123,12 +124,26 @@ static aclError enqueue_mark(aclrtStream stream, sim_work work, struct mark mark
     return status;
 }
 
+static struct sim_captured captured_in(struct event *event) {
+    pthread_mutex_lock(&event->lock);
+    struct sim_captured captured = event->captured;
+    pthread_mutex_unlock(&event->lock);
+    return captured;
+}
+
 SIM_API aclError aclrtRecordEvent(aclrtEvent handle, aclrtStream stream) {
-    return enqueue_mark(stream, make_mark, new_mark(handle));
+    struct event *event = handle;
+    const struct sim_captured captured = sim_record_captured(stream);
+    pthread_mutex_lock(&event->lock);
+    event->captured = captured;
+    pthread_mutex_unlock(&event->lock);
+    return captured.capture != 0 ? ACL_SUCCESS : enqueue_mark(stream, make_mark, new_mark(event));
 }
 
 SIM_API aclError aclrtStreamWaitEvent(aclrtStream stream, aclrtEvent handle) {
-    return enqueue_mark(stream, wait_on_stream, last_mark(handle));
+    bool captured = false;
+    aclError status = sim_wait_captured(stream, captured_in(handle), &captured);
+    return captured ? status : enqueue_mark(stream, wait_on_stream, last_mark(handle));
 }
 
 /* A wait counts marks, so an event can be recorded again without a reset. */
@@ -137,6 +152,10 @@ SIM_API aclError aclrtResetEvent(UNUSED aclrtEvent handle, UNUSED aclrtStream st
 }
 
 SIM_API aclError aclrtSynchronizeEventWithTimeout(aclrtEvent handle, int32_t milliseconds) {
+    aclError refusal = sim_refuse_captured(captured_in(handle));
+    if (refusal != ACL_SUCCESS) {
+        return refusal;
+    }
     const struct mark mark = last_mark(handle);
     aclError status = wait_for(mark.event, mark.number, milliseconds);
     drop_user(mark.event);
@@ -148,6 +167,11 @@ SIM_API aclError aclrtSynchronizeEvent(aclrtEvent handle) {
 }
 
 static aclError query(struct event *event, bool *complete) {
+    aclError refusal = sim_refuse_captured(captured_in(event));
+    *complete = false;
+    if (refusal != ACL_SUCCESS) {
+        return refusal;
+    }
     pthread_mutex_lock(&event->lock);
     *complete = event->asked > 0 && event->done == event->asked;
     aclError error = *complete ? event->error : ACL_SUCCESS;

@@ -177,6 +177,10 @@ static aclError run_job(void *argument) {
 }
 
 HcclResult sim_start_job(const struct hccl_job *job, aclrtStream stream) {
+    if (sim_record_captured(stream).capture != 0) {
+        free(job->messages);
+        return misuse("collectives in a graph are not simulated");
+    }
     sim_use_communicator(job->communicator);
     if (sim_enqueue(stream, run_job, job, sizeof *job) == ACL_SUCCESS) {
         return HCCL_SUCCESS;

@@ -177,7 +177,7 @@ SIM_API aclError aclrtDestroyStreamForce(aclrtStream handle) {
 aclError sim_enqueue(aclrtStream handle, sim_work work, const void *argument, size_t size) {
     struct stream *stream = NULL;
     aclError status = find_stream(handle, &stream);
-    if (status != ACL_SUCCESS) {
+    if (status != ACL_SUCCESS || sim_keep(handle, work, argument, size)) {
         return status;
     }
     struct task *task = sim_new(sizeof *task + size);
@@ -234,6 +234,9 @@ static aclError wait_for(struct stream *stream, long milliseconds) {
 aclError sim_synchronize(aclrtStream handle, long milliseconds) {
     struct stream *stream = NULL;
     aclError status = find_stream(handle, &stream);
+    if (status == ACL_SUCCESS) {
+        status = sim_refuse_wait(handle);
+    }
     return status == ACL_SUCCESS ? wait_for(stream, milliseconds) : status;
 }
 
@@ -268,7 +271,7 @@ SIM_API aclError aclrtSynchronizeDeviceWithTimeout(int32_t milliseconds) {
         return sim_fail(ACL_ERROR_RT_CONTEXT_NULL, "no device set in this thread");
     }
     while ((stream = stream_below(device, below)) != NULL) {
-        aclError error = wait_for(stream, milliseconds);
+        aclError error = sim_synchronize(stream, milliseconds);
         if (first_error == ACL_SUCCESS) {
             first_error = error;
         }
@@ -285,6 +288,9 @@ SIM_API aclError aclrtSynchronizeDevice(void) {
 SIM_API aclError aclrtStreamQuery(aclrtStream handle, aclrtStreamStatus *state) {
     struct stream *stream = NULL;
     aclError status = find_stream(handle, &stream);
+    if (status == ACL_SUCCESS) {
+        status = sim_refuse_wait(handle);
+    }
     if (status != ACL_SUCCESS) {
         return status;
     }
