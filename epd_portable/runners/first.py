@@ -8,7 +8,6 @@ here, and workers learn of revoked grants in every step.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from epd_portable.runners.generators import mark_generators
@@ -45,43 +44,7 @@ class TracedRunner(_Base):
         return outputs
 
 
-class _PartsRunner(_Base):
-    """Encodes the items of a step a few at a time where more at once are no faster.
-
-    vLLM encodes all of them before it saves the first output (0.26 to 0.33); so each leaves as soon
-    as it is encoded.
-    """
-
-    def _execute_mm_encoder(self, scheduler_output: StepOutput) -> Any:
-        parts = list(self._parts(scheduler_output.scheduled_encoder_inputs))
-        if len(parts) < 2:
-            return super()._execute_mm_encoder(scheduler_output)
-        outputs: list[Any] = []
-        for part in parts:
-            some: Any = copy.copy(scheduler_output)
-            some.scheduled_encoder_inputs = part
-            outputs += super()._execute_mm_encoder(some)
-        return outputs
-
-    def _parts(self, inputs: Mapping[str, Sequence[int]]) -> Iterator[dict[str, list[int]]]:
-        """Divide the items to encode, in their order, into those that are encoded together."""
-        limit = self.epd.encode_together_embeds
-        part: dict[str, list[int]] = {}
-        size = 0
-        for request_id, input_ids in inputs.items():
-            features = self.requests[request_id].mm_features
-            for input_id in input_ids:
-                more = features[input_id].mm_position.get_num_embeds()
-                if part and limit is not None and size + more > limit:
-                    yield part
-                    part, size = {}, 0
-                part.setdefault(request_id, []).append(input_id)
-                size += more
-        if part:
-            yield part
-
-
-class EncoderRunnerMixin(TracedRunner, _PartsRunner):
+class EncoderRunnerMixin(TracedRunner):
     """An encode instance's: announces items before they are encoded, reports ended transfers.
 
     The encoder's outputs reach the `Sender` through vLLM's ``save_caches`` hook, right after each

@@ -31,14 +31,7 @@ class StepOutput(Protocol):
 
 
 class WorkerHooks(Protocol):
-    """The worker half of an instance's connector, as the mixins of its model runner call it.
-
-    Attributes:
-        encode_together_embeds: See `PlatformTraits.encode_together_embeds`.
-    """
-
-    @property
-    def encode_together_embeds(self) -> int | None: ...  # noqa: D102 - above
+    """The worker half of an instance's connector, as the mixins of its model runner call it."""
 
     def begin_step(self, metadata: Any, encoder_cache: dict[str, torch.Tensor]) -> None:
         """Do what the scheduler half asks for, before the step computes.

@@ -2,7 +2,8 @@
 
 A request starts when *all* its items fit together into what one step may compute and into the
 encoder cache; until then it waits. Items that are in the cache already need room there but are not
-computed.
+computed. Outputs leave when all of a step are computed, so a step does not start more requests than
+make the encoder fast.
 
 An item's room is kept until its consumer, a PD instance, has it; one that is slow or dead, or whose
 client left, keeps it for long. So room is shared among consumers, and this always holds:
@@ -63,10 +64,13 @@ class StepLimits:
 
     Attributes:
         embeddings: Encoder embeddings that it may compute.
+        together: Of them beyond which no request starts beside others: outputs leave when all of
+            their step are computed.
         tokens: Prompt tokens that it may pass.
     """
 
     embeddings: int
+    together: int
     tokens: int
 
 
@@ -166,6 +170,7 @@ class _Step:
     Attributes:
         tokens: Of its limit.
         embeddings: Of its limit.
+        together: Of what is computed together; below 0 when one request exceeds it.
         room: Of the cache.
         kept: For each consumer, with what starts in this step.
         share: What each may keep.
@@ -177,6 +182,7 @@ class _Step:
 
     tokens: int
     embeddings: int
+    together: int
     room: int
     kept: Counter[str]
     share: int
@@ -260,6 +266,7 @@ class EncodeQueue:
         step = _Step(
             tokens=self._limits.tokens,
             embeddings=self._limits.embeddings,
+            together=self._limits.together,
             room=self._cache.num_freeable_slots,
             kept=self._kept.by_consumer(),
             share=self._cache.cache_size // max(1, len(self._lines)),
@@ -401,7 +408,7 @@ class EncodeQueue:
                 wanted += 0 if mm_hash in step.counted else size
             elif not item.holders:
                 idle += size
-        if request.num_prompt_tokens > step.tokens or wanted > step.embeddings:
+        if request.num_prompt_tokens > step.tokens or wanted > self._most(step):
             return "full"
         if idle + wanted > step.room:
             return "short"
@@ -411,6 +418,7 @@ class EncodeQueue:
         self._admitted[request.request_id] = arrival
         step.tokens -= request.num_prompt_tokens
         step.embeddings -= wanted
+        step.together -= wanted
         step.room -= idle + wanted
         for consumer in arrival.consumers:
             step.kept[consumer] += charges.get(consumer, arrival.total)
@@ -445,7 +453,7 @@ class EncodeQueue:
             if first > max(0, share):
                 return "not entitled"
             most = min(most, share)
-        if not step.tokens or first > step.embeddings:
+        if not step.tokens or first > self._most(step):
             return "full"
         if first > max(0, most):
             return "short"
@@ -454,10 +462,15 @@ class EncodeQueue:
         step.tokens -= min(step.tokens, request.num_prompt_tokens - request.num_computed_tokens)
         taken = max(0, min(most, wanted, step.embeddings))
         step.embeddings -= taken
+        step.together -= taken
         step.room -= taken
         for consumer in arrival.consumers:
             step.kept[consumer] += taken
         return "starts"
+
+    def _most(self, step: _Step) -> int:
+        """Return how many embeddings the next that starts may compute."""
+        return max(0, min(step.together, step.embeddings)) if self._admitted else step.embeddings
 
     def _part(self, arrival: _Arrival) -> tuple[int, int]:
         """Return how much the next of a request's remaining items takes, and all of them."""

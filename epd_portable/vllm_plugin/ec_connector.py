@@ -202,6 +202,7 @@ class EncodeScheduler(SchedulerConnector):
         self._dispatcher = Dispatcher(self._cache, secret, config.instance, self._namespace)
         limits = StepLimits(
             embeddings=scheduler.max_num_encoder_input_tokens,
+            together=TRAITS[self._config.platform].encode_together_embeds,
             tokens=scheduler.max_num_scheduled_tokens,
         )
         self.queue = EncodeQueue(
@@ -288,7 +289,7 @@ class PDScheduler(SchedulerConnector):
             self._config,
             fingerprint=self._fingerprint,
             cache_size=scheduler.encoder_cache_manager.cache_size,
-            encode_together=TRAITS[self._config.platform].encode_together_embeds or 0,
+            encode_together=TRAITS[self._config.platform].encode_together_embeds,
             load=scheduler.load,
             metrics=ReceiverMetrics(),
             namespace=self._namespace,
@@ -426,11 +427,6 @@ class WorkerConnector(EPDConnector):
     def get_finished(self, finished_req_ids: set[str], **kwargs: Any) -> Ended:
         """Return what has ended by the end of a step; `reports` says how."""
         return self._take_ended()
-
-    @property
-    def encode_together_embeds(self) -> int | None:
-        """See `epd_portable.runners.host.WorkerHooks`."""
-        return TRAITS[self._config.platform].encode_together_embeds
 
     def turn(self) -> AbstractContextManager[None]:
         """See `epd_portable.runners.host.WorkerHooks`."""

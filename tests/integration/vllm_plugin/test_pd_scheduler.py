@@ -241,9 +241,7 @@ def test_with_its_media_an_item_is_encoded_here(engine: Engine) -> None:
 
 
 def test_tokens_of_others_come_between_items_that_are_encoded_here(engine: Engine) -> None:
-    together = TRAITS["cpu"].encode_together_embeds
-    assert together is not None
-    most = together // ITEM
+    most = TRAITS["cpu"].encode_together_embeds // ITEM
     engine.arrive("many", pixels=True, items=2 * most + 1)
     engine.arrive("other", pixels=True)
     first = engine.step()

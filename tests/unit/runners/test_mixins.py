@@ -33,7 +33,6 @@ class Runner:
         self.encoder_cache: dict[str, Any] = {}
         self.requests: dict[str, Any] = {}
         self.epd = self
-        self.encode_together_embeds: int | None = None
         self.report: object = None
         self.traced: list[tuple[str, dict[str, object]]] = []
 
@@ -138,17 +137,3 @@ def test_the_encoder_runs_as_it_would_without_us(mixin: type) -> None:
     assert runner.calls == [{}, {"a": [0, 1]}]
     items = {"items": ["", ""]}
     assert runner.traced == [("encode.begin", items), ("encode.end", items)]
-
-
-def test_items_are_encoded_a_few_at_a_time_where_more_are_no_faster() -> None:
-    runner = mixed(EncoderRunnerMixin)
-    runner.encode_together_embeds = 64
-    runner.requests = {
-        "a": Request([Item(64), Item(1), Item(30)]),
-        "b": Request([Item(33), Item(1)]),
-        "c": Request([Item(900)]),
-    }
-    step = Step(scheduled_encoder_inputs={"a": [0, 1, 2], "b": [0, 1], "c": [0]})
-    assert runner._execute_mm_encoder(step) == ["a0", "a1", "a2", "b0", "b1", "c0"]
-    assert runner.calls == [{"a": [0]}, {"a": [1, 2], "b": [0]}, {"b": [1]}, {"c": [0]}]
-    assert step.scheduled_encoder_inputs["a"] == [0, 1, 2], "vLLM may still read it"

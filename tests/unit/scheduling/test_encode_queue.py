@@ -52,10 +52,12 @@ class Desk:
     All is for one consumer unless said otherwise; a consumer is remembered for ten seconds.
     """
 
-    def __init__(self, *, cache: int = 10, embeddings: int = 10, tokens: int = 100) -> None:
+    def __init__(
+        self, *, cache: int = 10, embeddings: int = 10, together: int = 10**9, tokens: int = 100
+    ) -> None:
         self.cache = TwoLevelCache(cache, 0, lambda request, index: 1)
         self.kept = KeptRoom()
-        limits = StepLimits(embeddings=embeddings, tokens=tokens)
+        limits = StepLimits(embeddings=embeddings, together=together, tokens=tokens)
         self.queue = EncodeQueue(self.cache, limits, self.kept, remember_s=10.0)
         self.requests: dict[str, FakeEncodeRequest] = {}
         self.consumers: dict[str, tuple[str, ...]] = {}
@@ -119,6 +121,15 @@ def test_a_step_does_not_start_more_than_it_may_compute(limits: dict[str, int]) 
     for name in "abc":
         desk.arrive(name, (f"{name}'s", 3))
     assert [desk.step(), desk.step()] == [["a", "b"], ["c"]]
+
+
+def test_no_more_start_together_than_are_fast_but_for_one_that_is_larger() -> None:
+    desk = Desk(cache=100, embeddings=50, together=6)
+    for name, size in {"a": 3, "b": 3, "c": 3, "large": 40}.items():
+        desk.arrive(name, (f"{name}'s", size))
+    desk.arrive("cached", ("a's", 3))
+    desk.arrive("d", ("d's", 1))
+    assert [desk.step() for _ in range(4)] == [["a", "b"], ["c"], ["large", "cached"], ["d"]]
 
 
 def test_an_item_in_the_cache_is_kept_and_not_computed_again() -> None:
