@@ -104,7 +104,11 @@ class NpuPlatform(AcceleratorPlatform):
         return self.compute_units(index)
 
     def _register_host(self, address: int, nbytes: int) -> None:
-        """Register the range by torch_npu where it can (2.13 on), else by CANN itself."""
+        """Register the range by torch_npu, else by CANN itself.
+
+        Read in torch_npu's wheels: 2.9.0.post9, 2.11.0.post3, 2.12.0.post3, 2.13.0 and 2.14.0 have
+        the call; 2.10.0.post4, which vllm-ascend up to 0.30 asks for, does not.
+        """
         runtime = self._registration()
         if runtime is not None:
             code = runtime.npuHostRegister(address, nbytes, _HOST_REGISTER_DEFAULT)
@@ -228,6 +232,6 @@ def _ascendcl() -> ctypes.CDLL:
         return ctypes.CDLL("libascendcl.so")
     except OSError as error:
         raise UnsupportedError(
-            f"host memory cannot be pinned: {error}; torch_npu 2.13 or CANN's libascendcl.so "
+            f"host memory cannot be pinned: {error}; torch_npu 2.11 or CANN's libascendcl.so "
             "on LD_LIBRARY_PATH is needed"
         ) from error

@@ -37,6 +37,7 @@ class PlatformTraits:
         env_without_compiler: Names and values of variables of engines where there is none.
         env_with_slab: The same of engines whose device memory others open: what keeps their
             allocator from mapping it piece by piece. Empty where it does not by itself.
+        env_on_shared_device: The same of engines with others on one of their devices.
         share_env: Variable that limits a process to a percentage of a device's compute; ``None``
             where there is none.
         encode_share_env: Names and values of more variables of encode instances with such a limit:
@@ -51,8 +52,8 @@ class PlatformTraits:
             arrived in host memory must be copied; else the engine reads a view of the slot.
         foreign_pages_block: Whether a copy from or to host memory that torch did not allocate
             blocks its caller until it has ended, even when the memory is page-locked.
-        encode_together_embeds: Items of so many embeddings together are encoded in one call; more
-            is no faster than several calls. ``None`` where larger calls always pay.
+        encode_together_embeds: Items of so many embeddings together are encoded in one step, unless
+            a single one is larger; more is no faster than several steps, and leaves later.
         encodes_in_background: Whether a prefill+decode instance of one rank encodes in a thread, in
             turns with its steps.
         one_rank_a_device: Whether the library of collectives refuses groups of which two ranks are
@@ -79,6 +80,7 @@ class PlatformTraits:
     compiler: tuple[str, ...] = ()
     env_without_compiler: tuple[tuple[str, str], ...] = ()
     env_with_slab: tuple[tuple[str, str], ...] = ()
+    env_on_shared_device: tuple[tuple[str, str], ...] = ()
     share_env: str | None = None
     encode_share_env: tuple[tuple[str, str], ...] = ()
     share_by: str = ""
@@ -87,7 +89,8 @@ class PlatformTraits:
     slab_alignment_bytes: int
     needs_device_copy: bool
     foreign_pages_block: bool = False
-    encode_together_embeds: int | None = None
+    # 8192 patches of Qwen2.5-VL, whose matrices then fill a device. By arithmetic, not measured.
+    encode_together_embeds: int = 2048
     encodes_in_background: bool = False
     one_rank_a_device: bool = False
     peers_must_be_visible: bool = False
@@ -135,6 +138,12 @@ _NPU = PlatformTraits(
     engine_plugins=("ascend", "ascend_model", "ascend_model_loader"),
     # vllm-ascend (0.23 to 0.30) asks for expandable segments where nothing else is set.
     env_with_slab=(("PYTORCH_NPU_ALLOC_CONF", "expandable_segments:False"),),
+    # Else two processes of one device listen on the same ports of the host and of the device. Not
+    # everywhere: kernels that compute while they communicate (MC2) do not allow it, says CANN.
+    env_on_shared_device=(
+        ("HCCL_HOST_SOCKET_PORT_RANGE", "auto"),
+        ("HCCL_NPU_SOCKET_PORT_RANGE", "auto"),
+    ),
     # No variable of CANN's is a percentage; our worker sets its process's limit.
     share_env="EPD_COMPUTE_SHARE",
     share_by="CANN's limit of a process's cores, aclrtSetDeviceResLimit",

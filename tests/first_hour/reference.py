@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import signal
 import sys
 import tempfile
@@ -20,11 +21,15 @@ DTYPES = {"cuda": "float32", "npu": "bfloat16", "cpu": "float32"}
 ENV = {"TRITON_F32_DEFAULT": "ieee", "TORCH_COMPILE_DISABLE": "1"}
 """Of both sides of a comparison: Triton multiplies float32 as TF32 by itself."""
 GRAPH_SIZES = [1, 2, 4, 8, 16, 32]
+IS_SIMULATED = importlib.util.find_spec("ascend_sim") is not None
+"""Whether a rehearsal runs over the simulated Ascend runtime, which is small and has no graphs."""
 
 
 def engine_args(platform: str) -> dict[str, Any]:
     """Return the arguments that both sides have."""
     args: dict[str, Any] = {"dtype": DTYPES[platform]}
+    if IS_SIMULATED:
+        return {**args, "enforce_eager": True, "max_num_batched_tokens": 512}
     if TRAITS[platform].needs_device_copy:
         args["compilation_config"] = {"cudagraph_capture_sizes": GRAPH_SIZES}
     return args

@@ -27,7 +27,7 @@ from tests.e2e.conftest import Pair, Split, running
 from tests.e2e.engines import instance
 from tests.e2e.equality import TOLERANCE, FloatEquality, FloatSmoke
 from tests.e2e.ranks import TWO_RANKS, TwoRanks
-from tests.first_hour.reference import ENV, engine_args, reference
+from tests.first_hour.reference import ENV, IS_SIMULATED, engine_args, reference
 
 pytestmark = [pytest.mark.e2e, pytest.mark.needs_vllm, pytest.mark.timeout(1800)]
 
@@ -95,7 +95,7 @@ class Way:
 
     Attributes:
         path: Of the items.
-        graphs: Which of its steps are graphs.
+        graphs: Which of its steps are graphs; the simulated runtime has none.
         runner: Of both instances; ``None`` is vLLM's choice.
         ahead: Whether it schedules steps ahead, as it does by itself.
     """
@@ -158,7 +158,12 @@ class TestInBfloat16(ByEveryPath):
     """Where attention has no float32."""
 
     @pytest.fixture(
-        scope="class", params=ways(*(Way("npu", path) for path in ("ipc", "shm", "tcp")))
+        scope="class",
+        params=ways(
+            *(Way("npu", path) for path in ("ipc", "shm", "tcp")),
+            *(() if IS_SIMULATED else (Way("npu", "ipc", graphs="FULL_DECODE_ONLY"),)),
+            Way("npu", "ipc", ahead=False),
+        ),
     )
     @classmethod
     def way(cls, request: pytest.FixtureRequest) -> Way:

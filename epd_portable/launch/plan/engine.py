@@ -45,6 +45,7 @@ class Engine:
 
     Attributes:
         instance: What its connector gets.
+        shares_device: Whether another one is on one of its devices.
         ports: By purpose: ``http`` where it has a server, and ``kv`` where it sends or takes KV.
         kv: The connector of KV, if it has one.
     """
@@ -55,6 +56,7 @@ class Engine:
     traits: PlatformTraits
     instance: InstanceConfig
     placement: InstancePlacement
+    shares_device: bool
     ports: Mapping[str, int]
     kv: KVConnector | None
 
@@ -128,6 +130,8 @@ class Engine:
             variables |= dict(traits.env_without_compiler)
         if self.role in TAKES_ITEMS and may_use_device_memory(self.topology.transfer.path):
             variables |= dict(traits.env_with_slab)
+        if self.shares_device:
+            variables |= dict(traits.env_on_shared_device)
         if self._traces_endpoint:
             variables["OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"] = "http/protobuf"
             variables["OTEL_SERVICE_NAME"] = self.instance.instance

@@ -28,6 +28,8 @@ _KEPT = frozenset(
     | {"elastic_encode", "access_log", "tracing", "drain_s"}
 )
 """Keys of ``router`` that the engine front keeps; any other that is set asks for the router."""
+_BESIDE_ENCODER = ("mm_tensor_ipc", "mm_processor_device", "media_io_kwargs")
+"""Engine arguments that let an encode instance's server read and process media on its device."""
 _NO_DOMAIN = "none.invalid"
 """vLLM fetches media from everywhere unless it is told domains."""
 
@@ -68,6 +70,11 @@ def _reasons_for_router(topology: Topology) -> list[str]:
     arguments = [topology.engine_args, *(instances.of(role).engine_args for role in ROLES)]
     if any(each.get("api_server_count", 1) != 1 for each in arguments):
         found.append("engine_args.api_server_count is set, and the engine front is one process")
+    found += [
+        f"instances.encode.engine_args.{name} is set, and the engine front processes media itself"
+        for name in _BESIDE_ENCODER
+        if name in instances.encode.engine_args
+    ]
     version = installed.vllm_version()
     if version is not None and version < KNOWN:
         found.append(f"vLLM {version[0]}.{version[1]} is older than {KNOWN[0]}.{KNOWN[1]}")

@@ -231,6 +231,9 @@ def make_plan(
             traits=traits,
             instance=_instance(topology, traits, name, role, ports, run_id, secret_file),
             placement=placement,
+            shares_device=any(
+                each.is_shared and each.device in placement.devices for each in devices
+            ),
             ports=ports,
             kv=kv if "kv" in ports else None,
         )

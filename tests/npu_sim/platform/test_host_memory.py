@@ -163,7 +163,7 @@ def test_without_either_way_pinning_says_what_is_needed(
 
     monkeypatch.delattr(torch.npu, "npurt")
     monkeypatch.setattr(ctypes, "CDLL", missing)
-    with pytest.raises(UnsupportedError, match=r"torch_npu 2\.13 or CANN's libascendcl\.so"):
+    with pytest.raises(UnsupportedError, match=r"torch_npu 2\.11 or CANN's libascendcl\.so"):
         npu.pin_host(shared[0], NBYTES)
 
 

@@ -66,6 +66,7 @@ def test_the_front_has_cores_of_its_own_or_those_that_api_servers_may_use() -> N
         "secret_file: secret",
         "store: {kind: file, path: /tmp/store}",
         "engine_args: {api_server_count: 2}",
+        "instances: {encode: {engine_args: {mm_tensor_ipc: torch_shm}}}",
     ],
 )
 def test_what_needs_the_router_gets_it_and_is_told_why(extra: str, tmp_path: Path) -> None:
@@ -76,6 +77,13 @@ def test_what_needs_the_router_gets_it_and_is_told_why(extra: str, tmp_path: Pat
     assert key.split(":")[0].split(" ")[0].rstrip("s") in plan.front
     with pytest.raises(ConfigError, match="front is engine"):
         planned(extra, front="engine")
+
+
+def test_the_shipped_file_that_processes_media_on_the_device_has_a_server_there() -> None:
+    text = Path("configs/1e1pd-one-gpu.yaml").read_text("utf-8")
+    encode, *_ = plan_of(text, "cuda", devices=("0",)).processes
+    assert options(encode)["--mm-processor-device"] == "auto"
+    assert "vllm.entrypoints.openai.api_server" in encode.argv
 
 
 def test_an_older_vllm_gets_the_router(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -132,6 +132,10 @@ SLAB_MAY_DIFFER = {
     rf"{PLACE}env\.PYTORCH_NPU_ALLOC_CONF": "what keeps memory that others open in one piece",
 }
 """The same, of files with instances that take items."""
+SHARED_MAY_DIFFER = {
+    rf"{PLACE}env\.HCCL_(HOST|NPU)_SOCKET_PORT_RANGE": "HCCL wants ports of its device",
+}
+"""The same, of files with instances on one device."""
 KV_MAY_DIFFER = {
     r"\.kv\.(name|connector|reason)": "each platform has its connector of KV",
     rf"{PLACE}argv\.--kv-transfer-config\..*": "which is configured so",
@@ -208,7 +212,9 @@ def test_plans_for_two_platforms_differ_only_where_they_must(topology: Path, oth
     found = differences(npu, planned)
     names = [process["name"] for process in npu["processes"]]
     takes = any(name.startswith(("prefill-", "prefill_decode-")) for name in names)
+    shared = any(len(device["tenants"]) > 1 for device in npu["devices"])
     may = MAY_DIFFER | (KV_MAY_DIFFER if npu["kv"] else {}) | (SLAB_MAY_DIFFER if takes else {})
+    may |= SHARED_MAY_DIFFER if shared else {}
     allowed = may.keys() | written_by_overlays(topology)
     if other == "cpu":
         allowed |= CPU_MAY_DIFFER.keys()
