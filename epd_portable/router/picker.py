@@ -10,7 +10,6 @@ a prompt computed by a prefill instance, rewrites the request and names the one 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import contextlib
 import datetime
 import ipaddress
@@ -31,7 +30,7 @@ from epd_portable import log
 from epd_portable.config.roles import Duty
 from epd_portable.errors import ConfigError, EPDError
 from epd_portable.media.addresses import Network
-from epd_portable.router import envoy, ext_proc
+from epd_portable.router import envoy, ext_proc, serving
 from epd_portable.router.consultation import Picker
 from epd_portable.router.ext_proc import HealthCheckRequest, HealthCheckResponse
 from epd_portable.router.http import open_files
@@ -90,19 +89,6 @@ class Gateway:
         except (RuntimeError, OSError) as error:
             raise ConfigError(f"picker address {self.address} cannot be used: {error}") from error
 
-    def listen_for_health(self, server: grpc.aio.Server) -> None:
-        """Listen for who has no certificate, as a node that probes its Pods: one port above.
-
-        Raises:
-            ConfigError: The port cannot be used.
-        """
-        host, _, port = self.address.rpartition(":")
-        above = f"{host}:{int(port) + 1}"
-        try:
-            server.add_insecure_port(above)
-        except RuntimeError as error:
-            raise ConfigError(f"address {above} for health cannot be used: {error}") from error
-
 
 def self_signed() -> tuple[bytes, bytes]:
     """Make a key and a certificate that signs itself, in PEM: it encrypts and proves nothing.
@@ -156,7 +142,8 @@ async def serve(settings: RouterSettings, folder: Path, gateway: Gateway, thread
     """Answer Envoy until a signal comes, or Envoy ends.
 
     Args:
-        settings: Of the router; clients find Envoy at its host and port.
+        settings: Of the router; its host and port are those of the Envoy that is started, or, for a
+            gateway of others, where this process itself answers as a router does.
         folder: For what Envoy reads.
         gateway: Asks in place of an Envoy that is started, if it has an address.
         threads: Of the Envoy that is started.
@@ -164,12 +151,10 @@ async def serve(settings: RouterSettings, folder: Path, gateway: Gateway, thread
     Raises:
         ConfigError: An address or a file of the settings cannot be used, or Envoy ended.
     """
-    own = folder / "picker.sock"
-    servers = [grpc.aio.server(options=[("grpc.max_receive_message_length", -1)])]
-    (gateway if gateway.address else Gateway(address=f"unix:{own}")).listen(servers[0], settings)
-    if gateway.ca or gateway.networks:
-        servers.append(grpc.aio.server())
-        gateway.listen_for_health(servers[1])
+    server = grpc.aio.server(options=[("grpc.max_receive_message_length", -1)])
+    (gateway if gateway.address else Gateway(address=f"unix:{folder}/picker.sock")).listen(
+        server, settings
+    )
     router = Router(settings)
     duties: set[Duty] = {"answer"}
     if settings.hop_keys_file:
@@ -177,35 +162,55 @@ async def serve(settings: RouterSettings, folder: Path, gateway: Gateway, thread
         duties.add("prefill")
     endpoints = envoy.Endpoints(folder / "endpoints.json", router.instances, duties)
     picker = Picker(router, endpoints, gateway.networks)
-    config = folder / "envoy.json"
-    written = envoy.bootstrap(settings, endpoints=folder / "endpoints.json", picker=own)
-    config.write_text(json.dumps(written, indent=1))
-    servers[0].add_generic_rpc_handlers((picker.service(),))
-    for server in servers:
-        server.add_generic_rpc_handlers((health_service(router),))
+    server.add_generic_rpc_handlers((picker.service(), health_service(router)))
     stop = Stopping()
     stop.on_signals()
-    await router.open()
-    await endpoints.settle()
-    # First Envoy: a process that serves gRPC should start no other. Its requests wait.
-    process = None if gateway.address else await envoy.start(config, threads=threads)
-    for server in servers:
-        await server.start()
-    asked = f"{'https' if settings.tls_cert_file else 'http'}://{settings.host}:{settings.port}"
-    logger.info("router for %s on %s, by Envoy as in %s", settings.model, asked, config)
+    if not gateway.address:
+        return await _with_envoy(router, endpoints, server, folder, stop, threads)
+    ports = [settings.port, *filter(None, [settings.admin_port])]
+    listeners = [serving.listen(settings.host, port) for port in ports]
+    await server.start()
+    logger.info("router for %s, and for a gateway at %s", settings.model, gateway.address)
     try:
-        await first_of(stop.asked.wait(), *([process.wait()] if process is not None else []))
-        if process is not None and not stop.asked.is_set():
+        await serving.serve(router, listeners, stop)
+    finally:
+        await server.stop(grace=1)
+
+
+async def _with_envoy(
+    router: Router,
+    endpoints: envoy.Endpoints,
+    server: grpc.aio.Server,
+    folder: Path,
+    stop: Stopping,
+    threads: int,
+) -> None:
+    settings, config = router.settings, folder / "envoy.json"
+    written = envoy.bootstrap(
+        settings, endpoints=folder / "endpoints.json", picker=folder / "picker.sock"
+    )
+    config.write_text(json.dumps(written, indent=1))
+    process = None
+    try:
+        await router.open()
+        await endpoints.settle()
+        # First Envoy: a process that serves gRPC should start no other. Its requests wait.
+        process = await envoy.start(config, threads=threads)
+        await server.start()
+        asked = f"{'https' if settings.tls_cert_file else 'http'}://{settings.host}:{settings.port}"
+        logger.info("router for %s on %s, by Envoy as in %s", settings.model, asked, config)
+        await first_of(stop.asked.wait(), process.wait())
+        if not stop.asked.is_set():
             raise ConfigError(
-                f"Envoy ended with status {process.returncode}: its last lines say why, as "
-                f"that a port is taken; its configuration was {config}"
+                f"Envoy ended with status {process.returncode}: its last lines say why, as that a "
+                f"port is taken; its configuration was {config}"
             )
         await router.drain()
     finally:
         if process is not None and process.returncode is None:
             process.terminate()
             await process.wait()
-        await asyncio.gather(*(server.stop(grace=1) for server in servers))
+        await server.stop(grace=1)
         await router.close()
 
 
@@ -231,8 +236,8 @@ def main(argv: list[str] | None = None) -> int:
         metavar="ADDRESS",
         default="",
         help="serve the endpoint picker protocol for a gateway of your own, at unix:PATH, or at "
-        "HOST:PORT with --gateway-ca or --gateway-network, where the port above answers gRPC's "
-        "health checks; without it an Envoy is started",
+        "HOST:PORT with --gateway-ca or --gateway-network, and HTTP at the host and port of the "
+        "settings; without it an Envoy is started",
     )
     known = parser.add_mutually_exclusive_group()
     known.add_argument(

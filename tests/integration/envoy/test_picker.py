@@ -316,8 +316,10 @@ async def test_a_gateway_that_streams_bodies_both_ways_is_served(
 
 
 @contextlib.asynccontextmanager
-async def listening(t: Topology, folder: Path, *options: str, **more: Any) -> AsyncIterator[Path]:
-    """Run a picker for gateways of others; give the file of its instances."""
+async def listening(
+    t: Topology, folder: Path, *options: str, **more: Any
+) -> AsyncIterator[tuple[Path, int]]:
+    """Run a picker for gateways of others; give the file of its instances, and its HTTP port."""
     settings = t.settings.model_copy(update={"port": free_port(), **more})
     written = folder / "settings.json"
     written.write_text(settings.model_dump_json())
@@ -327,13 +329,16 @@ async def listening(t: Topology, folder: Path, *options: str, **more: Any) -> As
     said = ""
     try:
         async with asyncio.timeout(DEADLINE_S):
-            while "by Envoy as in" not in said:
+            while "for a gateway at" not in said:
                 line = await asyncio.to_thread(process.stderr.readline)
                 assert line, said
                 said += line
-        yield folder / "endpoints.json"
-    finally:
+        yield folder / "endpoints.json", settings.port
         process.terminate()
+        assert await asyncio.to_thread(process.wait, DEADLINE_S) == 0
+        assert "Traceback" not in (rest := process.stderr.read()), rest
+    finally:
+        process.kill()
         await asyncio.to_thread(process.wait, DEADLINE_S)
         process.stderr.close()
 
@@ -474,7 +479,7 @@ async def test_a_gateway_of_others_asks_where_nobody_else_can(
     folder = tmp_path / "own"
     folder.mkdir()
     listen = ("--listen", f"127.0.0.1:{port}")
-    async with listening(t, folder, *listen, *options, **more) as endpoints:
+    async with listening(t, folder, *listen, *options, **more) as (endpoints, http):
         settings = t.settings.model_copy(update={"port": free_port()})
         config = envoy.bootstrap(settings, endpoints=endpoints, picker=tmp_path / "no.sock")
         [asked] = [
@@ -490,14 +495,12 @@ async def test_a_gateway_of_others_asks_where_nobody_else_can(
             assert (await client.post("/v1/chat/completions", json=body)).status_code == 200
         token = secret().instance_token()
         assert t.pd.received[-1].headers[INSTANCE_TOKEN_HEADER] == token
-        async with grpc.aio.insecure_channel(f"127.0.0.1:{port + 1}") as channel:
-            assert await health_of(channel, "readiness") == ext_proc.SERVING
-            with pytest.raises(grpc.aio.AioRpcError):
-                await asking_about(channel).read()
         async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
             with pytest.raises(grpc.aio.AioRpcError):
                 await asking_about(channel).read()
         if known_by == "network":
+            async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{http}") as client:
+                assert (await client.get("/health")).json()["status"] == "ok"
             return
         trusted = cert.read_bytes()
         other = tuple(each.read_bytes() for each in reversed(certificate(tmp_path, "other")))
