@@ -8,7 +8,7 @@ import click
 
 from epd_portable.bench import console
 from epd_portable.bench import report as reports
-from epd_portable.bench.sizing.report import make_report
+from epd_portable.bench.sizing.report import make_report, make_switching_report
 from epd_portable.bench.sizing.search import (
     LatencyLimits,
     RatedDeployment,
@@ -20,6 +20,7 @@ from epd_portable.bench.sizing.simulate import RoutingRules
 from epd_portable.bench.sizing.stages import load_stages
 from epd_portable.bench.sizing.workload import Workload
 from epd_portable.delivery.assignment import BUSY_THRESHOLD
+from epd_portable.errors import ConfigError
 
 MOST_DEVICES = 256
 """Of a search, which tries every split."""
@@ -35,6 +36,8 @@ engine is started. The page says what the simulation does not know.
 \b
 The answer for 8 devices:
   epd-bench plan --stages stages.yaml --devices 8 --workload share=0.3,pictures=1+4,size=1024
+Whether instances should switch roles, where the traffic turns from one workload to another:
+  epd-bench plan --stages stages.yaml --elastic --workload share=0.02 --workload share=0.9
 What to expect at a rate, without a search:
   epd-bench plan --stages stages.yaml --devices 2 --rate 2,6
 
@@ -101,10 +104,12 @@ _SECONDS = click.FloatRange(min=0, min_open=True)
 )
 @click.option(
     "--workload",
-    default="share=0.1",
+    "workloads",
+    default=["share=0.1"],
     show_default=True,
+    multiple=True,
     metavar="KEY=VALUE[,...]",
-    help="The traffic; see above.",
+    help="The traffic; see above. Several: what switching roles between them could gain.",
 )
 @click.option(
     "--ttft-p99",
@@ -156,7 +161,7 @@ _SECONDS = click.FloatRange(min=0, min_open=True)
 def plan_command(
     stage_file: Path,
     devices: int,
-    workload: str,
+    workloads: tuple[str, ...],
     ttft_p99: float,
     ttft_p99_pictures: float | None,
     tpot_p99: float,
@@ -174,26 +179,37 @@ def plan_command(
             ttft_pictures_s=ttft_p99_pictures or ttft_p99,
             tpot_s=tpot_p99,
         )
-        question = SizingQuestion(
-            times=load_stages(stage_file),
-            workload=Workload.read(workload),
-            rules=RoutingRules(
-                routers=routers, elastic_threshold=BUSY_THRESHOLD if elastic else None
-            ),
-            count=requests,
-            seed=SEED,
-        )
-        predictions = [
-            RatedDeployment(deployment=each, rate=rate, outcome=question.simulate(each, rate))
-            for rate in rates
-            for each in deployments(devices)
+        rules = RoutingRules(routers=routers, elastic_threshold=BUSY_THRESHOLD if elastic else None)
+        times = load_stages(stage_file)
+        questions = [
+            SizingQuestion(
+                times=times, workload=Workload.read(each), rules=rules, count=requests, seed=SEED
+            )
+            for each in workloads
         ]
-        made = make_report(
-            question,
-            limits,
-            candidates=[] if rates else search(question, devices, limits, console.progress),
-            predictions=predictions,
-            command=console.command(),
-            load_before=load_before,
-        )
+        if len(questions) > 1 and rates:
+            raise ConfigError("--rate goes with one --workload; ask for each in a call of its own")
+        found = [
+            [] if rates else search(each, devices, limits, console.progress) for each in questions
+        ]
+        if len(questions) > 1:
+            made = make_switching_report(
+                questions, limits, found, command=console.command(), load_before=load_before
+            )
+        else:
+            predictions = [
+                RatedDeployment(
+                    deployment=each, rate=rate, outcome=questions[0].simulate(each, rate)
+                )
+                for rate in rates
+                for each in deployments(devices)
+            ]
+            made = make_report(
+                questions[0],
+                limits,
+                candidates=found[0],
+                predictions=predictions,
+                command=console.command(),
+                load_before=load_before,
+            )
         console.finish(made, json_file)

@@ -11,6 +11,7 @@ from epd_portable.bench.sizing.search import (
     RatedDeployment,
     SizingQuestion,
     recommend,
+    switching_bound,
 )
 
 _MEASURED = ("epd_portable.bench.sizing.engine", "epd_portable.bench.sizing.simulate")
@@ -72,6 +73,52 @@ def make_report(
         summary=summary,
         samples=[_sample(each) for each in candidates or predictions],
         notes=tuple(notes),
+    )
+
+
+def make_switching_report(
+    questions: Sequence[SizingQuestion],
+    limits: LatencyLimits,
+    found: Sequence[Sequence[RatedDeployment]],
+    *,
+    command: str,
+    load_before: float,
+) -> Report:
+    """Return the page of several workloads: what switching roles between them could gain.
+
+    Raises:
+        ConfigError: See `switching_bound`.
+    """
+    asked = questions[0]
+    bound = switching_bound(found, replicas=asked.rules.elastic_threshold is not None)
+    rows = []
+    for way in zip(*found, strict=True):
+        shares = [each.rate / most for each, most in zip(way, bound.best, strict=True)]
+        row = {"deployment": str(way[0].deployment)}
+        for number, (each, share) in enumerate(zip(way, shares, strict=True), 1):
+            row[f"workload {number}, requests/s"] = f"{each.rate:.3g}"
+            row[f"{number} of its best"] = f"{share:.2f}"
+        rows.append(row | {"least": f"{min(shares):.2f}"})
+    return Report(
+        title="Switching roles",
+        command=command,
+        conditions=conditions(load_before, measured=_MEASURED),
+        tables=(Table.of("Highest rate within the limits, by workload", rows),),
+        summary={
+            "workloads": [each.workload.model_dump(mode="json") for each in questions],
+            "stages": asked.times.model_dump(mode="json"),
+            "limits": dataclasses.asdict(limits),
+            "gain": bound.gain,
+            "fixed": dataclasses.asdict(bound.fixed),
+            "recommendation": str(bound),
+        },
+        samples=[_sample(each) for of_one in found for each in of_one],
+        notes=(
+            f"**{bound}**",
+            *(f"Workload {number}: {each.workload}." for number, each in enumerate(questions, 1)),
+            f"Stage times: {asked.times.source}.",
+            NOT_MODELLED,
+        ),
     )
 
 

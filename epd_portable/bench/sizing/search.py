@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
@@ -22,6 +23,8 @@ PRECISION = 1.01
 """Bisection ends when the rate that fails is not above this multiple of the one that holds."""
 WORTH_IT = 1.05
 """A split, which is more to run, is recommended when it serves this multiple of replicas."""
+SWITCH_FROM = 1.2
+"""Roles are not worth switching for less."""
 POOLED = "all devices"
 """The stage of encode and language model together, where either kind of instance may encode."""
 
@@ -213,3 +216,59 @@ def recommend(candidates: Sequence[RatedDeployment]) -> str:
         f"serve {best.rate:.3g} requests/s within the limits, against {replicas.rate:.3g} of "
         f"{replicas.deployment} ({worth})."
     )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SwitchingBound:
+    """What could be gained if instances changed their role as fast as workloads come and go.
+
+    Attributes:
+        best: Rates of what is best for each workload.
+        fixed: What serves all of them best, if it has to stay.
+        share: What that serves of the best rate, at the workload where this is least.
+    """
+
+    best: list[float]
+    fixed: Deployment
+    share: float
+
+    @property
+    def gain(self) -> float:
+        """No switching serves more, as a multiple of `fixed`; infinite where that serves none."""
+        return 1 / self.share if self.share else math.inf
+
+    def __str__(self) -> str:
+        """Return it as a sentence."""
+        what = "Switching roles is worth a look" if self.gain >= SWITCH_FROM else "Switch nothing"
+        return (
+            f"{what}: {self.fixed} serve at least {self.share:.2f} of what the best way to use the "
+            f"devices serves of each workload alone, so whatever switches roles serves at most "
+            f"{self.gain:.2f} times as much; it is worth it from {SWITCH_FROM:g}."
+        )
+
+
+def switching_bound(
+    found: Sequence[Sequence[RatedDeployment]], *, replicas: bool
+) -> SwitchingBound:
+    """Return it of what `search` found for each workload.
+
+    Args:
+        found: The same deployments in the same order, replicas first.
+        replicas: Whether instances can take to encoding everything by themselves.
+
+    Raises:
+        ConfigError: No way keeps the limits with one of the workloads, or there is one device.
+    """
+    ways = list(zip(*found, strict=True))[0 if replicas else 1 :]
+    best = [max((way[index].rate for way in ways), default=0.0) for index in range(len(found))]
+    if not all(best):
+        raise ConfigError(
+            "there is no split that keeps the limits with each workload; raise the limits, use "
+            "shorter stages, or two devices or more"
+        )
+
+    def share(way: Sequence[RatedDeployment]) -> float:
+        return min(each.rate / most for each, most in zip(way, best, strict=True))
+
+    fixed = max(ways, key=share)
+    return SwitchingBound(best=best, fixed=fixed[0].deployment, share=share(fixed))

@@ -9,6 +9,8 @@ from click.testing import CliRunner
 from epd_portable.bench.cli import main
 from tests.unit.bench.sizing.samples import LIGHT, stage_times
 
+FOLDER = Path(__file__).parents[4] / "docs/measurements/2026-11-sizing"
+
 
 @pytest.fixture
 def stages(tmp_path: Path) -> str:
@@ -49,12 +51,48 @@ def test_it_predicts_at_rates_without_a_search(stages: str) -> None:
     assert "isaggregate" not in text
 
 
+TEXTS = "share=0.02,size=448,text=512,output=256"
+PICTURES = "share=0.9,pictures=4,text=64,output=16,size="
+TURNS = {
+    "cpu-rows": ("448", "--tpot-p99", "0.06"),
+    "a100-7b-derived": ("1024", "--tpot-p99", "0.05"),
+}
+"""Sizes of pictures, and limits, that the devices can keep."""
+
+
+@pytest.mark.parametrize(
+    ("name", "elastic", "least", "most"),
+    [
+        ("cpu-rows", ["--elastic"], 1.4, 1.75),
+        ("cpu-rows", [], 1.4, 1.75),
+        ("a100-7b-derived", ["--elastic"], 1.0, 1.06),
+    ],
+)
+def test_it_says_what_switching_roles_between_workloads_could_gain(
+    name: str, elastic: list[str], least: float, most: float, tmp_path: Path
+) -> None:
+    stages, file = tmp_path / "stages.yaml", tmp_path / "plan.json"
+    stages.write_text((FOLDER / f"{name}.yaml").read_text().replace(", shares_core: true", ""))
+    options = ["--devices", "4", "--requests", "300", "--ttft-p99-pictures", "4"]
+    mixes = ["--workload", TEXTS, "--workload", PICTURES + TURNS[name][0], *TURNS[name][1:]]
+    code, text = run("--stages", str(stages), *elastic, *options, *mixes, "--json", str(file))
+    assert code == 0, text
+    summary = json.loads(file.read_text())["summary"]
+    assert least <= summary["gain"] <= most
+    assert summary["recommendation"] in text
+    assert summary["recommendation"].startswith("Switch nothing") is (most < 1.2)
+    # Without elastic encoding nobody may be left to encode.
+    assert elastic or summary["fixed"]["encoders"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
         ([], "Missing option '--stages'"),
         (["--stages", "none.yaml"], "none.yaml"),
         (["--stages", "FILE", "--workload", "share=2"], "less than or equal to 1"),
+        (["--stages", "FILE", "--rate", "1", *MIX, *MIX], "--rate goes with one --workload"),
+        (["--stages", "FILE", "--devices", "1", *FEW, *MIX, *MIX], "two devices or more"),
         (["--stages", "FILE", "--rate", "0"], "expected a rate above 0"),
         (["--stages", "FILE", "--rate", "much"], "expected requests/s, as in 2,6.5"),
         (["--stages", "FILE", "--devices", "0"], "0 is not in the range"),
