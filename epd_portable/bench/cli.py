@@ -47,46 +47,10 @@ they carry over to other machines better than times.
 MEANT = {
     **dict.fromkeys(("serve", "serving", "throughput", "latency"), "`load` measures serving"),
     **dict.fromkeys(("size", "sizing", "simulate"), "`plan` says how many instances to run"),
-    "transport": "`transfer` measures paths between instances",
     "router": "`load` measures the router as a part of a topology; its CPU time is in the tables",
     "store": "`load` with a `store` in the topology shows what it saves",
-    "--encode-ms": "Transfers are measured with the output 10 ms after the order, and at once.",
-    **dict.fromkeys(
-        ("--decoding", "--items", "--waiting"), "256 requests decode; 0, 100 and 1,000 wait."
-    ),
-    "--measure": "`vllm bench` measures stage times (docs/deploy.md).",
-    **dict.fromkeys(
-        ("--share", "--pictures", "--size", "--text", "--output", "--repeat", "--turns"),
-        "Keys of --point, as in --point rate=2/6/10,share=0.1,pictures=4.",
-    ),
-    "--preset": "--point says all of it.",
-    **dict.fromkeys(
-        ("--rate", "--concurrency", "--cv", "--requests", "--replay"),
-        "By Poisson arrivals, --point rate=2/6/10, or in a closed loop, --point rate=9,clients=64.",
-    ),
-    **dict.fromkeys(
-        ("--goodput", "--precision"), "Give rates and --ttft-ms; a table says which are within it."
-    ),
-    **dict.fromkeys(
-        ("--units", "--crowded"), "A side has a core for each instance of the largest side."
-    ),
-    **dict.fromkeys(
-        ("--shape", "--picture-format", "--warm-up", "--seed", "--timeout", "--max-late-ms"),
-        "It has one value.",
-    ),
-    **dict.fromkeys(
-        ("--worse", "--guard"), "Compare the first table with that of a recorded page."
-    ),
-    "--up": "Sides are up together where memory allows, and in turns elsewhere.",
-    "--markdown": "The tables go to standard output: > FILE.",
-    "--png": "--json has a line for every turn, to draw from.",
-    "--resume": "A run begins anew; --json has every finished round.",
-    "--stages": "EPD_TRACE_DIR lets instances write their events.",
-    "--plan": "The first lines of a run say what is measured.",
-    **dict.fromkeys(("--scale", "--scale-load"), "--devices takes up to 256."),
-    "--router-workers": "Use --routers.",
 }
-"""Commands and options of other programs, or of former versions, and what to use here."""
+"""Commands of other programs, or of former versions, and what to use here."""
 
 main = CommandLine(name="epd-bench", help=HELP, meant=MEANT, json_errors=False)
 """The command ``epd-bench``."""

@@ -299,12 +299,9 @@ URL = ["--side", "url:http://127.0.0.1:1"]
         (["--side", "hope", "--point", "rate=1"], "expected NAME=WHAT"),
         (URL, "Missing option '--point'"),
         ([*URL, "--point", "share=0.5"], "say how often to ask, as in rate=2/6/10"),
-        ([*URL, "--rate", "1"], "By Poisson arrivals, --point rate="),
-        ([*URL, "--point", "rate=1", "--stages"], "EPD_TRACE_DIR"),
         (["--side", "none.yaml", "--point", "rate=1"], "none.yaml"),
         (["--side", "replicas:2", "--point", "rate=1"], "plain vLLM gets the model"),
         (["--side", "upstream:1E1PD", "--point", "rate=1"], "by --upstream-proxy"),
-        ([*URL, "--point", "rate=1", "--png", "l.png"], "has a line for every turn"),
         (
             [
                 *("--side", "configs/1e1pd.yaml", "--side", "replicas:3", "--platform", "cuda"),

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
-from ci import installers, make_env, npu_sim_env, venv
-from ci.installers import Uv, UvError
-from ci.npu_sim_env import UnavailableError
+from ci import make_env, npu_sim_env, venv
+from ci.installers import UvError
 from ci.pip_settings import UntranslatableError, parse, translate
 from ci.venv import EnvironmentSetupError, Venv
 
@@ -103,41 +101,6 @@ def test_an_engine_that_cannot_be_found_is_named(env: Venv) -> None:
 
 
 # -- uv --------------------------------------------------------------------------------------------
-
-
-def uv_of(monkeypatch: pytest.MonkeyPatch, **answers: tuple[int, str]) -> Uv:
-    """Return uv where commands are answered, with a status and a text, by a word of theirs."""
-    answers.setdefault("-c", (0, DEFAULT + "\n"))
-
-    def run(argv: list[str], **options: object) -> SimpleNamespace:
-        code, text = next((answers[word] for word in answers if word in argv), (0, ""))
-        return SimpleNamespace(returncode=code, stdout="" if code else text, stderr=text)
-
-    monkeypatch.setattr(installers.subprocess, "run", run)
-    return Uv(Path("bin/python"), Path("/"))
-
-
-@pytest.mark.parametrize(
-    ("answers", "reason"),
-    [
-        ({"install": (1, "ERROR: No matching\n")}, "uv cannot be installed: ERROR: No matching"),
-        ({"config": (0, "global.pre='true'")}, "uv has no counterpart of pip's setting pre"),
-    ],
-)
-def test_why_uv_cannot_be_used_is_told(
-    monkeypatch: pytest.MonkeyPatch, answers: dict[str, tuple[int, str]], reason: str
-) -> None:
-    with pytest.raises(UvError, match=reason):
-        uv_of(monkeypatch, **answers)
-
-
-def test_uv_tells_what_does_not_exist_from_what_went_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    uv = uv_of(monkeypatch, compile=(1, "error: No solution found"))
-    assert not uv.has("engine==9", source=False)
-    assert uv.torch_of(["engine==9"]) == []
-    uv = uv_of(monkeypatch, compile=(2, "error: Request failed\n  cause: no route\n"))
-    with pytest.raises(UvError, match=r"^uv failed: error: Request failed$"):
-        uv.has("engine==1", source=False)
 
 
 def test_pip_takes_over_when_uv_fails_to_install(
@@ -252,19 +215,6 @@ def test_another_pyproject_platform_or_a_lost_interpreter_makes_it_anew(
 
 
 # -- npu-sim ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("missing", ["gcc", npu_sim_env.TORCH_NPU, "vllm-ascend==0.23.0"])
-def test_what_the_simulated_npu_lacks_is_named(
-    env: Venv, monkeypatch: pytest.MonkeyPatch, missing: str
-) -> None:
-    env.installer = FakeInstaller()
-    monkeypatch.setattr(npu_sim_env, "VENV", env)
-    monkeypatch.setattr(npu_sim_env.shutil, "which", lambda name: None if name == missing else name)
-    monkeypatch.setattr(FakeInstaller, "has", lambda _, wanted, **__: wanted != missing)
-    words = "install gcc" if missing == "gcc" else f"pip finds no {missing} for Python"
-    with pytest.raises(UnavailableError, match=words):
-        npu_sim_env.check_available()
 
 
 def test_the_engine_is_installed_without_what_is_pinned_or_for_sound_and_extras(
