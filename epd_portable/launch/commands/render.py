@@ -82,6 +82,13 @@ Nothing is asked of a cluster, and no device is needed. No secret is written wit
     "picker is a Service: that of --name, with -picker.",
 )
 @click.option(
+    "--prometheus",
+    default="",
+    metavar="URL",
+    help="Scale by KEDA, which asks this server; by default a HorizontalPodAutoscaler does, by an "
+    "adapter for metrics.",
+)
+@click.option(
     "--secret-file",
     metavar="FILE",
     help="Write this secret into secret.yaml, mode 600. By default a Secret must be made by hand.",
@@ -94,6 +101,7 @@ def render(
     name: str,
     replicas: int,
     gateway: str,
+    prometheus: str,
     secret_file: str | None,
     as_json: bool,
     target: str,
@@ -104,12 +112,15 @@ def render(
         raise ConfigError(
             f"--name {name!r}: write at most 32 small letters, digits and hyphens, a letter first"
         )
+    if prometheus and not prometheus.startswith(("http://", "https://")):
+        raise ConfigError(f"--prometheus {prometheus!r}: write it as http://HOST:PORT")
     rendering = Rendering(
         name=name,
         image=image,
         request=PlanRequest.from_options(**options),
         replicas=replicas,
         gateway=gateway,
+        prometheus=prometheus,
         secret=read_private_file(secret_file, key="--secret-file") if secret_file else "",
     )
     files = rendering.files(shape)

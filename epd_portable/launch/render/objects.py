@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from epd_portable.config.roles import Role
@@ -17,6 +18,14 @@ PICKER_PORT = 9002
 """Where gateways ask endpoint pickers."""
 _MOST_REPLICAS = 4
 """What an autoscaler may start, in multiples of what the topology asks for."""
+_BEHAVIOR: Object = {
+    # A replica takes minutes to start: one that is ended too early is missed for as long.
+    "scaleUp": {"policies": [{"type": "Pods", "value": 1, "periodSeconds": 60}]},
+    "scaleDown": {
+        "stabilizationWindowSeconds": 300,
+        "policies": [{"type": "Pods", "value": 1, "periodSeconds": 300}],
+    },
+}
 
 
 def described(api: str, kind: str, name: str, labels: Mapping[str, str], **body: Any) -> Object:
@@ -76,51 +85,68 @@ def disruption_budget(name: str, labels: Mapping[str, str]) -> Object:
     return described("policy/v1", "PodDisruptionBudget", name, labels, spec=spec)
 
 
-def autoscaler(
-    name: str,
-    labels: Mapping[str, str],
-    target: Object,
-    *,
-    least: int,
-    metric: str,
-    role: str,
-    most_each: int,
-) -> Object:
-    """Return a HorizontalPodAutoscaler by the load of instances, summed over all who count it.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scaling:
+    """By what something is scaled: the seconds of work that instances owe, see docs/metrics.md.
 
-    Args:
-        name: Its name.
-        labels: Its labels.
-        target: What it scales: an object, or its reference.
-        least: Replicas that are always there.
-        metric: Gauge of requests, or encode jobs, in flight at instances.
-        role: Of the instances that count.
-        most_each: Requests or jobs for each replica at most.
+    Attributes:
+        metric: Gauge with the label ``role``.
+        most_s: For each replica at most, by role of the instances that owe it.
+        of_pods: Whether each Pod shows what its own instances owe; else it is summed over routers.
+        prometheus: URL of the server that KEDA asks; empty for a HorizontalPodAutoscaler.
     """
-    head = {"apiVersion": target["apiVersion"], "kind": target["kind"]}
-    spec = {
-        "scaleTargetRef": {**head, "name": target["metadata"]["name"]},
-        "minReplicas": least,
-        "maxReplicas": _MOST_REPLICAS * least,
-        "metrics": [
-            {
-                "type": "External",
-                "external": {
-                    "metric": {"name": metric, "selector": {"matchLabels": {"role": role}}},
-                    "target": {"type": "AverageValue", "averageValue": str(most_each)},
-                },
+
+    metric: str
+    most_s: Mapping[Role, float]
+    of_pods: bool = False
+    prometheus: str = ""
+
+    def scaler(self, name: str, labels: Mapping[str, str], target: Object, least: int) -> Object:
+        """Return what scales an object, or what its reference names.
+
+        Args:
+            name: Of the scaler.
+            labels: Its labels.
+            target: What is scaled.
+            least: Replicas that are always there.
+        """
+        head = {"apiVersion": target["apiVersion"], "kind": target["kind"]}
+        reference = {"scaleTargetRef": {**head, "name": target["metadata"]["name"]}}
+        if self.prometheus:
+            spec = {
+                **reference,
+                "minReplicaCount": least,
+                "maxReplicaCount": _MOST_REPLICAS * least,
+                "advanced": {"horizontalPodAutoscalerConfig": {"behavior": _BEHAVIOR}},
+                "triggers": [self._trigger(role, labels[NAME]) for role in self.most_s],
             }
-        ],
-        # A replica takes minutes to start: one that is ended too early is missed for as long.
-        "behavior": {
-            "scaleUp": {"policies": [{"type": "Pods", "value": 1, "periodSeconds": 60}]},
-            "scaleDown": {
-                "stabilizationWindowSeconds": 300,
-                "policies": [{"type": "Pods", "value": 1, "periodSeconds": 300}],
-            },
-        },
-    }
-    return described("autoscaling/v2", "HorizontalPodAutoscaler", name, labels, spec=spec)
+            return described("keda.sh/v1alpha1", "ScaledObject", name, labels, spec=spec)
+        spec = {
+            **reference,
+            "minReplicas": least,
+            "maxReplicas": _MOST_REPLICAS * least,
+            "metrics": [self._metric(role) for role in self.most_s],
+            "behavior": _BEHAVIOR,
+        }
+        return described("autoscaling/v2", "HorizontalPodAutoscaler", name, labels, spec=spec)
+
+    def _metric(self, role: Role) -> Object:
+        source = {
+            "metric": {"name": self.metric, "selector": {"matchLabels": {"role": role}}},
+            "target": {"type": "AverageValue", "averageValue": f"{self.most_s[role]:g}"},
+        }
+        kind = "Pods" if self.of_pods else "External"
+        return {"type": kind, kind.lower(): source}
+
+    def _trigger(self, role: Role, monitor: str) -> Object:
+        # The job of a PodMonitor is its namespace, a slash and its name.
+        query = f'sum({self.metric}{{role="{role}",job=~".+/{monitor}"}}) or vector(0)'
+        metadata = {
+            "serverAddress": self.prometheus,
+            "query": query,
+            "threshold": f"{self.most_s[role]:g}",
+        }
+        return {"type": "prometheus", "metricType": "AverageValue", "metadata": metadata}
 
 
 def network_policy(

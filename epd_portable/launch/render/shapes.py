@@ -32,10 +32,10 @@ _OF_A_NODE: Role = "encode-prefill-decode"
 """What a launcher with all stages is to pickers that choose by role."""
 _POD_ADDRESS = "192.0.2.1"
 """Stands for the address of a Pod, which is not known before it runs."""
-_MOST_IN_FLIGHT: Mapping[Role, int] = MappingProxyType({"encode": 4})
-_MOST_REQUESTS = 16
-"""Requests in flight for each replica above which an autoscaler starts another."""
-_IN_FLIGHT = "epd_{front}_instance_in_flight"
+_MOST_OWED_S: Mapping[Role, float] = MappingProxyType({"encode": 1.0, "prefill": 1.0})
+_MOST_ANSWERS_S = 4.0
+"""Seconds of work that an instance may owe, above which an autoscaler starts another."""
+_OWED = "epd_{front}_owed_seconds"
 _FILES = ("tls_cert_file", "tls_key_file", "api_keys_file", "hop_keys_file", "access_log")
 
 
@@ -49,6 +49,7 @@ class Rendering:
         request: The topology, its platform and hardware profile.
         replicas: Pods of shape ``nodes``.
         gateway: Gateway that sends requests here; empty for none.
+        prometheus: See `Scaling`.
         secret: The deployment's secret, to be written into a file; empty for a name of it only.
     """
 
@@ -57,6 +58,7 @@ class Rendering:
     request: PlanRequest
     replicas: int
     gateway: str = ""
+    prometheus: str = ""
     secret: str = ""
 
     def files(self, shape: str) -> Files:
@@ -179,22 +181,20 @@ def _nodes(asked: Rendering) -> Files:
         labels, ["up"], settings, plan, port=ROUTER_PORT, with_secret=with_secret
     )
     workload = objects.deployment(asked.name, labels, template, spare=False)
-    answering = next(spec.role for spec in plan.processes if spec.role not in ("encode", "router"))
     front = "front" if plan.front.startswith("engine") else "router"
+    most_s: dict[Role, float] = {}
+    for each in plan.processes:
+        if each.role != "router":
+            most_s[each.role] = most_s.get(each.role, 0.0) + _most_owed_s(each.role)
+    scaling = objects.Scaling(
+        metric=_OWED.format(front=front), most_s=most_s, of_pods=True, prometheus=asked.prometheus
+    )
     return {
         **asked.common(with_secret=with_secret),
         "nodes.yaml": [
             workload,
             objects.disruption_budget(asked.name, labels),
-            objects.autoscaler(
-                asked.name,
-                labels,
-                workload,
-                least=asked.replicas,
-                metric=_IN_FLIGHT.format(front=front),
-                role=answering,
-                most_each=_MOST_REQUESTS * len(plan.processes),
-            ),
+            scaling.scaler(asked.name, labels, workload, asked.replicas),
         ],
         "service.yaml": [objects.service(asked.name, labels, ROUTER_PORT)],
         "monitoring.yaml": [objects.pod_monitor(asked.name, labels, labels)],
@@ -207,7 +207,7 @@ def _roles(asked: Rendering) -> Files:
     for role, (template, least) in templates.items():
         name, labels = f"{asked.name}-{role}", asked.labels("instance", role)
         workload = objects.deployment(name, labels, template, spare=False)
-        files[f"{role}.yaml"] = [workload, *_scaled(name, labels, workload, role, least)]
+        files[f"{role}.yaml"] = [workload, *_scaled(asked, name, labels, workload, role, least)]
     return files
 
 
@@ -224,7 +224,7 @@ def _disaggregated_set(asked: Rendering) -> Files:
     for role, (_, least) in templates.items():
         name = f"{asked.name}-{role}"
         scaler = objects.role_scaler(name)
-        found += _scaled(name, asked.labels("instance", role), scaler, role, least)
+        found += _scaled(asked, name, asked.labels("instance", role), scaler, role, least)
     files["disaggregatedset.yaml"] = found
     return files
 
@@ -289,18 +289,22 @@ def _templates(asked: Rendering) -> dict[Role, tuple[Object, int]]:
 
 
 def _scaled(
-    name: str, labels: Mapping[str, str], target: Object, role: Role, least: int
+    asked: Rendering,
+    name: str,
+    labels: Mapping[str, str],
+    target: Object,
+    role: Role,
+    least: int,
 ) -> list[Object]:
     """Return what keeps enough Pods of a role."""
-    return [
-        objects.disruption_budget(name, labels),
-        objects.autoscaler(
-            name,
-            labels,
-            target,
-            least=least,
-            metric=_IN_FLIGHT.format(front="router"),
-            role=role,
-            most_each=_MOST_IN_FLIGHT.get(role, _MOST_REQUESTS),
-        ),
-    ]
+    scaling = objects.Scaling(
+        metric=_OWED.format(front="router"),
+        most_s={role: _most_owed_s(role)},
+        prometheus=asked.prometheus,
+    )
+    budget = objects.disruption_budget(name, labels)
+    return [budget, scaling.scaler(name, labels, target, least)]
+
+
+def _most_owed_s(role: Role) -> float:
+    return _MOST_OWED_S.get(role, _MOST_ANSWERS_S)

@@ -21,6 +21,7 @@ from typing import Any
 
 import jsonschema
 import kubernetes_validate
+import promql_parser
 import pytest
 import tomllib
 import yaml
@@ -44,6 +45,7 @@ API_VERSIONS = {
     "InferencePool": "inference.networking.k8s.io/v1",
     "Kustomization": "kustomize.config.k8s.io/v1beta1",
     "PodMonitor": "monitoring.coreos.com/v1",
+    "ScaledObject": "keda.sh/v1alpha1",
 }
 """That `CRDS` is about."""
 TRUSTED = ("--set", "transfer.trusted_network=true")
@@ -251,6 +253,44 @@ def test_pickers_know_pods_by_their_role(
     assert labels == roles
 
 
+@pytest.mark.parametrize("prometheus", ["", "http://prometheus:9090"])
+@pytest.mark.parametrize(
+    ("shape", "most_s"),
+    [
+        ("nodes", {"encode": 1, "prefill-decode": 12}),
+        ("roles", {"encode": 1, "prefill-decode": 4}),
+        ("disaggregatedset", {"encode": 1, "prefill-decode": 4}),
+    ],
+)
+def test_autoscalers_keep_the_seconds_that_are_owed_within_bounds(
+    tmp_path: Path, shape: str, most_s: dict[str, int], prometheus: str
+) -> None:
+    options = ("--prometheus", prometheus) if prometheus else ()
+    found = rendered(tmp_path, shape, *options, config="1e3pd")
+    front = "front" if shape == "nodes" else "router"
+    metric = f"epd_{front}_owed_seconds"
+    assert f"| `{metric}` |" in (ROOT / "docs/metrics.md").read_text()
+    asked: dict[str, float] = {}
+    for scaler in of_kind(found, "ScaledObject" if prometheus else "HorizontalPodAutoscaler"):
+        check(scaler)
+        for each in scaler["spec"]["triggers" if prometheus else "metrics"]:
+            if prometheus:
+                assert each["metadata"]["serverAddress"] == prometheus
+                promql_parser.parse(query := each["metadata"]["query"])
+                [role] = re.findall(rf'{metric}{{role="([a-z-]+)"', query)
+                asked[role] = float(each["metadata"]["threshold"])
+            else:
+                # A Pod of shape nodes shows what its own engines owe; routers show all of a role.
+                assert each["type"] == ("Pods" if shape == "nodes" else "External")
+                source = each[each["type"].lower()]
+                assert source["metric"]["name"] == metric
+                role = source["metric"]["selector"]["matchLabels"]["role"]
+                asked[role] = float(source["target"]["averageValue"])
+    assert asked == most_s
+    kinds = {each["kind"] for each in found}
+    assert not {"ScaledObject", "HorizontalPodAutoscaler"} <= kinds
+
+
 def test_a_secret_is_in_no_file_unless_asked_for(tmp_path: Path) -> None:
     file = tmp_path / "secret"
     make_secret_file(str(file))
@@ -278,6 +318,7 @@ def test_another_file_is_another_template_so_that_pods_are_updated(tmp_path: Pat
     [
         ("pods", (), "'pods' is not one of 'nodes', 'roles', 'disaggregatedset'"),
         ("nodes", ("--name", "Mine"), "--name 'Mine': write at most 32 small letters"),
+        ("nodes", ("--prometheus", "p:9090"), "write it as http://HOST:PORT"),
         ("nodes", ("--hardware", "h300"), "--hardware h300: no such profile; there are"),
         (
             "nodes",
