@@ -67,6 +67,7 @@ _WORKER = ("vllm_plugin/worker.py",)
 _BOUNDS = ("vllm_plugin/media_bounds.py",)
 _FRONT = ("vllm_plugin/front.py",)
 _FRONT_CLIENT = ("vllm_plugin/front_client.py",)
+_VIDEO_PARTS = ("vllm_plugin/video_parts.py",)
 _FRONT_ENGINES = ("vllm_plugin/front_engines.py",)
 _ENGINE_CORE = ("vllm_plugin/engine_core.py",)
 _FIRST = ("runners/host.py", "runners/first.py")
@@ -208,7 +209,7 @@ HOOKS: tuple[Relied, ...] = (
     # Configuration.
     _row(
         "config.VllmConfig",
-        _COMPAT,
+        (*_COMPAT, *_VIDEO_PARTS),
         "use_v2_model_runner parallel_config model_config ec_transfer_config scheduler_config "
         "lora_config",
     ),
@@ -335,7 +336,7 @@ HOOKS: tuple[Relied, ...] = (
     ),
     _row(
         "v1.engine.EngineCoreRequest",
-        _FRONT_CLIENT,
+        (*_FRONT_CLIENT, *_VIDEO_PARTS),
         "request_id prompt_token_ids mm_features sampling_params resumable",
         since=(0, 30),
     ),
@@ -349,23 +350,39 @@ HOOKS: tuple[Relied, ...] = (
     _row("v1.engine.FinishReason", _FRONT_CLIENT, "ERROR ABORT"),
     _row(
         "multimodal.inputs.MultiModalFeatureSpec",
-        ("vllm_plugin/metadata.py",),
+        ("vllm_plugin/metadata.py", *_VIDEO_PARTS),
         "data modality identifier mm_position",
     ),
-    _row("multimodal.inputs.PlaceholderRange", _FRONT_CLIENT, since=(0, 30)),
+    _row(
+        "multimodal.inputs.PlaceholderRange",
+        (*_FRONT_CLIENT, *_VIDEO_PARTS),
+        "offset length is_embed",
+        since=(0, 30),
+    ),
+    _row(
+        _RUNNER,
+        _VIDEO_PARTS,
+        reaches=["_init_mrope_positions: get_mrope_input_positions"],
+    ),
+    _row(
+        "v1.worker.gpu.mm.rope.RopeState",
+        _VIDEO_PARTS,
+        reaches=["init_prefill_positions: get_mrope_input_positions"],
+        since=(0, 32),
+    ),
     _row(
         "v1.engine.utils.EngineHandshakeMetadata",
-        _ENGINE_CORE,
+        _FRONT_ENGINES,
         "addresses parallel_config",
         since=(0, 30),
     ),
-    _row("v1.engine.utils.EngineZmqAddresses", _ENGINE_CORE, "inputs outputs", since=(0, 30)),
+    _row("v1.engine.utils.EngineZmqAddresses", _FRONT_ENGINES, "inputs outputs", since=(0, 30)),
     _row("v1.engine.exceptions.EngineDeadError", _FRONT_ENGINES, since=(0, 30)),
     _row("v1.executor.Executor", (*_FRONT_ENGINES, *_ENGINE_CORE), "get_class", since=(0, 30)),
     _row(
         "engine.arg_utils.AsyncEngineArgs",
         (*_FRONT, *_ENGINE_CORE),
-        "from_cli_args create_engine_config _api_process_count _api_process_rank",
+        "from_cli_args create_engine_config _api_process_count",
         since=(0, 30),
     ),
     _row("entrypoints.launchers.api_server.entry.build_and_serve", _FRONT, since=(0, 30)),

@@ -67,7 +67,7 @@ class Assignment(Generic[ItemT]):
 
 def assign_items(
     items: Sequence[ItemT],
-    pd: Computing,
+    pd: Instance,
     choose: Callable[[ItemT, Collection[str]], Instance | None],
     times: EncodeTimes,
     *,

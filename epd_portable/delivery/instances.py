@@ -20,7 +20,7 @@ import msgspec
 from epd_portable.config.roles import DUTIES, ROLE_LABEL, Duty, Role
 from epd_portable.connector.circuit_breaker import CircuitBreaker
 from epd_portable.delivery.caches import CacheEstimate, CacheSizes
-from epd_portable.delivery.ring import HashRing
+from epd_portable.delivery.ring import LOAD_BOUND, HashRing
 from epd_portable.delivery.work import AnswerLoad, Work
 from epd_portable.errors import EPDError
 from epd_portable.wire.messages import LoadReport
@@ -624,6 +624,7 @@ class EndpointPool:
         key: str,
         exclude: Collection[str] = (),
         among: Collection[Instance] | None = None,
+        bound: float = LOAD_BOUND,
     ) -> Instance | None:
         """Return the usable encode instance that should have an item.
 
@@ -634,6 +635,7 @@ class EndpointPool:
                 encoder that has it in its cache, unless that one is busier than the others.
             exclude: Names of instances that must not have it, such as those that are full.
             among: Those that may have it; all by default.
+            bound: See `HashRing.choose`.
         """
         for instance in self.encoding.get(key, ()):
             allowed = among is None or instance in among
@@ -646,7 +648,7 @@ class EndpointPool:
                 out.update(each for each in tier.members if each not in among)
             load = tier.load - sum(each.load for each in out)
             weight = tier.weight - sum(each.weight for each in out)
-            if chosen := tier.choose(key, load, weight, out):
+            if chosen := tier.choose(key, load, weight, out, bound):
                 return chosen
         return None
 

@@ -104,7 +104,7 @@ class HashRing(Generic[T]):
             load: Sum of the loads of all members that are not excluded.
             weight: Sum of their weights.
             exclude: Members that must not be chosen.
-            bound: Multiple of its share up to which an instance has room; more than 1.
+            bound: Multiple of its share up to which an instance has room; 1 for even shares.
 
         Returns:
             ``None`` if every member is excluded.

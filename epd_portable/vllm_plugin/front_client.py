@@ -41,11 +41,12 @@ from epd_portable.delivery.assignment import (
 )
 from epd_portable.delivery.fallbacks import JOB_GRACE_S, MAX_PD_ATTEMPTS, RetryBudget
 from epd_portable.delivery.instances import Instance, Use, WentDownError, while_up
-from epd_portable.delivery.ring import bounded_load
+from epd_portable.delivery.ring import LOAD_BOUND, bounded_load
 from epd_portable.vllm_plugin.front_engines import Engines, EngineSettings, FrontEngine
 from epd_portable.vllm_plugin.front_metrics import FrontMetrics
 from epd_portable.vllm_plugin.metadata import ItemMetadata
 from epd_portable.vllm_plugin.params_bridge import FIELD
+from epd_portable.vllm_plugin.video_parts import VideoParts, is_part
 from epd_portable.wire.outcomes import FailureKind
 from epd_portable.wire.params import (
     EncodeParams,
@@ -64,12 +65,12 @@ class FrontSettings(msgspec.Struct, frozen=True, kw_only=True):
     """What the launcher says beyond vLLM's own arguments; most of it is the key of that name.
 
     Attributes:
-        sockets: Unix socket of each API server, for engines.
+        socket: Unix socket for engines.
         can_encode: Engines that answer hold the vision tower.
     """
 
     engines: list[EngineSettings]
-    sockets: list[str]
+    socket: str
     secret_file: str
     elastic_encode: bool = True
     can_encode: bool = True
@@ -118,20 +119,12 @@ class FrontItem:
         return int(self.feature.mm_position.length)
 
 
-@dataclass(frozen=True, slots=True)
-class _Shared:
-    """An engine that may compute for other API servers, for all that is known here."""
-
-    pending_encode_s: float
-    computes_for: int = 1
-
-
 @dataclass(eq=False, slots=True)
 class OpenRequest:
     """One open request.
 
     Attributes:
-        core: As vLLM made it, with all media.
+        core: As vLLM made it, with all media; videos may be divided.
         here: Identifiers of items that whoever answers must encode.
         engine_id: Its id there, at its present try.
         sent: It is with an engine.
@@ -162,26 +155,26 @@ class SplitClient(AsyncMPClient):
     Args:
         config: Of the front.
         settings: What the launcher says.
-        index: Of this API server.
 
     Attributes:
         fail: Ends a request that has not begun with an error.
         metrics: What it counts.
     """
 
-    def __init__(self, config: VllmConfig, settings: FrontSettings, index: int = 0) -> None:
+    def __init__(self, config: VllmConfig, settings: FrontSettings) -> None:
         self.vllm_config = config
         self.settings = settings
         self.secret = Secret.read(settings.secret_file)
         self.resources = SimpleNamespace(engine_dead=False)
         self.engines_running = False
         self.fail: Callable[[str, Exception], None] = lambda request_id, error: None
-        paths = [Path(each) for each in settings.sockets]
-        self.engines = Engines(settings.engines, paths, index, config, outputs=self._take_outputs)
+        path = Path(settings.socket)
+        self.engines = Engines(settings.engines, path, config, outputs=self._take_outputs)
         self.engine_ranks_managed = [each.index for each in self.engines.by_name.values()]
         self._pool = self.engines.pool
         self._can_encode = settings.can_encode
         self._metadata = ItemMetadata(config)
+        self._parts = VideoParts(config, len(self._pool.of_duty("encode")))
         self._outputs: asyncio.Queue[EngineCoreOutputs] = asyncio.Queue()
         self._open: dict[str, OpenRequest] = {}
         self._at_engines: dict[str, OpenRequest] = {}  # by the id of its present try
@@ -240,7 +233,7 @@ class SplitClient(AsyncMPClient):
                 with contextlib.suppress(WentDownError):  # Which ends the session.
                     await one.engine.add(self._for_engine(request, one.engine_id, {}))
             return
-        one = OpenRequest(request)
+        one = OpenRequest(request if request.resumable else self._parts.divide(request))
         engine = self._choose_engine(one, None)
         self._retries.count_request()
         self._pool.work.prompt_came(engine.instance.role, one.tokens)
@@ -289,7 +282,9 @@ class SplitClient(AsyncMPClient):
 
     def _choose_encoder(self, item_uuid: str, exclude: Collection[str]) -> Instance | None:
         full = [each.name for each in self.engines.by_name.values() if each.is_full]
-        return self._pool.choose_encoder(item_uuid, [*exclude, *full])
+        # Parts of a video are to be encoded at the same time.
+        bound = 1.0 if is_part(item_uuid) else LOAD_BOUND
+        return self._pool.choose_encoder(item_uuid, [*exclude, *full], bound=bound)
 
     async def _serve(self, one: OpenRequest, engine: FrontEngine) -> None:
         """Have a request answered, by one engine after another until one has begun."""
@@ -342,7 +337,7 @@ class SplitClient(AsyncMPClient):
                 one.sent.set()
                 if here_s or not brought:
                     use.compute()
-                with engine.instance.encoding(self._times_all(here_s)):
+                with engine.instance.encoding(here_s):
                     async with anyio.create_task_group() as items:
                         for each in brought:
                             transfer = transfers[each.item.item_uuid]
@@ -366,10 +361,6 @@ class SplitClient(AsyncMPClient):
             if not one.ended.is_set():
                 await engine.abort(client, engine_id)
 
-    def _times_all(self, seconds: float) -> float:
-        """Return what all API servers give an engine meanwhile, if they do as this one does."""
-        return seconds * len(self.settings.sockets)
-
     def _assign(self, one: OpenRequest, pd: Instance) -> list[Assignment[FrontItem]]:
         """Return who brings each item to whoever answers."""
         core = one.core
@@ -380,7 +371,7 @@ class SplitClient(AsyncMPClient):
             items.setdefault(feature.identifier, FrontItem(feature))
         ways = assign_items(
             [*items.values()],
-            pd if len(self.settings.sockets) == 1 else _Shared(pd.pending_encode_s),
+            pd,
             lambda item, exclude: self._choose_encoder(item.item_uuid, exclude),
             self._times,
             left_here=one.here,
@@ -442,7 +433,7 @@ class SplitClient(AsyncMPClient):
             job = f"{transfer.transfer_id}-{encoder.name}"
             try:
                 with while_up(encoder.working(item.item_uuid)):
-                    with encoder.encoding(self._times_all(self._times.of(item))):
+                    with encoder.encoding(self._times.of(item)):
                         failure = await self._encode(one, item, transfer, encoder, job)
                     if failure is None:
                         outcome = "encoded" if encoder is way.encoder else "retried"

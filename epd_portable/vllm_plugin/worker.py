@@ -24,6 +24,7 @@ from epd_portable.runners.second import (
     SecondRunnerMixin,
 )
 from epd_portable.vllm_plugin import compat
+from epd_portable.vllm_plugin.video_parts import place_by_whole_videos
 
 
 class _WorkerMixin:
@@ -65,6 +66,7 @@ class _WorkerMixin:
         trace("model.loaded", parameters=loaded, runner=2 if second else 1, ahead=bool(ahead))
         connector = get_ec_transfer()
         if not connector.is_producer:
+            place_by_whole_videos(model)
             connector.encode_in_background(model, self.model_runner.device)  # type: ignore[attr-defined]
         else:
             self._measured = compat.small_dummies(self.vllm_config)  # type: ignore[attr-defined]

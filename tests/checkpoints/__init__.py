@@ -11,6 +11,7 @@ from importlib import import_module
 from pathlib import Path
 
 _BUILDERS = {
+    "qwen2_vl": "tests.checkpoints.qwen_vl:build_qwen2_vl",
     "qwen2_5_vl": "tests.checkpoints.qwen_vl:build_qwen2_5_vl",
     "qwen3_vl": "tests.checkpoints.qwen_vl:build_qwen3_vl",
     "llava_onevision": "tests.checkpoints.llava_onevision:build",

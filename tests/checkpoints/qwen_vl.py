@@ -1,4 +1,4 @@
-"""Qwen2.5-VL and Qwen3-VL: images and videos; Qwen3-VL with DeepStack and timestamps."""
+"""Qwen2-VL, Qwen2.5-VL and Qwen3-VL: images and videos; Qwen3-VL with DeepStack and timestamps."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from transformers import (
     PreTrainedTokenizerFast,
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
+    Qwen2VLConfig,
+    Qwen2VLForConditionalGeneration,
     Qwen3VLConfig,
     Qwen3VLForConditionalGeneration,
 )
@@ -26,6 +28,22 @@ _SPECIAL = (
 )
 _IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
 _VIDEO = "<|vision_start|><|video_pad|><|vision_end|>"
+
+
+def build_qwen2_vl(folder: Path) -> None:
+    """Write a Qwen2-VL checkpoint: as Qwen2.5-VL, but without windows and without times."""
+    tokenizer = _tokenizer()
+    vision = {
+        "depth": 2,
+        "embed_dim": HIDDEN,
+        "hidden_size": HIDDEN,
+        "mlp_ratio": 2,
+        "num_heads": 4,
+        "patch_size": 14,
+    }
+    text = _text("qwen2_vl_text", tokenizer, [4, 6, 6])
+    config = Qwen2VLConfig(vision_config=vision, text_config=text, **_ids(tokenizer))
+    _write(folder, tokenizer, Qwen2VLForConditionalGeneration(config), "Qwen2VLProcessor", 14)
 
 
 def build_qwen2_5_vl(folder: Path) -> None:

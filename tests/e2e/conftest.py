@@ -41,6 +41,8 @@ ENGINE_MODULES = (
     "zmq",
 )
 """What the fork server imports; the rest is imported by those that need it."""
+VIDEOS: dict[str, Any] = {"limit_mm_per_prompt": {"video": 2}, "skip_mm_profiling": True}
+"""Engine arguments by which the demo's model takes videos."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -217,7 +219,8 @@ def reference(
 @pytest.fixture(scope="session")
 def reference_url(fork: Popen, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Plain vLLM in float32, started once for all modules; one with another dtype has its own."""
-    with reference(tmp_path_factory.mktemp("reference"), fork, dtype="float32") as server:
+    folder = tmp_path_factory.mktemp("reference")
+    with reference(folder, fork, dtype="float32", **VIDEOS) as server:
         yield server.url
 
 

@@ -11,6 +11,7 @@ import asyncio
 import random
 from collections import Counter
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,16 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreReques
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from epd_portable.vllm_plugin.front_client import SplitClient
-from tests.integration.vllm_plugin.played_front import CONTROL, client_of, request, seen_of
+from tests.integration.vllm_plugin.played_front import (
+    CONTROL,
+    PAIRS,
+    client_of,
+    content_of,
+    request,
+    seen_of,
+)
 
-PICTURES = "abcdef"
+ITEMS = [*"abcdef", *PAIRS]
 STEPS = 60
 MOST_STEPS = 5_000
 """Until everybody is answered when nothing goes wrong any more."""
@@ -41,7 +49,7 @@ class Asked:
 
     @property
     def answer(self) -> list[int]:
-        return [int(self.name), *map(seen_of, self.pictures)] * TOKENS
+        return [int(self.name), *chain.from_iterable(map(seen_of, self.pictures))] * TOKENS
 
 
 class Life:
@@ -51,8 +59,8 @@ class Life:
         self.name = name
         self.requests: dict[str, EngineCoreRequest] = {}
         self.said: dict[str, int] = {}
-        self.cached: dict[str, int] = {}
-        self.brought: dict[str, int] = {}
+        self.cached: dict[str, list[int]] = {}
+        self.brought: dict[str, list[int]] = {}
         self.outbox: list[EngineCoreOutput] = []
         self.stopped = False
         self.dead = False
@@ -117,7 +125,7 @@ class World:
     def __init__(self, seed: int, config: Any, folder: Path) -> None:
         self.random = random.Random(seed)
         self.happened: Counter[str] = Counter()
-        encoders = [f"e-{number}" for number in range(self.random.randint(0, 2))]
+        encoders = [f"e-{number}" for number in range(self.random.randint(0, 3))]
         self.names = [*encoders, *[*CONTROL][: self.random.randint(1, 2)]]
         self.client: SplitClient = client_of(config, folder, *self.names)
         self.client._pool.chance = random.Random(seed)
@@ -126,7 +134,7 @@ class World:
         self.client.fail = self._failed
         self.asked: dict[str, Asked] = {}
         self.lives: dict[str, Life] = {}
-        self.writes: list[tuple[Life, dict[str, Any], int]] = []
+        self.writes: list[tuple[Life, dict[str, Any], list[int]]] = []
         self.serving: dict[Life, asyncio.Task[None]] = {}
         self.trace: list[str] = []
 
@@ -156,7 +164,7 @@ class World:
 
     async def _ask(self) -> None:
         count = self.random.choice([0, 1, 1, 2, 3])
-        pictures = "".join(self.random.choices(PICTURES, k=count))
+        pictures = "".join(self.random.choices(ITEMS, k=count))
         one = Asked(str(len(self.asked)), pictures)
         self.asked[one.name] = one
         self._note(f"ask {one.name} of {pictures!r}")
@@ -227,8 +235,7 @@ class World:
 
     def _encode(self, life: Life, core: EngineCoreRequest, fails: bool) -> None:
         (feature,) = core.mm_features or ()
-        assert feature.data is not None
-        content = int(feature.data["pixel_values"].data[0, 0])
+        content = content_of(feature)
         assert content == seen_of(feature.identifier)
         extra = core.sampling_params.extra_args or {}  # type: ignore[union-attr]
         (transfer,) = extra["ec_transfer_params"]["transfers"]
@@ -239,6 +246,7 @@ class World:
             life.put(core.request_id, end=FinishReason.ERROR)
             return
         self._note(f"{life.name} has encoded {core.request_id}")
+        self.happened["part encoded"] += "#" in feature.identifier
         self.writes.append((life, transfer, content))
         life.put(core.request_id, end=FinishReason.STOP)
 
@@ -256,18 +264,19 @@ class World:
                 if content is not None:
                     life.cached[feature.identifier] = content
             name = int(core.request_id.partition("-")[0])
-            tokens = [name, *(seen_of(each.identifier) for each in core.mm_features or ())]
-            if not done:
-                tokens = [name, *(content or 0 for content in seen)]
+            if done:
+                seen = [seen_of(each.identifier) for each in core.mm_features or ()]
+            tokens = [name, *chain.from_iterable(content or () for content in seen)]
             life.said[core.request_id] = done + 1
             end = FinishReason.STOP if done + 1 == TOKENS else None
             life.put(core.request_id, *tokens, end=end)
 
-    def _seen(self, life: Life, core: EngineCoreRequest, feature: Any) -> int | None:
+    def _seen(self, life: Life, core: EngineCoreRequest, feature: Any) -> list[int] | None:
         """Return what an item shows, if it is there."""
-        if "pixel_values" in feature.data:
+        if (content := content_of(feature)) is not None:
             self.happened["encoded where it was needed"] += 1
-            return int(feature.data["pixel_values"].data[0, 0])
+            self.happened["part encoded where it was needed"] += "#" in feature.identifier
+            return content
         if feature.identifier in life.cached:
             return life.cached[feature.identifier]
         extra = core.sampling_params.extra_args or {}  # type: ignore[union-attr]

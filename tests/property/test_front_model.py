@@ -32,6 +32,8 @@ MUST_HAPPEN = {
     "failed",
     "forget",
     "given up",
+    "part encoded",
+    "part encoded where it was needed",
     "refused",
     "say and die",
     "stop",

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from epd_portable.config.roles import Role
-from epd_portable.config.routing import PICKER_PORT
 
 Object = dict[str, Any]
 
@@ -15,8 +14,8 @@ NAME, COMPONENT = "app.kubernetes.io/name", "app.kubernetes.io/component"
 """Labels: the deployment that an object is of, and which part of it."""
 MONITORING = "monitoring"
 """Namespace that Prometheus usually runs in; its Pods may read the metrics of instances."""
-GATEWAY = "gateway.networking.k8s.io/gateway-name"
-"""Label of the Pods that a Gateway is made of."""
+PICKER_PORT = 9002
+"""Where gateways ask endpoint pickers."""
 _MOST_REPLICAS = 4
 """What an autoscaler may start, in multiples of what the topology asks for."""
 _BEHAVIOR: Object = {
@@ -151,14 +150,9 @@ class Scaling:
 
 
 def network_policy(
-    name: str,
-    labels: Mapping[str, str],
-    allowed: Mapping[str, str],
-    *,
-    metrics_port: int,
-    gateway: str = "",
+    name: str, labels: Mapping[str, str], allowed: Mapping[str, str], *, metrics_port: int
 ) -> Object:
-    """Return what lets nobody in but Pods with some labels, a Gateway, and Prometheus to a port."""
+    """Return what lets nobody in but Pods with some labels, and Prometheus to one port."""
     prometheus = {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": MONITORING}}}
     spec = {
         "podSelector": {"matchLabels": dict(labels)},
@@ -166,28 +160,9 @@ def network_policy(
         "ingress": [
             {"from": [{"podSelector": {"matchLabels": dict(allowed)}}]},
             {"from": [prometheus], "ports": [{"port": metrics_port}]},
-            *([{"from": [_of_gateway(gateway)]}] if gateway else []),
         ],
     }
     return described("networking.k8s.io/v1", "NetworkPolicy", name, labels, spec=spec)
-
-
-def picker_policy(name: str, labels: Mapping[str, str], gateway: str, *, port: int) -> Object:
-    """Return what lets everybody in at a port, and at that of pickers the Pods of a Gateway."""
-    spec = {
-        "podSelector": {"matchLabels": dict(labels)},
-        "policyTypes": ["Ingress"],
-        "ingress": [
-            {"ports": [{"port": port}]},
-            {"from": [_of_gateway(gateway)], "ports": [{"port": PICKER_PORT}]},
-        ],
-    }
-    return described("networking.k8s.io/v1", "NetworkPolicy", name, labels, spec=spec)
-
-
-def _of_gateway(name: str) -> Object:
-    """Return where the Pods of a Gateway are, in whichever namespace it is."""
-    return {"namespaceSelector": {}, "podSelector": {"matchLabels": {GATEWAY: name}}}
 
 
 def pod_monitor(name: str, labels: Mapping[str, str], selected: Mapping[str, str]) -> Object:
@@ -230,18 +205,14 @@ def role_scaler(name: str) -> Object:
     return described(api, "DisaggregatedSetRoleScaler", name, {})
 
 
-def inference_pool(
-    name: str, labels: Mapping[str, str], port: int, *, picker: str, serves_alone: bool
-) -> Object:
+def inference_pool(name: str, labels: Mapping[str, str], port: int, *, picker: str) -> Object:
     """Return what lets a gateway send requests to Pods that an endpoint picker chooses.
 
     Args:
         name: Its name.
         labels: Its labels, and those of the Pods.
         port: Of the Pods.
-        picker: Service of the picker.
-        serves_alone: Whether the Pods answer requests without what the picker adds: the gateway
-            then chooses by itself while there is no picker.
+        picker: Service of the picker. Without an answer of it the gateway chooses.
     """
     spec = {
         "selector": {"matchLabels": dict(labels)},
@@ -249,7 +220,7 @@ def inference_pool(
         "endpointPickerRef": {
             "name": picker,
             "port": {"number": PICKER_PORT},
-            "failureMode": "FailOpen" if serves_alone else "FailClose",
+            "failureMode": "FailOpen",
         },
     }
     api = "inference.networking.k8s.io/v1"

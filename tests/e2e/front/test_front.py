@@ -13,18 +13,23 @@ import httpx
 import psutil
 import pytest
 
-from tests.e2e.asking import ask, body, picture, post, text
-from tests.e2e.conftest import Split, Start
+from tests.e2e.asking import ask, assert_equal, body, picture, post, text
+from tests.e2e.conftest import VIDEOS, Split, Start
 from tests.e2e.engines import RESTART_S, wait_until
+from tests.e2e.equality import TOLERANCE
+from tests.e2e.modalities.parts import frames
 
 pytestmark = [pytest.mark.e2e, pytest.mark.needs_vllm, pytest.mark.timeout(900)]
 
 ASK = text("Describe the picture.")
+ENGINES = ("encode-0", "encode-1", "prefill_decode-0")
 
 
 @pytest.fixture(scope="module")
 def front(start: Start) -> Split:
-    return start(["front=auto", "engine_args.dtype=float32", "router.access_log=stderr"])
+    settings = ["front=auto", "engine_args.dtype=float32", "router.access_log=stderr"]
+    settings += [f"engine_args.{key}={json.dumps(value)}" for key, value in VIDEOS.items()]
+    return start([*settings, "instances.encode.count=2"])
 
 
 def process(front: Split, name: str) -> psutil.Process:
@@ -56,9 +61,14 @@ def is_up(front: Split, name: str) -> bool:
 
 @contextmanager
 def load(front: Split, seeds: range) -> Iterator[list[Future[httpx.Response]]]:
-    """Ask of a picture for each seed, six at a time."""
+    """Ask of a picture and a video for each seed, six at a time."""
     with ThreadPoolExecutor(6) as pool:
-        yield [pool.submit(post, front.url, body([picture(seed), ASK])) for seed in seeds]
+        yield [pool.submit(post, front.url, body(both(seed))) for seed in seeds]
+
+
+def both(seed: int) -> list[dict[str, Any]]:
+    """Return a picture and a video, of which each encode engine gets a part."""
+    return [picture(seed), frames(seed, 4), ASK]
 
 
 def in_flight(front: Split) -> float:
@@ -74,6 +84,21 @@ def test_it_answers_as_one_process_does(front: Split, reference_url: str, count:
     assert ours.tokens == theirs.tokens
     assert ours.logprobs == pytest.approx(theirs.logprobs, abs=1e-4)
     assert ours.sources == ["transfer"] * count
+
+
+def test_two_engines_encode_a_video_of_which_both_parts_are_kept(
+    front: Split, reference_url: str
+) -> None:
+    content = [picture(80), frames(80, 16), ASK]
+    ours, theirs = ask(front.url, content), ask(reference_url, content)
+    assert_equal(ours, theirs, tolerance=TOLERANCE)
+    assert ours.sources == ["transfer"] * 3
+    parts = [each["mm_hash"].rpartition("#")[2] for each in ours.items[1:]]
+    assert parts == ["0-4", "4-8"]
+    assert len({each["encoder"] for each in ours.items[1:]}) == 2
+    again = ask(front.url, [text("Look: "), *content])
+    assert again.sources == ["encoder_cache"] * 3
+    assert_equal(again, ask(reference_url, [text("Look: "), *content]), tolerance=TOLERANCE)
 
 
 def test_a_picture_that_comes_again_is_processed_and_encoded_once(front: Split) -> None:
@@ -128,14 +153,14 @@ def test_a_request_keeps_its_id_which_the_access_line_has(front: Split) -> None:
 def test_requests_that_clients_give_up_leave_nothing(front: Split) -> None:
     with httpx.Client(trust_env=False) as client:
         for seed, timeout_s in enumerate((0.01, 0.03, 0.06, 0.1, 0.2)):
-            request = body([picture(60 + seed), ASK], max_tokens=500, ignore_eos=True)
+            request = body(both(60 + seed), max_tokens=500, ignore_eos=True)
             with pytest.raises(httpx.ReadTimeout):
                 client.post(f"{front.url}/v1/chat/completions", json=request, timeout=timeout_s)
     wait_until(lambda: in_flight(front) == 0, "nothing is in flight")
 
 
 def test_encode_engines_may_be_killed_under_load(front: Split) -> None:
-    expected = {seed: ask(front.url, [picture(seed), ASK]).tokens for seed in range(100, 108)}
+    expected = {seed: ask(front.url, both(seed)).tokens for seed in range(100, 108)}
     for times in range(3):
         seeds = range(100, 108) if not times else range(100 + 20 * times, 108 + 20 * times)
         with load(front, seeds) as answers, killed(front, "encode-0"):
@@ -164,10 +189,10 @@ def test_a_killed_engine_ends_what_has_begun_and_refuses_the_rest(front: Split) 
 
 def test_a_killed_front_comes_back_with_new_engines(front: Split) -> None:
     before = ask(front.url, [picture(40), ASK])
-    engines = [process(front, name) for name in ("encode-0", "prefill_decode-0")]
+    engines = [process(front, name) for name in ENGINES]
     with killed(front, "front"):
         psutil.wait_procs(engines, timeout=60)
         assert not any(each.is_running() for each in engines)
-    for name in ("encode-0", "prefill_decode-0"):
+    for name in ENGINES:
         wait_until(lambda name=name: is_up(front, name), f"{name} is back", within_s=RESTART_S)
     assert ask(front.url, [picture(40), ASK]).tokens == before.tokens

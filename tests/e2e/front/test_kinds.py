@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.asking import picture, text
-from tests.e2e.conftest import ENGINE_MODULES, Pair, Split, forking, running
-from tests.e2e.equality import assert_answer_is_that_of_one_process
+from tests.e2e.asking import ask, assert_equal, picture, text
+from tests.e2e.conftest import ENGINE_MODULES, VIDEOS, Pair, Split, forking, running
+from tests.e2e.equality import TOLERANCE, assert_answer_is_that_of_one_process
+from tests.e2e.modalities.parts import frames
 from tests.e2e.ranks import TWO_RANKS
 from tests.e2e.test_second_runner import ENV, SETTINGS
 from tests.forked import Popen
@@ -22,6 +24,10 @@ pytestmark = [
 ]
 
 FLOAT = ["front=engine", "engine_args.dtype=float32"]
+TWO_ENCODERS = [
+    "instances.encode.count=2",
+    f"engine_args.limit_mm_per_prompt={json.dumps(VIDEOS['limit_mm_per_prompt'])}",
+]
 ASK = text("Describe the picture.")
 
 
@@ -44,11 +50,17 @@ def test_two_ranks_answer_as_one_process_does(
 def test_the_second_runner_answers_as_one_process_does(tmp_path: Path, reference_url: str) -> None:
     with (
         forking(("tests.e2e.interpreted", *ENGINE_MODULES), ENV) as popen,
-        running(tmp_path, [*FLOAT, *SETTINGS], env=ENV, popen=popen) as front,
+        running(tmp_path, [*FLOAT, *SETTINGS, *TWO_ENCODERS], env=ENV, popen=popen) as front,
     ):
         check(front, reference_url)
+        # Each encode engine encodes a part; the runner asks the model for positions by itself.
+        content = [frames(1, 8), ASK]
+        answer = ask(front.url, content)
+        assert answer.sources == ["transfer"] * 2
+        assert_equal(answer, ask(reference_url, content), tolerance=TOLERANCE)
         loaded = front.events("model.loaded", since_s=0)
         assert {each["instance"]: each["runner"] for each in loaded} == {
             "encode-0": 2,
+            "encode-1": 2,
             "prefill_decode-0": 2,
         }

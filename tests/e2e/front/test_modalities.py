@@ -1,4 +1,7 @@
-"""The engine front answers as one process does, for every kind of model and of media."""
+"""The engine front answers as one process does, for every kind of model and of media.
+
+Each encode engine encodes a part of a video where that can be divided.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,9 @@ from epd_portable.bench import servers
 from tests.e2e.asking import ask
 from tests.e2e.conftest import running, serving
 from tests.e2e.equality import assert_equal
+from tests.e2e.modalities.parts import frames
 from tests.e2e.modalities.test_models import (
+    ASK,
     CONTENTS,
     MODALITIES,
     NAMES,
@@ -28,11 +33,14 @@ pytestmark = [
     pytest.mark.timeout(1200),
 ]
 
+DIVIDED = {"qwen2_vl", "qwen2_5_vl", "qwen3_vl"}
+
 
 @pytest.mark.parametrize("name", NAMES)
 def test_answers_are_those_of_one_process(
     name: str, fork: Popen, tmp_path: Path, subtests: pytest.Subtests
 ) -> None:
+    divided = name in DIVIDED
     model = str(checkpoint_of(name, tmp_path, fork))
     fixed = {"model": name, "max_tokens": 8, "ignore_eos": True}
     arguments = {
@@ -44,9 +52,13 @@ def test_answers_are_those_of_one_process(
     }
     settings = [f"engine_args.{key}={json.dumps(value)}" for key, value in arguments.items()]
     settings += ["front=engine", f"model={model}", "transfer.pool_bytes=16MiB"]
-    cases = [(title, each, SETTINGS.get(title, {})) for title, each in CONTENTS[name].items()]
+    settings += ["instances.encode.count=2"]
+    contents = CONTENTS[name] | ({"frames of four pairs": [frames(20, 8), ASK]} if divided else {})
+    cases = [(title, each, SETTINGS.get(title, {})) for title, each in contents.items()]
     with running(tmp_path, settings, popen=fork) as split:
         ours = [ask(split.url, content, **fixed, **more) for _, content, more in cases]
+    parts = {item["mm_hash"].rpartition("#")[2] for each in ours for item in each.items}
+    assert {"0-1", "1-2", "0-2", "2-4"} <= parts if divided else parts.isdisjoint({"0-1", "0-2"})
     reference = servers.one_process(
         model,
         log=tmp_path / "reference.log",

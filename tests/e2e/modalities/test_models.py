@@ -91,6 +91,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 """Of some requests, for which the engine gives items names of its own."""
 CONTENTS = {
+    "qwen2_vl": IMAGES | VIDEOS | VIDEOS_OF_TWO_LENGTHS,
     "qwen2_5_vl": IMAGES | VIDEOS | VIDEOS_OF_TWO_LENGTHS,
     "qwen3_vl": IMAGES | VIDEOS | VIDEOS_OF_TWO_LENGTHS,
     "llava_onevision": IMAGES | VIDEOS,
@@ -104,6 +105,7 @@ PAIRS = {
     "audio": (input_audio(20), input_audio(21)),
 }
 MODALITIES = {
+    "qwen2_vl": ("image", "video"),
     "qwen2_5_vl": ("image", "video"),
     "qwen3_vl": ("image", "video"),
     "llava_onevision": ("image", "video"),
@@ -155,9 +157,9 @@ def checkpoint_of(name: str, folder: Path, fork: Popen) -> Path:
     return folder / name
 
 
-SHOWN_ELSEWHERE = {"qwen2_5_vl", "qwen2_audio"}
-"""The kind of the demo's model, which other modules serve, and one whose clips `qwen2_5_omni` takes
-too, with the same fields."""
+SHOWN_ELSEWHERE = {"qwen2_vl", "qwen2_5_vl", "qwen2_audio"}
+"""The kind of the demo's model, which other modules serve, and that before it; and one whose clips
+`qwen2_5_omni` takes too, with the same fields."""
 
 
 @pytest.fixture(

@@ -19,8 +19,10 @@ from tests.integration.vllm_plugin.played_front import (
     CONTROL,
     client_of,
     config_of_front,
+    content_of,
     feature,
     request,
+    seen_of,
 )
 
 pytestmark = pytest.mark.needs_vllm
@@ -198,6 +200,56 @@ def test_an_item_that_one_encoder_loses_comes_from_another(run: Any, how: str) -
         assert [*front.engines["pd-0"].requests] == ["r"]
 
     run(story, "e-0", "e-1", "pd-0")
+
+
+def test_each_encoder_gets_a_part_of_a_video(run: Any) -> None:
+    async def story(front: Front) -> None:
+        await front.ask("C")
+        parts = ["C#0-1", "C#1-3", "C#3-5"]
+        jobs = [front.jobs(each)[0].mm_features[0] for each in ("e-0", "e-1", "e-2")]
+        assert {each.identifier for each in jobs} == {*parts}
+        assert all(content_of(each) == seen_of(each.identifier) for each in jobs)
+        sent = front.engines["pd-0"].last.mm_features
+        assert [each.identifier for each in sent] == parts
+        assert [set(each.data) for each in sent] == [{"video_grid_thw"}] * 3
+        # The token behind a pair of frames belongs to it, text before it does not.
+        places = [each.mm_position for each in sent]
+        assert [(each.offset, each.length) for each in places] == [(1, 6), (7, 12), (19, 12)]
+        assert [each.get_num_embeds() for each in places] == [4, 8, 8]
+        await front.ask("a", "C", "A", name="s")
+        sent = front.engines["pd-0"].last.mm_features
+        assert [each.identifier for each in sent] == ["a", *parts, "A"]
+
+    run(story, "e-0", "e-1", "e-2", "pd-0", max_queued_items=9)
+
+
+def test_a_part_that_is_lost_is_asked_of_another_encoder_alone_and_then_encoded_here(
+    run: Any,
+) -> None:
+    async def story(front: Front) -> None:
+        await front.ask("C")
+        lost, other = front.jobs("e-0")[0], front.jobs("e-1")[0]
+        names = [each.mm_features[0].identifier for each in (lost, other)]
+        assert {*names} == {"C#0-2", "C#2-5"}
+        await front.says("e-1", other.request_id, end=ENDED)
+        await front.says("e-0", lost.request_id, end=FAILED)
+        retried = front.jobs("e-1")[1:]
+        assert [each.mm_features[0].identifier for each in retried] == [names[0]]
+        await front.says("e-1", retried[0].request_id, end=FAILED)
+        sent = front.engines["pd-0"].last.mm_features
+        assert [each.identifier for each in sent] == ["C#0-2", "C#2-5"]
+        here = [each.identifier for each in sent if "pixel_values_videos" in each.data]
+        assert here == [names[0]]
+
+    run(story, "e-0", "e-1", "pd-0", max_queued_items=9)
+
+
+def test_without_a_second_encoder_a_video_is_whole(run: Any) -> None:
+    async def story(front: Front) -> None:
+        await front.ask("C")
+        assert [each.mm_features[0].identifier for each in front.jobs("e-0")] == ["C"]
+
+    run(story, "e-0", "pd-0")
 
 
 def test_an_item_that_no_encoder_brings_is_encoded_where_it_is_needed(run: Any) -> None:
