@@ -67,7 +67,7 @@ class Assignment(Generic[ItemT]):
 
 def assign_items(
     items: Sequence[ItemT],
-    pd: Instance,
+    pd: Computing,
     choose: Callable[[ItemT, Collection[str]], Instance | None],
     times: EncodeTimes,
     *,

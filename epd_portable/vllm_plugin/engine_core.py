@@ -1,8 +1,9 @@
 """One engine without a server: ``python -m epd_portable.vllm_plugin.engine_core FRONT ARGUMENTS``.
 
-``FRONT`` is the Unix socket of the engine front (`epd_portable.vllm_plugin.front`), and
-``ARGUMENTS`` are those of vLLM's server. The engine says its name there, is told where the front
-answers vLLM's handshake, and runs until the front is gone.
+``FRONT`` is a JSON list of the Unix sockets of the engine front's API servers
+(`epd_portable.vllm_plugin.front`), and ``ARGUMENTS`` are those of vLLM's server. The engine says
+its name to each server, is told where that one listens, answers vLLM's handshake to itself with all
+of these addresses, and runs until one of the servers is gone.
 """
 
 from __future__ import annotations
@@ -11,19 +12,24 @@ from epd_portable.vllm_plugin import imports
 
 # isort: split
 
-import contextlib
+import json
 import logging
 import os
+import select
 import signal
 import socket
 import sys
 import threading
 import time
+from collections.abc import Sequence
 
+import msgspec
+import zmq
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.usage.usage_lib import UsageContext
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine.core import EngineCoreProc
+from vllm.v1.engine.utils import EngineHandshakeMetadata, EngineZmqAddresses
 from vllm.v1.executor import Executor
 
 from epd_portable.config.instance import InstanceConfig
@@ -41,16 +47,17 @@ def main() -> None:
     commands, startup = compat.server_commands()
     imports.done()
     startup.cli_env_setup()
-    path, *argv = sys.argv[1:]
+    paths, *argv = sys.argv[1:]
     # Of a server: what only a server has a use for is among engine arguments of files.
     parser = commands.make_arg_parser(FlexibleArgumentParser())
     arguments = AsyncEngineArgs.from_cli_args(parser.parse_args(argv))
     config = arguments.create_engine_config(UsageContext.OPENAI_API_SERVER)
     name = InstanceConfig.parse(config.ec_transfer_config.ec_connector_extra_config).instance
-    front = _connect(path)
-    front.sendall(f"{name}\n".encode())
-    address = front.makefile("r").readline().strip()
-    threading.Thread(target=_end_with, args=(front,), name="epd-front", daemon=True).start()
+    fronts = [_connect(path) for path in json.loads(paths)]
+    places = [_meet(front, name) for front in fronts]
+    address = f"{places[0]}-handshake"
+    for function, given in ((_end_with, (fronts,)), (_shake_hands, (address, places, fronts))):
+        threading.Thread(target=function, args=given, name="epd-front", daemon=True).start()
     EngineCoreProc.run_engine_core(
         vllm_config=config,
         local_client=True,
@@ -74,10 +81,31 @@ def _connect(path: str) -> socket.socket:
             time.sleep(0.1)
 
 
-def _end_with(front: socket.socket) -> None:
-    """End this process when the front does: no other knows its requests."""
-    with contextlib.suppress(OSError):
-        front.recv(1)
+def _meet(front: socket.socket, name: str) -> str:
+    """Say who this is; return where that server will listen."""
+    front.sendall(f"meet {name}\n".encode())
+    with front.makefile() as lines:
+        return lines.readline().strip()
+
+
+def _shake_hands(address: str, places: Sequence[str], fronts: Sequence[socket.socket]) -> None:
+    """Give the engine its clients' addresses, and tell each server when it is ready."""
+    addresses = EngineZmqAddresses(
+        inputs=[f"{place}-in" for place in places], outputs=[f"{place}-out" for place in places]
+    )
+    welcome = EngineHandshakeMetadata(addresses=addresses, parallel_config={})
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as handshake:
+        handshake.bind(address)
+        identity, _ = handshake.recv_multipart()  # hello
+        handshake.send_multipart([identity, msgspec.msgpack.encode(welcome)])
+        handshake.recv_multipart()  # ready
+    for front in fronts:
+        front.sendall(b"ready\n")
+
+
+def _end_with(fronts: Sequence[socket.socket]) -> None:
+    """End this process when a server of the front does: no other knows its requests."""
+    select.select(fronts, (), ())
     logger.info("the front is gone: this engine ends, too")
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(END_WITHIN_S)

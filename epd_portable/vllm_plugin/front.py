@@ -1,7 +1,8 @@
 """The engine front: ``python -m epd_portable.vllm_plugin.front --settings JSON ARGUMENTS``.
 
 vLLM's own OpenAI server over `SplitClient`: what a request needs of tokenizing and preprocessing is
-done once, here. ``ARGUMENTS`` are those of vLLM's server and of the prefill+decode engines.
+done once, here. ``ARGUMENTS`` are those of vLLM's server and of the prefill+decode engines. Several
+API servers are processes that are forked from one that only waits, and listen on one socket.
 """
 
 from __future__ import annotations
@@ -12,7 +13,14 @@ from epd_portable.vllm_plugin import imports
 
 import argparse
 import asyncio
+import inspect
+import logging
+import multiprocessing
+import signal
+import socket
 import sys
+from collections.abc import MutableSequence
+from multiprocessing.connection import wait
 from typing import Any
 
 import msgspec
@@ -27,8 +35,15 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core_client import EngineCoreClient
 
-from epd_portable.vllm_plugin import compat
+from epd_portable.vllm_plugin import compat, exposition
 from epd_portable.vllm_plugin.front_client import FrontSettings, SplitClient
+
+logger = logging.getLogger(__name__)
+
+_END_WITHIN_S = 5.0
+"""After one of several API servers has ended."""
+_NOT_ACCEPTING = 2**31 - 1
+"""More connections than any server has, to vLLM."""
 
 
 class Front(AsyncLLM):
@@ -60,11 +75,12 @@ class Front(AsyncLLM):
             self.output_processor.abort_requests((request_id,), internal=True)
 
 
-def configuration(arguments: AsyncEngineArgs) -> VllmConfig:
-    """Return the configuration of a front with vLLM's arguments."""
-    # As for several servers of one engine: vLLM's cache of processed items is then whole here, and
-    # mirrors no engine's.
-    arguments._api_process_count = 2
+def configuration(arguments: AsyncEngineArgs, index: int = 0, count: int = 1) -> VllmConfig:
+    """Return the configuration of one of a front's API servers with vLLM's arguments."""
+    # As for several servers of one engine, also of one: vLLM's cache of processed items is then
+    # whole here, and mirrors no engine's.
+    arguments._api_process_count = max(2, count)
+    arguments._api_process_rank = index
     config = arguments.create_engine_config(UsageContext.OPENAI_API_SERVER)
     if (media := config.model_config.multimodal_config) is not None:
         # Engines take items without their media, by name: clients must not name those of others.
@@ -72,11 +88,27 @@ def configuration(arguments: AsyncEngineArgs) -> VllmConfig:
     return config
 
 
-async def serve(settings: FrontSettings, args: argparse.Namespace) -> None:
-    """Serve until a signal ends it."""
-    address, sock = setup_server(args, reuse_port=False)
-    config = configuration(AsyncEngineArgs.from_cli_args(args))
-    client = SplitClient(config, settings)
+async def serve(
+    settings: FrontSettings,
+    args: argparse.Namespace,
+    address: str,
+    sock: socket.socket,
+    index: int,
+    loads: MutableSequence[int],
+) -> None:
+    """Serve until a signal ends it.
+
+    Args:
+        settings: Of the front.
+        args: Of vLLM's server.
+        address: Of ``sock``, for the log.
+        sock: Where all API servers of the front listen.
+        index: Of this one.
+        loads: Open connections of each, for the next one to go to the least loaded.
+    """
+    count = len(loads)
+    config = configuration(AsyncEngineArgs.from_cli_args(args), index, count)
+    client = SplitClient(config, settings, index)
     await client.engines.listen()
     loop = asyncio.get_running_loop()
 
@@ -93,10 +125,14 @@ async def serve(settings: FrontSettings, args: argparse.Namespace) -> None:
         usage_context=UsageContext.OPENAI_API_SERVER,
         enable_log_requests=args.enable_log_requests,
         disable_log_stats=args.disable_log_stats,
+        client_count=count,
+        client_index=index,
     )
+    shares = count > 1 and "peer_loads" in inspect.signature(build_and_serve).parameters
+    more: dict[str, Any] = {"peer_loads": (loads, index)} if shares else {}
     try:
         await front.reset_mm_cache()
-        ended = await build_and_serve(front, address, sock, args)
+        ended = await build_and_serve(front, address, sock, args, **more)
     finally:
         front.shutdown()
     try:
@@ -105,15 +141,62 @@ async def serve(settings: FrontSettings, args: argparse.Namespace) -> None:
         sock.close()
 
 
+def _serve_all(settings: FrontSettings, *given: Any) -> int:
+    """Serve with several processes until a signal, or the end of one, ends all; return the status.
+
+    As vLLM's: engines get their clients when they start, so none can be replaced.
+    """
+    exposition.publish()
+    fork, count = multiprocessing.get_context("fork"), len(settings.sockets)
+    loads = fork.RawArray("i", [_NOT_ACCEPTING] * count)
+    servers = [
+        fork.Process(
+            target=_serve_one, args=(settings, *given, index, loads), name=f"ApiServer_{index}"
+        )
+        for index in range(count)
+    ]
+    for each in servers:
+        each.start()
+    asked = False
+
+    def stop(*_: Any) -> None:
+        nonlocal asked
+        asked = True
+        for each in servers:
+            each.terminate()
+
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(signum, stop)
+    wait([each.sentinel for each in servers])
+    failed = not asked
+    if failed:
+        logger.error("an API server has ended: all do")
+        stop()
+        for each in servers:
+            each.join(_END_WITHIN_S)
+            each.kill()
+    for each in servers:
+        each.join()
+    return int(failed)
+
+
+def _serve_one(*given: Any) -> None:
+    uvloop.run(serve(*given))
+
+
 def main() -> None:
     """Run the front in this process."""
     arguments, startup = compat.server_commands()
     imports.done()
     startup.cli_env_setup()
-    _, _, settings, *argv = sys.argv
+    _, _, found, *argv = sys.argv
+    settings = msgspec.json.decode(found, type=FrontSettings)
     args = arguments.make_arg_parser(FlexibleArgumentParser()).parse_args(argv)
     arguments.validate_parsed_serve_args(args)
-    uvloop.run(serve(msgspec.json.decode(settings, type=FrontSettings), args))
+    address, sock = setup_server(args, reuse_port=False)
+    if len(settings.sockets) > 1:
+        sys.exit(_serve_all(settings, args, address, sock))
+    _serve_one(settings, args, address, sock, 0, [0])
 
 
 if __name__ == "__main__":

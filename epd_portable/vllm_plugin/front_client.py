@@ -65,12 +65,12 @@ class FrontSettings(msgspec.Struct, frozen=True, kw_only=True):
     """What the launcher says beyond vLLM's own arguments; most of it is the key of that name.
 
     Attributes:
-        socket: Unix socket for engines.
+        sockets: Unix socket of each API server, for engines.
         can_encode: Engines that answer hold the vision tower.
     """
 
     engines: list[EngineSettings]
-    socket: str
+    sockets: list[str]
     secret_file: str
     elastic_encode: bool = True
     can_encode: bool = True
@@ -119,6 +119,14 @@ class FrontItem:
         return int(self.feature.mm_position.length)
 
 
+@dataclass(frozen=True, slots=True)
+class _Shared:
+    """An engine that may compute for other API servers, for all that is known here."""
+
+    pending_encode_s: float
+    computes_for: int = 1
+
+
 @dataclass(eq=False, slots=True)
 class OpenRequest:
     """One open request.
@@ -155,21 +163,22 @@ class SplitClient(AsyncMPClient):
     Args:
         config: Of the front.
         settings: What the launcher says.
+        index: Of this API server.
 
     Attributes:
         fail: Ends a request that has not begun with an error.
         metrics: What it counts.
     """
 
-    def __init__(self, config: VllmConfig, settings: FrontSettings) -> None:
+    def __init__(self, config: VllmConfig, settings: FrontSettings, index: int = 0) -> None:
         self.vllm_config = config
         self.settings = settings
         self.secret = Secret.read(settings.secret_file)
         self.resources = SimpleNamespace(engine_dead=False)
         self.engines_running = False
         self.fail: Callable[[str, Exception], None] = lambda request_id, error: None
-        path = Path(settings.socket)
-        self.engines = Engines(settings.engines, path, config, outputs=self._take_outputs)
+        paths = [Path(each) for each in settings.sockets]
+        self.engines = Engines(settings.engines, paths, index, config, outputs=self._take_outputs)
         self.engine_ranks_managed = [each.index for each in self.engines.by_name.values()]
         self._pool = self.engines.pool
         self._can_encode = settings.can_encode
@@ -337,7 +346,7 @@ class SplitClient(AsyncMPClient):
                 one.sent.set()
                 if here_s or not brought:
                     use.compute()
-                with engine.instance.encoding(here_s):
+                with engine.instance.encoding(self._times_all(here_s)):
                     async with anyio.create_task_group() as items:
                         for each in brought:
                             transfer = transfers[each.item.item_uuid]
@@ -361,6 +370,10 @@ class SplitClient(AsyncMPClient):
             if not one.ended.is_set():
                 await engine.abort(client, engine_id)
 
+    def _times_all(self, seconds: float) -> float:
+        """Return what all API servers give an engine meanwhile, if they do as this one does."""
+        return seconds * len(self.settings.sockets)
+
     def _assign(self, one: OpenRequest, pd: Instance) -> list[Assignment[FrontItem]]:
         """Return who brings each item to whoever answers."""
         core = one.core
@@ -371,7 +384,7 @@ class SplitClient(AsyncMPClient):
             items.setdefault(feature.identifier, FrontItem(feature))
         ways = assign_items(
             [*items.values()],
-            pd,
+            pd if len(self.settings.sockets) == 1 else _Shared(pd.pending_encode_s),
             lambda item, exclude: self._choose_encoder(item.item_uuid, exclude),
             self._times,
             left_here=one.here,
@@ -433,7 +446,7 @@ class SplitClient(AsyncMPClient):
             job = f"{transfer.transfer_id}-{encoder.name}"
             try:
                 with while_up(encoder.working(item.item_uuid)):
-                    with encoder.encoding(self._times.of(item)):
+                    with encoder.encoding(self._times_all(self._times.of(item))):
                         failure = await self._encode(one, item, transfer, encoder, job)
                     if failure is None:
                         outcome = "encoded" if encoder is way.encoder else "retried"

@@ -1,8 +1,9 @@
 """The engines behind the engine front: each has a client of its own, replaced when it starts again.
 
-An engine (`epd_portable.vllm_plugin.engine_core`) connects to the front's Unix socket and says its
-name. The front answers vLLM's handshake for it and makes vLLM's client, which lives as long as the
-connection: what it closes by is the death of either side.
+An engine (`epd_portable.vllm_plugin.engine_core`) connects to the Unix socket of each API server
+and says its name, is told where that one's client will listen, and says when it is ready. vLLM's
+client lives as long as the connection: what it closes by is the death of either side. API servers
+ask one another by the same sockets what each counts, and share nothing else.
 """
 
 from __future__ import annotations
@@ -12,20 +13,22 @@ import contextlib
 import copy
 import itertools
 import logging
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
-import zmq
-import zmq.asyncio
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.multiprocess import MultiProcessCollector
 from vllm.v1.engine.core_client import AsyncMPClient
 from vllm.v1.engine.exceptions import EngineDeadError
-from vllm.v1.engine.utils import EngineHandshakeMetadata, EngineZmqAddresses
 from vllm.v1.executor import Executor
 
 from epd_portable.config.roles import Role
 from epd_portable.delivery.instances import EndpointPool, Instance, WentDownError
+from epd_portable.delivery.metrics import InstanceCollector
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -109,12 +112,66 @@ class FrontEngine:
         return False
 
 
+class Seen(msgspec.Struct, array_like=True, frozen=True):
+    """What one API server sees of the engines.
+
+    Attributes:
+        instances: `Instance.shown` of each.
+        owed_s: Of each.
+        came_s: `Work.came_s`.
+    """
+
+    instances: list[dict[str, Any]]
+    owed_s: list[float]
+    came_s: list[tuple[tuple[Role, str, int], float]]
+
+
+class Together:
+    """What all API servers see of the engines, as `InstanceCollector` reads a pool.
+
+    Each takes others for like it, so what one expects of an engine is what all give it.
+    """
+
+    def __init__(self, seen: Sequence[Seen]) -> None:
+        self._seen = seen
+        self.all = [
+            SimpleNamespace(
+                name=each["name"],
+                role=each["role"],
+                healthy=each["healthy"],
+                load=each["in_flight"],
+                owed_s=sum(owed_s) / len(seen),
+            )
+            for each, *owed_s in zip(self.shown(), *(one.owed_s for one in seen), strict=True)
+        ]
+        came_s: defaultdict[tuple[Role, str, int], float] = defaultdict(float)
+        for one in seen:
+            for kind, seconds in one.came_s:
+                came_s[kind] += seconds / len(seen)
+        self.work = SimpleNamespace(came_s=came_s)
+
+    def shown(self) -> list[dict[str, Any]]:
+        """Return each engine as the server sees it for which it is least there."""
+        return [_worst(same) for same in zip(*(one.instances for one in self._seen), strict=True)]
+
+
+def _worst(same: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    worst = min(same, key=lambda each: (each["state"] == "up", each["healthy"]))
+    return {
+        **worst,
+        "idle": all(each["idle"] for each in same),
+        "in_flight": sum(each["in_flight"] for each in same),
+    }
+
+
 class Engines:
     """Waits for engines, and follows each through its lives.
 
     Args:
         settings: Of each engine.
-        path: Unix socket to which engines connect; others are made beside it.
+        paths: Unix socket of each API server, to which engines connect; others are made beside
+            this one's.
+        index: Of this server.
         config: Of the front; the first prefill+decode engine completes it.
         outputs: Takes what an engine puts out.
 
@@ -125,16 +182,19 @@ class Engines:
     def __init__(
         self,
         settings: list[EngineSettings],
-        path: Path,
+        paths: Sequence[Path],
+        index: int,
         config: VllmConfig,
         outputs: Callable[[FrontEngine, EngineCoreOutputs], None],
     ) -> None:
         self.pool = EndpointPool()
         self.by_name = {
-            each.name: FrontEngine(each, self.pool.add(each), index)
-            for index, each in enumerate(settings)
+            each.name: FrontEngine(each, self.pool.add(each), number)
+            for number, each in enumerate(settings)
         }
-        self._path = path
+        self._path = paths[index]
+        self._peers = [*paths[:index], *paths[index + 1 :]]
+        self._index = index
         self._config = config
         self._complete = False
         self._outputs = outputs
@@ -144,9 +204,8 @@ class Engines:
     async def listen(self) -> None:
         """Take engines in from now on."""
         self._loop = asyncio.get_running_loop()
-        self._context = zmq.asyncio.Context()
         self._path.unlink(missing_ok=True)
-        self._server = await asyncio.start_unix_server(self._life, self._path)
+        self._server = await asyncio.start_unix_server(self._answer, self._path)
 
     async def one_up(self) -> None:
         """Return when an engine is up that answers requests."""
@@ -165,39 +224,62 @@ class Engines:
         for each in self._lives:
             each.cancel()
 
-    async def _life(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def seen(self, verb: str = "", name: str = "") -> list[dict[str, Any]]:
+        """Return the engines as all API servers together see them; waits for each of them.
+
+        Args:
+            verb: ``drain`` or ``resume`` the engine of that name first, at each server.
+            name: Of an engine.
+
+        Raises:
+            OSError: A server is not there.
+        """
+        return (await self._ask_all(verb, name)).shown()
+
+    async def page(self) -> bytes:
+        """Return the metrics of all API servers in Prometheus' format; there are several."""
+        registry = CollectorRegistry()
+        MultiProcessCollector(registry)  # type: ignore[no-untyped-call]
+        registry.register(InstanceCollector(cast(Any, await self._ask_all()), "epd_front"))
+        return generate_latest(registry)
+
+    async def _ask_all(self, verb: str = "", name: str = "") -> Together:
+        asked = f"{verb} {name}\n".encode()
+        others = await asyncio.gather(*(_ask(each, asked) for each in self._peers))
+        return Together([self._act(verb, name), *others])
+
+    def _act(self, verb: str, name: str) -> Seen:
+        instance = self.pool.get(name)
+        if instance is not None and verb in ("drain", "resume"):
+            instance.drain() if verb == "drain" else instance.resume()
+        return Seen(
+            [each.shown() for each in self.pool.all],
+            [each.owed_s for each in self.pool.all],
+            [*self.pool.work.came_s.items()],
+        )
+
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
         assert task is not None
         self._lives.add(task)
         task.add_done_callback(self._lives.discard)
-        name = (await reader.readline()).decode().strip()
-        engine = self.by_name.get(name)
-        if engine is None:
-            logger.warning("an engine of the unknown name %r is sent away", name)
-            writer.close()
-            return
-        place = f"ipc://{self._path}-{name}-{next(self._numbers)}"
-        gone = asyncio.create_task(reader.read())
-        meeting = asyncio.create_task(self._meet(engine, place, writer))
-        try:
-            await asyncio.wait({gone, meeting}, return_when=asyncio.FIRST_COMPLETED)
-            if meeting.done():
-                await self._serve(engine, meeting.result(), gone)
-        finally:
-            meeting.cancel()
-            gone.cancel()
-            writer.close()
+        with contextlib.closing(writer):
+            verb, _, name = (await reader.readline()).decode().strip().partition(" ")
+            engine = self.by_name.get(name)
+            if verb != "meet":
+                writer.write(msgspec.json.encode(self._act(verb, name)))
+            elif engine is None:
+                logger.warning("an engine of the unknown name %r is sent away", name)
+            else:
+                await self._life(engine, reader, writer)
 
-    async def _meet(self, engine: FrontEngine, place: str, writer: Any) -> AsyncMPClient:
-        """Answer vLLM's handshake; return a client when the engine is ready."""
-        address = EngineZmqAddresses(inputs=[f"{place}-in"], outputs=[f"{place}-out"])
-        welcome = EngineHandshakeMetadata(addresses=address, parallel_config={})
-        with self._context.socket(zmq.ROUTER) as handshake:
-            handshake.bind(place)
-            writer.write(f"{place}\n".encode())
-            identity, _ = await handshake.recv_multipart()  # hello
-            await handshake.send_multipart([identity, msgspec.msgpack.encode(welcome)])
-            await handshake.recv_multipart()  # ready
+    async def _life(
+        self, engine: FrontEngine, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        place = f"ipc://{self._path}-{engine.name}-{next(self._numbers)}"
+        writer.write(f"{place}\n".encode())
+        if not await reader.readline():
+            return  # It has ended before it was ready.
         config = self._config
         if self._complete or engine.encodes_only:
             # vLLM's client adds up what its engines say.
@@ -205,21 +287,22 @@ class Engines:
             config.cache_config = copy.copy(config.cache_config)
         else:
             self._complete = True
-        addresses = {"input_address": address.inputs[0], "output_address": address.outputs[0]}
-        return await asyncio.to_thread(
-            AsyncMPClient, config, Executor.get_class(config), True, addresses
+        client = await asyncio.to_thread(
+            AsyncMPClient,
+            config,
+            Executor.get_class(config),
+            True,
+            {"input_address": f"{place}-in", "output_address": f"{place}-out"},
+            client_count=1 + len(self._peers),
+            client_index=self._index,
         )
-
-    async def _serve(
-        self, engine: FrontEngine, client: AsyncMPClient, gone: asyncio.Task[bytes]
-    ) -> None:
         if engine.client is not None:
             engine.instance.seen_gone("its process was started again")
         engine.client = client
         engine.instance.seen_well()
         pump = asyncio.create_task(self._pump(engine, client))
         try:
-            await gone
+            await reader.read()
         finally:
             pump.cancel()
             client.shutdown()
@@ -232,3 +315,10 @@ class Engines:
         with contextlib.suppress(EngineDeadError):
             while True:
                 self._outputs(engine, await client.get_output_async())
+
+
+async def _ask(path: Path, asked: bytes) -> Seen:
+    reader, writer = await asyncio.open_unix_connection(path)
+    with contextlib.closing(writer):
+        writer.write(asked)
+        return msgspec.json.decode(await reader.read(), type=Seen)

@@ -6,27 +6,31 @@ that vLLM's server has by itself is left to it.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
 import sys
 import time
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO, cast
+from typing import Any, TextIO, cast, get_args
 
-from prometheus_client import REGISTRY
+from prometheus_client import CONTENT_TYPE_LATEST, REGISTRY
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from epd_portable.config.roles import DUTIES
 from epd_portable.config.secret import SignatureCheck
-from epd_portable.delivery.instances import EndpointPool
+from epd_portable.delivery.instances import InstanceState
 from epd_portable.delivery.replies import error_reply
 from epd_portable.errors import RequestError
 from epd_portable.media.limits import MediaLimits, check_settings
 from epd_portable.vllm_plugin.admission import count_items, outline_of, replay
 from epd_portable.vllm_plugin.front_client import SplitClient
+from epd_portable.vllm_plugin.front_engines import Engines
 from epd_portable.vllm_plugin.instance_token import instance_of
 
 logger = logging.getLogger(__name__)
@@ -66,6 +70,9 @@ class FrontMiddleware:
             await self._app(scope, receive, send)
         elif scope["path"] == "/health" or scope["path"].startswith(_CONTROL):
             await (await self._answer(scope))(scope, receive, send)
+        elif scope["path"] == "/metrics" and len(self._settings.sockets) > 1:
+            page = await self._client.engines.page()
+            await Response(page, media_type=CONTENT_TYPE_LATEST)(scope, receive, send)
         else:
             await self._pass_on(scope, receive, send)
 
@@ -87,36 +94,44 @@ class FrontMiddleware:
         assert self._client is not None
         method, path = scope["method"], scope["path"]
         name, _, verb = path.removeprefix(_CONTROL).strip("/").partition("/")
-        pool = self._client.engines.pool
-        instance = pool.get(name)
+        engines = self._client.engines
+        known = name in engines.by_name
         if path == "/health":
             signed = any(key == b"authorization" for key, _ in scope["headers"])
-            return self._health(pool, signed=signed and self._is_signed(scope))
-        if (method, verb) == ("GET", "health") and instance is not None:
+            return await self._health(engines, signed=signed and self._is_signed(scope))
+        if (method, verb) == ("GET", "health") and known:
             # The launcher asks; an engine has no server of its own.
-            well = await self._client.engines.by_name[name].responds(_RESPONDS_WITHIN_S)
+            within_s = _RESPONDS_WITHIN_S
+            with contextlib.suppress(KeyError, ValueError):
+                within_s = min(within_s, float(Request(scope).query_params["within_s"]))
+            well = await engines.by_name[name].responds(within_s)
             return Response(status_code=200 if well else 503)
         if not self._is_signed(scope):
             error = RequestError("signed requests only", status=401, code="unauthorized")
             return _refusal(error, path)
         if (method, name) == ("GET", ""):
-            return JSONResponse(
-                {"router": str(os.getpid()), "instances": [each.shown() for each in pool.all]}
-            )
-        if instance is not None and method == "POST" and verb in ("drain", "resume"):
-            instance.drain() if verb == "drain" else instance.resume()
-            return JSONResponse(instance.shown())
+            # The launcher's process, whichever of its API servers answers.
+            return JSONResponse({"router": str(os.getsid(0)), "instances": await engines.seen()})
+        if known and method == "POST" and verb in ("drain", "resume"):
+            seen = await engines.seen(verb, name)
+            return JSONResponse(next(each for each in seen if each["name"] == name))
         return Response(status_code=404)
 
-    def _health(self, pool: EndpointPool, *, signed: bool) -> Response:
+    async def _health(self, engines: Engines, *, signed: bool) -> Response:
         """200 if a request can be answered; the instances are for holders of the secret."""
-        ready = pool.any_usable("answer")
+        try:
+            seen = await engines.seen()
+        except OSError:
+            seen = []  # An API server that starts, or has ended.
+        up = [each for each in seen if each["state"] == "up"]
+        ready = any(DUTIES[each["role"]] == "answer" for each in up)
+        states = Counter(each["state"] for each in seen)
         body: dict[str, Any] = {
             "status": "ok" if ready else "unavailable",
-            "counts": pool.counts(),
+            "counts": {state: states[state] for state in get_args(InstanceState)},
         }
         if signed:
-            body["instances"] = {each.name: each.shown() for each in pool.all}
+            body["instances"] = {each["name"]: each for each in seen}
         return JSONResponse(body, 200 if ready else 503)
 
     def _is_signed(self, scope: Scope) -> bool:

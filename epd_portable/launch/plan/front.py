@@ -20,7 +20,8 @@ from epd_portable.launch.plan.engine import MEDIA_BOUNDS, Engine
 
 KNOWN = (0, 30)
 """First vLLM whose engine front has been run: with vllm-ascend, over the simulated runtime."""
-_SERVED: frozenset[Role] = frozenset({"encode", "prefill-decode", "encode-prefill-decode"})
+_ANSWERS: tuple[Role, ...] = ("prefill-decode", "encode-prefill-decode")
+_SERVED: frozenset[Role] = frozenset({"encode", *_ANSWERS})
 _KEPT = frozenset(
     {"host", "port", "tls_cert_file", "tls_key_file", "cors_origins", "item_outcomes"}
     | {"max_body_bytes", "max_bodies_bytes", "max_media_items", "max_item_pixels"}
@@ -28,8 +29,11 @@ _KEPT = frozenset(
     | {"elastic_encode", "access_log", "tracing", "drain_s"}
 )
 """Keys of ``router`` that the engine front keeps; any other that is set asks for the router."""
-_BESIDE_ENCODER = ("mm_tensor_ipc", "mm_processor_device", "media_io_kwargs")
-"""Engine arguments that let an encode instance's server read and process media on its device."""
+_BESIDE_ENCODER = (
+    *("mm_tensor_ipc", "mm_processor_device", "media_io_kwargs"),
+    "api_server_count",
+)
+"""Engine arguments for how an encode instance's own servers read and process media."""
 _NO_DOMAIN = "none.invalid"
 """vLLM fetches media from everywhere unless it is told domains."""
 
@@ -67,9 +71,6 @@ def _reasons_for_router(topology: Topology) -> list[str]:
         found.append("secret_file is set, so instances of other hosts may join")
     if topology.store is not None:
         found.append("store is set")
-    arguments = [topology.engine_args, *(instances.of(role).engine_args for role in ROLES)]
-    if any(each.get("api_server_count", 1) != 1 for each in arguments):
-        found.append("engine_args.api_server_count is set, and the engine front is one process")
     found += [
         f"instances.encode.engine_args.{name} is set, and the engine front processes media itself"
         for name in _BESIDE_ENCODER
@@ -86,7 +87,8 @@ def core_argv(engine: Engine, temp_dir: str) -> tuple[str, ...]:
     # What the front has processed is kept there.
     arguments = engine.arguments(mm_processor_cache_gb=0)
     module = "epd_portable.vllm_plugin.engine_core"
-    return (sys.executable, "-m", module, _socket(temp_dir), *arguments)
+    sockets = json.dumps(_sockets(engine.topology, temp_dir))
+    return (sys.executable, "-m", module, sockets, *arguments)
 
 
 def front_argv(engines: Sequence[Engine], temp_dir: str) -> tuple[str, ...]:
@@ -118,13 +120,26 @@ def answering(engines: Sequence[Engine]) -> Engine:
     return next(engine for engine in engines if engine.role != "encode")
 
 
-def _socket(temp_dir: str) -> str:
-    return f"{temp_dir}/front"
+def _sockets(topology: Topology, temp_dir: str) -> list[str]:
+    """Return the Unix socket of each API server."""
+    instances = topology.instances
+    groups = [instances.of(role) for role in _ANSWERS if instances.counts[role]]
+    wished = [
+        {**topology.engine_args, **each.engine_args}.get("api_server_count") for each in groups
+    ]
+    count = max((each for each in wished if isinstance(each, int)), default=1)
+    return [f"{temp_dir}/front-{index}" for index in range(max(1, count))]
 
 
 def _settings(engines: Sequence[Engine], topology: Topology, temp_dir: str) -> dict[str, object]:
-    """Return a ``FrontSettings`` of `epd_portable.vllm_plugin.front_client` as plain JSON."""
+    """Return a ``FrontSettings`` of `epd_portable.vllm_plugin.front_client` as plain JSON.
+
+    Each API server counts its own work, so each gets its part of what all may have.
+    """
     router = topology.router
+    sockets = _sockets(topology, temp_dir)
+    bodies = max(router.max_bodies_bytes // len(sockets), router.max_body_bytes)
+    queued = math.ceil(topology.instances.encode.max_queued_items / len(sockets))
     return {
         "engines": [
             {
@@ -132,11 +147,11 @@ def _settings(engines: Sequence[Engine], topology: Topology, temp_dir: str) -> d
                 "role": engine.role,
                 "control": engine.instance.control_address,
                 "weight": engine.group.weight,
-                "max_queued_items": topology.instances.encode.max_queued_items,
+                "max_queued_items": queued,
             }
             for engine in engines
         ],
-        "socket": _socket(temp_dir),
+        "sockets": sockets,
         "secret_file": answering(engines).instance.secret_file,
         "elastic_encode": router.elastic_encode,
         "can_encode": topology.instances.prefill_decode.encoder,
@@ -144,6 +159,6 @@ def _settings(engines: Sequence[Engine], topology: Topology, temp_dir: str) -> d
         "item_outcomes": router.item_outcomes,
         "access_log": router.access_log,
         "max_body_bytes": router.max_body_bytes,
-        "max_bodies_bytes": router.max_bodies_bytes,
+        "max_bodies_bytes": bodies,
         "max_media_items": router.max_media_items,
     }

@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 
 from epd_portable.config.instance import InstanceConfig
 from epd_portable.config.roles import ROLES, SENDS_KV, TAKES_ITEMS, TAKES_KV, Role, group_of
+from epd_portable.config.routing import PICKER_PORT
 from epd_portable.config.schema import Topology
 from epd_portable.connector.curve import is_off_host
 from epd_portable.connector.registry import offered
@@ -501,14 +502,20 @@ def _router(
     with_policy(settings, policy_of(settings))
     tls_cert_file, admin_port = router.tls_cert_file or "", router.admin_port
     module = "epd_portable.router.picker" if router.envoy else "epd_portable.router"
+    gateway = []
+    if router.gateway_networks:
+        host = f"[{router.host}]" if ":" in router.host else router.host
+        gateway = ["--listen", f"{host}:{PICKER_PORT}"]
+        for network in router.gateway_networks:
+            gateway += ["--gateway-network", network]
     return ProcessSpec(
         name="router",
         role="router",
-        argv=(sys.executable, "-m", module, "--settings", settings.as_json()),
+        argv=(sys.executable, "-m", module, "--settings", settings.as_json(), *gateway),
         env={"EPD_INSTANCE": "router"},
         url=_base_url(router.host, admin_port or router.port, tls=bool(tls_cert_file)),
         ports={"http": router.port} | ({"admin": admin_port} if admin_port else {}),
-        cores=(rest,) if rest and not router.envoy else (),
+        cores=(rest,) if rest and router.envoy is not True else (),
         tls_cert_file=tls_cert_file,
     )
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from epd_portable.config.roles import Role
+from epd_portable.config.routing import PICKER_PORT
 
 Object = dict[str, Any]
 
@@ -14,8 +15,8 @@ NAME, COMPONENT = "app.kubernetes.io/name", "app.kubernetes.io/component"
 """Labels: the deployment that an object is of, and which part of it."""
 MONITORING = "monitoring"
 """Namespace that Prometheus usually runs in; its Pods may read the metrics of instances."""
-PICKER_PORT = 9002
-"""Where gateways ask endpoint pickers."""
+GATEWAY = "gateway.networking.k8s.io/gateway-name"
+"""Label of the Pods that a Gateway is made of."""
 _MOST_REPLICAS = 4
 """What an autoscaler may start, in multiples of what the topology asks for."""
 _BEHAVIOR: Object = {
@@ -150,9 +151,14 @@ class Scaling:
 
 
 def network_policy(
-    name: str, labels: Mapping[str, str], allowed: Mapping[str, str], *, metrics_port: int
+    name: str,
+    labels: Mapping[str, str],
+    allowed: Mapping[str, str],
+    *,
+    metrics_port: int,
+    gateway: str = "",
 ) -> Object:
-    """Return what lets nobody in but Pods with some labels, and Prometheus to one port."""
+    """Return what lets nobody in but Pods with some labels, a Gateway, and Prometheus to a port."""
     prometheus = {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": MONITORING}}}
     spec = {
         "podSelector": {"matchLabels": dict(labels)},
@@ -160,9 +166,28 @@ def network_policy(
         "ingress": [
             {"from": [{"podSelector": {"matchLabels": dict(allowed)}}]},
             {"from": [prometheus], "ports": [{"port": metrics_port}]},
+            *([{"from": [_of_gateway(gateway)]}] if gateway else []),
         ],
     }
     return described("networking.k8s.io/v1", "NetworkPolicy", name, labels, spec=spec)
+
+
+def picker_policy(name: str, labels: Mapping[str, str], gateway: str, *, port: int) -> Object:
+    """Return what lets everybody in at a port, and at that of pickers the Pods of a Gateway."""
+    spec = {
+        "podSelector": {"matchLabels": dict(labels)},
+        "policyTypes": ["Ingress"],
+        "ingress": [
+            {"ports": [{"port": port}]},
+            {"from": [_of_gateway(gateway)], "ports": [{"port": PICKER_PORT}]},
+        ],
+    }
+    return described("networking.k8s.io/v1", "NetworkPolicy", name, labels, spec=spec)
+
+
+def _of_gateway(name: str) -> Object:
+    """Return where the Pods of a Gateway are, in whichever namespace it is."""
+    return {"namespaceSelector": {}, "podSelector": {"matchLabels": {GATEWAY: name}}}
 
 
 def pod_monitor(name: str, labels: Mapping[str, str], selected: Mapping[str, str]) -> Object:
@@ -205,14 +230,18 @@ def role_scaler(name: str) -> Object:
     return described(api, "DisaggregatedSetRoleScaler", name, {})
 
 
-def inference_pool(name: str, labels: Mapping[str, str], port: int, *, picker: str) -> Object:
+def inference_pool(
+    name: str, labels: Mapping[str, str], port: int, *, picker: str, serves_alone: bool
+) -> Object:
     """Return what lets a gateway send requests to Pods that an endpoint picker chooses.
 
     Args:
         name: Its name.
         labels: Its labels, and those of the Pods.
         port: Of the Pods.
-        picker: Service of the picker. Without an answer of it the gateway chooses.
+        picker: Service of the picker.
+        serves_alone: Whether the Pods answer requests without what the picker adds: the gateway
+            then chooses by itself while there is no picker.
     """
     spec = {
         "selector": {"matchLabels": dict(labels)},
@@ -220,7 +249,7 @@ def inference_pool(name: str, labels: Mapping[str, str], port: int, *, picker: s
         "endpointPickerRef": {
             "name": picker,
             "port": {"number": PICKER_PORT},
-            "failureMode": "FailOpen",
+            "failureMode": "FailOpen" if serves_alone else "FailClose",
         },
     }
     api = "inference.networking.k8s.io/v1"

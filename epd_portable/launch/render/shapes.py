@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -14,7 +15,8 @@ from types import MappingProxyType
 
 from epd_portable.config.load import located, or_shipped
 from epd_portable.config.problems import read_text
-from epd_portable.config.roles import ROLE_LABEL, ROLES, Role, group_of
+from epd_portable.config.roles import DUTIES, ROLE_LABEL, ROLES, Role, group_of
+from epd_portable.config.routing import PICKER_PORT
 from epd_portable.config.schema import Topology
 from epd_portable.errors import ConfigError
 from epd_portable.launch.plan.model import ModelSource
@@ -73,19 +75,37 @@ class Rendering:
         return files
 
     def _route(self, files: Files) -> list[Object]:
-        """Return what brings requests from a Gateway: to launchers by a picker, or to routers."""
-        labels, found = {NAME: self.name}, []
+        """Return what brings requests from a Gateway: by a picker to Pods, or to routers."""
+        labels: dict[str, str] = {NAME: self.name}
+        found: list[Object] = []
         [backend] = (
             each
             for each in itertools.chain.from_iterable(files.values())
             if each["kind"] == "Service" and each["metadata"]["name"] == self.name
         )
+        picker, pool = f"{self.name}-picker", functools.partial(objects.inference_pool, self.name)
         if "nodes.yaml" in files:
-            pods, picker = self.labels("node", _OF_A_NODE), f"{self.name}-picker"
-            backend = objects.inference_pool(self.name, pods, ROUTER_PORT, picker=picker)
-            found.append(backend)
+            pods = self.labels("node", _OF_A_NODE)
+            found = [backend := pool(pods, ROUTER_PORT, picker=picker, serves_alone=True)]
+        elif self.topology().router.gateway_networks:
+            pods = self.labels("instance", self._answering())
+            backend = pool(pods, INSTANCE_PORT, picker=picker, serves_alone=False)
+            routers = self.labels("router")
+            policy = objects.picker_policy(picker, routers, self.gateway, port=ROUTER_PORT)
+            found = [backend, objects.service(picker, routers, PICKER_PORT), policy]
         route = objects.http_route(self.name, labels, self.gateway, backend, ROUTER_PORT)
         return [*found, route]
+
+    def _answering(self) -> Role:
+        """Return the role of the instances that answer, of which an InferencePool has one."""
+        counts = self.topology().instances.counts
+        roles = [role for role in ROLES if counts[role] and DUTIES[role] == "answer"]
+        if len(roles) != 1:
+            raise ConfigError(
+                f"{self.request.config}: instances that answer have the roles {', '.join(roles)}, "
+                "and an InferencePool has those of one; name one, or leave out router.envoy"
+            )
+        return roles[0]
 
     def topology(self) -> Topology:
         """Return the topology as a Pod with the secret reads it, and no router elsewhere."""
@@ -101,6 +121,11 @@ class Rendering:
         """Yield what must be mounted into the Pods by whoever applies the files."""
         topology = self.topology()
         named = {f"router.{key}": getattr(topology.router, key) for key in _FILES}
+        if topology.router.gateway_networks and not self.gateway:
+            yield (
+                "router.envoy: without --gateway every Pod may ask the picker, which "
+                "tells the token of the instances; name the Gateway"
+            )
         named["store.password_file"] = topology.store and topology.store.password_file
         if topology.model.startswith(("/", ".", "~")):
             named["model"] = topology.model
@@ -250,7 +275,11 @@ def _routers(asked: Rendering) -> Files:
     name = f"{asked.name}-router"
     whole = {NAME: asked.name}
     policy = objects.network_policy(
-        f"{asked.name}-instance", members, whole, metrics_port=INSTANCE_PORT
+        f"{asked.name}-instance",
+        members,
+        whole,
+        metrics_port=INSTANCE_PORT,
+        gateway=asked.gateway if topology.router.gateway_networks else "",
     )
     return {
         **asked.common(with_secret=True),
@@ -271,7 +300,10 @@ def _templates(asked: Rendering) -> dict[Role, tuple[Object, int]]:
         f"router.join=http://{asked.name}-router-all:{ROUTER_PORT}",
         *(f"secret_file={SECRET_FILE}", f"launch.first_port={INSTANCE_PORT}"),
     ]
-    counts = asked.topology().instances.counts
+    topology = asked.topology()
+    counts = topology.instances.counts
+    if topology.router.envoy:
+        settings.append("router.envoy=false")
     found = {}
     for role in ROLES:
         if counts[role]:

@@ -23,7 +23,7 @@ from epd_portable.launch.plan.processes import ProcessSpec
 from epd_portable.launch.run.log_files import open_log
 from epd_portable.launch.run.router_client import trusting
 from epd_portable.launch.run.running import start_ticks
-from epd_portable.launch.run.sessions import SHM
+from epd_portable.launch.run.sessions import SHM, members
 from epd_portable.launch.safe_path import safe_cwd, safe_environ
 
 _TAIL_BYTES = 256 << 10
@@ -79,9 +79,12 @@ class Child:
         self.started_ticks = start_ticks(self.session)
 
     def spread_api_server(self) -> None:
-        """Let the API server run on its further cores too; its children keep theirs."""
+        """Let API servers run on their further cores too; an instance's engines keep theirs."""
         if self.spec.api_cores:
-            bind_threads(self.session, self._cores.union(self.spec.api_cores))
+            alone = self.spec.role != "router"
+            pids = [self.session] if alone else [one.pid for one in members({self.session}, None)]
+            for pid in pids:
+                bind_threads(pid, self._cores.union(self.spec.api_cores))
 
     def exit_status(self) -> int | None:
         """Return the exit status, negative for a signal, or ``None`` while it runs."""
@@ -107,11 +110,13 @@ class Child:
         An instance answers 200. A router that has no instance to use answers 503, and is well. For
         an engine its front answers, and 503 if the engine does not respond to it.
         """
+        if urlsplit(self.spec.url).path:
+            # Silence says nothing of the engine: the front must have the time to speak of it.
+            status, _ = self._health(timeout_s, query=f"?within_s={timeout_s / 2:g}")
+            return status != HTTPStatus.SERVICE_UNAVAILABLE
         status, _ = self._health(timeout_s)
         if self.spec.role == "router":
             return status is not None
-        if urlsplit(self.spec.url).path:
-            return status != HTTPStatus.SERVICE_UNAVAILABLE
         return status == HTTPStatus.OK
 
     def problems(self, *, timeout_s: float, secret: Secret) -> list[str]:
@@ -122,13 +127,13 @@ class Child:
         return [each["problem"] for each in instances or () if each.get("problem")]
 
     def _health(
-        self, timeout_s: float, secret: Secret | None = None
+        self, timeout_s: float, secret: Secret | None = None, query: str = ""
     ) -> tuple[int | None, list[dict[str, Any]] | None]:
         """Return the status of ``GET /health``, and what a router says there of its instances."""
         cert_file = self.spec.tls_cert_file
         try:
             answer = httpx.get(
-                f"{self.spec.url}/health",
+                f"{self.spec.url}/health{query}",
                 headers={"authorization": secret.sign("GET", "/health")} if secret else {},
                 timeout=timeout_s,
                 trust_env=False,

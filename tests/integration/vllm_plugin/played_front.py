@@ -32,7 +32,12 @@ def config_of_front() -> Any:
 
 
 def client_of(
-    config: Any, folder: Path, *names: str, max_queued_items: int = 2, **settings: Any
+    config: Any,
+    folder: Path,
+    *names: str,
+    max_queued_items: int = 2,
+    index: int = 0,
+    **settings: Any,
 ) -> SplitClient:
     """Return a front's client of engines that are not up; their names begin with their role."""
     secret = folder / "secret"
@@ -47,8 +52,12 @@ def client_of(
         )
         for name in names
     ]
-    fixed = {"socket": str(folder / "front"), "secret_file": str(secret), "elastic_encode": False}
-    return SplitClient(config, FrontSettings(engines=engines, **(fixed | settings)))
+    fixed = {
+        "sockets": [str(folder / "front")],
+        "secret_file": str(secret),
+        "elastic_encode": False,
+    }
+    return SplitClient(config, FrontSettings(engines=engines, **(fixed | settings)), index)
 
 
 PAIRS = {"A": 1, "B": 2, "C": 5}

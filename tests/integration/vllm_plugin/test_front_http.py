@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -128,6 +129,26 @@ def test_more_items_than_allowed_are_refused_in_the_form_of_the_interface(run: A
         assert (refused.status_code, refused.json()["type"]) == (400, "error")
 
     run(story, max_media_items=2)
+
+
+def test_an_engine_that_does_not_respond_is_told_of_in_the_time_that_the_launcher_has(
+    run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def story(http: httpx.AsyncClient, client: SplitClient) -> None:
+        class Stopped:
+            async def call_utility_async(self, method: str) -> None:
+                await asyncio.Event().wait()
+
+        client.engines.by_name["pd-0"].client = Stopped()
+        begun = time.monotonic()
+        answer = await http.get("/epd/instances/pd-0/health?within_s=0.1")
+        assert (answer.status_code, time.monotonic() - begun < 20) == (503, True)
+        monkeypatch.setattr("epd_portable.vllm_plugin.front_http._RESPONDS_WITHIN_S", 0.1)
+        for query in ("", "?within_s=x", "?within_s=nan", "?within_s=1e9"):
+            answer = await http.get(f"/epd/instances/pd-0/health{query}")
+            assert answer.status_code == 503
+
+    run(story)
 
 
 def test_instances_are_for_holders_of_the_secret(run: Any) -> None:

@@ -47,6 +47,19 @@ def test_instances_of_one_machine_become_engines_behind_one_server() -> None:
     assert front.role == "router"
 
 
+def test_several_api_servers_share_bounds_and_are_known_to_each_engine() -> None:
+    *engines, front = planned(
+        "engine_args: {api_server_count: 2}\nrouter: {max_bodies_bytes: 1GiB}\n"
+        "instances: {encode: {max_queued_items: 5}}"
+    ).processes
+    settings = json.loads(front.argv[4])
+    assert len(settings["sockets"]) == 2
+    assert all(json.loads(each.argv[3]) == settings["sockets"] for each in engines)
+    assert settings["engines"][0]["max_queued_items"] == 3
+    assert settings["max_bodies_bytes"] == 512 << 20
+    assert options(front)["--api-server-count"] == "2"
+
+
 def test_the_front_has_cores_of_its_own_or_those_that_api_servers_may_use() -> None:
     lists = "instances: {encode: {cores: [0]}, prefill_decode: {cores: [1]}}"
     *_, beside = plan_of(f"model: demo\n{lists}").processes
@@ -65,7 +78,7 @@ def test_the_front_has_cores_of_its_own_or_those_that_api_servers_may_use() -> N
         "instances: {prefill: {count: 1}, decode: {count: 1}}",
         "secret_file: secret",
         "store: {kind: file, path: /tmp/store}",
-        "engine_args: {api_server_count: 2}",
+        "instances: {encode: {engine_args: {api_server_count: 2}}}",
         "instances: {encode: {engine_args: {mm_tensor_ipc: torch_shm}}}",
     ],
 )

