@@ -77,6 +77,7 @@ def popen_of(nursery: warm.Nursery) -> Popen:
 _FRESH = ("epd_portable", "tests", "platforms", "runners")
 """Ours: they read their variables when they are imported, and are imported in no time."""
 _FORKED = (
+    "epd_portable.launch.run.fork_server",
     "epd_portable.router",
     "epd_portable.vllm_plugin.engine_core",
     "epd_portable.vllm_plugin.front",

@@ -22,7 +22,9 @@ from epd_portable.bench.load.usage import Part
 from epd_portable.bench.servers import Server, model_name
 from epd_portable.config.groups import Instances
 from epd_portable.errors import MeasurementError
+from epd_portable.launch.run import fork_server
 from epd_portable.launch.run.process import bind_threads
+from epd_portable.launch.run.running import find_runs
 from epd_portable.launch.run.sessions import SHM
 
 
@@ -129,21 +131,21 @@ def _parts_of_topology(server: Server, cores: dict[str, list[int]]) -> Iterator[
 
     Engines behind the engine front have no server: the front's page has what they count.
     """
-    for child in psutil.Process(server.pid).children():
-        instance = ""
-        with contextlib.suppress(psutil.Error):
-            instance = child.environ().get("EPD_INSTANCE", "")
-        group = instance.rpartition("-")[0]
+    runs = find_runs(Path(tempfile.gettempdir())).running
+    for process in next(run for run in runs if run.pid == server.pid).processes:
+        assert process.pid is not None
+        group = process.name.rpartition("-")[0]
         if group in Instances.model_fields:
-            words = child.cmdline()
-            port = words[words.index("--port") + 1] if "--port" in words else ""
             yield Part(
-                name=instance,
-                pid=child.pid,
+                name=process.name,
+                pid=process.pid,
                 cores=frozenset(cores.get(group, ())),
                 api_cores=frozenset(core for each in cores.values() for core in each),
-                metrics_url=port and f"http://127.0.0.1:{port}/metrics",
+                metrics_url=f"{process.url}/metrics" if "http" in process.ports else "",
             )
-        elif instance:
-            yield Part(name=instance, pid=child.pid, metrics_url=f"{server.url}/metrics")
+        else:
+            yield Part(name=process.name, pid=process.pid, metrics_url=f"{server.url}/metrics")
+    for child in psutil.Process(server.pid).children():
+        if fork_server.__name__ in child.cmdline():
+            yield Part(name="fork server", pid=child.pid, below=False)
     yield Part(name="launcher", pid=server.pid, below=False)

@@ -23,7 +23,13 @@ from epd_portable.connector.curve import is_off_host
 from epd_portable.connector.registry import offered
 from epd_portable.errors import ConfigError
 from epd_portable.launch.plan.engine import Engine
-from epd_portable.launch.plan.front import answering, choose_front, core_argv, front_argv
+from epd_portable.launch.plan.front import (
+    PRELOADED,
+    answering,
+    choose_front,
+    core_argv,
+    front_argv,
+)
 from epd_portable.launch.plan.hardware import Hardware, HardwareFit, fit
 from epd_portable.launch.plan.kv import KVConnector, kv_connector
 from epd_portable.launch.plan.model import ModelSource
@@ -89,6 +95,8 @@ class ProcessSpec:
         tls_cert_file: The certificate that it shows, if it speaks HTTPS.
         after: Instances on its devices that must be up before it is started.
         router_urls: Base addresses of the routers that know the instances, where it is none itself.
+        preload: Modules of those that are forked from one process that has imported them; empty
+            where it is started by itself.
     """
 
     name: str
@@ -104,6 +112,7 @@ class ProcessSpec:
     tls_cert_file: str = ""
     after: tuple[str, ...] = ()
     router_urls: tuple[str, ...] = ()
+    preload: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -260,6 +269,8 @@ def make_plan(
     url = _public_url(topology)
     if front == "engine":
         processes.append(_front(engines, placements, temp_dir, has_compiler=machine.has_compiler))
+        if traits.forks_engines:
+            processes = _forked(processes, traits)
     else:
         backends = [
             InstanceSettings(
@@ -469,6 +480,23 @@ def _front(
         api_cores=steps if own and not placements.rest else (),
         tls_cert_file=topology.router.tls_cert_file or "",
     )
+
+
+def _forked(processes: Sequence[ProcessSpec], traits: PlatformTraits) -> list[ProcessSpec]:
+    """Let the front and the engines with the same variables be forked from one process.
+
+    Others start by themselves: what libraries read when they are loaded differs.
+    """
+    modules = (*PRELOADED, traits.worker_base.partition(":")[0])
+    common = _without_name(processes[-1].env)
+    return [
+        dataclasses.replace(spec, preload=modules) if _without_name(spec.env) == common else spec
+        for spec in processes
+    ]
+
+
+def _without_name(env: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in env.items() if name not in _NAMES}
 
 
 def _cores(engines: Iterable[Engine]) -> Cores:

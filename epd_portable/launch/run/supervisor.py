@@ -18,6 +18,7 @@ from epd_portable.launch.notices import Notice
 from epd_portable.launch.plan.processes import Plan, shm_prefix
 from epd_portable.launch.plan.text import columns, ports_text
 from epd_portable.launch.run import sessions
+from epd_portable.launch.run.fork_server import ForkServer
 from epd_portable.launch.run.guard import Guard
 from epd_portable.launch.run.lifecycle import (
     BACKOFF,
@@ -32,8 +33,14 @@ from epd_portable.launch.run.lifecycle import (
     Stop,
 )
 from epd_portable.launch.run.log_files import rotate
-from epd_portable.launch.run.logs import Progress, failure_line, latest_stage
-from epd_portable.launch.run.process import Child, Probes, describe_exit
+from epd_portable.launch.run.logs import FIRST_STAGE, Progress, failure_line, latest_stage
+from epd_portable.launch.run.process import (
+    FORK_SERVER_LOG,
+    Child,
+    Probes,
+    describe_exit,
+    start_fork_server,
+)
 from epd_portable.launch.run.router_client import RouterClients
 from epd_portable.launch.run.running import ProcessRecord, RunRecord, start_ticks, write_record
 from epd_portable.launch.run.update import RollingUpdate
@@ -93,6 +100,8 @@ class Supervisor:
         self._specs = {spec.name: spec for spec in plan.processes}
         self._instances = [spec for spec in plan.processes if spec.role != "router"]
         self._children: dict[str, Child] = {}
+        self._fork_server: ForkServer | None = None
+        self._forks = True
         self._starts: Counter[str] = Counter()
         after = {name: spec.after for name, spec in self._specs.items()}
         self._lifecycle = Lifecycle(self._specs, launch, after, backoff=backoff)
@@ -129,7 +138,10 @@ class Supervisor:
         """
         started_at = time.monotonic()
         progress = Progress(started_at=started_at)
-        self._perform(self._lifecycle.start_all(started_at))
+        self._preload(progress)
+        if self._stop_requests:
+            return
+        self._perform(self._lifecycle.start_all(time.monotonic()))
         while self._lifecycle.phase is Phase.STARTING and not self._stop_requests:
             self._step()
             for notice in progress.notices(self._stages(), time.monotonic()):
@@ -141,6 +153,33 @@ class Supervisor:
                 ):
                     self._say(Notice("warning", f"serving all the same: {problem}"))
             self._say(self._ready(elapsed_s=time.monotonic() - started_at))
+
+    def _preload(self, progress: Progress) -> None:
+        """Wait until processes can be forked; if that is not to be, they start by themselves."""
+        self._fork_server = server = start_fork_server(
+            self._plan.processes,
+            log_dir=self._log_dir,
+            run_id=self._plan.run_id,
+            environ=os.environ,
+        )
+        if server is None:
+            return
+        end = time.monotonic() + self._launch.startup_timeout_s
+        while not (server.is_ready() or server.has_ended() or self._stop_requests):
+            if time.monotonic() > end:
+                sessions.send_signal(server.pid, signal.SIGKILL)
+            for notice in progress.notices({"fork server": FIRST_STAGE}, time.monotonic()):
+                self._say(notice)
+            time.sleep(_STEP_S)
+
+    def _running_fork_server(self) -> ForkServer | None:
+        """Return what processes are forked from; ``None`` once they start by themselves."""
+        if self._fork_server is not None and self._fork_server.has_ended():
+            self._fork_server = None
+            log = self._log_dir / FORK_SERVER_LOG
+            text = f"the fork server has ended: processes start by themselves (log: {log})"
+            self._say(Notice("warning", text))
+        return self._fork_server
 
     def main_loop(self) -> None:
         """Keep every process alive until a stop is asked for."""
@@ -175,6 +214,8 @@ class Supervisor:
             reap=lambda: [child.exit_status() for child in children],
             hurry=lambda: self._stop_requests > asked,
         )
+        if self._fork_server is not None:
+            self._fork_server.close()
         mapped = (path for child in children for path in child.mapped)
         sessions.remove_unused(mapped, since=self._started)
         self._guard.close(timeout_s=grace_s + 10.0)
@@ -275,6 +316,7 @@ class Supervisor:
             text = "an update is under way; ask again when it has ended"
             self._say(Notice("update_refused", text))
         else:
+            self._forks = False
             self._update = RollingUpdate(
                 self._instances,
                 lifecycle=self._lifecycle,
@@ -301,6 +343,8 @@ class Supervisor:
                         log_dir=self._log_dir,
                         run_id=self._plan.run_id,
                         environ=os.environ,
+                        # After an update what is installed then is to run.
+                        fork_server=self._running_fork_server() if self._forks else None,
                     )
                     self._guard.watch(child.session)
                     self._children[name] = child

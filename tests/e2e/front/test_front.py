@@ -15,7 +15,7 @@ import pytest
 
 from tests.e2e.asking import ask, assert_equal, body, picture, post, text
 from tests.e2e.conftest import VIDEOS, Split, Start
-from tests.e2e.engines import RESTART_S, wait_until
+from tests.e2e.engines import RESTART_S, started, wait_until
 from tests.e2e.equality import TOLERANCE
 from tests.e2e.modalities.parts import frames
 
@@ -33,8 +33,8 @@ def front(start: Start) -> Split:
 
 
 def process(front: Split, name: str) -> psutil.Process:
-    """Return a process of the launcher, by its name in the plan."""
-    for child in psutil.Process(front.pid).children():
+    """Return a process of the topology, by its name in the plan."""
+    for child in started(front.pid):
         with suppress(psutil.Error, ProcessLookupError):  # One that ends at this moment.
             if child.environ().get("EPD_INSTANCE") == name:
                 return child
