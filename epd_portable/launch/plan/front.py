@@ -21,10 +21,10 @@ from epd_portable.launch.plan.engine import MEDIA_BOUNDS, Engine
 KNOWN = (0, 30)
 """First vLLM whose engine front has been run: with vllm-ascend, over the simulated runtime."""
 _ANSWERS: tuple[Role, ...] = ("prefill-decode", "encode-prefill-decode")
-_SERVED: frozenset[Role] = frozenset({"encode", *_ANSWERS})
 PRELOADED = ("epd_portable.vllm_plugin.front", "epd_portable.vllm_plugin.engine_core")
 """What front and engines import before they know which model they serve."""
-_SERVED: frozenset[Role] = frozenset({"encode", "prefill-decode", "encode-prefill-decode"})
+_ANSWERS: tuple[Role, ...] = ("prefill-decode", "encode-prefill-decode")
+_SERVED: frozenset[Role] = frozenset({"encode", *_ANSWERS})
 _KEPT = frozenset(
     {"host", "port", "tls_cert_file", "tls_key_file", "cors_origins", "item_outcomes"}
     | {"max_body_bytes", "max_bodies_bytes", "max_media_items", "max_item_pixels"}
