@@ -20,7 +20,6 @@ from epd_portable.launch.plan.engine import MEDIA_BOUNDS, Engine
 
 KNOWN = (0, 30)
 """First vLLM whose engine front has been run: with vllm-ascend, over the simulated runtime."""
-_ANSWERS: tuple[Role, ...] = ("prefill-decode", "encode-prefill-decode")
 PRELOADED = ("epd_portable.vllm_plugin.front", "epd_portable.vllm_plugin.engine_core")
 """What front and engines import before they know which model they serve."""
 _ANSWERS: tuple[Role, ...] = ("prefill-decode", "encode-prefill-decode")
