@@ -22,20 +22,6 @@ def topology(*lines: str, platform: Any = "cpu") -> Topology:
     return parse_topology("\n".join(["model: demo", *lines]), platform)
 
 
-@pytest.mark.parametrize(
-    ("platform", "cls"),
-    [("cpu", "NixlConnector"), ("cuda", "NixlConnector"), ("npu", "MooncakeConnectorV1")],
-)
-def test_each_platform_has_its_connector(platform: str, cls: str) -> None:
-    chosen = kv_connector(topology(SPLIT, platform=platform), TRAITS[platform])
-    assert chosen is not None and chosen.cls == cls
-
-
-@pytest.mark.parametrize("instances", ["{}", "{epd: {count: 2}}", "{e: {}, pd: {}, epd: {}}"])
-def test_without_a_split_there_is_none(instances: str) -> None:
-    assert kv_connector(topology(f"instances: {instances}"), TRAITS["cpu"]) is None
-
-
 @pytest.mark.parametrize(("prefill", "decode", "fits"), [(2, 1, True), (2, 2, True), (1, 2, False)])
 def test_ranks_are_held_against_what_a_connector_brings_together(
     prefill: int, decode: int, fits: bool
@@ -71,28 +57,6 @@ def test_ranks_that_listen_each_get_ports_in_a_row() -> None:
         "kv2": 20004,
     }
     assert KV_CONNECTORS["nixl"].ports(3, ports()) == {"kv": 20000}
-
-
-def test_each_half_gets_its_part() -> None:
-    split = topology("instances: {ep: {tensor_parallel_size: 2}, d: {}}", platform="npu")
-    mooncake = KV_CONNECTORS["mooncake"]
-    for role, part in (("encode-prefill", "kv_producer"), ("decode", "kv_consumer")):
-        found: Any = mooncake.arguments(split, role, 21000)["kv_transfer_config"]  # type: ignore[arg-type]
-        assert found["kv_role"] == part
-        assert found["kv_port"] == 21000
-        assert found["kv_load_failure_policy"] == "recompute"
-        assert found["kv_connector_extra_config"] == {
-            "prefill": {"dp_size": 1, "tp_size": 2},
-            "decode": {"dp_size": 1, "tp_size": 1},
-        }
-    assert mooncake.env("10.0.0.1", 21000) == {"VLLM_HOST_IP": "10.0.0.1"}
-
-
-def test_nixl_listens_where_the_instance_does() -> None:
-    assert KV_CONNECTORS["nixl"].env("127.0.0.2", 21000) == {
-        "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.2",
-        "VLLM_NIXL_SIDE_CHANNEL_PORT": "21000",
-    }
 
 
 def test_only_instances_that_send_or_take_kv_have_a_connector() -> None:
