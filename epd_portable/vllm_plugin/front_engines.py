@@ -263,7 +263,8 @@ class Engines:
         assert task is not None
         self._lives.add(task)
         task.add_done_callback(self._lives.discard)
-        with contextlib.closing(writer):
+        # Cancelled by `_close` alone, which asyncio's streams would report as an error.
+        with contextlib.closing(writer), contextlib.suppress(asyncio.CancelledError):
             verb, _, name = (await reader.readline()).decode().strip().partition(" ")
             engine = self.by_name.get(name)
             if verb != "meet":
