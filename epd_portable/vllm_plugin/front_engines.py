@@ -322,4 +322,6 @@ async def _ask(path: Path, asked: bytes) -> Seen:
     reader, writer = await asyncio.open_unix_connection(path)
     with contextlib.closing(writer):
         writer.write(asked)
-        return msgspec.json.decode(await reader.read(), type=Seen)
+        if not (answer := await reader.read()):
+            raise ConnectionResetError(f"the API server at {path} has ended")
+        return msgspec.json.decode(answer, type=Seen)

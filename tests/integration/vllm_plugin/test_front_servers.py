@@ -175,5 +175,10 @@ def test_a_server_that_is_away_makes_the_engines_unknown(run: Any) -> None:
         servers[1].engines._server.close()
         with pytest.raises(OSError):
             await servers[0].engines.seen()
+        async with await asyncio.start_unix_server(
+            lambda _, writer: writer.close(), servers[1].settings.sockets[1]
+        ):
+            with pytest.raises(OSError):
+                await servers[0].engines.seen()
 
     run(story)
