@@ -14,7 +14,7 @@ import copy
 import itertools
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
@@ -297,13 +297,18 @@ class Engines:
             client_count=1 + len(self._peers),
             client_index=self._index,
         )
+        await self._serve(engine, client, reader.read())
+
+    async def _serve(
+        self, engine: FrontEngine, client: AsyncMPClient, gone: Awaitable[object]
+    ) -> None:
         if engine.client is not None:
             engine.instance.seen_gone("its process was started again")
         engine.client = client
         engine.instance.seen_well()
         pump = asyncio.create_task(self._pump(engine, client))
         try:
-            await reader.read()
+            await gone
         finally:
             pump.cancel()
             client.shutdown()
