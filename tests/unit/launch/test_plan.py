@@ -336,3 +336,38 @@ def test_instances_that_join_have_names_of_their_host_and_a_registrar_for_a_rout
     assert encode.url.startswith("http://10.0.0.2:")
     assert settings["routers"] == [*registrar.router_urls] == ["http://10.0.0.1:8000"]
     assert registrar.url.startswith("http://127.0.0.1:")
+
+
+@pytest.mark.parametrize(
+    ("router", "module", "asked"),
+    [
+        ("{}", "epd_portable.router", []),
+        ("{envoy: true}", "epd_portable.router.picker", []),
+        (
+            "{host: 0.0.0.0, envoy: [10.1.0.0/16, 10.2.0.0/16]}",
+            "epd_portable.router.picker",
+            [
+                *("--listen", "0.0.0.0:9002", "--gateway-network", "10.1.0.0/16"),
+                *("--gateway-network", "10.2.0.0/16"),
+            ],
+        ),
+        (
+            "{host: '::1', envoy: ['fd00::/8']}",
+            "epd_portable.router.picker",
+            ["--listen", "[::1]:9002", "--gateway-network", "fd00::/8"],
+        ),
+    ],
+)
+def test_what_carries_the_bytes_decides_which_router_is_started(
+    router: str, module: str, asked: list[str]
+) -> None:
+    plan = plan_of(f"model: demo\nfront: router\nrouter: {router}")
+    [spec] = [each for each in plan.processes if each.name == "router"]
+    assert spec.argv[1:3] == ("-m", module)
+    assert list(spec.argv[5:]) == asked
+
+
+@pytest.mark.parametrize("networks", ["[private]", "[10.1.0.0/40]", "10.1.0.0/16"])
+def test_networks_of_a_gateway_are_written_out(networks: str) -> None:
+    with pytest.raises(ConfigError, match=r"router\.envoy"):
+        plan_of(f"model: demo\nrouter: {{envoy: {networks}}}")
