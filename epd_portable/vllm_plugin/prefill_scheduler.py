@@ -27,6 +27,8 @@ def prefill_scheduler(base: type) -> type:
         def __init__(self, **kwargs: Any) -> None:
             self._asleep: dict[str, Any] = {}
             self._idle_since_s: float | None = None
+            self._computed = True
+            self._counts = (0, 0)
             super().__init__(**kwargs)
             self._receiver = self.ec_connector.receiver
             self._prefill = self.ec_connector.requests
@@ -91,9 +93,21 @@ def prefill_scheduler(base: type) -> type:
 
         def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
             with self._receiver.lock:
+                self._computed = scheduler_output.total_num_scheduled_tokens > 0
                 outputs = super().update_from_output(scheduler_output, model_runner_output)
                 self._receiver.step_done()
                 return outputs
+
+        def make_stats(self, *args: Any, **kwargs: Any) -> Any:
+            """Return nothing of a step that only waited for items, and left all as it was.
+
+            There are hundreds a second, and an API server takes each in on a core that encodes.
+            """
+            counts = self.get_request_counts()
+            if not self._computed and counts == self._counts and not any((*args, *kwargs.values())):
+                return None
+            self._counts = counts
+            return super().make_stats(*args, **kwargs)
 
         def reset_encoder_cache(self) -> None:
             with self._receiver.lock:

@@ -90,7 +90,7 @@ class Engine:
             ),
             structured_output_manager=StructuredOutputManager(config),
             block_size=BLOCK,
-            log_stats=False,
+            log_stats=True,
         )
         self.now_s = 1000.0
         self.scheduler.ec_connector.receiver.clock = lambda: self.now_s
@@ -100,6 +100,8 @@ class Engine:
         self.fails: set[str] = set()
         """Items that cannot be encoded beside a step."""
         self.ended: dict[str, str] = {}
+        self.counts: list[tuple[int, int]] = []
+        """Requests that run and that wait, as API servers were told."""
 
     def arrive(
         self,
@@ -189,6 +191,8 @@ class Engine:
             ),
         )
         for outputs in self.scheduler.update_from_output(planned, output).values():
+            if (stats := outputs.scheduler_stats) is not None:
+                self.counts.append((stats.num_running_reqs, stats.num_waiting_reqs))
             for each in outputs.outputs:
                 if each.finish_reason is not None:
                     self.ended[each.request_id] = str(each.finish_reason)
@@ -358,6 +362,15 @@ def test_a_request_that_waits_for_its_first_token_is_not_in_the_engines_queue(
     assert next(list(each) for each in computed if each)[0] == "r0"
     assert len(engine.encoded) == 3
     assert not scheduler.has_requests() or scheduler.has_finished_requests()
+
+
+def test_api_servers_hear_nothing_of_steps_that_only_wait(engine: Engine) -> None:
+    engine.arrive("begun", pixels=True, transfer=True)
+    assert engine.step() == {"begun": TEXT}
+    assert engine.counts == [(1, 0)]
+    assert [engine.step(), engine.step(), engine.counts] == [{}, {}, [(1, 0)]]
+    engine.arrive("asleep", pixels=True, transfer=True, text=0)
+    assert [engine.step(), engine.step(), len(engine.counts)] == [{}, {}, 2]
 
 
 def test_a_request_that_sleeps_can_be_aborted(engine: Engine) -> None:
