@@ -8,9 +8,11 @@ import secrets
 import signal
 import subprocess
 import sys
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -64,14 +66,14 @@ def until(condition: Callable[[], object]) -> None:
         time.sleep(0.01)
 
 
-def child_of(folder: Path, code: str, **spec: object) -> Child:
+def child_of(folder: Path, code: str, url: str = "http://127.0.0.1:1", **spec: object) -> Child:
     argv = (sys.executable, "-c", code)
     made = ProcessSpec(
         name="x",
         role="encode",
         argv=argv,
         env={},
-        url="http://127.0.0.1:1",
+        url=url,
         ports={},
         **spec,  # type: ignore[arg-type]
     )
@@ -188,3 +190,32 @@ def test_a_semaphore_is_found_under_the_name_that_it_was_given() -> None:
     semaphore = multiprocessing.get_context("spawn").Semaphore()
     name = semaphore._semlock.name.removeprefix("/")  # type: ignore[attr-defined]
     assert Path("/dev/shm", f"sem.{name}") in mapped_files([os.getpid()])
+
+
+def test_an_engine_that_does_not_respond_is_not_well_and_a_silent_front_says_nothing_of_it(
+    tmp_path: Path,
+) -> None:
+    asked: list[float] = []
+
+    class Front(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked.append(float(self.path.rpartition("?within_s=")[2]))
+            if not silent:
+                self.send_response(503)
+                self.end_headers()
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Front) as server:
+        threading.Thread(target=server.serve_forever).start()
+        try:
+            url = f"http://127.0.0.1:{server.server_port}/epd/instances/encode-0"
+            engine = child_of(tmp_path, "", url=url)
+            until(lambda: engine.exit_status() is not None)
+            silent = False
+            assert not engine.is_well(timeout_s=DEADLINE_S)
+            silent = True
+            assert engine.is_well(timeout_s=0.5)
+        finally:
+            server.shutdown()
+    # The front answers while the launcher still listens.
+    assert len(asked) == 2
+    assert 0 < asked[0] < DEADLINE_S and 0 < asked[1] < 0.5
