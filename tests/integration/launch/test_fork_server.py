@@ -6,13 +6,16 @@ import ast
 import os
 import signal
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import pytest
 
+from epd_portable.bench.load.servers import _parts_of_topology
 from epd_portable.launch.plan.processes import ProcessSpec, new_run_id
 from epd_portable.launch.run import fork_server as fork_server_module
 from epd_portable.launch.run.process import Child, start_fork_server
@@ -103,9 +106,16 @@ def test_its_end_by_a_signal_is_told(tmp_path: Path) -> None:
 
 
 def test_what_died_is_forked_again_and_nothing_is_left_of_a_killed_launcher(
-    launch: Callable[..., Run],
+    launch: Callable[..., Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = forked(launch)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    measured: Any = SimpleNamespace(pid=run.process.pid, url="http://127.0.0.1:1")
+    assert {each.name: each.pid for each in _parts_of_topology(measured, {})} == {
+        **{name: run.pid_of(name) for name in ("encode-0", "encode-1", "router")},
+        "fork server": fork_server(run),
+        "launcher": run.process.pid,
+    }
     server, before = fork_server(run), run.pid_of("encode-1")
     assert server == fork_server(run, "encode-1") is not None
     assert fork_server(run, "router") is None
