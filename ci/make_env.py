@@ -31,6 +31,7 @@ from ci.venv import (
 MAIN = Venv(folder=ROOT / ".venv", env={})
 ENGINES = Venv(folder=ROOT / ".venv-engines", env={})
 CLIENTS = Venv(folder=ROOT / ".venv-clients", env={})
+RAY = Venv(folder=ROOT / ".venv-ray", env={})
 CLIENTS_LIST = ROOT / "ci" / "clients.txt"
 PLATFORMS = ("cpu", "cuda", "npu")
 EXIT_FAILED = 2
@@ -102,6 +103,11 @@ def make_for_clients() -> None:
     CLIENTS.complete(wanted)
 
 
+def make_for_ray() -> None:
+    """Create or refresh ``.venv-ray``, which has Ray beside the engine."""
+    _make(RAY, "cpu,ray,test", cpu_extra(), [], fingerprint("ray"))
+
+
 def _make(
     venv: Venv, extras: str, engines: Sequence[str], beside: Sequence[str], wanted: str
 ) -> None:
@@ -137,6 +143,9 @@ def main() -> int:
     parser.add_argument(
         "--clients", action="store_true", help="make .venv-clients with what asks, instead"
     )
+    parser.add_argument(
+        "--ray", action="store_true", help="make .venv-ray with Ray beside the engine, instead"
+    )
     options = parser.parse_args()
     target = options.platform
     signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -146,6 +155,8 @@ def main() -> int:
             make_for_engine(options.engine)
         elif options.clients:
             make_for_clients()
+        elif options.ray:
+            make_for_ray()
         elif target == npu_sim_env.NAME:
             npu_sim_env.make()
         else:

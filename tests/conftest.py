@@ -60,6 +60,7 @@ REQUIREMENTS: dict[str, Callable[[], str | None]] = {
     "needs_nixl": lambda: _no_module("nixl"),
     "needs_podman": lambda: _no_program("podman", "runc", package="podman and runc"),
     "needs_prometheus": lambda: _no_program("prometheus", "promtool", package="prometheus"),
+    "needs_ray": lambda: _no_module("ray"),
     "needs_redis": lambda: (
         _no_module("redis") or _no_program("redis-server", package="redis-server")
     ),

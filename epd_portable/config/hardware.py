@@ -82,6 +82,7 @@ class HardwareProfile(Section):
 
     platform: PlatformName
     device: Annotated[str, Field(min_length=1)]
+    accelerator_type: Annotated[str, Field(min_length=1)] | None = None
     devices_per_node: Figure[Count]
     memory_bytes: Figure[Bytes]
     torch_memory_bytes: Figure[Bytes] | None = None

@@ -54,6 +54,7 @@ class Launch(Section):
     """How the launcher starts, watches and stops processes."""
 
     host: Annotated[str, AfterValidator(_check_host)] = "127.0.0.1"
+    name: Annotated[str, Field(pattern=r"^[a-z0-9]([-.a-z0-9]{0,62})$")] | None = None
     first_port: Annotated[int, Field(ge=1024, le=65535)] | None = None
     startup_timeout_s: Seconds = 600.0
     stop_grace_s: Seconds = 15.0

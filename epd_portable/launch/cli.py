@@ -21,6 +21,7 @@ from epd_portable.config.schema import Topology
 from epd_portable.config.secret import Secret, make_secret_file
 from epd_portable.errors import ConfigError
 from epd_portable.launch.commands import members, render, status
+from epd_portable.launch.commands.cluster import cluster_options, stop, up_on_cluster
 from epd_portable.launch.commands.command_line import (
     FAILED,
     PORT,
@@ -50,7 +51,7 @@ _START = "`up` starts a topology, and may be left out: epd-launch --platform P -
 _STOP = "Ctrl-C stops a topology, or SIGTERM to the launcher whose pid `epd-launch status` shows"
 MEANT = {
     **dict.fromkeys(("serve", "start", "run", "launch"), _START),
-    **dict.fromkeys(("stop", "down", "kill"), _STOP),
+    **dict.fromkeys(("down", "kill"), _STOP),
     **dict.fromkeys(("ps", "list", "ls", "top"), "`status` shows what runs here"),
     **dict.fromkeys(("log", "tail"), "`logs` shows what processes say"),
     **dict.fromkeys(("doctor", "info", "devices"), "`check` says what this machine can do"),
@@ -84,6 +85,9 @@ See what runs here, and its logs:
   epd-launch logs -f encode-0
 Write the files of a deployment on Kubernetes:
   epd-launch render --help
+Start it on a Ray cluster, and end it there:
+  epd-launch up --cluster auto --platform cuda --config configs/1e3pd.yaml
+  epd-launch stop --cluster auto
 Let instances join and leave a running router, with a secret that both sides have:
   epd-launch secret ~/epd.secret
   epd-launch instance --help
@@ -112,6 +116,9 @@ the event's own fields (docs/operations.md); the last event is stopped, or error
 
 \b
   epd-launch up --platform cpu --config configs/1e1pd.yaml --port 8000 --log-dir logs
+
+With --cluster it starts the topology on the nodes of a Ray cluster instead, and returns when it is
+ready (docs/ray.md).
 
 Exit status: 0 when a stop was asked for, 1 when a process did not start, 2 on bad input.
 """
@@ -156,6 +163,7 @@ main = CommandLine(name="epd-launch", help=HELP, meant=MEANT, default="up")
 
 for _command in (
     render.render,
+    stop,
     *(status.status, status.logs),
     *(members.secret, members.join, members.leave, members.instances, members.page),
 ):
@@ -176,10 +184,17 @@ _log_dir_option = click.option(
 @topology_options
 @_port_option
 @_log_dir_option
+@cluster_options
 @json_lines_option
-def up(log_dir: Path | None, as_json: bool, **options: Any) -> None:
+def up(log_dir: Path | None, as_json: bool, cluster: str | None, name: str, **options: Any) -> None:
     """Start a topology; users read `UP_HELP`."""
-    _serve(PlanRequest.from_options(**options), log_dir, as_json=as_json)
+    request = PlanRequest.from_options(**options)
+    if cluster is None:
+        _serve(request, log_dir, as_json=as_json)
+    elif log_dir is not None:
+        raise ConfigError("--log-dir and --cluster: logs are on the nodes; `logs` shows them")
+    else:
+        up_on_cluster(request, cluster, name, printer(as_json=as_json))
 
 
 @main.command(help=INSTANCE_HELP)

@@ -24,6 +24,7 @@ class PlatformTraits:
             process is bound to cores instead.
         kubernetes_resource: Name by which Kubernetes hands out its devices; empty where it has
             none.
+        ray_resource: Ray's word for its devices.
         implementation: ``module:class`` of its `Platform`; imported when a device is first wanted.
         worker_cls: Import path of the vLLM worker class of this platform's instances: a name of its
             own in ``epd_portable.vllm_plugin.worker``, which makes the class.
@@ -78,6 +79,7 @@ class PlatformTraits:
     single_rank_executor_cls: str | None = None
     pd_ranks_executor_cls: str | None = None
     kubernetes_resource: str = ""
+    ray_resource: str = "CPU"
     engine_plugins: tuple[str, ...] = ()
     compiler: tuple[str, ...] = ()
     env_without_compiler: tuple[tuple[str, str], ...] = ()
@@ -107,6 +109,7 @@ _CUDA = PlatformTraits(
     dist_backend="nccl",
     visible_devices_env="CUDA_VISIBLE_DEVICES",
     kubernetes_resource="nvidia.com/gpu",
+    ray_resource="GPU",
     implementation="epd_portable.platforms.cuda:CudaPlatform",
     worker_cls="epd_portable.vllm_plugin.worker.EPDGPUWorker",
     worker_base="vllm.v1.worker.gpu_worker:Worker",
@@ -135,6 +138,7 @@ _NPU = PlatformTraits(
     dist_backend="hccl",
     visible_devices_env="ASCEND_RT_VISIBLE_DEVICES",
     kubernetes_resource="huawei.com/Ascend910",
+    ray_resource="NPU",
     implementation="epd_portable.platforms.npu:NpuPlatform",
     worker_cls="epd_portable.vllm_plugin.worker.EPDNPUWorker",
     worker_base="vllm_ascend.worker.worker:NPUWorker",

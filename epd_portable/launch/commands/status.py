@@ -5,14 +5,15 @@ from __future__ import annotations
 import itertools
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import click
 import yaml
 
 from epd_portable.errors import ConfigError, LaunchError
+from epd_portable.launch.commands.cluster import cluster_options, on_cluster
 from epd_portable.launch.commands.command_line import (
     json_lines_option,
     json_option,
@@ -20,11 +21,13 @@ from epd_portable.launch.commands.command_line import (
     print_json,
 )
 from epd_portable.launch.plan.text import columns, ports_text
+from epd_portable.launch.run.log_files import Tail
 from epd_portable.launch.run.logs import time_of_line
 from epd_portable.launch.run.running import RUN_FOLDER, FoundRuns, RunRecord, find_runs, kept_logs
 
+T = TypeVar("T")
+
 _LOOK_EVERY_S = 0.3
-_TAIL_BYTES = 256 << 10
 
 STATUS_HELP = """Show your topologies that run on this machine, with all their processes.
 
@@ -35,7 +38,10 @@ processes still run. It sees launchers of the same user and temporary folder (TM
 A scrape configuration for Prometheus; ports change with a restart unless launch.first_port is set:
   epd-launch status --prometheus > epd.scrape.yaml
 
-Exit status: 0 when one runs, 1 when none does.
+Of a topology on a Ray cluster:
+  epd-launch status --cluster auto
+
+Exit status: 0 when one runs, 1 when none does; on a cluster, 1 unless all of its launchers run.
 """
 
 LOGS_HELP = """Show the end of the logs of a running topology, of all processes or of INSTANCE.
@@ -54,10 +60,14 @@ null) and text, the whole line.
 @click.command(help=STATUS_HELP)
 @json_option
 @click.option("--prometheus", is_flag=True, help="Print a scrape configuration for Prometheus.")
-def status(as_json: bool, prometheus: bool) -> None:
+@cluster_options
+def status(as_json: bool, prometheus: bool, cluster: str | None, name: str) -> None:
     """Show what runs on this machine; users read `STATUS_HELP`."""
     if as_json and prometheus:
         raise ConfigError("--json and --prometheus: choose one of them")
+    if cluster is not None:
+        _status_there(cluster, name, as_json=as_json, prometheus=prometheus)
+        return
     found = _found()
     if as_json:
         print_json(
@@ -75,6 +85,29 @@ def status(as_json: bool, prometheus: bool) -> None:
         raise SystemExit(1)
 
 
+def _status_there(address: str, name: str, *, as_json: bool, prometheus: bool) -> None:
+    with on_cluster(address, name) as ray_cluster:
+        found: dict[str, tuple[str, RunRecord | None] | None] = ray_cluster.records()
+    runs = {key: seen[1] for key, seen in found.items() if seen and seen[1]}
+    if prometheus:
+        click.echo(
+            yaml.safe_dump(scrape_configuration(list(runs.values())), sort_keys=False), nl=False
+        )
+    elif as_json:
+        launchers = {
+            key: {"host": seen[0], "run": seen[1] and seen[1].as_json()} if seen else None
+            for key, seen in found.items()
+        }
+        print_json(launchers=launchers)
+    else:
+        for key, seen in found.items():
+            click.echo(f"{key} on {seen[0]}" if seen else f"{key} has no node now")
+            if key in runs:
+                click.echo(run_table(runs[key]) + "\n")
+    if not all(key in runs for key in found):
+        raise SystemExit(1)
+
+
 @click.command(help=LOGS_HELP)
 @click.argument("instance", required=False)
 @click.option("-f", "--follow", is_flag=True, help="Follow the logs until Ctrl-C.")
@@ -89,12 +122,41 @@ def status(as_json: bool, prometheus: bool) -> None:
 @click.option(
     "--run", "run_id", metavar="RUN", help="Which topology, where several run: its id in `status`."
 )
+@cluster_options
 @json_lines_option
-def logs(instance: str | None, follow: bool, lines: int, run_id: str | None, as_json: bool) -> None:
+def logs(
+    instance: str | None,
+    follow: bool,
+    lines: int,
+    run_id: str | None,
+    as_json: bool,
+    cluster: str | None,
+    name: str,
+) -> None:
     """Show logs."""
+    if cluster is not None:
+        with on_cluster(cluster, name) as ray_cluster:
+            found = ray_cluster.tails()
+            if instance is not None:
+                found = {instance: _named(found, instance, f"topology {name}")}
+            _show(found, lines, as_json=as_json, ended=(lambda: "") if follow else None)
+        return
     run = _choose_run(_found(), run_id)
     chosen = _logs_of(run, instance) if run else _kept_logs_of(run_id, instance)
-    tails = {name: Tail(path) for name, path in chosen.items()}
+
+    def ended() -> str:
+        assert run is not None
+        goes_on = run.run_id in {each.run_id for each in _found().running}
+        return "" if goes_on else f"run {run.run_id} has ended"
+
+    tails = {key: Tail(path) for key, path in chosen.items()}
+    _show(tails, lines, as_json=as_json, ended=ended if follow and run is not None else None)
+
+
+def _show(
+    tails: Mapping[str, Tail], lines: int, *, as_json: bool, ended: Callable[[], str] | None
+) -> None:
+    """Print the last lines of logs, and with ``ended`` new ones until it says that they end."""
 
     def show(name: str, line: str) -> None:
         if as_json:
@@ -105,14 +167,14 @@ def logs(instance: str | None, follow: bool, lines: int, run_id: str | None, as_
     for name, tail in tails.items():
         for line in tail.last(lines):
             show(name, line)
-    while follow and run is not None:
+    while ended is not None:
         # Looked up before the last read, so that everything until its end is shown.
-        over = run.run_id not in {each.run_id for each in _found().running}
+        over = ended()
         for name, tail in tails.items():
             for line in tail.new():
                 show(name, line)
         if over:
-            click.echo(f"run {run.run_id} has ended", err=True)
+            click.echo(over, err=True)
             return
         time.sleep(_LOOK_EVERY_S)
 
@@ -152,43 +214,13 @@ def _kept_logs_of(run_id: str | None, instance: str | None) -> dict[str, Path]:
 def _chosen(logs: dict[str, Path], instance: str | None, whose: str) -> dict[str, Path]:
     if instance is None:
         return {name: path for name, path in logs.items() if path.exists()}
+    return {instance: _named(logs, instance, whose)}
+
+
+def _named(logs: Mapping[str, T], instance: str, whose: str) -> T:
     if instance not in logs:
         raise ConfigError(f"{whose} has no process {instance}; there are {', '.join(logs)}")
-    return {instance: logs[instance]}
-
-
-class Tail:
-    """Reads the end of a log that others append to and rotate; it may not exist yet."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._place = 0
-        self._rest = b""
-
-    def last(self, count: int) -> list[str]:
-        """Return the last lines."""
-        data = self._read(max(0, self._size() - _TAIL_BYTES))
-        lines = data.decode("utf-8", "replace").splitlines()
-        return lines[max(0, len(lines) - count) :]
-
-    def new(self) -> list[str]:
-        """Return the lines that were completed since the last look."""
-        # Rotated meanwhile, if it is shorter.
-        begin = self._place if self._size() >= self._place else 0
-        *whole, self._rest = (self._rest + self._read(begin)).split(b"\n")
-        return [line.decode("utf-8", "replace") for line in whole]
-
-    def _size(self) -> int:
-        return self._path.stat().st_size if self._path.exists() else 0
-
-    def _read(self, begin: int) -> bytes:
-        if not self._path.exists():
-            return b""
-        with self._path.open("rb") as file:
-            file.seek(begin)
-            data = file.read(_TAIL_BYTES)
-            self._place = file.tell()
-        return data
+    return logs[instance]
 
 
 def run_table(run: RunRecord) -> str:

@@ -320,21 +320,22 @@ def _listeners(
             ports |= {"control": free_port(), "data": free_port()}
         if kv and role in SENDS_KV | TAKES_KV:
             ports |= kv.ports(topology.instances.of(role).tensor_parallel_size, free_port)
-        name = f"{group_of(role)}-{counts[role]}{_host_suffix(topology)}"
+        name = f"{group_of(role)}-{counts[role]}{_suffix(topology)}"
         counts[role] += 1
         yield name, role, placement, ports
 
 
-def _host_suffix(topology: Topology) -> str:
-    """Return what tells instances that join a router from those of other hosts."""
-    return f"@{topology.launch.host}" if topology.router.join else ""
+def _suffix(topology: Topology) -> str:
+    """Return what tells instances that join a router from those of other launchers."""
+    launch = topology.launch
+    return f"@{launch.name or launch.host}" if topology.router.join else ""
 
 
 def _instance_process(
     engine: Engine, after: Mapping[str, Sequence[str]], *, temp_dir: str, has_compiler: bool
 ) -> ProcessSpec:
     topology, name, placement = engine.topology, engine.instance.instance, engine.placement
-    suffix = _host_suffix(topology)
+    suffix = _suffix(topology)
     env = engine.env(temp_dir=temp_dir, has_compiler=has_compiler)
     if has_server := "http" in engine.ports:
         argv = engine.server_argv()

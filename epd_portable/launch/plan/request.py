@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -24,7 +26,7 @@ from epd_portable.launch.plan.machine import (
     require_module,
     require_shm,
 )
-from epd_portable.launch.plan.model import resolve_model
+from epd_portable.launch.plan.model import ModelSource, resolve_model
 from epd_portable.launch.plan.ports import PortsInOrder, claim, port_source, require_free
 from epd_portable.launch.plan.processes import Machine, Plan, make_plan
 from epd_portable.platforms.traits import TRAITS, PlatformTraits
@@ -84,6 +86,10 @@ class PlanRequest:
         counts = (f"instances.{group_of(one)}.count={int(one == role)}" for one in ROLES)
         return replace(self, role=role, overrides=(*self.overrides, *counts))
 
+    def with_settings(self, *settings: str) -> PlanRequest:
+        """Return the request with more of what is laid over its file."""
+        return replace(self, overrides=(*self.overrides, *settings))
+
     def expected_machine(self, environ: Mapping[str, str]) -> Machine:
         """Return the machine of the profile, or this one; no device is touched."""
         if self.hardware:
@@ -140,7 +146,7 @@ class PlanRequest:
         if launch.first_port is not None:
             in_order = PortsInOrder(launch.first_port, reserved=avoid, host=launch.host, free=free)
         reserved = frozenset({*public.values(), *avoid})
-        try:
+        with self._located():
             plan = make_plan(
                 topology,
                 model=resolve_model(topology.model, served_name=topology.served_model_name),
@@ -151,9 +157,6 @@ class PlanRequest:
                 temp_dir=str(temp_dir),
                 hardware=self.hardware,
             )
-        except ConfigError as error:
-            name = self.traits.name
-            raise located(error, self.config, name, overrides=self.overrides) from error
         uses = {
             port: f"{purpose} of {spec.name}"
             for spec in plan.processes
@@ -161,6 +164,39 @@ class PlanRequest:
             for purpose, port in spec.ports.items()
         }
         return plan, in_order.problem(uses, public) if in_order else ""
+
+    def plan_elsewhere(self, first_port: int) -> tuple[Topology, Plan]:
+        """Plan a launcher of another machine, which finds the model and ports by itself.
+
+        Raises:
+            ConfigError: The file is wrong, or the topology does not fit.
+        """
+        topology = self.load()
+        model = ModelSource(
+            argument=topology.model,
+            served_name=topology.served_model_name or topology.model,
+            is_folder=False,
+        )
+        with self._located():
+            return topology, make_plan(
+                topology,
+                model=model,
+                traits=self.traits,
+                machine=self.expected_machine({}),
+                run_id="00000000",
+                free_port=itertools.count(first_port).__next__,
+                temp_dir="/tmp",
+                hardware=self.hardware,
+            )
+
+    @contextlib.contextmanager
+    def _located(self) -> Iterator[None]:
+        """Name the place of the key that an error is about."""
+        try:
+            yield
+        except ConfigError as error:
+            name = self.traits.name
+            raise located(error, self.config, name, overrides=self.overrides) from error
 
 
 def refusals(topology: Topology, plan: Plan, clash: str) -> list[EPDError]:

@@ -10,17 +10,17 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import MappingProxyType
 
-from epd_portable.config.load import located, or_shipped
+from epd_portable.config.load import or_shipped
 from epd_portable.config.problems import read_text
 from epd_portable.config.roles import DUTIES, ROLE_LABEL, ROLES, Role, group_of
 from epd_portable.config.routing import PICKER_PORT
 from epd_portable.config.schema import Topology
 from epd_portable.errors import ConfigError
-from epd_portable.launch.plan.model import ModelSource
-from epd_portable.launch.plan.processes import Plan, make_plan
+from epd_portable.launch.plan.launchers import ELSEWHERE, most_owed_s, room_s
+from epd_portable.launch.plan.processes import Plan
 from epd_portable.launch.plan.request import PlanRequest
 from epd_portable.launch.render import objects
 from epd_portable.launch.render.objects import COMPONENT, NAME, Object
@@ -32,11 +32,6 @@ Files = dict[str, list[Object]]
 ROUTERS = 2
 _OF_A_NODE: Role = "encode-prefill-decode"
 """What a launcher with all stages is to pickers that choose by role."""
-_POD_ADDRESS = "192.0.2.1"
-"""Stands for the address of a Pod, which is not known before it runs."""
-_MOST_OWED_S: Mapping[Role, float] = MappingProxyType({"encode": 1.0, "prefill": 1.0})
-_MOST_ANSWERS_S = 4.0
-"""Seconds of work that an instance may owe, above which an autoscaler starts another."""
 _OWED = "epd_{front}_owed_seconds"
 _FILES = ("tls_cert_file", "tls_key_file", "api_keys_file", "hop_keys_file", "access_log")
 
@@ -110,12 +105,12 @@ class Rendering:
     def topology(self) -> Topology:
         """Return the topology as a Pod with the secret reads it, and no router elsewhere."""
         return self.loaded(
-            f"launch.host={_POD_ADDRESS}", f"secret_file={SECRET_FILE}", "router.join=[]"
+            f"launch.host={ELSEWHERE}", f"secret_file={SECRET_FILE}", "router.join=[]"
         )
 
     def loaded(self, *settings: str) -> Topology:
         """Return the topology with these settings."""
-        return replace(self.request, overrides=(*self.request.overrides, *settings)).load()
+        return self.request.with_settings(*settings).load()
 
     def warnings(self) -> Iterator[str]:
         """Yield what must be mounted into the Pods by whoever applies the files."""
@@ -140,29 +135,8 @@ class Rendering:
 
     def planned(self, role: Role | None, *settings: str) -> tuple[Topology, Plan]:
         """Plan a launcher of the deployment: one instance of a role, or all that the file names."""
-        request = replace(self.request, overrides=(*self.request.overrides, *settings))
-        if role:
-            request = request.for_role(role)
-        topology = request.load()
-        try:
-            return topology, make_plan(
-                topology,
-                # The Pods find it by themselves.
-                model=ModelSource(
-                    argument=topology.model,
-                    served_name=topology.served_model_name or topology.model,
-                    is_folder=False,
-                ),
-                traits=request.traits,
-                machine=request.expected_machine({}),
-                run_id="00000000",
-                free_port=itertools.count(INSTANCE_PORT).__next__,
-                temp_dir="/tmp",
-                hardware=request.hardware,
-            )
-        except ConfigError as error:
-            platform, overrides = request.traits.name, request.overrides
-            raise located(error, request.config, platform, overrides=overrides) from error
+        request = self.request.with_settings(*settings)
+        return (request.for_role(role) if role else request).plan_elsewhere(INSTANCE_PORT)
 
     def pods(self, topology: Topology) -> Pods:
         """Return the Pod templates of the deployment."""
@@ -207,12 +181,11 @@ def _nodes(asked: Rendering) -> Files:
     )
     workload = objects.deployment(asked.name, labels, template, spare=False)
     front = "front" if plan.front.startswith("engine") else "router"
-    most_s: dict[Role, float] = {}
-    for each in plan.processes:
-        if each.role != "router":
-            most_s[each.role] = most_s.get(each.role, 0.0) + _most_owed_s(each.role)
     scaling = objects.Scaling(
-        metric=_OWED.format(front=front), most_s=most_s, of_pods=True, prometheus=asked.prometheus
+        metric=_OWED.format(front=front),
+        most_s=room_s(plan),
+        of_pods=True,
+        prometheus=asked.prometheus,
     )
     return {
         **asked.common(with_secret=with_secret),
@@ -307,7 +280,7 @@ def _templates(asked: Rendering) -> dict[Role, tuple[Object, int]]:
     found = {}
     for role in ROLES:
         if counts[role]:
-            topology, plan = asked.planned(role, *settings, f"launch.host={_POD_ADDRESS}")
+            topology, plan = asked.planned(role, *settings, f"launch.host={ELSEWHERE}")
             template = asked.pods(topology).template(
                 asked.labels("instance", role),
                 ["instance", "--role", role],
@@ -331,12 +304,8 @@ def _scaled(
     """Return what keeps enough Pods of a role."""
     scaling = objects.Scaling(
         metric=_OWED.format(front="router"),
-        most_s={role: _most_owed_s(role)},
+        most_s={role: most_owed_s(role)},
         prometheus=asked.prometheus,
     )
     budget = objects.disruption_budget(name, labels)
     return [budget, scaling.scaler(name, labels, target, least)]
-
-
-def _most_owed_s(role: Role) -> float:
-    return _MOST_OWED_S.get(role, _MOST_ANSWERS_S)

@@ -17,6 +17,7 @@ from typing import BinaryIO
 from epd_portable.errors import ConfigError, LaunchError
 
 _CHUNK_BYTES = 1 << 20
+_TAIL_BYTES = 256 << 10
 
 
 def make_private_folder(path: Path) -> None:
@@ -131,3 +132,37 @@ def _keep(source: int, log: Path, *, begin: int, end: int, files: int) -> None:
         raise
     finally:
         os.close(copy)
+
+
+class Tail:
+    """Reads the end of a log that others append to and rotate; it may not exist yet."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._place = 0
+        self._rest = b""
+
+    def last(self, count: int) -> list[str]:
+        """Return the last lines."""
+        data = self._read(max(0, self._size() - _TAIL_BYTES))
+        lines = data.decode("utf-8", "replace").splitlines()
+        return lines[max(0, len(lines) - count) :]
+
+    def new(self) -> list[str]:
+        """Return the lines that were completed since the last look."""
+        # Rotated meanwhile, if it is shorter.
+        begin = self._place if self._size() >= self._place else 0
+        *whole, self._rest = (self._rest + self._read(begin)).split(b"\n")
+        return [line.decode("utf-8", "replace") for line in whole]
+
+    def _size(self) -> int:
+        return self._path.stat().st_size if self._path.exists() else 0
+
+    def _read(self, begin: int) -> bytes:
+        if not self._path.exists():
+            return b""
+        with self._path.open("rb") as file:
+            file.seek(begin)
+            data = file.read(_TAIL_BYTES)
+            self._place = file.tell()
+        return data

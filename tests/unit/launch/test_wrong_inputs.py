@@ -66,7 +66,8 @@ def run(command: str, file: str = "model: demo\n", **env: str) -> Result:
     ("command", "named"),
     [
         ("epd-launch serve", ["'serve'", "`up` starts a topology"]),
-        ("epd-launch stop", ["'stop'", "Ctrl-C stops a topology"]),
+        ("epd-launch down", ["'down'", "Ctrl-C stops a topology"]),
+        ("epd-launch stop", ["--cluster", "Ctrl-C stops a topology"]),
         ("epd-launch ps", ["'ps'", "`status` shows"]),
         ("epd-launch restart", ["'restart'", "SIGHUP to the launcher"]),
         ("epd-launch instance --platform cpu --config t.yaml --role x", ["'--role'", "'encode'"]),
