@@ -168,7 +168,8 @@ def _specs(request: PlanRequest, head: str) -> tuple[list[LauncherSpec], str]:
     base, elsewhere = f"router.host={host}", f"launch.host={ELSEWHERE}"
     alone = (base, elsewhere, "router.join=[]", *counts_of({}))
     specs = [LauncherSpec.plan(request, ROUTER, *alone, secret=secret, resources=HEAD)]
-    url = f"http{'s' if router.tls_cert_file else ''}://{head}:{router.port}"
+    reached_at = head if host in ("0.0.0.0", "::") else host
+    url = f"http{'s' if router.tls_cert_file else ''}://{reached_at}:{router.port}"
     for name, settings in spread(topology):
         joins = (base, elsewhere, f"router.join={url}", *settings)
         specs.append(LauncherSpec.plan(request, name, *joins, secret=secret))
