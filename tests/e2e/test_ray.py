@@ -240,8 +240,7 @@ def test_serve_scales_replicas_by_how_full_they_are(cluster: Any, tmp_path: Path
     application["args"]["set"] = [each for each in SETTINGS if each != "--set"]
     [deployment] = application["deployments"]
     deployment["autoscaling_config"] |= {
-        **{"upscale_delay_s": 1, "downscale_delay_s": 1, "max_replicas": 2},
-        **{"look_back_period_s": 6, "metrics_interval_s": 2},
+        **{"upscale_delay_s": 1, "downscale_delay_s": 1, "max_replicas": 2}
     }
     if len(cluster.workers) < 2:
         cluster.workers["127.0.0.5"] = cluster.add_node(
@@ -268,20 +267,24 @@ def test_serve_scales_replicas_by_how_full_they_are(cluster: Any, tmp_path: Path
         load = Load(url, clients=24, size=448, max_tokens=200)
         try:
             until(lambda: replicas() == 2)
+            # One is killed: nothing of it is left, and the other one serves.
+            launchers = [pid for pid, words in ours().items() if "launch.cli up" in words]
+            families = [family(pid) for pid in launchers]
+            assert len(families) == 2
+            killed, *_ = (
+                each
+                for each in ray.util.list_named_actors(all_namespaces=True)
+                if "epd#epd#" in each["name"]
+            )
+            ray.kill(ray.get_actor(killed["name"], namespace=killed["namespace"]))
+            until(lambda: any(map(gone, families)))
+            assert not all(map(gone, families))
+            load.after(24)
         finally:
             statuses = load.close()
-        assert set(statuses) == {200}
+        # Only what was open at the replica that was killed has failed.
+        assert sum(status != 200 for status in statuses) <= 24
         until(lambda: replicas() == 1)
-        # The replica is killed: nothing of it is left, and Serve starts another.
-        before = set(ours())
-        [actor] = [
-            each
-            for each in ray.util.list_named_actors(all_namespaces=True)
-            if "epd#epd#" in each["name"]
-        ]
-        ray.kill(ray.get_actor(actor["name"], namespace=actor["namespace"]))
-        until(lambda: gone(before))
-        until(lambda: replicas() == 1 and ours())
         assert asking.ask(url, question).tokens == whole_answer.tokens
     finally:
         serve.shutdown()
