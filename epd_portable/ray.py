@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections import Counter
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -124,12 +123,13 @@ class Replica:
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Return how full this replica's instances are, for `wanted_replicas`."""
-        owed_s: Counter[str] = Counter()
+        owed_s: dict[str, float] = {}
         page = await self._client.get("/metrics", timeout=_METRICS_WITHIN_S)
         for family in text_string_to_metric_families(page.text):
             if family.name in ("epd_front_owed_seconds", "epd_router_owed_seconds"):
                 for sample in family.samples:
-                    owed_s[sample.labels["role"]] += sample.value
+                    role = sample.labels["role"]
+                    owed_s[role] = owed_s.get(role, 0.0) + sample.value
         return {_FULLNESS: fullness(owed_s, self._room_s)}
 
     async def __del__(self) -> None:

@@ -60,6 +60,10 @@ def until(probe: Callable[[], Any]) -> Any:
     return found
 
 
+shm_prefixes: set[str] = set()
+"""Of the runs whose processes `ours` has seen."""
+
+
 def ours() -> dict[int, str]:
     """Return the processes of launchers, guards and engines on this machine."""
     found = {}
@@ -69,6 +73,7 @@ def ours() -> dict[int, str]:
             alive = process.status() != psutil.STATUS_ZOMBIE
             if alive and "epd_portable." in words and str(BIN) in words:
                 found[process.pid] = words
+    shm_prefixes.update(re.findall(r"--shm-prefix (\S+)", " ".join(found.values())))
     return found
 
 
@@ -112,14 +117,13 @@ def cluster() -> Iterator[Any]:
 @pytest.fixture(autouse=True)
 def _nothing_is_left() -> Iterator[None]:
     """What a test has started has ended with it."""
-    shared = set(SHM.iterdir())
     assert not ours()
     yield
     until(lambda: not ours())
     # What a launcher reads on its node, its secret too.
     assert not list(Path(tempfile.gettempdir()).glob("epd-held-*"))
-    left = {path for path in set(SHM.iterdir()) - shared if not path.name.startswith("plasma")}
-    assert not left
+    assert shm_prefixes
+    assert not [path for path in SHM.iterdir() if path.name.startswith(tuple(shm_prefixes))]
 
 
 class Load:
@@ -198,6 +202,7 @@ def test_a_topology_on_a_cluster_outlives_a_node_and_a_kill(cluster: Any, tmp_pa
         return found if serving else {}
 
     there = both_serve()
+    assert ours()
     load = Load(url, clients=3)
     try:
         load.after(5)
