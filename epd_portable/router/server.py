@@ -17,6 +17,7 @@ from epd_portable.config.routing import AdmissionSection
 from epd_portable.config.secret import INSTANCE_TOKEN_HEADER, Secret
 from epd_portable.connector.curve import CurveKeys
 from epd_portable.connector.stores.lookup import StoreLookup
+from epd_portable.delivery.balance import DryRun
 from epd_portable.delivery.instances import EndpointPool
 from epd_portable.delivery.replies import Reply, error_reply, json_reply, unavailable
 from epd_portable.errors import RequestError
@@ -146,6 +147,10 @@ class Router:
         self.upstream = Upstream({INSTANCE_TOKEN_HEADER: secret.instance_token()})
         self.instances = EndpointPool(caches=self._policy.cache_sizes if self._policy else None)
         self.metrics = Metrics(self.instances, llmd_names=settings.metrics_names == "llmd")
+        self._balance: DryRun | None = None
+        if settings.balance == "dry_run":
+            elastic = settings.local_encode and settings.elastic_encode
+            self._balance = DryRun(self.instances, elastic=elastic)
         self.requests = RecentRequests([self.metrics, self.metrics.activity, *observers(settings)])
         self._control = ControlChannels(CurveKeys.derive(secret))
         self._store: StoreLookup | None = None
@@ -439,6 +444,8 @@ class Router:
         shortest = min(settings.body_timeout_s, settings.send_timeout_s)
         while True:
             await asyncio.sleep(min(SWEEP_EVERY_S, shortest / 4))
+            if self._balance is not None:
+                self._balance.tick(time.monotonic())
             # No client is referred to while this sleeps.
             self._give_up_slow_clients(time.monotonic())
 

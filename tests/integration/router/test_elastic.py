@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from starlette.responses import JSONResponse, Response
 
 from epd_portable.router.hops import ENCODERS, KEY, MAPPING
 from tests.integration.router.conftest import Build, Topology
-from tests.integration.router.stand_in import Received, RouterServing, stream
+from tests.integration.router.stand_in import DEADLINE_S, Received, RouterServing, stream
 from tests.integration.router.test_access import keys_file
 from tests.integration.router.test_streams import EVENT
 
@@ -164,6 +165,21 @@ async def test_work_is_counted_when_it_comes_and_owed_until_it_ends(build: Build
     assert [(await seen(role))[1] for role in series] == [0, 0]
     sizes = (await t.client.get("/metrics")).text
     assert 'epd_router_work_seconds_total{modality="image",role="encode",size="' in sizes
+
+
+async def test_a_dry_run_says_how_many_instances_should_encode(
+    build: Build, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "epd_portable.delivery.balance")
+    t = await started(build, pds=2, balance="dry_run")
+    clients = [asyncio.create_task(t.chat(picture(number))) for number in range(1, 41)]
+
+    async def said() -> None:
+        while "dry run: 2 of 3 instances should encode, and 1 do" not in caplog.text:
+            await asyncio.sleep(0.05)
+
+    await asyncio.wait_for(said(), DEADLINE_S)
+    assert {each.status_code for each in await asyncio.gather(*clients)} == {200}
 
 
 async def test_nothing_stays_counted(build: Build) -> None:

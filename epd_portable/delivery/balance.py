@@ -1,0 +1,147 @@
+"""How many of some devices should encode, and how many answer, by the work that comes. Pure.
+
+Queues tell too late: when one is seen, requests are late already. So work counts as it comes.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import deque
+from dataclasses import dataclass
+
+from epd_portable.delivery.instances import EndpointPool
+
+logger = logging.getLogger(__name__)
+
+WINDOW_S = 5.0
+"""Work that came in this time counts, and what is owed."""
+DEAD_BAND = 1.15
+"""The fuller side must have so many times as much as it would have after a change."""
+LEAST_S = 0.5
+"""Less work than that needs nobody."""
+SPARE = 0.15
+"""Part of a device's work that must be there beyond what further encoders take, if elastic."""
+TICK_S = 1.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Balanced:
+    """What should be.
+
+    Attributes:
+        encoders: Devices that should encode.
+        reason: For the log.
+    """
+
+    encoders: int
+    reason: str
+
+
+class Balance:
+    """Says how many devices should encode; times come in as arguments, of one clock.
+
+    Args:
+        devices: Two or more, each for either.
+        elastic: Whether those that answer encode what encoders cannot. Then all work is shared by
+            all as long as no encoder is idle, and too many encoders are worse than too few.
+    """
+
+    def __init__(self, devices: int, *, elastic: bool) -> None:
+        self._devices = devices
+        self._elastic = elastic
+        self._came: deque[tuple[float, float, float]] = deque()
+        self._before = 0
+
+    def note(self, now_s: float, encode_s: float, answer_s: float) -> None:
+        """Take in work that has come, in seconds of one device."""
+        self._came.append((now_s, encode_s, answer_s))
+
+    def decide(
+        self, now_s: float, encoders: int, encode_owed_s: float, answer_owed_s: float
+    ) -> Balanced:
+        """Return how many should encode, of ``encoders`` that do; call it every `TICK_S`.
+
+        A change is what makes the fuller side least full, and is made when two calls in a row want
+        one in the same direction.
+        """
+        while self._came and self._came[0][0] < now_s - WINDOW_S:
+            self._came.popleft()
+        encode_s = encode_owed_s + sum(each[1] for each in self._came)
+        answer_s = answer_owed_s + sum(each[2] for each in self._came)
+        all_s = (encode_s + answer_s) / self._devices
+
+        def fuller_s(count: int) -> float:
+            answers_each_s = _each_s(answer_s, self._devices - count)
+            encodes_each_s = all_s if self._elastic else _each_s(encode_s, count)
+            return max(encodes_each_s, answers_each_s)
+
+        if self._elastic:
+            # As many as have enough to do.
+            wanted = int(encode_s / all_s) if all_s else encoders
+            if wanted > encoders:
+                wanted = max(encoders, int(encode_s / all_s - SPARE))
+            elif fuller_s(encoders) < DEAD_BAND * all_s:
+                wanted = encoders
+        else:
+            wanted = min(range(1, self._devices), key=fuller_s)
+            if fuller_s(encoders) < DEAD_BAND * fuller_s(wanted):
+                wanted = encoders
+        wanted = min(wanted, self._devices - 1)
+        direction = (wanted > encoders) - (wanted < encoders)
+        agreed, self._before = direction == self._before, direction
+        reason = (
+            f"encode {encode_s:.1f} s, answers {answer_s:.1f} s of work in {WINDOW_S:g} s: "
+            f"{fuller_s(encoders):.1f} s for each of the fuller side with {encoders} of "
+            f"{self._devices} that encode, {fuller_s(wanted):.1f} s with {wanted}"
+        )
+        return Balanced(encoders=wanted if agreed else encoders, reason=reason)
+
+
+def _each_s(work_s: float, count: int) -> float:
+    if not count:
+        return math.inf if work_s > LEAST_S else 0.0
+    return work_s / count
+
+
+class DryRun:
+    """Says in the log how many of a pool's instances should encode, and why; changes nothing.
+
+    Args:
+        pool: The instances, each taken for a device that could be either.
+        elastic: See `Balance`.
+    """
+
+    def __init__(self, pool: EndpointPool, *, elastic: bool) -> None:
+        self._pool = pool
+        self._elastic = elastic
+        self._devices = 0
+        self._next_s = self._encode_s = self._answer_s = 0.0
+        self._said = -1
+
+    def tick(self, now_s: float) -> None:
+        """Look, if it is time to."""
+        usable = [each for each in self._pool.all if each.usable]
+        if now_s < self._next_s or len(usable) < 2:
+            return
+        self._next_s = now_s + TICK_S
+        if len(usable) != self._devices:
+            self._devices, self._balance = len(usable), Balance(len(usable), elastic=self._elastic)
+        came = self._pool.work.came_s.items()
+        encode_s = sum(seconds for (role, _, _), seconds in came if role == "encode")
+        answer_s = sum(seconds for _, seconds in came) - encode_s
+        self._balance.note(now_s, encode_s - self._encode_s, answer_s - self._answer_s)
+        self._encode_s, self._answer_s = encode_s, answer_s
+        encoders = [each for each in usable if each.duty == "encode"]
+        encode_owed_s = sum(each.pending_encode_s for each in usable)
+        answer_owed_s = sum(each.owed_s for each in usable) - encode_owed_s
+        found = self._balance.decide(now_s, len(encoders), encode_owed_s, answer_owed_s)
+        if found.encoders not in (len(encoders), self._said):
+            logger.info(
+                "dry run: %d of %d instances should encode, and %d do: %s",
+                found.encoders,
+                len(usable),
+                len(encoders),
+                found.reason,
+            )
+        self._said = found.encoders

@@ -1,0 +1,163 @@
+"""Roles that are switched by `Balance`, in the simulation behind ``epd-bench plan``.
+
+Every device holds both engines, and one of them gets new work. A device that is to answer does so
+when its encoder has nothing left; one that is to encode does so at once, and its engine's steps
+wait for that. Not modelled: memory of two engines, and what two processes cost each other besides.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from epd_portable.bench.sizing.search import LatencyLimits, SizingQuestion, search, switching_bound
+from epd_portable.bench.sizing.simulate import Deployment, RoutingRules, Simulation
+from epd_portable.bench.sizing.stages import StageTimes, load_stages
+from epd_portable.bench.sizing.workload import SimulatedRequest, Workload
+from epd_portable.delivery.assignment import BUSY_THRESHOLD
+from epd_portable.delivery.balance import TICK_S, Balance
+from tests.unit.bench.sizing.test_command import FOLDER, PICTURES, TEXTS, TURNS
+
+DEVICES = 4
+PERIOD_S, RAMP_S = 60.0, 15.0
+LIMITS = LatencyLimits(ttft_s=1.0, ttft_pictures_s=4.0, tpot_s=0.05)
+
+
+class Switched(Simulation):
+    """Devices of which each is an encode or a prefill+decode instance at a time."""
+
+    def __init__(self, times: StageTimes, encoders: int, balance: Balance | None, **more: Any):
+        both = Deployment(encoders=DEVICES, engines=DEVICES)
+        super().__init__(times, both, **more)
+        self.every = self._encoders
+        self.encodes = [index < encoders for index in range(DEVICES)]
+        self.balance = balance
+        self.switches = 0
+        batch = (LIMITS.tpot_s / 2 - times.decode.base_s) / times.decode.per_sequence_s
+        self.token_s = times.decode.per_sequence_s + times.decode.base_s / max(1.0, batch)
+
+    def run(self, requests: Sequence[SimulatedRequest]) -> Any:
+        self.left = len(requests)
+        if self.balance is not None:
+            self._timeline.at(TICK_S, self._tick, None)
+        return super().run(requests)
+
+    def _choose_engine(self) -> int:
+        answers = [index for index, encodes in enumerate(self.encodes) if not encodes]
+        free = [index for index in answers if not self.every[index].load] or answers
+        low = min(self._loads[index] for index in free)
+        return self._random.choice([index for index in free if self._loads[index] == low])
+
+    def _divide(self, request: SimulatedRequest, engine: int) -> None:
+        embeddings = [item.embeddings for item in request.items]
+        if self.balance is not None:
+            tokens = request.text_tokens + sum(embeddings)
+            self.balance.note(
+                self._timeline.now,
+                sum(map(self._times.encode.seconds, embeddings)),
+                self._times.prefill.per_token_s * tokens
+                + (request.output_tokens - 1) * self.token_s,
+            )
+        self._encoders = [self.every[i] for i, encodes in enumerate(self.encodes) if encodes]
+        if self._encoders:
+            super()._divide(request, engine)
+        self._encoders = self.every
+
+    def _way_of_item(self, item: Any, request: Any, encoder: Any, engine: int) -> Any:
+        own = self._engines[self.every.index(encoder)]
+        if own.computes_for:
+            own._since_s += self._times.encode.seconds(item.embeddings)
+            own._until(own._since_s + own._planned * own._step_s)
+        return super()._way_of_item(item, request, encoder, engine)
+
+    def _last(self, request: SimulatedRequest) -> Any:
+        self.left -= 1
+        return super()._last(request)
+
+    def _tick(self, _: None) -> None:
+        assert self.balance is not None
+        now, have = self._timeline.now, sum(self.encodes)
+        owed_s = [
+            sum(each.pending_encode_s for each in kind) for kind in (self.every, self._engines)
+        ]
+        wanted = self.balance.decide(now, have, *owed_s).encoders
+        loads = [each.load for each in self.every] if wanted < have else self._loads
+        for _ in range(abs(wanted - have)):
+            able = [i for i, encodes in enumerate(self.encodes) if encodes is (wanted < have)]
+            chosen = min(able, key=loads.__getitem__)
+            self.encodes[chosen] = not self.encodes[chosen]
+            self.switches += 1
+        if self.left:
+            self._timeline.at(now + TICK_S, self._tick, None)
+
+
+def turning(
+    times: StageTimes, loads: Sequence[tuple[Workload, float]], seed: int
+) -> list[tuple[SimulatedRequest, int]]:
+    """Return requests of one workload and of the other in turns, twice; each comes and goes."""
+    found, draw = [], random.Random(seed)
+    total_s = 2 * PERIOD_S * len(loads)
+    for phase, (workload, rate) in enumerate(loads):
+        count = int(rate * total_s)
+        for each in workload.requests(times, rate=rate, count=count, seed=seed + phase):
+            since_s = (each.arrival_s - phase * PERIOD_S) % (2 * PERIOD_S)
+            ends = max(0.0, 1 - (since_s - PERIOD_S) / RAMP_S)
+            share = min(1.0, since_s / RAMP_S) if since_s < PERIOD_S else ends
+            if each.arrival_s < total_s and draw.random() < share:
+                found.append((each, phase))
+    return sorted(found, key=lambda pair: pair[0].arrival_s)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("name", "elastic", "load", "fixed_keep"),
+    [
+        # More than any split that stays.
+        ("cpu-rows", False, 0.80, False),
+        ("cpu-rows", True, 0.74, False),
+        # There is nothing to gain here, and nothing is lost.
+        ("a100-7b-derived", True, 0.70, True),
+    ],
+)
+def test_devices_that_switch_keep_the_limits_of_both_phases(
+    name: str, elastic: bool, load: float, fixed_keep: bool, tmp_path: Path
+) -> None:
+    file = tmp_path / "stages.yaml"
+    file.write_text((FOLDER / f"{name}.yaml").read_text().replace(", shares_core: true", ""))
+    times = load_stages(file)
+    rules = RoutingRules(elastic_threshold=BUSY_THRESHOLD if elastic else None)
+    mixes = [Workload.read(TEXTS), Workload.read(PICTURES + TURNS[name][0])]
+    bound = switching_bound(
+        [
+            search(
+                SizingQuestion(times=times, workload=mix, rules=rules, count=300, seed=1),
+                DEVICES,
+                LIMITS,
+                lambda _: None,
+            )
+            for mix in mixes
+        ],
+        replicas=elastic,
+    )
+    rates = [load * best for best in bound.best]
+
+    def kept(encoders: int, balance: Balance | None) -> tuple[float, int]:
+        """Return the part that keeps the limits, of the phase where that is less; switches."""
+        found = turning(times, [*zip(mixes, rates, strict=True)], seed=1)
+        simulation = Switched(times, encoders, balance, rules=rules, seed=1)
+        simulation.run([request for request, _ in found])
+        good: tuple[list[bool], list[bool]] = ([], [])
+        for each, phase in found:
+            ttft_s = LIMITS.ttft_pictures_s if each.items else LIMITS.ttft_s
+            good[phase].append(each.ttft_s <= ttft_s and each.tpot_s <= LIMITS.tpot_s)
+        return min(sum(phase) / len(phase) for phase in good), simulation.switches
+
+    share, switches = kept(bound.fixed.encoders, Balance(DEVICES, elastic=elastic))
+    assert share >= 0.95
+    assert bool(switches) is not fixed_keep
+    others = max(kept(count, None)[0] for count in range(0 if elastic else 1, DEVICES))
+    assert (others >= 0.95) is fixed_keep
