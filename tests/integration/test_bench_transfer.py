@@ -1,14 +1,13 @@
-"""``epd-bench transfer`` as a user runs it."""
+"""``epd-bench transfer`` as a whole: its command and the two ends that it starts."""
 
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests import warm
 from tests.contract.pairs import PATHS
 
 
@@ -20,10 +19,10 @@ from tests.contract.pairs import PATHS
 def test_a_transfer_is_measured_and_reported(tmp_path: Path, asked: tuple[str, ...]) -> None:
     """By the paths that are asked for, or by all that the platform has."""
     report = tmp_path / "transfer.json"
-    argv = [sys.executable, "-m", "epd_portable.bench.cli", "transfer"]
+    argv = ["-m", "epd_portable.bench.cli", "transfer"]
     argv += ["--bytes", "64KiB", "--repeat", "3"]
     argv += ["--json", str(report), *(word for path in asked for word in ("--path", path))]
-    result = subprocess.run(argv, capture_output=True, text=True, timeout=180)
+    result = warm.nursery().run(*argv, timeout=180)
     assert result.returncode == 0, result.stderr
     written = json.loads(report.read_text())
     assert written["command"].startswith("epd-bench transfer")
