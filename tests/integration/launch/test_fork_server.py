@@ -144,7 +144,13 @@ def test_without_the_fork_server_processes_go_on_and_start_by_themselves(
     assert run.nothing_left()
 
 
-@pytest.mark.parametrize("module", ["no_such_module", "tests.integration.launch.starts_thread"])
+@pytest.mark.parametrize(
+    "module",
+    [
+        pytest.param("no_such_module", marks=pytest.mark.full),
+        "tests.integration.launch.starts_thread",
+    ],
+)
 def test_what_cannot_be_imported_or_forked_starts_by_itself(
     launch: Callable[..., Run], module: str
 ) -> None:
