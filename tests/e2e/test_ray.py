@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 import tempfile
@@ -20,6 +21,7 @@ import psutil
 import pytest
 import yaml
 
+from epd_portable.config.secret import make_secret_file
 from epd_portable.launch.plan.ports import port_source
 from epd_portable.launch.run.sessions import SHM
 from tests.e2e import asking
@@ -100,9 +102,10 @@ def cluster() -> Iterator[Any]:
         from ray.cluster_utils import Cluster
 
         common = {"object_store_memory": 80 << 20, "include_dashboard": False}
-        made = Cluster(
-            initialize_head=True, head_node_args={"num_cpus": 0, "node_ip_address": HEAD, **common}
-        )
+        client_port = port_source("000000a0")()
+        head = {"num_cpus": 0, "node_ip_address": HEAD, "ray_client_server_port": client_port}
+        made = Cluster(initialize_head=True, head_node_args=head | common)
+        made.client_address = f"ray://{HEAD}:{client_port}"
         try:
             made.workers = {
                 address: made.add_node(num_cpus=4, node_ip_address=address, **common)
@@ -230,6 +233,35 @@ def test_a_topology_on_a_cluster_outlives_a_node_and_a_kill(cluster: Any, tmp_pa
     assert stopped.returncode == 0, stopped.stderr
     assert set(statuses) == {200}
     assert launch("epd-launch status --cluster auto").returncode == 1
+
+
+def test_a_topology_is_started_and_ended_from_a_machine_outside_the_cluster(
+    cluster: Any, tmp_path: Path
+) -> None:
+    port = port_source("000000a3")()
+    secret = tmp_path / "secret"
+    make_secret_file(str(secret))
+    config = ROOT / "configs" / "1e1pd.yaml"
+    there = f"--cluster {cluster.client_address}"
+    up = f"epd-launch up {there} --platform cpu --config {config} --port {port}"
+    # A router that instances may join: no engine is needed.
+    up += f" --set secret_file={secret} --set instances.encode.count=0"
+    up += " --set instances.prefill_decode.count=0"
+    with socket.create_server((HEAD, port)):
+        refused = launch(up)
+    assert refused.returncode == 1
+    assert f"router: router.port {port} on {HEAD} is in use" in refused.stderr
+    started = launch(up)
+    try:
+        assert f"ready: http://{HEAD}:{port}/v1" in started.stdout, started.stderr
+        assert httpx.get(f"http://{HEAD}:{port}/health", trust_env=False).status_code == 503
+        assert ours()
+        again = launch(up)
+        assert again.returncode == 2
+        assert "runs there already (router)" in again.stderr
+    finally:
+        stopped = launch(f"epd-launch stop {there}")
+    assert stopped.stdout == "epd has ended\n"
 
 
 def test_serve_scales_replicas_by_how_full_they_are(cluster: Any, tmp_path: Path) -> None:
