@@ -123,7 +123,6 @@ class RouterSection(Section):
     encode_order: Literal["concurrent", "sequential_fallback", "sequential"] = "concurrent"
     partial_results: bool = False
     elastic_encode: bool = True
-    balance: Literal["off", "dry_run"] = "off"
     choice: ChoiceSection | None = None
     access_log: Annotated[str, Field(min_length=1)] | None = None
     metrics_names: Literal["epd", "llmd"] = "epd"

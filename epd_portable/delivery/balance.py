@@ -137,7 +137,7 @@ class DryRun:
         answer_owed_s = sum(each.owed_s for each in usable) - encode_owed_s
         found = self._balance.decide(now_s, len(encoders), encode_owed_s, answer_owed_s)
         if found.encoders not in (len(encoders), self._said):
-            logger.info(
+            logger.debug(
                 "dry run: %d of %d instances should encode, and %d do: %s",
                 found.encoders,
                 len(usable),

@@ -147,10 +147,8 @@ class Router:
         self.upstream = Upstream({INSTANCE_TOKEN_HEADER: secret.instance_token()})
         self.instances = EndpointPool(caches=self._policy.cache_sizes if self._policy else None)
         self.metrics = Metrics(self.instances, llmd_names=settings.metrics_names == "llmd")
-        self._balance: DryRun | None = None
-        if settings.balance == "dry_run":
-            elastic = settings.local_encode and settings.elastic_encode
-            self._balance = DryRun(self.instances, elastic=elastic)
+        elastic_encode = settings.local_encode and settings.elastic_encode
+        self._dry_run = DryRun(self.instances, elastic=elastic_encode)
         self.requests = RecentRequests([self.metrics, self.metrics.activity, *observers(settings)])
         self._control = ControlChannels(CurveKeys.derive(secret))
         self._store: StoreLookup | None = None
@@ -444,8 +442,7 @@ class Router:
         shortest = min(settings.body_timeout_s, settings.send_timeout_s)
         while True:
             await asyncio.sleep(min(SWEEP_EVERY_S, shortest / 4))
-            if self._balance is not None:
-                self._balance.tick(time.monotonic())
+            self._dry_run.tick(time.monotonic())
             # No client is referred to while this sleeps.
             self._give_up_slow_clients(time.monotonic())
 

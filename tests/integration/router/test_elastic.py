@@ -170,8 +170,8 @@ async def test_work_is_counted_when_it_comes_and_owed_until_it_ends(build: Build
 async def test_a_dry_run_says_how_many_instances_should_encode(
     build: Build, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO, "epd_portable.delivery.balance")
-    t = await started(build, pds=2, balance="dry_run")
+    caplog.set_level(logging.DEBUG, "epd_portable.delivery.balance")
+    t = await started(build, pds=2)
     clients = [asyncio.create_task(t.chat(picture(number))) for number in range(1, 41)]
 
     async def said() -> None:

@@ -64,7 +64,7 @@ def test_who_encodes_all_alone_or_not_at_all_is_no_error(elastic: bool) -> None:
 
 
 def test_a_dry_run_says_what_it_would_do_and_why_once(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "epd_portable.delivery.balance")
+    caplog.set_level(logging.DEBUG, "epd_portable.delivery.balance")
     pool = EndpointPool()
     for name, role in (("e", "encode"), ("a", "prefill-decode"), ("b", "prefill-decode")):
         control = "" if role == "encode" else "tcp://h:1"
