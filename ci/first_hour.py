@@ -24,7 +24,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -81,38 +81,38 @@ class Target:
     seconds: int = 30
 
 
-SMALL: dict[str, Any] = {
-    "sizes": ("small",),
-    "points": ("rate=2,share=0.5,size=112,text=20,output=8", "rate=4,clients=4"),
-    "seconds": 5,
-}
-EAGER = ("engine_args.enforce_eager=true", "engine_args.dtype=bfloat16")
-SIMULATED = (
-    *EAGER,
-    *("engine_args.max_num_batched_tokens=512", "engine_args.skip_mm_profiling=true"),
-    *("transfer.pool_bytes=16MiB", "transfer.lease_s=60", "transfer.wait_timeout_s=120"),
-    "instances.prefill_decode.engine_args.kv_cache_memory_bytes=67108864",
-)
+CUDA = Target(platform="cuda", paths=("ipc", "shm", "tcp"), machine=("nvidia-smi",))
 TARGETS = {
-    "cuda": Target(platform="cuda", paths=("ipc", "shm", "tcp"), machine=("nvidia-smi",)),
-    "npu": Target(
+    "cuda": CUDA,
+    "npu": replace(
+        CUDA,
         platform="npu",
-        paths=("ipc", "shm", "tcp"),
         machine=("npu-smi", "info"),
         whole=("engine_args.gpu_memory_utilization=0.9",),
     ),
 }
+ON_CPU = Target(
+    platform="cpu",
+    paths=("shm", "tcp"),
+    machine=("uname",),
+    sizes=("small",),
+    points=("rate=2,share=0.5,size=112,text=20,output=8", "rate=4,clients=4"),
+    settings=("engine_args.enforce_eager=true", "engine_args.dtype=bfloat16"),
+    whole=(),
+    seconds=5,
+)
 REHEARSALS = {
-    "cuda": Target(
-        **SMALL, platform="cpu", paths=("shm", "tcp"), machine=("uname",), settings=EAGER, whole=()
-    ),
-    "npu": Target(
-        **SMALL,
+    "cuda": ON_CPU,
+    "npu": replace(
+        ON_CPU,
         platform="npu",
         paths=("ipc", "shm"),
-        machine=("uname",),
-        settings=SIMULATED,
-        whole=(),
+        settings=(
+            *ON_CPU.settings,
+            *("engine_args.max_num_batched_tokens=512", "engine_args.skip_mm_profiling=true"),
+            *("transfer.pool_bytes=16MiB", "transfer.lease_s=60", "transfer.wait_timeout_s=120"),
+            "instances.prefill_decode.engine_args.kv_cache_memory_bytes=67108864",
+        ),
     ),
 }
 """With real engines at their smallest: on the CPU, and over the simulated Ascend runtime."""
@@ -125,7 +125,7 @@ class Stage:
     Attributes:
         argv: From the repository's root; ``{out}`` stands for the folder of results.
         limit_s: It is ended after so many seconds.
-        writes: Files with JSON that it leaves in the folder of results, by the name of a figure.
+        writes: A file with JSON that it leaves in the folder of results, named as its figure.
         engine: Needs the engine's wheel, which arrives last.
         compares: The reference is up beside it.
     """
@@ -133,7 +133,7 @@ class Stage:
     name: str
     argv: Sequence[str]
     limit_s: float
-    writes: dict[str, str] = field(default_factory=dict)
+    writes: str = ""
     engine: bool = False
     compares: bool = False
 
@@ -146,75 +146,47 @@ def stages(target: Target) -> list[Stage]:
         tests += ["-m", "not needs_cuda and not needs_npu"]
     else:
         tests += [f"--require-device={name}", "-m", f"needs_{name}"]
-    engines = [*tests, ENGINES, "-k"]
+    bench = [python, "-m", "epd_portable.bench.cli"]
+
+    def told(stage: str, limit_s: float, *argv: str, **more: Any) -> Stage:
+        return Stage(name=stage, argv=argv, limit_s=limit_s, **more)
 
     def resumed(stage: str, *folders: str) -> Stage:
         """Run tests, and on a second try those only that have not passed."""
-        return Stage(
-            name=stage, argv=(*tests, f"--resume={{out}}/{stage}.passed", *folders), limit_s=300
-        )
+        return told(stage, 300, *tests, f"--resume={{out}}/{stage}.passed", *folders)
 
-    def loaded(size: str, title: str, *more: str) -> Stage:
-        bench = [python, "-m", "epd_portable.bench.cli", "load", "--platform", name]
-        config = "configs/1e1pd-one-device.yaml"
-        bench += ["--side", f"split={config}" + "".join(f",{each}" for each in more)]
-        bench += ["--side", ",".join(["whole=replicas:1", *target.whole])]
-        bench += ["--model", f"{{out}}/models/{size}", "--set", "engine_args.load_format=dummy"]
-        bench += [word for each in target.settings for word in ("--set", each)]
-        bench += [word for each in target.points for word in ("--point", each)]
-        bench += ["--seconds", str(target.seconds), "--rounds", "1"]
-        file = f"load-{size}-{title}.json"
-        return Stage(
-            name=f"load {size} {title}",
-            argv=(*bench, "--json", f"{{out}}/{file}"),
-            limit_s=540,
-            writes={"load": file},
-            engine=True,
-        )
+    def engines(stage: str, which: str) -> Stage:
+        passed = f"--resume={{out}}/{stage.replace(' ', '-')}.passed"
+        return told(stage, 540, *tests, passed, ENGINES, "-k", which, engine=True, compares=True)
 
-    transfers = [python, "-m", "epd_portable.bench.cli", "transfer", "--platform", name]
-    transfers += [word for path in target.paths for word in ("--path", path)]
-    usual, *others = target.paths
+    def loaded(size: str, path: str, *more: str) -> Stage:
+        split = ",".join(["split=configs/1e1pd-one-device.yaml", *more])
+        argv = [*bench, "load", "--platform", name, "--model", f"{{out}}/models/{size}"]
+        argv += ["--side", split, "--side", ",".join(["whole=replicas:1", *target.whole])]
+        for each in ("engine_args.load_format=dummy", *target.settings):
+            argv += ["--set", each]
+        for each in target.points:
+            argv += ["--point", each]
+        argv += ["--seconds", str(target.seconds), "--rounds", "1"]
+        file = f"load-{size}-{path}.json"
+        argv += ["--json", f"{{out}}/{file}"]
+        return told(f"load {size} {path}", 540, *argv, writes=file, engine=True)
+
+    transfer = [*bench, "transfer", "--platform", name, "--repeat", "20"]
+    transfer += [word for path in target.paths for word in ("--path", path)]
+    usual, other, *_ = target.paths
     found = [
-        Stage(name="machine", argv=target.machine, limit_s=30),
-        Stage(name="probe", argv=(python, "-m", "tests.first_hour.probe", name), limit_s=150),
-        Stage(
-            name="check",
-            argv=(python, "-m", "epd_portable.launch.cli", "check", "--platform", name),
-            limit_s=60,
-        ),
+        told("machine", 30, *target.machine),
+        told("probe", 150, python, "-m", "tests.first_hour.probe", name),
+        told("check", 60, python, "-m", "epd_portable.launch.cli", "check", "--platform", name),
         resumed("devices", "tests/devices", "tests/cuda"),
         resumed("contract", "tests/contract/test_transport.py"),
-        Stage(
-            name="transfer",
-            argv=(*transfers, "--repeat", "20", "--json", "{out}/transfer.json"),
-            limit_s=150,
-            writes={"transfer": "transfer.json"},
-        ),
-        Stage(
-            name="shapes",
-            argv=(python, "-m", "ci.true_shapes", "{out}/models", *target.sizes),
-            limit_s=60,
-        ),
-        *(
-            Stage(
-                name=f"equal {path}",
-                argv=(*engines, f"{name}-{path}-usual"),
-                limit_s=540,
-                engine=True,
-                compares=True,
-            )
-            for path in target.paths
-        ),
+        told("transfer", 150, *transfer, "--json", "{out}/transfer.json", writes="transfer.json"),
+        told("shapes", 60, python, "-m", "ci.true_shapes", "{out}/models", *target.sizes),
+        *(engines(f"equal {path}", f"{name}-{path}-usual") for path in target.paths),
         *(loaded(size, usual) for size in target.sizes),
-        *(loaded(target.sizes[0], path, f"transfer.path={path}") for path in others[:1]),
-        Stage(
-            name="modes",
-            argv=(*engines, "not usual"),
-            limit_s=540,
-            engine=True,
-            compares=True,
-        ),
+        loaded(target.sizes[0], other, f"transfer.path={other}"),
+        engines("modes", "not usual"),
     ]
     # No device is there to ask, and no test of one to run.
     absent = ("probe", "devices", "modes") if name == "cpu" else ()
@@ -251,17 +223,15 @@ class Hour:
         end_s = time.monotonic() + total_s
         try:
             for stage in self.due:
-                left_s = end_s - time.monotonic()
-                missing = carry.missing(self._out / PIECES)
-                if missing and stage.engine:
-                    print(f"{stage.name}: waits for {missing}", flush=True)
-                    break
-                if left_s <= 0:
-                    print(f"{stage.name}: no time left", flush=True)
+                missing = stage.engine and carry.missing(self._out / PIECES)
+                limit_s = min(stage.limit_s, end_s - time.monotonic())
+                if missing or limit_s <= 0:
+                    why = f"waits for {missing}" if missing else "no time left"
+                    print(f"{stage.name}: {why}", flush=True)
                     break
                 self._compare_with(stage.compares)
-                print(f"{stage.name}: at most {min(stage.limit_s, left_s):.0f} s", flush=True)
-                ended = self._run(stage, min(stage.limit_s, left_s))
+                print(f"{stage.name}: at most {limit_s:.0f} s", flush=True)
+                ended = self._run(stage, limit_s)
                 self._keep({**self.told, stage.name: ended})
                 how = "was ended" if ended["status"] is None else f"status {ended['status']}"
                 print(f"{stage.name}: {how} after {ended['seconds']:g} s", flush=True)
@@ -343,16 +313,16 @@ class Hour:
 
 
 def figures(stage: Stage, lines: Sequence[str], out: Path) -> dict[str, Any]:
-    """Return what a stage measured: lines that begin with `MARK`, and the files that it wrote."""
+    """Return what a stage measured: lines that begin with `MARK`, and the file that it wrote."""
     found: dict[str, Any] = {}
     for line in lines:
         if line.startswith(MARK):
             with contextlib.suppress(ValueError):  # It was ended in the middle of a line.
                 told = json.loads(line)
                 found[told["figure"]] = told["value"]
-    for name, file in stage.writes.items():
+    if stage.writes:
         with contextlib.suppress(OSError, ValueError):
-            found[name] = json.loads((out / file).read_text("utf-8"))
+            found[stage.writes] = json.loads((out / stage.writes).read_text("utf-8"))
     return found
 
 
@@ -380,20 +350,6 @@ def _started_by(token: str) -> list[int]:
     return found
 
 
-def follow(out: Path, *, from_byte: int, call_s: float) -> bool:
-    """Pass on what the background says until it ends; return whether it has within the time."""
-    end_s = time.monotonic() + call_s
-    with (out / PROGRESS).open("rb") as log, (out / LOCK).open("wb") as lock:
-        log.seek(from_byte)
-        while True:
-            ended = _locked(lock)
-            sys.stdout.write(log.read().decode("utf-8", "replace"))
-            sys.stdout.flush()
-            if ended or time.monotonic() > end_s:
-                return ended
-            time.sleep(0.5)
-
-
 def _locked(file: Any) -> bool:
     """Take the lock of a folder, which the background holds; return whether it was free."""
     with contextlib.suppress(BlockingIOError):
@@ -416,26 +372,27 @@ def table(hour: Hour) -> str:
 
 
 def begin(options: argparse.Namespace, hour: Hour) -> int:
-    """Start the background if it does not run, and wait for it as long as a call may last."""
-    pieces = options.out / PIECES
+    """Start the background if it does not run, and pass on what it says while a call may last."""
+    pieces, end_s = options.out / PIECES, time.monotonic() + options.call_s
     if options.take:
         carry.take(options.take, pieces)
         carry.install(pieces, options.out / "site")
-    progress = options.out / PROGRESS
-    with progress.open("ab") as log, (options.out / LOCK).open("wb") as lock:
+    with (options.out / PROGRESS).open("ab") as log, (options.out / LOCK).open("wb") as lock:
         place = log.tell()
         if _locked(lock):
             # The child keeps the lock: it belongs to the open file.
+            argv = [sys.executable, "-m", "ci.first_hour", *sys.argv[1:], "--background"]
             subprocess.Popen(
-                [sys.executable, "-m", "ci.first_hour", *sys.argv[1:], "--background"],
-                cwd=ROOT,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-                pass_fds=[lock.fileno()],
-            )
-    ended = follow(options.out, from_byte=place, call_s=options.call_s)
+                argv, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+                start_new_session=True, pass_fds=[lock.fileno()],
+            )  # fmt: skip
+    with (options.out / PROGRESS).open("rb") as log, (options.out / LOCK).open("wb") as lock:
+        log.seek(place)
+        while not (ended := _locked(lock)) and time.monotonic() < end_s:
+            time.sleep(0.5)
+            sys.stdout.write(log.read().decode("utf-8", "replace"))
+            sys.stdout.flush()
+        sys.stdout.write(log.read().decode("utf-8", "replace"))
     if ended and not carry.missing(pieces):
         print(table(hour), flush=True)
         return 1 if hour.due else 0

@@ -11,7 +11,6 @@ import json
 import shutil
 import sys
 from pathlib import Path
-from typing import Any
 
 DEMO = Path(__file__).resolve().parent.parent / "epd_portable" / "demo" / "model"
 COPIED = ("tokenizer_config.json", "chat_template.jinja", "generation_config.json")
@@ -19,53 +18,33 @@ MAX_PIXELS = 12_845_056
 """Of Qwen2.5-VL: a picture of 1008 × 1008 pixels keeps them, and is 1296 tokens."""
 
 # Configuration files of Qwen/Qwen2.5-VL-3B-Instruct and -7B-Instruct.
-_TOWER = {
+TOWER = {
     "depth": 32,
     "hidden_size": 1280,
     "intermediate_size": 3420,
     "num_heads": 16,
     "fullatt_block_indexes": [7, 15, 23, 31],
 }
-_TEXT = {
+TEXT = {
     "max_position_embeddings": 128000,
     "rope_theta": 1000000.0,
     "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]},
 }
-SHAPES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "3b": (
-        _TOWER,
-        {
-            **_TEXT,
-            "hidden_size": 2048,
-            "intermediate_size": 11008,
-            "num_hidden_layers": 36,
-            "num_attention_heads": 16,
-            "num_key_value_heads": 2,
-            "vocab_size": 151936,
-            "tie_word_embeddings": True,
-        },
-    ),
-    "7b": (
-        _TOWER,
-        {
-            **_TEXT,
-            "hidden_size": 3584,
-            "intermediate_size": 18944,
-            "num_hidden_layers": 28,
-            "num_attention_heads": 28,
-            "num_key_value_heads": 4,
-            "vocab_size": 152064,
-            "tie_word_embeddings": False,
-        },
-    ),
-    "small": ({}, {}),
+SIZES = (
+    *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+    *("num_key_value_heads", "vocab_size", "tie_word_embeddings"),
+)
+LANGUAGE = {
+    "3b": (2048, 11008, 36, 16, 2, 151936, True),
+    "7b": (3584, 18944, 28, 28, 4, 152064, False),
 }
-"""What differs from the demo model, of the tower and of the language model."""
+"""`SIZES` of the language models; any other name has those of the demo model."""
 
 
 def write(folder: Path, size: str) -> None:
     """Write the files of one model."""
-    tower, text = SHAPES[size]
+    sizes = LANGUAGE.get(size)
+    tower, text = (TOWER, TEXT | dict(zip(SIZES, sizes, strict=True))) if sizes else ({}, {})
     folder.mkdir(parents=True, exist_ok=True)
     config, pictures, tokenizer = (
         json.loads((DEMO / f"{name}.json").read_text("utf-8"))
