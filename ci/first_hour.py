@@ -151,13 +151,13 @@ def stages(target: Target) -> list[Stage]:
     def told(stage: str, limit_s: float, *argv: str, **more: Any) -> Stage:
         return Stage(name=stage, argv=argv, limit_s=limit_s, **more)
 
-    def resumed(stage: str, *folders: str) -> Stage:
+    def tested(stage: str, limit_s: float, *which: str, **more: Any) -> Stage:
         """Run tests, and on a second try those only that have not passed."""
-        return told(stage, 300, *tests, f"--resume={{out}}/{stage}.passed", *folders)
+        passed = f"--resume={{out}}/{stage.replace(' ', '-')}.passed"
+        return told(stage, limit_s, *tests, passed, *which, **more)
 
     def engines(stage: str, which: str) -> Stage:
-        passed = f"--resume={{out}}/{stage.replace(' ', '-')}.passed"
-        return told(stage, 540, *tests, passed, ENGINES, "-k", which, engine=True, compares=True)
+        return tested(stage, 540, ENGINES, "-k", which, engine=True, compares=True)
 
     def loaded(size: str, path: str, *more: str) -> Stage:
         split = ",".join(["split=configs/1e1pd-one-device.yaml", *more])
@@ -179,8 +179,8 @@ def stages(target: Target) -> list[Stage]:
         told("machine", 30, *target.machine),
         told("probe", 150, python, "-m", "tests.first_hour.probe", name),
         told("check", 60, python, "-m", "epd_portable.launch.cli", "check", "--platform", name),
-        resumed("devices", "tests/devices", "tests/cuda"),
-        resumed("contract", "tests/contract/test_transport.py"),
+        tested("devices", 300, "tests/devices", "tests/cuda"),
+        tested("contract", 300, "tests/contract/test_transport.py"),
         told("transfer", 150, *transfer, "--json", "{out}/transfer.json", writes="transfer.json"),
         told("shapes", 60, python, "-m", "ci.true_shapes", "{out}/models", *target.sizes),
         *(engines(f"equal {path}", f"{name}-{path}-usual") for path in target.paths),
