@@ -191,8 +191,7 @@ class Instance:
         self.control: str = settings.control
         self.registered = registered
         self.load = 0
-        self.computes_for = 0
-        self.tokens = 0
+        self.computes_for = self.tokens = 0
         self.cached: CacheEstimate = owner.caches.new_estimate()
         self.answers = AnswerLoad(owner.work, settings.role, owner.clock)
         self.answered_at = 0.0
@@ -221,9 +220,8 @@ class Instance:
         self._down.set()
         self._pending_encode_ms = 0
         self._report: LoadReport | None = None
-        self._load_at_report = 0
+        self._load_at_report = self._missed_probes = 0
         self._heard_at = self._missed_at = 0.0
-        self._missed_probes = 0
         self._ejection: asyncio.TimerHandle | None = None
         self._shown: tuple[object, ...] = ()
 

@@ -25,7 +25,7 @@ _WITHIN_A_NODE = frozenset({"auto", "ipc", "shm"})
 """Transfer paths for which an encode instance is put beside a prefill+decode instance."""
 _OF_A_KIND = 0.001
 """Of a node's resource that only says of what kind its devices are."""
-FOLDER = "/EPD_FOLDER"
+FOLDER = "/epd-folder"
 """Stands for the folder that a launcher's files are written to."""
 _DRAIN_MARGIN_S = 30.0
 """What a launcher takes at a stop beside the graces of its file."""
