@@ -5,13 +5,11 @@ Both are on one device, and keep themselves to a part of it.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from epd_portable.platforms.traits import TRAITS
 from tests.e2e.asking import ask, ask_all, assert_equal, picture
 from tests.e2e.cases import ASK
 from tests.e2e.conftest import Pair
@@ -39,7 +37,6 @@ def pair(tmp_path_factory: pytest.TempPathFactory, reference_url: str) -> Iterat
         "instances.prefill_decode.devices=[0]",
         "instances.encode.share=30",
         "instances.prefill_decode.share=70",
-        "instances.encode.engine_args.max_num_batched_tokens=4096",
         f'instances.encode.env.ASCEND_SIM_OP_US="{OPERATOR_US}"',
     ]
     with simulated(folder, settings) as split:
@@ -62,19 +59,6 @@ def test_encode_jobs_are_answered_behind_the_computation_and_in_its_order(pair: 
         assert ended_s - begun_s > 20 * OPERATOR_US / 1e6, "that is the time to queue it"
     for write in pair.split.events("transfer.written"):
         assert write["write_s"] < min(e - b for b, e in zip(begun, ended, strict=True))
-
-
-def test_first_outputs_of_a_burst_leave_before_the_last_are_computed(pair: Pair) -> None:
-    """A step of this instance could compute all of them."""
-    begin_s = time.monotonic()
-    side, embeds = 448, 256
-    ask_all(pair.split.url, [[picture(seed, side), ASK] for seed in range(90, 102)])
-    steps = [event["items"] for event in pair.split.events("encode.begin", since_s=begin_s)]
-    assert sum(map(len, steps)) == 12
-    assert max(map(len, steps)) <= TRAITS["npu"].encode_together_embeds // embeds
-    written = pair.split.events("transfer.written", since_s=begin_s)
-    ended = pair.split.events("encode.end", since_s=begin_s)
-    assert written[0]["t_s"] < ended[-1]["t_s"]
 
 
 @pytest.mark.parametrize(
