@@ -89,13 +89,14 @@ def test_it_answers_as_one_process_does(front: Split, reference_url: str, count:
 def test_two_engines_encode_a_video_of_which_both_parts_are_kept(
     front: Split, reference_url: str
 ) -> None:
-    content = [picture(80), frames(80, 16), ASK]
+    # The picture comes last: of what is left for two engines with one item each either may get it.
+    content = [frames(80, 16), picture(80), ASK]
     ours, theirs = ask(front.url, content), ask(reference_url, content)
     assert_equal(ours, theirs, tolerance=TOLERANCE)
     assert ours.sources == ["transfer"] * 3
-    parts = [each["mm_hash"].rpartition("#")[2] for each in ours.items[1:]]
+    parts = [each["mm_hash"].rpartition("#")[2] for each in ours.items[:2]]
     assert parts == ["0-4", "4-8"]
-    assert len({each["encoder"] for each in ours.items[1:]}) == 2
+    assert len({each["encoder"] for each in ours.items[:2]}) == 2
     again = ask(front.url, [text("Look: "), *content])
     assert again.sources == ["encoder_cache"] * 3
     assert_equal(again, ask(reference_url, [text("Look: "), *content]), tolerance=TOLERANCE)
