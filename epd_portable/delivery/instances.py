@@ -170,7 +170,7 @@ class Instance:
     Attributes:
         labels: Of the settings, and its role as ``llm-d.ai/role``.
         registered: It came while the router ran, and is forgotten when it stays away.
-        answered_at: When it has answered a request last; 0 for never.
+        answered_at: When it has answered a request last; minus infinity for never.
         is_warmed_up: Whether clients' requests may be sent to this life of it.
         suspected: A request failed, and it has answered nothing since.
         ejected: Requests failed in a row.
@@ -194,7 +194,7 @@ class Instance:
         self.computes_for = self.tokens = 0
         self.cached: CacheEstimate = owner.caches.new_estimate()
         self.answers = AnswerLoad(owner.work, settings.role, owner.clock)
-        self.answered_at = 0.0
+        self.answered_at = float("-inf")
         self.healthy = False
         self.is_warmed_up = not warm_up
         self.suspected = False

@@ -12,6 +12,7 @@ import contextlib
 import copy
 import logging
 import time
+from collections import defaultdict
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from http import HTTPStatus
@@ -46,7 +47,7 @@ from epd_portable.vllm_plugin.front_engines import Engines, EngineSettings, Fron
 from epd_portable.vllm_plugin.front_metrics import FrontMetrics
 from epd_portable.vllm_plugin.metadata import ItemMetadata
 from epd_portable.vllm_plugin.params_bridge import FIELD
-from epd_portable.vllm_plugin.video_parts import VideoParts, is_part
+from epd_portable.vllm_plugin.video_parts import VideoParts, video_of
 from epd_portable.wire.outcomes import FailureKind
 from epd_portable.wire.params import (
     EncodeParams,
@@ -292,7 +293,7 @@ class SplitClient(AsyncMPClient):
     def _choose_encoder(self, item_uuid: str, exclude: Collection[str]) -> Instance | None:
         full = [each.name for each in self.engines.by_name.values() if each.is_full]
         # Parts of a video are to be encoded at the same time.
-        bound = 1.0 if is_part(item_uuid) else LOAD_BOUND
+        bound = 1.0 if video_of(item_uuid) else LOAD_BOUND
         return self._pool.choose_encoder(item_uuid, [*exclude, *full], bound=bound)
 
     async def _serve(self, one: OpenRequest, engine: FrontEngine) -> None:
@@ -382,10 +383,24 @@ class SplitClient(AsyncMPClient):
         items: dict[str, FrontItem] = {}
         for feature in core.mm_features or ():
             items.setdefault(feature.identifier, FrontItem(feature))
+        having: defaultdict[str, list[str]] = defaultdict(list)
+
+        def choose(item: FrontItem, exclude: Collection[str]) -> Instance | None:
+            chosen = self._choose_encoder(item.item_uuid, exclude)
+            if chosen is None or (video := video_of(item.item_uuid)) is None:
+                return chosen
+            if chosen.name in having[video]:
+                # Among equals one that has no part of this video yet.
+                other = self._choose_encoder(item.item_uuid, [*exclude, *having[video]])
+                if other is not None and other.load <= chosen.load:
+                    chosen = other
+            having[video].append(chosen.name)
+            return chosen
+
         ways = assign_items(
             [*items.values()],
             pd if len(self.settings.sockets) == 1 else _Shared(pd.pending_encode_s),
-            lambda item, exclude: self._choose_encoder(item.item_uuid, exclude),
+            choose,
             self._times,
             left_here=one.here,
             elastic_threshold=BUSY_THRESHOLD if self.settings.elastic_encode else None,

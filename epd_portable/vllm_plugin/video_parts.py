@@ -101,9 +101,10 @@ class VideoParts:
         return parts
 
 
-def is_part(identifier: str) -> bool:
-    """Tell whether an item is a part of a video."""
-    return _NAME.fullmatch(identifier) is not None
+def video_of(identifier: str) -> str | None:
+    """Return the identifier of the video that an item is a part of."""
+    name = _NAME.fullmatch(identifier)
+    return name and name["video"]
 
 
 def place_by_whole_videos(model: Any) -> None:

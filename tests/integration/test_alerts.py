@@ -40,6 +40,7 @@ WELL = {
     'epd_router_encode_jobs_total{encoder="encode-0", end="encoded"}': "+60",
     'epd_router_encode_jobs_total{encoder="encode-0", end="full"}': "+6",
     'epd_router_encode_jobs_total{encoder="encode-0", end="lost"}': "+1",
+    'epd_router_work_seconds_total{role="encode", modality="image", size="512"}': "+30",
     'epd_pd_fallbacks_total{reason="lease"}': "2",
     'epd_pd_transfers_failed_total{cause="timeout"}': "2",
     'epd_encode_write_failures_total{path="shm"}': "0",
@@ -80,6 +81,10 @@ ILL: dict[str, tuple[dict[str, str | None], int]] = {
     "EpdEncodeJobsFail": (
         {'epd_router_encode_jobs_total{encoder="encode-0", end="lost"}': "+10"},
         17,
+    ),
+    "EpdEncodersTooFew": (
+        {'epd_router_work_seconds_total{role="encode", modality="image", size="512"}': "+180"},
+        27,
     ),
     "EpdEncodersFull": (
         {'epd_router_encode_jobs_total{encoder="encode-0", end="full"}': "+30"},

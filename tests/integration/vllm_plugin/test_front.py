@@ -244,6 +244,19 @@ def test_a_part_that_is_lost_is_asked_of_another_encoder_alone_and_then_encoded_
     run(story, "e-0", "e-1", "pd-0", max_queued_items=9)
 
 
+@pytest.mark.parametrize("picture", ["a", "b", "c", "d", "e", "f"])
+def test_parts_meet_at_no_encoder_while_another_has_as_little_to_do(run: Any, picture: str) -> None:
+    async def story(front: Front) -> None:
+        await front.ask(picture, "B")
+        found = [
+            {each.mm_features[0].identifier for each in front.jobs(name)} - {picture}
+            for name in ("e-0", "e-1")
+        ]
+        assert sorted(map(sorted, found)) == [["B#0-1"], ["B#1-2"]]
+
+    run(story, "e-0", "e-1", "pd-0", max_queued_items=9)
+
+
 def test_without_a_second_encoder_a_video_is_whole(run: Any) -> None:
     async def story(front: Front) -> None:
         await front.ask("C")

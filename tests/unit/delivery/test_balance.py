@@ -64,7 +64,8 @@ def test_who_encodes_all_alone_or_not_at_all_is_no_error(elastic: bool) -> None:
 
 
 def test_a_dry_run_says_what_it_would_do_and_why_once(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.DEBUG, "epd_portable.delivery.balance")
+    logger = "epd_portable.delivery.balance"
+    caplog.set_level(logging.DEBUG, logger)
     pool = EndpointPool()
     for name, role in (("e", "encode"), ("a", "prefill-decode"), ("b", "prefill-decode")):
         control = "" if role == "encode" else "tcp://h:1"
@@ -76,7 +77,7 @@ def test_a_dry_run_says_what_it_would_do_and_why_once(caplog: pytest.LogCaptureF
         pool.work.came_s["prefill-decode", "text", 9] += 1.0
         for part_s in (0.0, 0.5):
             dry_run.tick(second + part_s)
-    said = [record.getMessage() for record in caplog.records]
+    said = [record.getMessage() for record in caplog.records if record.name == logger]
     assert len(said) == 1, said
     assert said[0].startswith("dry run: 2 of 3 instances should encode, and 1 do: encode 9.6 s")
     for second in range(6, 20):
