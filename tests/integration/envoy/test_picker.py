@@ -37,6 +37,9 @@ from tests.keyring import secret, secret_file
 
 FULL_DUPLEX = "FULL_DUPLEX_STREAMED"
 
+# When the last of its servers is collected gRPC waits for calls, maybe for ever: none is the last.
+grpc.aio.init_grpc_aio()
+
 
 def fronted(t: Topology) -> Fronted:
     assert isinstance(t.router, Fronted)

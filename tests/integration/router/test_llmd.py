@@ -35,6 +35,9 @@ PAGE = (Path(__file__).parents[3] / "docs/llm-d.md").read_text()
 TOPOLOGY, SAMPLE, PICKER, ENVOY = re.findall(r"^```yaml\n(.*?)^```", PAGE, re.S | re.M)
 MOST_BYTES = 1 << 20
 
+# When the last of its servers is collected gRPC waits for calls, maybe for ever: none is the last.
+grpc.aio.init_grpc_aio()
+
 
 def endpoints(path: Path) -> dict[str, dict[str, Any]]:
     """Return a file's endpoints by name, held against the rules of llm-d's format."""
