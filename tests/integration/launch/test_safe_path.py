@@ -107,7 +107,7 @@ def test_the_guard_imports_none(here: Path) -> None:
     [
         ("-m", "epd_portable.launch.cli", "--version"),
         ("-um", "epd_portable.bench.cli", "--help"),
-        ("-P", "-m", "epd_portable.launch.cli", "--version"),
+        pytest.param(("-P", "-m", "epd_portable.launch.cli", "--version"), marks=pytest.mark.full),
     ],
 )
 def test_the_commands_import_none_when_they_are_run_by_module(

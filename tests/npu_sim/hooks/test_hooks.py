@@ -57,7 +57,9 @@ def run(pair: Pair, code: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.fixture(
-    scope="module", params=[OLDEST, NEWEST], ids=lambda pair: f"vllm-ascend {pair.ascend}"
+    scope="module",
+    params=[pytest.param(OLDEST, marks=pytest.mark.full), NEWEST],
+    ids=lambda pair: f"vllm-ascend {pair.ascend}",
 )
 def pair(request: pytest.FixtureRequest) -> Pair:
     chosen: Pair = request.param
