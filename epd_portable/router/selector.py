@@ -27,6 +27,7 @@ from epd_portable.router.fleet.engine_loads import EngineLoads
 logger = logging.getLogger(__name__)
 
 SESSION_HEADER = "x-session-id"
+_BY_DEFAULT = ItemTokens()
 
 
 class Selection:
@@ -101,7 +102,7 @@ class Selection:
             Tokens of the prompt that it most likely has to compute; 0 of a body that is not read.
         """
         nbytes = sum(len(piece) for message in prompt_pieces(self.call) for piece in message)
-        return nbytes // BYTES_A_TOKEN + sum(map(ItemTokens().of, self.call.items))
+        return nbytes // BYTES_A_TOKEN + sum(map(_BY_DEFAULT.of, self.call.items))
 
     def note_encode_job(self, item: MediaItem, encoder: Instance) -> None:
         """Note that an encode instance is asked for an item."""

@@ -133,7 +133,6 @@ class Together:
     """
 
     def __init__(self, seen: Sequence[Seen]) -> None:
-        self._seen = seen
         self.all = [
             SimpleNamespace(
                 name=each["name"],
@@ -142,7 +141,7 @@ class Together:
                 load=each["in_flight"],
                 owed_s=sum(owed_s) / len(seen),
             )
-            for each, *owed_s in zip(self.shown(), *(one.owed_s for one in seen), strict=True)
+            for each, *owed_s in zip(_shown(seen), *(one.owed_s for one in seen), strict=True)
         ]
         came_s: defaultdict[tuple[Role, str, int], float] = defaultdict(float)
         for one in seen:
@@ -150,9 +149,10 @@ class Together:
                 came_s[kind] += seconds / len(seen)
         self.work = SimpleNamespace(came_s=came_s)
 
-    def shown(self) -> list[dict[str, Any]]:
-        """Return each engine as the server sees it for which it is least there."""
-        return [_worst(same) for same in zip(*(one.instances for one in self._seen), strict=True)]
+
+def _shown(seen: Sequence[Seen]) -> list[dict[str, Any]]:
+    """Return each engine as the server sees it for which it is least there."""
+    return [_worst(same) for same in zip(*(one.instances for one in seen), strict=True)]
 
 
 def _worst(same: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -234,19 +234,20 @@ class Engines:
         Raises:
             OSError: A server is not there.
         """
-        return (await self._ask_all(verb, name)).shown()
+        return _shown(await self._ask_all(verb, name))
 
     async def page(self) -> bytes:
         """Return the metrics of all API servers in Prometheus' format; there are several."""
         registry = CollectorRegistry()
         MultiProcessCollector(registry)  # type: ignore[no-untyped-call]
-        registry.register(InstanceCollector(cast(Any, await self._ask_all()), "epd_front"))
+        together = Together(await self._ask_all())
+        registry.register(InstanceCollector(cast(Any, together), "epd_front"))
         return generate_latest(registry)
 
-    async def _ask_all(self, verb: str = "", name: str = "") -> Together:
+    async def _ask_all(self, verb: str = "", name: str = "") -> list[Seen]:
         asked = f"{verb} {name}\n".encode()
         others = await asyncio.gather(*(_ask(each, asked) for each in self._peers))
-        return Together([self._act(verb, name), *others])
+        return [self._act(verb, name), *others]
 
     def _act(self, verb: str, name: str) -> Seen:
         instance = self.pool.get(name)

@@ -8,11 +8,11 @@ from types import MappingProxyType
 
 from epd_portable.config.load import or_shipped
 from epd_portable.config.problems import read_text
-from epd_portable.config.roles import ROLES, Role, group_of
+from epd_portable.config.roles import ROLES, Role
 from epd_portable.config.schema import Topology
 from epd_portable.launch.plan.ports import FIRST_PORT
 from epd_portable.launch.plan.processes import Plan
-from epd_portable.launch.plan.request import PlanRequest
+from epd_portable.launch.plan.request import PlanRequest, counts_of
 
 ELSEWHERE = "192.0.2.1"
 """Stands for the address of a node, which is not known before it is chosen."""
@@ -118,12 +118,6 @@ def spread(topology: Topology) -> Iterator[tuple[str, tuple[str, ...]]]:
         parts += [(f"{role}-{number}", {role: 1}) for number in range(paired, counts[role])]
     for name, part in parts:
         yield name, (f"launch.name={name}", *counts_of(part))
-
-
-def counts_of(part: Mapping[Role, int]) -> Iterator[str]:
-    """Yield ``--set`` of how many instances of each role there are."""
-    for role in ROLES:
-        yield f"instances.{group_of(role)}.count={part.get(role, 0)}"
 
 
 def most_owed_s(role: Role) -> float:

@@ -533,8 +533,7 @@ def _router(
     module = "epd_portable.router.picker" if router.envoy else "epd_portable.router"
     gateway = []
     if router.gateway_networks:
-        host = f"[{router.host}]" if ":" in router.host else router.host
-        gateway = ["--listen", f"{host}:{PICKER_PORT}"]
+        gateway = ["--listen", f"{_in_address(router.host)}:{PICKER_PORT}"]
         for network in router.gateway_networks:
             gateway += ["--gateway-network", network]
     return ProcessSpec(
@@ -581,5 +580,9 @@ def _public_url(topology: Topology) -> str:
 def _base_url(host: str, port: int, *, tls: bool = False) -> str:
     """Return an address that a client on this machine can use."""
     reachable = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-    where = f"[{reachable}]" if ":" in reachable else reachable
-    return f"{'https' if tls else 'http'}://{where}:{port}"
+    return f"{'https' if tls else 'http'}://{_in_address(reachable)}:{port}"
+
+
+def _in_address(host: str) -> str:
+    """Return a host as it stands before a port."""
+    return f"[{host}]" if ":" in host else host

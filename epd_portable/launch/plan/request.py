@@ -83,8 +83,7 @@ class PlanRequest:
 
     def for_role(self, role: Role) -> PlanRequest:
         """Return the request for one instance of a role, whatever the file's counts."""
-        counts = (f"instances.{group_of(one)}.count={int(one == role)}" for one in ROLES)
-        return replace(self, role=role, overrides=(*self.overrides, *counts))
+        return replace(self.with_settings(*counts_of({role: 1})), role=role)
 
     def with_settings(self, *settings: str) -> PlanRequest:
         """Return the request with more of what is laid over its file."""
@@ -197,6 +196,12 @@ class PlanRequest:
         except ConfigError as error:
             name = self.traits.name
             raise located(error, self.config, name, overrides=self.overrides) from error
+
+
+def counts_of(part: Mapping[Role, int]) -> Iterator[str]:
+    """Yield ``--set`` of how many instances of each role there are."""
+    for role in ROLES:
+        yield f"instances.{group_of(role)}.count={part.get(role, 0)}"
 
 
 def refusals(topology: Topology, plan: Plan, clash: str) -> list[EPDError]:

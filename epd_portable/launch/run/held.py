@@ -71,11 +71,6 @@ class HeldLauncher:
         self._guard.watch(self._process.pid)
         threading.Thread(target=self._read, daemon=True).start()
 
-    @property
-    def is_ready(self) -> bool:
-        """Whether it has been ready and has not ended."""
-        return self._ready.is_set() and not self._ended.is_set()
-
     def wait_ready(self) -> None:
         """Wait until it is ready.
 
