@@ -50,6 +50,7 @@ REMOVED: Mapping[str, str] = MappingProxyType(
         "router.unknown_fields": "fields that the router does not know go to the engine",
         "router.unknown_media": "what an instance cannot decode is refused with 400",
         "router.workers": "use router.envoy, or several routers behind a balancer (docs/deploy.md)",
+        "store.layout": "only instances of this package read entries",
         "store.queue_bytes": "it is 256 MiB",
         "transfer.kv_connector": "each platform has one, which epd-launch plan names",
     }

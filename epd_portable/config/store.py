@@ -11,7 +11,7 @@ from epd_portable.config.quantities import Seconds, Section, Size
 from epd_portable.config.secret import read_private_file
 
 SCHEMES = ("redis", "rediss")
-_OF_ONE_KIND = {"redis": ("url", "password_file", "tls_ca_file"), "file": ("path", "layout")}
+_OF_ONE_KIND = {"redis": ("url", "password_file", "tls_ca_file"), "file": ("path",)}
 """Keys that the other kind has no use for."""
 
 
@@ -40,7 +40,6 @@ class StoreSection(Section):
     password_file: Annotated[str, Field(min_length=1)] | None = None
     tls_ca_file: Annotated[str, Field(min_length=1)] | None = None
     path: Annotated[str, Field(min_length=1)] | None = None
-    layout: Literal["epd", "vllm"] = "epd"
     max_bytes: Annotated[Size, Field(ge=1 << 20)] = 8 << 30
     ttl_s: Seconds = 86400.0
     timeout_ms: Annotated[float, Field(ge=1, le=60_000)] = 500.0
@@ -52,10 +51,8 @@ class StoreSection(Section):
             raise ValueError(f"kind is {self.kind}, and {needed} is missing")
         for kind, keys in _OF_ONE_KIND.items():
             vain = [key for key in keys if key in self.model_fields_set and kind != self.kind]
-            if vain and any(getattr(self, key) is not None for key in vain if key != "layout"):
+            if vain and any(getattr(self, key) is not None for key in vain):
                 raise ValueError(f"kind is {self.kind}, and {', '.join(vain)} belongs to {kind}")
-        if self.kind == "redis" and self.layout == "vllm":
-            raise ValueError("layout vllm is of kind file: vLLM's example knows folders only")
         return self
 
     @property

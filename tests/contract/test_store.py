@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import multiprocessing
 import os
 import secrets
@@ -484,21 +483,12 @@ def test_links_devices_and_pipes_are_not_opened(tmp_path: Path) -> None:
         loaded(store, "cat")
 
 
-def planted(path: Path, text: str) -> None:
-    """Write a safetensors file as others could, older than every entry."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(len(text).to_bytes(8, "little") + text.encode())
-    os.utime(path, (1, 1))
-
-
-@pytest.mark.parametrize(
-    "head", ['{"mm_hash": 5}', "{}", "[", '{"mm_hash": "../x"}', "[" * 60000], ids=range(5)
-)
-def test_what_others_plant_keeps_no_room_from_being_made(tmp_path: Path, head: str) -> None:
-    store = of_files(tmp_path, layout="vllm", max_bytes=MiB)
+def test_what_others_plant_keeps_no_room_from_being_made(tmp_path: Path) -> None:
+    store = of_files(tmp_path, max_bytes=MiB)
     store.save_caches([entry("cat")])
     (path,) = files(tmp_path / "epd-store-1")
-    planted(path.with_name("bad.safetensors"), json.dumps({"__metadata__": {"epd_head": head}}))
+    path.with_name("bad.safetensors").write_bytes(b"no entry")
+    os.utime(path.with_name("bad.safetensors"), (1, 1))
     (path.parent / "loop").symlink_to("loop")
     (path.parent / "loop.safetensors").symlink_to("loop.safetensors")
     os.mkfifo(path.parent / "pipe.safetensors")
@@ -527,7 +517,7 @@ def test_what_is_no_file_harms_no_other_entry_and_goes(
     assert loaded(store, "cat") is not None
 
 
-@pytest.mark.parametrize("name", ["epd-store-1", "epd-store-1/usage", "cat"])
+@pytest.mark.parametrize("name", ["epd-store-1", "epd-store-1/usage"])
 def test_a_link_in_a_folders_or_files_place_is_not_followed(tmp_path: Path, name: str) -> None:
     elsewhere, root = tmp_path / "elsewhere", tmp_path / "root"
     (root / name).parent.mkdir(parents=True)
@@ -536,7 +526,7 @@ def test_a_link_in_a_folders_or_files_place_is_not_followed(tmp_path: Path, name
     else:
         elsewhere.mkdir()
     (root / name).symlink_to(elsewhere)
-    store = of_files(root, layout="vllm")
+    store = of_files(root)
     with contextlib.suppress(StoreError):
         store.save_caches([entry("cat")])
     assert elsewhere.is_dir() or elsewhere.read_bytes() == b"mine"
@@ -582,59 +572,3 @@ def test_safetensors_reads_what_was_written(tmp_path: Path) -> None:
     found = safetensors.load_file(path)["ec_cache"]
     assert (tuple(found.shape), found.dtype) == ((32, 64), torch.bfloat16)
     assert found.view(torch.uint8).eq(5).all()
-
-
-def test_an_entry_has_another_name_for_vllms_example_as_long_as_it_is_there(
-    tmp_path: Path,
-) -> None:
-    store = of_files(tmp_path, layout="vllm", max_bytes=MiB)
-    store.save_caches([entry("cat"), entry("../evil"), entry("dog")])
-    alias = tmp_path / "cat" / "encoder_cache.safetensors"
-    assert alias.samefile(store._path(key("cat")))  # type: ignore[attr-defined]
-    assert not (tmp_path.parent / "evil").exists()
-    store.discard(key("dog"))
-    assert not (tmp_path / "dog").exists()
-    for number in range(8):
-        store.save_caches([entry(f"{number}", MiB // 4)])
-    assert store.has_caches([key("cat")]) == [None]
-    assert not alias.exists()
-
-
-def test_what_vllms_example_wrote_is_read_and_its_own_other_names_are_not(tmp_path: Path) -> None:
-    torch = pytest.importorskip("torch")
-    safetensors = pytest.importorskip("safetensors.torch")
-    store = of_files(tmp_path, layout="vllm")
-    (tmp_path / "bird").mkdir()
-    output = torch.arange(256, dtype=torch.float32).view(4, 64)
-    safetensors.save_file({"ec_cache": output}, tmp_path / "bird" / "encoder_cache.safetensors")
-    spec, data = store.example("bird")  # type: ignore[attr-defined]
-    assert spec == TensorSpec(shape=(4, 64), dtype="float32")
-    assert data == output.numpy().tobytes()
-    store.save_caches([entry("cat")])
-    for name in ("cat", "horse", "../bird", "."):
-        assert store.example(name) is None  # type: ignore[attr-defined]
-    (tmp_path / "bird" / "encoder_cache.safetensors").write_bytes(b"x" * 100)
-    with pytest.raises(CorruptEntryError):
-        store.example("bird")  # type: ignore[attr-defined]
-
-
-@pytest.mark.parametrize(
-    "tensor",
-    [
-        {"dtype": "F32", "shape": [128 * MiB], "data_offsets": [0, 512 * MiB]},
-        {"dtype": "F32", "shape": [4], "data_offsets": [-16, 0]},
-        {"dtype": "F32", "shape": [4], "data_offsets": ["0", "16"]},
-        {"dtype": "F32", "shape": [-4], "data_offsets": [0, -16]},
-        {"dtype": "F32", "shape": 4, "data_offsets": [0, 16]},
-        {"dtype": ["F32"], "shape": [4], "data_offsets": [0, 16]},
-        {"dtype": "F32", "shape": [4]},
-    ],
-    ids=range(7),
-)
-def test_what_no_example_writes_is_not_read(tmp_path: Path, tensor: object) -> None:
-    path = tmp_path / "bird" / "encoder_cache.safetensors"
-    planted(path, json.dumps({"ec_cache": tensor}))
-    os.truncate(path, 600 * MiB)
-    store = of_files(tmp_path, layout="vllm")
-    with pytest.raises(CorruptEntryError):
-        store.example("bird")  # type: ignore[attr-defined]

@@ -69,18 +69,6 @@ def namespace_of(config: InstanceConfig, stored_as: Callable[[], str]) -> str:
     return Seal(Secret.read(config.secret_file)).namespace(stored_as())
 
 
-def unsealed_name(raw: bytes) -> str:
-    """Return the engine's identifier in a head, without a check of the seal."""
-    return _read(raw, "").mm_hash
-
-
-def _read(raw: bytes, key: str) -> Head:
-    try:
-        return _heads.decode(raw[_MAC_CHARACTERS:])
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise CorruptEntryError(f"entry {key}: its head cannot be read: {error}") from error
-
-
 class Seal:
     """Makes and verifies keys and heads.
 
@@ -164,7 +152,10 @@ class Seal:
         mac, text = raw[:_MAC_CHARACTERS], raw[_MAC_CHARACTERS:]
         if not hmac.compare_digest(mac, self._mac(text).encode()):
             raise CorruptEntryError(f"entry {key}: its head is not sealed by this deployment")
-        head = _read(raw, key)
+        try:
+            head = _heads.decode(text)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            raise CorruptEntryError(f"entry {key}: its head cannot be read: {error}") from error
         if head.format != FORMAT or head.key != key:
             raise CorruptEntryError(
                 f"entry {key}: its head is that of {head.key} in format {head.format}"

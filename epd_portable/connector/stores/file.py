@@ -22,16 +22,11 @@ from typing import Any
 
 from epd_portable.config.store import StoreSection
 from epd_portable.connector.stores.base import Entry, Store
-from epd_portable.connector.stores.entry import MAX_HEAD_BYTES, unsealed_name
+from epd_portable.connector.stores.entry import MAX_HEAD_BYTES
 from epd_portable.errors import CorruptEntryError, StoreError, StoreFullError
-from epd_portable.wire.descriptors import TensorSpec
 
 FOLDER = "epd-store-1"
 TENSOR = "ec_cache"
-"""As vLLM's ``ECExampleConnector`` names it."""
-EXAMPLE_FILE = "encoder_cache.safetensors"
-MAX_EXAMPLE_BYTES = 256 << 20
-"""Largest tensor of vLLM's example that is read."""
 _HEAD = "epd_head"
 _DTYPES = {
     "float64": "F64",
@@ -41,9 +36,7 @@ _DTYPES = {
     "float8_e4m3fn": "F8_E4M3",
     "float8_e5m2": "F8_E5M2",
 }
-_NAMES = {name: dtype for dtype, name in _DTYPES.items()}
 _KEY = re.compile(r"[0-9a-f]{16}-[0-9a-f]{32}", re.ASCII)
-_ALIAS = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._:@-]{0,199}", re.ASCII)
 _MAX_HEADER_BYTES = 2 * MAX_HEAD_BYTES
 _NO_LINK = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -55,11 +48,7 @@ _LOOK_EVERY_S = 0.005
 
 
 class FileStore(Store):
-    """See `Store`.
-
-    Attributes:
-        takes_examples: Entries of vLLM's ``ECExampleConnector`` are accepted, see `example`.
-    """
+    """See `Store`."""
 
     def __init__(self, section: StoreSection) -> None:
         assert section.path is not None
@@ -68,8 +57,6 @@ class FileStore(Store):
         self._max_bytes = section.max_bytes
         self._ttl_s = section.ttl_s
         self._timeout_s = section.timeout_s
-        self._aliases = self.takes_examples = section.layout == "vllm"
-        self._max_example_bytes = min(MAX_EXAMPLE_BYTES, section.max_bytes)
 
     def has_caches(self, keys: Sequence[str]) -> list[bytes | None]:
         """See `Store`."""
@@ -99,7 +86,7 @@ class FileStore(Store):
     def discard(self, key: str) -> None:
         """See `Store`."""
         with _translated(f"entry {key} cannot be removed"):
-            self._remove(self._path(key))
+            self._path(key).unlink(missing_ok=True)
 
     def check(self) -> str:
         """See `Store`."""
@@ -110,34 +97,6 @@ class FileStore(Store):
 
     def close(self) -> None:
         """See `Store`; nothing is open between calls."""
-
-    def example(self, name: str) -> tuple[TensorSpec, bytes] | None:
-        """Return an item's output as vLLM's ``ECExampleConnector`` has written it, if it has."""
-        if not self._aliases or not _ALIAS.fullmatch(name):
-            return None
-        path = self._root / name / EXAMPLE_FILE
-        with _translated(f"{path} cannot be read"), _regular(path) as file:
-            if file is None:
-                return None
-            begin, header = _read_header(file, name)
-            if _head_in(header):
-                return None  # Ours, by its other name.
-            try:
-                found = header[TENSOR]
-                spec = TensorSpec(shape=tuple(found["shape"]), dtype=_NAMES[found["dtype"]])
-                first, end = found["data_offsets"]
-                is_one = end - first == spec.nbytes and first >= 0
-            except (KeyError, TypeError, ValueError) as error:
-                raise CorruptEntryError(f"{path} holds no {TENSOR} as vLLM writes it") from error
-            if not is_one or spec.nbytes > self._max_example_bytes:
-                raise CorruptEntryError(
-                    f"{path} has bytes {first} to {end} for {spec}; at most "
-                    f"{self._max_example_bytes} are read"
-                )
-            data = os.pread(file, spec.nbytes, begin + first)
-            if len(data) != spec.nbytes:
-                raise CorruptEntryError(f"{path} holds {len(data)} bytes of {spec}")
-            return spec, data
 
     # --------------------------------------------------------------------------------------------
 
@@ -198,21 +157,10 @@ class FileStore(Store):
                 _write_all(file, entry.payload)
             finally:
                 os.close(file)
-            if self._aliases and _ALIAS.fullmatch(entry.mm_hash):
-                self._make_alias(draft, entry.mm_hash)
             draft.replace(path)
         except BaseException:
             draft.unlink(missing_ok=True)
             raise
-
-    def _make_alias(self, draft: Path, name: str) -> None:
-        alias = self._root / name / EXAMPLE_FILE
-        alias.parent.mkdir(exist_ok=True)
-        if alias.parent.is_symlink():
-            return
-        link = draft.with_suffix(".link")
-        os.link(draft, link)
-        link.replace(alias)
 
     def _make_room(self, nbytes: int, *, free_bytes: int = 0) -> int:
         """Count bytes that will be written; evict entries until they fit, and return how many.
@@ -231,7 +179,7 @@ class FileStore(Store):
             for used_s, size, path in entries:
                 if total + nbytes <= limit and now - used_s <= self._ttl_s:
                     break
-                self._remove(path)
+                path.unlink(missing_ok=True)
                 total -= size
                 gone += 1
             _write_usage(usage, total + nbytes)
@@ -251,23 +199,6 @@ class FileStore(Store):
                         path.unlink(missing_ok=True)
                 elif name.endswith(".safetensors"):
                     yield found.st_mtime, found.st_size, path
-
-    def _remove(self, path: Path) -> None:
-        if self._aliases:
-            self._remove_alias(path)
-        path.unlink(missing_ok=True)
-
-    def _remove_alias(self, path: Path) -> None:
-        """Remove an entry's other name, if that is still its own."""
-        with contextlib.suppress(OSError, CorruptEntryError), _regular(path) as file:
-            if file is None:
-                return
-            name = unsealed_name(_head_in(_read_header(file, path.name)[1]))
-            alias = self._root / name / EXAMPLE_FILE
-            is_link = alias.parent.is_symlink()
-            if _ALIAS.fullmatch(name) and not is_link and alias.samefile(path):
-                alias.unlink()
-                alias.parent.rmdir()
 
     @contextlib.contextmanager
     def _counting(self) -> Iterator[int]:

@@ -8,7 +8,6 @@ while encode instances serve different things.
 from __future__ import annotations
 
 import asyncio
-import functools
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,7 +20,6 @@ from epd_portable.config.store import StoreSection
 from epd_portable.connector.circuit_breaker import CircuitBreaker
 from epd_portable.connector.stores.base import Store, make_store
 from epd_portable.connector.stores.entry import Seal
-from epd_portable.connector.stores.file import FileStore
 from epd_portable.connector.stores.metrics import StoreMetrics
 from epd_portable.errors import CorruptEntryError, StoreError
 from epd_portable.media.limits import RequestItem
@@ -109,7 +107,7 @@ class StoreLookup:
         stored = {}
         for (key, item), head in zip(by_key.items(), heads, strict=True):
             if head is None:
-                self._note_miss(key, item)
+                self._metrics.asked("miss")
             elif (entry := self._read(key, head)) is not None:
                 stored[item.item_uuid] = entry
         return stored
@@ -133,42 +131,17 @@ class StoreLookup:
         except CorruptEntryError as error:
             self._metrics.asked("corrupt")
             logger.warning("an item is encoded anew: %s", error)
-            self._later(functools.partial(self._store.discard, key))
+            self._threads.submit(self._discard, key)
             return None
         self._metrics.asked("hit")
         metadata = EncodedItem(mm_hash=head.mm_hash, modality=head.modality, metadata=head.metadata)
         return StoredItem(key, metadata)
 
-    def _note_miss(self, key: str, item: RequestItem) -> None:
-        """Let an item that vLLM's example connector wrote be there the next time."""
-        self._metrics.asked("miss")
-        if isinstance(self._store, FileStore) and self._store.takes_examples:
-            self._later(functools.partial(self._take_example, self._store, key, item))
-
-    def _take_example(self, store: FileStore, key: str, item: RequestItem) -> None:
-        example = store.example(item.item_uuid)
-        if example is None:
-            return
-        spec, data = example
-        entry = self._seal.entry(
-            memoryview(data),
-            key=key,
-            mm_hash=item.item_uuid,
-            modality=item.modality,
-            metadata=None,
-            tensor=spec,
-        )
-        store.save_caches([entry])
-        logger.info("item %s of vLLM's ECExampleConnector is taken", item.item_uuid)
-
-    def _later(self, work: Callable[[], None]) -> None:
-        def logged() -> None:
-            try:
-                work()
-            except StoreError as error:
-                logger.warning("%s", error)
-
-        self._threads.submit(logged)
+    def _discard(self, key: str) -> None:
+        try:
+            self._store.discard(key)
+        except StoreError as error:
+            logger.warning("%s", error)
 
 
 class _Question:

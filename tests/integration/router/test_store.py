@@ -296,27 +296,3 @@ async def test_a_store_that_does_not_answer_is_waited_for_once(
             await asyncio.sleep(0.1)
 
     await asyncio.wait_for(used(), 30)
-
-
-async def test_what_vllms_example_wrote_is_taken_where_that_is_wanted(
-    build: Build, tmp_path: Path
-) -> None:
-    numpy = pytest.importorskip("numpy")
-    safetensors = pytest.importorskip("safetensors.numpy")
-    section = StoreSection(kind="file", path=str(tmp_path), layout="vllm")
-    t, name = await learned(build, section)
-    (tmp_path / name).mkdir()
-    output = {"ec_cache": numpy.arange(32, dtype="float32").reshape(4, 8)}
-    safetensors.save_file(output, tmp_path / name / "encoder_cache.safetensors")
-
-    async def taken() -> None:
-        while not (t.pd.received and transfers(t)[0].get("store")):
-            await t.chat(RED)
-            await asyncio.sleep(0.02)
-
-    await asyncio.wait_for(taken(), 30)
-    into = memoryview(bytearray(128))
-    key = transfers(t)[0]["store"]
-    head = SEAL.open(make_store(section).load_cache(key, into) or b"", key)
-    SEAL.check(head, into)
-    assert (head.tensor, into.tobytes()) == (SPEC, output["ec_cache"].tobytes())

@@ -19,7 +19,6 @@ HEAD = "model: demo\nstore: "
         ("{kind: file}", "path is missing"),
         ("{kind: file, path: /s, url: 'redis://h:1'}", "url belongs to redis"),
         ("{kind: redis, url: 'redis://h:1', path: /s}", "path belongs to file"),
-        ("{kind: redis, url: 'redis://h:1', layout: vllm}", "layout vllm is of kind file"),
         ("{kind: redis, url: 'http://h:1'}", "redis://host:port"),
         ("{kind: redis, url: 'redis://h:1/0?db=1'}", "leave out what follows"),
         ("{kind: redis, url: 'redis://h:1', max_bytes: 5}", "store.max_bytes"),
