@@ -58,7 +58,6 @@ class Conditions:
 
     Attributes:
         date: Day, in ISO form.
-        python: Version.
         versions: Of the distributions that matter and are installed.
         cpus: Cores that the measurement could use.
         processor: The system's name of them; empty where it has none.
@@ -84,7 +83,6 @@ class Report:
     """A whole measurement.
 
     Attributes:
-        title: What was measured.
         command: The command line that made it.
         conditions: Where and when.
         tables: For people.

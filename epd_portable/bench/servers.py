@@ -56,7 +56,6 @@ class Server:
 
     Attributes:
         name: For messages.
-        argv: The command.
         env: Variables beyond those of this process.
         url: Base address, without a final slash.
         log: File for its output.
@@ -171,13 +170,10 @@ def topology(
     """Return a topology started by ``epd-launch`` on a free port.
 
     Args:
-        config: The topology file.
         platform: ``cuda``, ``npu`` or ``cpu``.
         log_dir: Folder for the logs of its processes.
-        settings: As ``--set`` takes them.
         model: Replaces the model of the file; ``None`` keeps it.
         env: Variables beyond those of this process.
-        report: Called with progress lines.
     """
     port = free_port()
     argv = [sys.executable, "-m", "epd_portable.launch.cli", "--platform", platform]

@@ -66,7 +66,6 @@ class StandInRequest:
     """The part of vLLM's ``Request`` that the receiver and the encoder cache read.
 
     Attributes:
-        request_id: Unique name.
         mm_features: Items in the order of the prompt, which holds nothing else.
         tensor: Output of the encoder for each.
         num_computed_tokens: Tokens whose KV is there.

@@ -20,10 +20,8 @@ class Handover:
     """One item's way from the encoder's output to the consumer's encoder cache; times in seconds.
 
     Attributes:
-        transfer: Transfer id.
         granted_before: The grant was there before the output, so that it was not waited for.
         grant_wait_s: From the output until the write begins: waiting for a grant and a writer.
-        write_s: The write itself.
         notice_s: From the end of the write until the consumer's scheduler knows of it.
         place_s: From there to the tensor in the worker's encoder cache.
     """

@@ -60,7 +60,6 @@ class TransferSample:
     """One measured transfer.
 
     Attributes:
-        way: What the traces say.
         memcpy_s: A plain copy of the same bytes within one process right before; on devices from
             the producer's device to the consumer's.
     """

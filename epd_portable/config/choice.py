@@ -66,7 +66,6 @@ class ChoiceSection(Section):
     Attributes:
         file: That has the rest; relative to where the program was started.
         metadata: Not looked at.
-        plugins: Of every kind.
     """
 
     file: Name | None = None

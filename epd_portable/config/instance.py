@@ -47,7 +47,6 @@ class InstanceConfig(BaseModel):
         control_address: ZMQ address of the PD instance's control channel; empty on encode.
         data_address: ZMQ address where a PD instance receives bytes by ``tcp``; empty on encode.
         pool: Name of the PD instance's receive pool in ``/dev/shm``; empty on encode.
-        pool_bytes: Size of that pool.
         path: Transfer path asked for, or ``auto``.
         wait_timeout_s: Longest wait of a request for one item.
         preallocation: Whether announced items get room with their request, or before it.
@@ -59,7 +58,6 @@ class InstanceConfig(BaseModel):
         can_encode: Whether the PD instance holds the vision tower and may encode by itself.
         host_cache_bytes: Of an encode instance: host memory for copies of encoder outputs.
         max_queued_items: Media items that an encode instance has queued or in work.
-        max_queued_bytes: Bytes of their requests.
         store: Where encoder outputs are kept beyond instances; ``None`` for nowhere.
         media_limits: What its API server refuses to decode.
     """

@@ -43,7 +43,6 @@ def load_topology(
         path: YAML file; one of the package where there is no such file, see `or_shipped`.
         platform: Its overlay is laid over the file.
         overrides: ``key.subkey=value`` assignments, laid over everything in their order.
-        checks: Further checks.
 
     Raises:
         ConfigError: The file, or one that it names, cannot be read, or it lists every problem of

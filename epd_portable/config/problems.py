@@ -50,8 +50,6 @@ def checked(
     """Return what the text of a YAML file says, by its schema.
 
     Args:
-        text: The file's content.
-        model: The schema.
         source: Name of the file, for messages.
         missing: See `explain`.
 
@@ -110,8 +108,6 @@ def explain(
     """Return one line a problem: key, place and what is wrong.
 
     Args:
-        error: What validation found.
-        document: What was validated.
         root: The schema of the whole document.
         more_keys: Keys at the top that the schema does not know and the reader does.
         missing: What to add to the line of a missing key.

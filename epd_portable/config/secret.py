@@ -173,7 +173,6 @@ class SignatureCheck:
     answers at the address, until it is too old.
 
     Args:
-        secret: Secret of the deployment.
         tolerance_s: How far a signature's time may be before or after the clock.
         clock: Unix time in seconds.
         max_remembered: Signatures that are remembered at once; further requests are refused.

@@ -266,7 +266,6 @@ def offered(
 
     Args:
         asked: ``transfer.path``.
-        platform: Of the instance.
         plain: Payloads may be unencrypted: they stay on the host, or its network is trusted.
         off_host: Other hosts can reach the instance.
 
@@ -306,8 +305,6 @@ def choose(
     """Return the best path that both ends offer and whose conditions hold.
 
     Args:
-        producer: The encode side.
-        consumer: The receiving side.
         among: Candidates, best first; default: `paths`.
 
     Raises:

@@ -78,9 +78,7 @@ class Transport(ABC):
         Args:
             src: On the worker's device, contiguous, of exactly ``slot.nbytes`` bytes; unchanged
                 until the call returns.
-            slot: From the consumer's grant.
             computed: Event behind the work that computes ``src``.
-            address: From the grant.
             deadline_s: End of the lease on the clock of ``copies``; the slot is not touched after
                 it.
 

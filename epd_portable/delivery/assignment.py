@@ -50,7 +50,6 @@ class Assignment(Generic[ItemT]):
     """Who brings one item.
 
     Attributes:
-        item: The item.
         by: ``local_first``: the PD instance encodes it by choice. ``local``: it does because no
             encoder is usable.
         encoder: Who is asked first, with ``encoder``.
@@ -80,9 +79,7 @@ def assign_items(
 
     Args:
         items: Distinct.
-        pd: Who needs them.
         choose: As `ChooseEncoder`, of an item.
-        times: How long encoders take.
         stored: What the store has, by ``item_uuid``.
         left_here: ``item_uuid`` of those that the PD instance shall encode.
         elastic_threshold: See `count_local_first`; ``None`` for no elastic encoding.
@@ -133,9 +130,7 @@ def new_transfer(item: RequestItem, consumer: str, secret: Secret) -> EncodeTran
     """Return a way of its own for an item, whichever instance encodes it, with its proof.
 
     Args:
-        item: The item.
         consumer: Control address of the PD instance.
-        secret: Of the deployment.
     """
     transfer_id = uuid.uuid4().hex
     return EncodeTransfer(
@@ -177,7 +172,6 @@ class EncodeFailure:
     """Why an item was not encoded.
 
     Attributes:
-        kind: What went wrong.
         reason: For the log.
         full_for_s: With `FailureKind.FULL`: the encoder has room again after about this long.
     """
@@ -195,11 +189,7 @@ class EncodeTries:
 
     Args:
         choose: Returns who should have the item.
-        retries: Of all requests.
         deadline_s: No encoder is asked afterwards.
-
-    Attributes:
-        failure: The last one.
     """
 
     def __init__(self, choose: ChooseEncoder, retries: RetryBudget, *, deadline_s: float) -> None:

@@ -35,12 +35,7 @@ class Recent(dict[K, None]):
 
 
 class CacheSizes:
-    """How much each instance keeps, and which of them have the beginning of a prompt.
-
-    Args:
-        items: Encoder outputs.
-        blocks: Blocks of prompts.
-    """
+    """How much each instance keeps, and which of them have the beginning of a prompt."""
 
     def __init__(self, *, items: int = 2048, blocks: int = 31_250) -> None:
         self.items = items
@@ -77,7 +72,6 @@ class CacheEstimate:
         Whoever has a block has those before it, too: they are named and kept together.
 
         Args:
-            blocks: Of the request.
             guess: How many that may be; a right one takes two looks.
         """
         known, count = self.blocks, len(blocks)

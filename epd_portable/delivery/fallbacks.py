@@ -70,8 +70,6 @@ class RequestFailure(EPDError):
     """A request has failed at an instance, or cannot be sent to one.
 
     Attributes:
-        kind: Why.
-        phase: When.
         reply: The instance's own answer, with `FailureKind.ERROR`.
         items: ``item_uuid`` of those that cannot be obtained, where it is about some.
     """
@@ -127,7 +125,6 @@ class RequestTries:
     """Where one request has failed, and what is possible next.
 
     Args:
-        retries: Of all requests.
         metadata_only: Whether it goes with encoders' metadata in place of its media.
         local_encode: Whether PD instances hold the encoder.
         partial_results: Whether it may be answered without some of its items.

@@ -131,8 +131,6 @@ class Gate:
 
     Attributes:
         used: In flight, by kind.
-        going: Requests in flight.
-        waiting: Requests that wait.
     """
 
     def __init__(self, limits: Sequence[Limit], *, max_waiting: int) -> None:

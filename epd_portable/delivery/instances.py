@@ -211,7 +211,7 @@ class Instance:
         )
         self._owner = owner
         self._clock = owner.clock
-        self._tier: _Tier | None = None
+        self._tier: HashRing[Instance] | None = None
         self._warm_up = warm_up
         self._uses: set[Use] = set()
         self._idle = asyncio.Event()
@@ -512,26 +512,6 @@ class Instance:
             self._tier.load += load
 
 
-class _Tier(HashRing[Instance]):
-    """Instances with one duty that are equally welcome, and the sums of their loads and weights."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.load = 0
-        self.weight = 0.0
-
-    def add(self, member: Instance) -> None:
-        super().add(member)
-        self.load += member.load
-        self.weight += member.weight
-
-    def remove(self, member: Instance) -> None:
-        super().remove(member)
-        self.load -= member.load
-        # A sum of what is left, as differences of floats would drift.
-        self.weight = sum(each.weight for each in self.members)
-
-
 class EndpointPool:
     """The instances that there are; lists to choose from follow every change of one.
 
@@ -558,7 +538,7 @@ class EndpointPool:
         self._instances: dict[str, Instance] = {}
         self._watchers: list[Callable[[Instance], None]] = []
         duties: tuple[Duty, ...] = ("encode", "answer", "prefill")
-        self._tiers = {duty: (_Tier(), _Tier()) for duty in duties}
+        self._tiers = {duty: (HashRing[Instance](), HashRing[Instance]()) for duty in duties}
 
     @property
     def all(self) -> tuple[Instance, ...]:
@@ -644,9 +624,7 @@ class EndpointPool:
             out = {each for each in named if each is not None and each._tier is tier}
             if among is not None:
                 out.update(each for each in tier.members if each not in among)
-            load = tier.load - sum(each.load for each in out)
-            weight = tier.weight - sum(each.weight for each in out)
-            if chosen := tier.choose(key, load, weight, out, bound):
+            if chosen := tier.choose(key, out, bound):
                 return chosen
         return None
 

@@ -14,7 +14,6 @@ class InstanceCollector(Collector):
     """Reads the state of the instances, and what work there is, when the metrics are read.
 
     Args:
-        pool: All of them.
         front: Beginning of the metrics' names.
     """
 

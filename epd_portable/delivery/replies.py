@@ -45,7 +45,6 @@ class Reply(msgspec.Struct, frozen=True):
     """A whole answer.
 
     Attributes:
-        status: HTTP status.
         headers: To be sent; names in lower case.
         body: As it is sent.
     """
@@ -60,7 +59,6 @@ def error_body(message: str, *, status: int, code: str, path: str = "") -> bytes
 
     Args:
         message: For people.
-        status: Of HTTP.
         code: For programs; Anthropic's form has no place for it.
         path: That was asked: below ``/v1/messages`` it is Anthropic's form, else OpenAI's.
     """

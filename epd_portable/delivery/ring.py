@@ -47,10 +47,13 @@ class HashRing(Generic[T]):
 
     Attributes:
         members: In the order of their points.
+        load: Sum of their loads; who changes one of a member changes this, too.
     """
 
     def __init__(self, members: Iterable[T] = ()) -> None:
         self.members: list[T] = []
+        self.load = 0
+        self.weight = 0.0
         self._points: list[int] = []
         for member in members:
             self.add(member)
@@ -64,11 +67,16 @@ class HashRing(Generic[T]):
         index = bisect_left(self._points, point)
         self._points.insert(index, point)
         self.members.insert(index, member)
+        self.load += member.load
+        self.weight += member.weight
 
     def remove(self, member: T) -> None:
         """Let an instance be chosen no more."""
         index = self.members.index(member)
         del self._points[index], self.members[index]
+        self.load -= member.load
+        # A sum of what is left, as differences of floats would drift.
+        self.weight = sum(each.weight for each in self.members)
 
     def in_order(self, key: str) -> Iterator[T]:
         """Yield every instance, some of them several times, the one that a key prefers first."""
@@ -89,20 +97,11 @@ class HashRing(Generic[T]):
             yield from members[first:]
             yield from members[:first]
 
-    def choose(
-        self,
-        key: str,
-        load: float,
-        weight: float,
-        exclude: Collection[T] = (),
-        bound: float = LOAD_BOUND,
-    ) -> T | None:
+    def choose(self, key: str, exclude: Collection[T] = (), bound: float = LOAD_BOUND) -> T | None:
         """Return the instance that a key prefers of those with room.
 
         Args:
             key: As an item's hash.
-            load: Sum of the loads of all members that are not excluded.
-            weight: Sum of their weights.
             exclude: Members that must not be chosen.
             bound: Multiple of its share up to which an instance has room; 1 for even shares.
 
@@ -111,7 +110,8 @@ class HashRing(Generic[T]):
         """
         if len(exclude) >= len(self.members):
             return None
-        most = bounded_load(load, weight, bound)
+        load = self.load - sum(each.load for each in exclude)
+        most = bounded_load(load, self.weight - sum(each.weight for each in exclude), bound)
         left = (each for each in self.in_order(key) if each not in exclude)
         return next((each for each in left if each.load < most * each.weight), None)
 
@@ -121,7 +121,6 @@ def bounded_load(load: float, weight: float, bound: float = LOAD_BOUND) -> float
 
     Args:
         load: Sum of the loads of all instances.
-        weight: Sum of their weights.
         bound: See `HashRing.choose`.
     """
     return bound * (load + 1) / weight

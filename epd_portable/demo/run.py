@@ -45,7 +45,6 @@ class Completion:
     """One chat completion.
 
     Attributes:
-        logprobs: Of its tokens.
         item: What the instance that answered says of the picture; empty for one process.
         latency_s: From the request to the whole answer.
     """

@@ -29,6 +29,5 @@ def safe_cwd(private: Path, version: tuple[int, ...] = sys.version_info[:2]) -> 
 
     Args:
         private: A folder in which nobody else can write.
-        version: Of Python.
     """
     return None if version >= (3, 11) else private

@@ -200,7 +200,6 @@ class Platform(ABC):
 
         Args:
             address: Start; a multiple of the page size, as ``mmap`` returns it.
-            nbytes: Positive.
 
         Raises:
             ValueError: ``address`` or ``nbytes`` is not positive.
@@ -260,7 +259,6 @@ class Platform(ABC):
 
         Args:
             rendezvous: Where to meet, under which name and as which rank.
-            index: Device of the tensors.
             timeout_s: Seconds from the call; positive.
 
         Raises:
@@ -287,7 +285,6 @@ class LimitsCompute(Protocol):
         had. May be called once in a process.
 
         Args:
-            index: Of the device.
             percent: Of each kind of unit, 1 to 100; at least one unit is left.
         """
         ...

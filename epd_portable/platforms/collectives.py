@@ -56,8 +56,6 @@ class CollectiveGroup(ABC):
 
     Attributes:
         rank: This process, from 0.
-        size: Number of ranks.
-        device: Where tensors are.
     """
 
     rank: int
@@ -70,7 +68,6 @@ class CollectiveGroup(ABC):
 
         Args:
             tensor: Work queued on the current stream that fills it is waited for.
-            dst: Another rank.
             timeout_s: Seconds from the call; positive.
 
         Raises:

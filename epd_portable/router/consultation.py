@@ -60,8 +60,6 @@ class Picker:
     """Answers Envoy.
 
     Args:
-        router: Decides.
-        endpoints: Which Envoy knows.
         networks: Of gateways that may ask without a certificate.
     """
 
@@ -119,7 +117,6 @@ class Consultation:
     """One client's request, from its headers to the end of its answer.
 
     Args:
-        picker: Whose it is.
         context: Envoy's stream about the request.
         port: At which the client asked.
 

@@ -42,10 +42,8 @@ class Delivery:
     """One item's way to the PD instance.
 
     Attributes:
-        item: The item.
         transfer: The same, whichever encoder brings it.
         encoder: Who is asked first; ``None`` if the store has it.
-        body: Of the encode job.
         metadata_only: Its metadata are waited for, and go to the PD instance in place of its media.
         stored: Its entry in the store; encoders are asked if that comes to nothing.
     """
@@ -63,12 +61,9 @@ class Attempt:
     """One try of a request, while it runs.
 
     Attributes:
-        use: Of who answers.
         deliveries: Of the items that it does not encode by itself.
-        headers: Of the request.
         inbox: What the PD instance refuses.
         selection: Who gets what of the request.
-        record: Of the request.
         encoded: Called when no item is with an encoder any more; perhaps twice.
         held: What is counted, and who must not leave, until the answer begins.
         over: Set when no item is needed any more: the PD instance has begun its answer, or nobody

@@ -58,7 +58,6 @@ class Endpoints:
 
     Args:
         path: The file; Envoy watches its folder.
-        instances: Those that are there.
         duties: Of those that Envoy sends requests to; the others are asked by this process.
 
     Attributes:
@@ -148,7 +147,6 @@ def bootstrap(settings: RouterSettings, *, endpoints: Path, picker: Path) -> dic
 
     Args:
         settings: Of the router; clients find Envoy at its host and port.
-        endpoints: File of `Endpoints`.
         picker: Socket at which this process serves Envoy.
     """
     # How long this process may take until it names an instance.

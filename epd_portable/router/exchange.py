@@ -67,7 +67,6 @@ class RequestPlan:
     """Every choice for one try of a request.
 
     Attributes:
-        pd: Who answers.
         deliveries: Of the items that encoders or the store bring; it encodes the others by itself.
         here_s: How long it will take for those that it encodes by choice.
         prefill: Who computes the prompt before, and gets the items; ``None``: it does so itself.

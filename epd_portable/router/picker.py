@@ -144,7 +144,6 @@ async def serve(settings: RouterSettings, folder: Path, gateway: Gateway, thread
     Args:
         settings: Of the router; its host and port are those of the Envoy that is started, or, for a
             gateway of others, where this process itself answers as a router does.
-        folder: For what Envoy reads.
         gateway: Asks in place of an Envoy that is started, if it has an address.
         threads: Of the Envoy that is started.
 

@@ -34,7 +34,6 @@ def listen(host: str, port: int) -> socket.socket:
     """Take a port before anything is started.
 
     Args:
-        host: Address to listen on.
         port: 0 takes a free one.
 
     Raises:

@@ -63,9 +63,6 @@ class Refusal:
 
     Attributes:
         what: ``items`` or ``bytes``.
-        wanted: Of the request.
-        queued: Of the others.
-        limit: For all.
         wait_s: After this time there is probably room; ``None`` if the request alone is too large.
     """
 
@@ -83,7 +80,6 @@ class Visit:
     Attributes:
         items: Of it that were taken.
         nbytes: Of it that were taken.
-        pixels: Of its items.
     """
 
     items: int = 0
@@ -95,10 +91,7 @@ class Admission:
     """Counts what is queued, and refuses what is beyond the limits.
 
     Attributes:
-        items: Queued.
-        nbytes: Queued.
         pixels: Queued, as far as they are known.
-        requests: Queued.
     """
 
     def __init__(self, limits: AdmissionLimits) -> None:

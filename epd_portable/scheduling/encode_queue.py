@@ -145,11 +145,8 @@ class _Arrival:
     """A request from its arrival until all of it is encoded.
 
     Attributes:
-        number: Of its arrival.
-        request: The request.
         consumers: Whom its items are for.
         sizes: Embeddings of each distinct item.
-        total: Their sum.
         whole: An empty instance could hold all of it.
         in_parts: It has started, and is not encoded yet.
     """
@@ -168,10 +165,7 @@ class _Step:
     """What is left of a step that is about to be scheduled.
 
     Attributes:
-        tokens: Of its limit.
-        embeddings: Of its limit.
         together: Of what is computed together; below 0 when one request exceeds it.
-        room: Of the cache.
         kept: For each consumer, with what starts in this step.
         share: What each may keep.
         short: An entitled request waits for room.
@@ -198,7 +192,6 @@ class EncodeQueue:
     A step costs time in the number of consumers, not of requests.
 
     Args:
-        cache: The scheduler's encoder cache.
         limits: Of each step.
         kept: Room of every transfer under way; kept up to date by its owner.
         remember_s: How long a consumer counts that has no requests here.

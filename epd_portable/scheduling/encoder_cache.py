@@ -36,7 +36,6 @@ class MultiModalRequest(Protocol):
     """The part of vLLM's ``Request`` that the bookkeeping reads.
 
     Attributes:
-        request_id: Unique within the instance.
         mm_features: Items in the order of their places in the prompt.
     """
 
@@ -60,7 +59,6 @@ class EncoderCacheManager:
     misses it.
 
     Attributes:
-        cache_size: Room in all.
         num_free_slots: Room that nothing uses.
         num_freeable_slots: That, and the room of idle entries.
         items: Everything that has room or waits for it, by ``mm_hash``.
@@ -195,7 +193,6 @@ class EncoderCacheManager:
         """Return whether the item may be encoded here in this step; evicts idle entries for it.
 
         Args:
-            request: The request.
             input_id: Index of the item in it.
             encoder_compute_budget: Embeddings that may still be computed in this step.
             num_embeds_to_schedule: Embeddings that this step already wants to allocate.

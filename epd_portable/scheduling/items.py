@@ -70,7 +70,6 @@ class Item:
     """One encoder output, by the engine's name for it.
 
     Attributes:
-        mm_hash: The name.
         num_embeds: Room that it takes in the encoder cache.
         tensor: What it is; ``None`` where nothing is received.
         state: How far it has come.
@@ -135,8 +134,6 @@ class Claimant:
     """A request, as far as room is concerned.
 
     Attributes:
-        request_id: The request.
-        number: Of its arrival.
         items: Places of items in its prompt, in the order of the prompt.
         metadata_only: ``mm_hash`` of items that it cannot encode here: it holds no media, or the
             instance has no encoder.
@@ -209,8 +206,6 @@ class Claim:
     """One request's claim on one item.
 
     Attributes:
-        claimant: The request.
-        item: The item.
         inputs: One past the last token of each occurrence, by index among the request's items.
         transfer_id: Of the request's own transfer of it; empty if it has none.
         place: Index of the first occurrence that is not computed, else `COMPUTED`.

@@ -264,7 +264,6 @@ class EncoderCachePreallocator(EncoderCacheManager):
         evicted like every idle entry, so it delays no request for good.
 
         Args:
-            mm_hash: The item.
             tensor: What is announced, ``(num_embeds, width)``; it `fits_at_all`.
 
         Returns:

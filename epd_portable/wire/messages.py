@@ -90,7 +90,6 @@ class Announce(Message, frozen=True, kw_only=True, tag="announce"):
     Attributes:
         tensor: What will be written.
         item_uuid: As in `epd_portable.wire.params.EncodeTransfer`.
-        proof: As there.
     """
 
     mm_hash: Name

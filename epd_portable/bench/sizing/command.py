@@ -11,16 +11,13 @@ from epd_portable.bench import report as reports
 from epd_portable.bench.sizing.report import make_report, make_switching_report
 from epd_portable.bench.sizing.search import (
     LatencyLimits,
-    RatedDeployment,
     SizingQuestion,
-    deployments,
     search,
 )
 from epd_portable.bench.sizing.simulate import RoutingRules
 from epd_portable.bench.sizing.stages import load_stages
 from epd_portable.bench.sizing.workload import Workload
 from epd_portable.delivery.assignment import BUSY_THRESHOLD
-from epd_portable.errors import ConfigError
 
 MOST_DEVICES = 256
 """Of a search, which tries every split."""
@@ -38,8 +35,6 @@ The answer for 8 devices:
   epd-bench plan --stages stages.yaml --devices 8 --workload share=0.3,pictures=1+4,size=1024
 Whether instances should switch roles, where the traffic turns from one workload to another:
   epd-bench plan --stages stages.yaml --elastic --workload share=0.02 --workload share=0.9
-What to expect at a rate, without a search:
-  epd-bench plan --stages stages.yaml --devices 2 --rate 2,6
 
 \b
 --workload has KEY=VALUE with commas between; V+V draws one of these for each request. Defaults:
@@ -64,22 +59,6 @@ to measure them with vLLM's own tools: docs/deploy.md.
 Exit status: 0; 1 when something failed; 2 on bad input. What is assumed, and how far predictions
 were off: docs/measurements/2026-11-sizing.md.
 """
-
-
-def read_rates(context: click.Context, option: click.Parameter, text: str) -> list[float]:
-    """Read rates, separated by commas; a callback of click.
-
-    Raises:
-        click.BadParameter: One is not a positive number.
-    """
-    try:
-        found = [float(part) for part in text.split(",") if part]
-    except ValueError as error:
-        raise click.BadParameter(f"{text!r}: expected requests/s, as in 2,6.5") from error
-    for rate in found:
-        if not 0 < rate < 1e9:
-            raise click.BadParameter(f"{rate:g}: expected a rate above 0")
-    return found
 
 
 _FILE = click.Path(dir_okay=False, path_type=Path)
@@ -131,14 +110,6 @@ _SECONDS = click.FloatRange(min=0, min_open=True)
     help="Limit of p99 TPOT, in seconds.",
 )
 @click.option(
-    "--rate",
-    "rates",
-    default="",
-    callback=read_rates,
-    metavar="RATE[,...]",
-    help="Predict latencies at these rates, in requests/s, in place of the search.",
-)
-@click.option(
     "--routers",
     default=1,
     show_default=True,
@@ -165,7 +136,6 @@ def plan_command(
     ttft_p99: float,
     ttft_p99_pictures: float | None,
     tpot_p99: float,
-    rates: list[float],
     routers: int,
     elastic: bool,
     requests: int,
@@ -187,28 +157,16 @@ def plan_command(
             )
             for each in workloads
         ]
-        if len(questions) > 1 and rates:
-            raise ConfigError("--rate goes with one --workload; ask for each in a call of its own")
-        found = [
-            [] if rates else search(each, devices, limits, console.progress) for each in questions
-        ]
+        found = [search(each, devices, limits, console.progress) for each in questions]
         if len(questions) > 1:
             made = make_switching_report(
                 questions, limits, found, command=console.command(), load_before=load_before
             )
         else:
-            predictions = [
-                RatedDeployment(
-                    deployment=each, rate=rate, outcome=questions[0].simulate(each, rate)
-                )
-                for rate in rates
-                for each in deployments(devices)
-            ]
             made = make_report(
                 questions[0],
                 limits,
-                candidates=found[0],
-                predictions=predictions,
+                found[0],
                 command=console.command(),
                 load_before=load_before,
             )

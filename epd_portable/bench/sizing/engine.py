@@ -22,7 +22,6 @@ class _Sequence:
     """A request within the engine.
 
     Attributes:
-        request: The request.
         item: Index of the picture whose tokens come next.
         of_item: Tokens of that picture that are computed.
         text_left: Text tokens that are not computed.
@@ -53,14 +52,11 @@ class SimulatedEngine:
     a simulation takes time by the request and not by the token.
 
     Args:
-        timeline: The clock.
-        times: Stage times.
         on_first: Called when a request's first token is computed.
         on_last: Called when its last one is.
 
     Attributes:
         front_end: Serves requests before they reach the engine.
-        preprocessing: Serves their pictures.
         encode_s: Time of its steps that went into encoding.
         compute_s: Time of its steps that went into prefill and decode.
         pending_encode_s: Encoding and prefill that it was asked for and has not begun.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from epd_portable.bench.report import Plain, Report, Table, conditions
 from epd_portable.bench.sizing.search import (
@@ -27,52 +27,42 @@ NOT_MODELLED = (
 def make_report(
     question: SizingQuestion,
     limits: LatencyLimits,
+    candidates: Sequence[RatedDeployment],
     *,
-    candidates: Sequence[RatedDeployment] = (),
-    predictions: Sequence[RatedDeployment] = (),
     command: str,
     load_before: float,
 ) -> Report:
-    """Return the page of a search, or of predictions at rates that were asked for."""
-    notes = [
-        f"Workload: {question.workload}.",
-        f"Stage times: {question.times.source}.",
-        f"Simulated, not measured: {question.count:,} requests at each rate, seed {question.seed}; "
-        f"routers: {question.rules.routers}.",
-        NOT_MODELLED,
-    ]
-    summary: dict[str, Plain] = {
-        "workload": question.workload.model_dump(mode="json"),
-        "stages": question.times.model_dump(mode="json"),
-        "limits": dataclasses.asdict(limits),
-    }
-    if candidates:
-        best = max(candidates, key=lambda each: each.rate)
-        summary["recommendation"] = recommend(candidates)
-        summary["best"] = {**dataclasses.asdict(best.deployment), "rate": best.rate}
-        notes = [
-            f"**{summary['recommendation']}**",
-            f"Limits at p99 of every kind of request: TTFT {limits.ttft_s:g} s, with pictures "
-            f"{limits.ttft_pictures_s:g} s, TPOT {limits.tpot_s:g} s.",
-            *notes,
-        ]
-        table = Table.of(
-            "Highest rate within the limits, by how the devices are used",
-            (_candidate(each, candidates[0]) for each in candidates),
-        )
-    else:
-        table = Table.of(
-            "Predicted at rates that were asked for; ms",
-            (row for each in predictions for row in _predicted(each)),
-        )
+    """Return the page of a search; replicas come first."""
+    recommendation = recommend(candidates)
+    best = max(candidates, key=lambda each: each.rate)
     return Report(
         title="Sizing",
         command=command,
         conditions=conditions(load_before, measured=_MEASURED),
-        tables=(table,),
-        summary=summary,
-        samples=[_sample(each) for each in candidates or predictions],
-        notes=tuple(notes),
+        tables=(
+            Table.of(
+                "Highest rate within the limits, by how the devices are used",
+                (_candidate(each, candidates[0]) for each in candidates),
+            ),
+        ),
+        summary={
+            "workload": question.workload.model_dump(mode="json"),
+            "stages": question.times.model_dump(mode="json"),
+            "limits": dataclasses.asdict(limits),
+            "recommendation": recommendation,
+            "best": {**dataclasses.asdict(best.deployment), "rate": best.rate},
+        },
+        samples=[_sample(each) for each in candidates],
+        notes=(
+            f"**{recommendation}**",
+            f"Limits at p99 of every kind of request: TTFT {limits.ttft_s:g} s, with pictures "
+            f"{limits.ttft_pictures_s:g} s, TPOT {limits.tpot_s:g} s.",
+            f"Workload: {question.workload}.",
+            f"Stage times: {question.times.source}.",
+            f"Simulated, not measured: {question.count:,} requests at each rate, seed "
+            f"{question.seed}; routers: {question.rules.routers}.",
+            NOT_MODELLED,
+        ),
     )
 
 
@@ -138,20 +128,6 @@ def _candidate(each: RatedDeployment, replicas: RatedDeployment) -> dict[str, st
         "nearest to full": f"{stage} {share:.0%}",
         "breaks first above": each.limit or "–",
     }
-
-
-def _predicted(each: RatedDeployment) -> Iterator[dict[str, str]]:
-    stage, share = max(each.outcome.busy.items(), key=lambda one: one[1])
-    for kind, seen in each.outcome.kinds.items():
-        yield {
-            "requests/s, deployment": f"{each.rate:g}, {each.deployment}",
-            "kind": kind,
-            "TTFT p50": _ms(seen.ttft_p50),
-            "TTFT p99": _ms(seen.ttft_p99),
-            "TPOT p50": _ms(seen.tpot_p50),
-            "TPOT p99": _ms(seen.tpot_p99),
-            "busiest stage": f"{stage} {share:.0%}",
-        }
 
 
 def _sample(each: RatedDeployment) -> Plain:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from statistics import fmean
 
 from epd_portable.bench.sizing.simulate import (
@@ -120,18 +120,17 @@ class RatedDeployment:
     """The best that a deployment can do.
 
     Attributes:
-        rate: Requests per second: the highest found at which all limits hold, 0 for none; or that
-            which was asked for.
+        rate: Requests per second: the highest found at which all limits hold, 0 for none.
         outcome: At that rate; at the lowest that was tried when none holds.
-        limit: What breaks first above it; empty where nothing was searched.
+        limit: What breaks first above it.
         capacities: See `SizingQuestion.capacities`.
     """
 
     deployment: Deployment
     rate: float
     outcome: Outcome
-    limit: str = ""
-    capacities: dict[str, float] = field(default_factory=dict)
+    limit: str
+    capacities: dict[str, float]
 
     @property
     def fullest(self) -> tuple[str, float]:

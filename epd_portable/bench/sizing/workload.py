@@ -22,7 +22,6 @@ class PictureItem:
     Attributes:
         pixels: Width × height.
         embeddings: Prompt tokens that it becomes.
-        nbytes: Size of its file.
         here: The engine is to encode it itself.
         encoded: Its embeddings are with the engine.
     """
@@ -41,7 +40,6 @@ class SimulatedRequest:
     Attributes:
         arrival_s: The client sends it.
         text_tokens: Prompt tokens after the pictures.
-        output_tokens: Length of the answer.
         items: Pictures, in the order of the prompt.
         first_token_s: The client has the first token; negative before.
         end_s: The client has the last one; negative before.
@@ -73,7 +71,6 @@ class Workload(BaseModel):
         pictures: Pictures of such a request.
         size: Side of a picture in pixels.
         text: Prompt tokens besides pictures.
-        output: Tokens of an answer.
         picture_bytes: Size of a picture's file.
         burst: Squared coefficient of variation of the time between requests: 1 is a Poisson
             process, more comes in bursts.
@@ -128,7 +125,6 @@ class Workload(BaseModel):
         Args:
             times: Tell how many embeddings a picture has.
             rate: Requests per second, positive.
-            count: Number of requests.
             seed: Seed of everything that is drawn.
         """
         draw = np.random.default_rng(seed)

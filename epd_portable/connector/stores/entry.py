@@ -36,7 +36,6 @@ class Head(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         key: The entry's key; under another one the entry is invalid.
         modality: As in `epd_portable.wire.params.EncodedItem`.
-        metadata: As there.
         nonce: For the key of ``tag``, in hexadecimal digits.
         tag: Authentication code of the payload, in hexadecimal digits.
     """
@@ -58,7 +57,6 @@ def namespace_of(config: InstanceConfig, stored_as: Callable[[], str]) -> str:
     """Return the namespace of an engine's entries; empty without a store.
 
     Args:
-        config: Of the instance.
         stored_as: Returns a digest of everything that the entries depend on.
 
     Raises:

@@ -53,9 +53,6 @@ class StoreLookup:
     """Asks a store by threads of its own, for a limited time.
 
     Args:
-        section: Of the configuration.
-        secret: Of the deployment.
-        metrics: Counts what happens.
         encoders: Returns the names of the encode instances that there are.
 
     Raises:

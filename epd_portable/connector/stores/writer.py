@@ -42,7 +42,6 @@ class Output:
         item_uuid: As in `epd_portable.wire.params.EncodeTransfer`.
         kind: The router's modality; with `item_uuid` it makes the key.
         modality: As in `epd_portable.wire.params.EncodedItem`.
-        metadata: As there.
         nbytes: Memory that it holds until it is written.
         to_host: Returns its bytes, ``(nbytes,)`` uint8 on CPU; blocks, and may raise an `EPDError`.
     """

@@ -29,7 +29,6 @@ class HardwareFit:
     """What a hardware profile says of a plan.
 
     Attributes:
-        profile: Name of the profile.
         device: Name of the device, and the servers that hold it.
         item_bytes: Size of the item that the times are for.
         transfer_s: Shortest time for that item by path, waits and protocol left out. ``tcp`` adds

@@ -63,7 +63,6 @@ class LauncherSpec:
         """Plan a launcher.
 
         Args:
-            request: The topology.
             name: See `LauncherSpec`.
             settings: What this launcher has laid over it.
             secret: Of the deployment; empty where the launcher makes its own.

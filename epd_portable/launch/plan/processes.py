@@ -121,8 +121,6 @@ class Plan:
 
     Attributes:
         run_id: Hexadecimal; part of every shared name of this run.
-        platform: Platform of all instances.
-        model: Name that clients use.
         url: Base address for OpenAI clients.
         processes: Instances first, the router last, or the registrar in its place.
         warnings: For the user, before the start.
@@ -214,7 +212,6 @@ def make_plan(
     Args:
         topology: Checked configuration of the platform of ``traits``.
         model: What ``topology.model`` resolves to.
-        traits: The chosen platform.
         machine: Devices and cores to share out.
         run_id: See `new_run_id`.
         free_port: Returns one free port of ``launch.host`` after another.

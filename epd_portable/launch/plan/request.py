@@ -37,9 +37,7 @@ class PlanRequest:
     """A topology to plan.
 
     Attributes:
-        traits: The platform.
         hardware: The profile to check the plan against.
-        config: Topology file.
         overrides: What is laid over it, as ``key.subkey=value``.
         role: One instance of it is planned, to join routers; ``None`` for all that the file names.
     """

@@ -51,7 +51,6 @@ def deployment(
     """Return a Deployment.
 
     Args:
-        name: Its name.
         labels: Its labels, and those by which it knows its Pods.
         template: Of its Pods, which have the labels, too.
         spare: Whether an update starts a Pod before it ends one. Where Pods hold devices there may
@@ -106,9 +105,6 @@ class Scaling:
         """Return what scales an object, or what its reference names.
 
         Args:
-            name: Of the scaler.
-            labels: Its labels.
-            target: What is scaled.
             least: Replicas that are always there.
         """
         head = {"apiVersion": target["apiVersion"], "kind": target["kind"]}
@@ -204,8 +200,6 @@ def disaggregated_set(
     """Return LeaderWorkerSet's object of several roles, each scaled from outside.
 
     Args:
-        name: Its name.
-        labels: Its labels.
         templates: Of each role's Pods. How many there are is written by its autoscaler alone.
     """
     update = {"maxSurge": 0, "maxUnavailable": 1}
@@ -236,9 +230,7 @@ def inference_pool(
     """Return what lets a gateway send requests to Pods that an endpoint picker chooses.
 
     Args:
-        name: Its name.
         labels: Its labels, and those of the Pods.
-        port: Of the Pods.
         picker: Service of the picker.
         serves_alone: Whether the Pods answer requests without what the picker adds: the gateway
             then chooses by itself while there is no picker.

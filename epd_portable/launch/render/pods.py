@@ -34,8 +34,6 @@ class Pods:
     Args:
         name: Of the deployment, and the beginning of its objects' names.
         image: Has this package and the engine.
-        platform: Of the instances.
-        topology: As it is planned.
         text: The topology file, as it is mounted.
         overrides: ``--set`` of all launchers.
     """
@@ -70,10 +68,8 @@ class Pods:
         """Return the template of Pods that run one launcher.
 
         Args:
-            labels: Of the Pods.
             command: Of ``epd-launch``, without platform, file and settings.
             settings: ``--set`` of this launcher.
-            plan: What it will start.
             port: Answers ``/health`` with 200 when the Pod can be used.
             with_secret: Whether the deployment's secret is mounted.
         """

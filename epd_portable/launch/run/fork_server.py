@@ -92,8 +92,6 @@ class ForkServer:
         modules: What it imports.
         commands: Of all that it will ever be asked for.
         env: Its whole environment.
-        cwd: Where it runs.
-        output: Its log.
 
     Attributes:
         pid: Of its process, which leads a session.

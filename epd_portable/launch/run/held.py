@@ -29,7 +29,6 @@ class HeldLauncher:
     """``epd-launch`` as a child process, whose notices are printed.
 
     Args:
-        spec: What it starts.
         settings: What is laid over that, as ``--set`` takes it.
 
     Attributes:

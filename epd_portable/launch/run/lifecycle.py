@@ -31,7 +31,6 @@ class Backoff:
 
     Attributes:
         first_s: Before the first restart; doubles with every further death.
-        max_s: Longest pause.
     """
 
     first_s: float = 1.0

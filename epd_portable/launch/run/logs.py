@@ -94,7 +94,6 @@ class Progress:
 
     Args:
         started_at: Time of the start, as all times here in seconds of one clock.
-        quiet_s: Longest silence.
     """
 
     def __init__(self, *, started_at: float, quiet_s: float = 10.0) -> None:

@@ -39,7 +39,6 @@ class Child:
     """One started process: the first of its own session, writing to its own log file.
 
     Args:
-        spec: What to start.
         log_dir: Folder of its log ``<name>.log``, to which every start appends.
         run_id: Marks the process and its children as part of a run.
         environ: Environment that ``spec.env`` is laid over.

@@ -35,8 +35,6 @@ class Registrar:
 
     Args:
         instance: Fields of `InstanceSettings`.
-        router: That router.
-        settings: Of the launcher.
         is_named: Returns whether ``router.join`` still leads to that router.
         stop: Lets the instance leave.
 
@@ -132,7 +130,6 @@ class Membership:
     """Every instance at every router that ``router.join`` leads to, also as its names change.
 
     Args:
-        settings: Of the launcher.
         stop: Lets all instances leave.
         resolve: Returns the addresses of a router's URL; raises `LaunchError` if there are none.
     """

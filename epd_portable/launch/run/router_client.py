@@ -37,7 +37,6 @@ class RouterClient:
 
     Args:
         url: Base address of the router, with or without ``/v1``.
-        secret: Secret of the deployment.
         address: Which of the addresses of its name is meant; empty for any of them.
         cert_file: Certificate of a router on this machine; by default the system's CAs are trusted.
     """
@@ -174,7 +173,6 @@ class RouterClients:
 
     Args:
         urls: Base addresses of routers, or of names that several of them have.
-        secret: Secret of the deployment.
         cert_file: See `RouterClient`.
     """
 

@@ -55,9 +55,7 @@ class RunRecord(BaseModel):
 
     Attributes:
         phase: ``starting``, ``serving`` or ``stopping``.
-        url: Base address for clients.
         config: Topology file; empty where it is not known.
-        pid: Of the launcher.
         processes: All of the plan, in its order.
         lives: When it is read, whether the launcher does.
         uptime_s: Of the launcher, if it lives.

@@ -64,7 +64,6 @@ class Supervisor:
     """One run of a plan in the foreground.
 
     Args:
-        plan: What to run.
         launch: Timeouts and sizes of logs.
         secret: Of the router and its instances.
         drain_s: How long open requests may go on: of the router at a stop, of an instance at an

@@ -83,9 +83,7 @@ def make_plugin(kind: str, name: str, given: Mapping[str, Any]) -> object:
     """Make a plug-in.
 
     Args:
-        kind: Its type.
         name: By which the configuration refers to it.
-        given: Its parameters.
 
     Raises:
         ConfigError: The type is not known, its package does not load, or its parameters are wrong.

@@ -50,9 +50,6 @@ class Policy:
         encode_timeout_s: Longest time of an encode job, if the configuration says one.
         wants_blocks: Whether prompts are to be cut into blocks.
         wants_loads: Whether instances are to report how busy they are.
-        block_bytes: Of one block.
-        most_blocks: Of one prompt.
-        cache_sizes: Of an instance.
         item_tokens: Returns how many tokens an item is taken for.
         profile_header: Header by which a request may name a profile, in lower case; or empty.
     """

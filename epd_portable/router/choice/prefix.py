@@ -19,7 +19,6 @@ class Prompt:
     """A prompt, cut into blocks.
 
     Attributes:
-        blocks: Their names.
         ends: Tokens up to the end of each.
         nbytes: See `Need`.
     """
@@ -44,7 +43,6 @@ def chain(
 
     Args:
         messages: What each is made of.
-        block_bytes: Longest block.
         most: Blocks that are named; what comes after them is only counted.
         salt: Of what else a prompt depends on, such as tools.
         items: Tokens of items, by the pieces that stand for them.

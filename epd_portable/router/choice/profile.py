@@ -55,7 +55,6 @@ class Profile:
     says so: one wrong line in a plug-in stops no request. What built-in ones answer is not checked.
 
     Args:
-        name: Of the profile.
         filters: By name, in their order.
         scorers: By name, with their weights.
         picker: Its name and itself; by default the best one is picked.
@@ -80,7 +79,6 @@ class Profile:
         """Return the candidate that should have it.
 
         Args:
-            request: What is asked.
             candidates: From the preferred tier.
             decision: Gets the reasons, if given.
 

@@ -328,10 +328,10 @@ class ConsistentHashScorer(OnRing):
 
     def score(self, request: SelectionRequest, candidates: Candidates) -> Scores:
         """See `Scorer`."""
-        load = sum(each.load for each in candidates)
-        weight = sum(each.weight for each in candidates)
         ring = self.ring(request.stage, candidates)
-        chosen = ring.choose(request.affinity, load, weight, bound=self.loadBound)
+        ring.load = sum(each.load for each in candidates)
+        ring.weight = sum(each.weight for each in candidates)
+        chosen = ring.choose(request.affinity, bound=self.loadBound)
         return [float(each is chosen) for each in candidates]
 
 

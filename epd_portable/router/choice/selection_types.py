@@ -40,7 +40,6 @@ class SelectionRequest:
         key: Random bits of the router, one for each request: no client chooses by them.
         model: That the client names, or empty.
         session: The client's name for its conversation, or empty.
-        items: Of the request.
         item: For ``encode`` the one that is to be encoded.
         blocks: Names of the request's text, block by block, each with all before it: equal for two
             requests as far as these begin alike. Media count by their content.
@@ -92,7 +91,6 @@ class Candidate(Protocol):
 
     Attributes:
         name: Unique.
-        labels: Of its settings.
         weight: How much it does of what the others do; positive.
         load: Requests or jobs that the router has given to it and that have not ended.
         computes_for: Requests in flight that wait for no item.
@@ -166,7 +164,6 @@ class ScorePicker(Protocol):
         """Return one of the candidates, of which there is at least one.
 
         Args:
-            request: What is asked.
             candidates: That the filters have left.
             scores: Of each, the weighted sum over the scorers.
         """

@@ -98,10 +98,8 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     """A client's request, ready to be sent.
 
     Attributes:
-        method: Of HTTP.
         path: Of the endpoint, at the router and at the instance.
         query: As the client sent it.
-        cut: The client's body.
         changed: Whether it goes on as `fields`, rather than as it came.
         fields: Of the body's top level, rewritten.
         model: That was asked for; empty for whichever is served.
@@ -250,7 +248,6 @@ def read_call(path: str, data: Data, rules: Rules, find: Find | None = None) -> 
     Of bodies for which there is no reader, only what could harm others is looked at.
 
     Args:
-        path: Of the endpoint.
         data: As the client sent it; must not change afterwards.
         rules: What it may ask for.
         find: Finds what it names by URL. If something of that has to be fetched first, the call

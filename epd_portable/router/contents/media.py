@@ -121,7 +121,6 @@ class MediaReader:
     raises `RequestError` (400 or 413), which names the place, the value and the remedy.
 
     Args:
-        cut: The request's body.
         salt: Whatever else an item may be shared by, such as settings that change the encoder's
             output; becomes part of every key.
         max_items: Most media parts allowed, repeated ones included.
@@ -409,7 +408,6 @@ def split_data_url(url: Bytes, kind: MediaKind, where: str) -> tuple[str, Bytes]
 
     Args:
         url: The URL, in UTF-8.
-        kind: What it must hold.
         where: Its place in the request, for messages.
 
     Raises:

@@ -98,7 +98,6 @@ class MediaFetcher:
     Args:
         settings: What may be fetched, and how much.
         body: Returns what counts the memory of a file that is on its way.
-        metrics: Count what happens.
         resolve: Looks names up; the system unless given.
     """
 

@@ -67,7 +67,6 @@ class FetchedFile(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         text: Of base64.
-        nbytes: Of the file.
         keep_s: How long its server lets others have it.
     """
 

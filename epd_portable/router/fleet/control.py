@@ -71,9 +71,6 @@ class Inbox:
 class ControlChannels:
     """One connection to each prefill+decode instance.
 
-    Args:
-        keys: Of the deployment.
-
     Attributes:
         identity: The name under which the instances can send to this router.
         on_load: Called with the name of an instance and its report, see `want_load`.

@@ -20,7 +20,6 @@ class EndpointsFile:
 
     Args:
         path: The file; it is replaced as a whole.
-        instances: Those that there are.
 
     Raises:
         ConfigError: It cannot be written.

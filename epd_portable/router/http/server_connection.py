@@ -46,8 +46,6 @@ class Clients:
     """The connections of one server.
 
     Attributes:
-        serve: Answers a request.
-        open: All of them.
         tasks: One for each request that is being answered.
         stopping: No connection takes another request.
         buffer: What is read into it is used before anything else is read, so all have the same.

@@ -50,7 +50,6 @@ class _Bound:
 
     Attributes:
         key: Of the topology file.
-        kind: What is counted.
         duty: The limit is for each usable instance of this duty; ``None`` for all together.
         limit: As the file has it.
     """

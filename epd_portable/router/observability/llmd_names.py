@@ -14,7 +14,6 @@ class _Label(NamedTuple):
     """The label that is kept of a metric; the values of others are added up.
 
     Attributes:
-        source: Its name with us.
         name: Its name in the proposal.
         values: Its values in the proposal's words, by ours; others are left out.
     """
@@ -28,7 +27,6 @@ class _Named(NamedTuple):
     """One metric of the proposal.
 
     Attributes:
-        source: Our metric.
         documentation: What is shown of it.
         label: That is kept, if one is.
         only: Label and value of the samples that are taken.

@@ -46,7 +46,6 @@ class Leg:
 
     Attributes:
         stage: What it was asked for.
-        instance: Its name.
         began_at: When it was chosen.
         ended_at: When it had answered, failed, or was given up.
         end: Empty before; ``done`` or ``failed``; of an encode job ``encoded``, ``cancelled`` or
@@ -114,10 +113,8 @@ class Step:
     """A failure, and what was done about it.
 
     Attributes:
-        at: When.
         phase: Value of a `RequestPhase`: when it failed.
         failure: Value of a `FailureKind`: why.
-        fallback: What was done.
     """
 
     at: float
@@ -166,7 +163,6 @@ class RequestRecord:
         client: First digits of the digest of the client's key; empty without keys.
         model: That was asked for; empty for whichever is served.
         stream: Whether the answer comes in pieces.
-        nbytes: Of the request's body.
         read_at: When all of it was there.
         admitted_at: When it might go on to instances.
         items: Distinct images, videos and audio clips that may be encoded elsewhere.
@@ -174,7 +170,6 @@ class RequestRecord:
         steps: What went wrong, in order.
         first_at: When the first byte of the answer was sent.
         ended_at: When its last byte was, or when it was clear that it has none.
-        status: Of the answer.
         gone: The client gave the request up.
         nbytes_out: Of the answer's body; 0 where Envoy carries it.
         events: In the answer; 0 of one that is no stream of events, or that Envoy carries.
@@ -327,7 +322,6 @@ class Traffic(msgspec.Struct, kw_only=True):
     Attributes:
         source: Instance that encoded, or prefilled.
         target: Instance that used that.
-        cargo: What it was.
         path: Transfer path of the last item of which that is known; empty for none.
         count: Items that were encoded for it, or prompts.
         reported: Items of which an answer said how many bytes came.

@@ -76,7 +76,6 @@ class StatusPage:
 
     Args:
         model: Served name of the model.
-        instances: Those that are there.
         activity: What went between instances.
         requests: Those in flight, and the last ones.
         engines: Ask instances how they are.

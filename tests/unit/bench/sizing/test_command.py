@@ -43,14 +43,6 @@ def test_it_recommends_shows_every_way_and_keeps_the_figures(stages: str, tmp_pa
     assert len(kept["samples"]) == 3
 
 
-def test_it_predicts_at_rates_without_a_search(stages: str) -> None:
-    code, text = run("--stages", stages, "--devices", "2", "--rate", "0.5,1", *FEW, *MIX)
-    assert code == 0, text
-    for row in ("0.5, 2 × one process | text", "1, 1e1pd | pictures"):
-        assert f"| {row} |" in text
-    assert "isaggregate" not in text
-
-
 TEXTS = "share=0.02,size=448,text=512,output=256"
 PICTURES = "share=0.9,pictures=4,text=64,output=16,size="
 TURNS = {
@@ -91,10 +83,7 @@ def test_it_says_what_switching_roles_between_workloads_could_gain(
         ([], "Missing option '--stages'"),
         (["--stages", "none.yaml"], "none.yaml"),
         (["--stages", "FILE", "--workload", "share=2"], "less than or equal to 1"),
-        (["--stages", "FILE", "--rate", "1", *MIX, *MIX], "--rate goes with one --workload"),
         (["--stages", "FILE", "--devices", "1", *FEW, *MIX, *MIX], "two devices or more"),
-        (["--stages", "FILE", "--rate", "0"], "expected a rate above 0"),
-        (["--stages", "FILE", "--rate", "much"], "expected requests/s, as in 2,6.5"),
         (["--stages", "FILE", "--devices", "0"], "0 is not in the range"),
         (["--stages", "FILE", "--ttft-p99", "0"], "0.0 is not in the range"),
     ],

@@ -76,4 +76,4 @@ def test_every_member_is_in_order_of_every_key() -> None:
     ring = HashRing(members)
     assert {each.name for each in ring.in_order("key")} == {each.name for each in members}
     assert list(HashRing[object]().in_order("key")) == []
-    assert HashRing(members).choose("key", 0, 40, members) is None
+    assert HashRing(members).choose("key", members) is None
