@@ -118,6 +118,13 @@ HOOKS: tuple[Relied, ...] = (
         "max_num_encoder_input_tokens max_num_scheduled_tokens scheduler_config",
     ),
     _row("v1.engine.EngineCoreOutputs", (*_ENCODER_SCHEDULER, *_OLDEST)),
+    _row("v1.engine.EngineCoreOutputs", _PREFILL_SCHEDULER, "scheduler_stats"),
+    _row("v1.request.Request", _PREFILL_SCHEDULER, "client_index"),
+    _row(
+        "v1.metrics.stats.SchedulerStats",
+        (*_PREFILL_SCHEDULER, *_FRONT_CLIENT),
+        "num_running_reqs num_waiting_reqs kv_cache_usage",
+    ),
     _row(
         "v1.engine.EngineCoreOutput",
         _OLDEST,

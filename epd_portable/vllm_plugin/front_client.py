@@ -121,11 +121,11 @@ class FrontItem:
 
 
 @dataclass(frozen=True, slots=True)
-class _Shared:
-    """An engine that may compute for other API servers, for all that is known here."""
+class _Busy:
+    """What an engine does for all API servers."""
 
     pending_encode_s: float
-    computes_for: int = 1
+    computes_for: int
 
 
 @dataclass(eq=False, slots=True)
@@ -329,7 +329,7 @@ class SplitClient(AsyncMPClient):
             return
         one.engine, one.engine_id, one.again = engine, engine_id, ""
         one.decided.clear()
-        ways = self._assign(one, engine.instance)
+        ways = self._assign(one, engine)
         brought = [each for each in ways if each.by == "encoder"]
         here_s = sum(self._times.of(each.item) for each in ways if each.by == "local_first")
         transfers = {
@@ -375,9 +375,9 @@ class SplitClient(AsyncMPClient):
         """Return what all API servers give an engine meanwhile, if they do as this one does."""
         return seconds * len(self.settings.sockets)
 
-    def _assign(self, one: OpenRequest, pd: Instance) -> list[Assignment[FrontItem]]:
+    def _assign(self, one: OpenRequest, engine: FrontEngine) -> list[Assignment[FrontItem]]:
         """Return who brings each item to whoever answers."""
-        core = one.core
+        core, pd = one.core, engine.instance
         if core.sampling_params is None or core.resumable:
             return []
         items: dict[str, FrontItem] = {}
@@ -399,7 +399,7 @@ class SplitClient(AsyncMPClient):
 
         ways = assign_items(
             [*items.values()],
-            pd if len(self.settings.sockets) == 1 else _Shared(pd.pending_encode_s),
+            _Busy(pd.pending_encode_s, max(pd.computes_for, engine.computes_for)),
             choose,
             self._times,
             left_here=one.here,
@@ -519,6 +519,8 @@ class SplitClient(AsyncMPClient):
 
     def _take_outputs(self, engine: FrontEngine, outputs: EngineCoreOutputs) -> None:
         outputs.engine_index = engine.index
+        if (stats := outputs.scheduler_stats) is not None:
+            engine.computes_for = stats.num_running_reqs
         if engine.encodes_only:
             for output in outputs.outputs:
                 answer = self._jobs.get(output.request_id)

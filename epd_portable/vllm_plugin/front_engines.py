@@ -60,6 +60,8 @@ class FrontEngine:
         instance: Its state and what is counted of it.
         index: Its label in vLLM's metrics.
         client: vLLM's client of its present life; ``None`` while it is down.
+        computes_for: Requests that it computes, whoever sent them, by its last report; vLLM tells
+            one API server how many, others whether there are any.
     """
 
     def __init__(self, settings: EngineSettings, instance: Instance, index: int) -> None:
@@ -67,6 +69,7 @@ class FrontEngine:
         self.instance = instance
         self.index = index
         self.client: Any = None
+        self.computes_for = 0
 
     @property
     def name(self) -> str:
@@ -306,6 +309,7 @@ class Engines:
         if engine.client is not None:
             engine.instance.seen_gone("its process was started again")
         engine.client = client
+        engine.computes_for = 0
         engine.instance.seen_well()
         pump = asyncio.create_task(self._pump(engine, client))
         try:

@@ -7,6 +7,7 @@ cache under its lock.
 from __future__ import annotations
 
 import time
+from collections.abc import Collection
 from functools import cache
 from typing import Any
 
@@ -20,6 +21,8 @@ _SLEEP_S = 0.001
 def prefill_scheduler(base: type) -> type:
     """Return the scheduler class of a prefill+decode instance over ``EPDScheduler``."""
     from vllm.v1.core.sched.interface import PauseState
+    from vllm.v1.engine import EngineCoreOutputs
+    from vllm.v1.metrics.stats import SchedulerStats
 
     class PrefillScheduler(base):
         """See the module."""
@@ -27,8 +30,9 @@ def prefill_scheduler(base: type) -> type:
         def __init__(self, **kwargs: Any) -> None:
             self._asleep: dict[str, Any] = {}
             self._idle_since_s: float | None = None
-            self._computed = True
+            self._scheduled: Collection[str] = ()
             self._counts = (0, 0)
+            self._told_busy: dict[int, bool] = {}  # by API server
             super().__init__(**kwargs)
             self._receiver = self.ec_connector.receiver
             self._prefill = self.ec_connector.requests
@@ -36,6 +40,7 @@ def prefill_scheduler(base: type) -> type:
 
         def add_request(self, request: Any) -> None:
             with self._receiver.lock:
+                self._told_busy.setdefault(request.client_index, False)
                 super().add_request(request)
 
         def finish_requests(self, *args: Any, **kwargs: Any) -> Any:
@@ -52,8 +57,8 @@ def prefill_scheduler(base: type) -> type:
                 self._wake(self._prefill.take_woken())
                 output = super().schedule(*args, **kwargs)
                 self._put_to_sleep(self._prefill.take_sleepers())
-                computes = output.total_num_scheduled_tokens > 0
-                self._idle_since_s = None if computes else time.monotonic()
+                self._scheduled = output.num_scheduled_tokens
+                self._idle_since_s = None if self._scheduled else time.monotonic()
                 return output
 
         def _put_to_sleep(self, request_ids: list[str]) -> None:
@@ -84,30 +89,59 @@ def prefill_scheduler(base: type) -> type:
             running, waiting = super().get_request_counts()
             return running, waiting + len(self._asleep)
 
+        def _count_computed(self) -> tuple[int, int]:
+            """Return how many requests the last step computed, and how many others there are.
+
+            vLLM counts one that waits for its next item as running.
+            """
+            computed = sum(each.request_id in self._scheduled for each in self.running)
+            return computed, sum(self.get_request_counts()) - computed
+
         def load(self) -> LoadReport:
             """Return how busy the engine is."""
-            running, waiting = self.get_request_counts()
+            running, waiting = self._count_computed()
             # Hundredths: each step that decodes takes a little more.
             kv_used = round(self.kv_cache_manager.usage, 2)
             return LoadReport(waiting=waiting, running=running, kv_used=kv_used)
 
         def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
             with self._receiver.lock:
-                self._computed = scheduler_output.total_num_scheduled_tokens > 0
                 outputs = super().update_from_output(scheduler_output, model_runner_output)
                 self._receiver.step_done()
+                self._tell_servers(outputs)
                 return outputs
+
+        def _tell_servers(self, outputs: dict[int, Any]) -> None:
+            """Tell each of several API servers when the engine begins or ceases to compute.
+
+            vLLM tells the statistics of a step to one of those that have requests in it.
+            """
+            if len(self._told_busy) < 2:
+                return
+            running, waiting = self._count_computed()
+            for client, told in self._told_busy.items():
+                if told != (running > 0):
+                    self._told_busy[client] = not told
+                    one = outputs.setdefault(client, EngineCoreOutputs())
+                    one.scheduler_stats = one.scheduler_stats or SchedulerStats(
+                        running, waiting, kv_cache_usage=self.kv_cache_manager.usage
+                    )
 
         def make_stats(self, *args: Any, **kwargs: Any) -> Any:
             """Return nothing of a step that only waited for items, and left all as it was.
 
             There are hundreds a second, and an API server takes each in on a core that encodes.
             """
-            counts = self.get_request_counts()
-            if not self._computed and counts == self._counts and not any((*args, *kwargs.values())):
+            counts = self._count_computed()
+            more = any((*args, *kwargs.values()))
+            if not self._scheduled and counts == self._counts and not more:
                 return None
             self._counts = counts
-            return super().make_stats(*args, **kwargs)
+            stats = super().make_stats(*args, **kwargs)
+            if stats is not None:
+                stats.num_waiting_reqs += stats.num_running_reqs - counts[0]
+                stats.num_running_reqs = counts[0]
+            return stats
 
         def reset_encoder_cache(self) -> None:
             with self._receiver.lock:

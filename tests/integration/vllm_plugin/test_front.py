@@ -13,6 +13,7 @@ pytest.importorskip("vllm")
 
 from vllm.exceptions import GracefulHTTPError
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
+from vllm.v1.metrics.stats import SchedulerStats
 
 from epd_portable.vllm_plugin.front_client import FrontItem
 from tests.integration.vllm_plugin.played_front import (
@@ -494,3 +495,20 @@ def test_an_idle_engine_encodes_some_of_many_pictures_by_itself(run: Any) -> Non
         assert front.is_empty()
 
     run(story, "e-0", "pd-0", elastic_encode=True, max_queued_items=8)
+
+
+@pytest.mark.parametrize("reported", [1, 0])
+def test_an_engine_that_computes_for_another_api_server_is_not_idle(
+    run: Any, reported: int
+) -> None:
+    async def story(front: Front) -> None:
+        engine = front.client.engines.by_name["pd-0"]
+        for count in (1 - reported, reported):
+            stats = SchedulerStats(num_running_reqs=count)
+            front.client._take_outputs(engine, EngineCoreOutputs(scheduler_stats=stats))
+        front.client._times.observe(FrontItem(feature("x", 0)), 1.0)
+        await front.ask(*"abcd")
+        encoded = [each.mm_features[0].identifier for each in front.jobs("e-0")]
+        assert encoded == [*("abcd" if reported else "bcd")]
+
+    run(story, "e-0", "pd-0", sockets=["0", "1"], elastic_encode=True, max_queued_items=8)

@@ -101,7 +101,9 @@ class Engine:
         """Items that cannot be encoded beside a step."""
         self.ended: dict[str, str] = {}
         self.counts: list[tuple[int, int]] = []
-        """Requests that run and that wait, as API servers were told."""
+        """Requests that are computed and that wait, as API servers were told."""
+        self.servers: list[list[int]] = []
+        """Which servers were told."""
 
     def arrive(
         self,
@@ -113,6 +115,7 @@ class Engine:
         items: int = 1,
         kv: bool = False,
         resumable: bool = False,
+        server: int = 0,
     ) -> None:
         """Add a request of ``text`` tokens of text, items and text.
 
@@ -151,6 +154,7 @@ class Engine:
                 ),
                 pooling_params=None,
                 resumable=resumable,
+                client_index=server,
                 mm_features=[
                     MultiModalFeatureSpec(
                         data=MultiModalKwargsItem(elements),
@@ -190,9 +194,13 @@ class Engine:
                 )
             ),
         )
-        for outputs in self.scheduler.update_from_output(planned, output).values():
+        told = self.scheduler.update_from_output(planned, output)
+        if servers := sorted(each for each in told if told[each].scheduler_stats is not None):
+            self.servers.append(servers)
+        for outputs in told.values():
             if (stats := outputs.scheduler_stats) is not None:
-                self.counts.append((stats.num_running_reqs, stats.num_waiting_reqs))
+                skipped = getattr(stats, "num_skipped_waiting_reqs", 0)
+                self.counts.append((stats.num_running_reqs, stats.num_waiting_reqs + skipped))
             for each in outputs.outputs:
                 if each.finish_reason is not None:
                     self.ended[each.request_id] = str(each.finish_reason)
@@ -368,9 +376,21 @@ def test_api_servers_hear_nothing_of_steps_that_only_wait(engine: Engine) -> Non
     engine.arrive("begun", pixels=True, transfer=True)
     assert engine.step() == {"begun": TEXT}
     assert engine.counts == [(1, 0)]
-    assert [engine.step(), engine.step(), engine.counts] == [{}, {}, [(1, 0)]]
+    assert [engine.step(), engine.step(), engine.counts] == [{}, {}, [(1, 0), (0, 1)]]
     engine.arrive("asleep", pixels=True, transfer=True, text=0)
-    assert [engine.step(), engine.step(), len(engine.counts)] == [{}, {}, 2]
+    assert [engine.step(), engine.step(), engine.counts[2:]] == [{}, {}, [(0, 2)]]
+
+
+def test_each_of_several_api_servers_hears_when_the_engine_begins_and_ceases_to_compute(
+    engine: Engine,
+) -> None:
+    for name, server in (("q", 0), ("r", 2), ("s", 0), ("t", 1)):
+        engine.arrive(name, pixels=True, transfer=True, server=server)
+        assert engine.step() == {name: TEXT}
+    assert [engine.step(), engine.step()] == [{}, {}]
+    # The first one is told the statistics of every step by vLLM.
+    assert engine.servers == [[0], [0, 2], [0], [0, 1], [0, 1, 2]]
+    assert engine.counts[-3:] == [(0, 4)] * 3
 
 
 def test_a_request_that_sleeps_can_be_aborted(engine: Engine) -> None:
