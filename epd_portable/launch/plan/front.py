@@ -31,10 +31,7 @@ _KEPT = frozenset(
     | {"elastic_encode", "access_log", "tracing", "drain_s"}
 )
 """Keys of ``router`` that the engine front keeps; any other that is set asks for the router."""
-_BESIDE_ENCODER = (
-    *("mm_tensor_ipc", "mm_processor_device", "media_io_kwargs"),
-    "api_server_count",
-)
+_BESIDE_ENCODER = ("mm_processor_device", "media_io_kwargs", "api_server_count")
 """Engine arguments for how an encode instance's own servers read and process media."""
 _NO_DOMAIN = "none.invalid"
 """vLLM fetches media from everywhere unless it is told domains."""
@@ -78,6 +75,11 @@ def _reasons_for_router(topology: Topology) -> list[str]:
         for name in _BESIDE_ENCODER
         if name in instances.encode.engine_args
     ]
+    groups = [instances.of(role) for role in _SERVED if instances.counts[role]]
+    if "torch_shm" in (each.engine_args.get("mm_tensor_ipc") for each in (topology, *groups)):
+        found.append(
+            "engine_args.mm_tensor_ipc is torch_shm, for instances with servers of their own only"
+        )
     version = installed.vllm_version()
     if version is not None and version < KNOWN:
         found.append(f"vLLM {version[0]}.{version[1]} is older than {KNOWN[0]}.{KNOWN[1]}")

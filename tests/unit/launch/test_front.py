@@ -92,6 +92,7 @@ def test_processes_with_equal_variables_are_forked_and_others_start_by_themselve
         "store: {kind: file, path: /tmp/store}",
         "instances: {encode: {engine_args: {api_server_count: 2}}}",
         "instances: {encode: {engine_args: {mm_tensor_ipc: torch_shm}}}",
+        "engine_args: {mm_tensor_ipc: torch_shm}",
     ],
 )
 def test_what_needs_the_router_gets_it_and_is_told_why(extra: str, tmp_path: Path) -> None:
