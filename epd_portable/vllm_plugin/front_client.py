@@ -119,6 +119,11 @@ class FrontItem:
         """Its size, in tokens: only compared."""
         return int(self.feature.mm_position.length)
 
+    @property
+    def video(self) -> str | None:
+        """The video that it is a part of."""
+        return video_of(self.item_uuid) if self.modality == "video" else None
+
 
 @dataclass(frozen=True, slots=True)
 class _Busy:
@@ -243,7 +248,9 @@ class SplitClient(AsyncMPClient):
                 with contextlib.suppress(WentDownError):  # Which ends the session.
                     await one.engine.add(self._for_engine(request, one.engine_id, {}))
             return
-        one = OpenRequest(request if request.resumable else self._parts.divide(request))
+        if self._parts.most > 1 and not request.resumable:
+            request = self._parts.divide(request)
+        one = OpenRequest(request)
         engine = self._choose_engine(one, None)
         self._retries.count_request()
         self._pool.work.prompt_came(engine.instance.role, one.tokens)
@@ -267,7 +274,9 @@ class SplitClient(AsyncMPClient):
         chosen = self._nearest(blocks) or self._pool.choose_least_loaded()
         if chosen is None:
             raise UnavailableError("no engine that answers is up")
-        if one.core.mm_features and not self._can_encode and not self._choose_encoder("", ()):
+        encoders = [each for each in self.engines.by_name.values() if each.encodes_only]
+        room = any(each.instance.usable and not each.is_full for each in encoders)
+        if one.core.mm_features and not self._can_encode and not room:
             if self._pool.any_usable("encode"):
                 raise FullError
             raise UnavailableError("no encode engine is up")
@@ -290,11 +299,11 @@ class SplitClient(AsyncMPClient):
         count, nearest = max(known, key=lambda pair: pair[0], default=(0, None))
         return nearest if count else None
 
-    def _choose_encoder(self, item_uuid: str, exclude: Collection[str]) -> Instance | None:
+    def _choose_encoder(self, item: FrontItem, exclude: Collection[str]) -> Instance | None:
         full = [each.name for each in self.engines.by_name.values() if each.is_full]
         # Parts of a video are to be encoded at the same time.
-        bound = 1.0 if video_of(item_uuid) else LOAD_BOUND
-        return self._pool.choose_encoder(item_uuid, [*exclude, *full], bound=bound)
+        bound = 1.0 if item.video else LOAD_BOUND
+        return self._pool.choose_encoder(item.item_uuid, [*exclude, *full], bound=bound)
 
     async def _serve(self, one: OpenRequest, engine: FrontEngine) -> None:
         """Have a request answered, by one engine after another until one has begun."""
@@ -386,12 +395,12 @@ class SplitClient(AsyncMPClient):
         having: defaultdict[str, list[str]] = defaultdict(list)
 
         def choose(item: FrontItem, exclude: Collection[str]) -> Instance | None:
-            chosen = self._choose_encoder(item.item_uuid, exclude)
-            if chosen is None or (video := video_of(item.item_uuid)) is None:
+            chosen = self._choose_encoder(item, exclude)
+            if chosen is None or (video := item.video) is None:
                 return chosen
             if chosen.name in having[video]:
                 # Among equals one that has no part of this video yet.
-                other = self._choose_encoder(item.item_uuid, [*exclude, *having[video]])
+                other = self._choose_encoder(item, [*exclude, *having[video]])
                 if other is not None and other.load <= chosen.load:
                     chosen = other
             having[video].append(chosen.name)
@@ -453,7 +462,7 @@ class SplitClient(AsyncMPClient):
         """
         item, encoder = way.item, way.encoder
         tries = EncodeTries(
-            lambda exclude: self._choose_encoder(item.item_uuid, exclude),
+            lambda exclude: self._choose_encoder(item, exclude),
             self._retries,
             deadline_s=time.monotonic() + self.settings.wait_timeout_s,
         )

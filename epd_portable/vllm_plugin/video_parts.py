@@ -48,16 +48,19 @@ class VideoParts:
         config: Of the front.
         encoders: Encode engines of the plan, up or not: a video that comes again is divided as
             before, so caches have its parts.
+
+    Attributes:
+        most: Into how many parts; 1 if no video is divided.
     """
 
     def __init__(self, config: VllmConfig, encoders: int) -> None:
-        self._most = 1
+        self.most = 1
         model = config.model_config
         if encoders < 2 or model.multimodal_config is None:
             return
         if DIVISIBLE.intersection(model.architectures):
             logger.info("videos are encoded in up to %d parts", encoders)
-            self._most = encoders
+            self.most = encoders
         else:
             logger.info(
                 "each video is encoded by one encode engine: frames of %s are not known to be "
@@ -76,12 +79,12 @@ class VideoParts:
 
     def _parts(self, feature: MultiModalFeatureSpec) -> list[MultiModalFeatureSpec]:
         data = feature.data
-        if self._most < 2 or feature.modality != "video" or data is None:
+        if feature.modality != "video" or data is None:
             return [feature]
         if not {_PIXELS, _GRID} <= set(data) <= {_PIXELS, _GRID} | _OF_THE_WHOLE:
             return [feature]
         pixels, (pairs, *size) = data[_PIXELS].data, data[_GRID].data.tolist()
-        count = min(pairs, self._most)
+        count = min(pairs, self.most)
         if count < 2:
             return [feature]
         rows, tokens = len(pixels) // pairs, _ends(feature.mm_position, pairs)

@@ -76,7 +76,8 @@ def _reasons_for_router(topology: Topology) -> list[str]:
         if name in instances.encode.engine_args
     ]
     groups = [instances.of(role) for role in _SERVED if instances.counts[role]]
-    if "torch_shm" in (each.engine_args.get("mm_tensor_ipc") for each in (topology, *groups)):
+    arguments = [topology.engine_args, *(each.engine_args for each in groups)]
+    if any(each.get("mm_tensor_ipc") == "torch_shm" for each in arguments):
         found.append(
             "engine_args.mm_tensor_ipc is torch_shm, for instances with servers of their own only"
         )
