@@ -65,10 +65,11 @@ class MixedLoad:
 def servers(topology: Topology) -> dict[str, int]:
     """Return the first process of each instance."""
     found = {}
-    for child in psutil.Process(topology.process.pid).children():
+    for child in psutil.Process(topology.process.pid).children(recursive=True):
         name = ""
-        with contextlib.suppress(psutil.Error):  # It has just ended.
-            name = child.environ().get("EPD_INSTANCE", "")
+        with contextlib.suppress(psutil.Error, ProcessLookupError):  # It has just ended.
+            if os.getsid(child.pid) == child.pid:
+                name = child.environ().get("EPD_INSTANCE", "")
         if name in topology.names and name != "router":
             found[name] = child.pid
     return found

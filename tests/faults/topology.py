@@ -39,8 +39,10 @@ REQUEST_DEADLINE_S = 5 * WAIT_S
 """Two attempts of at most ``router.idle_timeout_s`` (twice the wait), and what lies between."""
 DEADLINE_S = 60.0
 START_S = 180.0
-"""Of everything at once: each engine imports torch."""
+"""Of everything at once, torch and all."""
 POOL_BYTES = 4 << 20
+PRELOADED = ("torch.distributed", "pydantic", "starlette.applications", "uvicorn", "zmq")
+"""From a process that has imported these the launcher forks small engines."""
 _POLL_S = 0.05
 _NO_TLS = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
 """Without certificates: httpx reads all that there are for every request, or takes this."""
@@ -73,7 +75,7 @@ class Topology:
         pool_bytes: Of each.
         lease_s: See `InstanceConfig`.
         wait_s: See `InstanceConfig`.
-        env: Variables for every process.
+        env: Variables for every process; small engines then start by themselves.
         store: Of all of them.
     """
 
@@ -127,7 +129,8 @@ class Topology:
             role = "prefill-decode" if receives else "encode"
             argv = [sys.executable, "-m", "tests.faults.small.engine"]
             argv += [config.model_dump_json(), str(http)]
-            specs.append(self._spec(name, role, argv, config.pool))
+            spec = self._spec(name, role, argv, config.pool)
+            specs.append(spec if env else {**spec, "preload": PRELOADED})
             backends.append(
                 InstanceSettings(
                     name=name,

@@ -41,11 +41,15 @@ def _strike(ticket: Path, folder: Path) -> None:
     os.kill(pid, order["signal"])
 
 
-def _install(folder: Path) -> None:
+def install() -> None:
+    """Look at every point from now on; what was forked has imported `epd_portable` anew."""
     from epd_portable import log
     from tests.faults.points import name_process
 
+    folder = Path(os.environ["EPD_TEST_FAULTS"])
     record = log.EventTrace.__call__
+    if record.__module__ == __name__:
+        return
 
     def call(self: log.EventTrace, event: str, **fields: object) -> None:
         record(self, event, **fields)
@@ -82,4 +86,4 @@ def _let_the_wall_clock_jump() -> None:
 if os.environ.get("EPD_TEST_CLOCK"):
     _let_the_wall_clock_jump()
 if os.environ.get("EPD_TEST_FAULTS"):
-    _install(Path(os.environ["EPD_TEST_FAULTS"]))
+    install()

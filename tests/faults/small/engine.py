@@ -3,7 +3,8 @@
 It has the three processes of a vLLM server, an HTTP front end, a scheduler and a worker, and in
 them the package's own collaborators, called as `epd_portable.vllm_plugin` calls them. What it does
 not reproduce: models (the answer is the digest of the bytes that a model would read), chunked
-steps, the KV cache and preemption. It starts in the time that it takes to import torch.
+steps, the KV cache and preemption. It starts in the time that it takes to import torch, or is
+forked from a process that has.
 
 If a part dies, the others follow, and requests that are under way fail with status 500.
 """
@@ -19,6 +20,7 @@ import sys
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+import sitecustomize  # Of the folder `hooks`.
 import torch  # noqa: F401 - the parts are forked from this process, so it is imported once
 import uvicorn
 from starlette.applications import Starlette
@@ -206,4 +208,5 @@ def _part(serve: object, others: tuple[Connection, ...], *args: object) -> None:
 
 
 if __name__ == "__main__":
+    sitecustomize.install()
     main(*sys.argv[1:])
