@@ -21,8 +21,9 @@ from pathlib import Path
 # Not imported at all, or a file or two of hundreds, which Python then compiles by itself.
 LEFT_OUT = re.compile(
     r"/tests?/"
-    r"|/transformers/models/\w+/(modeling|modular|convert)_"
-    r"|/site-packages/(anthropic|fontTools|matplotlib|mypy|mypyc|numba|pip|pygments|setuptools)/"
+    r"|/(transformers|vllm/model_executor)/models/"
+    r"|/site-packages/(anthropic|envoy_data_plane|fontTools|matplotlib|mcp|mypy|mypyc|numba|openai"
+    r"|pip|pygments|sentry_sdk|setuptools|torch/testing)/"
 )
 
 

@@ -145,7 +145,8 @@ def _install() -> None:
         # Compiled for another torch; hundreds of megabytes that cannot be loaded.
         for library in folder.rglob("*.so"):
             library.unlink()
-        VENV.compile(folder)
+    # The other pair is for --full only: Python compiles what is imported of it by itself.
+    VENV.compile(VENV.folder / "pairs" / min(OLDER_PAIRS))
 
 
 def build_runtime(packages: Path) -> None:

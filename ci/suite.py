@@ -30,7 +30,11 @@ FOLDER = ROOT / ".suite"
 STATE = FOLDER / "passed.json"
 WORKERS = ("-n", "4", "--dist=loadfile", "--no-loadscope-reorder")
 """A file stays with one worker; those that take long and mostly wait are named first."""
-OVER_VLLM = ("tests/integration/vllm_plugin", "tests/unit/vllm_plugin")
+OVER_VLLM = (
+    "tests/integration/scheduling",
+    "tests/integration/vllm_plugin",
+    "tests/unit/vllm_plugin",
+)
 """Import vLLM when they are collected, by which each of several workers would be held up."""
 PYTEST = (".venv/bin/python", "-m", "pytest")
 NPU_ENVIRONMENT = "npu environment"

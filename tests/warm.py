@@ -211,6 +211,8 @@ def serve(pipe: socket.socket) -> list[str] | None:
     An interrupt, which all get at once, is for who asks and for the children: it ends when the pipe
     does, and ends what nobody has ended then.
     """
+    # What was imported stays: to look at it again in every child would copy its memory.
+    gc.freeze()
     running: dict[int, tuple[int, socket.socket]] = {}
     on_interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)
     with selectors.DefaultSelector() as selector:
@@ -274,8 +276,6 @@ def main(fd: str, *preload: str) -> None:
         if name != ROOM:
             importlib.import_module(name)
     assert len(os.listdir("/proc/self/task")) == 1, f"one of {preload} starts threads"
-    # What was imported stays: to look at it again in every child would copy its memory.
-    gc.freeze()
     with socket.socket(fileno=int(fd)) as pipe:
         words = serve(pipe)
     if words is not None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 
 from tests import warm
 from tests.line_child import ANSWER_LINES, LineChild
@@ -35,12 +34,11 @@ class Child(LineChild):
 
     def __init__(self, platform: str, **env: str) -> None:
         super().__init__(
-            subprocess.Popen(
-                [sys.executable, "-c", BEGIN + ANSWER_LINES, platform],
+            warm.start(
+                *("-c", BEGIN + ANSWER_LINES, platform),
+                cold=platform == "cuda",
                 env={**os.environ, "OMP_NUM_THREADS": "1", **env},
-                cwd=warm.ROOT,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                text=True,
             )
         )
