@@ -260,9 +260,14 @@ HOOKS: tuple[Relied, ...] = (
     ),
     _row("v1.worker.gpu_input_batch.CachedRequestState", _FIRST, "mm_features generator"),
     *(
-        _row(owner, _WORKER, "init_device load_model shutdown model_runner rank")
+        _row(
+            owner,
+            _WORKER,
+            "init_device load_model initialize_from_config shutdown model_runner rank",
+        )
         for owner in ("v1.worker.gpu_worker.Worker", "v1.worker.cpu_worker.CPUWorker")
     ),
+    *(_row(owner, _WORKER, "profile_run") for owner in (_RUNNER, _SECOND_RUNNER)),
     # The second model runner.
     _row(
         _SECOND_RUNNER,

@@ -42,6 +42,16 @@ class MemoryInfo:
     free_bytes: int
     total_bytes: int
 
+    def left_of(self, part: float, before: MemoryInfo) -> int:
+        """Return what is left, in bytes, of a part that is one process's.
+
+        Args:
+            part: Of the whole memory.
+            before: When the process had taken nothing; what others took since counts as its own.
+        """
+        taken = before.free_bytes - self.free_bytes
+        return max(0, min(int(part * self.total_bytes) - taken, self.free_bytes))
+
 
 class ShareHandle(msgspec.Struct, frozen=True, kw_only=True):
     """Names a device tensor of one process so that another on the same host can open it.

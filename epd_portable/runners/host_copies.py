@@ -22,6 +22,12 @@ _COPY_S = 30.0
 """Longest time from the queueing of an item's computation to the end of its copy."""
 
 
+def alone(output: torch.Tensor) -> torch.Tensor:
+    """Return an output that keeps no memory but its own: no part of what was computed together."""
+    whole = output.untyped_storage().nbytes() == output.nbytes
+    return output if whole else output.clone()
+
+
 @dataclass(slots=True, eq=False)
 class _Copy:
     """An output: on the device until its copy is made, then in host memory; ``None`` if lost."""
@@ -109,7 +115,7 @@ class HostCopies:
 
     def _copy(self, output: torch.Tensor, computed: DeviceEvent) -> torch.Tensor:
         if output.is_cpu:
-            return output.clone()  # It may be a part of what was computed together.
+            return alone(output)
         self._device.platform.set_device(self._device.index)
         deadline_s = self._device.clock() + _COPY_S
         host = self._device.to_host(output, after=computed, deadline_s=deadline_s)

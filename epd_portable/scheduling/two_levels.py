@@ -1,6 +1,7 @@
 """The encoder cache of an encode instance with a second level: copies in host memory.
 
-The first level, on the device, holds what is computed and sent now, and what else fits.
+The first level, on the device, holds what is computed and sent now, and what else fits into the
+memory that an instance with a language model has for KV.
 Of every item that is encoded a copy goes into host memory as well, where as many bytes are as were
 asked for, the least recently used going first. An item that has left the first level and is asked
 for again comes back from there: its room is made, its copy restored, and no encoder runs.
@@ -16,6 +17,9 @@ from dataclasses import dataclass, field
 
 from epd_portable.scheduling.encoder_cache import EncoderCacheManager, MultiModalRequest
 from epd_portable.scheduling.items import Item, State
+
+FILLED = 0.75
+"""Part of that memory that is filled: outputs have all sizes, so what they leave is in pieces."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +54,7 @@ class TwoLevelCache(EncoderCacheManager):
     """See the module.
 
     Args:
-        cache_size: Of the first level, in embeddings.
+        cache_size: Of the first level, in embeddings, until `grow`.
         host_bytes: Of the second; 0 for none.
         nbytes_of: Returns the bytes of a request's item, by its index.
 
@@ -74,6 +78,13 @@ class TwoLevelCache(EncoderCacheManager):
         self._restored: list[str] = []
         self._kept: list[str] = []
         self.limits: dict[str, int] = {}
+
+    def grow(self, cache_size: int) -> None:
+        """Make the first level as large as this; it never becomes smaller."""
+        more = max(0, cache_size - self.cache_size)
+        self.cache_size += more
+        self.num_free_slots += more
+        self.num_freeable_slots += more
 
     def take_orders(self) -> HostOrders:
         """Return what the worker must do in the step that was just scheduled."""

@@ -180,6 +180,16 @@ def dtype_name(vllm_config: VllmConfig) -> str:
     return str(vllm_config.model_config.dtype).removeprefix("torch.")
 
 
+def kv_cache_bytes(vllm_config: VllmConfig) -> int | None:
+    """Return the memory that is set for KV; ``None`` where an engine takes what is left.
+
+    A CPU's engines have it from ``VLLM_CPU_KVCACHE_SPACE``, in a field of its own before 0.32.
+    """
+    cache = vllm_config.cache_config
+    found: int | None = getattr(cache, "cpu_kvcache_space_bytes", None)
+    return cache.kv_cache_memory_bytes if found is None else found
+
+
 def small_dummies(vllm_config: VllmConfig) -> Callable[[], None]:
     """Let vLLM measure an encoder's output width with small items; return what ends that.
 

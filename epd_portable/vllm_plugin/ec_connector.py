@@ -10,6 +10,7 @@ from abc import abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from vllm.distributed.ec_transfer.ec_connector.base import (
@@ -32,7 +33,7 @@ from epd_portable.platforms.base import LimitsCompute
 from epd_portable.platforms.traits import TRAITS
 from epd_portable.runners.background import BackgroundEncoder
 from epd_portable.runners.dispatcher import Dispatcher, EncodeItem
-from epd_portable.runners.host_copies import HostCopies
+from epd_portable.runners.host_copies import HostCopies, alone
 from epd_portable.runners.metrics import PlacerMetrics, ReceiverMetrics, SenderMetrics
 from epd_portable.runners.placer import Placer, WorkerOrders
 from epd_portable.runners.prefill import PrefillRequests
@@ -43,7 +44,7 @@ from epd_portable.scheduling.answers import WithheldAnswers
 from epd_portable.scheduling.encode_queue import EncodeQueue, StepLimits
 from epd_portable.scheduling.encoder_cache import EncoderCacheManager
 from epd_portable.scheduling.items import PromptItem
-from epd_portable.scheduling.two_levels import HostOrders, HostReport, TwoLevelCache
+from epd_portable.scheduling.two_levels import FILLED, HostOrders, HostReport, TwoLevelCache
 from epd_portable.vllm_plugin import compat, exposition
 from epd_portable.vllm_plugin.metadata import ItemMetadata
 from epd_portable.vllm_plugin.reports import Kind, from_names, to_names
@@ -255,6 +256,8 @@ class EncodeScheduler(SchedulerConnector):
         """Take in what `EncodeWorker` reports."""
         self._dispatcher.transfers_ended(connector_output.finished_sending or ())
         report = from_names(connector_output.finished_recving)
+        for nbytes in report["room"]:
+            self._grow(int(nbytes))
         for step in report["computed"]:
             self.answers.computed(int(step))
         self._cache.take_report(HostReport(report["copy lost"], report["copy missing"]))
@@ -270,6 +273,22 @@ class EncodeScheduler(SchedulerConnector):
         self.queue.withdraw(request.request_id)
         outcome = self._dispatcher.request_finished(request.request_id)
         return False, None if outcome is None else to_params(outcome)
+
+    def _grow(self, nbytes: int) -> None:
+        """Give the encoder cache as many embeddings as fit, of the widest that the model has."""
+        before = self._cache.cache_size
+        width = max(
+            compat.encoder_output_width(self._vllm_config, modality)
+            for modality in ("image", "video", "audio")
+        )
+        one = TensorSpec(shape=(1, width), dtype=compat.dtype_name(self._vllm_config))
+        self._cache.grow(nbytes // one.nbytes)
+        logger.info(
+            "the encoder cache holds %d embeddings of %d bytes (vLLM's own: %d)",
+            self._cache.cache_size,
+            one.nbytes,
+            before,
+        )
 
 
 class PDScheduler(SchedulerConnector):
@@ -448,8 +467,12 @@ class EncodeWorker(WorkerConnector):
     _sender: Sender
     _copies: HostCopies | None = None
     _queued_step = 0
+    _room_bytes = 0
+    """Of the encoder cache, until the scheduler knows."""
 
     def _open(self, copies: DeviceCopies, rank: int) -> int:
+        self._memory = partial(copies.platform.memory_info, copies.index)
+        self._memory_before = self._memory()
         if self._config.host_cache_bytes:
             self._copies = HostCopies(copies)
             self._opened.callback(self._copies.close)
@@ -458,6 +481,33 @@ class EncodeWorker(WorkerConnector):
         self._opened.callback(self._sender.close, linger_s=_LINGER_S)
         self._clock = self._sender.clock
         return 0
+
+    def measure_room(self, profile_run: Callable[[], None]) -> None:
+        """Find out how much memory the encoder cache may fill; before the scheduler is made.
+
+        It is what a language model's KV would take: what is set for that, on devices at most what
+        ``gpu_memory_utilization`` leaves. Of a device that others use, too, what they take
+        meanwhile is missing; nothing depends on their holding still.
+
+        Args:
+            profile_run: Computes the largest step, whose memory the process keeps.
+        """
+        found = compat.kv_cache_bytes(self._vllm_config)
+        if TRAITS[self._config.platform].needs_device_copy:
+            if found is None:
+                profile_run()
+            part = self._vllm_config.cache_config.gpu_memory_utilization
+            left = self._memory().left_of(part, self._memory_before)
+            logger.info(
+                "gpu_memory_utilization %g leaves %d MiB beside the weights and the largest step",
+                *(part, left >> 20),
+            )
+            found = left if found is None else min(left, found)
+        self._room_bytes = int(FILLED * (found or 0))
+        logger.info(
+            "the encoder cache may fill %d MiB, %d %% of what KV would have",
+            *(self._room_bytes >> 20, 100 * FILLED),
+        )
 
     def begin_step(self, metadata: StepMetadata, encoder_cache: dict[str, torch.Tensor]) -> None:
         """See `epd_portable.runners.host.WorkerHooks`."""
@@ -486,9 +536,11 @@ class EncodeWorker(WorkerConnector):
         self, encoder_cache: dict[str, torch.Tensor], mm_hash: str, **kwargs: Any
     ) -> None:
         """See `EPDConnector`."""
-        self._sender.output_ready(mm_hash, encoder_cache[mm_hash])
+        # A part that stays long would keep all that was computed with it, which nobody counts.
+        output = encoder_cache[mm_hash] = alone(encoder_cache[mm_hash])
+        self._sender.output_ready(mm_hash, output)
         if self._copies is not None:
-            self._copies.output_ready(mm_hash, encoder_cache[mm_hash])
+            self._copies.output_ready(mm_hash, output)
 
     def get_finished(self, finished_req_ids: set[str], **kwargs: Any) -> Ended:
         """See `WorkerConnector`; the first runner drops it, and its mixin asks `end_step`."""
@@ -501,6 +553,8 @@ class EncodeWorker(WorkerConnector):
             progress.step_queued(step)
         computed = progress.take_computed()
         report: dict[Kind, set[str]] = {} if computed is None else {"computed": {str(computed)}}
+        if self._room_bytes:
+            report["room"], self._room_bytes = {str(self._room_bytes)}, 0
         if self._copies is not None:
             copies = self._copies.take_report()
             report |= {"copy lost": copies.lost, "copy missing": copies.missing}

@@ -77,6 +77,10 @@ class _WorkerMixin:
         return super().get_kv_cache_spec()  # type: ignore[misc]
 
     def initialize_from_config(self, *args: Any, **kwargs: Any) -> None:
+        connector = get_ec_transfer()
+        if connector.is_producer:
+            # vLLM measures memory only for KV, of which there is none.
+            connector.measure_room(self.model_runner.profile_run)  # type: ignore[attr-defined]
         with cores_kept():
             super().initialize_from_config(*args, **kwargs)  # type: ignore[misc]
         trace("kv_cache.ready", layers=len(self.model_runner.kv_caches))  # type: ignore[attr-defined]

@@ -23,7 +23,10 @@ MANY = range(7000, 7040)
 def pair(start: Start, reference_url: str) -> Pair:
     settings = [
         "engine_args.dtype=float32",
+        # Its encoder cache holds what a step computes, and no more.
         "instances.encode.engine_args.max_num_batched_tokens=512",
+        "instances.encode.engine_args.gpu_memory_utilization=0.1",
+        "instances.encode.env.VLLM_CPU_KVCACHE_SPACE='0'",
         "env.VLLM_SERVER_DEV_MODE='1'",
     ]
     return Pair(split=start(settings), reference_url=reference_url)

@@ -2,7 +2,7 @@
 
 vLLM measures a device while it starts, and counts what others take or free meanwhile as its own.
 So the instances of one device start one after the other; encode instances last, which have no KV
-cache and do not measure.
+cache: what others take while they measure only makes their encoder cache smaller.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class Tenant:
     Attributes:
         utilization: Part of the device's memory that its engine may take, its receive pool
             included.
-        kv_cache_bytes: Of that, for the KV cache, as the file says it; ``None`` where the engine
-            measures what is left, or has no KV cache.
-        measures: Whether the engine measures what is left.
+        kv_cache_bytes: Of that, for the KV cache, of an encode instance for its encoder cache, as
+            the file says it; ``None`` where the engine measures what is left.
+        measures: Whether the engine measures what is left for its KV cache.
         share: Percent of the device's compute; ``None`` where instances take turns.
     """
 
@@ -66,15 +66,15 @@ def used_devices(topology: Topology, placed: Placed) -> tuple[UsedDevice, ...]:
     """Return the devices that have instances."""
     tenants: dict[str, list[Tenant]] = {}
     for role in START_ORDER:
-        group, has_cache = topology.instances.of(role), role != "encode"
+        group = topology.instances.of(role)
         arguments = {**topology.engine_args, **group.engine_args}
-        kv_cache_bytes = arguments.get("kv_cache_memory_bytes") if has_cache else None
+        kv_cache_bytes = arguments.get("kv_cache_memory_bytes")
         for index, placement in enumerate(placed[group_of(role)]):
             tenant = Tenant(
                 name=f"{group_of(role)}-{index}",
                 utilization=_utilization(topology, role),
                 kv_cache_bytes=kv_cache_bytes,
-                measures=has_cache and kv_cache_bytes is None,
+                measures=role != "encode" and kv_cache_bytes is None,
                 share=group.share,
             )
             for device in placement.devices:

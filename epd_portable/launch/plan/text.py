@@ -10,6 +10,9 @@ from epd_portable.launch.plan.hardware import HardwareFit
 from epd_portable.launch.plan.processes import Plan, ProcessSpec
 from epd_portable.launch.plan.sharing import Tenant, UsedDevice
 from epd_portable.platforms.traits import TRAITS
+from epd_portable.scheduling.two_levels import FILLED
+
+_CPU_KV_GIB = "VLLM_CPU_KVCACHE_SPACE"
 
 
 def plan_table(plan: Plan) -> str:
@@ -41,6 +44,10 @@ def plan_table(plan: Plan) -> str:
             alone.append((f"  device {device.device}", tenant.name, *_memory(tenant)))
     if alone:
         lines += ["", "devices with one instance each, which start at once:", *columns(alone)]
+    for spec in plan.processes:
+        if spec.role == "encode" and (space := spec.env.get(_CPU_KV_GIB)):
+            cache = f"{FILLED:.0%} of {_CPU_KV_GIB}={space} (GiB), for it has no KV cache"
+            lines += ["", f"the encoder cache of {spec.name} takes {cache}"]
     if plan.hardware:
         lines += ["", *_hardware(plan.hardware)]
     for spec in plan.processes:
@@ -87,11 +94,12 @@ def _shared(shared: UsedDevice, share_by: str) -> list[str]:
 
 
 def _memory(tenant: Tenant) -> tuple[str, str]:
-    cache = "no KV cache"
+    given = "what is left of it"
     if tenant.kv_cache_bytes is not None:
-        cache = f"{tenant.kv_cache_bytes} bytes of KV cache"
-    elif tenant.measures:
-        cache = "the KV cache takes what is left of it"
+        given = f"{tenant.kv_cache_bytes} bytes"
+    cache = f"the KV cache takes {given}"
+    if tenant.name.startswith("encode-"):
+        cache = f"the encoder cache takes {FILLED:.0%} of {given}"
     return f"{tenant.utilization:.0%} of its memory", cache
 
 

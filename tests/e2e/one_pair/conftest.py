@@ -19,7 +19,7 @@ from tests.e2e.conftest import (
     router_of,
 )
 from tests.e2e.engines import RESTART_S, both_serve, forget_items, wait_until
-from tests.e2e.one_pair.limits import ITEM_BYTES, POOL_ITEMS, QUEUE, SEATS
+from tests.e2e.one_pair.limits import ITEM_BYTES, POOL_ITEMS, QUEUE, SEATS, STEP
 from tests.forked import Popen
 
 
@@ -37,6 +37,7 @@ def engines(start: Start, tmp_path_factory: pytest.TempPathFactory) -> Split:
             "transfer.wait_timeout_s=120",
             "transfer.lease_s=8",
             f"instances.encode.max_queued_items={QUEUE}",
+            f"instances.encode.engine_args.max_num_batched_tokens={STEP}",
             "instances.encode.engine_args.worker_cls=tests.e2e.workers.SlowEncodeWorker",
             f"instances.prefill_decode.engine_args.max_num_seqs={SEATS}",
             "instances.prefill_decode.engine_args.worker_cls=tests.e2e.workers.SteeredPDWorker",

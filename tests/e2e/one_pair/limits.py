@@ -12,5 +12,7 @@ ITEM_BYTES = (
 """One picture of 112 x 112 pixels in float32: 16 tokens."""
 POOL_ITEMS = 4
 QUEUE = 8
+STEP = 512
+"""Embeddings that a step of the encode instance computes."""
 SEATS = 32
 """Requests that the PD instance runs at once."""

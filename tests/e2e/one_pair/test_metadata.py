@@ -12,9 +12,9 @@ import pytest
 
 from tests.e2e.asking import ask, assert_equal, body, picture, text
 from tests.e2e.conftest import Pair, encoders_held, slow_steps
-from tests.e2e.engines import empty_encoder_cache, instance, metric, wait_until
+from tests.e2e.engines import counts, empty_encoder_cache, instance, metric, reset, wait_until
 from tests.e2e.equality import TOLERANCE, FloatSmoke
-from tests.e2e.one_pair.limits import SEATS
+from tests.e2e.one_pair.limits import SEATS, STEP
 from tests.metrics_page import total
 
 pytestmark = [pytest.mark.e2e, pytest.mark.needs_vllm, pytest.mark.timeout(900)]
@@ -39,6 +39,25 @@ def test_no_picture_reaches_the_pd_instance(pair: Pair) -> None:
     assert sent["nbytes"] < 1500 < len(json.dumps(body(content)))
     assert answer.sources == ["transfer"]
     assert_equal(answer, ask(pair.reference_url, content), tolerance=TOLERANCE)
+
+
+def test_pictures_stay_with_the_encoder_for_longer_than_a_step_has_room(pair: Pair) -> None:
+    contents = [[picture(seed), ASK] for seed in range(7000, 7000 + STEP // 16 + 8)]
+    before = counts(pair.split.pid, "ec_producer")
+    first = [ask(pair.split.url, content) for content in contents]
+    empty_encoder_cache(pair.split.pid, "ec_consumer")
+    reset(pair.split.pid, "ec_consumer", "prefix_cache")
+    for content, answer in zip(contents, first, strict=True):
+        again = ask(pair.split.url, content)
+        assert again.sources == ["transfer"]
+        assert again.text == answer.text
+    after = counts(pair.split.pid, "ec_producer")
+    risen = {
+        source: after[name] - before[name]
+        for source in ("encoder", "cache", "host")
+        for name in [f'epd_encode_transfers_total{{source="{source}"}}']
+    }
+    assert risen == {"encoder": len(contents), "cache": len(contents), "host": 0}
 
 
 def test_a_prompt_in_the_prefix_cache_needs_no_item(pair: Pair) -> None:

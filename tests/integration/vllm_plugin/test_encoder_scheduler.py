@@ -121,7 +121,11 @@ class Engine:
         )
 
     def step(
-        self, *transferred: str, computed: int | None = None, report: HostReport | None = None
+        self,
+        *transferred: str,
+        computed: int | None = None,
+        report: HostReport | None = None,
+        room_bytes: int = 0,
     ) -> dict[str, list[str]]:
         """Run one step; return the items that each request has encoded in it.
 
@@ -129,6 +133,7 @@ class Engine:
             transferred: Transfers whose end the worker reports with it.
             computed: The last step that is, as the worker reports with it.
             report: What the worker reports of its copies with it.
+            room_bytes: What it reports that the encoder cache may fill.
         """
         from vllm.v1.outputs import ECConnectorOutput, make_empty_encoder_model_runner_output
 
@@ -153,6 +158,7 @@ class Engine:
             finished_recving=to_names(
                 {
                     "computed": () if computed is None else (str(computed),),
+                    "room": (str(room_bytes),) if room_bytes else (),
                     "copy lost": report.lost if report else (),
                     "copy missing": report.missing if report else (),
                 }
@@ -192,6 +198,29 @@ def test_requests_are_encoded_whole_in_order_as_transfers_give_room_back(engine:
     assert set(engine.ended) == {"a", "b", "c"}
     assert not engine.empty()
     engine.step(*(transfer for transfer in engine.sending if transfer != "cat to a"))
+    assert engine.empty()
+
+
+def test_items_stay_in_the_memory_that_the_worker_has_for_them(
+    engine: Engine, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "epd_portable")
+    embedding = engine.scheduler.vllm_config.model_config.get_inputs_embeds_size() * 4
+    engine.arrive("a", ("cat", 600))
+    assert engine.step(room_bytes=4 * LIMIT * embedding) == {"a": ["cat"]}
+    assert engine.cache.cache_size == 4 * LIMIT
+    assert "4096 embeddings of" in caplog.text
+    for name in ("dog", "emu", "fox"):
+        engine.arrive(name, (name, 900))
+        assert engine.step() == {name: [name]}, "no end of a transfer is waited for"
+    engine.arrive("again", ("cat", 600))
+    assert engine.step() == {}, "it is there after 2700 embeddings, which are more than vLLM keeps"
+    assert engine.ended.keys() == {"a", "dog", "emu", "fox", "again"}
+    engine.arrive("large", ("gnu", LIMIT + 1))
+    assert engine.step() == {}
+    assert "a step of this encode instance computes 1024" in caplog.text
+    engine.step(*engine.sending, room_bytes=embedding)
+    assert engine.cache.cache_size == 4 * LIMIT, "it never becomes smaller"
     assert engine.empty()
 
 

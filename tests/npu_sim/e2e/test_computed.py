@@ -5,6 +5,7 @@ Both are on one device, and keep themselves to a part of it.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -59,6 +60,18 @@ def test_encode_jobs_are_answered_behind_the_computation_and_in_its_order(pair: 
         assert ended_s - begun_s > 20 * OPERATOR_US / 1e6, "that is the time to queue it"
     for write in pair.split.events("transfer.written"):
         assert write["write_s"] < min(e - b for b, e in zip(begun, ended, strict=True))
+
+
+def test_the_encoder_cache_fills_a_part_of_what_the_device_has_for_its_instance(
+    pair: Pair,
+) -> None:
+    (log,) = pair.split.log_dir.glob("encode-0*.log")
+    left, filled = (
+        int(re.search(pattern, log.read_text())[1])  # type: ignore[index]
+        for pattern in (r"0\.4 leaves (\d+) MiB", r"encoder cache may fill (\d+) MiB")
+    )
+    assert 600 < left < 0.4 * 2048
+    assert filled == pytest.approx(0.75 * left, abs=1)
 
 
 @pytest.mark.parametrize(

@@ -87,6 +87,7 @@ WORKER += [
         (NPU_WORKER, "rank"),
         (NPU_RUNNER, "device"),
         (NPU_RUNNER, "kv_caches"),
+        (NPU_RUNNER, "profile_run"),
         (NPU_RUNNER, "model_memory_usage"),
     ]
 ]

@@ -389,6 +389,8 @@ class World:
             address: Consumer(address, behaviour, self.rng, self.clock)
             for address, behaviour in shape.consumers.items()
         }
+        self.room = self.rng.choice((0, 0, shape.cache + self.rng.randint(0, 64)))
+        """Embeddings that the worker has memory for, until it has said so."""
         self.asked: dict[str, Asked] = {}
         self.kept: dict[str, tuple[str, str]] = {}
         """Transfers that the scheduler has ordered and not heard the end of."""
@@ -427,7 +429,7 @@ class World:
             self._turn()
         self._turn()
         self._turn(idle=True)  # The next request would bring the news.
-        if self.cache.num_freeable_slots != self.shape.cache or self.scheduler.has_requests():
+        if self.cache.num_freeable_slots != self.cache.cache_size or self.scheduler.has_requests():
             raise Violation("something is kept although nobody wants anything any more")
 
     def _drawn_consumers(self) -> tuple[str, ...]:
@@ -542,6 +544,10 @@ class World:
             "copy lost": worker.report.lost,
             "copy missing": worker.report.missing,
         }
+        if self.room and self.rng.random() < 0.2:
+            width = int(self.scheduler.vllm_config.model_config.get_inputs_embeds_size())
+            report["room"], self.room = {str(self.room * width * 4)}, 0
+            self.seen["caches grown"] += 1
         self.seen["copies lost"] += len(worker.report.lost)
         self.seen["items missing"] += len(worker.report.missing)
         worker.told |= worker.report.lost | worker.report.missing

@@ -50,7 +50,7 @@ def test_instances_on_devices_of_their_own_start_at_once() -> None:
     assert (after(made), shared(made), made.warnings) == ({}, (), ())
     text = plan_table(made)
     assert "devices with one instance each, which start at once:" in text
-    assert "  device 0  encode-0          92% of its memory  no KV cache\n" in text
+    assert "92% of its memory  the encoder cache takes 75% of what is left of it\n" in text
     assert (
         "  device 1  prefill_decode-0  92% of its memory  the KV cache takes what is left" in text
     )
@@ -106,8 +106,9 @@ def test_a_group_of_two_ranks_on_one_device_is_refused_where_its_library_refuses
 def test_a_plan_for_people_shows_order_memory_and_reason() -> None:
     text = plan_table(plan(ONE_DEVICE))
     assert "device 0 is shared; engines measure its memory while they start" in text
-    assert "  prefill_decode-0  60% of its memory  1024 bytes of KV cache  takes turns" in text
-    assert "  encode-0          20% of its memory  no KV cache             takes turns" in text
+    assert "  prefill_decode-0  60% of its memory  the KV cache takes 1024 bytes  " in text
+    takes = "the encoder cache takes 75% of what is left of it"
+    assert f"  encode-0          20% of its memory  {takes}  takes turns" in text
     assert "start at once:" not in text
     starts = [line.split()[-2:] for line in text.splitlines() if line.startswith("encode-0 ")]
     assert starts == [["after", "prefill_decode-0"]]
@@ -126,7 +127,7 @@ def test_instances_are_kept_to_their_share_of_the_compute_of_a_device() -> None:
     assert [tenant.share for tenant in shared(made)[0].tenants] == [70, 30]
     assert made.warnings == ()
     text = plan_table(made)
-    assert "no KV cache             30% of its compute" in text
+    assert "what is left of it  30% of its compute" in text
     assert "kept to their compute by NVIDIA's MPS; not run on hardware" in text
     assert "kept to their compute" not in plan_table(plan(ONE_DEVICE))
     assert all(PERCENTAGE not in spec.env for spec in plan(ONE_DEVICE).processes)

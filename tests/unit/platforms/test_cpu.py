@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from epd_portable.errors import PlatformUnavailableError, UnsupportedError
-from epd_portable.platforms.base import Platform
+from epd_portable.platforms.base import MemoryInfo, Platform
 from epd_portable.platforms.cpu import CpuPlatform
 
 
@@ -66,3 +66,11 @@ def test_sharing_a_tensor_is_refused_with_the_remedy(platform: Platform) -> None
 def test_opening_a_handle_is_refused_with_its_kind(platform: Platform) -> None:
     with pytest.raises(UnsupportedError, match="cannot open cuda memory"):
         platform.open_tensor(SimpleNamespace(device_type="cuda"))  # type: ignore[arg-type]
+
+
+def test_what_is_left_of_a_part_of_the_memory_is_never_more_than_is_free() -> None:
+    before = MemoryInfo(free_bytes=90, total_bytes=100)
+    after = MemoryInfo(free_bytes=60, total_bytes=100)
+    assert after.left_of(0.5, before) == 20
+    assert after.left_of(0.2, before) == 0
+    assert MemoryInfo(free_bytes=30, total_bytes=100).left_of(0.95, before) == 30

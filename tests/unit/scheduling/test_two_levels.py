@@ -128,3 +128,16 @@ def test_what_vllm_asks_for_brings_nothing_back_in_room_that_it_promised_to_othe
     assert not cache.check_and_update_cache(ask("cat", 1), 0)
     worker.step()
     assert worker.device == {"fox"}
+
+
+def test_room_that_is_added_is_free_for_what_was_refused() -> None:
+    cache = make(cache_size=6)
+    worker = Worker(cache)
+    held = ask("fox")
+    assert worker.step(held) == ["fox"]
+    assert worker.step(ask("elk")) == []
+    cache.grow(11)
+    assert worker.step(ask("elk")) == ["elk"]
+    assert cache.num_freeable_slots == cache.num_free_slots == 0
+    cache.grow(3)
+    assert cache.cache_size == 11
