@@ -42,7 +42,7 @@ def test_no_picture_reaches_the_pd_instance(pair: Pair) -> None:
 
 
 def test_pictures_stay_with_the_encoder_for_longer_than_a_step_has_room(pair: Pair) -> None:
-    contents = [[picture(seed), ASK] for seed in range(7000, 7000 + STEP // 16 + 8)]
+    contents = [[picture(seed, 224), ASK] for seed in range(7000, 7000 + STEP // 64 + 2)]
     before = counts(pair.split.pid, "ec_producer")
     first = [ask(pair.split.url, content) for content in contents]
     empty_encoder_cache(pair.split.pid, "ec_consumer")
