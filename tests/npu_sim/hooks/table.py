@@ -1,4 +1,7 @@
-"""Every hook of vLLM and vllm-ascend that our plug-in, mixins and scheduler use on the NPU."""
+"""What our plug-in, mixins and scheduler use of vllm-ascend, and of what it changes in vLLM.
+
+Fields of vLLM itself are in `ci.vllm_hooks`.
+"""
 
 from __future__ import annotations
 
@@ -44,11 +47,6 @@ WORKER: list[Hook] = [
     Calls(
         caller="worker.py: _WorkerMixin.init_device",
         target="vllm.distributed.ec_transfer:get_ec_transfer",
-    ),
-    Attribute(
-        caller="worker.py: _WorkerMixin.init_device",
-        owner="vllm.distributed.ec_transfer.ec_connector.base:ECConnectorBase",
-        attribute="is_producer",
     ),
     Reaches(
         caller="worker.py: _WorkerMixin.init_device",
@@ -187,42 +185,12 @@ RUNNER += [
     Attribute(caller="host.py: RunnerHost", owner=NPU_RUNNER, attribute=attribute)
     for attribute in ("encoder_cache", "requests")
 ]
-RUNNER += [
-    Attribute(
-        caller="host.py: StepOutput",
-        owner="vllm.v1.core.sched.output:SchedulerOutput",
-        attribute=attribute,
-    )
-    for attribute in (
-        "total_num_scheduled_tokens",
-        "num_scheduled_tokens",
-        "scheduled_encoder_inputs",
-        "ec_connector_metadata",
-    )
-]
-RUNNER += [
-    Attribute(
-        caller="first.py: EncoderRunnerMixin.execute_model",
-        owner="vllm.v1.outputs:ModelRunnerOutput",
-        attribute="ec_connector_output",
-    ),
-    Attribute(
-        caller="first.py: _execute_mm_encoder",
-        owner="vllm.v1.worker.gpu_input_batch:CachedRequestState",
-        attribute="mm_features",
-    ),
-]
 
 SCHEDULER: list[Hook] = [
     CalledByName(
         caller="scheduler.py: make_scheduler",
         source="vllm.v1.engine.core:EngineCore.__init__",
         callee="Scheduler",
-    ),
-    Attribute(
-        caller="scheduler.py: make_scheduler",
-        owner="vllm.config.scheduler:SchedulerConfig",
-        attribute="async_scheduling",
     ),
     Order(
         caller="scheduler.py: what vllm-ascend put in place",
@@ -342,11 +310,6 @@ for kind in ("", "Async"):
         ),
     ]
 SCHEDULER += [
-    Attribute(
-        caller="scheduler.py: EPDScheduler.__init__",
-        owner="vllm.v1.core.encoder_cache_manager:EncoderCacheManager",
-        attribute="cache_size",
-    ),
     *(
         Calls(
             caller="prefill_scheduler.py: PrefillScheduler._put_to_sleep, _wake",
@@ -356,26 +319,10 @@ SCHEDULER += [
         for queue in ("FCFSRequestQueue", "PriorityRequestQueue")
         for method in ("remove_requests", "prepend_request")
     ),
-    *(
-        Attribute(
-            caller="ec_connector.py: PDScheduler.ensure_cache_available",
-            owner=owner,
-            attribute=attribute,
-        )
-        for owner, attribute in [
-            (REQUEST, "status"),
-            ("vllm.v1.request:RequestStatus", "RUNNING"),
-        ]
-    ),
     Calls(
         caller="prefill_scheduler.py: PrefillScheduler.finish_requests",
         target=f"{REQUEST}.is_finished",
         arguments=("self",),
-    ),
-    Attribute(
-        caller="prefill_scheduler.py: PrefillScheduler.has_requests",
-        owner="vllm.v1.core.sched.interface:PauseState",
-        attribute="UNPAUSED",
     ),
 ]
 
@@ -396,11 +343,6 @@ ENCODE_SCHEDULER: list[Hook] = [
         method="schedule",
         callee="ensure_cache_available",
     ),
-    Attribute(
-        caller="encoder_scheduler.py: EncoderScheduler.__init__",
-        owner="vllm.config.scheduler:SchedulerConfig",
-        attribute="enable_chunked_prefill",
-    ),
     *(
         Attribute(
             caller="encoder_scheduler.py: EncoderScheduler",
@@ -413,18 +355,6 @@ ENCODE_SCHEDULER: list[Hook] = [
             "scheduler_config",
             "requests",
         )
-    ),
-    *(
-        Attribute(caller="encode_queue.py: EncodeRequest", owner=REQUEST, attribute=attribute)
-        for attribute in ("num_prompt_tokens", "num_computed_tokens")
-    ),
-    *(
-        Attribute(
-            caller="encoder_scheduler.py: _drop_early_tokens",
-            owner="vllm.v1.outputs:ModelRunnerOutput",
-            attribute=attribute,
-        )
-        for attribute in ("req_id_to_index", "sampled_token_ids")
     ),
 ]
 
@@ -461,73 +391,4 @@ CONNECTING: list[Hook] = [
         arguments=("self",),
     ),
 ]
-CONNECTING += [
-    Attribute(caller=caller, owner=owner, attribute=attribute)
-    for caller, owner, attributes in [
-        (
-            "ec_connector.py: EPDConnector",
-            CONNECTOR_BASE,
-            ("_vllm_config", "role", "is_producer"),
-        ),
-        (
-            "ec_connector.py: EPDConnector",
-            REQUEST,
-            ("request_id", "mm_features", "num_computed_tokens"),
-        ),
-        ("compat.py: transfer_params", REQUEST, ("ec_transfer_params",)),
-        (
-            "ec_connector.py: PDScheduler._prompt_items",
-            "vllm.multimodal.inputs:MultiModalFeatureSpec",
-            ("identifier", "modality", "mm_position"),
-        ),
-        (
-            "ec_connector.py: PDScheduler._prompt_items",
-            "vllm.multimodal.inputs:PlaceholderRange",
-            ("offset", "length"),
-        ),
-        (
-            "ec_connector.py: PDScheduler.build_connector_meta",
-            "vllm.v1.core.sched.output:SchedulerOutput",
-            (
-                "num_scheduled_tokens",
-                "total_num_scheduled_tokens",
-                "free_encoder_mm_hashes",
-            ),
-        ),
-        (
-            "ec_connector.py: PDScheduler.update_connector_output",
-            "vllm.v1.outputs:ECConnectorOutput",
-            ("finished_sending",),
-        ),
-        (
-            "compat.py: check_supported",
-            "vllm.config:VllmConfig",
-            ("use_v2_model_runner", "parallel_config", "model_config", "ec_transfer_config"),
-        ),
-        (
-            "compat.py: check_supported",
-            "vllm.config.parallel:ParallelConfig",
-            ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"),
-        ),
-        (
-            "compat.py: check_supported",
-            "vllm.config.ec_transfer:ECTransferConfig",
-            ("is_ec_producer", "is_ec_consumer", "ec_connector_extra_config"),
-        ),
-        (
-            "compat.py: fingerprint",
-            "vllm.config.model:ModelConfig",
-            (
-                "dtype",
-                "hf_config",
-                "is_encoder_decoder",
-                "multimodal_config",
-                "revision",
-                "served_model_name",
-            ),
-        ),
-    ]
-    for attribute in attributes
-]
-
 HOOKS: tuple[Hook, ...] = (*WORKER, *EXECUTOR, *RUNNER, *SCHEDULER, *ENCODE_SCHEDULER, *CONNECTING)
