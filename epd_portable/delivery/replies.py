@@ -27,17 +27,9 @@ _ERROR_TYPES = {
     429: "rate_limit_error",
 }
 
-
 _ANTHROPICS = "/v1/messages"
 _RESPONSES = "/v1/responses"
-_ANTHROPIC_TYPES = {
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    503: "overloaded_error",
-}
+_ANTHROPIC_TYPES = {**_ERROR_TYPES, 403: "permission_error", 503: "overloaded_error"}
 _SEQUENCE = re.compile(rb'"sequence_number": ?(\d+)')
 
 

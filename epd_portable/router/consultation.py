@@ -168,7 +168,9 @@ class Consultation:
         """Read what Envoy says until it has nothing more to say."""
         try:
             async for message in messages:
-                await self._take(message)
+                # The part that it is about has the lowest number.
+                for field, part in message.ListFields()[:1]:
+                    await self._take(field.name, part, message)
         finally:
             self._over.set()
             self._pieces.put_nowait((b"", False))
@@ -178,12 +180,7 @@ class Consultation:
                 self._gone()
             self._picker.under_way.pop(self._key, None)
 
-    async def _take(self, message: Any) -> None:
-        # The part that it is about has the lowest number.
-        for field, part in message.ListFields()[:1]:
-            await self._take_part(field.name, part, message)
-
-    async def _take_part(self, name: str, part: Any, message: Any) -> None:
+    async def _take(self, name: str, part: Any, message: Any) -> None:
         match name:
             case "request_headers":
                 mode = message.protocol_config

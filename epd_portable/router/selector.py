@@ -212,20 +212,17 @@ class _PolicySelection(Selection):
     def note_request(self, pd: Instance, items: Iterable[MediaItem]) -> int:
         request = self._request("decode")
         [cached] = cached_tokens(request, [pd])
-        if self._is_there(pd):
+        if self.instances.has(pd):
             pd.cached.items.use(item.item_uuid for item in items)
             pd.cached.use_prefix(request.blocks)
         return request.tokens - cached
 
     def note_encode_job(self, item: MediaItem, encoder: Instance) -> None:
-        if self._is_there(encoder):
+        if self.instances.has(encoder):
             encoder.cached.items.use((item.item_uuid,))
 
     def note_not_encoded(self, item: MediaItem, encoder: Instance) -> None:
         encoder.cached.items.pop(item.item_uuid, None)
-
-    def _is_there(self, instance: Instance) -> bool:
-        return self.instances.get(instance.name) is instance
 
     def _choose(
         self, duty: Duty, request: SelectionRequest, exclude: Collection[str]
