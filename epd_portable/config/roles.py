@@ -34,7 +34,7 @@ Duty = Literal["encode", "prefill", "answer"]
 ROLE_LABEL = "llm-d.ai/role"
 """Label of an instance that has its role."""
 
-DUTIES: Mapping[Role, Duty] = MappingProxyType(
+DUTIES: Mapping[Role, Duty] = MappingProxyType(  # What a role is there for first.
     {
         "encode": "encode",
         "prefill": "prefill",
@@ -45,11 +45,19 @@ DUTIES: Mapping[Role, Duty] = MappingProxyType(
     }
 )
 
-TAKES_ITEMS: frozenset[Role] = frozenset({"prefill", "prefill-decode"})
-"""Roles that get items from encode instances."""
+ENCODES: frozenset[Role] = frozenset({"encode", "encode-prefill", "encode-prefill-decode"})
+"""Roles that encode items for others; all but ``encode`` beside the requests that they have."""
+TAKES_ITEMS: frozenset[Role] = frozenset(ROLES) - {"encode", "decode"}
+"""Roles that get items from those."""
 
 SENDS_KV: frozenset[Role] = frozenset({"prefill", "encode-prefill"})
 TAKES_KV: frozenset[Role] = frozenset({"decode"})
+
+
+def duties_of(role: Role) -> tuple[Duty, ...]:
+    """Return what the router asks of instances of a role."""
+    duty = DUTIES[role]
+    return ("encode", duty) if role in ENCODES and duty != "encode" else (duty,)
 
 
 def role_named(name: str) -> Role | None:

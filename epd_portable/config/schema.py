@@ -14,7 +14,15 @@ from pydantic import AfterValidator, Field, ValidationInfo, field_validator, mod
 from epd_portable.config.extensions import PathName
 from epd_portable.config.groups import EngineArgs, Environment, Instances
 from epd_portable.config.quantities import Seconds, Section, Size
-from epd_portable.config.roles import ROLES, answer_problem, encode_problem, split_problem
+from epd_portable.config.roles import (
+    ENCODES,
+    ROLES,
+    TAKES_ITEMS,
+    Role,
+    answer_problem,
+    encode_problem,
+    split_problem,
+)
 from epd_portable.config.routing import RouterSection
 from epd_portable.config.store import StoreSection
 
@@ -76,6 +84,12 @@ class Topology(Section):
     store: StoreSection | None = None
     engine_args: EngineArgs = Field(default_factory=dict)
     env: Environment = Field(default_factory=dict)
+
+    def gets_items(self, role: Role) -> bool:
+        """Return whether instances of a role get items from others: those here, or who joins."""
+        if role not in TAKES_ITEMS or role not in ENCODES or self.secret_file is not None:
+            return role in TAKES_ITEMS
+        return sum(self.instances.counts[each] for each in ENCODES) > 1
 
     @model_validator(mode="after")
     def _deadlines_fit_into_each_other(self) -> Topology:

@@ -52,7 +52,7 @@ class Assignment(Generic[ItemT]):
     Attributes:
         by: ``local_first``: the PD instance encodes it by choice. ``local``: it does because no
             encoder is usable.
-        encoder: Who is asked first, with ``encoder``.
+        encoder: Who is asked first, with ``encoder``; the PD instance where it is one.
         stored: Its entry, with ``stored``.
         elastic: Why elastic encoding chose the PD instance, if that did.
     """
@@ -74,6 +74,7 @@ def assign_items(
     left_here: Collection[str] = (),
     elastic_threshold: float | None = None,
     any_encoders: bool = True,
+    own: Instance | None = None,
 ) -> list[Assignment[ItemT]]:
     """Return who brings each of some items to a PD instance, in their order.
 
@@ -84,6 +85,7 @@ def assign_items(
         left_here: ``item_uuid`` of those that the PD instance shall encode.
         elastic_threshold: See `count_local_first`; ``None`` for no elastic encoding.
         any_encoders: Whether there are encode instances, usable or not.
+        own: The PD instance, where that is an encoder as others are; see `or_own`.
     """
     stored = stored or {}
     asked = [item for item in items if item.item_uuid not in {*stored, *left_here}]
@@ -101,6 +103,8 @@ def assign_items(
         encoder = encoders.get(name)
         if entry := stored.get(name):
             found.append(Assignment(item=item, by="stored", stored=entry))
+        elif encoder is not None and encoder is own:
+            found.append(Assignment(item=item, by="local_first", encoder=own))
         elif name in here:
             found.append(Assignment(item=item, by="local_first", elastic=reason))
         elif encoder is not None:
@@ -110,6 +114,23 @@ def assign_items(
         else:
             found.append(Assignment(item=item, by="local"))
     return found
+
+
+def or_own(
+    own: Instance, choose: Callable[[ItemT, Collection[str]], Instance | None]
+) -> Callable[[ItemT, Collection[str]], Instance | None]:
+    """Return a choice of encoders for a PD instance that is one: another only if less busy.
+
+    What it encodes itself is not transferred.
+    """
+
+    def chosen(item: ItemT, exclude: Collection[str]) -> Instance | None:
+        other = choose(item, [*exclude, own.name])
+        if other is None or own.load / own.weight <= other.load / other.weight:
+            return own
+        return other
+
+    return chosen
 
 
 def choose_encoders(

@@ -17,7 +17,7 @@ from typing import Any, Literal, Protocol
 import anyio
 import msgspec
 
-from epd_portable.config.roles import DUTIES, ROLE_LABEL, Duty, Role
+from epd_portable.config.roles import DUTIES, ROLE_LABEL, Duty, Role, duties_of
 from epd_portable.connector.circuit_breaker import CircuitBreaker
 from epd_portable.delivery.caches import CacheEstimate, CacheSizes
 from epd_portable.delivery.ring import LOAD_BOUND, HashRing
@@ -185,6 +185,7 @@ class Instance:
         self.name: str = settings.name
         self.role: Role = settings.role
         self.duty: Duty = DUTIES[settings.role]
+        self.duties: tuple[Duty, ...] = duties_of(settings.role)
         self.weight: float = settings.weight
         self.url: str = settings.url
         self.labels: Mapping[str, str] = {ROLE_LABEL: settings.role, **settings.labels}
@@ -211,7 +212,7 @@ class Instance:
         )
         self._owner = owner
         self._clock = owner.clock
-        self._tier: HashRing[Instance] | None = None
+        self._tiers: list[HashRing[Instance]] = []
         self._warm_up = warm_up
         self._uses: set[Use] = set()
         self._idle = asyncio.Event()
@@ -397,7 +398,8 @@ class Instance:
         if not self.healthy or failure is FailureKind.UNAVAILABLE:
             return
         self.suspected = True
-        may_eject = self.usable and not self.ejected and self._owner.may_eject(self.duty)
+        may_eject = self.usable and not self.ejected
+        may_eject = may_eject and all(map(self._owner.may_eject, self.duties))
         ejected = self.breaker.failed(may_open=may_eject)
         self.reason = f"{_WORDS[failure]}, {self.breaker.failures} in a row"
         if failure is FailureKind.UNREACHABLE:
@@ -508,8 +510,8 @@ class Instance:
 
     def _add_load(self, load: int) -> None:
         self.load += load
-        if self._tier is not None:
-            self._tier.load += load
+        for tier in self._tiers:
+            tier.load += load
 
 
 class EndpointPool:
@@ -550,7 +552,7 @@ class EndpointPool:
 
     def of_duty(self, duty: Duty) -> list[Instance]:
         """Return all instances with a duty."""
-        return [instance for instance in self._instances.values() if instance.duty == duty]
+        return [instance for instance in self._instances.values() if duty in instance.duties]
 
     def counts(self) -> dict[InstanceState, int]:
         """Return how many instances are in each state."""
@@ -604,7 +606,7 @@ class EndpointPool:
         among: Collection[Instance] | None = None,
         bound: float = LOAD_BOUND,
     ) -> Instance | None:
-        """Return the usable encode instance that should have an item.
+        """Return the usable instance that should encode an item.
 
         One that encodes it already has least to do for it, however busy it is.
 
@@ -621,7 +623,7 @@ class EndpointPool:
                 return instance
         for tier in self._tiers["encode"]:
             named = map(self._instances.get, exclude)
-            out = {each for each in named if each is not None and each._tier is tier}
+            out = {each for each in named if each is not None and tier in each._tiers}
             if among is not None:
                 out.update(each for each in tier.members if each not in among)
             if chosen := tier.choose(key, out, bound):
@@ -650,20 +652,19 @@ class EndpointPool:
         return [instance for instance in self._tiers[duty][1].members if instance.ejected]
 
     def _place(self, instance: Instance) -> None:
-        """Put an instance into the tier in which it belongs."""
-        preferred, other = self._tiers[instance.duty]
-        tier = None
+        """Put an instance into the tiers in which it belongs."""
+        tiers = []
         if instance.usable and self.has(instance):
-            tier = preferred if instance.preferred else other
-        if tier is instance._tier:
+            tiers = [self._tiers[duty][not instance.preferred] for duty in instance.duties]
+        if tiers == instance._tiers:
             return
-        if instance._tier is not None:
-            instance._tier.remove(instance)
-        instance._tier = tier
-        if tier is not None:
+        for tier in instance._tiers:
+            tier.remove(instance)
+        instance._tiers = tiers
+        for tier in tiers:
             tier.add(instance)
-        else:
-            self._keep_half(instance.duty)
+        for duty in () if tiers else instance.duties:
+            self._keep_half(duty)
 
     def _keep_half(self, duty: Duty) -> None:
         """Readmit ejected ones, the first first, until they are at most half of the usable."""

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Any
@@ -174,7 +173,11 @@ class EncodeJobs:
         """Try the store and encoders; return what became of the item, or why nobody brings it."""
         deadline_s = time.monotonic() + self._wait_timeout_s
         encoder = delivery.encoder
-        choose = functools.partial(attempt.selection.choose_encoder, delivery.item)
+
+        def choose(exclude: Collection[str]) -> Instance | None:
+            # What the PD instance encodes itself is no job.
+            return attempt.selection.choose_encoder(delivery.item, [*exclude, attempt.pd.name])
+
         if delivery.stored is not None:
             attempt.note_item_ready()
             attempt.set_metadata(delivery, delivery.stored.metadata)

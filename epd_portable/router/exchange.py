@@ -13,7 +13,7 @@ import logging
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
 
-from epd_portable.config.roles import TAKES_ITEMS, TAKES_KV
+from epd_portable.config.roles import ENCODES, TAKES_ITEMS, TAKES_KV
 from epd_portable.config.secret import Secret
 from epd_portable.connector.stores.lookup import StoredItem, StoreLookup
 from epd_portable.delivery.assignment import (
@@ -21,6 +21,7 @@ from epd_portable.delivery.assignment import (
     assign_items,
     expected_transfer,
     new_transfer,
+    or_own,
 )
 from epd_portable.delivery.fallbacks import (
     JOB_GRACE_S,
@@ -233,22 +234,27 @@ class Exchange:
         others = [item for item in call.items if item.item_uuid not in stored]
         to_encode = {each.item_uuid for each in state.selection.items_to_encode(others, pd)}
         times, deliveries, here_s = self._encode_jobs.times, [], 0.0
+        selection, own = state.selection, pd if pd.role in ENCODES else None
+        by_size = selection.is_elastic
         if not record.legs:
             for item in others:
                 self._instances.work.item_came(item, times.of(item))
         for each in assign_items(
             call.items,
             pd,
-            state.selection.choose_encoder,
+            or_own(own, selection.choose_encoder)
+            if own is not None and by_size
+            else selection.choose_encoder,
             times,
             stored=stored,
             left_here={item.item_uuid for item in others} - to_encode,
-            elastic_threshold=self._elastic_threshold if state.selection.is_elastic else None,
+            elastic_threshold=self._elastic_threshold if by_size and own is None else None,
             any_encoders=bool(self._instances.of_duty("encode")),
+            own=own,
         ):
             item, name = each.item, each.item.item_uuid
             if each.by == "local" or each.by == "local_first":
-                if name in as_metadata & to_encode:
+                if name in as_metadata & to_encode and each.encoder is None:
                     message = "no encoder is healthy; try again later"
                     raise RequestFailure(
                         FailureKind.MISSING, RequestPhase.ANSWER, message, items=[name]

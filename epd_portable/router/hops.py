@@ -178,7 +178,7 @@ class HopSelection(Selection):
                     status=403,
                     code="not_an_instance",
                 )
-            if (found.duty == "encode") is not encodes:
+            if not ("encode" in found.duties if encodes else found.duty != "encode"):
                 raise wrong_header(header, f"{_address(found)} has the role {found.role!r}")
             if encodes and named.model and not _has_model(found, named.model):
                 label = found.settings.labels[ENCODER_MODEL_LABEL]

@@ -157,7 +157,7 @@ class Router:
                 settings.store,
                 secret,
                 self.metrics.store,
-                lambda: (each.name for each in self.instances.of_duty("encode")),
+                lambda: (each.name for each in self.instances.all if each.role == "encode"),
             )
         self._loads: EngineLoads | None = None
         if self._policy is not None and self._policy.wants_loads:

@@ -17,12 +17,12 @@ import struct
 import uuid
 import wave
 import zlib
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from typing import Any
 
 import msgspec
 
-from epd_portable.config.roles import SENDS_KV, TAKES_ITEMS, TAKES_KV
+from epd_portable.config.roles import ENCODES, SENDS_KV, TAKES_ITEMS, TAKES_KV
 from epd_portable.config.secret import Secret
 from epd_portable.connector.stores.lookup import StoreLookup
 from epd_portable.delivery.assignment import (
@@ -157,7 +157,8 @@ class WarmUp:
         waiting = {
             asyncio.create_task(self._meet(*pair, some)): other.name
             for other in partners
-            if (pair := _pair(newcomer, other)) and (other.usable or other in self._ready)
+            if other.usable or other in self._ready
+            for pair in _pairs(newcomer, other)
         }
         try:
             late: set[asyncio.Task[str]] = set()
@@ -179,7 +180,7 @@ class WarmUp:
         """Have a pair meet; return what went wrong."""
         async with some:
             try:
-                if first.role == "encode":
+                if second.role in TAKES_ITEMS:
                     await self._transfer_item(first, second)
                 else:
                     await self._transfer_kv(first, second)
@@ -289,13 +290,12 @@ class WarmUp:
         return msgspec.json.encode({"model": self._settings.model, "messages": messages, **fields})
 
 
-def _pair(one: Instance, other: Instance) -> tuple[Instance, Instance] | None:
-    """Return two instances in the order in which they work on a request; ``None`` if not both."""
+def _pairs(one: Instance, other: Instance) -> Iterator[tuple[Instance, Instance]]:
+    """Yield two instances in each order in which they may work on a request."""
     for first, second in ((one, other), (other, one)):
-        items = first.role == "encode" and second.role in TAKES_ITEMS
-        if items or (first.role in SENDS_KV and second.role in TAKES_KV):
-            return first, second
-    return None
+        items = first.role in ENCODES and second.role in TAKES_ITEMS
+        if first is not second and (items or (first.role in SENDS_KV and second.role in TAKES_KV)):
+            yield first, second
 
 
 def _note(newcomer: Instance, problems: Iterable[str]) -> None:

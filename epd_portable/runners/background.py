@@ -103,6 +103,47 @@ class ComputeTurns:
             self._changed.notify_all()
 
 
+class StepEncoder:
+    """Encodes at the beginning of the step that orders it, where encoder and steps share a queue.
+
+    Args:
+        encode: Returns the output ``(num_embeds, width)`` of an item, or queues its computation.
+    """
+
+    def __init__(self, encode: Callable[[EncodeOrder], torch.Tensor]) -> None:
+        self._encode = encode
+        self._asked: list[EncodeOrder] = []
+        self._failed: set[str] = set()
+        self._placed: set[str] = set()
+
+    def submit(self, encoding: EncodeOrder) -> None:
+        """Encode an item with the next call of `place`."""
+        self._asked.append(encoding)
+
+    def place(self, encoder_cache: dict[str, torch.Tensor]) -> None:
+        """Put the outputs of what was submitted into the worker's encoder cache."""
+        import torch
+
+        asked, self._asked = self._asked, []
+        for encoding in asked:
+            with torch.inference_mode():
+                output = _traced(self._encode, encoding)
+            if output is None:
+                self._failed.add(encoding.mm_hash)
+            else:
+                encoder_cache[encoding.mm_hash] = output
+                self._placed.add(encoding.mm_hash)
+
+    def take_ended(self) -> tuple[set[str], set[str]]:
+        """See `BackgroundEncoder.take_ended`."""
+        failed, self._failed = self._failed, set()
+        placed, self._placed = self._placed, set()
+        return failed, placed
+
+    def close(self) -> None:
+        """Nothing goes on between steps."""
+
+
 class BackgroundEncoder:
     """Encodes one item after the other, in the order in which they come, by a thread.
 
@@ -170,12 +211,22 @@ class BackgroundEncoder:
                 self._ended.put((encoding.mm_hash, self._output(encoding)))
 
     def _output(self, encoding: EncodeOrder) -> torch.Tensor | None:
-        trace("encode.begin", items=[encoding.mm_hash])
-        try:
+        def encode(encoding: EncodeOrder) -> torch.Tensor:
             with self.turns.encoder():
                 return self._encode(encoding)
-        except Exception:
-            logger.exception("item %s could not be encoded in the background", encoding.mm_hash)
-            return None
-        finally:
-            trace("encode.end", items=[encoding.mm_hash])
+
+        return _traced(encode, encoding)
+
+
+def _traced(
+    encode: Callable[[EncodeOrder], torch.Tensor], encoding: EncodeOrder
+) -> torch.Tensor | None:
+    """Return an item's output; ``None`` if it could not be made, which is logged."""
+    trace("encode.begin", items=[encoding.mm_hash])
+    try:
+        return encode(encoding)
+    except Exception:
+        logger.exception("item %s could not be encoded beside the steps", encoding.mm_hash)
+        return None
+    finally:
+        trace("encode.end", items=[encoding.mm_hash])

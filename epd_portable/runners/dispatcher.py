@@ -156,6 +156,10 @@ class Dispatcher:
                 trace("transfer.ordered", transfer=order.transfer_id, mm_hash=order.mm_hash)
         return taken
 
+    def take_lost(self, request_id: str) -> list[TransferOrder]:
+        """Return the orders of a request whose items will not be there: they keep no room."""
+        return self._waiting.pop(request_id, [])
+
     def transfers_ended(self, transfer_ids: Iterable[str]) -> None:
         """Give back the room of items whose transfers have ended, well or not."""
         for transfer_id in transfer_ids:

@@ -63,7 +63,9 @@ class OrderBook:
             computes: The step has tokens.
         """
         unused = list(freed)
-        encodings, self._encodings = self._encodings, []
+        # Workers may encode before they forget: these wait for the next step.
+        encodings = [each for each in self._encodings if each.mm_hash not in unused]
+        self._encodings = [each for each in self._encodings if each.mm_hash in unused]
         if not (unused or self._placements or self._unread or self._taken_back):
             self._under_way.append(([], []))
             return WorkerOrders(encodings=encodings, computes=computes)

@@ -81,6 +81,24 @@ class PrefillRequests:
             if claim.item.is_here and (claim.served or is_own(claim.item, record)):
                 record.note(outcome_of(claim.item, record))
 
+    def encode_for_others(
+        self, request_id: str, items: Sequence[PromptItem]
+    ) -> PromptRecord | None:
+        """Claim room for items of an encode job.
+
+        Returns:
+            The claims, for `EncoderCachePreallocator.leave`; ``None`` if requests use something
+            else of such a name.
+        """
+        record = PromptRecord(request_id, next(self._numbers), items=items)
+        self._cache.enter(record)
+        for place in items:
+            if self._cache.claim(record, place) is None:
+                self._cache.leave(record)
+                return None
+        self._receiver.advance()
+        return record
+
     def part_arrived(self, request_id: str) -> None:
         """A part of a session with media has come (streaming input): the session is failed.
 

@@ -318,7 +318,8 @@ class Receiver:
 
     def _records(self, item: Item) -> list[PromptRecord]:
         """Return the requests that claim an item."""
-        return [_record(self.cache.requests[each]) for each in (*item.holders, *item.wanted)]
+        names = (*item.holders, *item.wanted)  # Transfers to others hold items, too.
+        return [_record(self.cache.requests[each]) for each in names if each in self.cache.requests]
 
     def _encode(self, claim: Claim) -> bool:
         """Let workers encode an item in the background, if they can."""

@@ -127,6 +127,11 @@ class KeptRoom:
         """Return whether transfers keep an item for a consumer."""
         return (consumer, item) in self._counts
 
+    @property
+    def embeddings(self) -> int:
+        """The room of all consumers together."""
+        return self._embeds.total()
+
     def by_consumer(self) -> Counter[str]:
         """Return the room of each consumer that has any."""
         return self._embeds.copy()

@@ -51,7 +51,7 @@ class MultiModalRequest(Protocol):
 class EncoderCacheManager:
     """Which encoder outputs are held by what, and how much room is left.
 
-    An entry is held by requests and, on an encode instance, by transfers. An idle entry stays until
+    An entry is held by requests and by transfers to other instances. An idle entry stays until
     its room is wanted; the one idle for longest goes first. The scheduler passes what went on to
     the workers by `get_freed_mm_hashes`.
 

@@ -73,8 +73,7 @@ class Item:
         num_embeds: Room that it takes in the encoder cache.
         tensor: What it is; ``None`` where nothing is received.
         state: How far it has come.
-        holders: Of its room: ids of requests whose claims are served; in an encode instance also
-            transfers.
+        holders: Of its room: ids of requests whose claims are served, and of transfers to others.
         wanted: Claims that are not served, by request.
         transfers: On their way here, by ``transfer_id``.
         slot: Where it is written, from its reservation until it is in the workers' hands.

@@ -24,8 +24,8 @@ What holds after every call:
   have its item again gives way last, when nothing else will give room.
 
 Together: whenever the first claim waits, a request that came before computes, a transfer with a
-deadline or an encoder is under way, a slot comes back with the next step, or a claim gives way; so
-every claim is served.
+deadline, here or to another instance, or an encoder is under way, a slot comes back with the next
+step, or a claim gives way; so every claim is served.
 """
 
 from __future__ import annotations
@@ -96,6 +96,8 @@ class EncoderCachePreallocator(EncoderCacheManager):
         self._queue = ClaimQueue()
         self._resident: dict[str, SlotDescriptor] = {}
         """Slots that workers may read, by item."""
+        self._outdated: set[str] = set()
+        """Items that were encoded in the background when entries were reset."""
         self._retiring = 0
         self._stirred = False
         """Something has changed since `advance` found no room."""
@@ -209,7 +211,7 @@ class EncoderCachePreallocator(EncoderCacheManager):
             self._changed[first.claimant.request_id] = None
             for item in first.claimant.to_be_encoded:
                 self._changed.update(dict.fromkeys(item.holders))
-        woken, self._changed = list(self._changed), {}
+        woken, self._changed = [each for each in self._changed if each in self.requests], {}
         return woken
 
     def fail(self, claimant: Claimant) -> None:
@@ -307,6 +309,8 @@ class EncoderCachePreallocator(EncoderCacheManager):
 
     def encoded(self, mm_hash: str) -> None:
         """An item that was encoded in the background is in the workers' encoder caches."""
+        if mm_hash in self._outdated:
+            return self.not_encoded(mm_hash)
         item = self.items[mm_hash]
         item.state = State.PRESENT
         item.origin = None
@@ -317,6 +321,7 @@ class EncoderCachePreallocator(EncoderCacheManager):
 
     def not_encoded(self, mm_hash: str) -> None:
         """An item could not be encoded in the background: a step has to."""
+        self._outdated.discard(mm_hash)
         item = self.items[mm_hash]
         item.state = State.LOCAL
         self._changed.update(dict.fromkeys(item.holders))
@@ -325,6 +330,13 @@ class EncoderCachePreallocator(EncoderCacheManager):
             self._wait_again(item)  # Those that can encode it may wait for their seats.
         self._settle(item)
         self._stirred = True
+
+    def encode_beside(self, claim: Claim) -> bool:
+        """Start to encode an item that a step was to encode; return whether workers do."""
+        if not self._encode(claim):
+            return False
+        claim.item.state = State.ENCODING
+        return True
 
     def lost_slot(self, item: Item) -> None:
         """A transfer failed and its slot is not the item's any more: its claims queue again."""
@@ -363,10 +375,17 @@ class EncoderCachePreallocator(EncoderCacheManager):
     # -- what vLLM's scheduler calls -------------------------------------------------------------
 
     def reset(self) -> None:
-        """See `EncoderCacheManager.reset`; holders of entries queue for them again."""
+        """See `EncoderCacheManager.reset`; holders of entries queue for them again.
+
+        What is encoded in the background meanwhile workers may have forgotten when that is told.
+        """
+        encoding = (each for each in self.items.values() if each.state is State.ENCODING)
+        self._outdated.update(each.mm_hash for each in encoding)
         for item in [each for each in self.items.values() if each.is_here]:
             for claim in self._held(item):
                 self._unserve(claim)
+            item.holders.clear()  # Transfers to others have what they send.
+            self._rest(item)
             self._evict(item)
 
     def check_and_update_cache(self, request: MultiModalRequest, input_id: int) -> bool:
@@ -471,8 +490,12 @@ class EncoderCachePreallocator(EncoderCacheManager):
         self._queue.push(claim)
 
     def _held(self, item: Item) -> list[Claim]:
-        """Return the claims for which an item's room is kept."""
-        return [self.requests[name].claims[item.mm_hash] for name in item.holders]
+        """Return the claims for which an item's room is kept; transfers to others keep it, too."""
+        return [
+            self.requests[name].claims[item.mm_hash]
+            for name in item.holders
+            if name in self.requests
+        ]
 
     def _note_room(self, claimant: Claimant) -> None:
         """Keep `_with_room` true of a request whose claims have changed."""
@@ -573,7 +596,8 @@ class EncoderCachePreallocator(EncoderCacheManager):
         """
         going_on = (each for each in self._with_room.values() if each.running or not first.running)
         return any(claimant.has_all for claimant in going_on) or any(
-            item.state in _UNDER_WAY for item in self.items.values()
+            item.state in _UNDER_WAY or not item.holders <= self.requests.keys()
+            for item in self.items.values()
         )
 
     def _unserve(self, claim: Claim) -> None:

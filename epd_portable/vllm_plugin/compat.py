@@ -109,7 +109,8 @@ def check_supported(vllm_config: VllmConfig) -> None:
         ),
         (
             encodes and transfer.is_ec_consumer,
-            "ec_role 'ec_both': use ec_producer or ec_consumer",
+            "ec_role 'ec_both': use ec_consumer, which encodes for others too where it holds the "
+            "encoder, or ec_producer",
         ),
         (
             encodes and tensor > 1,

@@ -31,7 +31,7 @@ from epd_portable.envs import EPD_COMPUTE_SHARE
 from epd_portable.errors import ProtocolError, UnsupportedError
 from epd_portable.platforms.base import LimitsCompute
 from epd_portable.platforms.traits import TRAITS
-from epd_portable.runners.background import BackgroundEncoder
+from epd_portable.runners.background import BackgroundEncoder, EncodeOrder, StepEncoder
 from epd_portable.runners.dispatcher import Dispatcher, EncodeItem
 from epd_portable.runners.host_copies import HostCopies, alone
 from epd_portable.runners.metrics import PlacerMetrics, ReceiverMetrics, SenderMetrics
@@ -39,6 +39,7 @@ from epd_portable.runners.placer import Placer, WorkerOrders
 from epd_portable.runners.prefill import PrefillRequests
 from epd_portable.runners.receiver import Receiver
 from epd_portable.runners.sender import Sender
+from epd_portable.runners.shared_encoder import SharedEncoder
 from epd_portable.runners.stream_clock import StreamClock
 from epd_portable.scheduling.answers import WithheldAnswers
 from epd_portable.scheduling.encode_queue import EncodeQueue, StepLimits
@@ -49,7 +50,7 @@ from epd_portable.vllm_plugin import compat, exposition
 from epd_portable.vllm_plugin.metadata import ItemMetadata
 from epd_portable.vllm_plugin.reports import Kind, from_names, to_names
 from epd_portable.wire.descriptors import TensorSpec
-from epd_portable.wire.params import encode_params, prefill_params, to_params
+from epd_portable.wire.params import encode_params, is_encode_job, prefill_params, to_params
 
 if TYPE_CHECKING:
     import torch
@@ -78,7 +79,8 @@ class StepMetadata(ECConnectorMetadata):
     """What the scheduler half sends to the worker half with each step.
 
     Attributes:
-        orders: Encode instance: transfers whose items got room in this step.
+        orders: Transfers to others: on an encode instance their items got room in this step,
+            elsewhere they are encoded.
         step: Encode instance on a device: the number of a step that computes, from 1; 0 otherwise.
         rests: Encode instance: there is nothing to do until a transfer has ended, or a step is
             computed.
@@ -176,6 +178,17 @@ class SchedulerConnector(EPDConnector):
             dtype=compat.dtype_name(self._vllm_config),
         )
 
+    def _encode_items(self, request: Request) -> list[EncodeItem]:
+        return [
+            EncodeItem(
+                mm_hash=feature.identifier,
+                tensor=self._tensor(feature),
+                modality=feature.modality,
+                metadata=self._metadata.of(feature),
+            )
+            for feature in request.mm_features
+        ]
+
 
 class EncodeScheduler(SchedulerConnector):
     """The scheduler half of an encode instance: a `Dispatcher` and its `EncodeQueue`.
@@ -219,15 +232,7 @@ class EncodeScheduler(SchedulerConnector):
         """Remember the transfers that a request asks for."""
         params = _read(encode_params, request) if request.mm_features else None
         if params is not None:
-            items = [
-                EncodeItem(
-                    mm_hash=feature.identifier,
-                    tensor=self._tensor(feature),
-                    modality=feature.modality,
-                    metadata=self._metadata.of(feature),
-                )
-                for feature in request.mm_features
-            ]
+            items = self._encode_items(request)
             self._dispatcher.request_arrived(request.request_id, items, params)
 
     def ensure_cache_available(
@@ -297,10 +302,13 @@ class PDScheduler(SchedulerConnector):
     Attributes:
         receiver: Brings items; the scheduler works under its lock.
         requests: What it serves.
+        encoder: What it encodes for others.
     """
 
     receiver: Receiver
     requests: PrefillRequests
+    encoder: SharedEncoder
+    _dispatcher: Dispatcher
 
     def attach(self, scheduler: Any) -> EncoderCacheManager:
         """See `SchedulerConnector`."""
@@ -318,7 +326,23 @@ class PDScheduler(SchedulerConnector):
         self.requests = PrefillRequests(self._config, self.receiver, lookahead=lookahead)
         self._opened.callback(self.receiver.close)
         self._cache = self.receiver.cache
+        secret = Secret.read(self._config.secret_file)
+        self._dispatcher = Dispatcher(self._cache, secret, self._config.instance)
+        self.encoder = SharedEncoder(self._dispatcher, self.requests, self._cache)
         return self._cache
+
+    def job_arrived(self, request: Request) -> bool:
+        """Take a request in if it is an encode job: vLLM's scheduler is not to see it then."""
+        if not (request.mm_features and is_encode_job(compat.transfer_params(request))):
+            return False
+        params = _read(encode_params, request)
+        if params is None:
+            return False
+        self._dispatcher.request_arrived(request.request_id, self._encode_items(request), params)
+        encodes = self._config.can_encode and request.lora_request is None
+        items = self._prompt_items(request, with_media=encodes)
+        self.encoder.arrived(request.request_id, items)
+        return True
 
     def request_arrived(self, request: Request) -> None:
         """Expect the items of a request."""
@@ -328,7 +352,10 @@ class PDScheduler(SchedulerConnector):
             self.requests.part_arrived(request.request_id)
         else:
             params = _read(prefill_params, request)
-            self.requests.arrived(request.request_id, self._prompt_items(request), params)
+            # Of a prompt whose KV comes no item is encoded before a step is known to need it.
+            in_background = self._in_background and not compat.awaits_kv(request)
+            items = self._prompt_items(request, with_media=in_background)
+            self.requests.arrived(request.request_id, items, params)
 
     def ensure_cache_available(
         self, request: Request, num_computed_tokens: int, **kwargs: Any
@@ -351,10 +378,12 @@ class PDScheduler(SchedulerConnector):
             scheduler_output.free_encoder_mm_hashes,
             computes=scheduler_output.total_num_scheduled_tokens > 0,
         )
-        return StepMetadata(receipts=receipts)
+        return StepMetadata(orders=self.encoder.take_orders(), receipts=receipts)
 
     def update_connector_output(self, connector_output: ECConnectorOutput, **kwargs: Any) -> None:
         """Take in what `PDWorker` reports."""
+        if connector_output.finished_sending:
+            self.encoder.transfers_ended(connector_output.finished_sending)
         report = from_names(connector_output.finished_recving)
         for mm_hash in report["encoded"]:
             self._cache.encoded(mm_hash)
@@ -372,9 +401,14 @@ class PDScheduler(SchedulerConnector):
         outcome = self.requests.finished(request.request_id, request.num_computed_tokens)
         return False, None if outcome is None else to_params(outcome)
 
-    def _prompt_items(self, request: Request) -> list[PromptItem]:
-        # Of a prompt whose KV comes no item is encoded before a step is known to need it.
-        in_background = self._in_background and not compat.awaits_kv(request)
+    def take_answers(self) -> dict[str, dict[str, Any] | None]:
+        """Return the answers of encode jobs that have ended, by request."""
+        ended = self.encoder.take_ended()
+        return {
+            each: None if outcome is None else to_params(outcome) for each, outcome in ended.items()
+        }
+
+    def _prompt_items(self, request: Request, *, with_media: bool) -> list[PromptItem]:
         return [
             PromptItem(
                 input_id=index,
@@ -385,7 +419,7 @@ class PDScheduler(SchedulerConnector):
                 tensor=self._tensor(feature),
                 modality=feature.modality,
                 has_media=self._metadata.has_media(feature),
-                media=feature.data if in_background and feature.data else None,
+                media=feature.data if with_media and feature.data else None,
             )
             for index, feature in enumerate(request.mm_features)
         ]
@@ -562,12 +596,14 @@ class EncodeWorker(WorkerConnector):
 
 
 class PDWorker(WorkerConnector):
-    """The worker half of a PD instance: a `Placer`, and perhaps a `BackgroundEncoder`."""
+    """The worker half of a PD instance: a `Placer`, an encoder, and a `Sender` once it is asked."""
 
     _placer: Placer
-    _background: BackgroundEncoder | None = None
+    _encoder: BackgroundEncoder | StepEncoder
+    _sender: Sender | None = None
 
     def _open(self, copies: DeviceCopies, rank: int) -> int:
+        self._copies, self._rank = copies, rank
         endpoint = WorkerEndpoint(self._config, copies, rank)
         self._opened.callback(endpoint.close)
         self._clock = StreamClock(copies, "epd-computed")
@@ -576,26 +612,41 @@ class PDWorker(WorkerConnector):
         self._opened.callback(self._placer.close)
         return endpoint.slab_bytes
 
-    def encode_in_background(self, model: Any, device: torch.device) -> None:
-        """Encode items between the steps, where that is possible."""
+    def use_encoder(self, model: Any, device: torch.device) -> None:
+        """Encode items between the steps, where that is possible; else at their beginning."""
+
+        def encode(item: EncodeOrder) -> torch.Tensor:
+            return compat.encode(model, item.modality, item.media, device)
+
         if self._in_background:
-            self._background = BackgroundEncoder(
-                lambda item: compat.encode(model, item.modality, item.media, device),
-                compat.encoder_modules(model),
-            )
-            self._opened.callback(self._background.close)
+            self._encoder = BackgroundEncoder(encode, compat.encoder_modules(model))
+        else:
+            self._encoder = StepEncoder(encode)
+        self._opened.callback(self._encoder.close)
 
     def begin_step(self, metadata: StepMetadata, encoder_cache: dict[str, torch.Tensor]) -> None:
         """See `epd_portable.runners.host.WorkerHooks`."""
         self._placer.carry_out(metadata.receipts, encoder_cache)
-        if self._background is not None:
-            for encoding in metadata.receipts.encodings:
-                self._background.submit(encoding)
-            self._background.place(encoder_cache)
+        for encoding in metadata.receipts.encodings:
+            self._encoder.submit(encoding)
+        self._encoder.place(encoder_cache)
+        if metadata.orders and self._rank == 0:
+            self._send(metadata.orders, encoder_cache)
+
+    def _send(self, orders: list[TransferOrder], encoder_cache: dict[str, torch.Tensor]) -> None:
+        if self._sender is None:
+            self._sender = Sender(self._config, self._fingerprint, self._copies, SenderMetrics())
+            self._opened.callback(self._sender.close, linger_s=_LINGER_S)
+        for order in orders:
+            output = encoder_cache.get(order.mm_hash)
+            if output is not None and not self._copies.platform.traits.needs_device_copy:
+                output = output.clone()  # It may be a view of a slot, which a reset gives back.
+            self._sender.submit(order, output, missing=output is None)
 
     def turn(self) -> AbstractContextManager[None]:
         """See `epd_portable.runners.host.WorkerHooks`."""
-        return nullcontext() if self._background is None else self._background.turns.step()
+        encoder = self._encoder
+        return encoder.turns.step() if isinstance(encoder, BackgroundEncoder) else nullcontext()
 
     def start_load_caches(self, encoder_cache: dict[str, torch.Tensor], **kwargs: Any) -> None:
         """See `EPDConnector`."""
@@ -603,10 +654,9 @@ class PDWorker(WorkerConnector):
             self.begin_step(self._step_metadata(), encoder_cache)
 
     def _take_ended(self) -> Ended:
-        if self._background is None:
-            return None, None
-        failed, placed = self._background.take_ended()
-        return None, to_names({"encoded": placed, "not encoded": failed}) or None
+        failed, placed = self._encoder.take_ended()
+        sent = self._sender.progress.take_ended() if self._sender is not None else set()
+        return sent or None, to_names({"encoded": placed, "not encoded": failed}) or None
 
 
 _HALVES: dict[tuple[bool, ECConnectorRole], type[EPDConnector]] = {

@@ -29,6 +29,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
 from vllm.v1.engine.core_client import AsyncMPClient
 
+from epd_portable.config.roles import ENCODES
 from epd_portable.config.secret import Secret
 from epd_portable.delivery.assignment import (
     BUSY_THRESHOLD,
@@ -39,6 +40,7 @@ from epd_portable.delivery.assignment import (
     assign_items,
     expected_transfer,
     new_transfer,
+    or_own,
 )
 from epd_portable.delivery.fallbacks import JOB_GRACE_S, MAX_PD_ATTEMPTS, RetryBudget
 from epd_portable.delivery.instances import Instance, Use, WentDownError, while_up
@@ -406,13 +408,16 @@ class SplitClient(AsyncMPClient):
             having[video].append(chosen.name)
             return chosen
 
+        own = pd if pd.role in ENCODES else None
+        elastic = self.settings.elastic_encode and own is None
         ways = assign_items(
             [*items.values()],
             _Busy(pd.pending_encode_s, max(pd.computes_for, engine.computes_for)),
-            choose,
+            choose if own is None else or_own(own, choose),
             self._times,
             left_here=one.here,
-            elastic_threshold=BUSY_THRESHOLD if self.settings.elastic_encode else None,
+            elastic_threshold=BUSY_THRESHOLD if elastic else None,
+            own=own,
         )
         if not one.sent.is_set():
             for each in ways:
@@ -462,7 +467,7 @@ class SplitClient(AsyncMPClient):
         """
         item, encoder = way.item, way.encoder
         tries = EncodeTries(
-            lambda exclude: self._choose_encoder(item, exclude),
+            lambda exclude: self._choose_encoder(item, [*exclude, use.instance.name]),
             self._retries,
             deadline_s=time.monotonic() + self.settings.wait_timeout_s,
         )
@@ -530,14 +535,11 @@ class SplitClient(AsyncMPClient):
         outputs.engine_index = engine.index
         if (stats := outputs.scheduler_stats) is not None:
             engine.computes_for = stats.num_running_reqs
-        if engine.encodes_only:
-            for output in outputs.outputs:
-                answer = self._jobs.get(output.request_id)
-                if output.finish_reason is not None and answer and not answer.done():
-                    answer.set_result(output.finish_reason)
-            outputs.outputs = []
-        else:
-            outputs.outputs = [each for each in outputs.outputs if self._take_output(each)]
+        for output in outputs.outputs:
+            answer = self._jobs.get(output.request_id)
+            if output.finish_reason is not None and answer and not answer.done():
+                answer.set_result(output.finish_reason)
+        outputs.outputs = [each for each in outputs.outputs if self._take_output(each)]
         self._outputs.put_nowait(outputs)
 
     def _take_output(self, output: EngineCoreOutput) -> bool:

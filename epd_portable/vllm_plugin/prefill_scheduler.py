@@ -11,6 +11,8 @@ from collections.abc import Collection
 from functools import cache
 from typing import Any
 
+from epd_portable.vllm_plugin import compat
+from epd_portable.vllm_plugin.params_bridge import FIELD
 from epd_portable.wire.messages import LoadReport
 
 _SLEEP_S = 0.001
@@ -21,7 +23,7 @@ _SLEEP_S = 0.001
 def prefill_scheduler(base: type) -> type:
     """Return the scheduler class of a prefill+decode instance over ``EPDScheduler``."""
     from vllm.v1.core.sched.interface import PauseState
-    from vllm.v1.engine import EngineCoreOutputs
+    from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
     from vllm.v1.metrics.stats import SchedulerStats
 
     class PrefillScheduler(base):
@@ -29,6 +31,7 @@ def prefill_scheduler(base: type) -> type:
 
         def __init__(self, **kwargs: Any) -> None:
             self._asleep: dict[str, Any] = {}
+            self._jobs: dict[str, Any] = {}
             self._idle_since_s: float | None = None
             self._scheduled: Collection[str] = ()
             self._counts = (0, 0)
@@ -36,16 +39,24 @@ def prefill_scheduler(base: type) -> type:
             super().__init__(**kwargs)
             self._receiver = self.ec_connector.receiver
             self._prefill = self.ec_connector.requests
+            self._encoder = self.ec_connector.encoder
             self._receiver.listen()
 
         def add_request(self, request: Any) -> None:
             with self._receiver.lock:
                 self._told_busy.setdefault(request.client_index, False)
-                super().add_request(request)
+                if self.ec_connector.job_arrived(request):
+                    self._jobs[request.request_id] = request
+                else:
+                    super().add_request(request)
 
-        def finish_requests(self, *args: Any, **kwargs: Any) -> Any:
+        def finish_requests(self, request_ids: Any, *args: Any, **kwargs: Any) -> Any:
+            names = {request_ids} if isinstance(request_ids, str) else request_ids
             with self._receiver.lock:
-                finished = super().finish_requests(*args, **kwargs)
+                for request_id in self._jobs.keys() & (self._jobs if names is None else {*names}):
+                    self._encoder.withdraw(request_id)
+                    del self._jobs[request_id]
+                finished = super().finish_requests(request_ids, *args, **kwargs)
                 # vLLM may keep one that has finished until its KV is somewhere else.
                 for request_id in [each for each, r in self._asleep.items() if r.is_finished()]:
                     del self._asleep[request_id]
@@ -54,6 +65,7 @@ def prefill_scheduler(base: type) -> type:
         def schedule(self, *args: Any, **kwargs: Any) -> Any:
             with self._receiver.lock:
                 self._receiver.before_step()
+                self._encoder.advance()
                 self._wake(self._prefill.take_woken())
                 output = super().schedule(*args, **kwargs)
                 self._put_to_sleep(self._prefill.take_sleepers())
@@ -87,7 +99,7 @@ def prefill_scheduler(base: type) -> type:
 
         def get_request_counts(self) -> tuple[int, int]:
             running, waiting = super().get_request_counts()
-            return running, waiting + len(self._asleep)
+            return running, waiting + len(self._asleep) + len(self._jobs)
 
         def _count_computed(self) -> tuple[int, int]:
             """Return how many requests the last step computed, and how many others there are.
@@ -108,6 +120,7 @@ def prefill_scheduler(base: type) -> type:
             with self._receiver.lock:
                 outputs = super().update_from_output(scheduler_output, model_runner_output)
                 self._receiver.step_done()
+                self._answer_jobs(outputs)
                 self._tell_servers(outputs)
                 return outputs
 
@@ -126,6 +139,19 @@ def prefill_scheduler(base: type) -> type:
                     one.scheduler_stats = one.scheduler_stats or SchedulerStats(
                         running, waiting, kv_cache_usage=self.kv_cache_manager.usage
                     )
+
+        def _answer_jobs(self, outputs: dict[int, Any]) -> None:
+            """Answer encode jobs that have ended, as an encode instance does: with no token."""
+            for request_id, params in self.ec_connector.take_answers().items():
+                job = self._jobs.pop(request_id)
+                answer = EngineCoreOutput(
+                    request_id=request_id, new_token_ids=[], finish_reason=FinishReason.STOP
+                )
+                if compat.version() < compat.CARRIES_PARAMS:
+                    answer.kv_transfer_params = params and {FIELD: params}
+                else:
+                    answer.ec_transfer_params = params
+                outputs.setdefault(job.client_index, EngineCoreOutputs()).outputs.append(answer)
 
         def make_stats(self, *args: Any, **kwargs: Any) -> Any:
             """Return nothing of a step that only waited for items, and left all as it was.
@@ -153,7 +179,8 @@ def prefill_scheduler(base: type) -> type:
 
         def has_requests(self) -> bool:
             # To vLLM a paused engine is idle, whatever waits: `pause` waits until it is.
-            waiting = self._asleep and self.pause_state == PauseState.UNPAUSED
+            asleep = self._asleep or self._jobs
+            waiting = asleep and self.pause_state == PauseState.UNPAUSED
             found = bool(super().has_requests() or waiting)
             if found:
                 self._rest()

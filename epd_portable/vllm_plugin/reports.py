@@ -15,7 +15,7 @@ from typing import Literal
 Kind = Literal["room", "computed", "copy lost", "copy missing", "encoded", "not encoded"]
 """Of an encode instance: the bytes that its encoder cache may fill, once; the last step that its
 device has computed; and what became of copies in host memory (see `HostReport`). Of a PD instance:
-items that were encoded in the background, or could not be."""
+items that were encoded beside what a step itself encodes, or could not be."""
 
 
 def to_names(report: Mapping[Kind, Iterable[str]]) -> set[str]:

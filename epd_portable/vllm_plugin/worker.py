@@ -67,7 +67,7 @@ class _WorkerMixin:
         connector = get_ec_transfer()
         if not connector.is_producer:
             place_by_whole_videos(model)
-            connector.encode_in_background(model, self.model_runner.device)  # type: ignore[attr-defined]
+            connector.use_encoder(model, self.model_runner.device)  # type: ignore[attr-defined]
         else:
             self._measured = compat.small_dummies(self.vllm_config)  # type: ignore[attr-defined]
 

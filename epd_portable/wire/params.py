@@ -150,6 +150,14 @@ def to_params(
     return dict(msgspec.to_builtins(value))
 
 
+def is_encode_job(raw: dict[str, Any] | None) -> bool:
+    """Return whether a request's parameters ask for its items to be encoded, and for no answer."""
+    transfers = (raw or {}).get("transfers")
+    return isinstance(transfers, (list, tuple)) and any(
+        isinstance(each, dict) and "consumer" in each for each in transfers
+    )
+
+
 def encode_params(raw: dict[str, Any]) -> EncodeParams:
     """Read the parameters of a request to an encode instance, or raise `ProtocolError`."""
     return _convert(raw, EncodeParams, "an encode request")

@@ -12,7 +12,7 @@ from pydantic import JsonValue
 
 from epd_portable.config.groups import InstanceGroup, PrefillDecodeGroup
 from epd_portable.config.instance import InstanceConfig
-from epd_portable.config.roles import TAKES_ITEMS, Role
+from epd_portable.config.roles import Role
 from epd_portable.config.schema import Topology
 from epd_portable.connector.registry import may_use_device_memory
 from epd_portable.launch.plan import installed
@@ -128,7 +128,8 @@ class Engine:
         }
         if not has_compiler:
             variables |= dict(traits.env_without_compiler)
-        if self.role in TAKES_ITEMS and may_use_device_memory(self.topology.transfer.path):
+        gets_items = self.topology.gets_items(self.role)
+        if gets_items and may_use_device_memory(self.topology.transfer.path):
             variables |= dict(traits.env_with_slab)
         if self.shares_device:
             variables |= dict(traits.env_on_shared_device)

@@ -16,7 +16,7 @@ from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from epd_portable.config.instance import InstanceConfig
-from epd_portable.config.roles import ROLES, SENDS_KV, TAKES_ITEMS, TAKES_KV, Role, group_of
+from epd_portable.config.roles import ROLES, SENDS_KV, TAKES_KV, Role, group_of
 from epd_portable.config.routing import PICKER_PORT
 from epd_portable.config.schema import Topology
 from epd_portable.connector.curve import is_off_host
@@ -439,7 +439,7 @@ def _instance(
             "control_address": f"tcp://{host}:{ports['control']}",
             "data_address": f"tcp://{host}:{ports['data']}",
             "pool": f"{shm_prefix(run_id)}{name}",
-            "pool_bytes": transfer.pool_bytes if role in TAKES_ITEMS else SMALLEST_POOL_BYTES,
+            "pool_bytes": transfer.pool_bytes if topology.gets_items(role) else SMALLEST_POOL_BYTES,
             "can_encode": topology.instances.prefill_decode.encoder,
         }
     return InstanceConfig(

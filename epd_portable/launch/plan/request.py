@@ -13,7 +13,7 @@ from pathlib import Path
 from epd_portable import envs
 from epd_portable.config.load import Check, load_topology, located
 from epd_portable.config.removed import REMOVED, removed
-from epd_portable.config.roles import ROLES, TAKES_ITEMS, Role, group_of
+from epd_portable.config.roles import ROLES, Role, group_of
 from epd_portable.config.schema import AUTO, Topology
 from epd_portable.connector.stores.base import make_store
 from epd_portable.errors import ConfigError, EPDError, PortInUseError
@@ -205,7 +205,8 @@ def counts_of(part: Mapping[Role, int]) -> Iterator[str]:
 def refusals(topology: Topology, plan: Plan, clash: str) -> list[EPDError]:
     """Return why this machine cannot run a plan at this moment; ``clash`` as of `PlanRequest`."""
     router, store, kv = topology.router, topology.store, plan.kv
-    pools = sum(topology.instances.of(role).count for role in TAKES_ITEMS)
+    counts = topology.instances.counts
+    pools = sum(count for role, count in counts.items() if topology.gets_items(role))
     demands: list[Callable[[], None]] = []
     if router.join:
         demands.append(lambda: require_addresses(router.join))

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from pydantic import JsonValue
 
-from epd_portable.config.roles import ROLES, TAKES_ITEMS, Role, group_of
+from epd_portable.config.roles import ROLES, Role, group_of
 from epd_portable.config.schema import Topology
 from epd_portable.connector import registry
 from epd_portable.errors import ConfigError
@@ -161,7 +161,7 @@ def memory_warnings(
     for role in ROLES:
         part = _utilization(topology, role)
         engine = round(part * memory_bytes)
-        if role in TAKES_ITEMS and pool >= engine:
+        if topology.gets_items(role) and pool >= engine:
             warnings += [
                 f"device {each.devices[0]}: the receive pool of {group_of(role)}-{index} wants "
                 f"{_mib(pool)} of the {_mib(engine)} that gpu_memory_utilization {part:g} gives to "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping, Sequence
 
+from epd_portable.config.roles import ENCODES
 from epd_portable.launch.plan.check import Finding
 from epd_portable.launch.plan.hardware import HardwareFit
 from epd_portable.launch.plan.processes import Plan, ProcessSpec
@@ -31,6 +32,8 @@ def plan_table(plan: Plan) -> str:
     lines = [f"platform {plan.platform}, model {plan.model}, clients use {plan.url}", ""]
     lines += columns(rows)
     lines += ["", f"front {plan.front}"]
+    if encoders := [spec.name for spec in plan.processes if spec.role in ENCODES]:
+        lines += ["", f"items are encoded by {', '.join(encoders)}"]
     if plan.kv:
         lines += ["", f"KV goes to decode instances by {plan.kv.cls}"]
     if plan.store:

@@ -12,7 +12,9 @@ import shutil
 import signal
 import subprocess
 import time
+from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,14 +45,16 @@ pytestmark = [
 CONFIGS = Path(__file__).parents[3] / "configs"
 ENCODES = {
     "1e1p1d": {"encode-0"},
-    "1ep1d": {"encode_prefill-0"},
+    "2ep1d": {"encode_prefill-0", "encode_prefill-1"},
     "1p1d": {"prefill-0"},
     "replicas": {"encode_prefill_decode-0", "encode_prefill_decode-1"},
     "mixed": {"encode-0", "encode_prefill_decode-0"},
 }
 """Files, and who encodes in each."""
 KV_ASKED = {"do_remote_decode": True, "do_remote_prefill": False}
-KV = ("1e1p1d", "1ep1d", "1p1d")
+SHARED = ("2ep1d", "replicas")
+"""Of them, those of whose instances each encodes for the others."""
+KV = ("1e1p1d", "2ep1d", "1p1d")
 STORED = "1e1p1d"
 """Its items are stored too, in Redis."""
 HOP_KEY = "h" * 20
@@ -120,7 +124,7 @@ def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     scope="module",
     params=[
         "1e1p1d",
-        "1ep1d",
+        "2ep1d",
         "replicas",
         # `test_without_encoders_the_prefill_instance_encodes` shows it.
         pytest.param("1p1d", marks=pytest.mark.full),
@@ -149,6 +153,9 @@ def served(
         url = request.getfixturevalue("redis_url")
         settings += ["store.kind=redis", f"store.url={url}", "store.timeout_ms=10000"]
     config = CONFIGS / f"{request.param}.yaml"
+    if request.param == "2ep1d":
+        settings.append("instances.encode_prefill.count=2")
+        config = CONFIGS / "1ep1d.yaml"
     popen = subprocess.Popen if request.param == "replicas" else fork
     with running(folder, settings, config=config, popen=popen) as split:
         yield Served(name=request.param, split=split, reference_url=reference_url)
@@ -181,6 +188,43 @@ def test_many_at_once_are_answered_as_by_one_process(served: Served) -> None:
     contents += [f"How are you, number {number}?" for number in range(8)]
     for answer, content in zip(ask_all(served.split.url, contents), contents, strict=True):
         assert_equal(answer, ask(served.reference_url, content), tolerance=TOLERANCE)
+
+
+def test_pictures_of_one_request_are_encoded_by_all_that_hold_the_encoder(served: Served) -> None:
+    if served.name not in SHARED:
+        pytest.skip("its instances do not encode for each other")
+    begin_s = time.monotonic()
+    content = [*map(picture, range(90, 94)), ASK]
+    answer = ask(served.split.url, content)
+    assert_equal(answer, ask(served.reference_url, content), tolerance=TOLERANCE)
+    began = served.split.events("encode.begin", since_s=begin_s)
+    encoded = Counter(event["instance"] for event in began for _ in event["items"])
+    assert encoded == dict.fromkeys(ENCODES[served.name], 2), encoded
+    if served.name not in KV:  # There who answers says of all items that KV came for them.
+        assert Counter(each["source"] for each in answer.items) == {"local": 2, "transfer": 2}
+
+
+@pytest.mark.full
+def test_one_that_encodes_for_others_may_be_killed(served: Served) -> None:
+    if served.name not in SHARED:
+        pytest.skip("its instances do not encode for each other")
+    begin_s = time.monotonic()
+    victim = max(ENCODES[served.name])
+    contents = [[*map(picture, range(100 + 4 * n, 104 + 4 * n)), ASK] for n in range(6)]
+    expected = [ask(served.reference_url, content) for content in contents]
+    with ThreadPoolExecutor() as pool:
+        asked = pool.submit(ask_all, served.split.url, contents)
+        wait_until(
+            lambda: any(
+                event["encoder"] == victim
+                for event in served.split.events("encode_job", since_s=begin_s)
+            ),
+            f"{victim} has a job",
+        )
+        os.killpg(named(served.split.pid, victim).pid, signal.SIGKILL)
+        for answer, other in zip(asked.result(), expected, strict=True):
+            assert_equal(answer, other, tolerance=TOLERANCE)
+    wait_until(lambda: every_instance_is_up(served.split), f"{victim} is back", within_s=RESTART_S)
 
 
 def test_pictures_are_encoded_where_the_file_says(served: Served) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from starlette.responses import JSONResponse, Response
 
+from epd_portable.wire.messages import EncodeFailed
 from tests.integration.router.conftest import Build, Topology
 from tests.integration.router.stand_in import (
     Behaviour,
@@ -95,20 +96,63 @@ async def test_items_go_to_the_prefill_instance_and_media_to_both(build: Build) 
     assert decode.received[0].body["messages"] == prefill.received[0].body["messages"]
 
 
-async def test_who_encodes_by_role_gets_no_items(build: Build) -> None:
-    t = await split(build, "encode-prefill", "decode", encoders=1)
+@pytest.mark.parametrize("role", ["encode-prefill", "encode-prefill-decode"])
+@pytest.mark.parametrize("encoders", [0, 1])
+async def test_who_holds_the_encoder_shares_the_items_of_a_request_with_others(
+    build: Build, role: str, encoders: int
+) -> None:
+    others = ["decode"] if role == "encode-prefill" else []
+    t = await split(build, role, *[role] * (1 - encoders), *others, encoders=encoders)
     assert (await t.chat(RED, BLUE)).status_code == 200
-    assert not t.encoders[0].received
-    assert t.pds[0].received[0].params is None
-    assert await t.metric('epd_router_items_total{outcome="local_first"}') == 2
+    either = [*t.encoders, *(each for each in t.pds if each.role == role)]
+    encoder = next(each for each in either if "consumer" in str(each.received[0].params))
+    (computing,) = (each for each in either if each is not encoder)
+    (job,), (asked,) = encoder.received, computing.received
+    (sent,), (awaited,) = job.params["transfers"], asked.params["transfers"]
+    assert sent["transfer_id"] == awaited["transfer_id"]
+    control = next(c for c, pd in zip(t.controls, t.pds, strict=True) if pd is computing)
+    assert sent["consumer"] == control.address
+    assert await t.metric('epd_router_items_total{outcome="local_first"}') == 1
 
 
-async def test_replicas_share_requests_and_get_no_items(build: Build) -> None:
+async def test_whoever_is_not_busier_encodes_its_own_items(build: Build) -> None:
     t = await split(build, "encode-prefill-decode", "encode-prefill-decode", encoders=1)
     for _ in range(20):
         assert (await t.chat(RED)).status_code == 200
     assert all(pd.received for pd in t.pds)
+    assert not any(received.params for each in t.pds for received in each.received)
     assert not t.encoders[0].received
+
+
+async def test_an_item_whose_other_encoder_fails_is_encoded_where_it_is_needed(
+    build: Build,
+) -> None:
+    t = await split(build, "encode-prefill", "encode-prefill", "decode")
+
+    async def fails_as_encoder(received: Received) -> Response:
+        if "consumer" in str(received.params):
+            return JSONResponse({}, 500)
+        # It computes once it is told to encode the item by itself.
+        (transfer,) = received.params["transfers"]
+        told = await asyncio.wait(
+            [
+                asyncio.create_task(each.receive_of(transfer["transfer_id"]))
+                for each in t.controls[:2]
+            ],
+            return_when=asyncio.FIRST_COMPLETED,
+        )
+        (message,) = (each.result() for each in told[0])
+        assert isinstance(message, EncodeFailed)
+        for each in told[1]:
+            each.cancel()
+        return await compute(received)
+
+    for each in t.pds[:2]:
+        each.behaviour = fails_as_encoder
+    assert (await t.chat(RED, BLUE)).status_code == 200
+    jobs = [r for pd in t.pds for r in pd.received if "consumer" in str(r.params)]
+    assert len(jobs) == 1
+    await t.until_metric('epd_router_items_total{outcome="local"}', 1)
 
 
 RESPONSES, COMPLETIONS, CHAT = "/v1/responses", "/v1/completions", "/v1/chat/completions"

@@ -16,6 +16,7 @@ import torch
 from prometheus_client import CollectorRegistry
 
 from epd_portable.config.instance import InstanceConfig
+from epd_portable.config.secret import Secret
 from epd_portable.connector.transport import LeaseFence
 from epd_portable.demo import MODEL_DIR
 from epd_portable.errors import NoCommonPathError
@@ -23,12 +24,19 @@ from epd_portable.launch.plan.engine import CONNECTOR, SCHEDULER_CLS
 from epd_portable.vllm_plugin.reports import to_names
 from epd_portable.wire.descriptors import PathEndpoint, PeerDescriptor
 from epd_portable.wire.messages import Announce, AnyMessage
-from epd_portable.wire.params import ExpectedTransfer, PrefillParams, to_params
+from epd_portable.wire.params import (
+    EncodeParams,
+    EncodeTransfer,
+    ExpectedTransfer,
+    PrefillParams,
+    to_params,
+)
 from tests.keyring import secret_file
 from tests.property.engine_model.memory import Read, Violation, Work, Worker
-from tests.property.engine_model.shapes import MAX_MODEL_LEN, Prompt, Shape
+from tests.property.engine_model.shapes import MAX_MODEL_LEN, PLACEHOLDER, Prompt, Shape
 
 ADDRESS = "tcp://pd:1"
+OTHER = "tcp://other:1"
 ROUTER = "router"
 
 
@@ -290,6 +298,8 @@ class Engine:
         self._receiver, self._registry = made["receiver"], made["registry"]
         self._flying: deque[Work] = deque()
         self.unfinished: dict[str, Running] = {}
+        self.jobs: set[str] = set()
+        """Encode jobs for others that have not ended."""
         self.ended: dict[str, Running] = {}
         self.prompt_tokens = self.tokens = self.steps = 0
         self.recomputed: set[str] = set()
@@ -332,6 +342,44 @@ class Engine:
         )
         self.unfinished[request_id] = Running(request, prompt)
         self.scheduler.add_request(request)
+
+    def add_job(self, job: str, name: str, size: int) -> None:
+        """Ask for an item that is encoded for another instance."""
+        from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+        from vllm.v1.request import Request
+
+        transfer = EncodeTransfer(
+            transfer_id=f"to-other-{job}",
+            item_uuid=name,
+            consumer=OTHER,
+            proof=Secret.read(secret_file()).sign_transfer(f"to-other-{job}", name, OTHER),
+        )
+        sampling = copy.copy(self._sampling(1))
+        params = to_params(EncodeParams(transfers=(transfer,)))
+        sampling.extra_args = {"ec_transfer_params": params}
+        request = Request(
+            request_id=job,
+            prompt_token_ids=[PLACEHOLDER] * size,
+            sampling_params=sampling,
+            pooling_params=None,
+            arrival_time=self._clock.now,
+            mm_features=[
+                MultiModalFeatureSpec(
+                    data=_data(True),
+                    modality="image",
+                    identifier=name,
+                    mm_position=PlaceholderRange(offset=0, length=size),
+                )
+            ],
+        )
+        self.jobs.add(job)
+        self.scheduler.add_request(request)
+
+    def abort_job(self, job: str) -> None:
+        from vllm.v1.request import RequestStatus
+
+        self.scheduler.finish_requests(job, RequestStatus.FINISHED_ABORTED)
+        self.jobs.discard(job)
 
     def abort(self, request_id: str) -> None:
         from vllm.v1.request import RequestStatus
@@ -450,14 +498,16 @@ class Engine:
             self._worker.execute(work)
         names = list(work.planned.num_scheduled_tokens)
         invalid = self._invalid_blocks(work) if may_invalidate else set()
+        sent = self._worker.take_sent()
         output = ModelRunnerOutput(
             req_ids=names,
             req_id_to_index={name: index for index, name in enumerate(names)},
             sampled_token_ids=[self._tokens(work, name) for name in names],
             ec_connector_output=ECConnectorOutput(
-                finished_recving=to_names({"encoded": work.placed, "not encoded": work.failed})
+                finished_sending=sent or None,
+                finished_recving=to_names({"encoded": work.placed, "not encoded": work.failed}),
             )
-            if work.failed or work.placed
+            if work.failed or work.placed or sent
             else None,
             kv_connector_output=KVConnectorOutput(invalid_block_ids=invalid) if invalid else None,
         )
@@ -469,7 +519,10 @@ class Engine:
         made = self.scheduler.update_from_output(work.planned, output)
         for outputs in made.values():
             for each in outputs.outputs:
-                if each.finish_reason is not None:
+                if each.request_id in self.jobs:
+                    self.jobs.remove(each.request_id)
+                    self._note("job ended", each.request_id)
+                elif each.finish_reason is not None:
                     self._end(each.request_id, str(each.finish_reason))
         if invalid:
             for each, running in self.unfinished.items():

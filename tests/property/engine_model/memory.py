@@ -92,6 +92,7 @@ class Worker:
         self._cache: dict[str, str | SlotDescriptor] = {}
         self._to_copy: dict[str, SlotDescriptor] = {}
         self._encoding: deque[str] = deque()
+        self._sending: list[str] = []
         self.revoked: set[int] = set()
         """Grants that were taken back: what the worker itself receives is not written for them."""
         self.seen: Counter[str] = Counter()
@@ -99,6 +100,10 @@ class Worker:
     @property
     def is_encoding(self) -> bool:
         return bool(self._encoding)
+
+    @property
+    def is_sending(self) -> bool:
+        return bool(self._sending)
 
     def execute(self, work: Work) -> None:
         """Execute a step."""
@@ -112,6 +117,7 @@ class Worker:
                 self._to_copy[placement.mm_hash] = placement.slot
         if orders.computes or self._rng.random() < 0.5:
             self._copy()
+        self._encoding.extend(each.mm_hash for each in orders.encodings)
         while self._encoding and self._rng.random() < 0.5:
             name = self._encoding.popleft()
             if self._fails and self._rng.random() < 0.2:
@@ -120,7 +126,8 @@ class Worker:
                 self._cache[name] = name
                 work.placed.add(name)
                 self.seen["items encoded beside a step"] += 1
-        self._encoding.extend(each.mm_hash for each in orders.encodings)
+        for order in planned.ec_connector_metadata.orders:
+            self._send(order.transfer_id, order.mm_hash)
         for name in planned.free_encoder_mm_hashes:
             self._cache.pop(name, None)
             self._to_copy.pop(name, None)
@@ -129,6 +136,12 @@ class Worker:
         for read in work.reads:
             self._read(read)
         work.is_done = True
+
+    def take_sent(self) -> set[str]:
+        """Return some of the transfers to others, which have ended."""
+        sent = {each for each in self._sending if self._rng.random() < 0.2}
+        self._sending = [each for each in self._sending if each not in sent]
+        return sent
 
     def forget(self) -> None:
         """The engine resets its encoder caches."""
@@ -140,6 +153,14 @@ class Worker:
             if self._cache.get(name) is slot:
                 self._cache[name] = self._pool.read(slot)
         self._to_copy.clear()
+
+    def _send(self, transfer_id: str, name: str) -> None:
+        found = self._cache.get(name)
+        content = self._pool.read(found) if isinstance(found, SlotDescriptor) else found
+        if content not in (name, None):
+            raise Violation(f"{transfer_id} sends {content} as {name}")
+        self.seen["items sent to others" if content else "items that others do not get"] += 1
+        self._sending.append(transfer_id)
 
     def _read(self, read: Read) -> None:
         found = self._cache.get(read.name)

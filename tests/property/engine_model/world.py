@@ -102,6 +102,8 @@ class World:
         turns = rng.choice([20, 60, 150])
         for _ in range(shape.requests):
             self.later(rng.randint(6, turns), self.arrive)
+        for number in range(rng.choice([0, 0, 3, 12])):
+            self.later(rng.randint(6, turns), lambda job=f"J{number}": self._ask_to_encode(job))
         invalidates = rng.random() < 0.25
         resets = rng.random() < 0.25
         for _ in range(turns + 10):
@@ -110,7 +112,7 @@ class World:
             if shape.faults:
                 self._fail()
             self.turn(may_invalidate=invalidates and rng.random() < 0.05)
-        while self.engine.unfinished:
+        while self.engine.unfinished or self.engine.jobs or self.worker.is_sending:
             self.turn()
             if self.network.turn > MOST_TURNS:
                 raise Violation(f"{self._those_waiting()} go on for ever")
@@ -155,6 +157,13 @@ class World:
         self.engine.add(request_id, prompt, transfers)
         if not self._is_over and self.rng.random() < 0.08:
             self.later(self.rng.choice([0, 1, 3, 10, 40]), lambda: self._cancel(request_id))
+
+    def _ask_to_encode(self, job: str) -> None:
+        name, size = self.rng.choice(sorted(self.shape.items.items()))
+        self.note("job", job, name)
+        self.engine.add_job(job, name, size)
+        if self.rng.random() < 0.1:
+            self.later(self.rng.choice([0, 1, 3, 10]), lambda: self.engine.abort_job(job))
 
     def _cancel(self, request_id: str) -> None:
         if request_id in self.engine.unfinished:
@@ -207,13 +216,14 @@ class World:
         while self._todo and self._todo[0][0] <= self.network.turn:
             heapq.heappop(self._todo)[-1]()
         self.go_on()
-        if self.engine.unfinished or not self.engine.is_quiet:
+        has_work = self.engine.unfinished or self.engine.jobs or self.worker.is_sending
+        if has_work or not self.engine.is_quiet:
             self.engine.turn(self.go_on, may_invalidate=may_invalidate)
             self.carry()
         for request_id in [each for each in self.engine.ended if each not in self._judged]:
             self._judge(self.engine.ended[request_id])
         self._watch()
-        looks = self.engine.unfinished and self.network.turn % 16 == 0
+        looks = (self.engine.unfinished or self.engine.jobs) and self.network.turn % 16 == 0
         if looks and not self.engine.scheduler.has_requests():
             raise Violation("the engine takes itself for idle")
 
@@ -302,12 +312,17 @@ class World:
         state = (
             engine.prompt_tokens,
             len(engine.ended),
+            len(engine.jobs),
             self._count,
             self._waiting_to_come,
             sum(encoder.writes_ended for encoder in self.encoders),
             len(engine.recomputed),
         )
-        if state != self._state or self.worker.is_encoding or not engine.unfinished:
+        if (
+            state != self._state
+            or self.worker.is_encoding
+            or not (engine.unfinished or engine.jobs)
+        ):
             self._state = state
             self._quiet_turns, self._quiet_since = 0, self.clock.now
             self._decoded = engine.tokens
@@ -331,7 +346,8 @@ class World:
             if each.request in engine.scheduler.running and engine.could_start(each)
         ]
         if is_idle:
-            raise Violation(f"{self._those_waiting()} wait for ever")
+            jobs = sorted(engine.jobs)
+            raise Violation(f"{self._those_waiting()}, jobs {jobs}, wait for ever")
         if stuck or (waiting and all(engine.could_start(each) for each in waiting)):
             names = [each.request_id for each in stuck or waiting]
             raise Violation(f"{names} wait for others' answers, and could go on")

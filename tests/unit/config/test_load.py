@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from epd_portable.config.load import load_topology, parse_topology
 from epd_portable.config.quantities import parse_size
+from epd_portable.config.roles import Role
 from epd_portable.errors import ConfigError
 
 
@@ -88,7 +89,7 @@ def test_every_problem_is_reported_at_once_with_its_key_and_line() -> None:
         ("instances: {prefill: {}}", "no instance answers requests"),
         ("instances: {decode: {}}", "decode instances have nobody to prefill for them"),
         ("instances: {encode_prefill: {}}", "no instance answers requests"),
-        ("instances: {encode: {}, epd: {}}", "encode instances have nobody to encode for"),
+        ("instances: {encode: {}, decode: {}}", "encode instances have nobody to encode for"),
         ("instances: {pd: {encoder: false}, epd: {}}", "prefill_decode.encoder is false"),
         ("instances: {encode: {count: 0}, pd: {count: 0}}", "no instance answers requests"),
         ("instances: {p: {}, pd: {}}", "compute for decode instances, and there are none"),
@@ -262,6 +263,23 @@ def test_no_text_makes_anything_but_a_topology_or_a_complaint(text: str) -> None
         parse_topology(text, "cpu")
     except ConfigError as error:
         assert str(error)
+
+
+@pytest.mark.parametrize(
+    ("text", "role", "gets"),
+    [
+        ("instances: {ep: {}, d: {}}", "encode-prefill", False),
+        ("instances: {ep: {count: 2}, d: {}}", "encode-prefill", True),
+        ("instances: {ep: {}, e: {}, d: {}}", "encode-prefill", True),
+        ("instances: {all: {}}\nsecret_file: s", "encode-prefill-decode", True),
+        ("instances: {p: {}, d: {}}", "prefill", True),
+        ("instances: {ep: {count: 2}, d: {}}", "decode", False),
+    ],
+)
+def test_who_encodes_gets_items_where_somebody_else_encodes(
+    text: str, role: Role, gets: bool
+) -> None:
+    assert parse_topology(f"model: demo\n{text}", "cpu").gets_items(role) is gets
 
 
 def test_a_file_that_says_how_instances_are_chosen_is_read_with_the_topology(

@@ -11,6 +11,7 @@ from epd_portable.delivery.assignment import (
     EncodeTimes,
     EncodeTries,
     assign_items,
+    or_own,
 )
 from epd_portable.delivery.fallbacks import (
     FALLBACKS,
@@ -252,3 +253,47 @@ def test_retries_are_a_part_of_what_comes() -> None:
     for _ in range(10):
         budget.count_request()
     assert sum(budget.spend() for _ in range(10)) == 2
+
+
+def sharing(scene: Scene, items: list[MediaItem]) -> list[Assignment[MediaItem]]:
+    """Assign items to an instance that is an encoder itself."""
+    return assign_items(items, scene.pd, or_own(scene.pd, scene.choose), scene.times, own=scene.pd)
+
+
+@pytest.mark.parametrize("encoders", [0, 1, 2])
+def test_who_encodes_shares_the_items_of_its_request_with_those_as_idle_as_it_is(
+    encoders: int,
+) -> None:
+    scene = Scene(encoders)
+    found = sharing(scene, pictures(*map(str, range(6))))
+    here = [each for each in found if each.by == "local_first"]
+    assert len(here) == 6 // (1 + encoders) and not any(each.elastic for each in here)
+    assert found[0].by == "local_first", "what is needed first is not transferred"
+    assert not any(each.load for each in scene.pool.all)
+
+
+def test_who_encodes_leaves_an_item_to_another_only_if_that_is_less_busy() -> None:
+    scene = Scene(1)
+    encoder = scene.pool.get("e0")
+    assert encoder is not None
+    (own,) = sharing(scene, pictures("a"))
+    assert own.by == "local_first"
+    with scene.pd.working():
+        (other,) = sharing(scene, pictures("a"))
+        assert other.encoder is encoder
+        with encoder.working():
+            (own,) = sharing(scene, pictures("a"))
+            assert own.by == "local_first"
+
+
+def test_an_instance_with_two_duties_is_chosen_for_both_and_leaves_both() -> None:
+    pool = EndpointPool()
+    role = {"role": "encode-prefill-decode", "url": "http://x", "control": "tcp://h:1"}
+    both = pool.add(InstanceSettings(name="both", **role))  # type: ignore[arg-type]
+    both.seen_well()
+    assert pool.choose_encoder("a") is both is pool.choose_least_loaded()
+    assert pool.of_duty("encode") == [both] == pool.of_duty("answer")
+    with both.working():
+        assert pool.choose_encoder("a") is both
+    pool.remove("both")
+    assert pool.choose_encoder("a") is None is pool.choose_least_loaded()

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from epd_portable.runners import background as background_module
-from epd_portable.runners.background import BackgroundEncoder, EncodeOrder
+from epd_portable.runners.background import BackgroundEncoder, EncodeOrder, StepEncoder
 from tests.unit.runners.harness import Item, PrefillSide, sources
 
 OWL = Item("owl", background=True)
@@ -175,7 +175,7 @@ def test_an_item_that_cannot_be_encoded_is_told_and_the_next_one_comes(
     until(there)
     assert list(placed) == ["b"]
     assert background.take_ended() == ({"broken"}, {"b"})
-    assert "item broken could not be encoded in the background" in caplog.text
+    assert "item broken could not be encoded beside the steps" in caplog.text
     assert "no such tower" in caplog.text
     with background.turns.step():
         """Nothing keeps it waiting."""
@@ -251,3 +251,21 @@ def test_what_cannot_be_encoded_fails_who_computes_and_cannot_encode_it_in_a_ste
     pd.finish("bare")
     pd.cache.not_encoded("owl")
     assert pd.encode_here("r", 0)
+
+
+def test_where_encoder_and_steps_share_a_queue_an_item_is_encoded_in_the_step_that_orders_it(
+    tower: Tower,
+) -> None:
+    encoder = StepEncoder(tower.encode)
+    placed: dict[str, torch.Tensor] = {}
+    encoder.place(placed)
+    assert encoder.take_ended() == (set(), set()) and not placed
+    tower.may.release(3)
+    encoder.submit(encoding("broken"))
+    encoder.submit(encoding("b"))
+    encoder.place(placed)
+    assert list(placed) == ["b"] and placed["b"].shape == (2, 3)
+    assert encoder.take_ended() == ({"broken"}, {"b"})
+    encoder.place(placed)
+    assert encoder.take_ended() == (set(), set())
+    encoder.close()
