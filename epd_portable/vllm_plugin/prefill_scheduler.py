@@ -165,8 +165,9 @@ def prefill_scheduler(base: type) -> type:
             self._counts = counts
             stats = super().make_stats(*args, **kwargs)
             if stats is not None:
-                stats.num_waiting_reqs += stats.num_running_reqs - counts[0]
-                stats.num_running_reqs = counts[0]
+                # vLLM 0.30 counts none of those that sleep; 0.32 counts what it skips apart.
+                skipped = getattr(stats, "num_skipped_waiting_reqs", 0)
+                stats.num_running_reqs, stats.num_waiting_reqs = counts[0], counts[1] - skipped
             return stats
 
         def reset_encoder_cache(self) -> None:
