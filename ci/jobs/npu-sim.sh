@@ -62,6 +62,8 @@ fi
 # all but the first part lose some. The cheapest first; all of them, so that one run tells
 # everything, and what failed once more at the end. What needs no NPU is run by job "cpu".
 export COLUMNS=240
+# What vLLM keeps of its models' classes is named alike in all its versions.
+export VLLM_CACHE_ROOT=$PWD/.venv-npu-sim/vllm-cache
 folder=$(mktemp -d)
 trap 'rm -r "$folder"' EXIT
 failed=()
