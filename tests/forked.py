@@ -9,7 +9,7 @@ those of the real ones.
 
 Not reproduced: variables that libraries read when they are imported (`BASE` sets those that
 matter), what vLLM preloads into processes that it spawns (tcmalloc), and kernels that OpenMP binds
-to cores. The replicas of ``tests/e2e/roles`` and the demo are started as users start them.
+to cores. One of the replicas of ``tests/e2e/roles`` and the demo are started as users start them.
 """
 
 from __future__ import annotations
@@ -74,6 +74,8 @@ def popen_of(nursery: warm.Nursery) -> Popen:
     return popen
 
 
+COLD = "EPD_TEST_COLD"
+"""Names the instance that is started, and not forked."""
 _FRESH = ("epd_portable", "tests", "platforms", "runners")
 """Ours: they read their variables when they are imported, and are imported in no time."""
 _FORKED = (
@@ -118,8 +120,10 @@ class _Popen(subprocess.Popen):  # type: ignore[type-arg]
     def _execute_child(self, *args: Any) -> None:
         call = _EXECUTE.bind(self, *args).arguments
         argv = call["args"]
+        env = os.environ if call["env"] is None else call["env"]
         module = isinstance(argv, list | tuple) and list(argv[:2]) == [sys.executable, "-m"]
-        if not module or argv[2] not in _FORKED:
+        is_cold = env.get(COLD) == env.get("EPD_INSTANCE", "")
+        if not module or argv[2] not in _FORKED or is_cold:
             super()._execute_child(*args)  # type: ignore[misc]
             return
         assert not (call["cwd"] or call["preexec_fn"] or call["pass_fds"])
@@ -128,7 +132,7 @@ class _Popen(subprocess.Popen):  # type: ignore[type-arg]
             ends = (call[name] for name in ("p2cread", "c2pwrite", "errwrite"))
             _become(
                 argv,
-                dict(os.environ if call["env"] is None else call["env"]),
+                dict(env),
                 [end if end >= 0 else own for own, end in enumerate(ends)],
                 new_session=call["start_new_session"],
             )

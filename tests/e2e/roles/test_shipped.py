@@ -1,7 +1,7 @@
 """Every shipped split beside 1E1PD, as its file says: answers of one process, and who did what.
 
-One that is killed costs no answer, unless nobody is left to give it. Replicas are started as users
-start them; the others are forked.
+One that is killed costs no answer, unless nobody is left to give it. One of the replicas is started
+as users start it; the others are forked.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -25,6 +24,7 @@ import pytest
 from epd_portable.bench import servers
 from epd_portable.config.secret import INSTANCE_TOKEN_HEADER, Secret
 from epd_portable.router.hops import KEY, MAPPING, PREFILLER
+from tests import forked
 from tests.e2e.asking import ask, ask_all, ask_streamed, assert_equal, body, picture, post, text
 from tests.e2e.cases import ASK, SINGLE
 from tests.e2e.conftest import Split, every_instance_is_up, router_of, router_settings, running
@@ -58,6 +58,7 @@ KV = ("1e1p1d", "2ep1d", "1p1d")
 STORED = "1e1p1d"
 """Its items are stored too, in Redis."""
 HOP_KEY = "h" * 20
+COLD = {forked.COLD: "encode_prefill_decode-0"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,8 +157,7 @@ def served(
     if request.param == "2ep1d":
         settings.append("instances.encode_prefill.count=2")
         config = CONFIGS / "1ep1d.yaml"
-    popen = subprocess.Popen if request.param == "replicas" else fork
-    with running(folder, settings, config=config, popen=popen) as split:
+    with running(folder, settings, config=config, env=COLD, popen=fork) as split:
         yield Served(name=request.param, split=split, reference_url=reference_url)
 
 
