@@ -3,8 +3,8 @@
 The most telling first, so that minutes are worth something whenever they end. Stages run in the
 background: a command waits for them as long as it may last, and the next one goes on waiting. One
 that fails or takes too long ends itself and not the hour; called again, what has not ended well is
-run again. ``figures.json`` has how each stage ended, its figures and its last words. Nothing is
-fetched there: `ci.carry` makes pieces, which are taken as they arrive.
+run again, behind what has not run yet. ``figures.json`` has how each stage ended, its figures and
+its last words. Nothing is fetched there: `ci.carry` makes pieces, which are taken as they arrive.
 
 Needs the standard library only.
 """
@@ -16,6 +16,7 @@ import contextlib
 import fcntl
 import itertools
 import json
+import math
 import os
 import re
 import signal
@@ -23,7 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -124,7 +125,8 @@ class Stage:
 
     Attributes:
         argv: From the repository's root; ``{out}`` stands for the folder of results.
-        limit_s: It is ended after so many seconds.
+        limit_s: It is ended after so many seconds; a rehearsal's, which shares its machine with
+            other work, when it has said nothing for so long.
         writes: A file with JSON that it leaves in the folder of results, named as its figure.
         engine: Needs the engine's wheel, which arrives last.
         compares: The reference is up beside it.
@@ -200,10 +202,13 @@ class Hour:
         out: The folder.
         stages: What to run, in this order.
         platform: Of the reference.
+        patient: Whether the limits of stages count from their last words.
     """
 
-    def __init__(self, out: Path, stages: Sequence[Stage], platform: str) -> None:
-        self._out, self.stages, self._platform = out, stages, platform
+    def __init__(
+        self, out: Path, stages: Sequence[Stage], platform: str, *, patient: bool = False
+    ) -> None:
+        self._out, self.stages, self._platform, self._patient = out, stages, platform, patient
         self._reference, self._address = contextlib.ExitStack(), ""
 
     @property
@@ -219,18 +224,23 @@ class Hour:
         return [each for each in self.stages if told.get(each.name, {}).get("status") != 0]
 
     def run(self, *, total_s: float) -> None:
-        """Run what is due, and of it what the wheels that are here suffice for."""
-        end_s = time.monotonic() + total_s
+        """Run what is due, and of it what the wheels that are here suffice for.
+
+        What has run before comes last, and when no wheel is missing: once, not with each piece.
+        """
+        end_s, before = time.monotonic() + total_s, self.told
         try:
-            for stage in self.due:
-                missing = stage.engine and carry.missing(self._out / PIECES)
+            for stage in sorted(self.due, key=lambda each: each.name in before):
+                last = stage.engine or stage.name in before
+                missing = last and carry.missing(self._out / PIECES)
                 limit_s = min(stage.limit_s, end_s - time.monotonic())
                 if missing or limit_s <= 0:
                     why = f"waits for {missing}" if missing else "no time left"
                     print(f"{stage.name}: {why}", flush=True)
                     break
                 self._compare_with(stage.compares)
-                print(f"{stage.name}: at most {limit_s:.0f} s", flush=True)
+                silent = " without a word" if self._patient else ""
+                print(f"{stage.name}: at most {limit_s:.0f} s{silent}", flush=True)
                 ended = self._run(stage, limit_s)
                 self._keep({**self.told, stage.name: ended})
                 how = "was ended" if ended["status"] is None else f"status {ended['status']}"
@@ -254,8 +264,9 @@ class Hour:
         begin_s, status = time.monotonic(), None
         with log.open("wb") as file, self._started(stage.name, stage.argv, file) as process:
             if process is not None:
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    status = process.wait(limit_s)
+                for _ in waits(process, log, limit_s, patient=self._patient):
+                    pass
+                status = process.poll()
         lines = log.read_text("utf-8", "replace").splitlines()
         return {
             "status": status,
@@ -300,9 +311,7 @@ class Hour:
         argv = [sys.executable, "-m", "tests.first_hour.reference", self._platform]
         file = self._reference.enter_context(log.open("wb"))
         process = self._reference.enter_context(self._started("reference", argv, file))
-        end_s = time.monotonic() + START_S
-        while process and process.poll() is None and time.monotonic() < end_s:
-            time.sleep(0.2)
+        for _ in waits(process, log, START_S, patient=self._patient) if process else ():
             if found := re.search(rb"^ready: (\S+)$", log.read_bytes(), re.MULTILINE):
                 self._address = found[1].decode()
                 print(f"reference: {self._address}", flush=True)
@@ -310,6 +319,31 @@ class Hour:
         # The stage starts one of its own then, or tells why there is none.
         print(f"reference: did not start, see {log}", flush=True)
         self._reference.close()
+
+
+def waits(
+    process: subprocess.Popen[bytes],
+    log: Path,
+    limit_s: float,
+    *,
+    patient: bool,
+    clock: Callable[[], float] = time.monotonic,
+) -> Iterator[None]:
+    """Yield now and then until a process has ended or its time is over.
+
+    Args:
+        process: What is waited for.
+        log: What it has said.
+        limit_s: How long it may take.
+        patient: Count that from its last words.
+        clock: Tells the time.
+    """
+    begin_s, said = clock(), 0
+    while process.poll() is None and clock() - begin_s < limit_s:
+        yield
+        time.sleep(0.05)
+        if patient and said != (size := log.stat().st_size):
+            begin_s, said = clock(), size
 
 
 def figures(stage: Stage, lines: Sequence[str], out: Path) -> dict[str, Any]:
@@ -426,7 +460,9 @@ def main() -> int:
         "--take", type=Path, metavar="FOLDER", help="pieces that python -m ci.carry has made"
     )
     parser.add_argument("--call-s", type=float, default=540, help="that a call lasts (default 540)")
-    parser.add_argument("--total-min", type=float, default=45, help="for all of it (default 45)")
+    parser.add_argument(
+        "--total-min", type=float, help="for all of it (default 45; of a rehearsal: no limit)"
+    )
     parser.add_argument(
         "--stage", action="append", default=[], metavar="NAME", help="only this one; or these"
     )
@@ -445,9 +481,9 @@ def main() -> int:
     if unknown := set(options.stage) - {each.name for each in known}:
         parser.error(f"--stage {unknown.pop()}: there are {', '.join(each.name for each in known)}")
     chosen = [each for each in known if each.name in options.stage or not options.stage]
-    hour = Hour(options.out, chosen, target.platform)
+    hour = Hour(options.out, chosen, target.platform, patient=options.rehearse)
     if options.background:
-        hour.run(total_s=options.total_min * 60)
+        hour.run(total_s=60 * (options.total_min or (math.inf if options.rehearse else 45)))
         return 0
     return rehearse(options, hour) if options.rehearse else begin(options, hour)
 

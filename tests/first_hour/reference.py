@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import signal
 import sys
@@ -41,9 +42,12 @@ def reference(folder: Path, platform: str) -> AbstractContextManager[servers.Ser
     args |= engine_args(platform)
     if TRAITS[platform].needs_device_copy:
         args |= {"gpu_memory_utilization": 0.3, "kv_cache_memory_bytes": GIB}
+    report = functools.partial(print, flush=True)
     log = folder / "reference.log"
     return serving(
-        servers.one_process("demo", log=log, engine_args=args, platform=platform, env=ENV)
+        servers.one_process(
+            "demo", log=log, engine_args=args, platform=platform, env=ENV, report=report
+        )
     )
 
 

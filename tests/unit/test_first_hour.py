@@ -17,7 +17,7 @@ import pytest
 from click.testing import CliRunner
 
 from ci import carry
-from ci.first_hour import CALL_AGAIN, PIECES, REHEARSALS, TARGETS, Hour, Stage, stages
+from ci.first_hour import CALL_AGAIN, PIECES, REHEARSALS, TARGETS, Hour, Stage, stages, waits
 from epd_portable.bench.load.plan import read_points
 from epd_portable.bench.load.sides import read_sides
 
@@ -75,6 +75,21 @@ def test_a_stage_that_takes_too_long_is_ended_with_its_children_and_tried_again(
         time.sleep(0.01)
 
 
+@pytest.mark.parametrize(("patient", "turns"), [(False, 5), (True, 24)])
+def test_a_rehearsal_waits_for_a_stage_as_long_as_that_says_something(
+    tmp_path: Path, patient: bool, turns: int
+) -> None:
+    """On a machine that others use too."""
+    log, seen = tmp_path / "log", [""]
+    with log.open("ab", buffering=0) as said, subprocess.Popen(["sleep", "300"]) as process:
+        for _ in waits(process, log, 5.0, patient=patient, clock=lambda: len(seen)):
+            seen.append(".")
+            if len(seen) <= 20:
+                said.write(b".")
+        process.kill()
+    assert len(seen) - 1 == turns
+
+
 def test_a_call_ends_in_time_and_the_next_one_waits_for_what_goes_on(tmp_path: Path) -> None:
     programs = tmp_path / "bin"
     programs.mkdir()
@@ -113,12 +128,18 @@ def test_pieces_are_taken_in_whatever_order_and_engines_wait_for_the_last(tmp_pa
         carry.take(piece, out / PIECES)
     assert carry.missing(out / PIECES) == "pieces 2 of 6"
     assert [file.name for file in (out / PIECES / carry.WHEELS).iterdir()] == ["small.whl"]
-    both = stage("soon", "true"), stage("engines", "true", engine=True)
-    assert run(out, *both).keys() == {"soon"}
+    ran = [
+        stage(name, f"""echo {name} >> "$1/ran"; {end}""", engine=name == "engines")
+        for name, end in (("fails", "false"), ("soon", "true"), ("engines", "true"))
+    ]
+    for chosen in (ran[:2], ran[:2], ran):
+        assert run(out, *chosen).keys() == {"fails", "soon"}
     carry.take(late, out / PIECES)
     for name, data in content.items():
         assert (out / PIECES / carry.WHEELS / name).read_bytes() == data
-    assert run(out, *both).keys() == {"soon", "engines"}
+    run(out, *ran)
+    # What has failed is run again once all is there, behind what has not run.
+    assert (out / "ran").read_text().split() == ["fails", "soon", "engines", "fails"]
 
 
 def test_a_piece_that_was_damaged_on_its_way_is_refused(tmp_path: Path) -> None:

@@ -28,14 +28,14 @@ def vllm_config() -> Any:
     return config_on("cpu")
 
 
-def config_on(platform: str, **instance: Any) -> Any:
+def config_on(platform: str, step_tokens: int = LIMIT, **instance: Any) -> Any:
     """Return the configuration of an encode instance there."""
     from vllm.engine.arg_utils import EngineArgs
 
     config = EngineArgs(
         model=str(MODEL_DIR),
         max_model_len=4096,
-        max_num_batched_tokens=LIMIT,
+        max_num_batched_tokens=step_tokens,
         dtype="float32",
         enforce_eager=True,
         limit_mm_per_prompt={"video": 0},
@@ -405,6 +405,23 @@ def test_on_a_device_requests_are_answered_when_their_step_is_computed(on_device
     engine.step()
     assert not engine.rests
     assert engine.empty()
+
+
+def test_small_pictures_leave_a_device_before_the_burst_is_computed_that_they_came_with() -> None:
+    """A step there has room for all of them, and they would leave with the last."""
+    engine = Engine(config_on("npu", step_tokens=32_768))
+    for number in range(24):
+        engine.arrive(f"request-{number:02}", (f"item-{number}", 256))
+    first, second = engine.step(), engine.step()
+    assert engine.ended == {}
+    last = engine.step(computed=1)
+    assert set(engine.ended) == set(first), "the others are computed, or wait for that"
+    engine.step(computed=2)
+    assert set(engine.ended) == set(first) | set(second)
+    assert [len(each) for each in (first, second, last)] == [8, 8, 8]
+    engine.step(computed=3)
+    assert len(engine.ended) == 24
+    engine.scheduler.shutdown()
 
 
 def test_an_answer_whose_step_is_computed_when_it_ends_goes_out_at_once(on_device: Engine) -> None:
