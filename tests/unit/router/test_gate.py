@@ -68,14 +68,6 @@ def test_nobody_overtakes_at_a_limit_that_somebody_before_lacks() -> None:
     assert order(door, first) == [large, small]
 
 
-def test_nobody_overtakes_while_somebody_behind_may_go() -> None:
-    door = Gate([5, 4], max_waiting=9)
-    text = Ticket([1, 0])
-    for ticket in (Ticket([1, 3]), Ticket([1, 4]), Ticket([0, 1]), text):
-        door.enter(ticket)
-    assert door.admit() == [text]
-
-
 def test_texts_do_not_keep_a_picture_waiting_for_ever() -> None:
     door = gate(3, 1)
     first, text = enter(door, items=1), enter(door)
@@ -95,23 +87,6 @@ def test_nobody_waits_where_there_is_no_place_to() -> None:
     enter(door)
     late = enter(door)
     assert door.turn_away() is late
-
-
-def test_nobody_takes_what_one_lacks_whom_others_keep_waiting() -> None:
-    """The urgent one keeps the large one at the second limit, and that one lacks the first too."""
-    door = Gate([3, 1], max_waiting=9)
-    held, large = Ticket([2, 1]), Ticket([3, 1], priority=1)
-    small, urgent = Ticket([1, 0], priority=1), Ticket([0, 1])
-    for ticket in (held, large, small, urgent):
-        door.enter(ticket)
-        assert door.admit() == []
-    door.leave(held)
-    # Of the first there is enough now, whoever goes before.
-    assert door.admit() == [urgent, small]
-    for ticket in (urgent, small):
-        assert door.admit() == []
-        door.leave(ticket)
-    assert door.admit() == [large]
 
 
 class Counted(Ticket):
