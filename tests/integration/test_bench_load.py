@@ -271,7 +271,29 @@ def test_requests_that_fail_are_counted_and_end_the_command_only_where_all_do(
     assert turn.failed == turn.count // every > 0
     assert turn.problem == 'status 503: {"error": "no room"}'
     assert result.exit_code == (every == 1), result.output
-    assert ("url answered nothing: status 503" in result.output) == (every == 1)
+    assert ("answered 0 of" in result.output) == (every == 1)
+
+
+def test_a_preset_is_measured_as_far_as_other_options_do_not_take_its_place(
+    played: Played, tmp_path: Path
+) -> None:
+    server = played()
+    file, asked = tmp_path / "load.json", tmp_path / "asked.jsonl"
+    rows = [json.dumps({"prompt": f"question {n}", "images": []}) for n in range(9)]
+    asked.write_text("\n".join(rows))
+    options = [
+        *("--preset", "vision-arena", "--side", f"url:{server.url}", "--json", str(file)),
+        *("--point", f"file={asked},prompts=3,output=4"),
+    ]
+    result = load(*options)
+    assert result.exit_code == 0, result.output
+    assert [turn.count for turn in read_turns(file)] == [3, 3, 3], "rounds are the preset's"
+    assert set(server.texts) >= {f"question {n}" for n in range(9)}
+    begun = len(server.bodies)
+    server.refuses = lambda number: number == begun + 7
+    result = load(*options)
+    assert "url answered 8 of 9 requests: status 503" in result.output
+    assert result.exit_code == 1
 
 
 def test_a_table_says_in_how_many_rounds_the_limits_were_met(played: Played) -> None:

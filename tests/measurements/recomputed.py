@@ -260,7 +260,7 @@ def what_became_of_pictures(document: Document) -> Iterator[Row]:
 
 
 _QUANTITIES = ("TTFT", "TPOT", "longest ITL", "E2E")
-_COMPARED = re.compile(r"(TTFT|TPOT|longest ITL) (p\d\d), (\w+)")
+_COMPARED = re.compile(r"(TTFT|TPOT|longest ITL|E2E) (p\d\d), (\w+)")
 
 
 def _requests(turns: Sequence[Document]) -> int:
@@ -383,6 +383,19 @@ def goodput_under_load(document: Document) -> Iterator[Row]:
                 "output tokens/s": f"{tokens:.1f}",
                 "failed": str(sum(turn["failed"] for turn in turns)),
             }
+
+
+def as_bench_serve_says(document: Document) -> Iterator[Row]:
+    for name, turns in _sides(document):
+        asked, failed = _requests(turns), sum(turn["failed"] for turn in turns)
+        yield {
+            "load: side": name,
+            "answered of asked": f"{asked - failed} of {asked}",
+            **{
+                figure: f"{median(turn['serving'][figure] for turn in turns):.2f}"
+                for figure in turns[0]["serving"]
+            },
+        }
 
 
 def _met(turn: Document) -> bool:
@@ -529,6 +542,7 @@ TABLES: dict[tuple[str, str], Callable[[Document], Iterator[Row]]] = {
     ("CPU time", "load: side"): cpu_under_load,
     ("Memory after a turn", "side: part"): memory_under_load,
     ("Highest rate with p99 of", "request: side"): highest_rates_under_load,
+    ("As vllm bench serve says it", "load: side"): as_bench_serve_says,
     ("Goodput and throughput", "load: side"): goodput_under_load,
     ("What became of the pictures", "load: side"): what_became_of_pictures,
     ("What caches saved", "load: side"): what_caches_saved,

@@ -5,7 +5,9 @@ from __future__ import annotations
 import base64
 import io
 import json
+import mimetypes
 import random
+from pathlib import Path
 
 from epd_portable.bench.load.plan import LoadPicture, LoadRequest
 
@@ -13,15 +15,22 @@ WORDS = ("red", "green", "blue", "circle", "square", "star", "above", "below", "
 
 
 def text_of(seed: str, words: int) -> str:
-    """Return a text of so many words."""
+    """Return a text of so many words; of 0 the seed itself."""
+    if not words:
+        return seed
     return " ".join(random.Random(seed).choices(WORDS, k=words))
 
 
 def picture_url(picture: LoadPicture) -> str:
-    """Return a picture as a data URL: noise as JPEG, as `random-mm` of ``vllm bench serve`` sends.
+    """Return a picture as a data URL: a file's, or noise as JPEG.
 
-    It has the size in bytes of a photograph with much detail.
+    `random-mm` of ``vllm bench serve`` sends such noise; it has as many bytes as a photograph with
+    much detail.
     """
+    if not picture.size:
+        kind, _ = mimetypes.guess_type(picture.seed)
+        content = base64.b64encode(Path(picture.seed).read_bytes()).decode("ascii")
+        return f"data:{kind or 'image/jpeg'};base64,{content}"
     # With an engine's environment only, as the engines that read it.
     from PIL import Image
 

@@ -60,7 +60,7 @@ class LoadAnswer(msgspec.Struct, frozen=True, kw_only=True):
         late_s: How much later that was than it was due.
         ttft_s: From the sending to the first token; negative for none.
         tpot_s: For each token after it.
-        longest_itl_s: Longest time between two pieces of the answer.
+        itl_s: Times between two pieces of the answer.
         e2e_s: From the sending to the end.
         tokens: Of the answer, as the server counts them.
         problem: Why it does not count as answered; empty if it does.
@@ -70,7 +70,7 @@ class LoadAnswer(msgspec.Struct, frozen=True, kw_only=True):
     late_s: float
     ttft_s: float
     tpot_s: float
-    longest_itl_s: float
+    itl_s: tuple[float, ...]
     e2e_s: float
     tokens: int
     prompt_tokens: int
@@ -235,7 +235,7 @@ class _Exchange:
             late_s=self._sent_s - self._due_s,
             ttft_s=times[0] - self._sent_s if times else -1.0,
             tpot_s=sum(gaps) / max(tokens - 1, 1),
-            longest_itl_s=max(gaps, default=0.0),
+            itl_s=tuple(gaps),
             e2e_s=self._end_s - self._sent_s,
             tokens=tokens,
             prompt_tokens=usage.get("prompt_tokens", 0),

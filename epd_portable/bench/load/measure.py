@@ -141,7 +141,7 @@ class Measurement:
             )
         running.clear_store()
         parts = running.parts
-        with self._prepared(running, requests, clients=point.clients) as send:
+        with self._prepared(running, requests, clients=point.clients or point.prompts) as send:
             counted, cpu_s = usage.read_counters(parts), usage.read_cpu_s(parts)
             done = send()
             cpu_s = usage.cpu_s_since(usage.read_cpu_s(parts), cpu_s)
@@ -187,7 +187,8 @@ class Measurement:
             self._context.report(f"{running.side.name}: warm-up: {point.key}")
             # Of a window that has a request of each kind, at whatever rate.
             plan = dataclasses.replace(self._plan, seconds=200 / point.rate)
-            whole = plan.requests(point, -1 - number, self.results.words_per_token)
+            made_up = point.model_copy(update={"file": ""})
+            whole = plan.requests(made_up, -1 - number, self.results.words_per_token)
             count = WARM_UP * len(running.urls)
             kinds = ([one for one in whole if one.kind == kind] for kind in ("text", "pictures"))
             self._send_one_by_one(running, [one for kind in kinds for one in kind[:count]])

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
@@ -23,6 +25,8 @@ REPEATED = 8
 CONVERSATIONS = 16
 """Conversations at a time: a turn is sent so many requests after the one before it."""
 _MOST_ROUNDS = 20
+_SLASHED = ("rate", "prompts", "pictures", "size")
+_ROW = '{"prompt": "…", "images": ["…"]}'
 
 
 class LoadPicture(msgspec.Struct, frozen=True, kw_only=True):
@@ -30,7 +34,7 @@ class LoadPicture(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         seed: Decides the content: two pictures are equal if their seeds and sizes are.
-        size: Side in pixels.
+        size: Side in pixels; 0 for the file that the seed names.
     """
 
     seed: str
@@ -43,7 +47,7 @@ class LoadRequest(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         at_s: When it is sent, from the beginning of the round.
         texts: Seeds of the texts of a conversation so far; each but the last has an answer.
-        words: Of each text.
+        words: Of each text; 0 where the seeds are the texts themselves.
         pictures: In front of the first text.
     """
 
@@ -76,11 +80,14 @@ class LoadPoint(BaseModel):
         turns: Of a conversation, each sent with all before it; 1 for independent requests.
         clients: In a closed loop, so many, each with one request at a time: as many requests as
             `rate` brings in the window, one after the other. 0 for arrivals that wait for nothing.
+        prompts: So many requests, all at once, whatever the rate; 0 for arrivals by it.
+        file: JSON lines with a ``prompt`` and ``images``, paths beside the file, which say what is
+            asked in place of `share`, `pictures`, `size` and `text`; empty for made-up requests.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    rate: Annotated[float, Field(gt=0, lt=1e9)]
+    rate: Annotated[float, Field(gt=0, lt=1e9)] = 1.0
     share: Share = 0.1
     pictures: tuple[PositiveInt, ...] = (1,)
     size: tuple[Annotated[int, Field(ge=28, le=4096)], ...] = (448,)
@@ -89,18 +96,24 @@ class LoadPoint(BaseModel):
     repeat: Share = 0.0
     turns: PositiveInt = 1
     clients: NonNegativeInt = 0
+    prompts: NonNegativeInt = 0
+    file: str = ""
 
     @property
     def key(self) -> str:
         """A name that no other point of a measurement has."""
         pictures = "text only"
-        if self.share:
+        if self.file:
+            pictures = Path(self.file).name
+        elif self.share:
             again = f", {self.repeat:.0%} repeated" if self.repeat else ""
             pictures = f"{self.share:.0%} × {_slashed(self.pictures)} × {_slashed(self.size)} px"
             pictures += again
         turns = f", {self.turns} turns" if self.turns > 1 else ""
         clients = f"{self.clients} clients, " if self.clients else ""
-        return f"{clients}{self.rate:g}/s, {pictures}{turns}, {self.text}+{self.output} tokens"
+        arrive = f"{self.prompts} at once" if self.prompts else f"{self.rate:g}/s"
+        text = "" if self.file else f"{self.text}+"
+        return f"{clients}{arrive}, {pictures}{turns}, {text}{self.output} tokens"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -149,11 +162,22 @@ class LoadPlan:
         """
         seed = f"{point.key} {number}"
         draw = random.Random(seed)
-        times: list[float] = []
+        times = [0.0] * point.prompts
         now_s = draw.expovariate(point.rate)
-        while now_s < self.seconds:
+        while now_s < self.seconds and not point.prompts:
             times.append(now_s)
             now_s += draw.expovariate(point.rate)
+        if point.file:
+            return tuple(
+                LoadRequest(
+                    at_s=at_s,
+                    texts=(row["prompt"],),
+                    words=0,
+                    output_tokens=point.output,
+                    pictures=tuple(LoadPicture(seed=each, size=0) for each in row["images"]),
+                )
+                for at_s, row in zip(times, self._rows(point, number, len(times)), strict=True)
+            )
         places = [_place(index, point.turns) for index in range(len(times))]
         count = 1 + max((conversation for conversation, _ in places), default=-1)
         chosen = set(draw.sample(range(count), round(point.share * count)))
@@ -171,6 +195,31 @@ class LoadPlan:
             )
             for at_s, (conversation, last) in zip(times, places, strict=True)
         )
+
+    def _rows(self, point: LoadPoint, number: int, count: int) -> list[dict[str, Any]]:
+        """Return those of a point's file for a round, which no other round or point gets."""
+        sharing = [each for each in self.points if each.file == point.file]
+        before = sum(each.prompts for each in sharing[: sharing.index(point)])
+        begin = number * sum(each.prompts for each in sharing) + before
+        path = Path(point.file)
+        try:
+            found = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+            found = found[begin : begin + count]
+            rows = [
+                {
+                    "prompt": str(each["prompt"]),
+                    "images": [str(path.parent / i) for i in each["images"]],
+                }
+                for each in found
+            ]
+        except (OSError, ValueError, LookupError, TypeError) as error:
+            raise ConfigError(f"{path}: {error!r}: expected {_ROW} in every line") from error
+        if len(rows) < count:
+            raise ConfigError(
+                f"{path}: {point.key}, round {number + 1} asks for lines {begin + 1} to "
+                f"{begin + count}, and none is asked twice: add lines, or lower prompts or --rounds"
+            )
+        return rows
 
 
 def _place(index: int, turns: int) -> tuple[int, int]:
@@ -207,12 +256,16 @@ def read_points(texts: Sequence[str]) -> tuple[LoadPoint, ...]:
             if key not in LoadPoint.model_fields:
                 keys = ", ".join(LoadPoint.model_fields)
                 raise ConfigError(f"--point {text}: {key!r} is none of {keys}")
-            values[key] = value.split("/") if key in ("rate", "pictures", "size") else value
-        if "rate" not in values:
-            raise ConfigError(f"--point {text}: say how often to ask, as in rate=2/6/10")
-        for rate in values["rate"]:
+            values[key] = value.split("/") if key in _SLASHED else value
+        axis = "prompts" if "prompts" in values else "rate"
+        if axis not in values:
+            raise ConfigError(
+                f"--point {text}: say how often to ask, as in rate=2/6/10, or how many, as in "
+                "prompts=100/1000"
+            )
+        for value in values[axis]:
             try:
-                point = LoadPoint(**values | {"rate": rate})
+                point = LoadPoint(**values | {axis: value})
             except ValidationError as error:
                 raise ConfigError(f"--point {text}: {in_one_line(error)}") from error
             if point in found:

@@ -23,6 +23,7 @@ _COMPARED = (
     ("text", "TTFT", "p99"),
     ("pictures", "TTFT", "p50"),
     ("pictures", "TTFT", "p99"),
+    ("pictures", "E2E", "p50"),
     ("text", "longest ITL", "p50"),
 )
 """By which users decide; whichever side they favour."""
@@ -62,6 +63,7 @@ def make_report(results: LoadResults, setting: LoadSetting) -> Report:
     tables = {
         f"{first} by the other sides": _ratios(rounds, first, others),
         "Times in ms, medians of the rounds: p50 / p90 / p99": _times(rounds),
+        "As vllm bench serve says it, medians of the rounds": _serving(rounds),
         "Goodput and throughput, medians of the rounds; and failures": _goodput(rounds, first),
         "CPU time, and memory after a turn": _usage(rounds),
         "What became of the pictures, as the router counts them, and what caches saved": _pictures(
@@ -237,6 +239,17 @@ def _goodput(rounds: Rounds, first: str) -> Iterator[Row]:
             }
 
 
+def _serving(rounds: Rounds) -> Iterator[Row]:
+    for name, turns in _each(rounds):
+        figures = {
+            figure: f"{quantile([turn.serving[figure] for turn in turns], 0.5):.2f}"
+            for figure in turns[0].serving
+        }
+        asked = sum(turn.count for turn in turns)
+        answered = asked - sum(turn.failed for turn in turns)
+        yield {"load: side": name, "answered of asked": f"{answered} of {asked}", **figures}
+
+
 def _usage(rounds: Rounds) -> Iterator[Row]:
     for name, turns in _each(rounds):
         used: defaultdict[str, float] = defaultdict(float)
@@ -247,6 +260,10 @@ def _usage(rounds: Rounds) -> Iterator[Row]:
                     used[part if role == part else f"{part} {role}"] += seconds
             memory |= Counter(turn.memory_bytes)
         whole_s, count = sum(used.values()), _count(turns, "all")
+        wall_s = sum(turn.wall_s for turn in turns)
+        busy = Counter[str]()
+        for turn in turns:
+            busy.update({part: sum(roles.values()) / wall_s for part, roles in turn.cpu_s.items()})
         if whole_s:
             ms = (f"{n} {s / count * 1000:.0f}" for n, s in used.items() if s >= 0.005 * whole_s)
             yield {
@@ -254,6 +271,7 @@ def _usage(rounds: Rounds) -> Iterator[Row]:
                 "s in all": f"{whole_s:.1f}",
                 "ms per request": f"{whole_s / count * 1000:.0f}",
                 "by process, ms per request": ", ".join(ms),
+                "cores busy": ", ".join(f"{part} {cores:.2f}" for part, cores in busy.items()),
                 "PSS at most, MiB": ", ".join(f"{n} {b / 2**20:.0f}" for n, b in memory.items()),
             }
 

@@ -128,22 +128,26 @@ class Allotment:
         rest: Cores of the clients, the router and the proxy.
         devices: The units are devices.
         shared: The clients' cores are those of instances too, because no other is left.
+        crowded: There are fewer cores than instances, which share all of them.
     """
 
     units: dict[str, list[tuple[str, ...]]]
     rest: tuple[int, ...]
     devices: bool = False
     shared: bool = False
+    crowded: bool = False
 
     @property
     def binds_cores(self) -> bool:
         """Whether each instance is bound to cores of its own."""
-        return not self.devices
+        return not (self.devices or self.crowded)
 
     def __str__(self) -> str:
         """Say which cores or devices each side has."""
         if not self.units:
             return "All sides ran already; which cores each has is not known here."
+        if self.crowded:
+            return "Every side has all cores, which its instances, clients and router share."
         noun = "device" if self.devices else "core"
         parts = "; ".join(
             f"{name}: " + ", ".join("+".join(units) for units in instances)
@@ -163,7 +167,8 @@ def share_out(
 ) -> Allotment:
     """Give every side the same cores or devices, and divide them among its instances.
 
-    A side has one for each instance of the largest side.
+    A side has one for each instance of the largest side; where there are fewer cores, all
+    instances share all of them.
 
     Args:
         counts: Ranks of each side, see `instance_count`.
@@ -177,6 +182,9 @@ def share_out(
     started = {name: count for name, count in counts.items() if count}
     total = max(started.values(), default=0)
     noun = "cores" if devices is None else "devices"
+    if total > len(supply) and devices is None:
+        units = {name: [tuple(supply)] * count for name, count in started.items()}
+        return Allotment(units=units, rest=tuple(cores), shared=True, crowded=True)
     if total > len(supply):
         raise ConfigError(
             f"a side wants {total} {noun} and there are {len(supply)}: use fewer instances"

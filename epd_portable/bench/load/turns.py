@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from statistics import fmean
 from typing import Any
 
 import msgspec
@@ -16,10 +17,11 @@ KINDS = ("text", "pictures", "all")
 QUANTITIES = {
     "TTFT": lambda answer: answer.ttft_s,
     "TPOT": lambda answer: answer.tpot_s,
-    "longest ITL": lambda answer: answer.longest_itl_s,
+    "longest ITL": lambda answer: max(answer.itl_s, default=0.0),
     "E2E": lambda answer: answer.e2e_s,
 }
 """Of each answer, in seconds."""
+_MEASURED = {name: QUANTITIES[name] for name in ("TTFT", "TPOT")}
 QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "max": 1.0}
 MAX_LATE_S = 0.05
 """A round is refused if p99 of the lateness of its requests is above this."""
@@ -43,6 +45,7 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
         wall_s: From the beginning to the last end.
         tokens: Of all answers that count.
         times_s: Quantiles of those, by kind and quantity.
+        serving: What ``vllm bench serve`` says of them, by its names.
         open_requests: Mean number of open requests in each third of the window, by kind.
         late_s: Quantiles of how late requests were sent.
         prompt_tokens: Median of the texts.
@@ -62,6 +65,7 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
     wall_s: float
     tokens: int
     times_s: dict[str, dict[str, dict[str, float]]]
+    serving: dict[str, float]
     open_requests: dict[str, list[float]]
     late_s: dict[str, float]
     prompt_tokens: float
@@ -155,6 +159,7 @@ def make_turn(
             for kind, found in ended.items()
             if found
         },
+        serving=_serving(ended["all"], done.wall_s),
         open_requests={
             kind: _open_requests(found, window_s)
             for kind, found in answers.items()
@@ -170,6 +175,23 @@ def make_turn(
         refused=_refusal(late_s["p99"], done),
         **more,
     )
+
+
+def _serving(answers: Sequence[LoadAnswer], wall_s: float) -> dict[str, float]:
+    output = sum(answer.tokens for answer in answers)
+    found = {
+        "duration, s": wall_s,
+        "requests/s": len(answers) / wall_s,
+        "output tokens/s": output / wall_s,
+        "all tokens/s": (output + sum(answer.prompt_tokens for answer in answers)) / wall_s,
+    }
+    times = {name: [pick(answer) for answer in answers] for name, pick in _MEASURED.items()}
+    times["ITL"] = [each for answer in answers for each in answer.itl_s]
+    for name, values in times.items():
+        ms = [value * 1e3 for value in values] or [0.0]
+        found[f"{name} mean, ms"] = fmean(ms)
+        found[f"{name} p50, ms"], found[f"{name} p99, ms"] = quantile(ms, 0.5), quantile(ms, 0.99)
+    return {name: round(value, 3) for name, value in found.items()}
 
 
 def _quantiles(values: Sequence[float]) -> dict[str, float]:

@@ -4,10 +4,12 @@ import base64
 import json
 import statistics
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 
 from epd_portable.bench.load.bodies import body_of
+from epd_portable.bench.load.command import load_command
 from epd_portable.bench.load.plan import (
     CONVERSATIONS,
     REPEATED,
@@ -16,6 +18,9 @@ from epd_portable.bench.load.plan import (
     LoadRequest,
     read_points,
 )
+from epd_portable.bench.load.presets import PRESETS
+from epd_portable.bench.load.sides import instance_count, read_sides
+from epd_portable.config.load import load_topology
 from epd_portable.errors import ConfigError
 
 POINT = LoadPoint(rate=2.0)
@@ -143,3 +148,50 @@ def test_a_point_is_as_the_one_before_it_but_for_what_it_names() -> None:
 def test_a_point_that_cannot_be_sent_is_refused(texts: list[str], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         read_points(texts)
+
+
+def test_so_many_prompts_come_at_once_and_none_of_a_file_is_asked_twice(tmp_path: Path) -> None:
+    (tmp_path / "cat.png").write_bytes(b"a cat")
+    file = tmp_path / "asked.jsonl"
+    file.write_text(
+        "".join(
+            json.dumps({"prompt": f"question {number}", "images": ["cat.png"]}) + "\n"
+            for number in range(10)
+        )
+    )
+    points = read_points([f"file={file},prompts=2/3,output=7"])
+    asked = LoadPlan(points=points, seconds=1.0, rounds=2)
+    found = [
+        request
+        for number in range(2)
+        for point in points
+        for request in asked.requests(point, number)
+    ]
+    assert [request.texts for request in found] == [(f"question {n}",) for n in range(10)]
+    assert {(each.at_s, each.output_tokens, each.kind) for each in found} == {(0.0, 7, "pictures")}
+    [message] = json.loads(body_of(found[3], "demo"))["messages"]
+    shown, said = message["content"]
+    assert shown["image_url"]["url"] == "data:image/png;base64,YSBjYXQ="
+    assert said["text"] == "question 3"
+    assert points[0].key == "2 at once, asked.jsonl, 7 tokens"
+    with pytest.raises(ConfigError, match="round 3 asks for lines 11 to 12"):
+        asked.requests(points[0], 2)
+    file.write_text('{"prompt": "no images"}\n')
+    with pytest.raises(ConfigError, match="in every line"):
+        asked.requests(points[0], 0)
+    made_up = LoadPoint(prompts=4, share=0.5)
+    assert len(plan(1e-9).requests(made_up, 0)) == 4
+
+
+@pytest.mark.parametrize("name", sorted(PRESETS))
+def test_a_preset_is_options_that_can_be_read(name: str) -> None:
+    preset = PRESETS[name]
+    assert preset.keys() <= {option.name for option in load_command.params}
+    assert len(read_points(preset["point_texts"])) >= 4
+    first, *_ = sides = read_sides(preset["side_texts"])
+    assert len(sides) == 2
+    for side in sides:
+        topology = load_topology(side.file, "cuda", overrides=side.settings) if side.file else None
+        assert instance_count(side, topology) == instance_count(
+            first, load_topology(first.file, "cuda") if first.file else None
+        ), "equal means"

@@ -105,9 +105,11 @@ def test_api_servers_of_tuned_peers_run_where_the_launcher_lets_those_of_its_ins
     assert more(range(3)) == [[set(), set()], [{0}, {0, 1}], [{0}, {0}]]
 
 
-def test_more_instances_than_cores_are_refused() -> None:
-    with pytest.raises(ConfigError, match="a side wants 4 cores and there are 2"):
-        share_out({"ours": 4, "one": 1, "url": 0}, cores=(0, 1), devices=None)
+def test_more_instances_than_cores_share_all_of_them() -> None:
+    found = share_out({"ours": 4, "one": 1, "url": 0}, cores=(0, 1), devices=None)
+    assert found.units == {"ours": [("0", "1")] * 4, "one": [("0", "1")]}
+    assert (found.binds_cores, found.rest) == (False, (0, 1))
+    assert str(found) == "Every side has all cores, which its instances, clients and router share."
 
 
 def test_instances_that_share_a_device_have_one_seat_and_peers_get_as_many_devices() -> None:

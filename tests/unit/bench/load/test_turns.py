@@ -39,7 +39,7 @@ def sent(scale: float = 1.0, *, pictures: int = 0, **changed: Any) -> Sent:
         "late_s": 0.001,
         "ttft_s": 0.1 * scale,
         "tpot_s": 0.02 * scale,
-        "longest_itl_s": 0.03 * scale,
+        "itl_s": (0.01 * scale, 0.03 * scale),
         "e2e_s": 0.5 * scale,
         "tokens": 3,
         "prompt_tokens": 400,
@@ -113,6 +113,7 @@ def test_the_first_table_has_what_users_decide_by_with_the_range_of_the_rounds()
         "TTFT p99, text",
         "TTFT p50, pictures",
         "TTFT p99, pictures",
+        "E2E p50, pictures",
         "longest ITL p50, text",
         "CPU time",
     ]
@@ -223,9 +224,34 @@ def test_what_became_of_pictures_and_what_caches_saved_is_shown_of_each_side() -
     ours, _ = (list(row.values()) for row in rows(found, "What became of"))
     assert ours[2] == "local 2, fallback local 2, fell back 1"
     once = dataclasses.replace(SETTING, plan=dataclasses.replace(PLAN, rounds=1))
-    command.judge(found, once, allow_fallback=True)
+    command.judge(found, once, every=True, allow_fallback=True)
     with pytest.raises(MeasurementError, match="something fell back: ours: 2 pictures"):
-        command.judge(found, once, allow_fallback=False)
+        command.judge(found, once, every=False, allow_fallback=False)
+
+
+def test_a_preset_fails_when_a_request_is_not_answered_and_other_runs_when_none_is() -> None:
+    lost = turn("ours", sent(), sent(problem="status 503"))
+    found = LoadResults(turns=[lost, turn("replicas", sent(), sent())])
+    once = dataclasses.replace(SETTING, plan=dataclasses.replace(PLAN, rounds=1))
+    command.judge(found, once, every=False, allow_fallback=False)
+    with pytest.raises(MeasurementError, match="ours answered 1 of 2 requests: status 503"):
+        command.judge(found, once, every=True, allow_fallback=False)
+    ours, replicas = rows(found, "As vllm bench serve")
+    assert (ours["answered of asked"], replicas["answered of asked"]) == ("1 of 2", "2 of 2")
+
+
+def test_the_figures_of_vllm_bench_serve_are_those_of_answers() -> None:
+    shown = [sent(), sent(3.0), sent(9.0, problem="lost")]
+    found = LoadResults(turns=[turn("ours", *shown), turn("replicas", *shown)])
+    ours, _ = rows(found, "As vllm bench serve")
+    assert ours["duration, s"] == "4.00"
+    assert ours["requests/s"] == "0.50"
+    assert ours["output tokens/s"] == "1.50"
+    assert ours["all tokens/s"] == "201.50"
+    assert (ours["TTFT mean, ms"], ours["TTFT p50, ms"]) == ("200.00", "200.00")
+    assert ours["TTFT p99, ms"] == "298.00"
+    assert (ours["TPOT mean, ms"], ours["ITL mean, ms"]) == ("40.00", "40.00")
+    assert (ours["ITL p50, ms"], ours["ITL p99, ms"]) == ("30.00", "88.20")
 
 
 def test_cpu_time_is_shown_by_process_and_memory_as_it_was_at_most() -> None:
@@ -242,6 +268,7 @@ def test_cpu_time_is_shown_by_process_and_memory_as_it_was_at_most() -> None:
         "4.0",
         "2000",
         "engine-0 API server 500, engine-0 engine core 1500",
+        "engine-0 0.50",
         "engine-0 5",
     ]
 
