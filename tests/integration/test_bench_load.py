@@ -275,20 +275,24 @@ def test_requests_that_fail_are_counted_and_end_the_command_only_where_all_do(
 
 
 def test_a_preset_is_measured_as_far_as_other_options_do_not_take_its_place(
-    played: Played, tmp_path: Path
+    played: Played, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server = played()
     file, asked = tmp_path / "load.json", tmp_path / "asked.jsonl"
-    rows = [json.dumps({"prompt": f"question {n}", "images": []}) for n in range(9)]
+    (tmp_path / "cat.png").write_bytes(b"a cat")
+    rows = [json.dumps({"prompt": f"question {n}", "images": ["cat.png"]}) for n in range(9)]
     asked.write_text("\n".join(rows))
+    monkeypatch.chdir(tmp_path)
     options = [
         *("--preset", "vision-arena", "--side", f"url:{server.url}", "--json", str(file)),
-        *("--point", f"file={asked},prompts=3,output=4"),
+        *("--point", "file=asked.jsonl,prompts=3,output=4"),
     ]
     result = load(*options)
     assert result.exit_code == 0, result.output
     assert [turn.count for turn in read_turns(file)] == [3, 3, 3], "rounds are the preset's"
     assert set(server.texts) >= {f"question {n}" for n in range(9)}
+    shown = [body["messages"][0]["content"][0].get("image_url") for body in server.bodies]
+    assert {"url": "data:image/png;base64,YSBjYXQ="} in shown
     begun = len(server.bodies)
     server.refuses = lambda number: number == begun + 7
     result = load(*options)

@@ -201,7 +201,7 @@ class LoadPlan:
         sharing = [each for each in self.points if each.file == point.file]
         before = sum(each.prompts for each in sharing[: sharing.index(point)])
         begin = number * sum(each.prompts for each in sharing) + before
-        path = Path(point.file)
+        path = Path(point.file).resolve()  # The clients run in another folder.
         try:
             found = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
             found = found[begin : begin + count]

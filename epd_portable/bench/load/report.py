@@ -234,7 +234,6 @@ def _goodput(rounds: Rounds, first: str) -> Iterator[Row]:
                 f"goodput, {first} by side": _NONE if side == first else str(by_first or _NONE),
                 "goodput, requests/s": f"{_median(turns, lambda turn: turn.goodput):.2f}",
                 "rounds with 99 of 100 within the limits": f"{met} of {len(turns)}",
-                "output tokens/s": f"{_median(turns, lambda turn: turn.throughput):.1f}",
                 "failed": str(sum(turn.failed for turn in turns)),
             }
 

@@ -14,14 +14,13 @@ from epd_portable.bench.load.usage import CPUSeconds
 from epd_portable.bench.stats import Ratio, quantile
 
 KINDS = ("text", "pictures", "all")
-QUANTITIES = {
+QUANTITIES: dict[str, Callable[[LoadAnswer], float]] = {
     "TTFT": lambda answer: answer.ttft_s,
     "TPOT": lambda answer: answer.tpot_s,
     "longest ITL": lambda answer: max(answer.itl_s, default=0.0),
     "E2E": lambda answer: answer.e2e_s,
 }
 """Of each answer, in seconds."""
-_MEASURED = {name: QUANTITIES[name] for name in ("TTFT", "TPOT")}
 QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "max": 1.0}
 MAX_LATE_S = 0.05
 """A round is refused if p99 of the lateness of its requests is above this."""
@@ -41,7 +40,7 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
         requests: How many, by kind.
         problem: Of the first that failed.
         good: Answers within the limits.
-        window_s: From the beginning to the last sending.
+        window_s: From the beginning to the last sending; to the last end where all came at once.
         wall_s: From the beginning to the last end.
         tokens: Of all answers that count.
         times_s: Quantiles of those, by kind and quantity.
@@ -86,11 +85,6 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
     def goodput(self) -> float:
         """Answers within the limits, per second of sending."""
         return self.good / self.window_s
-
-    @property
-    def throughput(self) -> float:
-        """Output tokens per second."""
-        return self.tokens / self.wall_s
 
     @property
     def cpu_s_per_request(self) -> float:
@@ -141,7 +135,9 @@ def make_turn(
         kind: [answer for answer in found if not answer.problem] for kind, found in answers.items()
     }
     problems = [answer.problem for answer in done.answers if answer.problem]
-    window_s = max(answer.sent_s for answer in done.answers) or done.wall_s
+    window_s = done.wall_s
+    if any(request.at_s for request in requests):  # Not all at once.
+        window_s = max(answer.sent_s for answer in done.answers) or done.wall_s
     late_s = _quantiles([answer.late_s for answer in done.answers])
     pictures = [picture for request in requests for picture in request.pictures]
     return Turn(
@@ -185,7 +181,7 @@ def _serving(answers: Sequence[LoadAnswer], wall_s: float) -> dict[str, float]:
         "output tokens/s": output / wall_s,
         "all tokens/s": (output + sum(answer.prompt_tokens for answer in answers)) / wall_s,
     }
-    times = {name: [pick(answer) for answer in answers] for name, pick in _MEASURED.items()}
+    times = {name: [QUANTITIES[name](answer) for answer in answers] for name in ("TTFT", "TPOT")}
     times["ITL"] = [each for answer in answers for each in answer.itl_s]
     for name, values in times.items():
         ms = [value * 1e3 for value in values] or [0.0]
