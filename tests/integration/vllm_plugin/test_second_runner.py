@@ -15,6 +15,7 @@ import torch
 
 from epd_portable.connector.producer import TransferOrder
 from epd_portable.errors import EngineError
+from epd_portable.runners.background import EncodeOrder, StepEncoder
 from epd_portable.runners.placer import WorkerOrders
 from tests.npu_sim.hooks.classes import resolve
 
@@ -91,7 +92,12 @@ def hooking(
     connector._is_producer, connector._is_consumer = encodes, not encodes
     connector._connector_metadata = None
     connector._by_hooks = second
-    connector._sender = connector._placer = host
+    connector._placer = host
+    if encodes:
+        connector._sender = host
+    else:
+        connector._rank = 0
+        connector._encoder = StepEncoder(lambda item: torch.full((1, 3), 7.0))
     monkeypatch.setattr(theirs, "get_ec_transfer", lambda: connector)
     config: Any = None
     yield theirs.ActiveECConnector(config, host.cache)
@@ -116,7 +122,10 @@ def test_a_step_of_the_second_runner_does_what_mixins_do_beside_the_first(
         orders=[order] if encodes else [],
         step=4 if tokens else 0,
         rests=not tokens,
-        receipts=WorkerOrders(computes=tokens > 0),
+        receipts=WorkerOrders(
+            encodings=[EncodeOrder(mm_hash="other", modality="image", media=None)],
+            computes=tokens > 0,
+        ),
     )
     scheduled = step(metadata, tokens)
     if tokens:
@@ -143,7 +152,9 @@ def test_a_step_of_the_second_runner_does_what_mixins_do_beside_the_first(
         assert report.finished_recving == {"computed: 3"}
     else:
         assert host.calls == [("place", tokens > 0), *model]
-        assert report is None or not report.finished_sending
+        assert not report.finished_sending
+        assert report.finished_recving == {"encoded: other"}
+        assert host.cache["other"].tolist() == [[7.0] * 3]
 
 
 def test_a_step_of_a_profile_concerns_nobody(hooking: Any, host: Host) -> None:
