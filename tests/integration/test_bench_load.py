@@ -278,6 +278,7 @@ def test_a_preset_is_measured_as_far_as_other_options_do_not_take_its_place(
     played: Played, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server = played()
+    server.wait_s = 0.5  # The clients are idle meanwhile: busy ones are refused.
     file, asked = tmp_path / "load.json", tmp_path / "asked.jsonl"
     (tmp_path / "cat.png").write_bytes(b"a cat")
     rows = [json.dumps({"prompt": f"question {n}", "images": ["cat.png"]}) for n in range(9)]
