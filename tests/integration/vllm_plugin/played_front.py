@@ -18,12 +18,15 @@ from vllm.multimodal.inputs import (
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreRequest
 
+from epd_portable.config.roles import Role
 from epd_portable.config.secret import make_secret_file
 from epd_portable.vllm_plugin.front_client import FrontSettings, SplitClient
 from epd_portable.vllm_plugin.front_engines import EngineSettings
 
 MODEL = Path(__file__).parents[3] / "epd_portable" / "demo" / "model"
 CONTROL = {"pd-0": "tcp://127.0.0.1:1", "pd-1": "tcp://127.0.0.1:2"}
+ROLES: dict[str, Role] = {"e": "encode", "p": "prefill-decode", "a": "encode-prefill-decode"}
+"""By the first letter of a name."""
 
 
 def config_of_front() -> Any:
@@ -46,8 +49,8 @@ def client_of(
     engines = [
         EngineSettings(
             name=name,
-            role="encode" if name.startswith("e") else "prefill-decode",
-            control=CONTROL.get(name, ""),
+            role=ROLES[name[0]],
+            control=CONTROL.get(name, "" if name[0] == "e" else f"tcp://{name}"),
             max_queued_items=max_queued_items,
         )
         for name in names

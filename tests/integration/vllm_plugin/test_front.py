@@ -284,6 +284,31 @@ def test_an_item_that_no_encoder_brings_is_encoded_where_it_is_needed(run: Any) 
     run(story, "e-0", "pd-0")
 
 
+def test_engines_that_do_everything_share_the_pictures_of_a_request(run: Any) -> None:
+    async def story(front: Front) -> None:
+        await front.ask("a", "b", "c", "d")
+        own = next(name for name, each in front.engines.items() if "r" in each.requests)
+        other = ({*front.engines} - {own}).pop()
+        sent, jobs = front.engines[own].last, front.jobs(other)
+        having = {each.identifier: "pixel_values" in each.data for each in sent.mm_features}
+        assert having == {"a": True, "b": False, "c": True, "d": False}
+        assert [job.mm_features[0].identifier for job in jobs] == ["b", "d"]
+        await front.says(other, jobs[0].request_id, end=ENDED)
+        # The other one is lost: it is encoded where it is needed, and by nobody else.
+        await front.says(other, jobs[1].request_id, end=FAILED)
+        (again,) = (each for each in front.engines[own].requests if each != "r")
+        sent = front.engines[own].requests[again]
+        assert "pixel_values" in sent.mm_features[3].data
+        assert [*front.engines[other].requests][:2] == [job.request_id for job in jobs]
+        await front.says(own, again, 7, end=ENDED)
+        assert await front.answers() == [("r", [7], ENDED)]
+        for job in front.jobs(other)[2:]:
+            await front.says(other, job.request_id, end=ENDED)
+        assert front.is_empty()
+
+    run(story, "all-0", "all-1")
+
+
 def test_an_item_that_an_encoder_cannot_encode_is_not_asked_of_it_again(run: Any) -> None:
     async def story(front: Front) -> None:
         await front.ask("a")
