@@ -1,12 +1,19 @@
-"""Which cores the model runner's thread and the others of its process may run on."""
+"""Which cores the threads of a process may run on, and which share of a device it may take."""
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 import torch
+
+from epd_portable.envs import EPD_COMPUTE_SHARE
+from epd_portable.errors import UnsupportedError
+from epd_portable.platforms.base import LimitsCompute, Platform
+
+logger = logging.getLogger(__name__)
 
 _BYTES_PER_THREAD = 1 << 16
 """An operation on this much has a thread of its own; torch's grain is half of it."""
@@ -50,3 +57,18 @@ def _all_cores() -> set[int]:
         with suppress(ProcessLookupError):  # It has ended meanwhile.
             cores |= os.sched_getaffinity(int(task))
     return cores
+
+
+def limit_compute(platform: Platform, index: int) -> None:
+    """Keep this process to its share of its device, where it must do that itself."""
+    share = EPD_COMPUTE_SHARE.get()
+    if share is None:
+        return
+    if not isinstance(platform, LimitsCompute):
+        raise UnsupportedError(
+            f"EPD_COMPUTE_SHARE={share}: processes do not limit themselves on platform "
+            f"{platform.name}; remove it"
+        )
+    units = platform.limit_compute(index, share)
+    left = ", ".join(f"{count} {unit}" for unit, count in units.items())
+    logger.info("this process computes with %s", left)

@@ -38,10 +38,9 @@ class TracedRunner(_Base):
             for request_id, input_ids in inputs.items()
             for input_id in input_ids
         ]
-        self.epd.trace("encode.begin", items=items)
-        outputs = super()._execute_mm_encoder(scheduler_output)
-        self.epd.trace("encode.end", items=items)
-        return outputs
+        with self.epd.encoding(items):
+            return super()._execute_mm_encoder(scheduler_output)
+        return []
 
 
 class EncoderRunnerMixin(TracedRunner):

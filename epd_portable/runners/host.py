@@ -59,6 +59,17 @@ class WorkerHooks(Protocol):
         """Compute while nothing is encoded in the background."""
         ...
 
+    def encoding(self, items: Sequence[str]) -> AbstractContextManager[bool | None]:
+        """Let the encoder compute some items, by ``mm_hash``.
+
+        An encode instance that has no memory for them says so and goes on, and each is encoded by
+        whoever needs it.
+
+        Raises:
+            EngineError: This instance is to encode nothing.
+        """
+        ...
+
     def trace(self, event: str, **fields: Any) -> None:
         """Record an event with the time at which the device comes to this point of its work."""
         ...

@@ -43,10 +43,9 @@ class SecondRunnerMixin(_Base):
                 for request_id, input_ids in inputs.items()
                 for input_id in input_ids
             ]
-            self.epd.trace("encode.begin", items=items)
-            outputs = encode(inputs)
-            self.epd.trace("encode.end", items=items)
-            return outputs
+            with self.epd.encoding(items):
+                return encode(inputs)
+            return None
 
         state.execute_mm_encoder = traced
         return loaded

@@ -155,6 +155,10 @@ class Sender:
         if not (self._writers.are_immediate and self._take_turn(blocking=False)):
             self._control.wake()
 
+    def not_encoded(self, mm_hash: str) -> None:
+        """There will be no output of an item: its transfers fail when their consumers wait."""
+        self._post(lambda now: self._session.output_ready(mm_hash))
+
     def close(self, linger_s: float = 0.0) -> None:
         """Stop; writes that are under way end first.
 

@@ -43,7 +43,8 @@ class HostReport:
 
     Attributes:
         lost: Items whose copies could not be made.
-        missing: Items that could not be restored: the encoder cache does not have them either.
+        missing: Items that could not be restored, or not be encoded: the encoder cache does not
+            have them either.
     """
 
     lost: set[str] = field(default_factory=set)

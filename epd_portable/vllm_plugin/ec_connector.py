@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import logging
 from abc import abstractmethod
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import torch
 from vllm.distributed.ec_transfer.ec_connector.base import (
     ECConnectorBase,
-    ECConnectorMetadata,
     ECConnectorRole,
 )
 from vllm.v1.outputs import ECConnectorOutput
@@ -27,15 +26,14 @@ from epd_portable.connector.producer import TransferOrder
 from epd_portable.connector.stores.entry import namespace_of
 from epd_portable.connector.stores.writer import open_writer
 from epd_portable.connector.worker_endpoint import WorkerEndpoint
-from epd_portable.envs import EPD_COMPUTE_SHARE
-from epd_portable.errors import ProtocolError, UnsupportedError
-from epd_portable.platforms.base import LimitsCompute
+from epd_portable.errors import EngineError, ProtocolError
 from epd_portable.platforms.traits import TRAITS
 from epd_portable.runners.background import BackgroundEncoder, EncodeOrder, StepEncoder
+from epd_portable.runners.cores import limit_compute
 from epd_portable.runners.dispatcher import Dispatcher, EncodeItem
 from epd_portable.runners.host_copies import HostCopies, alone
 from epd_portable.runners.metrics import PlacerMetrics, ReceiverMetrics, SenderMetrics
-from epd_portable.runners.placer import Placer, WorkerOrders
+from epd_portable.runners.placer import Placer
 from epd_portable.runners.prefill import PrefillRequests
 from epd_portable.runners.receiver import Receiver
 from epd_portable.runners.sender import Sender
@@ -45,22 +43,20 @@ from epd_portable.scheduling.answers import WithheldAnswers
 from epd_portable.scheduling.encode_queue import EncodeQueue, StepLimits
 from epd_portable.scheduling.encoder_cache import EncoderCacheManager
 from epd_portable.scheduling.items import PromptItem
-from epd_portable.scheduling.two_levels import FILLED, HostOrders, HostReport, TwoLevelCache
+from epd_portable.scheduling.two_levels import FILLED, HostReport, TwoLevelCache
 from epd_portable.vllm_plugin import compat, exposition
 from epd_portable.vllm_plugin.metadata import ItemMetadata
-from epd_portable.vllm_plugin.reports import Kind, from_names, to_names
+from epd_portable.vllm_plugin.reports import Kind, StepMetadata, from_names, to_names
 from epd_portable.wire.descriptors import TensorSpec
 from epd_portable.wire.params import encode_params, is_encode_job, prefill_params, to_params
 
 if TYPE_CHECKING:
-    import torch
     from typing_extensions import Self
     from vllm.config import VllmConfig
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
     from epd_portable.connector.copies import DeviceCopies
-    from epd_portable.platforms.base import Platform
 
 logger = logging.getLogger(__name__)
 
@@ -72,27 +68,6 @@ _REST_S = 0.005
 """vLLM steps every millisecond while a request waits; a new one waits no longer than this."""
 _LINGER_S = 2.0
 """vLLM kills an engine that has not ended 5 s after it was asked to."""
-
-
-@dataclass
-class StepMetadata(ECConnectorMetadata):
-    """What the scheduler half sends to the worker half with each step.
-
-    Attributes:
-        orders: Transfers to others: on an encode instance their items got room in this step,
-            elsewhere they are encoded.
-        step: Encode instance on a device: the number of a step that computes, from 1; 0 otherwise.
-        rests: Encode instance: there is nothing to do until a transfer has ended, or a step is
-            computed.
-        copies: Encode instance: what becomes of the copies in host memory.
-        receipts: PD instance: items that have arrived, grants that were taken back.
-    """
-
-    orders: list[TransferOrder] = field(default_factory=list)
-    step: int = 0
-    rests: bool = False
-    copies: HostOrders = field(default_factory=HostOrders)
-    receipts: WorkerOrders = field(default_factory=WorkerOrders)
 
 
 class EPDConnector(ECConnectorBase):
@@ -265,7 +240,7 @@ class EncodeScheduler(SchedulerConnector):
             self._grow(int(nbytes))
         for step in report["computed"]:
             self.answers.computed(int(step))
-        self._cache.take_report(HostReport(report["copy lost"], report["copy missing"]))
+        self._cache.take_report(HostReport(report["copy lost"], report["missing"]))
 
     def take_unavailable_requests(self, **kwargs: Any) -> set[str]:
         """Return requests whose items can never be encoded."""
@@ -457,7 +432,7 @@ class WorkerConnector(EPDConnector):
 
         platform = registry.get(self._config.platform)
         compat.check_dtype(self._vllm_config, platform)
-        _limit_compute(platform, device.index or 0)
+        limit_compute(platform, device.index or 0)
         return self._open(DeviceCopies(platform, device.index or 0), rank)
 
     @abstractmethod
@@ -485,6 +460,13 @@ class WorkerConnector(EPDConnector):
         """See `epd_portable.runners.host.WorkerHooks`."""
         return nullcontext()
 
+    @contextmanager
+    def encoding(self, items: Sequence[str]) -> Iterator[None]:
+        """See `epd_portable.runners.host.WorkerHooks`."""
+        self.trace("encode.begin", items=items)
+        yield
+        self.trace("encode.end", items=items)
+
     def trace(self, event: str, **fields: Any) -> None:
         """See `epd_portable.runners.host.WorkerHooks`."""
         self._clock.trace(event, **fields)
@@ -503,6 +485,11 @@ class EncodeWorker(WorkerConnector):
     _queued_step = 0
     _room_bytes = 0
     """Of the encoder cache, until the scheduler knows."""
+
+    def __init__(self, vllm_config: VllmConfig, role: ECConnectorRole) -> None:
+        super().__init__(vllm_config, role)
+        self._not_encoded: set[str] = set()
+        self._unreported: set[str] = set()
 
     def _open(self, copies: DeviceCopies, rank: int) -> int:
         self._memory = partial(copies.platform.memory_info, copies.index)
@@ -552,11 +539,29 @@ class EncodeWorker(WorkerConnector):
                 order,
                 encoder_cache.get(order.mm_hash),
                 restored=order.mm_hash in metadata.copies.restored,
-                missing=self._copies is not None and self._copies.is_missing(order.mm_hash),
+                missing=self._is_missing(order.mm_hash),
             )
         self._queued_step = metadata.step
         if metadata.rests:
             self._sender.progress.rest(_REST_S)
+
+    def _is_missing(self, mm_hash: str) -> bool:
+        """Return whether the scheduler takes an item for an entry that is not there."""
+        copy_missing = self._copies is not None and self._copies.is_missing(mm_hash)
+        return copy_missing or mm_hash in self._not_encoded
+
+    @contextmanager
+    def encoding(self, items: Sequence[str]) -> Iterator[None]:
+        """See `epd_portable.runners.host.WorkerHooks`."""
+        try:
+            with super().encoding(items):
+                yield
+        except torch.OutOfMemoryError:
+            logger.exception("no memory to encode %s: left to who needs them", ", ".join(items))
+            for mm_hash in items:
+                self._sender.not_encoded(mm_hash)
+            self._not_encoded.update(items)
+            self._unreported.update(items)
 
     def start_save_caches(
         self, *, encoder_cache: dict[str, torch.Tensor] | None = None, **kwargs: Any
@@ -570,6 +575,7 @@ class EncodeWorker(WorkerConnector):
         self, encoder_cache: dict[str, torch.Tensor], mm_hash: str, **kwargs: Any
     ) -> None:
         """See `EPDConnector`."""
+        self._not_encoded.discard(mm_hash)
         # A part that stays long would keep all that was computed with it, which nobody counts.
         output = encoder_cache[mm_hash] = alone(encoder_cache[mm_hash])
         self._sender.output_ready(mm_hash, output)
@@ -589,9 +595,12 @@ class EncodeWorker(WorkerConnector):
         report: dict[Kind, set[str]] = {} if computed is None else {"computed": {str(computed)}}
         if self._room_bytes:
             report["room"], self._room_bytes = {str(self._room_bytes)}, 0
+        missing, self._unreported = self._unreported, set()
         if self._copies is not None:
             copies = self._copies.take_report()
-            report |= {"copy lost": copies.lost, "copy missing": copies.missing}
+            report["copy lost"] = copies.lost
+            missing |= copies.missing
+        report["missing"] = missing
         return progress.take_ended() or None, to_names(report) or None
 
 
@@ -643,6 +652,17 @@ class PDWorker(WorkerConnector):
                 output = output.clone()  # It may be a view of a slot, which a reset gives back.
             self._sender.submit(order, output, missing=output is None)
 
+    @contextmanager
+    def encoding(self, items: Sequence[str]) -> Iterator[None]:
+        """See `epd_portable.runners.host.WorkerHooks`."""
+        if not self._config.can_encode:
+            raise EngineError(
+                f"a step of {self._config.instance} encodes {', '.join(items)}, but this instance "
+                "holds no encoder: report it, with the engine's version"
+            )
+        with super().encoding(items):
+            yield
+
     def turn(self) -> AbstractContextManager[None]:
         """See `epd_portable.runners.host.WorkerHooks`."""
         encoder = self._encoder
@@ -675,18 +695,3 @@ def _read(reader: Callable[[dict[str, Any]], ParamsT], request: Request) -> Para
     except ProtocolError as error:
         logger.error("request %s is served without transfer: %s", request.request_id, error)
         return None
-
-
-def _limit_compute(platform: Platform, index: int) -> None:
-    """Keep this process to its share of its device, where it must do that itself."""
-    share = EPD_COMPUTE_SHARE.get()
-    if share is None:
-        return
-    if not isinstance(platform, LimitsCompute):
-        raise UnsupportedError(
-            f"EPD_COMPUTE_SHARE={share}: processes do not limit themselves on platform "
-            f"{platform.name}; remove it"
-        )
-    units = platform.limit_compute(index, share)
-    left = ", ".join(f"{count} {unit}" for unit, count in units.items())
-    logger.info("this process computes with %s", left)

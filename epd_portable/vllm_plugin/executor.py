@@ -18,7 +18,7 @@ from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
 
 from epd_portable.runners.placer import WorkerOrders
 from epd_portable.scheduling.two_levels import HostOrders
-from epd_portable.vllm_plugin.ec_connector import StepMetadata
+from epd_portable.vllm_plugin.reports import StepMetadata
 
 _LISTS = (SchedulerOutput, CachedRequestData, StepMetadata, HostOrders, WorkerOrders)
 _HINTS = frozenset({"num_common_prefix_blocks", "num_spec_tokens_to_schedule"})

@@ -1,4 +1,4 @@
-"""What a worker reports of a step, as vLLM carries it to the scheduler.
+"""What scheduler and workers tell each other of a step, as vLLM carries it.
 
 vLLM's ``ECConnectorOutput`` has two sets of names in all versions (0.26 to 0.33).
 ``finished_sending`` holds the transfers that have ended. ``finished_recving`` is free, because the
@@ -10,11 +10,19 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
-Kind = Literal["room", "computed", "copy lost", "copy missing", "encoded", "not encoded"]
+from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorMetadata
+
+from epd_portable.connector.producer import TransferOrder
+from epd_portable.runners.placer import WorkerOrders
+from epd_portable.scheduling.two_levels import HostOrders
+
+Kind = Literal["room", "computed", "copy lost", "missing", "encoded", "not encoded"]
 """Of an encode instance: the bytes that its encoder cache may fill, once; the last step that its
-device has computed; and what became of copies in host memory (see `HostReport`). Of a PD instance:
+device has computed; and what is not there that its scheduler counts on (see
+`HostReport`). Of a PD instance:
 items that were encoded beside what a step itself encodes, or could not be."""
 
 
@@ -30,3 +38,24 @@ def from_names(names: Iterable[str] | None) -> dict[Kind, set[str]]:
         kind, _, name = each.partition(": ")
         report[kind].add(name)  # type: ignore[index]
     return report
+
+
+@dataclass
+class StepMetadata(ECConnectorMetadata):
+    """What the scheduler half sends to the worker half with each step.
+
+    Attributes:
+        orders: Transfers to others: on an encode instance their items got room in this step,
+            elsewhere they are encoded.
+        step: Encode instance on a device: the number of a step that computes, from 1; 0 otherwise.
+        rests: Encode instance: there is nothing to do until a transfer has ended, or a step is
+            computed.
+        copies: Encode instance: what becomes of the copies in host memory.
+        receipts: PD instance: items that have arrived, grants that were taken back.
+    """
+
+    orders: list[TransferOrder] = field(default_factory=list)
+    step: int = 0
+    rests: bool = False
+    copies: HostOrders = field(default_factory=HostOrders)
+    receipts: WorkerOrders = field(default_factory=WorkerOrders)

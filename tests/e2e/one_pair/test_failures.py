@@ -17,7 +17,7 @@ import pytest
 from tests.e2e import flags
 from tests.e2e.asking import ask, ask_all, assert_equal, body, picture, post, text
 from tests.e2e.conftest import Pair, encoders_held, every_instance_is_up
-from tests.e2e.engines import RESTART_S, counts, instance, metric, shared_memory, wait_until
+from tests.e2e.engines import RESTART_S, counts, instance, metric, reset, shared_memory, wait_until
 from tests.e2e.equality import TOLERANCE
 from tests.e2e.one_pair.limits import ITEM_BYTES, POOL_ITEMS
 from tests.unit.media.samples import png
@@ -117,6 +117,20 @@ def test_an_encoder_that_stands_still_loses_its_lease_and_costs_no_answer(pair: 
         'epd_pd_transfers_failed_total{cause="timeout"}': 1,
     }
     assert ask(pair.split.url, [picture(31), ASK]).sources == ["transfer"]
+
+
+def test_an_encoder_without_memory_for_an_item_costs_no_answer_and_goes_on(pair: Pair) -> None:
+    content = [picture(35), ASK]
+    encoder = instance(pair.split.pid, "ec_producer")
+    (pair.split.flags / flags.NO_MEMORY).touch()
+    answer = ask(pair.split.url, content)
+    assert answer.sources == ["local"]
+    assert_equal(answer, ask(pair.reference_url, content), tolerance=TOLERANCE)
+    # Its scheduler does not count on the item.
+    for cache in ("encoder_cache", "prefix_cache"):
+        reset(pair.split.pid, "ec_consumer", cache)
+    assert ask(pair.split.url, content).sources == ["transfer"]
+    assert instance(pair.split.pid, "ec_producer") == encoder
 
 
 def test_a_killed_encoder_costs_no_answer_and_comes_back(pair: Pair) -> None:

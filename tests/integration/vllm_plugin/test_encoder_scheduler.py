@@ -160,7 +160,7 @@ class Engine:
                     "computed": () if computed is None else (str(computed),),
                     "room": (str(room_bytes),) if room_bytes else (),
                     "copy lost": report.lost if report else (),
-                    "copy missing": report.missing if report else (),
+                    "missing": report.missing if report else (),
                 }
             ),
         )

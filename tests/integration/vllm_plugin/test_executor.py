@@ -14,7 +14,7 @@ from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
 from epd_portable.runners.placer import Placement, WorkerOrders
 from epd_portable.vllm_plugin import executor
-from epd_portable.vllm_plugin.ec_connector import StepMetadata
+from epd_portable.vllm_plugin.reports import StepMetadata
 from epd_portable.wire.descriptors import SlotDescriptor, TensorSpec
 
 pytestmark = pytest.mark.needs_vllm

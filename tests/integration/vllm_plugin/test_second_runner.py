@@ -7,6 +7,7 @@ one runs in ``tests/npu_sim/e2e/test_second_runner.py``.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -33,6 +34,10 @@ class Host:
         self.calls: list[Any] = []
         self.cache: dict[str, torch.Tensor] = {}
         self.progress = self
+        self.missing = False
+
+    def not_encoded(self, mm_hash: str) -> None:
+        self.calls.append(("not encoded", mm_hash))
 
     def carry_out(self, orders: WorkerOrders, encoder_cache: dict[str, torch.Tensor]) -> None:
         assert encoder_cache is self.cache
@@ -42,7 +47,7 @@ class Host:
         self, order: TransferOrder, output: torch.Tensor | None, *, restored: bool, missing: bool
     ) -> None:
         assert not restored
-        assert not missing
+        self.missing = missing
         self.calls.append(("submit", order, output))
 
     def output_ready(self, mm_hash: str, output: torch.Tensor) -> None:
@@ -98,6 +103,8 @@ def hooking(
     else:
         connector._rank = 0
         connector._encoder = StepEncoder(lambda item: torch.full((1, 3), 7.0))
+    connector._not_encoded, connector._unreported = set(), set()
+    connector._config = SimpleNamespace(can_encode=True)
     monkeypatch.setattr(theirs, "get_ec_transfer", lambda: connector)
     config: Any = None
     yield theirs.ActiveECConnector(config, host.cache)
@@ -114,7 +121,7 @@ def test_a_step_of_the_second_runner_does_what_mixins_do_beside_the_first(
     hooking: Any, host: Host, encodes: bool, second: bool, tokens: int
 ) -> None:
     from epd_portable.vllm_plugin import compat
-    from epd_portable.vllm_plugin.ec_connector import StepMetadata
+    from epd_portable.vllm_plugin.reports import StepMetadata
 
     order: Any = SimpleNamespace(mm_hash="kept")
     host.cache["kept"] = torch.ones(2, 3)
@@ -155,6 +162,39 @@ def test_a_step_of_the_second_runner_does_what_mixins_do_beside_the_first(
         assert not report.finished_sending
         assert report.finished_recving == {"encoded: other"}
         assert host.cache["other"].tolist() == [[7.0] * 3]
+
+
+def test_an_encoder_without_memory_leaves_its_items_to_who_needs_them(
+    hooking: Any, host: Host, encodes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from epd_portable.vllm_plugin.ec_connector import WorkerConnector
+    from epd_portable.vllm_plugin.reports import StepMetadata
+
+    monkeypatch.setattr(WorkerConnector, "trace", lambda *_, **__: None)
+    connector = hooking.ec_connector
+    error = nullcontext() if encodes else pytest.raises(torch.OutOfMemoryError)
+    with error, connector.encoding(["cat"]):
+        raise torch.OutOfMemoryError
+    if not encodes:
+        return
+    assert host.calls == [("not encoded", "cat")]
+    order: Any = SimpleNamespace(mm_hash="cat")
+    for missing in (True, False):
+        connector.begin_step(StepMetadata(orders=[order]), host.cache)
+        assert host.missing == missing
+        _, report = connector._take_ended()
+        assert report == ({"computed: 3", "missing: cat"} if missing else {"computed: 3"})
+        host.cache["cat"] = torch.ones(2, 3)
+        connector.save_caches(host.cache, "cat")
+
+
+@pytest.mark.parametrize("encodes", [False])
+def test_an_instance_without_encoder_encodes_nothing(hooking: Any) -> None:
+    from epd_portable.errors import EngineError
+
+    hooking.ec_connector._config = SimpleNamespace(can_encode=False, instance="pd-0")
+    with pytest.raises(EngineError, match="cat"), hooking.ec_connector.encoding(["cat"]):
+        raise AssertionError
 
 
 def test_a_step_of_a_profile_concerns_nobody(hooking: Any, host: Host) -> None:
@@ -249,8 +289,8 @@ class Encoding:
 def test_a_step_without_language_model_encodes_what_it_was_told(
     hooking: Any, host: Host, encodes: bool, second: bool
 ) -> None:
-    from epd_portable.vllm_plugin.ec_connector import StepMetadata
     from epd_portable.vllm_plugin.encode_only import EncodeOnlyMixin
+    from epd_portable.vllm_plugin.reports import StepMetadata
 
     runner: Any = type("Runner", (EncodeOnlyMixin, Encoding), {})(hooking, host)
 

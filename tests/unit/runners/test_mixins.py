@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,6 +39,10 @@ class Runner:
     def begin_step(self, metadata: object, encoder_cache: dict[str, Any]) -> None:
         assert encoder_cache is self.encoder_cache
         self.calls.append(("begin", metadata))
+
+    def encoding(self, items: list[str]) -> Any:
+        self.traced.append(("encoding", {"items": items}))
+        return suppress(MemoryError)
 
     def trace(self, event: str, **fields: object) -> None:
         self.traced.append((event, fields))
@@ -136,4 +140,18 @@ def test_the_encoder_runs_as_it_would_without_us(mixin: type) -> None:
     assert runner._execute_mm_encoder(Step(scheduled_encoder_inputs={"a": [0, 1]})) == ["a0", "a1"]
     assert runner.calls == [{}, {"a": [0, 1]}]
     items = {"items": ["", ""]}
-    assert runner.traced == [("encode.begin", items), ("encode.end", items)]
+    assert runner.traced == [("encoding", items)]
+
+
+@pytest.mark.parametrize("mixin", [EncoderRunnerMixin, PDRunnerMixin])
+def test_a_step_goes_on_without_what_could_not_be_encoded_if_the_connector_says_so(
+    mixin: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = mixed(mixin)
+    runner.requests = {"a": Request([Item(60)])}
+    monkeypatch.setattr(Runner, "_execute_mm_encoder", fail)
+    assert runner._execute_mm_encoder(Step(scheduled_encoder_inputs={"a": [0]})) == []
+
+
+def fail(*_: object) -> None:
+    raise MemoryError

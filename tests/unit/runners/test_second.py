@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,6 +25,10 @@ class Runner:
     def begin_step(self, metadata: object, encoder_cache: dict[str, Any]) -> None:
         assert encoder_cache is self.encoder_cache.encoder_outputs
         self.calls.append(("orders", metadata))
+
+    def encoding(self, items: list[str]) -> Any:
+        self.traced.append(("encoding", {"items": items}))
+        return nullcontext()
 
     def trace(self, event: str, **fields: object) -> None:
         self.traced.append((event, fields))
@@ -70,7 +75,7 @@ def test_the_items_that_its_encoder_computes_are_traced() -> None:
     assert runner.traced == []
     assert runner.model_state.execute_mm_encoder({"a": [1, 0]}) == "encoded"
     items = {"items": ["y", "x"]}
-    assert runner.traced == [("encode.begin", items), ("encode.end", items)]
+    assert runner.traced == [("encoding", items)]
     assert runner.calls == [{}, {"a": [1, 0]}]
 
 
