@@ -123,6 +123,7 @@ class RouterSection(Section):
     encode_order: Literal["concurrent", "sequential_fallback", "sequential"] = "concurrent"
     partial_results: bool = False
     elastic_encode: bool = True
+    switch_roles: bool = False
     choice: ChoiceSection | None = None
     access_log: Annotated[str, Field(min_length=1)] | None = None
     metrics_names: Literal["epd", "llmd"] = "epd"

@@ -29,11 +29,12 @@ ChooseEncoder: TypeAlias = Callable[[Collection[str]], Instance | None]
 """Returns the usable encode instance that should have an item; not one of those names."""
 ItemT = TypeVar("ItemT", bound=RequestItem)
 
-Reason = Literal["idle", "queue"]
+Reason = Literal["idle", "queue", "parked"]
 """Why an item is encoded by the PD instance by choice.
 
 ``idle``: it computes for nobody, and encoders would need `IDLE_THRESHOLD` times as long. ``queue``:
 it does compute, but they would need `BUSY_THRESHOLD` times as long.
+``parked``: encoders are, and answers come from their devices meanwhile.
 """
 
 IDLE_THRESHOLD = 2.0
@@ -95,8 +96,12 @@ def assign_items(
     reason: Reason | None = None
     if elastic_threshold is not None and len(chosen) == len(asked):
         times_s = [times.of(item) for item in asked]
-        count, reason = count_local_first(times_s, chosen, pd, threshold=elastic_threshold)
-        here = [*encoders][:count]
+        if any(encoder.parked for encoder in chosen):
+            # Those whose time is not known yet are encoded there, and known then.
+            here, reason = [n for n, t in zip(encoders, times_s, strict=True) if t], "parked"
+        else:
+            count, reason = count_local_first(times_s, chosen, pd, threshold=elastic_threshold)
+            here = [*encoders][:count]
     found = []
     for item in items:
         name = item.item_uuid

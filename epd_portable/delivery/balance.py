@@ -10,7 +10,8 @@ import math
 from collections import deque
 from dataclasses import dataclass
 
-from epd_portable.delivery.instances import EndpointPool
+from epd_portable.config.roles import PAIR_LABEL
+from epd_portable.delivery.instances import EndpointPool, Instance
 
 logger = logging.getLogger(__name__)
 
@@ -104,44 +105,81 @@ def _each_s(work_s: float, count: int) -> float:
     return work_s / count
 
 
-class DryRun:
-    """Says in the log how many of a pool's instances should encode, and why; changes nothing.
+class Switching:
+    """Gives new work to one of the two instances of a pair, by `Balance`; or only says so.
+
+    A pair is an encode and a prefill-decode instance on the same devices or cores; the latter's
+    `PAIR_LABEL` names the former. What was given ends where it is: an encoder that is parked ends
+    its items before the other answers, and open answers go on beside items that come.
 
     Args:
-        pool: The instances, each taken for a device that could be either.
+        pool: The instances. Without pairs each is taken for a device that could be either.
         elastic: See `Balance`.
+        acts: Whether work is sent by what is decided; else the log says it at level DEBUG.
     """
 
-    def __init__(self, pool: EndpointPool, *, elastic: bool) -> None:
+    def __init__(self, pool: EndpointPool, *, elastic: bool, acts: bool) -> None:
         self._pool = pool
         self._elastic = elastic
+        self._acts = acts
         self._devices = 0
         self._next_s = self._encode_s = self._answer_s = 0.0
         self._said = -1
 
     def tick(self, now_s: float) -> None:
         """Look, if it is time to."""
-        usable = [each for each in self._pool.all if each.usable]
-        if now_s < self._next_s or len(usable) < 2:
+        if now_s < self._next_s:
             return
         self._next_s = now_s + TICK_S
-        if len(usable) != self._devices:
-            self._devices, self._balance = len(usable), Balance(len(usable), elastic=self._elastic)
+        usable = [each for each in self._pool.all if each.usable]
+        pairs = []
+        for each in usable:
+            other = self._pool.get(each.labels.get(PAIR_LABEL, ""))
+            if other is not None and other.usable and other.duty != each.duty:
+                pairs.append((other, each))
+        paired = {each for pair in pairs for each in pair}
+        for each in usable:
+            if each.parked and each not in paired:
+                each.park(False)  # The other of its pair is gone.
+        devices = len(usable) - len(pairs)
+        if devices < 2:
+            return
+        if devices != self._devices:
+            self._devices, self._balance = devices, Balance(devices, elastic=self._elastic)
         came = self._pool.work.came_s.items()
         encode_s = sum(seconds for (role, _, _), seconds in came if role == "encode")
         answer_s = sum(seconds for _, seconds in came) - encode_s
         self._balance.note(now_s, encode_s - self._encode_s, answer_s - self._answer_s)
         self._encode_s, self._answer_s = encode_s, answer_s
-        encoders = [each for each in usable if each.duty == "encode"]
+        encoders = sum(each.duty == "encode" and not each.parked for each in usable)
         encode_owed_s = sum(each.pending_encode_s for each in usable)
         answer_owed_s = sum(each.owed_s for each in usable) - encode_owed_s
-        found = self._balance.decide(now_s, len(encoders), encode_owed_s, answer_owed_s)
-        if found.encoders not in (len(encoders), self._said):
+        found = self._balance.decide(now_s, encoders, encode_owed_s, answer_owed_s)
+        if self._acts:
+            least = sum(each.duty == "encode" for each in usable) - len(pairs)
+            wanted = min(max(found.encoders, least), least + len(pairs), devices - 1)
+            self._switch(pairs, wanted - encoders, found.reason)
+        elif found.encoders not in (encoders, self._said):
             logger.debug(
-                "dry run: %d of %d instances should encode, and %d do: %s",
+                "dry run: %d of %d should encode, and %d do: %s",
                 found.encoders,
-                len(usable),
-                len(encoders),
+                devices,
+                encoders,
                 found.reason,
             )
         self._said = found.encoders
+
+    def _switch(self, pairs: list[tuple[Instance, Instance]], change: int, reason: str) -> None:
+        """Let so many more encode, or fewer; those first that have least to end."""
+        starts = change > 0
+        able = [pair for pair in pairs if pair[0].parked is starts]
+        able.sort(key=lambda pair: pair[starts].load)
+        for encoder, answering in able[: abs(change)]:
+            names = (encoder.name, answering.name) if starts else (answering.name, encoder.name)
+            logger.info("%s gets new work in place of %s: %s", *names, reason)
+            encoder.park(not starts)
+        for encoder, answering in pairs:
+            if not encoder.parked:
+                answering.park(True)
+            elif not encoder.load:
+                answering.park(False)

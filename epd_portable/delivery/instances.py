@@ -174,6 +174,7 @@ class Instance:
         is_warmed_up: Whether clients' requests may be sent to this life of it.
         suspected: A request failed, and it has answered nothing since.
         ejected: Requests failed in a row.
+        parked: Others have what both compute on; see `park`.
         reason: Why it is down, suspected or ejected.
         problem: What went wrong when it was warmed up, or empty.
     """
@@ -200,6 +201,7 @@ class Instance:
         self.is_warmed_up = not warm_up
         self.suspected = False
         self.ejected = False
+        self.parked = False
         self.draining = False
         self.reason = "not probed yet"
         self.problem = ""
@@ -243,7 +245,7 @@ class Instance:
     @property
     def preferred(self) -> bool:
         """Whether it is chosen before those that are not."""
-        return self.usable and not (self.suspected or self.ejected)
+        return self.usable and not (self.suspected or self.ejected or self.parked)
 
     @property
     def pending_encode_s(self) -> float:
@@ -446,6 +448,12 @@ class Instance:
         self.draining = False
         self._changed()
 
+    def park(self, parked: bool) -> None:
+        """Let it have new work only where nobody else is usable, or take that back."""
+        if parked != self.parked:
+            self.parked = parked
+            self._changed()
+
     def note(self, problem: str) -> None:
         """Set what went wrong when it was warmed up; empty for nothing."""
         self.problem = problem
@@ -471,7 +479,7 @@ class Instance:
     def _changed(self) -> None:
         """Make known what it is since something about it has changed."""
         if self.healthy and not (self.suspected or self.ejected):
-            self.reason = ""
+            self.reason = "parked" if self.parked else ""
         self._owner._place(self)
         if self.healthy and not self._up.is_set():
             logger.info("instance %s is up", self.name)

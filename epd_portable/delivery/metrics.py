@@ -26,6 +26,11 @@ class InstanceCollector(Collector):
         gauge, front, each_one = GaugeMetricFamily, self._front, ("instance", "role")
         up = gauge(f"{front}_instance_up", "1 if healthy.", labels=each_one)
         load = gauge(f"{front}_instance_in_flight", "Requests or jobs in flight.", labels=each_one)
+        parked = gauge(
+            f"{front}_instance_parked",
+            "1 if the other instance on its device gets new work.",
+            labels=each_one,
+        )
         owed = gauge(
             f"{front}_owed_seconds", "Work given and not done, of one instance.", labels=["role"]
         )
@@ -39,9 +44,10 @@ class InstanceCollector(Collector):
             where = (each.name, each.role)
             up.add_metric(where, float(each.healthy))
             load.add_metric(where, float(each.load))
+            parked.add_metric(where, float(each.parked))
             by_role[each.role] = by_role.get(each.role, 0.0) + each.owed_s
         for role, owed_s in by_role.items():
             owed.add_metric([role], owed_s)
         for (role, modality, size), seconds in self._pool.work.came_s.items():
             came.add_metric([role, modality, str(1 << size)], seconds)
-        return (up, load, owed, came)
+        return (up, load, parked, owed, came)

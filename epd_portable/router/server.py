@@ -17,7 +17,7 @@ from epd_portable.config.routing import AdmissionSection
 from epd_portable.config.secret import INSTANCE_TOKEN_HEADER, Secret
 from epd_portable.connector.curve import CurveKeys
 from epd_portable.connector.stores.lookup import StoreLookup
-from epd_portable.delivery.balance import DryRun
+from epd_portable.delivery.balance import Switching
 from epd_portable.delivery.instances import EndpointPool
 from epd_portable.delivery.replies import Reply, error_reply, json_reply, unavailable
 from epd_portable.errors import RequestError
@@ -147,8 +147,9 @@ class Router:
         self.upstream = Upstream({INSTANCE_TOKEN_HEADER: secret.instance_token()})
         self.instances = EndpointPool(caches=self._policy.cache_sizes if self._policy else None)
         self.metrics = Metrics(self.instances, llmd_names=settings.metrics_names == "llmd")
-        elastic_encode = settings.local_encode and settings.elastic_encode
-        self._dry_run = DryRun(self.instances, elastic=elastic_encode)
+        takes_media = settings.local_encode and settings.media == "concurrent"
+        elastic = takes_media and settings.elastic_encode
+        self._switching = Switching(self.instances, elastic=elastic, acts=settings.switch_roles)
         self.requests = RecentRequests([self.metrics, self.metrics.activity, *observers(settings)])
         self._control = ControlChannels(CurveKeys.derive(secret))
         self._store: StoreLookup | None = None
@@ -164,7 +165,6 @@ class Router:
             self._loads = EngineLoads(self.instances, self._control, self.upstream)
         for note in self._policy.notes if self._policy is not None else ():
             logger.warning("router.choice: %s", note)
-        takes_media = settings.local_encode and settings.media == "concurrent"
         self.exchange = Exchange(
             settings,
             self.instances,
@@ -442,7 +442,7 @@ class Router:
         shortest = min(settings.body_timeout_s, settings.send_timeout_s)
         while True:
             await asyncio.sleep(min(SWEEP_EVERY_S, shortest / 4))
-            self._dry_run.tick(time.monotonic())
+            self._switching.tick(time.monotonic())
             # No client is referred to while this sleeps.
             self._give_up_slow_clients(time.monotonic())
 

@@ -19,6 +19,7 @@ import multiprocessing
 import signal
 import socket
 import sys
+import time
 from collections.abc import MutableSequence
 from multiprocessing.connection import wait
 from typing import Any
@@ -35,6 +36,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core_client import EngineCoreClient
 
+from epd_portable.delivery.balance import TICK_S
 from epd_portable.vllm_plugin import compat, exposition
 from epd_portable.vllm_plugin.front_client import FrontSettings, SplitClient
 
@@ -111,6 +113,7 @@ async def serve(
     client = SplitClient(config, settings, index)
     await client.engines.listen()
     loop = asyncio.get_running_loop()
+    switching = loop.create_task(_switch(client))
 
     def when_up(*_: Any, renderer: Any = None, **__: Any) -> SplitClient:
         if renderer is not None:
@@ -134,11 +137,18 @@ async def serve(
         await front.reset_mm_cache()
         ended = await build_and_serve(front, address, sock, args, **more)
     finally:
+        switching.cancel()
         front.shutdown()
     try:
         await ended
     finally:
         sock.close()
+
+
+async def _switch(client: SplitClient) -> None:
+    while True:
+        await asyncio.sleep(TICK_S)
+        client.switching.tick(time.monotonic())
 
 
 def _serve_all(settings: FrontSettings, *given: Any) -> int:

@@ -42,6 +42,7 @@ from epd_portable.delivery.assignment import (
     new_transfer,
     or_own,
 )
+from epd_portable.delivery.balance import Switching
 from epd_portable.delivery.fallbacks import JOB_GRACE_S, MAX_PD_ATTEMPTS, RetryBudget
 from epd_portable.delivery.instances import Instance, Use, WentDownError, while_up
 from epd_portable.delivery.ring import LOAD_BOUND, bounded_load
@@ -76,6 +77,7 @@ class FrontSettings(msgspec.Struct, frozen=True, kw_only=True):
     sockets: list[str]
     secret_file: str
     elastic_encode: bool = True
+    switch_roles: bool = False
     can_encode: bool = True
     wait_timeout_s: float = 30.0
     item_outcomes: bool = False
@@ -176,6 +178,7 @@ class SplitClient(AsyncMPClient):
     Attributes:
         fail: Ends a request that has not begun with an error.
         metrics: What it counts.
+        switching: To be called every second.
     """
 
     def __init__(self, config: VllmConfig, settings: FrontSettings, index: int = 0) -> None:
@@ -190,6 +193,8 @@ class SplitClient(AsyncMPClient):
         self.engine_ranks_managed = [each.index for each in self.engines.by_name.values()]
         self._pool = self.engines.pool
         self._can_encode = settings.can_encode
+        self._is_elastic = settings.can_encode and settings.elastic_encode
+        self.switching = Switching(self._pool, elastic=self._is_elastic, acts=settings.switch_roles)
         self._metadata = ItemMetadata(config)
         self._parts = VideoParts(config, len(self._pool.of_duty("encode")))
         self._outputs: asyncio.Queue[EngineCoreOutputs] = asyncio.Queue()
@@ -409,7 +414,7 @@ class SplitClient(AsyncMPClient):
             return chosen
 
         own = pd if pd.role in ENCODES else None
-        elastic = self.settings.elastic_encode and own is None
+        elastic = self._is_elastic and own is None
         ways = assign_items(
             [*items.values()],
             _Busy(pd.pending_encode_s, max(pd.computes_for, engine.computes_for)),

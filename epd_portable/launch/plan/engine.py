@@ -12,7 +12,7 @@ from pydantic import JsonValue
 
 from epd_portable.config.groups import InstanceGroup, PrefillDecodeGroup
 from epd_portable.config.instance import InstanceConfig
-from epd_portable.config.roles import Role
+from epd_portable.config.roles import PAIR_LABEL, Role
 from epd_portable.config.schema import Topology
 from epd_portable.connector.registry import may_use_device_memory
 from epd_portable.launch.plan import installed
@@ -46,6 +46,7 @@ class Engine:
     Attributes:
         instance: What its connector gets.
         shares_device: Whether another one is on one of its devices.
+        shares: Name of the encode instance with which it makes a pair, or empty.
         ports: By purpose: ``http`` where it has a server, and ``kv`` where it sends or takes KV.
         kv: The connector of KV, if it has one.
     """
@@ -57,6 +58,7 @@ class Engine:
     instance: InstanceConfig
     placement: InstancePlacement
     shares_device: bool
+    shares: str
     ports: Mapping[str, int]
     kv: KVConnector | None
 
@@ -64,6 +66,11 @@ class Engine:
     def group(self) -> InstanceGroup:
         """Its section of the file."""
         return self.topology.instances.of(self.role)
+
+    @property
+    def labels(self) -> dict[str, str]:
+        """Those that the file gives it, and the one of its pair."""
+        return {**self.group.labels, **({PAIR_LABEL: self.shares} if self.shares else {})}
 
     @property
     def wished_args(self) -> dict[str, JsonValue]:

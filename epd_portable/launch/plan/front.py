@@ -28,7 +28,7 @@ _KEPT = frozenset(
     {"host", "port", "tls_cert_file", "tls_key_file", "cors_origins", "item_outcomes"}
     | {"max_body_bytes", "max_bodies_bytes", "max_media_items", "max_item_pixels"}
     | {"max_request_pixels", "max_media_seconds", "max_media_memory_bytes"}
-    | {"elastic_encode", "access_log", "tracing", "drain_s"}
+    | {"elastic_encode", "switch_roles", "access_log", "tracing", "drain_s"}
 )
 """Keys of ``router`` that the engine front keeps; any other that is set asks for the router."""
 _BESIDE_ENCODER = ("mm_processor_device", "media_io_kwargs", "api_server_count")
@@ -152,6 +152,7 @@ def _settings(engines: Sequence[Engine], topology: Topology, temp_dir: str) -> d
                 "role": engine.role,
                 "control": engine.instance.control_address,
                 "weight": engine.group.weight,
+                "labels": engine.labels,
                 "max_queued_items": queued,
             }
             for engine in engines
@@ -159,6 +160,7 @@ def _settings(engines: Sequence[Engine], topology: Topology, temp_dir: str) -> d
         "sockets": sockets,
         "secret_file": answering(engines).instance.secret_file,
         "elastic_encode": router.elastic_encode,
+        "switch_roles": router.switch_roles,
         "can_encode": topology.instances.prefill_decode.encoder,
         "wait_timeout_s": topology.transfer.wait_timeout_s,
         "item_outcomes": router.item_outcomes,

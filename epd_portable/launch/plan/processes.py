@@ -44,6 +44,7 @@ from epd_portable.launch.plan.sharing import (
     UsedDevice,
     check_sharing,
     memory_warnings,
+    shared_with,
     sharing_warnings,
     starts_after,
     used_devices,
@@ -230,6 +231,13 @@ def make_plan(
     placed = placements.groups
     devices = used_devices(topology, placed)
     check_sharing(topology, traits, devices)
+    shares, suffix = shared_with(placed), _suffix(topology)
+    if router.switch_roles and not shares and topology.secret_file is None:
+        raise ConfigError(
+            "router.switch_roles: no prefill_decode instance has the same devices or cores as an "
+            "encode instance, so none can take its place: list the same in instances.encode and "
+            "instances.prefill_decode (devices; on CPU cores), or leave switch_roles out"
+        )
     engines = [
         Engine(
             topology=topology,
@@ -241,6 +249,7 @@ def make_plan(
             shares_device=any(
                 each.is_shared and each.device in placement.devices for each in devices
             ),
+            shares=f"{other}{suffix}" if (other := shares.get(name.removesuffix(suffix))) else "",
             ports=ports,
             kv=kv if "kv" in ports else None,
         )
@@ -276,7 +285,7 @@ def make_plan(
                 url=spec.url,
                 control=engine.instance.control_address,
                 weight=engine.group.weight,
-                labels=engine.group.labels,
+                labels=engine.labels,
             )
             for engine, spec in zip(engines, processes, strict=True)
         ]

@@ -94,6 +94,23 @@ def starts_after(devices: Sequence[UsedDevice]) -> dict[str, tuple[str, ...]]:
     return {name: tuple(others) for name, others in earlier.items()}
 
 
+def shared_with(placed: Placed) -> dict[str, str]:
+    """Return which prefill-decode instances have just what an encode instance has, and its name.
+
+    They make pairs, see `epd_portable.delivery.balance`.
+    """
+    encoders = {
+        (each.devices, each.cores): f"encode-{index}"
+        for index, each in enumerate(placed["encode"])
+        if each.devices or each.cores
+    }
+    return {
+        f"prefill_decode-{index}": encoders.pop((each.devices, each.cores))
+        for index, each in enumerate(placed["prefill_decode"])
+        if (each.devices, each.cores) in encoders
+    }
+
+
 def check_sharing(
     topology: Topology, traits: PlatformTraits, devices: Sequence[UsedDevice]
 ) -> None:

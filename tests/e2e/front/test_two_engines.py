@@ -1,13 +1,19 @@
-"""The engine front with two engines that answer: nothing is lost while one is away."""
+"""The engine front with two engines that answer, one of them on an encoder's core.
+
+Nothing is lost while one is away, or while the two on one core take turns.
+"""
 
 from __future__ import annotations
 
 import itertools
 import os
+import re
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from typing import Any
 
 import httpx
 import pytest
@@ -30,8 +36,11 @@ ASK = text("Describe the picture.")
 
 @pytest.fixture(scope="module")
 def front(start: Start) -> Split:
+    first, second = sorted(os.sched_getaffinity(0))[:2]
     settings = ["front=auto", "engine_args.dtype=float32", "instances.prefill_decode.count=2"]
-    return start(settings)
+    settings += [f"instances.encode.cores=[{first}]"]
+    settings += [f"instances.prefill_decode.cores=[{first},{second}]"]
+    return start([*settings, "router.elastic_encode=true", "router.switch_roles=true"])
 
 
 @contextmanager
@@ -64,6 +73,43 @@ def load(front: Split) -> Iterator[list[httpx.Response]]:
 def words(reply: httpx.Response) -> str:
     assert reply.status_code == 200, reply.text
     return str(reply.json()["choices"][0]["message"]["content"])
+
+
+def parked(front: Split) -> set[str]:
+    page = httpx.get(f"{front.url}/metrics", trust_env=False).text
+    found = re.findall(r'^epd_front_instance_parked{instance="([^"]+)".*} 1.0$', page, re.MULTILINE)
+    return set(found)
+
+
+def test_new_work_turns_between_two_engines_on_one_core(front: Split, reference_url: str) -> None:
+    number = itertools.count(100)
+
+    def written() -> dict[str, Any]:
+        return body(f"Story {next(number)}", max_tokens=200, ignore_eos=True)
+
+    def seen() -> dict[str, Any]:
+        return body([picture(next(number), 448), ASK], max_tokens=1)
+
+    def asked(request: dict[str, Any]) -> tuple[dict[str, Any], str]:
+        return request, words(post(front.url, request))
+
+    for turn in range(3):
+        kind, idle = (seen, "prefill_decode-0") if turn % 2 else (written, "encode-0")
+        answers: list[tuple[dict[str, Any], str]] = []
+        with ThreadPoolExecutor(6) as pool:
+
+            def turned(
+                pool: ThreadPoolExecutor = pool,
+                kind: Callable[[], dict[str, Any]] = kind,
+                idle: str = idle,
+                answers: list[tuple[dict[str, Any], str]] = answers,
+            ) -> bool:
+                answers += pool.map(asked, [kind() for _ in range(12)])
+                return parked(front) == {idle}
+
+            wait_until(turned, f"{idle} gets nothing new", within_s=120)
+        for request, said in answers[-12:]:
+            assert words(post(reference_url, request)) == said
 
 
 def test_an_update_loses_nothing(front: Split) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
+from epd_portable.config.roles import PAIR_LABEL
 from epd_portable.config.secret import Secret
 from epd_portable.connector.curve import read_keys
 from epd_portable.router.server import Router
@@ -107,6 +108,7 @@ async def build(front: Front) -> AsyncIterator[Build]:
         behaviour: Behaviour = answer,
         encoding: Behaviour = answer,
         in_zones: Sequence[str] = (),
+        paired: bool = False,
         **settings: Any,
     ) -> Topology:
         e = [StandIn(f"encode-{n}", "encode", encoding) for n in range(encoders)]
@@ -122,6 +124,8 @@ async def build(front: Front) -> AsyncIterator[Build]:
         ]
         for instance, zone in zip(instances[encoders:], in_zones, strict=False):
             instance["labels"] = {"zone": zone}
+        if paired:
+            instances[encoders]["labels"] = {PAIR_LABEL: e[0].name}
         options = {
             "port": 0,
             "model": "demo",

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
-import logging
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -167,19 +167,34 @@ async def test_work_is_counted_when_it_comes_and_owed_until_it_ends(build: Build
     assert 'epd_router_work_seconds_total{modality="image",role="encode",size="' in sizes
 
 
-async def test_a_dry_run_says_how_many_instances_should_encode(
-    build: Build, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.DEBUG, "epd_portable.delivery.balance")
-    t = await started(build, pds=2)
-    clients = [asyncio.create_task(t.chat(picture(number))) for number in range(1, 41)]
+async def test_new_work_turns_between_the_instances_of_a_pair(build: Build) -> None:
+    t = await started(build, pds=2, paired=True, switch_roles=True, behaviour=one_by_one())
+    numbers = itertools.count(100)
 
-    async def said() -> None:
-        while "dry run: 2 of 3 instances should encode, and 1 do" not in caplog.text:
-            await asyncio.sleep(0.05)
+    async def until_parked(name: str, *content: Any) -> None:
+        for part in ("encode-0", "pd-0"):
+            line = f'epd_router_instance_parked{{instance="{part}"}}'
+            while await t.metric(line) != (part == name):
+                parts = [each() if callable(each) else each for each in content]
+                found = await asyncio.gather(*(t.chat(*parts) for _ in range(4)))
+                assert {each.status_code for each in found} == {200}
 
-    await asyncio.wait_for(said(), DEADLINE_S)
-    assert {each.status_code for each in await asyncio.gather(*clients)} == {200}
+    def new_picture() -> dict[str, Any]:
+        return picture(next(numbers))
+
+    text = {"type": "text", "text": "hi"}
+    async with asyncio.timeout(2 * DEADLINE_S):
+        await until_parked("encode-0", text)
+        # Pictures of a known size are encoded where they are answered meanwhile.
+        here = 'epd_router_elastic_items_total{reason="parked"}'
+        assert (await t.chat(new_picture())).status_code == 200
+        assert await t.metric(here) == 1
+        t.encoders[0].received.clear()
+        await until_parked("pd-0", *[new_picture] * 6)
+        for each in t.pds:
+            each.received.clear()
+        assert (await t.chat(text)).status_code == 200
+        assert [len(each.received) for each in t.pds] == [0, 1]
 
 
 async def test_nothing_stays_counted(build: Build) -> None:

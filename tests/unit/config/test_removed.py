@@ -15,7 +15,7 @@ from epd_portable.config.removed import REMOVED
 from epd_portable.config.schema import Topology
 from epd_portable.errors import ConfigError
 
-MOST_KEYS = 81
+MOST_KEYS = 82
 KEYS = [name for name in REMOVED if name.partition(".")[0] in Topology.model_fields]
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 
 import pytest
 
-from epd_portable.delivery.balance import WINDOW_S, Balance, DryRun
-from epd_portable.delivery.instances import EndpointPool
+from epd_portable.config.roles import PAIR_LABEL, Role
+from epd_portable.delivery.balance import WINDOW_S, Balance, Switching
+from epd_portable.delivery.instances import EndpointPool, Instance
 from epd_portable.router.settings import InstanceSettings
 
 
@@ -71,7 +73,7 @@ def test_a_dry_run_says_what_it_would_do_and_why_once(caplog: pytest.LogCaptureF
         control = "" if role == "encode" else "tcp://h:1"
         settings = InstanceSettings(name=name, role=role, url=f"http://{name}:1", control=control)
         pool.add(settings).seen_well()
-    dry_run = DryRun(pool, elastic=True)
+    dry_run = Switching(pool, elastic=True, acts=False)
     for second in range(6):
         pool.work.came_s["encode", "image", 18] += 4.8
         pool.work.came_s["prefill-decode", "text", 9] += 1.0
@@ -79,8 +81,79 @@ def test_a_dry_run_says_what_it_would_do_and_why_once(caplog: pytest.LogCaptureF
             dry_run.tick(second + part_s)
     said = [record.getMessage() for record in caplog.records if record.name == logger]
     assert len(said) == 1, said
-    assert said[0].startswith("dry run: 2 of 3 instances should encode, and 1 do: encode 9.6 s")
+    assert said[0].startswith("dry run: 2 of 3 should encode, and 1 do: encode 9.6 s")
     for second in range(6, 20):
         pool.work.came_s["prefill-decode", "text", 9] += 1.0
         dry_run.tick(second)
-    assert "dry run: 0 of 3 instances should encode" in caplog.messages[-1]
+    assert "dry run: 0 of 3 should encode" in caplog.messages[-1]
+
+
+class Fleet:
+    """Devices whose instances are up, and what comes to them in a second."""
+
+    def __init__(self, **roles: str) -> None:
+        self.pool = EndpointPool()
+        for name, pair in roles.items():
+            role: Role = "encode" if name.startswith("e") else "prefill-decode"
+            settings = InstanceSettings(
+                name=name,
+                role=role,
+                url=f"http://{name}:1",
+                control="" if role == "encode" else "tcp://h:1",
+                labels={PAIR_LABEL: pair} if pair else {},
+            )
+            self.pool.add(settings).seen_well()
+        self.switching = Switching(self.pool, elastic=True, acts=True)
+        self.seconds = itertools.count()
+
+    def come(self, encode_s: float, answer_s: float, seconds: int = 12) -> set[str]:
+        """Return who is parked when as much as that has come for so long."""
+        for _ in range(seconds):
+            self.pool.work.came_s["encode", "image", 18] += encode_s
+            self.pool.work.came_s["prefill-decode", "text", 9] += answer_s
+            self.switching.tick(float(next(self.seconds)))
+        return {each.name for each in self.pool.all if each.parked}
+
+    def get(self, name: str) -> Instance:
+        found = self.pool.get(name)
+        assert found is not None
+        return found
+
+
+def test_new_work_turns_within_a_pair_as_the_load_does(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "epd_portable.delivery.balance")
+    fleet = Fleet(e0="", a="e0", b="")
+    assert fleet.come(0.0, 0.0) == {"a"}
+    assert fleet.come(0.1, 1.5) == {"e0"}
+    assert fleet.pool.choose_least_loaded(exclude=["b"]) is fleet.get("a")
+    assert fleet.come(1.5, 0.1) == {"a"}
+    assert fleet.pool.choose_least_loaded() is fleet.get("b")
+    assert fleet.come(0.1, 1.5) == {"e0"}
+    said = [each.split(":")[0] for each in caplog.messages]
+    to_a, to_e0 = "a gets new work in place of e0", "e0 gets new work in place of a"
+    assert said == [to_a, to_e0, to_a]
+
+
+def test_a_parked_encoder_ends_its_items_first_and_answers_go_on() -> None:
+    fleet = Fleet(e0="", a="e0", b="")
+    with fleet.get("e0").working("item"):
+        assert fleet.come(0.0, 1.5) == {"e0", "a"}
+    assert fleet.come(0.0, 1.5) == {"e0"}
+    with fleet.get("a").working():
+        assert fleet.come(1.5, 0.0) == {"a"}
+
+
+def test_who_is_parked_serves_where_nobody_else_can() -> None:
+    fleet = Fleet(e0="", a="e0", b="")
+    assert fleet.come(0.0, 0.0) == {"a"}
+    fleet.get("b").seen_gone("killed")
+    assert fleet.pool.choose_least_loaded() is fleet.get("a")
+    fleet.get("b").seen_well()
+    fleet.get("e0").seen_gone("killed")
+    assert fleet.come(0.0, 0.0) == set()
+
+
+def test_somebody_answers_where_every_device_could_encode() -> None:
+    fleet = Fleet(e0="", e1="", a="e0", b="e1")
+    assert len(fleet.come(9.0, 0.0) & {"e0", "e1"}) == 1
+    assert len(fleet.come(9.0, 0.0) & {"a", "b"}) == 1

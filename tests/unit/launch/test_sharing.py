@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from epd_portable.errors import ConfigError
@@ -55,6 +57,29 @@ def test_instances_on_devices_of_their_own_start_at_once() -> None:
         "  device 1  prefill_decode-0  92% of its memory  the KV cache takes what is left" in text
     )
     assert "start at once:" not in plan_table(plan("", "cpu"))
+
+
+@pytest.mark.parametrize(
+    ("platform", "key", "some", "more"),
+    [("cuda", "devices", "[0]", "[0, 1]"), ("cpu", "cores", "[1]", "[1, 0]")],
+)
+@pytest.mark.parametrize("front", ["router", "engine"])
+def test_who_has_just_what_an_encoder_has_makes_a_pair_with_it(
+    platform: str, key: str, some: str, more: str, front: str
+) -> None:
+    groups = f"encode: {{{key}: {some}}}, prefill_decode: {{count: 2, {key}: {more}}}"
+    text = f"model: m\nfront: {front}\nrouter: {{switch_roles: true}}\ninstances: {{{groups}}}"
+    argv = plan_of(text, platform, devices=("0", "1")).processes[-1].argv
+    settings = json.loads(argv[argv.index("--settings") + 1])
+    assert settings["switch_roles"]
+    labels = [each["labels"] for each in settings["engines" if front == "engine" else "instances"]]
+    pair = {"epd.pair": "encode-0"}
+    assert labels == ([{}, pair, {}] if platform == "cuda" else [{}, {}, pair])
+
+
+def test_roles_that_nobody_can_switch_are_refused() -> None:
+    with pytest.raises(ConfigError, match="switch_roles: no prefill_decode instance has the same"):
+        plan("router: {switch_roles: true}")
 
 
 def test_on_several_shared_devices_each_waits_for_all_that_are_on_one_with_it() -> None:
