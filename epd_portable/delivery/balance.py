@@ -157,7 +157,7 @@ class Switching:
         found = self._balance.decide(now_s, encoders, encode_owed_s, answer_owed_s)
         if self._acts:
             least = sum(each.duty == "encode" for each in usable) - len(pairs)
-            wanted = min(max(found.encoders, least), least + len(pairs), devices - 1)
+            wanted = min(max(found.encoders, least), least + len(pairs))
             self._switch(pairs, wanted - encoders, found.reason)
         elif found.encoders not in (encoders, self._said):
             logger.debug(
