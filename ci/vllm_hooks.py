@@ -156,7 +156,10 @@ HOOKS: tuple[Relied, ...] = (
         "request_finished",
         implemented=True,
     ),
-    _row("distributed.ec_transfer.ec_connector.base.ECConnectorMetadata", _CONNECTOR),
+    _row(
+        "distributed.ec_transfer.ec_connector.base.ECConnectorMetadata",
+        ("vllm_plugin/reports.py",),
+    ),
     _row(
         "distributed.ec_transfer.ec_connector.base.ECConnectorRole", _CONNECTOR, "SCHEDULER WORKER"
     ),
