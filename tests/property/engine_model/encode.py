@@ -542,7 +542,7 @@ class World:
         worker = self.worker
         report: dict[Kind, set[str]] = {
             "copy lost": worker.report.lost,
-            "copy missing": worker.report.missing,
+            "missing": worker.report.missing,
         }
         if self.room and self.rng.random() < 0.2:
             width = int(self.scheduler.vllm_config.model_config.get_inputs_embeds_size())
