@@ -534,6 +534,7 @@ class EncodeWorker(WorkerConnector):
         """See `epd_portable.runners.host.WorkerHooks`."""
         if self._copies is not None:
             self._copies.carry_out(metadata.copies, encoder_cache)
+        self._not_encoded.difference_update(metadata.copies.dropped)  # The scheduler knows.
         for order in metadata.orders:
             self._sender.submit(
                 order,
