@@ -16,7 +16,10 @@ import os
 import random
 import sys
 import time
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
+from typing import Any
 
 MOST_TICKETS = 9
 DAY_S = 86400.0
@@ -41,17 +44,33 @@ def _strike(ticket: Path, folder: Path) -> None:
     os.kill(pid, order["signal"])
 
 
-def install() -> None:
-    """Look at every point from now on; what was forked has imported `epd_portable` anew."""
-    from epd_portable import log
+class _Hook(MetaPathFinder):
+    """Looks at every point of `epd_portable.log`, however often a process imports it.
+
+    What the launcher forks imports it anew.
+    """
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
+        """Return the module's own spec, whose loader patches it."""
+        spec = PathFinder.find_spec(name, path) if name == "epd_portable.log" else None
+        if spec is not None and spec.loader is not None:
+            run = spec.loader.exec_module
+
+            def exec_module(module: Any) -> None:
+                run(module)
+                _patch(module)
+
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+def _patch(log: Any) -> None:
     from tests.faults.points import name_process
 
     folder = Path(os.environ["EPD_TEST_FAULTS"])
     record = log.EventTrace.__call__
-    if record.__module__ == __name__:
-        return
 
-    def call(self: log.EventTrace, event: str, **fields: object) -> None:
+    def call(self: Any, event: str, **fields: object) -> None:
         record(self, event, **fields)
         if event in PARTS:
             name_process(folder, f"{os.environ.get('EPD_INSTANCE')}.{PARTS[event]}", os.getpid())
@@ -66,9 +85,17 @@ def install() -> None:
             taken.unlink()
             return
 
-    log.EventTrace.__call__ = call  # type: ignore[method-assign]
+    log.EventTrace.__call__ = call
     if os.environ.get("EPD_INSTANCE") == "router":
         name_process(folder, "router", os.getpid())
+
+
+def install() -> None:
+    """Look at every point from now on."""
+    if not any(isinstance(each, _Hook) for each in sys.meta_path):
+        sys.meta_path.insert(0, _Hook())
+        if (log := sys.modules.get("epd_portable.log")) is not None:
+            _patch(log)
 
 
 def _let_the_wall_clock_jump() -> None:
