@@ -1,9 +1,10 @@
 """``make test``: everything that shows that a change is right, in four lanes side by side.
 
-Most tests wait most of their time: four lanes that take about as long keep two cores busy. That of
-engines goes before the others where they want the same core. What a piece prints comes in one part,
-when it ends; its log is in ``.suite/``. With ``--full`` every piece runs what ``make test`` leaves
-out too, which takes hours; ``--resume`` then goes on where an earlier run of the same commit ended.
+Tests of engines, of simulated devices and of faults wait half of their time, and the others mostly
+compute, so a lane of each keeps two cores busy. That of engines takes longest, and goes before the
+others where they want the same core. What a piece prints comes in one part, when it ends; its log
+is in ``.suite/``. With ``--full`` every piece runs what ``make test`` leaves out too, which takes
+hours; ``--resume`` then goes on where an earlier run of the same commit ended.
 
 Needs the standard library only: the environments are made by its first pieces.
 """
@@ -87,11 +88,9 @@ def pieces(*, full: bool) -> list[Piece]:
         npu_piece("engines", ENGINES),
         Piece(name="checks", lane="computing", argv=["ci/check.sh"]),
         tests("tests over vLLM", "computing", "tests/property", *OVER_VLLM),
-        *(tests(name, "computing", path) for name, path in faults.items()),
-        npu_piece("faults", "computing"),
         tests(
             "tests without engines",
-            "parts",
+            "computing",
             *("tests/integration", "tests/contract", "tests/unit"),
             *(f"--ignore={path}" for path in OVER_VLLM),
             *WORKERS,
@@ -102,6 +101,8 @@ def pieces(*, full: bool) -> list[Piece]:
             argv=[sys.executable, "-m", "ci.make_env", "--platform", "npu-sim"],
         ),
         *(npu_piece(part, "devices") for part in ("devices", "contract", "transfer")),
+        *(tests(name, "faults", path) for name, path in faults.items()),
+        npu_piece("faults", "faults"),
     ]
 
 
