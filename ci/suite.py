@@ -1,8 +1,7 @@
-"""``make test``: everything that shows that a change is right, in four lanes side by side.
+"""``make test``: everything that shows that a change is right, in three lanes side by side.
 
-Tests of engines, of simulated devices and of faults wait half of their time, and the others mostly
-compute, so a lane of each keeps two cores busy. That of engines takes longest, and goes before the
-others where they want the same core. What a piece prints comes in one part, when it ends; its log
+Tests of engines and of simulated devices wait half of their time, and the others mostly compute,
+so a lane of each keeps two cores busy. What a piece prints comes in one part, when it ends; its log
 is in ``.suite/``. With ``--full`` every piece runs what ``make test`` leaves out too, which takes
 hours; ``--resume`` then goes on where an earlier run of the same commit ended.
 
@@ -41,8 +40,6 @@ PYTEST = (".venv/bin/python", "-m", "pytest")
 NPU_ENVIRONMENT = "npu environment"
 ENGINES = "engines"
 """The lane whose pieces start engines: two of them at once would not fit in memory."""
-NICER = ("nice", "-n", "5")
-"""How pieces of other lanes are run."""
 EXIT_CANNOT_START = 127
 SAYS_NOTHING_S = 60.0
 FAILURES = ("FAILED tests/", "ERROR tests/")
@@ -101,8 +98,9 @@ def pieces(*, full: bool) -> list[Piece]:
             argv=[sys.executable, "-m", "ci.make_env", "--platform", "npu-sim"],
         ),
         *(npu_piece(part, "devices") for part in ("devices", "contract", "transfer")),
-        *(tests(name, "faults", path) for name, path in faults.items()),
-        npu_piece("faults", "faults"),
+        *(tests(name, "devices", path) for name, path in faults.items()),
+        # Short: the lane that ends first takes it.
+        npu_piece("faults", "devices"),
     ]
 
 
@@ -202,7 +200,7 @@ class Suite:
         environment = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
         with log.open("wb") as output:
             process = subprocess.Popen(
-                piece.argv if piece.lane == ENGINES else [*NICER, *piece.argv],
+                piece.argv,
                 cwd=ROOT,
                 env=environment,
                 stdin=subprocess.DEVNULL,
