@@ -46,6 +46,9 @@ ENDS_ENCODED: Version = (0, 29)
 it makes up in every step."""
 ENCODE_ONLY_RUNNER: Version = (0, 29)
 """The second model runner of an encode instance is a class of its own."""
+PROFILES_ENCODER: Version = (0, 30)
+"""The largest step of an encode instance has no language model; before, vllm-ascend computes it,
+and it has no weights there."""
 FAILS_UNAVAILABLE: Version = (0, 30)
 """The scheduler calls ``take_unavailable_requests``."""
 STARTS_SAVES: Version = (0, 30)

@@ -78,7 +78,7 @@ class _WorkerMixin:
 
     def initialize_from_config(self, *args: Any, **kwargs: Any) -> None:
         connector = get_ec_transfer()
-        if connector.is_producer:
+        if connector.is_producer and compat.version() >= compat.PROFILES_ENCODER:
             # vLLM measures memory only for KV, of which there is none.
             connector.measure_room(self.model_runner.profile_run)  # type: ignore[attr-defined]
         with cores_kept():

@@ -42,13 +42,14 @@ from tests.integration.router.test_prefill import (
     test_a_silent_decode_instance_is_given_up_however_long_the_prefill_took,
     test_a_silent_prefill_instance_costs_no_answer,
     test_an_answer_is_streamed_by_the_decode_instance,
+    test_an_item_whose_other_encoder_fails_is_encoded_where_it_is_needed,
     test_another_prefill_instance_is_asked_and_then_the_decode_instance,
     test_items_go_to_the_prefill_instance_and_media_to_both,
     test_kv_of_a_client_is_not_passed_on,
     test_prompts_of_other_interfaces_are_computed_apart_too,
-    test_replicas_share_requests_and_get_no_items,
     test_what_a_prefill_instance_refuses_is_refused,
-    test_who_encodes_by_role_gets_no_items,
+    test_who_holds_the_encoder_shares_the_items_of_a_request_with_others,
+    test_whoever_is_not_busier_encodes_its_own_items,
     test_without_a_decode_instance_nobody_answers,
 )
 

@@ -173,11 +173,11 @@ class Held:
             yield clients
 
 
-async def send(clients: list[socket.socket], data: bytes) -> None:
-    """Send from each client what is taken, as long as that is anything."""
+async def send(clients: list[socket.socket], data: bytes, *, whole: bool = False) -> None:
+    """Send from each client what is taken: all of it, or as long as that is anything."""
     left = dict.fromkeys(clients, data)
     idle = 0
-    while left and idle < 20:
+    while left and (whole or idle < 20):
         idle += 1
         for client, rest in tuple(left.items()):
             try:
@@ -338,7 +338,7 @@ async def test_bodies_of_all_clients_together_are_bounded(held: Held) -> None:
 
 async def test_answers_that_nobody_takes_and_requests_that_wait_are_bounded(held: Held) -> None:
     with held.clients() as taking_nothing, held.clients() as waiting:
-        await send(taking_nothing[:STREAMS], asked())
+        await send(taking_nothing[:STREAMS], asked(), whole=True)
         await held.until(lambda: held.instance.streams == STREAMS)
         streaming = await held.grown_bytes()
         await send(waiting, asked(20 * KIB))
