@@ -40,7 +40,7 @@ class TracedRunner(_Base):
         ]
         with self.epd.encoding(items):
             return super()._execute_mm_encoder(scheduler_output)
-        return []
+        return []  # There was no memory for them.
 
 
 class EncoderRunnerMixin(TracedRunner):

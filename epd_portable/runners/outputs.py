@@ -109,7 +109,7 @@ class KeptOutputs:
             order = self.orders[transfer_id]
             output = self._outputs.get(order.mm_hash)
         if output is None:
-            raise TransportError(f"item {order.mm_hash}: its copy in host memory is not there")
+            raise TransportError(f"item {order.mm_hash}: its output is not there")
         tensor = output.tensor
         if not _fits(order.tensor, tensor):
             shape, dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")

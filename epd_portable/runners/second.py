@@ -45,7 +45,7 @@ class SecondRunnerMixin(_Base):
             ]
             with self.epd.encoding(items):
                 return encode(inputs)
-            return None
+            return None  # There was no memory for them.
 
         state.execute_mm_encoder = traced
         return loaded

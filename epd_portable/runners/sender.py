@@ -126,8 +126,8 @@ class Sender:
             output: The item, if the engine has it from before: ``(num_tokens, width)`` on the
                 worker's device.
             restored: It comes from its copy in host memory.
-            missing: It was to come from there and did not: the transfer fails when the consumer
-                waits for it, unless the item is encoded before.
+            missing: The scheduler counts on it, and it is not there: the transfer fails when the
+                consumer waits for it, unless the item is encoded before.
 
         Raises:
             TransportError: The sender's thread has ended: nothing leaves this instance any more.

@@ -32,6 +32,7 @@ CARRIES_PARAMS = (0, 26)
 TOKEN = "epd_portable.vllm_plugin.instance_token.TokenMiddleware"
 MEDIA_BOUNDS = "epd_portable.vllm_plugin.media_bounds.MediaBoundsMiddleware"
 ADMISSION = "epd_portable.vllm_plugin.admission.AdmissionMiddleware"
+CPU_KV_GIB = "VLLM_CPU_KVCACHE_SPACE"
 ROLE_ARGS: dict[str, dict[str, JsonValue]] = {
     # An encoder computes no KV blocks, so there is no prefix to find again. It generates nothing,
     # so no step can be scheduled ahead. From 0.29 on vLLM derives most of this from the role.
@@ -222,7 +223,7 @@ def cpu_env(cores: Sequence[Cores], *, eager: bool) -> dict[str, str]:
     One rank computes in the engine's own process, which the launcher binds to its cores. Of several
     ranks vLLM binds each worker's threads itself.
     """
-    variables = {"VLLM_CPU_KVCACHE_SPACE": "1"}
+    variables = {CPU_KV_GIB: "1"}
     if eager:
         # vLLM compiles parts of its sampler all the same, within the first request that needs them.
         variables["TORCH_COMPILE_DISABLE"] = "1"

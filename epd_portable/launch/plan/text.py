@@ -7,13 +7,12 @@ from collections.abc import Mapping, Sequence
 
 from epd_portable.config.roles import ENCODES
 from epd_portable.launch.plan.check import Finding
+from epd_portable.launch.plan.engine import CPU_KV_GIB
 from epd_portable.launch.plan.hardware import HardwareFit
 from epd_portable.launch.plan.processes import Plan, ProcessSpec
 from epd_portable.launch.plan.sharing import Tenant, UsedDevice
 from epd_portable.platforms.traits import TRAITS
 from epd_portable.scheduling.two_levels import FILLED
-
-_CPU_KV_GIB = "VLLM_CPU_KVCACHE_SPACE"
 
 
 def plan_table(plan: Plan) -> str:
@@ -48,8 +47,8 @@ def plan_table(plan: Plan) -> str:
     if alone:
         lines += ["", "devices with one instance each, which start at once:", *columns(alone)]
     for spec in plan.processes:
-        if spec.role == "encode" and (space := spec.env.get(_CPU_KV_GIB)):
-            cache = f"{FILLED:.0%} of {_CPU_KV_GIB}={space} (GiB), for it has no KV cache"
+        if spec.role == "encode" and (space := spec.env.get(CPU_KV_GIB)):
+            cache = f"{FILLED:.0%} of {CPU_KV_GIB}={space} (GiB), for it has no KV cache"
             lines += ["", f"the encoder cache of {spec.name} takes {cache}"]
     if plan.hardware:
         lines += ["", *_hardware(plan.hardware)]
