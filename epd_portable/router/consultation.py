@@ -399,7 +399,7 @@ class Consultation:
             raise RequestFailure(
                 FailureKind.UNAVAILABLE,
                 RequestPhase.ANSWER,
-                "Envoy sends this request to no other instance",
+                f"Envoy's try at instance {attempt.pd.name} has failed, or does not come",
             ) from None
         response = ProcessingResponse()
         changed = response.request_headers.response
