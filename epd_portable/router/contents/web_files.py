@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import binascii
 import contextlib
+import logging
 import math
 import re
 import socket
@@ -37,6 +38,8 @@ from epd_portable.router.contents.cut_text import Bytes
 from epd_portable.router.http.incoming import Body
 from epd_portable.router.settings import MediaFetching
 
+logger = logging.getLogger(__name__)
+
 Resolve = Callable[[str, int], list[str]]
 """Returns the addresses of a name; blocks, and raises `OSError`."""
 
@@ -44,6 +47,8 @@ MAX_ADDRESSES = 4
 """Of one name, that are tried one after the other."""
 CONNECT_S = 3.0
 """Longest time of connecting to one of them."""
+AGAIN_AFTER_S = 0.2
+"""Pause before a file is asked for once more."""
 LOOKUPS = 64
 LOOKUPS_OF_DOMAIN = 4
 """Names that are looked up at a time, in all and below one domain."""
@@ -128,7 +133,7 @@ class WebFiles:
                 begun = time.monotonic()
                 try:
                     with anyio.fail_after(left_s):
-                        answer = await self._ask(target, held)
+                        answer = await self._ask_twice(target, held)
                 except TimeoutError as error:
                     raise _too_slow(self._settings.timeout_s) from error
             left_s = max(left_s - (time.monotonic() - begun), 0.0)
@@ -146,6 +151,15 @@ class WebFiles:
                 self.domains.check(target)
             except MediaUrlError as error:
                 raise MediaUrlError(f"it redirects to where nothing is fetched: {error}") from None
+
+    async def _ask_twice(self, target: WebTarget, held: Body) -> FetchedFile | str:
+        """Ask once more where a server fails."""
+        try:
+            return await self._ask(target, held)
+        except _ServerFailedError as error:
+            logger.info("%s: %s: asked for once more", target.shown, error)
+        await asyncio.sleep(AGAIN_AFTER_S)
+        return await self._ask(target, held)
 
     async def _ask(self, target: WebTarget, held: Body) -> FetchedFile | str:
         """Return what a server gives, or where it says that it is."""
@@ -180,7 +194,8 @@ class WebFiles:
         except httpcore.ConnectError as error:
             raise _failed("no connection could be made to its host") from error
         except (httpcore.NetworkError, httpcore.ProtocolError) as error:
-            raise _failed("its server broke off, or what it answered is no HTTP") from error
+            problem = "its server broke off, or what it answered is no HTTP"
+            raise _ServerFailedError(problem) from error
 
     async def _taken(self, response: httpcore.Response, held: Body) -> FetchedFile | str:
         headers: dict[bytes, list[bytes]] = {}
@@ -195,8 +210,10 @@ class WebFiles:
                 return there[0].decode()
             except UnicodeDecodeError:
                 raise MediaUrlError("it redirects to what is no URL") from None
+        if status >= 500:
+            raise _ServerFailedError(f"its server answered {status}")
         if status != 200:
-            theirs = 400 <= status < 500 and status not in _LATER
+            theirs = status >= 400 and status not in _LATER
             raise _failed(f"its server answered {status}", status=400 if theirs else 502)
         encoding = b",".join(headers.get(b"content-encoding", [])).strip().lower()
         if encoding not in (b"", b"identity"):
@@ -427,6 +444,13 @@ def _keep_s(cache_control: str) -> float:
         return 0.0
     age = _MAX_AGE.search(cache_control)
     return float(age[1]) if age else float("inf")
+
+
+class _ServerFailedError(MediaUrlError):
+    """A server could not give a file, but may a moment later."""
+
+    def __init__(self, problem: str) -> None:
+        super().__init__(problem, status=502, code="media_url_failed")
 
 
 def _failed(problem: str, *, status: int = 502) -> MediaUrlError:

@@ -295,6 +295,51 @@ async def test_who_is_slow_is_given_up(world: World, answer: Answer) -> None:
     await world.site.until(lambda: world.site.closed_early == 1)
 
 
+FAILING = {
+    name: HOSTILE_ANSWERS[name][0] for name in ("cut", "cut-chunk", "nothing", "no-http", "broken")
+}
+
+
+@pytest.mark.parametrize("name", FAILING)
+async def test_a_server_that_fails_is_asked_once_more(
+    world: World, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    answers = iter([FAILING[name], plain(PNG), *[FAILING[name]] * 2])
+
+    async def answer(writer: asyncio.StreamWriter) -> None:
+        writer.write(next(answers))
+
+    world.site.pages["/a.png"] = answer
+    fetcher = world.fetcher(cache_bytes=0)
+    assert await get(fetcher, world.url()) == [("image/png", PNG)]
+    assert len(world.site.heads) == 2
+    assert "asked for once more" in caplog.text
+    assert (await refusal(fetcher, world.url())).status == 502
+    assert len(world.site.heads) == 4
+
+
+@pytest.mark.parametrize("name", ["missing", "too-many", "empty", "bomb", "announced"])
+async def test_who_does_not_fail_is_not_asked_once_more(world: World, name: str) -> None:
+    world.site.pages["/a.png"] = HOSTILE_ANSWERS[name][0]
+    await refusal(world.fetcher(max_bytes=1 << 20), world.url())
+    assert len(world.site.heads) == 1
+
+
+async def test_both_tries_share_one_time(world: World) -> None:
+    async def answer(writer: asyncio.StreamWriter) -> None:
+        if len(world.site.heads) == 1:
+            writer.write(plain(b"", status="503 Service Unavailable"))
+        else:
+            await asyncio.sleep(60)
+
+    world.site.pages["/a.png"] = answer
+    refused = await refusal(world.fetcher(timeout_s=1.0), world.url())
+    assert (refused.status, refused.code) == (504, "media_url_timeout")
+    await world.site.until(lambda: world.site.closed_early == 1)
+    assert len(world.site.heads) == 2
+
+
 async def test_redirects_share_one_time(world: World) -> None:
     for number in range(4):
         world.site.pages[f"/{number}"] = slowly(moved(f"/{number + 1}"), 20, 0.05)
@@ -413,7 +458,7 @@ async def test_a_failure_is_told_to_all_who_wait_and_not_kept(world: World) -> N
     fetcher = world.fetcher()
     refused = await asyncio.gather(*(refusal(fetcher, world.url()) for _ in range(5)))
     assert {error.status for error in refused} == {502}
-    assert len(world.site.heads) == 1
+    assert len(world.site.heads) == 2
     world.site.pages["/a.png"] = plain(PNG)
     assert await get(fetcher, world.url()) == [("image/png", PNG)]
 
