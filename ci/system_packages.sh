@@ -6,7 +6,6 @@ LIMIT_S=300
 
 declare -A packages=(
     [redis-server]="stores are tested in files only"
-    [chromium]="the status page is not tested in a browser"
     [prometheus]="alerts and what scrapes metrics are not tested"
     [libibverbs1]="the path mooncake is not tested"
 )

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis.internal.conjecture import providers
 
 from epd_portable.connector import registry
-from tests import browser, keyring
+from tests import keyring
 
 # Time is measured elsewhere: a busy machine fails no test.
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -33,10 +33,9 @@ def _no_module(*names: str) -> str | None:
     return f"not installed: {', '.join(missing)}" if missing else None
 
 
-def _no_program(*names: str, any_of: bool = False, package: str) -> str | None:
+def _no_program(*names: str, package: str) -> str | None:
     missing = [name for name in names if not shutil.which(name)]
-    enough = len(missing) < len(names) if any_of else not missing
-    return None if enough else f"not on PATH: {', '.join(missing)}; apt-get install {package}"
+    return f"not on PATH: {', '.join(missing)}; apt-get install {package}" if missing else None
 
 
 def _no_device(name: str, *modules: str) -> str | None:
@@ -50,7 +49,6 @@ def _no_device(name: str, *modules: str) -> str | None:
 
 # Marker -> probe that returns why it is not satisfied here, or None.
 REQUIREMENTS: dict[str, Callable[[], str | None]] = {
-    "needs_browser": lambda: _no_program(*browser.NAMES, any_of=True, package="chromium"),
     "needs_cuda": lambda: _no_device("cuda"),
     "needs_envoy": lambda: (
         _no_module("google", "grpc") or (None if shutil.which("envoy") else _no_module("envoy"))

@@ -114,28 +114,6 @@ class Secret:
         content = hashlib.blake2b(body).digest()
         return self._digest("signatures", method, target, at, nonce, content, nbytes=32)
 
-    def page_key(self, *, until: float) -> str:
-        """Return a key of the router's whole status page, valid until a Unix time in seconds."""
-        at = str(int(until))
-        return f"{at}-{self._digest('status page', at, nbytes=_PROOF_BYTES)}"
-
-    def check_page_key(self, key: str, *, clock: Callable[[], float] = time.time) -> None:
-        """Return if a key of the status page is valid, see `page_key`.
-
-        Raises:
-            RequestError: 401; it is another secret's, malformed, or has expired.
-        """
-        at, _, mac = key.partition("-")
-        if not _same(mac, self._digest("status page", at, nbytes=_PROOF_BYTES)):
-            raise _unauthorized(
-                "the key of the status page is wrong: epd-launch page makes one from this "
-                "router's secret_file"
-            )
-        if clock() > int(at):
-            raise _unauthorized(
-                "the time of this key of the status page is over: epd-launch page makes another"
-            )
-
     def sign_transfer(self, transfer_id: str, item: str, consumer: str) -> str:
         """Return the router's proof that it wants an item brought to a consumer by a transfer.
 

@@ -60,6 +60,7 @@ MEANT = {
         ("restart", "reload", "update"),
         "SIGHUP to the launcher starts the instances again, one after the other",
     ),
+    "page": "`instances` shows the state of each; /metrics and the access log have the rest",
     "--keep": "A launcher with router.join keeps instances registered.",
 }
 """Words of other programs or of former versions, and what to use here."""
@@ -165,7 +166,7 @@ for _command in (
     render.render,
     stop,
     *(status.status, status.logs),
-    *(members.secret, members.join, members.leave, members.instances, members.page),
+    *(members.secret, members.join, members.leave, members.instances),
 ):
     main.add_command(_command)
 

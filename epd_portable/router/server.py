@@ -52,12 +52,9 @@ from epd_portable.router.http.upstream import Upstream
 from epd_portable.router.ingress.access import ApiKeys
 from epd_portable.router.ingress.admission import AdmissionControl
 from epd_portable.router.ingress.cors import Cors
-from epd_portable.router.observability.engine_figures import EngineWatch
 from epd_portable.router.observability.metrics import Metrics
 from epd_portable.router.observability.observers import observers
-from epd_portable.router.observability.record import RecentRequests
-from epd_portable.router.observability.status import PATHS as STATUS_PATHS
-from epd_portable.router.observability.status import StatusPage
+from epd_portable.router.observability.record import Listener
 from epd_portable.router.relay import Forwarder
 from epd_portable.router.selector import EndpointSelector
 from epd_portable.router.settings import RouterSettings, policy_of, with_policy
@@ -104,7 +101,7 @@ NOT_SERVED: Mapping[str, str] = {
 }
 """Paths of vLLM that are refused on purpose, and why; one with a final slash stands for all below
 it."""
-LOOKS = frozenset({"/health", "/ping", "/metrics", *STATUS_PATHS})
+LOOKS = frozenset({"/health", "/ping", "/metrics"})
 """Paths whose GETs are not counted: monitors ask them all the time."""
 OTHER = "other"
 """Label of all paths that are not served."""
@@ -150,7 +147,7 @@ class Router:
         takes_media = settings.local_encode and settings.media == "concurrent"
         elastic = takes_media and settings.elastic_encode
         self._switching = Switching(self.instances, elastic=elastic, acts=settings.switch_roles)
-        self.requests = RecentRequests([self.metrics, self.metrics.activity, *observers(settings)])
+        self.listeners: list[Listener] = [self.metrics, *observers(settings)]
         self._control = ControlChannels(CurveKeys.derive(secret))
         self._store: StoreLookup | None = None
         if settings.store is not None:
@@ -178,20 +175,11 @@ class Router:
         if settings.endpoints_file is not None:
             EndpointsFile(settings.endpoints_file, self.instances)
         together = (settings, self.instances, self.upstream, self._control)
-        warm_up = WarmUp(*together, secret, self.metrics.activity, self._store)
+        warm_up = WarmUp(*together, secret, self._store)
         self.members = Registration(*together, self.metrics, warm_up.warm_up, secret)
         self._admission: AdmissionControl | None = None
         if settings.admission != AdmissionSection():
             self._admission = AdmissionControl(settings.admission, self.instances, self.metrics)
-        self.status = StatusPage(
-            settings.model,
-            self.instances,
-            self.metrics.activity,
-            self.requests,
-            EngineWatch(self.upstream),
-            secret,
-            self._summary,
-        )
         self.held_bytes = HeldBytes(settings.max_bodies_bytes)
         self._body = partial(Body, self.held_bytes, settings.max_body_bytes)
         self._rules = Rules(
@@ -241,13 +229,13 @@ class Router:
             self._sweeping.cancel()
         if self._fetcher is not None:
             await self._fetcher.close()
-        await self.status.close()
         if self._loads is not None:
             await self._loads.close()
         if self._store is not None:
             self._store.close()
         await self.exchange.close()
-        await self.requests.close()
+        for listener in self.listeners:
+            await listener.close()
         await self.members.close()
         await self._control.close()
         await self.upstream.close()
@@ -271,7 +259,7 @@ class Router:
         work = asyncio.current_task()
         assert work is not None
         record = client.record
-        self.requests.start(record)
+        record.start(self.listeners)
         self.in_flight.add(client)
         client.work = work
         admission, ticket = self._admission, None
@@ -308,7 +296,7 @@ class Router:
                 admission.leave(ticket)
             self.in_flight.discard(client)
             record.gone = client.gone
-            self.requests.finish(record)
+            record.finish()
 
     async def _read(self, path: str, client: ClientExchange, body: Body) -> Call:
         """Return what the client asks for."""
@@ -380,8 +368,6 @@ class Router:
                 raise _no_such(client.method, path, 405)
             kind = {"content-type": "text/plain; version=0.0.4; charset=utf-8"}
             return Reply(200, kind, self.metrics.exposition())
-        if path in STATUS_PATHS and admin:
-            return await self.status.reply(client.method, path, client.headers)
         if path.startswith("/epd/") and admin:
             data = await self._operators_body(client)
             return await self.members.handle(client.method, client.target, client.headers, data)
@@ -412,7 +398,7 @@ class Router:
 
         Names of instances are for holders of the secret.
         """
-        answer = self._summary()
+        answer: dict[str, object] = {"status": self.state, "counts": self.instances.counts()}
         states = self.members.states(client.method, client.target, client.headers)
         if states is not None:
             answer["instances"] = states
@@ -426,10 +412,6 @@ class Router:
             # For hops that answer elsewhere it prefills.
             usable = usable or self.instances.any_usable("prefill")
         return "draining" if self.draining else "ok" if usable else "unavailable"
-
-    def _summary(self) -> dict[str, object]:
-        """Return how the router is, without names of instances."""
-        return {"status": self.state, "counts": self.instances.counts()}
 
     def _on_admin_port(self, client: ClientExchange) -> bool:
         return self.settings.admin_port is None or client.request.port == self.settings.admin_port

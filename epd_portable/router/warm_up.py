@@ -37,7 +37,6 @@ from epd_portable.router.contents.cut_text import Segments
 from epd_portable.router.encode_jobs import item_of, read_outcome
 from epd_portable.router.fleet.control import ControlChannels
 from epd_portable.router.http.upstream import Upstream, UpstreamError
-from epd_portable.router.observability.record import Activity
 from epd_portable.router.prefill import for_prefill, read_kv, with_kv
 from epd_portable.router.settings import RouterSettings
 from epd_portable.wire.outcomes import FailureKind
@@ -87,7 +86,6 @@ class WarmUp:
         upstream: Upstream,
         control: ControlChannels,
         secret: Secret,
-        activity: Activity,
         store: StoreLookup | None = None,
     ) -> None:
         self._settings = settings
@@ -95,7 +93,6 @@ class WarmUp:
         self._upstream = upstream
         self._control = control
         self._secret = secret
-        self._activity = activity
         self._store = store
         self._make_item: Callable[[], dict[str, Any]] = picture
         self._ready: set[Instance] = set()
@@ -202,8 +199,6 @@ class WarmUp:
                 self._control.not_wanted(pd.name, [transfer.transfer_id])
                 raise
             if outcome and (outcome.source, outcome.encoder) == ("transfer", encoder.name):
-                self._activity.delivered(encoder.name, pd.name)
-                self._activity.had(pd.name, outcome)
                 trace("pair.met", encoder=encoder.name, instance=pd.name, path=outcome.path)
                 return
         how = f"had it by {outcome.source}" if outcome else "did not say how"
@@ -249,7 +244,6 @@ class WarmUp:
         if params is None:
             raise _RefusedError(f"{prefill.name} says nothing of the KV of its first prompt")
         await self._ask(decode, with_kv(call, params).for_pd(None))
-        self._activity.prefilled(prefill.name, decode.name)
         trace("kv.met", prefill=prefill.name, instance=decode.name)
 
     async def _ask(self, instance: Instance, body: Segments | bytes) -> bytes:

@@ -1,9 +1,8 @@
-"""``epd-launch secret``, ``join``, ``leave``, ``instances``, ``page``: who takes part."""
+"""``epd-launch secret``, ``join``, ``leave``, ``instances``: who takes part."""
 
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -55,18 +54,6 @@ INSTANCES_HELP = """Show the instances of a router: states, requests in flight, 
 
 \b
   epd-launch instances --router http://10.0.0.1:8000 --secret-file ~/epd.secret
-"""
-
-PAGE_HELP = """Print a link to the router's whole status page, with a key in it.
-
-The key expires, and gives access to this page only. The page shows names of instances, and when and
-by which of them requests were answered, but no content of requests:
-
-\b
-  epd-launch page --router http://10.0.0.1:8001 --secret-file ~/epd.secret
-
-The URL has router.admin_port where that is set. Where the topology has no secret_file, the secret
-is /tmp/epd-RUN/secret; `epd-launch status` shows RUN.
 """
 
 
@@ -219,23 +206,3 @@ def instances(router: str, secret_file: str, as_json: bool) -> None:
             f"{seen['name']:24} {seen['role']:16} {seen['state']:9} "
             f"{seen['in_flight']:4} in flight  {seen['url']}{why and '  ' + why}"
         )
-
-
-@click.command(help=PAGE_HELP)
-@_router_options
-@click.option(
-    "--hours",
-    default=12.0,
-    show_default=True,
-    type=click.FloatRange(min=0, min_open=True, max=24 * 366),
-    help="Hours until the key expires.",
-)
-@json_option
-def page(router: str, secret_file: str, hours: float, as_json: bool) -> None:
-    """Print a link to the status page."""
-    key = Secret.read(secret_file).page_key(until=time.time() + 3600 * hours)
-    link = f"{router.rstrip('/').removesuffix('/v1')}/#key={key}"
-    if as_json:
-        print_json(link=link)
-    else:
-        click.echo(link)

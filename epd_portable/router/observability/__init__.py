@@ -1,1 +1,1 @@
-"""Metrics, logs, traces and the status page."""
+"""Metrics, logs and traces of requests."""

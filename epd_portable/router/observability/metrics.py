@@ -14,7 +14,6 @@ from epd_portable.delivery.instances import EndpointPool
 from epd_portable.delivery.metrics import InstanceCollector
 from epd_portable.router.observability.llmd_names import LlmdNames
 from epd_portable.router.observability.record import (
-    Activity,
     ItemRecord,
     Leg,
     Listener,
@@ -37,9 +36,6 @@ class Metrics(Listener):
     Args:
         instances: Those that there are; none by default.
         llmd_names: Show some of it a second time, under names of llm-d's proposal.
-
-    Attributes:
-        activity: What the status page shows.
     """
 
     def __init__(
@@ -52,7 +48,6 @@ class Metrics(Listener):
         pool = EndpointPool() if instances is None else instances
         registry.register(InstanceCollector(pool, "epd_router"))
         self._shown: Collector = LlmdNames(registry) if llmd_names else registry
-        self.activity = Activity()
         counter = functools.partial(Counter, registry=registry)
         gauge = functools.partial(Gauge, registry=registry)
         seconds = functools.partial(Histogram, registry=registry, buckets=_SECONDS)
@@ -241,11 +236,9 @@ class Metrics(Listener):
         """Count how an instance says that it had its items."""
         for item in outcome.items:
             self.sources.labels(item.source, item.path).inc()
-            self.activity.had(outcome.instance, item)
 
     def forget(self, instance: str) -> None:
         """Drop what was counted of an instance that has left."""
-        self.activity.forget(instance)
         with contextlib.suppress(KeyError):  # Older clients raise it for what was never counted.
             self.encode_s.remove(instance)
 

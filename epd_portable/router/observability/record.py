@@ -1,4 +1,4 @@
-"""Records of requests while they are served, the listeners to what becomes of them, and `Activity`.
+"""Records of requests while they are served, and the listeners to what becomes of them.
 
 Noting costs a few writes a request, and nothing a token. Times are those of ``time.monotonic``, 0
 for what has not happened. No content of a request is here, nor anything that leads to it.
@@ -6,20 +6,15 @@ for what has not happened. No content of a request is here, nor anything that le
 
 from __future__ import annotations
 
-import itertools
 import time
-from collections import deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
-
-import msgspec
 
 from epd_portable.delivery.fallbacks import RequestPhase, next_fallback
 from epd_portable.media.limits import Modality
 from epd_portable.router.contents.media import MediaItem
 from epd_portable.wire.outcomes import FailureKind, Fallback, ItemResult
-from epd_portable.wire.params import ItemOutcome
 
 LegStage = Literal["encode", "prefill", "answer"]
 
@@ -31,13 +26,6 @@ instances at least one of the items. ``p+d``, ``ep+d``, ``e+p+d``: another insta
 """
 _ENDS_OF_CHAT = 2
 """Events of a chat's stream that carry no token: the first, which says the role, and the last."""
-
-KEPT = 256
-"""Ended requests of which the records are kept."""
-MAX_PAIRS = 4096
-"""Beyond them the one is forgotten that was used longest ago."""
-
-Cargo = Literal["items", "kv"]
 
 
 @dataclass(slots=True, eq=False)
@@ -201,6 +189,18 @@ class RequestRecord:
     listeners: Sequence[Listener] = ()
     _named: dict[str, ItemRecord] = field(default_factory=dict)
 
+    def start(self, listeners: Sequence[Listener]) -> None:
+        """Let listeners hear of it from its beginning."""
+        self.listeners = listeners
+        for listener in listeners:
+            listener.begun(self)
+
+    def finish(self) -> None:
+        """Note that nothing more is sent of its answer."""
+        self.ended_at = time.monotonic()
+        for listener in self.listeners:
+            listener.ended(self)
+
     def note_items(self, items: Sequence[MediaItem]) -> None:
         """Note the items."""
         for item in items:
@@ -276,136 +276,3 @@ class RequestRecord:
     def pd(self) -> str:
         """The instance that answers, or was asked last to; empty before."""
         return next((each.instance for each in reversed(self.legs) if each.stage == "answer"), "")
-
-
-class RecentRequests:
-    """Requests that are served, and the last ones that were.
-
-    Args:
-        listeners: Hear of all of them.
-        kept: How many ended ones are kept.
-
-    Attributes:
-        in_flight: Those that are served, in the order of their beginning.
-        ended: The last ones, in the order of their end.
-    """
-
-    def __init__(self, listeners: Iterable[Listener] = (), *, kept: int = KEPT) -> None:
-        self.in_flight: dict[RequestRecord, None] = {}
-        self.ended: deque[RequestRecord] = deque(maxlen=kept)
-        self.listeners = list(listeners)
-
-    async def close(self) -> None:
-        """Close all listeners."""
-        for listener in self.listeners:
-            await listener.close()
-
-    def start(self, record: RequestRecord) -> None:
-        """Take in a request."""
-        record.listeners = self.listeners
-        self.in_flight[record] = None
-        for listener in self.listeners:
-            listener.begun(record)
-
-    def finish(self, record: RequestRecord) -> None:
-        """Note that nothing more is sent of its answer."""
-        record.ended_at = time.monotonic()
-        del self.in_flight[record]
-        self.ended.append(record)
-        for listener in self.listeners:
-            listener.ended(record)
-
-
-class Traffic(msgspec.Struct, kw_only=True):
-    """What went from one instance to another since the router started.
-
-    Attributes:
-        source: Instance that encoded, or prefilled.
-        target: Instance that used that.
-        path: Transfer path of the last item of which that is known; empty for none.
-        count: Items that were encoded for it, or prompts.
-        reported: Items of which an answer said how many bytes came.
-        nbytes: Bytes of those.
-    """
-
-    source: str
-    target: str
-    cargo: Cargo
-    path: str = ""
-    count: int = 0
-    reported: int = 0
-    nbytes: int = 0
-
-
-class FallbackUse(msgspec.Struct, kw_only=True):
-    """How often a fallback was used since the router started, and when last (monotonic)."""
-
-    fallback: str
-    count: int = 0
-    at: float = 0.0
-
-
-class Activity(Listener):
-    """Counts what the status page shows in addition to requests.
-
-    Attributes:
-        fallbacks: By name, see `epd_portable.wire.outcomes.Fallback`.
-    """
-
-    def __init__(self) -> None:
-        self.fallbacks: dict[str, FallbackUse] = {}
-        self._pairs: dict[tuple[str, str, Cargo], Traffic] = {}
-
-    @property
-    def pairs(self) -> tuple[Traffic, ...]:
-        """Pairs of instances between which something went, the one used last at the end."""
-        return tuple(self._pairs.values())
-
-    def item_ended(self, record: RequestRecord, item: ItemRecord) -> None:
-        """Count an item that was encoded for another instance; see `Listener`."""
-        if item.end in ("encoded", "retried"):
-            job = item.jobs[-1]
-            # That in which the job began: the next one may have begun meanwhile.
-            leg = next(leg for leg in reversed(record.legs) if leg.began_at <= job.began_at)
-            self.delivered(job.instance, leg.instance)
-
-    def stepped(self, record: RequestRecord, step: Step) -> None:
-        """Count a fallback; see `Listener`."""
-        use = self.fallbacks.setdefault(step.fallback, FallbackUse(fallback=step.fallback))
-        use.count += 1
-        use.at = step.at
-
-    def ended(self, record: RequestRecord) -> None:
-        """Count prompts that were computed for another instance; see `Listener`."""
-        for leg, after in itertools.pairwise(record.legs):
-            if (leg.stage, leg.failed, after.stage) == ("prefill", False, "answer"):
-                self.prefilled(leg.instance, after.instance)
-
-    def delivered(self, encoder: str, target: str) -> None:
-        """Count an item that was encoded for an instance which has begun its answer."""
-        self._pair(encoder, target, "items").count += 1
-
-    def prefilled(self, source: str, target: str) -> None:
-        """Count a prompt that an instance has computed for another one."""
-        self._pair(source, target, "kv").count += 1
-
-    def had(self, target: str, item: ItemOutcome) -> None:
-        """Note how an instance says that it had an item."""
-        if item.source == "transfer":
-            pair = self._pair(item.encoder, target, "items")
-            pair.path = item.path
-            pair.reported += 1
-            pair.nbytes += item.nbytes
-
-    def forget(self, instance: str) -> None:
-        """Drop what went from and to an instance that has left."""
-        self._pairs = {key: pair for key, pair in self._pairs.items() if instance not in key[:2]}
-
-    def _pair(self, source: str, target: str, cargo: Cargo) -> Traffic:
-        key = (source, target, cargo)
-        # The one used last goes to the end.
-        pair = self._pairs.pop(key, None) or Traffic(source=source, target=target, cargo=cargo)
-        self._pairs[key] = pair
-        if len(self._pairs) > MAX_PAIRS:
-            del self._pairs[next(iter(self._pairs))]
-        return pair

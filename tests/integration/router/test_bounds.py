@@ -210,7 +210,7 @@ async def held(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Held]:
     }
     router = Held(settings, instance)
     # What is made once, for the first of all.
-    await router.get("/status.js")
+    await router.get("/metrics")
     with router.clients() as clients:
         await send(clients, b"GET /nothing HTTP/1.1\r\n\r\n")
         await router.grown_bytes()
@@ -240,7 +240,7 @@ LARGE_BYTES = MAX_JSON_BYTES + KIB
 LENGTH = b"content-length: %d\r\n\r\n"
 CHUNK = b"%x\r\n%b\r\n" % (50 * KIB, b"a" * 50 * KIB)
 LINES = b"".join(b"a%d: b\r\n" % number for number in range(5000))[: 60 * KIB]
-UNREAD = b"GET /status.js HTTP/1.1\r\n\r\n" * 40 + b"GET / HTTP/1.1\r\n\r\n" * 3000
+UNREAD = b"GET /metrics HTTP/1.1\r\n\r\n" * 40 + b"GET / HTTP/1.1\r\n\r\n" * 3000
 REFUSED = b"HTTP/1.1 401 "
 BEFORE_KEYS = {
     "nothing": State(sent=b"", most_bytes=OBJECTS_BYTES),

@@ -1,10 +1,11 @@
-"""``epd-launch join``, ``leave``, ``instances`` and ``page`` against a real router."""
+"""``epd-launch join``, ``leave`` and ``instances`` against a real router."""
 
 from __future__ import annotations
 
 import asyncio
 from pathlib import Path
 
+import pytest
 from click.testing import CliRunner, Result
 
 from epd_portable.config.secret import make_secret_file
@@ -50,24 +51,15 @@ async def test_the_commands_let_an_instance_join_and_leave(build: Build, tmp_pat
     await newcomer.serving.stop()
 
 
-async def test_a_link_to_the_page_holds_a_key_that_shows_it(build: Build, tmp_path: Path) -> None:
-    secret = str(tmp_path / "secret")
-    assert (await run("secret", secret)).exit_code == 0
-    t = await build(secret_file=secret)
-    made = await run("page", "--router", f"{t.router.url}/v1", "--secret-file", secret)
-    address, _, key = made.output.strip().partition("#key=")
-    assert (made.exit_code, address) == (0, f"{t.router.url}/")
-    shown = await t.client.get("/status.json", headers={"authorization": f"Bearer {key}"})
-    assert len(shown.json()["instances"]) == 2
-    refused = await run("page", "--router", t.router.url, "--secret-file", secret, "--hours", "0")
-    assert refused.exit_code == 2
-
-
-async def test_keep_is_answered_with_what_is_used_instead() -> None:
-    where = ("--router", "http://127.0.0.1:9", "--secret-file", "none", "--role", "encode")
-    result = await run("join", "e", *where, "--url", "http://127.0.0.1:9", "--keep")
+@pytest.mark.parametrize(
+    ("words", "instead"), [(("join", "e", "--keep"), "router.join"), (("page",), "`instances`")]
+)
+async def test_what_is_gone_is_answered_with_what_is_used_instead(
+    words: tuple[str, ...], instead: str
+) -> None:
+    result = await run(*words, "--router", "http://127.0.0.1:9", "--secret-file", "none")
     assert result.exit_code == 2
-    assert "router.join" in result.output
+    assert instead in result.output
 
 
 async def test_one_that_is_not_there_is_still_down_at_the_limit(

@@ -22,6 +22,7 @@ from starlette.responses import Response
 from epd_portable.errors import ConfigError
 from epd_portable.router.observability import observers
 from epd_portable.router.observability.llmd_names import NAMES
+from epd_portable.router.observability.record import Listener, RequestRecord
 from epd_portable.router.observability.tracing import Tracing
 from epd_portable.router.server import Router
 from tests.integration.router.conftest import Build, Topology
@@ -88,20 +89,20 @@ async def test_streams_are_timed_by_who_did_what(build: Build) -> None:
 
 async def test_usage_says_how_many_tokens_there_are_before_events_do(build: Build) -> None:
     t = await build(encoders=0, behaviour=tokens(4, usage=40))
+    done = Records.of(t).done
     assert (await t.chat(TEXT, stream=True)).status_code == 200
-    router = routers(t)
     await t.until_metric(of("text", "time_per_token_seconds_count"), 1)
-    (record,) = router.requests.ended
+    (record,) = done
     assert (record.events, record.output_tokens, record.tokens) == (7, 40, 40)
     t.pd.behaviour = tokens(4)
     assert (await t.chat(TEXT, stream=True)).status_code == 200
     await t.until_metric(of("text", "time_per_token_seconds_count"), 2)
-    assert (router.requests.ended[-1].output_tokens, router.requests.ended[-1].tokens) == (None, 4)
+    assert (done[-1].output_tokens, done[-1].tokens) == (None, 4)
 
 
 async def test_stages_items_and_bytes_are_counted(build: Build) -> None:
     t = await split(build, *SPLIT, encoders=2)
-    after_encoders(t)
+    records = after_encoders(t)
     response = await t.chat(RED, BLUE, TEXT)
     assert response.status_code == 200
     await t.until_metric('epd_router_stage_requests_total{stage="encode"}', 2)
@@ -116,7 +117,7 @@ async def test_stages_items_and_bytes_are_counted(build: Build) -> None:
     sent = [len(each.raw) for encoder in t.encoders for each in encoder.received]
     assert await t.metric("epd_router_encode_job_bytes_total") == sum(sent)
     assert await t.metric("epd_router_request_bytes_total") == len(response.request.content)
-    (record,) = routers(t).requests.ended
+    (record,) = records.done
     assert record.topology == "e+p+d"
 
 
@@ -252,7 +253,7 @@ async def traced(
     exporter = InMemorySpanExporter()
     provider = TracerProvider(shutdown_on_exit=False)
     provider.add_span_processor(SimpleSpanProcessor(exporter))
-    routers(t).requests.listeners.append(Tracing(provider))
+    routers(t).listeners.append(Tracing(provider))
     return t, exporter
 
 
@@ -381,12 +382,32 @@ def routers(t: Topology) -> Router:
     return t.router.router
 
 
-def after_encoders(t: Topology) -> None:
+class Records(Listener):
+    """The records of a router's requests: those in flight, and those that have ended."""
+
+    def __init__(self) -> None:
+        self.in_flight: list[RequestRecord] = []
+        self.done: list[RequestRecord] = []
+
+    @classmethod
+    def of(cls, t: Topology) -> Records:
+        routers(t).listeners.append(records := cls())
+        return records
+
+    def begun(self, record: RequestRecord) -> None:
+        self.in_flight.append(record)
+
+    def ended(self, record: RequestRecord) -> None:
+        self.in_flight.remove(record)
+        self.done.append(record)
+
+
+def after_encoders(t: Topology) -> Records:
     """Let instances wait until it is clear what becomes of items, as real ones do."""
-    requests = routers(t).requests
+    records = Records.of(t)
 
     def open_items() -> bool:
-        items = [item for record in requests.in_flight for item in record.items]
+        items = [item for record in records.in_flight for item in record.items]
         return any(not item.end and not item.brought for item in items)
 
     def waiting(behaviour: Behaviour) -> Behaviour:
@@ -399,6 +420,7 @@ def after_encoders(t: Topology) -> None:
 
     for pd in t.pds:
         pd.behaviour = waiting(pd.behaviour)
+    return records
 
 
 def attributes(span: ReadableSpan) -> dict[str, Any]:

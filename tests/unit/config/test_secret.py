@@ -192,21 +192,3 @@ def test_what_is_remembered_is_bounded_and_forgotten_when_it_is_too_old() -> Non
 )
 def test_what_is_no_signature_is_refused_with_what_to_do(header: str) -> None:
     assert refused(signed_check()[0], header, "ask by epd-launch").status == 401
-
-
-def test_a_key_of_the_page_is_good_until_its_time_is_over_and_cannot_be_made_to_last() -> None:
-    key = HELD.page_key(until=1000.0)
-    HELD.check_page_key(key, clock=lambda: 1000.0)
-    with pytest.raises(RequestError, match="time of this key") as caught:
-        HELD.check_page_key(key, clock=lambda: 1001.0)
-    assert caught.value.status == 401
-    with pytest.raises(RequestError, match="is wrong"):
-        HELD.check_page_key(f"2000-{key.partition('-')[2]}", clock=lambda: 1500.0)
-
-
-@pytest.mark.parametrize(
-    "key", ["", "-", "1000", "9999-" + "0" * 32, "-" + "0" * 32, "é-ü", "\udc80-\udc80", "9" * 5000]
-)
-def test_what_is_no_key_of_the_page_opens_nothing(key: str) -> None:
-    with pytest.raises(RequestError, match="key of the status page is wrong"):
-        HELD.check_page_key(key)
