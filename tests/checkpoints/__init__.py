@@ -14,6 +14,7 @@ _BUILDERS = {
     "qwen2_vl": "tests.checkpoints.qwen_vl:build_qwen2_vl",
     "qwen2_5_vl": "tests.checkpoints.qwen_vl:build_qwen2_5_vl",
     "qwen3_vl": "tests.checkpoints.qwen_vl:build_qwen3_vl",
+    "llava_next": "tests.checkpoints.llava_next:build",
     "llava_onevision": "tests.checkpoints.llava_onevision:build",
     "gemma3": "tests.checkpoints.gemma3:build",
     "qwen2_audio": "tests.checkpoints.qwen2_audio:build",

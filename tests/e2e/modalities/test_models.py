@@ -94,6 +94,7 @@ CONTENTS = {
     "qwen2_vl": IMAGES | VIDEOS | VIDEOS_OF_TWO_LENGTHS,
     "qwen2_5_vl": IMAGES | VIDEOS | VIDEOS_OF_TWO_LENGTHS,
     "qwen3_vl": IMAGES | VIDEOS | VIDEOS_OF_TWO_LENGTHS,
+    "llava_next": IMAGES,
     "llava_onevision": IMAGES | VIDEOS,
     "gemma3": IMAGES | CROPS,
     "qwen2_audio": CLIPS,
@@ -108,6 +109,7 @@ MODALITIES = {
     "qwen2_vl": ("image", "video"),
     "qwen2_5_vl": ("image", "video"),
     "qwen3_vl": ("image", "video"),
+    "llava_next": ("image",),
     "llava_onevision": ("image", "video"),
     "gemma3": ("image",),
     "qwen2_audio": ("audio",),
@@ -157,9 +159,10 @@ def checkpoint_of(name: str, folder: Path, fork: Popen) -> Path:
     return folder / name
 
 
-SHOWN_ELSEWHERE = {"qwen2_vl", "qwen2_5_vl", "qwen2_audio"}
-"""The kind of the demo's model, which other modules serve, and that before it; and one whose clips
-`qwen2_5_omni` takes too, with the same fields."""
+SHOWN_ELSEWHERE = {"qwen2_vl", "qwen2_5_vl", "llava_next", "qwen2_audio"}
+"""The kind of the demo's model, which other modules serve, and that before it; one whose images
+come in tiles as `llava_onevision`'s, from another tower; and one whose clips `qwen2_5_omni` takes
+too, with the same fields."""
 
 
 @pytest.fixture(
