@@ -1,4 +1,7 @@
-"""Both instances on vLLM's second model runner, on the CPU: equal to one process on the first."""
+"""Both instances on vLLM's second model runner, on the CPU: equal to one process on the first.
+
+Items travel by Mooncake's transfer engine, over TCP.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ from tests.e2e.equality import FloatSmoke
 
 pytestmark = [
     pytest.mark.e2e,
+    pytest.mark.needs_mooncake,
     pytest.mark.needs_vllm,
     pytest.mark.timeout(900),
     pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed"),
@@ -21,6 +25,7 @@ ENV = {"TRITON_INTERPRET": "1", "VLLM_USE_V2_MODEL_RUNNER": "1"}
 SETTINGS = (
     "engine_args.dtype=float32",
     "engine_args.skip_mm_profiling=true",
+    "transfer.path=mooncake",
     "transfer.pool_bytes=16MiB",
     "transfer.lease_s=60",
     "transfer.wait_timeout_s=120",
@@ -48,3 +53,6 @@ class TestSecondRunner(FloatSmoke):
         }
         [encoder] = [e["parameters"] for e in loaded if e["instance"] == "encode-0"]
         assert (encoder["language_model"], encoder["visual"] > 0) == (0, True)
+
+    def test_items_travel_by_mooncake(self, pair: Pair) -> None:
+        assert {each["path"] for each in pair.split.events("transfer.begun")} == {"mooncake"}

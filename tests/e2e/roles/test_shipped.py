@@ -57,6 +57,8 @@ SHARED = ("2ep1d", "replicas")
 KV = ("1e1p1d", "2ep1d", "1p1d")
 STORED = "1e1p1d"
 """Its items are stored too, in Redis."""
+BY_NIXL = "1e1p1d"
+"""Its items travel by NIXL, as its KV does."""
 HOP_KEY = "h" * 20
 COLD = {forked.COLD: "encode_prefill_decode-0"}
 
@@ -153,6 +155,8 @@ def served(
     if request.param == STORED and shutil.which("redis-server"):
         url = request.getfixturevalue("redis_url")
         settings += ["store.kind=redis", f"store.url={url}", "store.timeout_ms=10000"]
+    if request.param == BY_NIXL:
+        settings.append("transfer.path=nixl")
     config = CONFIGS / f"{request.param}.yaml"
     if request.param == "2ep1d":
         settings.append("instances.encode_prefill.count=2")
@@ -230,6 +234,9 @@ def test_one_that_encodes_for_others_may_be_killed(served: Served) -> None:
 def test_pictures_are_encoded_where_the_file_says(served: Served) -> None:
     begun = {event["instance"] for event in served.split.events("encode.begin")}
     assert begun == ENCODES[served.name]
+    if served.name == BY_NIXL:
+        paths = {event["path"] for event in served.split.events("transfer.begun")}
+        assert paths == {"nixl"}
 
 
 def test_prompts_are_computed_where_the_file_says(served: Served) -> None:
