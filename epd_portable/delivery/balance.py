@@ -114,7 +114,7 @@ class Switching:
 
     Args:
         pool: The instances. Without pairs each is taken for a device that could be either.
-        elastic: See `Balance`.
+        elastic: See `Balance`; so it is wherever one that answers is an encoder, too.
         acts: Whether work is sent by what is decided; else the log says it at level DEBUG.
     """
 
@@ -122,7 +122,7 @@ class Switching:
         self._pool = pool
         self._elastic = elastic
         self._acts = acts
-        self._devices = 0
+        self._kind = (0, False)
         self._next_s = self._encode_s = self._answer_s = 0.0
         self._said = -1
 
@@ -144,24 +144,26 @@ class Switching:
         devices = len(usable) - len(pairs)
         if devices < 2:
             return
-        if devices != self._devices:
-            self._devices, self._balance = devices, Balance(devices, elastic=self._elastic)
+        only_encode = [each for each in usable if each.duty == "encode"]
+        shares = any("encode" in each.duties[:-1] for each in usable)
+        if (kind := (devices, self._elastic or shares)) != self._kind:
+            self._kind, self._balance = kind, Balance(devices, elastic=kind[1])
         came = self._pool.work.came_s.items()
         encode_s = sum(seconds for (role, _, _), seconds in came if role == "encode")
         answer_s = sum(seconds for _, seconds in came) - encode_s
         self._balance.note(now_s, encode_s - self._encode_s, answer_s - self._answer_s)
         self._encode_s, self._answer_s = encode_s, answer_s
-        encoders = sum(each.duty == "encode" and not each.parked for each in usable)
+        encoders = sum(not each.parked for each in only_encode)
         encode_owed_s = sum(each.pending_encode_s for each in usable)
         answer_owed_s = sum(each.owed_s for each in usable) - encode_owed_s
         found = self._balance.decide(now_s, encoders, encode_owed_s, answer_owed_s)
         if self._acts:
-            least = sum(each.duty == "encode" for each in usable) - len(pairs)
-            wanted = min(max(found.encoders, least), least + len(pairs))
-            self._switch(pairs, wanted - encoders, found.reason)
+            least = len(only_encode) - len(pairs)
+            change = min(max(found.encoders, least), len(only_encode)) - encoders
+            self._switch(pairs, change, found.reason)
         elif found.encoders not in (encoders, self._said):
             logger.debug(
-                "dry run: %d of %d should encode, and %d do: %s",
+                "dry run: %d of %d should only encode, and %d do: %s",
                 found.encoders,
                 devices,
                 encoders,

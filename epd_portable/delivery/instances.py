@@ -492,8 +492,8 @@ class Instance:
         if not self.healthy:
             for use in tuple(self._uses):
                 use._went_down()
-        shown = (self.state, self.healthy, self.suspected, self.ejected, self.reason, self.problem)
-        if shown != self._shown:
+        names = ("state", "healthy", "suspected", "ejected", "parked", "reason", "problem")
+        if (shown := tuple(getattr(self, name) for name in names)) != self._shown:
             self._shown = shown
             self._owner._notify(self)
 

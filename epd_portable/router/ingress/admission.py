@@ -223,8 +223,10 @@ class AdmissionControl:
         """
         limit: float = bound.limit
         if bound.duty is not None:
-            tiers = self._instances.tiers(bound.duty)
-            limit *= sum(each.weight for tier in tiers for each in tier)
+            usable = [each for tier in self._instances.tiers(bound.duty) for each in tier]
+            # One that is parked serves only where nobody else can.
+            serving = [each for each in usable if not each.parked] or usable
+            limit *= sum(each.weight for each in serving)
         return max(int(limit), 1) if limit else None
 
 

@@ -81,20 +81,21 @@ def test_a_dry_run_says_what_it_would_do_and_why_once(caplog: pytest.LogCaptureF
             dry_run.tick(second + part_s)
     said = [record.getMessage() for record in caplog.records if record.name == logger]
     assert len(said) == 1, said
-    assert said[0].startswith("dry run: 2 of 3 should encode, and 1 do: encode 9.6 s")
+    assert said[0].startswith("dry run: 2 of 3 should only encode, and 1 do: encode 9.6 s")
     for second in range(6, 20):
         pool.work.came_s["prefill-decode", "text", 9] += 1.0
         dry_run.tick(second)
-    assert "dry run: 0 of 3 should encode" in caplog.messages[-1]
+    assert "dry run: 0 of 3 should only encode" in caplog.messages[-1]
 
 
 class Fleet:
-    """Devices whose instances are up, and what comes to them in a second."""
+    """Devices whose instances are up, and what comes to them in a second; ``x`` does all of it."""
 
-    def __init__(self, **roles: str) -> None:
+    def __init__(self, *, elastic: bool = True, **roles: str) -> None:
         self.pool = EndpointPool()
         for name, pair in roles.items():
-            role: Role = "encode" if name.startswith("e") else "prefill-decode"
+            kinds: dict[str, Role] = {"e": "encode", "x": "encode-prefill-decode"}
+            role = kinds.get(name[0], "prefill-decode")
             settings = InstanceSettings(
                 name=name,
                 role=role,
@@ -103,7 +104,7 @@ class Fleet:
                 labels={PAIR_LABEL: pair} if pair else {},
             )
             self.pool.add(settings).seen_well()
-        self.switching = Switching(self.pool, elastic=True, acts=True)
+        self.switching = Switching(self.pool, elastic=elastic, acts=True)
         self.seconds = itertools.count()
 
     def come(self, encode_s: float, answer_s: float, seconds: int = 12) -> set[str]:
@@ -152,6 +153,15 @@ def test_who_is_parked_serves_where_nobody_else_can() -> None:
     fleet.get("b").seen_well()
     fleet.get("e0").seen_gone("killed")
     assert fleet.come(0.0, 0.0) == set()
+
+
+def test_nobody_needs_to_encode_only_where_one_that_answers_encodes_for_all() -> None:
+    others = {"e0": "", "a": "e0", "b": ""}
+    assert Fleet(elastic=False, **others).come(0.1, 1.5) == {"a"}
+    fleet = Fleet(elastic=False, **others, x="")
+    assert fleet.come(0.1, 1.5) == {"e0"}
+    assert fleet.pool.choose_encoder("item") is fleet.get("x")
+    assert fleet.come(1.5, 0.1) == {"a"}
 
 
 def test_somebody_answers_where_every_device_could_encode() -> None:

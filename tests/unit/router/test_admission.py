@@ -14,6 +14,7 @@ from epd_portable.router.contents.body import Call
 from epd_portable.router.ingress.admission import LONGEST_RETRY_S, AdmissionControl, priority_of
 from epd_portable.router.observability.metrics import Metrics
 from epd_portable.router.settings import InstanceSettings
+from epd_portable.wire.outcomes import FailureKind
 
 TEXT = Call.untouched("POST", "/v1/chat/completions", b"{}")
 
@@ -79,6 +80,22 @@ async def test_a_limit_for_each_instance_is_as_large_as_those_that_are_usable() 
     door.add("c")
     await waiting
     assert await door.go_at_once() == 1
+
+
+async def test_one_that_is_parked_is_no_place_to_answer_unless_it_is_the_only_one() -> None:
+    door = Door(answer={"max_requests": 2})
+    parked, other = door.add("a"), door.add("b")
+    parked.failed(FailureKind.LOST)  # What is suspected may be parked, too.
+    parked.park(True)
+    assert await door.go_at_once() == 2
+    parked.park(False)
+    assert await door.go_at_once() == 2
+    parked.park(True)
+    other.drain()
+    waiting = asyncio.create_task(door.enter())
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    waiting.cancel()
 
 
 async def test_a_small_limit_is_one_request_at_least() -> None:
