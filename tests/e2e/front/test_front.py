@@ -18,6 +18,7 @@ from tests.e2e.conftest import VIDEOS, Split, Start
 from tests.e2e.engines import RESTART_S, started, wait_until
 from tests.e2e.equality import TOLERANCE
 from tests.e2e.modalities.parts import frames
+from tests.metrics_page import total
 
 pytestmark = [pytest.mark.e2e, pytest.mark.needs_vllm, pytest.mark.timeout(900)]
 
@@ -149,6 +150,38 @@ def test_a_request_keeps_its_id_which_the_access_line_has(front: Split) -> None:
     (line,) = lines()
     noted = json.loads(line[line.index("{") :])
     assert (noted["path"], noted["status"]) == ("/v1/chat/completions", 200)
+
+
+def test_work_is_owed_from_when_it_is_sent_until_it_is_done(front: Split) -> None:
+    def seen() -> dict[str, float]:
+        page = httpx.get(f"{front.url}/metrics", trust_env=False).text
+        found = {"in flight": total(page, 'epd_front_instance_in_flight{role="prefill-decode"}')}
+        for role, kind in (("encode", "image"), ("prefill-decode", "text")):
+            came = f'epd_front_work_seconds_total{{role="{role}",modality="{kind}"}}'
+            found[f"came {role}"] = total(page, came)
+            found[f"owed {role}"] = total(page, f'epd_front_owed_seconds{{role="{role}"}}')
+        for name in ("prompt", "generation"):
+            found[name] = total(page, f"vllm:{name}_tokens_total{{}}")
+        return found
+
+    long: dict[str, Any] = {"max_tokens": 400, "ignore_eos": True}
+    ask(front.url, [picture(50), ASK], **long)  # From then on it is known what both take.
+    before = seen()
+    with ThreadPoolExecutor(3) as pool:
+        pending = [
+            pool.submit(post, front.url, body([picture(seed), ASK], **long))
+            for seed in (51, 52, 53)
+        ]
+        pages = []
+        wait_until(lambda: pages.append(seen()) or pages[-1]["in flight"] == 3, "all are sent")
+        answers = [each.result().json()["usage"] for each in pending]
+    sent, done = pages[-1], seen()
+    came_s = sent["came prefill-decode"] - before["came prefill-decode"]
+    assert sent["owed prefill-decode"] == pytest.approx(came_s, abs=0.003)
+    assert came_s > 0 and done["came encode"] > before["came encode"]
+    assert [done["owed encode"], done["owed prefill-decode"]] == [0, 0]
+    for name, key in (("prompt", "prompt_tokens"), ("generation", "completion_tokens")):
+        assert done[name] - before[name] == sum(usage[key] for usage in answers)
 
 
 def test_requests_that_clients_give_up_leave_nothing(front: Split) -> None:

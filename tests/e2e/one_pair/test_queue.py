@@ -81,6 +81,43 @@ def test_a_flooded_encode_instance_answers_429_and_every_request_is_answered_in_
     until_nothing_is_held(pair)
 
 
+def test_work_is_owed_from_when_it_is_sent_until_it_is_done(pair: Pair) -> None:
+    def seen() -> dict[str, float]:
+        page = httpx.get(f"{pair.split.url}/metrics", timeout=10, trust_env=False).text
+        kinds = {"encode": "image", "prefill-decode": "text"}
+        series = {f"owed {role}": f'owed_seconds{{role="{role}"' for role in kinds}
+        for role, kind in kinds.items():
+            series[f"came {role}"] = f'work_seconds_total{{role="{role}",modality="{kind}"'
+        series["items"] = 'instance_in_flight{role="encode"'
+        series["answered"] = "output_tokens_total{"
+        series["prompts"] = "prefill_tokens_total{"
+        return {name: total(page, f"epd_router_{line}}}") for name, line in series.items()}
+
+    ask(pair.split.url, [picture(440), ASK])  # From then on it is known what both take.
+    before = seen()
+    computed = metric(pair.split.pid, "ec_consumer", "vllm:prompt_tokens_total")
+    with ThreadPoolExecutor(QUEUE) as pool:
+        with encoders_held(pair.split):
+            contents = ([picture(seed), ASK] for seed in range(441, 441 + QUEUE))
+            pending = [pool.submit(ask, pair.split.url, content) for content in contents]
+            wait_until(lambda: seen()["items"] == QUEUE, "all are sent")
+            sent = seen()
+        answers = [each.result() for each in pending]
+    for role in ("encode", "prefill-decode"):
+        assert sent[f"came {role}"] > before[f"came {role}"]
+        came_s = sent[f"came {role}"] - before[f"came {role}"]
+        assert sent[f"owed {role}"] == pytest.approx(came_s, abs=0.001 * QUEUE)
+    done = seen()
+    assert [done["owed encode"], done["owed prefill-decode"], done["items"]] == [0, 0, 0]
+    assert [done[f"came {role}"] for role in ("encode", "prefill-decode")] == [
+        sent[f"came {role}"] for role in ("encode", "prefill-decode")
+    ]
+    assert done["answered"] - before["answered"] == sum(len(each.tokens) for each in answers)
+    # What the router takes prompts for, and what the engine had of them.
+    computed = metric(pair.split.pid, "ec_consumer", "vllm:prompt_tokens_total") - computed
+    assert done["prompts"] - before["prompts"] == pytest.approx(computed, rel=0.3)
+
+
 def test_who_asks_a_full_encode_instance_directly_hears_when_to_come_back(pair: Pair) -> None:
     url, headers = address(pair.split.pid, "ec_producer"), token(pair.split.pid, "ec_producer")
     requests = [body([picture(seed)], max_tokens=1) for seed in range(380, 380 + 2 * QUEUE)]
