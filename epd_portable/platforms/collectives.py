@@ -1,4 +1,4 @@
-"""Groups of processes that exchange tensors: the interface, and the deadlines of its calls."""
+"""Groups of two ranks that exchange tensors: the interface, and the deadlines of its calls."""
 
 from __future__ import annotations
 
@@ -20,30 +20,26 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rendezvous:
-    """Where the ranks of one group meet.
+    """Where the two ranks of one group meet.
 
     Attributes:
         host: Address of a `epd_portable.platforms.collectives_torch.RendezvousHost`.
         name: Of the group; used once at that host.
-        rank: This process in the group, from 0.
-        size: Ranks in the group, at least 2.
+        rank: This process in the group: 0 or 1.
     """
 
     host: str
     port: int
     name: str
     rank: int
-    size: int
 
     def __post_init__(self) -> None:
-        if self.size < 2:
-            raise ValueError(f"a group of {self.size}; it takes at least 2 ranks")
-        if not 0 <= self.rank < self.size:
-            raise ValueError(f"rank {self.rank} of a group of {self.size}; ranks count from 0")
+        if self.rank not in (0, 1):
+            raise ValueError(f"rank {self.rank}; the two ranks of a group are 0 and 1")
 
 
 class CollectiveGroup(ABC):
-    """Two or more ranks that exchange tensors by calls that match.
+    """Two ranks that exchange tensors by calls that match.
 
     Every call blocks until this rank's part is complete, device work included: afterwards any
     stream may use or overwrite the tensor. Calls of a rank come one at a time, from any thread, and
@@ -51,43 +47,42 @@ class CollectiveGroup(ABC):
 
     A tensor is contiguous, not empty, of at most 8 dimensions and on `device`. Both ends must
     agree on shape and dtype: if they do not, both get ``ValueError``, nothing was moved, and the
-    group stays usable. After any other error the group is closed, and the other ranks find this one
+    group stays usable. After any other error the group is closed, and the other rank finds this one
     gone.
 
     Attributes:
-        rank: This process, from 0.
+        rank: This process: 0 or 1.
     """
 
     rank: int
-    size: int
     device: torch.device
 
     @abstractmethod
-    def send(self, tensor: torch.Tensor, dst: int, timeout_s: float) -> None:
-        """Give a tensor to the rank that calls `recv`.
+    def send(self, tensor: torch.Tensor, timeout_s: float) -> None:
+        """Give a tensor to the other rank, which calls `recv`.
 
         Args:
             tensor: Work queued on the current stream that fills it is waited for.
             timeout_s: Seconds from the call; positive.
 
         Raises:
-            ValueError: An argument is wrong, or ``dst`` expects another shape or dtype.
+            ValueError: An argument is wrong, or the other rank expects another shape or dtype.
             TransportTimeoutError: Not complete within ``timeout_s``.
-            PeerLostError: ``dst`` closed its group or is gone.
-            ProtocolError: ``dst`` made a call that does not match.
+            PeerLostError: The other rank closed its group or is gone.
+            ProtocolError: The other rank made a call that does not match.
             TransportError: This group is closed.
         """
 
     @abstractmethod
-    def recv(self, tensor: torch.Tensor, src: int, timeout_s: float) -> None:
-        """Fill a tensor with what ``src`` sends; arguments and errors are those of `send`.
+    def recv(self, tensor: torch.Tensor, timeout_s: float) -> None:
+        """Fill a tensor with what the other rank sends; arguments and errors are those of `send`.
 
         The tensor's content is undefined after an error other than ``ValueError``.
         """
 
     @abstractmethod
     def close(self) -> None:
-        """Leave the group at once; the other ranks' calls fail. Calling again does nothing."""
+        """Leave the group at once; the other rank's calls fail. Calling again does nothing."""
 
 
 class Deadline:

@@ -1,4 +1,4 @@
-"""How a group moves device tensors: one two-rank backend for each other rank, kept on deadlines.
+"""How a group moves device tensors: by a backend of its own, kept on deadlines.
 
 NCCL and HCCL block without a limit of ours while they make a communicator, and while they take one
 down whose kernel still waits for a dead peer. Both happen in threads that a caller waits for no
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 _WORK_POLL_S = 20e-6
 _RELEASE_WAIT_S = 2.0
 WORD_LENGTH = 11
-"""Numbers in a control word of two ranks."""
+"""Numbers in a control word."""
 
 
 class DataBackend(Protocol):
@@ -49,7 +49,7 @@ class DeviceSide:
     """What a platform supplies to groups of one of its devices.
 
     Attributes:
-        make_backend: Makes a backend from a store, a rank and a size; talks to no peer yet.
+        make_backend: Makes a backend from a store, a rank and the size 2; talks to no peer yet.
         use_device: Makes the device the calling thread's current one.
         end_work: Lets go of completed work; raises ``RuntimeError`` if it failed.
         on_failure: Called when work on the device failed, or was late.
@@ -68,16 +68,16 @@ class DeviceLink:
 
     Args:
         store: Of this pair alone.
-        upper: Whether this is the higher of the two ranks.
+        rank: 0 or 1.
 
     Raises:
         RuntimeError: The library makes no backend.
     """
 
-    def __init__(self, side: DeviceSide, store: Store, *, upper: bool) -> None:
+    def __init__(self, side: DeviceSide, store: Store, rank: int) -> None:
         self._side = side
-        self._rank = int(upper)
-        self._backend: DataBackend | None = side.make_backend(store, self._rank, 2)
+        self._rank = rank
+        self._backend: DataBackend | None = side.make_backend(store, rank, 2)
 
     def connect(self, device: torch.device, deadline: Deadline) -> None:
         """Make the communicator, and use it once in both directions; raises as `move`."""

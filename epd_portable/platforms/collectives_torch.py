@@ -41,7 +41,7 @@ from epd_portable.platforms.collectives import (
     Rendezvous,
     finish_within,
 )
-from epd_portable.platforms.collectives_device import WORD_LENGTH, DeviceLink, DeviceSide, Turns
+from epd_portable.platforms.collectives_device import WORD_LENGTH, DeviceLink, DeviceSide
 
 _WORD_TAG = 1
 _DATA_TAG = 2
@@ -105,15 +105,15 @@ class RendezvousHost:
 
 
 class TorchCollectiveGroup(CollectiveGroup):
-    """A group of processes over torch.distributed.
+    """A group of two processes over torch.distributed.
 
     Args:
-        timeout_s: Seconds until every rank must have joined; positive.
+        timeout_s: Seconds until both ranks must have joined; positive.
         device_side: For tensors that are not in host memory.
 
     Raises:
-        TransportTimeoutError: Some rank did not join within ``timeout_s``.
-        PeerLostError: Nothing listens at the rendezvous, or a rank left while joining.
+        TransportTimeoutError: The other rank did not join within ``timeout_s``.
+        PeerLostError: Nothing listens at the rendezvous, or the other rank left while joining.
         PlatformError: The platform has no collectives.
     """
 
@@ -126,25 +126,25 @@ class TorchCollectiveGroup(CollectiveGroup):
         device_side: DeviceSide | None = None,
     ) -> None:
         self.rank = rendezvous.rank
-        self.size = rendezvous.size
+        self._peer = 1 - self.rank
         self.device = device
         self._name = rendezvous.name
         self._closed_because = ""
         self._close_lock = threading.Lock()
         deadline = Deadline(timeout_s)
         local_address = _probe(rendezvous, deadline)
-        with self._translated("the rendezvous", deadline):
+        with self._translated(deadline, "the rendezvous"):
             # The process that listens there may be stopped, and then answers neither of them.
             store = finish_within(deadline, lambda: _store(rendezvous, deadline), "epd-rendezvous")
             words = PrefixStore(f"{rendezvous.name}/words", store)
             options = _gloo_options(local_address, deadline)
             self._gloo: Any = finish_within(
                 deadline,
-                lambda: ProcessGroupGloo(words, self.rank, self.size, options),
+                lambda: ProcessGroupGloo(words, self.rank, 2, options),
                 "epd-meet",
             )
-        self._put_words: deque[tuple[int, torch.Tensor, Any]] = deque()
-        self._links: dict[int, DeviceLink] = {}
+        self._put_words: deque[tuple[torch.Tensor, Any]] = deque()
+        self._link: DeviceLink | None = None
         if device_side is not None:
             try:
                 self._connect(rendezvous, store, device_side, deadline)
@@ -152,48 +152,40 @@ class TorchCollectiveGroup(CollectiveGroup):
                 self.close()
                 raise
 
-    def send(self, tensor: torch.Tensor, dst: int, timeout_s: float) -> None:
+    def send(self, tensor: torch.Tensor, timeout_s: float) -> None:
         """See :meth:`CollectiveGroup.send`."""
         offer = self._describe(tensor)
-        self._check_peer(dst)
         with self._call(timeout_s) as deadline:
-            self._put(offer, dst, deadline)
-            answer = self._expect((WordKind.ACCEPT, WordKind.REFUSE), dst, deadline)
+            self._put(offer, deadline)
+            answer = self._expect((WordKind.ACCEPT, WordKind.REFUSE), deadline)
             if answer[0] == WordKind.REFUSE:
-                raise _mismatch(f"rank {dst} expects", answer, "this rank sends", offer)
-            self._move(tensor, dst, deadline, out=True)
+                raise _mismatch(f"rank {self._peer} expects", answer, "this rank sends", offer)
+            self._move(tensor, deadline, out=True)
 
-    def recv(self, tensor: torch.Tensor, src: int, timeout_s: float) -> None:
+    def recv(self, tensor: torch.Tensor, timeout_s: float) -> None:
         """See :meth:`CollectiveGroup.recv`."""
         wanted = self._describe(tensor)
-        self._check_peer(src)
         with self._call(timeout_s) as deadline:
-            offer = self._expect((WordKind.SEND,), src, deadline)
+            offer = self._expect((WordKind.SEND,), deadline)
             answer = WordKind.ACCEPT if offer == wanted else WordKind.REFUSE
-            self._put([int(answer), *wanted[1:]], src, deadline)
+            self._put([int(answer), *wanted[1:]], deadline)
             if offer != wanted:
-                raise _mismatch(f"rank {src} sends", offer, "this rank expects", wanted)
-            self._move(tensor, src, deadline, out=False)
+                raise _mismatch(f"rank {self._peer} sends", offer, "this rank expects", wanted)
+            self._move(tensor, deadline, out=False)
 
     def close(self) -> None:
         """See :meth:`CollectiveGroup.close`."""
         self._close("close() was called")
 
-    def _expect(self, kinds: Sequence[WordKind], src: int, deadline: Deadline) -> list[int]:
-        word = self._get(src, deadline)
+    def _expect(self, kinds: Sequence[WordKind], deadline: Deadline) -> list[int]:
+        word = self._get(deadline)
         if word[0] not in kinds:
             wanted = " or ".join(kind.name.lower() for kind in kinds)
             raise ProtocolError(
-                f"group {self._name!r}: rank {src} is at {_kind(word[0])} where this rank "
+                f"group {self._name!r}: rank {self._peer} is at {_kind(word[0])} where this rank "
                 f"{self.rank} waits for {wanted}; the two ends make calls that do not match"
             )
         return word
-
-    def _check_peer(self, peer: int) -> None:
-        if not 0 <= peer < self.size or peer == self.rank:
-            raise ValueError(
-                f"rank {peer} as the other end of rank {self.rank} in a group of {self.size}"
-            )
 
     def _describe(self, tensor: torch.Tensor) -> list[int]:
         if tensor.device != self.device:
@@ -242,36 +234,29 @@ class TorchCollectiveGroup(CollectiveGroup):
         # gloo closes its connections when the last reference goes; it has no other way.
         self._put_words.clear()
         self._gloo = None
-        for link in self._links.values():
-            link.close()
+        if self._link is not None:
+            self._link.close()
 
     # -- channels --------------------------------------------------------------------------------
 
     def _connect(
         self, rendezvous: Rendezvous, store: TCPStore, side: DeviceSide, deadline: Deadline
     ) -> None:
-        """Link this rank with each other one, the lowest first: an order that cannot lock up."""
-        for peer in range(self.size):
-            if peer == self.rank:
-                continue
-            lower, upper = sorted((self.rank, peer))
-            place = PrefixStore(f"{rendezvous.name}/tensors/{lower}-{upper}", store)
-            turn = nullcontext() if side.turns is None else self._turn(side.turns, peer, deadline)
-            with turn:
-                try:
-                    self._links[peer] = DeviceLink(side, place, upper=self.rank > peer)
-                except RuntimeError as error:
-                    raise PlatformError(f"no collectives on {self.device}: {error}") from error
-                with self._translated(f"rank {peer}", deadline):
-                    self._links[peer].connect(self.device, deadline)
-            self._flush(deadline)
-
-    def _turn(self, turns: Turns, peer: int, deadline: Deadline) -> AbstractContextManager[None]:
-        return turns.with_peer(
-            lambda word: self._put(word, peer, deadline),
-            lambda: self._get(peer, deadline),
-            deadline,
-        )
+        """Link this rank's device with the other's."""
+        place = PrefixStore(f"{rendezvous.name}/tensors", store)
+        turn: AbstractContextManager[None] = nullcontext()
+        if side.turns is not None:
+            turn = side.turns.with_peer(
+                lambda word: self._put(word, deadline), lambda: self._get(deadline), deadline
+            )
+        with turn:
+            try:
+                self._link = DeviceLink(side, place, self.rank)
+            except RuntimeError as error:
+                raise PlatformError(f"no collectives on {self.device}: {error}") from error
+            with self._translated(deadline):
+                self._link.connect(self.device, deadline)
+        self._flush(deadline)
 
     def _open(self) -> Any:
         """Return gloo, which another thread's ``close()`` may have taken away."""
@@ -280,45 +265,47 @@ class TorchCollectiveGroup(CollectiveGroup):
             raise TransportError(f"group {self._name!r} was closed while a call was under way")
         return gloo
 
-    def _put(self, word: Sequence[int], dst: int, deadline: Deadline) -> None:
-        """Start to give ``WORD_LENGTH`` numbers to another rank; :meth:`_flush` completes it.
+    def _put(self, word: Sequence[int], deadline: Deadline) -> None:
+        """Start to give ``WORD_LENGTH`` numbers to the other rank; :meth:`_flush` completes it.
 
         Does not wait for the other rank, so that two that both begin to send find out.
         """
-        with self._translated(f"rank {dst}", deadline):
+        with self._translated(deadline):
             tensor = torch.tensor(word, dtype=torch.int64)
             # gloo reads the tensor until the work is done, so both are kept.
-            self._put_words.append((dst, tensor, self._open().send([tensor], dst, _WORD_TAG)))
+            work = self._open().send([tensor], self._peer, _WORD_TAG)
+            self._put_words.append((tensor, work))
 
     def _flush(self, deadline: Deadline) -> None:
-        """Block until the other ranks have what was put, so that closing cannot lose it."""
+        """Block until the other rank has what was put, so that closing cannot lose it."""
         while self._put_words:
-            dst, _, work = self._put_words[0]
-            with self._translated(f"rank {dst}", deadline):
-                work.wait(_delta(deadline))
+            with self._translated(deadline):
+                self._put_words[0][1].wait(_delta(deadline))
             self._put_words.popleft()
 
-    def _get(self, src: int, deadline: Deadline) -> list[int]:
-        with self._translated(f"rank {src}", deadline):
+    def _get(self, deadline: Deadline) -> list[int]:
+        with self._translated(deadline):
             tensor = torch.empty(WORD_LENGTH, dtype=torch.int64)
-            self._open().recv([tensor], src, _WORD_TAG).wait(_delta(deadline))
+            self._open().recv([tensor], self._peer, _WORD_TAG).wait(_delta(deadline))
             word: list[int] = tensor.tolist()
             return word
 
-    def _move(self, tensor: torch.Tensor, peer: int, deadline: Deadline, *, out: bool) -> None:
-        with self._translated(f"rank {peer}", deadline):
-            if peer in self._links:
-                self._links[peer].move(tensor, deadline, out=out)
+    def _move(self, tensor: torch.Tensor, deadline: Deadline, *, out: bool) -> None:
+        with self._translated(deadline):
+            if self._link is not None:
+                self._link.move(tensor, deadline, out=out)
             else:
                 begin = self._open().send if out else self._open().recv
-                begin([tensor], peer, _DATA_TAG).wait(_delta(deadline))
+                begin([tensor], self._peer, _DATA_TAG).wait(_delta(deadline))
 
     @contextmanager
-    def _translated(self, peer: str, deadline: Deadline) -> Iterator[None]:
+    def _translated(self, deadline: Deadline, peer: str = "") -> Iterator[None]:
         """Turn torch's one RuntimeError into lateness at the deadline, and a lost peer before it.
 
         torch distinguishes the two by words only, which differ by backend; the clock does on all.
+        ``peer`` is the other rank if it is not named.
         """
+        peer = peer or f"rank {self._peer}"
         try:
             yield
         except RuntimeError as error:

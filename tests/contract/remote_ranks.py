@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import multiprocessing
 import threading
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from multiprocessing.connection import Client, Connection, Listener
 from multiprocessing.context import BaseContext
 from pathlib import Path
@@ -87,25 +87,25 @@ class RankProcess:
         assert self._process.exitcode == 0, f"exit code {self._process.exitcode}"
 
 
-class RankProcesses:
-    """Processes for the ranks from 1 on, started when they are first asked for."""
+class OtherRank:
+    """A process for rank 1, started when it is first asked for."""
 
     def __init__(self) -> None:
         self._started: list[RankProcess] = []
 
-    def of_rank(self, rank: int) -> RankProcess:
-        while len(self._started) < rank:
+    def process(self) -> RankProcess:
+        if not self._started:
             self._started.append(RankProcess())
-        return self._started[rank - 1]
+        return self._started[0]
 
-    def belongings(self) -> list[tuple[int, int]]:
-        """Files and threads of each process, this one first."""
-        return [belongings(), *(process.belongings() for process in self._started)]
+    def belongings(self) -> list[int]:
+        """Files and threads of this process, and of that one."""
+        both = [belongings(), *(process.belongings() for process in self._started)]
+        return [count for counts in both for count in counts]
 
     def close(self) -> None:
-        with ExitStack() as ends:
-            for process in self._started:
-                ends.callback(process.close)
+        for process in self._started:
+            process.close()
 
 
 class RemoteGroup(CollectiveGroup):
@@ -115,24 +115,21 @@ class RemoteGroup(CollectiveGroup):
         self, process: RankProcess, number: int, device: torch.device, where: Rendezvous
     ) -> None:
         self.rank = where.rank
-        self.size = where.size
         self.device = device
         self._process = process
         self._number = number
 
-    def send(self, tensor: torch.Tensor, dst: int, timeout_s: float) -> None:
-        self._move("send", tensor, dst, timeout_s)
+    def send(self, tensor: torch.Tensor, timeout_s: float) -> None:
+        self._move("send", tensor, timeout_s)
 
-    def recv(self, tensor: torch.Tensor, src: int, timeout_s: float) -> None:
-        self._move("recv", tensor, src, timeout_s)
+    def recv(self, tensor: torch.Tensor, timeout_s: float) -> None:
+        self._move("recv", tensor, timeout_s)
 
     def close(self) -> None:
         self._process.ask("close", self._number)
 
-    def _move(self, method: str, tensor: torch.Tensor, peer: int, timeout_s: float) -> None:
-        content, error = self._process.ask(
-            "move", self._number, method, _pack(tensor), peer, timeout_s
-        )
+    def _move(self, method: str, tensor: torch.Tensor, timeout_s: float) -> None:
+        content, error = self._process.ask("move", self._number, method, _pack(tensor), timeout_s)
         tensor.copy_(_unpack(content))
         if error is not None:
             raise error
@@ -154,7 +151,7 @@ class _Ranks:
             return len(self._groups) - 1, group.device
 
     def move(
-        self, number: int, method: str, content: Packed, peer: int, timeout_s: float
+        self, number: int, method: str, content: Packed, timeout_s: float
     ) -> tuple[Packed, Exception | None]:
         group = self._groups[number]
         tensor = _unpack(content).to(group.device)
@@ -162,7 +159,7 @@ class _Ranks:
             torch.accelerator.synchronize(group.device)
         failure = None
         try:
-            getattr(group, method)(tensor, peer, timeout_s)
+            getattr(group, method)(tensor, timeout_s)
         except Exception as error:
             failure = error
         return _pack(tensor), failure

@@ -41,17 +41,17 @@ platform = registry.get(name)
 index = platform.device_count() - 1
 if stop == "before joining":
     halt()
-where = Rendezvous(host="127.0.0.1", port=port, name="pair", rank=1, size=2)
+where = Rendezvous(host="127.0.0.1", port=port, name="pair", rank=1)
 group = platform.new_group(where, index=index, timeout_s=120)
 box = torch.empty(1000, 16, dtype=torch.bfloat16, device=group.device)
-group.recv(box, 0, 120)
-group.send(box, 0, 120)
+group.recv(box, 120)
+group.send(box, 120)
 if stop == "while receiving":
     group._move = halt
-    group.recv(box, 0, 120)
+    group.recv(box, 120)
 if stop == "while sending":
     group._move = halt
-    group.send(box, 0, 120)
+    group.send(box, 120)
 halt()
 """
 # torch_npu says this once a process, at whichever test comes first.
@@ -109,7 +109,7 @@ def await_stop(process: warm.Process) -> None:
 
 
 def join(platform_name: str, host: RendezvousHost, timeout_s: float) -> CollectiveGroup:
-    where = Rendezvous(host="127.0.0.1", port=host.port, name="pair", rank=0, size=2)
+    where = Rendezvous(host="127.0.0.1", port=host.port, name="pair", rank=0)
     return registry.get(platform_name).new_group(where, index=0, timeout_s=timeout_s)
 
 
@@ -117,8 +117,8 @@ def exchange(group: CollectiveGroup) -> torch.Tensor:
     """Send a tensor that the peer sends back; returns a box for further calls."""
     sent = torch.full((1000, 16), 3, dtype=torch.bfloat16).to(group.device)
     box = torch.zeros_like(sent)
-    group.send(sent, 1, AMPLE_S)
-    group.recv(box, 1, AMPLE_S)
+    group.send(sent, AMPLE_S)
+    group.recv(box, AMPLE_S)
     assert box.cpu().unique().tolist() == [3]
     return box
 
@@ -133,7 +133,7 @@ def test_a_peer_killed_between_calls_is_found_lost_at_the_next(
         process.send_signal(signal.SIGKILL)
         start_s = time.monotonic()
         with pytest.raises(PeerLostError, match="lost rank 1"):
-            group.recv(box, 1, AMPLE_S)
+            group.recv(box, AMPLE_S)
         assert time.monotonic() - start_s < AMPLE_S / 2
         group.close()
 
@@ -157,7 +157,7 @@ def test_a_peer_killed_while_a_tensor_moves_is_an_error_within_the_deadline_and_
         # gloo may have taken a small tensor before the peer died; the call after it fails.
         with pytest.raises((PeerLostError, TransportTimeoutError)):
             for _ in range(2):
-                call(box, 1, AMPLE_S / 4)
+                call(box, AMPLE_S / 4)
         assert time.monotonic() - start_s < AMPLE_S
         killer.join(AMPLE_S)
         group.close()
@@ -172,14 +172,14 @@ def test_on_npu_groups_end_before_torch_npu_uses_the_stream_of_a_failed_one_agai
 ) -> None:
     platform = NpuPlatform()
     with peer("npu", host, "while sending") as process:
-        where = Rendezvous(host="127.0.0.1", port=host.port, name="pair", rank=0, size=2)
+        where = Rendezvous(host="127.0.0.1", port=host.port, name="pair", rank=0)
         group = platform.new_group(where, index=0, timeout_s=AMPLE_S)
         box = exchange(group)
         with pytest.raises((PeerLostError, TransportTimeoutError)):
-            group.recv(box, 1, SHORT_S)
+            group.recv(box, SHORT_S)
         await_stop(process)
         group.close()
-    nobody = Rendezvous(host="127.0.0.1", port=1, name="none", rank=0, size=2)
+    nobody = Rendezvous(host="127.0.0.1", port=1, name="none", rank=0)
     for _ in range(24):
         with pytest.raises(PeerLostError, match="nothing listens"):
             platform.new_group(nobody, index=0, timeout_s=SHORT_S)
@@ -195,7 +195,7 @@ def test_a_peer_that_stops_while_a_tensor_moves_is_late_at_the_deadline(
         box = exchange(group)
         start_s = time.monotonic()
         with pytest.raises(TransportTimeoutError, match="rank 1 did not come within 3 s"):
-            group.recv(box, 1, SHORT_S)
+            group.recv(box, SHORT_S)
         group.close()
         assert SHORT_S <= time.monotonic() - start_s < SHORT_S + 10
 
@@ -222,7 +222,7 @@ def test_groups_with_two_peers_can_be_made_at_once_and_again(
     def meet_and_part(number: int, attempt: int) -> None:
         def where(rank: int) -> Rendezvous:
             name = f"{number}-{attempt}"
-            return Rendezvous(host=host.host, port=host.port, name=name, rank=rank, size=2)
+            return Rendezvous(host=host.host, port=host.port, name=name, rank=rank)
 
         def far() -> CollectiveGroup:
             index = platform.device_count() - 1
@@ -234,8 +234,8 @@ def test_groups_with_two_peers_can_be_made_at_once_and_again(
         with ThreadPoolExecutor(2) as pool:
             there, here = (call.result() for call in [pool.submit(far), pool.submit(near)])
             sent, box = torch.full((1000,), float(attempt)), torch.zeros(1000)
-            giving = pool.submit(here.send, sent, 1, AMPLE_S)
-            there.recv(box, 0, AMPLE_S)
+            giving = pool.submit(here.send, sent, AMPLE_S)
+            there.recv(box, AMPLE_S)
             giving.result()
         assert box.unique().tolist() == [attempt]
         for group in (here, there):

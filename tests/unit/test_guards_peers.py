@@ -123,7 +123,7 @@ def test_the_guard_sees_each_way(source: str) -> None:
         "yaml.compose(text, Loader=yaml.SafeLoader)",
         "connection.recv_bytes(4096)",
         "socket.recv()",
-        "group.send(tensor, 1)",
+        "group.send(tensor, timeout_s)",
         "re.compile(text)",
     ],
 )

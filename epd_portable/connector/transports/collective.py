@@ -197,7 +197,7 @@ class _Link:
         self._request(Put(slot, self._left(deadline_s)), deadline_s)
         with copies.platform.stream(copies.index):
             try:
-                group.send(src.view(-1).view(torch.uint8), CONSUMER_RANK, self._left(deadline_s))
+                group.send(src.view(-1).view(torch.uint8), self._left(deadline_s))
             except TransportTimeoutError as error:
                 raise TransportTimeoutError(
                     f"{self._address} did not take the item within the lease: {error}; "
@@ -216,7 +216,7 @@ class _Link:
         self._connection = frames_over(connected)
         name = uuid.uuid4().hex
         answer = self._request(Join(name), deadline_s)
-        where = Rendezvous(host=host, port=answer.port, name=name, rank=PRODUCER_RANK, size=2)
+        where = Rendezvous(host=host, port=answer.port, name=name, rank=PRODUCER_RANK)
         self._group = self._copies.platform.new_group(
             where, index=self._copies.index, timeout_s=self._left(deadline_s)
         )
@@ -329,7 +329,7 @@ class CollectiveReceiver(PathReceiver):
     def _join(self, connection: Connection, request: Join) -> CollectiveGroup:
         host, port = self._meeting_point.host, self._meeting_point.port
         connection.send_bytes(_encode(Answer(port=port)))
-        where = Rendezvous(host=host, port=port, name=request.name, rank=CONSUMER_RANK, size=2)
+        where = Rendezvous(host=host, port=port, name=request.name, rank=CONSUMER_RANK)
         copies = self._copies
         return copies.platform.new_group(where, index=copies.index, timeout_s=JOIN_TIMEOUT_S)
 
@@ -351,7 +351,7 @@ class CollectiveReceiver(PathReceiver):
                 answer(str(error))
                 return
             answer()
-            group.recv(arrived, PRODUCER_RANK, timeout_s)
+            group.recv(arrived, timeout_s)
             complete = copies.platform.record_event()
         with self._fence.writing(put.slot) as leased:
             if leased:

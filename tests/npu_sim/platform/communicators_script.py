@@ -56,7 +56,7 @@ class World:
         self.others = others
 
     def join(self, process: int, rank: int, name: str) -> CollectiveGroup:
-        where = Rendezvous(host=self.host.host, port=self.host.port, name=name, rank=rank, size=2)
+        where = Rendezvous(host=self.host.host, port=self.host.port, name=name, rank=rank)
         index = process % self.npu.device_count()
         if process == 0:
             return self.npu.new_group(where, index=index, timeout_s=DEADLINE_S)
@@ -70,8 +70,8 @@ class World:
             # A tensor for a rank elsewhere is copied to its device there.
             devices = [groups[rank].device if pair[rank] == 0 else "cpu" for rank in (0, 1)]
             boxes = [torch.full((4096,), rank + 1.0, device=devices[rank]) for rank in (0, 1)]
-            giving = pool.submit(groups[0].send, boxes[0], 1, DEADLINE_S)
-            groups[1].recv(boxes[1], 0, DEADLINE_S)
+            giving = pool.submit(groups[0].send, boxes[0], DEADLINE_S)
+            groups[1].recv(boxes[1], DEADLINE_S)
             giving.result()
         assert boxes[1].cpu().unique().tolist() == [1]
         for group in groups:

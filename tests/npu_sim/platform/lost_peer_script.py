@@ -35,7 +35,7 @@ def lose_a_peer() -> None:
         killer = threading.Thread(target=kill_when_stopped)
         killer.start()
         with pytest.raises((PeerLostError, TransportTimeoutError)):
-            group.recv(box, 1, AMPLE_S / 4)
+            group.recv(box, AMPLE_S / 4)
         killer.join(AMPLE_S)
         group.close()
 

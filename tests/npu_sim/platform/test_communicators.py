@@ -113,7 +113,7 @@ def host() -> Iterator[RendezvousHost]:
 
 
 def place(host: RendezvousHost, rank: int) -> Rendezvous:
-    return Rendezvous(host=host.host, port=host.port, name="pair", rank=rank, size=2)
+    return Rendezvous(host=host.host, port=host.port, name="pair", rank=rank)
 
 
 def test_a_group_that_waits_too_long_for_others_of_its_process_is_an_error_at_its_deadline(

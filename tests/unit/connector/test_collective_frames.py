@@ -169,9 +169,7 @@ def producer(consumer: Consumer) -> Iterator[tuple[Connection, CollectiveGroup]]
     """One that has joined, and whose frames are the test's."""
     connection = collective.frames_over(socket.create_connection(consumer.address, DEADLINE_S))
     connection.send_bytes(encode(Join("group")))
-    where = Rendezvous(
-        host=HOST, port=hear(connection).port, name="group", rank=PRODUCER_RANK, size=2
-    )
+    where = Rendezvous(host=HOST, port=hear(connection).port, name="group", rank=PRODUCER_RANK)
     group = consumer.copies.platform.new_group(where, index=0, timeout_s=DEADLINE_S)
     try:
         yield connection, group
@@ -364,7 +362,7 @@ def put(
     """Write an item as a producer does."""
     connection.send_bytes(encode(Put(slot, seconds)))
     assert hear(connection).problem == ""
-    group.send(torch.full((slot.nbytes,), 5, dtype=torch.uint8), 0, DEADLINE_S)
+    group.send(torch.full((slot.nbytes,), 5, dtype=torch.uint8), DEADLINE_S)
     assert hear(connection).problem == ""
 
 

@@ -93,7 +93,7 @@ def pair(nccl: type[Nccl]) -> Iterator[tuple[CollectiveGroup, CollectiveGroup]]:
     host = RendezvousHost()
 
     def join(rank: int) -> CollectiveGroup:
-        where = Rendezvous(host="127.0.0.1", port=host.port, name="pair", rank=rank, size=2)
+        where = Rendezvous(host="127.0.0.1", port=host.port, name="pair", rank=rank)
         return OneGpu().new_group(where, index=0, timeout_s=TIMEOUT_S)
 
     with ThreadPoolExecutor(2) as pool:
@@ -108,8 +108,8 @@ def test_a_tensor_arrives(pair: tuple[CollectiveGroup, CollectiveGroup]) -> None
     first, second = pair
     sent, got = torch.arange(5.0), torch.zeros(5)
     with ThreadPoolExecutor(1) as pool:
-        taken = pool.submit(second.recv, got, 0, TIMEOUT_S)
-        first.send(sent, 1, TIMEOUT_S)
+        taken = pool.submit(second.recv, got, TIMEOUT_S)
+        first.send(sent, TIMEOUT_S)
         taken.result(TIMEOUT_S)
     assert torch.equal(got, sent)
 
@@ -120,9 +120,9 @@ def test_work_that_failed_is_a_lost_peer_at_both_ends_though_it_says_that_it_is_
     first, second = pair
     monkeypatch.setattr(Nccl, "fails", True)
     with ThreadPoolExecutor(1) as pool:
-        taken = pool.submit(second.recv, torch.zeros(5), 0, TIMEOUT_S)
+        taken = pool.submit(second.recv, torch.zeros(5), TIMEOUT_S)
         with pytest.raises(PeerLostError) as sent:
-            first.send(torch.ones(5), 1, TIMEOUT_S)
+            first.send(torch.ones(5), TIMEOUT_S)
         received = taken.exception(TIMEOUT_S)
     assert isinstance(received, PeerLostError)
     # The end that is later may hear of the other's farewell first.
