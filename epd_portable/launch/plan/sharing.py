@@ -7,12 +7,13 @@ cache: what others take while they measure only makes their encoder cache smalle
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from pydantic import JsonValue
 
-from epd_portable.config.roles import ROLES, Role, group_of
+from epd_portable.config.roles import ENCODES, ROLES, TAKES_ITEMS, Role, group_of
 from epd_portable.config.schema import Topology
 from epd_portable.connector import registry
 from epd_portable.errors import ConfigError
@@ -43,6 +44,7 @@ class Tenant:
     """
 
     name: str
+    role: Role
     utilization: float
     kv_cache_bytes: JsonValue
     measures: bool
@@ -72,6 +74,7 @@ def used_devices(topology: Topology, placed: Placed) -> tuple[UsedDevice, ...]:
         for index, placement in enumerate(placed[group_of(role)]):
             tenant = Tenant(
                 name=f"{group_of(role)}-{index}",
+                role=role,
                 utilization=_utilization(topology, role),
                 kv_cache_bytes=kv_cache_bytes,
                 measures=role != "encode" and kv_cache_bytes is None,
@@ -129,10 +132,11 @@ def check_sharing(
     if topology.transfer.path != "collective" or not traits.one_rank_a_device:
         return
     for each in devices:
-        names = [tenant.name for tenant in each.tenants]
-        if each.is_shared and any(name.startswith("encode-") for name in names):
+        pairs = itertools.permutations(each.tenants, 2)
+        if any(one.role in ENCODES and other.role in TAKES_ITEMS for one, other in pairs):
+            names = " and ".join(tenant.name for tenant in each.tenants)
             raise ConfigError(
-                f"transfer.path: collective, and {' and '.join(names)} are on device "
+                f"transfer.path: collective, and {names} are on device "
                 f"{each.device}: {traits.dist_backend} makes no group of ranks on one device; "
                 "write auto or ipc"
             )

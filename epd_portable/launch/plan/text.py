@@ -100,7 +100,7 @@ def _memory(tenant: Tenant) -> tuple[str, str]:
     if tenant.kv_cache_bytes is not None:
         given = f"{tenant.kv_cache_bytes} bytes"
     cache = f"the KV cache takes {given}"
-    if tenant.name.startswith("encode-"):
+    if tenant.role == "encode":
         cache = f"the encoder cache takes {FILLED:.0%} of {given}"
     return f"{tenant.utilization:.0%} of its memory", cache
 

@@ -551,7 +551,9 @@ async def test_whoever_opens_another_port_tells_strangers_nothing(build: Build) 
     t = await build(encoders=0)
     router = Router(t.settings)
     await router.open()
-    endpoints = envoy.Endpoints(Path(t.settings.secret_file).with_name("e"), router.instances, [])
+    endpoints = envoy.Endpoints(
+        Path(t.settings.secret_file).with_name("e"), router.instances, set()
+    )
     server = grpc.aio.server()
     elsewhere = [ipaddress.ip_network("10.0.0.0/8")]
     server.add_generic_rpc_handlers((Picker(router, endpoints, elsewhere).service(),))

@@ -40,9 +40,21 @@ def test_on_a_shared_device_who_measures_its_memory_starts_first(platform: str) 
     made = plan(ONE_DEVICE, platform)
     assert after(made) == {"encode-0": ("prefill_decode-0",)}
     first = Tenant(
-        name="prefill_decode-0", utilization=0.6, kv_cache_bytes=1024, measures=False, share=None
+        name="prefill_decode-0",
+        role="prefill-decode",
+        utilization=0.6,
+        kv_cache_bytes=1024,
+        measures=False,
+        share=None,
     )
-    then = Tenant(name="encode-0", utilization=0.2, kv_cache_bytes=None, measures=False, share=None)
+    then = Tenant(
+        name="encode-0",
+        role="encode",
+        utilization=0.2,
+        kv_cache_bytes=None,
+        measures=False,
+        share=None,
+    )
     assert shared(made) == (UsedDevice(device="0", tenants=(first, then)),)
     assert made.warnings == ()
 
@@ -126,6 +138,26 @@ def test_a_group_of_two_ranks_on_one_device_is_refused_where_its_library_refuses
     assert shared(plan(text, "npu"))
     apart = text.replace("encode: {devices: [0]", "encode: {devices: [1]")
     assert shared(plan(apart)) == ()
+
+
+@pytest.mark.parametrize(
+    ("roles", "refused"),
+    [
+        (("encode_prefill_decode", "prefill_decode"), True),
+        (("encode_prefill", "decode"), False),
+    ],
+)
+def test_only_instances_between_which_items_go_make_a_group(
+    roles: tuple[str, ...], refused: bool
+) -> None:
+    each = "{devices: [0], engine_args: {gpu_memory_utilization: 0.3}}"
+    text = "\n".join(("instances:", *(f"  {role}: {each}" for role in roles)))
+    text += "\ntransfer: {path: collective}"
+    if refused:
+        with pytest.raises(ConfigError, match="makes no group of ranks on one device"):
+            plan(text)
+    else:
+        assert shared(plan(text))
 
 
 def test_a_plan_for_people_shows_order_memory_and_reason() -> None:
