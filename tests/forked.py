@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import ctypes
 import gc
 import inspect
 import logging
@@ -30,9 +29,9 @@ import sys
 import tempfile
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import IO, Any, NoReturn
 
+from epd_portable.launch.run.fork_server import show
 from tests import warm
 
 BASE = {
@@ -157,7 +156,7 @@ def _become(
         os.dup2(descriptor, number, inheritable=True)
     os.environ.clear()
     os.environ.update(env)
-    _show(argv, env)
+    show(argv, env)
     _forget()
     for descriptor in _descriptors() - _of_libraries - {0, 1, 2}:
         with contextlib.suppress(OSError):  # That of the listing itself.
@@ -184,21 +183,6 @@ def _forget() -> None:
             del sys.modules[name]
     # Sockets in them are closed before their descriptors are, which others may get.
     gc.collect()
-
-
-def _show(argv: Sequence[str], env: Mapping[str, str]) -> None:
-    """Write command line and variables where Linux reads them for ``/proc``."""
-    fields = Path("/proc/self/stat").read_bytes().rpartition(b")")[2].split()
-    # The third field is the first after the name; proc(5) counts from 1.
-    arguments, end_of_arguments, variables, end_of_variables = map(int, fields[45:49])
-    for begin, end, texts in (
-        (arguments, end_of_arguments, argv),
-        (variables, end_of_variables, [f"{name}={value}" for name, value in env.items()]),
-    ):
-        data = b"".join(os.fsencode(text) + b"\0" for text in texts)
-        assert len(data) < end - begin, f"{len(data)} bytes do not fit into {end - begin}"
-        ctypes.memset(begin, 0, end - begin)
-        ctypes.memmove(begin, data, len(data))
 
 
 if __name__ == "__main__":

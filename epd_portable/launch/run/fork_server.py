@@ -259,7 +259,7 @@ def _become(order: _Order, log: int) -> _Order:
     for name in [name for name in sys.modules if name.partition(".")[0] == _PACKAGE]:
         del sys.modules[name]
     sys.argv = [*order.argv[2:]]
-    _show(order.argv, order.env)
+    show(order.argv, order.env)
     return order
 
 
@@ -267,8 +267,11 @@ def _shown(texts: Iterable[str]) -> bytes:
     return b"".join(os.fsencode(text) + b"\0" for text in texts)
 
 
-def _show(argv: Iterable[str], env: Mapping[str, str]) -> None:
-    """Write command line and environment where Linux reads them for ``/proc``, in place of ours."""
+def show(argv: Iterable[str], env: Mapping[str, str]) -> None:
+    """Write command line and environment where Linux reads them for ``/proc``, in place of ours.
+
+    What is longer than ours is cut off.
+    """
     fields = Path("/proc/self/stat").read_bytes().rpartition(b")")[2].split()
     # proc(5) counts from 1; the third field is the first after the name.
     places = map(int, fields[45:49])
