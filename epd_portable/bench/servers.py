@@ -22,6 +22,7 @@ from epd_portable.launch.plan.machine import has_compiler
 from epd_portable.launch.plan.model import resolve_model
 from epd_portable.launch.plan.ports import port_source
 from epd_portable.launch.run import sessions
+from epd_portable.launch.run.process import on_cores
 from epd_portable.launch.safe_path import safe_environ
 from epd_portable.platforms.traits import TRAITS
 
@@ -244,11 +245,7 @@ def start_on_cores(cores: frozenset[int], folder: Path) -> Callable[..., subproc
     """
 
     def start(argv: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
-        before = os.sched_getaffinity(0)
-        os.sched_setaffinity(0, cores)
-        try:
+        with on_cores(cores):
             return subprocess.Popen(argv, cwd=folder, **options)
-        finally:
-            os.sched_setaffinity(0, before)
 
     return start

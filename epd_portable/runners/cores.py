@@ -26,12 +26,9 @@ def on_all_cores() -> Iterator[None]:
     Threads inherit the cores of the thread that starts them, and where OpenMP binds its threads one
     by one, torch's libgomp leaves the thread that loads it one core: the encoder's first.
     """
-    before = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, _all_cores())
-    try:
+    with cores_kept():
+        os.sched_setaffinity(0, _all_cores())
         yield
-    finally:
-        os.sched_setaffinity(0, before)
 
 
 @contextmanager

@@ -70,7 +70,7 @@ class Child:
             # If another user's file has that name, the instance says so.
             with contextlib.suppress(OSError):
                 (SHM / spec.shm_name).unlink(missing_ok=True)
-        with open_log(self.log) as output, _on_cores(self._cores):
+        with open_log(self.log) as output, on_cores(self._cores):
             self._log_start = output.tell()
             env, cwd = _environment(environ, spec.env, run_id), safe_cwd(log_dir)
             process: subprocess.Popen[bytes] | Forked | None = None
@@ -205,7 +205,7 @@ def bind_threads(pid: int, cores: Collection[int]) -> None:
 
 
 @contextlib.contextmanager
-def _on_cores(cores: Collection[int]) -> Iterator[None]:
+def on_cores(cores: Collection[int]) -> Iterator[None]:
     """Let what is started meanwhile, and all that it starts in turn, run on these cores only.
 
     Before the first import: libraries count the cores that they may use when they are loaded.
