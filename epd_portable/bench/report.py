@@ -85,7 +85,6 @@ class Report:
     Attributes:
         command: The command line that made it.
         conditions: Where and when.
-        tables: For people.
         summary: The figures of the tables and more, for programs.
         samples: Everything from which they were computed.
         notes: Sentences that the figures must not be read without.

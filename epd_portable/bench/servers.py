@@ -56,7 +56,6 @@ class Server:
     """A command that serves HTTP, as a context manager; leaves no process behind.
 
     Attributes:
-        name: For messages.
         env: Variables beyond those of this process.
         url: Base address, without a final slash.
         log: File for its output.

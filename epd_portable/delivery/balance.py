@@ -32,7 +32,6 @@ class Balanced:
 
     Attributes:
         encoders: Devices that should encode.
-        reason: For the log.
     """
 
     encoders: int

@@ -85,7 +85,6 @@ class Use:
     """A use of an instance, which must not leave while the context lasts.
 
     Args:
-        instance: That is used.
         work: Whether it counts as load: a request, or an encode job.
         item: That the job is for; empty for others.
     """
@@ -530,7 +529,6 @@ class EndpointPool:
 
     Attributes:
         encoding: Instances that encode an item, by its name; once for each job.
-        work: That came to them.
     """
 
     def __init__(

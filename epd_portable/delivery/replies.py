@@ -38,7 +38,6 @@ class Reply(msgspec.Struct, frozen=True):
 
     Attributes:
         headers: To be sent; names in lower case.
-        body: As it is sent.
     """
 
     status: int
@@ -50,7 +49,6 @@ def error_body(message: str, *, status: int, code: str, path: str = "") -> bytes
     """Return an error as clients of an interface expect it.
 
     Args:
-        message: For people.
         code: For programs; Anthropic's form has no place for it.
         path: That was asked: below ``/v1/messages`` it is Anthropic's form, else OpenAI's.
     """
@@ -83,7 +81,6 @@ def error_event(
     """Return an error as the last server-sent event of a broken stream.
 
     Args:
-        message: For people.
         status: That the answer would have, had it not begun.
         code: For programs.
         path: That was asked; see `error_body`. Streams of ``/v1/responses`` have an event of their

@@ -89,7 +89,6 @@ class WebTarget(msgspec.Struct, frozen=True, kw_only=True):
         scheme: ``http`` or ``https``.
         host: Name in lower case without a final dot, or address in its usual form, IPv6 too
             without brackets.
-        port: That is asked.
         path: With the query; ASCII.
         address: Of a host that is no name.
     """

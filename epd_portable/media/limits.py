@@ -102,7 +102,6 @@ def check_settings(limits: MediaLimits, name: str, raw: msgspec.Raw | None) -> i
     they mean, others as pixels.
 
     Args:
-        limits: Of media.
         name: ``mm_processor_kwargs`` or ``media_io_kwargs``.
         raw: As the client sent it; ``None`` or empty if it sent none.
 

@@ -43,7 +43,6 @@ class Dispatcher:
     the request is finished once its items are encoded, the transfer when the consumer said so.
 
     Args:
-        cache: The scheduler's encoder cache.
         secret: Of the deployment; a router proves with it that it ordered a transfer.
         instance: Name of this instance, for its answers.
         namespace: Of what it writes into the store; empty without one.

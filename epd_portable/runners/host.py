@@ -113,7 +113,6 @@ class SecondRunnerHost:
         model_state: Made by `load_model`; its ``execute_mm_encoder`` takes the indices of the items
             to encode by request id.
         ec_connector: vLLM's ``ActiveECConnector``.
-        device: That it computes on.
         lora_config: ``None`` without adapters.
         kv_cache_config: Of the engine.
         kv_caches: One a layer.

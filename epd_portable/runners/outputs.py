@@ -46,7 +46,6 @@ class KeptOutputs:
     An output whose last transfer has ended is handed to the store, if there is one.
 
     Args:
-        copies: Of the worker's device.
         clock: Reports when outputs are computed.
         metrics: Counts the bytes that are kept.
         store: Gets outputs after their transfers; ``None`` without a store.

@@ -30,7 +30,6 @@ class PrefillRequests:
     """The requests of a PD instance that have items; called by the engine, under the lock.
 
     Args:
-        config: Of this instance.
         receiver: Brings the items, and has the encoder cache.
         lookahead: Tokens beyond those it computes whose items the engine wants
             (speculative decoding; vLLM's ``num_prefill_lookahead``).
@@ -166,7 +165,6 @@ class PrefillRequests:
         """A request ended, well or not: whatever only it awaited is given up.
 
         Args:
-            request_id: The request.
             num_computed_tokens: Tokens whose KV was there in the end, prefix cache included.
 
         Returns:

@@ -54,7 +54,6 @@ def metadata_only_items(
     """Return the items of a request that this instance cannot encode.
 
     Args:
-        items: Of the request.
         transfers: From `match_transfers`; what the router says of media counts, too.
         can_encode: Whether the instance holds the encoder.
     """
@@ -118,8 +117,6 @@ def outcome_of(item: Item, record: PromptRecord, wait_s: float | None = None) ->
     """Return how a request has an item that is here.
 
     Args:
-        item: The item.
-        record: Of the request.
         wait_s: How long it has waited for it; ``None`` if the item was here when it came.
     """
     origin = item.origin

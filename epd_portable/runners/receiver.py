@@ -49,7 +49,6 @@ class Receiver:
     requests want of it: `epd_portable.runners.prefill`.
 
     Args:
-        config: Of this instance.
         fingerprint: Compatibility fingerprint, compared with that of producers.
         cache_size: Of the scheduler's encoder cache, in embeddings.
         encode_together: See `EncoderCachePreallocator`.

@@ -50,9 +50,7 @@ class Sender:
     An error ends the transfer that it concerns; should a thread end all the same, `submit` raises.
 
     Args:
-        config: Of this instance.
         fingerprint: Compatibility fingerprint, which consumers compare with theirs.
-        copies: Of the worker's device.
         metrics: ``None`` counts without publishing.
         store: Gets each output when its transfers have ended; ``None`` without a store.
 

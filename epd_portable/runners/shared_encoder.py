@@ -35,8 +35,6 @@ class SharedEncoder:
 
     Args:
         dispatcher: Knows whom the items of each job are for; has had each job before `arrived`.
-        requests: Of the instance.
-        cache: The scheduler's encoder cache.
     """
 
     def __init__(

@@ -59,7 +59,6 @@ class Writers:
 
     Args:
         config: Of this instance: says which paths it has.
-        copies: Of the worker's device.
         keys: For paths that leave the host.
         outputs: What is written.
         on_result: Called with a result by a thread of the pool.

@@ -83,7 +83,6 @@ class AdmissionMiddleware(Collector):
     of a body are kept than were counted before.
 
     Args:
-        app: What is protected.
         limits: Of the queue; ``None`` reads them from the instance's settings.
         registry: Where the counts are exposed.
     """

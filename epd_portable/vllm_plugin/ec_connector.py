@@ -417,7 +417,6 @@ class WorkerConnector(EPDConnector):
         """Open what the worker needs to send or receive; before the scheduler is made.
 
         Args:
-            device: Of the worker.
             rank: Among the workers of the instance.
 
         Returns:

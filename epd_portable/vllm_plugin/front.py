@@ -101,7 +101,6 @@ async def serve(
     """Serve until a signal ends it.
 
     Args:
-        settings: Of the front.
         args: Of vLLM's server.
         address: Of ``sock``, for the log.
         sock: Where all API servers of the front listen.

@@ -171,7 +171,6 @@ class SplitClient(AsyncMPClient):
     """See the module; its constructor connects to nothing.
 
     Args:
-        config: Of the front.
         settings: What the launcher says.
         index: Of this API server.
 

@@ -120,7 +120,6 @@ class Seen(msgspec.Struct, array_like=True, frozen=True):
 
     Attributes:
         instances: `Instance.shown` of each.
-        owed_s: Of each.
         came_s: `Work.came_s`.
     """
 

@@ -51,7 +51,6 @@ class TokenMiddleware:
     token, so that nothing there can log it.
 
     Args:
-        app: What is protected.
         secret: ``None`` reads the instance's file when the server starts.
     """
 

@@ -45,7 +45,6 @@ class VideoParts:
     """Divides videos for one engine front; says in its log whether it does, and why not.
 
     Args:
-        config: Of the front.
         encoders: Encode engines of the plan, up or not: a video that comes again is divided as
             before, so caches have its parts.
 

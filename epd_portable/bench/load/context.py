@@ -18,14 +18,11 @@ class BenchContext:
     """What all sides of a measurement have in common.
 
     Attributes:
-        platform: What everything runs on.
         topologies: Of each side, with all settings; of plain vLLM the one whose arguments it gets.
-        settings: As ``--set`` takes them.
         model: Replaces that of a topology file; ``None`` keeps it.
         allotment: Which cores or devices each side gets.
         folder: For logs, a folder for each side.
         upstream_proxy: File of the proxy of vLLM's example; ``None`` where no side is that example.
-        report: Gets progress lines.
     """
 
     platform: PlatformName

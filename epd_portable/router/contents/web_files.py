@@ -404,7 +404,6 @@ class _Base64Text:
     """Base64 of what comes in pieces.
 
     Attributes:
-        nbytes: That have come.
         text: That is written; one or two bytes wait for the next piece.
     """
 

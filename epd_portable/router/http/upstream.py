@@ -115,7 +115,6 @@ class Upstream:
 
         Args:
             method: Of HTTP; not HEAD, whose answers only look as if they had a body.
-            body: As it is sent.
             silent_s: Longest silence of the instance, before the answer and within it; also while
                 it takes a large body.
             total_s: Longest time until the answer is whole.

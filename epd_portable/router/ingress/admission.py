@@ -49,7 +49,6 @@ class _Bound:
     """One limit that is set.
 
     Attributes:
-        key: Of the topology file.
         duty: The limit is for each usable instance of this duty; ``None`` for all together.
         limit: As the file has it.
     """

@@ -34,7 +34,6 @@ class Leg:
 
     Attributes:
         stage: What it was asked for.
-        began_at: When it was chosen.
         ended_at: When it had answered, failed, or was given up.
         end: Empty before; ``done`` or ``failed``; of an encode job ``encoded``, ``cancelled`` or
             the value of a `FailureKind`.
