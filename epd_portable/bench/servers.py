@@ -22,6 +22,7 @@ from epd_portable.launch.plan.machine import has_compiler
 from epd_portable.launch.plan.model import resolve_model
 from epd_portable.launch.plan.ports import port_source
 from epd_portable.launch.run import sessions
+from epd_portable.launch.run.log_files import Tail
 from epd_portable.launch.run.process import on_cores
 from epd_portable.launch.safe_path import safe_environ
 from epd_portable.platforms.traits import TRAITS
@@ -80,8 +81,9 @@ class Server:
             LaunchError: It ended, or was not ready in time; the message ends with its last lines.
         """
         self.log.parent.mkdir(parents=True, exist_ok=True)
+        self._tail = Tail(self.log)
+        self._tail.last(0)  # What an earlier server wrote is not looked at.
         with self.log.open("ab") as output:
-            self._begin = output.tell()
             self._process = self.popen(
                 self.argv,
                 env=safe_environ({**os.environ, **self.env}),
@@ -126,28 +128,25 @@ class Server:
 
     def _wait_until_ready(self) -> None:
         deadline_s = time.monotonic() + _START_TIMEOUT_S
-        with httpx.Client(timeout=2.0, trust_env=False) as client, self.log.open("rb") as log:
-            log.seek(self._begin)
-            rest = b""
+        with httpx.Client(timeout=2.0, trust_env=False) as client:
             while time.monotonic() < deadline_s:
-                *lines, rest = (rest + log.read()).split(b"\n")
+                lines = self._tail.new()
                 for line in lines:
-                    self.report(line.decode(errors="replace"))
+                    self.report(line)
                 if self._process.poll() is not None:
-                    raise LaunchError(f"{self.name} ended at start:\n{self._tail()}")
+                    raise LaunchError(f"{self.name} ended at start:\n{self._last_lines()}")
                 if self.ready:
-                    if any(line.startswith(self.ready.encode()) for line in lines):
+                    if any(line.startswith(self.ready) for line in lines):
                         return
                 elif _healthy(client, self.url):
                     return
                 time.sleep(_POLL_S)
         raise LaunchError(
-            f"{self.name} was not ready after {_START_TIMEOUT_S:g} s:\n{self._tail()}"
+            f"{self.name} was not ready after {_START_TIMEOUT_S:g} s:\n{self._last_lines()}"
         )
 
-    def _tail(self) -> str:
-        lines = self.log.read_text(errors="replace").splitlines()
-        return "\n".join(lines[-_TAIL_LINES:])
+    def _last_lines(self) -> str:
+        return "\n".join(self._tail.last(_TAIL_LINES))
 
 
 def _healthy(client: httpx.Client, url: str) -> bool:
