@@ -31,7 +31,7 @@ from epd_portable.router.contents.body import (
 from epd_portable.router.contents.cut_text import Segments, opens
 from epd_portable.router.encode_jobs import Attempt
 from epd_portable.router.http.upstream import UpstreamError
-from epd_portable.router.relay import Relay
+from epd_portable.router.relay import Relay, connection_failure
 from epd_portable.router.selector import Selection
 from epd_portable.wire.outcomes import FailureKind
 
@@ -223,9 +223,7 @@ class Prefill:
         try:
             whole = await answer.read(None)
         except UpstreamError as error:
-            pd.failed(error.kind)
-            message = f"instance {pd.name} was lost: {error}"
-            raise RequestFailure(FailureKind.LOST, RequestPhase.ANSWER, message) from error
+            raise connection_failure(pd, error, RequestPhase.ANSWER) from error
         finally:
             answer.close()
         headers = {"content-type": answer.headers.get("content-type", "application/json")}

@@ -272,12 +272,21 @@ def after(delay_s: float, behaviour: Behaviour) -> Behaviour:
     return behave
 
 
-async def test_a_silent_prefill_instance_costs_no_answer(build: Build) -> None:
+async def half_an_answer() -> AsyncIterator[bytes]:
+    yield b'{"choices": ['
+    await asyncio.Event().wait()
+
+
+@pytest.mark.parametrize("behaviour", [forever, stream(half_an_answer)])
+async def test_a_silent_prefill_instance_costs_no_answer(
+    build: Build, behaviour: Behaviour
+) -> None:
     t = await split(build, idle_timeout_s=0.8, wait_timeout_s=0.5)
-    t.pds[0].behaviour = forever
+    t.pds[0].behaviour = behaviour
     t.pds[1].behaviour = after(0.6, answer)
     assert (await t.chat(TEXT)).status_code == 200
-    assert await t.metric(fallback("local")) == 1
+    late = 'epd_router_fallbacks_total{phase="prefill",failure="timeout",fallback="local"}'
+    assert await t.metric(late) == 1
 
 
 async def test_a_silent_decode_instance_is_given_up_however_long_the_prefill_took(
