@@ -41,7 +41,8 @@ IN_THE_CODE = {
     "a request's body arrives": f"within {setting('body_timeout_s')}",
     "a client that takes nothing of its answer": f"after {setting('send_timeout_s')}",
     "fetching one file by URL": (
-        f"{FETCHING.timeout_s:g} s each, {FETCHING.max_redirects} redirects"
+        f"{FETCHING.timeout_s:g} s each, {FETCHING.max_redirects} redirects; a server that breaks "
+        "off or answers 5xx is asked once more within that time"
     ),
     "files that are fetched at a time": (
         f"{FETCHING.max_fetches}, {FETCHING.max_fetches_per_host} of one host"
