@@ -26,7 +26,7 @@ ENGINE = "vllm==0.26.0"
 """The release that is built for torch 2.11."""
 TORCH = ("torch", "torchvision", "torchaudio", "triton", "nvidia-", "cuda-")
 """Packages, or beginnings of their names, that only the machine's own image has in one piece."""
-TESTS = ("pytest", "hypothesis", "psutil")
+TESTS = ("pytest", "pytest-asyncio", "hypothesis", "psutil")
 """What the stages need besides."""
 GLIBC = range(5, 40)
 LIST, PIECE, WHEELS = "wheels.json", "piece", "wheels"

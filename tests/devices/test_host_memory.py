@@ -67,6 +67,10 @@ def test_a_copy_comes_back_from_host_memory_beside_its_caller_and_before_later_w
         )
         kept = "c.to_host(x, after=platform.record_event(), deadline_s=c.clock() + 60)"
         assert child.tell(f"host = {kept}.view(torch.int64)") == "done"
+        if platform.name == "cuda":  # There a copy lasts no longer than it does.
+            assert child.tell("y = c.to_device(host)") == "done"  # Memory is there from now on.
+            busy = "with platform.stream(last): torch.cuda._sleep(400_000_000)"
+            assert child.tell(busy) == "done"
         later = "y = c.to_device(host); ended = platform.record_event().done(); z = y + 1"
         assert child.tell(later) == "done"
         assert child.tell("ended") == "False"

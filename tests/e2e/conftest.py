@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import os
 import subprocess
 import sys
 import time
@@ -30,6 +31,8 @@ from tests.e2e.engines import shared_memory_of, wait_until
 from tests.forked import Popen
 
 ROOT = Path(__file__).parents[2]
+PYTHONPATH = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+"""Of what is started: engines may be in a folder that only this variable names."""
 CONFIG = ROOT / "configs" / "1e1pd.yaml"
 ENGINE_MODULES = (
     "vllm.entrypoints.openai.api_server",
@@ -171,7 +174,7 @@ def running(
     variables = {
         "EPD_TRACE_DIR": str(folder / "trace"),
         "EPD_TEST_FLAGS": str(flags),
-        "PYTHONPATH": str(ROOT),
+        "PYTHONPATH": PYTHONPATH,
         **(env or {}),
     }
     topology = servers.topology(
@@ -272,7 +275,7 @@ def router_of(
         env={
             "EPD_INSTANCE": name,
             "EPD_TRACE_DIR": str(split.trace_dir),
-            "PYTHONPATH": str(ROOT),
+            "PYTHONPATH": PYTHONPATH,
         },
         url=f"http://127.0.0.1:{settings['port']}",
         log=log,
