@@ -164,6 +164,7 @@ HOOKS: tuple[Relied, ...] = (
         "distributed.ec_transfer.ec_connector.base.ECConnectorRole", _CONNECTOR, "SCHEDULER WORKER"
     ),
     _row("distributed.ec_transfer.get_ec_transfer", _WORKER),
+    _row("distributed.nixl_utils", _WORKER, "NixlWrapper"),
     _row(
         "distributed.ec_transfer.ec_connector.utils.PlaceholderMetadataResolver",
         _COMPAT,

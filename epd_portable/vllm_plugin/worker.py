@@ -9,13 +9,15 @@ EPDGPUWorker and EPDNPUWorker have not been run on hardware.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
+from vllm.distributed import nixl_utils
 from vllm.distributed.ec_transfer import get_ec_transfer
 
 from epd_portable.log import trace
-from epd_portable.platforms.traits import TRAITS
+from epd_portable.platforms.traits import TRAITS, PlatformTraits
 from epd_portable.runners.cores import cores_kept
 from epd_portable.runners.first import EncoderRunnerMixin, PDRunnerMixin
 from epd_portable.runners.second import (
@@ -26,6 +28,8 @@ from epd_portable.runners.second import (
 from epd_portable.vllm_plugin import compat
 from epd_portable.vllm_plugin.video_parts import place_by_whole_videos
 
+_NIXL_WAIT_US = 1000
+
 
 class _WorkerMixin:
     """Swaps the runner's class once the platform has made it.
@@ -34,6 +38,7 @@ class _WorkerMixin:
     vllm-ascend 0.26 to 0.30); a subclass of whatever was chosen keeps that choice.
     """
 
+    _traits: PlatformTraits
     _measured: Callable[[], None] = staticmethod(lambda: None)
     """Undoes `compat.small_dummies`, which `load_model` applies in an encode instance."""
 
@@ -81,9 +86,38 @@ class _WorkerMixin:
         if connector.is_producer and compat.version() >= compat.PROFILES_ENCODER:
             # vLLM measures memory only for KV, of which there is none.
             connector.measure_room(self.model_runner.profile_run)  # type: ignore[attr-defined]
-        with cores_kept():
+        with cores_kept(), self._nixl_waits():
             super().initialize_from_config(*args, **kwargs)  # type: ignore[misc]
         trace("kv_cache.ready", layers=len(self.model_runner.kv_caches))  # type: ignore[attr-defined]
+
+    @contextmanager
+    def _nixl_waits(self) -> Iterator[None]:
+        """Let vLLM's NIXL connector wait for events where engines compute on cores.
+
+        NIXL's Python lets the progress thread ask without a pause (1.5.1), which takes a core from
+        an idle instance. It wakes for events; what comes without one is seen after `_NIXL_WAIT_US`.
+        """
+        config = self.vllm_config.kv_transfer_config  # type: ignore[attr-defined]
+        on_cores = self._traits.visible_devices_env is None
+        if not on_cores or config is None or config.kv_connector != "NixlConnector":
+            yield
+            return
+        if nixl_utils.NixlWrapper is None:  # vLLM sets variables for NIXL before it imports it.
+            yield  # It says what is missing.
+            return
+        from nixl._api import nixlBind
+
+        make = nixlBind.nixlAgent
+
+        def make_waiting(name: str, settings: Any) -> Any:
+            settings.pthrDelay = _NIXL_WAIT_US
+            return make(name, settings)
+
+        nixlBind.nixlAgent = make_waiting
+        try:
+            yield
+        finally:
+            nixlBind.nixlAgent = make
 
     def shutdown(self) -> None:
         get_ec_transfer().shutdown()
@@ -112,6 +146,6 @@ def __getattr__(name: str) -> type:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module, _, base = traits.worker_base.partition(":")
     bases = (_WorkerMixin, getattr(importlib.import_module(module), base))
-    worker = type(name, bases, {"__module__": __name__})
+    worker = type(name, bases, {"__module__": __name__, "_traits": traits})
     globals()[name] = worker
     return worker

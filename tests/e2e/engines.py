@@ -30,6 +30,13 @@ def named(launcher: int, name: str) -> psutil.Process:
     return _child(launcher, f'"instance": "{name}"')
 
 
+def rests(server: psutil.Process) -> bool:
+    """Tell whether every thread of an instance waits for something."""
+    pids = [each.pid for each in (server, *server.children(recursive=True))]
+    stats = [path.read_text() for pid in pids for path in Path(f"/proc/{pid}/task").glob("*/stat")]
+    return not any(stat.rpartition(")")[2].split()[0] == "R" for stat in stats)
+
+
 def config_of(server: psutil.Process) -> InstanceConfig:
     """Return what the connector of an instance was told."""
     told = json.loads(_option(server, "--ec-transfer-config"))

@@ -28,7 +28,7 @@ from tests import forked
 from tests.e2e.asking import ask, ask_all, ask_streamed, assert_equal, body, picture, post, text
 from tests.e2e.cases import ASK, SINGLE
 from tests.e2e.conftest import Split, every_instance_is_up, router_of, router_settings, running
-from tests.e2e.engines import RESTART_S, config_of, named, url_of, wait_until
+from tests.e2e.engines import RESTART_S, config_of, named, rests, url_of, wait_until
 from tests.e2e.equality import TOLERANCE
 from tests.e2e.one_pair import test_interfaces as interfaces
 from tests.forked import Popen
@@ -251,6 +251,13 @@ def test_prompts_are_computed_where_the_file_says(served: Served) -> None:
     queries = served.engine("decode-0", "vllm:external_prefix_cache_queries_total")
     # All but the last token of a prompt, and what the decode instance has of it already.
     assert 0.5 * queries < hits
+
+
+def test_instances_with_nothing_to_do_rest(served: Served) -> None:
+    """What carries KV by itself asks for it without a pause, on a core that others compute on."""
+    for each in router_settings(served.split)["instances"]:
+        server = named(served.split.pid, each["name"])
+        wait_until(lambda server=server: rests(server), f"no thread of {each['name']} runs")
 
 
 @pytest.mark.needs_redis
