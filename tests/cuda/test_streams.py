@@ -24,8 +24,11 @@ LONG_CYCLES = 400_000_000
 def cuda() -> Platform:
     platform = registry.get("cuda")
     platform.set_device(0)
-    with platform.stream(0):  # Making a process's first stream waits for all that the device does.
-        torch.cuda.synchronize()
+    target = torch.zeros(ELEMENTS, device="cuda:0")
+    with platform.stream(0):  # What a process does first on a device may wait for all that it does.
+        target.copy_(pinned(0), non_blocking=True)
+        platform.record_event()
+    torch.cuda.synchronize()
     return platform
 
 
