@@ -12,9 +12,11 @@ import argparse
 import hashlib
 import json
 import shutil
+import struct
 import subprocess
 import sys
 import tempfile
+import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -30,6 +32,13 @@ TESTS = ("pytest", "pytest-asyncio", "hypothesis", "psutil")
 """What the stages need besides."""
 GLIBC = range(5, 40)
 LIST, PIECE, WHEELS = "wheels.json", "piece", "wheels"
+FATBIN = struct.Struct("<IHHQ")
+"""How device code begins in a library: magic, version, bytes of this header, bytes behind it."""
+MAGIC, VERSION = 0xBA55ED50, 1
+CODE = struct.Struct("<HHIQ12xI")
+"""One architecture's: kind, version, bytes of its header, bytes behind it, compute capability."""
+MACHINE_CODE = 2
+"""The kind that a device runs as it is; the other is compiled for it when it is loaded."""
 
 
 def fetch(folder: Path, *, engine: str, have: dict[str, str], python: str) -> None:
@@ -96,6 +105,43 @@ def build(folder: Path) -> None:
     """Build the project's own wheel: without it the engine does not find its entry points."""
     argv = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir"]
     subprocess.run([*argv, str(folder), str(ROOT)], check=True)
+
+
+def trim(wheel: Path, compute: int) -> None:
+    """Write a wheel anew, denser, with the device code of one compute capability only.
+
+    The rest becomes zeros in its place, as no address may change.
+
+    Args:
+        wheel: Replaced.
+        compute: Such as ``90``, of an H100 or H200.
+    """
+    dense = wheel.with_suffix(".dense")
+    with zipfile.ZipFile(wheel) as whole, zipfile.ZipFile(dense, "w", zipfile.ZIP_LZMA) as kept:
+        for each in whole.infolist():
+            data = bytearray(whole.read(each))
+            if each.filename.endswith(".so"):
+                _clear_device_code(data, compute)
+            fresh = zipfile.ZipInfo(each.filename, each.date_time)
+            fresh.external_attr, fresh.compress_type = each.external_attr, zipfile.ZIP_LZMA
+            kept.writestr(fresh, bytes(data))
+    dense.replace(wheel)
+
+
+def _clear_device_code(library: bytearray, compute: int) -> None:
+    begin = -1
+    while (begin := library.find(struct.pack("<I", MAGIC), begin + 1)) >= 0:
+        if begin + FATBIN.size > len(library):
+            return
+        _, version, header, nbytes = FATBIN.unpack_from(library, begin)
+        if (version, header) != (VERSION, FATBIN.size):
+            continue  # These four bytes are something else.
+        place, end = begin + header, begin + header + nbytes
+        while place < end:
+            kind, _, own_header, own, capability = CODE.unpack_from(library, place)
+            if (kind, capability) != (MACHINE_CODE, compute):
+                library[place + own_header : place + own_header + own] = bytes(own)
+            place += own_header + own
 
 
 def split(wheels: Path, folder: Path, *, piece_bytes: int) -> list[Path]:
@@ -185,6 +231,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--python", default="3.12", help="of the machine (default: 3.12)")
     parser.add_argument("--have", type=Path, help="its pip freeze; default: it has nothing")
     parser.add_argument("--piece-mib", type=float, default=50.0, help="default: 50")
+    parser.add_argument(
+        "--compute",
+        type=int,
+        help="device code for this compute capability only, such as 90 (H200)",
+    )
     options = parser.parse_args(argv)
     lines = options.have.read_text("utf-8").splitlines() if options.have else []
     pairs = (line.partition("==") for line in lines if "==" in line)
@@ -192,6 +243,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         fetch(Path(scratch), engine=options.engine, have=have, python=options.python)
         build(Path(scratch))
+        for wheel in Path(scratch).glob("*.whl") if options.compute else ():
+            trim(wheel, options.compute)
         made = split(Path(scratch), options.folder, piece_bytes=int(options.piece_mib * (1 << 20)))
     print(f"{len(made)} pieces in {options.folder}; take each by --take")
 

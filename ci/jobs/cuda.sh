@@ -3,7 +3,8 @@
 #
 #   cuda.sh [--rehearse] [--take FOLDER] [--call-s N] [--total-min N] [--stage NAME]...
 #
-# PYTHON names the interpreter. Rehearsed with real engines on the CPU; not run on hardware.
+# PYTHON names the interpreter. Rehearsed with real engines on the CPU; docs/devices.md says which
+# stages have run on hardware.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 if [[ " $* " == *" --rehearse "* ]]; then

@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import time
+import zipfile
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -148,6 +149,25 @@ def test_a_piece_that_was_damaged_on_its_way_is_refused(tmp_path: Path) -> None:
     next(piece.glob("piece.*")).write_bytes(b"c0ntent")
     with pytest.raises(SystemExit, match="carry its pieces again"):
         carry.take(piece, tmp_path / "out")
+
+
+def test_a_wheel_keeps_the_device_code_of_one_architecture_in_its_place(tmp_path: Path) -> None:
+    def code(kind: int, compute: int, text: bytes) -> bytes:
+        return carry.CODE.pack(kind, 257, 64, len(text), compute) + bytes(32) + text
+
+    kept, others = code(2, 90, b"hopper"), code(2, 80, b"ampere") + code(1, 90, b"compiled later")
+    host, magic = b"host code", carry.MAGIC.to_bytes(4, "little")
+    begin = carry.FATBIN.pack(carry.MAGIC, 1, 16, len(kept + others))
+    library = host + magic + host + begin + others + kept + host + magic
+    wheel = tmp_path / "engine-1-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as file:
+        file.writestr("engine/_C.so", library)
+        file.writestr("engine/_C.txt", library)
+    carry.trim(wheel, 90)
+    with zipfile.ZipFile(wheel) as file:
+        found, text = file.read("engine/_C.so"), file.read("engine/_C.txt")
+    assert text == library
+    assert found == library.replace(b"ampere", bytes(6)).replace(b"compiled later", bytes(14))
 
 
 @pytest.mark.full
