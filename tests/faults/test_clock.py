@@ -26,7 +26,6 @@ ASKS_THE_WALL_CLOCK = {
     "connector/stores/file.py": "files of a folder are as old as their change times say",
     "connector/stores/redis.py": "entries expire by a clock that all writers share",
     "launch/commands/command_line.py": "events for programs say when they were",
-    "launch/commands/members.py": "a key of the page is good for hours",
     "launch/run/supervisor.py": "files older than the run are not its own, by their change times",
     "vllm_plugin/front_http.py": "its access line says when a request came",
 }
