@@ -15,7 +15,7 @@ from epd_portable.delivery.instances import EndpointPool, Instance
 
 logger = logging.getLogger(__name__)
 
-WINDOW_S = 5.0
+WINDOW_S = 3.0
 """Work that came in this time counts, and what is owed."""
 DEAD_BAND = 1.15
 """The fuller side must have so many times as much as it would have after a change."""
@@ -51,7 +51,6 @@ class Balance:
         self._devices = devices
         self._elastic = elastic
         self._came: deque[tuple[float, float, float]] = deque()
-        self._before = 0
 
     def note(self, now_s: float, encode_s: float, answer_s: float) -> None:
         """Take in work that has come, in seconds of one device."""
@@ -62,8 +61,7 @@ class Balance:
     ) -> Balanced:
         """Return how many should encode, of ``encoders`` that do; call it every `TICK_S`.
 
-        A change is what makes the fuller side least full, and is made when two calls in a row want
-        one in the same direction.
+        A change is what makes the fuller side least full.
         """
         while self._came and self._came[0][0] < now_s - WINDOW_S:
             self._came.popleft()
@@ -88,14 +86,12 @@ class Balance:
             if fuller_s(encoders) < DEAD_BAND * fuller_s(wanted):
                 wanted = encoders
         wanted = min(wanted, self._devices - 1)
-        direction = (wanted > encoders) - (wanted < encoders)
-        agreed, self._before = direction == self._before, direction
         reason = (
             f"encode {encode_s:.1f} s, answers {answer_s:.1f} s of work in {WINDOW_S:g} s: "
             f"{fuller_s(encoders):.1f} s for each of the fuller side with {encoders} of "
             f"{self._devices} that encode, {fuller_s(wanted):.1f} s with {wanted}"
         )
-        return Balanced(encoders=wanted if agreed else encoders, reason=reason)
+        return Balanced(encoders=wanted, reason=reason)
 
 
 def _each_s(work_s: float, count: int) -> float:
