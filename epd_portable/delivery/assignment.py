@@ -52,14 +52,14 @@ class Assignment(Generic[ItemT]):
 
     Attributes:
         by: ``local_first``: the PD instance encodes it by choice. ``local``: it does because no
-            encoder is usable.
+            encoder is usable. ``held``: it has the item.
         encoder: Who is asked first, with ``encoder``; the PD instance where it is one.
         stored: Its entry, with ``stored``.
         elastic: Why elastic encoding chose the PD instance, if that did.
     """
 
     item: ItemT
-    by: Literal["encoder", "stored", "local_first", "local"]
+    by: Literal["encoder", "stored", "local_first", "local", "held"]
     encoder: Instance | None = None
     stored: StoredItem | None = None
     elastic: Reason | None = None
@@ -73,6 +73,7 @@ def assign_items(
     *,
     stored: Mapping[str, StoredItem] | None = None,
     left_here: Collection[str] = (),
+    held: Collection[str] = (),
     elastic_threshold: float | None = None,
     any_encoders: bool = True,
     own: Instance | None = None,
@@ -84,12 +85,13 @@ def assign_items(
         choose: As `ChooseEncoder`, of an item.
         stored: What the store has, by ``item_uuid``.
         left_here: ``item_uuid`` of those that the PD instance shall encode.
+        held: ``item_uuid`` of others, that it has in its encoder cache.
         elastic_threshold: See `count_local_first`; ``None`` for no elastic encoding.
         any_encoders: Whether there are encode instances, usable or not.
         own: The PD instance, where that is an encoder as others are; see `or_own`.
     """
     stored = stored or {}
-    asked = [item for item in items if item.item_uuid not in {*stored, *left_here}]
+    asked = [item for item in items if item.item_uuid not in {*stored, *left_here, *held}]
     encoders = choose_encoders(asked, choose)
     chosen = [encoder for encoder in encoders.values() if encoder is not None]
     here: Collection[str] = ()
@@ -108,6 +110,8 @@ def assign_items(
         encoder = encoders.get(name)
         if entry := stored.get(name):
             found.append(Assignment(item=item, by="stored", stored=entry))
+        elif name in held and name not in left_here:
+            found.append(Assignment(item=item, by="held"))
         elif encoder is not None and encoder is own:
             found.append(Assignment(item=item, by="local_first", encoder=own))
         elif name in here:

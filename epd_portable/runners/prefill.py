@@ -18,7 +18,7 @@ from epd_portable.runners.prompt import (
 from epd_portable.runners.receiver import Receiver
 from epd_portable.scheduling.items import PromptItem
 from epd_portable.wire.messages import NackCode
-from epd_portable.wire.params import ItemOutcome, PrefillOutcome, PrefillParams
+from epd_portable.wire.params import CacheNews, ItemOutcome, PrefillOutcome, PrefillParams
 
 if TYPE_CHECKING:
     from epd_portable.config.instance import InstanceConfig
@@ -44,6 +44,8 @@ class PrefillRequests:
         self._numbers = itertools.count()
         self._unavailable: set[str] = set()
         self._sleepers: list[str] = []
+        self._has_front = False
+        self._wanted: list[str] = []
 
     def arrived(
         self, request_id: str, items: Sequence[PromptItem], params: PrefillParams | None
@@ -79,6 +81,15 @@ class PrefillRequests:
         for claim in record.claims.values():
             if claim.item.is_here and (claim.served or is_own(claim.item, record)):
                 record.note(outcome_of(claim.item, record))
+        self._has_front |= params is not None and params.by_front
+        self._wanted += [
+            transfers[mm_hash].transfer_id
+            for mm_hash, claim in record.claims.items()
+            if mm_hash in transfers
+            and transfers[mm_hash].on_demand
+            # Unless its room is kept for the request, it may be evicted before its turn.
+            and not (claim.item.is_here and claim.served)
+        ]
 
     def encode_for_others(
         self, request_id: str, items: Sequence[PromptItem]
@@ -189,6 +200,17 @@ class PrefillRequests:
             mm_inputs_done=record.mm_inputs_done,
             mm_inputs_total=len(record.items),
         )
+
+    def take_news(self) -> CacheNews | None:
+        """Return what a front has not been told yet; ``None`` if that is nothing, or there is none.
+
+        That a transfer is wanted is told at once: encoding begins only then.
+        """
+        entries, self._cache.news = self._cache.news, {}
+        wanted, self._wanted = self._wanted, []
+        if not self._has_front or not (entries or wanted):
+            return None
+        return CacheNews(entries=entries, wanted=tuple(wanted))
 
     def take_unavailable(self) -> set[str]:
         """Return requests that cannot be answered, for the scheduler to fail."""

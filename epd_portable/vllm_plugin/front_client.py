@@ -2,7 +2,8 @@
 
 `SplitClient` is to vLLM's ``AsyncLLM`` what a client of one engine is. A request goes to one
 prefill+decode engine and each of its items, at the same moment, to an encode engine; the connector
-below brings the item from one to the other. Pixels go to the engine that encodes them.
+below brings the item from one to the other. Pixels go to the engine that encodes them. Items that
+the first one holds go to no encoder, unless it has lost them meanwhile and asks.
 """
 
 from __future__ import annotations
@@ -53,6 +54,7 @@ from epd_portable.vllm_plugin.params_bridge import FIELD
 from epd_portable.vllm_plugin.video_parts import VideoParts, video_of
 from epd_portable.wire.outcomes import FailureKind
 from epd_portable.wire.params import (
+    CacheNews,
     EncodeParams,
     EncodeTransfer,
     PrefillParams,
@@ -200,6 +202,7 @@ class SplitClient(AsyncMPClient):
         self._open: dict[str, OpenRequest] = {}
         self._at_engines: dict[str, OpenRequest] = {}  # by the id of its present try
         self._jobs: dict[str, asyncio.Future[FinishReason]] = {}
+        self._on_demand: dict[str, asyncio.Event] = {}  # Set when its item is wanted.
         self.metrics = FrontMetrics(self._pool)
         self._is_draining = False
         self._times = EncodeTimes()
@@ -345,13 +348,21 @@ class SplitClient(AsyncMPClient):
         one.engine, one.engine_id, one.again = engine, engine_id, ""
         one.decided.clear()
         ways = self._assign(one, engine)
-        brought = [each for each in ways if each.by == "encoder"]
+        # Whoever is an encoder encodes by itself what it holds no more.
+        by_transfer = ("encoder",) if engine.instance.role in ENCODES else ("encoder", "held")
+        brought = [each for each in ways if each.by in by_transfer]
         here_s = sum(self._times.of(each.item) for each in ways if each.by == "local_first")
         transfers = {
             each.item.item_uuid: new_transfer(each.item, engine.instance.control, self.secret)
             for each in brought
         }
-        one.awaited = {*transfers}
+        on_demand = {
+            transfers[each.item.item_uuid].transfer_id: asyncio.Event()
+            for each in brought
+            if each.by == "held"
+        }
+        self._on_demand |= on_demand
+        one.awaited = {each.item.item_uuid for each in brought if each.by == "encoder"}
         self._at_engines[engine_id] = one
         try:
             with while_up(engine.instance.working()) as use:
@@ -360,7 +371,7 @@ class SplitClient(AsyncMPClient):
                 # Further parts of a session go to nobody else.
                 one.begun = one.core.resumable
                 one.sent.set()
-                if here_s or not brought:
+                if here_s or not one.awaited:
                     use.compute()
                 with engine.instance.encoding(self._times_all(here_s)):
                     async with anyio.create_task_group() as items:
@@ -369,10 +380,14 @@ class SplitClient(AsyncMPClient):
                             items.start_soon(self._deliver, one, each, transfer, use)
                         await one.decided.wait()
                         use.compute()
+                        held = sum(each.by == "held" for each in ways)
+                        held -= sum(wanted.is_set() for wanted in on_demand.values())
+                        for wanted in on_demand.values():
+                            wanted.set()  # Whoever waits for it has nothing left to do.
                         wait_s = JOB_GRACE_S if one.begun else 0
                         items.cancel_scope.deadline = anyio.current_time() + wait_s
                 if not one.again:
-                    self.metrics.items.labels("not_needed").inc(len(one.awaited))
+                    self.metrics.items.labels("not_needed").inc(len(one.awaited) + held)
                     await one.ended.wait()
                     if not here_s:
                         use.note_answered()
@@ -382,6 +397,8 @@ class SplitClient(AsyncMPClient):
             elif not one.ended.is_set():
                 self._put_end(one, engine)
         finally:
+            for transfer_id in on_demand:
+                del self._on_demand[transfer_id]
             del self._at_engines[engine_id]
             if not one.ended.is_set():
                 await engine.abort(client, engine_id)
@@ -420,11 +437,14 @@ class SplitClient(AsyncMPClient):
             choose if own is None else or_own(own, choose),
             self._times,
             left_here=one.here,
+            held=engine.holds,
             elastic_threshold=BUSY_THRESHOLD if elastic else None,
             own=own,
         )
         if not one.sent.is_set():
             for each in ways:
+                if each.by == "held":
+                    continue
                 self._pool.work.item_came(each.item, self._times.of(each.item))
                 if each.by != "encoder":
                     self.metrics.items.labels(each.by).inc()
@@ -447,7 +467,9 @@ class SplitClient(AsyncMPClient):
             if (transfer := transfers.get(feature.identifier)) is not None:
                 bare = self._metadata.without_media(feature)
                 expected[feature.identifier] = msgspec.structs.replace(
-                    expected_transfer(transfer), media=bare is None
+                    expected_transfer(transfer),
+                    media=bare is None,
+                    on_demand=transfer.transfer_id in self._on_demand,
                 )
             features.append(bare or feature)
         sent.mm_features = features or None
@@ -456,7 +478,9 @@ class SplitClient(AsyncMPClient):
         extra = {**(sent.sampling_params.extra_args or {})}
         extra.pop(FIELD, None)
         if expected:
-            extra[FIELD] = to_params(PrefillParams(transfers=tuple(expected.values())))
+            extra[FIELD] = to_params(
+                PrefillParams(transfers=tuple(expected.values()), by_front=True)
+            )
         sent.sampling_params.extra_args = extra or None
         return sent
 
@@ -470,6 +494,14 @@ class SplitClient(AsyncMPClient):
         An encoder that goes down after its job may not have written the item yet.
         """
         item, encoder = way.item, way.encoder
+        if way.by == "held":
+            await self._on_demand[transfer.transfer_id].wait()
+            if one.decided.is_set():
+                return
+            one.awaited.add(item.item_uuid)
+            self._pool.work.item_came(item, self._times.of(item))
+            encoder = self._choose_encoder(item, [use.instance.name])
+        first = encoder
         tries = EncodeTries(
             lambda exclude: self._choose_encoder(item, [*exclude, use.instance.name]),
             self._retries,
@@ -482,7 +514,7 @@ class SplitClient(AsyncMPClient):
                     with encoder.encoding(self._times_all(self._times.of(item))):
                         failure = await self._encode(one, item, transfer, encoder, job)
                     if failure is None:
-                        outcome = "encoded" if encoder is way.encoder else "retried"
+                        outcome = "encoded" if encoder is first else "retried"
                         self.metrics.items.labels(outcome).inc()
                         one.awaited.discard(item.item_uuid)
                         if not one.awaited:
@@ -499,7 +531,7 @@ class SplitClient(AsyncMPClient):
         if one.begun:
             return  # It was there before.
         self.metrics.items.labels("local" if self._can_encode else "left_out").inc()
-        one.again = tries.describe()
+        one.again = tries.describe() if first else "no encode engine is up"
         if self._can_encode:
             one.here.add(item.item_uuid)
         one.decided.set()
@@ -540,11 +572,22 @@ class SplitClient(AsyncMPClient):
         if (stats := outputs.scheduler_stats) is not None:
             engine.computes_for = stats.num_running_reqs
         for output in outputs.outputs:
+            if not output.request_id:
+                self._take_news(engine, msgspec.convert(output.ec_transfer_params, CacheNews))
             answer = self._jobs.get(output.request_id)
             if output.finish_reason is not None and answer and not answer.done():
                 answer.set_result(output.finish_reason)
         outputs.outputs = [each for each in outputs.outputs if self._take_output(each)]
         self._outputs.put_nowait(outputs)
+
+    def _take_news(self, engine: FrontEngine, news: CacheNews) -> None:
+        for mm_hash, is_here in news.entries.items():
+            engine.holds.discard(mm_hash)
+            if is_here:
+                engine.holds.add(mm_hash)
+        for transfer_id in news.wanted:
+            if wanted := self._on_demand.get(transfer_id):
+                wanted.set()
 
     def _take_output(self, output: EngineCoreOutput) -> bool:
         """Return whether an output is a part of an answer."""

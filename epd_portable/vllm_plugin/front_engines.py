@@ -60,6 +60,7 @@ class FrontEngine:
         instance: Its state and what is counted of it.
         index: Its label in vLLM's metrics.
         client: vLLM's client of its present life; ``None`` while it is down.
+        holds: Items in its encoder cache, as far as it has said (`CacheNews`).
         computes_for: Requests that it computes, whoever sent them, by its last report; vLLM tells
             one API server how many, others whether there are any.
     """
@@ -69,6 +70,7 @@ class FrontEngine:
         self.instance = instance
         self.index = index
         self.client: Any = None
+        self.holds: set[str] = set()
         self.computes_for = 0
 
     @property
@@ -308,6 +310,7 @@ class Engines:
         if engine.client is not None:
             engine.instance.seen_gone("its process was started again")
         engine.client = client
+        engine.holds = set()
         engine.computes_for = 0
         engine.instance.seen_well()
         pump = asyncio.create_task(self._pump(engine, client))

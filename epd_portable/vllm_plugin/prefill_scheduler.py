@@ -14,6 +14,7 @@ from typing import Any
 from epd_portable.vllm_plugin import compat
 from epd_portable.vllm_plugin.params_bridge import FIELD
 from epd_portable.wire.messages import LoadReport
+from epd_portable.wire.params import to_params
 
 _SLEEP_S = 0.001
 """For which vLLM's engine sleeps after a step that computed nothing (0.26 to 0.33)."""
@@ -122,6 +123,7 @@ def prefill_scheduler(base: type) -> type:
                 self._receiver.step_done()
                 self._answer_jobs(outputs)
                 self._tell_servers(outputs)
+                self._tell_news(outputs)
                 return outputs
 
         def _tell_servers(self, outputs: dict[int, Any]) -> None:
@@ -139,6 +141,13 @@ def prefill_scheduler(base: type) -> type:
                     one.scheduler_stats = one.scheduler_stats or SchedulerStats(
                         running, waiting, kv_cache_usage=self.kv_cache_manager.usage
                     )
+
+        def _tell_news(self, outputs: dict[int, Any]) -> None:
+            """Tell every API server of an engine front about the encoder cache."""
+            if (news := self._prefill.take_news()) is not None:
+                told = EngineCoreOutput("", [], ec_transfer_params=to_params(news))
+                for client in self._told_busy:
+                    outputs.setdefault(client, EngineCoreOutputs()).outputs.append(told)
 
         def _answer_jobs(self, outputs: dict[int, Any]) -> None:
             """Answer encode jobs that have ended, as an encode instance does: with no token."""

@@ -81,6 +81,8 @@ class ExpectedTransfer(msgspec.Struct, frozen=True, kw_only=True):
         media: Whether the request holds the item's media; if not, it cannot be encoded here.
         store: Key of the item's entry in the store, for the PD instance to load; empty if an encode
             instance delivers the item.
+        on_demand: Nobody is asked to deliver it before the PD instance does, see `CacheNews`: the
+            item is most likely in its encoder cache.
     """
 
     transfer_id: Name
@@ -89,6 +91,7 @@ class ExpectedTransfer(msgspec.Struct, frozen=True, kw_only=True):
     modality: Word = "image"
     media: bool = True
     store: Name = ""
+    on_demand: bool = False
 
 
 class PrefillParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -97,10 +100,24 @@ class PrefillParams(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         transfers: Distinct items in the order of their first place in the prompt.
         reply_to: ZMQ identity of the router on the PD instance's control channel, for `Nack`s.
+        by_front: The engine front sends it, and wants `CacheNews`.
     """
 
     transfers: Annotated[tuple[ExpectedTransfer, ...], Meta(max_length=MAX_TRANSFERS)]
     reply_to: Name = ""
+    by_front: bool = False
+
+
+class CacheNews(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """PD engine → engine front, beside the outputs of a step.
+
+    Attributes:
+        entries: Items that its encoder cache got (``True``) or lost since the last, by ``mm_hash``.
+        wanted: Transfers on demand whose items it does not have.
+    """
+
+    entries: dict[str, bool] = {}
+    wanted: tuple[Name, ...] = ()
 
 
 Source = Literal["transfer", "encoder_cache", "prefix_cache", "local", "store"]

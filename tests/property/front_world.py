@@ -1,8 +1,9 @@
 """One front over played engines, in which a random number says what happens next.
 
 The front is `SplitClient` with `Engines`, whole but for sockets; engines are played: they take what
-vLLM's client would send, and put out what vLLM's would. What they do not reproduce: steps, room in
-caches, the connector's own deadlines (an engine may give an item up at any moment).
+vLLM's client would send, and put out what vLLM's would. What they do not reproduce: steps, whose
+room it is that items wait for, the connector's own deadlines (an engine may give an item up at any
+moment).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreReques
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from epd_portable.vllm_plugin.front_client import SplitClient
+from epd_portable.wire.params import CacheNews, to_params
 from tests.integration.vllm_plugin.played_front import (
     CONTROL,
     PAIRS,
@@ -30,6 +32,8 @@ from tests.integration.vllm_plugin.played_front import (
 )
 
 ITEMS = [*"abcdef", *PAIRS]
+HELD = 3
+"""Items that an engine keeps when no request needs them."""
 STEPS = 60
 MOST_STEPS = 5_000
 """Until everybody is answered when nothing goes wrong any more."""
@@ -60,6 +64,13 @@ class Life:
         self.requests: dict[str, EngineCoreRequest] = {}
         self.said: dict[str, int] = {}
         self.cached: dict[str, list[int]] = {}
+        self.kept: dict[tuple[str, str], list[int]] = {}
+        """For requests that have found it, by request and item."""
+        self.entries: dict[str, bool] = {}
+        self.wanted: list[str] = []
+        """These two the front has not been told yet."""
+        self.on_demand: dict[str, bool] = {}
+        """Transfers, and whether it has asked for them."""
         self.brought: dict[str, list[int]] = {}
         self.outbox: list[EngineCoreOutput] = []
         self.stopped = False
@@ -76,10 +87,12 @@ class Life:
         assert core.request_id not in self.requests, "no id comes twice"
         if not self.dead:
             self.requests[core.request_id] = core
+            self._find(core)
 
     async def abort_requests_async(self, request_ids: list[str]) -> None:
         for each in request_ids:
             self.requests.pop(each, None)
+            self.said.pop(each, None)
 
     async def get_output_async(self) -> EngineCoreOutputs:
         found = await self._outputs.get()
@@ -92,6 +105,31 @@ class Life:
 
     # -- what happens -----------------------------------------------------------------------------
 
+    def _find(self, core: EngineCoreRequest) -> None:
+        """Keep what a request finds here; ask for what nobody was to bring otherwise."""
+        for each in transfers_of(core):
+            name, transfer_id = each["item_uuid"], each["transfer_id"]
+            if not each.get("on_demand"):
+                continue
+            if name in self.cached:
+                self.kept[core.request_id, name] = self.cached[name]
+            else:
+                self.wanted.append(transfer_id)
+            self.on_demand[transfer_id] = name not in self.cached
+
+    def keep(self, name: str, content: list[int]) -> None:
+        """Have an item from now on, and perhaps one that is idle no more."""
+        self.cached.pop(name, None)
+        self.cached[name] = content
+        self.entries[name] = True
+        while len(self.cached) > HELD:
+            self.lose(next(iter(self.cached)))
+
+    def lose(self, name: str) -> None:
+        """An item is evicted."""
+        del self.cached[name]
+        self.entries[name] = False
+
     def put(self, request_id: str, *tokens: int, end: FinishReason | None = None) -> None:
         """Put something out, which is on its way from then on."""
         self.outbox.append(EngineCoreOutput(request_id, [*tokens], finish_reason=end))
@@ -99,15 +137,31 @@ class Life:
             del self.requests[request_id]
             self.said.pop(request_id, None)
 
+    @property
+    def has_news(self) -> bool:
+        return bool(self.entries or self.wanted)
+
     def arrive(self) -> None:
         """Let all that was put out arrive at the front, in one message."""
+        if self.has_news:
+            news = to_params(CacheNews(entries=self.entries, wanted=tuple(self.wanted)))
+            self.outbox.append(EngineCoreOutput("", [], ec_transfer_params=news))
+            self.entries, self.wanted = {}, []
         self._outputs.put_nowait(EngineCoreOutputs(outputs=self.outbox))
         self.outbox = []
 
     def die(self, *, says_so: bool) -> None:
         self.dead, self.says_dead, self.requests, self.outbox = True, says_so, {}, []
+        self.entries, self.wanted = {}, []
         if says_so:
             self._outputs.put_nowait(EngineDeadError())
+
+
+def transfers_of(core: EngineCoreRequest) -> list[dict[str, Any]]:
+    """Return what a request says of its items' ways."""
+    extra = core.sampling_params.extra_args or {}  # type: ignore[union-attr]
+    found: list[dict[str, Any]] = extra.get("ec_transfer_params", {}).get("transfers", [])
+    return found
 
 
 class World:
@@ -137,6 +191,7 @@ class World:
         self.writes: list[tuple[Life, dict[str, Any], list[int]]] = []
         self.serving: dict[Life, asyncio.Task[None]] = {}
         self.trace: list[str] = []
+        self.items = self.random.sample(ITEMS, self.random.choice([2, 4, len(ITEMS)]))
 
     async def run(self) -> None:
         """Let things happen, then let all end, and check what is left."""
@@ -164,7 +219,7 @@ class World:
 
     async def _ask(self) -> None:
         count = self.random.choice([0, 1, 1, 2, 3])
-        pictures = "".join(self.random.choices(ITEMS, k=count))
+        pictures = "".join(self.random.choices(self.items, k=count))
         one = Asked(str(len(self.asked)), pictures)
         self.asked[one.name] = one
         self._note(f"ask {one.name} of {pictures!r}")
@@ -203,7 +258,9 @@ class World:
         elif what == "drain":
             instance.resume() if instance.draining else instance.drain()
         elif what == "forget":
-            life.cached.clear()
+            for each in [*life.cached]:
+                life.lose(each)
+            life.kept.clear()
         else:
             life.die(says_so=what == "say and die")
         self.happened[what] += 1
@@ -222,7 +279,10 @@ class World:
         if not (able := [each for each in self.lives.values() if self._is_able(each)]):
             return
         life = self.random.choice(able)
-        if life.outbox and self.random.random() < 0.5:
+        if life.cached and self.random.random() < 0.1:
+            life.lose(self.random.choice([*life.cached]))
+        talks = life.outbox or life.has_news
+        if talks and (self.random.random() < 0.5 or not life.requests):
             life.arrive()
         elif life.requests:
             core = self.random.choice([*life.requests.values()])
@@ -231,14 +291,18 @@ class World:
             act(life, core, fails)
 
     def _is_able(self, life: Life) -> bool:
-        return not (life.dead or life.stopped) and bool(life.requests or life.outbox)
+        return not (life.dead or life.stopped) and bool(
+            life.requests or life.outbox or life.has_news
+        )
 
     def _encode(self, life: Life, core: EngineCoreRequest, fails: bool) -> None:
         (feature,) = core.mm_features or ()
         content = content_of(feature)
         assert content == seen_of(feature.identifier)
-        extra = core.sampling_params.extra_args or {}  # type: ignore[union-attr]
-        (transfer,) = extra["ec_transfer_params"]["transfers"]
+        (transfer,) = transfers_of(core)
+        consumers = [each for each in self.serving if transfer["transfer_id"] in each.on_demand]
+        assert all(each.on_demand[transfer["transfer_id"]] for each in consumers), "nobody asked"
+        self.happened["asked for"] += len(consumers)
         signed = (transfer["transfer_id"], transfer["item_uuid"], transfer["consumer"])
         assert self.client.secret.sign_transfer(*signed) == transfer["proof"]
         if fails:
@@ -262,7 +326,7 @@ class World:
             # The first time it has all, and keeps it.
             for feature, content in zip(core.mm_features or (), seen, strict=True):
                 if content is not None:
-                    life.cached[feature.identifier] = content
+                    life.keep(feature.identifier, content)
             name = int(core.request_id.partition("-")[0])
             if done:
                 seen = [seen_of(each.identifier) for each in core.mm_features or ()]
@@ -270,6 +334,17 @@ class World:
             life.said[core.request_id] = done + 1
             end = FinishReason.STOP if done + 1 == TOKENS else None
             life.put(core.request_id, *tokens, end=end)
+        elif any(self._is_lost(life, core, each) for each in core.mm_features or ()):
+            self.happened["held and lost"] += 1
+            self._note(f"{life.name} has lost what {core.request_id} needs")
+            life.put(core.request_id, end=FinishReason.ERROR)
+
+    def _is_lost(self, life: Life, core: EngineCoreRequest, feature: Any) -> bool:
+        """Tell whether an item that a request had found is gone, and nobody brings it."""
+        if self._seen(life, core, feature) is not None:
+            return False
+        (way,) = (e for e in transfers_of(core) if e["item_uuid"] == feature.identifier)
+        return life.on_demand.get(way["transfer_id"]) is False
 
     def _seen(self, life: Life, core: EngineCoreRequest, feature: Any) -> list[int] | None:
         """Return what an item shows, if it is there."""
@@ -279,9 +354,10 @@ class World:
             return content
         if feature.identifier in life.cached:
             return life.cached[feature.identifier]
-        extra = core.sampling_params.extra_args or {}  # type: ignore[union-attr]
-        transfers = extra["ec_transfer_params"]["transfers"]
-        ways = {each["item_uuid"]: each["transfer_id"] for each in transfers}
+        if (found := life.kept.get((core.request_id, feature.identifier))) is not None:
+            self.happened["held"] += 1
+            return found
+        ways = {each["item_uuid"]: each["transfer_id"] for each in transfers_of(core)}
         return life.brought.get(ways[feature.identifier])
 
     async def _bring(self) -> None:

@@ -29,6 +29,7 @@ MUST_HAPPEN = {
     "drafts refused",
     "encoders killed",
     "encoders stopped or let go on",
+    "items asked for",
     "items encoded beside a step",
     "items encoded in a step",
     "items placed",

@@ -23,6 +23,7 @@ DEADLINE_S = 60
 MUST_HAPPEN = {
     "answer failed",
     "answered",
+    "asked for",
     "brought",
     "came back",
     "die",
@@ -32,6 +33,8 @@ MUST_HAPPEN = {
     "failed",
     "forget",
     "given up",
+    "held",
+    "held and lost",
     "part encoded",
     "part encoded where it was needed",
     "refused",

@@ -72,10 +72,19 @@ def both(seed: int) -> list[dict[str, Any]]:
     return [picture(seed), frames(seed, 4), ASK]
 
 
-def in_flight(front: Split) -> float:
+JOBS = "epd_front_encode_job_seconds_count"
+NOT_NEEDED = 'epd_front_items_total{outcome="not_needed"}'
+
+
+def total(front: Split, name: str) -> float:
+    """Return the sum of a metric's samples."""
     page = httpx.get(f"{front.url}/metrics", trust_env=False).text
-    lines = [line for line in page.splitlines() if line.startswith("epd_front_instance_in_flight{")]
+    lines = [line for line in page.splitlines() if line.startswith(name)]
     return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
+
+
+def in_flight(front: Split) -> float:
+    return total(front, "epd_front_instance_in_flight{")
 
 
 @pytest.mark.parametrize("count", [0, 1, 2])
@@ -104,12 +113,18 @@ def test_two_engines_encode_a_video_of_which_both_parts_are_kept(
 
 
 def test_a_picture_that_comes_again_is_processed_and_encoded_once(front: Split) -> None:
-    first, again = (ask(front.url, [picture(20), ASK]) for _ in range(2))
+    answers, counts = [], []
+    for _ in range(2):
+        answers.append(ask(front.url, [picture(20), ASK]))
+        # Its job may end after its answer has begun.
+        wait_until(lambda: in_flight(front) == 0, "nothing is in flight")
+        counts.append([total(front, name) for name in (JOBS, NOT_NEEDED)])
+    first, again = answers
     assert again.tokens == first.tokens
     assert again.sources == ["encoder_cache"]
-    page = httpx.get(f"{front.url}/metrics", trust_env=False).text
-    hits = [line for line in page.splitlines() if line.startswith("vllm:mm_cache_hits_total{")]
-    assert sum(float(line.rsplit(" ", 1)[1]) for line in hits) >= 1
+    jobs, held = counts[0]
+    assert counts[1] == [jobs, held + 1]
+    assert total(front, "vllm:mm_cache_hits_total{") >= 1
 
 
 def test_an_item_that_a_client_names_is_not_another_ones(front: Split) -> None:

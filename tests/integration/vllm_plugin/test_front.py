@@ -16,6 +16,7 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreReques
 from vllm.v1.metrics.stats import SchedulerStats
 
 from epd_portable.vllm_plugin.front_client import FrontItem
+from epd_portable.wire.params import CacheNews, to_params
 from tests.integration.vllm_plugin.played_front import (
     CONTROL,
     client_of,
@@ -90,6 +91,18 @@ class Front:
         outputs = EngineCoreOutputs(outputs=[output])
         self.client._take_outputs(self.client.engines.by_name[engine], outputs)
         await settle()
+
+    async def tells(self, engine: str, *wanted: str, **entries: bool) -> None:
+        news = to_params(CacheNews(entries=entries, wanted=wanted))
+        outputs = EngineCoreOutputs(outputs=[EngineCoreOutput("", [], ec_transfer_params=news)])
+        self.client._take_outputs(self.client.engines.by_name[engine], outputs)
+        await settle()
+
+    def items(self) -> dict[str, float]:
+        """Return what became of items, as it is counted."""
+        (family,) = self.client.metrics.items.collect()
+        counts = [each for each in family.samples if each.name.endswith("_total")]
+        return {each.labels["outcome"]: each.value for each in counts if each.value}
 
     async def answers(self) -> list[tuple[str, list[int], FinishReason | None]]:
         found = []
@@ -282,6 +295,68 @@ def test_an_item_that_no_encoder_brings_is_encoded_where_it_is_needed(run: Any) 
         assert front.is_empty()
 
     run(story, "e-0", "pd-0")
+
+
+def test_an_item_that_the_engine_holds_costs_no_job(run: Any) -> None:
+    async def story(front: Front) -> None:
+        await front.tells("pd-0", a=True, b=True)
+        await front.tells("pd-0", b=False)
+        await front.ask("a", "b")
+        (job,) = front.jobs("e-0")
+        assert job.mm_features[0].identifier == "b"
+        held, asked = front.engines["pd-0"].params["transfers"]
+        assert (held["item_uuid"], held["on_demand"], held["media"]) == ("a", True, False)
+        assert not asked["on_demand"]
+        await front.says("e-0", job.request_id, end=ENDED)
+        await front.says("pd-0", "r", 7, end=ENDED)
+        assert await front.answers() == [("r", [7], ENDED)]
+        assert front.items() == {"encoded": 1, "not_needed": 1}
+        assert front.is_empty() and not front.client._on_demand
+
+    run(story, "e-0", "pd-0")
+
+
+def test_an_item_that_the_engine_has_lost_is_encoded_when_it_asks(run: Any) -> None:
+    async def story(front: Front) -> None:
+        await front.tells("pd-0", a=True)
+        await front.ask("a")
+        (transfer,) = front.engines["pd-0"].params["transfers"]
+        assert not front.jobs("e-0")
+        await front.tells("pd-0", transfer["transfer_id"], a=False)
+        assert front.engines["e-0"].params["transfers"][0]["transfer_id"] == transfer["transfer_id"]
+        await front.says("e-0", front.engines["e-0"].last.request_id, end=ENDED)
+        await front.says("pd-0", "r", 7, end=ENDED)
+        assert front.items() == {"encoded": 1}
+        assert front.is_empty()
+
+    run(story, "e-0", "pd-0")
+
+
+def test_an_item_that_is_lost_when_no_encoder_is_up_is_encoded_where_it_is_needed(run: Any) -> None:
+    async def story(front: Front) -> None:
+        await front.tells("pd-0", a=True)
+        await front.ask("a")
+        (transfer,) = front.engines["pd-0"].params["transfers"]
+        front.goes("e-0")
+        await front.tells("pd-0", transfer["transfer_id"], a=False)
+        assert front.engines["pd-0"].params is None
+        assert "pixel_values" in front.engines["pd-0"].last.mm_features[0].data
+        assert front.items() == {"local": 1}
+
+    run(story, "e-0", "pd-0")
+
+
+def test_an_encoder_that_answers_gets_the_media_of_what_it_holds(run: Any) -> None:
+    async def story(front: Front) -> None:
+        for name in front.engines:
+            await front.tells(name, a=True, b=True)
+        await front.ask("a", "b")
+        (own,) = (name for name, each in front.engines.items() if each.requests)
+        assert front.engines[own].params is None
+        await front.says(own, "r", 7, end=ENDED)
+        assert front.items() == {"not_needed": 2}
+
+    run(story, "all-0", "all-1")
 
 
 def test_engines_that_do_everything_share_the_pictures_of_a_request(run: Any) -> None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import copy
 import functools
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 from unittest import mock
 
+import msgspec
 import torch
 from prometheus_client import CollectorRegistry
 
@@ -25,6 +26,7 @@ from epd_portable.vllm_plugin.reports import to_names
 from epd_portable.wire.descriptors import PathEndpoint, PeerDescriptor
 from epd_portable.wire.messages import Announce, AnyMessage
 from epd_portable.wire.params import (
+    CacheNews,
     EncodeParams,
     EncodeTransfer,
     ExpectedTransfer,
@@ -301,26 +303,43 @@ class Engine:
         self.jobs: set[str] = set()
         """Encode jobs for others that have not ended."""
         self.ended: dict[str, Running] = {}
+        self.told: set[str] | None = None
+        """Entries of the encoder cache, as a front knows of them."""
+        self._untold: set[str] = set()
+        """Entries that were there before there was a front."""
+        self.wanted: list[str] = []
+        """Transfers on demand that it has asked for; the world takes them."""
         self.prompt_tokens = self.tokens = self.steps = 0
         self.recomputed: set[str] = set()
         """Requests that were preempted or rolled back."""
 
     # -- what happens to it ------------------------------------------------------------------------
 
-    def add(self, request_id: str, prompt: Prompt, transfers: dict[str, str]) -> None:
+    def add(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        transfers: dict[str, str],
+        on_demand: Collection[str] = (),
+    ) -> None:
         """Add a request; ``transfers`` are those of its items, by name."""
         from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
         from vllm.v1.request import Request
 
         expected = tuple(
             ExpectedTransfer(
-                transfer_id=transfer_id, item_uuid=name, media=prompt.wishes[name].media
+                transfer_id=transfer_id,
+                item_uuid=name,
+                media=prompt.wishes[name].media,
+                on_demand=transfer_id in on_demand,
             )
             for name, transfer_id in transfers.items()
         )
         sampling = copy.copy(self._sampling(prompt.answer))
         if expected:
-            params = PrefillParams(transfers=expected, reply_to=ROUTER)
+            params = PrefillParams(transfers=expected, reply_to=ROUTER, by_front=True)
+            if self.told is None:
+                self.told, self._untold = set(), self._entries()
             sampling.extra_args = {"ec_transfer_params": to_params(params)}
         request = Request(
             request_id=request_id,
@@ -522,8 +541,13 @@ class Engine:
                 if each.request_id in self.jobs:
                     self.jobs.remove(each.request_id)
                     self._note("job ended", each.request_id)
+                elif not each.request_id:
+                    self._hear(msgspec.convert(each.ec_transfer_params, CacheNews))
                 elif each.finish_reason is not None:
                     self._end(each.request_id, str(each.finish_reason))
+        here = self._entries()
+        if self.told is not None and not self.told <= here <= self.told | self._untold:
+            raise Violation(f"{here} are entries, and a front was told of {self.told}")
         if invalid:
             for each, running in self.unfinished.items():
                 if running.request.num_computed_tokens < before[each]:
@@ -532,6 +556,16 @@ class Engine:
                     self._note("rolled back", each, running.request.num_computed_tokens)
         if self._shape.lookahead and not self._shape.ahead:
             self._draft(names)
+
+    def _entries(self) -> set[str]:
+        items = self.scheduler.encoder_cache_manager.items
+        return {name for name, item in items.items() if item.is_here}
+
+    def _hear(self, news: CacheNews) -> None:
+        assert self.told is not None
+        for name, is_here in news.entries.items():
+            (self.told.add if is_here else self.told.discard)(name)
+        self.wanted += news.wanted
 
     def _tokens(self, work: Work, name: str) -> list[int]:
         if name not in work.samples:

@@ -72,6 +72,8 @@ class World:
         self._numbers = itertools.count()
         self._saw_reset: set[str] = set()
         """Requests that were here when a cache was reset: they need again what they had."""
+        self._on_demand: set[str] = set()
+        """Transfers whose jobs wait until the instance asks."""
         self._count = self._waiting_to_come = 0
         self._judged: set[str] = set()
         self._is_over = False
@@ -136,6 +138,10 @@ class World:
             self.router.jobs[transfer_id] = job
             if encoder is not None:
                 job.asked = [each.name for each in self.encoders if each is not encoder]
+            elif rng.random() < 0.3:
+                # Held or not: the instance asks if it is not.
+                self._on_demand.add(transfer_id)
+                continue
             elif shape.faults and not self._is_over and rng.random() < 0.1:
                 continue  # The job is lost, and nobody says so.
             self.later(rng.choice([0, 0, 1, 5, 15]), lambda job=job: self.router.ask(job))
@@ -154,7 +160,9 @@ class World:
             prompt.answer,
             prompt.wishes,
         )
-        self.engine.add(request_id, prompt, transfers)
+        on_demand = self._on_demand & {*transfers.values()}
+        self.engine.add(request_id, prompt, transfers, on_demand)
+        self.seen["items on demand"] += len(on_demand)
         if not self._is_over and self.rng.random() < 0.08:
             self.later(self.rng.choice([0, 1, 3, 10, 40]), lambda: self._cancel(request_id))
 
@@ -220,6 +228,13 @@ class World:
         if has_work or not self.engine.is_quiet:
             self.engine.turn(self.go_on, may_invalidate=may_invalidate)
             self.carry()
+        wanted, self.engine.wanted = self.engine.wanted, []
+        for transfer_id in wanted:
+            self.seen["items asked for"] += 1
+            self.note("asks for", transfer_id)
+            assert transfer_id in self._on_demand
+            if job := self.router.jobs.get(transfer_id):
+                self.later(self.rng.choice([0, 0, 1, 5]), lambda job=job: self.router.ask(job))
         for request_id in [each for each in self.engine.ended if each not in self._judged]:
             self._judge(self.engine.ended[request_id])
         self._watch()

@@ -87,6 +87,11 @@ def test_what_the_store_has_or_a_decider_leaves_here_gets_no_encoder() -> None:
     assert found[1].stored is entry and found[2].elastic is None
 
 
+def test_what_the_instance_holds_gets_no_encoder_unless_it_has_to_encode_it() -> None:
+    found = Scene().assign(pictures("a", "b", "c"), held={"b", "c"}, left_here={"c"})
+    assert [each.by for each in found] == ["encoder", "held", "local_first"]
+
+
 @pytest.mark.parametrize(("configured", "by"), [(True, "local"), (False, "local_first")])
 def test_without_an_encoder_items_are_encoded_where_they_are_needed(
     configured: bool, by: str

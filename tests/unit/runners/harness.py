@@ -207,6 +207,7 @@ class PrefillSide:
         self.encodings += [encoding.mm_hash for encoding in orders.encodings]
         self.failed |= self.prefill.take_unavailable()
         self.receiver.step_done()
+        self.prefill.take_news()
         return orders.placements
 
     def finish(self, request_id: str) -> PrefillOutcome | None:
