@@ -206,7 +206,7 @@ class PrefillRequests:
 
         That a transfer is wanted is told at once: encoding begins only then.
         """
-        entries, self._cache.news = self._cache.news, {}
+        entries, self._cache.changes = self._cache.changes, {}
         wanted, self._wanted = self._wanted, []
         if not self._has_front or not (entries or wanted):
             return None

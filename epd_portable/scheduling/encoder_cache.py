@@ -62,6 +62,8 @@ class EncoderCacheManager:
         num_free_slots: Room that nothing uses.
         num_freeable_slots: That, and the room of idle entries.
         items: Everything that has room or waits for it, by ``mm_hash``.
+        changes: Items that became entries (``True``) or went, until somebody takes it; ``None``
+            where nobody does.
     """
 
     def __init__(self, cache_size: int) -> None:
@@ -69,6 +71,7 @@ class EncoderCacheManager:
         self.num_free_slots = cache_size
         self.num_freeable_slots = cache_size
         self.items: dict[str, Item] = {}
+        self.changes: dict[str, bool] | None = None
         self._idle: OrderedDict[str, Item] = OrderedDict()
         self._inputs: dict[str, set[int]] = {}
         self._freed: list[str] = []
@@ -261,6 +264,8 @@ class EncoderCacheManager:
     def _evict(self, item: Item) -> None:
         """Take the room of an idle entry."""
         del self._idle[item.mm_hash]
+        if self.changes is not None:
+            self.changes[item.mm_hash] = False
         self.num_free_slots += item.num_embeds
         self._freed.append(item.mm_hash)
         item.state = State.WAITING

@@ -71,7 +71,6 @@ class EncoderCachePreallocator(EncoderCacheManager):
         requests: All that have items, by id.
         unsettled: Ids of those whose items are not all computed: the engine asks before it
             computes any of them further.
-        news: Items that became entries (``True``) or went, for whoever takes it.
     """
 
     def __init__(
@@ -90,16 +89,14 @@ class EncoderCachePreallocator(EncoderCacheManager):
         self._encode = encode
         self.requests: dict[str, Claimant] = {}
         self.unsettled: set[str] = set()
-        self.news: dict[str, bool] = {}
+        self.changes: dict[str, bool] = {}
         self._slots = slots
         self._deliveries = deliveries
         self._with_room: dict[str, Claimant] = {}
         """Requests that have room for items: no more than the cache has embeddings."""
         self._queue = ClaimQueue()
-        self._resident: dict[str, SlotDescriptor] = {}
-        """Slots that workers may read, by item."""
-        self._outdated: set[str] = set()
-        """Items that were encoded in the background when entries were reset."""
+        self._resident: dict[str, SlotDescriptor] = {}  # Slots that workers may read, by item.
+        self._outdated: set[str] = set()  # Encoded in the background when entries were reset.
         self._retiring = 0
         self._stirred = False
         """Something has changed since `advance` found no room."""
@@ -602,10 +599,6 @@ class EncoderCachePreallocator(EncoderCacheManager):
             for item in self.items.values()
         )
 
-    def _evict(self, item: Item) -> None:
-        self.news[item.mm_hash] = False
-        super()._evict(item)
-
     def _unserve(self, claim: Claim) -> None:
         """Take an item's room from a request, whose claim queues again."""
         claimant, item = claim.claimant, claim.item
@@ -664,7 +657,7 @@ class EncoderCachePreallocator(EncoderCacheManager):
         It may be evicted before the turn of others, whose own transfers may be used up. For those
         that cannot do without it is kept from now on.
         """
-        self.news[item.mm_hash] = True
+        self.changes[item.mm_hash] = True
         self._changed.update(dict.fromkeys(item.holders))
         for claim in self._end_vain_transfers(item):
             if claim.metadata_only:
