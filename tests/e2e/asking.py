@@ -73,7 +73,10 @@ def ask(
     headers: dict[str, str] | None = None,
     **extra: Any,
 ) -> Answer:
-    response = post(url, body(content, **extra), headers=headers)
+    return answer_of(post(url, body(content, **extra), headers=headers))
+
+
+def answer_of(response: httpx.Response) -> Answer:
     assert response.status_code == 200, response.text
     answer = response.json()
     items = (answer.get("ec_transfer_params") or {}).get("items", ())

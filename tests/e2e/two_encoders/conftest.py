@@ -12,7 +12,13 @@ from collections.abc import Iterator
 import pytest
 
 from tests.e2e.conftest import Pair, reference, running
-from tests.e2e.two_encoders.deployment import OFF_HOST, Deployment, connections, epd_launch
+from tests.e2e.two_encoders.deployment import (
+    OFF_HOST,
+    QUEUE,
+    Deployment,
+    connections,
+    epd_launch,
+)
 from tests.forked import Popen
 
 
@@ -24,6 +30,7 @@ def deployment(fork: Popen, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     assert made.returncode == 0, made.stderr
     settings = [
         "instances.encode.count=2",
+        f"instances.encode.max_queued_items={QUEUE}",
         "instances.encode.engine_args.worker_cls=tests.e2e.workers.SlowEncodeWorker",
         "instances.prefill_decode.engine_args.worker_cls=tests.e2e.workers.SteeredPDWorker",
         "transfer.path=tcp",

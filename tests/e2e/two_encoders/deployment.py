@@ -14,6 +14,8 @@ from tests.e2e.engines import config_of, named
 
 TOLERANCE = 0.1
 """Between log-probabilities of two runs in bfloat16."""
+QUEUE = 40
+"""Items that an encode instance has at a time: more than other tests send at once."""
 OFF_HOST = "127.0.0.2"
 ENCODERS = {"encode-0", "encode-1"}
 PD = "prefill_decode-0"

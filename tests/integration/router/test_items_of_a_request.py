@@ -9,7 +9,6 @@ import anyio
 import pytest
 from starlette.responses import JSONResponse, Response
 
-from epd_portable.wire.messages import NackCode
 from tests.integration.router.conftest import Build, Topology
 from tests.integration.router.stand_in import Behaviour, Received, answer, refuse
 from tests.integration.router.test_metadata import describe, kinds, parts
@@ -52,18 +51,6 @@ def after_all_jobs(encoding: Counting, jobs: int) -> Behaviour:
         return await answer(received)
 
     return generate
-
-
-@pytest.mark.parametrize(("order", "most"), [("concurrent", 3), ("sequential", 1)])
-async def test_items_are_encoded_at_once_or_one_after_the_other(
-    build: Build, order: str, most: int
-) -> None:
-    encoder = Counting(most)
-    behaviour = after_all_jobs(encoder, 3)
-    t = await build(encoding=encoder, behaviour=behaviour, encode_order=order)
-    assert (await t.chat(RED, BLUE, GREEN)).status_code == 200
-    assert (encoder.jobs, encoder.most) == (3, most)
-    await t.until_metric('epd_router_items_total{outcome="encoded"}', 3)
 
 
 @pytest.mark.parametrize(("order", "most"), [("concurrent", 3), ("sequential_fallback", 1)])
@@ -133,21 +120,6 @@ async def test_it_may_be_without_all_of_them(build: Build) -> None:
     assert (response.status_code, response.headers[LEFT_OUT]) == (200, "2")
     [received] = t.pd.received
     assert (kinds(received), received.params) == (["text"] * 3, None)
-
-
-async def test_what_a_pd_instance_lost_is_left_out(build: Build) -> None:
-    t = await bare(build, partial_results=True)
-
-    async def generate(received: Received) -> Response:
-        if received.params is None:
-            return await answer(received)
-        await t.control.refuse(received.params, NackCode.UNAVAILABLE, "encoder lost")
-        return await refuse(500)(received)
-
-    t.pd.behaviour = generate
-    response = await t.chat(TEXT, RED)
-    assert (response.status_code, response.headers[LEFT_OUT]) == (200, "1")
-    assert kinds(t.pd.received[-1]) == ["text", "text"]
 
 
 @pytest.mark.parametrize("partial", [False, True])
