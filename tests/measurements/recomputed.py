@@ -388,8 +388,7 @@ def goodput_under_load(document: Document) -> Iterator[Row]:
 def as_bench_serve_says(document: Document) -> Iterator[Row]:
     for name, turns in _sides(document):
         asked, failed = _requests(turns), sum(turn["failed"] for turn in turns)
-        yield {
-            "load: side": name,
+        yield name | {
             "answered of asked": f"{asked - failed} of {asked}",
             **{
                 figure: f"{median(turn['serving'][figure] for turn in turns):.2f}"
