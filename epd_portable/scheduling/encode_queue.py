@@ -114,14 +114,17 @@ class KeptRoom:
         """A transfer has ended; return its item, or ``None`` if none of that id is under way."""
         if transfer_id not in self._transfers:
             return None
-        consumer, item = kept = self._transfers.pop(transfer_id)
-        self._counts[kept] -= 1
-        if not self._counts[kept]:
-            del self._counts[kept]
-            self._embeds[consumer] -= item.num_embeds
-            if not self._embeds[consumer]:
-                del self._embeds[consumer]
-        return item
+        kept = self._transfers.pop(transfer_id)
+        if kept in self._counts:
+            self._counts[kept] -= 1
+            if not self._counts[kept]:
+                self._free(kept)
+        return kept[1]
+
+    def lost(self, item: Item) -> None:
+        """An item has no entry any more, and keeps no room; its transfers have yet to end."""
+        for kept in [each for each in self._counts if each[1] is item]:
+            self._free(kept)
 
     def keeps(self, consumer: str, item: Item) -> bool:
         """Return whether transfers keep an item for a consumer."""
@@ -135,6 +138,13 @@ class KeptRoom:
     def by_consumer(self) -> Counter[str]:
         """Return the room of each consumer that has any."""
         return self._embeds.copy()
+
+    def _free(self, kept: tuple[str, Item]) -> None:
+        consumer, item = kept
+        del self._counts[kept]
+        self._embeds[consumer] -= item.num_embeds
+        if not self._embeds[consumer]:
+            del self._embeds[consumer]
 
 
 @dataclass(slots=True, eq=False)

@@ -98,8 +98,8 @@ class TwoLevelCache(EncoderCacheManager):
         self._dropped, self._restored, self._kept = [], [], []
         return orders
 
-    def take_report(self, report: HostReport) -> None:
-        """Forget copies that a worker does not have, and entries that came from them.
+    def take_report(self, report: HostReport) -> list[Item]:
+        """Forget copies that a worker does not have, and entries; return what these were.
 
         What a worker says may be old, and the item encoded again meanwhile: then it is encoded once
         more when it is asked for.
@@ -107,12 +107,12 @@ class TwoLevelCache(EncoderCacheManager):
         for mm_hash in report.lost | report.missing:
             self._copied_bytes -= self._copies.pop(mm_hash, 0)
             self._dropped.append(mm_hash)
-        for mm_hash in report.missing:
-            if mm_hash in self:
-                item = self.items[mm_hash]
-                item.holders.clear()
-                self._rest(item)
-                self._evict(item)
+        gone = [self.items[mm_hash] for mm_hash in report.missing if mm_hash in self]
+        for item in gone:
+            item.holders.clear()
+            self._rest(item)
+            self._evict(item)
+        return gone
 
     def hold_entry(self, request: MultiModalRequest, input_id: int) -> bool:
         """Let a request that starts hold the item, and bring it back first if there is a copy.

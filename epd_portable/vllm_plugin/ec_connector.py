@@ -240,7 +240,8 @@ class EncodeScheduler(SchedulerConnector):
             self._grow(int(nbytes))
         for step in report["computed"]:
             self.answers.computed(int(step))
-        self._cache.take_report(HostReport(report["copy lost"], report["missing"]))
+        for item in self._cache.take_report(HostReport(report["copy lost"], report["missing"])):
+            self._dispatcher.kept.lost(item)
 
     def take_unavailable_requests(self, **kwargs: Any) -> set[str]:
         """Return requests whose items can never be encoded."""

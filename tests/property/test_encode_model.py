@@ -19,6 +19,8 @@ MUST_HAPPEN = {
     "items encoded",
     "items missing",
     "items restored",
+    "items without memory",
+    "items without memory twice",
     "requests in parts",
     "requests that ended: cancelled",
     "requests that ended: stop",

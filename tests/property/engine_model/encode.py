@@ -7,7 +7,7 @@ What is real: vLLM's ``Scheduler`` as `make_scheduler` makes it (an encode insta
 ``AsyncScheduler``), the connector's half in it, and the encode side of the protocol
 (`ProducerSession`). What is modelled: the worker's memory, which remembers of what weights an
 output is; consumers, of which some are slow, stand still for a while or are dead; the clock; and
-faults of copies.
+faults of copies, and items for which there is no memory.
 """
 
 from __future__ import annotations
@@ -207,6 +207,8 @@ class Worker:
     report: HostReport = field(default_factory=HostReport)
     told: set[str] = field(default_factory=set)
     """Items of which the scheduler knows that their copies, or they, are not there."""
+    not_encoded: Counter[str] = field(default_factory=Counter)
+    """How often there was no memory for an item."""
     ended: set[str] = field(default_factory=set)
     computed: int = 0
 
@@ -250,7 +252,14 @@ class Worker:
             self.session.submit(order, ready=ready, now=self.clock())
         for name in planned.free_encoder_mm_hashes:
             self.cache.pop(name, None)
+        short = self.faults and self.rng.random() < 0.1
         for name in encoded:
+            if short and self.rng.random() < 0.7:
+                self.missing.add(name)
+                self.report.missing.add(name)
+                self.session.output_ready(name)  # Which fails when the consumer waits.
+                self.not_encoded[name] += 1
+                continue
             self.cache[name] = self.weights
             self.missing.discard(name)
             if self.users[name]:
@@ -429,6 +438,10 @@ class World:
             self._turn()
         self._turn()
         self._turn(idle=True)  # The next request would bring the news.
+        self.seen["items without memory"] += len(self.worker.not_encoded)
+        self.seen["items without memory twice"] += sum(
+            count > 1 for count in self.worker.not_encoded.values()
+        )
         if self.cache.num_freeable_slots != self.cache.cache_size or self.scheduler.has_requests():
             raise Violation("something is kept although nobody wants anything any more")
 
@@ -551,6 +564,9 @@ class World:
         self.seen["copies lost"] += len(worker.report.lost)
         self.seen["items missing"] += len(worker.report.missing)
         worker.told |= worker.report.lost | worker.report.missing
+        for transfer_id, (_, name) in list(self.kept.items()):
+            if name in worker.report.missing:
+                del self.kept[transfer_id]  # What is not there keeps no room.
         worker.report = HostReport()
         if self.shape.device and worker.computed and self.rng.random() < 0.8:
             report["computed"] = {str(worker.computed)}

@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from epd_portable.scheduling.encode_queue import EncodeQueue, KeptRoom, StepLimits
 from epd_portable.scheduling.items import Item
-from epd_portable.scheduling.two_levels import TwoLevelCache
+from epd_portable.scheduling.two_levels import HostReport, TwoLevelCache
 
 
 @dataclass(frozen=True)
@@ -383,6 +383,23 @@ def test_what_is_kept_counts_once_for_each_consumer_and_until_its_last_transfer_
     kept.give_back("t3")
     assert kept.by_consumer() == {}
     assert not kept
+
+
+def test_what_could_not_be_encoded_keeps_no_share_until_its_transfer_ends() -> None:
+    desk = Desk(cache=8)
+    desk.arrive("b", ("emu", 1), to=B)
+    desk.arrive("a1", ("cat", 4), to=A)
+    assert desk.step() == ["b", "a1"]
+    (cat,) = desk.cache.take_report(HostReport(missing={"cat"}))
+    desk.kept.lost(cat)
+    desk.arrive("a2", ("cat", 4), to=A)
+    assert desk.step() == ["a2"], "a keeps nothing, and its share is four"
+    desk.transferred("a1", "cat")
+    assert desk.kept.by_consumer() == {"a": 4, "b": 1}
+    desk.transferred("a2", "cat")
+    desk.transferred("b", "emu")
+    assert desk.cache.num_freeable_slots == 8
+    assert not desk.kept
 
 
 @settings(max_examples=200, deadline=None)
