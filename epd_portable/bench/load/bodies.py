@@ -1,4 +1,4 @@
-"""The bodies of requests: texts and pictures that differ for every seed."""
+"""The bodies of requests: texts, pictures and videos that differ for every seed."""
 
 from __future__ import annotations
 
@@ -21,31 +21,43 @@ def text_of(seed: str, words: int) -> str:
     return " ".join(random.Random(seed).choices(WORDS, k=words))
 
 
-def picture_url(picture: LoadPicture) -> str:
-    """Return a picture as a data URL: a file's, or noise as JPEG.
+def part_of(picture: LoadPicture) -> dict[str, object]:
+    """Return a picture, or a video, as a part of a message: its file, or noise as JPEG.
 
     `random-mm` of ``vllm bench serve`` sends such noise; it has as many bytes as a photograph with
-    much detail.
+    much detail. A video is its frames as vLLM takes them, which needs no encoder of videos.
     """
     if not picture.size:
         kind, _ = mimetypes.guess_type(picture.seed)
-        content = base64.b64encode(Path(picture.seed).read_bytes()).decode("ascii")
-        return f"data:{kind or 'image/jpeg'};base64,{content}"
+        content = _base64(Path(picture.seed).read_bytes())
+        return _url("image_url", f"data:{kind or 'image/jpeg'};base64,{content}")
+    if not picture.frames:
+        return _url("image_url", f"data:image/jpeg;base64,{_noise(picture.seed, picture.size)}")
+    frames = (_noise(f"{picture.seed} {n}", picture.size) for n in range(picture.frames))
+    return _url("video_url", f"data:video/jpeg;base64,{','.join(frames)}")
+
+
+def _url(kind: str, url: str) -> dict[str, object]:
+    return {"type": kind, kind: {"url": url}}
+
+
+def _noise(seed: str, side: int) -> str:
     # With an engine's environment only, as the engines that read it.
     from PIL import Image
 
-    side = picture.size
-    noise = random.Random(picture.seed).randbytes(3 * side * side)
+    noise = random.Random(seed).randbytes(3 * side * side)
     file = io.BytesIO()
     Image.frombytes("RGB", (side, side), noise).save(file, format="JPEG")
-    return "data:image/jpeg;base64," + base64.b64encode(file.getvalue()).decode("ascii")
+    return _base64(file.getvalue())
+
+
+def _base64(content: bytes) -> str:
+    return base64.b64encode(content).decode("ascii")
 
 
 def body_of(request: LoadRequest, model: str) -> bytes:
     """Return a streamed chat request."""
-    content: list[dict[str, object]] = [
-        {"type": "image_url", "image_url": {"url": picture_url(each)}} for each in request.pictures
-    ]
+    content = [part_of(each) for each in request.pictures]
     messages: list[dict[str, object]] = []
     for seed in request.texts:
         content.append({"type": "text", "text": text_of(seed, request.words)})

@@ -56,6 +56,7 @@ Points of load; what one leaves out is as in the one before it:
   share=0.1                      part of the requests that have pictures [default: 0.1]
   pictures=1, pictures=1/4       pictures of such a request; of several one at random [default: 1]
   size=448                       side of the pictures in pixels, likewise [default: 448]
+  frames=16                      a video of so many frames in place of each picture [default: 0]
   text=400, output=150           tokens of a prompt's text, about, and of an answer, exactly
   repeat=0.5                     part of the pictures that come from a set of eight [default: 0]
   turns=8                        turns of a conversation, each sent with all before it [default: 1]
@@ -195,6 +196,9 @@ def load_command(
         ttft_s=ttft_ms / 1000,
         tpot_s=tpot_ms / 1000,
     )
+    for point in plan.points:
+        if point.file:  # That it has too few lines is said before minutes of starting.
+            plan.requests(point, plan.rounds_of(point) - 1)
     sides = read_sides(side_texts)
     if proxy is None and any(side.kind == "upstream" for side in sides):
         raise ConfigError(

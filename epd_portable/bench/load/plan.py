@@ -35,10 +35,12 @@ class LoadPicture(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         seed: Decides the content: two pictures are equal if their seeds and sizes are.
         size: Side in pixels; 0 for the file that the seed names.
+        frames: Of a video in place of a picture; 0 for a picture.
     """
 
     seed: str
     size: int
+    frames: int = 0
 
 
 class LoadRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -74,6 +76,7 @@ class LoadPoint(BaseModel):
         share: Share of the requests that have pictures.
         pictures: How many such a request has; one of these at random.
         size: Sides in pixels; one of these at random for each picture.
+        frames: Of the video in place of each picture; 0 for pictures.
         text: Tokens of a text, about.
         output: Tokens of an answer, exactly.
         repeat: Share of the pictures that come from a set of `REPEATED`.
@@ -82,7 +85,8 @@ class LoadPoint(BaseModel):
             `rate` brings in the window, one after the other. 0 for arrivals that wait for nothing.
         prompts: So many requests, all at once, whatever the rate; 0 for arrivals by it.
         file: JSON lines with a ``prompt`` and ``images``, paths beside the file, which say what is
-            asked in place of `share`, `pictures`, `size` and `text`; empty for made-up requests.
+            asked in place of `share`, `pictures`, `size`, `frames` and `text`; empty for made-up
+            requests.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -91,6 +95,7 @@ class LoadPoint(BaseModel):
     share: Share = 0.1
     pictures: tuple[PositiveInt, ...] = (1,)
     size: tuple[Annotated[int, Field(ge=28, le=4096)], ...] = (448,)
+    frames: NonNegativeInt = 0
     text: PositiveInt = 400
     output: Annotated[int, Field(ge=2)] = 150
     repeat: Share = 0.0
@@ -107,8 +112,9 @@ class LoadPoint(BaseModel):
             pictures = Path(self.file).name
         elif self.share:
             again = f", {self.repeat:.0%} repeated" if self.repeat else ""
-            pictures = f"{self.share:.0%} × {_slashed(self.pictures)} × {_slashed(self.size)} px"
-            pictures += again
+            frames = f"{self.frames} frames × " if self.frames else ""
+            pictures = f"{self.share:.0%} × {_slashed(self.pictures)} × {frames}"
+            pictures += f"{_slashed(self.size)} px{again}"
         turns = f", {self.turns} turns" if self.turns > 1 else ""
         clients = f"{self.clients} clients, " if self.clients else ""
         arrive = f"{self.prompts} at once" if self.prompts else f"{self.rate:g}/s"
@@ -234,7 +240,8 @@ def _pictures(point: LoadPoint, draw: random.Random, seed: str) -> tuple[LoadPic
     for place in range(draw.choice(point.pictures)):
         repeated = draw.random() < point.repeat
         content = f"repeated {draw.randrange(REPEATED)}" if repeated else f"{seed} {place}"
-        found.append(LoadPicture(seed=content, size=draw.choice(point.size)))
+        size = draw.choice(point.size)
+        found.append(LoadPicture(seed=content, size=size, frames=point.frames))
     return tuple(found)
 
 

@@ -101,6 +101,23 @@ def test_a_body_has_its_pictures_before_its_text_and_asks_for_a_length() -> None
     assert base64.b64decode(urls[0].partition(",")[2]).startswith(b"\xff\xd8")
 
 
+def test_videos_are_their_frames_in_place_of_pictures() -> None:
+    (point,) = read_points(["rate=2,share=1,pictures=2,size=28,frames=3,text=9,output=5"])
+    assert point.key == "2/s, 100% × 2 × 3 frames × 28 px, 9+5 tokens"
+    (each, *_) = plan().requests(point, 0)
+    [message] = json.loads(body_of(each, "m"))["messages"]
+    first, second, _ = message["content"]
+    assert [first["type"], second["type"]] == ["video_url", "video_url"]
+    frames = []
+    for part in (first, second):
+        kind, *content = part["video_url"]["url"].split(",")
+        assert kind == "data:video/jpeg;base64"
+        assert len(content) == 3
+        frames += content
+    assert len(set(frames)) == 6
+    assert all(base64.b64decode(frame).startswith(b"\xff\xd8") for frame in frames)
+
+
 def test_rounds_are_planned_until_30_requests_with_pictures_are_behind_each_figure() -> None:
     whole = plan(15.0)
     count = whole.rounds_of(POINT)
@@ -176,6 +193,10 @@ def test_so_many_prompts_come_at_once_and_none_of_a_file_is_asked_twice(tmp_path
     assert points[0].key == "2 at once, asked.jsonl, 7 tokens"
     with pytest.raises(ConfigError, match="round 3 asks for lines 11 to 12"):
         asked.requests(points[0], 2)
+    # Known before a side is started: none of these is there.
+    command = ["--side", "there=url:http://127.0.0.1:1", "--point", f"file={file},prompts=2/3"]
+    with pytest.raises(ConfigError, match="round 3 asks for lines 11 to 12"):
+        load_command.main([*command, "--rounds", "3"], standalone_mode=False)
     file.write_text('{"prompt": "no images"}\n')
     with pytest.raises(ConfigError, match="in every line"):
         asked.requests(points[0], 0)
