@@ -204,12 +204,17 @@ def missing(pieces: Path) -> str:
 
 
 def install(pieces: Path, site: Path) -> None:
-    """Install the wheels that are whole and have not been installed."""
+    """Install the wheels that are whole and have not been installed, and compile them.
+
+    With the package here: where Python may write no bytecode, every process would compile for 10 s.
+    """
     fresh = [file for file in (pieces / WHEELS).glob("*.whl") if not _mark(file).exists()]
     if fresh:
         argv = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps"]
         argv += ["--no-compile", "--upgrade", "--target", str(site)]
         subprocess.run([*argv, *map(str, fresh)], check=True)
+        argv = [sys.executable, "-m", "ci.bytecode", str(site), str(ROOT / "epd_portable")]
+        subprocess.run(argv, cwd=ROOT, stdout=subprocess.DEVNULL, check=True)
         for file in fresh:
             _mark(file).touch()
 

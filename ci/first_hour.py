@@ -18,7 +18,6 @@ import itertools
 import json
 import math
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -35,11 +34,10 @@ ROOT = Path(__file__).resolve().parent.parent
 FIGURES, PROGRESS, LOCK, PIECES = "figures.json", "progress.log", "lock", "pieces"
 TAIL_LINES = 40
 GRACE_S = 5.0
-START_S = 300.0
 STARTED_BY = "FIRST_HOUR_STAGE"
 """Variable by which everything that a stage has started is found again."""
 REFERENCE = "EPD_TEST_REFERENCE"
-"""Variable with the address of the one plain vLLM that the stages of engines compare with."""
+"""Variable with the log of the one plain vLLM that the stages of engines compare with."""
 MARK = '{"figure": '
 """How a line of a stage's output begins that is a figure; the rest of it is JSON too."""
 ENGINES = "tests/first_hour/test_engines.py"
@@ -129,7 +127,7 @@ class Stage:
             other work, when it has said nothing for so long.
         writes: A file with JSON that it leaves in the folder of results, named as its figure.
         engine: Needs the engine's wheel, which arrives last.
-        compares: The reference is up beside it.
+        compares: The reference starts beside it, or is up.
     """
 
     name: str
@@ -209,7 +207,8 @@ class Hour:
         self, out: Path, stages: Sequence[Stage], platform: str, *, patient: bool = False
     ) -> None:
         self._out, self.stages, self._platform, self._patient = out, stages, platform, patient
-        self._reference, self._address = contextlib.ExitStack(), ""
+        self._reference = contextlib.ExitStack()
+        self._compared = False
 
     @property
     def told(self) -> dict[str, Any]:
@@ -284,8 +283,9 @@ class Hour:
     ) -> Iterator[subprocess.Popen[bytes] | None]:
         token = f"{name}-{os.getpid()}-{time.monotonic_ns()}"
         paths = [str(ROOT), str(self._out / "site"), *filter(None, [os.environ.get("PYTHONPATH")])]
-        env = {**os.environ, "PYTHONUNBUFFERED": "1", "PYTHONPATH": os.pathsep.join(paths)}
-        env |= {STARTED_BY: token, REFERENCE: self._address}
+        env = {"VLLM_CACHE_ROOT": str(self._out / "vllm-cache"), **os.environ, STARTED_BY: token}
+        env |= {"PYTHONUNBUFFERED": "1", "PYTHONPATH": os.pathsep.join(paths)}
+        env[REFERENCE] = str(self._log("reference"))
         argv = [word.replace("{out}", str(self._out)) for word in argv]
         try:
             process = subprocess.Popen(argv, cwd=ROOT, env=env, stdout=file, stderr=file)
@@ -300,25 +300,14 @@ class Hour:
             process.wait()
 
     def _compare_with(self, wanted: bool) -> None:
-        """Have the reference up, or not: a load is not measured beside it."""
-        if not wanted:
+        """Have the reference started, or not: a load is not measured beside it."""
+        if wanted and not self._compared:
+            argv = [sys.executable, "-m", "tests.first_hour.reference", self._platform]
+            file = self._reference.enter_context(self._log("reference").open("wb"))
+            self._reference.enter_context(self._started("reference", argv, file))
+        elif not wanted:
             self._reference.close()
-            self._address = ""
-            return
-        if self._address:
-            return
-        log = self._log("reference")
-        argv = [sys.executable, "-m", "tests.first_hour.reference", self._platform]
-        file = self._reference.enter_context(log.open("wb"))
-        process = self._reference.enter_context(self._started("reference", argv, file))
-        for _ in waits(process, log, START_S, patient=self._patient) if process else ():
-            if found := re.search(rb"^ready: (\S+)$", log.read_bytes(), re.MULTILINE):
-                self._address = found[1].decode()
-                print(f"reference: {self._address}", flush=True)
-                return
-        # The stage starts one of its own then, or tells why there is none.
-        print(f"reference: did not start, see {log}", flush=True)
-        self._reference.close()
+        self._compared = wanted
 
 
 def waits(

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import re
 import signal
 import sys
 import tempfile
+import time
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -51,10 +53,22 @@ def reference(folder: Path, platform: str) -> AbstractContextManager[servers.Ser
     )
 
 
-if __name__ == "__main__":
-    with (
-        tempfile.TemporaryDirectory() as scratch,
-        reference(Path(scratch), sys.argv[1]) as server,
+def url_of(log: Path) -> str:
+    """Wait for the reference whose log this is; return its address, empty if it has ended."""
+    while not (
+        told := re.search(r"^(?:ready: (\S+)|ended)$", log.read_text("utf-8"), re.MULTILINE)
     ):
-        print(f"ready: {server.url}", flush=True)
-        signal.sigwait({signal.SIGTERM, signal.SIGINT})
+        time.sleep(0.5)
+    return told[1] or ""
+
+
+if __name__ == "__main__":
+    try:
+        with (
+            tempfile.TemporaryDirectory() as scratch,
+            reference(Path(scratch), sys.argv[1]) as server,
+        ):
+            print(f"ready: {server.url}", flush=True)
+            signal.sigwait({signal.SIGTERM, signal.SIGINT})
+    finally:
+        print("ended", flush=True)

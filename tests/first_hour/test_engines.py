@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,7 +27,7 @@ from tests.e2e.conftest import Pair, Split, running
 from tests.e2e.engines import instance
 from tests.e2e.equality import TOLERANCE, FloatEquality
 from tests.e2e.ranks import TWO_RANKS, TwoRanks
-from tests.first_hour.reference import ENV, IS_SIMULATED, engine_args, reference
+from tests.first_hour.reference import ENV, IS_SIMULATED, engine_args, reference, url_of
 
 pytestmark = [pytest.mark.e2e, pytest.mark.needs_vllm, pytest.mark.timeout(1800)]
 
@@ -115,7 +116,7 @@ def by(ways: list[Way]) -> pytest.MarkDecorator:
 
 @pytest.fixture(scope="class")
 def pair(way: Way, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    """Start it beside the reference, which is there or has measured the device by then."""
+    """Start it, beside the reference that the first hour starts if there is one."""
     if way.mode[0] == "two-ranks" and registry.get("cuda").device_count() < 2:
         pytest.skip("takes two devices")
     folder = tmp_path_factory.mktemp(str(way))
@@ -125,11 +126,11 @@ def pair(way: Way, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
         for name, value in engine_args(way.platform).items()
     ]
     settings = [*both, *shared, f"transfer.path={way.path}", *way.mode[1:]]
+    log = os.environ.get("EPD_TEST_REFERENCE")
     with ExitStack() as stack:
-        url = os.environ.get("EPD_TEST_REFERENCE")
-        if not url:
-            url = stack.enter_context(reference(folder, way.platform)).url
         split = stack.enter_context(running(folder, settings, platform=way.platform, env=ENV))
+        url = url_of(Path(log)) if log else ""
+        url = url or stack.enter_context(reference(folder, way.platform)).url
         yield Pair(split=split, reference_url=url)
 
 

@@ -21,6 +21,7 @@ from ci import carry
 from ci.first_hour import CALL_AGAIN, PIECES, REHEARSALS, TARGETS, Hour, Stage, stages, waits
 from epd_portable.bench.load.plan import read_points
 from epd_portable.bench.load.sides import read_sides
+from tests.first_hour.reference import url_of
 
 ROOT = Path(__file__).resolve().parents[2]
 DEADLINE_S = 10.0
@@ -149,6 +150,30 @@ def test_a_piece_that_was_damaged_on_its_way_is_refused(tmp_path: Path) -> None:
     next(piece.glob("piece.*")).write_bytes(b"c0ntent")
     with pytest.raises(SystemExit, match="carry its pieces again"):
         carry.take(piece, tmp_path / "out")
+
+
+def test_what_is_installed_is_compiled_where_python_writes_no_bytecode(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+    info, wheels = "engine-1.dist-info", tmp_path / carry.WHEELS
+    wheels.mkdir()
+    with zipfile.ZipFile(wheels / "engine-1-py3-none-any.whl", "w") as file:
+        file.writestr("engine.py", "")
+        file.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: engine\nVersion: 1\n")
+        file.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: any\n")
+        file.writestr(f"{info}/RECORD", "")
+    carry.install(tmp_path, tmp_path / "site")
+    assert [file.suffix for file in (tmp_path / "site" / "__pycache__").iterdir()] == [".pyc"]
+
+
+def test_the_reference_starts_beside_the_stage_that_compares_with_it(tmp_path: Path) -> None:
+    """Which finds in its log where it is, or that it has ended."""
+    waits_for_it = """until grep -qx ended "$EPD_TEST_REFERENCE"; do sleep 0.1; done"""
+    hour = Hour(tmp_path, [stage("compares", waits_for_it, compares=True)], "no platform")
+    hour.run(total_s=600)
+    assert hour.told["compares"]["status"] == 0
+    assert url_of(tmp_path / "reference.log") == ""
 
 
 def test_a_wheel_keeps_the_device_code_of_one_architecture_in_its_place(tmp_path: Path) -> None:
