@@ -178,7 +178,7 @@ class Producer:
 def main(role: str, config_json: str, descriptor: str) -> None:
     """Carry out commands until standard input ends."""
     torch.set_num_threads(1)
-    _take_core(role)
+    _take_cores(role)
     config = InstanceConfig.model_validate_json(config_json)
     platform = registry.get(config.platform)
     platform.set_device(config.device_index)
@@ -192,11 +192,12 @@ def main(role: str, config_json: str, descriptor: str) -> None:
             end.close()
 
 
-def _take_core(role: str) -> None:
-    """Keep the two ends on different cores, as the instances of a topology are."""
+def _take_cores(role: str) -> None:
+    """Keep the two ends on different cores, a half each, as the instances of a topology are."""
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) > 1:
-        os.sched_setaffinity(0, {cores[-1] if role == "consume" else cores[0]})
+        half = len(cores) // 2
+        os.sched_setaffinity(0, cores[half:] if role == "consume" else cores[:half])
 
 
 def _wait(event: DeviceEvent, timeout_s: float) -> None:

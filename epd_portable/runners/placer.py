@@ -118,11 +118,11 @@ class Placer:
             for item in placements:
                 encoder_cache[item.mm_hash] = _shaped(self._bytes(item), item.tensor)
         for item in placements:
-            self._metrics.placed(item.slot.nbytes)
-        if trace.on:
-            with self._copies.platform.stream(self._copies.index):
-                for item in placements:
-                    self._clock.trace("item.placed", mm_hash=item.mm_hash, nbytes=item.slot.nbytes)
+            nbytes = item.slot.nbytes
+            self._metrics.placed(nbytes)
+            self._clock.trace(
+                "item.placed", behind=self._copied, mm_hash=item.mm_hash, nbytes=nbytes
+            )
 
     def close(self) -> None:
         """Let the copies of the last step be traced."""

@@ -80,12 +80,18 @@ class StreamClock:
             with on_all_cores():
                 self._thread.start()
 
-    def trace(self, event: str, **fields: Any) -> None:
-        """Record an event of the trace with the time at which the device comes to this point."""
+    def trace(self, event: str, *, behind: DeviceEvent | None = None, **fields: Any) -> None:
+        """Record an event of the trace with the time at which the device comes to this point.
+
+        Args:
+            event: Its name.
+            behind: See `mark`.
+            fields: Its fields.
+        """
         if self._at_once:
             trace(event, **fields)
         elif trace.on:
-            self.mark(lambda at_s: trace(event, at_s=at_s, **fields))
+            self.mark(lambda at_s: trace(event, at_s=at_s, **fields), behind)
 
     def check(self) -> None:
         """Find out whether points are still reached.

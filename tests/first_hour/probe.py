@@ -32,6 +32,7 @@ SIZES = (MIB // 2, 7 * MIB, 32 * MIB, 64 * MIB, 256 * MIB)
 FILL = 0xA5
 OFFSET = 512
 HOST_BYTES = 64 * MIB
+REST_S = 0.01
 LAUNCHES = 20_000
 SLEEP_CYCLES = 3_000_000_000
 AMPLE_S = 60.0
@@ -72,12 +73,13 @@ def device_rate(target: torch.Tensor, source: torch.Tensor, repeat: int = 20) ->
 
 
 def whole_copy(
-    copies: DeviceCopies, target: torch.Tensor, source: torch.Tensor
+    copies: DeviceCopies, target: torch.Tensor, source: torch.Tensor, rest_s: float = 0.0
 ) -> dict[str, float]:
-    """Return the median time and rate of a copy from the question to its end."""
+    """Return the median time and rate of a copy from the question to its end, after a rest."""
     computed = copies.platform.record_event()
     times = []
     for _ in range(30):
+        time.sleep(rest_s)
         begin_s = time.perf_counter()
         deadline_s = copies.clock() + AMPLE_S
         copies.queue(target, source, after=computed, deadline_s=deadline_s).finish()
@@ -165,6 +167,7 @@ def write_into(address: str) -> None:
                 "own_GB_s": device_rate(own, source),
                 "ipc_GB_s": device_rate(other, source),
                 "queued": whole_copy(copies, other, source),
+                "rested": whole_copy(copies, other, source, REST_S),
             },
         )
 

@@ -4,6 +4,7 @@ import os
 import uuid
 from collections.abc import Iterator
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -15,8 +16,9 @@ from epd_portable.connector.pool import SharedMemory
 from epd_portable.connector.worker_endpoint import WorkerEndpoint
 from epd_portable.errors import CapacityError, CorruptPayloadError
 from epd_portable.platforms import registry
-from epd_portable.platforms.base import MemoryInfo, Platform
+from epd_portable.platforms.base import DeviceEvent, MemoryInfo, Platform
 from epd_portable.platforms.cpu import CpuPlatform
+from epd_portable.runners import stream_clock
 from epd_portable.runners.placer import Placement, Placer, WorkerOrders
 from epd_portable.wire.descriptors import SlotDescriptor, TensorSpec
 
@@ -113,3 +115,26 @@ def test_an_item_whose_slot_holds_other_bytes_is_never_placed_and_nor_is_its_ste
     assert [record.levelname for record in caplog.records] == ["CRITICAL"]
     placer.carry_out(WorkerOrders(placements=[good]), encoder_cache)
     assert torch.equal(encoder_cache["cat"], source)
+
+
+def test_a_trace_of_what_is_placed_costs_the_device_no_event_of_its_own(
+    memory: SharedMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    platform = FullPlatform()
+    recorded: list[DeviceEvent] = []
+    seen: list[str] = []
+
+    def record_event() -> DeviceEvent:
+        recorded.append(FullPlatform().record_event())
+        return recorded[-1]
+
+    monkeypatch.setattr(platform, "record_event", record_event)
+    traced = Mock(on=True, side_effect=lambda event, **_: seen.append(event))
+    monkeypatch.setattr(stream_clock, "trace", traced)
+    items = [
+        arrive(memory, name, torch.ones(3, 5), at) for name, at in (("cat", 128), ("dog", 256))
+    ]
+    placer = make_placer(memory, platform)
+    placer.carry_out(WorkerOrders(placements=items), {})
+    placer.close()
+    assert [len(recorded), seen] == [1, ["item.placed"] * 2]
