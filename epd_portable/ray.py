@@ -24,10 +24,10 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from epd_portable.config.quantities import Section
+from epd_portable.config.quantities import Seconds, Section
 from epd_portable.delivery.replies import error_reply
 from epd_portable.errors import RequestError
-from epd_portable.launch.plan.launchers import LauncherSpec, fullness
+from epd_portable.launch.plan.launchers import LauncherSpec, MostOwed, fullness
 from epd_portable.launch.plan.ports import port_source
 from epd_portable.launch.plan.processes import new_run_id
 from epd_portable.launch.plan.request import PlanRequest
@@ -47,7 +47,7 @@ _MOST_REQUESTS = 10_000
 
 
 class AppArgs(Section):
-    """``args`` of an application: the options of ``epd-launch up``, and how many replicas."""
+    """``args`` of an application: the options of ``epd-launch up``, and how it is scaled."""
 
     config: str
     platform: str | None = None
@@ -56,6 +56,8 @@ class AppArgs(Section):
     set: list[str] = Field(default_factory=list)
     min_replicas: Annotated[int, Field(ge=1)] = 1
     max_replicas: Annotated[int, Field(ge=1)] = 1
+    most_encode_s: Seconds = MostOwed().encode_s
+    most_answer_s: Seconds = MostOwed().answer_s
 
 
 def build_app(args: Mapping[str, Any]) -> serve.Application:
@@ -78,6 +80,7 @@ def build_app(args: Mapping[str, Any]) -> serve.Application:
         "epd",
         *("launch.host=127.0.0.1", "router.host=127.0.0.1", "router.join=[]"),
         *("router.tls_cert_file=null", "router.tls_key_file=null"),
+        most=MostOwed(encode_s=given.most_encode_s, answer_s=given.most_answer_s),
     )
     deployment = serve.deployment(
         serve.ingress()(Replica),

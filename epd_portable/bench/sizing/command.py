@@ -27,7 +27,7 @@ HELP = """Say how many encode and prefill+decode instances to run, and whether t
 
 A discrete-event simulation of routers and instances, from the times that each stage takes on one
 device. It tries all ways to use the devices, replicas of one process among them, and finds the
-highest rate at which 99 of 100 requests, of those with and without pictures, keep the limits. No
+highest rate at which 95 of 100 requests, of those with and without pictures, keep the limits. No
 engine is started. The page says what the simulation does not know.
 
 \b
@@ -91,23 +91,23 @@ _SECONDS = click.FloatRange(min=0, min_open=True)
     help="The traffic; see above. Several: what switching roles between them could gain.",
 )
 @click.option(
-    "--ttft-p99",
+    "--ttft-p95",
     default=1.0,
     show_default=True,
     type=_SECONDS,
-    help="Limit of p99 TTFT, in seconds.",
+    help="Limit of p95 TTFT, in seconds.",
 )
 @click.option(
-    "--ttft-p99-pictures",
+    "--ttft-p95-pictures",
     type=_SECONDS,
-    help="The same for requests with pictures.  [default: as --ttft-p99]",
+    help="The same for requests with pictures.  [default: as --ttft-p95]",
 )
 @click.option(
-    "--tpot-p99",
+    "--tpot-p95",
     default=0.05,
     show_default=True,
     type=_SECONDS,
-    help="Limit of p99 TPOT, in seconds.",
+    help="Limit of p95 TPOT, in seconds.",
 )
 @click.option(
     "--routers",
@@ -133,9 +133,9 @@ def plan_command(
     stage_file: Path,
     devices: int,
     workloads: tuple[str, ...],
-    ttft_p99: float,
-    ttft_p99_pictures: float | None,
-    tpot_p99: float,
+    ttft_p95: float,
+    ttft_p95_pictures: float | None,
+    tpot_p95: float,
     routers: int,
     elastic: bool,
     requests: int,
@@ -145,9 +145,9 @@ def plan_command(
     with console.stopping_at_sigterm():
         load_before = reports.load_average()
         limits = LatencyLimits(
-            ttft_s=ttft_p99,
-            ttft_pictures_s=ttft_p99_pictures or ttft_p99,
-            tpot_s=tpot_p99,
+            ttft_s=ttft_p95,
+            ttft_pictures_s=ttft_p95_pictures or ttft_p95,
+            tpot_s=tpot_p95,
         )
         rules = RoutingRules(routers=routers, elastic_threshold=BUSY_THRESHOLD if elastic else None)
         times = load_stages(stage_file)

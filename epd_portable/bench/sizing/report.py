@@ -55,7 +55,7 @@ def make_report(
         samples=[_sample(each) for each in candidates],
         notes=(
             f"**{recommendation}**",
-            f"Limits at p99 of every kind of request: TTFT {limits.ttft_s:g} s, with pictures "
+            f"Limits at p95 of every kind of request: TTFT {limits.ttft_s:g} s, with pictures "
             f"{limits.ttft_pictures_s:g} s, TPOT {limits.tpot_s:g} s.",
             f"Workload: {question.workload}.",
             f"Stage times: {question.times.source}.",
@@ -99,6 +99,7 @@ def make_switching_report(
             "stages": asked.times.model_dump(mode="json"),
             "limits": dataclasses.asdict(limits),
             "gain": bound.gain,
+            "best": bound.best,
             "fixed": dataclasses.asdict(bound.fixed),
             "recommendation": str(bound),
         },
@@ -115,16 +116,18 @@ def make_switching_report(
 def _candidate(each: RatedDeployment, replicas: RatedDeployment) -> dict[str, str]:
     kinds = each.outcome.kinds
     text, pictures = (
-        f"{kinds[kind].ttft_p99:.3g}" if kind in kinds else "–" for kind in ("text", "pictures")
+        f"{kinds[kind].ttft_p95:.3g}" if kind in kinds else "–" for kind in ("text", "pictures")
     )
     stage, share = each.fullest
     return {
         "deployment": str(each.deployment),
         "by replicas": f"{each.rate / replicas.rate:.2f}" if replicas.rate else "–",
         "requests/s": f"{each.rate:.3g}",
-        "TTFT p99 text, s": text,
+        "TTFT p95 text, s": text,
         "pictures, s": pictures,
-        "TPOT p99, ms": _ms(max(kind.tpot_p99 for kind in kinds.values())),
+        "TPOT p95, ms": _ms(max(kind.tpot_p95 for kind in kinds.values())),
+        "owed, s: encode": _owed(each, "encode"),
+        "answer": _owed(each, "answer"),
         "nearest to full": f"{stage} {share:.0%}",
         "breaks first above": each.limit or "–",
     }
@@ -137,12 +140,18 @@ def _sample(each: RatedDeployment) -> Plain:
         "rate": each.rate,
         "kinds": {kind: dataclasses.asdict(seen) for kind, seen in outcome.kinds.items()},
         "busy": dict(outcome.busy),
+        "owed_s": dict(outcome.owed_s),
         "longest_stall_s": outcome.longest_stall_s,
         "local_items": outcome.local_items,
         "transferred": outcome.transferred,
         "limit": each.limit,
         "capacities": dict(each.capacities),
     }
+
+
+def _owed(each: RatedDeployment, stage: str) -> str:
+    owed_s = each.outcome.owed_s.get(stage)
+    return "–" if owed_s is None else f"{owed_s:.2g}"
 
 
 def _ms(seconds: float) -> str:

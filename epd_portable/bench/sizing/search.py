@@ -31,7 +31,7 @@ POOLED = "all devices"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LatencyLimits:
-    """What 99 of 100 requests of every kind must keep, in seconds.
+    """What 95 of 100 requests of every kind must keep, in seconds.
 
     Attributes:
         ttft_s: Time to the first token of a text.
@@ -47,9 +47,9 @@ class LatencyLimits:
         """Return the limit that a load broke first; empty if it kept all."""
         for kind, seen in outcome.kinds.items():
             ttft_s = self.ttft_pictures_s if kind == "pictures" else self.ttft_s
-            if seen.ttft_p99 > ttft_s:
+            if seen.ttft_p95 > ttft_s:
                 return f"TTFT of {kind}"
-            if seen.tpot_p99 > self.tpot_s:
+            if seen.tpot_p95 > self.tpot_s:
                 return f"TPOT of {kind}"
         return ""
 
@@ -242,7 +242,8 @@ class SwitchingBound:
         return (
             f"{what}: {self.fixed} serve at least {self.share:.2f} of what the best way to use the "
             f"devices serves of each workload alone, so whatever switches roles serves at most "
-            f"{self.gain:.2f} times as much; it is worth it from {SWITCH_FROM:g}."
+            f"{self.gain:.2f} times as much, or gives back at most {1 - self.share:.0%} of the "
+            f"device hours; it is worth it from {SWITCH_FROM:g} times."
         )
 
 

@@ -16,6 +16,7 @@ from epd_portable.bench.stats import quantile
 from epd_portable.delivery.assignment import count_local_first
 from epd_portable.delivery.instances import FEW
 from epd_portable.delivery.ring import LOAD_BOUND
+from epd_portable.delivery.work import AnswerLoad, Work
 
 WARM_UP_SHARE = 0.1
 """Part of the requests, the first, that find empty instances and count in no quantile."""
@@ -69,9 +70,9 @@ class Quantiles:
 
     count: int
     ttft_p50: float
-    ttft_p99: float
+    ttft_p95: float
     tpot_p50: float
-    tpot_p99: float
+    tpot_p95: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,6 +82,8 @@ class Outcome:
     Attributes:
         kinds: Quantiles of ``text`` and ``pictures``, of those that there were.
         busy: Share of the time that a stage computed, the mean of its instances, by stage.
+        owed_s: What an instance owes while requests come, on average, as a front shows it: of
+            ``encode`` where there is one, and of ``answer``.
         longest_stall_s: Longest engine step while a sequence generated.
         local_items: Pictures that prefill+decode instances encoded.
         transferred: Pictures that came from an encoder.
@@ -88,6 +91,7 @@ class Outcome:
 
     kinds: dict[str, Quantiles]
     busy: dict[str, float]
+    owed_s: dict[str, float]
     longest_stall_s: float
     local_items: int
     transferred: int
@@ -101,6 +105,24 @@ class _Encoder:
         self.front_end = FifoServer(timeline)
         self.load = 0
         self.pending_encode_s = 0.0
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class _Answer:
+    """An answer that an engine owes.
+
+    Attributes:
+        tokens: Of its prompt.
+        owed_s: What it is taken for.
+        since_s: From when on.
+        began_s: `AnswerLoad.each_s` when it waited for no picture any more; negative before.
+    """
+
+    engine: int
+    tokens: int
+    owed_s: float
+    since_s: float
+    began_s: float = -1.0
 
 
 class Simulation:
@@ -126,7 +148,14 @@ class Simulation:
             for _ in range(deployment.engines)
         ]
         self._loads = [0] * deployment.engines
-        self._engine_of: dict[SimulatedRequest, int] = {}
+        work = Work()
+        self._owed = [
+            AnswerLoad(work, "prefill-decode", lambda: self._timeline.now) for _ in self._engines
+        ]
+        self._computes_for = [0] * deployment.engines
+        self._answers: dict[SimulatedRequest, _Answer] = {}
+        self._owed_long: dict[str, list[tuple[float, float]]] = {"encode": [], "answer": []}
+        """Of each piece of work: when its request came, and its seconds times those it was owed."""
         self._router_of: dict[SimulatedRequest, FifoServer] = {}
         self._local = 0
         self._transferred = 0
@@ -149,10 +178,30 @@ class Simulation:
         yield router.accept(self._times.router.arrival_s([item.nbytes for item in request.items]))
         engine = self._choose_engine()
         self._loads[engine] += 1
-        self._engine_of[request] = engine
+        tokens = request.text_tokens + sum(item.embeddings for item in request.items)
+        self._answers[request] = _Answer(
+            engine=engine,
+            tokens=tokens,
+            owed_s=self._owed[engine].expected_ms(tokens) / 1000,
+            since_s=self._timeline.now,
+        )
         if self._encoders:
             self._divide(request, engine)
+        self._compute(request)
         self._engines[engine].submit(request)
+
+    def _compute(self, request: SimulatedRequest) -> None:
+        """Count a request as one that the engine computes for, once it waits for no picture."""
+        if all(item.here or item.encoded for item in request.items):
+            answer = self._answers[request]
+            engine = answer.engine
+            answer.began_s = self._owed[engine].each_s(self._computes_for[engine])
+            self._computes_for[engine] += 1
+
+    def _owe(self, stage: str, request: SimulatedRequest, seconds: float, since_s: float) -> None:
+        """Note work that is owed no more."""
+        owed = request.arrival_s, seconds * (self._timeline.now - since_s)
+        self._owed_long[stage].append(owed)
 
     def _choose_engine(self) -> int:
         count = len(self._engines)
@@ -202,15 +251,18 @@ class Simulation:
         self, item: PictureItem, request: SimulatedRequest, encoder: _Encoder, engine: int
     ) -> Process:
         front_end, encode_s = self._times.front_end, self._times.encode.seconds(item.embeddings)
+        since_s = self._timeline.now
         yield encoder.front_end.accept(
             front_end.request_s + front_end.picture_s + front_end.pixel_s * item.pixels
         )
         yield encoder.tower.accept(encode_s)
         encoder.pending_encode_s -= encode_s
+        self._owe("encode", request, encode_s, since_s)
         yield self._timeline.now + self._times.transfer.seconds(item.embeddings)
         encoder.load -= 1
         self._encoding -= 1
         item.encoded = True
+        self._compute(request)
         self._engines[engine].landed(request)
 
     def _first(self, request: SimulatedRequest) -> Process:
@@ -218,7 +270,12 @@ class Simulation:
         request.first_token_s = self._timeline.now
 
     def _last(self, request: SimulatedRequest) -> Process:
-        self._loads[self._engine_of.pop(request)] -= 1
+        answer = self._answers.pop(request)
+        engine = answer.engine
+        self._loads[engine] -= 1
+        self._owed[engine].observe(answer.tokens, self._computes_for[engine], answer.began_s)
+        self._computes_for[engine] -= 1
+        self._owe("answer", request, answer.owed_s, answer.since_s)
         # The tokens between are relayed as they come; their work is charged here, in one piece.
         work_s = self._times.router.chunk_s * (request.output_tokens - 1)
         yield self._router_of.pop(request).accept(work_s)
@@ -244,9 +301,19 @@ class Simulation:
             "text": [each for each in counted if not each.items],
             "pictures": [each for each in counted if each.items],
         }
+        since_s = counted[0].arrival_s
+        while_s = counted[-1].arrival_s - since_s or self._timeline.now
+        instances = {"encode": len(encoders), "answer": len(engines)}
+        owed_s = {
+            stage: sum(owed for arrival_s, owed in self._owed_long[stage] if arrival_s >= since_s)
+            / (while_s * count)
+            for stage, count in instances.items()
+            if count
+        }
         return Outcome(
             kinds={kind: _quantiles(found) for kind, found in kinds.items() if found},
             busy={name: fmean(busy_s) / self._timeline.now for name, busy_s in stages.items()},
+            owed_s=owed_s,
             longest_stall_s=max(engine.longest_stall_s for engine in engines),
             local_items=self._local,
             transferred=self._transferred,
@@ -258,7 +325,7 @@ def _quantiles(requests: Sequence[SimulatedRequest]) -> Quantiles:
     return Quantiles(
         count=len(requests),
         ttft_p50=quantile(ttft, 0.5),
-        ttft_p99=quantile(ttft, 0.99),
+        ttft_p95=quantile(ttft, 0.95),
         tpot_p50=quantile(tpot, 0.5),
-        tpot_p99=quantile(tpot, 0.99),
+        tpot_p95=quantile(tpot, 0.95),
     )

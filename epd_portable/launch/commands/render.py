@@ -12,12 +12,14 @@ import click
 from epd_portable.config.secret import read_private_file
 from epd_portable.errors import ConfigError
 from epd_portable.launch.commands.command_line import (
+    SECONDS,
     json_option,
     print_json,
     printer,
     topology_options,
 )
 from epd_portable.launch.notices import Notice
+from epd_portable.launch.plan.launchers import MostOwed
 from epd_portable.launch.plan.request import PlanRequest
 from epd_portable.launch.render.files import write_files
 from epd_portable.launch.render.shapes import SHAPES, Rendering
@@ -89,6 +91,20 @@ Nothing is asked of a cluster, and no device is needed. No secret is written wit
     "adapter for metrics.",
 )
 @click.option(
+    "--most-encode-s",
+    default=MostOwed().encode_s,
+    show_default=True,
+    type=SECONDS,
+    help="Seconds of work that an encode or prefill instance may owe before there is another.",
+)
+@click.option(
+    "--most-answer-s",
+    default=MostOwed().answer_s,
+    show_default=True,
+    type=SECONDS,
+    help="The same of an instance that answers: about as long as an answer takes under full load.",
+)
+@click.option(
     "--secret-file",
     metavar="FILE",
     help="Write this secret into secret.yaml, mode 600. By default a Secret must be made by hand.",
@@ -102,6 +118,8 @@ def render(
     replicas: int,
     gateway: str,
     prometheus: str,
+    most_encode_s: float,
+    most_answer_s: float,
     secret_file: str | None,
     as_json: bool,
     target: str,
@@ -121,6 +139,7 @@ def render(
         replicas=replicas,
         gateway=gateway,
         prometheus=prometheus,
+        most=MostOwed(encode_s=most_encode_s, answer_s=most_answer_s),
         secret=read_private_file(secret_file, key="--secret-file") if secret_file else "",
     )
     files = rendering.files(shape)

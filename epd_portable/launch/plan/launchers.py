@@ -8,7 +8,7 @@ from types import MappingProxyType
 
 from epd_portable.config.load import or_shipped
 from epd_portable.config.problems import read_text
-from epd_portable.config.roles import ROLES, Role
+from epd_portable.config.roles import DUTIES, ROLES, Role
 from epd_portable.config.schema import Topology
 from epd_portable.launch.plan.ports import FIRST_PORT
 from epd_portable.launch.plan.processes import Plan
@@ -16,9 +16,6 @@ from epd_portable.launch.plan.request import PlanRequest, counts_of
 
 ELSEWHERE = "192.0.2.1"
 """Stands for the address of a node, which is not known before it is chosen."""
-_MOST_OWED_S: Mapping[Role, float] = MappingProxyType({"encode": 1.0, "prefill": 1.0})
-_MOST_ANSWERS_S = 4.0
-"""Seconds of work that an instance may owe, above which an autoscaler starts another."""
 HEAD = MappingProxyType({"node:__internal_head__": 0.001})
 """What Ray's head node has, and no other."""
 _WITHIN_A_NODE = frozenset({"auto", "ipc", "shm"})
@@ -32,6 +29,31 @@ _DRAIN_MARGIN_S = 30.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class MostOwed:
+    """Seconds of work that an instance may owe, above which an autoscaler starts another.
+
+    Attributes:
+        encode_s: One that encodes, or prefills for others.
+        answer_s: One that answers.
+    """
+
+    encode_s: float = 1.0
+    answer_s: float = 4.0
+
+    def of(self, role: Role) -> float:
+        """Return it of one instance."""
+        return self.answer_s if DUTIES[role] == "answer" else self.encode_s
+
+    def room_s(self, plan: Plan) -> dict[Role, float]:
+        """Return it of the instances of a launcher together, by role."""
+        found: dict[Role, float] = {}
+        for spec in plan.processes:
+            if spec.role != "router":
+                found[spec.role] = found.get(spec.role, 0.0) + self.of(spec.role)
+        return found
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class LauncherSpec:
     """A launcher for some node of a cluster, as plain data that is sent there.
 
@@ -40,7 +62,7 @@ class LauncherSpec:
         command: ``up`` with options, and `FOLDER` before the names of files.
         files: Texts of files that it reads, by name.
         resources: What it needs of one node, by Ray's words.
-        room_s: See `room_s`.
+        room_s: See `MostOwed`.
         stop_s: Longest time that a stop takes.
     """
 
@@ -59,6 +81,7 @@ class LauncherSpec:
         *settings: str,
         secret: str = "",
         resources: Mapping[str, float] | None = None,
+        most: MostOwed | None = None,
     ) -> LauncherSpec:
         """Plan a launcher.
 
@@ -67,6 +90,7 @@ class LauncherSpec:
             settings: What this launcher has laid over it.
             secret: Of the deployment; empty where the launcher makes its own.
             resources: By default those of what it starts.
+            most: What instances may owe.
 
         Raises:
             ConfigError: The file is wrong, or the topology does not fit.
@@ -85,7 +109,7 @@ class LauncherSpec:
             command=tuple(command),
             files=files,
             resources=_resources(request, plan) if resources is None else resources,
-            room_s=room_s(plan),
+            room_s=(most or MostOwed()).room_s(plan),
             stop_s=topology.router.drain_s + topology.launch.stop_grace_s + _DRAIN_MARGIN_S,
         )
 
@@ -119,25 +143,11 @@ def spread(topology: Topology) -> Iterator[tuple[str, tuple[str, ...]]]:
         yield name, (f"launch.name={name}", *counts_of(part))
 
 
-def most_owed_s(role: Role) -> float:
-    """Return the seconds of work that an instance of a role may owe."""
-    return _MOST_OWED_S.get(role, _MOST_ANSWERS_S)
-
-
-def room_s(plan: Plan) -> dict[Role, float]:
-    """Return the seconds of work that the instances of a launcher may owe, by role."""
-    found: dict[Role, float] = {}
-    for spec in plan.processes:
-        if spec.role != "router":
-            found[spec.role] = found.get(spec.role, 0.0) + most_owed_s(spec.role)
-    return found
-
-
 def fullness(owed_s: Mapping[str, float], most_s: Mapping[Role, float]) -> float:
     """Return how full a launcher is: 1 where one more is due. Of its roles the fuller one counts.
 
     Args:
         owed_s: What its instances owe, by role.
-        most_s: What they may owe, see `room_s`.
+        most_s: What they may owe, see `MostOwed.room_s`.
     """
     return max((owed_s.get(role, 0.0) / most for role, most in most_s.items()), default=0.0)

@@ -19,7 +19,7 @@ from epd_portable.config.roles import DUTIES, ROLE_LABEL, ROLES, Role, group_of
 from epd_portable.config.routing import PICKER_PORT
 from epd_portable.config.schema import Topology
 from epd_portable.errors import ConfigError
-from epd_portable.launch.plan.launchers import ELSEWHERE, most_owed_s, room_s
+from epd_portable.launch.plan.launchers import ELSEWHERE, MostOwed
 from epd_portable.launch.plan.processes import Plan
 from epd_portable.launch.plan.request import PlanRequest
 from epd_portable.launch.render import objects
@@ -45,6 +45,7 @@ class Rendering:
         image: Has this package and the engine.
         request: The topology, its platform and hardware profile.
         replicas: Pods of shape ``nodes``.
+        most: What instances may owe before there are more.
         gateway: Gateway that sends requests here; empty for none.
         prometheus: See `Scaling`.
         secret: The deployment's secret, to be written into a file; empty for a name of it only.
@@ -54,6 +55,7 @@ class Rendering:
     image: str
     request: PlanRequest
     replicas: int
+    most: MostOwed
     gateway: str = ""
     prometheus: str = ""
     secret: str = ""
@@ -183,7 +185,7 @@ def _nodes(asked: Rendering) -> Files:
     front = "front" if plan.front.startswith("engine") else "router"
     scaling = objects.Scaling(
         metric=_OWED.format(front=front),
-        most_s=room_s(plan),
+        most_s=asked.most.room_s(plan),
         of_pods=True,
         prometheus=asked.prometheus,
     )
@@ -304,7 +306,7 @@ def _scaled(
     """Return what keeps enough Pods of a role."""
     scaling = objects.Scaling(
         metric=_OWED.format(front="router"),
-        most_s={role: most_owed_s(role)},
+        most_s={role: asked.most.of(role)},
         prometheus=asked.prometheus,
     )
     budget = objects.disruption_budget(name, labels)

@@ -9,7 +9,14 @@ from pathlib import Path
 import pytest
 
 from epd_portable.errors import ConfigError
-from epd_portable.launch.plan.launchers import FOLDER, HEAD, LauncherSpec, fullness, spread
+from epd_portable.launch.plan.launchers import (
+    FOLDER,
+    HEAD,
+    LauncherSpec,
+    MostOwed,
+    fullness,
+    spread,
+)
 from epd_portable.launch.plan.request import PlanRequest
 
 CONFIGS = Path(__file__).parents[3] / "configs"
@@ -96,6 +103,10 @@ def test_a_topology_that_does_not_fit_the_profile_is_refused_before_anything_sta
 def test_the_fuller_role_says_how_full_a_launcher_is() -> None:
     room_s = LauncherSpec.plan(request("1e3pd.yaml"), "one").room_s
     assert room_s == {"encode": 1.0, "prefill-decode": 12.0}
+    apart = LauncherSpec.plan(
+        request("1e1p1d.yaml"), "one", most=MostOwed(encode_s=0.3, answer_s=9.0)
+    )
+    assert apart.room_s == {"encode": 0.3, "prefill": 0.3, "decode": 9.0}
     assert fullness({}, room_s) == 0
     assert fullness({"encode": 0.5, "prefill-decode": 3.0}, room_s) == 0.5
     assert fullness({"encode": 0.5, "prefill-decode": 18.0}, room_s) == 1.5

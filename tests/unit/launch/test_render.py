@@ -291,19 +291,22 @@ def test_pickers_know_pods_by_their_role(
     assert labels == roles
 
 
+MOST = ("--most-encode-s", "0.25", "--most-answer-s", "7.5")
+
+
 @pytest.mark.parametrize("prometheus", ["", "http://prometheus:9090"])
 @pytest.mark.parametrize(
-    ("shape", "most_s"),
+    ("shape", "bounds", "most_s"),
     [
-        ("nodes", {"encode": 1, "prefill-decode": 12}),
-        ("roles", {"encode": 1, "prefill-decode": 4}),
-        ("disaggregatedset", {"encode": 1, "prefill-decode": 4}),
+        ("nodes", (), {"encode": 1, "prefill-decode": 12}),
+        ("roles", (), {"encode": 1, "prefill-decode": 4}),
+        ("disaggregatedset", MOST, {"encode": 0.25, "prefill-decode": 7.5}),
     ],
 )
 def test_autoscalers_keep_the_seconds_that_are_owed_within_bounds(
-    tmp_path: Path, shape: str, most_s: dict[str, int], prometheus: str
+    tmp_path: Path, shape: str, bounds: tuple[str, ...], most_s: dict[str, float], prometheus: str
 ) -> None:
-    options = ("--prometheus", prometheus) if prometheus else ()
+    options = (*bounds, "--prometheus", prometheus) if prometheus else bounds
     found = rendered(tmp_path, shape, *options, config="1e3pd")
     front = "front" if shape == "nodes" else "router"
     metric = f"epd_{front}_owed_seconds"

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -25,7 +26,7 @@ def run(*arguments: str) -> tuple[int, str]:
     return result.exit_code, result.output
 
 
-FEW = ("--requests", "300", "--tpot-p99", "0.06", "--ttft-p99", "4")
+FEW = ("--requests", "300", "--tpot-p95", "0.06", "--ttft-p95", "4")
 MIX = ("--workload", "share=0.3,text=44,output=11")
 
 
@@ -46,8 +47,8 @@ def test_it_recommends_shows_every_way_and_keeps_the_figures(stages: str, tmp_pa
 TEXTS = "share=0.02,size=448,text=512,output=256"
 PICTURES = "share=0.9,pictures=4,text=64,output=16,size="
 TURNS = {
-    "cpu-rows": ("448", "--tpot-p99", "0.06"),
-    "a100-7b-derived": ("1024", "--tpot-p99", "0.05"),
+    "cpu-rows": ("448", "--tpot-p95", "0.06"),
+    "a100-7b-derived": ("1024", "--tpot-p95", "0.05"),
 }
 """Sizes of pictures, and limits, that the devices can keep."""
 
@@ -65,7 +66,7 @@ def test_it_says_what_switching_roles_between_workloads_could_gain(
 ) -> None:
     stages, file = tmp_path / "stages.yaml", tmp_path / "plan.json"
     stages.write_text((FOLDER / f"{name}.yaml").read_text().replace(", shares_core: true", ""))
-    options = ["--devices", "4", "--requests", "300", "--ttft-p99-pictures", "4"]
+    options = ["--devices", "4", "--requests", "300", "--ttft-p95-pictures", "4"]
     mixes = ["--workload", TEXTS, "--workload", PICTURES + TURNS[name][0], *TURNS[name][1:]]
     code, text = run("--stages", str(stages), *elastic, *options, *mixes, "--json", str(file))
     assert code == 0, text
@@ -77,6 +78,25 @@ def test_it_says_what_switching_roles_between_workloads_could_gain(
     assert elastic or summary["fixed"]["encoders"]
 
 
+@pytest.mark.full
+def test_the_page_says_what_instances_owe_at_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(FOLDER.parents[2])
+    section = Path("docs/kubernetes.md").read_text().split("### How much an instance may owe")[1]
+    section = section.split("\n## ")[0]
+    said = re.findall(
+        r"^\| (\w+) \| (\w+e\w+pd) \| (.+) \| (.+) \| (.+) \|$", section, re.MULTILINE
+    )
+    assert len(said) == 4
+    commands = re.findall(r"^epd-bench plan (.+)$", section, re.MULTILINE)
+    for traffic, command in zip(("first", "second"), commands, strict=True):
+        code, text = run(*command.split())
+        assert code == 0, text
+        rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line[:1] == "|"]
+        found = {row[0]: (*row[6:8], row[-1]) for row in rows}
+        asked = {way: tuple(cells) for name, way, *cells in said if name == traffic}
+        assert asked and {way: found[way] for way in asked} == asked
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -85,7 +105,7 @@ def test_it_says_what_switching_roles_between_workloads_could_gain(
         (["--stages", "FILE", "--workload", "share=2"], "less than or equal to 1"),
         (["--stages", "FILE", "--devices", "1", *FEW, *MIX, *MIX], "two devices or more"),
         (["--stages", "FILE", "--devices", "0"], "0 is not in the range"),
-        (["--stages", "FILE", "--ttft-p99", "0"], "0.0 is not in the range"),
+        (["--stages", "FILE", "--ttft-p95", "0"], "0.0 is not in the range"),
     ],
 )
 def test_wrong_input_ends_with_status_2_and_a_message_that_names_it(
