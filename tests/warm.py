@@ -38,6 +38,8 @@ PRELOADED = (
     "epd_portable.runners.sender",
     "epd_portable.vllm_plugin.exposition",
 )
+VLLM = ("cv2", "vllm.multimodal.media", "vllm.v1.core.sched.scheduler")
+SAME_HASHES = {"PYTHONHASHSEED": "0"}
 ROOM = " " * (64 << 10)
 """An argument and a variable of what is forked, in whose place Linux shows those of a child: see
 `tests.forked`."""
@@ -178,11 +180,21 @@ class Nursery:
 _nurseries: dict[tuple[str, ...], Nursery] = {}
 
 
-def nursery(*modules: str) -> Nursery:
-    """Return the one that has imported some modules; by default torch, which moves tensors."""
+def nursery(*modules: str, env: Mapping[str, str] | None = None) -> Nursery:
+    """Return the one that has imported some modules; by default torch, which moves tensors.
+
+    Args:
+        modules: What it has imported.
+        env: Its variables beyond those of this process, the same for the same modules.
+    """
     if modules not in _nurseries:
-        _nurseries[modules] = Nursery(*(modules or PRELOADED))
+        _nurseries[modules] = Nursery(*(modules or PRELOADED), env=env)
     return _nurseries[modules]
+
+
+def over_vllm() -> Nursery:
+    """Return one that has imported vLLM, and in which the same names have the same hashes."""
+    return nursery(*VLLM, env=SAME_HASHES)
 
 
 Process: TypeAlias = "Child | subprocess.Popen[str]"

@@ -9,17 +9,14 @@ from __future__ import annotations
 import json
 import os
 import random
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
+from tests import warm
 from tests.property.budget import is_thorough
 
 pytestmark = pytest.mark.needs_vllm
 
-ROOT = Path(__file__).parents[2]
 SEEDS = 1000
 THOROUGH_S = 500
 """Of the processor."""
@@ -53,17 +50,10 @@ def test_everybody_is_answered_whatever_happens() -> None:
     if is_thorough():
         first = random.SystemRandom().randrange(10**6, 10**9)
         tried = ["--seeds", f"{first}:{first + 10**6}", "--seconds", str(THOROUGH_S)]
-    command = [sys.executable, "-m", "tests.property.engine_model", *tried]
-    command += ["--most", "3", "--trace", "80"]
-    environment = {**os.environ, "PYTHONHASHSEED": "0"}
-    done = subprocess.run(
-        command,
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=THOROUGH_S + DEADLINE_S,
-    )
+    command = ["-m", "tests.property.engine_model", *tried, "--most", "3", "--trace", "80"]
+    environment = {**os.environ, **warm.SAME_HASHES}
+    limit_s = THOROUGH_S + DEADLINE_S
+    done = warm.over_vllm().run(*command, env=environment, timeout=limit_s)
     assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout}\n{done.stderr[-4000:]}"
     happened = {what for what, count in json.loads(done.stdout.splitlines()[-1]).items() if count}
     assert happened >= MUST_HAPPEN

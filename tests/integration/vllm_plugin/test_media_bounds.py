@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from functools import cache
 from typing import Any
 
@@ -13,6 +11,7 @@ import pytest
 from starlette.types import Receive, Scope, Send
 
 from epd_portable.media.limits import MediaLimits
+from tests import warm
 
 pytestmark = pytest.mark.needs_vllm
 GOOD = ("good PNG", "good MP4", "good PNG at last")
@@ -23,8 +22,8 @@ MOST_MIB = 64
 @cache
 def found() -> dict[str, Any]:
     """Return what each file cost, by its name."""
-    command = [sys.executable, "-m", "tests.integration.vllm_plugin.hostile_media"]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    command = ("-m", "tests.integration.vllm_plugin.hostile_media")
+    run = warm.over_vllm().run(*command, timeout=300)
     assert run.returncode == 0, run.stderr[-2000:]
     lines = [line for line in run.stdout.splitlines() if line.startswith('{"name"')]
     return {each["name"]: each for each in map(json.loads, lines)}
