@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from _pytest.assertion import rewrite
 from hypothesis import HealthCheck, settings
 from hypothesis.internal.conjecture import providers
 
@@ -90,8 +91,22 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.import_plugin("tests.timetable")
-    # Before workers of pytest-xdist are started, which then read the same file.
+    # Before workers of pytest-xdist are started, which then read the same files.
     keyring.secret_file()
+    if getattr(config.option, "numprocesses", None):
+        _rewrite_asserts(config)
+
+
+def _rewrite_asserts(config: pytest.Config) -> None:
+    """Write the bytecode of tests, which takes a second for thirty files, once for all workers."""
+    state = config.stash[rewrite.assertstate_key]
+    for argument in () if sys.dont_write_bytecode else config.args:
+        for path in (config.rootpath / argument).rglob("test_*.py"):
+            bytecode = rewrite.get_cache_dir(path) / f"{path.stem}{rewrite.PYC_TAIL}"
+            if not bytecode.exists():
+                source_hash, code = rewrite._rewrite_test(path, config)
+                bytecode.parent.mkdir(exist_ok=True)
+                rewrite._write_pyc(state, code, source_hash, bytecode)
 
 
 def pytest_unconfigure() -> None:

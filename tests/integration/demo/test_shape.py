@@ -7,18 +7,16 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("transformers", reason="comes with an engine")
-
-from safetensors import safe_open
-from transformers import AutoTokenizer
-
 from epd_portable.demo import MODEL_DIR
-from epd_portable.demo.shape import tokens_without_text, write_model
 from epd_portable.platforms import torchvision_guard
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    # Here, and not in every process that collects this file: it takes two seconds.
+    pytest.importorskip("transformers", reason="comes with an engine")
+    from epd_portable.demo.shape import write_model
+
     torchvision_guard.install()
     made = tmp_path_factory.mktemp("shape")
     write_model(
@@ -44,6 +42,11 @@ def test_it_has_the_size_that_was_asked_for(folder: Path) -> None:
 
 
 def test_it_never_says_what_has_no_text(folder: Path) -> None:
+    from safetensors import safe_open
+    from transformers import AutoTokenizer
+
+    from epd_portable.demo.shape import tokens_without_text
+
     tokenizer = AutoTokenizer.from_pretrained(MODEL_DIR, local_files_only=True)
     silent = tokens_without_text(tokenizer)
     assert {tokenizer.convert_tokens_to_ids(name) for name in ("<|im_end|>", "<|image_pad|>")} < {
