@@ -21,9 +21,13 @@ from pathlib import Path
 # Not imported at all, or a file or two of hundreds, which Python then compiles by itself.
 LEFT_OUT = re.compile(
     r"/tests?/"
-    r"|/(transformers|vllm/model_executor)/models/"
-    r"|/site-packages/(anthropic|envoy_data_plane|fontTools|matplotlib|mcp|mypy|mypyc|numba|openai"
-    r"|pip|pygments|sentry_sdk|setuptools|torch/testing)/"
+    r"|/(transformers|vllm|vllm/model_executor)/models/"
+    r"|/(huggingface_hub|transformers)/(cli|exporters|inference|pipelines)/"
+    r"|/vllm/(benchmarks|distributed/kv_transfer|tool_parsers)/"
+    r"|/(vllm_ascend/(_310p|distributed)|torch_npu/(_inductor|dynamo|testing))/"
+    r"|/site-packages/(anthropic|distlib|envoy_data_plane|fontTools|hypercorn|matplotlib|mcp|mooncake"
+    r"|mypy|mypyc|numba|openai|pip|pygments|quart|sentry_sdk|setuptools|torch/testing|virtualenv"
+    r"|werkzeug)/"
 )
 
 
