@@ -23,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,8 @@ ROOT = Path(__file__).resolve().parent.parent
 FIGURES, PROGRESS, LOCK, PIECES = "figures.json", "progress.log", "lock", "pieces"
 TAIL_LINES = 40
 GRACE_S = 5.0
+PATIENCE = 6
+"""So many times as long a rehearsal's stages may take, whose machine has other work."""
 STARTED_BY = "FIRST_HOUR_STAGE"
 """Variable by which everything that a stage has started is found again."""
 REFERENCE = "EPD_TEST_REFERENCE"
@@ -123,8 +125,7 @@ class Stage:
 
     Attributes:
         argv: From the repository's root; ``{out}`` stands for the folder of results.
-        limit_s: It is ended after so many seconds; a rehearsal's, which shares its machine with
-            other work, when it has said nothing for so long.
+        limit_s: It is ended after so many seconds.
         writes: A file with JSON that it leaves in the folder of results, named as its figure.
         engine: Needs the engine's wheel, which arrives last.
         compares: The reference starts beside it, or is up.
@@ -200,13 +201,10 @@ class Hour:
         out: The folder.
         stages: What to run, in this order.
         platform: Of the reference.
-        patient: Whether the limits of stages count from their last words.
     """
 
-    def __init__(
-        self, out: Path, stages: Sequence[Stage], platform: str, *, patient: bool = False
-    ) -> None:
-        self._out, self.stages, self._platform, self._patient = out, stages, platform, patient
+    def __init__(self, out: Path, stages: Sequence[Stage], platform: str) -> None:
+        self._out, self.stages, self._platform = out, stages, platform
         self._reference = contextlib.ExitStack()
         self._compared = False
 
@@ -238,8 +236,7 @@ class Hour:
                     print(f"{stage.name}: {why}", flush=True)
                     break
                 self._compare_with(stage.compares)
-                silent = " without a word" if self._patient else ""
-                print(f"{stage.name}: at most {limit_s:.0f} s{silent}", flush=True)
+                print(f"{stage.name}: at most {limit_s:.0f} s", flush=True)
                 ended = self._run(stage, limit_s)
                 self._keep({**self.told, stage.name: ended})
                 how = "was ended" if ended["status"] is None else f"status {ended['status']}"
@@ -263,9 +260,8 @@ class Hour:
         begin_s, status = time.monotonic(), None
         with log.open("wb") as file, self._started(stage.name, stage.argv, file) as process:
             if process is not None:
-                for _ in waits(process, log, limit_s, patient=self._patient):
-                    pass
-                status = process.poll()
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    status = process.wait(limit_s)
         lines = log.read_text("utf-8", "replace").splitlines()
         return {
             "status": status,
@@ -308,31 +304,6 @@ class Hour:
         elif not wanted:
             self._reference.close()
         self._compared = wanted
-
-
-def waits(
-    process: subprocess.Popen[bytes],
-    log: Path,
-    limit_s: float,
-    *,
-    patient: bool,
-    clock: Callable[[], float] = time.monotonic,
-) -> Iterator[None]:
-    """Yield now and then until a process has ended or its time is over.
-
-    Args:
-        process: What is waited for.
-        log: What it has said.
-        limit_s: How long it may take.
-        patient: Count that from its last words.
-        clock: Tells the time.
-    """
-    begin_s, said = clock(), 0
-    while process.poll() is None and clock() - begin_s < limit_s:
-        yield
-        time.sleep(0.05)
-        if patient and said != (size := log.stat().st_size):
-            begin_s, said = clock(), size
 
 
 def figures(stage: Stage, lines: Sequence[str], out: Path) -> dict[str, Any]:
@@ -470,7 +441,9 @@ def main() -> int:
     if unknown := set(options.stage) - {each.name for each in known}:
         parser.error(f"--stage {unknown.pop()}: there are {', '.join(each.name for each in known)}")
     chosen = [each for each in known if each.name in options.stage or not options.stage]
-    hour = Hour(options.out, chosen, target.platform, patient=options.rehearse)
+    if options.rehearse:
+        chosen = [replace(each, limit_s=PATIENCE * each.limit_s) for each in chosen]
+    hour = Hour(options.out, chosen, target.platform)
     if options.background:
         hour.run(total_s=60 * (options.total_min or (math.inf if options.rehearse else 45)))
         return 0

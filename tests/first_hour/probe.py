@@ -12,7 +12,6 @@ import os
 import statistics
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -24,7 +23,6 @@ from epd_portable.connector.pool import SharedMemory
 from epd_portable.connector.sessions import new_session
 from epd_portable.connector.slab import DeviceSlab, OpenedSlab
 from epd_portable.platforms import registry
-from epd_portable.platforms.base import DeviceEvent
 
 MIB = 1 << 20
 SLAB_BYTES = 512 * MIB
@@ -33,8 +31,6 @@ FILL = 0xA5
 OFFSET = 512
 HOST_BYTES = 64 * MIB
 REST_S = 0.01
-LAUNCHES = 20_000
-SLEEP_CYCLES = 3_000_000_000
 AMPLE_S = 60.0
 CHILD_LIMIT_S = 100
 
@@ -86,47 +82,6 @@ def whole_copy(
         times.append(time.perf_counter() - begin_s)
     middle_s = statistics.median(times)
     return {"us": round(middle_s * 1e6, 1), "GB_s": round(source.numel() / middle_s / 1e9, 1)}
-
-
-def launches_beside(waiters: int, wait: Callable[[DeviceEvent], None]) -> dict[str, Any]:
-    """Return a thread's kernel launches in a second, while others wait for the end of a kernel."""
-    platform = registry.get("cuda")
-    box, side = torch.zeros(1024, device="cuda:0"), torch.cuda.Stream()
-    torch.cuda.synchronize()
-    with torch.cuda.stream(side):
-        torch.cuda._sleep(SLEEP_CYCLES)
-        event = platform.record_event()
-    threads = [threading.Thread(target=wait, args=(event,)) for _ in range(waiters)]
-    for thread in threads:
-        thread.start()
-    begin_s = time.perf_counter()
-    for _ in range(LAUNCHES):
-        box.add_(1)
-    seconds = time.perf_counter() - begin_s
-    waited = not event.done()
-    for thread in threads:
-        thread.join()
-    torch.cuda.synchronize()
-    return {"launches_per_s": round(LAUNCHES / seconds), "others_waited_throughout": waited}
-
-
-def nccl() -> dict[str, str]:
-    """Return what work of NCCL's answers when it has ended."""
-    distributed: Any = torch.distributed
-    cls = distributed.ProcessGroupNCCL
-    backend = cls(distributed.HashStore(), 0, 1, cls.Options())
-    options = distributed.BroadcastOptions()
-    options.rootRank = options.rootTensor = 0
-    work = backend.broadcast([torch.ones(4, device="cuda:0")], options)
-    torch.cuda.synchronize()
-    answers = {}
-    for name in ("is_completed", "is_success", "wait"):
-        try:
-            answers[name] = str(getattr(work, name)())
-        except RuntimeError as error:
-            answers[name] = str(error).partition("\n")[0]
-    backend.abort()
-    return answers
 
 
 def slab_of_another() -> None:
@@ -203,18 +158,6 @@ def main() -> None:
     tell("slab", slab_of_another)
     tell("host.page_locked", lambda: host_rates(True))
     tell("host.pageable", lambda: host_rates(False))
-    if sys.argv[1] == "cuda":
-        ask_cuda()
-
-
-def ask_cuda() -> None:
-    """Ask what the other platform has no calls for."""
-    for waiters in (0, 4):
-        tell(
-            f"launches.blocking.{waiters}", lambda n=waiters: launches_beside(n, DeviceEvent.block)
-        )
-    tell("launches.polling.4", lambda: launches_beside(4, lambda event: event.synchronize(AMPLE_S)))
-    tell("nccl", nccl)
 
 
 if __name__ == "__main__":

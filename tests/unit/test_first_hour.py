@@ -18,7 +18,7 @@ import pytest
 from click.testing import CliRunner
 
 from ci import carry
-from ci.first_hour import CALL_AGAIN, PIECES, REHEARSALS, TARGETS, Hour, Stage, stages, waits
+from ci.first_hour import CALL_AGAIN, PIECES, REHEARSALS, TARGETS, Hour, Stage, stages
 from epd_portable.bench.load.plan import read_points
 from epd_portable.bench.load.sides import read_sides
 from tests.first_hour.reference import url_of
@@ -75,21 +75,6 @@ def test_a_stage_that_takes_too_long_is_ended_with_its_children_and_tried_again(
     while runs(child):
         assert time.monotonic() < end_s, "a child of the stage goes on"
         time.sleep(0.01)
-
-
-@pytest.mark.parametrize(("patient", "turns"), [(False, 5), (True, 24)])
-def test_a_rehearsal_waits_for_a_stage_as_long_as_that_says_something(
-    tmp_path: Path, patient: bool, turns: int
-) -> None:
-    """On a machine that others use too."""
-    log, seen = tmp_path / "log", [""]
-    with log.open("ab", buffering=0) as said, subprocess.Popen(["sleep", "300"]) as process:
-        for _ in waits(process, log, 5.0, patient=patient, clock=lambda: len(seen)):
-            seen.append(".")
-            if len(seen) <= 20:
-                said.write(b".")
-        process.kill()
-    assert len(seen) - 1 == turns
 
 
 def test_a_call_ends_in_time_and_the_next_one_waits_for_what_goes_on(tmp_path: Path) -> None:
