@@ -130,7 +130,7 @@ class Switching:
         pairs = []
         for each in usable:
             other = self._pool.get(each.labels.get(PAIR_LABEL, ""))
-            if other is not None and other.usable and other.duty != each.duty:
+            if other is not None and other.usable and other.role != each.role:
                 pairs.append((other, each))
         paired = {each for pair in pairs for each in pair}
         for each in usable:
@@ -139,7 +139,7 @@ class Switching:
         devices = len(usable) - len(pairs)
         if devices < 2:
             return
-        only_encode = [each for each in usable if each.duty == "encode"]
+        only_encode = [each for each in usable if each.role == "encode"]
         shares = any("encode" in each.duties[:-1] for each in usable)
         if (kind := (devices, self._elastic or shares)) != self._kind:
             self._kind, self._balance = kind, Balance(devices, elastic=kind[1])

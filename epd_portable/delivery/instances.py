@@ -17,7 +17,7 @@ from typing import Any, Literal, Protocol
 import anyio
 import msgspec
 
-from epd_portable.config.roles import DUTIES, ROLE_LABEL, Duty, Role, duties_of
+from epd_portable.config.roles import ROLE_LABEL, Duty, Role, duties_of
 from epd_portable.connector.circuit_breaker import CircuitBreaker
 from epd_portable.delivery.caches import CacheEstimate, CacheSizes
 from epd_portable.delivery.ring import LOAD_BOUND, HashRing
@@ -184,7 +184,6 @@ class Instance:
         self.settings = settings
         self.name: str = settings.name
         self.role: Role = settings.role
-        self.duty: Duty = DUTIES[settings.role]
         self.duties: tuple[Duty, ...] = duties_of(settings.role)
         self.weight: float = settings.weight
         self.url: str = settings.url

@@ -11,7 +11,7 @@ import shutil
 import signal
 import string
 import sys
-from collections.abc import Collection
+from collections.abc import Set as AbstractSet
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -64,7 +64,7 @@ class Endpoints:
         unseen: Instances that Envoy may not know yet.
     """
 
-    def __init__(self, path: Path, instances: EndpointPool, duties: Collection[Duty]) -> None:
+    def __init__(self, path: Path, instances: EndpointPool, duties: AbstractSet[Duty]) -> None:
         self._path = path
         self._instances = instances
         self._duties = duties
@@ -94,7 +94,7 @@ class Endpoints:
         return {self.address(each): each for each in self._addresses}
 
     def _changed(self, instance: Instance) -> None:
-        if instance.duty not in self._duties:
+        if self._duties.isdisjoint(instance.duties):
             return
         if not self._instances.has(instance):
             self.unseen.discard(instance)

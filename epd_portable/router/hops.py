@@ -178,7 +178,7 @@ class HopSelection(Selection):
                     status=403,
                     code="not_an_instance",
                 )
-            if not ("encode" in found.duties if encodes else found.duty != "encode"):
+            if not ("encode" in found.duties if encodes else found.role != "encode"):
                 raise wrong_header(header, f"{_address(found)} has the role {found.role!r}")
             if encodes and named.model and not _has_model(found, named.model):
                 label = found.settings.labels[ENCODER_MODEL_LABEL]
@@ -189,7 +189,7 @@ class HopSelection(Selection):
         self._answers: Instance | None = None
         if named.answers:
             self._answers = find(DESTINATION, named.answers, encodes=False)
-            if self._answers.duty != "answer":
+            if "answer" not in self._answers.duties:
                 raise wrong_header(
                     DESTINATION, f"{named.answers} has the role {self._answers.role!r}"
                 )
@@ -222,7 +222,7 @@ class HopSelection(Selection):
         chosen = None
         if self._answers is not None:
             chosen = self._taken("decode", self._answers, tried, OTHERWISE, header=DESTINATION)
-        elif first is not None and first.duty == "answer":
+        elif first is not None and "answer" in first.duties:
             chosen = self._taken("decode", first, tried, OTHERWISE)
         return chosen or self._inner.choose_pd(tried)
 
@@ -231,14 +231,14 @@ class HopSelection(Selection):
         if brings_kv(self.call):
             return False
         first = self._prefiller
-        named = first is not None and first.duty == "prefill"
+        named = first is not None and "prefill" in first.duties
         return named or self._inner.disaggregates_prefill(decode)
 
     def choose_prefill(self, tried: Collection[str]) -> Instance | None:
         """See `Selection`."""
         first = self._prefiller
         chosen = None
-        if first is not None and first.duty == "prefill":
+        if first is not None and "prefill" in first.duties:
             chosen = self._taken("prefill", first, tried, OTHERWISE)
         return chosen or self._inner.choose_prefill(tried)
 
@@ -355,7 +355,7 @@ def answer_headers(
     for leg in record.legs:
         instance = by_name.get(leg.instance)
         # Who only prefills answers the hop that asked for that.
-        if instance is not None and instance.duty == "prefill" and not leg.failed:
+        if instance is not None and "prefill" in instance.duties and not leg.failed:
             headers[PREFILLER] = _address(instance)
     mapping, models = {}, set()
     for index, item in enumerate(record.items):

@@ -15,7 +15,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -127,62 +127,7 @@ class StepEncoder:
         asked, self._asked = self._asked, []
         for encoding in asked:
             with torch.inference_mode():
-                output = _traced(self._encode, encoding)
-            if output is None:
-                self._failed.add(encoding.mm_hash)
-            else:
-                encoder_cache[encoding.mm_hash] = output
-                self._placed.add(encoding.mm_hash)
-
-    def take_ended(self) -> tuple[set[str], set[str]]:
-        """See `BackgroundEncoder.take_ended`."""
-        failed, self._failed = self._failed, set()
-        placed, self._placed = self._placed, set()
-        return failed, placed
-
-    def close(self) -> None:
-        """Nothing goes on between steps."""
-
-
-class BackgroundEncoder:
-    """Encodes one item after the other, in the order in which they come, by a thread.
-
-    Args:
-        encode: Returns the output ``(num_embeds, width)`` of an item; called by the thread.
-        modules: Of the encoder; before each it can stop for a step.
-
-    Attributes:
-        turns: Each step that computes takes one.
-    """
-
-    def __init__(
-        self, encode: Callable[[EncodeOrder], torch.Tensor], modules: Iterable[torch.nn.Module]
-    ) -> None:
-        self.turns = ComputeTurns()
-        self._encode = encode
-        self._asked: queue.SimpleQueue[EncodeOrder | None] = queue.SimpleQueue()
-        self._ended: queue.SimpleQueue[tuple[str, torch.Tensor | None]] = queue.SimpleQueue()
-        """``None`` stands for an output that could not be made, which has been logged."""
-        self._failed: set[str] = set()
-        self._placed: set[str] = set()
-        self._thread = threading.Thread(target=self._work, name="epd-encoder", daemon=True)
-        self._hooks = [each.register_forward_pre_hook(self._before) for each in modules]
-        self._closing = False
-        self._thread.start()
-
-    def submit(self, encoding: EncodeOrder) -> None:
-        """Encode an item as soon as those before it are encoded."""
-        self._asked.put(encoding)
-
-    def place(self, encoder_cache: dict[str, torch.Tensor]) -> None:
-        """Put the outputs that are there since the last call into the worker's encoder cache."""
-        while not self._ended.empty():
-            mm_hash, output = self._ended.get()
-            if output is None:
-                self._failed.add(mm_hash)
-            else:
-                encoder_cache[mm_hash] = output
-                self._placed.add(mm_hash)
+                self._keep(encoding.mm_hash, _traced(self._encode, encoding), encoder_cache)
 
     def take_ended(self) -> tuple[set[str], set[str]]:
         """Return what has ended since the last call: items that failed, and that were placed."""
@@ -190,10 +135,61 @@ class BackgroundEncoder:
         placed, self._placed = self._placed, set()
         return failed, placed
 
+    def step(self) -> AbstractContextManager[None]:
+        """Compute a step: at once, as nothing is encoded beside it."""
+        return nullcontext()
+
+    def close(self) -> None:
+        """Nothing goes on between steps."""
+
+    def _keep(
+        self, mm_hash: str, output: torch.Tensor | None, encoder_cache: dict[str, torch.Tensor]
+    ) -> None:
+        if output is None:
+            self._failed.add(mm_hash)
+        else:
+            encoder_cache[mm_hash] = output
+            self._placed.add(mm_hash)
+
+
+class BackgroundEncoder(StepEncoder):
+    """Encodes one item after the other, in the order in which they come, by a thread.
+
+    Args:
+        encode: Returns the output ``(num_embeds, width)`` of an item; called by the thread.
+        modules: Of the encoder; before each it can stop for a step.
+    """
+
+    def __init__(
+        self, encode: Callable[[EncodeOrder], torch.Tensor], modules: Iterable[torch.nn.Module]
+    ) -> None:
+        super().__init__(encode)
+        self.turns = ComputeTurns()
+        self._orders: queue.SimpleQueue[EncodeOrder | None] = queue.SimpleQueue()
+        self._ended: queue.SimpleQueue[tuple[str, torch.Tensor | None]] = queue.SimpleQueue()
+        """``None`` stands for an output that could not be made, which has been logged."""
+        self._thread = threading.Thread(target=self._work, name="epd-encoder", daemon=True)
+        self._hooks = [each.register_forward_pre_hook(self._before) for each in modules]
+        self._closing = False
+        self._thread.start()
+
+    def submit(self, encoding: EncodeOrder) -> None:
+        """Encode an item as soon as those before it are encoded."""
+        self._orders.put(encoding)
+
+    def place(self, encoder_cache: dict[str, torch.Tensor]) -> None:
+        """Put the outputs that are there since the last call into the worker's encoder cache."""
+        while not self._ended.empty():
+            self._keep(*self._ended.get(), encoder_cache)
+
+    def step(self) -> AbstractContextManager[None]:
+        """Compute a step, as soon as the encoder pauses."""
+        return self.turns.step()
+
     def close(self) -> None:
         """End the thread, after the item that it encodes."""
         self._closing = True
-        self._asked.put(None)
+        self._orders.put(None)
         self._thread.join()
         for hook in self._hooks:
             hook.remove()
@@ -207,7 +203,7 @@ class BackgroundEncoder:
         import torch
 
         with torch.inference_mode():
-            while (encoding := self._asked.get()) is not None and not self._closing:
+            while (encoding := self._orders.get()) is not None and not self._closing:
                 self._ended.put((encoding.mm_hash, self._output(encoding)))
 
     def _output(self, encoding: EncodeOrder) -> torch.Tensor | None:

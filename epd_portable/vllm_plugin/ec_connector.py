@@ -609,7 +609,7 @@ class PDWorker(WorkerConnector):
     """The worker half of a PD instance: a `Placer`, an encoder, and a `Sender` once it is asked."""
 
     _placer: Placer
-    _encoder: BackgroundEncoder | StepEncoder
+    _encoder: StepEncoder
     _sender: Sender | None = None
 
     def _open(self, copies: DeviceCopies, rank: int) -> int:
@@ -666,8 +666,7 @@ class PDWorker(WorkerConnector):
 
     def turn(self) -> AbstractContextManager[None]:
         """See `epd_portable.runners.host.WorkerHooks`."""
-        encoder = self._encoder
-        return encoder.turns.step() if isinstance(encoder, BackgroundEncoder) else nullcontext()
+        return self._encoder.step()
 
     def start_load_caches(self, encoder_cache: dict[str, torch.Tensor], **kwargs: Any) -> None:
         """See `EPDConnector`."""

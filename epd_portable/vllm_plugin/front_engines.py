@@ -81,7 +81,7 @@ class FrontEngine:
     @property
     def encodes_only(self) -> bool:
         """Whether it answers no requests."""
-        return self.instance.duty == "encode"
+        return self.instance.role == "encode"
 
     @property
     def is_full(self) -> bool:

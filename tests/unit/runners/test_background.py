@@ -106,7 +106,7 @@ def test_steps_and_modules_compute_in_turns_and_never_at_once(
 
     def steps() -> None:
         for number in range(3):
-            with background.turns.step():
+            with background.step():
                 happened.append(f"step {number} after {len(tower.begun)} blocks")
                 # Nothing is encoded now, however long it takes.
                 time.sleep(0.02)
@@ -129,15 +129,15 @@ def test_an_encoder_that_waits_for_a_step_is_next_though_another_step_comes_at_o
     tower: Tower, background: BackgroundEncoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(background_module, "TURN_S", 0.0)
-    with background.turns.step():
+    with background.step():
         background.submit(encoding("a"))
         until(lambda: background.turns._asking)
         assert not tower.begun
     tower.may.release(3)
-    with background.turns.step():
+    with background.step():
         assert not tower.begun, "it has had its turn up to the first block"
     for number in range(3):
-        with background.turns.step():
+        with background.step():
             assert tower.begun == list(range(number + 1))
 
 
@@ -148,7 +148,7 @@ def test_a_turn_lasts_though_a_step_waits(
     background.submit(encoding("a"))
     until(lambda: tower.begun == [0])
     tower.may.release(3)
-    with background.turns.step():
+    with background.step():
         assert tower.begun == [0, 1, 2]
 
 
@@ -156,7 +156,7 @@ def test_a_step_that_encodes_by_itself_does_not_wait_for_itself(
     tower: Tower, background: BackgroundEncoder
 ) -> None:
     tower.may.release(3)
-    with background.turns.step(), torch.inference_mode():
+    with background.step(), torch.inference_mode():
         assert tower.encode(encoding("a")).tolist() == [[3.0] * 3] * 2
 
 
@@ -177,7 +177,7 @@ def test_an_item_that_cannot_be_encoded_is_told_and_the_next_one_comes(
     assert background.take_ended() == ({"broken"}, {"b"})
     assert "item broken could not be encoded beside the steps" in caplog.text
     assert "no such tower" in caplog.text
-    with background.turns.step():
+    with background.step():
         """Nothing keeps it waiting."""
 
 
