@@ -320,14 +320,6 @@ async def test_a_client_that_leaves_its_answer_lets_the_next_one_in(build: Build
     assert (await second).status_code == 200
 
 
-async def test_an_instance_that_dies_lets_the_next_one_in(build: Build) -> None:
-    t = await build(behaviour=forever, admission={"max_requests": 1})
-    asked = [ask(t, "first"), ask(t, "second")]
-    await waiting(t, 1)
-    await t.pd.serving.stop()
-    assert [(await each).status_code for each in asked] == [503, 503]
-
-
 async def test_those_that_wait_are_answered_when_the_router_stops(build: Build) -> None:
     one_by_one = OneByOne()
     t = await build(behaviour=one_by_one, admission={"max_requests": 1})

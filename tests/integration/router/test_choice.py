@@ -94,33 +94,6 @@ def asked(t: Topology) -> list[int]:
     return [len(pd.received) for pd in t.pds]
 
 
-async def test_the_turns_of_conversations_stay_on_their_instances(build: Build) -> None:
-    t = await build(pds=3, choice=AFFINITY)
-
-    async def converse(number: int, **headers: str) -> set[str]:
-        messages: list[dict[str, Any]] = []
-        went = set()
-        for turn in range(8):
-            messages.append({"role": "user", "content": f"{number} asks in turn {turn} " * 30})
-            given = {"x-request-id": f"{number}-{turn}", **headers}
-            body = {"messages": messages}
-            response = await t.client.post("/v1/chat/completions", json=body, headers=given)
-            assert response.status_code == 200
-            went |= {
-                pd.name
-                for pd in t.pds
-                if any(r.headers["x-request-id"] == f"{number}-{turn}" for r in pd.received)
-            }
-            messages.append({"role": "assistant", "content": f"{number} is told {turn} " * 30})
-        return went
-
-    by_prefix = await asyncio.gather(*(converse(n) for n in range(9)))
-    assert [len(went) for went in by_prefix] == [1] * 9
-    assert len(set.union(*by_prefix)) == 3
-    by_session = await asyncio.gather(*(converse(9, **{"x-session-id": "s"}) for _ in range(2)))
-    assert len(set.union(*by_session)) == 1
-
-
 async def test_a_repeated_picture_meets_the_encoder_that_has_it(build: Build) -> None:
     t = await build(encoders=3, pds=2, choice=AFFINITY)
     for _ in range(6):

@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse, Response
 
 from epd_portable.router.hops import ENCODERS, KEY, MAPPING
 from tests.integration.router.conftest import Build, Topology
-from tests.integration.router.stand_in import DEADLINE_S, Received, RouterServing, stream
+from tests.integration.router.stand_in import DEADLINE_S, Received, stream
 from tests.integration.router.test_access import keys_file
 from tests.integration.router.test_streams import EVENT
 
@@ -60,25 +60,6 @@ async def test_an_idle_instance_encodes_the_first_half_of_many_items(build: Buil
     here = await t.metric('epd_router_items_total{outcome="local_first"}')
     assert here == 4 - len(expected)
     assert await t.metric('epd_router_elastic_items_total{reason="idle"}') == here
-
-
-async def test_an_instance_that_answers_others_leaves_items_to_encoders(build: Build) -> None:
-    t = await started(build)
-    end = asyncio.Event()
-
-    async def pieces() -> AsyncIterator[bytes]:
-        yield EVENT
-        await end.wait()
-
-    usual, t.pd.behaviour = t.pd.behaviour, stream(pieces)
-    body = {"messages": [{"role": "user", "content": "hi"}], "stream": True}
-    async with t.client.stream("POST", "/v1/chat/completions", json=body) as response:
-        await anext(response.aiter_raw())
-        t.pd.behaviour = usual
-        assert (await t.chat(*map(picture, range(1, 4)))).status_code == 200
-        end.set()
-    assert len(t.encoders[0].received) == 3
-    assert await t.metric('epd_router_items_total{outcome="local_first"}') == 0
 
 
 @pytest.mark.parametrize("header", [ENCODERS, MAPPING, None])
@@ -195,23 +176,3 @@ async def test_new_work_turns_between_the_instances_of_a_pair(build: Build) -> N
             each.received.clear()
         assert (await t.chat(text)).status_code == 200
         assert [len(each.received) for each in t.pds] == [0, 1]
-
-
-async def test_nothing_stays_counted(build: Build) -> None:
-    t = await started(build)
-    assert isinstance(t.router, RouterServing)
-    router = t.router.router
-    clients = [asyncio.create_task(t.chat(*map(picture, range(n, n + 3)))) for n in range(8)]
-    clients += [asyncio.create_task(t.chat({"type": "text", "text": "hi"})) for _ in range(8)]
-    await asyncio.sleep(ENCODE_S / 2)
-    for each in clients[::3]:
-        each.cancel()
-    await asyncio.gather(*clients, return_exceptions=True)
-
-    async def none_left() -> None:
-        while any(
-            each.computes_for or each.pending_encode_s or each.load for each in router.instances.all
-        ):
-            await asyncio.sleep(0.02)
-
-    await asyncio.wait_for(none_left(), 5)

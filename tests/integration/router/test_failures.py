@@ -211,23 +211,6 @@ async def test_an_answer_that_comes_keeps_its_instance_from_counting_as_gone(bui
     await t.until_health(lambda instances: not any(each["healthy"] for each in instances.values()))
 
 
-async def test_a_client_that_leaves_a_stream_ends_it_at_the_instance(build: Build) -> None:
-    t = await build()
-
-    async def pieces() -> AsyncIterator[bytes]:
-        try:
-            yield b"data: {}\n\n"
-            await asyncio.Event().wait()
-        finally:
-            await t.pd.count_abort()
-
-    t.pd.behaviour = stream(pieces)
-    body = {"prompt": "x", "stream": True}
-    async with t.client.stream("POST", "/v1/completions", json=body) as response:
-        assert await anext(response.aiter_bytes())
-    await t.pd.until(lambda pd: pd.aborted == 1)
-
-
 @pytest.mark.parametrize(
     ("code", "status", "retry"),
     [(NackCode.TOO_LARGE, 413, False), (NackCode.UNAVAILABLE, 503, True)],
@@ -303,21 +286,6 @@ async def test_other_refusals_do_not_hide_the_instances_own_error(
     response = await t.chat(RED)
     assert response.status_code == 500
     assert response.json()["error"]["message"] == "engine error"
-
-
-async def test_a_lost_pd_instance_is_replaced_with_fresh_transfers(build: Build) -> None:
-    t = await build(pds=2)
-    asked = in_turn(t.pds, dying(*t.pds), answer)
-    assert (await t.chat(RED)).status_code == 200
-    first, second = (each.params["transfers"][0]["transfer_id"] for each in asked)
-    assert first != second and all(len(pd.received) == 1 for pd in t.pds)
-    assert await t.metric('epd_router_fallbacks_total{phase="answer",fallback="retried"}') == 1
-
-
-async def test_a_broken_connection_to_the_only_pd_instance_is_tried_again(build: Build) -> None:
-    t = await build()
-    in_turn(t.pds, dying(t.pd), answer)
-    assert (await t.chat(TEXT)).status_code == 200
 
 
 async def test_a_request_is_not_sent_to_every_pd_instance_in_turn(build: Build) -> None:

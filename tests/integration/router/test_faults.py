@@ -19,16 +19,13 @@ from epd_portable.router.serving import Stopping, listen, serve
 from tests.integration.router.conftest import Build, Topology
 from tests.integration.router.stand_in import (
     CHAT,
-    DEADLINE_S,
     Received,
     RouterServing,
     StandIn,
     answer,
     forever,
-    refuse,
     stream,
 )
-from tests.integration.router.test_metadata import describe
 from tests.integration.router.test_requests import RED, TEXT
 
 
@@ -88,17 +85,6 @@ async def test_one_cut_connection_is_no_death(build: Build) -> None:
     assert len(t.encoders[0].received) == 1
     health = (await t.health()).json()["instances"]["encode-0"]
     assert health["state"] == "up"
-
-
-async def test_an_engine_that_dies_slowly_gets_no_more_than_its_failures(build: Build) -> None:
-    t = await build(encoders=0, pds=2, probe_interval_s=60)
-    t.pds[0].behaviour = refuse(500, "EngineDeadError")
-
-    answers = [await t.chat(TEXT) for _ in range(40)]
-
-    assert [each.status_code for each in answers] == [200] * 40
-    # Without ejection half of all would be tried there, or all, for it is never busy.
-    assert len(t.pds[0].received) < 15
 
 
 # Clients.
@@ -170,49 +156,7 @@ NO_REQUESTS = [
 ]
 
 
-async def test_what_is_no_request_gets_no_500_and_hangs_nobody(build: Build) -> None:
-    t = await build(encoders=0)
-    for data in NO_REQUESTS:
-        reader, writer = await opened(t)
-        writer.write(data)
-        writer.write_eof()
-        answered = await asyncio.wait_for(reader.read(), DEADLINE_S)
-        writer.close()
-        assert not answered.startswith(b"HTTP/1.1 5"), data
-        assert (await t.chat(TEXT)).status_code == 200
-
-
 PICTURE = "data:image/png;base64,cmVk"
-IN_OTHER_INTERFACES = {
-    "/v1/responses": {
-        "input": [{"role": "user", "content": [{"type": "input_image", "image_url": PICTURE}]}]
-    },
-    "/v1/messages": {
-        "max_tokens": 1,
-        "messages": [
-            {
-                "role": "user",
-                "content": [
-                    {
-                        "type": "image",
-                        "source": {"type": "base64", "media_type": "image/png", "data": "cmVk"},
-                    }
-                ],
-            }
-        ],
-    },
-}
-
-
-@pytest.mark.parametrize("path", IN_OTHER_INTERFACES)
-async def test_requests_that_take_no_metadata_go_with_their_media(build: Build, path: str) -> None:
-    t = await build(media="metadata", encoding=describe())
-    response = await t.client.post(path, json=IN_OTHER_INTERFACES[path])
-    assert response.status_code == 200
-    [received] = t.pd.received
-    assert b"cmVk" in received.raw
-    [transfer] = received.params["transfers"]
-    assert transfer["media"] is True
 
 
 # Bodies.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 from collections.abc import AsyncIterator
 from typing import Any
@@ -295,16 +294,6 @@ async def test_a_wrong_registration_is_refused_by_key(build: Build, auth: keyrin
     assert set(await shown(t, auth)) == {"encode-0", "pd-0"}
 
 
-async def test_registering_twice_is_registering_once(
-    build: Build, auth: keyring.Signed, newcomers: Newcomers
-) -> None:
-    t = await build(registration=True)
-    body = await newcomers.start("p", "prefill-decode")
-    answers = [await t.client.post(INSTANCES, json=body, auth=auth) for _ in range(2)]
-    assert [a.status_code for a in answers] == [201, 200]
-    assert set(await shown(t, auth)) == {"encode-0", "pd-0", "p"}
-
-
 async def test_a_name_changes_hands_only_when_its_holder_is_gone(
     build: Build, auth: keyring.Signed, newcomers: Newcomers
 ) -> None:
@@ -397,33 +386,3 @@ async def test_a_registered_instance_that_stays_away_is_forgotten_a_configured_o
     await newcomers.instances[0].serving.stop()
     await until_gone(t, auth, "p")
     assert (await shown(t, auth))["pd-0"]["state"] == "down"
-
-
-async def test_clients_come_and_go_while_instances_do(
-    build: Build, auth: keyring.Signed, newcomers: Newcomers
-) -> None:
-    t = await build(encoders=2, pds=2, registration=True)
-    bodies = [await newcomers.start("e", "encode"), await newcomers.start("p", "prefill-decode")]
-    stop = asyncio.Event()
-
-    async def ask() -> list[int]:
-        statuses = []
-        while not stop.is_set():
-            statuses.append((await t.chat(RED)).status_code)
-        return statuses
-
-    clients = [asyncio.create_task(ask()) for _ in range(4)]
-    try:
-        for _ in range(5):
-            for body in bodies:
-                joined = await t.client.post(INSTANCES, json=body, auth=auth)
-                assert joined.status_code == 201
-            for body in bodies:
-                await t.client.delete(f"{INSTANCES}/{body['name']}", auth=auth)
-            for body in bodies:
-                await until_gone(t, auth, body["name"])
-    finally:
-        stop.set()
-        with contextlib.suppress(httpx.HTTPError):
-            results = await asyncio.gather(*clients)
-    assert {status for statuses in results for status in statuses} == {200}

@@ -70,19 +70,6 @@ async def test_a_prompt_is_computed_by_one_instance_and_answered_by_the_other(
     assert await t.metric(count("disaggregated")) == 1
 
 
-async def test_an_answer_is_streamed_by_the_decode_instance(build: Build) -> None:
-    async def events() -> AsyncIterator[bytes]:
-        yield b'data: {"choices": [1]}\n\n'
-        yield b"data: [DONE]\n\n"
-
-    t = await split(build)
-    t.pds[1].behaviour = stream(events)
-    answered = await t.chat(TEXT, stream=True, stream_options={"include_usage": True})
-    assert answered.text == 'data: {"choices": [1]}\n\ndata: [DONE]\n\n'
-    asked = t.pds[0].received[0].body
-    assert asked["stream"] is False and "stream_options" not in asked
-
-
 async def test_items_go_to_the_prefill_instance_and_media_to_both(build: Build) -> None:
     t = await split(build, encoders=1)
     assert (await t.chat(RED, TEXT)).status_code == 200
@@ -356,16 +343,3 @@ async def test_without_a_decode_instance_nobody_answers(build: Build) -> None:
     assert answered.status_code == 503
     assert not t.pds[0].received
     assert (await t.client.get("/health")).status_code == 503
-
-
-async def test_kv_of_a_client_is_not_passed_on(build: Build) -> None:
-    t = await split(build)
-    assert (await t.chat(TEXT, n=2, kv_transfer_params=KV)).status_code == 200
-    assert "kv_transfer_params" not in t.pds[1].received[0].body
-
-
-async def test_what_holds_no_prompt_is_not_counted(build: Build) -> None:
-    t = await split(build)
-    assert (await t.client.get("/v1/models")).status_code == 200
-    assert (await t.client.get("/version")).status_code == 200
-    assert await t.metric(count("unsuited")) == 0

@@ -223,15 +223,6 @@ async def test_the_probe_after_one_that_failed_comes_in_its_time(probed: Probed)
     assert probed.first.healthy
 
 
-async def test_a_silent_one_is_down_after_some_probes(probed: Probed) -> None:
-    await probed.start(interval_s=0.05, timeout_s=0.1)
-    await probed.until(lambda instance: instance.healthy)
-    probed.servers[0].answer = b"silence"
-    before = probed.servers[0].count
-    await probed.until(lambda instance: not instance.healthy)
-    assert probed.servers[0].count - before in (PROBES_UNTIL_DOWN, PROBES_UNTIL_DOWN + 1)
-
-
 async def test_one_whose_queue_of_connections_is_full_is_silent_and_not_gone(
     probed: Probed,
 ) -> None:

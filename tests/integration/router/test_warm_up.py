@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
-from epd_portable.config.secret import Secret, make_secret_file
 from tests.integration.router.conftest import Build, Topology
-from tests.integration.router.stand_in import Behaviour, Received, StandIn, refuse
+from tests.integration.router.stand_in import Behaviour, Received, refuse
 from tests.integration.router.test_requests import RED, TEXT
 from tests.keyring import Signed
 
@@ -121,34 +119,6 @@ async def test_clients_are_told_to_wait_until_then(build: Build) -> None:
     release.set()
     await t.until_health(is_up)
     assert (await t.chat(RED)).status_code == 200
-
-
-async def test_a_newcomer_meets_everybody_before_it_gets_work(build: Build, tmp_path: Path) -> None:
-    make_secret_file(str(tmp_path / "secret"))
-    signed = Signed(Secret.read(str(tmp_path / "secret")))
-    t = await build(
-        encoders=2,
-        pds=1,
-        warm_up=True,
-        behaviour=transferring(),
-        secret_file=str(tmp_path / "secret"),
-        registration=True,
-    )
-    await t.until_health(is_up)
-    newcomer = StandIn("pd-1", "prefill-decode", transferring())
-    await newcomer.serving.start()
-    t.pds.append(newcomer)
-    body = {
-        "name": "pd-1",
-        "role": "prefill-decode",
-        "url": newcomer.serving.url,
-        "control": t.controls[0].address,
-    }
-    joined = await t.client.post("/epd/instances", json=body, auth=signed)
-    assert joined.json()["state"] == "joining"
-    await t.until_health(is_up)
-    met = [pair for pair in pairs(t) if pair[1] == "pd-1"]
-    assert sorted(met) == [("encode-0", "pd-1"), ("encode-1", "pd-1")]
 
 
 @pytest.mark.parametrize(

@@ -340,13 +340,6 @@ async def test_both_tries_share_one_time(world: World) -> None:
     assert len(world.site.heads) == 2
 
 
-async def test_redirects_share_one_time(world: World) -> None:
-    for number in range(4):
-        world.site.pages[f"/{number}"] = slowly(moved(f"/{number + 1}"), 20, 0.05)
-    refused = await refusal(world.fetcher(timeout_s=0.4), world.url("/0"))
-    assert refused.status == 504
-
-
 SIZES = [1, 2, 3, 4, 65_535, 65_536, 65_537, 300_000, 1_600_001]
 
 
