@@ -64,11 +64,9 @@ class Topology:
     async def until_metric(self, line: str, value: float) -> None:
         """Wait until a metric has reached a value."""
 
-        async def reached() -> None:
+        async with asyncio.timeout(DEADLINE_S):
             while await self.metric(line) < value:
                 await asyncio.sleep(0.02)
-
-        await asyncio.wait_for(reached(), DEADLINE_S)
 
     async def health(self) -> httpx.Response:
         """Return the router's view of its instances, as holders of the secret see it."""

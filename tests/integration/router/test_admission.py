@@ -72,11 +72,9 @@ def ask(t: Topology, name: str, *parts: Any, **headers: str) -> asyncio.Task[htt
 async def waiting(t: Topology, count: int) -> None:
     """Return when so many requests wait."""
 
-    async def reached() -> None:
+    async with asyncio.timeout(DEADLINE_S):
         while sum(map(float, _WAITING.findall((await t.client.get("/metrics")).text))) != count:
             await asyncio.sleep(0.005)
-
-    await asyncio.wait_for(reached(), DEADLINE_S)
 
 
 async def line_up(t: Topology, *asked: dict[str, str]) -> list[asyncio.Task[httpx.Response]]:

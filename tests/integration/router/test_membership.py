@@ -66,11 +66,9 @@ async def shown(t: Topology, auth: keyring.Signed) -> dict[str, dict[str, Any]]:
 
 
 async def until_gone(t: Topology, auth: keyring.Signed, name: str) -> None:
-    async def gone() -> None:
+    async with asyncio.timeout(DEADLINE_S):
         while name in await shown(t, auth):
             await asyncio.sleep(0.02)
-
-    await asyncio.wait_for(gone(), DEADLINE_S)
 
 
 async def test_a_router_without_instances_serves_those_that_join(
@@ -344,11 +342,9 @@ async def test_an_encoder_stays_until_the_answer_that_needs_its_item_has_begun(
     await t.pd.until(lambda pd: len(pd.received) == 1)
     await t.client.delete(f"{INSTANCES}/encode-0", auth=auth)
 
-    async def job_answered() -> None:
+    async with asyncio.timeout(DEADLINE_S):
         while (await shown(t, auth))["encode-0"]["in_flight"]:
             await asyncio.sleep(0.01)
-
-    await asyncio.wait_for(job_answered(), DEADLINE_S)
     assert (await shown(t, auth))["encode-0"]["state"] == "draining"
     release.set()
     assert (await running).status_code == 200

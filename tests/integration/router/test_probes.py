@@ -55,11 +55,9 @@ class Asked:
                 self._open.discard(writer)
 
     async def until(self, count: int) -> None:
-        async def reached() -> None:
+        async with asyncio.timeout(DEADLINE_S):
             while self.count < count:
                 await asyncio.sleep(0.01)
-
-        await asyncio.wait_for(reached(), DEADLINE_S)
 
 
 class Probed:
@@ -102,11 +100,9 @@ class Probed:
     async def until(self, condition: Callable[[Instance], bool]) -> None:
         """Wait until something is true of the first instance."""
 
-        async def fulfilled() -> None:
+        async with asyncio.timeout(DEADLINE_S):
             while not condition(self.first):
                 await asyncio.sleep(0.01)
-
-        await asyncio.wait_for(fulfilled(), DEADLINE_S)
 
 
 @pytest.fixture

@@ -53,11 +53,9 @@ class Site:
         return [head.split()[1].decode() for head in self.heads]
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        async def fulfilled() -> None:
+        async with asyncio.timeout(10):
             while not condition():
                 await asyncio.sleep(0.01)
-
-        await asyncio.wait_for(fulfilled(), 10)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         serving = asyncio.current_task()

@@ -65,11 +65,9 @@ class Instance:
         )
 
     async def until_empty(self) -> None:
-        async def empty() -> None:
+        async with asyncio.timeout(DEADLINE_S):
             while self.held() != (0, 0):
                 await asyncio.sleep(0.01)
-
-        await asyncio.wait_for(empty(), DEADLINE_S)
 
 
 @asynccontextmanager
@@ -162,11 +160,9 @@ async def test_a_client_that_leaves_gives_everything_back() -> None:
 
         halfway = e.begin(endless())
 
-        async def counted() -> None:
+        async with asyncio.timeout(DEADLINE_S):
             while e.held()[1] != 1:
                 await asyncio.sleep(0.01)
-
-        await asyncio.wait_for(counted(), DEADLINE_S)
         halfway.cancel()
         await e.until_empty()
         assert len(e.engine.received) == 1
