@@ -8,7 +8,6 @@ import pytest
 from tests.integration.router.test_choice import (
     test_a_repeated_picture_meets_the_encoder_that_has_it,
     test_small_pictures_stay_where_they_are_needed,
-    test_the_turns_of_conversations_stay_on_their_instances,
     test_who_holds_a_key_is_told_why,
 )
 from tests.integration.router.test_hops import (
@@ -41,11 +40,9 @@ from tests.integration.router.test_prefill import (
     test_a_prompt_that_is_refused_the_second_time_is_refused,
     test_a_silent_decode_instance_is_given_up_however_long_the_prefill_took,
     test_a_silent_prefill_instance_costs_no_answer,
-    test_an_answer_is_streamed_by_the_decode_instance,
     test_an_item_whose_other_encoder_fails_is_encoded_where_it_is_needed,
     test_another_prefill_instance_is_asked_and_then_the_decode_instance,
     test_items_go_to_the_prefill_instance_and_media_to_both,
-    test_kv_of_a_client_is_not_passed_on,
     test_prompts_of_other_interfaces_are_computed_apart_too,
     test_what_a_prefill_instance_refuses_is_refused,
     test_who_holds_the_encoder_shares_the_items_of_a_request_with_others,

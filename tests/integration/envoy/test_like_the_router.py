@@ -19,9 +19,6 @@ from tests.integration.router.test_admission import (
     test_priority_overtakes_by_header_and_by_field,
 )
 from tests.integration.router.test_failures import (
-    test_a_broken_connection_to_the_only_pd_instance_is_tried_again,
-    test_a_client_that_leaves_a_stream_ends_it_at_the_instance,
-    test_a_lost_pd_instance_is_replaced_with_fresh_transfers,
     test_a_request_is_not_sent_to_every_pd_instance_in_turn,
     test_a_silent_pd_instance_does_not_hang_the_client,
     test_other_refusals_do_not_hide_the_instances_own_error,
@@ -29,13 +26,13 @@ from tests.integration.router.test_failures import (
 )
 from tests.integration.router.test_faults import (
     test_a_body_that_does_not_come_is_refused_in_time,
-    test_what_is_no_request_gets_no_500_and_hangs_nobody,
 )
 from tests.integration.router.test_items_of_a_request import (
     test_a_request_is_answered_without_an_item_that_cannot_be_had_and_says_so,
 )
 from tests.integration.router.test_not_wanted import (
     build_connected,
+    test_a_client_that_leaves_a_stream_wants_its_items_no_more,
     test_a_client_that_leaves_before_the_instance_was_asked_wants_its_items_no_more,
     test_a_client_that_leaves_wants_its_items_no_more,
     test_what_is_sent_again_by_other_transfers_is_not_wanted_by_the_first,
@@ -43,10 +40,7 @@ from tests.integration.router.test_not_wanted import (
 from tests.integration.router.test_requests import (
     test_a_large_image_arrives_unchanged,
     test_encode_jobs_and_pd_request_run_at_the_same_time,
-    test_forged_headers_and_fields_stay_at_the_router,
-    test_models_health_and_metrics_are_served,
-    test_streams_pass_piece_by_piece,
     test_text_reaches_the_pd_instance_unchanged_and_no_encoder,
-    test_the_instances_own_refusal_is_passed_on,
     test_unknown_paths_and_methods_are_answered_in_json,
 )
+from tests.integration.router.test_streams import test_an_answer_passes_as_it_comes

@@ -132,3 +132,13 @@ async def test_unknown_paths_and_methods_are_answered_in_json(build: Build) -> N
     assert "/v1/chat/completions" in unknown.json()["error"]["message"]
     wrong = await t.client.get("/v1/chat/completions")
     assert (wrong.status_code, wrong.json()["error"]["code"]) == (405, "method_not_allowed")
+
+
+async def test_a_large_image_arrives_unchanged(build: Build) -> None:
+    t = await build()
+    large = image(bytes(range(256)) * 8192)
+
+    await t.chat(large, TEXT)
+    await t.encoders[0].until(lambda encoder: bool(encoder.received))
+    for received in (t.pd.received[0], t.encoders[0].received[0]):
+        assert received.body["messages"][0]["content"][0]["image_url"] == large["image_url"]

@@ -79,17 +79,6 @@ def test_an_item_without_room_is_later_until_it_has_room(desk: Desk) -> None:
     assert desk.said() == ["a t grant 3"]
 
 
-def test_what_comes_twice_is_answered_twice_and_lands_once(desk: Desk) -> None:
-    desk.granted()
-    desk.expect()
-    desk.receive(A, announce())
-    assert desk.said() == ["a t grant 1"]
-    desk.receive(A, written(), written())
-    desk.receive(A, written())
-    assert desk.said() == ["a t injected"] * 3
-    assert len(desk.events) == 1
-
-
 @pytest.mark.parametrize("message", [released(), abort(), announce(transfer_id="forged")])
 def test_messages_of_an_unknown_transfer_change_nothing(desk: Desk, message: AnyMessage) -> None:
     desk.receive(A, message, message)
@@ -123,15 +112,6 @@ def test_other_messages_leave_a_grant_alone(desk: Desk, sender: bytes, message: 
 
 
 # -- before and after the request ----------------------------------------------------------------
-
-
-def test_an_announcement_before_its_request_is_kept_for_it(desk: Desk) -> None:
-    desk.receive(A, announce())
-    desk.give_room()
-    assert desk.said() == []
-    desk.expect()
-    assert desk.said() == ["a t grant 1"]
-    assert desk.session.early() == []
 
 
 def test_who_announces_early_is_reported_once_and_only_where_it_fits(desk: Desk) -> None:
@@ -226,32 +206,7 @@ def test_an_early_announcement_that_is_aborted_is_forgotten(desk: Desk) -> None:
     assert desk.said() == ["b t later", "b t grant 1"]
 
 
-def test_what_is_remembered_is_bounded(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(consumer, "MAX_ENDED", 3)
-    monkeypatch.setattr(consumer, "MAX_EARLY", 3)
-    for number in range(10):
-        desk.receive(A, announce(transfer_id=f"early-{number}"))
-    assert desk.said(TIMEOUT_S) == [f"a early-{number} not_needed" for number in range(3)]
-    for number in range(10):
-        desk.session.decline(f"ended-{number}")
-    for number in range(10):
-        desk.receive(A, announce(transfer_id=f"ended-{number}"))
-    assert desk.said() == [f"a ended-{number} not_needed" for number in (7, 8, 9)]
-
-
 # -- several transfers of one item, several producers of one transfer ----------------------------
-
-
-def test_one_of_two_transfers_of_an_item_is_granted_and_the_other_waits(desk: Desk) -> None:
-    desk.expect("t")
-    desk.expect("u")
-    desk.receive(B, announce(B, transfer_id="u"))
-    desk.give_room()
-    desk.receive(A, announce(transfer_id="t"))
-    assert desk.said() == ["b u later", "b u grant 1", "a t later"]
-    desk.receive(B, written(transfer_id="u"))
-    assert desk.said() == ["a t not_needed", "b u injected"]
-    assert len(desk.events) == 1
 
 
 def test_transfers_of_an_item_end_but_those_that_are_still_wanted(desk: Desk) -> None:
@@ -455,14 +410,6 @@ def test_announcing_again_renews_the_lease_but_not_beyond_the_deadline(desk: Des
     assert [event[0] for event in desk.events] == ["failed"]
 
 
-def test_a_quarantined_slot_comes_back_when_its_producer_is_gone(desk: Desk) -> None:
-    desk.granted()
-    desk.said(LEASE_S + LEASE_MARGIN_S)
-    desk.gone.add(PEERS[A].session)
-    assert desk.said(0.1) == []
-    assert desk.events[1:] == [("released", 1)]
-
-
 @pytest.mark.parametrize(
     ("other", "is_later_life"),
     [
@@ -497,13 +444,3 @@ def test_only_a_fenced_slot_is_free_at_once(ends: str, fenced: bool) -> None:
     assert desk.events == [taken_back, *([("released", 1)] if fenced else [])]
     desk.receive(A, released())
     assert desk.events == [taken_back, ("released", 1)]
-
-
-def test_an_item_that_no_request_waits_for_ends_its_transfers(desk: Desk) -> None:
-    desk.expect("t")
-    desk.expect("u")
-    desk.receive(A, announce(transfer_id="t"))
-    desk.session.not_wanted(desk.item())
-    assert desk.said() == ["a t later", "a t not_needed"]
-    assert not desk.item().transfers
-    assert desk.events == []

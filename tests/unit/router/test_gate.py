@@ -68,27 +68,6 @@ def test_nobody_overtakes_at_a_limit_that_somebody_before_lacks() -> None:
     assert order(door, first) == [large, small]
 
 
-def test_texts_do_not_keep_a_picture_waiting_for_ever() -> None:
-    door = gate(3, 1)
-    first, text = enter(door, items=1), enter(door)
-    picture, later = enter(door, items=1), enter(door)
-    assert (picture.where, later.where) == ("waiting", "going")
-    last = enter(door)
-    assert last.where == "waiting"
-    # Of what the last one lacks, the picture's part is kept: it came before.
-    door.leave(first)
-    assert door.admit() == [picture]
-    door.leave(text)
-    assert door.admit() == [last]
-
-
-def test_nobody_waits_where_there_is_no_place_to() -> None:
-    door = gate(max_waiting=0)
-    enter(door)
-    late = enter(door)
-    assert door.turn_away() is late
-
-
 class Counted(Ticket):
     """Counts how often somebody looks at what it takes, and whose it is."""
 

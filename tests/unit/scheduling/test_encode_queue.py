@@ -230,40 +230,6 @@ def test_a_hopeless_request_that_was_aborted_is_not_failed() -> None:
 A, B, C = ("a",), ("b",), ("c",)
 
 
-def test_items_that_a_consumer_does_not_take_leave_room_for_those_of_another() -> None:
-    desk = Desk(cache=8192, embeddings=8192, tokens=10**6)
-    for number in range(8):
-        desk.arrive(f"orphan-{number}", (f"orphan-{number}", 1024), to=A)
-    desk.arrive("b", ("cat", 1024), to=B)
-    assert desk.step() == [*(f"orphan-{number}" for number in range(4)), "b"]
-    for number in range(3):
-        desk.arrive(f"b{number}", (f"b{number}", 1024), to=B)
-    assert desk.step() == ["b0", "b1", "b2"], "the whole of its share is there"
-
-
-def test_a_consumer_alone_takes_everything_once_the_others_are_forgotten() -> None:
-    desk = Desk()
-    desk.arrive("b", ("cat", 2), to=B)
-    desk.step()
-    desk.transferred("b", "cat")
-    for name in ("a1", "a2"):
-        desk.arrive(name, (name, 5), to=A)
-    assert desk.step() == ["a1"], "five of ten are for b"
-    desk.now += 10.0
-    assert desk.step() == ["a2"]
-
-
-def test_its_share_is_left_to_a_consumer_whose_next_item_is_beyond_it() -> None:
-    desk = Desk(cache=20, embeddings=20)
-    desk.arrive("b0", ("cat", 5), to=B)
-    desk.arrive("b1", ("dog", 6), to=B)
-    for number in range(20):
-        desk.arrive(f"a{number}", (f"a{number}", 1), to=A)
-    assert desk.step() == ["b0", *(f"a{number}" for number in range(10))]
-    desk.transferred("b0", "cat")
-    assert desk.step() == ["b1"], "although what is for a is not taken"
-
-
 def test_small_items_of_others_do_not_keep_a_large_one_waiting() -> None:
     desk = Desk()
     desk.arrive("c0", ("c0", 2), to=C)
@@ -277,32 +243,6 @@ def test_small_items_of_others_do_not_keep_a_large_one_waiting() -> None:
     assert desk.step() == ["a"]
 
 
-def test_what_waits_for_a_consumer_that_takes_nothing_holds_up_nobody_else() -> None:
-    desk = Desk(cache=12, embeddings=12)
-    desk.arrive("a", ("a", 8), to=A)
-    assert desk.step() == ["a"]
-    desk.arrive("b", ("cat", 12), to=B)
-    for number in range(5):
-        desk.arrive(f"c{number}", (f"c{number}", 1), to=C)
-    assert desk.step() == ["c0", "c1"]
-    desk.transferred("a", "a")
-    desk.transferred("c0", "c0")
-    assert desk.step() == [], "all twelve are for b"
-    desk.transferred("c1", "c1")
-    assert desk.step() == ["b"]
-
-
-def test_an_item_that_is_kept_already_is_not_kept_for_longer_while_another_waits() -> None:
-    desk = Desk(cache=12, embeddings=12)
-    desk.arrive("a", ("cat", 5), to=A)
-    assert desk.step() == ["a"]
-    desk.arrive("b", ("dog", 8), to=B)
-    desk.arrive("c", ("cat", 5), to=C)
-    assert desk.step() == []
-    desk.transferred("a", "cat")
-    assert desk.step() == ["b"]
-
-
 def test_a_consumer_beyond_its_share_gets_what_it_keeps_already_again() -> None:
     desk = Desk()
     desk.arrive("a0", ("cat", 8), to=A)
@@ -311,28 +251,6 @@ def test_a_consumer_beyond_its_share_gets_what_it_keeps_already_again() -> None:
     desk.arrive("a1", ("cat", 8), to=A)
     desk.arrive("a2", ("emu", 1), to=A)
     assert desk.step() == ["b", "a1"], "a keeps no more with it, but with emu it would"
-
-
-def test_a_consumer_does_not_get_it_again_while_another_waits_for_its_room() -> None:
-    desk = Desk(cache=12, embeddings=12)
-    desk.arrive("a0", ("cat", 8), to=A)
-    assert desk.step() == ["a0"]
-    desk.arrive("b", ("dog", 8), to=B)
-    desk.arrive("a1", ("cat", 8), to=A)
-    assert desk.step() == [], "it would keep cat for longer"
-    desk.transferred("a0", "cat")
-    assert desk.step() == ["b"]
-
-
-def test_an_item_that_nobody_keeps_takes_room_of_who_wants_it() -> None:
-    desk = Desk()
-    desk.arrive("a0", ("cat", 4), to=A)
-    desk.arrive("a1", ("dog", 3), to=A)
-    assert desk.step() == ["a0", "a1"]
-    desk.transferred("a0", "cat")
-    desk.arrive("a2", ("cat", 4), to=A)
-    desk.arrive("b", ("emu", 5), to=B)
-    assert desk.step() == ["b"], "with cat a would keep seven of ten"
 
 
 def test_an_item_that_is_kept_for_another_counts_in_full_for_who_wants_it_too() -> None:
@@ -355,18 +273,6 @@ def test_a_request_in_parts_takes_nothing_that_another_waits_for() -> None:
     assert desk.step() == [], "four are left, and two of them are for c"
     desk.transferred("a", "cat")
     assert desk.step() == ["b", "c"]
-
-
-def test_an_item_for_two_consumers_counts_for_both() -> None:
-    desk = Desk()
-    desk.arrive("ab", ("cat", 4), to=("a", "b"))
-    assert desk.step() == ["ab"]
-    desk.arrive("a", ("dog", 2), to=A)
-    desk.arrive("b", ("emu", 2), to=B)
-    desk.arrive("c", ("fox", 5), to=C)
-    assert desk.step() == ["c"], "the others keep four, and the share is three"
-    desk.transferred("ab", "cat")
-    assert desk.step() == ["a", "b"]
 
 
 def test_what_is_kept_counts_once_for_each_consumer_and_until_its_last_transfer_ends() -> None:
