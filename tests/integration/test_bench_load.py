@@ -203,19 +203,6 @@ def test_sides_that_are_started_for_their_turns_take_all_points_of_a_round_at_on
     assert "Each side was started for its turns" in result.output
 
 
-def test_turns_of_a_conversation_are_sent_with_all_before_them(played: Played) -> None:
-    server = played()
-    result = load(
-        *("--side", f"url:{server.url}", "--rounds", "1"),
-        *("--point", f"{QUICK},rate=60,turns=2,share=0.5"),
-    )
-    assert result.exit_code == 0, result.output
-    talks = [body["messages"] for body in server.bodies]
-    assert {len(messages) for messages in talks} == {1, 3}
-    firsts = [messages[0] for messages in talks if len(messages) == 1]
-    assert all(messages[0] in firsts for messages in talks if len(messages) == 3)
-
-
 def stop_clients_once(server: PlayedServer, seconds: float) -> None:
     """Let the clients stand still while they have requests to send."""
 
@@ -323,10 +310,7 @@ URL = ["--side", "url:http://127.0.0.1:1"]
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--side", "hope", "--point", "rate=1"], "expected NAME=WHAT"),
         (URL, "Missing option '--point'"),
-        ([*URL, "--point", "share=0.5"], "say how often to ask, as in rate=2/6/10"),
-        (["--side", "none.yaml", "--point", "rate=1"], "none.yaml"),
         (["--side", "replicas:2", "--point", "rate=1"], "plain vLLM gets the model"),
         (["--side", "upstream:1E1PD", "--point", "rate=1"], "by --upstream-proxy"),
         (

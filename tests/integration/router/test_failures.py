@@ -61,6 +61,23 @@ ITEM_FAILURES: dict[str, tuple[int, Settings, list[Behaviour], int, str, str]] =
 }
 
 
+async def test_a_client_that_leaves_a_stream_ends_it_at_the_instance(build: Build) -> None:
+    t = await build()
+
+    async def pieces() -> AsyncIterator[bytes]:
+        try:
+            yield b"data: {}\n\n"
+            await asyncio.Event().wait()
+        finally:
+            await t.pd.count_abort()
+
+    t.pd.behaviour = stream(pieces)
+    body = {"prompt": "x", "stream": True}
+    async with t.client.stream("POST", "/v1/completions", json=body) as response:
+        assert await anext(response.aiter_bytes())
+    await t.pd.until(lambda pd: pd.aborted == 1)
+
+
 @pytest.mark.parametrize("case", ITEM_FAILURES)
 async def test_an_item_that_an_encoder_does_not_encode_is_retried_or_encoded_locally(
     build: Build, case: str
