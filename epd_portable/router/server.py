@@ -189,7 +189,7 @@ class Router:
         )
         self._fetcher = self._media_fetcher()
         self._cors = Cors(settings.cors_origins)
-        self._sweeping: asyncio.Task[None] | None = None
+        self._sweeping: asyncio.Handle | None = None
 
     def _media_fetcher(self) -> MediaFetcher | None:
         if not self.settings.media_urls.allowed_domains:
@@ -220,7 +220,7 @@ class Router:
         Raises:
             ConfigError: An address cannot be used.
         """
-        self._sweeping = asyncio.create_task(self._sweep())
+        self._sweeping = asyncio.get_running_loop().call_soon(self._sweep)
         await self.members.open()
 
     async def close(self) -> None:
@@ -418,15 +418,17 @@ class Router:
 
     # Clients that send nothing, or take nothing.
 
-    async def _sweep(self) -> None:
-        """Give up clients that do not send their bodies, or take nothing of their answers."""
+    def _sweep(self) -> None:
+        """Give up clients that do not send their bodies, or take nothing of their answers.
+
+        It comes again, whatever fails in it: the event loop logs that.
+        """
         settings = self.settings
         shortest = min(settings.body_timeout_s, settings.send_timeout_s)
-        while True:
-            await asyncio.sleep(min(SWEEP_EVERY_S, shortest / 4))
-            self._switching.tick(time.monotonic())
-            # No client is referred to while this sleeps.
-            self._give_up_slow_clients(time.monotonic())
+        again_s = min(SWEEP_EVERY_S, shortest / 4)
+        self._sweeping = asyncio.get_running_loop().call_later(again_s, self._sweep)
+        self._give_up_slow_clients(time.monotonic())
+        self._switching.tick(time.monotonic())
 
     def _give_up_slow_clients(self, now: float) -> None:
         for client in tuple(self.in_flight):

@@ -36,7 +36,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core_client import EngineCoreClient
 
-from epd_portable.delivery.balance import TICK_S
+from epd_portable.delivery.balance import TICK_S, Switching
 from epd_portable.vllm_plugin import compat, exposition
 from epd_portable.vllm_plugin.front_client import FrontSettings, SplitClient
 
@@ -112,7 +112,7 @@ async def serve(
     client = SplitClient(config, settings, index)
     await client.engines.listen()
     loop = asyncio.get_running_loop()
-    switching = loop.create_task(_switch(client))
+    loop.call_soon(switch, loop, client.switching)
 
     def when_up(*_: Any, renderer: Any = None, **__: Any) -> SplitClient:
         if renderer is not None:
@@ -136,7 +136,6 @@ async def serve(
         await front.reset_mm_cache()
         ended = await build_and_serve(front, address, sock, args, **more)
     finally:
-        switching.cancel()
         front.shutdown()
     try:
         await ended
@@ -144,10 +143,10 @@ async def serve(
         sock.close()
 
 
-async def _switch(client: SplitClient) -> None:
-    while True:
-        await asyncio.sleep(TICK_S)
-        client.switching.tick(time.monotonic())
+def switch(loop: asyncio.AbstractEventLoop, switching: Switching) -> None:
+    """Tick every second; of a tick that fails the loop logs why, and the next one comes."""
+    loop.call_later(TICK_S, switch, loop, switching)
+    switching.tick(time.monotonic())
 
 
 def _serve_all(settings: FrontSettings, *given: Any) -> int:

@@ -29,12 +29,14 @@ from vllm.v1.executor import Executor
 from epd_portable.config.roles import Role
 from epd_portable.delivery.instances import EndpointPool, Instance, WentDownError
 from epd_portable.delivery.metrics import InstanceCollector
+from epd_portable.log import say_failure
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest
 
 logger = logging.getLogger(__name__)
+_said = say_failure(logger, "an engine is sent away")
 
 
 class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -268,6 +270,7 @@ class Engines:
         assert task is not None
         self._lives.add(task)
         task.add_done_callback(self._lives.discard)
+        task.add_done_callback(_said)
         # Cancelled by `_close` alone, which asyncio's streams would report as an error.
         with contextlib.closing(writer), contextlib.suppress(asyncio.CancelledError):
             verb, _, name = (await reader.readline()).decode().strip().partition(" ")
@@ -313,11 +316,12 @@ class Engines:
         engine.holds = set()
         engine.computes_for = 0
         engine.instance.seen_well()
-        pump = asyncio.create_task(self._pump(engine, client))
         try:
-            await gone
+            async with asyncio.TaskGroup() as life:
+                pump = life.create_task(self._pump(engine, client))
+                await gone
+                pump.cancel()
         finally:
-            pump.cancel()
             client.shutdown()
             if engine.client is client:
                 engine.client = None

@@ -14,6 +14,7 @@ import psutil
 import pytest
 from starlette.responses import Response
 
+from epd_portable.delivery.balance import Switching
 from epd_portable.router.server import Router
 from epd_portable.router.serving import Stopping, listen, serve
 from tests.integration.router.conftest import Build, Topology
@@ -90,7 +91,13 @@ async def test_one_cut_connection_is_no_death(build: Build) -> None:
 # Clients.
 
 
-async def test_a_body_that_does_not_come_is_refused_in_time(build: Build) -> None:
+@pytest.mark.parametrize("ticks", [True, False])
+async def test_a_body_that_does_not_come_is_refused_in_time(
+    build: Build, ticks: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    if not ticks:
+        # What the router does every second beside that fails.
+        monkeypatch.setattr(Switching, "tick", lambda *_: 1 / 0)
     t = await build(encoders=0, body_timeout_s=0.3)
     reader, writer = await opened(t)
     writer.write(CHAT + b"content-length: 100\r\n\r\n{")
@@ -99,6 +106,7 @@ async def test_a_body_that_does_not_come_is_refused_in_time(build: Build) -> Non
     assert b"body_timeout" in answered
     writer.close()
     assert (await t.chat(TEXT)).status_code == 200
+    assert ("ZeroDivisionError" in caplog.text) is not ticks
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ from vllm.exceptions import GracefulHTTPError
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
 from vllm.v1.metrics.stats import SchedulerStats
 
+from epd_portable.vllm_plugin.front import switch
 from epd_portable.vllm_plugin.front_client import FrontItem
 from epd_portable.wire.params import CacheNews, to_params
 from tests.integration.vllm_plugin.played_front import (
@@ -551,6 +552,28 @@ def test_an_engine_that_fails_a_request_gets_it_once_more_with_its_media(run: An
         assert front.is_empty()
 
     run(story, "e-0", "pd-0")
+
+
+def test_a_tick_of_switching_that_fails_is_logged_and_the_next_comes(
+    run: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("epd_portable.vllm_plugin.front.TICK_S", 0.01)
+
+    async def story(front: Front) -> None:
+        again = asyncio.Event()
+
+        def tick(_: float) -> None:
+            if not caplog.records:
+                raise ValueError("a fault of the front")
+            again.set()
+
+        front.client.switching.tick = tick  # type: ignore[method-assign]
+        loop = asyncio.get_running_loop()
+        loop.call_soon(switch, loop, front.client.switching)
+        await asyncio.wait_for(again.wait(), 30)
+        assert "a fault of the front" in caplog.text
+
+    run(story)
 
 
 def test_a_front_that_stops_ends_what_is_open_and_takes_nothing(run: Any) -> None:

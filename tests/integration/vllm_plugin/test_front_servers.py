@@ -38,8 +38,8 @@ class Engine:
 
     def __init__(self, paths: list[str], name: str) -> None:
         self.asked: list[tuple[int, str]] = []
-        self._fronts = [engine_core._connect(path) for path in paths]
-        self._places = [engine_core._meet(front, name) for front in self._fronts]
+        self.fronts = [engine_core._connect(path) for path in paths]
+        self._places = [engine_core._meet(front, name) for front in self.fronts]
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
@@ -47,12 +47,12 @@ class Engine:
     def end(self) -> None:
         self._end.set()
         self._thread.join()
-        for front in self._fronts:
+        for front in self.fronts:
             front.close()
 
     def _run(self) -> None:
         address = f"{self._places[0]}-handshake"
-        given = (address, self._places, self._fronts)
+        given = (address, self._places, self.fronts)
         shaking = threading.Thread(target=engine_core._shake_hands, args=given)
         shaking.start()
         with zmq.Context() as context:
@@ -168,6 +168,26 @@ def test_an_engine_that_ends_is_gone_for_each_and_comes_back_to_each(run: Any) -
                 await each.engines.by_name["pd-0"].instance.wait_down()
 
     run(story)
+
+
+def test_an_engine_whose_outputs_cannot_be_taken_is_sent_away_and_the_log_says_why(
+    run: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: Any) -> None:
+        raise ValueError("a fault of the front")
+
+    async def story(servers: list[SplitClient], start: Callable[[str], Engine]) -> None:
+        engine = await asyncio.to_thread(start, "pd-0")
+        await up(servers, "pd-0")
+        instance = servers[0].engines.by_name["pd-0"].instance
+        servers[0]._take_output = fail  # type: ignore[method-assign]
+        await servers[0].add_request_async(request("r", ""))
+        await instance.wait_down()
+        assert await asyncio.to_thread(engine.fronts[0].recv, 1) == b""
+
+    run(story)
+    (found,) = (each for each in caplog.records if each.message == "an engine is sent away")
+    assert found.exc_info and "a fault of the front" in repr(found.exc_info[1])
 
 
 def test_a_server_that_is_away_makes_the_engines_unknown(run: Any) -> None:
