@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -14,12 +15,28 @@ from epd_portable.launch.plan.front import KNOWN, choose_front
 from epd_portable.launch.plan.processes import Plan
 from tests.unit.launch.plans import options, plan_of
 
-ELSEWHERE = {
-    *("host", "port", "tls_cert_file", "tls_key_file", "cors_origins", "drain_s"),
-    *("max_item_pixels", "max_request_pixels", "max_media_seconds", "max_media_memory_bytes"),
-    "tracing",
+TLS = "tls_cert_file: /c.pem, tls_key_file: /k.pem"
+KEPT = {
+    "host": ("host: 0.0.0.0", "--host 0.0.0.0"),
+    "port": ("port: 9000", "--port 9000"),
+    "tls_cert_file": (TLS, "--ssl-certfile /c.pem"),
+    "tls_key_file": (TLS, "--ssl-keyfile /k.pem"),
+    "cors_origins": ("cors_origins: ['https://a.example']", '["https://a.example"]'),
+    "item_outcomes": ("item_outcomes: true", '"item_outcomes": true'),
+    "max_body_bytes": ("max_body_bytes: 1MiB", '"max_body_bytes": 1048576'),
+    "max_bodies_bytes": ("max_bodies_bytes: 2GiB", '"max_bodies_bytes": 2147483648'),
+    "max_media_items": ("max_media_items: 3", '"max_media_items": 3'),
+    "max_item_pixels": ("max_item_pixels: 1234", '"max_item_pixels": 1234'),
+    "max_request_pixels": ("max_request_pixels: 567890", '"max_request_pixels": 567890'),
+    "max_media_seconds": ("max_media_seconds: 77", '"max_media_seconds": 77.0'),
+    "max_media_memory_bytes": ("max_media_memory_bytes: 65MiB", '"max_memory_bytes": 68157440'),
+    "elastic_encode": ("elastic_encode: false", '"elastic_encode": false'),
+    "switch_roles": ("switch_roles: true", '"switch_roles": true'),
+    "access_log": ("access_log: /a.log", '"access_log": "/a.log"'),
+    "tracing": ("tracing: {endpoint: 'http://a.example'}", "--otlp-traces-endpoint http://a.exam"),
+    "drain_s": ("drain_s: 41.5", "--shutdown-timeout 42"),
 }
-"""Keys that reach vLLM's server by its own arguments, or by the settings of the connector."""
+"""Keys of `router` that the front keeps: what a file says, and what that makes of its command."""
 
 
 def planned(extra: str = "", front: str = "auto") -> Plan:
@@ -121,15 +138,25 @@ def test_an_older_vllm_gets_the_router(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("name", RouterSection.model_fields)
-def test_a_key_of_the_router_is_kept_or_asks_for_the_router(name: str) -> None:
-    topology = parse_topology("model: demo", "cpu")
-    changed = topology.router.model_copy(update={name: "another"})
-    front, why = choose_front(topology.model_copy(update={"router": changed}))
-    in_settings = name in json.loads(planned().processes[-1].argv[4])
-    if name in ELSEWHERE or in_settings:
-        assert front == "engine"
+def test_a_key_of_the_router_reaches_the_front_or_asks_for_the_router(name: str) -> None:
+    if name in KEPT:
+        said, found = KEPT[name]
+        shared = "instances: {encode: {cores: [0]}, prefill_decode: {cores: [0]}}"
+        plan = planned(f"{shared}\nrouter: {{{said}}}")
+        assert plan.front.startswith("engine: ")
+        assert found in " ".join(plan.processes[-1].argv)
+        assert found not in " ".join(planned(shared).processes[-1].argv)
     else:
+        topology = parse_topology("model: demo", "cpu")
+        changed = topology.router.model_copy(update={name: "another"})
+        front, why = choose_front(topology.model_copy(update={"router": changed}))
         assert (front, why) == ("router", f"router.{name} is set")
+
+
+def test_the_page_names_the_keys_that_the_front_keeps() -> None:
+    page = Path("docs/configuration.md").read_text("utf-8")
+    (listed,) = re.findall(r"^It keeps (.+?) of `router`\.", page, re.DOTALL | re.MULTILINE)
+    assert {*re.findall(r"`(\w+)`", listed)} == {*KEPT}
 
 
 def test_an_engine_without_encoder_is_behind_a_front_that_takes_media() -> None:
