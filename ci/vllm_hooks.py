@@ -127,7 +127,7 @@ HOOKS: tuple[Relied, ...] = (
     ),
     _row(
         "v1.engine.EngineCoreOutput",
-        _OLDEST,
+        (*_OLDEST, *_PREFILL_SCHEDULER),
         "request_id new_token_ids finish_reason events trace_headers",
     ),
     *(
@@ -146,6 +146,16 @@ HOOKS: tuple[Relied, ...] = (
         implemented=True,
     ),
     _row("v1.engine.core.EngineCore", _EXECUTOR, "model_executor", reaches=["step: execute_model"]),
+    # Outputs that a step adds, of no request too, are sent as they are.
+    _row(
+        "v1.engine.core.EngineCoreProc",
+        _PREFILL_SCHEDULER,
+        reaches=[
+            "step: update_from_output",
+            "step_with_batch_queue: update_from_output",
+            "_process_engine_step: put_nowait",
+        ],
+    ),
     # The connector.
     _row(
         "distributed.ec_transfer.ec_connector.base.ECConnectorBase",
@@ -358,7 +368,7 @@ HOOKS: tuple[Relied, ...] = (
     ),
     _row(
         "v1.engine.EngineCoreOutput",
-        _FRONT_CLIENT,
+        (*_FRONT_CLIENT, *_PREFILL_SCHEDULER),
         "request_id new_token_ids finish_reason ec_transfer_params",
         since=(0, 30),
     ),

@@ -21,6 +21,7 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from epd_portable.vllm_plugin import engine_core
 from epd_portable.vllm_plugin.front_client import SplitClient
+from epd_portable.wire.params import CacheNews, to_params
 from tests.integration.vllm_plugin.played_front import client_of, config_of_front, request
 
 pytestmark = [
@@ -85,7 +86,9 @@ class Engine:
         assert core.client_index == index
         self.asked.append((core.client_index, core.request_id))
         end = EngineCoreOutput(core.request_id, [index], finish_reason=FinishReason.STOP)
-        parts = MsgpackEncoder().encode(EngineCoreOutputs(outputs=[end]))
+        news = to_params(CacheNews(entries={core.request_id: True}))
+        told = EngineCoreOutput("", [], ec_transfer_params=news)
+        parts = MsgpackEncoder().encode(EngineCoreOutputs(outputs=[told, end]))
         outputs[core.client_index].send_multipart(parts)
 
 
@@ -135,6 +138,7 @@ def test_each_server_gets_the_answers_of_its_own_requests(run: Any) -> None:
         for index, each in enumerate(servers):
             (answer,) = (await each.get_output_async()).outputs
             assert (answer.request_id, answer.new_token_ids) == (f"r-{index}", [index])
+            assert each.engines.by_name["pd-0"].holds == {f"r-{index}"}
         assert sorted(engine.asked) == [(0, "r-0"), (1, "r-1")]
 
     run(story)
