@@ -31,7 +31,7 @@ import griffe
 from ci.vllm_hooks import HOOKS, Relied, Version
 
 READ = (
-    *("v1", "config", "distributed/ec_transfer", "multimodal"),
+    *("v1", "config", "distributed/ec_transfer", "distributed/nixl_utils.py", "multimodal"),
     *("engine", "entrypoints", "renderers", "usage", "utils", "exceptions.py"),
     "sampling_params.py",
 )
