@@ -45,7 +45,7 @@ class PrefillRequests:
         self._unavailable: set[str] = set()
         self._sleepers: list[str] = []
         self._has_front = False
-        self._wanted: list[str] = []
+        self._requested: list[str] = []
 
     def arrived(
         self, request_id: str, items: Sequence[PromptItem], params: PrefillParams | None
@@ -82,7 +82,7 @@ class PrefillRequests:
             if claim.item.is_here and (claim.served or is_own(claim.item, record)):
                 record.note(outcome_of(claim.item, record))
         self._has_front |= params is not None and params.by_front
-        self._wanted += [
+        self._requested += [
             transfers[mm_hash].transfer_id
             for mm_hash, claim in record.claims.items()
             if mm_hash in transfers
@@ -204,13 +204,13 @@ class PrefillRequests:
     def take_news(self) -> CacheNews | None:
         """Return what a front has not been told yet; ``None`` if that is nothing, or there is none.
 
-        That a transfer is wanted is told at once: encoding begins only then.
+        That a transfer is requested is told at once: encoding begins only then.
         """
         entries, self._cache.changes = self._cache.changes, {}
-        wanted, self._wanted = self._wanted, []
-        if not self._has_front or not (entries or wanted):
+        requested, self._requested = self._requested, []
+        if not self._has_front or not (entries or requested):
             return None
-        return CacheNews(entries=entries, wanted=tuple(wanted))
+        return CacheNews(entries=entries, requested=tuple(requested))
 
     def take_unavailable(self) -> set[str]:
         """Return requests that cannot be answered, for the scheduler to fail."""

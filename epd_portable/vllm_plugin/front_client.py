@@ -202,7 +202,7 @@ class SplitClient(AsyncMPClient):
         self._open: dict[str, OpenRequest] = {}
         self._at_engines: dict[str, OpenRequest] = {}  # by the id of its present try
         self._jobs: dict[str, asyncio.Future[FinishReason]] = {}
-        self._on_demand: dict[str, asyncio.Event] = {}  # Set when its item is wanted.
+        self._on_demand: dict[str, asyncio.Event] = {}  # Set when it is requested.
         self.metrics = FrontMetrics(self._pool)
         self._is_draining = False
         self._times = EncodeTimes()
@@ -381,9 +381,9 @@ class SplitClient(AsyncMPClient):
                         await one.decided.wait()
                         use.compute()
                         held = sum(each.by == "held" for each in ways)
-                        held -= sum(wanted.is_set() for wanted in on_demand.values())
-                        for wanted in on_demand.values():
-                            wanted.set()  # Whoever waits for it has nothing left to do.
+                        held -= sum(requested.is_set() for requested in on_demand.values())
+                        for requested in on_demand.values():
+                            requested.set()  # Whoever waits for it has nothing left to do.
                         wait_s = JOB_GRACE_S if one.begun else 0
                         items.cancel_scope.deadline = anyio.current_time() + wait_s
                 if not one.again:
@@ -571,13 +571,7 @@ class SplitClient(AsyncMPClient):
         outputs.engine_index = engine.index
         if (stats := outputs.scheduler_stats) is not None:
             engine.computes_for = stats.num_running_reqs
-        for output in outputs.outputs:
-            if not output.request_id:
-                self._take_news(engine, msgspec.convert(output.ec_transfer_params, CacheNews))
-            answer = self._jobs.get(output.request_id)
-            if output.finish_reason is not None and answer and not answer.done():
-                answer.set_result(output.finish_reason)
-        outputs.outputs = [each for each in outputs.outputs if self._take_output(each)]
+        outputs.outputs = [each for each in outputs.outputs if self._take_output(engine, each)]
         self._outputs.put_nowait(outputs)
 
     def _take_news(self, engine: FrontEngine, news: CacheNews) -> None:
@@ -585,12 +579,17 @@ class SplitClient(AsyncMPClient):
             engine.holds.discard(mm_hash)
             if is_here:
                 engine.holds.add(mm_hash)
-        for transfer_id in news.wanted:
-            if wanted := self._on_demand.get(transfer_id):
-                wanted.set()
+        for transfer_id in news.requested:
+            if requested := self._on_demand.get(transfer_id):
+                requested.set()
 
-    def _take_output(self, output: EngineCoreOutput) -> bool:
+    def _take_output(self, engine: FrontEngine, output: EngineCoreOutput) -> bool:
         """Return whether an output is a part of an answer."""
+        if not output.request_id:
+            self._take_news(engine, msgspec.convert(output.ec_transfer_params, CacheNews))
+        answer = self._jobs.get(output.request_id)
+        if output.finish_reason is not None and answer and not answer.done():
+            answer.set_result(output.finish_reason)
         one = self._at_engines.get(output.request_id)
         if one is None or one.again:
             return False  # It was given up, or is sent again.

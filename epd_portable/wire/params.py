@@ -113,11 +113,11 @@ class CacheNews(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     Attributes:
         entries: Items that its encoder cache got (``True``) or lost since the last, by ``mm_hash``.
-        wanted: Transfers on demand whose items it does not have.
+        requested: Transfers on demand whose items it does not have.
     """
 
     entries: dict[str, bool] = {}
-    wanted: tuple[Name, ...] = ()
+    requested: tuple[Name, ...] = ()
 
 
 Source = Literal["transfer", "encoder_cache", "prefix_cache", "local", "store"]

@@ -67,7 +67,7 @@ class Life:
         self.kept: dict[tuple[str, str], list[int]] = {}
         """For requests that have found it, by request and item."""
         self.entries: dict[str, bool] = {}
-        self.wanted: list[str] = []
+        self.requested: list[str] = []
         """These two the front has not been told yet."""
         self.on_demand: dict[str, bool] = {}
         """Transfers, and whether it has asked for them."""
@@ -114,7 +114,7 @@ class Life:
             if name in self.cached:
                 self.kept[core.request_id, name] = self.cached[name]
             else:
-                self.wanted.append(transfer_id)
+                self.requested.append(transfer_id)
             self.on_demand[transfer_id] = name not in self.cached
 
     def keep(self, name: str, content: list[int]) -> None:
@@ -139,20 +139,20 @@ class Life:
 
     @property
     def has_news(self) -> bool:
-        return bool(self.entries or self.wanted)
+        return bool(self.entries or self.requested)
 
     def arrive(self) -> None:
         """Let all that was put out arrive at the front, in one message."""
         if self.has_news:
-            news = to_params(CacheNews(entries=self.entries, wanted=tuple(self.wanted)))
+            news = to_params(CacheNews(entries=self.entries, requested=tuple(self.requested)))
             self.outbox.append(EngineCoreOutput("", [], ec_transfer_params=news))
-            self.entries, self.wanted = {}, []
+            self.entries, self.requested = {}, []
         self._outputs.put_nowait(EngineCoreOutputs(outputs=self.outbox))
         self.outbox = []
 
     def die(self, *, says_so: bool) -> None:
         self.dead, self.says_dead, self.requests, self.outbox = True, says_so, {}, []
-        self.entries, self.wanted = {}, []
+        self.entries, self.requested = {}, []
         if says_so:
             self._outputs.put_nowait(EngineDeadError())
 

@@ -93,8 +93,8 @@ class Front:
         self.client._take_outputs(self.client.engines.by_name[engine], outputs)
         await settle()
 
-    async def tells(self, engine: str, *wanted: str, **entries: bool) -> None:
-        news = to_params(CacheNews(entries=entries, wanted=wanted))
+    async def tells(self, engine: str, *requested: str, **entries: bool) -> None:
+        news = to_params(CacheNews(entries=entries, requested=requested))
         outputs = EngineCoreOutputs(outputs=[EngineCoreOutput("", [], ec_transfer_params=news)])
         self.client._take_outputs(self.client.engines.by_name[engine], outputs)
         await settle()

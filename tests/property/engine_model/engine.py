@@ -307,7 +307,7 @@ class Engine:
         """Entries of the encoder cache, as a front knows of them."""
         self._untold: set[str] = set()
         """Entries that were there before there was a front."""
-        self.wanted: list[str] = []
+        self.requested: list[str] = []
         """Transfers on demand that it has asked for; the world takes them."""
         self.prompt_tokens = self.tokens = self.steps = 0
         self.recomputed: set[str] = set()
@@ -565,7 +565,7 @@ class Engine:
         assert self.told is not None
         for name, is_here in news.entries.items():
             (self.told.add if is_here else self.told.discard)(name)
-        self.wanted += news.wanted
+        self.requested += news.requested
 
     def _tokens(self, work: Work, name: str) -> list[int]:
         if name not in work.samples:

@@ -228,8 +228,8 @@ class World:
         if has_work or not self.engine.is_quiet:
             self.engine.turn(self.go_on, may_invalidate=may_invalidate)
             self.carry()
-        wanted, self.engine.wanted = self.engine.wanted, []
-        for transfer_id in wanted:
+        requested, self.engine.requested = self.engine.requested, []
+        for transfer_id in requested:
             self.seen["items asked for"] += 1
             self.note("asks for", transfer_id)
             assert transfer_id in self._on_demand
