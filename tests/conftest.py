@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import importlib.util
 import shutil
@@ -10,6 +11,7 @@ from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from _pytest.assertion import rewrite
 from hypothesis import HealthCheck, settings
@@ -24,6 +26,8 @@ settings.load_profile("untimed")
 # Hypothesis also tries constants of the modules that happen to be loaded, which are others in every
 # worker: with none of them, tries are the same in every run.
 providers._get_local_constants = lambda: providers._local_constants
+# Every request by a client of its own would read all certificates, for 30 ms of CPU.
+httpx._transports.default.create_ssl_context = functools.cache(httpx.create_ssl_context)
 
 # Run by ci/jobs/npu-sim.sh in its own environment, the only one with the simulated runtime.
 collect_ignore = [] if importlib.util.find_spec("ascend_sim") else ["npu_sim"]
