@@ -196,6 +196,13 @@ def test_every_command_line_in_the_documents_parses() -> None:
                     assert (ROOT / value).is_file(), f"{document}: {value}"
 
 
+@pytest.mark.parametrize("cluster", ["kubernetes", "ray", "slurm"])
+def test_the_page_of_each_cluster_has_what_its_operator_asks(cluster: str) -> None:
+    text = (ROOT / f"docs/{cluster}.md").read_text()
+    asked = ["Sizing", "Updating without loss", "What to alarm on"]
+    assert [each for each in asked if not re.search(f"^## {each}$", text, re.MULTILINE)] == []
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.stem)
 def test_shell_blocks_and_python_blocks_are_well_formed(page: Path) -> None:
     for language, block in FENCE.findall(read(page)):

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -74,13 +73,21 @@ def routers() -> Iterator[list[RouterProcess]]:
         each.kill()
 
 
+class Stop(threading.Event):
+    """Lets all leave; says who waits for it, and how long."""
+
+    def wait(self, timeout: float | None = None) -> bool:
+        print(f"thread {threading.get_ident()} waits {timeout} s", flush=True)
+        return super().wait(timeout)
+
+
 class Joined:
     """An instance that answers, registered at every address of a name."""
 
     def __init__(self, instance: StandIn, port: int, names: Names) -> None:
         self._control = ControlEnd(read_keys(secret_file()))
         self._name = instance.name
-        self._stop = threading.Event()
+        self._stop = Stop()
         settings = RegistrarSettings(
             routers=(f"{NAME}:{port}",),
             secret_file=secret_file(),
@@ -97,8 +104,15 @@ class Joined:
             leave_timeout_s=DEADLINE_S,
         )
         self.membership = Membership(settings, self._stop, names)
-        self._thread = ThreadPoolExecutor(1)
-        self._run = self._thread.submit(self.membership.run)
+        self._thread = threading.Thread(target=self.membership.run, daemon=True)
+        self._thread.start()
+
+    def looks(self, router: RouterProcess, said: str) -> list[float]:
+        """Return how long was waited between looks at a router, once it did not wait for it."""
+        key = f"{NAME}:{router.port}", router.host, self._name
+        _, thread = self.membership._registrars[key]
+        found = re.findall(rf"^thread {thread.ident} waits (.+) s$", said, re.MULTILINE)
+        return [float(each) for each in found if float(each) > 0.5]
 
     async def until(self, state: str) -> None:
         while self.membership.states()[self._name]["state"] != state:
@@ -106,8 +120,8 @@ class Joined:
 
     async def leave(self) -> None:
         self._stop.set()
-        await asyncio.wait_for(asyncio.wrap_future(self._run), DEADLINE_S)
-        self._thread.shutdown()
+        await asyncio.to_thread(self._thread.join, DEADLINE_S)
+        assert not self._thread.is_alive()
         self._control.close()
 
 
@@ -122,7 +136,7 @@ async def chat(client: httpx.AsyncClient, router: RouterProcess) -> int:
 
 
 async def test_a_killed_router_takes_no_request_of_another_and_learns_its_members_again(
-    routers: list[RouterProcess],
+    routers: list[RouterProcess], capfd: pytest.CaptureFixture[str]
 ) -> None:
     go_on = asyncio.Event()
     pd = StandIn("pd-0@10.0.0.2", "prefill-decode", once(go_on))
@@ -142,6 +156,16 @@ async def test_a_killed_router_takes_no_request_of_another_and_learns_its_member
         assert await chat(client, stays) == 200
 
         killed.start()
+        capfd.readouterr()
+        said = before = after = ""
+        async with asyncio.timeout(DEADLINE_S):
+            while not joined.looks(killed, after):
+                await asyncio.sleep(0.02)
+                said += capfd.readouterr().out
+                before, _, after = said.partition("again: the router has restarted")
+        # Within two seconds: at the first or the second look, with one second before each.
+        assert len(joined.looks(killed, before)) <= 1
+        assert set(joined.looks(killed, said)) == {1.0}
         await asyncio.wait_for(until_status(client, killed.url, 200), DEADLINE_S)
         assert await chat(client, killed) == 200
         await joined.leave()

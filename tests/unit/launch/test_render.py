@@ -11,7 +11,6 @@ and read the difference before committing it.
 from __future__ import annotations
 
 import contextlib
-import json
 import re
 import shlex
 import tempfile
@@ -335,8 +334,12 @@ def test_autoscalers_keep_the_seconds_that_are_owed_within_bounds(
 def test_a_secret_is_in_no_file_unless_asked_for(tmp_path: Path) -> None:
     file = tmp_path / "secret"
     make_secret_file(str(file))
-    found = rendered(tmp_path / "a", "roles", "--set", f"secret_file={file}")
-    assert not of_kind(found, "Secret") and file.read_text().strip() not in json.dumps(found)
+    held = [f"{key}={file}" for key in ("secret_file", "router.api_keys_file")]
+    for shape in SHAPES:
+        out = tmp_path / shape
+        found = rendered(out, shape, *(word for each in held for word in ("--set", each)))
+        assert not of_kind(found, "Secret")
+        assert not [each for each in out.iterdir() if file.read_text().strip() in each.read_text()]
     [secret] = of_kind(rendered(tmp_path / "b", "roles", "--secret-file", str(file)), "Secret")
     assert secret["stringData"] == {"secret": file.read_text().strip()}
     assert (tmp_path / "b" / "secret.yaml").stat().st_mode & 0o777 == 0o600
