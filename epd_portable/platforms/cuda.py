@@ -1,7 +1,4 @@
-"""NVIDIA GPUs through ``torch.cuda``.
-
-Written from the documentation of torch and of the CUDA runtime; not run on hardware.
-"""
+"""NVIDIA GPUs through ``torch.cuda``; run on one H200, but for what takes several devices."""
 
 from __future__ import annotations
 
@@ -28,7 +25,7 @@ _NCCL_CHANNELS = 4
 
 
 class CudaPlatform(AcceleratorPlatform):
-    """NVIDIA GPUs; not run on hardware."""
+    """NVIDIA GPUs."""
 
     traits = TRAITS["cuda"]
 
