@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import signal
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -106,6 +107,32 @@ def test_two_engines_encode_a_video_of_which_both_parts_are_kept(
     assert len({each["encoder"] for each in ours.items[:2]}) == 2
     again = ask(front.url, [text("Look: "), *content])
     assert again.sources == ["encoder_cache"] * 3
+    assert_equal(again, ask(reference_url, [text("Look: "), *content]), tolerance=TOLERANCE)
+
+
+@pytest.mark.full
+def test_parts_that_their_engine_has_lost_come_from_the_caches_of_their_encoders(
+    front: Split, reference_url: str
+) -> None:
+    content = [frames(90, 16, 112), ASK]
+    part = 64
+    assert len(ask(front.url, content).items) == 2
+    # Pictures take all room but that of one part and a little more.
+    left = counted(front, "epd_pd_encoder_cache_embeddings") - part
+    sides = [16] * int(left // 16**2)
+    sides.append(math.isqrt(int(left % 16**2)))
+    taken = sum(side**2 for side in sides)
+    assert left - taken < part
+    pictures = [picture(300 + seed, 28 * side) for seed, side in enumerate(sides)]
+    for some in (pictures[::2], pictures[1::2]):
+        ask(front.url, [*some, ASK])
+    used = "epd_pd_encoder_cache_used_embeddings"
+    wait_until(lambda: counted(front, used) == taken + part, "one of the two parts is left")
+    encoded = front.encoded_by("encode")
+    again = ask(front.url, [text("Look: "), *content])
+    # The first to come back takes the room of the other.
+    assert again.sources == ["transfer"] * 2
+    assert front.encoded_by("encode") == encoded
     assert_equal(again, ask(reference_url, [text("Look: "), *content]), tolerance=TOLERANCE)
 
 

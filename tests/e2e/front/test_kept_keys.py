@@ -5,16 +5,13 @@ from __future__ import annotations
 import json
 import ssl
 import subprocess
-import threading
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import httpx
 import pytest
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 from tests.e2e.asking import body, picture, text
+from tests.e2e.collector import collecting
 from tests.e2e.conftest import running
 from tests.e2e.engines import wait_until
 from tests.forked import Popen
@@ -30,34 +27,6 @@ ORIGIN = "https://page.example"
 
 
 @pytest.fixture
-def collector() -> Iterator[tuple[str, set[tuple[str, str]]]]:
-    """A collector of OTLP over HTTP: its address, and the services and names of spans."""
-    seen: set[tuple[str, str]] = set()
-
-    class Collector(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            sent = self.rfile.read(int(self.headers["content-length"]))
-            for each in ExportTraceServiceRequest.FromString(sent).resource_spans:
-                (service,) = (
-                    one.value.string_value
-                    for one in each.resource.attributes
-                    if one.key == "service.name"
-                )
-                seen.update((service, span.name) for s in each.scope_spans for span in s.spans)
-            self.send_response(200)
-            self.end_headers()
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Collector) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{server.server_port}", seen
-        finally:
-            server.shutdown()
-            thread.join()
-
-
-@pytest.fixture
 def certificate(tmp_path: Path) -> tuple[str, str]:
     cert, key = str(tmp_path / "cert.pem"), str(tmp_path / "key.pem")
     made = ("req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", "-subj", "/CN=front")
@@ -68,21 +37,21 @@ def certificate(tmp_path: Path) -> tuple[str, str]:
 
 
 def test_it_speaks_https_answers_browsers_and_sends_spans(
-    tmp_path: Path,
-    fork: Popen,
-    collector: tuple[str, set[tuple[str, str]]],
-    certificate: tuple[str, str],
+    tmp_path: Path, fork: Popen, certificate: tuple[str, str]
 ) -> None:
-    endpoint, spans = collector
     cert, key = certificate
     settings = [
         "front=engine",
         f"router.tls_cert_file={cert}",
         f"router.tls_key_file={key}",
         f"router.cors_origins={json.dumps([ORIGIN])}",
-        f"router.tracing.endpoint={endpoint}",
     ]
-    with running(tmp_path, settings, popen=fork) as split:
+    with (
+        collecting() as collector,
+        running(
+            tmp_path, [*settings, f"router.tracing.endpoint={collector.endpoint}"], popen=fork
+        ) as split,
+    ):
         trust = ssl.create_default_context(cafile=cert)
         url = split.url.replace("http://", "https://")
         with httpx.Client(base_url=url, verify=trust, trust_env=False, timeout=60) as client:
@@ -96,4 +65,4 @@ def test_it_speaks_https_answers_browsers_and_sends_spans(
             assert allowed.headers["access-control-allow-origin"] == ORIGIN
             other = {**before, "origin": "https://other.example"}
             assert client.options("/v1/chat/completions", headers=other).status_code == 400
-        wait_until(lambda: ("front", "llm_request") in spans, "the front's span has come")
+        wait_until(lambda: {"front"} in collector.services("llm_request"), "the front's span came")

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.e2e.collector import Collector, collecting
 from tests.e2e.conftest import Pair, reference, running
 from tests.e2e.two_encoders.deployment import (
     OFF_HOST,
@@ -23,7 +24,15 @@ from tests.forked import Popen
 
 
 @pytest.fixture(scope="package")
-def deployment(fork: Popen, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
+def collector() -> Iterator[Collector]:
+    with collecting() as found:
+        yield found
+
+
+@pytest.fixture(scope="package")
+def deployment(
+    fork: Popen, tmp_path_factory: pytest.TempPathFactory, collector: Collector
+) -> Iterator[Deployment]:
     folder = tmp_path_factory.mktemp("deployment")
     secret_file = folder / "secret"
     made = epd_launch("secret", str(secret_file))
@@ -38,6 +47,7 @@ def deployment(fork: Popen, tmp_path_factory: pytest.TempPathFactory) -> Iterato
         "transfer.wait_timeout_s=120",
         "transfer.lease_s=60",
         f"launch.host={OFF_HOST}",
+        f"router.tracing.endpoint={collector.endpoint}",
         f"secret_file={secret_file}",
     ]
     with (

@@ -12,10 +12,11 @@ import pytest
 
 from epd_portable.demo.pictures import HELD_OUT_SEEDS, QUESTIONS, Picture, QuestionKind, draw
 from epd_portable.envs import EPD_RUN_ID
-from tests.e2e.asking import ask, ask_all, ask_streamed, assert_close, body, post, text
+from tests.e2e.asking import ask, ask_all, ask_streamed, assert_close, body, picture, post, text
 from tests.e2e.cases import REPEATED, SINGLE, mixed_32
+from tests.e2e.collector import Collector
 from tests.e2e.engines import shared_memory, wait_until
-from tests.e2e.two_encoders.deployment import TOLERANCE, Deployment
+from tests.e2e.two_encoders.deployment import ENCODERS, PD, TOLERANCE, Deployment
 
 pytestmark = [pytest.mark.e2e, pytest.mark.needs_vllm, pytest.mark.timeout(900)]
 
@@ -46,6 +47,22 @@ def test_32_mixed_requests_at_once_are_close_too(deployment: Deployment) -> None
         reference = ask(deployment.pair.reference_url, content)
         assert_close(answer, reference, tolerance=TOLERANCE)
     assert deployment.split.encoded_by("prefill_decode") == []
+
+
+def test_spans_of_encoders_and_of_who_answers_reach_a_collector_in_one_trace(
+    deployment: Deployment, collector: Collector
+) -> None:
+    # Engines send every 5 s; those of earlier tests will do.
+    content = [picture(seed) for seed in (700, 701, 702)]
+    ask(deployment.split.url, [*content, text("Describe the pictures.")])
+    wanted = [{PD, encoder} for encoder in ENCODERS]
+    wait_until(
+        lambda: all(
+            any(pair <= services for services in collector.services("llm_request"))
+            for pair in wanted
+        ),
+        "spans of each encoder have come in a trace with one of the instance that answered",
+    )
 
 
 @pytest.mark.parametrize("count", [40, pytest.param(200, marks=pytest.mark.full)])
