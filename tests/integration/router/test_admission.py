@@ -158,21 +158,6 @@ async def test_beyond_the_queue_is_429_with_retry_after_and_the_key(build: Build
     assert (await t.metric(count), await t.metric(WAITING)) == (2, 0)
 
 
-@pytest.mark.parametrize(("max_wait_s", "headers"), [(0.05, {}), (60, {"x_epd_max_wait_s": "0"})])
-async def test_whose_turn_does_not_come_in_time_is_429(
-    build: Build, max_wait_s: float, headers: dict[str, str]
-) -> None:
-    limits = {"max_requests": 1, "max_wait_s": max_wait_s}
-    t = await build(behaviour=forever, admission=limits)
-    first = ask(t, "first")
-    await t.pd.until(lambda pd: len(pd.received) == 1)
-    late = await ask(t, "late", **headers)
-    assert late.status_code == 429
-    assert "turn did not come within" in late.json()["error"]["message"]
-    assert "retry-after" in late.headers
-    first.cancel()
-
-
 @pytest.mark.parametrize("given", ["soon", "-1", "nan", "inf"])
 async def test_a_longest_wait_that_is_no_time_is_refused(build: Build, given: str) -> None:
     t = await build(admission={"max_requests": 1})

@@ -150,18 +150,6 @@ async def test_who_holds_a_key_is_told_why(build: Build, tmp_path: Path) -> None
     assert response.status_code == 503 and "x-epd-explain" in response.headers
 
 
-@pytest.mark.parametrize("keys", [False, True])
-async def test_the_default_is_explained_too_but_by_no_router_without_keys(
-    build: Build, tmp_path: Path, keys: bool
-) -> None:
-    t = await build(**({"api_keys_file": keys_file(tmp_path, KEY)} if keys else {}))
-    given = {**bearer(KEY), "x-epd-explain": "1"}
-    response = await t.client.post("/v1/completions", json={"prompt": "once"}, headers=given)
-    assert response.status_code == 200
-    explained = json.loads(response.headers.get("x-epd-explain", "[]"))
-    assert [(e["profile"], e["winner"]) for e in explained] == [("default", "pd-0")] * keys
-
-
 def settings(choice: object) -> RouterSettings:
     given = {"port": 0, "model": "demo", "instances": [], "choice": choice}
     return RouterSettings.model_validate({**given, "secret_file": secret_file()})
@@ -361,17 +349,3 @@ async def test_engines_that_are_busy_for_others_get_less(build: Build, tmp_path:
     assert decode["scores"]["pd-0"]["kv-cache-utilization-scorer"] == 0.5
     assert decode["scores"]["pd-1"]["queue-scorer"] == 2
     assert encode["winner"] == "encode-1"
-
-
-async def test_instances_report_their_loads_only_where_a_plugin_may_want_it(
-    build: Build, installed: Path
-) -> None:
-    by_zone = {"type": "zone-scorer", "parameters": {"zone": "east"}}
-    for choice, wants in (
-        (None, False),
-        (configured("weight-scorer", decode={"weight-scorer": 1}), False),
-        (configured("queue-scorer", decode={"queue-scorer": 1}), True),
-        (configured(by_zone, decode={"zone-scorer": 1}), True),
-    ):
-        t = await build(choice=choice)
-        assert (t.router.router._loads is not None) is wants

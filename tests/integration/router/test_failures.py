@@ -10,7 +10,6 @@ from typing import Any, TypeAlias
 import pytest
 from starlette.responses import JSONResponse, Response
 
-from epd_portable.delivery.fallbacks import RETRIES_AT_ONCE
 from epd_portable.delivery.instances import PROBES_UNTIL_DOWN
 from epd_portable.wire import codec
 from epd_portable.wire.messages import Abort, EncodeFailed, NackCode
@@ -27,7 +26,7 @@ from tests.integration.router.stand_in import (
     refuse,
     stream,
 )
-from tests.integration.router.test_requests import BLUE, RED, TEXT, image
+from tests.integration.router.test_requests import BLUE, RED, TEXT
 
 Settings: TypeAlias = dict[str, Any]
 
@@ -169,35 +168,6 @@ async def test_an_encoder_that_dies_after_its_job_may_not_have_written(build: Bu
     assert "went down" in (await chat).json()["reason"]
 
 
-async def test_bad_pictures_leave_others_their_retries(build: Build) -> None:
-    t = await build(encoders=2, pds=2, encoding=refuse(400, "cannot decode"))
-    asked = 0
-
-    async def wait_for_all(received: Received) -> Response:
-        await t.until_metric('epd_router_items_total{outcome="local"}', asked)
-        return JSONResponse({})
-
-    for pd in t.pds:
-        pd.behaviour = wait_for_all
-    # More than the budget of retries.
-    while asked < RETRIES_AT_ONCE + 20:
-        asked += 60
-        response = await t.chat(*(image(b"bad %d" % (asked + n)) for n in range(60)), TEXT)
-        assert response.status_code == 200
-    lost: list[Received] = []
-
-    async def die_once(received: Received) -> Response:
-        if not lost:
-            lost.append(received)
-            return Response(status_code=500)
-        return JSONResponse({})
-
-    for pd in t.pds:
-        pd.behaviour = die_once
-    assert (await t.chat(TEXT)).status_code == 200
-    assert lost
-
-
 async def test_an_answer_that_comes_keeps_its_instance_from_counting_as_gone(build: Build) -> None:
     t = await build(encoders=0, pds=2)
     probes = {pd.name: 0 for pd in t.pds}
@@ -260,21 +230,6 @@ async def test_a_failed_request_is_answered_with_the_reason_from_the_control_cha
     assert ("retry-after" in response.headers) is retry
 
 
-async def test_an_encoder_that_the_pd_instance_refuses_is_replaced_by_another(
-    build: Build,
-) -> None:
-    t = await build(encoders=2)
-
-    async def generate(received: Received) -> Response:
-        await t.control.refuse(received.params, NackCode.INCOMPATIBLE, "serves something else")
-        await asyncio.gather(*(e.until(lambda e: len(e.received) == 1) for e in t.encoders))
-        return JSONResponse({})
-
-    t.pd.behaviour = generate
-    assert (await t.chat(RED)).status_code == 200
-    await t.until_metric('epd_router_items_total{outcome="retried"}', 1)
-
-
 async def test_without_another_encoder_a_refusal_leads_to_local_encoding(build: Build) -> None:
     t = await build()
     told = until_told_to_encode(t)
@@ -334,22 +289,6 @@ async def test_a_silent_pd_instance_does_not_hang_the_client(build: Build) -> No
     response = await t.chat(RED)
     assert response.status_code == 504
     await t.pd.until(lambda pd: pd.aborted == 1)
-
-
-async def test_a_late_encode_job_is_ended_after_the_answer(
-    build: Build, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("epd_portable.router.exchange.JOB_GRACE_S", 0.1)
-    t = await build(wait_timeout_s=500)
-    t.encoders[0].behaviour = forever
-
-    async def generate(received: Received) -> Response:
-        await t.encoders[0].until(lambda encoder: len(encoder.received) == 1)
-        return await answer(received)
-
-    t.pd.behaviour = generate
-    assert (await t.chat(RED)).status_code == 200
-    await t.encoders[0].until(lambda encoder: encoder.aborted == 1)
 
 
 @pytest.mark.parametrize("nbytes", [5, 2 * codec.MAX_MESSAGE_BYTES])

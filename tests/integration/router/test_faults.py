@@ -48,22 +48,6 @@ async def opened(t: Topology) -> tuple[asyncio.StreamReader, asyncio.StreamWrite
 # Instances.
 
 
-async def test_requests_at_an_instance_that_hangs_go_to_another_one(build: Build) -> None:
-    t = await build(encoders=0, pds=2, probe_timeout_s=0.1)
-
-    async def first_hangs(received: Received) -> Response:
-        if len(t.pds[0].received) + len(t.pds[1].received) == 1:
-            hang(next(each for each in t.pds if each.received))
-            return await forever(received)
-        return await answer(received)
-
-    for pd in t.pds:
-        pd.behaviour = first_hangs
-    response = await asyncio.wait_for(t.chat(TEXT), 8)
-    assert response.status_code == 200
-    assert await t.metric('epd_router_fallbacks_total{phase="answer",fallback="retried"}') == 1
-
-
 async def test_one_cut_connection_is_no_death(build: Build) -> None:
     t = await build()
     second = asyncio.Event()

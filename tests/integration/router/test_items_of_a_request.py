@@ -130,31 +130,3 @@ async def test_what_is_wrong_with_an_item_is_told_and_not_left_out(
     t.encoders[0].behaviour = refuse(400, "a broken picture")
     response = await t.chat(RED)
     assert (response.status_code, response.json()["error"]["code"]) == (400, "item_refused")
-
-
-# -- the same item in two requests -----------------------------------------------------------------
-
-
-async def test_a_picture_that_is_being_encoded_is_asked_for_where_that_is(build: Build) -> None:
-    t = await build(encoders=6)
-    begun, both = asyncio.Event(), asyncio.Event()
-
-    async def encode(received: Received) -> Response:
-        if begun.is_set():
-            both.set()
-        begun.set()
-        await both.wait()
-        return JSONResponse({})
-
-    async def generate(received: Received) -> Response:
-        await both.wait()
-        return JSONResponse({})
-
-    for encoder in t.encoders:
-        encoder.behaviour = encode
-    t.pd.behaviour = generate
-    first = asyncio.create_task(t.chat(RED, TEXT))
-    await begun.wait()
-    second = await t.chat(RED, TEXT)
-    assert [(await first).status_code, second.status_code] == [200, 200]
-    assert sorted(len(encoder.received) for encoder in t.encoders) == [0, 0, 0, 0, 0, 2]

@@ -209,19 +209,6 @@ async def test_one_that_drains_stays_known_and_gets_nothing_until_it_resumes(
     assert len(t.pds[0].received) > 1
 
 
-async def test_one_that_is_told_to_leave_and_resumed_stays(
-    build: Build, auth: keyring.Signed
-) -> None:
-    t = await build(registration=True)
-    release, [running] = await busy(t)
-    await t.client.delete(f"{INSTANCES}/pd-0", auth=auth)
-    await t.client.post(f"{INSTANCES}/pd-0/resume", auth=auth)
-    release.set()
-    assert (await running).status_code == 200
-    await asyncio.sleep(0.2)
-    assert (await t.chat(TEXT)).status_code == 200
-
-
 def registered(url: str, role: str = "encode", **more: str) -> dict[str, str]:
     return {"name": "x", "role": role, "url": url, **more}
 

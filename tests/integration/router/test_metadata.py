@@ -117,16 +117,6 @@ async def test_when_the_encoder_the_media_go_under_a_name_of_their_own(
     assert await t.metric('epd_router_fallbacks_total{fallback="original_media"}') == 1
 
 
-async def test_a_model_without_metadata_is_tried_once(build_bare: Build) -> None:
-    t = await build_bare()
-    t.encoders[0].behaviour = describe({})
-    for _ in range(3):
-        await t.chat(RED)
-    names = [parts(received)[0]["uuid"] for received in t.pd.received]
-    assert [name.endswith("-media") for name in names] == [True, False, False]
-    assert await t.metric('epd_router_fallbacks_total{fallback="original_media"}') == 1
-
-
 async def test_a_modality_without_metadata_does_not_hold_up_the_others(build_bare: Build) -> None:
     t = await build_bare()
     clip = {"type": "video_url", "video_url": {"url": "data:video/mp4;base64,Y2xpcA=="}}
@@ -170,20 +160,6 @@ async def test_a_request_that_lost_an_item_is_sent_once_more_with_its_media(
     assert len({t_["transfer_id"] for r in t.pd.received for t_ in r.params["transfers"]}) == 4
     assert await t.metric('epd_router_fallbacks_total{fallback="original_media"}') == 1
     assert await t.metric('epd_router_fallbacks_total{fallback="unavailable"}') == 0
-
-
-async def test_a_request_that_is_lost_with_its_media_too_is_refused(build_bare: Build) -> None:
-    t = await build_bare()
-
-    async def lose(received: Received) -> Response:
-        await t.control.refuse(received.params, NackCode.UNAVAILABLE, "gone; send it again")
-        return Response(status_code=500)
-
-    t.pd.behaviour = lose
-    response = await t.chat(RED)
-    assert response.status_code == 503
-    assert "retry-after" in response.headers
-    assert len(t.pd.received) == 2
 
 
 async def test_an_item_that_is_too_large_is_not_sent_again(build_bare: Build) -> None:

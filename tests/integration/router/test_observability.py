@@ -100,27 +100,6 @@ async def test_usage_says_how_many_tokens_there_are_before_events_do(build: Buil
     assert (done[-1].output_tokens, done[-1].tokens) == (None, 4)
 
 
-async def test_stages_items_and_bytes_are_counted(build: Build) -> None:
-    t = await split(build, *SPLIT, encoders=2)
-    records = after_encoders(t)
-    response = await t.chat(RED, BLUE, TEXT)
-    assert response.status_code == 200
-    await t.until_metric('epd_router_stage_requests_total{stage="encode"}', 2)
-    assert await t.metric('epd_router_stage_requests_total{stage="prefill"}') == 1
-    assert await t.metric('epd_router_stage_requests_total{stage="answer"}') == 1
-    assert await t.metric('epd_router_encode_jobs_total{end="encoded"}') == 2
-    assert await t.metric("epd_router_encode_job_seconds_count") == 2
-    assert await t.metric('epd_router_items_per_request_sum{modality="image"}') == 2
-    assert await t.metric("epd_router_encoders_per_request_count") == 1
-    assert await t.metric("epd_router_prefill_seconds_count") == 1
-    assert await t.metric("epd_router_answer_bytes_total") == len(response.content)
-    sent = [len(each.raw) for encoder in t.encoders for each in encoder.received]
-    assert await t.metric("epd_router_encode_job_bytes_total") == sum(sent)
-    assert await t.metric("epd_router_request_bytes_total") == len(response.request.content)
-    (record,) = records.done
-    assert record.topology == "e+p+d"
-
-
 @pytest.mark.parametrize(
     ("status", "end", "reason"), [(500, "error", "error"), (429, "full", "retry")]
 )

@@ -247,16 +247,3 @@ async def test_many_are_asked_less_often(probed: Probed, monkeypatch: pytest.Mon
     await asyncio.sleep(2)
     asked = sum(server.count for server in probed.servers)
     assert 20 <= asked <= 50
-
-
-async def test_one_that_left_while_it_was_asked_is_left_alone(probed: Probed) -> None:
-    await probed.start(interval_s=3600)
-    instance = probed.first
-    probed.servers[0].answer = b"silence"
-    asking = asyncio.create_task(look(probed, instance))
-    await probed.servers[0].until(1)
-    probed.instances.remove(instance.name)
-    for writer in probed.servers[0]._open:
-        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n")
-    await asyncio.wait_for(asking, DEADLINE_S)
-    assert not instance.healthy

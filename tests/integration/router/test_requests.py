@@ -72,26 +72,6 @@ async def test_encode_jobs_and_pd_request_run_at_the_same_time(build: Build) -> 
     assert "What is this" not in str([r.raw for r in t.encoders[0].received])
 
 
-async def test_videos_and_audio_clips_are_encode_jobs_of_their_own(build: Build) -> None:
-    t = await build()
-    film = {"type": "video_url", "video_url": {"url": "data:video/mp4;base64,ZmlsbQ=="}}
-    clip = {"type": "input_audio", "input_audio": {"data": "Y2xpcA==", "format": "wav"}}
-
-    await t.chat(film, clip, RED, film)
-    await t.until_metric('epd_router_items_total{outcome="encoded"}', 3)
-
-    jobs = [job.body["messages"][0]["content"] for job in t.encoders[0].received]
-    assert sorted(part["type"] for (part,) in jobs) == ["image_url", "input_audio", "video_url"]
-    expected = prefill_params(t.pd.received[0].params).transfers
-    assert [transfer.modality for transfer in expected] == ["video", "audio", "image"]
-    asked = [encode_params(job.params) for job in t.encoders[0].received]
-    assert {each.item_uuid: each.modality for params in asked for each in params.transfers} == {
-        each.item_uuid: each.modality for each in expected
-    }
-    for modality in ("video", "audio", "image"):
-        assert await t.metric(f'epd_router_items_by_modality_total{{modality="{modality}"}}') == 1
-
-
 async def test_a_request_id_that_could_harm_is_replaced(build: Build) -> None:
     t = await build()
     headers = {"x-request-id": "a b;" + "c" * 500}

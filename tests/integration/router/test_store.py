@@ -84,15 +84,6 @@ async def test_an_item_that_is_stored_is_not_encoded(build: Build, section: Stor
     assert await t.metric('epd_router_store_items_total{result="hit"}') == 1
 
 
-async def test_an_item_that_is_stored_needs_no_encoder(build: Build, section: StoreSection) -> None:
-    t, name = await learned(build, section)
-    keep(section, name)
-    await t.encoders[0].serving.stop()
-    await t.until_health(lambda seen: seen["encode-0"]["state"] != "healthy")
-    assert (await t.chat(RED)).status_code == 200
-    assert transfers(t)[0]["store"]
-
-
 async def test_nothing_is_asked_before_an_encoder_has_said_what_it_writes(
     build: Build, section: StoreSection
 ) -> None:

@@ -7,7 +7,6 @@ import json
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
-import httpx
 import pytest
 from starlette.responses import Response, StreamingResponse
 
@@ -17,8 +16,6 @@ from tests.integration.router.stand_in import (
     Behaviour,
     Received,
     StandIn,
-    answer,
-    dying,
     forever,
     in_turn,
     stream,
@@ -215,40 +212,3 @@ async def test_an_answer_passes_as_it_comes(
             got += piece
             seen.set()
     assert got == b"".join(pieces)
-
-
-async def test_a_long_answer_that_is_lost_breaks_off(build: Build) -> None:
-    t = await build(encoders=0)
-
-    async def pieces() -> AsyncIterator[bytes]:
-        yield LONG_ANSWER
-        await asyncio.sleep(0.2)
-        t.pd.serving.drop_connections()
-        await asyncio.sleep(1)
-
-    async def generate(received: Received) -> Response:
-        return StreamingResponse(pieces(), media_type="application/json")
-
-    t.pd.behaviour = generate
-    with pytest.raises(httpx.RemoteProtocolError):
-        await t.chat(TEXT)
-    assert len(t.pd.received) == 1
-
-
-async def test_an_answer_of_which_a_client_has_nothing_is_asked_for_again(build: Build) -> None:
-    t = await build(encoders=0, pds=2)
-
-    async def half() -> AsyncIterator[bytes]:
-        yield b'{"choices": ['
-        await asyncio.sleep(0.05)
-        for pd in t.pds:
-            pd.serving.drop_connections()
-        await asyncio.sleep(1)
-
-    async def first(received: Received) -> Response:
-        length = {"content-length": "1000"}
-        return StreamingResponse(half(), media_type="application/json", headers=length)
-
-    in_turn(t.pds, first, dying(*t.pds), answer)
-    assert (await t.chat(TEXT)).status_code == 503
-    assert [len(pd.received) for pd in t.pds] == [1, 1]

@@ -138,21 +138,6 @@ async def test_what_does_not_answer_as_it_should_is_named_and_serves_all_the_sam
     assert any(words in problem for problem in problems)
 
 
-async def test_a_pair_whose_first_item_came_too_late_is_tried_once_more(build: Build) -> None:
-    late, in_time = transferring("local"), transferring()
-    items = 0
-
-    async def late_once(received: Received) -> Response:
-        nonlocal items
-        items += received.params is not None
-        return await (late if items == 1 else in_time)(received)
-
-    t = await build(warm_up=True, behaviour=late_once)
-    health = await t.until_health(is_up)
-    assert not any("problem" in seen for seen in health.json()["instances"].values())
-    assert pairs(t) == 2 * [("encode-0", "pd-0")]
-
-
 async def test_one_that_dies_over_its_first_request_gets_them_again_when_it_is_back(
     build: Build,
 ) -> None:
@@ -197,27 +182,6 @@ async def test_one_that_was_gone_meets_everybody_again_before_it_gets_work(build
     release.set()
     await t.until_health(is_up)
     assert [r.params is None for r in back.received[before:]] == [True, False]
-
-
-async def test_one_that_lost_a_connection_goes_on_without(build: Build) -> None:
-    t = await build(warm_up=True, behaviour=transferring())
-    await t.until_health(is_up)
-    before = len(t.pd.received)
-    answer = t.pd.behaviour
-
-    async def broken() -> AsyncIterator[bytes]:
-        yield b""
-        raise ConnectionResetError
-
-    async def breaks_once(received: Received) -> Response:
-        t.pd.behaviour = answer
-        return StreamingResponse(broken())
-
-    t.pd.behaviour = breaks_once
-    assert (await t.chat(TEXT)).status_code == 200
-    await t.until_health(is_up)
-    assert (await t.chat(TEXT)).status_code == 200
-    assert len(t.pd.received) == before + 3
 
 
 async def test_a_silent_partner_holds_nobody_up(

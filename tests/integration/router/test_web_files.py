@@ -446,16 +446,6 @@ async def test_what_comes_while_a_request_is_read_is_put_in_when_it_is_read_agai
         assert linked.nbytes == 0
 
 
-async def test_a_failure_is_told_to_all_who_wait_and_not_kept(world: World) -> None:
-    world.site.pages["/a.png"] = slowly(plain(b"", status="500 No"), 1000, 0.1)
-    fetcher = world.fetcher()
-    refused = await asyncio.gather(*(refusal(fetcher, world.url()) for _ in range(5)))
-    assert {error.status for error in refused} == {502}
-    assert len(world.site.heads) == 2
-    world.site.pages["/a.png"] = plain(PNG)
-    assert await get(fetcher, world.url()) == [("image/png", PNG)]
-
-
 async def test_what_one_gives_up_is_fetched_for_the_others(world: World) -> None:
     world.site.pages["/a.png"] = slowly(plain(PNG), 50, 0.05)
     fetcher = world.fetcher()
@@ -476,14 +466,6 @@ async def test_what_all_give_up_is_not_fetched_to_its_end(world: World) -> None:
     await world.site.until(lambda: world.site.closed_early == 1)
     world.site.pages["/a.png"] = plain(PNG)
     assert await get(fetcher, world.url()) == [("image/png", PNG)]
-
-
-async def test_one_failure_gives_up_the_rest_of_its_request(world: World) -> None:
-    world.site.pages = {"/a.png": slowly(plain(PNG), 1, 0.5)}
-    fetcher = world.fetcher(timeout_s=60.0)
-    with pytest.raises(RequestError, match=r"b\.png: its server answered 404"):
-        await get(fetcher, world.url(), world.url("/b.png"))
-    await world.site.until(lambda: world.site.closed_early == 1)
 
 
 @pytest.mark.parametrize(
@@ -590,19 +572,6 @@ async def test_names_that_are_looked_up_for_long_hold_no_other_name_up(world: Wo
     finally:
         answered.set()
     assert await asyncio.gather(*waiting[8:]) == [[("image/png", PNG)]] * 4
-
-
-async def test_a_lookup_that_hangs_ends_in_time(world: World) -> None:
-    go_on = threading.Event()
-
-    def hanging(host: str, port: int) -> list[str]:
-        go_on.wait(5)
-        return ["127.0.0.1"]
-
-    world.resolve = hanging  # type: ignore[method-assign]
-    refused = await refusal(world.fetcher(timeout_s=0.3), world.url())
-    go_on.set()
-    assert refused.status == 504
 
 
 @pytest.fixture

@@ -43,27 +43,6 @@ def planned(extra: str = "", front: str = "auto") -> Plan:
     return plan_of(f"model: demo\nfront: {front}\n{extra}")
 
 
-def test_instances_of_one_machine_become_engines_behind_one_server() -> None:
-    encode, pd, front = planned("router: {port: 9000, max_media_items: 3}").processes
-    assert [encode.argv[2], front.argv[2]] == [
-        "epd_portable.vllm_plugin.engine_core",
-        "epd_portable.vllm_plugin.front",
-    ]
-    for engine in (encode, pd):
-        assert engine.url == f"http://127.0.0.1:9000/epd/instances/{engine.name}"
-        assert "http" not in engine.ports
-        assert not {"--middleware", "--port", "--host"} & {*engine.argv}
-        assert options(engine)["--mm-processor-cache-gb"] == "0"
-    settings = json.loads(front.argv[4])
-    assert [each["name"] for each in settings["engines"]] == ["encode-0", "prefill_decode-0"]
-    assert settings["engines"][1]["control"] == f"tcp://127.0.0.1:{pd.ports['control']}"
-    assert settings["max_media_items"] == 3
-    given = options(front)
-    assert (given["--port"], given["--allowed-media-domains"]) == ("9000", "none.invalid")
-    assert given["--ec-transfer-config"] == options(pd)["--ec-transfer-config"]
-    assert front.role == "router"
-
-
 def test_several_api_servers_share_bounds_and_are_known_to_each_engine() -> None:
     *engines, front = planned(
         "engine_args: {api_server_count: 2}\nrouter: {max_bodies_bytes: 1GiB}\n"
@@ -166,7 +145,3 @@ def test_an_engine_without_encoder_is_behind_a_front_that_takes_media() -> None:
     assert json.loads(options(front)["--limit-mm-per-prompt"]) == {"video": 0}
     assert "--enable-mm-embeds" in pd.argv and "--enable-mm-embeds" not in front.argv
     assert json.loads(front.argv[4])["can_encode"] is False
-
-
-def test_the_router_stands_there_when_it_is_asked_for() -> None:
-    assert planned(front="router").processes[-1].name == "router"

@@ -70,10 +70,6 @@ def test_a_profile_is_found_beside_the_topology_file_then_here_then_in_the_packa
         find_hardware("h2000", None)
 
 
-def test_a_pool_that_fits_into_the_engine_s_share_is_no_reason_for_a_warning() -> None:
-    assert warnings("transfer: {pool_bytes: 1GiB}") == []
-
-
 @pytest.mark.parametrize("path", ["auto", "ipc", "collective"])
 def test_a_pool_that_leaves_its_engine_nothing_is_warned_of_with_all_figures(path: str) -> None:
     text = f"""
@@ -101,12 +97,6 @@ instances:
 """
     found = [line for line in warnings(text) if "receive pool" in line]
     assert [line.partition(":")[0] for line in found] == ["device 0"]
-
-
-def test_without_a_profile_nothing_is_known_of_memory() -> None:
-    result = plan("transfer: {pool_bytes: 1GiB}", None)
-    assert result.warnings == ()
-    assert result.hardware is None
 
 
 def test_a_public_port_that_other_software_takes_is_warned_of() -> None:

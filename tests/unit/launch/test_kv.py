@@ -13,7 +13,6 @@ from epd_portable.config.schema import Topology
 from epd_portable.errors import ConfigError
 from epd_portable.launch.plan.kv import KV_CONNECTORS, kv_connector
 from epd_portable.platforms.traits import TRAITS
-from tests.unit.launch.plans import plan_of
 
 SPLIT = "instances: {p: {}, d: {}}"
 
@@ -57,12 +56,3 @@ def test_ranks_that_listen_each_get_ports_in_a_row() -> None:
         "kv2": 20004,
     }
     assert KV_CONNECTORS["nixl"].ports(3, ports()) == {"kv": 20000}
-
-
-def test_only_instances_that_send_or_take_kv_have_a_connector() -> None:
-    plan = plan_of("model: m\ninstances: {p: {}, d: {}, pd: {}}")
-    ports = {spec.name: spec.ports.get("kv") for spec in plan.processes}
-    assert ports["prefill-0"] and ports["decode-0"] and ports["prefill_decode-0"] is None
-    for spec in plan.processes[:-1]:
-        assert ("--kv-transfer-config" in spec.argv) == bool(ports[spec.name])
-        assert ("VLLM_NIXL_SIDE_CHANNEL_PORT" in spec.env) == bool(ports[spec.name])

@@ -10,11 +10,10 @@ import pytest
 
 from epd_portable.config.instance import InstanceConfig
 from epd_portable.errors import ConfigError
-from epd_portable.launch.plan.engine import render_arguments
 from epd_portable.launch.plan.model import ModelSource
 from epd_portable.launch.plan.text import plan_table
 from epd_portable.platforms.traits import TRAITS
-from tests.unit.launch.plans import connector, instance, options, plan_of, router
+from tests.unit.launch.plans import instance, options, plan_of, router
 
 HUB = ModelSource(argument="org/m", served_name="org/m", is_folder=False)
 TOKEN = "epd_portable.vllm_plugin.instance_token.TokenMiddleware"
@@ -27,36 +26,6 @@ platform:
 """
 SECRET = "secret_file: /etc/epd.secret\n"
 OFF_HOST = TEXT + "launch: {host: 10.0.0.2}\n"
-
-
-def test_every_part_gets_settings_that_it_can_read() -> None:
-    plan = plan_of(TEXT)
-    encode, pd, last = plan.processes
-    assert plan.url == "http://127.0.0.1:8000/v1"
-    assert pd.ports == {"http": 20001, "control": 20002, "data": 20003}
-    assert (encode.shm_name, pd.shm_name) == ("", "epd-00c0ffee-prefill_decode-0")
-    assert last.argv[1:4] == ("-m", "epd_portable.router", "--settings")
-    settings = router(plan)
-    assert (settings.model, settings.port) == ("m", 8000)
-    assert (settings.media, settings.local_encode) == ("concurrent", True)
-    assert [(one.name, one.role, one.url, one.control) for one in settings.instances] == [
-        ("encode-0", "encode", "http://127.0.0.1:20000", ""),
-        ("prefill_decode-0", "prefill-decode", "http://127.0.0.1:20001", "tcp://127.0.0.1:20002"),
-    ]
-    secret_file = "/tmp/epd-00c0ffee/secret"
-    assert InstanceConfig.parse(instance(encode)) == InstanceConfig(
-        instance="encode-0", platform="cpu", secret_file=secret_file, host_cache_bytes=256 << 20
-    )
-    assert InstanceConfig.parse(instance(pd)) == InstanceConfig(
-        instance="prefill_decode-0",
-        platform="cpu",
-        control_address="tcp://127.0.0.1:20002",
-        data_address="tcp://127.0.0.1:20003",
-        pool="epd-00c0ffee-prefill_decode-0",
-        pool_bytes=2**30,
-        secret_file=secret_file,
-    )
-    assert [connector(spec)["ec_role"] for spec in (encode, pd)] == ["ec_producer", "ec_consumer"]
 
 
 def test_an_instance_without_encoder_takes_embeddings_only_and_every_part_knows() -> None:
@@ -285,16 +254,6 @@ def test_every_part_knows_the_secret_and_nothing_joins_a_run_of_its_own(
     plan = plan_of(text)
     assert {instance(spec)["secret_file"] for spec in plan.processes[:-1]} == {path}
     assert (router(plan).secret_file, router(plan).registration) == (path, others_join)
-
-
-def test_arguments_become_flags() -> None:
-    arguments: dict[str, Any] = {
-        **{"a_b": 1, "yes": True, "no": False, "none": None},
-        **{"mapping": {"x": [1]}, "text": "t u"},
-    }
-    assert render_arguments(arguments) == [
-        *("--a-b", "1", "--yes", "--no-no", "--mapping", '{"x": [1]}', "--text", "t u")
-    ]
 
 
 def test_engines_send_their_spans_where_the_router_does() -> None:

@@ -206,34 +206,6 @@ def test_an_encode_instance_with_a_share_gives_way_to_one_that_has_no_limit() ->
     assert limits == [("30", "1"), (None, None), (None, None)]
 
 
-def test_device_memory_of_a_slab_is_not_in_expandable_segments() -> None:
-    def allocators(text: str, platform: str) -> list[str | None]:
-        processes = plan(text, platform).processes
-        return [spec.env.get("PYTORCH_NPU_ALLOC_CONF") for spec in processes]
-
-    whole = "expandable_segments:False"
-    assert allocators(ONE_DEVICE, "npu") == [None, whole, None]
-    assert allocators(ONE_DEVICE + "transfer: {path: shm}\n", "npu") == [None, None, None]
-    assert allocators(ONE_DEVICE + "env: {PYTORCH_NPU_ALLOC_CONF: 'page_size:1g'}\n", "npu") == [
-        "page_size:1g"
-    ] * 2 + [None]
-    assert allocators(ONE_DEVICE, "cuda") == [None, None, None]
-
-
-def test_hccl_of_two_instances_on_one_device_does_not_want_the_same_ports() -> None:
-    def ports(text: str, platform: str = "npu") -> list[str | None]:
-        processes = plan(text, platform).processes
-        kinds = ("HOST", "NPU")
-        found = [
-            {spec.env.get(f"HCCL_{kind}_SOCKET_PORT_RANGE") for kind in kinds} for spec in processes
-        ]
-        return [value for (value,) in found]
-
-    assert ports(ONE_DEVICE) == ["auto", "auto", None]
-    assert ports("") == [None, None, None]
-    assert ports(ONE_DEVICE, "cuda") == [None, None, None]
-
-
 def test_shares_that_nothing_keeps_instances_to_are_warned_of() -> None:
     (warning,) = plan(SHARES, has_shares=False).warnings
     assert warning.startswith("share has no effect: the service")
