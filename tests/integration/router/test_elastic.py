@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from starlette.responses import JSONResponse, Response
 
+from epd_portable.router.hops import ENCODERS, KEY, MAPPING
 from tests.integration.router.conftest import Build, Topology
 from tests.integration.router.stand_in import DEADLINE_S, Received, stream
+from tests.integration.router.test_access import keys_file
 from tests.integration.router.test_streams import EVENT
 
 ENCODE_S = 0.1
@@ -56,6 +60,24 @@ async def test_an_idle_instance_encodes_the_first_half_of_many_items(build: Buil
     here = await t.metric('epd_router_items_total{outcome="local_first"}')
     assert here == 4 - len(expected)
     assert await t.metric('epd_router_elastic_items_total{reason="idle"}') == here
+
+
+@pytest.mark.parametrize("header", [ENCODERS, MAPPING, None])
+async def test_who_a_hop_names_encodes_whatever_the_sizes(
+    build: Build, tmp_path: Path, header: str | None
+) -> None:
+    t = await started(build, hop_keys_file=keys_file(tmp_path, "h" * 20))
+    encoder = f"127.0.0.1:{t.encoders[0].serving.port}"
+    named = {
+        ENCODERS: encoder,
+        MAPPING: json.dumps(dict.fromkeys("0123", encoder)),
+    }
+    body = {"messages": [{"role": "user", "content": [*map(picture, range(1, 5))]}]}
+    headers = {KEY: "h" * 20, **({header: named[header]} if header else {})}
+    answered = await t.client.post("/v1/chat/completions", json=body, headers=headers)
+    assert answered.status_code == 200
+    here = await t.metric('epd_router_items_total{outcome="local_first"}')
+    assert (here == 0) is bool(header)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,6 @@ from epd_portable.wire.messages import Announce, EncodeFailed, Nack, NackCode
 from tests.unit.builders import peer
 from tests.unit.runners.harness import (
     CAT,
-    DOG,
     LEASE_S,
     TIMEOUT_S,
     TOKEN_BYTES,
@@ -243,24 +242,6 @@ def test_an_item_that_does_not_fit_at_all_holds_up_no_other(pair: Pair) -> None:
         pair.encode.submit(item, ready=True)
     pair.settle()
     assert "cat" in pair.pd.cache
-
-
-def test_nothing_is_accepted_while_a_request_waits_for_room() -> None:
-    pair = make_pair(pool_tokens=3)
-    pair.pd.arrive("r", CAT)
-    pair.pd.arrive("s", DOG)
-    pair.encode.submit(CAT, ready=True)
-    pair.settle()
-    pair.encode.submit(Item("ant", 1, "t-ant"), ready=True)
-    pair.settle()
-    assert "ant" not in pair.pd.cache, "one token is free, but s needs two"
-    pair.pd.finish("r")
-    pair.encode.submit(DOG, ready=True)
-    pair.settle()
-    assert sources(pair.pd, "s") == {"dog": "transfer"}
-    pair.settle()
-    assert "ant" in pair.pd.cache
-    assert_everything_is_back(pair.pd)
 
 
 def nacks_to_router(pair: Pair) -> list[NackCode]:

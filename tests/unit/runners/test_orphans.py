@@ -7,14 +7,12 @@ from typing import Literal
 import pytest
 
 from epd_portable.connector import consumer
-from epd_portable.scheduling.items import State
 from epd_portable.wire.messages import NotWanted
 from tests.unit.runners.harness import (
     CAT,
     Pair,
     PrefillSide,
     assert_everything_is_back,
-    counted,
     sources,
 )
 
@@ -41,22 +39,6 @@ def test_an_encoder_hears_at_once_that_nobody_wants_its_item(kind: Kind, announc
     assert pair.encode.ended == ["t-cat"]
     assert not pair.encode.writes
     assert_everything_is_back(pair.pd)
-
-
-def test_a_slot_that_was_granted_early_comes_back() -> None:
-    pair = Pair(PrefillSide(preallocation="async"))
-    pair.encode.submit(CAT, ready=True)
-    pair.round()
-    assert pair.pd.cache.items["cat"].state is State.GRANTED
-    (write,) = pair.encode.writes.values()
-    not_wanted(pair, "t-cat")
-    pair.round()
-    assert pair.pd.pool.free_bytes < pair.pd.pool.capacity_bytes, "it may still be written"
-    pair.encode.finish_write(write.transfer_id)
-    pair.settle()
-    assert_everything_is_back(pair.pd)
-    name = "epd_pd_transfers_failed_total{cause=cancelled}"
-    assert counted(pair.pd.registry)[name] == 1
 
 
 @pytest.mark.parametrize("kind", ["sync", "async"])

@@ -6,7 +6,6 @@ import pytest
 
 from epd_portable.scheduling.items import State
 from epd_portable.wire.messages import EncodeFailed, Later
-from epd_portable.wire.params import ItemOutcome
 from tests.unit.runners.harness import (
     CAT,
     DOG,
@@ -306,35 +305,6 @@ def test_an_item_evicted_while_its_placement_waits_for_tokens_is_not_placed(copi
     pair.pd.forget_everything()
     assert placed(pair, computes=True) == []
     assert pair.pd.pool.free_bytes == pair.pd.pool.capacity_bytes
-
-
-@pytest.mark.parametrize("copies", [False, True])
-def test_a_reset_of_the_encoder_cache_gives_every_resident_slot_back(copies: bool) -> None:
-    pair = Pair(PrefillSide(copies=copies))
-    pair.pd.arrive("r", CAT, DOG)
-    pair.encode.submit(CAT, ready=True)
-    pair.settle()
-    pair.encode.submit(DOG, ready=True)
-    pair.round()
-    pair.pd.cache.reset()
-    pair.settle()
-    assert "cat" not in pair.pd.cache
-    assert "dog" in pair.pd.cache, "what was on its way is unharmed"
-    assert pair.pd.encode_here("r", 0)
-    pair.pd.finish("r")
-    assert_everything_is_back(pair.pd)
-
-
-def test_outcomes_name_each_item_once_in_the_order_of_the_prompt(pair: Pair) -> None:
-    pair.pd.arrive("r", DOG, CAT, DOG)
-    pair.encode.submit(CAT, ready=True)
-    pair.encode.submit(DOG, ready=True)
-    pair.settle()
-    outcome = pair.pd.finish("r")
-    assert outcome is not None
-    assert outcome.instance == "prefill_decode-0"
-    assert [item.mm_hash for item in outcome.items] == ["dog", "cat"]
-    assert all(isinstance(item, ItemOutcome) for item in outcome.items)
 
 
 def test_closing_closes_the_endpoint(pair: Pair) -> None:

@@ -45,20 +45,6 @@ def room(pd: PrefillSide) -> list[float]:
     return [counted(pd.registry).get(name, 0) for name in ROOM]
 
 
-def test_an_item_that_is_transferred_is_counted_once_at_every_station() -> None:
-    pair = Pair()
-    pair.pd.arrive("r", CAT)
-    pair.encode.submit(CAT)
-    pair.round()
-    granted = {"epd_pd_grants_total{path=shm}": 1, "epd_pd_transfers_in_flight": 1}
-    assert events(pair.pd) == granted
-    pair.encode.session.output_ready("cat")
-    pair.settle()
-    assert events(pair.pd) == RECEIVED
-    pair.pd.finish("r")
-    assert events(pair.pd) == RECEIVED | {"epd_pd_items_total{source=transfer}": 1}
-
-
 def test_messages_that_arrive_twice_are_counted_as_such() -> None:
     pair = Pair()
     pair.pd.arrive("r", CAT)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from epd_portable.wire.messages import EncodeFailed, Grant
+from epd_portable.wire.messages import Grant
 from tests.unit.runners.harness import (
     CAT,
     DOG,
@@ -25,18 +25,6 @@ def pair() -> Pair:
 
 
 # -- shared items --------------------------------------------------------------------------------
-
-
-def test_a_request_without_a_transfer_waits_for_the_one_of_another(pair: Pair) -> None:
-    pair.pd.arrive("r", CAT)
-    pair.pd.arrive("s", Item("cat"))
-    assert not pair.pd.prefill.may_schedule("s", 1)
-    pair.pd.finish("r")
-    pair.encode.submit(CAT, ready=True)
-    pair.settle()
-    assert pair.pd.prefill.may_schedule("s", 1)
-    assert sources(pair.pd, "s") == {"cat": "transfer"}
-    assert_everything_is_back(pair.pd)
 
 
 def test_a_refused_early_announcement_does_not_end_a_transfer_that_begins_after_it(
@@ -76,19 +64,6 @@ def test_a_request_does_not_wait_beyond_its_deadline_for_the_transfers_of_later_
 
 
 # -- a pool that is too small for all ------------------------------------------------------------
-
-
-def test_room_that_nobody_waits_for_any_more_serves_the_next_at_once() -> None:
-    pair = Pair(PrefillSide(pool_tokens=3))
-    ant = Item("ant", 1, "t-ant")
-    for request_id, item in (("r", CAT), ("s", DOG), ("t", ant)):
-        pair.pd.arrive(request_id, item)
-        pair.encode.submit(item)
-    pair.round()
-    assert pair.pd.cache.items["ant"].slot is None, "behind dog"
-    pair.pd.mailbox.inbox.append((b"router", EncodeFailed(transfer_id="t-dog", reason="")))
-    pair.pd.receiver.take_in()
-    assert granted(pair) == ["t-ant"]
 
 
 def test_slots_that_come_back_with_a_step_serve_the_next_in_that_step() -> None:

@@ -117,21 +117,6 @@ def test_requests_that_have_ended_leave_nothing_that_grows() -> None:
     assert held.objects["Item"] > 0, "what is idle in the cache is not seen"
 
 
-def test_a_request_that_takes_the_name_of_one_that_has_ended_has_its_own_deadline() -> None:
-    pair = Pair()
-    cat, dog = Item("cat", transfer_id="t-cat"), Item("dog", transfer_id="t-dog")
-    pair.pd.arrive("r", cat)
-    pair.pd.finish("r")
-    pair.pd.clock.now += 20
-    pair.pd.arrive("r", dog)
-    pair.pd.clock.now += 20
-    pair.round()
-    assert pair.pd.cache.items["dog"].transfers
-    pair.pd.clock.now += 20
-    pair.round()
-    assert not pair.pd.cache.items["dog"].transfers
-
-
 def test_an_encode_instance_keeps_nothing_of_requests_and_transfers_that_have_ended() -> None:
     cache = EncoderCacheManager(10)
     dispatcher = Dispatcher(cache, SECRET)
