@@ -90,7 +90,8 @@ async def test_a_body_that_does_not_come_is_refused_in_time(
     assert b"body_timeout" in answered
     writer.close()
     assert (await t.chat(TEXT)).status_code == 200
-    assert ("ZeroDivisionError" in caplog.text) is not ticks
+    if isinstance(t.router, RouterServing):  # And no process of its own.
+        assert ("ZeroDivisionError" in caplog.text) is not ticks
 
 
 @pytest.fixture

@@ -332,18 +332,6 @@ def test_a_granted_encoder_that_announces_something_else_loses_its_slot(desk: De
     assert desk.events[-1] == ("failed", "t", 1, "refused", "others left")
 
 
-def test_a_producer_without_a_common_path_is_refused_alone(desk: Desk) -> None:
-    path, desk.path = desk.path, None
-    desk.expect()
-    desk.give_room()
-    desk.receive(A, announce())
-    assert desk.said() == ["a t nack no_common_path"]
-    assert desk.events == [("refused", "t", "no_common_path")]
-    desk.path = path
-    desk.receive(B, announce(B))
-    assert desk.said() == ["b t grant 1"]
-
-
 @pytest.mark.parametrize("announced", [False, True])
 @pytest.mark.parametrize(
     ("message", "cause"),

@@ -15,7 +15,6 @@ from epd_portable.runners.background import BackgroundEncoder, EncodeOrder, Step
 from tests.unit.runners.harness import Item, PrefillSide, sources
 
 OWL = Item("owl", background=True)
-APE = Item("ape", background=True)
 
 
 def encoding(name: str) -> EncodeOrder:
@@ -224,17 +223,6 @@ def test_what_nobody_wants_any_more_keeps_its_room_until_it_is_encoded() -> None
     pd.cache.encoded("owl")
     pd.step()
     assert pd.encodings == ["owl", "elk"]
-
-
-def test_what_cannot_be_encoded_beside_the_steps_one_of_them_encodes() -> None:
-    pd = PrefillSide()
-    pd.arrive("r", OWL)
-    pd.step()
-    pd.cache.not_encoded("owl")
-    pd.step()
-    assert pd.encodings == ["owl"]
-    assert pd.prefill.may_schedule("r", 1)
-    assert pd.encode_here("r", 0)
 
 
 def test_what_cannot_be_encoded_fails_who_computes_and_cannot_encode_it_in_a_step() -> None:

@@ -116,20 +116,6 @@ def test_an_encoder_of_another_kind_is_not_accepted_and_refused_when_the_request
 
 
 @pytest.mark.parametrize("landed", [False, True])
-def test_an_item_of_another_shape_is_not_used(pair: Pair, landed: bool) -> None:
-    pair.encode.submit(Item("cat", 3, "t-cat"), ready=True)
-    if landed:
-        pair.settle()
-    else:
-        pair.round()
-        assert pair.encode.writes
-    pair.pd.arrive("r", CAT)
-    assert "cat" not in pair.pd.cache
-    pair.settle()
-    assert_local(pair)
-
-
-@pytest.mark.parametrize("landed", [False, True])
 def test_a_request_whose_item_is_something_else_than_that_of_others_is_told(
     pair: Pair, landed: bool
 ) -> None:

@@ -232,14 +232,6 @@ def test_progress_counts_items_that_lie_wholly_in_what_is_computed(pair: Pair) -
     assert_everything_is_back(pair.pd)
 
 
-def test_the_outcome_tells_how_many_items_were_computed_in_the_end(pair: Pair) -> None:
-    pair.pd.arrive("r", CAT, DOG)
-    pair.pd.computed["r"] = 4
-    outcome = pair.pd.finish("r")
-    assert outcome is not None
-    assert (outcome.mm_inputs_done, outcome.mm_inputs_total) == (1, 2)
-
-
 # -- placements ----------------------------------------------------------------------------------
 
 

@@ -93,16 +93,6 @@ def test_once_lost_it_is_not_encoded_here_and_its_request_fails(
     assert_everything_is_back(pair.pd)
 
 
-@pytest.mark.parametrize("can_encode", [True, False])
-def test_without_a_transfer_it_fails_when_it_is_needed(can_encode: bool) -> None:
-    pair = Pair(PrefillSide(can_encode=can_encode))
-    pair.pd.arrive("r", Item("cat", has_media=not can_encode))
-    assert not pair.pd.encode_here("r", 0)
-    assert not pair.pd.prefill.may_schedule("r", 0)
-    pair.pd.step()
-    assert pair.pd.failed == {"r"}
-
-
 def test_lost_it_is_not_missed_if_the_prefix_cache_covers_it(case: tuple[Pair, Item]) -> None:
     """A request fails when the engine would compute what is lost, and not before."""
     pair, item = case

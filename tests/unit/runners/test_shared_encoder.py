@@ -121,16 +121,6 @@ def test_what_never_fits_into_that_half_is_given_up_at_once(shared: Shared) -> N
     shared.assert_all_room_is_back()
 
 
-def test_what_is_here_is_sent_without_being_encoded_again(shared: Shared) -> None:
-    job = shared.ask("a")
-    shared.encoded("a")
-    assert shared.sent() == [job]
-    shared.arrived("a")
-    assert shared.told == ["a"]
-    again = shared.ask("a")
-    assert shared.sent() == [again] and not shared.told
-
-
 def test_an_item_that_another_instance_brings_is_not_passed_on(shared: Shared) -> None:
     shared.pd.arrive("r", CAT)
     job = shared.ask("cat", CAT.num_tokens)
