@@ -264,6 +264,48 @@ def test_a_topology_is_started_and_ended_from_a_machine_outside_the_cluster(
     assert stopped.stdout == "epd has ended\n"
 
 
+def test_a_request_passes_the_proxy_of_serve_and_a_replica_once(
+    cluster: Any, tmp_path: Path
+) -> None:
+    import ray
+    from ray import serve
+    from ray.serve.context import _get_global_client
+    from ray.serve.schema import ServeDeploySchema
+
+    secret, access_log = tmp_path / "secret", tmp_path / "access.jsonl"
+    make_secret_file(str(secret))
+    [application] = yaml.safe_load(blocks("yaml")[0])["applications"]
+    application["args"] |= {"platform": "cpu", "config": str(ROOT / "configs" / "1e1pd.yaml")}
+    # A router that instances may join: no engine is needed.
+    application["args"]["set"] = [f"secret_file={secret}", f"router.access_log={access_log}"]
+    application["args"]["set"] += [
+        f"instances.{group}.count=0" for group in ("encode", "prefill_decode")
+    ]
+    port = port_source("000000a4")()
+    ray.init("auto", log_to_driver=False)
+    try:
+        serve.start(http_options={"host": HEAD, "port": port, "location": "HeadOnly"})
+        _get_global_client().deploy_apps(ServeDeploySchema(applications=[application]))
+        until(lambda: serve.status().applications["epd"].status == "RUNNING")
+        assert ours()
+        known = {"x-request-id": "epd-asked-once"}
+        answer = asking.post(f"http://{HEAD}:{port}", asking.body("Hello"), headers=known)
+        assert answer.status_code == 503 and "no prefill+decode instance" in answer.text
+        logs = Path(cluster.head_node.get_session_dir_path()) / "logs" / "serve"
+
+        def passed() -> list[int]:
+            """Return how often its id is in the lines of requests, by who wrote them."""
+            by_whom = logs.glob("proxy_*"), logs.glob("replica_epd_epd_*"), [access_log]
+            said = ["\n".join(file.read_text("utf-8") for file in files) for files in by_whom]
+            return [len(re.findall(r"epd-asked-once( -- POST|\")", each)) for each in said]
+
+        until(lambda: all(passed()))
+        assert passed() == [1, 1, 1]
+    finally:
+        serve.shutdown()
+        ray.shutdown()
+
+
 def test_serve_scales_replicas_by_how_full_they_are(cluster: Any, tmp_path: Path) -> None:
     import ray
     from ray import serve
