@@ -12,11 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from vllm.platforms import current_platform
 
+from epd_portable.platforms.traits import TRAITS
 from epd_portable.vllm_plugin import compat, worker
 from tests.e2e import flags
 
 FLAGS = Path(os.environ["EPD_TEST_FLAGS"])
+Worker: Any = getattr(worker, TRAITS[current_platform.device_type].worker_cls.rpartition(".")[2])
 
 
 def _delay(flag: str) -> None:
@@ -53,7 +56,7 @@ class _SpoiledItems:
         return getattr(self._real, name)
 
 
-class SlowEncodeWorker(worker.EPDCPUWorker):  # type: ignore[misc,name-defined]
+class SlowEncodeWorker(Worker):  # type: ignore[misc]
     """An encode worker whose encoder takes as long as a file says."""
 
     def init_device(self) -> None:
@@ -63,7 +66,7 @@ class SlowEncodeWorker(worker.EPDCPUWorker):  # type: ignore[misc,name-defined]
         self.model_runner.__class__ = type("SlowRunner", (mixin, _SlowEncoder, runner), {})
 
 
-class SteeredPDWorker(worker.EPDCPUWorker):  # type: ignore[misc,name-defined]
+class SteeredPDWorker(Worker):  # type: ignore[misc]
     """A PD worker that spoils what arrives, or whose steps or encoder take longer.
 
     While a file says so.

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from tests.e2e.asking import ask, ask_all, assert_equal, picture
 from tests.e2e.cases import ASK
-from tests.e2e.conftest import Pair
+from tests.e2e.conftest import Pair, encoders_held
+from tests.e2e.engines import wait_until
 from tests.e2e.equality import TOLERANCE
 from tests.npu_sim.e2e.conftest import simulated
 
@@ -26,6 +28,9 @@ pytestmark = [
 
 OPERATOR_US = 2000
 PICTURES = 4
+BURST = 16
+"""Pictures of `BURST_PX`, with 256 embeddings each: eight of them are encoded together."""
+BURST_PX = 448
 
 
 @pytest.fixture(scope="module")
@@ -39,6 +44,10 @@ def pair(tmp_path_factory: pytest.TempPathFactory, reference_url: str) -> Iterat
         "instances.encode.share=30",
         "instances.prefill_decode.share=70",
         f'instances.encode.env.ASCEND_SIM_OP_US="{OPERATOR_US}"',
+        "instances.encode.engine_args.worker_cls=tests.e2e.workers.SlowEncodeWorker",
+        "instances.encode.engine_args.enable_log_requests=true",
+        # The whole burst would have room in a step.
+        "instances.encode.engine_args.max_num_batched_tokens=8192",
     ]
     with simulated(folder, settings) as split:
         yield Pair(split=split, reference_url=reference_url)
@@ -83,3 +92,26 @@ def test_each_instance_keeps_itself_to_its_share(
     (log,) = pair.split.log_dir.glob(f"{instance}*.log")
     limit = "this process computes with {} cube cores, {} vector cores".format(*cores)
     assert limit in log.read_text()
+
+
+def test_pictures_of_a_burst_leave_before_those_are_computed_that_came_with_them(
+    pair: Pair,
+) -> None:
+    split = pair.since_now().split
+    contents = [[picture(seed, BURST_PX), ASK] for seed in range(200, 201 + BURST)]
+    (log,) = split.log_dir.glob("encode-0*.log")
+    before = log.read_text().count("Added request")
+    with ThreadPoolExecutor(len(contents)) as pool:
+        with encoders_held(split):
+            answers = [pool.submit(ask, split.url, contents[0])]
+            wait_until(lambda: bool(split.events("encode.begin")), "the first is begun")
+            answers += [pool.submit(ask, split.url, content) for content in contents[1:]]
+            arrived = before + len(contents)
+            wait_until(lambda: log.read_text().count("Added request") == arrived, "all have come")
+        for answer in answers:
+            assert answer.result().sources == ["transfer"]
+    assert [len(event["items"]) for event in split.events("encode.begin")] == [1, 8, 8]
+    ready = [event["t_s"] for event in split.events("output.ready")]
+    assert ready[BURST // 2] < split.events("encode.end")[-1]["t_s"]
+    last = ask(pair.reference_url, contents[-1])
+    assert_equal(answers[-1].result(), last, tolerance=TOLERANCE)
