@@ -160,6 +160,10 @@ class TransferEvents(Protocol):
         """One encoder cannot deliver an item; its transfer goes on, for another encoder."""
         ...
 
+    def needs_another(self, transfer: Transfer) -> bool:
+        """Return whether an item whose encoder gives it up is to come from another one."""
+        ...
+
     def revoked(self, slot: SlotDescriptor) -> None:
         """The grant of an item that is not wanted any more ends; see `released`."""
         ...
@@ -241,7 +245,8 @@ class ConsumerSession:
         self._watch(transfer)
         early = self._early.pop(transfer_id, None)
         if self._ended.pop(transfer_id, False):
-            self._fail(transfer, "missing", "it ended before its request came")
+            nobody = Writer(transfer_id=transfer_id, sender=b"", attempt=0)
+            self._given_up(transfer, nobody, "missing", "it ended before its request came")
         elif known is not None and known.writer is not None:
             detail = (
                 f"announced {known.item.mm_hash} {known.item.tensor}, expected {item.mm_hash} "
@@ -363,7 +368,7 @@ class ConsumerSession:
             if transfer.writer not in (writer, None):
                 reason = f"{message.producer.instance} took over"
                 taken_over = transfer.writer.message(Abort, reason=reason)
-                self._refuse(transfer, transfer.writer, taken_over)
+                self._refuse(transfer, transfer.writer, taken_over, "retried")
                 if self._transfers.get(transfer.transfer_id) is not transfer:
                     return  # That was one too many.
             transfer.writer, transfer.producer = writer, message.producer
@@ -381,7 +386,13 @@ class ConsumerSession:
         self._events.refused(transfer, nack)
         self._refuse(transfer, writer, nack)
 
-    def _refuse(self, transfer: Transfer, writer: Writer, answer: Abort | Nack) -> None:
+    def _refuse(
+        self,
+        transfer: Transfer,
+        writer: Writer,
+        answer: Abort | Nack,
+        cause: FailureCause = "refused",
+    ) -> None:
         """Let an attempt take no more part in a transfer; its grant is revoked."""
         transfer.refused[writer] = answer
         slot = None
@@ -394,7 +405,6 @@ class ConsumerSession:
             self._end(transfer)
             self._report_failure(transfer, slot, "refused", reason)
         elif slot is not None:
-            cause: FailureCause = "retried" if isinstance(answer, Abort) else "refused"
             self._report_failure(transfer, slot, cause, reason)
 
     def _aborted(self, writer: Writer, message: Abort, transfer: Transfer | None) -> None:
@@ -402,7 +412,7 @@ class ConsumerSession:
         if early is not None and early.writer == writer:
             del self._early[writer.transfer_id]
         if transfer is not None and transfer.writer == writer:
-            self._fail(transfer, "cancelled", message.reason)
+            self._given_up(transfer, writer, "cancelled", message.reason)
         self._quarantine.release(writer)
         self._report_released()
 
@@ -464,8 +474,22 @@ class ConsumerSession:
                 f"{transfer.progress}"
             )
         else:
+            assert transfer.writer is not None
             reason = f"granted, but not written within {self._lease_s} s (transfer.lease_s)"
+            self._given_up(transfer, transfer.writer, "timeout", reason)
+            return
         self._fail(transfer, "timeout", reason)
+
+    def _given_up(
+        self, transfer: Transfer, writer: Writer, cause: FailureCause, reason: str
+    ) -> None:
+        """An encoder does not deliver: its attempt alone fails if another one is to be asked."""
+        if self._events.needs_another(transfer):
+            nack = writer.message(Nack, code=NackCode.MISSING, detail=reason)
+            self._events.refused(transfer, nack)
+            self._refuse(transfer, writer, nack, cause)
+        else:
+            self._fail(transfer, cause, reason)
 
     def _fail(self, transfer: Transfer, cause: FailureCause, reason: str) -> None:
         slot = self._revoke(transfer, reason)

@@ -201,6 +201,7 @@ class EncodeJobs:
                     failure = await self._encode(delivery, index, encoder, attempt, deadline_s)
                 if failure is None:
                     failure = await _lost_before_answer(delivery, encoder, attempt)
+                    attempt.awaited += failure is not None
             if failure is None:
                 return "encoded" if delivery.encoder in (encoder, None) else "retried"
             if attempt.over.is_set():

@@ -181,7 +181,10 @@ class ReceiverMetrics(Instruments):
             "epd_pd_not_needed", "Answers that an item is there already or not wanted."
         )
         self._refusals = counter(
-            "epd_pd_refusals", "Encoders whose announcement was refused.", "code", _CODES
+            "epd_pd_refusals",
+            "Encoders that were refused, or gave up what another is to bring.",
+            "code",
+            _CODES,
         )
         self._transfers_failed = counter(
             "epd_pd_transfers_failed",

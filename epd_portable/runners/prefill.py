@@ -45,7 +45,6 @@ class PrefillRequests:
         self._unavailable: set[str] = set()
         self._sleepers: list[str] = []
         self._has_front = False
-        self._requested: list[str] = []
 
     def arrived(
         self, request_id: str, items: Sequence[PromptItem], params: PrefillParams | None
@@ -63,6 +62,7 @@ class PrefillRequests:
             items=items,
             transfers=transfers,
             reply_to=params.reply_to.encode() if params else b"",
+            by_front=params is not None and params.by_front,
             arrived_s=self._receiver.clock(),
             metadata_only=metadata_only_items(items, transfers, can_encode=self._config.can_encode),
         )
@@ -81,8 +81,8 @@ class PrefillRequests:
         for claim in record.claims.values():
             if claim.item.is_here and (claim.served or is_own(claim.item, record)):
                 record.note(outcome_of(claim.item, record))
-        self._has_front |= params is not None and params.by_front
-        self._requested += [
+        self._has_front |= record.by_front
+        self._receiver.requested += [
             transfers[mm_hash].transfer_id
             for mm_hash, claim in record.claims.items()
             if mm_hash in transfers
@@ -207,7 +207,7 @@ class PrefillRequests:
         That a transfer is requested is told at once: encoding begins only then.
         """
         entries, self._cache.changes = self._cache.changes, {}
-        requested, self._requested = self._requested, []
+        requested, self._receiver.requested = self._receiver.requested, []
         if not self._has_front or not (entries or requested):
             return None
         return CacheNews(entries=entries, requested=tuple(requested))

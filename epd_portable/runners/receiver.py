@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, cast
 
 from epd_portable.connector import registry
@@ -62,6 +62,7 @@ class Receiver:
         cache: The scheduler's encoder cache; its requests are `PromptRecord`.
         orders: What the workers must do in each step.
         pool: Receive slots.
+        requested: Transfers that an engine front is to have an encoder asked for.
         lock: See `MessageThread.lock`.
     """
 
@@ -113,6 +114,7 @@ class Receiver:
             encode=self._encode,
         )
         self.orders = OrderBook(self.pool, self.cache, copies=traits.needs_device_copy)
+        self.requested: list[str] = []
         self._deadlines: deque[tuple[float, str]] = deque()
         """Of requests, with their ids; those that have ended go in time."""
         self._loads = LoadReports(load or LoadReport, self._send)
@@ -296,14 +298,21 @@ class Receiver:
             self._session.room_given(item)
 
     def refused(self, transfer: Transfer, nack: Nack) -> None:
-        """See `TransferEvents`; the router may ask another encoder."""
+        """See `TransferEvents`; router or front may ask another encoder."""
         mm_hash, transfer_id = transfer.item.mm_hash, transfer.transfer_id
         logger.warning("item %s by transfer %s: %s", mm_hash, transfer_id, nack.detail)
         self.metrics.refused(nack)
-        for record in self._records(transfer.item):
-            own = record.transfers.get(mm_hash)
-            if own is not None and own.transfer_id == transfer_id:
-                self.send_nack(record, transfer_id, nack.code, nack.detail)
+        for record in self._owners(transfer):
+            self.send_nack(record, transfer_id, nack.code, nack.detail)
+            if record.by_front:
+                self.requested.append(transfer_id)
+
+    def needs_another(self, transfer: Transfer) -> bool:
+        """See `TransferEvents`: where it cannot be encoded here, and somebody can be told."""
+        return not transfer.item.is_here and any(
+            transfer.item.mm_hash in record.metadata_only and (record.reply_to or record.by_front)
+            for record in self._owners(transfer)
+        )
 
     def revoked(self, slot: SlotDescriptor) -> None:
         """See `TransferEvents`."""
@@ -319,6 +328,13 @@ class Receiver:
         """Return the requests that claim an item."""
         names = (*item.holders, *item.wanted)  # Transfers to others hold items, too.
         return [_record(self.cache.requests[each]) for each in names if each in self.cache.requests]
+
+    def _owners(self, transfer: Transfer) -> Iterator[PromptRecord]:
+        """Yield the requests whose own transfer it is."""
+        for record in self._records(transfer.item):
+            own = record.transfers.get(transfer.item.mm_hash)
+            if own is not None and own.transfer_id == transfer.transfer_id:
+                yield record
 
     def _encode(self, claim: Claim) -> bool:
         """Let workers encode an item in the background, if they can."""

@@ -152,6 +152,8 @@ class OpenRequest:
         begun: A part of the answer is out: no other engine can give the rest.
         again: Why it must be sent again.
         awaited: Items whose encode jobs have not ended.
+        held: Items that its engine has by what it said, and has not asked for.
+        requested: Set when an encoder is to be asked for a transfer's item, and when it is decided.
         tokens: Of the prompt, that its engine most likely has to compute.
     """
 
@@ -165,8 +167,16 @@ class OpenRequest:
     begun: bool = False
     again: str = ""
     awaited: set[str] = field(default_factory=set)
+    held: set[str] = field(default_factory=set)
+    requested: dict[str, asyncio.Event] = field(default_factory=dict)
     tokens: int = 0
     task: asyncio.Task[None] | None = None
+
+    def decide(self) -> None:
+        """Let go whoever waits for it: it is `decided`."""
+        self.decided.set()
+        for requested in self.requested.values():
+            requested.set()
 
 
 class SplitClient(AsyncMPClient):
@@ -202,7 +212,7 @@ class SplitClient(AsyncMPClient):
         self._open: dict[str, OpenRequest] = {}
         self._at_engines: dict[str, OpenRequest] = {}  # by the id of its present try
         self._jobs: dict[str, asyncio.Future[FinishReason]] = {}
-        self._on_demand: dict[str, asyncio.Event] = {}  # Set when it is requested.
+        self._requested: dict[str, asyncio.Event] = {}  # By transfer, of all open requests.
         self.metrics = FrontMetrics(self._pool)
         self._is_draining = False
         self._times = EncodeTimes()
@@ -356,18 +366,15 @@ class SplitClient(AsyncMPClient):
             each.item.item_uuid: new_transfer(each.item, engine.instance.control, self.secret)
             for each in brought
         }
-        on_demand = {
-            transfers[each.item.item_uuid].transfer_id: asyncio.Event()
-            for each in brought
-            if each.by == "held"
-        }
-        self._on_demand |= on_demand
+        one.requested = {each.transfer_id: asyncio.Event() for each in transfers.values()}
+        self._requested |= one.requested
+        one.held = {each.item.item_uuid for each in ways if each.by == "held"}
         one.awaited = {each.item.item_uuid for each in brought if each.by == "encoder"}
         self._at_engines[engine_id] = one
         try:
             with while_up(engine.instance.working()) as use:
                 use.owe_answer(one.tokens)
-                await engine.add(self._for_engine(one.core, engine_id, transfers))
+                await engine.add(self._for_engine(one.core, engine_id, transfers, one.held))
                 # Further parts of a session go to nobody else.
                 one.begun = one.core.resumable
                 one.sent.set()
@@ -380,14 +387,10 @@ class SplitClient(AsyncMPClient):
                             items.start_soon(self._deliver, one, each, transfer, use)
                         await one.decided.wait()
                         use.compute()
-                        held = sum(each.by == "held" for each in ways)
-                        held -= sum(requested.is_set() for requested in on_demand.values())
-                        for requested in on_demand.values():
-                            requested.set()  # Whoever waits for it has nothing left to do.
                         wait_s = JOB_GRACE_S if one.begun else 0
                         items.cancel_scope.deadline = anyio.current_time() + wait_s
                 if not one.again:
-                    self.metrics.items.labels("not_needed").inc(len(one.awaited) + held)
+                    self.metrics.items.labels("not_needed").inc(len(one.awaited | one.held))
                     await one.ended.wait()
                     if not here_s:
                         use.note_answered()
@@ -397,8 +400,8 @@ class SplitClient(AsyncMPClient):
             elif not one.ended.is_set():
                 self._put_end(one, engine)
         finally:
-            for transfer_id in on_demand:
-                del self._on_demand[transfer_id]
+            for transfer_id in one.requested:
+                del self._requested[transfer_id]
             del self._at_engines[engine_id]
             if not one.ended.is_set():
                 await engine.abort(client, engine_id)
@@ -453,7 +456,11 @@ class SplitClient(AsyncMPClient):
         return ways
 
     def _for_engine(
-        self, core: EngineCoreRequest, engine_id: str, transfers: dict[str, EncodeTransfer]
+        self,
+        core: EngineCoreRequest,
+        engine_id: str,
+        transfers: dict[str, EncodeTransfer],
+        held: Collection[str] = (),
     ) -> EngineCoreRequest:
         """Return a request as the engine that answers gets it: without what encoders get."""
         sent = copy.copy(core)
@@ -469,7 +476,7 @@ class SplitClient(AsyncMPClient):
                 expected[feature.identifier] = msgspec.structs.replace(
                     expected_transfer(transfer),
                     media=bare is None,
-                    on_demand=transfer.transfer_id in self._on_demand,
+                    on_demand=feature.identifier in held,
                 )
             features.append(bare or feature)
         sent.mm_features = features or None
@@ -491,13 +498,17 @@ class SplitClient(AsyncMPClient):
     ) -> None:
         """Have an item encoded, by one encoder after another, until the answer begins.
 
-        An encoder that goes down after its job may not have written the item yet.
+        An encoder that goes down after its job may not have written the item yet, and one without
+        memory for the item never does.
         """
         item, encoder = way.item, way.encoder
+        requested = self._requested[transfer.transfer_id]
         if way.by == "held":
-            await self._on_demand[transfer.transfer_id].wait()
+            await requested.wait()
             if one.decided.is_set():
                 return
+            requested.clear()
+            one.held.discard(item.item_uuid)
             one.awaited.add(item.item_uuid)
             self._pool.work.item_came(item, self._times.of(item))
             encoder = self._choose_encoder(item, [use.instance.name])
@@ -514,13 +525,18 @@ class SplitClient(AsyncMPClient):
                     with encoder.encoding(self._times_all(self._times.of(item))):
                         failure = await self._encode(one, item, transfer, encoder, job)
                     if failure is None:
-                        outcome = "encoded" if encoder is first else "retried"
-                        self.metrics.items.labels(outcome).inc()
                         one.awaited.discard(item.item_uuid)
                         if not one.awaited:
                             use.compute()
-                        await one.decided.wait()
-                        return
+                        await requested.wait()
+                        if one.decided.is_set():
+                            if not one.again:
+                                outcome = "encoded" if encoder is first else "retried"
+                                self.metrics.items.labels(outcome).inc()
+                            return
+                        requested.clear()
+                        one.awaited.add(item.item_uuid)
+                        failure = EncodeFailure(kind=FailureKind.ERROR, reason="gave the item up")
             except WentDownError as error:
                 failure = EncodeFailure(kind=FailureKind.LOST, reason=str(error))
             assert failure is not None
@@ -534,7 +550,7 @@ class SplitClient(AsyncMPClient):
         one.again = tries.describe() if first else "no encode engine is up"
         if self._can_encode:
             one.here.add(item.item_uuid)
-        one.decided.set()
+        one.decide()
 
     async def _encode(
         self,
@@ -580,7 +596,7 @@ class SplitClient(AsyncMPClient):
             if is_here:
                 engine.holds.add(mm_hash)
         for transfer_id in news.requested:
-            if requested := self._on_demand.get(transfer_id):
+            if requested := self._requested.get(transfer_id):
                 requested.set()
 
     def _take_output(self, engine: FrontEngine, output: EngineCoreOutput) -> bool:
@@ -597,11 +613,11 @@ class SplitClient(AsyncMPClient):
             one.again = "the engine could not compute it"
             if self._can_encode:
                 one.here.update(each.identifier for each in one.core.mm_features or ())
-            one.decided.set()
+            one.decide()
             return False
         if output.new_token_ids or output.finished:
             one.begun = True
-            one.decided.set()
+            one.decide()
         if output.finished:
             one.ended.set()
         output.request_id = one.core.request_id

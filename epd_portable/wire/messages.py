@@ -64,6 +64,8 @@ class NackCode(str, enum.Enum):
     """The announced item is not the one that the request expects."""
     UNAVAILABLE = "unavailable"
     """The item was not delivered in time and the instance cannot encode it itself."""
+    MISSING = "missing"
+    """Its encoder has given the item up; another one has to deliver it."""
     NOT_STORED = "not_stored"
     """The store does not have the item; an encoder has to deliver it."""
     RELEASED = "released"

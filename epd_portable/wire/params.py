@@ -113,7 +113,8 @@ class CacheNews(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     Attributes:
         entries: Items that its encoder cache got (``True``) or lost since the last, by ``mm_hash``.
-        requested: Transfers on demand whose items it does not have.
+        requested: Transfers on demand whose items it does not have, and those whose encoder has
+            given them up.
     """
 
     entries: dict[str, bool] = {}

@@ -360,8 +360,11 @@ class World:
         ways = {each["item_uuid"]: each["transfer_id"] for each in transfers_of(core)}
         return life.brought.get(ways[feature.identifier])
 
-    async def _bring(self) -> None:
-        """Let one item that was encoded arrive, if both ends of its way are there."""
+    async def _bring(self, *, well: bool = False) -> None:
+        """Let one item that was encoded arrive, if both ends of its way are there.
+
+        What its encoder gives up after its job, as without memory, is asked for once more.
+        """
         if not self.writes:
             return
         life, transfer, content = self.writes[self.random.randrange(len(self.writes))]
@@ -369,7 +372,13 @@ class World:
             return
         self.writes.remove((life, transfer, content))
         (name,) = (each for each in CONTROL if CONTROL[each] == transfer["consumer"])
-        if not life.dead:
+        if life.dead:
+            return
+        if not well and self.random.random() < 0.1:
+            self.happened["asked for again"] += 1
+            self._note(f"{life.name} gives {transfer['transfer_id'][:6]} up")
+            self.lives[name].requested.append(transfer["transfer_id"])
+        else:
             self.happened["brought"] += 1
             self._note(f"{name} gets {transfer['transfer_id'][:6]}")
             self.lives[name].brought[transfer["transfer_id"]] = content
@@ -413,7 +422,7 @@ class World:
                 if not any(map(self._is_able, self.lives.values())):
                     return
             await self._engine_acts(well=True)
-            await self._bring()
+            await self._bring(well=True)
             await self._settle(2)
 
     def _check(self) -> None:

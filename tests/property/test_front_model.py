@@ -24,6 +24,7 @@ MUST_HAPPEN = {
     "answer failed",
     "answered",
     "asked for",
+    "asked for again",
     "brought",
     "came back",
     "die",

@@ -194,6 +194,19 @@ def test_a_picture_that_an_encoder_has_no_room_for_is_encoded_by_another(
     deployment.compare(content, answer)
 
 
+def test_a_picture_that_an_encoder_has_no_memory_for_comes_from_another(
+    deployment: Deployment, router: Split
+) -> None:
+    content = [picture(940), ASK]
+    begin_s = time.monotonic()
+    (router.flags / flags.NO_MEMORY).touch()
+    answer = ask(router.url, content)
+    jobs = encode_jobs(router, begin_s)
+    assert sorted(jobs) == sorted(NAMES)
+    assert [item["encoder"] for item in answer.items] == jobs[1:]
+    deployment.compare(content, answer)
+
+
 def test_a_picture_that_no_encoder_may_bring_is_left_out(
     deployment: Deployment, router: Split
 ) -> None:

@@ -312,7 +312,7 @@ def test_an_item_that_the_engine_holds_costs_no_job(run: Any) -> None:
         await front.says("pd-0", "r", 7, end=ENDED)
         assert await front.answers() == [("r", [7], ENDED)]
         assert front.items() == {"encoded": 1, "not_needed": 1}
-        assert front.is_empty() and not front.client._on_demand
+        assert front.is_empty() and not front.client._requested
 
     run(story, "e-0", "pd-0")
 
@@ -394,6 +394,24 @@ def test_an_item_that_an_encoder_cannot_encode_is_not_asked_of_it_again(run: Any
         assert "pixel_values" in front.engines["pd-0"].last.mm_features[0].data
 
     run(story, "e-0", "pd-0")
+
+
+def test_an_item_that_its_encoder_gives_up_is_asked_of_another(run: Any) -> None:
+    async def story(front: Front) -> None:
+        await front.ask("a")
+        first = front.with_job()
+        await front.says(first, front.engines[first].last.request_id, end=ENDED)
+        (transfer,) = front.engines["pd-0"].params["transfers"]
+        await front.tells("pd-0", transfer["transfer_id"])
+        second = front.with_job()
+        assert second != first
+        await front.says(second, front.engines[second].last.request_id, end=ENDED)
+        await front.says("pd-0", "r", 7, end=ENDED)
+        assert await front.answers() == [("r", [7], ENDED)]
+        assert front.items() == {"retried": 1}
+        assert front.is_empty()
+
+    run(story, "e-0", "e-1", "pd-0", can_encode=False)
 
 
 def test_without_an_encoder_beside_them_it_is_refused(run: Any) -> None:

@@ -232,8 +232,9 @@ class World:
         for transfer_id in requested:
             self.seen["items asked for"] += 1
             self.note("asks for", transfer_id)
-            assert transfer_id in self._on_demand
-            if job := self.router.jobs.get(transfer_id):
+            job = self.router.jobs.get(transfer_id)
+            if job and not job.asked:
+                assert transfer_id in self._on_demand
                 self.later(self.rng.choice([0, 0, 1, 5]), lambda job=job: self.router.ask(job))
         for request_id in [each for each in self.engine.ended if each not in self._judged]:
             self._judge(self.engine.ended[request_id])

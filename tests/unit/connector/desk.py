@@ -98,6 +98,9 @@ class Desk:
         assert nack.transfer_id == transfer.transfer_id
         self.events.append(("refused", transfer.transfer_id, nack.code.value))
 
+    def needs_another(self, transfer: Transfer) -> bool:
+        return False
+
     def revoked(self, slot: SlotDescriptor) -> None:
         self.events.append(("revoked", slot.generation))
 

@@ -108,6 +108,7 @@ class PrefillSide:
         computed: Tokens that requests have computed, where the engine asks in every step whether
             they may be scheduled.
         encodings: Items that workers were told to encode beside the steps.
+        requested: Transfers of which the front, where there is one, was told to ask an encoder.
     """
 
     preallocation: Literal["sync", "async"] = "sync"
@@ -158,6 +159,7 @@ class PrefillSide:
         self.placements: list[Placement] = []
         self.computed: dict[str, int] = {}
         self.encodings: list[str] = []
+        self.requested: list[str] = []
 
     def arrive(
         self, request_id: str, *items: Item, reply_to: str = "router", lead: int = 1
@@ -191,7 +193,9 @@ class PrefillSide:
             for item in items
             if item.transfer_id
         }
-        params = PrefillParams(transfers=tuple(transfers.values()), reply_to=reply_to)
+        params = PrefillParams(
+            transfers=tuple(transfers.values()), reply_to=reply_to, by_front=not reply_to
+        )
         self.items[request_id] = prompt
         self.prefill.arrived(request_id, prompt, params if transfers else None)
 
@@ -207,7 +211,8 @@ class PrefillSide:
         self.encodings += [encoding.mm_hash for encoding in orders.encodings]
         self.failed |= self.prefill.take_unavailable()
         self.receiver.step_done()
-        self.prefill.take_news()
+        if (news := self.prefill.take_news()) is not None:
+            self.requested += news.requested
         return orders.placements
 
     def finish(self, request_id: str) -> PrefillOutcome | None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Literal
 
 import pytest
 
+from epd_portable.connector.consumer import LEASE_MARGIN_S
 from epd_portable.wire.messages import EncodeFailed, Nack, NackCode
 from tests.unit.runners.harness import (
+    LEASE_S,
     TIMEOUT_S,
     Item,
     Pair,
@@ -53,6 +56,21 @@ def _not_written(pair: Pair, item: Item) -> None:
     pair.encode.submit(item, ready=True)
     pair.round()
     pair.encode.finish_write("t-cat", "no such pool")
+    pair.settle()
+
+
+def _late(pair: Pair, item: Item) -> None:
+    pair.encode.submit(item, ready=True)
+    pair.round()
+    pair.pd.clock.now += LEASE_S + LEASE_MARGIN_S
+    pair.pd.step()
+    pair.encode.finish_write("t-cat", "the slot is not leased any more")
+    pair.settle()
+
+
+def _given_up_by_everybody(pair: Pair, item: Item) -> None:
+    _not_written(pair, item)
+    _given_up_by_the_router(pair, item)
 
 
 def _evicted(pair: Pair, item: Item) -> None:
@@ -77,7 +95,7 @@ def _emptied(pair: Pair, item: Item) -> None:
 
 @pytest.mark.parametrize(
     "lose",
-    [_timed_out, _given_up_by_the_router, _not_written, _evicted, _emptied],
+    [_timed_out, _given_up_by_the_router, _given_up_by_everybody, _evicted, _emptied],
 )
 def test_once_lost_it_is_not_encoded_here_and_its_request_fails(
     case: tuple[Pair, Item], lose: Callable[[Pair, Item], None]
@@ -90,6 +108,38 @@ def test_once_lost_it_is_not_encoded_here_and_its_request_fails(
     assert not pair.pd.encode_here("r", 0)
     assert not pair.pd.prefill.may_schedule("r", 0)
     pair.pd.finish("r")
+    assert_everything_is_back(pair.pd)
+
+
+@pytest.mark.parametrize("reply_to", ["router", ""], ids=["router", "front"])
+@pytest.mark.parametrize("lose", [_not_written, _late])
+@pytest.mark.parametrize("preallocation", ["sync", "async"])
+def test_what_its_encoder_gives_up_comes_from_another(
+    lose: Callable[[Pair, Item], None], reply_to: str, preallocation: Literal["sync", "async"]
+) -> None:
+    pair = Pair(PrefillSide(preallocation=preallocation))
+    if preallocation == "async":  # It has failed when its request comes.
+        lose(pair, BARE)
+    pair.pd.arrive("r", BARE, reply_to=reply_to)
+    if preallocation == "sync":
+        lose(pair, BARE)
+    pair.settle()
+    told = [m.code for m in pair.to_router if isinstance(m, Nack) and m.attempt == 0]
+    assert (told, pair.pd.requested) == (
+        ([NackCode.MISSING], []) if reply_to else ([], [BARE.transfer_id])
+    )
+    deliver(pair, BARE)
+    assert pair.pd.failed == set()
+    assert sources(pair.pd, "r") == {"cat": "transfer"}
+    assert_everything_is_back(pair.pd)
+
+
+def test_what_has_come_before_its_request_is_asked_of_nobody() -> None:
+    pair = Pair(PrefillSide(preallocation="async"))
+    deliver(pair, BARE)
+    pair.pd.arrive("r", BARE)
+    assert failures(pair) == {}
+    assert sources(pair.pd, "r") == {"cat": "transfer"}
     assert_everything_is_back(pair.pd)
 
 
