@@ -8,8 +8,9 @@ parents, sessions, signals, exit statuses, and under ``/proc`` command lines and
 those of the real ones.
 
 Not reproduced: variables that libraries read when they are imported (`BASE` sets those that
-matter), what vLLM preloads into processes that it spawns (tcmalloc), and kernels that OpenMP binds
-to cores. One of the replicas of ``tests/e2e/roles`` and the demo are started as users start them.
+matter), what vLLM preloads into processes that it spawns (tcmalloc), kernels that OpenMP binds to
+cores, and how long vLLM's workers poll (`POLLING_S`). One of the replicas of ``tests/e2e/roles``
+and the demo are started as users start them.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import gc
+import importlib
 import inspect
 import logging
 import multiprocessing.context
@@ -27,6 +29,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import IO, Any, NoReturn
@@ -73,6 +76,9 @@ def popen_of(nursery: warm.Nursery) -> Popen:
     return popen
 
 
+SHM_BROADCAST = "vllm.distributed.device_communicators.shm_broadcast"
+POLLING_S = 0.02
+"""How long vLLM's workers poll for the next step, until they wait for it: a second by default."""
 COLD = "EPD_TEST_COLD"
 """Names the instance that is started, and not forked."""
 _FRESH = ("epd_portable", "tests", "platforms", "runners")
@@ -99,10 +105,16 @@ def lead(argv: Sequence[str]) -> NoReturn:
         argv: The module that it runs, and its arguments.
     """
     _of_libraries.update(_descriptors())
+    importlib.import_module(SHM_BROADCAST).SpinCondition.record_read = _record_read
     subprocess.Popen = _Popen  # type: ignore[misc]
     multiprocessing.context.SpawnProcess._Popen = staticmethod(_fork)  # type: ignore[attr-defined]
     command = [sys.executable, "-m", *argv]
     _become(command, dict(os.environ), (0, 1, 2), new_session=True)
+
+
+def _record_read(reader: Any) -> None:
+    """Poll for less long after a message than before the first, which may come unannounced."""
+    reader.last_read = time.monotonic() - reader.busy_loop_s + POLLING_S
 
 
 def _fork(process: Any) -> multiprocessing.popen_fork.Popen:
