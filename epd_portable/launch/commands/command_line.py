@@ -36,6 +36,7 @@ SCHEMA_VERSION = 1
 
 FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
 """Exit statuses beside 0."""
+_HELP = {"help_option_names": ["-h", "--help"]}
 _BAD_INPUT = (ConfigError, PlatformUnavailableError, PortInUseError)
 
 EXIT_STATUSES = """Exit status: 0 done; 1 it could not be done, or the answer is no; 2 bad input: an
@@ -62,10 +63,7 @@ class CommandLine(click.Group):
         json_errors: bool = True,
         **settings: Any,
     ) -> None:
-        settings["context_settings"] = {
-            "max_content_width": 100,
-            "help_option_names": ["-h", "--help"],
-        }
+        settings["context_settings"] = {"max_content_width": 100} | _HELP
         settings.setdefault("no_args_is_help", True)
         settings.setdefault("epilog", EXIT_STATUSES)
         super().__init__(**settings)
@@ -74,9 +72,14 @@ class CommandLine(click.Group):
         self._json_errors = json_errors
         self.params.append(_version_option())
 
+    def add_command(self, cmd: click.Command, name: str | None = None) -> None:
+        """Add a command, whose first context, which may be without a parent, names its options."""
+        cmd.context_settings.update(_HELP)
+        super().add_command(cmd, name)
+
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Put the default command before options that come without one."""
-        own = ("-h", "--help", "--version")
+        own = (*_HELP["help_option_names"], "--version")
         if self._default and args and args[0].startswith("-") and args[0] not in own:
             args = [self._default, *args]
         return super().parse_args(ctx, args)
