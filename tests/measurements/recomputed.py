@@ -313,7 +313,8 @@ def beside_other_sides(document: Document) -> Iterator[Row]:
                         a[quantity][statistic] / b[quantity][statistic] for a, b in times if a and b
                     ]
                 elif name == "CPU time":
-                    found = [_cpu_s(turn) / _cpu_s(peer) for turn, peer in pairs]
+                    # Unknown of sides that ran already.
+                    found = [_cpu_s(a) / _cpu_s(b) for a, b in pairs if a["cpu_s"] and b["cpu_s"]]
                 if found:
                     row[name] = f"{median(found):.2f} ({min(found):.2f}–{max(found):.2f})"
             yield row
