@@ -43,7 +43,9 @@ def until_told_to_encode(t: Topology) -> Behaviour:
     return behave
 
 
-SOON, BRIEF = {"encode_timeout_s": 0.2}, {"wait_timeout_s": 0.5}
+SOON, BRIEF = {"encode_timeout_s": 1.0}, {"wait_timeout_s": 0.5}
+AMPLE = {"wait_timeout_s": 3.0}
+"""Leaves a second try, which begins after half of it, more than a second on a busy machine."""
 FULL = "encoders full: encode-0; last: answered 429"
 ITEM_FAILURES: dict[str, tuple[int, Settings, list[Behaviour], int, str, str]] = {
     "another one after a 500": (2, {}, [refuse(500), answer], 2, "error", "retried"),
@@ -56,7 +58,7 @@ ITEM_FAILURES: dict[str, tuple[int, Settings, list[Behaviour], int, str, str]] =
     "full without a time": (1, {}, [refuse(429), answer], 2, "full", "encoded"),
     "full for long": (1, BRIEF, [full(60_000)], 1, "full", FULL),
     "full again and again": (1, BRIEF, [full(300)], 2, "full", FULL),
-    "full until the deadline": (1, BRIEF, [full(300), forever], 2, "full", FULL),
+    "full until the deadline": (1, AMPLE, [full(1_800), forever], 2, "full", FULL),
 }
 
 
