@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import random
 import signal
-import socket
 from pathlib import Path
 
 import httpx
 import pytest
 
+from epd_portable.bench.servers import free_port
 from epd_portable.router.settings import RouterSettings
 from tests import warm
 from tests.integration.router.conftest import Front, build
@@ -26,15 +24,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.parent == Path(__file__).parent:
             item.add_marker(pytest.mark.needs_envoy)
-
-
-def free_port() -> int:
-    """Return a port that no connection gets by chance before Envoy listens at it."""
-    while True:
-        port = random.randrange(20_000, 30_000)
-        with socket.socket() as listener, contextlib.suppress(OSError):
-            listener.bind(("127.0.0.1", port))
-            return port
 
 
 class Fronted(Serving):

@@ -19,6 +19,7 @@ import httpx
 import pytest
 from starlette.responses import JSONResponse, Response
 
+from epd_portable.bench.servers import free_port
 from epd_portable.config.secret import INSTANCE_TOKEN_HEADER
 from epd_portable.errors import ConfigError
 from epd_portable.router import envoy, ext_proc
@@ -26,7 +27,7 @@ from epd_portable.router.consultation import Picker
 from epd_portable.router.picker import main as picker_main
 from epd_portable.router.server import Router
 from epd_portable.router.settings import RouterSettings
-from tests.integration.envoy.conftest import DEADLINE_S, Fronted, free_port
+from tests.integration.envoy.conftest import DEADLINE_S, Fronted
 from tests.integration.router.conftest import Build, Topology
 from tests.integration.router.stand_in import Received, answer, refuse, start_process, stream
 from tests.integration.router.test_access import keys_file

@@ -16,6 +16,7 @@ import grpc.aio
 import pytest
 import yaml
 
+from epd_portable.bench.servers import free_port
 from epd_portable.delivery.instances import EndpointPool
 from epd_portable.errors import ConfigError
 from epd_portable.router import ext_proc
@@ -24,7 +25,6 @@ from epd_portable.router.ext_proc import ProcessingRequest, ProcessingResponse, 
 from epd_portable.router.fleet.endpoints_file import EndpointsFile
 from epd_portable.router.hops import ENCODERS
 from epd_portable.router.settings import InstanceSettings
-from tests.integration.envoy.conftest import free_port
 from tests.integration.envoy.test_picker import asking
 from tests.integration.router.conftest import Build
 from tests.integration.router.stand_in import StandIn

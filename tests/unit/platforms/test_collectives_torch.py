@@ -6,18 +6,12 @@ import time
 import pytest
 import torch
 
+from epd_portable.bench.servers import free_port
 from epd_portable.errors import PeerLostError, PlatformError, TransportTimeoutError
 from epd_portable.platforms.collectives import Rendezvous
 from epd_portable.platforms.collectives_torch import RendezvousHost, TorchCollectiveGroup
 
 CPU = torch.device("cpu")
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def meet(port: int, *, timeout_s: float) -> TorchCollectiveGroup:
