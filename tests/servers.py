@@ -1,16 +1,33 @@
-"""A real redis-server for tests: on a port of its own, in memory, gone at the end."""
+"""Servers for tests, gone at the end: a real redis-server, in memory, and HTTP in a thread."""
 
 from __future__ import annotations
 
 import signal
 import subprocess
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import HTTPServer
 from pathlib import Path
 from typing import Any
 
 from epd_portable.config.store import StoreSection
 
 DEADLINE_S = 30.0
+
+
+@contextmanager
+def serving(server: HTTPServer) -> Iterator[str]:
+    """Serve HTTP; give the URL."""
+    with server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            thread.join()
 
 
 class RedisServer:

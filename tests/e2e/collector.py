@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+
+from tests.servers import serving
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,12 +50,6 @@ def collecting() -> Iterator[Collector]:
         def log_message(self, format: str, *args: object) -> None:
             """Write nothing."""
 
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        collector = Collector(endpoint=f"http://127.0.0.1:{server.server_port}")
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        try:
-            yield collector
-        finally:
-            server.shutdown()
-            thread.join()
+    with serving(ThreadingHTTPServer(("127.0.0.1", 0), Handler)) as url:
+        collector = Collector(endpoint=url)
+        yield collector

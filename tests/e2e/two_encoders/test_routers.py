@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import base64
 import json
-import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -40,6 +39,7 @@ from tests.e2e.two_encoders.deployment import ENCODERS as NAMES
 from tests.e2e.two_encoders.deployment import PD, QUEUE, TOLERANCE, Deployment
 from tests.forked import Popen
 from tests.metrics_page import total
+from tests.servers import serving
 
 pytestmark = [pytest.mark.e2e, pytest.mark.needs_vllm, pytest.mark.timeout(900)]
 
@@ -66,14 +66,9 @@ class Site(ThreadingHTTPServer):
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     folder = tmp_path_factory.mktemp("site")
     (folder / "a.png").write_bytes(base64.b64decode(inlined(900).partition(",")[2]))
-    with Site(folder) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        try:
-            yield server
-        finally:
-            server.shutdown()
-            thread.join()
+    server = Site(folder)
+    with serving(server):
+        yield server
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,6 @@ import secrets
 import signal
 import subprocess
 import sys
-import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -22,6 +21,7 @@ from epd_portable.launch.run import sessions
 from epd_portable.launch.run.log_files import rotate
 from epd_portable.launch.run.process import Child
 from epd_portable.launch.run.sessions import mapped_files, remove_unused
+from tests.servers import serving
 
 DEADLINE_S = 30.0
 SHOWS_CORES = """
@@ -204,18 +204,13 @@ def test_an_engine_that_does_not_respond_is_not_well_and_a_silent_front_says_not
                 self.send_response(503)
                 self.end_headers()
 
-    with ThreadingHTTPServer(("127.0.0.1", 0), Front) as server:
-        threading.Thread(target=server.serve_forever).start()
-        try:
-            url = f"http://127.0.0.1:{server.server_port}/epd/instances/encode-0"
-            engine = child_of(tmp_path, "", url=url)
-            until(lambda: engine.exit_status() is not None)
-            silent = False
-            assert not engine.is_well(timeout_s=DEADLINE_S)
-            silent = True
-            assert engine.is_well(timeout_s=0.5)
-        finally:
-            server.shutdown()
+    with serving(ThreadingHTTPServer(("127.0.0.1", 0), Front)) as url:
+        engine = child_of(tmp_path, "", url=f"{url}/epd/instances/encode-0")
+        until(lambda: engine.exit_status() is not None)
+        silent = False
+        assert not engine.is_well(timeout_s=DEADLINE_S)
+        silent = True
+        assert engine.is_well(timeout_s=0.5)
     # The front answers while the launcher still listens.
     assert len(asked) == 2
     assert 0 < asked[0] < DEADLINE_S and 0 < asked[1] < 0.5

@@ -13,6 +13,7 @@ import pytest
 from epd_portable.bench.load.clients import Order, prepared, read_stream
 from epd_portable.bench.load.plan import LoadRequest
 from epd_portable.bench.servers import free_port
+from tests.servers import serving
 
 
 def event(**fields: Any) -> bytes:
@@ -88,12 +89,9 @@ def test_clients_of_a_closed_loop_have_one_request_each_at_a_time(tmp_path: Path
     requests = tuple(
         LoadRequest(at_s=9.0, texts=(str(n),), words=1, output_tokens=2) for n in range(6)
     )
-    with ThreadingHTTPServer(("127.0.0.1", 0), Server) as server:
-        threading.Thread(target=server.serve_forever).start()
-        url = f"http://127.0.0.1:{server.server_port}"
+    with serving(ThreadingHTTPServer(("127.0.0.1", 0), Server)) as url:
         order = Order(requests=requests, urls=(url,), model="m", clients=2)
         with prepared(order, cores=frozenset(os.sched_getaffinity(0)), folder=tmp_path) as send:
             answers = send().answers
-        server.shutdown()
     assert [answer.problem.partition(":")[0] for answer in answers] == ["status 503"] * 6
     assert most == [2] * 6
