@@ -10,9 +10,7 @@ from typing import Any
 import yaml
 
 from epd_portable.errors import ConfigError
-from epd_portable.launch.render.objects import Object, kustomization
-
-KUSTOMIZATION = "kustomization.yaml"
+from epd_portable.launch.render.objects import Object
 
 
 class _Dumper(yaml.SafeDumper):
@@ -44,7 +42,9 @@ def write_files(folder: Path, files: Mapping[str, Sequence[Object]]) -> list[Pat
         ConfigError: They cannot be written.
     """
     written = []
-    listed = {KUSTOMIZATION: [kustomization(list(files))], **files}
+    api = "kustomize.config.k8s.io/v1beta1"
+    kustomization = {"apiVersion": api, "kind": "Kustomization", "resources": list(files)}
+    listed = {"kustomization.yaml": [kustomization], **files}
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name, objects in listed.items():

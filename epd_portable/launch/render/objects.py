@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
 from epd_portable.config.roles import Role
@@ -17,6 +16,7 @@ MONITORING = "monitoring"
 """Namespace that Prometheus usually runs in; its Pods may read the metrics of instances."""
 GATEWAY = "gateway.networking.k8s.io/gateway-name"
 """Label of the Pods that a Gateway is made of."""
+DISAGGREGATED_SET = "disaggregatedset.x-k8s.io/v1"
 _MOST_REPLICAS = 4
 """What an autoscaler may start, in multiples of what the topology asks for."""
 _BEHAVIOR: Object = {
@@ -33,16 +33,6 @@ def described(api: str, kind: str, name: str, labels: Mapping[str, str], **body:
     """Return an object with its head."""
     metadata = {"name": name, "labels": dict(labels)}
     return {"apiVersion": api, "kind": kind, "metadata": metadata, **body}
-
-
-def config_map(name: str, labels: Mapping[str, str], data: Mapping[str, str]) -> Object:
-    """Return files as an object."""
-    return described("v1", "ConfigMap", name, labels, data=dict(data))
-
-
-def secret(name: str, labels: Mapping[str, str], data: Mapping[str, str]) -> Object:
-    """Return files that are secret."""
-    return described("v1", "Secret", name, labels, type="Opaque", stringData=dict(data))
 
 
 def deployment(
@@ -85,105 +75,83 @@ def disruption_budget(name: str, labels: Mapping[str, str]) -> Object:
     return described("policy/v1", "PodDisruptionBudget", name, labels, spec=spec)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Scaling:
-    """By what something is scaled: the seconds of work that instances owe, see docs/metrics.md.
+def autoscaler(
+    target: Object,
+    labels: Mapping[str, str],
+    least: int,
+    *,
+    metric: str,
+    most_s: Mapping[Role, float],
+    of_pods: bool = False,
+    prometheus: str = "",
+) -> Object:
+    """Return what scales an object by the seconds of work that instances owe, see docs/metrics.md.
 
-    Attributes:
+    Args:
+        target: What is scaled, or its reference; the scaler has its name.
+        least: Replicas that are always there.
         metric: Gauge with the label ``role``.
         most_s: For each replica at most, by role of the instances that owe it.
         of_pods: Whether each Pod shows what its own instances owe; else it is summed over routers.
         prometheus: URL of the server that KEDA asks; empty for a HorizontalPodAutoscaler.
     """
-
-    metric: str
-    most_s: Mapping[Role, float]
-    of_pods: bool = False
-    prometheus: str = ""
-
-    def scaler(self, name: str, labels: Mapping[str, str], target: Object, least: int) -> Object:
-        """Return what scales an object, or what its reference names.
-
-        Args:
-            least: Replicas that are always there.
-        """
-        head = {"apiVersion": target["apiVersion"], "kind": target["kind"]}
-        reference = {"scaleTargetRef": {**head, "name": target["metadata"]["name"]}}
-        if self.prometheus:
-            spec = {
-                **reference,
-                "minReplicaCount": least,
-                "maxReplicaCount": _MOST_REPLICAS * least,
-                "advanced": {"horizontalPodAutoscalerConfig": {"behavior": _BEHAVIOR}},
-                "triggers": [self._trigger(role, labels[NAME]) for role in self.most_s],
+    name = target["metadata"]["name"]
+    head = {"apiVersion": target["apiVersion"], "kind": target["kind"]}
+    spec: Object = {"scaleTargetRef": {**head, "name": name}}
+    if not prometheus:
+        source = "Pods" if of_pods else "External"
+        metrics = [
+            {
+                "type": source,
+                source.lower(): {
+                    "metric": {"name": metric, "selector": {"matchLabels": {"role": role}}},
+                    "target": {"type": "AverageValue", "averageValue": f"{most:g}"},
+                },
             }
-            return described("keda.sh/v1alpha1", "ScaledObject", name, labels, spec=spec)
-        spec = {
-            **reference,
-            "minReplicas": least,
-            "maxReplicas": _MOST_REPLICAS * least,
-            "metrics": [self._metric(role) for role in self.most_s],
-            "behavior": _BEHAVIOR,
-        }
+            for role, most in most_s.items()
+        ]
+        spec |= {"minReplicas": least, "maxReplicas": _MOST_REPLICAS * least}
+        spec |= {"metrics": metrics, "behavior": _BEHAVIOR}
         return described("autoscaling/v2", "HorizontalPodAutoscaler", name, labels, spec=spec)
-
-    def _metric(self, role: Role) -> Object:
-        source = {
-            "metric": {"name": self.metric, "selector": {"matchLabels": {"role": role}}},
-            "target": {"type": "AverageValue", "averageValue": f"{self.most_s[role]:g}"},
+    triggers = [
+        {
+            "type": "prometheus",
+            "metricType": "AverageValue",
+            "metadata": {
+                "serverAddress": prometheus,
+                # The job of a PodMonitor is its namespace, a slash and its name.
+                "query": f'sum({metric}{{role="{role}",job=~".+/{labels[NAME]}"}}) or vector(0)',
+                "threshold": f"{most:g}",
+            },
         }
-        kind = "Pods" if self.of_pods else "External"
-        return {"type": kind, kind.lower(): source}
-
-    def _trigger(self, role: Role, monitor: str) -> Object:
-        # The job of a PodMonitor is its namespace, a slash and its name.
-        query = f'sum({self.metric}{{role="{role}",job=~".+/{monitor}"}}) or vector(0)'
-        metadata = {
-            "serverAddress": self.prometheus,
-            "query": query,
-            "threshold": f"{self.most_s[role]:g}",
-        }
-        return {"type": "prometheus", "metricType": "AverageValue", "metadata": metadata}
+        for role, most in most_s.items()
+    ]
+    spec |= {"minReplicaCount": least, "maxReplicaCount": _MOST_REPLICAS * least}
+    spec |= {"advanced": {"horizontalPodAutoscalerConfig": {"behavior": _BEHAVIOR}}}
+    spec |= {"triggers": triggers}
+    return described("keda.sh/v1alpha1", "ScaledObject", name, labels, spec=spec)
 
 
-def network_policy(
-    name: str,
-    labels: Mapping[str, str],
-    allowed: Mapping[str, str],
-    *,
-    metrics_port: int,
-    gateway: str = "",
-) -> Object:
-    """Return what lets nobody in but Pods with some labels, a Gateway, and Prometheus to a port."""
-    prometheus = {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": MONITORING}}}
+def network_policy(name: str, labels: Mapping[str, str], *allowed: Object) -> Object:
+    """Return what lets nobody in at Pods with these labels but by one of some rules."""
     spec = {
         "podSelector": {"matchLabels": dict(labels)},
         "policyTypes": ["Ingress"],
-        "ingress": [
-            {"from": [{"podSelector": {"matchLabels": dict(allowed)}}]},
-            {"from": [prometheus], "ports": [{"port": metrics_port}]},
-            *([{"from": [_of_gateway(gateway)]}] if gateway else []),
-        ],
+        "ingress": list(allowed),
     }
     return described("networking.k8s.io/v1", "NetworkPolicy", name, labels, spec=spec)
 
 
-def picker_policy(name: str, labels: Mapping[str, str], gateway: str, *, port: int) -> Object:
-    """Return what lets everybody in at a port, and at that of pickers the Pods of a Gateway."""
-    spec = {
-        "podSelector": {"matchLabels": dict(labels)},
-        "policyTypes": ["Ingress"],
-        "ingress": [
-            {"ports": [{"port": port}]},
-            {"from": [_of_gateway(gateway)], "ports": [{"port": PICKER_PORT}]},
-        ],
-    }
-    return described("networking.k8s.io/v1", "NetworkPolicy", name, labels, spec=spec)
+def from_prometheus(port: int) -> Object:
+    """Return the rule that lets Prometheus in at a port."""
+    where = {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": MONITORING}}}
+    return {"from": [where], "ports": [{"port": port}]}
 
 
-def _of_gateway(name: str) -> Object:
-    """Return where the Pods of a Gateway are, in whichever namespace it is."""
-    return {"namespaceSelector": {}, "podSelector": {"matchLabels": {GATEWAY: name}}}
+def from_gateway(name: str) -> Object:
+    """Return the rule that lets the Pods of a Gateway in, from whichever namespace it is in."""
+    where = {"namespaceSelector": {}, "podSelector": {"matchLabels": {GATEWAY: name}}}
+    return {"from": [where]}
 
 
 def pod_monitor(name: str, labels: Mapping[str, str], selected: Mapping[str, str]) -> Object:
@@ -197,10 +165,9 @@ def pod_monitor(name: str, labels: Mapping[str, str], selected: Mapping[str, str
 def disaggregated_set(
     name: str, labels: Mapping[str, str], templates: Mapping[Role, Object]
 ) -> Object:
-    """Return LeaderWorkerSet's object of several roles, each scaled from outside.
+    """Return LeaderWorkerSet's object of several roles, by the templates of their Pods.
 
-    Args:
-        templates: Of each role's Pods. How many there are is written by its autoscaler alone.
+    How many there are of a role is written by its autoscaler alone.
     """
     update = {"maxSurge": 0, "maxUnavailable": 1}
     listed = [
@@ -214,14 +181,7 @@ def disaggregated_set(
         }
         for role, template in templates.items()
     ]
-    api = "disaggregatedset.x-k8s.io/v1"
-    return described(api, "DisaggregatedSet", name, labels, spec={"roles": listed})
-
-
-def role_scaler(name: str) -> Object:
-    """Return a reference to what the controller of a `disaggregated_set` makes for a role."""
-    api = "disaggregatedset.x-k8s.io/v1"
-    return described(api, "DisaggregatedSetRoleScaler", name, {})
+    return described(DISAGGREGATED_SET, "DisaggregatedSet", name, labels, spec={"roles": listed})
 
 
 def inference_pool(
@@ -257,9 +217,3 @@ def http_route(
     to |= {"group": group} if group else {"port": port}
     spec = {"parentRefs": [{"name": gateway}], "rules": [{"backendRefs": [to]}]}
     return described("gateway.networking.k8s.io/v1", "HTTPRoute", name, labels, spec=spec)
-
-
-def kustomization(resources: Sequence[str]) -> Object:
-    """Return the list of the files, for ``kubectl apply -k``."""
-    api = "kustomize.config.k8s.io/v1beta1"
-    return {"apiVersion": api, "kind": "Kustomization", "resources": list(resources)}
