@@ -1,8 +1,8 @@
-"""YAML text as plain data that remembers where every key was written."""
+"""YAML text as plain data whose keys know where they were written."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import yaml
@@ -17,58 +17,37 @@ MAX_VALUES = 20_000
 KeyPath = tuple[str | int, ...]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Place:
-    """Where a value was written.
+class Key(str):
+    """A key of a mapping.
 
     Attributes:
-        key: Dotted key as the user wrote it, ``platform.cpu.`` prefix included.
+        written: Dotted key as the user wrote it, ``platform.cpu.`` prefix included.
         where: ``line 7`` of the file, or the option that set it.
     """
 
-    key: str
+    written: str
     where: str
 
+    def __new__(cls, text: str, *, written: str, where: str) -> Key:
+        """Return a text with its place."""
+        key = super().__new__(cls, text)
+        key.written, key.where = written, where
+        return key
 
-@dataclass(kw_only=True, slots=True)
-class Document:
-    """Nested plain data and the place of each of its keys.
 
-    Attributes:
-        problems: Keys that were left out, and why.
-    """
-
-    data: dict[str, Any] = field(default_factory=dict)
-    places: dict[KeyPath, Place] = field(default_factory=dict)
-    problems: list[str] = field(default_factory=list)
-
-    def place(self, path: KeyPath) -> Place | None:
-        """Return the place of a key, or of the nearest key above it."""
-        for length in range(len(path), 0, -1):
-            if path[:length] in self.places:
-                return self.places[path[:length]]
-        return None
-
-    def part(self, *prefix: str) -> Document:
-        """Return what is under ``prefix``, with its places."""
-        data: Any = self.data
-        for part in prefix:
-            data = data[part]
-        depth = len(prefix)
-        places = {
-            path[depth:]: place
-            for path, place in self.places.items()
-            if path[:depth] == prefix and len(path) > depth
-        }
-        return Document(data=data, places=places)
-
-    def overlaid(self, top: Document) -> Document:
-        """Return this document with ``top`` laid over it: mappings merge, all else replaces."""
-        return Document(
-            data=_merge(self.data, top.data),
-            places={**self.places, **top.places},
-            problems=self.problems,
-        )
+def keys_on(data: Any, path: Sequence[str | int]) -> list[Key]:
+    """Return the keys on a path as they were written, as far as they were."""
+    found = []
+    for part in path:
+        if isinstance(data, dict):
+            key = next((each for each in data if each == part), None)
+            if not isinstance(key, Key):
+                break
+            found.append(key)
+        elif not (isinstance(data, list) and isinstance(part, int) and part < len(data)):
+            break
+        data = data[part]
+    return found
 
 
 def dotted(path: KeyPath) -> str:
@@ -76,46 +55,48 @@ def dotted(path: KeyPath) -> str:
     return ".".join(map(str, path))
 
 
-def read_yaml(text: str) -> Document:
-    """Parse one YAML mapping; keys that are no text, or written twice, are problems of it.
+def read_yaml(text: str, source: str) -> tuple[dict[str, Any], list[str]]:
+    """Parse one YAML mapping; also return what is wrong with keys that were left out.
+
+    Those are no text, or written twice.
 
     Raises:
-        ConfigError: Not YAML, or not a mapping.
+        ConfigError: Not YAML, or not a mapping; begins with ``source``.
     """
-    node = _compose(text)
-    if not isinstance(node, yaml.MappingNode):
-        raise ConfigError("the file must hold a mapping of keys and values at its top")
-    reader = _Reader()
-    data = reader.read(node, ())
-    return Document(data=data, places=reader.places, problems=reader.problems)
+    try:
+        node = _compose(text)
+        if not isinstance(node, yaml.MappingNode):
+            raise ConfigError("the file must hold a mapping of keys and values at its top")
+        reader = _Reader()
+        data: dict[str, Any] = reader.read(node, ())
+        return data, reader.problems
+    except ConfigError as error:
+        raise ConfigError(f"{source}: {error}") from error
 
 
-def read_override(assignment: str, *, option: str = "--set") -> Document:
-    """Parse ``a.b=value``; the value is YAML, so ``true``, ``4`` and ``{image: 2}`` work.
+def read_override(assignment: str) -> dict[str, Any]:
+    """Parse ``a.b=value`` of ``--set``; the value is YAML, as ``true``, ``4`` or ``{image: 2}``.
 
     Raises:
         ConfigError: It is neither.
     """
-    key, equals, text = assignment.partition("=")
-    parts = key.strip().split(".")
+    name, equals, text = assignment.partition("=")
+    parts = name.strip().split(".")
     if not equals or not all(parts):
-        raise ConfigError(f"{option} {assignment!r}: write it as key.subkey=value")
+        raise ConfigError(f"--set {assignment!r}: write it as key.subkey=value")
+    where = f"--set {assignment}"
     try:
         node = _compose(text)
-        reader = _Reader()
-        value = None if node is None else reader.read(node, ())
+        reader = _Reader(where)
+        value: Any = None if node is None else reader.read(node, tuple(parts))
         if reader.problems:
             raise ConfigError("; ".join(reader.problems))
     except ConfigError as error:
-        raise ConfigError(f"{option} {assignment!r}: {error}") from error
-    document = Document()
-    level = document.data
-    for depth, part in enumerate(parts, start=1):
-        place = Place(key=".".join(parts[:depth]), where=f"{option} {assignment}")
-        document.places[tuple(parts[:depth])] = place
-        level[part] = value if depth == len(parts) else {}
-        level = level[part]
-    return document
+        raise ConfigError(f"--set {assignment!r}: {error}") from error
+    for depth in range(len(parts), 0, -1):
+        value = {Key(parts[depth - 1], written=dotted(tuple(parts[:depth])), where=where): value}
+    data: dict[str, Any] = value
+    return data
 
 
 def _compose(text: str) -> yaml.Node | None:
@@ -136,14 +117,14 @@ def _compose(text: str) -> yaml.Node | None:
 class _Reader:
     """Turns nodes into plain data, within limits that aliases cannot evade."""
 
-    def __init__(self) -> None:
-        self.places: dict[KeyPath, Place] = {}
+    def __init__(self, where: str = "") -> None:
         self.problems: list[str] = []
+        self._where = where  # all keys are from; by default each its line
         self._loader = yaml.SafeLoader("")
         self._count = 0
 
     def read(self, node: yaml.Node, path: KeyPath) -> Any:
-        """Return what a node says; keys of mappings are noted in `places`."""
+        """Return what a node says; keys of mappings are `Key`."""
         if len(path) > _DEEPEST:
             raise ConfigError(
                 f"{_line(node)}: nested more than {_DEEPEST} deep, or refers to itself"
@@ -176,7 +157,7 @@ class _Reader:
                 problem = f"{dotted((*path, key))} is written twice; keep one"
             else:
                 here = (*path, key)
-                self.places[here] = Place(key=dotted(here), where=_line(key_node))
+                key = Key(key, written=dotted(here), where=self._where or _line(key_node))
                 result[key] = self.read(value_node, here)
                 continue
             self.problems.append(f"{_line(key_node)}: {problem}")
@@ -199,11 +180,13 @@ def _line(node: yaml.Node) -> str:
     return f"line {node.start_mark.line + 1}"
 
 
-def _merge(below: dict[str, Any], top: dict[str, Any]) -> dict[str, Any]:
-    merged = dict(below)
+def overlaid(below: Mapping[str, Any], top: Mapping[str, Any]) -> dict[str, Any]:
+    """Return data with others laid over it: mappings merge, all else replaces, also the place."""
+    placed = {key: key for key in top}
+    merged = {placed.get(key, key): value for key, value in below.items()}
     for key, value in top.items():
         old = merged.get(key)
         if isinstance(old, dict) and isinstance(value, dict):
-            value = _merge(old, value)
+            value = overlaid(old, value)
         merged[key] = value
     return merged

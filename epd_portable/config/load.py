@@ -7,14 +7,22 @@ platform loads on all.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from epd_portable.config.choice import with_file
-from epd_portable.config.document import Document, KeyPath, dotted, read_override, read_yaml
+from epd_portable.config.document import Key, KeyPath, overlaid, read_override, read_yaml
 from epd_portable.config.instance import PLATFORMS, PlatformName, platform_names
-from epd_portable.config.problems import all_problems, by_line, read_text, validated, with_place
+from epd_portable.config.problems import (
+    all_problems,
+    by_line,
+    named_key,
+    read_text,
+    validated,
+    with_place,
+)
 from epd_portable.config.roles import group_of, role_named
 from epd_portable.config.schema import Topology
 from epd_portable.errors import ConfigError
@@ -24,7 +32,6 @@ SHIPPED = Path(__file__).resolve().parents[1] / "configs"
 OVERLAYS = "platform"
 GROUPS = "instances"
 MISSING: dict[KeyPath, str] = {("model",): "; give a Hugging Face id, a folder or 'demo'"}
-
 
 Check = Callable[[Mapping[str, Any]], Iterable[tuple[KeyPath, str]]]
 """Takes what a file says for the chosen platform, unchecked; returns keys with their problems."""
@@ -66,26 +73,18 @@ def parse_topology(
     checks: Sequence[Check] = (),
 ) -> Topology:
     """Check the text of a topology file; see ``load_topology``."""
-    try:
-        document = read_yaml(text)
-    except ConfigError as error:
-        raise ConfigError(f"{source}: {error}") from error
-    problems = list(document.problems)
-    overlays = _split_overlays(document, problems)
-    document = _with_group_names(document, problems)
+    data, problems = read_yaml(text, source)
+    overlays = _split_overlays(data, problems)
+    changes = [change for each in overrides if (change := _read_change(each, problems))]
+    data, *changes = (_with_group_names(each, problems) for each in (data, *changes))
     overlays = {name: _with_group_names(each, problems) for name, each in overlays.items()}
-    changes = [
-        _with_group_names(change, problems)
-        for assignment in overrides
-        if (change := _read_change(assignment, problems))
-    ]
     topology: Topology | None = None
     for name in dict.fromkeys([platform, *overlays]):
-        merged = _merged(document, overlays.get(name), changes)
+        whole = functools.reduce(overlaid, [overlays.get(name, {}), *changes], data)
         if name == platform:
             for check in checks:
-                problems += [_line(merged, path, said) for path, said in check(merged.data)]
-        made, found = validated(merged, Topology, more_keys=(OVERLAYS,), missing=MISSING)
+                problems += [f"{named_key(whole, path)}: {said}" for path, said in check(whole)]
+        made, found = validated(whole, Topology, more_keys=(OVERLAYS,), missing=MISSING)
         problems += found
         if name == platform:
             topology = made
@@ -111,34 +110,21 @@ def located(
     error: ConfigError, path: Path, platform: PlatformName, *, overrides: Sequence[str] = ()
 ) -> ConfigError:
     """Add to an error about a file of `load_topology` the place of the key that it names."""
-    document = read_yaml(read_text(or_shipped(path)))
-    overlay = _split_overlays(document, []).get(platform)
-    said = with_place(str(error), _merged(document, overlay, map(read_override, overrides)))
+    data, problems = read_yaml(read_text(or_shipped(path)), str(path))
+    overlay = _split_overlays(data, problems).get(platform, {})
+    whole = functools.reduce(overlaid, [overlay, *map(read_override, overrides)], data)
+    said = with_place(str(error), whole)
     return error if said == str(error) else ConfigError(f"{path}: {said}")
 
 
-def _merged(document: Document, overlay: Document | None, changes: Iterable[Document]) -> Document:
-    merged = document.overlaid(overlay or Document())
-    for change in changes:
-        merged = merged.overlaid(change)
-    return merged
-
-
-def _line(document: Document, path: KeyPath, said: str) -> str:
-    place = document.place(path)
-    if place:
-        return f"{place.key} ({place.where}): {said}"
-    return f"{dotted(path)}: {said}"
-
-
-def _read_change(assignment: str, problems: list[str]) -> Document | None:
+def _read_change(assignment: str, problems: list[str]) -> dict[str, Any] | None:
     """Read a ``--set``; add what is wrong with it to ``problems``."""
     try:
         change = read_override(assignment)
     except ConfigError as error:
         problems.append(str(error))
         return None
-    if OVERLAYS in change.data:
+    if OVERLAYS in change:
         problems.append(
             f"--set {assignment}: overlays of platforms cannot be set so; --set is laid over the "
             f"overlay of the chosen platform: leave out {OVERLAYS}.NAME"
@@ -147,52 +133,44 @@ def _read_change(assignment: str, problems: list[str]) -> Document | None:
     return change
 
 
-def _split_overlays(document: Document, problems: list[str]) -> dict[PlatformName, Document]:
-    """Take the overlays out of ``document``; add what is wrong with their names to ``problems``."""
-    overlays: dict[PlatformName, Document] = {}
-    section = document.data.get(OVERLAYS, {})
+def _split_overlays(data: dict[str, Any], problems: list[str]) -> dict[str, dict[str, Any]]:
+    """Take the overlays out of ``data``; add what is wrong with their names to ``problems``."""
+    overlays: dict[str, dict[str, Any]] = {}
+    section = data.get(OVERLAYS, {})
     if not isinstance(section, dict):
         problems.append(f"{OVERLAYS}: expected a mapping of {', '.join(PLATFORMS)}")
         section = {}
     for name, content in section.items():
+        key = named_key(data, (OVERLAYS, name))
         # All names are asked for only where one is not built in.
         if name not in PLATFORMS and name not in platform_names():
-            known = ", ".join(platform_names())
-            problems.append(
-                _line(document, (OVERLAYS, name), f"unknown platform; known are {known}")
-            )
+            problems.append(f"{key}: unknown platform; known are {', '.join(platform_names())}")
         elif not isinstance(content, dict):
-            problems.append(
-                _line(document, (OVERLAYS, name), "expected a mapping of top-level keys")
-            )
+            problems.append(f"{key}: expected a mapping of top-level keys")
         else:
-            overlays[name] = document.part(OVERLAYS, name)
-    document.data.pop(OVERLAYS, None)
+            overlays[name] = content
+    data.pop(OVERLAYS, None)
     return overlays
 
 
-def _with_group_names(document: Document, problems: list[str]) -> Document:
-    """Return a document in which every role has the name that the schema knows.
+def _with_group_names(data: dict[str, Any], problems: list[str]) -> dict[str, Any]:
+    """Return data in which every role has the name that the schema knows.
 
     A role that is there by two names is added to ``problems``.
     """
-    section = document.data.get(GROUPS)
+    section = data.get(GROUPS)
     if not isinstance(section, dict):
-        return document
-    known: dict[str, str] = {}
-    for name in section:
-        role = role_named(name)
-        known[name] = group_of(role) if role else name
-        if (first := next(each for each in known if known[each] == known[name])) != name:
-            place = document.places.get((GROUPS, first))
-            where = f" ({place.where})" if place else ""
+        return data
+    known: dict[str, Key] = {}
+    for key in section:
+        role = role_named(key)
+        name = group_of(role) if role else key
+        if (first := known.get(name)) is not None:
             problems.append(
-                f"{GROUPS}.{first}{where} and {GROUPS}.{name} mean the same role; keep one"
+                f"{GROUPS}.{first} ({first.where}) and {GROUPS}.{key} mean the same role; keep one"
             )
-    places = {
-        (GROUPS, known[str(path[1])], *path[2:]) if path[0] == GROUPS and path[1:] else path: place
-        for path, place in document.places.items()
+        known[name] = key
+    groups = {
+        Key(name, written=key.written, where=key.where): section[key] for name, key in known.items()
     }
-    groups = {known[name]: group for name, group in section.items()}
-    data = {**document.data, GROUPS: groups}
-    return Document(data=data, places=places, problems=document.problems)
+    return {**data, GROUPS: groups}

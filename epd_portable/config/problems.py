@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from epd_portable.config.document import Document, KeyPath, dotted, read_yaml
+from epd_portable.config.document import KeyPath, dotted, keys_on, read_yaml
 from epd_portable.config.removed import REMOVED, removed
 from epd_portable.errors import ConfigError, without_passwords
 
@@ -56,24 +56,21 @@ def checked(
     Raises:
         ConfigError: Lists every problem.
     """
-    try:
-        document = read_yaml(text)
-    except ConfigError as error:
-        raise ConfigError(f"{source}: {error}") from error
-    made, found = validated(document, model, missing=missing)
-    if made is None or document.problems:
-        raise all_problems(source, [*document.problems, *found])
+    data, problems = read_yaml(text, source)
+    made, found = validated(data, model, missing=missing)
+    if made is None or problems:
+        raise all_problems(source, [*problems, *found])
     return made
 
 
 def validated(
-    document: Document, model: type[Model], **explained: Any
+    data: Mapping[str, Any], model: type[Model], **explained: Any
 ) -> tuple[Model | None, list[str]]:
-    """Return what a document says by its schema, or all that is wrong, as `explain` has it."""
+    """Return what data says by its schema, or all that is wrong, as `explain` has it."""
     try:
-        return model.model_validate(document.data), []
+        return model.model_validate(data), []
     except ValidationError as error:
-        return None, explain(error, document, model, **explained)
+        return None, explain(error, data, model, **explained)
 
 
 def all_problems(source: str, problems: Sequence[str]) -> ConfigError:
@@ -99,7 +96,7 @@ def in_one_line(error: ValidationError, *, whole: str = "value") -> str:
 
 def explain(
     error: ValidationError,
-    document: Document,
+    data: Mapping[str, Any],
     root: type[BaseModel],
     *,
     more_keys: Sequence[str] = (),
@@ -108,17 +105,17 @@ def explain(
     """Return one line a problem: key, place and what is wrong.
 
     Args:
-        root: The schema of the whole document.
+        data: What was checked, see `read_yaml`.
+        root: The schema of all of it.
         more_keys: Keys at the top that the schema does not know and the reader does.
         missing: What to add to the line of a missing key.
     """
     lines: list[str] = []
     for item in error.errors():
         path: KeyPath = tuple(part for part in item["loc"] if part != "[key]")
-        place = document.place(path)
-        key, where = (place.key, f" ({place.where})") if place else (dotted(path), "")
+        key = named_key(data, path)
         if item["type"] == "missing":
-            key, where = dotted(path), ""
+            key = dotted(path)
             message = "is missing" + (missing or {}).get(path, "")
         elif item["type"] == "extra_forbidden" and dotted(path) in REMOVED:
             message = removed(dotted(path))
@@ -134,17 +131,24 @@ def explain(
             message = str(item["ctx"]["error"])
         else:
             message = _plain(item["type"], item["msg"], item["input"], _known_keys(root, path))
-        lines.append(f"{key}{where}: {message}" if key else with_place(message, document))
+        lines.append(f"{key}: {message}" if key else with_place(message, data))
     return lines
 
 
-def with_place(message: str, document: Document) -> str:
+def named_key(data: Mapping[str, Any], path: KeyPath) -> str:
+    """Return the key at a path, or the nearest above it, as it was written, and where."""
+    keys = keys_on(data, path)
+    return f"{keys[-1].written} ({keys[-1].where})" if keys else dotted(path)
+
+
+def with_place(message: str, data: Mapping[str, Any]) -> str:
     """Add to the first key that a message names the place where it was written."""
     for named in re.finditer(r"[a-z_]+(\.[a-z_]+)*", message):
-        place = document.places.get(tuple(named[0].split(".")))
+        path = named[0].split(".")
+        keys = keys_on(data, path)
         # Within a sentence a word without a dot is no key.
-        if place and (named.start() == 0 or "." in named[0]):
-            return f"{message[: named.end()]} ({place.where}){message[named.end() :]}"
+        if len(keys) == len(path) and (named.start() == 0 or "." in named[0]):
+            return f"{message[: named.end()]} ({keys[-1].where}){message[named.end() :]}"
     return message
 
 
