@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import socket
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 
 from epd_portable.errors import ConfigError, LaunchError, PortInUseError
 
@@ -98,61 +98,44 @@ def port_source(
     return next_port
 
 
-class PortsInOrder:
-    """Returns the ports from ``launch.first_port`` on, the same ones every time.
+def ports_in_order(first: int, *, reserved: Collection[int] = ()) -> Callable[[], int]:
+    """Return what returns the ports from ``launch.first_port`` on, the same ones every time.
 
-    One that is in use is returned, too, and `problem` names it. Other software of such machines
-    takes the ``reserved`` ones.
+    Other software of such machines takes the ``reserved`` ones. It raises `ConfigError` where there
+    is none above the last.
     """
 
-    def __init__(
-        self,
-        first: int,
-        *,
-        reserved: Collection[int] = (),
-        host: str = "127.0.0.1",
-        free: Callable[[int, str], bool] = claim,
-    ) -> None:
-        self._first = first
-        self._ports = (port for port in range(first, HIGHEST_PORT + 1) if port not in reserved)
-        self._host = host
-        self._free = free
-        self._taken: list[int] = []
-
-    def __call__(self) -> int:
-        """Return the next port.
-
-        Raises:
-            ConfigError: There is none above the last.
-        """
-        for port in self._ports:
-            if not self._free(port, self._host):
-                self._taken.append(port)
-            return port
+    def ports() -> Iterator[int]:
+        yield from (port for port in range(first, HIGHEST_PORT + 1) if port not in reserved)
         raise ConfigError(
-            f"launch.first_port {self._first} leaves too few ports for all instances: "
+            f"launch.first_port {first} leaves too few ports for all instances: "
             f"{HIGHEST_PORT} is the highest; lower it"
         )
 
-    def problem(self, uses: Mapping[int, str], public: Mapping[str, int]) -> str:
-        """Return which ports cannot be used, and what to do; empty if all can.
+    return ports().__next__
 
-        ``uses`` says what each is for, ``public`` has those of the router by their keys.
-        """
-        found = [
-            f"{port} ({uses[port]}) is {key} as well"
-            for key, port in public.items()
-            if port in uses
-        ]
-        found += [
-            f"{port} ({uses[port]}) is in use by another process or run"
-            for port in self._taken
-            if port in uses and port not in public.values()
-        ]
-        if not found:
-            return ""
-        return (
-            f"launch.first_port {self._first}: instances take {min(uses)} to {max(uses)}, and "
-            f"{'; '.join(found)}; `epd-launch status` shows what runs here; choose another "
-            "first_port, or leave it out"
-        )
+
+def clash_of_ports(
+    first: int,
+    uses: Mapping[int, str],
+    public: Mapping[str, int],
+    is_usable: Callable[[int], bool],
+) -> str:
+    """Return which `ports_in_order` cannot be used, and what to do; empty if all can.
+
+    ``uses`` says what each is for, ``public`` has those of the router by their keys.
+    """
+    keys = {port: key for key, port in public.items()}
+    found = [f"{port} ({uses[port]}) is {keys[port]} as well" for port in uses if port in keys]
+    found += [
+        f"{port} ({use}) is in use by another process or run"
+        for port, use in uses.items()
+        if port not in keys and not is_usable(port)
+    ]
+    if not found:
+        return ""
+    return (
+        f"launch.first_port {first}: instances take {min(uses)} to {max(uses)}, and "
+        f"{'; '.join(found)}; `epd-launch status` shows what runs here; choose another "
+        "first_port, or leave it out"
+    )

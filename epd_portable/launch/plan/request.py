@@ -27,7 +27,13 @@ from epd_portable.launch.plan.machine import (
     require_shm,
 )
 from epd_portable.launch.plan.model import ModelSource, resolve_model
-from epd_portable.launch.plan.ports import PortsInOrder, claim, port_source, require_free
+from epd_portable.launch.plan.ports import (
+    claim,
+    clash_of_ports,
+    port_source,
+    ports_in_order,
+    require_free,
+)
 from epd_portable.launch.plan.processes import Machine, Plan, make_plan
 from epd_portable.platforms.traits import TRAITS, PlatformTraits
 
@@ -139,10 +145,11 @@ class PlanRequest:
         public = {"router.port": router.port}
         if router.admin_port is not None:
             public["router.admin_port"] = router.admin_port
-        in_order = None
         if launch.first_port is not None:
-            in_order = PortsInOrder(launch.first_port, reserved=avoid, host=launch.host, free=free)
-        reserved = frozenset({*public.values(), *avoid})
+            free_port = ports_in_order(launch.first_port, reserved=avoid)
+        else:
+            reserved = frozenset({*public.values(), *avoid})
+            free_port = port_source(run_id, reserved=reserved, host=launch.host)
         with self._located():
             plan = make_plan(
                 topology,
@@ -150,7 +157,7 @@ class PlanRequest:
                 traits=self.traits,
                 machine=machine,
                 run_id=run_id,
-                free_port=in_order or port_source(run_id, reserved=reserved, host=launch.host),
+                free_port=free_port,
                 temp_dir=str(temp_dir),
                 hardware=self.hardware,
             )
@@ -160,7 +167,11 @@ class PlanRequest:
             if spec.role != "router"
             for purpose, port in spec.ports.items()
         }
-        return plan, in_order.problem(uses, public) if in_order else ""
+        if launch.first_port is None:
+            return plan, ""
+        return plan, clash_of_ports(
+            launch.first_port, uses, public, lambda port: free(port, launch.host)
+        )
 
     def plan_elsewhere(self, first_port: int) -> tuple[Topology, Plan]:
         """Plan a launcher of another machine, which finds the model and ports by itself.

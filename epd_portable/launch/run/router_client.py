@@ -168,9 +168,7 @@ class RouterClient:
 
 
 class RouterClients:
-    """The same call to each of several routers; returns when all have answered.
-
-    Methods raise `LaunchError` if one of them does.
+    """Several routers, which are asked the same at the same time.
 
     Args:
         urls: Base addresses of routers, or of names that several of them have.
@@ -182,23 +180,12 @@ class RouterClients:
         self._secret = secret
         self._cert_file = cert_file
 
-    def instances(self) -> list[dict[str, Any]]:
-        """See `RouterClient`; of all of them."""
-        return [each for found in self._each(RouterClient.instances) for each in found]
+    def each(self, call: Callable[[RouterClient], T]) -> list[T]:
+        """Return what a call of each returns, when all have answered.
 
-    def drain(self, name: str, *, timeout_s: float, until: threading.Event) -> bool:
-        """See `RouterClient`; whether none of them needs anything of it."""
-        return all(self._each(lambda one: one.drain(name, timeout_s=timeout_s, until=until)))
-
-    def resume(self, name: str) -> None:
-        """See `RouterClient`."""
-        self._each(lambda one: one.resume(name))
-
-    def wait_up(self, name: str, *, timeout_s: float, until: threading.Event) -> None:
-        """See `RouterClient`."""
-        self._each(lambda one: one.wait_up(name, timeout_s=timeout_s, until=until))
-
-    def _each(self, call: Callable[[RouterClient], T]) -> list[T]:
+        Raises:
+            LaunchError: One of them does.
+        """
         clients = [
             RouterClient(url, self._secret, address=address, cert_file=self._cert_file)
             for url in self._urls

@@ -6,6 +6,7 @@ the router in a thread, so that a slow router does not block the supervisor.
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Callable, Generator, Sequence
@@ -18,7 +19,7 @@ from epd_portable.errors import LaunchError
 from epd_portable.launch.notices import Notice
 from epd_portable.launch.plan.processes import ProcessSpec
 from epd_portable.launch.run.lifecycle import Action, Lifecycle
-from epd_portable.launch.run.router_client import RouterClients
+from epd_portable.launch.run.router_client import RouterClient, RouterClients
 
 T = TypeVar("T")
 Steps = Generator[list[Action], None, T]
@@ -93,10 +94,10 @@ class RollingUpdate:
         name = spec.name
         yield from self._others_up(name)
         yield from self._warn_if_alone(spec)
-        idle = yield from self._in_thread(
-            lambda: self._routers.drain(name, timeout_s=self._drain_s, until=self._given_up)
+        idle = yield from self._ask(
+            lambda one: one.drain(name, timeout_s=self._drain_s, until=self._given_up)
         )
-        if not idle:
+        if not all(idle):
             text = f"{name} still works on requests after {self._drain_s:g} s (router.drain_s)"
             yield [Notice("cutting", f"{text}; they are cut", {"instance": name})]
         if name in self._lifecycle.up():
@@ -104,11 +105,11 @@ class RollingUpdate:
         # Otherwise it has died meanwhile, and is restarted for that.
         back = yield from self._until(lambda: name in self._lifecycle.up())
         # Also if it is not back: it may come later.
-        yield from self._in_thread(lambda: self._routers.resume(name))
+        yield from self._ask(lambda one: one.resume(name))
         if not back:
             raise LaunchError(f"it is not healthy {self._patience_s:g} s after its restart")
-        yield from self._in_thread(
-            lambda: self._routers.wait_up(name, timeout_s=self._patience_s, until=self._given_up)
+        yield from self._ask(
+            lambda one: one.wait_up(name, timeout_s=self._patience_s, until=self._given_up)
         )
 
     def _others_up(self, name: str) -> Steps[None]:
@@ -120,12 +121,12 @@ class RollingUpdate:
 
     def _warn_if_alone(self, spec: ProcessSpec) -> Steps[None]:
         """Warn what its absence means, unless another one of its duty is up."""
-        seen = yield from self._in_thread(self._routers.instances)
+        seen = yield from self._ask(RouterClient.instances)
         assert spec.role != "router"
         duty = DUTIES[spec.role]
         if not any(
             (DUTIES[each["role"]], each["state"]) == (duty, "up") and each["name"] != spec.name
-            for each in seen
+            for each in itertools.chain.from_iterable(seen)
         ):
             text = f"{spec.name} is the only {spec.role} instance that is up; while it is away "
             yield [Notice("warning", text + MEANWHILE[duty])]
@@ -139,8 +140,9 @@ class RollingUpdate:
             yield []
         return True
 
-    def _in_thread(self, question: Callable[[], T]) -> Steps[T]:
-        asked = self._thread.submit(question)
+    def _ask(self, question: Callable[[RouterClient], T]) -> Steps[list[T]]:
+        """Ask each router; return their answers."""
+        asked = self._thread.submit(self._routers.each, question)
         while not asked.done():
             yield []
         return asked.result()

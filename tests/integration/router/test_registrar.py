@@ -135,12 +135,14 @@ async def test_instances_join_drain_and_leave_several_routers_alike(
         await joined.until_told(200, "up")
         clients = [RouterClient(each.router.url, joined.secret) for each in routers]
         both = RouterClients([each.router.url for each in routers], joined.secret)
-        assert await asyncio.to_thread(both.drain, names[0], timeout_s=DEADLINE_S, until=STOP)
+        assert await asyncio.to_thread(
+            both.each, lambda one: one.drain(names[0], timeout_s=DEADLINE_S, until=STOP)
+        ) == [True, True]
         for each in routers:
             health = await each.health()
             assert health.json()["instances"][names[0]]["state"] == "draining"
         await joined.until_told(503, "draining")
-        await asyncio.to_thread(both.resume, names[0])
+        await asyncio.to_thread(both.each, lambda one: one.resume(names[0]))
         await joined.until_told(200, "up")
         # At one of them it is not up: that one's answer is told.
         await asyncio.to_thread(clients[1].drain, names[0], timeout_s=DEADLINE_S, until=STOP)
