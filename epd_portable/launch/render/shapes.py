@@ -227,7 +227,7 @@ class Rendering:
             volumes.append({"name": "secret", "secret": held})
             mounts.append({"name": "secret", "mountPath": SECRET_FOLDER, "readOnly": True})
         instances = sum(spec.role != "router" for spec in plan.processes)
-        resources: Object = {"requests": {"cpu": str(max(1, instances))}}
+        resources: Object = {"requests": dict(cpu=str(max(1, instances)))}
         if platform.kubernetes_resource and plan.devices:
             resources = {"limits": {platform.kubernetes_resource: str(len(plan.devices))}}
         stop_s = topology.router.drain_s + DRAIN_MARGIN_S + topology.launch.stop_grace_s
