@@ -133,7 +133,17 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.freeze()
 
 
+ENGINES = {"tests/e2e", "tests/npu_sim/e2e"}
+"""Folders whose tests all ask real engines."""
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items:
+        if any(item.path.is_relative_to(config.rootpath / folder) for folder in ENGINES):
+            item.add_marker("e2e")
+            item.add_marker("needs_vllm")
+            if item.get_closest_marker("timeout") is None:
+                item.add_marker(pytest.mark.timeout(900))
     resume, full = config.getoption("--resume"), config.getoption("--full")
     passed = set(resume.read_text("utf-8").splitlines()) if resume and resume.exists() else set()
     left_out = {

@@ -8,12 +8,7 @@ from tests.e2e.asking import ask, picture, text
 from tests.e2e.conftest import Pair, Start
 from tests.e2e.engines import counts, empty_encoder_cache, metric, reset
 
-pytestmark = [
-    pytest.mark.e2e,
-    pytest.mark.needs_vllm,
-    pytest.mark.full,
-    pytest.mark.timeout(900),
-]
+pytestmark = pytest.mark.full
 
 MANY = range(7000, 7040)
 """Pictures of 16 embeddings: more than an encoder cache of 512 holds."""

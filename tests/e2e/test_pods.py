@@ -30,12 +30,7 @@ from epd_portable.launch import cli
 from tests.e2e.asking import ask, picture
 from tests.e2e.cases import ASK
 
-pytestmark = [
-    pytest.mark.e2e,
-    pytest.mark.full,
-    pytest.mark.needs_podman,
-    pytest.mark.timeout(900),
-]
+pytestmark = [pytest.mark.full, pytest.mark.needs_podman]
 
 ROOT = Path(__file__).resolve().parents[2]
 IMAGE = "localhost/epd-test:1"

@@ -27,10 +27,10 @@ from epd_portable.launch.run.sessions import SHM
 from tests.e2e import asking
 
 pytestmark = [
-    *(pytest.mark.full, pytest.mark.e2e, pytest.mark.needs_ray, pytest.mark.needs_vllm),
-    pytest.mark.timeout(900),
+    pytest.mark.full,
+    pytest.mark.needs_ray,
     # Ray's own, and those of what it imports.
-    *(pytest.mark.filterwarnings("default"),),
+    pytest.mark.filterwarnings("default"),
 ]
 
 ROOT = Path(__file__).parents[2]

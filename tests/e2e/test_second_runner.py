@@ -14,10 +14,7 @@ from tests.e2e.conftest import ENGINE_MODULES, Pair, forking, running
 from tests.e2e.equality import FloatSmoke
 
 pytestmark = [
-    pytest.mark.e2e,
     pytest.mark.needs_mooncake,
-    pytest.mark.needs_vllm,
-    pytest.mark.timeout(900),
     pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed"),
 ]
 

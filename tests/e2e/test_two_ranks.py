@@ -12,8 +12,6 @@ from tests.e2e.conftest import Pair, Start
 from tests.e2e.engines import instance, shared_memory, wait_until
 from tests.e2e.ranks import TWO_RANKS, TwoRanks
 
-pytestmark = [pytest.mark.e2e, pytest.mark.needs_vllm, pytest.mark.timeout(900)]
-
 
 @pytest.fixture(scope="module")
 def pair(start: Start, reference_url: str) -> Pair:

@@ -18,12 +18,7 @@ from tests.e2e.conftest import Split, Start
 from tests.e2e.engines import RESTART_S, wait_until
 from tests.e2e.front.test_front import in_flight, is_up, killed, process
 
-pytestmark = [
-    pytest.mark.e2e,
-    pytest.mark.full,
-    pytest.mark.needs_vllm,
-    pytest.mark.timeout(900),
-]
+pytestmark = pytest.mark.full
 
 ASK = text("Describe the picture.")
 STREAMS = 8

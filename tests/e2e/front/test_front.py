@@ -21,8 +21,6 @@ from tests.e2e.equality import TOLERANCE
 from tests.e2e.modalities.parts import frames
 from tests.metrics_page import total
 
-pytestmark = [pytest.mark.e2e, pytest.mark.needs_vllm, pytest.mark.timeout(900)]
-
 ASK = text("Describe the picture.")
 ENGINES = ("encode-0", "encode-1", "prefill_decode-0")
 

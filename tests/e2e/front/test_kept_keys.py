@@ -16,12 +16,7 @@ from tests.e2e.conftest import running
 from tests.e2e.engines import wait_until
 from tests.forked import Popen
 
-pytestmark = [
-    pytest.mark.e2e,
-    pytest.mark.full,
-    pytest.mark.needs_vllm,
-    pytest.mark.timeout(900),
-]
+pytestmark = pytest.mark.full
 
 ORIGIN = "https://page.example"
 

@@ -16,12 +16,7 @@ from tests.e2e.ranks import TWO_RANKS
 from tests.e2e.test_second_runner import ENV, SETTINGS
 from tests.forked import Popen
 
-pytestmark = [
-    pytest.mark.e2e,
-    pytest.mark.full,
-    pytest.mark.needs_vllm,
-    pytest.mark.timeout(900),
-]
+pytestmark = pytest.mark.full
 
 FLOAT = ["front=engine", "engine_args.dtype=float32"]
 TWO_ENCODERS = [

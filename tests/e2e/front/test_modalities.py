@@ -26,12 +26,7 @@ from tests.e2e.modalities.test_models import (
 )
 from tests.forked import Popen
 
-pytestmark = [
-    pytest.mark.e2e,
-    pytest.mark.full,
-    pytest.mark.needs_vllm,
-    pytest.mark.timeout(1200),
-]
+pytestmark = [pytest.mark.full, pytest.mark.timeout(1200)]
 
 DIVIDED = {"qwen2_vl", "qwen2_5_vl", "qwen3_vl"}
 

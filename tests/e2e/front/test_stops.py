@@ -20,12 +20,7 @@ from tests.e2e.engines import RESTART_S, wait_until
 from tests.e2e.front.test_front import in_flight, is_up, process
 from tests.faults.points import ENCODER_WORKER, PD_WORKER, Faults, Victim
 
-pytestmark = [
-    pytest.mark.e2e,
-    pytest.mark.full,
-    pytest.mark.needs_vllm,
-    pytest.mark.timeout(900),
-]
+pytestmark = pytest.mark.full
 
 ASK = text("Describe the picture.")
 LEASE_S, WAIT_S = 1.0, 4.0

@@ -23,12 +23,7 @@ from tests.e2e.conftest import Split, Start
 from tests.e2e.engines import RESTART_S, wait_until
 from tests.e2e.front.test_front import is_up, killed, process
 
-pytestmark = [
-    pytest.mark.e2e,
-    pytest.mark.full,
-    pytest.mark.needs_vllm,
-    pytest.mark.timeout(1200),
-]
+pytestmark = [pytest.mark.full, pytest.mark.timeout(1200)]
 
 NAMES = ("encode-0", "prefill_decode-0", "prefill_decode-1")
 ASK = text("Describe the picture.")

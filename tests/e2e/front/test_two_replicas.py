@@ -12,12 +12,7 @@ from tests.e2e.conftest import Split, Start
 from tests.e2e.equality import TOLERANCE
 from tests.e2e.front.test_front import killed
 
-pytestmark = [
-    pytest.mark.e2e,
-    pytest.mark.full,
-    pytest.mark.needs_vllm,
-    pytest.mark.timeout(1200),
-]
+pytestmark = [pytest.mark.full, pytest.mark.timeout(1200)]
 
 NAMES = ("encode_prefill_decode-0", "encode_prefill_decode-1")
 ASK = text("Describe the picture.")

@@ -28,8 +28,6 @@ from tests.e2e.equality import TOLERANCE
 from tests.e2e.modalities.parts import audio_url, frames, image, input_audio, video
 from tests.forked import Popen
 
-pytestmark = [pytest.mark.e2e, pytest.mark.needs_vllm, pytest.mark.timeout(900)]
-
 ASK = text("What is it?")
 CHECKPOINT_S = 300.0
 

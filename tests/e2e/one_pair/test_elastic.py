@@ -12,8 +12,6 @@ from tests.e2e.asking import ask, ask_streamed, assert_equal, picture, text
 from tests.e2e.conftest import Pair, slow_encoder
 from tests.e2e.equality import TOLERANCE
 
-pytestmark = [pytest.mark.e2e, pytest.mark.needs_vllm, pytest.mark.timeout(900)]
-
 ASK = text("What is in the pictures?")
 
 

@@ -18,12 +18,7 @@ from tests.integration.envoy.conftest import free_port
 from tests.integration.envoy.test_picker import asking, gateway
 from tests.keyring import secret_file
 
-pytestmark = [
-    pytest.mark.e2e,
-    pytest.mark.needs_envoy,
-    pytest.mark.needs_vllm,
-    pytest.mark.timeout(900),
-]
+pytestmark = pytest.mark.needs_envoy
 
 
 @pytest.fixture(scope="module")

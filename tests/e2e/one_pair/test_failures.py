@@ -22,8 +22,6 @@ from tests.e2e.equality import TOLERANCE
 from tests.e2e.one_pair.limits import ITEM_BYTES, POOL_ITEMS
 from tests.unit.media.samples import png
 
-pytestmark = [pytest.mark.e2e, pytest.mark.needs_vllm, pytest.mark.timeout(900)]
-
 ASK = text("What is in the picture?")
 MANY_TOKENS = 4000
 

@@ -7,12 +7,9 @@ import time
 from typing import Any
 
 import httpx
-import pytest
 
 from tests.e2e.asking import TIMEOUT_S, picture
 from tests.e2e.conftest import Pair
-
-pytestmark = [pytest.mark.e2e, pytest.mark.needs_vllm, pytest.mark.timeout(900)]
 
 WORDS = "What is in each picture?"
 

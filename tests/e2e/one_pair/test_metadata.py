@@ -17,8 +17,6 @@ from tests.e2e.equality import TOLERANCE, FloatSmoke
 from tests.e2e.one_pair.limits import SEATS, STEP
 from tests.metrics_page import total
 
-pytestmark = [pytest.mark.e2e, pytest.mark.needs_vllm, pytest.mark.timeout(900)]
-
 ASK = text("What is in the picture?")
 
 

@@ -12,8 +12,6 @@ from epd_portable.demo.pictures import QUESTIONS, QuestionKind, draw
 from tests.e2e.asking import TIMEOUT_S, picture, text
 from tests.e2e.conftest import Pair
 
-pytestmark = [pytest.mark.e2e, pytest.mark.needs_vllm, pytest.mark.timeout(900)]
-
 ASK = QUESTIONS[QuestionKind.DESCRIBE]
 SEED = 90
 SEEN = draw(SEED).scene.answer(QuestionKind.DESCRIBE)

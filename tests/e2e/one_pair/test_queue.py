@@ -20,8 +20,6 @@ from tests.e2e.one_pair.limits import QUEUE
 from tests.metrics_page import total
 from tests.unit.media.samples import png
 
-pytestmark = [pytest.mark.e2e, pytest.mark.needs_vllm]
-
 
 def refused(pair: Pair) -> float:
     return metric(pair.split.pid, "ec_producer", "epd_encode_refused_requests_total")

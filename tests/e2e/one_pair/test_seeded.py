@@ -6,14 +6,11 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import psutil
-import pytest
 
 from tests.e2e.asking import body, picture, post, text
 from tests.e2e.cases import ASK
 from tests.e2e.conftest import Pair, encoders_held
 from tests.e2e.engines import instance, wait_until
-
-pytestmark = [pytest.mark.e2e, pytest.mark.needs_vllm, pytest.mark.timeout(900)]
 
 CONTENT = [text("Look at this picture, please, and say what it shows: "), picture(900), ASK]
 

@@ -25,8 +25,6 @@ from tests.e2e.engines import (
 from tests.e2e.equality import TOLERANCE
 from tests.forked import Popen
 
-pytestmark = [pytest.mark.e2e, pytest.mark.needs_vllm, pytest.mark.timeout(900)]
-
 SEEDS = (7900, 7901, 7902)
 CONTENTS = [
     [text("Look at this."), picture(seed), text("What is in the picture?")] for seed in SEEDS

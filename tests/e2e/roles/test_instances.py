@@ -16,12 +16,7 @@ from epd_portable.config.secret import make_secret_file
 from tests.e2e.asking import ask, picture
 from tests.e2e.cases import ASK
 
-pytestmark = [
-    pytest.mark.e2e,
-    pytest.mark.full,
-    pytest.mark.needs_vllm,
-    pytest.mark.timeout(600),
-]
+pytestmark = [pytest.mark.full, pytest.mark.timeout(600)]
 
 NO_INSTANCES = ("instances.encode.count=0", "instances.prefill_decode.count=0")
 

@@ -35,12 +35,7 @@ from tests.forked import Popen
 from tests.metrics_page import total
 from tests.servers import RedisServer
 
-pytestmark = [
-    pytest.mark.e2e,
-    pytest.mark.needs_nixl,
-    pytest.mark.needs_vllm,
-    pytest.mark.timeout(1200),
-]
+pytestmark = [pytest.mark.needs_nixl, pytest.mark.timeout(1200)]
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 ENCODES = {

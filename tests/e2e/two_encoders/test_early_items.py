@@ -6,15 +6,11 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import pytest
-
 from tests.e2e.asking import ask, ask_all, assert_close, body, picture, post, text
 from tests.e2e.cases import ASK
 from tests.e2e.conftest import slow_steps
 from tests.e2e.engines import instance, wait_until
 from tests.e2e.two_encoders.deployment import TOLERANCE, Deployment
-
-pytestmark = [pytest.mark.e2e, pytest.mark.needs_vllm, pytest.mark.timeout(900)]
 
 PICTURES = 8
 

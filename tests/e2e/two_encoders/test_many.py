@@ -13,7 +13,6 @@ from typing import Any
 
 import httpx
 import msgspec
-import pytest
 import zmq
 
 from epd_portable.config.secret import INSTANCE_TOKEN_HEADER, Secret
@@ -38,8 +37,6 @@ from tests.e2e.two_encoders.deployment import (
     port_of,
 )
 from tests.forked import Popen
-
-pytestmark = [pytest.mark.e2e, pytest.mark.needs_vllm, pytest.mark.timeout(900)]
 
 
 def pictures(first: int, count: int = 4) -> list[dict[str, Any]]:

@@ -41,8 +41,6 @@ from tests.forked import Popen
 from tests.metrics_page import total
 from tests.servers import serving
 
-pytestmark = [pytest.mark.e2e, pytest.mark.needs_vllm, pytest.mark.timeout(900)]
-
 HOP_KEY = "h" * 20
 
 

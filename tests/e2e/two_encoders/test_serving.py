@@ -18,8 +18,6 @@ from tests.e2e.collector import Collector
 from tests.e2e.engines import shared_memory, wait_until
 from tests.e2e.two_encoders.deployment import ENCODERS, PD, TOLERANCE, Deployment
 
-pytestmark = [pytest.mark.e2e, pytest.mark.needs_vllm, pytest.mark.timeout(900)]
-
 
 @pytest.mark.parametrize("content", SINGLE.values(), ids=SINGLE)
 def test_an_answer_is_close_to_that_of_one_process(deployment: Deployment, content: Any) -> None:

@@ -27,12 +27,7 @@ from tests.e2e.conftest import Split, every_instance_is_up, router_of, running
 from tests.e2e.engines import RESTART_S, config_of, named, url_of, wait_until
 from tests.forked import Popen
 
-pytestmark = [
-    pytest.mark.e2e,
-    pytest.mark.full,
-    pytest.mark.needs_vllm,
-    pytest.mark.timeout(2400),
-]
+pytestmark = [pytest.mark.full, pytest.mark.timeout(2400)]
 
 NAMES = ("encode-0", "encode-1", "prefill_decode-0", "prefill_decode-1")
 FAILED = (500, 502, 503, 504)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from prometheus_client import values
@@ -19,3 +20,11 @@ def no_engine_counts_where_this_process_does() -> Iterator[None]:
             patch.setenv(name, "")
             patch.delenv(name)
         yield
+
+
+@pytest.fixture(scope="module")
+def config() -> Any:
+    """vLLM's configuration of a front."""
+    from tests.integration.vllm_plugin.played_front import config_of_front
+
+    return config_of_front()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,6 @@ from epd_portable.wire.params import CacheNews, to_params
 from tests.integration.vllm_plugin.played_front import (
     CONTROL,
     client_of,
-    config_of_front,
     content_of,
     feature,
     request,
@@ -31,11 +31,6 @@ from tests.integration.vllm_plugin.played_front import (
 pytestmark = pytest.mark.needs_vllm
 
 ENDED, FAILED = FinishReason.STOP, FinishReason.ERROR
-
-
-@pytest.fixture(scope="module")
-def config() -> Any:
-    return config_of_front()
 
 
 class Played:
@@ -136,353 +131,315 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
+Make = Callable[..., Front]
+
+
 @pytest.fixture
-def run(config: Any, tmp_path: Path) -> Iterator[Callable[..., None]]:
-    def play(
-        story: Callable[[Front], Coroutine[Any, Any, None]], *names: str, **settings: Any
-    ) -> None:
-        async def told() -> None:
-            await story(Front(config, tmp_path, *names, **settings))
-
-        asyncio.run(told())
-
-    yield play
+def make(config: Any, tmp_path: Path) -> Make:
+    """Return what makes a front of engines with these names."""
+    return partial(Front, config, tmp_path)
 
 
-def test_pixels_go_to_the_encoder_and_metadata_to_the_engine_that_answers(run: Any) -> None:
-    async def story(front: Front) -> None:
-        await front.ask("a", "a")
-        job, sent = front.engines["e-0"].last, front.engines["pd-0"].last
-        (transfer,) = front.engines["e-0"].params["transfers"]
-        (expected,) = front.engines["pd-0"].params["transfers"]
-        assert job.prompt_token_ids == [1, 2, 3, 4]
-        assert job.mm_features[0].mm_position.offset == 0
-        assert set(job.mm_features[0].data) == {"pixel_values", "image_grid_thw"}
-        assert [set(each.data) for each in sent.mm_features] == [{"image_grid_thw"}] * 2
-        assert (expected["item_uuid"], expected["media"]) == ("a", False)
-        assert transfer["transfer_id"] == expected["transfer_id"]
-        vouched = (transfer["transfer_id"], "a", CONTROL["pd-0"])
-        assert front.client.secret.sign_transfer(*vouched) == transfer["proof"]
-        await front.says("e-0", job.request_id, end=ENDED)
-        await front.says("pd-0", "r", 7)
-        await front.says("pd-0", "r", 8, end=ENDED)
-        assert await front.answers() == [("r", [7], None), ("r", [8], ENDED)]
-        assert front.is_empty()
-
-    run(story, "e-0", "pd-0")
+async def test_pixels_go_to_the_encoder_and_metadata_to_the_engine_that_answers(make: Make) -> None:
+    front = make("e-0", "pd-0")
+    await front.ask("a", "a")
+    job, sent = front.engines["e-0"].last, front.engines["pd-0"].last
+    (transfer,) = front.engines["e-0"].params["transfers"]
+    (expected,) = front.engines["pd-0"].params["transfers"]
+    assert job.prompt_token_ids == [1, 2, 3, 4]
+    assert job.mm_features[0].mm_position.offset == 0
+    assert set(job.mm_features[0].data) == {"pixel_values", "image_grid_thw"}
+    assert [set(each.data) for each in sent.mm_features] == [{"image_grid_thw"}] * 2
+    assert (expected["item_uuid"], expected["media"]) == ("a", False)
+    assert transfer["transfer_id"] == expected["transfer_id"]
+    vouched = (transfer["transfer_id"], "a", CONTROL["pd-0"])
+    assert front.client.secret.sign_transfer(*vouched) == transfer["proof"]
+    await front.says("e-0", job.request_id, end=ENDED)
+    await front.says("pd-0", "r", 7)
+    await front.says("pd-0", "r", 8, end=ENDED)
+    assert await front.answers() == [("r", [7], None), ("r", [8], ENDED)]
+    assert front.is_empty()
 
 
-def test_what_clients_write_for_the_connector_is_dropped(run: Any) -> None:
-    async def story(front: Front) -> None:
-        await front.ask(ec_transfer_params={"transfers": []}, other=1)
-        assert front.engines["pd-0"].last.sampling_params.extra_args == {"other": 1}
-
-    run(story, "e-0", "pd-0")
+async def test_what_clients_write_for_the_connector_is_dropped(make: Make) -> None:
+    front = make("e-0", "pd-0")
+    await front.ask(ec_transfer_params={"transfers": []}, other=1)
+    assert front.engines["pd-0"].last.sampling_params.extra_args == {"other": 1}
 
 
-def test_parts_of_a_session_go_to_its_engine_and_its_death_ends_it(run: Any) -> None:
-    async def story(front: Front) -> None:
-        for extra in ({}, {"ec_transfer_params": {"transfers": []}}):
-            part = request("r", "", **extra)
-            part.resumable = True
-            await front.client.add_request_async(part)
-            await settle()
-        (name,) = (each for each in CONTROL if front.engines[each].requests)
-        assert front.engines[name].last.sampling_params.extra_args is None
-        front.goes(name)
+async def test_parts_of_a_session_go_to_its_engine_and_its_death_ends_it(make: Make) -> None:
+    front = make("pd-0", "pd-1")
+    for extra in ({}, {"ec_transfer_params": {"transfers": []}}):
+        part = request("r", "", **extra)
+        part.resumable = True
+        await front.client.add_request_async(part)
         await settle()
-        assert await front.answers() == [("r", [], FAILED)]
-        assert front.is_empty()
-
-    run(story, "pd-0", "pd-1")
+    (name,) = (each for each in CONTROL if front.engines[each].requests)
+    assert front.engines[name].last.sampling_params.extra_args is None
+    front.goes(name)
+    await settle()
+    assert await front.answers() == [("r", [], FAILED)]
+    assert front.is_empty()
 
 
 @pytest.mark.parametrize("how", ["error", "gone", "gone after its answer"])
-def test_an_item_that_one_encoder_loses_comes_from_another(run: Any, how: str) -> None:
-    async def story(front: Front) -> None:
-        await front.ask("a")
-        first = front.with_job()
-        (transfer,) = front.engines[first].params["transfers"]
-        if how != "gone":
-            end = FAILED if how == "error" else ENDED
-            await front.says(first, front.engines[first].last.request_id, end=end)
-        if how != "error":
-            front.goes(first)
-            await settle()
-        second = front.with_job()
-        assert second != first
-        assert front.engines[second].params["transfers"] == (transfer,)
-        assert [*front.engines["pd-0"].requests] == ["r"]
-
-    run(story, "e-0", "e-1", "pd-0")
+async def test_an_item_that_one_encoder_loses_comes_from_another(make: Make, how: str) -> None:
+    front = make("e-0", "e-1", "pd-0")
+    await front.ask("a")
+    first = front.with_job()
+    (transfer,) = front.engines[first].params["transfers"]
+    if how != "gone":
+        end = FAILED if how == "error" else ENDED
+        await front.says(first, front.engines[first].last.request_id, end=end)
+    if how != "error":
+        front.goes(first)
+        await settle()
+    second = front.with_job()
+    assert second != first
+    assert front.engines[second].params["transfers"] == (transfer,)
+    assert [*front.engines["pd-0"].requests] == ["r"]
 
 
-def test_each_encoder_gets_a_part_of_a_video(run: Any) -> None:
-    async def story(front: Front) -> None:
-        await front.ask("C")
-        parts = ["C#0-1", "C#1-3", "C#3-5"]
-        jobs = [front.jobs(each)[0].mm_features[0] for each in ("e-0", "e-1", "e-2")]
-        assert {each.identifier for each in jobs} == {*parts}
-        assert all(content_of(each) == seen_of(each.identifier) for each in jobs)
-        sent = front.engines["pd-0"].last.mm_features
-        assert [each.identifier for each in sent] == parts
-        assert [set(each.data) for each in sent] == [{"video_grid_thw"}] * 3
-        # The token behind a pair of frames belongs to it, text before it does not.
-        places = [each.mm_position for each in sent]
-        assert [(each.offset, each.length) for each in places] == [(1, 6), (7, 12), (19, 12)]
-        assert [each.get_num_embeds() for each in places] == [4, 8, 8]
-        await front.ask("a", "C", "A", name="s")
-        sent = front.engines["pd-0"].last.mm_features
-        assert [each.identifier for each in sent] == ["a", *parts, "A"]
-
-    run(story, "e-0", "e-1", "e-2", "pd-0", max_queued_items=9)
+async def test_each_encoder_gets_a_part_of_a_video(make: Make) -> None:
+    front = make("e-0", "e-1", "e-2", "pd-0", max_queued_items=9)
+    await front.ask("C")
+    parts = ["C#0-1", "C#1-3", "C#3-5"]
+    jobs = [front.jobs(each)[0].mm_features[0] for each in ("e-0", "e-1", "e-2")]
+    assert {each.identifier for each in jobs} == {*parts}
+    assert all(content_of(each) == seen_of(each.identifier) for each in jobs)
+    sent = front.engines["pd-0"].last.mm_features
+    assert [each.identifier for each in sent] == parts
+    assert [set(each.data) for each in sent] == [{"video_grid_thw"}] * 3
+    # The token behind a pair of frames belongs to it, text before it does not.
+    places = [each.mm_position for each in sent]
+    assert [(each.offset, each.length) for each in places] == [(1, 6), (7, 12), (19, 12)]
+    assert [each.get_num_embeds() for each in places] == [4, 8, 8]
+    await front.ask("a", "C", "A", name="s")
+    sent = front.engines["pd-0"].last.mm_features
+    assert [each.identifier for each in sent] == ["a", *parts, "A"]
 
 
-def test_a_part_that_is_lost_is_asked_of_another_encoder_alone_and_then_encoded_here(
-    run: Any,
+async def test_a_part_that_is_lost_is_asked_of_another_encoder_alone_and_then_encoded_here(
+    make: Make,
 ) -> None:
-    async def story(front: Front) -> None:
-        await front.ask("C")
-        lost, other = front.jobs("e-0")[0], front.jobs("e-1")[0]
-        names = [each.mm_features[0].identifier for each in (lost, other)]
-        assert {*names} == {"C#0-2", "C#2-5"}
-        await front.says("e-1", other.request_id, end=ENDED)
-        await front.says("e-0", lost.request_id, end=FAILED)
-        retried = front.jobs("e-1")[1:]
-        assert [each.mm_features[0].identifier for each in retried] == [names[0]]
-        await front.says("e-1", retried[0].request_id, end=FAILED)
-        sent = front.engines["pd-0"].last.mm_features
-        assert [each.identifier for each in sent] == ["C#0-2", "C#2-5"]
-        here = [each.identifier for each in sent if "pixel_values_videos" in each.data]
-        assert here == [names[0]]
-
-    run(story, "e-0", "e-1", "pd-0", max_queued_items=9)
+    front = make("e-0", "e-1", "pd-0", max_queued_items=9)
+    await front.ask("C")
+    lost, other = front.jobs("e-0")[0], front.jobs("e-1")[0]
+    names = [each.mm_features[0].identifier for each in (lost, other)]
+    assert {*names} == {"C#0-2", "C#2-5"}
+    await front.says("e-1", other.request_id, end=ENDED)
+    await front.says("e-0", lost.request_id, end=FAILED)
+    retried = front.jobs("e-1")[1:]
+    assert [each.mm_features[0].identifier for each in retried] == [names[0]]
+    await front.says("e-1", retried[0].request_id, end=FAILED)
+    sent = front.engines["pd-0"].last.mm_features
+    assert [each.identifier for each in sent] == ["C#0-2", "C#2-5"]
+    here = [each.identifier for each in sent if "pixel_values_videos" in each.data]
+    assert here == [names[0]]
 
 
 @pytest.mark.parametrize("picture", ["a", "b", "c", "d", "e", "f"])
-def test_parts_meet_at_no_encoder_while_another_has_as_little_to_do(run: Any, picture: str) -> None:
-    async def story(front: Front) -> None:
-        await front.ask(picture, "B")
-        found = [
-            {each.mm_features[0].identifier for each in front.jobs(name)} - {picture}
-            for name in ("e-0", "e-1")
-        ]
-        assert sorted(map(sorted, found)) == [["B#0-1"], ["B#1-2"]]
-
-    run(story, "e-0", "e-1", "pd-0", max_queued_items=9)
-
-
-def test_without_a_second_encoder_a_video_is_whole(run: Any) -> None:
-    async def story(front: Front) -> None:
-        await front.ask("C")
-        assert [each.mm_features[0].identifier for each in front.jobs("e-0")] == ["C"]
-
-    run(story, "e-0", "pd-0")
+async def test_parts_meet_at_no_encoder_while_another_has_as_little_to_do(
+    make: Make, picture: str
+) -> None:
+    front = make("e-0", "e-1", "pd-0", max_queued_items=9)
+    await front.ask(picture, "B")
+    found = [
+        {each.mm_features[0].identifier for each in front.jobs(name)} - {picture}
+        for name in ("e-0", "e-1")
+    ]
+    assert sorted(map(sorted, found)) == [["B#0-1"], ["B#1-2"]]
 
 
-def test_an_item_that_no_encoder_brings_is_encoded_where_it_is_needed(run: Any) -> None:
-    async def story(front: Front) -> None:
-        await front.ask("a")
-        front.goes("e-0")
-        await settle()
-        pd = front.engines["pd-0"]
-        assert pd.aborted == ["r"]
-        assert pd.last.request_id != "r"
-        assert "pixel_values" in pd.last.mm_features[0].data
-        assert pd.params is None
-        await front.says("pd-0", "r", 5)  # of the try that was given up
-        await front.says("pd-0", pd.last.request_id, 7, end=ENDED)
-        assert await front.answers() == [("r", [7], ENDED)]
-        assert front.is_empty()
-
-    run(story, "e-0", "pd-0")
+async def test_without_a_second_encoder_a_video_is_whole(make: Make) -> None:
+    front = make("e-0", "pd-0")
+    await front.ask("C")
+    assert [each.mm_features[0].identifier for each in front.jobs("e-0")] == ["C"]
 
 
-def test_an_item_that_the_engine_holds_costs_no_job(run: Any) -> None:
-    async def story(front: Front) -> None:
-        await front.tells("pd-0", a=True, b=True)
-        await front.tells("pd-0", b=False)
-        await front.ask("a", "b")
-        (job,) = front.jobs("e-0")
-        assert job.mm_features[0].identifier == "b"
-        held, asked = front.engines["pd-0"].params["transfers"]
-        assert (held["item_uuid"], held["on_demand"], held["media"]) == ("a", True, False)
-        assert not asked["on_demand"]
-        await front.says("e-0", job.request_id, end=ENDED)
-        await front.says("pd-0", "r", 7, end=ENDED)
-        assert await front.answers() == [("r", [7], ENDED)]
-        assert front.items() == {"encoded": 1, "not_needed": 1}
-        assert front.is_empty() and not front.client._requested
-
-    run(story, "e-0", "pd-0")
+async def test_an_item_that_no_encoder_brings_is_encoded_where_it_is_needed(make: Make) -> None:
+    front = make("e-0", "pd-0")
+    await front.ask("a")
+    front.goes("e-0")
+    await settle()
+    pd = front.engines["pd-0"]
+    assert pd.aborted == ["r"]
+    assert pd.last.request_id != "r"
+    assert "pixel_values" in pd.last.mm_features[0].data
+    assert pd.params is None
+    await front.says("pd-0", "r", 5)  # of the try that was given up
+    await front.says("pd-0", pd.last.request_id, 7, end=ENDED)
+    assert await front.answers() == [("r", [7], ENDED)]
+    assert front.is_empty()
 
 
-def test_an_item_that_the_engine_has_lost_is_encoded_when_it_asks(run: Any) -> None:
-    async def story(front: Front) -> None:
-        await front.tells("pd-0", a=True)
-        await front.ask("a")
-        (transfer,) = front.engines["pd-0"].params["transfers"]
-        assert not front.jobs("e-0")
-        await front.tells("pd-0", transfer["transfer_id"], a=False)
-        assert front.engines["e-0"].params["transfers"][0]["transfer_id"] == transfer["transfer_id"]
-        await front.says("e-0", front.engines["e-0"].last.request_id, end=ENDED)
-        await front.says("pd-0", "r", 7, end=ENDED)
-        assert front.items() == {"encoded": 1}
-        assert front.is_empty()
-
-    run(story, "e-0", "pd-0")
-
-
-def test_an_item_that_is_lost_when_no_encoder_is_up_is_encoded_where_it_is_needed(run: Any) -> None:
-    async def story(front: Front) -> None:
-        await front.tells("pd-0", a=True)
-        await front.ask("a")
-        (transfer,) = front.engines["pd-0"].params["transfers"]
-        front.goes("e-0")
-        await front.tells("pd-0", transfer["transfer_id"], a=False)
-        assert front.engines["pd-0"].params is None
-        assert "pixel_values" in front.engines["pd-0"].last.mm_features[0].data
-        assert front.items() == {"local": 1}
-
-    run(story, "e-0", "pd-0")
+async def test_an_item_that_the_engine_holds_costs_no_job(make: Make) -> None:
+    front = make("e-0", "pd-0")
+    await front.tells("pd-0", a=True, b=True)
+    await front.tells("pd-0", b=False)
+    await front.ask("a", "b")
+    (job,) = front.jobs("e-0")
+    assert job.mm_features[0].identifier == "b"
+    held, asked = front.engines["pd-0"].params["transfers"]
+    assert (held["item_uuid"], held["on_demand"], held["media"]) == ("a", True, False)
+    assert not asked["on_demand"]
+    await front.says("e-0", job.request_id, end=ENDED)
+    await front.says("pd-0", "r", 7, end=ENDED)
+    assert await front.answers() == [("r", [7], ENDED)]
+    assert front.items() == {"encoded": 1, "not_needed": 1}
+    assert front.is_empty() and not front.client._requested
 
 
-def test_an_encoder_that_answers_gets_the_media_of_what_it_holds(run: Any) -> None:
-    async def story(front: Front) -> None:
-        for name in front.engines:
-            await front.tells(name, a=True, b=True)
-        await front.ask("a", "b")
-        (own,) = (name for name, each in front.engines.items() if each.requests)
-        assert front.engines[own].params is None
-        await front.says(own, "r", 7, end=ENDED)
-        assert front.items() == {"not_needed": 2}
-
-    run(story, "all-0", "all-1")
-
-
-def test_engines_that_do_everything_share_the_pictures_of_a_request(run: Any) -> None:
-    async def story(front: Front) -> None:
-        await front.ask("a", "b", "c", "d")
-        own = next(name for name, each in front.engines.items() if "r" in each.requests)
-        other = ({*front.engines} - {own}).pop()
-        sent, jobs = front.engines[own].last, front.jobs(other)
-        having = {each.identifier: "pixel_values" in each.data for each in sent.mm_features}
-        assert having == {"a": True, "b": False, "c": True, "d": False}
-        assert [job.mm_features[0].identifier for job in jobs] == ["b", "d"]
-        await front.says(other, jobs[0].request_id, end=ENDED)
-        # The other one is lost: it is encoded where it is needed, and by nobody else.
-        await front.says(other, jobs[1].request_id, end=FAILED)
-        (again,) = (each for each in front.engines[own].requests if each != "r")
-        sent = front.engines[own].requests[again]
-        assert "pixel_values" in sent.mm_features[3].data
-        assert [*front.engines[other].requests][:2] == [job.request_id for job in jobs]
-        await front.says(own, again, 7, end=ENDED)
-        assert await front.answers() == [("r", [7], ENDED)]
-        for job in front.jobs(other)[2:]:
-            await front.says(other, job.request_id, end=ENDED)
-        assert front.is_empty()
-
-    run(story, "all-0", "all-1")
+async def test_an_item_that_the_engine_has_lost_is_encoded_when_it_asks(make: Make) -> None:
+    front = make("e-0", "pd-0")
+    await front.tells("pd-0", a=True)
+    await front.ask("a")
+    (transfer,) = front.engines["pd-0"].params["transfers"]
+    assert not front.jobs("e-0")
+    await front.tells("pd-0", transfer["transfer_id"], a=False)
+    assert front.engines["e-0"].params["transfers"][0]["transfer_id"] == transfer["transfer_id"]
+    await front.says("e-0", front.engines["e-0"].last.request_id, end=ENDED)
+    await front.says("pd-0", "r", 7, end=ENDED)
+    assert front.items() == {"encoded": 1}
+    assert front.is_empty()
 
 
-def test_an_item_that_an_encoder_cannot_encode_is_not_asked_of_it_again(run: Any) -> None:
-    async def story(front: Front) -> None:
-        await front.ask("a")
-        job = front.engines["e-0"].last.request_id
-        await front.says("e-0", job, end=FAILED)
-        assert [*front.engines["e-0"].requests] == [job]
-        assert "pixel_values" in front.engines["pd-0"].last.mm_features[0].data
-
-    run(story, "e-0", "pd-0")
-
-
-def test_an_item_that_its_encoder_gives_up_is_asked_of_another(run: Any) -> None:
-    async def story(front: Front) -> None:
-        await front.ask("a")
-        first = front.with_job()
-        await front.says(first, front.engines[first].last.request_id, end=ENDED)
-        (transfer,) = front.engines["pd-0"].params["transfers"]
-        await front.tells("pd-0", transfer["transfer_id"])
-        second = front.with_job()
-        assert second != first
-        await front.says(second, front.engines[second].last.request_id, end=ENDED)
-        await front.says("pd-0", "r", 7, end=ENDED)
-        assert await front.answers() == [("r", [7], ENDED)]
-        assert front.items() == {"retried": 1}
-        assert front.is_empty()
-
-    run(story, "e-0", "e-1", "pd-0", can_encode=False)
+async def test_an_item_that_is_lost_when_no_encoder_is_up_is_encoded_where_it_is_needed(
+    make: Make,
+) -> None:
+    front = make("e-0", "pd-0")
+    await front.tells("pd-0", a=True)
+    await front.ask("a")
+    (transfer,) = front.engines["pd-0"].params["transfers"]
+    front.goes("e-0")
+    await front.tells("pd-0", transfer["transfer_id"], a=False)
+    assert front.engines["pd-0"].params is None
+    assert "pixel_values" in front.engines["pd-0"].last.mm_features[0].data
+    assert front.items() == {"local": 1}
 
 
-def test_without_an_encoder_beside_them_it_is_refused(run: Any) -> None:
-    async def story(front: Front) -> None:
-        await front.ask("a", "b")
-        with pytest.raises(GracefulHTTPError) as full:
-            await front.ask("c", name="s")
-        front.goes("e-0")
-        await settle()
-        with pytest.raises(GracefulHTTPError) as gone:
-            await front.ask("c", name="s")
-        assert (full.value.http_status, gone.value.http_status) == (429, 503)
-        assert front.failed["r"].http_status == 503  # type: ignore[attr-defined]
-        assert front.is_empty()
-
-    run(story, "e-0", "pd-0", can_encode=False)
+async def test_an_encoder_that_answers_gets_the_media_of_what_it_holds(make: Make) -> None:
+    front = make("all-0", "all-1")
+    for name in front.engines:
+        await front.tells(name, a=True, b=True)
+    await front.ask("a", "b")
+    (own,) = (name for name, each in front.engines.items() if each.requests)
+    assert front.engines[own].params is None
+    await front.says(own, "r", 7, end=ENDED)
+    assert front.items() == {"not_needed": 2}
 
 
-def test_full_encoders_get_nothing_more(run: Any) -> None:
-    async def story(front: Front) -> None:
-        await front.ask("a", "b")
+async def test_engines_that_do_everything_share_the_pictures_of_a_request(make: Make) -> None:
+    front = make("all-0", "all-1")
+    await front.ask("a", "b", "c", "d")
+    own = next(name for name, each in front.engines.items() if "r" in each.requests)
+    other = ({*front.engines} - {own}).pop()
+    sent, jobs = front.engines[own].last, front.jobs(other)
+    having = {each.identifier: "pixel_values" in each.data for each in sent.mm_features}
+    assert having == {"a": True, "b": False, "c": True, "d": False}
+    assert [job.mm_features[0].identifier for job in jobs] == ["b", "d"]
+    await front.says(other, jobs[0].request_id, end=ENDED)
+    # The other one is lost: it is encoded where it is needed, and by nobody else.
+    await front.says(other, jobs[1].request_id, end=FAILED)
+    (again,) = (each for each in front.engines[own].requests if each != "r")
+    sent = front.engines[own].requests[again]
+    assert "pixel_values" in sent.mm_features[3].data
+    assert [*front.engines[other].requests][:2] == [job.request_id for job in jobs]
+    await front.says(own, again, 7, end=ENDED)
+    assert await front.answers() == [("r", [7], ENDED)]
+    for job in front.jobs(other)[2:]:
+        await front.says(other, job.request_id, end=ENDED)
+    assert front.is_empty()
+
+
+async def test_an_item_that_an_encoder_cannot_encode_is_not_asked_of_it_again(make: Make) -> None:
+    front = make("e-0", "pd-0")
+    await front.ask("a")
+    job = front.engines["e-0"].last.request_id
+    await front.says("e-0", job, end=FAILED)
+    assert [*front.engines["e-0"].requests] == [job]
+    assert "pixel_values" in front.engines["pd-0"].last.mm_features[0].data
+
+
+async def test_an_item_that_its_encoder_gives_up_is_asked_of_another(make: Make) -> None:
+    front = make("e-0", "e-1", "pd-0", can_encode=False)
+    await front.ask("a")
+    first = front.with_job()
+    await front.says(first, front.engines[first].last.request_id, end=ENDED)
+    (transfer,) = front.engines["pd-0"].params["transfers"]
+    await front.tells("pd-0", transfer["transfer_id"])
+    second = front.with_job()
+    assert second != first
+    await front.says(second, front.engines[second].last.request_id, end=ENDED)
+    await front.says("pd-0", "r", 7, end=ENDED)
+    assert await front.answers() == [("r", [7], ENDED)]
+    assert front.items() == {"retried": 1}
+    assert front.is_empty()
+
+
+async def test_without_an_encoder_beside_them_it_is_refused(make: Make) -> None:
+    front = make("e-0", "pd-0", can_encode=False)
+    await front.ask("a", "b")
+    with pytest.raises(GracefulHTTPError) as full:
         await front.ask("c", name="s")
-        assert len(front.engines["e-0"].requests) == 2
-        assert "pixel_values" in front.engines["pd-0"].last.mm_features[0].data
-
-    run(story, "e-0", "pd-0")
-
-
-def test_what_has_not_begun_goes_to_another_engine_and_what_has_begun_ends(run: Any) -> None:
-    async def story(front: Front) -> None:
-        for name in ("r", "s"):
-            await front.ask("a", name=name)
-        (first,) = (name for name in CONTROL if "r" in front.engines[name].requests)
-        other = next(name for name in CONTROL if name != first)
-        assert [*front.engines[other].requests] == ["s"]
-        await front.ask("b", name="t")
-        await front.says(first, "r", 5)
-        third = first if "t" in front.engines[first].requests else other
-        for name in (first, other):
-            front.goes(name)
-        front.comes(third)
-        await settle()
-        assert ("r", [], FAILED) in await front.answers()
-        front.goes(third)
-        await settle()
-        assert front.failed.keys() <= {"s", "t"}
-        assert all(each.http_status == 503 for each in front.failed.values())  # type: ignore[attr-defined]
-
-    run(story, "e-0", "pd-0", "pd-1")
+    front.goes("e-0")
+    await settle()
+    with pytest.raises(GracefulHTTPError) as gone:
+        await front.ask("c", name="s")
+    assert (full.value.http_status, gone.value.http_status) == (429, 503)
+    assert front.failed["r"].http_status == 503  # type: ignore[attr-defined]
+    assert front.is_empty()
 
 
-def test_a_request_moves_to_the_engine_that_is_left(run: Any) -> None:
-    async def story(front: Front) -> None:
-        await front.ask("a")
-        (first,) = (name for name in CONTROL if front.engines[name].requests)
-        other = next(name for name in CONTROL if name != first)
-        front.goes(first)
-        await settle()
-        (expected,) = front.engines[other].params["transfers"]
-        (transfer,) = front.engines["e-0"].params["transfers"]
-        assert transfer["consumer"] == CONTROL[other]
-        assert transfer["transfer_id"] == expected["transfer_id"]
-        await front.says("e-0", front.engines["e-0"].last.request_id, end=ENDED)
-        await front.says(other, front.engines[other].last.request_id, 7, end=ENDED)
-        assert await front.answers() == [("r", [7], ENDED)]
-        assert front.is_empty()
-
-    run(story, "e-0", "pd-0", "pd-1")
+async def test_full_encoders_get_nothing_more(make: Make) -> None:
+    front = make("e-0", "pd-0")
+    await front.ask("a", "b")
+    await front.ask("c", name="s")
+    assert len(front.engines["e-0"].requests) == 2
+    assert "pixel_values" in front.engines["pd-0"].last.mm_features[0].data
 
 
-def test_prompts_that_begin_alike_go_to_one_engine_until_it_is_busier(run: Any) -> None:
+async def test_what_has_not_begun_goes_to_another_engine_and_what_has_begun_ends(
+    make: Make,
+) -> None:
+    front = make("e-0", "pd-0", "pd-1")
+    for name in ("r", "s"):
+        await front.ask("a", name=name)
+    (first,) = (name for name in CONTROL if "r" in front.engines[name].requests)
+    other = next(name for name in CONTROL if name != first)
+    assert [*front.engines[other].requests] == ["s"]
+    await front.ask("b", name="t")
+    await front.says(first, "r", 5)
+    third = first if "t" in front.engines[first].requests else other
+    for name in (first, other):
+        front.goes(name)
+    front.comes(third)
+    await settle()
+    assert ("r", [], FAILED) in await front.answers()
+    front.goes(third)
+    await settle()
+    assert front.failed.keys() <= {"s", "t"}
+    assert all(each.http_status == 503 for each in front.failed.values())  # type: ignore[attr-defined]
+
+
+async def test_a_request_moves_to_the_engine_that_is_left(make: Make) -> None:
+    front = make("e-0", "pd-0", "pd-1")
+    await front.ask("a")
+    (first,) = (name for name in CONTROL if front.engines[name].requests)
+    other = next(name for name in CONTROL if name != first)
+    front.goes(first)
+    await settle()
+    (expected,) = front.engines[other].params["transfers"]
+    (transfer,) = front.engines["e-0"].params["transfers"]
+    assert transfer["consumer"] == CONTROL[other]
+    assert transfer["transfer_id"] == expected["transfer_id"]
+    await front.says("e-0", front.engines["e-0"].last.request_id, end=ENDED)
+    await front.says(other, front.engines[other].last.request_id, 7, end=ENDED)
+    assert await front.answers() == [("r", [7], ENDED)]
+    assert front.is_empty()
+
+
+async def test_prompts_that_begin_alike_go_to_one_engine_until_it_is_busier(make: Make) -> None:
     async def ask(front: Front, name: str, *tokens: int) -> str:
         core = request(name, ())
         core.prompt_token_ids = [*tokens] * 100
@@ -491,165 +448,146 @@ def test_prompts_that_begin_alike_go_to_one_engine_until_it_is_busier(run: Any) 
         (engine,) = (each for each in CONTROL if name in front.engines[each].requests)
         return engine
 
-    async def story(front: Front) -> None:
-        for first in range(4):
-            chosen = set()
-            for turn in range(4):
-                name = f"{first}-{turn}"
-                chosen.add(engine := await ask(front, name, first))
-                await front.says(engine, name, 7, end=ENDED)
-            assert len(chosen) == 1
-        busy = [await ask(front, f"busy-{number}", 9) for number in range(8)]
-        assert {busy.count(name) for name in CONTROL} <= {3, 4, 5}
-
-    run(story, "e-0", "pd-0", "pd-1")
+    front = make("e-0", "pd-0", "pd-1")
+    for first in range(4):
+        chosen = set()
+        for turn in range(4):
+            name = f"{first}-{turn}"
+            chosen.add(engine := await ask(front, name, first))
+            await front.says(engine, name, 7, end=ENDED)
+        assert len(chosen) == 1
+    busy = [await ask(front, f"busy-{number}", 9) for number in range(8)]
+    assert {busy.count(name) for name in CONTROL} <= {3, 4, 5}
 
 
 @pytest.mark.parametrize("in_time", [True, False])
-def test_a_job_may_end_after_the_answer_has_begun(
-    run: Any, in_time: bool, monkeypatch: pytest.MonkeyPatch
+async def test_a_job_may_end_after_the_answer_has_begun(
+    make: Make, in_time: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def story(front: Front) -> None:
-        await front.ask("a")
-        job = front.engines["e-0"].last.request_id
-        await front.says("pd-0", "r", 7)
-        await front.says("pd-0", "r", 8, end=ENDED)
-        if in_time:
-            assert front.engines["e-0"].aborted == []
-            await front.says("e-0", job, end=ENDED)
-        assert front.engines["e-0"].aborted == ([] if in_time else [job])
-        outcome = "encoded" if in_time else "not_needed"
-        assert front.client.metrics.items.labels(outcome)._value.get() == 1
-        assert front.is_empty()
-
     monkeypatch.setattr(
         "epd_portable.vllm_plugin.front_client.JOB_GRACE_S", 100.0 if in_time else 0.0
     )
-    run(story, "e-0", "pd-0")
+    front = make("e-0", "pd-0")
+    await front.ask("a")
+    job = front.engines["e-0"].last.request_id
+    await front.says("pd-0", "r", 7)
+    await front.says("pd-0", "r", 8, end=ENDED)
+    if in_time:
+        assert front.engines["e-0"].aborted == []
+        await front.says("e-0", job, end=ENDED)
+    assert front.engines["e-0"].aborted == ([] if in_time else [job])
+    outcome = "encoded" if in_time else "not_needed"
+    assert front.client.metrics.items.labels(outcome)._value.get() == 1
+    assert front.is_empty()
 
 
-def test_an_engine_that_goes_after_its_answer_ends_it_once(run: Any) -> None:
-    async def story(front: Front) -> None:
-        await front.ask("a")
-        await front.says("pd-0", "r", 7, end=ENDED)
-        front.goes("pd-0")
-        await settle()
-        assert await front.answers() == [("r", [7], ENDED)]
-        assert front.is_empty()
-
-    run(story, "e-0", "pd-0")
+async def test_an_engine_that_goes_after_its_answer_ends_it_once(make: Make) -> None:
+    front = make("e-0", "pd-0")
+    await front.ask("a")
+    await front.says("pd-0", "r", 7, end=ENDED)
+    front.goes("pd-0")
+    await settle()
+    assert await front.answers() == [("r", [7], ENDED)]
+    assert front.is_empty()
 
 
 @pytest.mark.parametrize("stage", ["encoding", "encoded", "answering"])
-def test_a_request_that_is_given_up_leaves_nothing(run: Any, stage: str) -> None:
-    async def story(front: Front) -> None:
-        await front.ask("a")
-        job = front.engines["e-0"].last.request_id
-        if stage != "encoding":
-            await front.says("e-0", job, end=ENDED)
-        if stage == "answering":
-            await front.says("pd-0", "r", 5)
-        await front.client.abort_requests_async(["r"])
-        await settle()
-        assert front.engines["pd-0"].aborted == ["r"]
-        assert front.engines["e-0"].aborted == ([job] if stage == "encoding" else [])
-        assert front.is_empty()
-
-    run(story, "e-0", "pd-0")
+async def test_a_request_that_is_given_up_leaves_nothing(make: Make, stage: str) -> None:
+    front = make("e-0", "pd-0")
+    await front.ask("a")
+    job = front.engines["e-0"].last.request_id
+    if stage != "encoding":
+        await front.says("e-0", job, end=ENDED)
+    if stage == "answering":
+        await front.says("pd-0", "r", 5)
+    await front.client.abort_requests_async(["r"])
+    await settle()
+    assert front.engines["pd-0"].aborted == ["r"]
+    assert front.engines["e-0"].aborted == ([job] if stage == "encoding" else [])
+    assert front.is_empty()
 
 
-def test_an_engine_that_fails_a_request_gets_it_once_more_with_its_media(run: Any) -> None:
-    async def story(front: Front) -> None:
-        await front.ask("a")
-        await front.says("pd-0", "r", end=FAILED)
-        pd = front.engines["pd-0"]
-        assert "pixel_values" in pd.last.mm_features[0].data
-        for _ in range(2):
-            await front.says("pd-0", pd.last.request_id, end=FAILED)
-        assert front.failed["r"].http_status == 503  # type: ignore[attr-defined]
-        assert front.is_empty()
-
-    run(story, "e-0", "pd-0")
+async def test_an_engine_that_fails_a_request_gets_it_once_more_with_its_media(make: Make) -> None:
+    front = make("e-0", "pd-0")
+    await front.ask("a")
+    await front.says("pd-0", "r", end=FAILED)
+    pd = front.engines["pd-0"]
+    assert "pixel_values" in pd.last.mm_features[0].data
+    for _ in range(2):
+        await front.says("pd-0", pd.last.request_id, end=FAILED)
+    assert front.failed["r"].http_status == 503  # type: ignore[attr-defined]
+    assert front.is_empty()
 
 
-def test_a_tick_of_switching_that_fails_is_logged_and_the_next_comes(
-    run: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+async def test_a_tick_of_switching_that_fails_is_logged_and_the_next_comes(
+    make: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("epd_portable.vllm_plugin.front.TICK_S", 0.01)
+    front = make()
+    again = asyncio.Event()
 
-    async def story(front: Front) -> None:
-        again = asyncio.Event()
+    def tick(_: float) -> None:
+        if not caplog.records:
+            raise ValueError("a fault of the front")
+        again.set()
 
-        def tick(_: float) -> None:
-            if not caplog.records:
-                raise ValueError("a fault of the front")
-            again.set()
-
-        front.client.switching.tick = tick  # type: ignore[method-assign]
-        loop = asyncio.get_running_loop()
-        loop.call_soon(switch, loop, front.client.switching)
-        await asyncio.wait_for(again.wait(), 30)
-        assert "a fault of the front" in caplog.text
-
-    run(story)
+    front.client.switching.tick = tick  # type: ignore[method-assign]
+    loop = asyncio.get_running_loop()
+    loop.call_soon(switch, loop, front.client.switching)
+    await asyncio.wait_for(again.wait(), 30)
+    assert "a fault of the front" in caplog.text
 
 
-def test_a_front_that_stops_ends_what_is_open_and_takes_nothing(run: Any) -> None:
-    async def story(front: Front) -> None:
-        front.client.engines.close = lambda: None  # type: ignore[method-assign]
-        await front.ask()
-        stopping = asyncio.create_task(asyncio.to_thread(front.client.shutdown, 60))
-        while not front.client._is_draining:
-            await asyncio.sleep(0)
-        with pytest.raises(GracefulHTTPError):
-            await front.ask(name="s")
-        await front.says("pd-0", "r", 7, end=ENDED)
-        assert await front.answers() == [("r", [7], ENDED)]
-        await stopping
-
-    run(story, "e-0", "pd-0")
+async def test_a_front_that_stops_ends_what_is_open_and_takes_nothing(make: Make) -> None:
+    front = make("e-0", "pd-0")
+    front.client.engines.close = lambda: None  # type: ignore[method-assign]
+    await front.ask()
+    stopping = asyncio.create_task(asyncio.to_thread(front.client.shutdown, 60))
+    while not front.client._is_draining:
+        await asyncio.sleep(0)
+    with pytest.raises(GracefulHTTPError):
+        await front.ask(name="s")
+    await front.says("pd-0", "r", 7, end=ENDED)
+    assert await front.answers() == [("r", [7], ENDED)]
+    await stopping
 
 
-def test_an_idle_engine_encodes_some_of_many_pictures_by_itself(run: Any) -> None:
-    async def story(front: Front) -> None:
-        client = front.client
-        pd = client.engines.by_name["pd-0"].instance
-        client._times.observe(FrontItem(feature("x", 0)), 1.0)
-        await front.ask(*"abcd")
-        fields = [set(each.data) for each in front.engines["pd-0"].last.mm_features]
-        assert fields == [{"pixel_values", "image_grid_thw"}, *[{"image_grid_thw"}] * 3]
-        encoded = [each.mm_features[0].identifier for each in front.jobs("e-0")]
-        assert encoded == ["b", "c", "d"]
-        assert (pd.pending_encode_s, pd.computes_for) == (1.0, 1)
-        # It is busy, and has an item to encode: the next are for the encoder alone.
-        await front.ask("e", "f", name="s")
-        assert [set(each.data) for each in front.engines["pd-0"].last.mm_features] == [
-            {"image_grid_thw"}
-        ] * 2
-        assert pd.computes_for == 1
-        for job in front.jobs("e-0"):
-            await front.says("e-0", job.request_id, end=ENDED)
-        assert pd.computes_for == 2
-        for name in "rs":
-            await front.says("pd-0", name, 7, end=ENDED)
-        assert pd.pending_encode_s == 0
-        assert front.is_empty()
-
-    run(story, "e-0", "pd-0", elastic_encode=True, max_queued_items=8)
+async def test_an_idle_engine_encodes_some_of_many_pictures_by_itself(make: Make) -> None:
+    front = make("e-0", "pd-0", elastic_encode=True, max_queued_items=8)
+    client = front.client
+    pd = client.engines.by_name["pd-0"].instance
+    client._times.observe(FrontItem(feature("x", 0)), 1.0)
+    await front.ask(*"abcd")
+    fields = [set(each.data) for each in front.engines["pd-0"].last.mm_features]
+    assert fields == [{"pixel_values", "image_grid_thw"}, *[{"image_grid_thw"}] * 3]
+    encoded = [each.mm_features[0].identifier for each in front.jobs("e-0")]
+    assert encoded == ["b", "c", "d"]
+    assert (pd.pending_encode_s, pd.computes_for) == (1.0, 1)
+    # It is busy, and has an item to encode: the next are for the encoder alone.
+    await front.ask("e", "f", name="s")
+    assert [set(each.data) for each in front.engines["pd-0"].last.mm_features] == [
+        {"image_grid_thw"}
+    ] * 2
+    assert pd.computes_for == 1
+    for job in front.jobs("e-0"):
+        await front.says("e-0", job.request_id, end=ENDED)
+    assert pd.computes_for == 2
+    for name in "rs":
+        await front.says("pd-0", name, 7, end=ENDED)
+    assert pd.pending_encode_s == 0
+    assert front.is_empty()
 
 
 @pytest.mark.parametrize("reported", [1, 0])
-def test_an_engine_that_computes_for_another_api_server_is_not_idle(
-    run: Any, reported: int
+async def test_an_engine_that_computes_for_another_api_server_is_not_idle(
+    make: Make, reported: int
 ) -> None:
-    async def story(front: Front) -> None:
-        engine = front.client.engines.by_name["pd-0"]
-        for count in (1 - reported, reported):
-            stats = SchedulerStats(num_running_reqs=count)
-            front.client._take_outputs(engine, EngineCoreOutputs(scheduler_stats=stats))
-        front.client._times.observe(FrontItem(feature("x", 0)), 1.0)
-        await front.ask(*"abcd")
-        encoded = [each.mm_features[0].identifier for each in front.jobs("e-0")]
-        assert encoded == [*("abcd" if reported else "bcd")]
-
-    run(story, "e-0", "pd-0", sockets=["0", "1"], elastic_encode=True, max_queued_items=8)
+    front = make("e-0", "pd-0", sockets=["0", "1"], elastic_encode=True, max_queued_items=8)
+    engine = front.client.engines.by_name["pd-0"]
+    for count in (1 - reported, reported):
+        stats = SchedulerStats(num_running_reqs=count)
+        front.client._take_outputs(engine, EngineCoreOutputs(scheduler_stats=stats))
+    front.client._times.observe(FrontItem(feature("x", 0)), 1.0)
+    await front.ask(*"abcd")
+    encoded = [each.mm_features[0].identifier for each in front.jobs("e-0")]
+    assert encoded == [*("abcd" if reported else "bcd")]

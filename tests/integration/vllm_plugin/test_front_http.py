@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,24 +22,20 @@ from starlette.types import Receive, Scope, Send
 from epd_portable.config.instance import InstanceConfig
 from epd_portable.vllm_plugin.front_client import SplitClient
 from epd_portable.vllm_plugin.front_http import FrontMiddleware
-from tests.integration.vllm_plugin.played_front import client_of, config_of_front
+from tests.integration.vllm_plugin.played_front import client_of
 
 pytestmark = pytest.mark.needs_vllm
 
 CHAT = "/v1/chat/completions"
-Story = Callable[[httpx.AsyncClient, SplitClient], Awaitable[None]]
-
-
-@pytest.fixture(scope="module")
-def config() -> Any:
-    return config_of_front()
+Serve = Callable[..., tuple[httpx.AsyncClient, SplitClient]]
 
 
 @pytest.fixture
-def run(config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+def serve(config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Serve:
+    """Return what puts a front with some settings before the application."""
     monkeypatch.setattr("epd_portable.vllm_plugin.front_http.REGISTRY", CollectorRegistry())
 
-    def play(story: Story, **settings: Any) -> None:
+    def begin(**settings: Any) -> tuple[httpx.AsyncClient, SplitClient]:
         client = client_of(config, tmp_path, "e-0", "pd-0", **settings)
         told = InstanceConfig(instance="pd-0", platform="cpu").as_json()
         transfer = SimpleNamespace(ec_connector_extra_config=told)
@@ -57,14 +53,11 @@ def run(config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callabl
         async def within(scope: Scope, receive: Receive, send: Send) -> None:
             await middleware({**scope, "app": SimpleNamespace(state=state)}, receive, send)
 
-        async def told_to() -> None:
-            transport = httpx.ASGITransport(within)
-            async with httpx.AsyncClient(transport=transport, base_url="http://front") as http:
-                await story(http, client)
+        # Without a socket: there is nothing to close.
+        transport = httpx.ASGITransport(within)
+        return httpx.AsyncClient(transport=transport, base_url="http://front"), client
 
-        asyncio.run(told_to())
-
-    return play
+    return begin
 
 
 def up(client: SplitClient, *names: str) -> None:
@@ -72,29 +65,27 @@ def up(client: SplitClient, *names: str) -> None:
         client.engines.by_name[name].instance.seen_well()
 
 
-def test_bodies_beyond_the_sum_wait_outside_until_others_are_gone(run: Any) -> None:
-    async def story(http: httpx.AsyncClient, client: SplitClient) -> None:
-        begun, go_on = asyncio.Event(), asyncio.Event()
+async def test_bodies_beyond_the_sum_wait_outside_until_others_are_gone(serve: Serve) -> None:
+    http, _ = serve(max_bodies_bytes=100, max_body_bytes=100)
+    begun, go_on = asyncio.Event(), asyncio.Event()
 
-        async def slow() -> AsyncIterator[bytes]:
-            yield b"x" * 60
-            begun.set()
-            await go_on.wait()
-            yield b"x" * 30
+    async def slow() -> AsyncIterator[bytes]:
+        yield b"x" * 60
+        begun.set()
+        await go_on.wait()
+        yield b"x" * 30
 
-        first = asyncio.create_task(http.post(CHAT, content=slow()))
-        await begun.wait()
-        refused = await http.post(CHAT, content=b"x" * 50)
-        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "busy")
-        assert "max_bodies_bytes of 100" in refused.json()["error"]["message"]
-        small = await http.post(CHAT, content=b"x" * 40)
-        go_on.set()
-        assert [small.text, (await first).text] == ["40", "90"]
-        assert (await http.post(CHAT, content=b"x" * 100)).text == "100"
-        large = await http.post(CHAT, content=b"x" * 101)
-        assert (large.status_code, large.json()["error"]["code"]) == (413, "request_too_large")
-
-    run(story, max_bodies_bytes=100, max_body_bytes=100)
+    first = asyncio.create_task(http.post(CHAT, content=slow()))
+    await begun.wait()
+    refused = await http.post(CHAT, content=b"x" * 50)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "busy")
+    assert "max_bodies_bytes of 100" in refused.json()["error"]["message"]
+    small = await http.post(CHAT, content=b"x" * 40)
+    go_on.set()
+    assert [small.text, (await first).text] == ["40", "90"]
+    assert (await http.post(CHAT, content=b"x" * 100)).text == "100"
+    large = await http.post(CHAT, content=b"x" * 101)
+    assert (large.status_code, large.json()["error"]["code"]) == (413, "request_too_large")
 
 
 @pytest.mark.parametrize(
@@ -105,75 +96,71 @@ def test_bodies_beyond_the_sum_wait_outside_until_others_are_gone(run: Any) -> N
         ("media_io_kwargs", {"video": {"num_frames": 10**9}}),
     ],
 )
-def test_settings_that_enlarge_media_are_refused_before_anything_is_decoded(
-    run: Any, name: str, value: Any
+async def test_settings_that_enlarge_media_are_refused_before_anything_is_decoded(
+    serve: Serve, name: str, value: Any
 ) -> None:
-    async def story(http: httpx.AsyncClient, client: SplitClient) -> None:
-        body = {"messages": [], name: value}
-        refused = await http.post(CHAT, json=body)
-        assert refused.status_code == 400, refused.text
-        assert name in refused.json()["error"]["message"]
-        allowed = await http.post(CHAT, json={"messages": [], name: {"max_pixels": 10_000}})
-        assert allowed.status_code == 200
-
-    run(story)
+    http, _ = serve()
+    body = {"messages": [], name: value}
+    refused = await http.post(CHAT, json=body)
+    assert refused.status_code == 400, refused.text
+    assert name in refused.json()["error"]["message"]
+    allowed = await http.post(CHAT, json={"messages": [], name: {"max_pixels": 10_000}})
+    assert allowed.status_code == 200
 
 
-def test_more_items_than_allowed_are_refused_in_the_form_of_the_interface(run: Any) -> None:
-    async def story(http: httpx.AsyncClient, client: SplitClient) -> None:
-        part = {"type": "image_url", "image_url": {"url": "data:,"}}
-        body = {"messages": [{"role": "user", "content": [part] * 3}]}
-        refused = await http.post(CHAT, json=body)
-        assert (refused.status_code, refused.json()["error"]["code"]) == (400, "too_many_items")
-        refused = await http.post("/v1/messages", json=body)
-        assert (refused.status_code, refused.json()["type"]) == (400, "error")
-
-    run(story, max_media_items=2)
-
-
-def test_an_engine_that_does_not_respond_is_told_of_in_the_time_that_the_launcher_has(
-    run: Any, monkeypatch: pytest.MonkeyPatch
+async def test_more_items_than_allowed_are_refused_in_the_form_of_the_interface(
+    serve: Serve,
 ) -> None:
-    async def story(http: httpx.AsyncClient, client: SplitClient) -> None:
-        class Stopped:
-            async def call_utility_async(self, method: str) -> None:
-                await asyncio.Event().wait()
-
-        client.engines.by_name["pd-0"].client = Stopped()
-        begun = time.monotonic()
-        answer = await http.get("/epd/instances/pd-0/health?within_s=0.1")
-        assert (answer.status_code, time.monotonic() - begun < 20) == (503, True)
-        monkeypatch.setattr("epd_portable.vllm_plugin.front_http._RESPONDS_WITHIN_S", 0.1)
-        for query in ("", "?within_s=x", "?within_s=nan", "?within_s=1e9"):
-            answer = await http.get(f"/epd/instances/pd-0/health{query}")
-            assert answer.status_code == 503
-
-    run(story)
+    http, _ = serve(max_media_items=2)
+    part = {"type": "image_url", "image_url": {"url": "data:,"}}
+    body = {"messages": [{"role": "user", "content": [part] * 3}]}
+    refused = await http.post(CHAT, json=body)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (400, "too_many_items")
+    refused = await http.post("/v1/messages", json=body)
+    assert (refused.status_code, refused.json()["type"]) == (400, "error")
 
 
-def test_instances_are_for_holders_of_the_secret(run: Any) -> None:
-    async def story(http: httpx.AsyncClient, client: SplitClient) -> None:
-        def signed(method: str, target: str) -> dict[str, str]:
-            return {"authorization": client.secret.sign(method, target)}
+async def test_an_engine_that_does_not_respond_is_told_of_in_the_time_that_the_launcher_has(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    http, client = serve()
 
-        assert (await http.get("/health")).status_code == 503
-        up(client, "e-0", "pd-0")
-        plain = await http.get("/health")
-        assert (plain.status_code, plain.json()["status"]) == (200, "ok")
-        assert "instances" not in plain.json()
-        whole = (await http.get("/health", headers=signed("GET", "/health"))).json()
-        assert {name: each["state"] for name, each in whole["instances"].items()} == {
-            "e-0": "up",
-            "pd-0": "up",
-        }
-        drain, resume = (f"/epd/instances/pd-0/{verb}" for verb in ("drain", "resume"))
-        assert (await http.post(drain)).status_code == 401
-        other = signed("POST", resume)
-        assert (await http.post(drain, headers=other)).status_code == 401
-        assert client.engines.by_name["pd-0"].instance.usable
-        assert (await http.post(drain, headers=signed("POST", drain))).json()["idle"]
-        assert (await http.get("/health")).status_code == 503
-        assert (await http.post(resume, headers=other)).status_code == 200
-        assert (await http.get("/health")).status_code == 200
+    class Stopped:
+        async def call_utility_async(self, method: str) -> None:
+            await asyncio.Event().wait()
 
-    run(story)
+    client.engines.by_name["pd-0"].client = Stopped()
+    begun = time.monotonic()
+    answer = await http.get("/epd/instances/pd-0/health?within_s=0.1")
+    assert (answer.status_code, time.monotonic() - begun < 20) == (503, True)
+    monkeypatch.setattr("epd_portable.vllm_plugin.front_http._RESPONDS_WITHIN_S", 0.1)
+    for query in ("", "?within_s=x", "?within_s=nan", "?within_s=1e9"):
+        answer = await http.get(f"/epd/instances/pd-0/health{query}")
+        assert answer.status_code == 503
+
+
+async def test_instances_are_for_holders_of_the_secret(serve: Serve) -> None:
+    http, client = serve()
+
+    def signed(method: str, target: str) -> dict[str, str]:
+        return {"authorization": client.secret.sign(method, target)}
+
+    assert (await http.get("/health")).status_code == 503
+    up(client, "e-0", "pd-0")
+    plain = await http.get("/health")
+    assert (plain.status_code, plain.json()["status"]) == (200, "ok")
+    assert "instances" not in plain.json()
+    whole = (await http.get("/health", headers=signed("GET", "/health"))).json()
+    assert {name: each["state"] for name, each in whole["instances"].items()} == {
+        "e-0": "up",
+        "pd-0": "up",
+    }
+    drain, resume = (f"/epd/instances/pd-0/{verb}" for verb in ("drain", "resume"))
+    assert (await http.post(drain)).status_code == 401
+    other = signed("POST", resume)
+    assert (await http.post(drain, headers=other)).status_code == 401
+    assert client.engines.by_name["pd-0"].instance.usable
+    assert (await http.post(drain, headers=signed("POST", drain))).json()["idle"]
+    assert (await http.get("/health")).status_code == 503
+    assert (await http.post(resume, headers=other)).status_code == 200
+    assert (await http.get("/health")).status_code == 200

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import gc
 import threading
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -92,117 +93,95 @@ class Engine:
         outputs[core.client_index].send_multipart(parts)
 
 
-Story = Callable[[list[SplitClient], Callable[[str], Engine]], Coroutine[Any, Any, None]]
+@dataclass(frozen=True)
+class Front:
+    """Two servers, which listen, and the engines that were started at them."""
+
+    servers: list[SplitClient]
+    engines: list[Engine]
+
+    async def start(self) -> Engine:
+        """Start ``pd-0``; return when both know of it."""
+        sockets = self.servers[0].settings.sockets
+        self.engines.append(await asyncio.to_thread(Engine, sockets, "pd-0"))
+        for each in self.servers:
+            await each.engines.by_name["pd-0"].instance.wait_up()
+        return self.engines[-1]
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Iterator[Callable[[Story], None]]:
-    engines: list[Engine] = []
+async def front(tmp_path: Path) -> AsyncIterator[Front]:
     sockets = [str(tmp_path / f"front-{index}") for index in range(2)]
-
-    def start(name: str) -> Engine:
-        engines.append(Engine(sockets, name))
-        return engines[-1]
-
-    async def told(story: Story) -> None:
-        servers = [
-            client_of(config_of_front(), tmp_path, "e-0", "pd-0", sockets=sockets, index=index)
-            for index in range(2)
-        ]
-        for each in servers:
-            await each.engines.listen()
-        try:
-            async with asyncio.timeout(60):
-                await story(servers, start)
-        finally:
-            for each in servers:
-                each.shutdown()
-            for engine in engines:
-                await asyncio.to_thread(engine.end)
-
-    yield lambda story: asyncio.run(told(story))
+    servers = [
+        client_of(config_of_front(), tmp_path, "e-0", "pd-0", sockets=sockets, index=index)
+        for index in range(2)
+    ]
+    for each in servers:
+        await each.engines.listen()
+    made = Front(servers, [])
+    yield made
+    for each in servers:
+        each.shutdown()
+    for engine in made.engines:
+        await asyncio.to_thread(engine.end)
     gc.collect()
 
 
-async def up(servers: list[SplitClient], name: str) -> None:
-    for each in servers:
-        await each.engines.by_name[name].instance.wait_up()
+async def test_each_server_gets_the_answers_of_its_own_requests(front: Front) -> None:
+    engine = await front.start()
+    for index, each in enumerate(front.servers):
+        await each.add_request_async(request(f"r-{index}", ""))
+    for index, each in enumerate(front.servers):
+        (answer,) = (await each.get_output_async()).outputs
+        assert (answer.request_id, answer.new_token_ids) == (f"r-{index}", [index])
+        assert each.engines.by_name["pd-0"].holds == {f"r-{index}"}
+    assert sorted(engine.asked) == [(0, "r-0"), (1, "r-1")]
 
 
-def test_each_server_gets_the_answers_of_its_own_requests(run: Any) -> None:
-    async def story(servers: list[SplitClient], start: Callable[[str], Engine]) -> None:
-        engine = await asyncio.to_thread(start, "pd-0")
-        await up(servers, "pd-0")
-        for index, each in enumerate(servers):
-            await each.add_request_async(request(f"r-{index}", ""))
-        for index, each in enumerate(servers):
-            (answer,) = (await each.get_output_async()).outputs
-            assert (answer.request_id, answer.new_token_ids) == (f"r-{index}", [index])
-            assert each.engines.by_name["pd-0"].holds == {f"r-{index}"}
-        assert sorted(engine.asked) == [(0, "r-0"), (1, "r-1")]
-
-    run(story)
-
-
-def test_what_one_server_is_told_of_an_engine_holds_at_each(run: Any) -> None:
-    async def story(servers: list[SplitClient], start: Callable[[str], Engine]) -> None:
-        await asyncio.to_thread(start, "pd-0")
-        await up(servers, "pd-0")
-        first, second = (each.engines for each in servers)
-        with second.by_name["pd-0"].instance.working():
-            *_, pd = await first.seen("drain", "pd-0")
-            assert (pd["state"], pd["in_flight"], pd["idle"]) == ("draining", 1, False)
-            assert not second.pool.any_usable("answer")
-        *_, pd = await first.seen()
-        assert (pd["in_flight"], pd["idle"]) == (0, True)
-        *_, pd = await second.seen("resume", "pd-0")
-        assert pd["state"] == "up"
-        assert first.pool.any_usable("answer") and second.pool.any_usable("answer")
-
-    run(story)
+async def test_what_one_server_is_told_of_an_engine_holds_at_each(front: Front) -> None:
+    await front.start()
+    first, second = (each.engines for each in front.servers)
+    with second.by_name["pd-0"].instance.working():
+        *_, pd = await first.seen("drain", "pd-0")
+        assert (pd["state"], pd["in_flight"], pd["idle"]) == ("draining", 1, False)
+        assert not second.pool.any_usable("answer")
+    *_, pd = await first.seen()
+    assert (pd["in_flight"], pd["idle"]) == (0, True)
+    *_, pd = await second.seen("resume", "pd-0")
+    assert pd["state"] == "up"
+    assert first.pool.any_usable("answer") and second.pool.any_usable("answer")
 
 
-def test_an_engine_that_ends_is_gone_for_each_and_comes_back_to_each(run: Any) -> None:
-    async def story(servers: list[SplitClient], start: Callable[[str], Engine]) -> None:
-        for _ in range(2):
-            engine = await asyncio.to_thread(start, "pd-0")
-            await up(servers, "pd-0")
-            await asyncio.to_thread(engine.end)
-            for each in servers:
-                await each.engines.by_name["pd-0"].instance.wait_down()
-
-    run(story)
+async def test_an_engine_that_ends_is_gone_for_each_and_comes_back_to_each(front: Front) -> None:
+    for _ in range(2):
+        engine = await front.start()
+        await asyncio.to_thread(engine.end)
+        for each in front.servers:
+            await each.engines.by_name["pd-0"].instance.wait_down()
 
 
-def test_an_engine_whose_outputs_cannot_be_taken_is_sent_away_and_the_log_says_why(
-    run: Any, caplog: pytest.LogCaptureFixture
+async def test_an_engine_whose_outputs_cannot_be_taken_is_sent_away_and_the_log_says_why(
+    front: Front, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail(*_: Any) -> None:
         raise ValueError("a fault of the front")
 
-    async def story(servers: list[SplitClient], start: Callable[[str], Engine]) -> None:
-        engine = await asyncio.to_thread(start, "pd-0")
-        await up(servers, "pd-0")
-        instance = servers[0].engines.by_name["pd-0"].instance
-        servers[0]._take_output = fail  # type: ignore[method-assign]
-        await servers[0].add_request_async(request("r", ""))
-        await instance.wait_down()
-        assert await asyncio.to_thread(engine.fronts[0].recv, 1) == b""
-
-    run(story)
+    engine = await front.start()
+    instance = front.servers[0].engines.by_name["pd-0"].instance
+    front.servers[0]._take_output = fail  # type: ignore[method-assign]
+    await front.servers[0].add_request_async(request("r", ""))
+    await instance.wait_down()
+    assert await asyncio.to_thread(engine.fronts[0].recv, 1) == b""
     (found,) = (each for each in caplog.records if each.message == "an engine is sent away")
     assert found.exc_info and "a fault of the front" in repr(found.exc_info[1])
 
 
-def test_a_server_that_is_away_makes_the_engines_unknown(run: Any) -> None:
-    async def story(servers: list[SplitClient], start: Callable[[str], Engine]) -> None:
-        servers[1].engines._server.close()
+async def test_a_server_that_is_away_makes_the_engines_unknown(front: Front) -> None:
+    front.servers[1].engines._server.close()
+    with pytest.raises(OSError):
+        await front.servers[0].engines.seen()
+    async with await asyncio.start_unix_server(
+        lambda _, writer: writer.close(), front.servers[1].settings.sockets[1]
+    ):
         with pytest.raises(OSError):
-            await servers[0].engines.seen()
-        async with await asyncio.start_unix_server(
-            lambda _, writer: writer.close(), servers[1].settings.sockets[1]
-        ):
-            with pytest.raises(OSError):
-                await servers[0].engines.seen()
-
-    run(story)
+            await front.servers[0].engines.seen()

@@ -22,7 +22,7 @@ from epd_portable.vllm_plugin.media_bounds import MediaBoundsMiddleware
 from tests.integration.router.test_walk import Walk, drawn
 from tests.integration.vllm_plugin import test_front
 from tests.integration.vllm_plugin.played_front import request
-from tests.integration.vllm_plugin.test_front import config, run  # noqa: F401 - fixtures
+from tests.integration.vllm_plugin.test_front import Make, make  # noqa: F401 - a fixture
 
 pytestmark = pytest.mark.needs_vllm
 
@@ -32,46 +32,44 @@ BODY = {
 }
 
 
-def test_a_picture_enters_the_files_that_the_page_names(run: Any) -> None:  # noqa: F811
-    async def story(played: test_front.Front) -> None:
-        front: Any = object.__new__(Front)
-        front.engine_core = played.client
-        front.output_processor = SimpleNamespace(
-            has_request=lambda _: True, add_request=lambda *_: None
-        )
-        front.log_requests = False
-        front.shutdown = lambda: None
+async def test_a_picture_enters_the_files_that_the_page_names(make: Make) -> None:  # noqa: F811
+    played = make("e-0", "pd-0")
+    front: Any = object.__new__(Front)
+    front.engine_core = played.client
+    front.output_processor = SimpleNamespace(
+        has_request=lambda _: True, add_request=lambda *_: None
+    )
+    front.log_requests = False
+    front.shutdown = lambda: None
 
-        async def vllm(scope: Any, receive: Any, send: Any) -> None:
-            while (await receive()).get("more_body"):
-                pass
-            await front._add_request(request(scope["path"], ("a",)), None, None, 0, None)
-            await test_front.settle()
-            await played.says("e-0", played.engines["e-0"].last.request_id, end=FinishReason.STOP)
-            await played.says("pd-0", scope["path"], 7, end=FinishReason.STOP)
-            assert await played.answers()
-            await Response()(scope, receive, send)
+    async def vllm(scope: Any, receive: Any, send: Any) -> None:
+        while (await receive()).get("more_body"):
+            pass
+        await front._add_request(request(scope["path"], ("a",)), None, None, 0, None)
+        await test_front.settle()
+        await played.says("e-0", played.engines["e-0"].last.request_id, end=FinishReason.STOP)
+        await played.says("pd-0", scope["path"], 7, end=FinishReason.STOP)
+        assert await played.answers()
+        await Response()(scope, receive, send)
 
-        async def receive() -> Any:
-            return {"type": "http.request", "body": json.dumps(BODY).encode()}
+    async def receive() -> Any:
+        return {"type": "http.request", "body": json.dumps(BODY).encode()}
 
-        async def send(message: Any) -> None:
-            sent.append(message)
+    async def send(message: Any) -> None:
+        sent.append(message)
 
-        served = FrontMiddleware(MediaBoundsMiddleware(vllm, limits=MediaLimits()))
-        served._open(played.client, MediaLimits())
-        sent: list[Any] = []
-        walk = Walk()
-        scope = {"type": "http", "method": "POST", "path": "/v1/chat/completions", "headers": []}
-        sys.setprofile(walk.note)
-        try:
-            await served(scope, receive, send)
-        finally:
-            sys.setprofile(None)
-            REGISTRY.unregister(cast(Any, played.client.metrics.registry))
-        assert sent[0]["status"] == 200
-        entered = {file for _, file in walk.calls}
-        count, named = drawn("engine front")
-        assert entered == named and len(named) == count
-
-    run(story, "e-0", "pd-0")
+    served = FrontMiddleware(MediaBoundsMiddleware(vllm, limits=MediaLimits()))
+    served._open(played.client, MediaLimits())
+    sent: list[Any] = []
+    walk = Walk()
+    scope = {"type": "http", "method": "POST", "path": "/v1/chat/completions", "headers": []}
+    sys.setprofile(walk.note)
+    try:
+        await served(scope, receive, send)
+    finally:
+        sys.setprofile(None)
+        REGISTRY.unregister(cast(Any, played.client.metrics.registry))
+    assert sent[0]["status"] == 200
+    entered = {file for _, file in walk.calls}
+    count, named = drawn("engine front")
+    assert entered == named and len(named) == count

@@ -18,7 +18,7 @@ from epd_portable.connector.producer import TransferOrder
 from epd_portable.errors import EngineError
 from epd_portable.runners.background import EncodeOrder, StepEncoder
 from epd_portable.runners.placer import WorkerOrders
-from tests.npu_sim.hooks.classes import resolve
+from tests.npu_sim.hooks.kinds import resolve
 
 pytestmark = pytest.mark.needs_vllm
 

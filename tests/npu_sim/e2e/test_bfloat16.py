@@ -13,12 +13,7 @@ from tests.e2e.conftest import Pair, reference
 from tests.forked import Popen
 from tests.npu_sim.e2e.conftest import simulated
 
-pytestmark = [
-    pytest.mark.e2e,
-    pytest.mark.full,
-    pytest.mark.needs_vllm,
-    pytest.mark.timeout(900),
-]
+pytestmark = pytest.mark.full
 
 
 @pytest.fixture(scope="module")

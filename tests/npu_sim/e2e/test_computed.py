@@ -19,12 +19,7 @@ from tests.e2e.engines import wait_until
 from tests.e2e.equality import TOLERANCE
 from tests.npu_sim.e2e.conftest import simulated
 
-pytestmark = [
-    pytest.mark.e2e,
-    pytest.mark.full,
-    pytest.mark.needs_vllm,
-    pytest.mark.timeout(900),
-]
+pytestmark = pytest.mark.full
 
 OPERATOR_US = 2000
 PICTURES = 4

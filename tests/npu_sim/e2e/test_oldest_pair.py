@@ -14,8 +14,6 @@ from tests.e2e.cases import ASK
 from tests.e2e.conftest import ROOT, Pair, forking
 from tests.npu_sim.e2e.conftest import DEVICES, simulated
 
-pytestmark = [pytest.mark.e2e, pytest.mark.needs_vllm, pytest.mark.timeout(900)]
-
 PAIRS = Path(sys.prefix) / "pairs"
 
 

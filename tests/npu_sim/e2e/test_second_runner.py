@@ -20,12 +20,7 @@ from tests.e2e.equality import FloatEquality, FloatSmoke
 from tests.forked import Popen
 from tests.npu_sim.e2e.conftest import DEVICES, MODULES, simulated
 
-pytestmark = [
-    pytest.mark.e2e,
-    pytest.mark.full,
-    pytest.mark.needs_vllm,
-    pytest.mark.timeout(1800),
-]
+pytestmark = [pytest.mark.full, pytest.mark.timeout(1800)]
 
 INTERPRETER = Path(sys.prefix) / "interpreter"
 ENV = {

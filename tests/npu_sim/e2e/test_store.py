@@ -14,12 +14,7 @@ from tests.e2e.one_pair.test_store import CONTENTS, check_all_from_store
 from tests.forked import Popen
 from tests.npu_sim.e2e.conftest import simulated
 
-pytestmark = [
-    pytest.mark.e2e,
-    pytest.mark.full,
-    pytest.mark.needs_vllm,
-    pytest.mark.timeout(900),
-]
+pytestmark = pytest.mark.full
 
 
 @pytest.fixture(scope="module", params=["collective", "ipc"])

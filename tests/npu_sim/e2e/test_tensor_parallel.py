@@ -16,8 +16,6 @@ from tests.e2e.ranks import TWO_RANKS, TwoRanks
 from tests.forked import Popen
 from tests.npu_sim.e2e.conftest import simulated
 
-pytestmark = [pytest.mark.e2e, pytest.mark.needs_vllm, pytest.mark.timeout(900)]
-
 
 @pytest.fixture(scope="module")
 def pair(

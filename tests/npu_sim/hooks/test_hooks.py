@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests.npu_sim.hooks.table import HOOKS
+from tests.npu_sim.hooks.table import HOOKS, SECOND
 from tests.npu_sim.platform.children import nursery_with_engine
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -36,31 +36,30 @@ class Pair:
     ascend: str
     folder: str = ""
 
+    def run(self, code: str) -> subprocess.CompletedProcess[str]:
+        """Run code with these versions: in a fresh process if they are not the environment's."""
+        if not self.folder:
+            return nursery_with_engine().finish(code, os.environ, DEADLINE_S)
+        return subprocess.run(
+            [sys.executable, "-c", code],
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": self.folder},
+            capture_output=True,
+            text=True,
+            timeout=DEADLINE_S,
+            check=False,
+        )
+
 
 OLDEST = Pair(vllm="0.26.0", ascend="0.26.0rc1", folder=str(Path(sys.prefix, "pairs", "0.26")))
 NEWEST = Pair(vllm="0.30.0", ascend="0.30.0rc2")
+# The oldest pair has no second runner.
+USED = {OLDEST: HOOKS, NEWEST: (*HOOKS, *SECOND)}
+MARKS = {OLDEST: [pytest.mark.full], NEWEST: []}
+PAIRS = [pytest.param(pair, id=f"vllm-ascend {pair.ascend}", marks=MARKS[pair]) for pair in USED]
 
 
-def run(pair: Pair, code: str) -> subprocess.CompletedProcess[str]:
-    """Run code with a pair of versions: in a fresh process if it is not the environment's own."""
-    if not pair.folder:
-        return nursery_with_engine().finish(code, os.environ, DEADLINE_S)
-    return subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": pair.folder},
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-        check=False,
-    )
-
-
-@pytest.fixture(
-    scope="module",
-    params=[pytest.param(OLDEST, marks=pytest.mark.full), NEWEST],
-    ids=lambda pair: f"vllm-ascend {pair.ascend}",
-)
+@pytest.fixture(scope="module", params=PAIRS)
 def pair(request: pytest.FixtureRequest) -> Pair:
     chosen: Pair = request.param
     return chosen
@@ -70,7 +69,8 @@ def pair(request: pytest.FixtureRequest) -> Pair:
 def answer(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What the probe found with this pair."""
     file = tmp_path_factory.mktemp("hooks") / "answer.json"
-    result = run(pair, f"from tests.npu_sim.hooks.probe import main\nmain({str(file)!r})")
+    code = f"from tests.npu_sim.hooks.probe import main\nmain({str(file)!r}, second="
+    result = pair.run(f"{code}{USED[pair] != HOOKS})")
     assert result.returncode == 0, result.stderr
     found: dict[str, Any] = json.loads(file.read_text("utf-8"))
     return found
@@ -84,7 +84,15 @@ def test_the_versions_are_those_of_the_pair(pair: Pair, answer: dict[str, Any]) 
         assert pair.folder or "pairs" not in Path(file).parts
 
 
-@pytest.mark.parametrize("title", [hook.title for hook in HOOKS])
+@pytest.mark.parametrize(
+    ("pair", "title"),
+    [
+        pytest.param(pair, hook.title, id=f"{pair.ascend}-{hook.title}", marks=MARKS[pair])
+        for pair, hooks in USED.items()
+        for hook in hooks
+    ],
+    indirect=["pair"],
+)
 def test_a_hook_is_there_as_our_code_uses_it(
     pair: Pair, answer: dict[str, Any], title: str
 ) -> None:
@@ -98,6 +106,29 @@ def test_a_hook_is_there_as_our_code_uses_it(
         )
 
 
-def test_every_hook_has_a_name_of_its_own() -> None:
-    titles = [hook.title for hook in HOOKS]
-    assert sorted(set(titles)) == sorted(titles)
+RUN_TESTS = """
+from vllm import ModelRegistry
+from vllm.model_executor.models.qwen2_5_vl import Qwen2_5_VLForConditionalGeneration as Model
+# Else vLLM starts a process that imports all of vLLM to look at the class of the demo's model.
+ModelRegistry.register_model(Model.__name__, Model)
+import sys, pytest
+# Where vLLM has been imported already, so have others.
+known = "ignore:Module already imported:pytest.PytestAssertRewriteWarning"
+sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", "-W", known, *{files!r}]))
+"""
+SCHEDULERS = ["test_encoder_scheduler.py", "test_pd_scheduler.py"]
+
+
+@pytest.mark.parametrize(
+    ("pair", "files"),
+    [
+        pytest.param(OLDEST, SCHEDULERS, id="schedulers of the oldest", marks=MARKS[OLDEST]),
+        pytest.param(NEWEST, SCHEDULERS, id="schedulers"),
+        pytest.param(NEWEST, ["test_second_runner.py"], id="second runner"),
+    ],
+)
+def test_what_holds_over_vllm_holds_with_vllm_ascend(pair: Pair, files: list[str]) -> None:
+    tests = [f"tests/integration/vllm_plugin/{file}" for file in files]
+    result = pair.run(RUN_TESTS.format(files=tests))
+    assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-1000:]
+    assert " passed" in result.stdout

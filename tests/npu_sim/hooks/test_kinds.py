@@ -6,24 +6,19 @@ from typing import Any
 
 import pytest
 
-from tests.npu_sim.hooks.classes import Missing
-from tests.npu_sim.hooks.kinds import (
-    Attribute,
-    CalledByName,
-    Calls,
-    Implements,
-    Order,
-    Provides,
-    Reaches,
-    Reads,
-    Serves,
-)
+from tests.npu_sim.hooks import kinds
+from tests.npu_sim.hooks.kinds import Hook
 
 HERE = __name__
 
 
 class Cache:
     def allocate(self, request: Any, index: int) -> None:
+        raise NotImplementedError
+
+
+class SmallCache:
+    def allocate(self, request: Any) -> None:
         raise NotImplementedError
 
 
@@ -61,11 +56,6 @@ class Wide(Engine):
         super().step(output, more)
 
 
-class SmallCache:
-    def allocate(self, request: Any) -> None:
-        raise NotImplementedError
-
-
 class Factory:
     def by_name(self) -> Any:
         return Maker(config=1)
@@ -81,114 +71,85 @@ def save(output: Any) -> None:
     raise NotImplementedError
 
 
-def test_a_call_that_fits_has_no_problem() -> None:
-    assert Calls(caller="us", target=f"{HERE}:Engine.step", arguments=("self", "x")).check() is None
+ENGINE, OURS = f"{HERE}:Engine", f"{HERE}:Ours"
+SIZED = "collections.abc:Sized"
 
 
-def test_a_method_that_was_renamed_is_named() -> None:
-    with pytest.raises(Missing, match="Engine has no gone"):
-        Calls(caller="us", target=f"{HERE}:Engine.gone").check()
+def calls(form: str) -> Hook:
+    return kinds.calls("us", form)[0]
 
 
-def test_a_module_that_was_moved_is_named() -> None:
-    with pytest.raises(Missing, match=r"module engine\.gone cannot be imported"):
-        Calls(caller="us", target="engine.gone:Engine.step").check()
+def attribute(name: str) -> Hook:
+    return kinds.attributes("us", ENGINE, name)[0]
 
 
-def test_a_parameter_that_we_do_not_give_is_named() -> None:
-    problem = Calls(caller="us", target=f"{HERE}:Engine.step", arguments=("self",)).check()
-    assert problem is not None
-    assert "'output'" in problem
+def implements(ours: str) -> Hook:
+    return kinds.implements("us", f"{HERE}:{ours}", ENGINE)
 
 
-@pytest.mark.parametrize(
-    ("attribute", "there"), [("declared", True), ("cache", True), ("gone", False)]
-)
-def test_an_attribute_is_declared_or_assigned(attribute: str, there: bool) -> None:
-    hook = Attribute(caller="us", owner=f"{HERE}:Engine", attribute=attribute)
-    assert (hook.check() is None) is there
+def order(classes: str) -> Hook:
+    return kinds.order("us", OURS, classes)
 
 
-def test_an_override_that_takes_every_call_fits() -> None:
-    assert Implements(caller="us", ours=f"{HERE}:Ours", base=f"{HERE}:Engine").check() is None
+def reaches(method: str) -> Hook:
+    return kinds.reaches("us", OURS, method, "save")[0]
 
 
-@pytest.mark.parametrize("ours", ["Narrow", "Wide"])
-def test_an_override_that_refuses_a_call_of_the_base_is_named(ours: str) -> None:
-    problem = Implements(caller="us", ours=f"{HERE}:{ours}", base=f"{HERE}:Engine").check()
-    assert problem is not None
-    assert problem.startswith("step: ")
+def reads(expression: str) -> Hook:
+    return kinds.reads("us", ENGINE, "_encode", expression)
 
 
-def test_an_abstract_method_that_is_left_is_named() -> None:
-    base = "collections.abc:Sized"
-    problem = Implements(caller="us", ours=base, base=base).check()
-    assert problem == "__len__ is abstract"
+def by_name(method: str) -> Hook:
+    return kinds.called_by_name("us", f"{HERE}:Factory.{method}", "Maker")
 
 
-def test_a_class_that_moved_in_the_order_is_seen() -> None:
-    assert Order(caller="us", owner=f"{HERE}:Ours", classes=("Ours", "Engine")).check() is None
-    assert Order(caller="us", owner=f"{HERE}:Ours", classes=("Engine", "Ours")).check() is not None
-    assert Order(caller="us", owner=f"{HERE}:Ours", classes=("Ours", "Gone")).check() is not None
-
-
-def test_a_method_that_is_overridden_on_the_way_is_seen() -> None:
-    def hook(owner: str) -> str | None:
-        return Provides(
-            caller="us", owner=f"{HERE}:{owner}", method="step", provider="Engine"
-        ).check()
-
-    assert hook("Engine") is None
-    assert hook("Ours") == "it is Ours's"
-
-
-def test_a_call_is_followed_through_methods_of_the_object() -> None:
-    def hook(method: str) -> str | None:
-        return Reaches(caller="us", owner=f"{HERE}:Ours", method=method, callee="save").check()
-
-    assert hook("step") is None
-    assert hook("renamed") == "it does not, nor do the 1 methods that it calls"
+def serves(ours: str, at_least: str = "allocate") -> Hook:
+    return kinds.serves("us", ENGINE, "cache", f"{HERE}:{ours}", at_least)
 
 
 @pytest.mark.parametrize(
-    ("expression", "read"), [("self.cache.allocate", True), ("self.gone", False)]
+    "hook",
+    [
+        calls(f"{ENGINE}.step(self, x)"),
+        calls(f"{ENGINE}.step(self, x, more=)"),
+        attribute("declared"),
+        attribute("cache"),
+        implements("Ours"),
+        order("Ours Engine"),
+        kinds.provides("us", ENGINE, "step", "Engine"),
+        reaches("step"),
+        reads("self.cache.allocate"),
+        by_name("by_name"),
+        serves("Cache"),
+    ],
+    ids=lambda hook: hook.name,
 )
-def test_what_is_not_read_any_more_is_seen(expression: str, read: bool) -> None:
-    hook = Reads(caller="us", owner=f"{HERE}:Engine", method="_encode", expression=expression)
-    assert (hook.check() is None) is read
-
-
-def test_what_is_no_longer_given_by_name_is_seen() -> None:
-    def hook(method: str) -> str | None:
-        source = f"{HERE}:Factory.{method}"
-        return CalledByName(caller="us", source=source, callee="Maker").check()
-
-    assert hook("by_name") is None
-    assert hook("by_position") == "it calls `Maker(1)`"
+def test_what_fits_has_no_problem(hook: Hook) -> None:
+    assert hook.problem() is None
 
 
 @pytest.mark.parametrize(
-    ("ours", "problem"),
-    [("Cache", None), ("SmallCache", "too many positional"), ("Factory", "has no allocate")],
+    ("hook", "problem"),
+    [
+        (calls(f"{ENGINE}.gone(self)"), "Engine has no gone"),
+        (calls("engine.gone:Engine.step(self)"), "module engine.gone cannot be imported"),
+        (calls(f"{ENGINE}.step(self)"), "'output'"),
+        (calls(f"{ENGINE}.step(self, x, other=)"), "'other'"),
+        (attribute("gone"), "neither declared nor assigned"),
+        (implements("Narrow"), "step: "),
+        (implements("Wide"), "step: "),
+        (kinds.implements("us", SIZED, SIZED), "__len__ is abstract"),
+        (order("Engine Ours"), "it is Ours, Engine, object"),
+        (order("Ours Gone"), "it is Ours, Engine, object"),
+        (kinds.provides("us", OURS, "step", "Engine"), "it is Ours's"),
+        (reaches("renamed"), "it does not, nor do the 1 methods that it calls"),
+        (reaches("gone"), "has no gone"),
+        (reads("self.gone"), "it does not"),
+        (by_name("by_position"), "it calls `Maker(1)`"),
+        (serves("SmallCache"), "too many positional"),
+        (serves("Factory"), "has no allocate"),
+        (serves("Cache", "free"), "free is not called"),
+    ],
 )
-def test_a_call_that_our_object_does_not_take_is_seen(ours: str, problem: str | None) -> None:
-    found = Serves(
-        caller="us",
-        owner=f"{HERE}:Engine",
-        attribute="cache",
-        ours=f"{HERE}:{ours}",
-        at_least=("allocate",),
-    ).check()
-    assert (found is None) is (problem is None)
-    assert (problem or "") in (found or "")
-
-
-def test_an_object_that_is_not_called_any_more_is_seen() -> None:
-    found = Serves(
-        caller="us",
-        owner=f"{HERE}:Engine",
-        attribute="cache",
-        ours=f"{HERE}:Cache",
-        at_least=("free",),
-    ).check()
-    assert found == "free is not called"
+def test_what_is_gone_or_does_not_fit_is_named(hook: Hook, problem: str) -> None:
+    assert problem in (hook.problem() or "")
