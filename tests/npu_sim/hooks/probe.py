@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import json
 from importlib.metadata import version
-from pathlib import Path
 
 from tests.npu_sim.hooks.table import HOOKS, SECOND
 
 
-def main(file: str, *, second: bool) -> None:
-    """Check them in this process.
+def main(*, second: bool) -> None:
+    """Check them in this process, and print a JSON object in one line.
+
+    It has ``versions``, ``files`` of the packages, and ``problems`` by the hooks' titles (null:
+    none).
 
     Args:
-        file: Gets a JSON object: ``versions``, ``files`` of the packages, and ``problems`` by the
-            hooks' titles (null: none).
         second: Whether the second model runner is there.
     """
     import vllm
@@ -25,4 +25,4 @@ def main(file: str, *, second: bool) -> None:
         "files": {module.__name__: module.__file__ for module in (vllm, vllm_ascend)},
         "problems": {hook.title: hook.problem() for hook in (*HOOKS, *(SECOND if second else ()))},
     }
-    Path(file).write_text(json.dumps(answer), "utf-8")
+    print(json.dumps(answer))

