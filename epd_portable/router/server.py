@@ -176,7 +176,7 @@ class Router:
             EndpointsFile(settings.endpoints_file, self.instances)
         together = (settings, self.instances, self.upstream, self._control)
         warm_up = WarmUp(*together, secret, self._store)
-        self.members = Registration(*together, self.metrics, warm_up.warm_up, secret)
+        self.members = Registration(*together, self.metrics, warm_up.warm_up, secret, self._loads)
         self._admission: AdmissionControl | None = None
         if settings.admission != AdmissionSection():
             self._admission = AdmissionControl(settings.admission, self.instances, self.metrics)
@@ -229,8 +229,6 @@ class Router:
             self._sweeping.cancel()
         if self._fetcher is not None:
             await self._fetcher.close()
-        if self._loads is not None:
-            await self._loads.close()
         if self._store is not None:
             self._store.close()
         await self.exchange.close()

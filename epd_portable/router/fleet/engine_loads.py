@@ -8,16 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
-import time
-from collections.abc import Callable
 from urllib.parse import urlencode
 
 import anyio
 import msgspec
 
 from epd_portable.delivery.instances import EndpointPool, Instance
-from epd_portable.log import say_failure
 from epd_portable.router.fleet.control import ControlChannels
 from epd_portable.router.http.upstream import Upstream, UpstreamError
 from epd_portable.wire.messages import (
@@ -27,9 +23,6 @@ from epd_portable.wire.messages import (
     LOAD_PATH,
     LoadReport,
 )
-
-logger = logging.getLogger(__name__)
-_said = say_failure(logger, "asking an instance for its load failed")
 
 OLD_AFTER_S = 3 * LOAD_HEARTBEAT_S
 """An older report counts for nothing."""
@@ -44,26 +37,13 @@ class EngineLoads:
     """Takes in what instances report of their load, and forgets it when it is old."""
 
     def __init__(
-        self,
-        instances: EndpointPool,
-        control: ControlChannels,
-        upstream: Upstream,
-        clock: Callable[[], float] = time.monotonic,
+        self, instances: EndpointPool, control: ControlChannels, upstream: Upstream
     ) -> None:
         self._instances = instances
         self._control = control
         self._upstream = upstream
-        self._clock = clock
         self._reported_at: dict[Instance, float] = {}  # The latest one is last.
-        self._asking: dict[Instance, asyncio.Task[None]] = {}
         control.on_load = self.take
-        instances.watch(self._changed)
-
-    async def close(self) -> None:
-        """Ask no more."""
-        for task in self._asking.values():
-            task.cancel()
-        await asyncio.gather(*self._asking.values(), return_exceptions=True)
 
     def take(self, name: str, report: LoadReport) -> None:
         """Take in what an instance reports."""
@@ -71,11 +51,11 @@ class EngineLoads:
         if instance is not None:
             instance.take_report(report)
             self._reported_at.pop(instance, None)
-            self._reported_at[instance] = self._clock()
+            self._reported_at[instance] = self._instances.clock()
 
     def drop_old(self) -> None:
         """Forget reports that are too old."""
-        oldest = self._clock() - OLD_AFTER_S
+        oldest = self._instances.clock() - OLD_AFTER_S
         while self._reported_at:
             instance = next(iter(self._reported_at))
             if self._reported_at[instance] >= oldest:
@@ -83,16 +63,10 @@ class EngineLoads:
             del self._reported_at[instance]
             instance.take_report(None)
 
-    def _changed(self, instance: Instance) -> None:
-        if not self._instances.has(instance):
-            if task := self._asking.pop(instance, None):
-                task.cancel()
-        elif instance not in self._asking:
-            ask = self._ask_by_control if instance.control else self._ask_by_http
-            self._asking[instance] = task = asyncio.create_task(ask(instance))
-            task.add_done_callback(_said)
-
-    async def _ask_by_control(self, instance: Instance) -> None:
+    async def ask(self, instance: Instance) -> None:
+        """Ask an instance for reports, until this is cancelled."""
+        if not instance.control:
+            await self._ask_by_http(instance)
         while True:
             await instance.wait_up()
             self._control.want_load(instance.name)

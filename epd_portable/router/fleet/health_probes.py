@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from functools import partial
 
 from epd_portable.delivery.instances import EndpointPool, Instance
-from epd_portable.log import say_failure
 from epd_portable.router.http.upstream import Upstream, UpstreamError
 from epd_portable.router.settings import RouterSettings
 from epd_portable.wire.outcomes import FailureKind
-
-logger = logging.getLogger(__name__)
-_said = say_failure(logger, "watching an instance failed")
 
 PROBES_PER_S = 100.0
 """Of all instances together: many of them are asked less often than ``probe_interval_s`` says."""
@@ -41,15 +36,8 @@ class HealthProbes:
         self._instances = instances
         self._upstream = upstream
         self._due: dict[Instance, asyncio.Event] = {}
-        self._watching: dict[Instance, asyncio.Task[None]] = {}
         self._at_once = asyncio.Semaphore(PROBES_AT_ONCE)
         instances.watch(self._changed)
-
-    async def close(self) -> None:
-        """Ask no more."""
-        for task in self._watching.values():
-            task.cancel()
-        await asyncio.gather(*self._watching.values(), return_exceptions=True)
 
     async def look(self, instance: Instance) -> None:
         """Ask an instance once, and let it know what was seen."""
@@ -57,31 +45,30 @@ class HealthProbes:
         if self._instances.has(instance):
             note()
 
+    def watch(self, instance: Instance) -> Coroutine[None, None, None]:
+        """Return what asks an instance again and again, until it is cancelled."""
+        # Of those that come together each later one waits longer, so their probes are spread.
+        return self._watch(instance, self._pause_s(instance))
+
     def _changed(self, instance: Instance) -> None:
-        if not self._instances.has(instance):
-            self._due.pop(instance, None)
-            if task := self._watching.pop(instance, None):
-                task.cancel()
-        elif instance not in self._watching:
-            self._due[instance] = due = asyncio.Event()
-            # Of those that come together each later one waits longer, so their probes are spread.
-            work = self._watch(instance, due, self._pause_s(instance))
-            self._watching[instance] = task = asyncio.create_task(work)
-            task.add_done_callback(_said)
-        elif instance.suspected:
+        if instance.suspected and instance in self._due:
             self._due[instance].set()
 
-    async def _watch(self, instance: Instance, due: asyncio.Event, pause_s: float) -> None:
-        while True:
-            timer = asyncio.get_running_loop().call_later(pause_s, due.set)
-            await due.wait()
-            timer.cancel()
-            due.clear()
-            well = instance.healthy and not instance.suspected
-            silent_s = self._instances.clock() - instance.answered_at
-            if not well or silent_s >= self._interval_s:
-                await self._probe(instance, due)
-            pause_s = self._pause_s(instance)
+    async def _watch(self, instance: Instance, pause_s: float) -> None:
+        self._due[instance] = due = asyncio.Event()
+        try:
+            while True:
+                timer = asyncio.get_running_loop().call_later(pause_s, due.set)
+                await due.wait()
+                timer.cancel()
+                due.clear()
+                well = instance.healthy and not instance.suspected
+                silent_s = self._instances.clock() - instance.answered_at
+                if not well or silent_s >= self._interval_s:
+                    await self._probe(instance, due)
+                pause_s = self._pause_s(instance)
+        finally:
+            del self._due[instance]
 
     async def _probe(self, instance: Instance, due: asyncio.Event) -> None:
         async with self._at_once:

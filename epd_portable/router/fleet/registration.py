@@ -24,6 +24,7 @@ from epd_portable.errors import ConfigError, RequestError
 from epd_portable.log import say_failure
 from epd_portable.media.addresses import Address, Network
 from epd_portable.router.fleet.control import ControlChannels
+from epd_portable.router.fleet.engine_loads import EngineLoads
 from epd_portable.router.fleet.health_probes import HealthProbes
 from epd_portable.router.http.upstream import Upstream
 from epd_portable.router.observability.metrics import Metrics
@@ -45,23 +46,18 @@ _NETWORKS: Mapping[str, tuple[str, ...]] = {
     "loopback": ("127.0.0.0/8", "::1/128"),
     "private": ("10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "fc00::/7"),
 }
-_SPECIAL: tuple[Network, ...] = tuple(
-    ipaddress.ip_network(network)
-    for network in (
-        # This host, the link (where clouds tell secrets of a machine), groups, and reserved ones.
-        *("0.0.0.0/8", "::/128", "169.254.0.0/16", "fe80::/10"),
-        *("224.0.0.0/4", "ff00::/8", "240.0.0.0/4"),
-    )
-)
 
 
 class Registration:
     """Takes instances in and lets them go, while requests are served.
 
+    Every instance has its tasks here, which end when it has left.
+
     Args:
         warm_up: Warms up a healthy instance, see `WarmUp`; called for each life of its process
             until `Instance.mark_warmed_up`. The instance may be lost meanwhile.
         secret: Of the deployment; its holders may ask at ``/epd/``.
+        loads: Asks instances for their load, if it is needed.
     """
 
     def __init__(
@@ -73,12 +69,14 @@ class Registration:
         metrics: Metrics,
         warm_up: Callable[[Instance], Awaitable[None]],
         secret: Secret,
+        loads: EngineLoads | None,
     ) -> None:
         self._settings = settings
         self._instances = instances
         self._control = control
         self._metrics = metrics
         self._warm_up = warm_up
+        self._loads = loads
         self._probes = HealthProbes(settings, instances, upstream)
         self._networks = _networks(settings.instance_networks)
         self._check = SignatureCheck(secret)
@@ -99,7 +97,6 @@ class Registration:
 
     async def close(self) -> None:
         """Forget all instances at once."""
-        await self._probes.close()
         for instance in self._instances.all:
             async with self._changing_of(instance.name):
                 await self._forget(instance)
@@ -255,6 +252,9 @@ class Registration:
             settings, registered=registered, warm_up=self._settings.warm_up
         )
         self._tasks[instance] = {}
+        self._start(instance, "probing", self._probes.watch(instance))
+        if self._loads is not None:
+            self._start(instance, "asking for its load", self._loads.ask(instance))
         self._start_warm_up(instance)
         if registered:
             self._start(instance, "forgetting", self._forget_when_away(instance))
@@ -355,6 +355,12 @@ def _served(method: str, path: str) -> tuple[str, str]:
 def _networks(names: Sequence[str]) -> list[Network]:
     written = itertools.chain.from_iterable(_NETWORKS.get(name, (name,)) for name in names)
     return [ipaddress.ip_network(network) for network in written]
+
+
+# This host, the link (where clouds tell secrets of a machine), groups, and reserved ones.
+_SPECIAL = _networks(
+    ("0.0.0.0/8", "::/128", "169.254.0.0/16", "fe80::/10", "224.0.0.0/4", "ff00::/8", "240.0.0.0/4")
+)
 
 
 def _lies_in(address: Address, networks: Sequence[Network]) -> bool:

@@ -68,6 +68,7 @@ class Probed:
         self.upstream = Upstream()
         self.probes: HealthProbes | None = None
         self.servers: list[Asked] = []
+        self.tasks: list[asyncio.Task[None]] = []
 
     async def start(self, count: int = 1, *, interval_s: float, timeout_s: float = 5.0) -> None:
         settings = RouterSettings.model_validate(
@@ -91,7 +92,10 @@ class Probed:
 
     def add(self, url: str) -> Instance:
         name = f"i-{len(self.instances)}"
-        return self.instances.add(InstanceSettings(name=name, role="encode", url=url))
+        instance = self.instances.add(InstanceSettings(name=name, role="encode", url=url))
+        assert self.probes is not None
+        self.tasks.append(asyncio.create_task(self.probes.watch(instance)))
+        return instance
 
     @property
     def first(self) -> Instance:
@@ -109,8 +113,9 @@ class Probed:
 async def probed() -> AsyncIterator[Probed]:
     made = Probed()
     yield made
-    if made.probes is not None:
-        await made.probes.close()
+    for task in made.tasks:
+        task.cancel()
+    await asyncio.gather(*made.tasks, return_exceptions=True)
     await made.upstream.close()
     for server in made.servers:
         await server.stop()
@@ -126,7 +131,7 @@ async def test_one_that_comes_is_asked_and_then_every_interval(probed: Probed) -
     instance, server = await probed.come()
     await asyncio.wait_for(instance.wait_up(), DEADLINE_S)
     await server.until(4)
-    probed.instances.remove(instance.name)
+    probed.tasks[0].cancel()
     await asyncio.sleep(0.2)
     before = server.count
     await asyncio.sleep(0.4)

@@ -24,7 +24,8 @@ async def test_a_report_counts_until_it_is_old_or_its_instance_goes_down(
     control: ControlChannels,
 ) -> None:
     instances, now = fleet(encoders=1, pds=1), [100.0]
-    loads = EngineLoads(instances, control, Upstream(), lambda: now[0])
+    instances.clock = lambda: now[0]
+    loads = EngineLoads(instances, control, Upstream())
     pd = instances.of_duty("answer")[0]
     assert pd.reported is None
     assert control.on_load is not None
@@ -38,7 +39,6 @@ async def test_a_report_counts_until_it_is_old_or_its_instance_goes_down(
     pd.seen_gone("killed")
     assert pd.reported is None
     loads.take("nobody", report)
-    await loads.close()
 
 
 async def test_what_was_given_since_waits_there_too(control: ControlChannels) -> None:
