@@ -10,7 +10,7 @@ from epd_portable.config.roles import Duty
 from epd_portable.delivery.instances import EndpointPool, Instance
 from epd_portable.router.choice import prefix
 from epd_portable.router.choice.policy import Policy
-from epd_portable.router.choice.prefix import BYTES_A_TOKEN
+from epd_portable.router.choice.prefix import BYTES_A_TOKEN, ItemTokens
 from epd_portable.router.choice.selection_types import (
     MOST_SHOWN,
     Decision,
@@ -18,7 +18,6 @@ from epd_portable.router.choice.selection_types import (
     SelectionRequest,
     Stage,
 )
-from epd_portable.router.choice.tokens import ItemTokens, cached_tokens
 from epd_portable.router.contents.body import Call
 from epd_portable.router.contents.media import MediaItem
 from epd_portable.router.contents.prompt import prompt_pieces, prompt_salt, text_field
@@ -211,7 +210,7 @@ class _PolicySelection(Selection):
 
     def note_request(self, pd: Instance, items: Iterable[MediaItem]) -> int:
         request = self._request("decode")
-        [cached] = cached_tokens(request, [pd])
+        [cached] = request.cached_tokens([pd])
         if self.instances.has(pd):
             pd.cached.items.use(item.item_uuid for item in items)
             pd.cached.use_prefix(request.blocks)

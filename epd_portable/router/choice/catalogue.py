@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import ConfigDict
 
 from epd_portable.errors import ConfigError
-from epd_portable.router.choice import deciders, filters, handlers, pickers, scorers, tokens
+from epd_portable.router.choice import deciders, filters, prefix, profile, scorers
 from epd_portable.router.choice.parameters import Parameters, read_parameters
 from epd_portable.router.choice.selection_types import Decider, Filter, ScorePicker, Scorer
 
@@ -27,13 +27,12 @@ class _Source(Parameters):
 BUILT_IN: Mapping[str, type[Parameters]] = {
     **filters.TYPES,
     **scorers.TYPES,
-    **pickers.TYPES,
+    **profile.PICKERS,
     **deciders.TYPES,
-    **handlers.TYPES,
     "approx-prefix-cache-producer": scorers.PrefixCache,
     "precise-prefix-cache-producer": scorers.PrefixCache,
     "mm-embeddings-cache-producer": scorers.EmbeddingsCache,
-    "token-producer": tokens.ItemTokens,
+    "token-producer": prefix.ItemTokens,
     **dict.fromkeys(
         (
             *("inflight-load-producer", "session-id-producer", "metrics-data-source"),

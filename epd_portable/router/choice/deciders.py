@@ -1,13 +1,12 @@
-"""Built-in deciders: whether a stage gets an instance of its own."""
+"""Whether a stage gets an instance of its own, and by which profile: deciders and handlers."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import ClassVar
+from collections.abc import Iterable, Mapping
+from typing import ClassVar, Literal
 
-from epd_portable.router.choice.parameters import Count, CountOrZero, Parameters
-from epd_portable.router.choice.selection_types import Candidate, SelectionRequest
-from epd_portable.router.choice.tokens import cached_tokens
+from epd_portable.router.choice.parameters import Count, CountOrZero, Name, Parameters
+from epd_portable.router.choice.selection_types import Candidate, SelectionRequest, Stage
 
 
 class _Always(Parameters):
@@ -54,8 +53,75 @@ class _PrefixBasedDecider(Parameters):
     def disaggregate(self, request: SelectionRequest, decode: Candidate | None) -> bool:
         if not self.nonCachedTokens or request.tokens < self.promptTokens:
             return False
-        cached = sum(cached_tokens(request, [] if decode is None else [decode]))
+        cached = sum(request.cached_tokens([] if decode is None else [decode]))
         return request.tokens - cached >= self.nonCachedTokens
+
+
+# Which profile and which decider is for which stage.
+
+
+class Handler(Parameters):
+    """What holds without a handler: a profile is for the stage that it is named after."""
+
+    @property
+    def header(self) -> str:
+        """Header that names the profile for one request, in lower case; or empty."""
+        return ""
+
+    def profile_of(self, stage: Stage) -> str:
+        """Return the name of a stage's profile."""
+        return stage
+
+    def decider_of(self, stage: Stage) -> str | None:
+        """Return the name of a stage's decider; empty for never, ``None`` for always."""
+        return None
+
+
+class _SingleProfileHandler(Handler):
+    def decider_of(self, stage: Stage) -> str | None:
+        return ""
+
+
+class _DisaggProfileHandler(Handler):
+    profiles: Mapping[Stage | Literal["fallback"], Name | None] = {}
+    deciders: Mapping[Stage, Name | None] = {}
+    stageOrder: Literal["decode-first", "prefill-first"] = "decode-first"
+
+    def ignored(self, given: Iterable[str]) -> list[str]:
+        """See `Parameters`: the instance that decodes is chosen first in any case."""
+        order = ["stageOrder"] if self.stageOrder != "decode-first" else []
+        return order + ["profiles.fallback"] * ("fallback" in self.profiles)
+
+    def profile_of(self, stage: Stage) -> str:
+        return self.profiles.get(stage) or stage
+
+    def decider_of(self, stage: Stage) -> str | None:
+        return self.deciders.get(stage) or ""
+
+
+class _EpdProfileHandler(Handler):
+    encodeProfile: Name = "encode"
+    prefillProfile: Name = "prefill"
+    decodeProfile: Name = "decode"
+    deciderPluginName: Name | None = None
+
+    def profile_of(self, stage: Stage) -> str:
+        return str(getattr(self, f"{stage}Profile"))
+
+    def decider_of(self, stage: Stage) -> str | None:
+        return self.deciderPluginName if stage == "encode" else None
+
+
+class _HeaderProfileHandler(_SingleProfileHandler):
+    headerName: Name = "EPP-Profile"
+    defaultProfile: Name = "decode"
+
+    @property
+    def header(self) -> str:
+        return self.headerName.strip().lower()
+
+    def profile_of(self, stage: Stage) -> str:
+        return self.defaultProfile if stage == "decode" else stage
 
 
 TYPES: Mapping[str, type[Parameters]] = {
@@ -63,4 +129,8 @@ TYPES: Mapping[str, type[Parameters]] = {
     "always-disagg-pd-decider": _Always,
     "multimodal-epd-decider": MultimodalDecider,
     "prefix-based-pd-decider": _PrefixBasedDecider,
+    "disagg-profile-handler": _DisaggProfileHandler,
+    "epd-profile-handler": _EpdProfileHandler,
+    "header-profile-handler": _HeaderProfileHandler,
+    "single-profile-handler": _SingleProfileHandler,
 }

@@ -10,7 +10,7 @@ from pydantic import Field, PrivateAttr, model_validator
 
 from epd_portable.delivery.ring import HashRing
 from epd_portable.media.limits import Modality
-from epd_portable.router.choice.parameters import Ignored, Name, Parameters, Part
+from epd_portable.router.choice.parameters import Name, Parameters, Part
 from epd_portable.router.choice.selection_types import (
     ROLE_LABEL,
     Candidate,
@@ -20,7 +20,6 @@ from epd_portable.router.choice.selection_types import (
     label,
     stages,
 )
-from epd_portable.router.choice.tokens import cached_tokens
 
 ENCODER_TYPE_LABEL = "llm-d.ai/encoder-type"
 """``vision``, ``audio`` or ``video``, or several of them with commas."""
@@ -139,16 +138,6 @@ class OnRing(Parameters):
 class SessionAffinity(OnRing):
     """A session's name is in ``x-session-id``, and a hash of it leads to an instance."""
 
-    headerName: Ignored = None
-    algorithm: Ignored = None
-    strategy: Ignored = None
-    profileName: Ignored = None
-    encodedEndpointHeaderConfig: Ignored = None
-    sessionIdConfig: Ignored = None
-    evictionTtlSeconds: Ignored = None
-    evictionSweepSeconds: Ignored = None
-    missThreshold: Ignored = None
-
     def own(self, request: SelectionRequest, candidates: Candidates) -> Candidate | None:
         """Return the candidate of a request's session; ``None`` if it has none."""
         if not request.session:
@@ -181,13 +170,6 @@ class _ByPrefix(Parameters):
     maxTTFTPenaltyMs: Annotated[float, Field(ge=0, strict=False)] = 18_000.0
     ttftSource: Literal["prefillThroughput"] = "prefillThroughput"
     peakPrefillThroughput: Annotated[float, Field(ge=0, strict=False)] = 15_928.0
-    maxTokensInFlightPenalty: Ignored = None
-    prefillCalibrationFile: Ignored = None
-    prefillCalibrationFingerprint: Ignored = None
-    prefillCalibrationRequired: Ignored = None
-    prefixMatchInfoProducerName: Ignored = None
-    latencyPredictionInfoProducerName: Ignored = None
-    inFlightLoadProducerName: Ignored = None
 
     @model_validator(mode="after")
     def _penalties_need_a_throughput(self) -> _ByPrefix:
@@ -199,7 +181,7 @@ class _ByPrefix(Parameters):
         if not request.blocks or random.random() < self.explorationProbability:
             return candidates
         wanted = self.affinityThreshold * request.up_to(len(request.blocks))
-        pairs = [*zip(candidates, cached_tokens(request, candidates), strict=True)]
+        pairs = [*zip(candidates, request.cached_tokens(candidates), strict=True)]
         having = [each for each, tokens in pairs if tokens >= wanted]
         others = [each for each, tokens in pairs if tokens < wanted]
         if not having:

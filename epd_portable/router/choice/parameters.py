@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, TypeVar
 
 import msgspec
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from epd_portable.config.problems import in_one_line
 from epd_portable.errors import ConfigError
@@ -15,9 +15,17 @@ Count = Annotated[int, Field(ge=1)]
 CountOrZero = Annotated[int, Field(ge=0)]
 Part = Annotated[float, Field(ge=0, le=1, strict=False)]
 Name = Annotated[str, Field(min_length=1)]
-_IGNORED = "without effect"
-Ignored = Annotated[JsonValue, _IGNORED]
-"""A parameter of llm-d's that is accepted, and has no effect here."""
+_OF_LLMD = """
+algorithm autoTune encodedEndpointHeaderConfig evictionSweepSeconds evictionTtlSeconds headerName
+inFlightLoadProducerName indexerConfig kvEventsConfig latencyPredictionInfoProducerName
+maxNumOfEndpoints maxTokensInFlightPenalty missThreshold nonTextTokenWeight
+prefillCalibrationFile prefillCalibrationFingerprint prefillCalibrationRequired
+prefixMatchInfoProducerName prefixPluginName prefixPluginType primaryPort profileName
+requestTimeout reusableTokensProducerName sessionIdConfig speculativeIndexing strategy
+tokenProcessorConfig
+"""
+WITHOUT_EFFECT = frozenset(_OF_LLMD.split())
+"""Parameters of llm-d's types that are taken, and have no effect here."""
 
 
 class Parameters(BaseModel):
@@ -25,14 +33,9 @@ class Parameters(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
-    def ignored(self) -> list[str]:
-        """Return the names of parameters that are given and have no effect."""
-        fields = type(self).model_fields
-        return [
-            name
-            for name in sorted(self.model_fields_set)
-            if name not in fields or _IGNORED in fields[name].metadata
-        ]
+    def ignored(self, given: Iterable[str]) -> list[str]:
+        """Return which of the parameters that it was made with have no effect."""
+        return sorted(set(given).difference(type(self).model_fields))
 
 
 P = TypeVar("P", bound=Parameters)
@@ -44,9 +47,11 @@ def read_parameters(kind: type[P], name: str, given: Mapping[str, Any]) -> P:
     Raises:
         ConfigError: Names each wrong parameter, and those that there are.
     """
+    ignored = WITHOUT_EFFECT.difference(kind.model_fields)
+    taken = {key: value for key, value in given.items() if key not in ignored}
     try:
         # As JSON, in which a tuple is a list.
-        return kind.model_validate_json(msgspec.json.encode(given))
+        return kind.model_validate_json(msgspec.json.encode(taken))
     except ValidationError as error:
         known = ", ".join(kind.model_fields) or "none"
         problem = in_one_line(error, whole="parameters")

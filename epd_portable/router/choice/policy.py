@@ -9,10 +9,9 @@ from epd_portable.config.choice import ELSEWHERE, ChoiceSection, ProfileSection
 from epd_portable.delivery.caches import CacheSizes
 from epd_portable.errors import ConfigError
 from epd_portable.router.choice.catalogue import REDUCED, check_types, make_plugin
-from epd_portable.router.choice.deciders import MultimodalDecider
-from epd_portable.router.choice.handlers import Handler
+from epd_portable.router.choice.deciders import Handler, MultimodalDecider
 from epd_portable.router.choice.parameters import Parameters
-from epd_portable.router.choice.prefix import BYTES_A_TOKEN
+from epd_portable.router.choice.prefix import BYTES_A_TOKEN, ItemTokens
 from epd_portable.router.choice.profile import C, PluginFailures, Profile
 from epd_portable.router.choice.scorers import ConsistentHashScorer, EmbeddingsCache, PrefixCache
 from epd_portable.router.choice.selection_types import (
@@ -25,7 +24,6 @@ from epd_portable.router.choice.selection_types import (
     SelectionRequest,
     Stage,
 )
-from epd_portable.router.choice.tokens import ItemTokens
 
 STAGES: tuple[Stage, ...] = ("decode", "encode", "prefill")
 BLOCK_TOKENS = 64
@@ -210,7 +208,7 @@ def _without_effect(section: ChoiceSection, plugins: Mapping[str, object]) -> It
             yield f"{name} has no effect in this router"
     for each in section.plugins:
         one = plugins[each.known_as]
-        if isinstance(one, Parameters) and (ignored := one.ignored()):
+        if isinstance(one, Parameters) and (ignored := one.ignored(each.parameters or ())):
             have = "have" if len(ignored) > 1 else "has"
             yield f"plug-in {each.known_as}: {', '.join(ignored)} {have} no effect in this router"
         if each.type in REDUCED:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import bisect
+import itertools
 import logging
 import math
 import time
@@ -10,10 +12,10 @@ from operator import add
 from typing import TypeVar, cast
 
 from epd_portable.router.choice.parameters import Parameters
-from epd_portable.router.choice.pickers import MaxScorePicker
 from epd_portable.router.choice.scorers import NoHitLruScorer
 from epd_portable.router.choice.selection_types import (
     Candidate,
+    Candidates,
     Decision,
     Filter,
     ScorePicker,
@@ -26,6 +28,45 @@ logger = logging.getLogger(__name__)
 LOG_EVERY_S = 60.0
 """A plug-in that fails is logged no more often than this."""
 C = TypeVar("C", bound=Candidate)
+
+
+class MaxScorePicker(Parameters):
+    """The best one; of equals, any."""
+
+    def pick(
+        self, request: SelectionRequest, candidates: Candidates, scores: Sequence[float]
+    ) -> Candidate:
+        """See `ScorePicker`."""
+        best = max(scores)
+        equal = [each for each, score in zip(candidates, scores, strict=True) if score == best]
+        return equal[int(request.chance() * len(equal))]
+
+
+class _WeightedRandomPicker(Parameters):
+    def pick(
+        self, request: SelectionRequest, candidates: Candidates, scores: Sequence[float]
+    ) -> Candidate:
+        if max(scores) <= 0:
+            scores = [1.0] * len(scores)
+        pairs = zip(candidates, scores, strict=True)
+        sums = [*itertools.accumulate(each.weight * score for each, score in pairs)]
+        index = bisect.bisect_right(sums, request.chance() * sums[-1])
+        # Rounding may lead beyond the last one.
+        return candidates[min(index, len(candidates) - 1)]
+
+
+class _RandomPicker(_WeightedRandomPicker):
+    def pick(
+        self, request: SelectionRequest, candidates: Candidates, scores: Sequence[float]
+    ) -> Candidate:
+        return super().pick(request, candidates, [1.0] * len(scores))
+
+
+PICKERS: Mapping[str, type[Parameters]] = {
+    "max-score-picker": MaxScorePicker,
+    "weighted-random-picker": _WeightedRandomPicker,
+    "random-picker": _RandomPicker,
+}
 
 
 class PluginFailures:

@@ -14,13 +14,11 @@ from epd_portable.router.choice.filters import OnRing, SessionAffinity, takes_ty
 from epd_portable.router.choice.parameters import (
     Count,
     CountOrZero,
-    Ignored,
     Name,
     Parameters,
     Part,
 )
 from epd_portable.router.choice.selection_types import Candidate, Candidates, SelectionRequest
-from epd_portable.router.choice.tokens import cached_tokens
 
 ENTRY_MIB = 2
 """One item's output in llm-d's measure of a cache."""
@@ -49,8 +47,6 @@ def _reported(candidates: Candidates, what: str) -> list[float]:
 class _ActiveRequestScorer(Parameters):
     """Up to `idleThreshold` requests are idle; the best of the others gets `maxBusyScore`."""
 
-    requestTimeout: Ignored = None
-    inFlightLoadProducerName: Ignored = None
     idleThreshold: CountOrZero = 0
     maxBusyScore: Part = 1.0
 
@@ -158,12 +154,6 @@ class PrefixCache(Parameters):
     maxPrefixBlocksToMatch: Count | None = None
     maxPrefixTokensToMatch: Count | None = None
     lruCapacityPerServer: Count | None = None
-    autoTune: Ignored = None
-    prefixMatchInfoProducerName: Ignored = None
-    tokenProcessorConfig: Ignored = None
-    indexerConfig: Ignored = None
-    kvEventsConfig: Ignored = None
-    speculativeIndexing: Ignored = None
 
     @property
     def block_tokens(self) -> int | None:
@@ -184,7 +174,7 @@ class _PrefixCacheScorer(PrefixCache):
 
     def score(self, request: SelectionRequest, candidates: Candidates) -> Scores:
         whole = request.up_to(len(request.blocks)) or 1
-        return [tokens / whole for tokens in cached_tokens(request, candidates)]
+        return [tokens / whole for tokens in request.cached_tokens(candidates)]
 
 
 class EmbeddingsCache(Parameters):
@@ -215,12 +205,10 @@ class _TokenLoadScorer(Parameters):
     wants_blocks: ClassVar[bool] = True
 
     queueThresholdTokens: Count = 4 << 20
-    nonTextTokenWeight: Ignored = 1.0
-    inFlightLoadProducerName: Ignored = None
 
     def score(self, request: SelectionRequest, candidates: Candidates) -> Scores:
         own, full = request.tokens, self.queueThresholdTokens
-        pairs = zip(candidates, cached_tokens(request, candidates), strict=True)
+        pairs = zip(candidates, request.cached_tokens(candidates), strict=True)
         return [
             max(0.0, 1 - (each.tokens + own - known) / each.weight / full) for each, known in pairs
         ]
@@ -232,9 +220,6 @@ class NoHitLruScorer(Parameters):
     wants_blocks: ClassVar[bool] = True
 
     lruSize: Count = 1024
-    prefixPluginType: Ignored = None
-    prefixPluginName: Ignored = None
-    prefixMatchInfoProducerName: Ignored = None
 
     _last: Recent[str] = PrivateAttr()
     _is_new: bool = PrivateAttr(False)
@@ -245,7 +230,7 @@ class NoHitLruScorer(Parameters):
 
     def score(self, request: SelectionRequest, candidates: Candidates) -> Scores:
         """See `Scorer`."""
-        self._is_new = not any(cached_tokens(request, candidates))
+        self._is_new = not any(request.cached_tokens(candidates))
         if not self._is_new:
             return [0.5] * len(candidates)
         if len(candidates) == 1:
@@ -269,7 +254,6 @@ class _ContextLengthAware(Parameters):
 
     label: Name = "llm-d.ai/context-length-range"
     enableFiltering: bool = False
-    reusableTokensProducerName: Ignored = None
 
     def keep(self, request: SelectionRequest, candidates: Candidates) -> Candidates:
         if not self.enableFiltering:

@@ -71,6 +71,19 @@ class SelectionRequest:
         """Return how many tokens the prompt's first blocks have."""
         return self.ends[count - 1] if count else 0
 
+    def cached_tokens(self, candidates: Candidates) -> list[int]:
+        """Return how many of the prompt's first tokens each candidate most likely has."""
+        blocks, found, matched = self.blocks, [0] * len(candidates), 0
+        if blocks:
+            having = self.having
+            if having is None:
+                having = {each.cached for each in candidates if blocks[0] in each.cached.blocks}
+            for index in [i for i, each in enumerate(candidates) if each.cached in having]:
+                # Mostly as many as another one has: of a system prompt, say.
+                matched = candidates[index].cached.prefix(blocks, matched)
+                found[index] = self.up_to(matched)
+        return found
+
     @property
     def affinity(self) -> str:
         """What should meet the same instance again."""
