@@ -135,7 +135,7 @@ class Exchange:
         forwarder = forwarder or self.relay
         selection = self._selector.start_selection(call, out.for_instances, out.explanation)
         if out.named is not None:
-            selection = HopSelection(out.named, call, self._instances, selection)
+            selection = HopSelection(out.named, selection)
         tries = RequestTries(
             self._retries,
             metadata_only=call.takes_metadata and any(map(self._goes_as_metadata, call.items)),

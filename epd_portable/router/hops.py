@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -36,6 +36,7 @@ CACHE_KEY = "x-encoding-cache-key"
 MODEL = "x-encoder-model"
 ENCODER_MODEL_LABEL = "llm-d.ai/encoder-model"
 MAX_NAMED = 1024
+T = TypeVar("T")
 OTHERWISE = "what the hop says beside it counts, else the router chooses"
 """What is done where a header names nobody who can have it."""
 
@@ -54,8 +55,7 @@ class EmbeddingRef(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     encoder_host: str = ""
 
 
-_refs = msgspec.json.Decoder(list[EmbeddingRef])
-_mapping = msgspec.json.Decoder(dict[str, str])
+_REF = '[{"image_index": 0, "encoder_host": "host:port"}]'
 
 
 class RoutingHints(msgspec.Struct, frozen=True, kw_only=True):
@@ -107,8 +107,13 @@ class Hops:
             answers=headers.get(DESTINATION, "").partition(",")[0].strip(),
             prefiller=headers.get(PREFILLER, "").strip(),
             encoders=tuple(filter(None, map(str.strip, encoders.split(",")))),
-            mapping=_read_mapping(headers.get(MAPPING, "")),
-            refs=_read_refs(headers.get(REFS, "")),
+            mapping=_decoded(headers, MAPPING, dict[int, str], '{"0": "host:port"}'),
+            refs=_decoded(
+                headers,
+                REFS,
+                tuple[EmbeddingRef, ...],
+                '[{"image_index": 0, "encoder_host": "host:port"}]',
+            ),
             cache_key=headers.get(CACHE_KEY, ""),
             model=headers.get(MODEL, ""),
         )
@@ -117,29 +122,22 @@ class Hops:
         return found
 
 
-def _read_mapping(text: str) -> Mapping[int, str]:
-    if not text:
-        return {}
+def _decoded(headers: Mapping[str, str], header: str, kind: type[T], example: str) -> T:
+    """Return what a header says in JSON; something empty without one."""
+    text = headers.get(header, "")
     try:
-        found = _mapping.decode(text)
-        return {int(index): address for index, address in found.items()}
+        return msgspec.json.decode(text, type=kind) if text else kind()
     except (msgspec.MsgspecError, ValueError) as error:
-        raise wrong_header(MAPPING, f'give an object like {{"0": "host:port"}}: {error}') from error
-
-
-def _read_refs(text: str) -> tuple[EmbeddingRef, ...]:
-    if not text:
-        return ()
-    try:
-        return tuple(_refs.decode(text))
-    except (msgspec.MsgspecError, ValueError) as error:
-        example = '[{"image_index": 0, "encoder_host": "host:port"}]'
-        raise wrong_header(REFS, f"give a list like {example}: {error}") from error
+        raise wrong_header(header, f"give for example {example}: {error}") from error
 
 
 def wrong_header(header: str, problem: str) -> RequestError:
     """Return the error for what a hop says that makes no sense."""
     return RequestError(f"{header}: {problem}", status=400, code="invalid_hop_header")
+
+
+Named = tuple[str, Instance]
+"""Who is named, after the header that does so."""
 
 
 class HopSelection(Selection):
@@ -151,25 +149,16 @@ class HopSelection(Selection):
         RequestError: An address is no instance's, or its role is another one.
     """
 
-    __slots__ = (
-        "_answers",
-        "_by_item",
-        "_encoders",
-        "_inner",
-        "_named",
-        "_places",
-        "_prefiller",
-    )
+    __slots__ = ("_by_item", "_encoders", "_hints", "_inner", "_places", "_stages")
 
-    def __init__(
-        self, named: RoutingHints, call: Call, instances: EndpointPool, inner: Selection
-    ) -> None:
-        super().__init__(instances, call, inner.key, inner.explanation)
-        self._named = named
+    def __init__(self, hints: RoutingHints, inner: Selection) -> None:
+        call = inner.call
+        super().__init__(inner.instances, call, inner.key, inner.explanation)
+        self._hints = hints
         self._inner = inner
-        by_address = {_address(each): each for each in instances.all}
+        by_address = {_address(each): each for each in self.instances.all}
 
-        def find(header: str, address: str, *, encodes: bool) -> Instance:
+        def find(header: str, address: str, *, encodes: bool = False) -> Named:
             found = by_address.get(address)
             if found is None:
                 raise RequestError(
@@ -180,72 +169,63 @@ class HopSelection(Selection):
                 )
             if not ("encode" in found.duties if encodes else found.role != "encode"):
                 raise wrong_header(header, f"{_address(found)} has the role {found.role!r}")
-            if encodes and named.model and not _has_model(found, named.model):
+            if encodes and hints.model and not _has_model(found, hints.model):
                 label = found.settings.labels[ENCODER_MODEL_LABEL]
-                message = f"{found.name} has the encoder model {label!r}, not {named.model!r}"
+                message = f"{found.name} has the encoder model {label!r}, not {hints.model!r}"
                 raise wrong_header(MODEL, message)
-            return found
+            return header, found
 
-        self._answers: Instance | None = None
-        if named.answers:
-            self._answers = find(DESTINATION, named.answers, encodes=False)
-            if "answer" not in self._answers.duties:
-                raise wrong_header(
-                    DESTINATION, f"{named.answers} has the role {self._answers.role!r}"
-                )
-        self._prefiller: Instance | None = None
-        if named.prefiller:
-            self._prefiller = find(PREFILLER, named.prefiller, encodes=False)
+        self._stages: dict[Stage, Named] = {}
+        if hints.prefiller:
+            _, first = named = find(PREFILLER, hints.prefiller)
+            if "answer" in first.duties:
+                self._stages["decode"] = named
+            if "prefill" in first.duties or asks_for_kv(call):
+                self._stages["prefill"] = named
+        if hints.answers:
+            _, answers = named = find(DESTINATION, hints.answers)
+            if "answer" not in answers.duties:
+                raise wrong_header(DESTINATION, f"{hints.answers} has the role {answers.role!r}")
+            self._stages["decode"] = named
         # An item may be given another name on its way.
         self._places = {item.item_uuid: place for place, item in enumerate(call.items)}
-        self._encoders = [find(ENCODERS, each, encodes=True) for each in named.encoders]
+        self._encoders = [find(ENCODERS, each, encodes=True)[1] for each in hints.encoders]
         self._by_item = {
-            _item_at(MAPPING, index, call): (MAPPING, find(MAPPING, address, encodes=True))
-            for index, address in named.mapping.items()
+            _item_at(MAPPING, index, call): find(MAPPING, address, encodes=True)
+            for index, address in hints.mapping.items()
         }
-        for place, ref in enumerate(named.refs):
+        for place, ref in enumerate(hints.refs):
             name = ref.tensor_id
             if name not in self._places:
                 name = _item_at(REFS, place if ref.image_index is None else ref.image_index, call)
             if ref.encoder_host:
-                encoder = find(REFS, ref.encoder_host, encodes=True)
-                self._by_item.setdefault(name, (REFS, encoder))
+                self._by_item.setdefault(name, find(REFS, ref.encoder_host, encodes=True))
 
     def choose_pd(self, tried: Collection[str]) -> Instance | None:
         """See `Selection`."""
-        first = self._prefiller
-        if asks_for_kv(self.call):
-            if first is not None:
-                otherwise = "nobody else computes for a hop that wants this one"
-                return self._taken("prefill", first, tried, otherwise)
+        if not asks_for_kv(self.call):
+            named = self._stages.get("decode")
+            return self._taken("decode", named, tried) or self._inner.choose_pd(tried)
+        if (named := self._stages.get("prefill")) is None:
             return self._inner.choose_prefill(tried)
-        chosen = None
-        if self._answers is not None:
-            chosen = self._taken("decode", self._answers, tried, OTHERWISE, header=DESTINATION)
-        elif first is not None and "answer" in first.duties:
-            chosen = self._taken("decode", first, tried, OTHERWISE)
-        return chosen or self._inner.choose_pd(tried)
+        otherwise = "nobody else computes for a hop that wants this one"
+        return self._taken("prefill", named, tried, otherwise=otherwise)
 
     def disaggregates_prefill(self, decode: Instance) -> bool:
         """See `Selection`."""
-        if brings_kv(self.call):
+        if brings_kv(self.call) or asks_for_kv(self.call):
             return False
-        first = self._prefiller
-        named = first is not None and "prefill" in first.duties
-        return named or self._inner.disaggregates_prefill(decode)
+        return "prefill" in self._stages or self._inner.disaggregates_prefill(decode)
 
     def choose_prefill(self, tried: Collection[str]) -> Instance | None:
         """See `Selection`."""
-        first = self._prefiller
-        chosen = None
-        if first is not None and "prefill" in first.duties:
-            chosen = self._taken("prefill", first, tried, OTHERWISE)
-        return chosen or self._inner.choose_prefill(tried)
+        named = self._stages.get("prefill")
+        return self._taken("prefill", named, tried) or self._inner.choose_prefill(tried)
 
     @property
     def is_elastic(self) -> bool:
         """See `Selection`: who is named to encode does."""
-        return not (self._encoders or self._by_item or self._named.model)
+        return not (self._encoders or self._by_item or self._hints.model)
 
     def items_to_encode(self, items: Sequence[MediaItem], pd: Instance) -> Sequence[MediaItem]:
         """See `Selection`."""
@@ -257,16 +237,13 @@ class HopSelection(Selection):
 
     def choose_encoder(self, item: MediaItem, exclude: Collection[str]) -> Instance | None:
         """See `Selection`."""
-        chosen = None
-        if item.item_uuid in self._by_item:
-            header, first = self._by_item[item.item_uuid]
-            chosen = self._taken("encode", first, exclude, OTHERWISE, header=header, item=item)
+        chosen = self._taken("encode", self._by_item.get(item.item_uuid), exclude, item)
         if chosen is None and self._encoders:
             chosen = self._near(ENCODERS, self._encoders, item, exclude)
-        if chosen is None and self._named.model:
+        if chosen is None and self._hints.model:
             # No other one makes of an item what the language model was trained with.
             return self._near(MODEL, self._of_model(), item, exclude)
-        if chosen is None and self._named.cache_key:
+        if chosen is None and self._hints.cache_key:
             chosen = self._near(CACHE_KEY, self.instances.of_duty("encode"), item, exclude)
         return chosen or self._inner.choose_encoder(item, exclude)
 
@@ -285,23 +262,24 @@ class HopSelection(Selection):
     def _taken(
         self,
         stage: Stage,
-        named: Instance,
+        named: Named | None,
         exclude: Collection[str],
-        otherwise: str,
-        *,
-        header: str = PREFILLER,
         item: MediaItem | None = None,
+        otherwise: str = OTHERWISE,
     ) -> Instance | None:
-        """Return the instance that a header names if that can have it, and explain it."""
-        fits = _fits(named, exclude)
+        """Return the instance that is named, if one is and can have it, and explain it."""
+        if named is None:
+            return None
+        header, found = named
+        fits = _fits(found, exclude)
         decision = Decision(stage=stage, item=item.item_uuid if item else "", header=header)
         if fits:
-            decision.winner, decision.reason = named.name, "named"
+            decision.winner, decision.reason = found.name, "named"
         else:
-            why = "was tried" if named.name in exclude else f"is {named.state}"
-            decision.reason = f"{named.name} is named and {why}: {otherwise}"
+            why = "was tried" if found.name in exclude else f"is {found.state}"
+            decision.reason = f"{found.name} is named and {why}: {otherwise}"
         self.record(decision)
-        return named if fits else None
+        return found if fits else None
 
     def _near(
         self,
@@ -312,8 +290,8 @@ class HopSelection(Selection):
     ) -> Instance | None:
         """Return who of those that a header leaves should have an item, and explain it."""
         key, by = item.item_uuid, "an item's hash"
-        if self._named.cache_key:
-            key = f"{self._named.cache_key}/{self._places.get(item.item_uuid, item.item_uuid)}"
+        if self._hints.cache_key:
+            key = f"{self._hints.cache_key}/{self._places.get(item.item_uuid, item.item_uuid)}"
             by = CACHE_KEY
         left = [each for each in candidates if _fits(each, exclude)]
         chosen = self.instances.choose_encoder(key, exclude, set(left)) if left else None
@@ -339,9 +317,9 @@ class HopSelection(Selection):
             RequestError: There is none.
         """
         everybody = self.instances.of_duty("encode")
-        found = [each for each in everybody if _has_model(each, self._named.model)]
+        found = [each for each in everybody if _has_model(each, self._hints.model)]
         if everybody and not found:
-            message = f"no encode instance has the model {self._named.model!r} in its label "
+            message = f"no encode instance has the model {self._hints.model!r} in its label "
             raise wrong_header(MODEL, message + ENCODER_MODEL_LABEL)
         return found
 

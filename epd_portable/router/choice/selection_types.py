@@ -256,23 +256,19 @@ class Explanation:
     def text(self) -> str:
         """Return all of it as JSON in ASCII; of too much, scores are left out, then decisions."""
         whole = [each.shown() for each in self.decisions]
-        shown: list[str] = []
+        if len(text := _compact(whole)) <= MAX_EXPLANATION_BYTES:
+            return text
+        kept: list[object] = []
         left_bytes = MAX_EXPLANATION_BYTES - _LEFT_OUT_BYTES
         for each in whole:
-            brief = _compact({key: value for key, value in each.items() if key != "scores"})
-            left_bytes -= len(brief) + 1
+            each.pop("scores", None)
+            left_bytes -= len(_compact(each)) + 1
             if left_bytes < 0:
+                kept.append({"left_out": len(whole) - len(kept)})
                 break
-            shown.append(brief)
-        for index, with_scores in enumerate(map(_compact, whole[: len(shown)])):
-            more = len(with_scores) - len(shown[index])
-            if more <= left_bytes:
-                left_bytes -= more
-                shown[index] = with_scores
-        if len(shown) < len(whole):
-            shown.append(_compact({"left_out": len(whole) - len(shown)}))
-        return f"[{','.join(shown)}]"
+            kept.append(each)
+        return _compact(kept)
 
 
-def _compact(shown: Mapping[str, object]) -> str:
+def _compact(shown: object) -> str:
     return json.dumps(shown, separators=(",", ":"))

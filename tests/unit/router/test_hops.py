@@ -40,7 +40,7 @@ class Asked:
     def __init__(self, instances: EndpointPool, call: Any = CALL, **wish: Any) -> None:
         self._explanation = Explanation()
         inner = EndpointSelector(instances).start_selection(call, AT, self._explanation)
-        self.selection = HopSelection(RoutingHints(**wish), call, instances, inner)
+        self.selection = HopSelection(RoutingHints(**wish), inner)
 
     def told(self) -> list[dict[str, Any]]:
         """Return what was explained since the last time."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 
-import msgspec
 import pytest
 
 from epd_portable.config.choice import parse_choice
@@ -13,7 +12,7 @@ from epd_portable.router.choice.policy import Policy
 from epd_portable.router.hops import HopSelection, RoutingHints
 from epd_portable.router.selector import EndpointSelector
 from tests.unit.router.choice.situations import seen
-from tests.unit.router.test_selector import NOTHING, begun, fleet, picture
+from tests.unit.router.test_selector import begun, fleet, picture
 
 BY_HASH = """
 plugins: [{type: encode-filter}, {type: consistent-hash-scorer}]
@@ -39,8 +38,7 @@ def test_direct_traffic_hops_and_a_hash_scorer_send_one_picture_to_one_encoder()
         went = set()
         for number in range(100):
             item = picture(f"p{number}")
-            call = msgspec.structs.replace(NOTHING, items=(item,))
-            hop = HopSelection(RoutingHints(encoders=addresses), call, instances, begun(by_rule))
+            hop = HopSelection(RoutingHints(encoders=addresses), begun(by_rule))
             found = {
                 each.choose_encoder(item, ()) for each in (begun(by_rule), begun(by_policy), hop)
             }
@@ -54,8 +52,7 @@ def test_a_hop_that_names_some_encoders_leaves_a_picture_at_its_own_if_that_is_a
     direct = EndpointSelector(instances)
     for number in range(100):
         item = picture(f"p{number}")
-        call = msgspec.structs.replace(NOTHING, items=(item,))
-        hop = HopSelection(RoutingHints(encoders=("e1:1", "e2:1")), call, instances, begun(direct))
+        hop = HopSelection(RoutingHints(encoders=("e1:1", "e2:1")), begun(direct))
         own, named = begun(direct).choose_encoder(item, ()), hop.choose_encoder(item, ())
         assert own is not None and named is not None
         assert named.name in ("e1", "e2")
