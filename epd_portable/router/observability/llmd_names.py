@@ -10,60 +10,44 @@ from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
 
-class _Label(NamedTuple):
-    """The label that is kept of a metric; the values of others are added up.
-
-    Attributes:
-        name: Its name in the proposal.
-        values: Its values in the proposal's words, by ours; others are left out.
-    """
-
-    source: str
-    name: str
-    values: Mapping[str, str]
-
-
 class _Named(NamedTuple):
     """One metric of the proposal.
 
     Attributes:
         documentation: What is shown of it.
-        label: That is kept, if one is.
-        only: Label and value of the samples that are taken.
+        label: Of the source, which is looked at; values of its other labels are added up.
+        values: Those of the label's values that count, in the proposal's words.
+        name: Of the label in the proposal, if it has it.
         kind: Its type; the source's unless given.
     """
 
     source: str
     documentation: str
-    label: _Label | None = None
-    only: tuple[str, str] | None = None
+    label: str = ""
+    values: Mapping[str, str] = {}
+    name: str = ""
     kind: str = ""
 
     def labels(self, labels: Mapping[str, str]) -> dict[str, str] | None:
-        """Return the labels of a sample; ``None`` if it is not taken."""
-        if self.only is not None and labels.get(self.only[0]) != self.only[1]:
-            return None
+        """Return the labels of a sample; ``None`` if it does not count."""
         kept = {"le": labels["le"]} if "le" in labels else {}
-        if self.label is None:
+        if not self.label:
             return kept
-        value = self.label.values.get(labels[self.label.source])
-        return None if value is None else {**kept, self.label.name: value}
+        value = self.values.get(labels[self.label])
+        if value is None:
+            return None
+        return {**kept, self.name: value} if self.name else kept
 
 
-_STAGES = _Label("stage", "stage", {"encode": "encode", "prefill": "prefill", "answer": "decode"})
-_DECISION = _Label(
-    "outcome",
-    "decision",
-    {
-        **dict.fromkeys(("local", "local_first"), "local"),
-        **dict.fromkeys(("encoded", "retried"), "remote"),
-    },
-)
-_REASON = _Label(
-    "end",
-    "reason",
-    {"timeout": "timeout", "full": "retry", **dict.fromkeys(("lost", "error", "refused"), "error")},
-)
+_STAGES = {"encode": "encode", "prefill": "prefill", "answer": "decode"}
+_DECISIONS = {
+    **dict.fromkeys(("local", "local_first"), "local"),
+    **dict.fromkeys(("encoded", "retried"), "remote"),
+}
+_REASONS = {
+    **{"timeout": "timeout", "full": "retry"},
+    **dict.fromkeys(("lost", "error", "refused"), "error"),
+}
 
 NAMES: Mapping[str, _Named] = {
     "llmd_encode_requests": _Named("epd_router_encode_jobs", "Encode jobs; of one item each."),
@@ -71,27 +55,30 @@ NAMES: Mapping[str, _Named] = {
         "epd_router_encode_job_seconds", "Duration of encode jobs that succeeded."
     ),
     "llmd_encode_queue_depth": _Named(
-        "epd_router_instance_in_flight", "Encode jobs in flight.", only=("role", "encode")
+        "epd_router_instance_in_flight", "Encode jobs in flight.", "role", {"encode": ""}
     ),
     "llmd_encode_parallel_workers": _Named(
         "epd_router_encoders_per_request", "Encode instances asked for the items of one request."
     ),
     "llmd_encode_images_per_request": _Named(
-        "epd_router_items_per_request",
-        "Images of requests that have any.",
-        only=("modality", "image"),
+        "epd_router_items_per_request", "Images, if there are any.", "modality", {"image": ""}
     ),
     "llmd_epd_requests": _Named(
-        "epd_router_stage_requests", "Tries at instances, by stage.", _STAGES
+        "epd_router_stage_requests", "Tries at instances, by stage.", "stage", _STAGES, "stage"
     ),
     # It ends in no _total there, so it is none of Prometheus's counters.
     "llmd_epd_stage_selection": _Named(
-        "epd_router_items", "Items by where they were encoded.", _DECISION, kind="unknown"
+        "epd_router_items",
+        "Where items were encoded.",
+        "outcome",
+        _DECISIONS,
+        "decision",
+        "unknown",
     ),
     "llmd_encode_failures": _Named(
         "epd_router_encode_jobs",
         "Encode jobs that failed; retry: the encoder was full, and is asked again.",
-        _REASON,
+        *("end", _REASONS, "reason"),
     ),
 }
 """The proposal's metrics; counters without ``_total``."""

@@ -83,9 +83,6 @@ class Metrics(Listener):
 
         # Items.
         self.items = counter("epd_router_items", "Items by what became of them.", ("outcome",))
-        self.modalities = counter(
-            "epd_router_items_by_modality", "Distinct items of requests.", ("modality",)
-        )
         self.sources = counter(
             "epd_router_item_sources",
             "How PD instances say they had their items (answers that are not streamed).",
@@ -117,9 +114,6 @@ class Metrics(Listener):
         )
 
         # Times of answers: from a request's last byte.
-        self.first_byte_s = seconds(
-            "epd_router_first_byte_seconds", "To the first byte of its answer.", ("endpoint",)
-        )
         self.response_s = seconds(
             "epd_router_response_seconds", "To the last byte of its answer.", ("endpoint",)
         )
@@ -162,7 +156,6 @@ class Metrics(Listener):
         # To find a metric by its labels costs as much as to count.
         self._of_answers = functools.cache(
             lambda endpoint, status: (
-                self.first_byte_s.labels(endpoint),
                 self.response_s.labels(endpoint),
                 self.requests.labels(endpoint, str(status)),
             )
@@ -212,11 +205,9 @@ class Metrics(Listener):
         if record.gone:
             self.disconnects.labels(record.endpoint).inc()
             return
-        first_byte_s, response_s, requests = self._of_answers(record.endpoint, record.status)
+        response_s, requests = self._of_answers(record.endpoint, record.status)
         # Of one that is refused before its body was read, the time since its headers.
         started = record.read_at or record.began_at
-        if record.first_at:
-            first_byte_s.observe(record.first_at - started)
         response_s.observe(record.ended_at - started)
         requests.inc()
         if record.events and record.status < 400:
@@ -227,7 +218,6 @@ class Metrics(Listener):
 
     def _count_items(self, record: RequestRecord) -> None:
         for modality, count in collections.Counter(each.modality for each in record.items).items():
-            self.modalities.labels(modality).inc(count)
             self.items_per_request.labels(modality).observe(count)
         if encoders := {job.instance for item in record.items for job in item.jobs}:
             self.encoders_per_request.observe(len(encoders))

@@ -21,16 +21,13 @@ def observers(settings: RouterSettings) -> list[Listener]:
     """
     found: list[Listener] = []
     named = next((name for name in _ENDPOINTS if os.environ.get(name)), "")
-    if (settings.tracing.endpoint or named) and not _is_off():
+    # Switched off, OpenTelemetry has no names of spans to send.
+    off = os.environ.get("OTEL_SDK_DISABLED", "").lower() == "true"
+    if (settings.tracing.endpoint or named) and not off:
         found.append(_tracing(settings.tracing.endpoint, named))
     if settings.access_log:
         found.append(AccessLog(settings.access_log))
     return found
-
-
-def _is_off() -> bool:
-    """Return whether OpenTelemetry is switched off: its spans then have no names to send."""
-    return os.environ.get("OTEL_SDK_DISABLED", "").lower() == "true"
 
 
 def _tracing(endpoint: str | None, named: str) -> Listener:
