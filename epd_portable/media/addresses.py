@@ -64,7 +64,7 @@ _PORT = re.compile(r"[1-9][0-9]{0,4}")
 _FOUR = re.compile(r"(?:(?:0|[1-9][0-9]{0,2})\.){3}(?:0|[1-9][0-9]{0,2})")
 _LABEL = re.compile(r"(?!-)[a-z0-9_-]{1,63}(?<!-)")
 _NUMBER = re.compile(r"[0-9]+|0x[0-9a-f]*")
-_UNPRINTABLE = re.compile(r"[\x00-\x20\x7f-\x9f\\]")
+_UNPRINTABLE = re.compile(r"[\x00-\x20\x7f-\x9f\ud800-\udfff\\]")
 _KEPT = "/?%:@!$&'()*+,;=~-._[]"
 
 
@@ -143,10 +143,7 @@ def read_url(text: str) -> WebTarget:
     host, port, address = _host(authority, scheme)
     if not path.startswith("/"):
         path = "/" + path
-    try:
-        path = quote(path, safe=_KEPT)
-    except UnicodeEncodeError:
-        raise MediaUrlError("it is no text in UTF-8") from None
+    path = quote(path, safe=_KEPT)
     return WebTarget(scheme=scheme, host=host, port=port, path=path, address=address)
 
 

@@ -11,9 +11,8 @@ import uvloop
 
 from epd_portable import log
 from epd_portable.errors import EPDError
-from epd_portable.router.http import open_files
 from epd_portable.router.server import Router
-from epd_portable.router.serving import Stopping, listen, serve
+from epd_portable.router.serving import Stopping, listen, raise_file_limit, serve
 from epd_portable.router.settings import RouterSettings, load_settings
 
 logger = logging.getLogger("epd_portable.router")
@@ -64,7 +63,6 @@ def main(argv: list[str] | None = None) -> int:
 
 
 async def _serve(settings: RouterSettings) -> None:
-    allowed = open_files.raise_limit()
     stop = Stopping()
     stop.on_signals()
     address = listen(settings.host, settings.port)
@@ -72,7 +70,7 @@ async def _serve(settings: RouterSettings) -> None:
     host, port = address.getsockname()[:2]
     scheme = "https" if settings.tls_cert_file else "http"
     logger.info("router for %s on %s://%s:%d", settings.model, scheme, host, port)
-    open_files.warn_of_few(allowed)
+    raise_file_limit()
     await serve(Router(settings), [address, *admin], stop)
 
 

@@ -33,7 +33,6 @@ from epd_portable.media.addresses import Network
 from epd_portable.router import envoy, ext_proc, serving
 from epd_portable.router.consultation import Picker
 from epd_portable.router.ext_proc import HealthCheckRequest, HealthCheckResponse
-from epd_portable.router.http import open_files
 from epd_portable.router.server import Router
 from epd_portable.router.serving import Stopping, first_of
 from epd_portable.router.settings import RouterSettings, load_settings
@@ -261,7 +260,7 @@ def main(argv: list[str] | None = None) -> int:
     add("--folder", type=Path, help=folder)
     options = parser.parse_args(argv)
     log.configure()
-    open_files.warn_of_few(open_files.raise_limit())
+    serving.raise_file_limit()
     try:
         settings = load_settings(options.settings)
         with contextlib.ExitStack() as held:

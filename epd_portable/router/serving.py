@@ -6,6 +6,7 @@ import asyncio
 import errno
 import functools
 import logging
+import resource
 import signal
 import socket
 import ssl
@@ -28,6 +29,33 @@ ANSWERS_WITHIN_S = 1.0
 """In which answers that were not waited for any longer may still end by themselves."""
 LAST_WORDS_S = 1.0
 """In which clients take the end of their answers."""
+OPEN_FILES = 65_536
+"""What this process takes of the open files that it is allowed; service managers allow 1024 by
+default, for the sake of programs that use ``select``."""
+ENOUGH_FILES = 8192
+"""With fewer the log says how far they go."""
+FILES_PER_REQUEST = 3
+"""A connection to the client, one to its instance and one for each encode job."""
+
+
+def raise_file_limit() -> int:
+    """Let this process, and those that it starts, have `OPEN_FILES` if the system allows it.
+
+    Returns:
+        How many files it may have open now; the log says so if these are not many.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    # No limit at all is none that Linux takes for open files.
+    allowed = max(soft, min(hard, OPEN_FILES))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+    if allowed < ENOUGH_FILES:
+        logger.warning(
+            "this process may have %d files open: about %d requests at a time; raise the hard "
+            "limit (ulimit -Hn, LimitNOFILE= of systemd, --ulimit nofile= of docker)",
+            allowed,
+            allowed // FILES_PER_REQUEST,
+        )
+    return allowed
 
 
 def listen(host: str, port: int) -> socket.socket:

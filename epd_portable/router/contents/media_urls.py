@@ -120,7 +120,7 @@ class MediaFetcher:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await self._files.close()
+        self._files.close()
 
     @contextlib.contextmanager
     def of_request(self) -> Iterator[LinkedItems]:

@@ -15,14 +15,11 @@ import logging
 import math
 import re
 import socket
-import ssl
 import time
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import anyio
-import httpcore
 import httpx
 import msgspec
 
@@ -36,7 +33,9 @@ from epd_portable.media.addresses import (
 )
 from epd_portable.router.contents.cut_text import Bytes
 from epd_portable.router.http.incoming import Body
+from epd_portable.router.http.upstream import InstanceAnswer, Upstream, UpstreamError
 from epd_portable.router.settings import MediaFetching
+from epd_portable.wire.outcomes import FailureKind
 
 logger = logging.getLogger(__name__)
 
@@ -52,15 +51,15 @@ AGAIN_AFTER_S = 0.2
 LOOKUPS = 64
 LOOKUPS_OF_DOMAIN = 4
 """Names that are looked up at a time, in all and below one domain."""
-MAX_HEAD_BYTES = 64 * 1024
-"""Of an answer's headers, with all that comes before them."""
-HEAD_PIECE_BYTES = 4096
 PIECES_ANYWAY = 2048
 SMALLEST_PIECES = 128
 """So many pieces of a file may be of any size; of more, each must have so many bytes on average."""
-PIECES_AT_ONCE = 8
-"""Others are served after so many pieces at the latest."""
 
+_HEADERS = {
+    "accept": "image/*, video/*, audio/*, */*;q=0.5",
+    "user-agent": "epd-portable",
+    "connection": "close",
+}
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 _LATER = frozenset({408, 425, 429})
 _MAX_AGE = re.compile(r"(?:^|[,\s])max-age=\"?(\d{1,9})")
@@ -98,22 +97,16 @@ class WebFiles:
         self._settings = settings
         self._body = body
         self.domains = Domains(settings.allowed_domains)
-        self._network = _CheckedNetwork(
-            AddressPolicy(settings.allowed_networks), resolve or _resolve
-        )
-        self._pool = httpcore.AsyncConnectionPool(
-            ssl_context=httpx.create_ssl_context(trust_env=True),
-            max_connections=None,
-            # What a server sends beyond its answer must not answer the next request.
-            max_keepalive_connections=0,
-            network_backend=self._network,
-        )
+        self._policy = AddressPolicy(settings.allowed_networks)
+        self._resolve = resolve or _resolve
+        self._names = ThreadPoolExecutor(LOOKUPS, "epd-names")
+        self._lookups = _Turns(LOOKUPS, LOOKUPS_OF_DOMAIN)
+        self._tls = httpx.create_ssl_context(trust_env=True)
         self._turns = _Turns(settings.max_fetches, settings.max_fetches_per_host)
 
-    async def close(self) -> None:
-        """Close connections."""
-        await self._pool.aclose()
-        self._network.close()
+    def close(self) -> None:
+        """Look up no more; a thread that waits for a name server is left alone."""
+        self._names.shutdown(wait=False, cancel_futures=True)
 
     async def fetch(self, target: WebTarget) -> FetchedFile:
         """Fetch a file, which was checked to be allowed, from where redirects lead.
@@ -163,142 +156,61 @@ class WebFiles:
 
     async def _ask(self, target: WebTarget, held: Body) -> FetchedFile | str:
         """Return what a server gives, or where it says that it is."""
-        request = httpcore.Request(
-            b"GET",
-            httpcore.URL(
-                scheme=target.scheme.encode(),
-                host=target.host.encode(),
-                port=target.port,
-                target=target.path.encode(),
-            ),
-            headers=[
-                (b"Host", target.authority.encode()),
-                (b"Accept", b"image/*, video/*, audio/*, */*;q=0.5"),
-                (b"Accept-Encoding", b"identity"),
-                (b"User-Agent", b"epd-portable"),
-                (b"Connection", b"close"),
-            ],
-            extensions={"timeout": {"connect": CONNECT_S}},
-        )
+        # Of its own: what a server sends beyond its answer must not answer the next request.
+        upstream = Upstream(_HEADERS, addresses=self._addresses, tls=self._tls)
         try:
-            response = await self._pool.handle_async_request(request)
-            stream = response.extensions["network_stream"]
-            assert isinstance(stream, _Stream)
-            stream.in_head = False
-            try:
-                return await self._taken(response, held)
-            finally:
-                await response.aclose()
-        except httpcore.TimeoutException as error:
-            raise _too_slow(CONNECT_S) from error
-        except httpcore.ConnectError as error:
-            raise _failed("no connection could be made to its host") from error
-        except (httpcore.NetworkError, httpcore.ProtocolError) as error:
+            answer = await upstream.request("GET", target.url, connect_s=CONNECT_S)
+            return await self._taken(answer, held)
+        except UpstreamError as error:
+            if error.kind in (FailureKind.UNREACHABLE, FailureKind.UNAVAILABLE):
+                raise _failed("no connection could be made to its host") from error
             problem = "its server broke off, or what it answered is no HTTP"
             raise _ServerFailedError(problem) from error
+        finally:
+            await upstream.close()
 
-    async def _taken(self, response: httpcore.Response, held: Body) -> FetchedFile | str:
-        headers: dict[bytes, list[bytes]] = {}
-        for name, value in response.headers:
-            headers.setdefault(name.lower(), []).append(value)
-        status = response.status
+    async def _taken(self, answer: InstanceAnswer, held: Body) -> FetchedFile | str:
+        status, headers = answer.status, answer.headers
         if status in _REDIRECTS:
-            there = headers.get(b"location", [])
-            if len(there) != 1:
-                raise _failed(f"its server answered {status} without one place to go to")
-            try:
-                return there[0].decode()
-            except UnicodeDecodeError:
-                raise MediaUrlError("it redirects to what is no URL") from None
+            if "location" not in headers:
+                raise _failed(f"its server answered {status} without a place to go to")
+            return headers["location"]
         if status >= 500:
             raise _ServerFailedError(f"its server answered {status}")
         if status != 200:
             theirs = status >= 400 and status not in _LATER
             raise _failed(f"its server answered {status}", status=400 if theirs else 502)
-        encoding = b",".join(headers.get(b"content-encoding", [])).strip().lower()
-        if encoding not in (b"", b"identity"):
+        content = headers.get("content-encoding", "identity").lower()
+        transfer = headers.get("transfer-encoding", "chunked").lower()
+        if content not in ("", "identity") or transfer != "chunked":
             raise _failed("its server sent it compressed, which it was not asked for")
-        announced = None
-        if b"transfer-encoding" not in headers and b"content-length" in headers:
-            announced = int(headers[b"content-length"][0])
-        if announced is not None and announced > self._settings.max_bytes:
+        announced = headers.get("content-length", "")
+        if announced and int(announced) > self._settings.max_bytes:
             raise self._too_large(f"it has {announced} bytes")
-        written = await self._text(response, held)
-        keep_s = _keep_s(b",".join(headers.get(b"cache-control", [])).decode("latin-1").lower())
-        return FetchedFile(text=written.end(), nbytes=written.nbytes, keep_s=keep_s)
-
-    async def _text(self, response: httpcore.Response, held: Body) -> _Base64Text:
-        """Return base64 of an answer's body."""
-        text = _Base64Text()
-        pieces = 0
-        async for piece in _pieces_of(response):
-            if text.nbytes + len(piece) > self._settings.max_bytes:
+        text, rest, nbytes = bytearray(), b"", 0
+        while piece := await answer.piece():
+            nbytes += len(piece)
+            if nbytes > self._settings.max_bytes:
                 raise self._too_large("it does not end there")
-            text.add(piece)
-            held.count(len(text.text))
-            pieces += 1
-            if pieces > PIECES_ANYWAY and text.nbytes < pieces * SMALLEST_PIECES:
+            if answer.pieces > PIECES_ANYWAY and nbytes < answer.pieces * SMALLEST_PIECES:
                 raise _failed("it comes in too many too small pieces")
-            if pieces % PIECES_AT_ONCE == 0:
-                await asyncio.sleep(0)
-        if not text.nbytes:
+            piece = rest + piece
+            whole = len(piece) - len(piece) % 3
+            rest = piece[whole:]
+            text += binascii.b2a_base64(memoryview(piece)[:whole], newline=False)
+            held.count(len(text))
+        if not nbytes:
             raise _failed("its server sent nothing", status=400)
-        return text
+        text += binascii.b2a_base64(rest, newline=False)
+        keep_s = _keep_s(headers.get("cache-control", "").lower())
+        return FetchedFile(text=memoryview(text), nbytes=nbytes, keep_s=keep_s)
 
-    def _too_large(self, what: str) -> MediaUrlError:
-        return MediaUrlError(
-            f"{what}: at most {self._settings.max_bytes} bytes are fetched; send a smaller one, or "
-            "raise router.media_urls.max_bytes",
-            status=413,
-            code="media_too_large",
-        )
-
-
-class _CheckedNetwork(httpcore.AsyncNetworkBackend):
-    """Connects to addresses that were checked, and to no other of a name."""
-
-    def __init__(self, policy: AddressPolicy, resolve: Resolve) -> None:
-        self._policy = policy
-        self._resolve = resolve
-        self._names = ThreadPoolExecutor(LOOKUPS, "epd-names")
-        self._lookups = _Turns(LOOKUPS, LOOKUPS_OF_DOMAIN)
-        self._network = httpcore.AnyIOBackend()
-
-    def close(self) -> None:
-        """Look up no more; a thread that waits for a name server is left alone."""
-        self._names.shutdown(wait=False, cancel_futures=True)
-
-    async def connect_tcp(
-        self,
-        host: str,
-        port: int,
-        timeout: float | None = None,
-        local_address: str | None = None,
-        socket_options: Iterable[httpcore.SOCKET_OPTION] | None = None,
-    ) -> httpcore.AsyncNetworkStream:
-        """Connect to one of a name's addresses.
+    async def _addresses(self, host: str, port: int) -> list[str]:
+        """Return the addresses of a name that are to be tried.
 
         Raises:
             MediaUrlError: One of them is not to be connected to, or there is none.
         """
-        last: Exception | None = None
-        for address in (await self._addresses(host, port))[:MAX_ADDRESSES]:
-            try:
-                stream = await self._network.connect_tcp(
-                    address, port, timeout, local_address, socket_options
-                )
-            except (httpcore.ConnectError, httpcore.ConnectTimeout) as error:
-                last = error
-                continue
-            peer = stream.get_extra_info("server_addr")
-            if not self._policy.allows(peer[0]):
-                await stream.aclose()
-                raise _not_public()
-            return _Stream(stream)
-        assert last is not None
-        raise last
-
-    async def _addresses(self, host: str, port: int) -> list[str]:
         turn = contextlib.AsyncExitStack()
         domain = ".".join(host.rsplit(".", 2)[-2:])
         await turn.enter_async_context(self._lookups.at(domain, math.inf))
@@ -308,9 +220,13 @@ class _CheckedNetwork(httpcore.AsyncNetworkBackend):
             raise _failed("its host is not known") from error
         if not found:
             raise _failed("its host is not known")
-        if not all(self._policy.allows(address) for address in found):
-            raise _not_public()
-        return found
+        if not all(map(self._policy.allows, found)):
+            # The same for all addresses: clients learn no address of a network.
+            raise MediaUrlError(
+                "its host has an address that is not public, and of none of "
+                "router.media_urls.allowed_networks"
+            )
+        return found[:MAX_ADDRESSES]
 
     async def _looked_up(self, turn: contextlib.AsyncExitStack, host: str, port: int) -> list[str]:
         # The system waits for a name server that does not answer for longer than a fetch does, and
@@ -319,48 +235,13 @@ class _CheckedNetwork(httpcore.AsyncNetworkBackend):
             loop = asyncio.get_running_loop()
             return await loop.run_in_executor(self._names, self._resolve, host, port)
 
-
-class _Stream(httpcore.AsyncNetworkStream):
-    """A connection of which little is read at a time until the headers are there.
-
-    What comes in one piece is parsed in one go, and may be a thousand answers without an end.
-    """
-
-    def __init__(self, stream: httpcore.AsyncNetworkStream) -> None:
-        self.in_head = True
-        self._stream = stream
-        self._nbytes = 0
-
-    async def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
-        """Return what has come."""
-        if not self.in_head:
-            return await self._stream.read(max_bytes, timeout)
-        data = await self._stream.read(min(max_bytes, HEAD_PIECE_BYTES), timeout)
-        self._nbytes += len(data)
-        if self._nbytes > MAX_HEAD_BYTES:
-            raise httpcore.RemoteProtocolError(f"more than {MAX_HEAD_BYTES} bytes of headers")
-        return data
-
-    async def write(self, buffer: bytes, timeout: float | None = None) -> None:
-        """Send."""
-        await self._stream.write(buffer, timeout)
-
-    async def aclose(self) -> None:
-        """Close."""
-        await self._stream.aclose()
-
-    async def start_tls(
-        self,
-        ssl_context: ssl.SSLContext,
-        server_hostname: str | None = None,
-        timeout: float | None = None,
-    ) -> httpcore.AsyncNetworkStream:
-        """Return the connection, secured."""
-        return _Stream(await self._stream.start_tls(ssl_context, server_hostname, timeout))
-
-    def get_extra_info(self, info: str) -> Any:
-        """Return what is known of the connection."""
-        return self._stream.get_extra_info(info)
+    def _too_large(self, what: str) -> MediaUrlError:
+        return MediaUrlError(
+            f"{what}: at most {self._settings.max_bytes} bytes are fetched; send a smaller one, or "
+            "raise router.media_urls.max_bytes",
+            status=413,
+            code="media_too_large",
+        )
 
 
 class _Turns:
@@ -400,39 +281,6 @@ class _Turns:
                 self._hosts[host] = (turns, users - 1)
 
 
-class _Base64Text:
-    """Base64 of what comes in pieces.
-
-    Attributes:
-        text: That is written; one or two bytes wait for the next piece.
-    """
-
-    def __init__(self) -> None:
-        self.nbytes = 0
-        self.text = bytearray()
-        self._rest = b""
-
-    def add(self, piece: bytes) -> None:
-        """Write a piece."""
-        self.nbytes += len(piece)
-        if self._rest:
-            piece = self._rest + piece
-        whole = len(piece) - len(piece) % 3
-        self._rest = piece[whole:]
-        self.text += binascii.b2a_base64(memoryview(piece)[:whole], newline=False)
-
-    def end(self) -> memoryview:
-        """Return the text."""
-        self.text += binascii.b2a_base64(self._rest, newline=False)
-        return memoryview(self.text)
-
-
-async def _pieces_of(response: httpcore.Response) -> AsyncIterator[bytes]:
-    async for piece in response.aiter_stream():
-        if piece:
-            yield piece
-
-
 def _resolve(host: str, port: int) -> list[str]:
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     return list(dict.fromkeys(str(address[0]) for *_, address in found))
@@ -461,12 +309,4 @@ def _too_slow(within_s: float) -> MediaUrlError:
         f"it did not come within {within_s:g} s",
         status=504,
         code="media_url_timeout",
-    )
-
-
-def _not_public() -> MediaUrlError:
-    """Return the same for all addresses: clients learn no address of a network."""
-    return MediaUrlError(
-        "its host has an address that is not public, and of none of "
-        "router.media_urls.allowed_networks"
     )

@@ -7,10 +7,12 @@ waking a task, and limits of time cost nothing as long as they are not reached.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import errno
 import logging
 import math
 import ssl
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -19,7 +21,6 @@ import httptools
 
 from epd_portable.errors import EPDError
 from epd_portable.router.contents.cut_text import Bytes, Segments
-from epd_portable.router.http import open_files
 from epd_portable.wire.outcomes import FailureKind
 
 logger = logging.getLogger(__name__)
@@ -38,6 +39,9 @@ _SAY_EVERY_S = 10.0
 _REPEATABLE = frozenset({"GET"})
 """Methods of requests that may be sent again when nothing of an answer has come."""
 _NO_BODY = frozenset({204, 304})
+_USED_UP = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL})
+"""Errors of a connection that say nothing of its other end: this process, or this machine, has no
+file, memory or port left."""
 
 
 class UpstreamError(EPDError):
@@ -80,15 +84,25 @@ class Upstream:
 
     Args:
         headers: Of every request, such as the token that instances ask for.
+        addresses: Looks up the addresses of a host at a port, which are tried in turn; the system
+            unless given.
+        tls: Checks certificates; by the system's list unless given.
     """
 
-    def __init__(self, headers: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        headers: Mapping[str, str] | None = None,
+        *,
+        addresses: Callable[[str, int], Awaitable[Sequence[str]]] | None = None,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
         self.headers = {"accept-encoding": "identity", **(headers or {})}
         self._origins: dict[str, _Origin] = {}
         self._connections: set[_Connection] = set()
         self._idle: dict[_Origin, list[_Connection]] = {}
         self._sweeping: asyncio.TimerHandle | None = None
-        self._tls: ssl.SSLContext | None = None
+        self._addresses = addresses
+        self._tls = tls
         self._said_at = -math.inf
 
     async def close(self) -> None:
@@ -184,6 +198,18 @@ class Upstream:
     async def _connect(
         self, origin: _Origin, connect_s: float | None, due_at: float
     ) -> _Connection:
+        """Return a new connection, to the first address of its host that takes one."""
+        hosts: Sequence[str] = (origin.host,)
+        if self._addresses is not None:
+            hosts = await self._addresses(origin.host, origin.port)
+        for host in hosts[:-1]:
+            with contextlib.suppress(UpstreamError):
+                return await self._connect_to(host, origin, connect_s, due_at)
+        return await self._connect_to(hosts[-1], origin, connect_s, due_at)
+
+    async def _connect_to(
+        self, host: str, origin: _Origin, connect_s: float | None, due_at: float
+    ) -> _Connection:
         loop = asyncio.get_running_loop()
         left_s = due_at - loop.time()
         within_s = left_s if connect_s is None else min(connect_s, left_s)
@@ -193,14 +219,15 @@ class Upstream:
             with anyio.move_on_after(within_s):
                 _, connection = await loop.create_connection(
                     lambda: _Connection(self, origin),
-                    origin.host,
+                    host,
                     origin.port,
                     ssl=self._tls if origin.secure else None,
+                    server_hostname=origin.host if origin.secure else None,
                 )
                 self._connections.add(connection)
                 return connection
         except OSError as error:
-            if error.errno in open_files.USED_UP:
+            if error.errno in _USED_UP:
                 raise self._used_up(error) from error
             raise UpstreamError(FailureKind.UNREACHABLE, _shown(error)) from error
         if within_s == left_s:
@@ -272,12 +299,14 @@ class InstanceAnswer:
 
     Attributes:
         status: HTTP status, 0 until the headers have come.
-        headers: Names in lower case, and of equal ones the first.
+        headers: Names in lower case; values of equal ones are joined by commas.
+        pieces: In how many the body was sent so far.
     """
 
     def __init__(self, connection: _Connection) -> None:
         self.status = 0
         self.headers: dict[str, str] = {}
+        self.pieces = 0
         self._connection: _Connection | None = connection
         self._pieces: list[bytes] = []
         self._nbytes = 0
@@ -559,6 +588,7 @@ class _Connection(asyncio.Protocol):
             broken = (FailureKind.ERROR, f"headers of more than {MAX_HEAD_BYTES} bytes")
         if came := self._came:
             self._came = []
+            answer.pieces += len(came)
             more = answer._add(came[0] if len(came) == 1 else b"".join(came))
             if not more and not self._whole and not self._paused:
                 self._paused = True
@@ -596,7 +626,8 @@ class _Connection(asyncio.Protocol):
         if self._answer is not None and not self._answer.status:
             # As text these are bytes, whatever they mean: clients get the same.
             text = value.decode("utf-8", "surrogateescape").strip()
-            self._answer.headers.setdefault(name.decode("latin-1").lower(), text)
+            headers, key = self._answer.headers, name.decode("latin-1").lower()
+            headers[key] = f"{headers[key]}, {text}" if key in headers else text
 
     def on_headers_complete(self) -> None:
         assert self._answer is not None and self._parser is not None

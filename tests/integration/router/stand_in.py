@@ -26,7 +26,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from epd_portable.connector.curve import CurveKeys
-from epd_portable.router.http import open_files
+from epd_portable.router import serving
 from epd_portable.router.http.server_connection import Clients, ServerConnection
 from epd_portable.router.server import Router
 from epd_portable.router.serving import BACKLOG, listen
@@ -57,7 +57,7 @@ def start_process(*words: object, **streams: IO[str] | int) -> warm.Child:
 
 def at_once(most: int) -> int:
     """Return how many requests at a time the limit of open files allows."""
-    return min(most, open_files.raise_limit() // FILES_PER_REQUEST)
+    return min(most, serving.raise_file_limit() // FILES_PER_REQUEST)
 
 
 @dataclass(frozen=True, kw_only=True)

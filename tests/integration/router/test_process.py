@@ -20,7 +20,7 @@ import httpx
 import psutil
 import pytest
 
-from epd_portable.router.http import open_files
+from epd_portable.router import serving
 from epd_portable.router.server import Router
 from tests import warm
 from tests.integration.router.conftest import Build
@@ -293,7 +293,7 @@ def test_a_router_may_have_as_many_files_as_the_system_allows(most: int) -> None
     assert process.stderr is not None
     try:
         assert re.search(r"http://127\.0\.0\.1:\d+", process.stderr.readline())
-        if hard < open_files.ENOUGH:
+        if hard < serving.ENOUGH_FILES:
             assert re.search(rf"{hard} files open.*LimitNOFILE", process.stderr.readline())
         assert psutil.Process(process.pid).rlimit(psutil.RLIMIT_NOFILE) == (hard, hard)
     finally:

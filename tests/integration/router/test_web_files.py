@@ -149,8 +149,14 @@ HOSTILE_ANSWERS: dict[str, tuple[bytes | Answer, int, str]] = {
     "cut": (OK.encode() + b"content-length: 5000\r\n\r\n" + PNG, 502, "broke off"),
     "cut-chunk": (CODED.encode() + b"50\r\n" + PNG[:20], 502, "broke off"),
     "two-lengths": (plain(PNG, "content-length: 6"), 502, "no HTTP"),
+    "length-and-chunks": (plain(PNG, "transfer-encoding: chunked"), 502, "no HTTP"),
     "odd-length": (OK.encode() + b"content-length: 0x50\r\n\r\n" + PNG, 502, "no HTTP"),
-    "odd-coding": (OK.encode() + b"transfer-encoding: gzip, chunked\r\n\r\n", 502, "no HTTP"),
+    "coding": (OK.encode() + b"transfer-encoding: gzip, chunked\r\n\r\n", 502, "compressed"),
+    "two-codings": (
+        plain(PNG, "content-encoding: identity", "content-encoding: gzip"),
+        502,
+        "compressed",
+    ),
     "no-http": (b"220 mail.inside ESMTP\r\n", 502, "no HTTP"),
     "redis": (b"-ERR unknown command 'GET'\r\n", 502, "no HTTP"),
     "nothing": (b"", 502, "broke off"),
@@ -191,8 +197,8 @@ HOSTILE_ANSWERS: dict[str, tuple[bytes | Answer, int, str]] = {
     "to-unknown": (moved("http://unknown.test:{port}/ok"), 502, "not known"),
     "to-backslash": (moved("\\\\127.0.0.1\\a"), 400, "no URL"),
     "to-latin": (b"HTTP/1.1 302 Found\r\nlocation: /\xe4\r\n\r\n", 400, "no URL"),
-    "to-nowhere": (plain(b"", status="302 Found"), 502, "without one place"),
-    "to-two": (plain(b"", "location: /ok", "location: /b", status="302 Found"), 502, "one place"),
+    "to-nowhere": (plain(b"", status="302 Found"), 502, "without a place"),
+    "to-two": (plain(b"", "location: /ok", "location: /b", status="302 Found"), 400, "no URL"),
     "to-long": (moved("/" + "a" * 5000), 400, "no URL"),
 }
 
@@ -253,20 +259,6 @@ async def test_a_name_is_looked_up_once_and_what_was_checked_is_connected_to(wor
     assert lookups == [HOST]
     assert "not public" in str(await refusal(fetcher, world.url()))
     assert len(world.site.heads) == 1
-
-
-async def test_who_answers_is_checked_once_more(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Elsewhere(web_files.httpcore.AnyIOBackend):
-        async def connect_tcp(self, host: str, *args: Any, **kwargs: Any) -> Any:
-            return await super().connect_tcp("127.0.0.1", *args, **kwargs)
-
-    monkeypatch.setattr(web_files.httpcore, "AnyIOBackend", Elsewhere)
-    world.names[HOST] = ["127.0.0.2"]
-    fetcher = world.fetcher(allowed_networks=["127.0.0.2/32"])
-    assert "not public" in str(await refusal(fetcher, world.url()))
-    assert not world.site.heads
 
 
 async def test_an_address_that_nobody_answers_at_is_followed_by_the_next(world: World) -> None:
@@ -343,7 +335,7 @@ async def test_both_tries_share_one_time(world: World) -> None:
 SIZES = [1, 2, 3, 4, 65_535, 65_536, 65_537, 300_000, 1_600_001]
 
 
-@pytest.mark.parametrize("framing", ["length", "chunks", "both", "end"])
+@pytest.mark.parametrize("framing", ["length", "chunks", "end"])
 async def test_what_comes_is_what_was_sent(world: World, framing: str) -> None:
     fetcher = world.fetcher()
     for size in SIZES:
@@ -355,7 +347,6 @@ async def test_what_comes_is_what_was_sent(world: World, framing: str) -> None:
         world.site.pages[f"/{size}"] = {
             "length": head + b"content-length: %d\r\n\r\n" % size + data + b"HTTP/1.1 200 OK\r\n",
             "chunks": head + b"transfer-encoding: chunked\r\n\r\n" + chunks,
-            "both": head + b"content-length: 1\r\ntransfer-encoding: chunked\r\n\r\n" + chunks,
             "end": b"HTTP/1.0 200 OK\r\n\r\n" + data,
         }[framing]
     got = await get(fetcher, *[world.url(f"/{size}") for size in SIZES])
@@ -374,7 +365,7 @@ async def test_redirects_are_followed_within_what_is_allowed(world: World) -> No
     assert await get(world.fetcher(), world.url()) == [("image/png", PNG)]
     hosts = [head.split(b"\r\n")[1] for head in world.site.heads]
     port = world.site.port
-    expected = [f"Host: {HOST}:{port}", f"Host: {HOST}:{port}", f"Host: cdn.test:{port}"]
+    expected = [f"host: {HOST}:{port}", f"host: {HOST}:{port}", f"host: cdn.test:{port}"]
     assert [host.decode() for host in hosts] == expected
 
 

@@ -4,9 +4,9 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from epd_portable.router import serving
 from epd_portable.router.fleet.control import ControlChannels
 from epd_portable.router.fleet.engine_loads import OLD_AFTER_S, EngineLoads
-from epd_portable.router.http import open_files
 from epd_portable.router.http.upstream import Upstream
 from epd_portable.wire.messages import LoadReport
 from tests.keyring import keys
@@ -67,7 +67,7 @@ async def test_there_is_a_channel_to_each_of_many_instances() -> None:
     control = ControlChannels(keys())
     try:
         # A machine that allows fewer files cannot show it.
-        for number in range(min(MANY, open_files.raise_limit() - 200)):
+        for number in range(min(MANY, serving.raise_file_limit() - 200)):
             control.connect(f"pd-{number}", "tcp://127.0.0.1:9")
     finally:
         await control.close()
