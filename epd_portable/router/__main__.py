@@ -63,6 +63,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 async def _serve(settings: RouterSettings) -> None:
+    raise_file_limit()
     stop = Stopping()
     stop.on_signals()
     address = listen(settings.host, settings.port)
@@ -70,7 +71,6 @@ async def _serve(settings: RouterSettings) -> None:
     host, port = address.getsockname()[:2]
     scheme = "https" if settings.tls_cert_file else "http"
     logger.info("router for %s on %s://%s:%d", settings.model, scheme, host, port)
-    raise_file_limit()
     await serve(Router(settings), [address, *admin], stop)
 
 

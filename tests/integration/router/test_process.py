@@ -292,9 +292,9 @@ def test_a_router_may_have_as_many_files_as_the_system_allows(most: int) -> None
     process = start_process(*words, stderr=subprocess.PIPE)
     assert process.stderr is not None
     try:
-        assert re.search(r"http://127\.0\.0\.1:\d+", process.stderr.readline())
         if hard < serving.ENOUGH_FILES:
             assert re.search(rf"{hard} files open.*LimitNOFILE", process.stderr.readline())
+        assert re.search(r"http://127\.0\.0\.1:\d+", process.stderr.readline())
         assert psutil.Process(process.pid).rlimit(psutil.RLIMIT_NOFILE) == (hard, hard)
     finally:
         process.terminate()
