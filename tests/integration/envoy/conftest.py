@@ -63,7 +63,10 @@ class Fronted(Serving):
         if process is None:
             return
         process.send_signal(signal.SIGTERM)
-        await asyncio.to_thread(process.wait, DEADLINE_S)
+        try:
+            await asyncio.to_thread(process.wait, DEADLINE_S)
+        finally:
+            process.kill()
         assert process.returncode == 0, self.log
         assert "Traceback" not in self.log, self.log
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,6 +37,11 @@ class Topology:
     client: httpx.AsyncClient
     router: Serving
     settings: RouterSettings
+
+    async def stop(self) -> None:
+        """End the router, which would otherwise connect to instances that are just ending."""
+        await self.client.aclose()
+        await self.router.stop()
 
     async def start_router_again(self) -> None:
         """Start another router in the place of the one that was stopped."""
@@ -96,9 +102,13 @@ def front() -> Front:
     return lambda settings: RouterServing(Router(settings))
 
 
+async def stop_all(instances: Sequence[StandIn]) -> None:
+    await asyncio.gather(*(instance.serving.stop() for instance in instances))
+
+
 @pytest.fixture
 async def build(front: Front) -> AsyncIterator[Build]:
-    built: list[Topology] = []
+    stack = AsyncExitStack()
 
     async def make(
         encoders: int = 1,
@@ -112,9 +122,13 @@ async def build(front: Front) -> AsyncIterator[Build]:
         e = [StandIn(f"encode-{n}", "encode", encoding) for n in range(encoders)]
         roles = ["prefill-decode"] * pds if isinstance(pds, int) else pds
         pd = [StandIn(f"pd-{n}", role, behaviour) for n, role in enumerate(roles)]
+        # What has started ends, also where the rest cannot start.
+        stack.push_async_callback(stop_all, e + pd)
         await asyncio.gather(*(instance.serving.start() for instance in e + pd))
         settings = {"secret_file": secret_file(), "registration": False, **settings}
         controls = [ControlEnd(read_keys(settings["secret_file"])) for _ in pd]
+        for control in controls:
+            stack.callback(control.close)
         addresses = [""] * encoders + [control.address for control in controls]
         instances: list[dict[str, Any]] = [
             {"name": i.name, "role": i.role, "url": i.serving.url, "control": address}
@@ -139,18 +153,12 @@ async def build(front: Front) -> AsyncIterator[Build]:
             **settings,
         }
         router_settings = RouterSettings.model_validate(options)
-        router = front(router_settings)
-        await router.start()
-        client = httpx.AsyncClient(base_url=router.url, timeout=DEADLINE_S)
-        built.append(Topology(e, pd, controls, client, router, router_settings))
-        return built[-1]
+        client = httpx.AsyncClient(timeout=DEADLINE_S)
+        topology = Topology(e, pd, controls, client, front(router_settings), router_settings)
+        stack.push_async_callback(topology.stop)
+        await topology.router.start()
+        client.base_url = topology.router.url
+        return topology
 
-    yield make
-    for topology in built:
-        await topology.client.aclose()
-        # First the router, which would otherwise connect to instances that are just ending.
-        await topology.router.stop()
-        instances = topology.encoders + topology.pds
-        await asyncio.gather(*(instance.serving.stop() for instance in instances))
-        for control in topology.controls:
-            control.close()
+    async with stack:
+        yield make
