@@ -114,10 +114,6 @@ class Joined:
         found = re.findall(rf"^thread {thread.ident} waits (.+) s$", said, re.MULTILINE)
         return [float(each) for each in found if float(each) > 0.5]
 
-    async def until(self, state: str) -> None:
-        while self.membership.states()[self._name]["state"] != state:
-            await asyncio.sleep(0.02)
-
     async def leave(self) -> None:
         self._stop.set()
         await asyncio.to_thread(self._thread.join, DEADLINE_S)
@@ -126,8 +122,9 @@ class Joined:
 
 
 async def until_status(client: httpx.AsyncClient, url: str, status: int) -> None:
-    while (await client.get(f"{url}/health")).status_code != status:
-        await asyncio.sleep(0.02)
+    async with asyncio.timeout(DEADLINE_S):
+        while (await client.get(f"{url}/health")).status_code != status:
+            await asyncio.sleep(0.02)
 
 
 async def chat(client: httpx.AsyncClient, router: RouterProcess) -> int:
@@ -144,10 +141,10 @@ async def test_a_killed_router_takes_no_request_of_another_and_learns_its_member
     joined = Joined(pd, routers[0].port, Names("127.0.0.1", "127.0.0.2"))
     stays, killed = routers
     async with httpx.AsyncClient(timeout=DEADLINE_S, trust_env=False) as client:
-        await asyncio.wait_for(joined.until("up"), DEADLINE_S)
+        for each in routers:
+            await until_status(client, each.url, 200)
         requests = [asyncio.create_task(chat(client, router)) for router in routers * REQUESTS]
-        while len(pd.received) < 2 * REQUESTS:
-            await asyncio.sleep(0.02)
+        await pd.until(lambda pd: len(pd.received) == 2 * REQUESTS)
         killed.kill()
         go_on.set()
         ended = await asyncio.gather(*requests, return_exceptions=True)
@@ -166,7 +163,7 @@ async def test_a_killed_router_takes_no_request_of_another_and_learns_its_member
         # Within two seconds: at the first or the second look, with one second before each.
         assert len(joined.looks(killed, before)) <= 1
         assert set(joined.looks(killed, said)) == {1.0}
-        await asyncio.wait_for(until_status(client, killed.url, 200), DEADLINE_S)
+        await until_status(client, killed.url, 200)
         assert await chat(client, killed) == 200
         await joined.leave()
         # It has left both.
@@ -186,18 +183,19 @@ async def test_routers_come_and_go_with_the_addresses_of_their_name(
     async with httpx.AsyncClient(timeout=DEADLINE_S, trust_env=False) as client:
         assert joined.membership.states()[pd.name]["reason"] == "router.join has no address"
         names.addresses = ["127.0.0.1"]
-        await asyncio.wait_for(until_status(client, first.url, 200), DEADLINE_S)
+        await until_status(client, first.url, 200)
         assert (await client.get(f"{second.url}/health")).status_code == 503
         names.addresses = ["127.0.0.1", "127.0.0.2"]
-        await asyncio.wait_for(until_status(client, second.url, 200), DEADLINE_S)
+        await until_status(client, second.url, 200)
         # A router that is there keeps its members, whatever the name says.
         names.addresses = ["127.0.0.1"]
         assert await chat(client, second) == 200
         second.kill()
         said = ""
-        while "routers.example" not in said or "has gone" not in said:
-            said += capfd.readouterr().out
-            await asyncio.sleep(0.02)
+        async with asyncio.timeout(DEADLINE_S):
+            while "routers.example" not in said or "has gone" not in said:
+                said += capfd.readouterr().out
+                await asyncio.sleep(0.02)
         assert f"router {NAME}:{second.port} at 127.0.0.2 has gone" in said
         assert await chat(client, first) == 200
         await joined.leave()
