@@ -287,7 +287,7 @@ def test_a_peer_that_does_not_come_is_an_error_at_the_deadline(
     start_s = time.monotonic()
     with pytest.raises(TransportTimeoutError, match=r"did not come within 0\.2 s"):
         call(pair[rank], SHORT_S)
-    assert SHORT_S <= time.monotonic() - start_s < SHORT_S + 5
+    assert SHORT_S <= time.monotonic() - start_s < AMPLE_S
 
 
 @every_call

@@ -242,7 +242,7 @@ def test_a_damaged_part_of_a_large_entry_is_found(server: RedisServer, damage: s
 @pytest.mark.needs_redis
 def test_a_server_that_hangs_is_an_error_in_time(tmp_path: Path) -> None:
     server = RedisServer(tmp_path, port_source(secrets.token_hex(4))())
-    store = make_store(server.section(timeout_ms=200))
+    store = make_store(server.section(timeout_ms=1000))
     try:
         store.save_caches([entry("cat")])
         server.stop()

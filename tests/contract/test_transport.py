@@ -36,7 +36,7 @@ GUARD = 512
 FILL = 0xA5
 WIDTH = 128
 ROW_BYTES = WIDTH * 4
-PROMPT_S = 5.0
+PROMPT_S = 20.0
 """A call whose deadline is within a second must be over by then."""
 
 
@@ -492,7 +492,7 @@ def test_a_consumer_that_was_killed_is_never_a_hang(
     consumer.kill()
     begin_s = time.monotonic()
     if route.needs_nobody:  # its pool is still there: nobody reads what is written
-        write(transport, consumer, src, slot, seconds=0.5)
+        write(transport, consumer, src, slot)
     else:
         with pytest.raises(TransportError):
             write(transport, consumer, src, slot, seconds=0.5)

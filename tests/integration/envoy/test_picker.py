@@ -83,7 +83,7 @@ async def test_a_500_leads_to_the_other_instance(build: Build) -> None:
 async def test_an_instance_that_hangs_and_goes_down_leaves_no_request_waiting(
     build: Build,
 ) -> None:
-    t = await build(encoders=0, probe_timeout_s=0.1)
+    t = await build(encoders=0, probe_timeout_s=0.5)
 
     async def hang(received: Received) -> Response:
         t.pd.health = never

@@ -152,7 +152,7 @@ class Held:
 
     async def until(self, condition: Callable[[], bool]) -> None:
         """Wait until something is so."""
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(DEADLINE_S):
             while not condition():
                 await asyncio.sleep(0.02)
 

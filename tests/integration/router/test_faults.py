@@ -20,6 +20,7 @@ from epd_portable.router.serving import Stopping, listen, serve
 from tests.integration.router.conftest import Build, Topology
 from tests.integration.router.stand_in import (
     CHAT,
+    DEADLINE_S,
     Received,
     RouterServing,
     StandIn,
@@ -85,7 +86,7 @@ async def test_a_body_that_does_not_come_is_refused_in_time(
     t = await build(encoders=0, body_timeout_s=0.3)
     reader, writer = await opened(t)
     writer.write(CHAT + b"content-length: 100\r\n\r\n{")
-    answered = await asyncio.wait_for(reader.read(), 3)
+    answered = await asyncio.wait_for(reader.read(), DEADLINE_S)
     assert answered.startswith(b"HTTP/1.1 408")
     assert b"body_timeout" in answered
     writer.close()
@@ -124,7 +125,7 @@ async def test_a_client_that_takes_nothing_loses_its_connection(port: Any) -> No
         client.sendall(CHAT + b"content-length: %d\r\n\r\n" % len(body) + body)
         ours = client.getsockname()[1]
         await t.pd.until(lambda pd: len(pd.received) == 1)
-        with anyio.fail_after(10):
+        with anyio.fail_after(DEADLINE_S):
             while any(
                 connection.laddr.port == number
                 and connection.raddr
@@ -164,7 +165,7 @@ async def test_bodies_for_the_operators_addresses_are_small_and_come_in_time(
     assert large.status_code == 413
     reader, writer = await opened(t)
     writer.write(b"POST %b HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n\r\n{" % path.encode())
-    answered = await asyncio.wait_for(reader.read(), 3)
+    answered = await asyncio.wait_for(reader.read(), DEADLINE_S)
     assert answered.startswith(b"HTTP/1.1 408")
     writer.close()
 
@@ -196,7 +197,7 @@ async def test_who_leaves_while_an_instance_goes_down_is_not_served_again(
     endings = [client.give_up, lambda: instance.seen_gone("test")]
     for ending in endings if order == "client first" else reversed(endings):
         ending()
-    with anyio.fail_after(3):
+    with anyio.fail_after(DEADLINE_S):
         while router.in_flight or router.exchange._tasks:
             await asyncio.sleep(0.01)
     await asyncio.sleep(0.1)

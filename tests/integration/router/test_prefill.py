@@ -268,9 +268,9 @@ async def half_an_answer() -> AsyncIterator[bytes]:
 async def test_a_silent_prefill_instance_costs_no_answer(
     build: Build, behaviour: Behaviour
 ) -> None:
-    t = await split(build, idle_timeout_s=0.8, wait_timeout_s=0.5)
+    t = await split(build, idle_timeout_s=1.5, wait_timeout_s=0.5)
     t.pds[0].behaviour = behaviour
-    t.pds[1].behaviour = after(0.6, answer)
+    t.pds[1].behaviour = after(0.5, answer)
     assert (await t.chat(TEXT)).status_code == 200
     late = 'epd_router_fallbacks_total{phase="prefill",failure="timeout",fallback="local"}'
     assert await t.metric(late) == 1
@@ -279,8 +279,8 @@ async def test_a_silent_prefill_instance_costs_no_answer(
 async def test_a_silent_decode_instance_is_given_up_however_long_the_prefill_took(
     build: Build,
 ) -> None:
-    t = await split(build, idle_timeout_s=0.8, wait_timeout_s=0.5)
-    t.pds[0].behaviour = after(0.6, compute)
+    t = await split(build, idle_timeout_s=1.5, wait_timeout_s=0.5)
+    t.pds[0].behaviour = after(0.5, compute)
     t.pds[1].behaviour = forever
     answered = await t.chat(TEXT)
     assert (answered.status_code, answered.json()["error"]["code"]) == (504, "timeout")

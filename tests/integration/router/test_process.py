@@ -20,6 +20,7 @@ import httpx
 import psutil
 import pytest
 
+from epd_portable.bench.servers import free_port
 from epd_portable.router import serving
 from epd_portable.router.server import Router
 from tests import warm
@@ -188,8 +189,7 @@ async def test_it_speaks_https(run: Run, tmp_path: Path) -> None:
 
 
 async def test_what_concerns_operators_has_a_port_of_its_own(run: Run) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        admin = free.getsockname()[1]
+    admin = free_port()
     router = await run(answer, admin_port=admin)
     async with asking(router.url) as client, asking(f"http://127.0.0.1:{admin}") as operator:
         await router.until_up(client)

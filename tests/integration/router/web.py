@@ -8,6 +8,7 @@ import ssl
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
+from tests.integration.router.stand_in import DEADLINE_S
 from tests.listening import stop_listening
 
 Answer = Callable[[asyncio.StreamWriter], Awaitable[None]]
@@ -53,7 +54,7 @@ class Site:
         return [head.split()[1].decode() for head in self.heads]
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(DEADLINE_S):
             while not condition():
                 await asyncio.sleep(0.01)
 

@@ -275,13 +275,13 @@ async def test_a_limit_of_one_request_is_none_of_the_next(
 ) -> None:
     async def slowly(head: bytes, writer: asyncio.StreamWriter) -> None:
         if len(instance.requests) == 2:
-            await asyncio.sleep(0.3)
+            await asyncio.sleep(1.3)
         writer.write(OK)
 
     instance = Instance(OK)
     instance.behave = slowly
     url = await listening(instance)
-    await client.ask("GET", url, timeout_s=0.2)
+    await client.ask("GET", url, timeout_s=1.0)
     await client.ask("GET", url, timeout_s=5)
     assert len(instance.connections) == 1
 
@@ -289,8 +289,8 @@ async def test_a_limit_of_one_request_is_none_of_the_next(
 async def test_who_is_waited_for_here_is_not_silent(client: Upstream, listening: Open) -> None:
     nbytes = 8 * MAX_WAITING_BYTES
     instance = Instance(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % nbytes + bytes(nbytes))
-    answer = await client.request("GET", await listening(instance), silent_s=0.2)
-    await asyncio.sleep(0.5)
+    answer = await client.request("GET", await listening(instance), silent_s=1.0)
+    await asyncio.sleep(1.3)
     assert len(await answer.read()) == nbytes
 
 
