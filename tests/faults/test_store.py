@@ -30,7 +30,7 @@ from tests.servers import RedisServer
 
 pytestmark = pytest.mark.needs_redis
 
-TIMEOUT_MS = 300.0
+TIMEOUT_MS = 1500.0
 AT_ONCE = 12
 ENTRIES = "epd:1:entry:*"
 

@@ -103,7 +103,7 @@ def test_what_dies_and_what_hangs_is_started_again_during_an_update(routed: Rout
 
 
 def test_nothing_is_taken_out_while_another_is_away(routed: Routed) -> None:
-    run = routed(TWO, backoff={"first_s": 1.5, "max_s": 1.5})
+    run = routed(TWO, backoff={"first_s": 3.0, "max_s": 3.0})
     run.wait_for("ready:")
     os.kill(run.pid_of("pd-1"), signal.SIGKILL)
     run.wait_for("restarting")

@@ -12,6 +12,7 @@ from types import FrameType
 import epd_portable
 from tests.integration.router.conftest import Build
 from tests.integration.router.stand_in import stream
+from tests.integration.router.test_faults import inside
 from tests.integration.router.test_requests import RED, TEXT
 from tests.integration.router.test_streams import EVENT, LAST
 
@@ -66,11 +67,12 @@ async def test_a_picture_enters_the_files_that_the_page_names_and_none_from_both
     # The first one opens connections.
     assert (await t.chat(RED, TEXT, stream=True)).status_code == 200
     await t.until_metric('epd_router_items_total{outcome="encoded"}', 1)
-    walk = Walk()
+    walk, router = Walk(), inside(t)
     sys.setprofile(walk.note)
     try:
         answered = await t.chat(TEXT, RED, stream=True)
-        await asyncio.sleep(0.1)
+        while router.in_flight or router.exchange._tasks:
+            await asyncio.sleep(0.01)
     finally:
         sys.setprofile(None)
     assert answered.content.endswith(LAST["/v1/chat/completions"])
