@@ -9,7 +9,6 @@ import dataclasses
 import json
 import secrets
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -231,7 +230,7 @@ def make_plan(
     placed = placements.groups
     devices = used_devices(topology, placed)
     check_sharing(topology, traits, devices)
-    shares, suffix = shared_with(placed), _suffix(topology)
+    shares = shared_with(topology, placed)
     if router.switch_roles and not shares and topology.secret_file is None:
         raise ConfigError(
             "router.switch_roles: no prefill_decode instance has the same devices or cores as an "
@@ -249,7 +248,7 @@ def make_plan(
             shares_device=any(
                 each.is_shared and each.device in placement.devices for each in devices
             ),
-            shares=f"{other}{suffix}" if (other := shares.get(name.removesuffix(suffix))) else "",
+            shares=shares.get(name, ""),
             ports=ports,
             kv=kv if "kv" in ports else None,
         )
@@ -318,30 +317,24 @@ def _listeners(
     have_servers: bool,
 ) -> Iterator[tuple[str, Role, InstancePlacement, dict[str, int]]]:
     """Yield each instance with its name, place and ports; those of HTTP are the first ones."""
-    instances = [(role, each) for role in ROLES for each in placed[group_of(role)]]
+    instances = [
+        (topology.instance_name(role, index), role, placement)
+        for role in ROLES
+        for index, placement in enumerate(placed[group_of(role)])
+    ]
     http_ports = [{"http": free_port()} if have_servers else {} for _ in instances]
-    counts: Counter[Role] = Counter()
-    for (role, placement), ports in zip(instances, http_ports, strict=True):
+    for (name, role, placement), ports in zip(instances, http_ports, strict=True):
         if role != "encode":
             ports |= {"control": free_port(), "data": free_port()}
         if kv and role in SENDS_KV | TAKES_KV:
             ports |= kv.ports(topology.instances.of(role).tensor_parallel_size, free_port)
-        name = f"{group_of(role)}-{counts[role]}{_suffix(topology)}"
-        counts[role] += 1
         yield name, role, placement, ports
-
-
-def _suffix(topology: Topology) -> str:
-    """Return what tells instances that join a router from those of other launchers."""
-    launch = topology.launch
-    return f"@{launch.name or launch.host}" if topology.router.join else ""
 
 
 def _instance_process(
     engine: Engine, after: Mapping[str, Sequence[str]], *, temp_dir: str, has_compiler: bool
 ) -> ProcessSpec:
     topology, name, placement = engine.topology, engine.instance.instance, engine.placement
-    suffix = _suffix(topology)
     env = engine.env(temp_dir=temp_dir, has_compiler=has_compiler)
     if has_server := "http" in engine.ports:
         argv = engine.server_argv()
@@ -362,7 +355,7 @@ def _instance_process(
         api_cores=placement.api_cores if has_server else (),
         shm_name=engine.instance.pool,
         tls_cert_file="" if has_server else topology.router.tls_cert_file or "",
-        after=tuple(f"{one}{suffix}" for one in after.get(name.removesuffix(suffix), ())),
+        after=tuple(after.get(name, ())),
     )
 
 

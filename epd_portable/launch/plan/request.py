@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from epd_portable import envs
 from epd_portable.config.load import Check, load_topology, located
@@ -150,17 +150,13 @@ class PlanRequest:
         else:
             reserved = frozenset({*public.values(), *avoid})
             free_port = port_source(run_id, reserved=reserved, host=launch.host)
-        with self._located():
-            plan = make_plan(
-                topology,
-                model=resolve_model(topology.model, served_name=topology.served_model_name),
-                traits=self.traits,
-                machine=machine,
-                run_id=run_id,
-                free_port=free_port,
-                temp_dir=str(temp_dir),
-                hardware=self.hardware,
-            )
+        plan = self._make_plan(
+            topology,
+            machine=machine,
+            run_id=run_id,
+            free_port=free_port,
+            temp_dir=str(temp_dir),
+        )
         uses = {
             port: f"{purpose} of {spec.name}"
             for spec in plan.processes
@@ -185,23 +181,25 @@ class PlanRequest:
             served_name=topology.served_model_name or topology.model,
             is_folder=False,
         )
-        with self._located():
-            return topology, make_plan(
-                topology,
-                model=model,
-                traits=self.traits,
-                machine=self.expected_machine({}),
-                run_id="00000000",
-                free_port=itertools.count(first_port).__next__,
-                temp_dir="/tmp",
-                hardware=self.hardware,
-            )
+        return topology, self._make_plan(
+            topology,
+            model=model,
+            machine=self.expected_machine({}),
+            run_id="00000000",
+            free_port=itertools.count(first_port).__next__,
+            temp_dir="/tmp",
+        )
 
-    @contextlib.contextmanager
-    def _located(self) -> Iterator[None]:
-        """Name the place of the key that an error is about."""
+    def _make_plan(
+        self, topology: Topology, *, model: ModelSource | None = None, **where: Any
+    ) -> Plan:
+        """Make a plan; an error names the place of the key that it is about."""
         try:
-            yield
+            if model is None:
+                model = resolve_model(topology.model, served_name=topology.served_model_name)
+            return make_plan(
+                topology, model=model, traits=self.traits, hardware=self.hardware, **where
+            )
         except ConfigError as error:
             name = self.traits.name
             raise located(error, self.config, name, overrides=self.overrides) from error

@@ -73,7 +73,7 @@ def used_devices(topology: Topology, placed: Placed) -> tuple[UsedDevice, ...]:
         kv_cache_bytes = arguments.get("kv_cache_memory_bytes")
         for index, placement in enumerate(placed[group_of(role)]):
             tenant = Tenant(
-                name=f"{group_of(role)}-{index}",
+                name=topology.instance_name(role, index),
                 role=role,
                 utilization=_utilization(topology, role),
                 kv_cache_bytes=kv_cache_bytes,
@@ -97,18 +97,18 @@ def starts_after(devices: Sequence[UsedDevice]) -> dict[str, tuple[str, ...]]:
     return {name: tuple(others) for name, others in earlier.items()}
 
 
-def shared_with(placed: Placed) -> dict[str, str]:
+def shared_with(topology: Topology, placed: Placed) -> dict[str, str]:
     """Return which prefill-decode instances have just what an encode instance has, and its name.
 
     They make pairs, see `epd_portable.delivery.balance`.
     """
     encoders = {
-        (each.devices, each.cores): f"encode-{index}"
+        (each.devices, each.cores): topology.instance_name("encode", index)
         for index, each in enumerate(placed["encode"])
         if each.devices or each.cores
     }
     return {
-        f"prefill_decode-{index}": encoders.pop((each.devices, each.cores))
+        topology.instance_name("prefill-decode", index): encoders.pop((each.devices, each.cores))
         for index, each in enumerate(placed["prefill_decode"])
         if (each.devices, each.cores) in encoders
     }
@@ -162,7 +162,7 @@ def sharing_warnings(devices: Sequence[UsedDevice]) -> list[str]:
                     f"device {each.device}: when {tenant.name} is started again it takes what "
                     f"{others} need meanwhile for its own, and gets a smaller KV cache, or none; "
                     "set kv_cache_memory_bytes in "
-                    f"instances.{tenant.name.rpartition('-')[0]}.engine_args"
+                    f"instances.{group_of(tenant.role)}.engine_args"
                 )
     return warnings
 
