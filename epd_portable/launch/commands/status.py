@@ -136,21 +136,33 @@ def logs(
     """Show logs."""
     if cluster is not None:
         with on_cluster(cluster, name) as ray_cluster:
-            found = ray_cluster.tails()
-            if instance is not None:
-                found = {instance: _named(found, instance, f"topology {name}")}
-            _show(found, lines, as_json=as_json, ended=(lambda: "") if follow else None)
+            tails = _named(ray_cluster.tails(), instance, f"topology {name}")
+            _show(tails, lines, as_json=as_json, ended=(lambda: "") if follow else None)
         return
     run = _choose_run(_found(), run_id)
-    chosen = _logs_of(run, instance) if run else _kept_logs_of(run_id, instance)
+    if run is not None:
+        paths, whose = {each.name: Path(each.log) for each in run.processes}, f"run {run.run_id}"
+    else:
+        folder = _kept_logs(run_id)
+        click.echo(f"it does not run; logs that were left: {folder}", err=True)
+        paths, whose = {path.stem: path for path in sorted(folder.glob("*.log"))}, str(folder)
 
     def ended() -> str:
         assert run is not None
         goes_on = run.run_id in {each.run_id for each in _found().running}
         return "" if goes_on else f"run {run.run_id} has ended"
 
-    tails = {key: Tail(path) for key, path in chosen.items()}
+    tails = {key: Tail(path) for key, path in _named(paths, instance, whose).items()}
     _show(tails, lines, as_json=as_json, ended=ended if follow and run is not None else None)
+
+
+def _named(logs: Mapping[str, T], instance: str | None, whose: str) -> Mapping[str, T]:
+    """Return all logs, or that of one process."""
+    if instance is None:
+        return logs
+    if instance not in logs:
+        raise ConfigError(f"{whose} has no process {instance}; there are {', '.join(logs)}")
+    return {instance: logs[instance]}
 
 
 def _show(
@@ -158,21 +170,20 @@ def _show(
 ) -> None:
     """Print the last lines of logs, and with ``ended`` new ones until it says that they end."""
 
-    def show(name: str, line: str) -> None:
-        if as_json:
-            click.echo(one_line(instance=name, time=time_of_line(line), text=line))
-        else:
-            click.echo(f"{name}: {line}" if len(tails) > 1 else line)
+    def show(name: str, found: list[str]) -> None:
+        for line in found:
+            if as_json:
+                click.echo(one_line(instance=name, time=time_of_line(line), text=line))
+            else:
+                click.echo(f"{name}: {line}" if len(tails) > 1 else line)
 
     for name, tail in tails.items():
-        for line in tail.last(lines):
-            show(name, line)
+        show(name, tail.last(lines))
     while ended is not None:
         # Looked up before the last read, so that everything until its end is shown.
         over = ended()
         for name, tail in tails.items():
-            for line in tail.new():
-                show(name, line)
+            show(name, tail.new())
         if over:
             click.echo(over, err=True)
             return
@@ -189,38 +200,18 @@ def _choose_run(found: FoundRuns, run_id: str | None) -> RunRecord | None:
     return next(iter(runs.values()), None)
 
 
-def _logs_of(run: RunRecord, instance: str | None) -> dict[str, Path]:
-    """Return the logs of a run, or that of one of its processes, by their names."""
-    found = {each.name: Path(each.log) for each in run.processes}
-    return _chosen(found, instance, f"run {run.run_id}")
-
-
-def _kept_logs_of(run_id: str | None, instance: str | None) -> dict[str, Path]:
-    """Return the logs that a failed run has left, as `_logs_of`."""
+def _kept_logs(run_id: str | None) -> Path:
+    """Return the folder with the logs that a failed run has left, by default the last one."""
     temp_dir = Path(tempfile.gettempdir())
     name = f"{RUN_FOLDER}{run_id}-logs"
-    kept = [each for each in kept_logs(temp_dir) if run_id is None or each.name == name]
-    if not kept:
-        which = "no topology of yours runs here" if run_id is None else f"there is no run {run_id}"
-        raise LaunchError(
-            f"{which}, and no failed one has left logs in {temp_dir}; those of --log-dir are where "
-            "that says"
-        )
-    click.echo(f"it does not run; logs that were left: {kept[0]}", err=True)
-    found = {path.stem: path for path in sorted(kept[0].glob("*.log"))}
-    return _chosen(found, instance, str(kept[0]))
-
-
-def _chosen(logs: dict[str, Path], instance: str | None, whose: str) -> dict[str, Path]:
-    if instance is None:
-        return {name: path for name, path in logs.items() if path.exists()}
-    return {instance: _named(logs, instance, whose)}
-
-
-def _named(logs: Mapping[str, T], instance: str, whose: str) -> T:
-    if instance not in logs:
-        raise ConfigError(f"{whose} has no process {instance}; there are {', '.join(logs)}")
-    return logs[instance]
+    for folder in kept_logs(temp_dir):
+        if run_id is None or folder.name == name:
+            return folder
+    which = "no topology of yours runs here" if run_id is None else f"there is no run {run_id}"
+    raise LaunchError(
+        f"{which}, and no failed one has left logs in {temp_dir}; those of --log-dir are where "
+        "that says"
+    )
 
 
 def run_table(run: RunRecord) -> str:

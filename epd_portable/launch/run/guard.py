@@ -8,7 +8,6 @@ behind. It runs in a session of its own and ignores the signals that a terminal 
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import os
 import shutil
@@ -41,13 +40,10 @@ class Guard:
         log: Path,
         sessions: Iterable[int] = (),
     ) -> None:
-        argv = [sys.executable, "-m", "epd_portable.launch.run.guard"]
-        argv += ["--run-id", run_id, "--shm-prefix", shm_prefix]
-        argv += ["--temp-dir", str(temp_dir), "--grace-s", str(grace_s)]
-        argv += [f"--session={session}" for session in sessions]
+        settings = [run_id, shm_prefix, str(temp_dir), str(grace_s), *map(str, sessions)]
         with open_log(log) as output:
             self._process = subprocess.Popen(
-                argv,
+                [sys.executable, "-m", "epd_portable.launch.run.guard", *settings],
                 env=safe_environ(os.environ),
                 cwd="/",
                 stdin=subprocess.PIPE,
@@ -95,26 +91,21 @@ class Guard:
 
 def main() -> None:
     """Wait for the launcher's end, then clean up after it."""
-    parser = argparse.ArgumentParser(prog="epd-launch guard")
-    for option, kind in (("run-id", str), ("shm-prefix", str), ("temp-dir", Path)):
-        parser.add_argument(f"--{option}", required=True, type=kind)
-    parser.add_argument("--grace-s", required=True, type=float)
-    parser.add_argument("--session", type=int, action="append", default=[])
-    options = parser.parse_args()
+    run_id, shm_prefix, temp_dir, grace_s, *sessions = sys.argv[1:]
+    known = set(map(int, sessions))
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(signum, signal.SIG_IGN)
-    known: set[int] = set(options.session)
     for line in sys.stdin:
         change = known.add if line[0] == "+" else known.discard
         change(int(line[1:]))
-    if alive := members(known, options.run_id):
+    if alive := members(known, run_id):
         pids = " ".join(str(process.pid) for process in alive)
         print(f"the launcher is gone; ending its processes: {pids}", flush=True)
-    left = end_processes(known, options.run_id, grace_s=options.grace_s)
+    left = end_processes(known, run_id, grace_s=float(grace_s))
     if left:
         print(f"these processes cannot be ended: {' '.join(map(str, left))}", flush=True)
-    remove_shm(options.shm_prefix)
-    shutil.rmtree(options.temp_dir, ignore_errors=True)
+    remove_shm(shm_prefix)
+    shutil.rmtree(temp_dir, ignore_errors=True)
 
 
 if __name__ == "__main__":

@@ -162,9 +162,9 @@ class Run:
 
     def guard_pids(self) -> list[int]:
         """Return the pids of the living guards of the run."""
-        wanted = ["epd_portable.launch.run.guard", "--run-id", self.run_id]
+        wanted = ["epd_portable.launch.run.guard", self.run_id]
         found = psutil.process_iter(["cmdline"])
-        return [each.pid for each in found if (each.info["cmdline"] or [])[2:5] == wanted]
+        return [each.pid for each in found if (each.info["cmdline"] or [])[2:4] == wanted]
 
     def until(self, condition: Callable[[], object], what: str) -> None:
         """Wait for a condition; fail with ``what`` at the deadline."""
