@@ -65,7 +65,6 @@ class ChoiceSection(Section):
 
     Attributes:
         file: That has the rest; relative to where the program was started.
-        metadata: Not looked at.
     """
 
     file: Name | None = None

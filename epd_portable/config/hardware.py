@@ -113,9 +113,4 @@ def load_profile(path: Path) -> HardwareProfile:
     Raises:
         ConfigError: The file cannot be read, or it lists every problem of its content.
     """
-    return parse_profile(read_text(path), source=str(path))
-
-
-def parse_profile(text: str, *, source: str = "hardware profile") -> HardwareProfile:
-    """Check the text of a hardware profile; see ``load_profile``."""
-    return checked(text, HardwareProfile, source=source)
+    return checked(read_text(path), HardwareProfile, source=str(path))

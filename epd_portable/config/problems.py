@@ -51,7 +51,6 @@ def checked(
 
     Args:
         source: Name of the file, for messages.
-        missing: See `explain`.
 
     Raises:
         ConfigError: Lists every problem.

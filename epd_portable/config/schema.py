@@ -21,7 +21,6 @@ from epd_portable.config.roles import (
     Role,
     answer_problem,
     encode_problem,
-    group_of,
     split_problem,
 )
 from epd_portable.config.routing import RouterSection
@@ -85,11 +84,6 @@ class Topology(Section):
     store: StoreSection | None = None
     engine_args: EngineArgs = Field(default_factory=dict)
     env: Environment = Field(default_factory=dict)
-
-    def instance_name(self, role: Role, index: int) -> str:
-        """Return the name of an instance; one that joins a router has its launcher's behind it."""
-        launcher = f"@{self.launch.name or self.launch.host}" if self.router.join else ""
-        return f"{group_of(role)}-{index}{launcher}"
 
     def gets_items(self, role: Role) -> bool:
         """Return whether instances of a role get items from others: those here, or who joins."""

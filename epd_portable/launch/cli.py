@@ -29,9 +29,10 @@ from epd_portable.launch.commands.command_line import (
     PlatformType,
     json_lines_option,
     json_option,
-    print_json,
     printer,
+    show,
     topology_options,
+    warn,
 )
 from epd_portable.launch.notices import Notice
 from epd_portable.launch.plan.check import front_finding, inspect, plan_finding, store_finding
@@ -76,23 +77,10 @@ The same on NVIDIA or Ascend, with another model and port:
 Three prefill+decode instances, bytes over TCP:
   epd-launch --platform cpu --config configs/1e1pd.yaml \\
     --set instances.prefill_decode.count=3 --set transfer.path=tcp
-See what would be started, and what can be used on this machine:
-  epd-launch plan --platform npu --config configs/1e1pd.yaml
-  epd-launch check
-Plan for a machine that is not here:
-  epd-launch plan --hardware 910b-64g --config configs/1e1pd.yaml
-See what runs here, and its logs:
-  epd-launch status
-  epd-launch logs -f encode-0
-Write the files of a deployment on Kubernetes:
-  epd-launch render --help
-Start it on a Ray cluster, and end it there:
+Start it on a Ray cluster:
   epd-launch up --cluster auto --platform cuda --config configs/1e3pd.yaml
-  epd-launch stop --cluster auto
-Let instances join and leave a running router, with a secret that both sides have:
-  epd-launch secret ~/epd.secret
-  epd-launch instance --help
-  epd-launch join --help
+
+Each command has examples of its own: epd-launch COMMAND --help.
 
 `up` is the command when none is named; `epd-launch up --help` lists its options. It runs in the
 foreground until Ctrl-C or SIGTERM; then the router finishes open requests and the instances end. A
@@ -276,13 +264,9 @@ def plan(as_json: bool, **options: Any) -> None:
         refused += map(str, refusals(topology, result, clash))
     warnings = (*result.warnings, *(f"up refuses this here: {problem}" for problem in refused))
     result = dataclasses.replace(result, warnings=warnings)
-    if as_json:
-        print_json(**result.as_json())
-        return
-    say = printer(as_json=False)
-    for warning in result.warnings:
-        say(Notice("warning", warning))
-    click.echo(plan_table(result))
+    if not as_json:
+        warn(warnings)
+    show(plan_table(result), as_json=as_json, **result.as_json())
 
 
 @main.command(help=CHECK_HELP)
@@ -315,10 +299,8 @@ def check(platform: str | None, hardware: str | None, config: Path | None, as_js
         findings.append(plan_finding(config.name, plan.warnings))
         if topology.store is not None:
             findings.append(store_finding(topology.store))
-    if as_json:
-        print_json(findings=[dataclasses.asdict(finding) for finding in findings])
-    else:
-        click.echo(findings_table(findings))
+    found = [dataclasses.asdict(finding) for finding in findings]
+    show(findings_table(findings), as_json=as_json, findings=found)
     platforms = [finding.usable for finding in findings if finding.kind == "platform"]
     compared = [finding.usable for finding in findings if finding.kind == "hardware"]
     if not any(platforms) or not all(compared):

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import click
 
 from epd_portable.errors import ConfigError
-from epd_portable.launch.commands.command_line import json_option, print_json
+from epd_portable.launch.commands.command_line import json_option, show
 from epd_portable.launch.notices import Notice
 from epd_portable.launch.plan.request import PlanRequest
 
@@ -78,7 +78,4 @@ def stop(cluster: str | None, name: str, as_json: bool) -> None:
         )
     with on_cluster(cluster, name) as ray_cluster:
         ray_cluster.stop()
-    if as_json:
-        print_json(stopped=name)
-    else:
-        click.echo(f"{name} has ended")
+    show(f"{name} has ended", as_json=as_json, stopped=name)

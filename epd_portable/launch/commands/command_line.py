@@ -9,7 +9,7 @@ import importlib.metadata
 import io
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, TypeVar
@@ -52,7 +52,6 @@ class CommandLine(click.Group):
         meant: By commands and options that are not here but elsewhere, or were, what to use.
         default: The command that is meant where options come first; empty for none.
         json_errors: Whether ``--json`` prints errors as JSON too.
-        **settings: Of `click.Group`.
     """
 
     def __init__(
@@ -171,6 +170,14 @@ def print_json(**content: Any) -> None:
     click.echo(json.dumps({"schema_version": SCHEMA_VERSION, **content}, indent=2))
 
 
+def show(text: str, *, as_json: bool, **content: Any) -> None:
+    """Print a text for people, or in its place fields for programs, as `print_json` does."""
+    if as_json:
+        print_json(**content)
+    else:
+        click.echo(text)
+
+
 def one_line(**content: Any) -> str:
     """Return fields as one object in one line, with the version of its form."""
     return json.dumps({"schema_version": SCHEMA_VERSION, **content}, ensure_ascii=False)
@@ -179,6 +186,12 @@ def one_line(**content: Any) -> str:
 def printer(*, as_json: bool) -> Callable[[Notice], None]:
     """Return what prints notices: lines, of which warnings go to stderr, or objects."""
     return _print_object if as_json else _print_line
+
+
+def warn(warnings: Iterable[str]) -> None:
+    """Print warnings for people."""
+    for warning in warnings:
+        _print_line(Notice("warning", warning))
 
 
 def _print_line(notice: Notice) -> None:

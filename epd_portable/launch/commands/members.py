@@ -11,7 +11,7 @@ import click
 from epd_portable.config.roles import ROLES
 from epd_portable.config.secret import Secret, make_secret_file
 from epd_portable.errors import ConfigError
-from epd_portable.launch.commands.command_line import SECONDS, address, json_option, print_json
+from epd_portable.launch.commands.command_line import SECONDS, address, json_option, show
 from epd_portable.launch.run.router_client import RouterClient
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -99,10 +99,8 @@ def _label(text: str) -> tuple[str, str]:
 def secret(file: str, as_json: bool) -> None:
     """Make a secret file."""
     make_secret_file(file)
-    if as_json:
-        print_json(secret_file=file)
-    else:
-        click.echo(f"{file} holds a secret of 256 bits; keep it as you keep a private key")
+    text = f"{file} holds a secret of 256 bits; keep it as you keep a private key"
+    show(text, as_json=as_json, secret_file=file)
 
 
 @click.command(help=JOIN_HELP)
@@ -170,11 +168,8 @@ def join(
     client = RouterClient(router, Secret.read(secret_file))
     client.register(body)
     seen = client.wait_up(name, timeout_s=timeout_s, until=threading.Event())
-    if as_json:
-        print_json(instance=seen)
-        return
     problem = f"; serving all the same: {seen['problem']}" if seen["problem"] else ""
-    click.echo(f"{name} has joined {router}{problem}")
+    show(f"{name} has joined {router}{problem}", as_json=as_json, instance=seen)
 
 
 @click.command(help=LEAVE_HELP)
@@ -185,10 +180,7 @@ def join(
 def leave(name: str, router: str, secret_file: str, timeout_s: float, as_json: bool) -> None:
     """Let an instance leave its router."""
     RouterClient(router, Secret.read(secret_file)).leave(name, timeout_s=timeout_s)
-    if as_json:
-        print_json(left=name)
-    else:
-        click.echo(f"{name} has left {router}")
+    show(f"{name} has left {router}", as_json=as_json, left=name)
 
 
 @click.command(help=INSTANCES_HELP)
@@ -197,12 +189,9 @@ def leave(name: str, router: str, secret_file: str, timeout_s: float, as_json: b
 def instances(router: str, secret_file: str, as_json: bool) -> None:
     """Show the instances of a router."""
     found = RouterClient(router, Secret.read(secret_file)).instances()
-    if as_json:
-        print_json(instances=found)
-        return
-    for seen in found:
-        why = seen["reason"] or seen["problem"]
-        click.echo(
-            f"{seen['name']:24} {seen['role']:16} {seen['state']:9} "
-            f"{seen['in_flight']:4} in flight  {seen['url']}{why and '  ' + why}"
-        )
+    lines = [
+        f"{seen['name']:24} {seen['role']:16} {seen['state']:9} {seen['in_flight']:4} in flight  "
+        f"{seen['url']}  {seen['reason'] or seen['problem']}".rstrip()
+        for seen in found
+    ]
+    show("\n".join(lines), as_json=as_json, instances=found)

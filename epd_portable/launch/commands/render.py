@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import click
+import yaml
 
 from epd_portable.config.secret import read_private_file
 from epd_portable.errors import ConfigError
 from epd_portable.launch.commands.command_line import (
     SECONDS,
     json_option,
-    print_json,
-    printer,
+    show,
     topology_options,
+    warn,
 )
-from epd_portable.launch.notices import Notice
 from epd_portable.launch.plan.launchers import MostOwed
 from epd_portable.launch.plan.request import PlanRequest
-from epd_portable.launch.render.files import write_files
+from epd_portable.launch.render.objects import Object
 from epd_portable.launch.render.shapes import SHAPES, Rendering
 
 _NAME = re.compile(r"[a-z]([-a-z0-9]{0,30}[a-z0-9])?")
@@ -144,11 +146,51 @@ def render(
     )
     files = rendering.files(shape)
     warnings = list(rendering.warnings())
-    written = [str(path) for path in write_files(output, files)]
-    if as_json:
-        print_json(files=written, warnings=warnings)
-        return
-    say = printer(as_json=False)
-    for warning in warnings:
-        say(Notice("warning", warning))
-    click.echo("\n".join(written))
+    written = [str(path) for path in _write_files(output, files)]
+    if not as_json:
+        warn(warnings)
+    show("\n".join(written), as_json=as_json, files=written, warnings=warnings)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes texts of several lines as they are, and repeats what stands twice."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    style = "|" if "\n" in text else None
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+
+
+_Dumper.add_representer(str, _text)
+
+
+def _write_files(folder: Path, files: Mapping[str, Sequence[Object]]) -> list[Path]:
+    """Write files, and the list of them that ``kubectl apply -k`` reads.
+
+    Files that are there are replaced. Those that hold a secret can be read by their owner only.
+
+    Raises:
+        ConfigError: They cannot be written.
+    """
+    written = []
+    api = "kustomize.config.k8s.io/v1beta1"
+    kustomization = {"apiVersion": api, "kind": "Kustomization", "resources": list(files)}
+    listed = {"kustomization.yaml": [kustomization], **files}
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, objects in listed.items():
+            path = folder / name
+            is_secret = any(each["kind"] == "Secret" for each in objects)
+            path.unlink(missing_ok=True)
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+            with open(os.open(path, flags, 0o600 if is_secret else 0o644), "w") as file:
+                yaml.dump_all(
+                    objects, file, _Dumper, sort_keys=False, width=100, explicit_start=True
+                )
+            written.append(path)
+    except OSError as error:
+        raise ConfigError(f"--output {folder}: cannot be written: {error}") from error
+    return written

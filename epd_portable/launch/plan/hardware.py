@@ -47,7 +47,6 @@ def find_hardware(name: str, platform: str | None, *, beside: Path | None = None
     Args:
         name: A name such as ``910b-64g``, or the path of a file, which has a ``/`` or ends in
             ``.yaml``.
-        platform: That was asked for, if one was.
         beside: Topology file; the folder ``hardware`` beside it is looked into first, then
             `PROFILES`.
 

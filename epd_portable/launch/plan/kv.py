@@ -26,7 +26,6 @@ class KVConnector:
     Attributes:
         cls: vLLM's name of it.
         module: Must be importable where instances run.
-        install: How to get that module.
         port_each_rank: Whether each rank listens on a port of its own, in a row; otherwise the
             instance on one.
     """

@@ -84,11 +84,9 @@ class LauncherSpec:
         """Plan a launcher.
 
         Args:
-            name: See `LauncherSpec`.
             settings: What this launcher has laid over it.
             secret: Of the deployment; empty where the launcher makes its own.
             resources: By default those of what it starts.
-            most: What instances may owe.
 
         Raises:
             ConfigError: The file is wrong, or the topology does not fit.

@@ -42,6 +42,7 @@ from epd_portable.launch.plan.placement import (
 from epd_portable.launch.plan.sharing import (
     UsedDevice,
     check_sharing,
+    instance_name,
     memory_warnings,
     shared_with,
     sharing_warnings,
@@ -123,9 +124,7 @@ class Plan:
         run_id: Hexadecimal; part of every shared name of this run.
         url: Base address for OpenAI clients.
         processes: Instances first, the router last, or the registrar in its place.
-        warnings: For the user, before the start.
         devices: Those that have instances; none on platforms that have cores only.
-        hardware: What a hardware profile says of it.
         kv: What brings KV from prefill to decode instances.
         store: Where encoder outputs are kept; empty for nowhere.
         front: Who takes requests, and why.
@@ -212,11 +211,8 @@ def make_plan(
     Args:
         topology: Checked configuration of the platform of ``traits``.
         model: What ``topology.model`` resolves to.
-        machine: Devices and cores to share out.
-        run_id: See `new_run_id`.
         free_port: Returns one free port of ``launch.host`` after another.
         temp_dir: Folder of the run, see `Engine.env` and `run_secret_file`.
-        hardware: The profile to check the plan against.
 
     Raises:
         ConfigError: The topology does not fit the platform or the machine.
@@ -318,7 +314,7 @@ def _listeners(
 ) -> Iterator[tuple[str, Role, InstancePlacement, dict[str, int]]]:
     """Yield each instance with its name, place and ports; those of HTTP are the first ones."""
     instances = [
-        (topology.instance_name(role, index), role, placement)
+        (instance_name(topology, role, index), role, placement)
         for role in ROLES
         for index, placement in enumerate(placed[group_of(role)])
     ]

@@ -64,6 +64,13 @@ class UsedDevice:
         return len(self.tenants) > 1
 
 
+def instance_name(topology: Topology, role: Role, index: int) -> str:
+    """Return the name of an instance; one that joins a router has its launcher's behind it."""
+    launch = topology.launch
+    launcher = f"@{launch.name or launch.host}" if topology.router.join else ""
+    return f"{group_of(role)}-{index}{launcher}"
+
+
 def used_devices(topology: Topology, placed: Placed) -> tuple[UsedDevice, ...]:
     """Return the devices that have instances."""
     tenants: dict[str, list[Tenant]] = {}
@@ -73,7 +80,7 @@ def used_devices(topology: Topology, placed: Placed) -> tuple[UsedDevice, ...]:
         kv_cache_bytes = arguments.get("kv_cache_memory_bytes")
         for index, placement in enumerate(placed[group_of(role)]):
             tenant = Tenant(
-                name=topology.instance_name(role, index),
+                name=instance_name(topology, role, index),
                 role=role,
                 utilization=_utilization(topology, role),
                 kv_cache_bytes=kv_cache_bytes,
@@ -103,12 +110,12 @@ def shared_with(topology: Topology, placed: Placed) -> dict[str, str]:
     They make pairs, see `epd_portable.delivery.balance`.
     """
     encoders = {
-        (each.devices, each.cores): topology.instance_name("encode", index)
+        (each.devices, each.cores): instance_name(topology, "encode", index)
         for index, each in enumerate(placed["encode"])
         if each.devices or each.cores
     }
     return {
-        topology.instance_name("prefill-decode", index): encoders.pop((each.devices, each.cores))
+        instance_name(topology, "prefill-decode", index): encoders.pop((each.devices, each.cores))
         for index, each in enumerate(placed["prefill_decode"])
         if (each.devices, each.cores) in encoders
     }

@@ -63,12 +63,7 @@ class _Said(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Forked:
-    """What `Child` uses of `subprocess.Popen`, for a process that was forked.
-
-    Args:
-        server: From which.
-        watch: Its pidfd.
-    """
+    """What `Child` uses of `subprocess.Popen`, for a process that was forked; has its pidfd."""
 
     def __init__(self, server: ForkServer, pid: int, watch: int) -> None:
         self.pid = pid
@@ -91,7 +86,6 @@ class ForkServer:
     Args:
         modules: What it imports.
         commands: Of all that it will ever be asked for.
-        env: Its whole environment.
 
     Attributes:
         pid: Of its process, which leads a session.

@@ -64,15 +64,11 @@ class Supervisor:
     """One run of a plan in the foreground.
 
     Args:
-        launch: Timeouts and sizes of logs.
-        secret: Of the router and its instances.
         drain_s: How long open requests may go on: of the router at a stop, of an instance at an
             update.
         log_dir: Existing folder for one log file a process.
         temp_dir: Existing folder of the run; removed at the end.
-        say: Shows the user what happens.
         config: Path of the topology file, for the record.
-        backoff: Pauses before restarts.
     """
 
     def __init__(

@@ -10,8 +10,8 @@ import yaml
 from epd_portable.config.hardware import (
     HardwareProfile,
     load_profile,
-    parse_profile,
 )
+from epd_portable.config.problems import checked
 from epd_portable.errors import ConfigError
 
 PROFILES = sorted((Path(__file__).resolve().parents[3] / "configs/hardware").glob("*.yaml"))
@@ -20,7 +20,7 @@ GOOD = PROFILES[0].read_text("utf-8")
 
 def problems(text: str) -> list[str]:
     with pytest.raises(ConfigError) as error:
-        parse_profile(text, source="p.yaml")
+        checked(text, HardwareProfile, source="p.yaml")
     first, *rest = str(error.value).splitlines()
     assert first.startswith("p.yaml: ")
     return [line.strip() for line in rest]
@@ -55,9 +55,9 @@ def test_every_shipped_profile_loads_and_its_numbers_are_right_and_have_sources(
 
 def test_numbers_are_read_in_the_unit_of_their_key() -> None:
     for text, number in (("25GB/s", 25 * 10**9), ("2.039 TB/s", 2039 * 10**9)):
-        profile = parse_profile(changed(pair_bytes_per_s=figure(text)))
+        profile = checked(changed(pair_bytes_per_s=figure(text)), HardwareProfile, source="p.yaml")
         assert profile.pair_bytes_per_s.value == number
-    profile = parse_profile(changed(bf16_flops=figure("312TFLOPS")))
+    profile = checked(changed(bf16_flops=figure("312TFLOPS")), HardwareProfile, source="p.yaml")
     assert profile.bf16_flops.value == 312 * 10**12
 
 

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from epd_portable.config.hardware import parse_profile
+from epd_portable.config.hardware import HardwareProfile
+from epd_portable.config.problems import checked
 from epd_portable.errors import ConfigError
 from epd_portable.launch.plan.check import compare
 from epd_portable.launch.plan.hardware import Hardware, find_hardware, fit
@@ -31,7 +32,7 @@ host_bytes_per_s: {{value: 16GB/s, {FIGURE}}}
 network_bytes_per_s: {{value: 25GB/s, {FIGURE}}}
 avoid_ports: {{first: 20000, last: 20009, {FIGURE}}}
 """
-X = Hardware(name="x", profile=parse_profile(PROFILE))
+X = Hardware(name="x", profile=checked(PROFILE, HardwareProfile, source="p.yaml"))
 
 
 def plan(extra: str, hardware: Hardware | None = X) -> Plan:
@@ -145,7 +146,7 @@ def test_a_machine_is_compared_with_a_profile(sizes: list[int], usable: bool, re
 
 def test_what_torch_sees_counts_before_what_the_device_has() -> None:
     text = f"{PROFILE}torch_memory_bytes: {{value: 9GiB, {FIGURE}}}"
-    seen = replace(X, profile=parse_profile(text))
+    seen = replace(X, profile=checked(text, HardwareProfile, source="p.yaml"))
     (warning,) = warnings("transfer: {pool_bytes: 9GiB}", hardware=seen)
     assert "8479 MiB that gpu_memory_utilization 0.92 gives to its engine (of 9216 MiB)" in warning
     assert compare(seen, [9 * GIB] * 2).usable
