@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import signal
+import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -14,6 +15,7 @@ import httpx
 import psutil
 import pytest
 
+from tests.e2e import flags
 from tests.e2e.asking import ask, assert_equal, body, picture, post, text
 from tests.e2e.conftest import VIDEOS, Split, Start
 from tests.e2e.engines import RESTART_S, started, wait_until
@@ -29,7 +31,8 @@ ENGINES = ("encode-0", "encode-1", "prefill_decode-0")
 def front(start: Start) -> Split:
     settings = ["front=auto", "engine_args.dtype=float32", "router.access_log=stderr"]
     settings += [f"engine_args.{key}={json.dumps(value)}" for key, value in VIDEOS.items()]
-    return start([*settings, "instances.encode.count=2"])
+    steered = "instances.encode.engine_args.worker_cls=tests.e2e.workers.SlowEncodeWorker"
+    return start([*settings, "instances.encode.count=2", steered])
 
 
 def process(front: Split, name: str) -> psutil.Process:
@@ -72,6 +75,7 @@ def both(seed: int) -> list[dict[str, Any]]:
 
 
 JOBS = "epd_front_encode_job_seconds_count"
+RETRIED = 'epd_front_items_total{outcome="retried"}'
 NOT_NEEDED = 'epd_front_items_total{outcome="not_needed"}'
 
 
@@ -147,6 +151,22 @@ def test_a_picture_that_comes_again_is_processed_and_encoded_once(front: Split) 
     jobs, held = counts[0]
     assert counts[1] == [jobs, held + 1]
     assert counted(front, "vllm:mm_cache_hits_total") >= 1
+
+
+@pytest.mark.full
+def test_a_picture_that_an_encode_engine_has_no_memory_for_comes_from_the_other(
+    front: Split, reference_url: str
+) -> None:
+    content = [picture(70), ASK]
+    retried = counted(front, RETRIED)
+    begin_s = time.monotonic()
+    (front.flags / flags.NO_MEMORY).touch()
+    answer = ask(front.url, content)
+    asked = [event["instance"] for event in front.events("encode.begin", since_s=begin_s)]
+    assert sorted(asked) == ["encode-0", "encode-1"]
+    assert [(each["source"], each["encoder"]) for each in answer.items] == [("transfer", asked[1])]
+    assert counted(front, RETRIED) == retried + 1
+    assert_equal(answer, ask(reference_url, content), tolerance=TOLERANCE)
 
 
 def test_an_item_that_a_client_names_is_not_another_ones(front: Split) -> None:
