@@ -57,7 +57,7 @@ class InstanceConfig(BaseModel):
         trusted_network: Items may leave the host unencrypted, by paths that cannot encrypt.
         can_encode: Whether the PD instance holds the vision tower and may encode by itself.
         host_cache_bytes: Of an encode instance: host memory for copies of encoder outputs.
-        max_queued_items: Media items that an encode instance has queued or in work.
+        max_queued_items: Media items that it has queued or in work for others.
         store: Where encoder outputs are kept beyond instances; ``None`` for nowhere.
         media_limits: What its API server refuses to decode.
     """

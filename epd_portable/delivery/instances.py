@@ -168,6 +168,7 @@ class Instance:
 
     Attributes:
         labels: Of the settings, and its role as ``llm-d.ai/role``.
+        jobs: Encode jobs that it has in flight; they are a part of its load.
         registered: It came while the router ran, and is forgotten when it stays away.
         answered_at: When it has answered a request last; minus infinity for never.
         is_warmed_up: Whether clients' requests may be sent to this life of it.
@@ -190,7 +191,7 @@ class Instance:
         self.labels: Mapping[str, str] = {ROLE_LABEL: settings.role, **settings.labels}
         self.control: str = settings.control
         self.registered = registered
-        self.load = 0
+        self.load = self.jobs = 0
         self.computes_for = self.tokens = 0
         self.cached: CacheEstimate = owner.caches.new_estimate()
         self.answers = AnswerLoad(owner.work, settings.role, owner.clock)
@@ -502,6 +503,7 @@ class Instance:
         self._idle.clear()
         self._add_load(work)
         if use.item:
+            self.jobs += 1
             self._owner.encoding.setdefault(use.item, []).append(self)
 
     def _end_use(self, use: Use, work: bool) -> None:
@@ -510,6 +512,7 @@ class Instance:
             self._idle.set()
         self._add_load(-work)
         if use.item:
+            self.jobs -= 1
             self._owner.encoding[use.item].remove(self)
             if not self._owner.encoding[use.item]:
                 del self._owner.encoding[use.item]

@@ -1,17 +1,20 @@
-"""Bounded admission in the API server of an encode instance.
+"""Bounded admission in the API server of an instance that encodes for others.
 
 ``--middleware epd_portable.vllm_plugin.admission.AdmissionMiddleware``: vLLM puts the class around
 its application (0.26 to 0.33), outside its own middleware. Limits come with the instance's
-settings; those of media have been checked by the router already.
+settings; those of media have been checked by the router already. Where requests are answered, too,
+encode jobs alone are counted and refused.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
 import time
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import anyio
 import msgspec
@@ -27,6 +30,7 @@ from epd_portable.media.limits import estimated_pixels
 from epd_portable.scheduling.admission import Admission, AdmissionLimits, Refusal, Visit
 from epd_portable.vllm_plugin.instance_token import instance_of
 from epd_portable.wire.messages import LOAD_HEARTBEAT_S, LOAD_PATH, LoadReport
+from epd_portable.wire.params import is_encode_job
 
 logger = logging.getLogger(__name__)
 
@@ -61,10 +65,11 @@ class _Message(msgspec.Struct):
 
 
 class Outline(msgspec.Struct):
-    """What is read of a body: messages of chat or the input of responses, settings of media."""
+    """What is read of a body: messages of chat or the input of responses, settings, parameters."""
 
     messages: list[_Message] = []
     input: list[_Message] | str = []
+    ec_transfer_params: msgspec.Raw = msgspec.Raw()
     mm_processor_kwargs: msgspec.Raw = msgspec.Raw()
     media_io_kwargs: msgspec.Raw = msgspec.Raw()
 
@@ -75,15 +80,22 @@ class Outline(msgspec.Struct):
                 if isinstance(message.content, list):
                     yield from (part for part in message.content if isinstance(part, _Part))
 
+    def is_encode_job(self) -> bool:
+        """Return whether its items are to be encoded, and nothing is to be answered."""
+        with contextlib.suppress(msgspec.MsgspecError, RecursionError):
+            return is_encode_job(msgspec.json.decode(self.ec_transfer_params, type=dict[str, Any]))
+        return False
+
 
 class AdmissionMiddleware(Collector):
     """Answers 429 with ``Retry-After`` where the instance would have to queue more than it may.
 
     A request is counted from its arrival to the end of its answer, however it ends. No more bytes
-    of a body are kept than were counted before.
+    of a body are kept than were counted before, unless the body has to tell whether it is a job.
 
     Args:
         limits: Of the queue; ``None`` reads them from the instance's settings.
+        answers: Whether it answers requests, too; from the same settings.
         registry: Where the counts are exposed.
     """
 
@@ -92,11 +104,13 @@ class AdmissionMiddleware(Collector):
         app: ASGIApp,
         *,
         limits: AdmissionLimits | None = None,
+        answers: bool = False,
         registry: CollectorRegistry = REGISTRY,
     ) -> None:
         self._app = app
         self._admission = Admission(limits or _UNTIL_CONFIGURED)
         self._is_configured = limits is not None
+        self._answers = answers
         self._refused = dict.fromkeys(KEYS, 0)
         self._news = asyncio.Event()
         registry.register(self)
@@ -126,6 +140,23 @@ class AdmissionMiddleware(Collector):
 
     async def _admit(self, visit: Visit, request: Request) -> bytes | Response:
         """Return the whole body, or why the request is refused."""
+        read = await (request.body() if self._answers else self._read(visit, request))
+        if isinstance(read, bytes):
+            outline = outline_of(read)
+            if self._answers and not outline.is_encode_job():
+                return read
+            items = max(count_items(outline), 1) - visit.items
+            refusal = self._take(visit, items=items, nbytes=len(read) - visit.nbytes)
+            if refusal is None:
+                self._admission.found(visit, pixels_of(outline))
+                self._changed()
+                return read
+            read = refusal
+        self._refused[read.what] += 1
+        return _response(read)
+
+    async def _read(self, visit: Visit, request: Request) -> bytes | Refusal:
+        """Return the whole body, counted before it is kept."""
         announced = request.headers.get("content-length", "")
         known = int(announced) if announced.isdecimal() else 0
         refusal = self._take(visit, items=1, nbytes=known)
@@ -140,20 +171,13 @@ class AdmissionMiddleware(Collector):
                         break
                 pieces.append(piece)
         if refusal is None:
-            body = b"".join(pieces)
-            outline = outline_of(body)
-            refusal = self._take(visit, items=max(count_items(outline), 1) - 1)
-            if refusal is None:
-                self._admission.found(visit, pixels_of(outline))
-                self._changed()
-                return body
-        elif request.headers.get("expect", "").lower() != "100-continue":
+            return b"".join(pieces)
+        if request.headers.get("expect", "").lower() != "100-continue":
             pieces.clear()
             with anyio.move_on_after(DRAIN_TIMEOUT_S):
                 async for _ in request.stream():
                     pass
-        self._refused[refusal.what] += 1
-        return _response(refusal)
+        return refusal
 
     async def _load(self, request: Request) -> Response:
         """Answer how busy the instance is, as soon as that is not what the router knows."""
@@ -176,6 +200,7 @@ class AdmissionMiddleware(Collector):
             self._admission = Admission(
                 AdmissionLimits(items=instance.max_queued_items, nbytes=instance.max_queued_bytes)
             )
+            self._answers = bool(instance.control_address)
             self._is_configured = True
 
     def _take(self, visit: Visit, *, items: int = 0, nbytes: int = 0) -> Refusal | None:
@@ -249,13 +274,13 @@ def _response(refusal: Refusal) -> Response:
     if refusal.wait_s is None:
         status, code = 413, "request_exceeds_queue"
         message = (
-            f"this request has {refusal.wanted} {refusal.what}, and this encode instance queues "
+            f"this request has {refusal.wanted} {refusal.what}, and this instance queues "
             f"at most {refusal.limit} in all: send less at once, or raise {key}"
         )
     else:
         status, code = 429, "encode_queue_full"
         message = (
-            f"{refusal.queued} of at most {refusal.limit} {refusal.what} are queued at this encode "
+            f"{refusal.queued} of at most {refusal.limit} {refusal.what} are queued at this "
             f"instance, and this request has {refusal.wanted} more: try again in "
             f"{refusal.wait_s:.2g} s, or raise {key}"
         )

@@ -43,7 +43,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     """One engine, as the launcher plans it; an `InstanceSpec`.
 
     Attributes:
-        max_queued_items: Jobs that an encode engine takes at a time.
+        max_queued_items: Jobs for others that it takes at a time.
     """
 
     name: str
@@ -88,7 +88,7 @@ class FrontEngine:
     @property
     def is_full(self) -> bool:
         """Whether it has as many jobs as it takes."""
-        return self.encodes_only and self.instance.load >= self.settings.max_queued_items
+        return self.instance.jobs >= self.settings.max_queued_items
 
     async def add(self, request: EngineCoreRequest) -> None:
         """Send it a request.

@@ -12,7 +12,7 @@ from pydantic import JsonValue
 
 from epd_portable.config.groups import InstanceGroup, PrefillDecodeGroup
 from epd_portable.config.instance import InstanceConfig
-from epd_portable.config.roles import PAIR_LABEL, Role
+from epd_portable.config.roles import ENCODES, PAIR_LABEL, Role
 from epd_portable.config.schema import Topology
 from epd_portable.connector.registry import may_use_device_memory
 from epd_portable.launch.plan import installed
@@ -118,7 +118,7 @@ class Engine:
             # Written out, because a list becomes JSON and every mention of this flag adds one.
             *(("--middleware", PARAMS) if version and version < CARRIES_PARAMS else ()),
             *("--middleware", MEDIA_BOUNDS),
-            *(("--middleware", ADMISSION) if self.role == "encode" else ()),
+            *(("--middleware", ADMISSION) if self.role in ENCODES else ()),
             # The last is outermost: requests without the token are not even queued.
             *("--middleware", TOKEN),
         )

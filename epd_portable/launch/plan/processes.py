@@ -15,7 +15,7 @@ from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from epd_portable.config.instance import InstanceConfig
-from epd_portable.config.roles import ROLES, SENDS_KV, TAKES_KV, Role, group_of
+from epd_portable.config.roles import ENCODES, ROLES, SENDS_KV, TAKES_KV, Role, group_of
 from epd_portable.config.routing import PICKER_PORT
 from epd_portable.config.schema import Topology
 from epd_portable.connector.curve import is_off_host
@@ -424,16 +424,14 @@ def _instance(
     secret_file: str,
 ) -> InstanceConfig:
     transfer, host = topology.transfer, topology.launch.host
-    settings: dict[str, Any]
+    settings: dict[str, Any] = {}
+    if role in ENCODES:
+        settings["max_queued_items"] = topology.instances.encode.max_queued_items
+        settings["max_queued_bytes"] = QUEUED_BODIES * topology.router.max_body_bytes
     if role == "encode":
-        group = topology.instances.encode
-        settings = {
-            "host_cache_bytes": group.host_cache_bytes,
-            "max_queued_items": group.max_queued_items,
-            "max_queued_bytes": QUEUED_BODIES * topology.router.max_body_bytes,
-        }
+        settings["host_cache_bytes"] = topology.instances.encode.host_cache_bytes
     else:
-        settings = {
+        settings |= {
             "control_address": f"tcp://{host}:{ports['control']}",
             "data_address": f"tcp://{host}:{ports['data']}",
             "pool": f"{shm_prefix(run_id)}{name}",

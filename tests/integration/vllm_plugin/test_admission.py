@@ -28,7 +28,7 @@ ITEM = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
 class Instance:
     """A stand-in behind the middleware, which answers when it is told to."""
 
-    def __init__(self, items: int, nbytes: int) -> None:
+    def __init__(self, items: int, nbytes: int, *, answers: bool = False) -> None:
         self.go_on = asyncio.Event()
         self.engine = StandIn("encode-0", "encode", self._behave)
         self.registry = CollectorRegistry()
@@ -36,6 +36,7 @@ class Instance:
             AdmissionMiddleware(
                 self.engine.serving._app,
                 limits=AdmissionLimits(items=items, nbytes=nbytes),
+                answers=answers,
                 registry=self.registry,
             )
         )
@@ -45,9 +46,9 @@ class Instance:
         await self.go_on.wait()
         return Response(received.raw)
 
-    def body(self, items: int = 1, padding: int = 0) -> bytes:
+    def body(self, items: int = 1, padding: int = 0, **more: Any) -> bytes:
         content = [ITEM] * items + [{"type": "text", "text": "x" * padding}]
-        return json.dumps({"messages": [{"role": "user", "content": content}]}).encode()
+        return json.dumps({"messages": [{"role": "user", "content": content}], **more}).encode()
 
     async def post(self, body: Any, path: str = CHAT) -> httpx.Response:
         return await self.client.post(self.serving.url + path, content=body)
@@ -71,8 +72,10 @@ class Instance:
 
 
 @asynccontextmanager
-async def instance(*, items: int = 4, nbytes: int = 1 << 20) -> AsyncIterator[Instance]:
-    made = Instance(items, nbytes)
+async def instance(
+    *, items: int = 4, nbytes: int = 1 << 20, answers: bool = False
+) -> AsyncIterator[Instance]:
+    made = Instance(items, nbytes, answers=answers)
     await made.serving.start()
     try:
         yield made
@@ -105,6 +108,24 @@ async def test_more_items_than_may_be_queued_are_answered_429_and_served_later()
         await e.until_empty()
         refusals = {"limit": "items"}
         assert e.registry.get_sample_value("epd_encode_refused_requests_total", refusals) == 1
+
+
+@pytest.mark.parametrize("params", [None, [], {"transfers": [{"transfer_id": "t"}]}])
+async def test_who_answers_requests_too_bounds_its_encode_jobs_alone(params: Any) -> None:
+    job = {"ec_transfer_params": {"transfers": [{"consumer": "tcp://127.0.0.1:1"}]}}
+    async with instance(items=2, nbytes=1000, answers=True) as e:
+        first = e.begin(e.body(items=2, **job))
+        await e.arrived(1)
+        assert e.held() == (2, len(e.body(items=2, **job)))
+        refused = [await e.post(e.body(**job)), await e.post(e.body(items=3, **job))]
+        assert [each.status_code for each in refused] == [429, 413]
+        own = e.body(items=5, padding=2000, ec_transfer_params=params)
+        asked = e.begin(own)
+        await e.arrived(2)
+        e.go_on.set()
+        assert (await asked).content == own
+        assert (await first).status_code == 200
+        await e.until_empty()
 
 
 async def test_a_full_instance_answers_before_it_reads_and_keeps_the_connection() -> None:

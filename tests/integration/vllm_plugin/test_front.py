@@ -352,6 +352,14 @@ async def test_engines_that_do_everything_share_the_pictures_of_a_request(make: 
     assert front.is_empty()
 
 
+async def test_an_engine_that_answers_takes_no_more_jobs_for_others_than_it_may(make: Make) -> None:
+    front = make("all-0", "all-1", max_queued_items=1)
+    await front.ask("a", "b", "c", "d")
+    own = next(name for name, each in front.engines.items() if "r" in each.requests)
+    other = ({*front.engines} - {own}).pop()
+    assert [each.mm_features[0].identifier for each in front.jobs(other)] == ["b"]
+
+
 async def test_an_item_that_an_encoder_cannot_encode_is_not_asked_of_it_again(make: Make) -> None:
     front = make("e-0", "pd-0")
     await front.ask("a")

@@ -164,6 +164,17 @@ def test_what_encode_instances_keep_and_queue_is_as_the_file_says() -> None:
     assert not {"max_queued_items", "max_queued_bytes", "host_cache_bytes"} & instance(pd).keys()
 
 
+@pytest.mark.parametrize("role", ["encode_prefill_decode", "encode_prefill"])
+def test_who_encodes_for_others_bounds_their_jobs_as_encode_instances_do(role: str) -> None:
+    counts = {"encode": 0, "prefill_decode": 0, role: 2, "decode": int(role == "encode_prefill")}
+    groups: dict[str, Any] = {name: {"count": count} for name, count in counts.items()}
+    groups["encode"]["max_queued_items"] = 7
+    plan = plan_of(f"{TEXT}instances: {groups}")
+    found = next(each for each in plan.processes if each.name == f"{role}-0")
+    assert "epd_portable.vllm_plugin.admission.AdmissionMiddleware" in found.argv
+    assert instance(found)["max_queued_items"] == 7
+
+
 def test_limits_of_media_reach_the_router_and_the_instances() -> None:
     limits = {"max_item_pixels": 1, "max_request_pixels": 2, "max_media_seconds": 4.5}
     memory = 1 << 30
