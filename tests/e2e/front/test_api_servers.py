@@ -14,7 +14,7 @@ import pytest
 from epd_portable.config.secret import Secret
 from epd_portable.launch.run.router_client import RouterClient
 from tests.e2e.asking import Answer, ask, body, picture, text
-from tests.e2e.conftest import Split, Start
+from tests.e2e.conftest import Split, Start, slow_steps
 from tests.e2e.engines import RESTART_S, wait_until
 from tests.e2e.front.test_front import in_flight, is_up, killed, process
 
@@ -26,8 +26,9 @@ STREAMS = 8
 
 @pytest.fixture(scope="module")
 def front(start: Start) -> Split:
-    servers = "engine_args.api_server_count=2"
-    return start(["front=auto", "engine_args.dtype=float32", servers])
+    settings = ["front=auto", "engine_args.dtype=float32", "engine_args.api_server_count=2"]
+    steered = "instances.prefill_decode.engine_args.worker_cls=tests.e2e.workers.SteeredPDWorker"
+    return start([*settings, steered])
 
 
 def ask_each(front: Split, seed: int) -> list[Answer]:
@@ -74,19 +75,20 @@ def test_both_serve_and_the_page_adds_up_what_they_count(front: Split) -> None:
     before = [total(name) for name in names]
     request = body([picture(30), ASK], stream=True, max_tokens=200, ignore_eos=True)
     with httpx.Client(trust_env=False, timeout=60) as client, ExitStack() as streams:
-        answers = [
-            streams.enter_context(
-                client.stream("POST", f"{front.url}/v1/chat/completions", json=request)
-            )
-            for _ in range(STREAMS)
-        ]
-        lines = [answer.iter_lines() for answer in answers]
-        for each in lines:
-            next(each)
-        assert in_flight(front) >= STREAMS
-        seen = {each["name"]: each["in_flight"] for each in operators(front).instances()}
-        assert seen["prefill_decode-0"] == STREAMS
-        assert min(connections(front)) > 0
+        with slow_steps(front, 0.1):
+            answers = [
+                streams.enter_context(
+                    client.stream("POST", f"{front.url}/v1/chat/completions", json=request)
+                )
+                for _ in range(STREAMS)
+            ]
+            lines = [answer.iter_lines() for answer in answers]
+            for each in lines:
+                next(each)
+            assert in_flight(front) >= STREAMS
+            seen = {each["name"]: each["in_flight"] for each in operators(front).instances()}
+            assert seen["prefill_decode-0"] == STREAMS
+            assert min(connections(front)) > 0
         for each in lines:
             assert [line for line in each if line][-1] == "data: [DONE]"
     wait_until(lambda: in_flight(front) == 0, "nothing is in flight")

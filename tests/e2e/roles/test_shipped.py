@@ -226,6 +226,20 @@ def test_one_that_encodes_for_others_may_be_killed(served: Served) -> None:
     wait_until(lambda: every_instance_is_up(served.split), f"{victim} is back", within_s=RESTART_S)
 
 
+@pytest.mark.full
+def test_one_that_encodes_for_others_bounds_their_jobs_alone(served: Served) -> None:
+    if served.name not in SHARED:
+        pytest.skip("its instances do not encode for each other")
+    server = named(served.split.pid, max(ENCODES[served.name]))
+    shown = {INSTANCE_TOKEN_HEADER: Secret.read(config_of(server).secret_file).instance_token()}
+    many = [picture(1, 28)] * (config_of(server).max_queued_items + 1)
+    job = {"transfers": [{"consumer": "tcp://127.0.0.1:1"}]}
+    refused = post(url_of(server), body(many, ec_transfer_params=job), headers=shown)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (413, "request_exceeds_queue")
+    # vLLM refuses so many by `limit_mm_per_prompt`, or for their length.
+    assert post(url_of(server), body(many), headers=shown).status_code == 400
+
+
 def test_pictures_are_encoded_where_the_file_says(served: Served) -> None:
     begun = {event["instance"] for event in served.split.events("encode.begin")}
     assert begun == ENCODES[served.name]
