@@ -258,9 +258,9 @@ class Instance:
 
     def shown(self) -> dict[str, Any]:
         """Return what operators see of it, as JSON values."""
-        names = ("name", "role", "url", "control", "healthy", "state", "idle", "registered")
+        names = ("name", "role", "url", "control", "healthy", "state", "parked", "idle")
         words = {"in_flight": self.load, "reason": self.reason, "problem": self.problem}
-        return {name: getattr(self, name) for name in names} | words
+        return {name: getattr(self, name) for name in (*names, "registered")} | words
 
     @property
     def idle(self) -> bool:

@@ -144,6 +144,7 @@ class Together:
                 name=each["name"],
                 role=each["role"],
                 healthy=each["healthy"],
+                parked=each["parked"],
                 load=each["in_flight"],
                 owed_s=sum(owed_s) / len(seen),
             )
@@ -165,6 +166,7 @@ def _worst(same: Sequence[dict[str, Any]]) -> dict[str, Any]:
     worst = min(same, key=lambda each: (each["state"] == "up", each["healthy"]))
     return {
         **worst,
+        "parked": any(each["parked"] for each in same),
         "idle": all(each["idle"] for each in same),
         "in_flight": sum(each["in_flight"] for each in same),
     }

@@ -80,7 +80,9 @@ NOT_NEEDED = 'epd_front_items_total{outcome="not_needed"}'
 
 
 def counted(front: Split, series: str) -> float:
-    return total(httpx.get(f"{front.url}/metrics", trust_env=False).text, series)
+    reply = httpx.get(f"{front.url}/metrics", trust_env=False)
+    assert reply.status_code == 200, reply.text
+    return total(reply.text, series)
 
 
 def in_flight(front: Split) -> float:

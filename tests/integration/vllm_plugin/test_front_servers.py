@@ -24,6 +24,7 @@ from epd_portable.vllm_plugin import engine_core
 from epd_portable.vllm_plugin.front_client import SplitClient
 from epd_portable.wire.params import CacheNews, to_params
 from tests.integration.vllm_plugin.played_front import client_of, config_of_front, request
+from tests.metrics_page import total
 
 pytestmark = [
     pytest.mark.needs_vllm,
@@ -158,6 +159,18 @@ async def test_an_engine_that_ends_is_gone_for_each_and_comes_back_to_each(front
         await asyncio.to_thread(engine.end)
         for each in front.servers:
             await each.engines.by_name["pd-0"].instance.wait_down()
+
+
+async def test_the_page_of_one_server_adds_up_what_all_see(
+    front: Front, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
+    first, second = (each.engines.by_name["e-0"].instance for each in front.servers)
+    second.park(True)
+    with first.working(), second.working(), second.working():
+        page = (await front.servers[0].engines.page()).decode()
+    found = [total(page, f"epd_front_instance_{name}") for name in ("parked", "in_flight")]
+    assert found == [1, 3]
 
 
 async def test_an_engine_whose_outputs_cannot_be_taken_is_sent_away_and_the_log_says_why(
