@@ -71,39 +71,3 @@ def role_named(name: str) -> Role | None:
 def group_of(role: Role) -> str:
     """Return the key of a role in topology files."""
     return role.replace("-", "_")
-
-
-def encode_problem(counts: Mapping[Role, int]) -> str:
-    """Return why encode instances have no use, by the counts of roles; empty if they have one."""
-    if not counts["encode"] or any(counts[role] for role in TAKES_ITEMS):
-        return ""
-    return (
-        "encode instances have nobody to encode for: name prefill or prefill_decode, leave encode "
-        "out, or set router.join"
-    )
-
-
-def answer_problem(counts: Mapping[Role, int]) -> str:
-    """Return why no instance answers; empty if one does."""
-    if any(counts[role] for role in ROLES if DUTIES[role] == "answer"):
-        return ""
-    return (
-        "no instance answers requests: name decode, prefill_decode or encode_prefill_decode, "
-        "with a count of 1 or more"
-    )
-
-
-def split_problem(counts: Mapping[Role, int]) -> str:
-    """Return why prefill and decode instances do not go together; empty if they do."""
-    prefill = sum(counts[role] for role in SENDS_KV)
-    if prefill and not counts["decode"]:
-        return (
-            "prefill and encode_prefill instances compute for decode instances, and there are "
-            "none: name decode, or prefill_decode or encode_prefill_decode in their place"
-        )
-    if counts["decode"] and not prefill:
-        return (
-            "decode instances have nobody to prefill for them: name prefill or encode_prefill, "
-            "or prefill_decode in place of decode"
-        )
-    return ""

@@ -14,15 +14,7 @@ from pydantic import AfterValidator, Field, ValidationInfo, field_validator, mod
 from epd_portable.config.extensions import PathName
 from epd_portable.config.groups import EngineArgs, Environment, Instances
 from epd_portable.config.quantities import Seconds, Section, Size
-from epd_portable.config.roles import (
-    ENCODES,
-    ROLES,
-    TAKES_ITEMS,
-    Role,
-    answer_problem,
-    encode_problem,
-    split_problem,
-)
+from epd_portable.config.roles import DUTIES, ENCODES, ROLES, SENDS_KV, TAKES_ITEMS, Role
 from epd_portable.config.routing import RouterSection
 from epd_portable.config.store import StoreSection
 
@@ -98,20 +90,37 @@ class Topology(Section):
         return self
 
     @model_validator(mode="after")
-    def _prefill_goes_with_decode(self) -> Topology:
-        instances = self.instances
+    def _roles_go_together(self) -> Topology:
         if self.router.join:
             return self._check_to_join(", ".join(self.router.join))
-        if self.secret_file is not None and not any(instances.counts.values()):
-            return self  # A router alone, which instances join.
-        if problem := encode_problem(instances.counts):
-            raise ValueError(f"instances: {problem}")
-        if instances.prefill.count + instances.encode_prefill.count and self.router.hop_keys_file:
-            # A hop in front may answer what is prefilled here.
-            return self
-        problem = answer_problem(instances.counts)
-        # With a secret instances of other hosts may join.
-        if problem or (self.secret_file is None and (problem := split_problem(instances.counts))):
+        counts, others_may_join = self.instances.counts, self.secret_file is not None
+        if others_may_join and not any(counts.values()):
+            return self  # A router alone.
+        prefill = sum(counts[role] for role in SENDS_KV)
+        problem = ""
+        if counts["encode"] and not any(counts[role] for role in TAKES_ITEMS):
+            problem = (
+                "encode instances have nobody to encode for: name prefill or prefill_decode, leave "
+                "encode out, or set router.join"
+            )
+        elif prefill and self.router.hop_keys_file:
+            pass  # A hop in front may answer what is prefilled here.
+        elif not any(counts[role] for role in ROLES if DUTIES[role] == "answer"):
+            problem = (
+                "no instance answers requests: name decode, prefill_decode or "
+                "encode_prefill_decode, with a count of 1 or more"
+            )
+        elif prefill and not counts["decode"] and not others_may_join:
+            problem = (
+                "prefill and encode_prefill instances compute for decode instances, and there are "
+                "none: name decode, or prefill_decode or encode_prefill_decode in their place"
+            )
+        elif counts["decode"] and not prefill and not others_may_join:
+            problem = (
+                "decode instances have nobody to prefill for them: name prefill or "
+                "encode_prefill, or prefill_decode in place of decode"
+            )
+        if problem:
             raise ValueError(f"instances: {problem}")
         return self
 
