@@ -35,7 +35,7 @@ from epd_portable.launch.commands.command_line import (
     warn,
 )
 from epd_portable.launch.notices import Notice
-from epd_portable.launch.plan.check import front_finding, inspect, plan_finding, store_finding
+from epd_portable.launch.plan.check import inspect, plan_findings, store_finding
 from epd_portable.launch.plan.file_checks import named_files
 from epd_portable.launch.plan.hardware import find_hardware
 from epd_portable.launch.plan.machine import assumed_machine, probed_machine
@@ -295,8 +295,7 @@ def check(platform: str | None, hardware: str | None, config: Path | None, as_js
         request = PlanRequest.from_options(platform=platform, config=config)
         topology = request.load()
         plan, _ = _plan_only(request, topology)
-        findings.append(front_finding(plan.front))
-        findings.append(plan_finding(config.name, plan.warnings))
+        findings += plan_findings(config.name, plan)
         if topology.store is not None:
             findings.append(store_finding(topology.store))
     found = [dataclasses.asdict(finding) for finding in findings]

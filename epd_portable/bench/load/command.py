@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
 import os
@@ -26,7 +27,7 @@ from epd_portable.config.load import load_topology
 from epd_portable.config.schema import Topology
 from epd_portable.errors import ConfigError, MeasurementError
 from epd_portable.launch.commands.command_line import PlatformType
-from epd_portable.launch.plan.file_checks import usual_checks
+from epd_portable.launch.plan.file_checks import engine_settings
 from epd_portable.launch.plan.machine import allowed_cores, assumed_machine
 from epd_portable.platforms.traits import TRAITS
 
@@ -268,7 +269,7 @@ def _load_topologies(
             source.file,
             platform,
             overrides=(*overrides, *settings),
-            checks=usual_checks(TRAITS[platform]),
+            checks=[functools.partial(engine_settings, TRAITS[platform])],
         )
     return found
 

@@ -16,6 +16,7 @@ from epd_portable.launch.plan.hardware import Hardware
 from epd_portable.launch.plan.installed import ENGINES, installed_engines
 from epd_portable.launch.plan.kv import KV_CONNECTORS
 from epd_portable.launch.plan.machine import allowed_cores, has_shares, memory_nodes, quota_cores
+from epd_portable.launch.plan.processes import Plan
 from epd_portable.platforms import registry as platforms
 from epd_portable.platforms.base import LimitsCompute, Platform
 
@@ -62,16 +63,12 @@ def inspect(platform_names: Sequence[str], expected: Hardware | None = None) -> 
     return findings
 
 
-def plan_finding(name: str, warnings: Sequence[str]) -> Finding:
-    """Say whether what a topology file asks for goes well here, by the warnings of its plan."""
-    reason = "; ".join(warnings) or "nothing asks for more than there is"
-    return _finding("plan", name, not warnings, reason)
-
-
-def front_finding(front: str) -> Finding:
-    """Say who stands in front of what a topology file asks for, by `Plan.front`."""
-    name, _, why = front.partition(": ")
-    return _finding("front", name, True, why)
+def plan_findings(name: str, plan: Plan) -> Iterator[Finding]:
+    """Say who stands in front of what a file asks for, and whether all of it goes well here."""
+    front, _, why = plan.front.partition(": ")
+    yield _finding("front", front, True, why)
+    reason = "; ".join(plan.warnings) or "nothing asks for more than there is"
+    yield _finding("plan", name, not plan.warnings, reason)
 
 
 def store_finding(section: StoreSection) -> Finding:

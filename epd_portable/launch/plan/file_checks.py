@@ -12,7 +12,7 @@ from typing import Any
 from epd_portable import envs
 from epd_portable.config.document import KeyPath, dotted
 from epd_portable.config.groups import engine_argument_problem
-from epd_portable.config.load import GROUPS, Check
+from epd_portable.config.load import GROUPS
 from epd_portable.config.removed import REMOVED, removed
 from epd_portable.config.roles import SENDS_KV, TAKES_KV, group_of
 from epd_portable.config.secret import Secret
@@ -27,40 +27,32 @@ Found = Iterator[tuple[KeyPath, str]]
 KV_GROUPS = frozenset(map(group_of, SENDS_KV | TAKES_KV))
 
 
-def usual_checks(traits: PlatformTraits) -> tuple[Check, ...]:
-    """Return the checks of every file that is planned or started here."""
-
-    def variables(data: Mapping[str, Any]) -> Found:
-        known = {variable.name: variable for variable in envs.TABLE}
-        for groups, path, section in _sections(data, "env"):
-            has_share = any(
-                isinstance(each, dict) and each.get("share") for each in groups.values()
-            )
-            has_kv = not KV_GROUPS.isdisjoint(groups)
-            owned = owned_variables(traits, has_share=has_share, has_kv=has_kv)
-            for name, value in section.items():
-                if name in owned:
-                    yield (*path, name), f"{name} is set by the launcher; {owned[name]}"
-                elif name in REMOVED:
-                    yield (*path, name), removed(name)
-                elif name in known:
-                    try:
-                        known[name].get({name: str(value)})
-                    except ConfigError as error:
-                        yield (*path, name), str(error)
-
-    def engine_arguments(data: Mapping[str, Any]) -> Found:
-        known = installed_arguments()
-        for groups, path, section in _sections(data, "engine_args"):
-            for name, value in section.items():
-                if name == "kv_transfer_config" and not KV_GROUPS.isdisjoint(groups):
-                    yield (*path, name), "the launcher writes it; its settings are under transfer"
-                elif not known or engine_argument_problem(name):
-                    continue  # What the schema refuses is reported by it.
-                elif problem := known.problem(name, value):
-                    yield (*path, name), problem
-
-    return variables, engine_arguments
+def engine_settings(traits: PlatformTraits, data: Mapping[str, Any]) -> Found:
+    """Check the variables and engine arguments of a file that is planned or started here."""
+    variables = {variable.name: variable for variable in envs.TABLE}
+    arguments = installed_arguments()
+    for groups, path, section in _sections(data, "env"):
+        has_share = any(isinstance(each, dict) and each.get("share") for each in groups.values())
+        has_kv = not KV_GROUPS.isdisjoint(groups)
+        owned = owned_variables(traits, has_share=has_share, has_kv=has_kv)
+        for name, value in section.items():
+            if name in owned:
+                yield (*path, name), f"{name} is set by the launcher; {owned[name]}"
+            elif name in REMOVED:
+                yield (*path, name), removed(name)
+            elif name in variables:
+                try:
+                    variables[name].get({name: str(value)})
+                except ConfigError as error:
+                    yield (*path, name), str(error)
+    for groups, path, section in _sections(data, "engine_args"):
+        for name, value in section.items():
+            if name == "kv_transfer_config" and not KV_GROUPS.isdisjoint(groups):
+                yield (*path, name), "the launcher writes it; its settings are under transfer"
+            elif not arguments or engine_argument_problem(name):
+                continue  # What the schema refuses is reported by it.
+            elif problem := arguments.problem(name, value):
+                yield (*path, name), problem
 
 
 def named_files(data: Mapping[str, Any]) -> Found:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import os
@@ -18,7 +19,7 @@ from epd_portable.config.schema import AUTO, Topology
 from epd_portable.connector.stores.base import make_store
 from epd_portable.errors import ConfigError, EPDError, PortInUseError
 from epd_portable.launch.plan.addresses import own_address, require_addresses
-from epd_portable.launch.plan.file_checks import usual_checks
+from epd_portable.launch.plan.file_checks import engine_settings
 from epd_portable.launch.plan.hardware import Hardware, find_hardware
 from epd_portable.launch.plan.machine import (
     assumed_machine,
@@ -114,7 +115,7 @@ class PlanRequest:
             self.config,
             self.traits.name,
             overrides=self.overrides,
-            checks=(*usual_checks(self.traits), *checks),
+            checks=(functools.partial(engine_settings, self.traits), *checks),
         )
         if self.role is not None and not topology.router.join:
             raise ConfigError(
