@@ -50,6 +50,8 @@ class Engine:
         shares: Name of the encode instance with which it makes a pair, or empty.
         ports: By purpose: ``http`` where it has a server, and ``kv`` where it sends or takes KV.
         kv: The connector of KV, if it has one.
+        temp_dir: Folder of the run.
+        has_compiler: See `Machine`.
     """
 
     topology: Topology
@@ -62,6 +64,8 @@ class Engine:
     shares: str
     ports: Mapping[str, int]
     kv: KVConnector | None
+    temp_dir: str
+    has_compiler: bool
 
     @property
     def group(self) -> InstanceGroup:
@@ -123,7 +127,7 @@ class Engine:
             *("--middleware", TOKEN),
         )
 
-    def env(self, *, temp_dir: str, has_compiler: bool) -> dict[str, str]:
+    def env(self) -> dict[str, str]:
         """Return its variables beyond the launcher's own environment."""
         limits, traits, group = self.instance.media_limits, self.traits, self.group
         variables = {
@@ -134,7 +138,7 @@ class Engine:
             # Ranks of one instance meet on the loopback address.
             "VLLM_HOST_IP": "127.0.0.1",
         }
-        if not has_compiler:
+        if not self.has_compiler:
             variables |= dict(traits.env_without_compiler)
         gets_items = self.topology.gets_items(self.role)
         if gets_items and may_use_device_memory(self.topology.transfer.path):
@@ -154,7 +158,7 @@ class Engine:
         variables["EPD_INSTANCE"] = self.instance.instance
         variables["EPD_PLATFORM"] = traits.name
         # Engines leave sockets and rendezvous files there; the folder is removed with the run.
-        variables["TMPDIR"] = temp_dir
+        variables["TMPDIR"] = self.temp_dir
         if traits.visible_devices_env is not None:
             # An engine takes the first tensor_parallel_size of them.
             visible = (*self.placement.devices, *self.placement.peers)
@@ -163,6 +167,9 @@ class Engine:
             variables[traits.share_env] = str(group.share)
             if self.role == "encode":
                 variables |= dict(traits.encode_share_env)
+        if "http" not in self.ports:
+            # What it counts is on the page of the engine front.
+            variables["EPD_METRICS_DIR"] = f"{self.temp_dir}/metrics"
         if self.kv:
             variables |= self.kv.env(self.topology.launch.host, self.ports["kv"])
         return variables

@@ -87,22 +87,21 @@ def _reasons_for_router(topology: Topology) -> list[str]:
     return found
 
 
-def core_argv(engine: Engine, temp_dir: str) -> tuple[str, ...]:
+def core_argv(engine: Engine) -> tuple[str, ...]:
     """Return the command of an engine without a server."""
     # What the front has processed is kept there.
     arguments = engine.arguments(mm_processor_cache_gb=0)
     module = "epd_portable.vllm_plugin.engine_core"
-    sockets = json.dumps(_sockets(engine.topology, temp_dir))
+    sockets = json.dumps(_sockets(engine))
     return (sys.executable, "-m", module, sockets, *arguments)
 
 
-def front_argv(engines: Sequence[Engine], temp_dir: str) -> tuple[str, ...]:
+def front_argv(engines: Sequence[Engine]) -> tuple[str, ...]:
     """Return the command of the front, which processes requests as an engine that answers does."""
     answers = answering(engines)
-    topology = answers.topology
-    router = topology.router
+    router = answers.topology.router
     found = [sys.executable, "-m", "epd_portable.vllm_plugin.front"]
-    found += ["--settings", json.dumps(_settings(engines, topology, temp_dir))]
+    found += ["--settings", json.dumps(_settings(engines))]
     # Media are processed here for encoders, whether the engine that answers takes any or not.
     wished = answers.wished_args
     media = {name: wished.get(name) for name in ("limit_mm_per_prompt", "enable_mm_embeds")}
@@ -125,24 +124,24 @@ def answering(engines: Sequence[Engine]) -> Engine:
     return next(engine for engine in engines if engine.role != "encode")
 
 
-def _sockets(topology: Topology, temp_dir: str) -> list[str]:
-    """Return the Unix socket of each API server."""
-    instances = topology.instances
+def _sockets(engine: Engine) -> list[str]:
+    """Return the Unix socket of each API server of the front."""
+    topology, instances = engine.topology, engine.topology.instances
     groups = [instances.of(role) for role in _ANSWERS if instances.counts[role]]
     wished = [
         {**topology.engine_args, **each.engine_args}.get("api_server_count") for each in groups
     ]
     count = max((each for each in wished if isinstance(each, int)), default=1)
-    return [f"{temp_dir}/front-{index}" for index in range(max(1, count))]
+    return [f"{engine.temp_dir}/front-{index}" for index in range(max(1, count))]
 
 
-def _settings(engines: Sequence[Engine], topology: Topology, temp_dir: str) -> dict[str, object]:
+def _settings(engines: Sequence[Engine]) -> dict[str, object]:
     """Return a ``FrontSettings`` of `epd_portable.vllm_plugin.front_client` as plain JSON.
 
     Each API server counts its own work, so each gets its part of what all may have.
     """
-    router = topology.router
-    sockets = _sockets(topology, temp_dir)
+    answers = answering(engines)
+    topology, router, sockets = answers.topology, answers.topology.router, _sockets(answers)
     bodies = max(router.max_bodies_bytes // len(sockets), router.max_body_bytes)
     queued = math.ceil(topology.instances.encode.max_queued_items / len(sockets))
     return {
@@ -158,7 +157,7 @@ def _settings(engines: Sequence[Engine], topology: Topology, temp_dir: str) -> d
             for engine in engines
         ],
         "sockets": sockets,
-        "secret_file": answering(engines).instance.secret_file,
+        "secret_file": answers.instance.secret_file,
         "elastic_encode": router.elastic_encode,
         "switch_roles": router.switch_roles,
         "can_encode": topology.instances.prefill_decode.encoder,

@@ -247,16 +247,15 @@ def make_plan(
             shares=shares.get(name, ""),
             ports=ports,
             kv=kv if "kv" in ports else None,
+            temp_dir=temp_dir,
+            has_compiler=machine.has_compiler,
         )
         for name, role, placement, ports in _listeners(
             topology, placed, kv, free_port, have_servers=front == "router"
         )
     ]
     after = starts_after(devices)
-    processes = [
-        _instance_process(engine, after, temp_dir=temp_dir, has_compiler=machine.has_compiler)
-        for engine in engines
-    ]
+    processes = [_instance_process(engine, after) for engine in engines]
     warnings = [
         *placements.warnings,
         *sharing_warnings(devices),
@@ -269,7 +268,7 @@ def make_plan(
     ]
     url = _public_url(topology)
     if front == "engine":
-        processes.append(_front(engines, placements, temp_dir, has_compiler=machine.has_compiler))
+        processes.append(_front(engines, placements))
         if traits.forks_engines:
             processes = _forked(processes, traits)
     else:
@@ -327,23 +326,19 @@ def _listeners(
         yield name, role, placement, ports
 
 
-def _instance_process(
-    engine: Engine, after: Mapping[str, Sequence[str]], *, temp_dir: str, has_compiler: bool
-) -> ProcessSpec:
+def _instance_process(engine: Engine, after: Mapping[str, Sequence[str]]) -> ProcessSpec:
     topology, name, placement = engine.topology, engine.instance.instance, engine.placement
-    env = engine.env(temp_dir=temp_dir, has_compiler=has_compiler)
     if has_server := "http" in engine.ports:
         argv = engine.server_argv()
         url = _base_url(topology.launch.host, engine.ports["http"])
     else:
-        argv = core_argv(engine, temp_dir)
+        argv = core_argv(engine)
         url = f"{_public_url(topology)}/epd/instances/{name}"
-        env |= _shared_metrics(temp_dir)
     return ProcessSpec(
         name=name,
         role=engine.role,
         argv=argv,
-        env=env,
+        env=engine.env(),
         url=url,
         ports=dict(engine.ports),
         devices=placement.devices,
@@ -353,11 +348,6 @@ def _instance_process(
         tls_cert_file="" if has_server else topology.router.tls_cert_file or "",
         after=tuple(after.get(name, ())),
     )
-
-
-def _shared_metrics(temp_dir: str) -> dict[str, str]:
-    """Return what brings the metrics of engines to the page of the engine front."""
-    return {"EPD_METRICS_DIR": f"{temp_dir}/metrics"}
 
 
 def _check_host(topology: Topology, traits: PlatformTraits) -> None:
@@ -454,18 +444,16 @@ def _instance(
     )
 
 
-def _front(
-    engines: Sequence[Engine], placements: Placements, temp_dir: str, *, has_compiler: bool
-) -> ProcessSpec:
+def _front(engines: Sequence[Engine], placements: Placements) -> ProcessSpec:
     answers = answering(engines)
     topology = answers.topology
-    env = answers.env(temp_dir=temp_dir, has_compiler=has_compiler) | _shared_metrics(temp_dir)
+    env = answers.env()
     own = placements.rest or _cores(each for each in engines if each.role == "encode")
     steps = _cores(each for each in engines if each.role != "encode")
     return ProcessSpec(
         name="front",
         role="router",
-        argv=front_argv(engines, temp_dir),
+        argv=front_argv(engines),
         env={name: "front" if name in _NAMES else value for name, value in env.items()},
         url=_public_url(topology),
         ports={"http": topology.router.port},
