@@ -8,16 +8,10 @@ import click
 
 from epd_portable.bench import console
 from epd_portable.bench import report as reports
-from epd_portable.bench.sizing.report import make_report, make_switching_report
-from epd_portable.bench.sizing.search import (
-    LatencyLimits,
-    SizingQuestion,
-    search,
-)
-from epd_portable.bench.sizing.simulate import RoutingRules
+from epd_portable.bench.sizing.report import make_report
+from epd_portable.bench.sizing.search import LatencyLimits, SizingQuestion, search
 from epd_portable.bench.sizing.stages import load_stages
 from epd_portable.bench.sizing.workload import Workload
-from epd_portable.delivery.assignment import BUSY_THRESHOLD
 
 MOST_DEVICES = 256
 """Of a search, which tries every split."""
@@ -25,7 +19,7 @@ SEED = 1
 
 HELP = """Say how many encode and prefill+decode instances to run, and whether to split at all.
 
-A discrete-event simulation of routers and instances, from the times that each stage takes on one
+A discrete-event simulation of a router and instances, from the times that each stage takes on one
 device. It tries all ways to use the devices, replicas of one process among them, and finds the
 highest rate at which 95 of 100 requests, of those with and without pictures, keep the limits. No
 engine is started. The page says what the simulation does not know.
@@ -110,13 +104,6 @@ _SECONDS = click.FloatRange(min=0, min_open=True)
     help="Limit of p95 TPOT, in seconds.",
 )
 @click.option(
-    "--routers",
-    default=1,
-    show_default=True,
-    type=click.IntRange(min=1, max=1024),
-    help="Routers behind a balancer.",
-)
-@click.option(
     "--elastic",
     is_flag=True,
     help="Simulate elastic encoding (router.elastic_encode), which topologies have by default.",
@@ -136,7 +123,6 @@ def plan_command(
     ttft_p95: float,
     ttft_p95_pictures: float | None,
     tpot_p95: float,
-    routers: int,
     elastic: bool,
     requests: int,
     json_file: Path | None,
@@ -149,25 +135,19 @@ def plan_command(
             ttft_pictures_s=ttft_p95_pictures or ttft_p95,
             tpot_s=tpot_p95,
         )
-        rules = RoutingRules(routers=routers, elastic_threshold=BUSY_THRESHOLD if elastic else None)
         times = load_stages(stage_file)
         questions = [
             SizingQuestion(
-                times=times, workload=Workload.read(each), rules=rules, count=requests, seed=SEED
+                times=times,
+                workload=Workload.read(each),
+                elastic=elastic,
+                count=requests,
+                seed=SEED,
             )
             for each in workloads
         ]
         found = [search(each, devices, limits, console.progress) for each in questions]
-        if len(questions) > 1:
-            made = make_switching_report(
-                questions, limits, found, command=console.command(), load_before=load_before
-            )
-        else:
-            made = make_report(
-                questions[0],
-                limits,
-                found[0],
-                command=console.command(),
-                load_before=load_before,
-            )
+        made = make_report(
+            questions, limits, found, command=console.command(), load_before=load_before
+        )
         console.finish(made, json_file)

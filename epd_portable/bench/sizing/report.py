@@ -10,6 +10,7 @@ from epd_portable.bench.sizing.search import (
     LatencyLimits,
     RatedDeployment,
     SizingQuestion,
+    SwitchingBound,
     recommend,
     switching_bound,
 )
@@ -25,48 +26,6 @@ NOT_MODELLED = (
 
 
 def make_report(
-    question: SizingQuestion,
-    limits: LatencyLimits,
-    candidates: Sequence[RatedDeployment],
-    *,
-    command: str,
-    load_before: float,
-) -> Report:
-    """Return the page of a search; replicas come first."""
-    recommendation = recommend(candidates)
-    best = max(candidates, key=lambda each: each.rate)
-    return Report(
-        title="Sizing",
-        command=command,
-        conditions=conditions(load_before, measured=_MEASURED),
-        tables=(
-            Table.of(
-                "Highest rate within the limits, by how the devices are used",
-                (_candidate(each, candidates[0]) for each in candidates),
-            ),
-        ),
-        summary={
-            "workload": question.workload.model_dump(mode="json"),
-            "stages": question.times.model_dump(mode="json"),
-            "limits": dataclasses.asdict(limits),
-            "recommendation": recommendation,
-            "best": {**dataclasses.asdict(best.deployment), "rate": best.rate},
-        },
-        samples=[_sample(each) for each in candidates],
-        notes=(
-            f"**{recommendation}**",
-            f"Limits at p95 of every kind of request: TTFT {limits.ttft_s:g} s, with pictures "
-            f"{limits.ttft_pictures_s:g} s, TPOT {limits.tpot_s:g} s.",
-            f"Workload: {question.workload}.",
-            f"Stage times: {question.times.source}.",
-            f"Simulated, not measured: {question.count:,} requests at each rate, seed "
-            f"{question.seed}; routers: {question.rules.routers}.",
-            NOT_MODELLED,
-        ),
-    )
-
-
-def make_switching_report(
     questions: Sequence[SizingQuestion],
     limits: LatencyLimits,
     found: Sequence[Sequence[RatedDeployment]],
@@ -74,43 +33,65 @@ def make_switching_report(
     command: str,
     load_before: float,
 ) -> Report:
-    """Return the page of several workloads: what switching roles between them could gain.
+    """Return the page; of several workloads it says what switching roles between them could gain.
+
+    Args:
+        found: Of each question, in their order; replicas come first.
 
     Raises:
         ConfigError: See `switching_bound`.
     """
-    asked = questions[0]
-    bound = switching_bound(found, replicas=asked.rules.elastic_threshold is not None)
-    rows = []
-    for way in zip(*found, strict=True):
-        shares = [each.rate / most for each, most in zip(way, bound.best, strict=True)]
-        row = {"deployment": str(way[0].deployment)}
-        for number, (each, share) in enumerate(zip(way, shares, strict=True), 1):
-            row[f"workload {number}, requests/s"] = f"{each.rate:.3g}"
-            row[f"{number} of its best"] = f"{share:.2f}"
-        rows.append(row | {"least": f"{min(shares):.2f}"})
+    asked, candidates = questions[0], found[0]
+    best = max(candidates, key=lambda each: each.rate)
+    if len(questions) > 1:
+        bound = switching_bound(found, replicas=asked.elastic)
+        title, table, recommendation = "Switching roles", "by workload", str(bound)
+        rows = [_by_workload(way, bound) for way in zip(*found, strict=True)]
+        answer: dict[str, Plain] = {
+            "gain": bound.gain,
+            "best": bound.best,
+            "fixed": dataclasses.asdict(bound.fixed),
+        }
+    else:
+        title, table, recommendation = (
+            "Sizing",
+            "by how the devices are used",
+            recommend(candidates),
+        )
+        rows = [_candidate(each, candidates[0]) for each in candidates]
+        answer = {"best": {**dataclasses.asdict(best.deployment), "rate": best.rate}}
     return Report(
-        title="Switching roles",
+        title=title,
         command=command,
         conditions=conditions(load_before, measured=_MEASURED),
-        tables=(Table.of("Highest rate within the limits, by workload", rows),),
+        tables=(Table.of(f"Highest rate within the limits, {table}", rows),),
         summary={
             "workloads": [each.workload.model_dump(mode="json") for each in questions],
             "stages": asked.times.model_dump(mode="json"),
             "limits": dataclasses.asdict(limits),
-            "gain": bound.gain,
-            "best": bound.best,
-            "fixed": dataclasses.asdict(bound.fixed),
-            "recommendation": str(bound),
+            "recommendation": recommendation,
+            **answer,
         },
         samples=[_sample(each) for of_one in found for each in of_one],
         notes=(
-            f"**{bound}**",
+            f"**{recommendation}**",
+            f"Limits at p95 of every kind of request: TTFT {limits.ttft_s:g} s, with pictures "
+            f"{limits.ttft_pictures_s:g} s, TPOT {limits.tpot_s:g} s.",
             *(f"Workload {number}: {each.workload}." for number, each in enumerate(questions, 1)),
             f"Stage times: {asked.times.source}.",
+            f"Simulated, not measured: {asked.count:,} requests at each rate, seed {asked.seed}.",
             NOT_MODELLED,
         ),
     )
+
+
+def _by_workload(way: Sequence[RatedDeployment], bound: SwitchingBound) -> dict[str, str]:
+    shares = [each.rate / most for each, most in zip(way, bound.best, strict=True)]
+    row = {"deployment": str(way[0].deployment)}
+    for number, (each, share) in enumerate(zip(way, shares, strict=True), 1):
+        row[f"workload {number}, requests/s"] = f"{each.rate:.3g}"
+        row[f"{number} of its best"] = f"{share:.2f}"
+    return row | {"least": f"{min(shares):.2f}"}
 
 
 def _candidate(each: RatedDeployment, replicas: RatedDeployment) -> dict[str, str]:
@@ -118,7 +99,7 @@ def _candidate(each: RatedDeployment, replicas: RatedDeployment) -> dict[str, st
     text, pictures = (
         f"{kinds[kind].ttft_p95:.3g}" if kind in kinds else "–" for kind in ("text", "pictures")
     )
-    stage, share = each.fullest
+    stage, share = max(each.outcome.busy.items(), key=lambda busy: busy[1])
     return {
         "deployment": str(each.deployment),
         "by replicas": f"{each.rate / replicas.rate:.2f}" if replicas.rate else "–",
@@ -128,24 +109,17 @@ def _candidate(each: RatedDeployment, replicas: RatedDeployment) -> dict[str, st
         "TPOT p95, ms": _ms(max(kind.tpot_p95 for kind in kinds.values())),
         "owed, s: encode": _owed(each, "encode"),
         "answer": _owed(each, "answer"),
-        "nearest to full": f"{stage} {share:.0%}",
+        "busiest": f"{stage} {share:.0%}",
         "breaks first above": each.limit or "–",
     }
 
 
 def _sample(each: RatedDeployment) -> Plain:
-    outcome = each.outcome
     return {
         "deployment": str(each.deployment),
         "rate": each.rate,
-        "kinds": {kind: dataclasses.asdict(seen) for kind, seen in outcome.kinds.items()},
-        "busy": dict(outcome.busy),
-        "owed_s": dict(outcome.owed_s),
-        "longest_stall_s": outcome.longest_stall_s,
-        "local_items": outcome.local_items,
-        "transferred": outcome.transferred,
+        **dataclasses.asdict(each.outcome),
         "limit": each.limit,
-        "capacities": dict(each.capacities),
     }
 
 

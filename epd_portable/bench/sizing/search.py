@@ -7,16 +7,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from epd_portable.bench.sizing.simulate import (
-    REPLICAS,
-    SPLIT_ENGINES,
-    Deployment,
-    Outcome,
-    RoutingRules,
-    Simulation,
-)
+from epd_portable.bench.sizing.simulate import Deployment, Outcome, Simulation
 from epd_portable.bench.sizing.stages import StageTimes
 from epd_portable.bench.sizing.workload import Workload
+from epd_portable.delivery.assignment import BUSY_THRESHOLD
 from epd_portable.errors import ConfigError
 
 PRECISION = 1.01
@@ -25,8 +19,6 @@ WORTH_IT = 1.05
 """A split, which is more to run, is recommended when it serves this multiple of replicas."""
 SWITCH_FROM = 1.2
 """Roles are not worth switching for less."""
-POOLED = "all devices"
-"""The stage of encode and language model together, where either kind of instance may encode."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,59 +52,38 @@ class SizingQuestion:
 
     times: StageTimes
     workload: Workload
-    rules: RoutingRules
+    elastic: bool
     count: int
     seed: int
 
     def simulate(self, deployment: Deployment, rate: float) -> Outcome:
         """Simulate one deployment at one rate."""
         requests = self.workload.requests(self.times, rate=rate, count=self.count, seed=self.seed)
-        return Simulation(self.times, deployment, self.rules, seed=self.seed).run(requests)
+        threshold = BUSY_THRESHOLD if self.elastic else None
+        simulation = Simulation(self.times, deployment, elastic_threshold=threshold, seed=self.seed)
+        return simulation.run(requests)
 
-    def capacities(self, deployment: Deployment) -> dict[str, float]:
-        """Return the rate, in requests per second, at which each stage is full.
+    def capacity(self, deployment: Deployment) -> float:
+        """Return a rate, in requests per second, above which the work of devices only grows.
 
-        By the utilization law: the mean work of a request times the rate is at most what the
-        stage's instances have. Engines are taken to be filled up to their limits in every step.
-
-        Raises:
-            ConfigError: No stage takes any time.
+        The mean work of a request times the rate is at most what the instances have. Engines are
+        taken to be filled up to their limits in every step.
         """
-        times, load, front_end = self.times, self.workload, self.times.front_end
+        times, load = self.times, self.workload
         pictures = load.share * fmean(load.pictures)
         embeddings = fmean(times.encode.embeddings(side**2) for side in load.size)
         encode_s = pictures * times.encode.seconds(embeddings)
-        pixels = fmean(side**2 for side in load.size)
-        prepare_s = pictures * (front_end.picture_s + front_end.pixel_s * pixels)
-        one_picture_s = times.router.arrival_s([load.picture_bytes]) - times.router.request_s
-        router_s = times.router.request_s + pictures * one_picture_s
-        router_s += fmean(load.output) * times.router.chunk_s
-        prompt = fmean(load.text) + pictures * embeddings
         step_share_s = times.prefill.base_s / times.engine.max_num_batched_tokens
+        prompt = fmean(load.text) + pictures * embeddings
         engine_s = prompt * (times.prefill.per_token_s + step_share_s)
         sequence_s = times.decode.per_sequence_s + times.decode.base_s / times.engine.max_num_seqs
         engine_s += (fmean(load.output) - 1) * sequence_s
-        stages = {
-            "router": (self.rules.routers, router_s),
-            "front end": (deployment.engines, front_end.request_s),
-            "preprocessing": (deployment.engines, prepare_s),
-        }
-        if not deployment.encoders:
-            stages[REPLICAS] = (deployment.engines, engine_s + encode_s)
-        else:
-            stages[SPLIT_ENGINES] = (deployment.engines, engine_s)
-            if self.rules.elastic_threshold is not None:
-                stages[POOLED] = (deployment.devices, engine_s + encode_s)
-            else:
-                front_end_s = prepare_s + pictures * front_end.request_s
-                stages["encoders' front end"] = (deployment.encoders, front_end_s)
-                stages["encode"] = (deployment.encoders, encode_s)
-        found = {name: count / seconds for name, (count, seconds) in stages.items() if seconds}
-        if not found:
-            raise ConfigError(
-                "no stage takes any time; give the prefill or decode of a step above 0"
-            )
-        return found
+        rates = [deployment.devices / (engine_s + encode_s)]
+        if deployment.encoders:
+            rates.append(deployment.engines / engine_s)
+            if encode_s and not self.elastic:
+                rates.append(deployment.encoders / encode_s)
+        return min(rates)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -123,20 +94,12 @@ class RatedDeployment:
         rate: Requests per second: the highest found at which all limits hold, 0 for none.
         outcome: At that rate; at the lowest that was tried when none holds.
         limit: What breaks first above it.
-        capacities: See `SizingQuestion.capacities`.
     """
 
     deployment: Deployment
     rate: float
     outcome: Outcome
     limit: str
-    capacities: dict[str, float]
-
-    @property
-    def fullest(self) -> tuple[str, float]:
-        """The stage that is nearest to its capacity, and the share of that which it does."""
-        stage, capacity = min(self.capacities.items(), key=lambda each: each[1])
-        return stage, self.rate / capacity
 
 
 def deployments(devices: int) -> list[Deployment]:
@@ -150,10 +113,9 @@ def best_rate(
 ) -> RatedDeployment:
     """Find the highest rate at which all limits hold, by bisection.
 
-    The lowest rate that is tried is a hundredth of the capacity of the fullest stage.
+    The lowest rate that is tried is a hundredth of the capacity.
     """
-    capacities = question.capacities(deployment)
-    above = min(capacities.values())
+    above = question.capacity(deployment)
     below, rate = above / 100, 0.0
     held = question.simulate(deployment, below)
     limit = limits.broken(held)
@@ -168,13 +130,7 @@ def best_rate(
             else:
                 below, held = middle, outcome
         rate = below
-    return RatedDeployment(
-        deployment=deployment,
-        rate=rate,
-        outcome=held,
-        limit=limit,
-        capacities=capacities,
-    )
+    return RatedDeployment(deployment=deployment, rate=rate, outcome=held, limit=limit)
 
 
 def search(

@@ -51,20 +51,6 @@ class Deployment:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RoutingRules:
-    """What the routers do.
-
-    Attributes:
-        routers: Number of routers behind a balancer that spreads requests evenly.
-        elastic_threshold: `RouterSettings.elastic_threshold`; ``None``: prefill+decode instances
-            encode nothing.
-    """
-
-    routers: int = 1
-    elastic_threshold: float | None = None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Quantiles:
     """Times of one kind of request, in seconds."""
 
@@ -126,16 +112,26 @@ class _Answer:
 
 
 class Simulation:
-    """One deployment and the requests that it gets; call `run` once."""
+    """One deployment and the requests that it gets; call `run` once.
+
+    Args:
+        elastic_threshold: `RouterSettings.elastic_threshold`; ``None``: prefill+decode instances
+            encode nothing.
+    """
 
     def __init__(
-        self, times: StageTimes, deployment: Deployment, rules: RoutingRules, *, seed: int
+        self,
+        times: StageTimes,
+        deployment: Deployment,
+        *,
+        elastic_threshold: float | None = None,
+        seed: int,
     ) -> None:
         self._times = times
-        self._rules = rules
+        self._elastic_threshold = elastic_threshold
         self._random = random.Random(seed)
         self._timeline = Timeline()
-        self._routers = [FifoServer(self._timeline) for _ in range(rules.routers)]
+        self._router = FifoServer(self._timeline)
         self._encoders = [_Encoder(self._timeline) for _ in range(deployment.encoders)]
         self._encoding = 0
         self._engines = [
@@ -156,7 +152,6 @@ class Simulation:
         self._answers: dict[SimulatedRequest, _Answer] = {}
         self._owed_long: dict[str, list[tuple[float, float]]] = {"encode": [], "answer": []}
         """Of each piece of work: when its request came, and its seconds times those it was owed."""
-        self._router_of: dict[SimulatedRequest, FifoServer] = {}
         self._local = 0
         self._transferred = 0
 
@@ -173,9 +168,8 @@ class Simulation:
 
     def _way_of(self, request: SimulatedRequest) -> Process:
         yield request.arrival_s
-        router = self._random.choice(self._routers)
-        self._router_of[request] = router
-        yield router.accept(self._times.router.arrival_s([item.nbytes for item in request.items]))
+        router_s = self._times.router.arrival_s([item.nbytes for item in request.items])
+        yield self._router.accept(router_s)
         engine = self._choose_engine()
         self._loads[engine] += 1
         tokens = request.text_tokens + sum(item.embeddings for item in request.items)
@@ -228,13 +222,13 @@ class Simulation:
             self._encoding += 1
             encoders.append(encoder)
         here = 0
-        if self._rules.elastic_threshold is not None:
+        if self._elastic_threshold is not None:
             # The router's own rule, with times that are known.
             here, _ = count_local_first(
                 [self._times.encode.seconds(item.embeddings) for item in request.items],
                 encoders,
                 self._engines[engine],
-                threshold=self._rules.elastic_threshold,
+                threshold=self._elastic_threshold,
             )
         for index, (item, encoder) in enumerate(zip(request.items, encoders, strict=True)):
             item.here = index < here
@@ -266,7 +260,7 @@ class Simulation:
         self._engines[engine].landed(request)
 
     def _first(self, request: SimulatedRequest) -> Process:
-        yield self._router_of[request].accept(self._times.router.chunk_s)
+        yield self._router.accept(self._times.router.chunk_s)
         request.first_token_s = self._timeline.now
 
     def _last(self, request: SimulatedRequest) -> Process:
@@ -277,8 +271,7 @@ class Simulation:
         self._computes_for[engine] -= 1
         self._owe("answer", request, answer.owed_s, answer.since_s)
         # The tokens between are relayed as they come; their work is charged here, in one piece.
-        work_s = self._times.router.chunk_s * (request.output_tokens - 1)
-        yield self._router_of.pop(request).accept(work_s)
+        yield self._router.accept(self._times.router.chunk_s * (request.output_tokens - 1))
         assert request.end_s < 0, "a request ends once"
         request.end_s = self._timeline.now
 
@@ -286,7 +279,7 @@ class Simulation:
         engines, encoders = self._engines, self._encoders
         assert not self._encoding and not any(self._loads), "what has begun has ended"
         stages = {
-            "router": [router.busy_s for router in self._routers],
+            "router": [self._router.busy_s],
             "front end": [engine.front_end.busy_s for engine in engines],
             "preprocessing": [engine.preprocessing.busy_s for engine in engines],
             SPLIT_ENGINES if encoders else REPLICAS: [

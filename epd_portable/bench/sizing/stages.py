@@ -45,7 +45,7 @@ class PrefillStage(_Times):
     """An engine step with prompt tokens, in seconds: once, and for each token."""
 
     base_s: Duration
-    per_token_s: Duration
+    per_token_s: Annotated[float, Field(gt=0, le=3600)]
 
 
 class DecodeStage(_Times):

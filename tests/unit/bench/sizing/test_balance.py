@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from epd_portable.bench.sizing.search import LatencyLimits, SizingQuestion, search, switching_bound
-from epd_portable.bench.sizing.simulate import Deployment, RoutingRules, Simulation
+from epd_portable.bench.sizing.simulate import Deployment, Simulation
 from epd_portable.bench.sizing.stages import StageTimes, load_stages
 from epd_portable.bench.sizing.workload import SimulatedRequest, Workload
 from epd_portable.delivery.assignment import BUSY_THRESHOLD
@@ -127,12 +127,12 @@ def test_devices_that_switch_serve_most_of_what_switching_could_gain(
     file = tmp_path / "stages.yaml"
     file.write_text((FOLDER / f"{name}.yaml").read_text().replace(", shares_core: true", ""))
     times = load_stages(file)
-    rules = RoutingRules(elastic_threshold=BUSY_THRESHOLD if elastic else None)
+    threshold = BUSY_THRESHOLD if elastic else None
     mixes = [Workload.read(TEXTS), Workload.read(PICTURES + TURNS[name][0])]
     bound = switching_bound(
         [
             search(
-                SizingQuestion(times=times, workload=mix, rules=rules, count=1000, seed=1),
+                SizingQuestion(times=times, workload=mix, elastic=elastic, count=1000, seed=1),
                 DEVICES,
                 LIMITS,
                 lambda _: None,
@@ -146,7 +146,8 @@ def test_devices_that_switch_serve_most_of_what_switching_could_gain(
         """Return whether 95 of 100 requests of each phase keep the limits."""
         rates = [load * best for best in bound.best]
         found = turning(times, [*zip(mixes, rates, strict=True)], seed)
-        Switched(times, encoders, balance, rules=rules, seed=seed).run([each for each, _ in found])
+        switched = Switched(times, encoders, balance, elastic_threshold=threshold, seed=seed)
+        switched.run([each for each, _ in found])
         good: tuple[list[bool], list[bool]] = ([], [])
         for each, phase in found:
             ttft_s = LIMITS.ttft_pictures_s if each.items else LIMITS.ttft_s

@@ -56,8 +56,8 @@ TURNS = {
 @pytest.mark.parametrize(
     ("name", "elastic", "least", "most"),
     [
-        ("cpu-rows", ["--elastic"], 1.4, 1.75),
-        ("cpu-rows", [], 1.4, 1.75),
+        ("cpu-rows", ["--elastic"], 1.3, 1.75),
+        ("cpu-rows", [], 1.3, 1.75),
         ("a100-7b-derived", ["--elastic"], 1.0, 1.06),
     ],
 )

@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 
 from epd_portable.bench.sizing.search import (
-    POOLED,
     LatencyLimits,
     RatedDeployment,
     SizingQuestion,
@@ -15,9 +14,8 @@ from epd_portable.bench.sizing.search import (
     recommend,
     search,
 )
-from epd_portable.bench.sizing.simulate import Deployment, RoutingRules
+from epd_portable.bench.sizing.simulate import Deployment
 from epd_portable.bench.sizing.workload import Workload
-from epd_portable.errors import ConfigError
 from tests.unit.bench.sizing.samples import LIGHT, stage_times
 
 LIMITS = LatencyLimits(ttft_s=2.0, ttft_pictures_s=4.0, tpot_s=0.1)
@@ -27,7 +25,7 @@ def question(**changes: Any) -> SizingQuestion:
     known: dict[str, Any] = {
         "times": stage_times(),
         "workload": Workload(share=0.5, text=(44,), output=(11,)),
-        "rules": RoutingRules(),
+        "elastic": False,
         "count": 1000,
         "seed": 1,
     }
@@ -44,53 +42,21 @@ def test_every_way_to_use_the_devices_is_tried() -> None:
     assert [str(each) for each in deployments(1)] == ["1 × one process"]
 
 
-def test_the_capacity_of_a_stage_is_what_its_instances_have_by_what_a_request_takes() -> None:
+def test_a_capacity_is_what_instances_have_by_what_a_request_takes() -> None:
     times = stage_times(
         prefill={"base_s": 0.0, "per_token_s": 0.001},
         decode={"base_s": 0.0, "per_sequence_s": 0.01},
-        front_end={"request_s": 0.1, "picture_s": 0.4},
     )
     demand = Workload(share=0.5, pictures=(1, 3), text=(44,), output=(11,))
     asked = question(times=times, workload=demand)
     engine_s = 0.044 + 0.256 + 0.1  # one picture a request in the mean
-    replicas = asked.capacities(Deployment(encoders=0, engines=2))
-    assert replicas == pytest.approx(
-        {"front end": 2 / 0.1, "preprocessing": 2 / 0.4, "one process": 2 / (engine_s + 0.5)}
-    )
-    deployment = Deployment(encoders=3, engines=2)
-    split = asked.capacities(deployment)
-    assert split == pytest.approx(
-        {
-            "front end": 2 / 0.1,
-            "preprocessing": 2 / 0.4,
-            "encoders' front end": 3 / 0.5,
-            "encode": 3 / 0.5,
-            "prefill+decode": 2 / engine_s,
-        }
-    )
-    elastic = replace(asked, rules=RoutingRules(elastic_threshold=2.0))
-    pooled = elastic.capacities(deployment)
-    assert pooled[POOLED] == pytest.approx(5 / (engine_s + 0.5))
-
-
-def test_the_router_pays_for_a_request_its_pictures_and_its_tokens() -> None:
-    times = stage_times(
-        router={"request_s": 1.0, "picture_s": 10.0, "picture_byte_s": 0.1, "chunk_s": 0.01}
-    )
-    demand = Workload(share=0.5, pictures=(2,), output=(50,), picture_bytes=10)
-    asked = question(times=times, workload=demand, rules=RoutingRules(routers=3))
-    found = asked.capacities(Deployment(encoders=0, engines=1))["router"]
-    assert found == pytest.approx(3 / (1 + (10 + 1) + 0.5))
-
-
-def test_stages_that_take_no_time_are_refused() -> None:
-    times = stage_times(
-        prefill={"base_s": 0.0, "per_token_s": 0.0}, decode={"base_s": 0.0, "per_sequence_s": 0.0}
-    )
-    with pytest.raises(ConfigError, match="no stage takes any time"):
-        question(times=times, workload=Workload(share=0.0)).capacities(
-            Deployment(encoders=0, engines=1)
-        )
+    both_s = engine_s + 0.5
+    assert asked.capacity(Deployment(encoders=0, engines=2)) == pytest.approx(2 / both_s)
+    assert asked.capacity(Deployment(encoders=1, engines=2)) == pytest.approx(1 / 0.5)
+    assert asked.capacity(Deployment(encoders=9, engines=2)) == pytest.approx(2 / engine_s)
+    elastic = replace(asked, elastic=True)
+    assert elastic.capacity(Deployment(encoders=1, engines=2)) == pytest.approx(3 / both_s)
+    assert elastic.capacity(Deployment(encoders=9, engines=2)) == pytest.approx(2 / engine_s)
 
 
 def test_the_limits_hold_at_the_rate_that_is_found_and_not_much_above_it() -> None:
@@ -100,8 +66,8 @@ def test_the_limits_hold_at_the_rate_that_is_found_and_not_much_above_it() -> No
     assert LIMITS.broken(asked.simulate(deployment, found.rate)) == ""
     assert LIMITS.broken(asked.simulate(deployment, found.rate * 1.011)) == found.limit
     assert found.limit == "TTFT of pictures"
-    assert found.fullest[0] == "encode"
-    assert 0.5 < found.fullest[1] < 1
+    assert max(found.outcome.busy, key=found.outcome.busy.__getitem__) == "encode"
+    assert 0.5 < found.outcome.busy["encode"] < 1
 
 
 def test_a_limit_that_no_rate_keeps_gives_no_rate() -> None:
@@ -112,13 +78,7 @@ def test_a_limit_that_no_rate_keeps_gives_no_rate() -> None:
 
 def candidate(deployment: Deployment, rate: float) -> RatedDeployment:
     outcome = question(count=100).simulate(deployment, 0.5)
-    return RatedDeployment(
-        deployment=deployment,
-        rate=rate,
-        outcome=outcome,
-        limit="TTFT of text",
-        capacities={"encode": 10.0},
-    )
+    return RatedDeployment(deployment=deployment, rate=rate, outcome=outcome, limit="TTFT of text")
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from epd_portable.bench.sizing.simulate import Deployment, Outcome, RoutingRules, Simulation
+from epd_portable.bench.sizing.simulate import Deployment, Outcome, Simulation
 from epd_portable.bench.sizing.stages import StageTimes
 from epd_portable.bench.sizing.workload import PictureItem, SimulatedRequest, Workload
 from tests.unit.bench.sizing.samples import LIGHT, stage_times
@@ -22,14 +22,14 @@ def simulate(
     *,
     rate: float,
     count: int = 2000,
-    rules: RoutingRules | None = None,
+    elastic: float | None = None,
     times: StageTimes | None = None,
     seed: int = 1,
 ) -> tuple[Outcome, list[SimulatedRequest]]:
     times = times or stage_times()
     requests = demand.requests(times, rate=rate, count=count, seed=seed)
-    outcome = Simulation(times, deployment, rules or RoutingRules(), seed=seed).run(requests)
-    return outcome, requests
+    simulation = Simulation(times, deployment, elastic_threshold=elastic, seed=seed)
+    return simulation.run(requests), requests
 
 
 def mean_ttft_s(deployment: Deployment, demand: Workload, **options: Any) -> float:
@@ -46,11 +46,7 @@ def with_pictures(arrival_s: float, count: int, output: int = 1) -> SimulatedReq
 @given(
     encoders=st.integers(0, 4),
     engines=st.integers(1, 20),
-    rules=st.builds(
-        RoutingRules,
-        routers=st.integers(1, 3),
-        elastic_threshold=st.sampled_from([None, 1.0, 4.0]),
-    ),
+    elastic=st.sampled_from([None, 1.0, 4.0]),
     demand=st.builds(
         Workload,
         share=st.floats(0, 1),
@@ -65,7 +61,7 @@ def with_pictures(arrival_s: float, count: int, output: int = 1) -> SimulatedReq
 def test_every_request_ends_once_and_every_picture_is_encoded_once(
     encoders: int,
     engines: int,
-    rules: RoutingRules,
+    elastic: float | None,
     demand: Workload,
     rate: float,
     seed: int,
@@ -80,7 +76,7 @@ def test_every_request_ends_once_and_every_picture_is_encoded_once(
         demand,
         rate=rate,
         count=100,
-        rules=rules,
+        elastic=elastic,
         times=times,
         seed=seed,
     )
@@ -138,22 +134,22 @@ def test_one_process_stalls_tokens_while_it_encodes_and_a_split_does_not() -> No
 
 
 def test_two_pictures_are_encoded_at_once_when_the_engine_may_encode_one() -> None:
-    def ttft_s(rules: RoutingRules) -> float:
+    def ttft_s(threshold: float | None) -> float:
         request = with_pictures(1.0, 2)
-        Simulation(stage_times(), SPLIT, rules, seed=1).run([request])
+        Simulation(stage_times(), SPLIT, elastic_threshold=threshold, seed=1).run([request])
         return request.ttft_s
 
-    assert ttft_s(RoutingRules()) == pytest.approx(1.0 + 0.1 + 0.3)
-    assert ttft_s(RoutingRules(elastic_threshold=1.0)) == pytest.approx(0.5 + 0.1 + 0.256 + 0.4)
+    assert ttft_s(None) == pytest.approx(1.0 + 0.1 + 0.3)
+    assert ttft_s(1.0) == pytest.approx(0.5 + 0.1 + 0.256 + 0.4)
     # Half the time is what an idle engine's encoding must be worth.
-    assert ttft_s(RoutingRules(elastic_threshold=4.0)) == ttft_s(RoutingRules())
+    assert ttft_s(4.0) == ttft_s(None)
 
 
 def test_an_engine_that_computes_for_others_encodes_only_what_would_take_so_much_longer() -> None:
     def local(threshold: float) -> int:
         early, late = with_pictures(0.0, 1, output=1000), with_pictures(2.0, 4)
-        rules = RoutingRules(elastic_threshold=threshold)
-        return Simulation(stage_times(), SPLIT, rules, seed=1).run([early, late]).local_items
+        simulation = Simulation(stage_times(), SPLIT, elastic_threshold=threshold, seed=1)
+        return simulation.run([early, late]).local_items
 
     # Four encodes of 0.5 s in a row against one, then three against two.
     assert [local(threshold) for threshold in (1.0, 2.0, 5.0)] == [2, 1, 0]
@@ -165,8 +161,8 @@ def test_where_nobody_generates_encoding_where_it_is_sooner_makes_pictures_no_la
 ) -> None:
     demand = Workload(share=1.0, pictures=(1, 2), output=(1,))
     split, elastic = (
-        mean_ttft_s(SPLIT, demand, rate=rate, count=1000, rules=rules, times=stage_times(**LIGHT))
-        for rules in (RoutingRules(), RoutingRules(elastic_threshold=2.0))
+        mean_ttft_s(SPLIT, demand, rate=rate, count=1000, elastic=each, times=stage_times(**LIGHT))
+        for each in (None, 2.0)
     )
     assert elastic < split
 
@@ -174,19 +170,24 @@ def test_where_nobody_generates_encoding_where_it_is_sooner_makes_pictures_no_la
 def test_items_are_spread_over_the_encoders() -> None:
     for seed in range(20):
         request = with_pictures(1.0, 8)
-        Simulation(
-            stage_times(**LIGHT), Deployment(encoders=8, engines=1), RoutingRules(), seed=seed
-        ).run([request])
+        Simulation(stage_times(**LIGHT), Deployment(encoders=8, engines=1), seed=seed).run(
+            [request]
+        )
         assert request.ttft_s < 2 * 0.5 + 0.2, "an encoder had more than its share"
 
 
 def test_a_full_router_is_what_is_waited_for() -> None:
-    times = stage_times(router={"request_s": 1.0, "chunk_s": 0.0})
-    options = {"rate": 2.0, "count": 100, "times": times}
-    demand = Workload(share=0.0, output=(1,))
-    one = mean_ttft_s(REPLICA, demand, **options)
-    eight = mean_ttft_s(REPLICA, demand, rules=RoutingRules(routers=8), **options)
-    assert one > 20 > 5 > eight
+    full, half = (
+        mean_ttft_s(
+            REPLICA,
+            Workload(share=0.0, output=(1,)),
+            rate=2.0,
+            count=100,
+            times=stage_times(router={"request_s": request_s, "chunk_s": 0.0}),
+        )
+        for request_s in (1.0, 0.125)
+    )
+    assert full > 20 > 5 > half
 
 
 def test_bursts_make_queues() -> None:
