@@ -9,4 +9,4 @@ exec .venv/bin/epd-bench load \
     --side ours=configs/1e1pd.yaml --side replicas:2,tuned \
     --model shape --set engine_args.kv_cache_memory_bytes=268435456 \
     --point rate=6,share=0.1,text=100,output=60 --point rate=2,share=0.3,pictures=4 \
-    --seconds 20 --rounds 3 --allow-fallback "$@"
+    --seconds 20 "$@"

@@ -7,9 +7,9 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 
+from epd_portable.bench import console
 from epd_portable.errors import MeasurementError
 from epd_portable.launch.safe_path import safe_environ
 
@@ -20,7 +20,7 @@ _SHAPE = "--vision-layers 12 --vision-size 384 --text-layers 6 --text-size 512 -
 """Larger pictures are scaled down to 448 × 448, which are 256 tokens."""
 
 
-def cached_checkpoint(report: Callable[[str], None]) -> Path:
+def cached_checkpoint() -> Path:
     """Return the folder of the checkpoint, which is made if it is not there.
 
     Raises:
@@ -30,7 +30,7 @@ def cached_checkpoint(report: Callable[[str], None]) -> Path:
     folder = cache / "shapes" / NAME
     if folder.is_dir():
         return folder
-    report(f"making {folder}")
+    console.progress(f"making {folder}")
     folder.parent.mkdir(parents=True, exist_ok=True)
     # In one piece or not at all: another measurement may want it at the same time.
     with tempfile.TemporaryDirectory(dir=folder.parent) as name:

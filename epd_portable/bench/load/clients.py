@@ -9,11 +9,14 @@ they sent is part of every result: clients that are the bottleneck show.
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import gc
+import io
 import itertools
 import json
-import os
+import mimetypes
+import random
 import subprocess
 import sys
 import time
@@ -25,9 +28,7 @@ import httptools
 import msgspec
 import uvloop
 
-import epd_portable
-from epd_portable.bench.load.bodies import body_of
-from epd_portable.bench.load.plan import LoadRequest
+from epd_portable.bench.load.plan import LoadPicture, LoadRequest
 from epd_portable.errors import MeasurementError
 
 TIMEOUT_S = 120.0
@@ -35,7 +36,7 @@ TIMEOUT_S = 120.0
 _SPIN_S = 0.002
 """Sleeps end so much early; the rest is waited for in turns of the event loop."""
 _READ_BYTES = 1 << 16
-_PACKAGE = str(Path(epd_portable.__file__).resolve().parents[1])
+_WORDS = ("red", "green", "blue", "circle", "square", "star", "above", "below", "left", "right")
 
 
 class Order(msgspec.Struct, frozen=True, kw_only=True):
@@ -91,26 +92,19 @@ class Answers(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @contextlib.contextmanager
-def prepared(
-    order: Order, *, cores: frozenset[int], folder: Path
-) -> Iterator[Callable[[], Answers]]:
+def prepared(order: Order, cores: frozenset[int]) -> Iterator[Callable[[], Answers]]:
     """Start the clients on these cores, and yield what lets them send once all bodies are written.
 
     Raises:
-        MeasurementError: They ended too soon; the message has the last lines of their log.
+        MeasurementError: They ended too soon; their message is in the standard error output.
     """
     # Not for the clients themselves, which start for every turn.
-    from epd_portable.bench.servers import start_on_cores
+    from epd_portable.launch.run.process import on_cores
 
-    log = folder / "clients.log"
-    with log.open("ab") as errors:
-        process = start_on_cores(cores, folder)(
-            [sys.executable, "-m", "epd_portable.bench.load.clients"],
-            env={**os.environ, "PYTHONPATH": _PACKAGE},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=errors,
-        )
+    # Modules of the folder that it is started in are not taken for those of libraries.
+    argv = [sys.executable, "-P", "-m", "epd_portable.bench.load.clients"]
+    with on_cores(cores):
+        process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert process.stdin is not None and process.stdout is not None
     write, read = process.stdin, process.stdout
 
@@ -120,8 +114,7 @@ def prepared(
             write.flush()
         if answer := read.readline():
             return answer
-        tail = log.read_text(errors="replace").splitlines()[-15:]
-        raise MeasurementError("\n".join(["the clients ended:", *tail]))
+        raise MeasurementError("the clients ended; their message is above")
 
     with process:
         try:
@@ -129,6 +122,59 @@ def prepared(
             yield lambda: msgspec.json.decode(exchange(b""), type=Answers)
         finally:
             process.kill()
+
+
+def part_of(picture: LoadPicture) -> dict[str, object]:
+    """Return a picture, or a video, as a part of a message: its file, or noise as JPEG.
+
+    `random-mm` of ``vllm bench serve`` sends such noise; it has as many bytes as a photograph with
+    much detail. A video is its frames as vLLM takes them, which needs no encoder of videos.
+    """
+    if not picture.size:
+        name, _ = mimetypes.guess_type(picture.seed)
+        content = [Path(picture.seed).read_bytes()]
+    else:
+        # With an engine's environment only, as the engines that read it.
+        from PIL import Image
+
+        name, content = "image/jpeg", []
+        for number in range(max(1, picture.frames)):
+            noise = random.Random(f"{picture.seed} {number}").randbytes(3 * picture.size**2)
+            file = io.BytesIO()
+            Image.frombytes("RGB", (picture.size,) * 2, noise).save(file, format="JPEG")
+            content.append(file.getvalue())
+    kind, name = ("video", "video/jpeg") if picture.frames else ("image", name or "image/jpeg")
+    encoded = ",".join(base64.b64encode(each).decode("ascii") for each in content)
+    return {"type": f"{kind}_url", f"{kind}_url": {"url": f"data:{name};base64,{encoded}"}}
+
+
+def body_of(request: LoadRequest, model: str) -> bytes:
+    """Return a streamed chat request."""
+
+    def text(seed: str, words: int) -> str:
+        return " ".join(random.Random(seed).choices(_WORDS, k=words)) if words else seed
+
+    content = [part_of(each) for each in request.pictures]
+    messages: list[dict[str, object]] = []
+    for seed in request.texts:
+        content.append({"type": "text", "text": text(seed, request.words)})
+        messages.append({"role": "user", "content": content})
+        # What a side had answered would differ between sides.
+        answer = text(f"{seed} answer", request.output_tokens)
+        messages.append({"role": "assistant", "content": answer})
+        content = []
+    body = {
+        "model": model,
+        "messages": messages[:-1],
+        "temperature": 0,
+        "max_tokens": request.output_tokens,
+        # Answers of one length, and every token with a text by which it is seen to arrive.
+        "ignore_eos": True,
+        "skip_special_tokens": False,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    return json.dumps(body, separators=(",", ":")).encode()
 
 
 def read_stream(

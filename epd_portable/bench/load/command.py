@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-import hashlib
+import json
 import math
 import os
 import tempfile
@@ -14,13 +14,12 @@ import click
 import psutil
 
 from epd_portable.bench import console, report
-from epd_portable.bench.load import checkpoint, peers
+from epd_portable.bench.load import checkpoint
 from epd_portable.bench.load import report as load_report
-from epd_portable.bench.load.context import BenchContext
 from epd_portable.bench.load.measure import LoadResults, Measurement
 from epd_portable.bench.load.plan import LoadPlan, read_points
 from epd_portable.bench.load.presets import PRESETS
-from epd_portable.bench.load.report import LoadSetting
+from epd_portable.bench.load.setting import LoadSetting
 from epd_portable.bench.load.sides import Allotment, LoadSide, instance_count, read_sides, share_out
 from epd_portable.config.instance import PlatformName
 from epd_portable.config.load import load_topology
@@ -81,8 +80,8 @@ Benchmarks that others describe; other options take the place of theirs:
   epd-bench load --preset vision-arena
   epd-bench load --preset random-mm --platform cuda --model Qwen/Qwen3-VL-4B-Instruct
 
-Exit status: 0; 1 when something failed, was refused, or fell back (see --allow-fallback), or when
-a preset got fewer answers than it asked for; 2 on bad input.
+Exit status: 0; 1 when something failed, was refused, or fell back, or when a preset
+got fewer answers than it asked for; 2 on bad input.
 """
 
 
@@ -153,9 +152,10 @@ def _use_preset(context: click.Context, option: click.Parameter, name: str | Non
 )
 @click.option(
     "--rounds",
-    show_default="three, and more until 30 requests with pictures are behind each figure",
+    default=3,
+    show_default=True,
     type=click.IntRange(min=1),
-    help="Times that every load is measured on every side.",
+    help="Times that every load is measured on every side; a page says where pictures need more.",
 )
 @click.option(
     "--ttft-ms",
@@ -169,9 +169,6 @@ def _use_preset(context: click.Context, option: click.Parameter, name: str | Non
     type=click.FloatRange(min=0.1),
     help="Limit of TPOT for goodput, in milliseconds.",
 )
-@click.option(
-    "--allow-fallback", is_flag=True, help="Exit 0 even if items were not transferred as expected."
-)
 @console.json_option
 def load_command(
     *,
@@ -183,69 +180,54 @@ def load_command(
     model: str | None,
     proxy: Path | None,
     seconds: float,
-    rounds: int | None,
+    rounds: int,
     ttft_ms: float,
     tpot_ms: float,
-    allow_fallback: bool,
     json_file: Path | None,
 ) -> None:
     """Measure sides under load; users read `HELP`."""
     plan = LoadPlan(
         points=read_points(point_texts),
         seconds=seconds,
-        rounds=rounds or 0,
+        rounds=rounds,
         ttft_s=ttft_ms / 1000,
         tpot_s=tpot_ms / 1000,
     )
     for point in plan.points:
         if point.file:  # That it has too few lines is said before minutes of starting.
-            plan.requests(point, plan.rounds_of(point) - 1)
+            plan.requests(point, rounds - 1)
     sides = read_sides(side_texts)
     if proxy is None and any(side.kind == "upstream" for side in sides):
         raise ConfigError(
             "--side upstream:1E1PD: name the example's proxy by --upstream-proxy: "
             "disagg_epd_proxy.py in the examples of vLLM's sources"
         )
-    topologies = _load_topologies(sides, platform, overrides)
-    allotment = _allot(platform, sides, topologies)
-    setting = LoadSetting(
-        plan=plan,
-        sides=sides,
-        equal=f"{allotment} {peers.describe(sides)}".strip(),
-        together=fit_together(allotment),
-        facts={
-            "platform": platform,
-            "model": model,
-            "settings": list(overrides),
-            "proxy": proxy and hashlib.sha256(proxy.read_bytes()).hexdigest(),
-        },
-        command=console.command(),
-        load_before=report.load_average(),
-    )
-    console.progress(setting.equal)
-
-    def keep(results: LoadResults) -> None:
-        made = load_report.make_report(results, setting)
-        report.write(made, json_file)
-
     if model == checkpoint.MODEL:
-        model = str(checkpoint.cached_checkpoint(console.progress))
-    changed = {} if model is None else {"model": model}
+        model = str(checkpoint.cached_checkpoint())
+    settings = overrides if model is None else (*overrides, f"model={json.dumps(model)}")
+    topologies = _load_topologies(sides, platform, settings)
+    allotment = _allot(platform, sides, topologies)
     with console.stopping_at_sigterm(), tempfile.TemporaryDirectory(prefix="epd-bench-") as folder:
-        context = BenchContext(
+        setting = LoadSetting(
+            plan=plan,
+            sides=sides,
             platform=platform,
-            topologies={name: each.model_copy(update=changed) for name, each in topologies.items()},
-            settings=overrides,
-            model=model,
+            topologies=topologies,
+            settings=settings,
             allotment=allotment,
+            together=fit_together(allotment),
             folder=Path(folder),
             upstream_proxy=proxy,
-            report=console.progress,
+            command=console.command(),
+            load_before=report.load_average(),
         )
-        results = Measurement(plan, sides, context, together=setting.together, keep=keep).run()
-    made = load_report.make_report(results, setting)
-    console.finish(made, json_file)
-    judge(results, setting, every=preset is not None, allow_fallback=allow_fallback)
+        console.progress(str(allotment))
+        results = Measurement(
+            setting,
+            lambda so_far: report.write(load_report.make_report(so_far, setting), json_file),
+        ).run()
+    console.finish(load_report.make_report(results, setting), json_file)
+    judge(results, setting, every=preset is not None)
 
 
 def _load_topologies(
@@ -295,7 +277,7 @@ def fit_together(allotment: Allotment) -> bool:
     return psutil.virtual_memory().available >= engines * INSTANCE_BYTES
 
 
-def judge(results: LoadResults, setting: LoadSetting, *, every: bool, allow_fallback: bool) -> None:
+def judge(results: LoadResults, setting: LoadSetting, *, every: bool) -> None:
     """Say by the exit status whether the figures are those of what was asked for.
 
     That is when `every` request was answered, or at least one.
@@ -303,8 +285,7 @@ def judge(results: LoadResults, setting: LoadSetting, *, every: bool, allow_fall
     Raises:
         MeasurementError: They are not.
     """
-    plan = setting.plan
-    if any(results.count(point) < plan.rounds_of(point) for point in plan.points):
+    if any(results.count(point) < setting.plan.rounds for point in setting.plan.points):
         refused = results.refused()
         raise MeasurementError(f"{len(refused)} turns were refused: {refused[0]}")
     for side in setting.sides:
@@ -315,9 +296,7 @@ def judge(results: LoadResults, setting: LoadSetting, *, every: bool, allow_fall
             raise MeasurementError(
                 f"{side.name} answered {asked - failed} of {asked} requests: {problem}"
             )
-    fell_back = load_report.find_fallbacks(results, setting)
-    if fell_back and not allow_fallback:
+    if fell_back := load_report.find_fallbacks(results, setting):
         raise MeasurementError(
-            f"something fell back: {fell_back}; the figures are not those of the topology "
-            "(--allow-fallback accepts them)"
+            f"something fell back: {fell_back}; the figures are not those of the topology"
         )

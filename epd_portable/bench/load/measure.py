@@ -9,11 +9,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
+from epd_portable.bench import console
 from epd_portable.bench.load import usage
 from epd_portable.bench.load.clients import Answers, LoadAnswer, Order, prepared
-from epd_portable.bench.load.context import BenchContext
-from epd_portable.bench.load.plan import LoadPlan, LoadPoint, LoadRequest
+from epd_portable.bench.load.plan import LoadPoint, LoadRequest
 from epd_portable.bench.load.servers import RunningSide, start_side
+from epd_portable.bench.load.setting import LoadSetting
 from epd_portable.bench.load.sides import LoadSide
 from epd_portable.bench.load.turns import Turn, make_turn
 from epd_portable.errors import MeasurementError
@@ -66,29 +67,11 @@ class LoadResults:
 
 
 class Measurement:
-    """Asks sides in turns.
+    """Asks sides in turns; `keep` is called after every round with all results so far."""
 
-    Args:
-        plan: What to measure.
-        sides: Which sides.
-        context: What they have in common.
-        together: All sides are up all the time; otherwise each is started for each of its turns.
-        keep: Called after every round with all results so far.
-    """
-
-    def __init__(
-        self,
-        plan: LoadPlan,
-        sides: Sequence[LoadSide],
-        context: BenchContext,
-        *,
-        together: bool,
-        keep: Callable[[LoadResults], None],
-    ) -> None:
-        self._plan = plan
-        self._sides = sides
-        self._context = context
-        self._together = together
+    def __init__(self, setting: LoadSetting, keep: Callable[[LoadResults], None]) -> None:
+        self._setting = setting
+        self._plan = setting.plan
         self._keep = keep
         self._up: dict[str, RunningSide] = {}
         self.results = LoadResults()
@@ -100,24 +83,25 @@ class Measurement:
             LaunchError: A side did not start.
             MeasurementError: A side does not answer, or its processes are not where they should be.
         """
-        rounds = {point: self._plan.rounds_of(point) for point in self._plan.points}
+        plan, sides = self._plan, self._setting.sides
         attempts: Counter[LoadPoint] = Counter()
         with ExitStack() as stack:
-            if self._together:
-                for side in self._sides:
-                    self._up[side.name] = stack.enter_context(start_side(side, self._context))
+            if self._setting.together:
+                for side in sides:
+                    self._up[side.name] = stack.enter_context(start_side(side, self._setting))
                 for running in self._up.values():
                     self._warm_up(running)
             while due := [
                 point
-                for point, count in rounds.items()
-                if self.results.count(point) < count and attempts[point] < ATTEMPTS * count
+                for point in plan.points
+                if self.results.count(point) < plan.rounds
+                and attempts[point] < ATTEMPTS * plan.rounds
             ]:
-                left = sum(rounds[point] - self.results.count(point) for point in due)
-                minutes = left * len(self._sides) * (self._plan.seconds + _OTHER_S) / 60
-                self._context.report(f"about {minutes:.0f} min left")
+                left = sum(plan.rounds - self.results.count(point) for point in due)
+                minutes = left * len(sides) * (plan.seconds + _OTHER_S) / 60
+                console.progress(f"about {minutes:.0f} min left")
                 # Sides that are started for a turn take it for all points at once.
-                for points in [[point] for point in due] if self._together else [due]:
+                for points in [[point] for point in due] if self._setting.together else [due]:
                     self._measure_round({point: attempts[point] for point in points})
                     attempts.update(points)
                     self._keep(self.results)
@@ -125,7 +109,7 @@ class Measurement:
 
     def _measure_round(self, numbers: dict[LoadPoint, int]) -> None:
         # The first of one round is the last of the next.
-        for side in self._sides[:: -1 if min(numbers.values()) % 2 else 1]:
+        for side in self._setting.sides[:: -1 if min(numbers.values()) % 2 else 1]:
             with self._running(side) as running:
                 turns = [self._measure_turn(running, *each) for each in numbers.items()]
             self.results.turns += turns
@@ -141,7 +125,7 @@ class Measurement:
             )
         running.clear_store()
         parts = running.parts
-        with self._prepared(running, requests, clients=point.clients or point.prompts) as send:
+        with self._prepared(running, requests, point.clients or point.prompts) as send:
             counted, cpu_s = usage.read_counters(parts), usage.read_cpu_s(parts)
             done = send()
             cpu_s = usage.cpu_s_since(usage.read_cpu_s(parts), cpu_s)
@@ -152,12 +136,12 @@ class Measurement:
             self._plan,
             point=point.key,
             round=number,
-            side=running.side.name,
+            side=running.name,
             cpu_s=cpu_s,
             memory_bytes=usage.read_memory_bytes(parts),
             counted=usage.counted_since(usage.read_counters(parts), counted),
         )
-        self._context.report(
+        console.progress(
             f"{point.key}, round {number + 1}, {turn.side}: {len(requests)} requests, "
             f"{turn.failed} failed, p99 sent {turn.late_s['p99'] * 1000:.1f} ms late"
             + (f"; refused: {turn.refused}" if turn.refused else "")
@@ -166,10 +150,10 @@ class Measurement:
 
     @contextlib.contextmanager
     def _running(self, side: LoadSide) -> Iterator[RunningSide]:
-        if self._together:
+        if self._setting.together:
             yield self._up[side.name]
             return
-        with start_side(side, self._context) as running:
+        with start_side(side, self._setting) as running:
             self._warm_up(running)
             yield running
 
@@ -184,7 +168,7 @@ class Measurement:
             words = _PROBE_WORDS / max(1, long.prompt_tokens - short.prompt_tokens)
             self.results.words_per_token = round(words, 4)
         for number, point in enumerate(self._plan.points):
-            self._context.report(f"{running.side.name}: warm-up: {point.key}")
+            console.progress(f"{running.name}: warm-up: {point.key}")
             # Of a window that has a request of each kind, at whatever rate.
             plan = dataclasses.replace(self._plan, seconds=200 / point.rate)
             made_up = point.model_copy(update={"file": ""})
@@ -196,18 +180,17 @@ class Measurement:
     def _send_one_by_one(
         self, running: RunningSide, requests: Sequence[LoadRequest]
     ) -> Sequence[LoadAnswer]:
-        with self._prepared(running, requests, clients=1) as send:
+        with self._prepared(running, requests, 1) as send:
             answers = send().answers
         problem = next((answer.problem for answer in answers if answer.problem), "")
         if problem:
-            raise MeasurementError(f"{running.side.name}, at its warm-up: {problem}")
+            raise MeasurementError(f"{running.name}, at its warm-up: {problem}")
         return answers
 
     def _prepared(
-        self, running: RunningSide, requests: Sequence[LoadRequest], *, clients: int = 0
+        self, running: RunningSide, requests: Sequence[LoadRequest], clients: int
     ) -> contextlib.AbstractContextManager[Callable[[], Answers]]:
         order = Order(
             requests=tuple(requests), urls=running.urls, model=running.model, clients=clients
         )
-        cores = frozenset(self._context.allotment.rest)
-        return prepared(order, cores=cores, folder=self._context.folder)
+        return prepared(order, frozenset(self._setting.allotment.rest))

@@ -16,15 +16,10 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, 
 from epd_portable.config.problems import in_one_line
 from epd_portable.errors import ConfigError
 
-ROUNDS = 3
-"""A single round is one draw of the arrivals: three are the fewest that a figure is made of."""
-PICTURES = 30
-"""The fewest requests with pictures behind a figure of them."""
 REPEATED = 8
 """Size of the set that repeated pictures come from."""
 CONVERSATIONS = 16
 """Conversations at a time: a turn is sent so many requests after the one before it."""
-_MOST_ROUNDS = 20
 _SLASHED = ("rate", "prompts", "pictures", "size")
 _ROW = '{"prompt": "…", "images": ["…"]}'
 
@@ -129,14 +124,14 @@ class LoadPlan:
     Attributes:
         points: Loads, each measured on all sides.
         seconds: Window of arrivals of a point in a round.
-        rounds: Of each point; 0 for as many as `rounds_of` says.
+        rounds: Of each point.
         ttft_s: Limit of TTFT for goodput; infinite for none.
         tpot_s: Limit of TPOT for goodput; infinite for none.
     """
 
     points: tuple[LoadPoint, ...]
     seconds: float
-    rounds: int = 0
+    rounds: int
     ttft_s: float = math.inf
     tpot_s: float = math.inf
 
@@ -147,16 +142,6 @@ class LoadPlan:
         return " and ".join(
             f"{name} ≤ {limit_s * 1000:g} ms" for name, limit_s in both if limit_s < math.inf
         )
-
-    def rounds_of(self, point: LoadPoint) -> int:
-        """Return how many rounds a point takes: until `PICTURES` requests have some, if any has."""
-        if self.rounds:
-            return self.rounds
-        count = pictures = 0
-        while count < ROUNDS or (0 < pictures < PICTURES and count < _MOST_ROUNDS):
-            pictures += sum(each.kind == "pictures" for each in self.requests(point, count))
-            count += 1
-        return count
 
     def requests(
         self, point: LoadPoint, number: int, words_per_token: float = 1.0

@@ -14,7 +14,6 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "vision-arena": {
         "side_texts": ["ours=configs/1e1pd-one-device.yaml", "vllm=replicas:1"],
         "point_texts": ["file=vision-arena.jsonl,prompts=100/200/500/1000,output=128"],
-        "rounds": 3,
     },
     # Pictures of 640 pixels before short and long texts, one encoder and three others beside four
     # replicas, which data parallelism of four is.

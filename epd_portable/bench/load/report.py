@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import msgspec
 
 from epd_portable.bench.load.measure import LoadResults, Rounds
-from epd_portable.bench.load.plan import PICTURES, LoadPlan
+from epd_portable.bench.load.setting import LoadSetting
 from epd_portable.bench.load.sides import LoadSide
 from epd_portable.bench.load.turns import KINDS, QUANTITIES, Turn, over_capacity, ratio
 from epd_portable.bench.report import Report, Table, conditions
@@ -32,28 +30,10 @@ _MEASURED = ("epd_portable.delivery.assignment", "epd_portable.runners.backgroun
 _AS_MEANT = ("encoded", "stored", "local_first", "cancelled")
 """Ends of items, as the router counts them, with which nothing went wrong."""
 _NONE = "–"
+_FEW_PICTURES = 30
+"""Figures of fewer requests with pictures say little."""
 
 Row = dict[str, str]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LoadSetting:
-    """What a page says of a measurement beyond its results.
-
-    Attributes:
-        sides: The first is compared with the others.
-        equal: Which cores or devices each had, and how plain vLLM ran, in words.
-        together: All sides were up all the time.
-        facts: Model, settings and proxy, for programs.
-    """
-
-    plan: LoadPlan
-    sides: tuple[LoadSide, ...]
-    equal: str
-    together: bool
-    facts: dict[str, Any]
-    command: str
-    load_before: float
 
 
 def make_report(results: LoadResults, setting: LoadSetting) -> Report:
@@ -85,7 +65,7 @@ def make_report(results: LoadResults, setting: LoadSetting) -> Report:
             "points": [point.key for point in plan.points],
             "limits": plan.limits,
             "words_per_token": results.words_per_token,
-            **setting.facts,
+            "platform": setting.platform,
         },
         samples=[msgspec.to_builtins(turn) for turn in results.turns],
     )
@@ -114,8 +94,8 @@ def _notes(results: LoadResults, rounds: Rounds, setting: LoadSetting) -> tuple[
         "Ratios are the first side by another, each figure of a round by the same figure of the "
         "same round: below 1 the first side is sooner, or takes less; bold is where it loses. "
         "Given is the median of the rounds, with the lowest and the highest.",
-        f"{setting.equal} Every side is asked the same requests in the same round, in turns; no "
-        "request is asked twice. "
+        f"{setting.allotment} {_stock_and_tuned(setting.sides)}Every side is asked the same "
+        "requests in the same round, in turns; no request is asked twice. "
         + (up if setting.together else "Each side was started for its turns, alone."),
         "TTFT: from the sending to the first token. TPOT: time per token after it. Longest ITL: "
         "how long an answer stood still at worst. All are seen by the clients.",
@@ -131,14 +111,27 @@ def _notes(results: LoadResults, rounds: Rounds, setting: LoadSetting) -> tuple[
             notes.append(f"{failed} requests of {side.name} failed; the first: {turns[0].problem}")
     for point, by_side in rounds.items():
         count = _count(next(iter(by_side.values())), "pictures")
-        if 0 < count < PICTURES:
+        if 0 < count < _FEW_PICTURES:
             notes.append(
-                f"{point}: {count} requests with pictures, fewer than {PICTURES}: figures of "
-                "pictures say little."
+                f"{point}: {count} requests with pictures, fewer than {_FEW_PICTURES}: figures of "
+                "pictures say little; give more --rounds or --seconds."
             )
     if refused := results.refused():
         notes.append(f"Rounds that do not count: {'; '.join(refused)}")
     return tuple(notes)
+
+
+def _stock_and_tuned(sides: Sequence[LoadSide]) -> str:
+    """Say how plain vLLM runs; empty where none does."""
+    stock = ", ".join(side.name for side in sides if side.plain and not side.tuned)
+    tuned = ", ".join(side.name for side in sides if side.tuned)
+    said = f"Stock, as vLLM runs by itself: {stock}. " if stock else ""
+    if tuned:
+        said += (
+            "Tuned, on a CPU with the executor, threads and freedom of API servers that epd-launch "
+            f"gives its own instances: {tuned}. "
+        )
+    return said
 
 
 def _each(rounds: Rounds) -> Iterator[tuple[str, list[Turn]]]:

@@ -1,31 +1,45 @@
-"""Starts sides on their cores or devices, and finds the processes of each."""
+"""Starts sides on their cores or devices, and finds the processes of each.
+
+A side is a topology, or plain vLLM as replicas or as its own example. Plain vLLM gets the
+topology's model, engine arguments and environment, and the same cores or devices. On a CPU it runs
+*stock*, as it does by itself, with a worker process beside each engine; or *tuned*: with the
+executor and the threads that the launcher gives its own instances, and API servers where the
+launcher would let them run.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import httpx
 import psutil
+from pydantic import JsonValue
 
+from epd_portable.bench import console, servers
 from epd_portable.bench.load import usage
-from epd_portable.bench.load.context import BenchContext
-from epd_portable.bench.load.peers import side_servers
+from epd_portable.bench.load.setting import LoadSetting
 from epd_portable.bench.load.sides import LoadSide, api_cores
 from epd_portable.bench.load.usage import Part
-from epd_portable.bench.servers import Server, model_name
+from epd_portable.bench.servers import Server
 from epd_portable.config.groups import Instances
 from epd_portable.errors import MeasurementError
+from epd_portable.launch.plan.engine import ROLE_ARGS, cpu_env
 from epd_portable.launch.run import fork_server
 from epd_portable.launch.run.process import bind_threads
 from epd_portable.launch.run.running import find_runs
 from epd_portable.launch.run.sessions import SHM
+from epd_portable.platforms.traits import TRAITS
+
+_EC_ROLES = {"encode": "ec_producer", "prefill_decode": "ec_consumer"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,7 +53,7 @@ class RunningSide:
         store: Folder in which vLLM's example keeps encoder outputs for ever; ``None`` for none.
     """
 
-    side: LoadSide
+    name: str
     urls: tuple[str, ...]
     model: str
     parts: tuple[Part, ...] = ()
@@ -52,7 +66,7 @@ class RunningSide:
 
 
 @contextlib.contextmanager
-def start_side(side: LoadSide, context: BenchContext) -> Iterator[RunningSide]:
+def start_side(side: LoadSide, setting: LoadSetting) -> Iterator[RunningSide]:
     """Start a side and yield it; stop it at the end.
 
     Raises:
@@ -61,58 +75,161 @@ def start_side(side: LoadSide, context: BenchContext) -> Iterator[RunningSide]:
     """
     if side.kind == "url":
         try:
-            model = model_name(side.urls[0])
+            model = servers.model_name(side.urls[0])
         except httpx.TransportError as error:
             raise MeasurementError(
                 f"--side {side.name}: {side.urls[0]}: {error!r}; start a server there first"
             ) from error
-        yield RunningSide(side=side, urls=side.urls, model=model)
+        yield RunningSide(name=side.name, urls=side.urls, model=model)
         return
-    where = SHM if SHM.is_dir() else context.folder
+    where = SHM if SHM.is_dir() else setting.folder
     with ExitStack() as stack:
-        store = stack.enter_context(tempfile.TemporaryDirectory(prefix="epd-bench-", dir=where))
-        servers: list[Server] = []
-        for together in side_servers(side, context, Path(store)):
-            _start(together, stack)
-            servers += together
+        store = Path(stack.enter_context(tempfile.TemporaryDirectory("", "epd-bench-", where)))
         if side.kind == "topology":
-            parts = tuple(_parts_of_topology(servers[0], context.cores_of(side)))
+            started = entries = [_topology(side, setting)]
         else:
-            parts = tuple(_parts_of_plain(servers, side, context))
+            started = entries = plain_engines(side, setting, store)
+        _start(started, stack)
+        if side.kind == "upstream":
+            entries = [example_proxy(side, setting, *(engine.url for engine in started))]
+            _start(entries, stack)
+        if side.kind == "topology":
+            parts = tuple(_parts_of_topology(started[0], setting.cores_of(side)))
+        else:
+            parts = tuple(_parts_of_plain(started, side, setting))
+            parts += tuple(Part(name="proxy", pid=e.pid) for e in entries if e not in started)
         usage.check_cores(parts)
-        entries = servers if side.kind == "replicas" else servers[-1:]
         yield RunningSide(
-            side=side,
+            name=side.name,
             urls=tuple(server.url for server in entries),
-            model=model_name(servers[0].url),
+            model=servers.model_name(started[0].url),
             parts=parts,
-            store=Path(store),
+            store=store,
         )
 
 
-def _start(servers: Sequence[Server], stack: ExitStack) -> None:
+def _start(together: Sequence[Server], stack: ExitStack) -> None:
     """Start servers at the same time; the stack stops them."""
-    with ThreadPoolExecutor(len(servers)) as pool:
-        starts = [pool.submit(stack.enter_context, server) for server in servers]
+    with ThreadPoolExecutor(len(together)) as pool:
+        starts = [pool.submit(stack.enter_context, server) for server in together]
         try:
             for start in starts:
                 start.result()
         except BaseException:
             # The starts of the others would take minutes.
-            for server in servers:
+            for server in together:
                 server.interrupt()
             raise
 
 
+def _report(side: LoadSide, line: str) -> None:
+    console.progress(f"{side.name}: {line}")
+
+
+def _topology(side: LoadSide, setting: LoadSetting) -> Server:
+    assert side.file is not None
+    bound = [
+        f"instances.{name}.cores={cores}" for name, cores in setting.cores_of(side).items() if cores
+    ]
+    return servers.topology(
+        side.file,
+        platform=setting.platform,
+        log_dir=setting.folder_of(side) / "logs",
+        settings=(*setting.settings, *side.settings, *bound),
+        report=partial(_report, side),
+    )
+
+
+def plain_engines(side: LoadSide, setting: LoadSetting, store: Path) -> list[Server]:
+    """Return the servers of plain vLLM: replicas, or the two instances of its example.
+
+    Args:
+        store: Folder by which those of the example pass encoder outputs.
+    """
+    topology, units = setting.topologies[side.name], setting.allotment.units[side.name]
+    if side.kind == "replicas":
+        return [
+            _plain_engine(side, setting, f"replica-{index}", own, {})
+            for index, own in enumerate(units)
+        ]
+    return [
+        _plain_engine(
+            side,
+            setting,
+            group.replace("_", "-"),
+            own,
+            {
+                **ROLE_ARGS.get(group, {}),
+                **getattr(topology.instances, group).engine_args,
+                "ec_transfer_config": {
+                    "ec_connector": "ECExampleConnector",
+                    "ec_role": role,
+                    "ec_connector_extra_config": {"shared_storage_path": str(store)},
+                },
+            },
+        )
+        for (group, role), own in zip(_EC_ROLES.items(), units, strict=True)
+    ]
+
+
+def _plain_engine(
+    side: LoadSide,
+    setting: LoadSetting,
+    name: str,
+    units: Sequence[str],
+    more_args: dict[str, JsonValue],
+) -> Server:
+    """Return one server of plain vLLM on these cores or devices."""
+    topology, traits = setting.topologies[side.name], TRAITS[setting.platform]
+    arguments: dict[str, JsonValue] = {**topology.engine_args, **more_args}
+    folder = setting.folder_of(side)
+    cores = frozenset[int]()
+    if traits.visible_devices_env is not None:
+        env = {traits.visible_devices_env: ",".join(units)}
+        arguments.setdefault("tensor_parallel_size", len(units))
+    else:
+        cores = frozenset(map(int, units))
+        env = {"VLLM_CPU_OMP_THREADS_BIND": ",".join(units)}
+        if side.tuned:
+            eager = arguments.get("enforce_eager") is True
+            env = cpu_env((tuple(map(int, units)),), eager=eager)
+            arguments.setdefault("distributed_executor_backend", traits.single_rank_executor_cls)
+    return servers.one_process(
+        topology.model,
+        log=folder / f"{name}.log",
+        engine_args=arguments,
+        platform=setting.platform,
+        env={**env, **topology.env},
+        report=partial(_report, side),
+        name=name,
+        popen=servers.start_on_cores(cores, folder),
+    )
+
+
+def example_proxy(side: LoadSide, setting: LoadSetting, encode: str, prefill_decode: str) -> Server:
+    """Return the proxy of vLLM's example in front of two instances."""
+    port, folder = servers.free_port(), setting.folder_of(side)
+    argv = [sys.executable, str(setting.upstream_proxy), "--host", "127.0.0.1", "--port", str(port)]
+    argv += ["--encode-servers-urls", encode, "--prefill-servers-urls", "disable"]
+    argv += ["--decode-servers-urls", prefill_decode]
+    return Server(
+        name="the proxy",
+        argv=argv,
+        url=f"http://127.0.0.1:{port}",
+        log=folder / "proxy.log",
+        popen=servers.start_on_cores(frozenset(setting.allotment.rest), folder),
+    )
+
+
 def _parts_of_plain(
-    servers: Sequence[Server], side: LoadSide, context: BenchContext
+    engines: Sequence[Server], side: LoadSide, setting: LoadSetting
 ) -> Iterator[Part]:
-    """Yield the servers of plain vLLM, whose API servers are let onto more cores, and the proxy."""
-    units = context.allotment.units[side.name]
-    for index, (server, cores) in enumerate(zip(servers, units, strict=False)):
+    """Yield the servers of plain vLLM, whose API servers are let onto more cores."""
+    allotment = setting.allotment
+    for index, (server, units) in enumerate(zip(engines, allotment.units[side.name], strict=True)):
         own = more = frozenset[int]()
-        if context.allotment.binds_cores:
-            own, more = frozenset(map(int, cores)), api_cores(side, index, context.allotment)
+        if allotment.binds_cores:
+            own, more = frozenset(map(int, units)), api_cores(side, index, allotment)
             if more:
                 bind_threads(server.pid, own | more)
         yield Part(
@@ -122,8 +239,6 @@ def _parts_of_plain(
             api_cores=more,
             metrics_url=f"{server.url}/metrics",
         )
-    for proxy in servers[len(units) :]:
-        yield Part(name="proxy", pid=proxy.pid)
 
 
 def _parts_of_topology(server: Server, cores: dict[str, list[int]]) -> Iterator[Part]:

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from epd_portable.bench.load.context import BenchContext
-from epd_portable.bench.load.peers import describe, plain_engine, side_servers
-from epd_portable.bench.load.sides import Allotment, read_side, read_sides
+from epd_portable.bench.load.plan import LoadPlan, LoadPoint
+from epd_portable.bench.load.servers import example_proxy, plain_engines
+from epd_portable.bench.load.setting import LoadSetting
+from epd_portable.bench.load.sides import Allotment, read_side
 from epd_portable.bench.servers import Server
 from epd_portable.config.load import load_topology
 from epd_portable.launch.plan.model import resolve_model
@@ -25,19 +26,22 @@ def topology(platform: Any, *overrides: str) -> Any:
     return load_topology(ROOT / "configs" / "1e1pd.yaml", platform, overrides=overrides)
 
 
-def context_of(
+def setting_of(
     what: str, platform: Any, units: Sequence[tuple[str, ...]], folder: Path, *overrides: str
-) -> tuple[Any, BenchContext]:
+) -> tuple[Any, LoadSetting]:
     side = read_side(what)
-    return side, BenchContext(
+    return side, LoadSetting(
+        plan=LoadPlan(points=(LoadPoint(),), seconds=1.0, rounds=1),
+        sides=(side,),
         platform=platform,
         topologies={side.name: topology(platform, *overrides)},
         settings=(),
-        model=None,
         allotment=Allotment(units={side.name: list(units)}, rest=(0,)),
+        together=True,
         folder=folder,
         upstream_proxy=folder / "disagg_epd_proxy.py",
-        report=lambda line: None,
+        command="epd-bench load",
+        load_before=0.0,
     )
 
 
@@ -45,8 +49,8 @@ def plain(
     platform: Any, units: tuple[str, ...], folder: Path, *overrides: str, tuned: bool
 ) -> Server:
     what = f"replicas:1{',tuned' if tuned else ''}"
-    side, context = context_of(what, platform, [units], folder, *overrides)
-    return plain_engine(side, context, name="replica-0", units=units)
+    (server,) = plain_engines(*setting_of(what, platform, [units], folder, *overrides), folder)
+    return server
 
 
 def value(argv: Sequence[str], flag: str) -> str:
@@ -92,8 +96,9 @@ def test_on_devices_plain_vllm_sees_its_devices_and_divides_the_model_among_them
 def test_the_example_has_vllms_own_connector_and_the_named_proxy(tmp_path: Path) -> None:
     override = "instances.encode.engine_args.max_num_seqs=9"
     units = [("1",), ("2",)]
-    side, context = context_of("upstream:1E1PD,tuned", "cpu", units, tmp_path, override)
-    (encode, prefill_decode), (proxy,) = side_servers(side, context, tmp_path / "store")
+    side, setting = setting_of("upstream:1E1PD,tuned", "cpu", units, tmp_path, override)
+    encode, prefill_decode = plain_engines(side, setting, tmp_path / "store")
+    proxy = example_proxy(side, setting, encode.url, prefill_decode.url)
     for peer, role in ((encode, "ec_producer"), (prefill_decode, "ec_consumer")):
         assert json.loads(value(peer.argv, "--ec-transfer-config")) == {
             "ec_connector": "ECExampleConnector",
@@ -102,18 +107,10 @@ def test_the_example_has_vllms_own_connector_and_the_named_proxy(tmp_path: Path)
         }
         assert ("--mm-encoder-only" in peer.argv) == (peer is encode)
     assert value(encode.argv, "--max-num-seqs") == "9"
-    assert proxy.argv[1] == str(context.upstream_proxy)
+    assert proxy.argv[1] == str(setting.upstream_proxy)
     assert value(proxy.argv, "--encode-servers-urls") == encode.url
     assert value(proxy.argv, "--decode-servers-urls") == prefill_decode.url
     assert proxy.url.endswith(value(proxy.argv, "--port"))
-
-
-def test_a_page_says_who_runs_as_vllm_does_by_itself_and_who_is_tuned() -> None:
-    sides = read_sides(["a.yaml", "replicas:2", "upstream:1E1PD", "replicas:1,tuned"])
-    said = describe(sides)
-    assert said.startswith("Stock, as vLLM runs by itself: replicas, upstream. Tuned, on a CPU ")
-    assert said.endswith("gives its own instances: tuned-one.")
-    assert describe(sides[:1]) == ""
 
 
 def test_on_cuda_without_a_compiler_plain_vllm_is_told_what_the_launchers_instances_are(

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from epd_portable.bench.load.bodies import body_of
+from epd_portable.bench.load.clients import body_of
 from epd_portable.bench.load.command import load_command
 from epd_portable.bench.load.plan import (
     CONVERSATIONS,
@@ -26,8 +26,8 @@ from epd_portable.errors import ConfigError
 POINT = LoadPoint(rate=2.0)
 
 
-def plan(seconds: float = 100.0, rounds: int = 0) -> LoadPlan:
-    return LoadPlan(points=(POINT,), seconds=seconds, rounds=rounds)
+def plan(seconds: float = 100.0) -> LoadPlan:
+    return LoadPlan(points=(POINT,), seconds=seconds, rounds=1)
 
 
 def requests(number: int = 0, words_per_token: float = 1.0, **point: object) -> list[LoadRequest]:
@@ -116,19 +116,6 @@ def test_videos_are_their_frames_in_place_of_pictures() -> None:
         frames += content
     assert len(set(frames)) == 6
     assert all(base64.b64decode(frame).startswith(b"\xff\xd8") for frame in frames)
-
-
-def test_rounds_are_planned_until_30_requests_with_pictures_are_behind_each_figure() -> None:
-    whole = plan(15.0)
-    count = whole.rounds_of(POINT)
-
-    def pictures(rounds: int) -> int:
-        return sum(bool(each.pictures) for n in range(rounds) for each in whole.requests(POINT, n))
-
-    assert pictures(count - 1) < 30 <= pictures(count)
-    often, texts = LoadPoint(rate=50.0, share=0.5), LoadPoint(rate=2.0, share=0.0)
-    assert (whole.rounds_of(often), whole.rounds_of(texts)) == (3, 3)
-    assert plan(rounds=2).rounds_of(POINT) == 2
 
 
 def test_a_point_is_as_the_one_before_it_but_for_what_it_names() -> None:

@@ -13,19 +13,23 @@ from epd_portable.bench.load import command, report
 from epd_portable.bench.load.clients import Answers, LoadAnswer
 from epd_portable.bench.load.measure import LoadResults
 from epd_portable.bench.load.plan import LoadPicture, LoadPlan, LoadPoint, LoadRequest
-from epd_portable.bench.load.sides import read_sides
+from epd_portable.bench.load.setting import LoadSetting
+from epd_portable.bench.load.sides import Allotment, read_sides
 from epd_portable.bench.load.turns import Turn, make_turn, over_capacity, ratio
 from epd_portable.errors import MeasurementError
 
 POINT = LoadPoint(rate=2.0)
-PLAN = LoadPlan(points=(POINT,), seconds=10.0, ttft_s=0.3)
-SIDES = read_sides(["configs/1e1pd.yaml", "replicas:2"])
-SETTING = report.LoadSetting(
+PLAN = LoadPlan(points=(POINT,), seconds=10.0, rounds=1, ttft_s=0.3)
+SETTING = LoadSetting(
     plan=PLAN,
-    sides=SIDES,
-    equal="Every side has the same 2 cores.",
+    sides=read_sides(["configs/1e1pd.yaml", "replicas:2"]),
+    platform="cpu",
+    topologies={},
+    settings=(),
+    allotment=Allotment(units={}, rest=()),
     together=True,
-    facts={"platform": "cpu"},
+    folder=Path(),
+    upstream_proxy=None,
     command="epd-bench load",
     load_before=0.1,
 )
@@ -150,6 +154,16 @@ def test_a_cell_whose_queue_grows_over_the_whole_window_says_so() -> None:
     assert names == [": ours: all", ": replicas, over capacity: all"]
 
 
+def test_a_page_says_who_runs_as_vllm_does_by_itself_and_who_is_tuned() -> None:
+    sides = read_sides(["a.yaml", "replicas:2", "upstream:1E1PD", "replicas:1,tuned"])
+    setting = dataclasses.replace(SETTING, sides=sides)
+    _, said, *_ = report.make_report(LoadResults(), setting).notes
+    assert "Stock, as vLLM runs by itself: replicas, upstream. Tuned, on a CPU " in said
+    assert "gives its own instances: tuned-one. Every side" in said
+    _, said, *_ = report.make_report(LoadResults(), SETTING).notes
+    assert "Tuned" not in said
+
+
 def test_quantiles_are_those_of_answered_requests_of_a_kind() -> None:
     found = turn("ours", sent(), sent(3.0), sent(9.0, problem="503"))
     assert found.quantile("all", "TTFT", "p90") == pytest.approx(0.28)
@@ -222,19 +236,16 @@ def test_what_became_of_pictures_and_what_caches_saved_is_shown_of_each_side() -
     assert "ours: 2 pictures were not encoded" in said and "1 not transferred" in said
     ours, _ = (list(row.values()) for row in rows(found, "What became of"))
     assert ours[2] == "local 2, fallback local 2, fell back 1"
-    once = dataclasses.replace(SETTING, plan=dataclasses.replace(PLAN, rounds=1))
-    command.judge(found, once, every=True, allow_fallback=True)
     with pytest.raises(MeasurementError, match="something fell back: ours: 2 pictures"):
-        command.judge(found, once, every=False, allow_fallback=False)
+        command.judge(found, SETTING, every=False)
 
 
 def test_a_preset_fails_when_a_request_is_not_answered_and_other_runs_when_none_is() -> None:
     lost = turn("ours", sent(), sent(problem="status 503"))
     found = LoadResults(turns=[lost, turn("replicas", sent(), sent())])
-    once = dataclasses.replace(SETTING, plan=dataclasses.replace(PLAN, rounds=1))
-    command.judge(found, once, every=False, allow_fallback=False)
+    command.judge(found, SETTING, every=False)
     with pytest.raises(MeasurementError, match="ours answered 1 of 2 requests: status 503"):
-        command.judge(found, once, every=True, allow_fallback=False)
+        command.judge(found, SETTING, every=True)
     ours, replicas = rows(found, "As vllm bench serve")
     assert (ours["answered of asked"], replicas["answered of asked"]) == ("1 of 2", "2 of 2")
 

@@ -1,11 +1,11 @@
-"""What all sides of a measurement have in common."""
+"""What is measured, on what: known before anything is started."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from epd_portable.bench.load.plan import LoadPlan
 from epd_portable.bench.load.sides import Allotment, LoadSide
 from epd_portable.config.groups import Instances
 from epd_portable.config.instance import PlatformName
@@ -14,29 +14,32 @@ from epd_portable.launch.plan.placement import ranks_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class BenchContext:
-    """What all sides of a measurement have in common.
+class LoadSetting:
+    """A whole measurement, before its results.
 
     Attributes:
+        sides: The first is compared with the others.
         topologies: Of each side, with all settings; of plain vLLM the one whose arguments it gets.
-        model: Replaces that of a topology file; ``None`` keeps it.
+        settings: Keys that all topologies have otherwise, the model among them.
         allotment: Which cores or devices each side gets.
+        together: All sides are up all the time; otherwise each is started for its turns.
         folder: For logs, a folder for each side.
         upstream_proxy: File of the proxy of vLLM's example; ``None`` where no side is that example.
+        command: The command line, for people to repeat.
+        load_before: `load_average` before anything was started.
     """
 
+    plan: LoadPlan
+    sides: tuple[LoadSide, ...]
     platform: PlatformName
     topologies: dict[str, Topology]
     settings: tuple[str, ...]
-    model: str | None
     allotment: Allotment
+    together: bool
     folder: Path
     upstream_proxy: Path | None
-    report: Callable[[str], None]
-
-    def report_of(self, side: LoadSide) -> Callable[[str], None]:
-        """Return `report` for lines about a side."""
-        return lambda line: self.report(f"{side.name}: {line}")
+    command: str
+    load_before: float
 
     def folder_of(self, side: LoadSide) -> Path:
         """Return the folder of a side, which is made if it is not there."""
