@@ -16,6 +16,7 @@ import io
 import itertools
 import json
 import mimetypes
+import os
 import random
 import subprocess
 import sys
@@ -92,19 +93,24 @@ class Answers(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @contextlib.contextmanager
-def prepared(order: Order, cores: frozenset[int]) -> Iterator[Callable[[], Answers]]:
+def prepared(
+    order: Order, *, cores: frozenset[int], folder: Path
+) -> Iterator[Callable[[], Answers]]:
     """Start the clients on these cores, and yield what lets them send once all bodies are written.
 
     Raises:
         MeasurementError: They ended too soon; their message is in the standard error output.
     """
     # Not for the clients themselves, which start for every turn.
-    from epd_portable.launch.run.process import on_cores
+    from epd_portable.bench.servers import start_on_cores
+    from epd_portable.launch.safe_path import safe_environ
 
-    # Modules of the folder that it is started in are not taken for those of libraries.
-    argv = [sys.executable, "-P", "-m", "epd_portable.bench.load.clients"]
-    with on_cores(cores):
-        process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    process = start_on_cores(cores, folder)(
+        [sys.executable, "-m", "epd_portable.bench.load.clients"],
+        env=safe_environ(os.environ),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
     assert process.stdin is not None and process.stdout is not None
     write, read = process.stdin, process.stdout
 

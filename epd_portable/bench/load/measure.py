@@ -193,4 +193,5 @@ class Measurement:
         order = Order(
             requests=tuple(requests), urls=running.urls, model=running.model, clients=clients
         )
-        return prepared(order, frozenset(self._setting.allotment.rest))
+        cores = frozenset(self._setting.allotment.rest)
+        return prepared(order, cores=cores, folder=self._setting.folder)

@@ -5,6 +5,7 @@ import os
 import re
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -59,16 +60,16 @@ def test_an_answer_that_is_not_as_asked_for_has_a_problem(data: bytes, words: st
     assert re.search(words, read_stream([(1.0, data)], output_tokens=2)[2])
 
 
-def test_a_server_that_is_not_there_is_named_in_the_answer() -> None:
+def test_a_server_that_is_not_there_is_named_in_the_answer(tmp_path: Path) -> None:
     request = LoadRequest(at_s=0.0, texts=("a",), words=1, output_tokens=2)
     url = f"http://127.0.0.1:{free_port()}"
     order = Order(requests=(request,), urls=(url,), model="m")
-    with prepared(order, frozenset(os.sched_getaffinity(0))) as send:
+    with prepared(order, cores=frozenset(os.sched_getaffinity(0)), folder=tmp_path) as send:
         (answer,) = send().answers
     assert url.removeprefix("http://") in answer.problem and "Refused" in answer.problem
 
 
-def test_clients_of_a_closed_loop_have_one_request_each_at_a_time() -> None:
+def test_clients_of_a_closed_loop_have_one_request_each_at_a_time(tmp_path: Path) -> None:
     pair = threading.Barrier(2)
     open_requests: list[object] = []
     most: list[int] = []
@@ -90,7 +91,7 @@ def test_clients_of_a_closed_loop_have_one_request_each_at_a_time() -> None:
     )
     with serving(ThreadingHTTPServer(("127.0.0.1", 0), Server)) as url:
         order = Order(requests=requests, urls=(url,), model="m", clients=2)
-        with prepared(order, frozenset(os.sched_getaffinity(0))) as send:
+        with prepared(order, cores=frozenset(os.sched_getaffinity(0)), folder=tmp_path) as send:
             answers = send().answers
     assert [answer.problem.partition(":")[0] for answer in answers] == ["status 503"] * 6
     assert most == [2] * 6
