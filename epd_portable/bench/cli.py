@@ -181,7 +181,7 @@ def step_command(steps: int, json_file: Path | None) -> None:
     """Measure steps; users read `STEP_HELP`."""
     with console.stopping_at_sigterm():
         load_before = report.load_average()
-        samples = step.measure(step.CASES, steps=steps, report=console.progress)
+        samples = step.measure(steps=steps, report=console.progress)
         made = step.make_report(samples, command=console.command(), load_before=load_before)
         console.finish(made, json_file)
 

@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import psutil
 
@@ -53,32 +53,6 @@ class Table:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Conditions:
-    """Where and when a measurement ran; names no host.
-
-    Attributes:
-        date: Day, in ISO form.
-        versions: Of the distributions that matter and are installed.
-        cpus: Cores that the measurement could use.
-        processor: The system's name of them; empty where it has none.
-        memory_bytes: Of the machine.
-        load_before: One-minute load average before anything was started.
-        load_after: The same at the end, the load of the measurement itself included.
-        measured: `digests` of the modules that the figures are about.
-    """
-
-    date: str
-    python: str
-    versions: dict[str, str]
-    cpus: int
-    processor: str
-    memory_bytes: int
-    load_before: float
-    load_after: float
-    measured: dict[str, str]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Report:
     """A whole measurement.
 
@@ -92,7 +66,7 @@ class Report:
 
     title: str
     command: str
-    conditions: Conditions
+    conditions: dict[str, Plain]
     tables: tuple[Table, ...]
     summary: Plain
     samples: Sequence[Plain]
@@ -104,23 +78,28 @@ def load_average() -> float:
     return round(os.getloadavg()[0], 2)
 
 
-def conditions(load_before: float, *, measured: Iterable[str] = ()) -> Conditions:
-    """Describe this process's machine, now; `measured` are the modules that figures are about."""
-    versions = {}
+def conditions(load_before: float, *, measured: Iterable[str] = ()) -> dict[str, Plain]:
+    """Say where and when a measurement ran, without a name of a host.
+
+    Args:
+        load_before: `load_average` before anything was started; that of the end is added.
+        measured: Modules that the figures are about.
+    """
+    versions: dict[str, Plain] = {}
     for name in _DISTRIBUTIONS:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name)
-    return Conditions(
-        date=datetime.date.today().isoformat(),
-        python=platform.python_version(),
-        versions=versions,
-        cpus=len(os.sched_getaffinity(0)),
-        processor=_processor(),
-        memory_bytes=psutil.virtual_memory().total,
-        load_before=load_before,
-        load_after=load_average(),
-        measured=digests(measured),
-    )
+    return {
+        "date": datetime.date.today().isoformat(),
+        "python": platform.python_version(),
+        "versions": versions,
+        "cpus": len(os.sched_getaffinity(0)),
+        "processor": _processor(),
+        "memory_bytes": psutil.virtual_memory().total,
+        "load_before": load_before,
+        "load_after": load_average(),
+        "measured": {**digests(measured)},
+    }
 
 
 def _processor() -> str:
@@ -141,9 +120,9 @@ def to_json(report: Report) -> str:
 
 def to_markdown(report: Report) -> str:
     """Return the tables, under the command that made them."""
-    where = report.conditions
-    versions = ", ".join(f"{name} {version}" for name, version in where.versions.items())
-    processor = f" ({where.processor})" if where.processor else ""
+    where: dict[str, Any] = report.conditions
+    versions = ", ".join(f"{name} {version}" for name, version in where["versions"].items())
+    processor = f" ({where['processor']})" if where["processor"] else ""
     lines = [
         f"## {report.title}",
         "",
@@ -151,9 +130,9 @@ def to_markdown(report: Report) -> str:
         report.command,
         "```",
         "",
-        f"{where.date}; {where.cpus} CPU cores{processor}, "
-        f"{where.memory_bytes / 2**30:.0f} GiB; load average {where.load_before:g} before, "
-        f"{where.load_after:g} after; Python {where.python}, {versions}.",
+        f"{where['date']}; {where['cpus']} CPU cores{processor}, "
+        f"{where['memory_bytes'] / 2**30:.0f} GiB; load average {where['load_before']:g} before, "
+        f"{where['load_after']:g} after; Python {where['python']}, {versions}.",
         "",
     ]
     lines += [*(f"- {note}" for note in report.notes), ""]

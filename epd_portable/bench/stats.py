@@ -27,15 +27,7 @@ class Ratio:
 
 
 def quantile(values: Sequence[float], share: float) -> float:
-    """Return the value below which ``share`` of the values lie, interpolated between neighbours.
-
-    Raises:
-        ValueError: There are no values, or ``share`` is outside 0 to 1.
-    """
-    if not values:
-        raise ValueError("no values: nothing was measured")
-    if not 0 <= share <= 1:
-        raise ValueError(f"share {share}: expected 0 to 1")
+    """Return the value below which ``share`` of the values, at least one, lie, interpolated."""
     ordered = sorted(values)
     position = share * (len(ordered) - 1)
     below = math.floor(position)
@@ -51,7 +43,7 @@ def paired_ratio(values: Sequence[float], peers: Sequence[float]) -> Ratio:
         peers: The same number of values, each measured next to its counterpart; positive.
 
     Raises:
-        ValueError: The series are empty or of different lengths.
+        ValueError: The series are of different lengths.
     """
     ratios = [value / peer for value, peer in zip(values, peers, strict=True)]
     return Ratio(

@@ -11,9 +11,10 @@ from __future__ import annotations
 import dataclasses
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 from epd_portable.bench.console import scratch_folder
 from epd_portable.bench.report import Report, Table, conditions
@@ -53,15 +54,8 @@ class StepCase:
     waiting: int
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StepSample:
-    """One step: the package's work in it, and as many questions that do nothing, right after."""
-
-    step_s: float
-    asking_s: float
-
-
-Samples = dict[StepCase, list[StepSample]]
+Steps = list[tuple[float, float]]
+"""Of each step the seconds of the package's work, and of as many questions that do nothing."""
 CASES = tuple(
     StepCase(decoding=256, items=items, waiting=waiting)
     for items in (1, 32)
@@ -69,10 +63,10 @@ CASES = tuple(
 )
 
 
-def measure(cases: Sequence[StepCase], *, steps: int, report: Callable[[str], None]) -> Samples:
+def measure(*, steps: int, report: Callable[[str], None]) -> dict[StepCase, Steps]:
     """Measure so many steps of every case, after a few that are not measured."""
-    samples: Samples = {}
-    for case in cases:
+    samples = {}
+    for case in CASES:
         report(
             f"{case.decoding} requests decode, {case.items} items each; {case.waiting} wait: "
             f"{steps} steps"
@@ -83,16 +77,15 @@ def measure(cases: Sequence[StepCase], *, steps: int, report: Callable[[str], No
     return samples
 
 
-def make_report(samples: Samples, *, command: str, load_before: float) -> Report:
+def make_report(samples: dict[StepCase, Steps], *, command: str, load_before: float) -> Report:
     """Return the page of a measurement."""
-    summary = [
+    columns = [
         {
             **dataclasses.asdict(case),
-            "step_s": quantile([each.step_s for each in group], 0.5),
-            "step_p90_s": quantile([each.step_s for each in group], 0.9),
-            "asking_s": quantile([each.asking_s for each in group], 0.5),
+            "step_s": [step_s for step_s, _ in taken],
+            "asking_s": [asking_s for _, asking_s in taken],
         }
-        for case, group in samples.items()
+        for case, taken in samples.items()
     ]
     return Report(
         title="The package's work in a step of a prefill+decode engine",
@@ -103,27 +96,21 @@ def make_report(samples: Samples, *, command: str, load_before: float) -> Report
             "that asks is Python's, as vLLM's is.",
             "Ratio: that work by as many calls of a function that only answers yes.",
         ),
-        tables=(Table.of("Times in µs", map(_row, summary)),),
-        summary=summary,
-        samples=[
-            {
-                **dataclasses.asdict(case),
-                "step_s": [each.step_s for each in group],
-                "asking_s": [each.asking_s for each in group],
-            }
-            for case, group in samples.items()
-        ],
+        tables=(Table.of("Times in µs", map(_row, columns)),),
+        summary={},
+        samples=columns,
     )
 
 
-def _row(row: dict[str, float]) -> dict[str, str]:
+def _row(case: dict[str, Any]) -> dict[str, str]:
+    step_s, asking_s = quantile(case["step_s"], 0.5), quantile(case["asking_s"], 0.5)
     return {
-        "decoding × items": f"{row['decoding']} × {row['items']}",
-        "waiting": str(row["waiting"]),
-        "ratio": f"{row['step_s'] / row['asking_s']:.2f}",
-        "p50": f"{row['step_s'] * 1e6:.1f}",
-        "p90": f"{row['step_p90_s'] * 1e6:.1f}",
-        "only asking, p50": f"{row['asking_s'] * 1e6:.1f}",
+        "decoding × items": f"{case['decoding']} × {case['items']}",
+        "waiting": str(case["waiting"]),
+        "ratio": f"{step_s / asking_s:.2f}",
+        "p50": f"{step_s * 1e6:.1f}",
+        "p90": f"{quantile(case['step_s'], 0.9) * 1e6:.1f}",
+        "only asking, p50": f"{asking_s * 1e6:.1f}",
     }
 
 
@@ -156,7 +143,7 @@ class _Engine:
         prefill.may_schedule(request.request_id, request.num_computed_tokens)
         self.running.append(request)
 
-    def step(self) -> StepSample:
+    def step(self) -> tuple[float, float]:
         """Do what a step makes the package do, and ask as many idle questions."""
         receiver, prefill = self.receiver, self.prefill
         unsettled = receiver.cache.unsettled
@@ -184,8 +171,7 @@ class _Engine:
         begin_s = time.perf_counter()
         for request in self.running:
             _yes(request, request.num_computed_tokens)
-        asking_s = time.perf_counter() - begin_s
-        return StepSample(step_s=step_s, asking_s=asking_s)
+        return step_s, time.perf_counter() - begin_s
 
 
 def _yes(request: StandInRequest, num_computed_tokens: int) -> bool:

@@ -16,7 +16,7 @@ def test_every_combination_is_measured_and_nothing_is_left_behind(tmp_path: Path
     result = CliRunner().invoke(main, ["step", "--steps", "10", "--json", str(page)])
     assert result.exit_code == 0, result.output
     data = json.loads(page.read_text())
-    rows = [(row["decoding"], row["items"], row["waiting"]) for row in data["summary"]]
+    rows = [(row["decoding"], row["items"], row["waiting"]) for row in data["samples"]]
     assert rows == [(256, items, waiting) for items in (1, 32) for waiting in (0, 100, 1000)]
     for case in data["samples"]:
         assert len(case["step_s"]) == len(case["asking_s"]) == 10

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from epd_portable.bench import console, report, step, transfer
-from epd_portable.bench.step import StepCase, StepSample
+from epd_portable.bench.step import StepCase
 from epd_portable.bench.traces import Handover
 from epd_portable.bench.transfer import TransferCase, TransferSample
 from epd_portable.errors import MeasurementError
@@ -54,8 +54,8 @@ def transfer_page(
     )
 
 
-def step_samples(*steps_s: float) -> list[StepSample]:
-    return [StepSample(step_s=step_s, asking_s=10e-6) for step_s in steps_s]
+def step_samples(*steps_s: float) -> list[tuple[float, float]]:
+    return [(step_s, 10e-6) for step_s in steps_s]
 
 
 STEPS = {
