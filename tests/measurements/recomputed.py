@@ -280,7 +280,7 @@ def _cpu_s(turn: Document) -> float:
 def _grew(turn: Document) -> bool:
     return any(
         last >= 2 and last >= 1.25 * second and second >= 1.25 * first
-        for first, second, last in turn["open_requests"].values()
+        for first, second, last in turn.get("open_requests", {}).values()
     )
 
 

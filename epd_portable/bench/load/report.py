@@ -11,7 +11,7 @@ import msgspec
 from epd_portable.bench.load.measure import LoadResults, Rounds
 from epd_portable.bench.load.setting import LoadSetting
 from epd_portable.bench.load.sides import LoadSide
-from epd_portable.bench.load.turns import KINDS, QUANTITIES, Turn, over_capacity, ratio
+from epd_portable.bench.load.turns import KINDS, QUANTITIES, Turn, ratio
 from epd_portable.bench.report import Report, Table, conditions
 from epd_portable.bench.stats import Ratio, quantile
 
@@ -99,9 +99,8 @@ def _notes(results: LoadResults, rounds: Rounds, setting: LoadSetting) -> tuple[
         + (up if setting.together else "Each side was started for its turns, alone."),
         "TTFT: from the sending to the first token. TPOT: time per token after it. Longest ITL: "
         "how long an answer stood still at worst. All are seen by the clients.",
-        "Times are medians of the rounds' quantiles. *Over capacity*: in most rounds more requests "
-        "were open in each third of the window than in the one before; such times would be longer "
-        "in a longer window.",
+        "Times are medians of the rounds' quantiles. Above what a side can serve they grow with "
+        "the window.",
     ]
     if limits := setting.plan.limits:
         notes.append(f"Goodput counts answers with {limits}: each answer by itself.")
@@ -174,7 +173,6 @@ def _ratios(rounds: Rounds, first: str, others: Sequence[str]) -> Iterator[Row]:
     for point, by_side in rounds.items():
         own = by_side[first]
         for other in others:
-            over = [side for side in (first, other) if over_capacity(by_side[side])]
             yield {
                 "load": point,
                 "by": other,
@@ -184,7 +182,6 @@ def _ratios(rounds: Rounds, first: str, others: Sequence[str]) -> Iterator[Row]:
                 },
                 "rounds": str(len(own)),
                 "requests, with pictures": f"{_count(own, 'all')}, {_count(own, 'pictures')}",
-                "over capacity": ", ".join(over) or _NONE,
             }
 
 
@@ -198,11 +195,10 @@ def _shown(found: Ratio | None) -> str:
 
 def _times(rounds: Rounds) -> Iterator[Row]:
     for name, turns in _each(rounds):
-        over = ", over capacity" if over_capacity(turns) else ""
         for kind in KINDS:
             if kind != "all" and _count(turns, kind) in (0, _count(turns, "all")):
                 continue
-            row = {"load: side: requests": f"{name}{over}: {kind}"}
+            row = {"load: side: requests": f"{name}: {kind}"}
             for quantity in QUANTITIES:
                 pick = partial(Turn.quantile, kind=kind, quantity=quantity)
                 digits = 0 if quantity in ("TTFT", "E2E") else 1

@@ -27,7 +27,6 @@ MAX_LATE_S = 0.05
 MAX_CLIENT_SHARE = 0.8
 """A round is refused if its clients used more of a core."""
 _GOOD_SHARE = 0.99
-_GROWS = 1.25
 
 
 class Turn(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,7 +44,6 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
         tokens: Of all answers that count.
         times_s: Quantiles of those, by kind and quantity.
         serving: What ``vllm bench serve`` says of them, by its names.
-        open_requests: Mean number of open requests in each third of the window, by kind.
         late_s: Quantiles of how late requests were sent.
         prompt_tokens: Median of the texts.
         memory_bytes: By part of the side, right after.
@@ -65,7 +63,6 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
     tokens: int
     times_s: dict[str, dict[str, dict[str, float]]]
     serving: dict[str, float]
-    open_requests: dict[str, list[float]]
     late_s: dict[str, float]
     prompt_tokens: float
     pictures: int
@@ -90,17 +87,6 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
     def cpu_s_per_request(self) -> float:
         """CPU time of all processes of the side."""
         return sum(sum(roles.values()) for roles in self.cpu_s.values()) / self.count
-
-    @property
-    def queue_grew(self) -> bool:
-        """Whether each third of the window had a quarter more open requests than the one before.
-
-        In any single round, arrivals at random can do that as well.
-        """
-        return any(
-            last >= 2 and last >= _GROWS * second and second >= _GROWS * first
-            for first, second, last in self.open_requests.values()
-        )
 
     def quantile(self, kind: str, quantity: str, name: str) -> float | None:
         """Return a quantile in seconds; ``None`` if no request of the kind was answered."""
@@ -156,11 +142,6 @@ def make_turn(
             if found
         },
         serving=_serving(ended["all"], done.wall_s),
-        open_requests={
-            kind: _open_requests(found, window_s)
-            for kind, found in answers.items()
-            if kind != "all"
-        },
         late_s=late_s,
         prompt_tokens=quantile(
             [answer.prompt_tokens for answer in ended.get("text") or ended["all"]] or [0], 0.5
@@ -195,18 +176,6 @@ def _quantiles(values: Sequence[float]) -> dict[str, float]:
     return {name: round(quantile(values, share), 6) for name, share in QUANTILES.items()}
 
 
-def _open_requests(answers: Sequence[LoadAnswer], window_s: float) -> list[float]:
-    third_s = window_s / 3
-    found = []
-    for begin_s in (0, third_s, 2 * third_s):
-        stayed_s = (
-            min(each.sent_s + each.e2e_s, begin_s + third_s) - max(each.sent_s, begin_s)
-            for each in answers
-        )
-        found.append(round(sum(max(0.0, each) for each in stayed_s) / third_s, 4))
-    return found
-
-
 def _refusal(late_s: float, done: Answers) -> str:
     if late_s > MAX_LATE_S:
         return (
@@ -221,11 +190,6 @@ def _refusal(late_s: float, done: Answers) -> str:
             "the limit in place of the side; ask at a lower rate or for shorter answers"
         )
     return ""
-
-
-def over_capacity(turns: Sequence[Turn]) -> bool:
-    """Return whether the queue grew in most rounds: such times depend on the window's length."""
-    return 2 * sum(turn.queue_grew for turn in turns) > len(turns)
 
 
 def ratio(

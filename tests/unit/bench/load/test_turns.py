@@ -15,7 +15,7 @@ from epd_portable.bench.load.measure import LoadResults
 from epd_portable.bench.load.plan import LoadPicture, LoadPlan, LoadPoint, LoadRequest
 from epd_portable.bench.load.setting import LoadSetting
 from epd_portable.bench.load.sides import Allotment, read_sides
-from epd_portable.bench.load.turns import Turn, make_turn, over_capacity, ratio
+from epd_portable.bench.load.turns import Turn, make_turn, ratio
 from epd_portable.errors import MeasurementError
 
 POINT = LoadPoint(rate=2.0)
@@ -110,7 +110,7 @@ def test_the_first_table_has_what_users_decide_by_with_the_range_of_the_rounds()
     (row,) = rows(found, RATIOS)
     assert (row["load"], row["by"], row["rounds"]) == (POINT.key, "replicas", "4")
     assert row["requests, with pictures"] == "8, 4"
-    cells = list(row.items())[2:-3]
+    cells = list(row.items())[2:-2]
     assert [name for name, _ in cells] == [
         "TPOT p99, all",
         "TTFT p99, all",
@@ -127,31 +127,6 @@ def test_the_first_table_has_what_users_decide_by_with_the_range_of_the_rounds()
     assert row["CPU time"] == "**2.50** (1.00–30.00)"
     with pytest.raises(AssertionError):
         ratio([turn("ours", sent())], [turn("b", sent(), number=1)], lambda each: 1.0)
-
-
-def spread_over(window_s: float, *longest_s: float) -> list[Sent]:
-    """Return requests, ten to each third of a window; each third's are open for so long."""
-    return [
-        sent(sent_s=window_s * (10 * third + number + 1) / 30, e2e_s=e2e_s)
-        for third, e2e_s in enumerate(longest_s)
-        for number in range(10)
-    ]
-
-
-def test_a_cell_whose_queue_grows_over_the_whole_window_says_so() -> None:
-    grows = spread_over(15.0, 1.0, 3.0, 6.0)
-    assert turn("ours", *grows).queue_grew
-    # From none to as many as the answers' length makes, and no more: the rate is served.
-    for e2e_s in (1.0, 4.0):
-        assert not turn("ours", *spread_over(15.0, e2e_s, e2e_s, e2e_s)).queue_grew
-    # One round in two is chance.
-    assert not over_capacity([turn("ours", *grows), turn("ours", sent())])
-    found = LoadResults(
-        turns=[turn("ours", *spread_over(15.0, 1.0, 1.0, 1.0)), turn("replicas", *grows)]
-    )
-    assert rows(found, RATIOS)[0]["over capacity"] == "replicas"
-    names = [row["load: side: requests"].removeprefix(POINT.key) for row in rows(found, "Times")]
-    assert names == [": ours: all", ": replicas, over capacity: all"]
 
 
 def test_a_page_says_who_runs_as_vllm_does_by_itself_and_who_is_tuned() -> None:
