@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from epd_portable.bench import console, report, step, transfer
+from epd_portable.bench import console, step, transfer
 from epd_portable.bench.load.command import load_command
 from epd_portable.bench.sizing.command import plan_command
 from epd_portable.bench.stand_in import TOKEN_BYTES
@@ -136,24 +136,12 @@ def transfer_command(
 ) -> None:
     """Measure transfers; users read `TRANSFER_HELP`."""
     with console.stopping_at_sigterm():
-        load_before = report.load_average()
         found = registry.get(platform)
         devices = found.device_count()
         place = transfer.describe_place(platform, found.availability().reason, devices)
         chosen, left_out = transfer.choose_paths(paths, platform, devices)
-        cases = [
-            transfer.TransferCase(path=path, nbytes=nbytes, encode_s=encode_s)
-            for encode_s in transfer.ENCODE_S
-            for nbytes in sizes
-            for path in chosen
-        ]
-        samples = transfer.measure(
-            cases, platform, devices=devices, repeat=repeat, report=console.progress
-        )
-        made = transfer.make_report(
-            samples, place, left_out=left_out, command=console.command(), load_before=load_before
-        )
-        console.finish(made, json_file)
+        samples = transfer.measure(chosen, sizes, platform, devices=devices, repeat=repeat)
+        console.finish(transfer.make_report(samples, place, left_out), json_file)
 
 
 STEP_HELP = """Measure what the package adds to a step of a prefill+decode engine.
@@ -180,10 +168,7 @@ Exit status: 0; 1 when something failed; 2 on bad input.
 def step_command(steps: int, json_file: Path | None) -> None:
     """Measure steps; users read `STEP_HELP`."""
     with console.stopping_at_sigterm():
-        load_before = report.load_average()
-        samples = step.measure(steps=steps, report=console.progress)
-        made = step.make_report(samples, command=console.command(), load_before=load_before)
-        console.finish(made, json_file)
+        console.finish(step.make_report(step.measure(steps)), json_file)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import shlex
 import signal
 import sys
 import tempfile
@@ -35,11 +34,6 @@ def finish(made: report.Report, json_file: Path | None) -> None:
         report.write(made, json_file)
     except OSError as error:
         raise MeasurementError(f"results cannot be kept: {error}; name another file") from error
-
-
-def command() -> str:
-    """Return the command line of this process, for people to repeat."""
-    return shlex.join(["epd-bench", *sys.argv[1:]])
 
 
 def progress(line: str) -> None:

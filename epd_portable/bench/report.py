@@ -10,6 +10,8 @@ import json
 import os
 import platform
 import re
+import shlex
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +25,8 @@ from epd_portable.launch.commands.command_line import SCHEMA_VERSION
 Plain: TypeAlias = "str | int | float | bool | Sequence[Plain] | dict[str, Plain] | None"
 """What JSON can hold."""
 
+_LOAD_BEFORE = round(os.getloadavg()[0], 2)
+"""Of the last minute, when nothing was started yet."""
 _DISTRIBUTIONS = (
     "epd-portable",
     "vllm",
@@ -57,32 +61,26 @@ class Report:
     """A whole measurement.
 
     Attributes:
-        command: The command line that made it.
-        conditions: Where and when.
+        conditions: Where and when, see `conditions`.
+        command: The command line that made it, for people to repeat.
         summary: The figures of the tables and more, for programs.
         samples: Everything from which they were computed.
         notes: Sentences that the figures must not be read without.
     """
 
     title: str
-    command: str
     conditions: dict[str, Plain]
     tables: tuple[Table, ...]
     summary: Plain
     samples: Sequence[Plain]
-    notes: tuple[str, ...] = field(default=())
+    notes: tuple[str, ...] = ()
+    command: str = field(default_factory=lambda: shlex.join(["epd-bench", *sys.argv[1:]]))
 
 
-def load_average() -> float:
-    """Return the number of processes that wanted a core in the last minute, on average."""
-    return round(os.getloadavg()[0], 2)
-
-
-def conditions(load_before: float, *, measured: Iterable[str] = ()) -> dict[str, Plain]:
+def conditions(measured: Iterable[str]) -> dict[str, Plain]:
     """Say where and when a measurement ran, without a name of a host.
 
     Args:
-        load_before: `load_average` before anything was started; that of the end is added.
         measured: Modules that the figures are about.
     """
     versions: dict[str, Plain] = {}
@@ -96,8 +94,8 @@ def conditions(load_before: float, *, measured: Iterable[str] = ()) -> dict[str,
         "cpus": len(os.sched_getaffinity(0)),
         "processor": _processor(),
         "memory_bytes": psutil.virtual_memory().total,
-        "load_before": load_before,
-        "load_after": load_average(),
+        "load_before": _LOAD_BEFORE,
+        "load_after": round(os.getloadavg()[0], 2),
         "measured": {**digests(measured)},
     }
 

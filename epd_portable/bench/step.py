@@ -11,12 +11,12 @@ from __future__ import annotations
 import dataclasses
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from epd_portable.bench.console import scratch_folder
+from epd_portable.bench.console import progress, scratch_folder
 from epd_portable.bench.report import Report, Table, conditions
 from epd_portable.bench.servers import free_port
 from epd_portable.bench.stand_in import DTYPE, WIDTH, StandInRequest
@@ -63,11 +63,11 @@ CASES = tuple(
 )
 
 
-def measure(*, steps: int, report: Callable[[str], None]) -> dict[StepCase, Steps]:
+def measure(steps: int) -> dict[StepCase, Steps]:
     """Measure so many steps of every case, after a few that are not measured."""
     samples = {}
     for case in CASES:
-        report(
+        progress(
             f"{case.decoding} requests decode, {case.items} items each; {case.waiting} wait: "
             f"{steps} steps"
         )
@@ -77,7 +77,7 @@ def measure(*, steps: int, report: Callable[[str], None]) -> dict[StepCase, Step
     return samples
 
 
-def make_report(samples: dict[StepCase, Steps], *, command: str, load_before: float) -> Report:
+def make_report(samples: dict[StepCase, Steps]) -> Report:
     """Return the page of a measurement."""
     columns = [
         {
@@ -89,8 +89,7 @@ def make_report(samples: dict[StepCase, Steps], *, command: str, load_before: fl
     ]
     return Report(
         title="The package's work in a step of a prefill+decode engine",
-        command=command,
-        conditions=conditions(load_before, measured=_MEASURED),
+        conditions=conditions(_MEASURED),
         notes=(
             "A receiver with a real pool and control channel, no engine and no model; the loop "
             "that asks is Python's, as vLLM's is.",

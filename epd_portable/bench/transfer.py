@@ -15,7 +15,7 @@ import select
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +23,7 @@ from typing import IO
 
 import msgspec
 
-from epd_portable.bench.console import scratch_folder
+from epd_portable.bench.console import progress, scratch_folder
 from epd_portable.bench.report import Plain, Report, Table, conditions, format_bytes
 from epd_portable.bench.servers import free_port
 from epd_portable.bench.stand_in import TOKEN_BYTES, VALUES, Command, CommandDone
@@ -99,14 +99,14 @@ def choose_paths(
 
 
 def measure(
-    cases: Sequence[TransferCase],
+    paths: Sequence[str],
+    sizes: Sequence[int],
     platform: PlatformName,
     *,
     devices: int,
     repeat: int,
-    report: Callable[[str], None],
 ) -> list[TransferSample]:
-    """Measure every case ``repeat`` times, in turns, after unmeasured rounds.
+    """Measure every path and size ``repeat`` times, in turns, after unmeasured rounds.
 
     Sizes are multiples of `TOKEN_BYTES`. The producer takes the first device, the consumer the
     second if there is one.
@@ -114,16 +114,21 @@ def measure(
     Raises:
         MeasurementError: An end failed.
     """
+    cases = [
+        TransferCase(path=path, nbytes=nbytes, encode_s=encode_s)
+        for encode_s in ENCODE_S
+        for nbytes in sizes
+        for path in paths
+    ]
     with scratch_folder() as (folder, secret_file), ExitStack() as stack:
-        report("starting a producer and a consumer for each path")
+        progress("starting a producer and a consumer for each path")
         common = {
             "platform": platform,
             "wait_timeout_s": _WAIT_TIMEOUT_S,
             "secret_file": secret_file,
         }
-        pool_bytes = 2 * max(case.nbytes for case in cases)
         pairs: dict[str, tuple[_End, _End]] = {}
-        for path in dict.fromkeys(case.path for case in cases):
+        for path in paths:
             producer = InstanceConfig(instance=f"producer-{path}", path=path, **common)
             consumer = InstanceConfig(
                 instance=f"consumer-{path}",
@@ -132,7 +137,7 @@ def measure(
                 control_address=f"tcp://127.0.0.1:{free_port()}",
                 data_address="tcp://127.0.0.1:*",
                 pool=f"epd-bench-{os.getpid()}-{path}",
-                pool_bytes=pool_bytes,
+                pool_bytes=2 * max(sizes),
                 can_encode=False,
                 **common,
             )
@@ -149,7 +154,7 @@ def measure(
                 name = f"{'item' if turn >= 0 else 'warm-up'}-{len(moved)}"
                 moved[name] = case, _move(name, case, len(moved), *pairs[case.path])
             what = f"round {turn + 1} of {repeat}" if turn >= 0 else "warm-up"
-            report(f"{what}: {len(cases)} transfers in {time.monotonic() - begin_s:.1f} s")
+            progress(f"{what}: {len(cases)} transfers in {time.monotonic() - begin_s:.1f} s")
         is_device = TRAITS[platform].needs_device_copy
         ways = handovers(read_events(folder), end="item.complete" if is_device else "item.placed")
     samples = [
@@ -248,10 +253,7 @@ def describe_place(platform: PlatformName, runtime: str, devices: int) -> str:
 def make_report(
     samples: Sequence[TransferSample],
     place: str,
-    *,
     left_out: Mapping[str, str],
-    command: str,
-    load_before: float,
 ) -> Report:
     """Return the page; `left_out` are paths that were not measured, with the reason."""
     groups = by_case(samples)
@@ -284,8 +286,7 @@ def make_report(
     }
     return Report(
         title="From the encoder's output to the placed tensor, by path and size",
-        command=command,
-        conditions=conditions(load_before, measured={*modules, "epd_portable.connector.curve"}),
+        conditions=conditions({*modules, "epd_portable.connector.curve"}),
         notes=(
             f"{place} Not measured: {reasons}." if reasons else place,
             "One producer and one consumer process for each path, no engine; the combinations take "

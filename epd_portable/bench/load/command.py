@@ -218,8 +218,6 @@ def load_command(
             together=fit_together(allotment),
             folder=Path(folder),
             upstream_proxy=proxy,
-            command=console.command(),
-            load_before=report.load_average(),
         )
         console.progress(str(allotment))
         results = Measurement(

@@ -54,8 +54,7 @@ def make_report(results: LoadResults, setting: LoadSetting) -> Report:
     sides = ", ".join(f"{side.name} ({side.what})" for side in setting.sides)
     return Report(
         title=f"Under load: {sides}",
-        command=setting.command,
-        conditions=conditions(setting.load_before, measured=_MEASURED),
+        conditions=conditions(_MEASURED),
         notes=_notes(results, rounds, setting),
         tables=tuple(
             Table.of(title, rows) for title, found in tables.items() if (rows := list(found))

@@ -25,8 +25,6 @@ class LoadSetting:
         together: All sides are up all the time; otherwise each is started for its turns.
         folder: For logs, a folder for each side.
         upstream_proxy: File of the proxy of vLLM's example; ``None`` where no side is that example.
-        command: The command line, for people to repeat.
-        load_before: `load_average` before anything was started.
     """
 
     plan: LoadPlan
@@ -38,8 +36,6 @@ class LoadSetting:
     together: bool
     folder: Path
     upstream_proxy: Path | None
-    command: str
-    load_before: float
 
     def folder_of(self, side: LoadSide) -> Path:
         """Return the folder of a side, which is made if it is not there."""

@@ -7,7 +7,6 @@ from pathlib import Path
 import click
 
 from epd_portable.bench import console
-from epd_portable.bench import report as reports
 from epd_portable.bench.sizing.report import make_report
 from epd_portable.bench.sizing.search import LatencyLimits, SizingQuestion, search
 from epd_portable.bench.sizing.stages import load_stages
@@ -129,7 +128,6 @@ def plan_command(
 ) -> None:
     """Say how many instances of what kind; users read `HELP`."""
     with console.stopping_at_sigterm():
-        load_before = reports.load_average()
         limits = LatencyLimits(
             ttft_s=ttft_p95,
             ttft_pictures_s=ttft_p95_pictures or ttft_p95,
@@ -147,7 +145,4 @@ def plan_command(
             for each in workloads
         ]
         found = [search(each, devices, limits, console.progress) for each in questions]
-        made = make_report(
-            questions, limits, found, command=console.command(), load_before=load_before
-        )
-        console.finish(made, json_file)
+        console.finish(make_report(questions, limits, found), json_file)

@@ -29,9 +29,6 @@ def make_report(
     questions: Sequence[SizingQuestion],
     limits: LatencyLimits,
     found: Sequence[Sequence[RatedDeployment]],
-    *,
-    command: str,
-    load_before: float,
 ) -> Report:
     """Return the page; of several workloads it says what switching roles between them could gain.
 
@@ -62,8 +59,7 @@ def make_report(
         answer = {"best": {**dataclasses.asdict(best.deployment), "rate": best.rate}}
     return Report(
         title=title,
-        command=command,
-        conditions=conditions(load_before, measured=_MEASURED),
+        conditions=conditions(_MEASURED),
         tables=(Table.of(f"Highest rate within the limits, {table}", rows),),
         summary={
             "workloads": [each.workload.model_dump(mode="json") for each in questions],

@@ -40,8 +40,6 @@ def setting_of(
         together=True,
         folder=folder,
         upstream_proxy=folder / "disagg_epd_proxy.py",
-        command="epd-bench load",
-        load_before=0.0,
     )
 
 

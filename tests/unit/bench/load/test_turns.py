@@ -30,8 +30,6 @@ SETTING = LoadSetting(
     together=True,
     folder=Path(),
     upstream_proxy=None,
-    command="epd-bench load",
-    load_before=0.1,
 )
 
 Sent = tuple[LoadRequest, LoadAnswer]
