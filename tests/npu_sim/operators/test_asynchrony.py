@@ -7,7 +7,7 @@ import pytest
 import torch
 
 DEVICE = torch.device("npu", 0)
-DELAY_US = 150_000
+DELAY_US = 500_000
 
 
 @pytest.fixture

@@ -17,6 +17,6 @@ def device() -> int:
 @pytest.fixture
 def slow_copies(monkeypatch: pytest.MonkeyPatch) -> float:
     """Let every copy last; seconds."""
-    seconds = 0.2
+    seconds = 0.6
     monkeypatch.setenv("ASCEND_SIM_COPY_US", str(int(seconds * 1e6)))
     return seconds

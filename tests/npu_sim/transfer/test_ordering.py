@@ -32,7 +32,7 @@ from tests.contract.pairs import Pair, Route
 from tests.contract.transport_consumer import Consumer, digest
 from tests.keyring import keys
 
-DELAY_US = 300_000
+DELAY_US = 800_000
 WIDTH = 128
 SPEC = TensorSpec(shape=(64, WIDTH), dtype="float32")
 LEASE_S = 30.0

@@ -251,14 +251,14 @@ async def test_the_limits_of_time_hold(client: Upstream, listening: Open) -> Non
         writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 99\r\n\r\n")
         for _ in range(99):
             writer.write(b"a")
-            await asyncio.sleep(0.02)
+            await asyncio.sleep(0.04)
 
     instance = Instance(OK)
     instance.behave = slowly
     url = await listening(instance)
     # The silence is shorter than its limit again and again.
     assert await fault_of(client.ask("GET", url, timeout_s=0.3)) is FailureKind.TIMEOUT
-    answer = await client.request("GET", url, silent_s=1.0)
+    answer = await client.request("GET", url, silent_s=3.0)
     assert (await answer.read()) == b"a" * 99
 
     async def once(head: bytes, writer: asyncio.StreamWriter) -> None:
