@@ -51,6 +51,27 @@ class TransportCapabilities:
     fenced: bool = False
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SlotWrite:
+    """One encoder output for one granted slot.
+
+    Attributes:
+        src: On the worker's device, contiguous, of exactly ``slot.nbytes`` bytes; unchanged until
+            it is written.
+        slot: From the consumer's grant.
+        computed: Event behind the work that computes ``src``.
+        address: Of the consumer's end of the path, from the grant.
+        deadline_s: End of the lease on the clock of the worker's `DeviceCopies`; the slot is not
+            touched after it.
+    """
+
+    src: torch.Tensor
+    slot: SlotDescriptor
+    computed: DeviceEvent
+    address: str
+    deadline_s: float
+
+
 class Transport(ABC):
     """The encode side of one path: writes encoder outputs into granted slots of all consumers.
 
@@ -62,46 +83,21 @@ class Transport(ABC):
         self._keys = keys
 
     @abstractmethod
-    def write(
-        self,
-        src: torch.Tensor,
-        slot: SlotDescriptor,
-        *,
-        computed: DeviceEvent,
-        address: str,
-        deadline_s: float,
-    ) -> None:
+    def write(self, item: SlotWrite) -> None:
         """Copy one encoder output into a slot; blocks until its consumer may read the bytes.
 
         Does not block the device's compute stream.
 
-        Args:
-            src: On the worker's device, contiguous, of exactly ``slot.nbytes`` bytes; unchanged
-                until the call returns.
-            computed: Event behind the work that computes ``src``.
-            deadline_s: End of the lease on the clock of ``copies``; the slot is not touched after
-                it.
-
         Raises:
-            LeaseExpiredError: ``deadline_s`` has passed, or the consumer revoked the grant.
-            TransportTimeoutError: Not complete at ``deadline_s``; the slot's content is undefined.
+            LeaseExpiredError: The deadline has passed, or the consumer revoked the grant.
+            TransportTimeoutError: Not complete at the deadline; the slot's content is undefined.
             PeerLostError: The consumer is gone.
             UnsupportedError: This process can never write by this path; take another.
-            ValueError: ``src`` does not match ``slot``.
+            ValueError: The output does not match the slot.
         """
 
-    def queue(
-        self,
-        src: torch.Tensor,
-        slot: SlotDescriptor,
-        *,
-        computed: DeviceEvent,
-        address: str,
-        deadline_s: float,
-    ) -> QueuedCopy | None:
-        """Begin a `write` that the device makes by itself; never waits.
-
-        Arguments and errors are those of `write`; ``src`` is unchanged until the copy has ended.
+    def queue(self, item: SlotWrite) -> QueuedCopy | None:
+        """Begin a `write` that the device makes by itself; never waits, and raises as `write`.
 
         Returns:
             The copy: the consumer may read the bytes when its `QueuedCopy.finish` has returned.
@@ -115,6 +111,11 @@ class Transport(ABC):
     @abstractmethod
     def close(self) -> None:
         """Release connections and mappings; no copy is under way or begins any more."""
+
+    def _check(self, item: SlotWrite) -> None:
+        """Raise `LeaseExpiredError`, or `ValueError` if an output is not what was granted for."""
+        check_source(item.src, item.slot, self._copies.device)
+        self._copies.check_lease(item.deadline_s)
 
 
 class ReceiveMemory(Protocol):

@@ -19,10 +19,10 @@ from epd_portable.connector import registry
 from epd_portable.connector.copies import CHUNK_BYTES, QueuedCopy
 from epd_portable.connector.digest import digest_of
 from epd_portable.connector.producer import Write
-from epd_portable.connector.transport import Transport
+from epd_portable.connector.transport import SlotWrite, Transport
 from epd_portable.envs import EPD_PAYLOAD_DIGEST
 from epd_portable.log import trace
-from epd_portable.runners.outputs import KeptOutputs
+from epd_portable.runners.outputs import EncoderOutput, KeptOutputs
 from epd_portable.runners.stream_clock import Moment
 
 if TYPE_CHECKING:
@@ -130,13 +130,7 @@ class Writers:
             begin_s = time.monotonic()
             try:
                 output = self._outputs.output_for(write.transfer_id)
-                copy = self.transport(write.path).queue(
-                    output.tensor,
-                    write.slot,
-                    computed=output.computed,
-                    address=write.address,
-                    deadline_s=write.deadline_s,
-                )
+                copy = self.transport(write.path).queue(_slot_write(write, output))
             except Exception as error:
                 return self._end(WriteResult(write=write, error=error))
             if copy is not None:
@@ -202,13 +196,7 @@ class Writers:
             digest = digest_of(host)
         _trace_begun(write)
         begin_s = time.monotonic()
-        self.transport(write.path).write(
-            output.tensor,
-            write.slot,
-            computed=output.computed,
-            address=write.address,
-            deadline_s=write.deadline_s,
-        )
+        self.transport(write.path).write(_slot_write(write, output))
         write_s, end_s = _duration(output.computed_at, begin_s)
         _trace_written(write, write_s, end_s)
         return digest, write_s
@@ -240,6 +228,16 @@ class Writers:
         except Exception as error:
             return WriteResult(write=write, error=error)
         return WriteResult(write=write, write_s=write_s)
+
+
+def _slot_write(write: Write, output: EncoderOutput) -> SlotWrite:
+    return SlotWrite(
+        src=output.tensor,
+        slot=write.slot,
+        computed=output.computed,
+        address=write.address,
+        deadline_s=write.deadline_s,
+    )
 
 
 def _duration(computed_at: Moment, begin_s: float) -> tuple[float, float]:

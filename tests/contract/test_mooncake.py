@@ -18,7 +18,7 @@ import torch
 
 from epd_portable.connector import sockets
 from epd_portable.connector.pool import SharedMemory
-from epd_portable.connector.transport import Transport
+from epd_portable.connector.transport import SlotWrite, Transport
 from epd_portable.connector.transports import mooncake
 from epd_portable.connector.transports.mooncake import MooncakeReceiver, _parse
 from epd_portable.errors import (
@@ -65,11 +65,13 @@ def write(
     seconds: float = 30.0,
 ) -> None:
     transport.write(
-        src,
-        slot,
-        computed=transport._copies.platform.record_event(),
-        address=consumer.address,
-        deadline_s=transport._copies.clock() + seconds,
+        SlotWrite(
+            src=src,
+            slot=slot,
+            computed=transport._copies.platform.record_event(),
+            address=consumer.address,
+            deadline_s=transport._copies.clock() + seconds,
+        )
     )
 
 

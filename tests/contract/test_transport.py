@@ -24,7 +24,7 @@ import torch
 from epd_portable.connector import connections, registry
 from epd_portable.connector.copies import QueuedCopy
 from epd_portable.connector.pool import SHM_FOLDER
-from epd_portable.connector.transport import Transport
+from epd_portable.connector.transport import SlotWrite, Transport
 from epd_portable.errors import LeaseExpiredError, NoCommonPathError, TransportError
 from epd_portable.platforms.base import DeviceEvent
 from epd_portable.platforms.traits import TRAITS
@@ -105,11 +105,13 @@ def write(
     seconds: float = 30.0,
 ) -> None:
     transport.write(
-        src,
-        slot,
-        computed=put_out(transport),
-        address=consumer.address,
-        deadline_s=transport._copies.clock() + seconds,
+        SlotWrite(
+            src=src,
+            slot=slot,
+            computed=put_out(transport),
+            address=consumer.address,
+            deadline_s=transport._copies.clock() + seconds,
+        )
     )
 
 
@@ -260,11 +262,13 @@ def queue(
     seconds: float = 30.0,
 ) -> QueuedCopy | None:
     return transport.queue(
-        src,
-        slot,
-        computed=put_out(transport),
-        address=consumer.address,
-        deadline_s=transport._copies.clock() + seconds,
+        SlotWrite(
+            src=src,
+            slot=slot,
+            computed=put_out(transport),
+            address=consumer.address,
+            deadline_s=transport._copies.clock() + seconds,
+        )
     )
 
 
@@ -470,11 +474,13 @@ def test_an_address_that_is_none_is_an_error(
     slot = consumer.grant(0, nbytes(src))
     with pytest.raises(TransportError):
         transport.write(
-            src,
-            slot,
-            computed=put_out(transport),
-            address=address,
-            deadline_s=time.monotonic() + 1,
+            SlotWrite(
+                src=src,
+                slot=slot,
+                computed=put_out(transport),
+                address=address,
+                deadline_s=time.monotonic() + 1,
+            )
         )
     assert_serves(transport, consumer)
 
@@ -615,5 +621,9 @@ def _write_and_die(
     transport = route.transport(Ticking(die))
     src = source(transport, slot.nbytes // ROW_BYTES)
     deadline_s = time.monotonic() + 30
-    transport.write(src, slot, computed=put_out(transport), address=address, deadline_s=deadline_s)
+    transport.write(
+        SlotWrite(
+            src=src, slot=slot, computed=put_out(transport), address=address, deadline_s=deadline_s
+        )
+    )
     os.kill(os.getpid(), signal.SIGKILL)

@@ -32,8 +32,8 @@ from epd_portable.connector.transport import (
     PathReceiver,
     ReceivingEnd,
     RevokedFence,
+    SlotWrite,
     Transport,
-    check_source,
 )
 from epd_portable.errors import (
     CapacityError,
@@ -52,7 +52,6 @@ from epd_portable.wire.descriptors import SlotDescriptor
 
 if TYPE_CHECKING:
     from epd_portable.connector.curve import CurveKeys
-    from epd_portable.platforms.base import DeviceEvent
 
 logger = logging.getLogger(__name__)
 
@@ -109,32 +108,23 @@ class CollectiveTransport(Transport):
         self._lock = threading.Lock()
         self._links: dict[str, _Link] = {}
 
-    def write(
-        self,
-        src: torch.Tensor,
-        slot: SlotDescriptor,
-        *,
-        computed: DeviceEvent,
-        address: str,
-        deadline_s: float,
-    ) -> None:
+    def write(self, item: SlotWrite) -> None:
         """See `Transport.write`; the address is that of the consumer's `CollectiveReceiver`."""
-        check_source(src, slot, self._copies.device)
-        self._copies.check_lease(deadline_s)
+        self._check(item)
         over: list[_Link] = []
         with self._lock:
-            link = self._links.get(address)
+            link = self._links.get(item.address)
             if link is None or link.closed:
                 # A consumer that restarts has another address: links to its former life are over.
                 gone = [known for known, each in self._links.items() if each.is_over()]
                 over = [self._links.pop(known) for known in gone]
-                link = self._links[address] = _Link(self._copies, address)
+                link = self._links[item.address] = _Link(self._copies, item.address)
         for each in over:
             each.close()
         # Before the turn of this item begins: meanwhile the consumer's device would spin in the
         # library's kernel, and other items would wait.
-        computed.synchronize(deadline_s - self._copies.clock())
-        link.write(src, slot, deadline_s)
+        item.computed.synchronize(item.deadline_s - self._copies.clock())
+        link.write(item)
 
     def close(self) -> None:
         """Leave all groups."""
@@ -155,16 +145,16 @@ class _Link:
         self._group: CollectiveGroup | None = None
         self.closed = False
 
-    def write(self, src: torch.Tensor, slot: SlotDescriptor, deadline_s: float) -> None:
-        if not self._lock.acquire(timeout=self._left(deadline_s)):
+    def write(self, item: SlotWrite) -> None:
+        if not self._lock.acquire(timeout=self._left(item.deadline_s)):
             raise TransportTimeoutError(
                 f"{self._address} was busy with other items until the lease of slot "
-                f"{slot.generation} ended; raise transfer.lease_s"
+                f"{item.slot.generation} ended; raise transfer.lease_s"
             )
         try:
             if self.closed:
                 raise PeerLostError(f"the group with {self._address} failed in another write")
-            self._write(src, slot, deadline_s)
+            self._write(item)
         except BaseException:
             self.close()
             raise
@@ -191,13 +181,13 @@ class _Link:
             with contextlib.suppress(OSError):
                 self._connection.close()
 
-    def _write(self, src: torch.Tensor, slot: SlotDescriptor, deadline_s: float) -> None:
-        copies = self._copies
+    def _write(self, item: SlotWrite) -> None:
+        copies, deadline_s = self._copies, item.deadline_s
         group = self._group or self._join(deadline_s)
-        self._request(Put(slot, self._left(deadline_s)), deadline_s)
+        self._request(Put(item.slot, self._left(deadline_s)), deadline_s)
         with copies.platform.stream(copies.index):
             try:
-                group.send(src.view(-1).view(torch.uint8), self._left(deadline_s))
+                group.send(item.src.view(-1).view(torch.uint8), self._left(deadline_s))
             except TransportTimeoutError as error:
                 raise TransportTimeoutError(
                     f"{self._address} did not take the item within the lease: {error}; "

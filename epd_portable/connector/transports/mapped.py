@@ -16,16 +16,12 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 from epd_portable.connector.copies import DeviceCopies, QueuedCopy
 from epd_portable.connector.pool import SharedMemory
 from epd_portable.connector.slab import OpenedSlab
-from epd_portable.connector.transport import Transport, check_source
+from epd_portable.connector.transport import SlotWrite, Transport, check_source
 from epd_portable.errors import PeerLostError, TransportError
 from epd_portable.log import trace
-from epd_portable.wire.descriptors import SlotDescriptor
 
 if TYPE_CHECKING:
-    import torch
-
     from epd_portable.connector.curve import CurveKeys
-    from epd_portable.platforms.base import DeviceEvent
 
 MemoryT = TypeVar("MemoryT", SharedMemory, OpenedSlab)
 
@@ -66,50 +62,34 @@ class MappedTransport(Transport, Generic[MemoryT]):
     def _unmap(self, memory: MemoryT) -> None:
         """Undo `_map`."""
 
-    def write(
-        self,
-        src: torch.Tensor,
-        slot: SlotDescriptor,
-        *,
-        computed: DeviceEvent,
-        address: str,
-        deadline_s: float,
-    ) -> None:
+    def write(self, item: SlotWrite) -> None:
         """See `Transport.write`."""
-        check_source(src, slot, self._copies.device)
+        self._check(item)
         with self._lock:
-            mapping = self._mapping(slot.pool, address)
+            mapping = self._mapping(item.slot.pool, item.address)
             ended = mapping.begin_write()
         try:
-            target = mapping.memory.tensor(slot.offset, slot.nbytes)
-            self._copies.write(target, src, after=computed, deadline_s=deadline_s)
+            target = mapping.memory.tensor(item.slot.offset, item.slot.nbytes)
+            self._copies.write(target, item.src, after=item.computed, deadline_s=item.deadline_s)
         finally:
             ended()
 
-    def queue(
-        self,
-        src: torch.Tensor,
-        slot: SlotDescriptor,
-        *,
-        computed: DeviceEvent,
-        address: str,
-        deadline_s: float,
-    ) -> QueuedCopy | None:
+    def queue(self, item: SlotWrite) -> QueuedCopy | None:
         """See `Transport.queue`; the first write to a consumer takes long, as it maps memory."""
         if not self._lock.acquire(blocking=False):
             return None
         try:
-            mapping = self._mappings.get((slot.pool, address))
+            mapping = self._mappings.get((item.slot.pool, item.address))
             if mapping is None or mapping.copies_block or self._is_gone(mapping.memory):
                 return None
             ended = mapping.begin_write()
         finally:
             self._lock.release()
         try:
-            check_source(src, slot, self._copies.device)
-            target = mapping.memory.tensor(slot.offset, slot.nbytes)
+            check_source(item.src, item.slot, self._copies.device)
+            target = mapping.memory.tensor(item.slot.offset, item.slot.nbytes)
             return self._copies.queue(
-                target, src, after=computed, deadline_s=deadline_s, ended=ended
+                target, item.src, after=item.computed, deadline_s=item.deadline_s, ended=ended
             )
         except BaseException:
             ended()

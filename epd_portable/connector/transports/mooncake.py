@@ -36,9 +36,9 @@ from epd_portable.connector.sockets import (
 from epd_portable.connector.transport import (
     PathReceiver,
     ReceivingEnd,
+    SlotWrite,
     Transport,
     check_slot,
-    check_source,
 )
 from epd_portable.connector.transports.buffers import RegisteredBuffers
 from epd_portable.errors import (
@@ -51,13 +51,11 @@ from epd_portable.errors import (
 from epd_portable.log import trace
 from epd_portable.platforms.traits import TRAITS
 from epd_portable.wire.codec import address_reader, as_address
-from epd_portable.wire.descriptors import SlotDescriptor
 
 if TYPE_CHECKING:
     import torch
 
     from epd_portable.connector.curve import CurveKeys
-    from epd_portable.platforms.base import DeviceEvent
 
 logger = logging.getLogger(__name__)
 
@@ -265,32 +263,23 @@ class MooncakeTransport(Transport):
         self._lock = threading.Lock()
         self._links = Connections(self._make_link, _Link.retire)
 
-    def write(
-        self,
-        src: torch.Tensor,
-        slot: SlotDescriptor,
-        *,
-        computed: DeviceEvent,
-        address: str,
-        deadline_s: float,
-    ) -> None:
+    def write(self, item: SlotWrite) -> None:
         """See `Transport.write`; the address says where the consumer's engine and memory are."""
-        check_source(src, slot, self._copies.device)
-        self._copies.check_lease(deadline_s)
-        peer = _parse(address)
+        self._check(item)
+        peer = _parse(item.address)
         if peer.protocol != self._protocol:
             raise UnsupportedError(
                 f"mooncake moves bytes by {self._protocol} here and by {peer.protocol} at the "
                 "consumer: another path is taken"
             )
-        check_slot(slot, peer.nbytes)
-        host = self._copies.to_host(src, after=computed, deadline_s=deadline_s)
-        link = self._enter(address)
+        check_slot(item.slot, peer.nbytes)
+        host = self._copies.to_host(item.src, after=item.computed, deadline_s=item.deadline_s)
+        link = self._enter(item.address)
         try:
-            self._open(link, slot, deadline_s)
+            self._open(link, item)
             buffer = link.buffers.fill(host)
-            self._copies.check_lease(deadline_s)
-            self._send(link, buffer.memory, slot, deadline_s)
+            self._copies.check_lease(item.deadline_s)
+            self._send(link, buffer.memory, item)
             link.buffers.give_back(buffer)
         except BaseException:
             # The engine may still read the buffer.
@@ -335,25 +324,23 @@ class MooncakeTransport(Transport):
         elif not sound and not link.dropped.wait(_DROP_S):
             logger.error("mooncake's engine for %s does not end", link.peer.name)
 
-    def _open(self, link: _Link, slot: SlotDescriptor, deadline_s: float) -> None:
+    def _open(self, link: _Link, item: SlotWrite) -> None:
         while not link.wait_open(_LOOK_S):
-            if self._copies.clock() >= deadline_s:
+            if self._copies.clock() >= item.deadline_s:
                 raise TransportTimeoutError(
-                    f"slot {slot.generation}: the consumer's engine at {link.peer.name} did not "
-                    "answer before the lease ended; the instance is gone or overloaded"
+                    f"slot {item.slot.generation}: the consumer's engine at {link.peer.name} did "
+                    "not answer before the lease ended; the instance is gone or overloaded"
                 )
             link.check()
 
-    def _send(
-        self, link: _Link, source: torch.Tensor, slot: SlotDescriptor, deadline_s: float
-    ) -> None:
-        engine, name = link.engine, link.peer.name
+    def _send(self, link: _Link, source: torch.Tensor, item: SlotWrite) -> None:
+        engine, name, slot = link.engine, link.peer.name, item.slot
         target = link.peer.base + slot.offset
         batch = engine.begin_write(name, source.data_ptr(), target, slot.nbytes)
         if batch is None:
             raise PeerLostError(f"mooncake cannot write to the consumer at {name}")
         while (status := engine.status(batch)) == _UNDER_WAY:
-            if self._copies.clock() >= deadline_s:
+            if self._copies.clock() >= item.deadline_s:
                 raise TransportTimeoutError(
                     f"slot {slot.generation} was not written by mooncake before its lease ended; "
                     "the instance is gone or overloaded, or transfer.lease_s is too short"

@@ -25,21 +25,20 @@ from epd_portable.connector.transport import (
     LeaseFence,
     PathReceiver,
     ReceivingEnd,
+    SlotWrite,
     Transport,
     check_slot,
-    check_source,
 )
 from epd_portable.connector.transports.buffers import RegisteredBuffers
 from epd_portable.errors import ConfigError, PeerLostError, TransportError, TransportTimeoutError
 from epd_portable.log import trace
 from epd_portable.wire.codec import address_reader, as_address
-from epd_portable.wire.descriptors import MAX_ADDRESS, SlotDescriptor
+from epd_portable.wire.descriptors import MAX_ADDRESS
 
 if TYPE_CHECKING:
     import torch
 
     from epd_portable.connector.curve import CurveKeys
-    from epd_portable.platforms.base import DeviceEvent
 
 BUFFERS = 4
 """Registered buffers that are kept, as many as an encode worker has writers."""
@@ -97,28 +96,18 @@ class NixlTransport(Transport):
             self._agent.register, self._agent.deregister, keep=BUFFERS
         )
 
-    def write(
-        self,
-        src: torch.Tensor,
-        slot: SlotDescriptor,
-        *,
-        computed: DeviceEvent,
-        address: str,
-        deadline_s: float,
-    ) -> None:
+    def write(self, item: SlotWrite) -> None:
         """See `Transport.write`; the address holds what NIXL must know of the consumer."""
-        check_source(src, slot, self._copies.device)
-        self._copies.check_lease(deadline_s)
-        peer = _parse(address)
-        check_slot(slot, peer.nbytes)
-        host = self._copies.to_host(src, after=computed, deadline_s=deadline_s)
+        self._check(item)
+        check_slot(item.slot, _parse(item.address).nbytes)
+        host = self._copies.to_host(item.src, after=item.computed, deadline_s=item.deadline_s)
         buffer = self._buffers.fill(host)
         try:
-            self._copies.check_lease(deadline_s)
-            self._send(buffer.memory, peer, slot, address, deadline_s)
+            self._copies.check_lease(item.deadline_s)
+            self._send(buffer.memory, item)
         except BaseException:
             # The network card may still read the buffer.
-            self._forget(address)
+            self._forget(item.address)
             self._buffers.discard(buffer)
             raise
         self._buffers.give_back(buffer)
@@ -129,24 +118,17 @@ class NixlTransport(Transport):
             self._peers.close()
         self._buffers.close()
 
-    def _send(
-        self,
-        source: torch.Tensor,
-        peer: _AgentAddress,
-        slot: SlotDescriptor,
-        address: str,
-        deadline_s: float,
-    ) -> None:
+    def _send(self, source: torch.Tensor, item: SlotWrite) -> None:
         try:
             with self._lock:
-                name = self._peers.use(address)
-            handle = self._begin(source, peer, slot, name)
+                name = self._peers.use(item.address)
+            handle = self._begin(source, item, name)
             try:
                 while True:
                     done = self._is_done(handle)
-                    if self._copies.clock() >= deadline_s:
+                    if self._copies.clock() >= item.deadline_s:
                         raise TransportTimeoutError(
-                            f"slot {slot.generation} was not written by nixl before its lease "
+                            f"slot {item.slot.generation} was not written by nixl before its lease "
                             "ended; the instance is gone or overloaded, or transfer.lease_s is "
                             "too short"
                         )
@@ -161,12 +143,10 @@ class NixlTransport(Transport):
         except Exception as error:  # NIXL's have no common base.
             raise PeerLostError(f"nixl cannot reach the consumer: {error!r}") from error
 
-    def _begin(
-        self, source: torch.Tensor, peer: _AgentAddress, slot: SlotDescriptor, name: str
-    ) -> Any:
-        nixl = self._agent.nixl
+    def _begin(self, source: torch.Tensor, item: SlotWrite, name: str) -> Any:
+        nixl, slot = self._agent.nixl, item.slot
         here = [(source.data_ptr(), slot.nbytes, 0)]
-        there = [(peer.base + slot.offset, slot.nbytes, 0)]
+        there = [(_parse(item.address).base + slot.offset, slot.nbytes, 0)]
         with self._agent.lock:
             handle = nixl.initialize_xfer(
                 "WRITE",

@@ -8,7 +8,6 @@ refused. Everything is encrypted, see `epd_portable.connector.curve`.
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING
 
 import msgspec
 import zmq
@@ -20,8 +19,8 @@ from epd_portable.connector.transport import (
     LeaseFence,
     PathReceiver,
     ReceivingEnd,
+    SlotWrite,
     Transport,
-    check_source,
 )
 from epd_portable.errors import (
     LeaseExpiredError,
@@ -32,11 +31,6 @@ from epd_portable.errors import (
 from epd_portable.log import trace
 from epd_portable.wire.codec import reader
 from epd_portable.wire.descriptors import SlotDescriptor
-
-if TYPE_CHECKING:
-    import torch
-
-    from epd_portable.platforms.base import DeviceEvent
 
 CHUNK_BYTES = 1 << 20
 """ZMQ receives a frame of this size before it checks the sender's key, so this bounds the memory
@@ -77,29 +71,19 @@ class TcpTransport(Transport):
         self._lock = threading.Lock()
         self._free = Connections(self._connect_all, _close_all)
 
-    def write(
-        self,
-        src: torch.Tensor,
-        slot: SlotDescriptor,
-        *,
-        computed: DeviceEvent,
-        address: str,
-        deadline_s: float,
-    ) -> None:
+    def write(self, item: SlotWrite) -> None:
         """See `Transport.write`; from a device through page-locked host memory."""
-        check_source(src, slot, self._copies.device)
-        self._copies.check_lease(deadline_s)
-        host = self._copies.to_host(src, after=computed, deadline_s=deadline_s)
-        data: memoryview = host.numpy().data
-        socket = self._take_connection(address)
+        self._check(item)
+        host = self._copies.to_host(item.src, after=item.computed, deadline_s=item.deadline_s)
+        socket = self._take_connection(item.address)
         try:
-            self._send(socket, data, slot, address, deadline_s)
+            self._send(socket, host.numpy().data, item)
         except BaseException:
             # Answers to its last chunks would be taken for those of the next write.
             socket.close(linger=0)
             raise
         with self._lock:
-            free = self._free.get(address)
+            free = self._free.get(item.address)
             if free is not None:
                 free.append(socket)
                 return
@@ -111,25 +95,18 @@ class TcpTransport(Transport):
             self._free.close()
         self._context.term()
 
-    def _send(
-        self,
-        socket: zmq.Socket[bytes],
-        data: memoryview,
-        slot: SlotDescriptor,
-        address: str,
-        deadline_s: float,
-    ) -> None:
+    def _send(self, socket: zmq.Socket[bytes], data: memoryview, item: SlotWrite) -> None:
         pending = 0
-        for start in range(0, slot.nbytes, CHUNK_BYTES):
+        for start in range(0, item.slot.nbytes, CHUNK_BYTES):
             if pending == WINDOW:
-                self._take_answer(socket, slot, address, deadline_s)
+                self._take_answer(socket, item)
                 pending -= 1
             chunk = data[start : start + CHUNK_BYTES]
-            socket.send(_encode(_Chunk(slot, start, len(chunk))), zmq.SNDMORE)
+            socket.send(_encode(_Chunk(item.slot, start, len(chunk))), zmq.SNDMORE)
             socket.send(chunk, copy=False)
             pending += 1
         for _ in range(pending):
-            self._take_answer(socket, slot, address, deadline_s)
+            self._take_answer(socket, item)
 
     def _take_connection(self, address: str) -> zmq.Socket[bytes]:
         with self._lock:
@@ -149,11 +126,10 @@ class TcpTransport(Transport):
         connect_client(socket, address, self._keys, what="data address")
         return socket
 
-    def _take_answer(
-        self, socket: zmq.Socket[bytes], slot: SlotDescriptor, address: str, deadline_s: float
-    ) -> None:
+    def _take_answer(self, socket: zmq.Socket[bytes], item: SlotWrite) -> None:
         """Wait for the answer to one chunk."""
-        remaining_ms = int((deadline_s - self._copies.clock()) * 1000)
+        address, slot = item.address, item.slot
+        remaining_ms = int((item.deadline_s - self._copies.clock()) * 1000)
         if remaining_ms <= 0 or not socket.poll(remaining_ms):
             raise TransportTimeoutError(
                 f"no answer from {address} for slot {slot.generation} before its lease ended; "

@@ -22,7 +22,7 @@ from epd_portable.connector.control import ControlClients, ControlServer
 from epd_portable.connector.copies import DeviceCopies
 from epd_portable.connector.curve import CurveKeys, is_off_host, read_keys
 from epd_portable.connector.pool import SharedMemory
-from epd_portable.connector.transport import LeaseFence
+from epd_portable.connector.transport import LeaseFence, SlotWrite
 from epd_portable.connector.transports.tcp import TcpReceiver, TcpTransport
 from epd_portable.errors import ConfigError, TransportTimeoutError
 from epd_portable.platforms import registry
@@ -264,11 +264,13 @@ def write(
     transport = TcpTransport(copies, held)
     try:
         transport.write(
-            torch.frombuffer(bytearray(WORDS), dtype=torch.uint8) if item is None else item,
-            slot,
-            computed=copies.platform.record_event(),
-            address=address,
-            deadline_s=copies.clock() + limit_s,
+            SlotWrite(
+                src=torch.frombuffer(bytearray(WORDS), dtype=torch.uint8) if item is None else item,
+                slot=slot,
+                computed=copies.platform.record_event(),
+                address=address,
+                deadline_s=copies.clock() + limit_s,
+            )
         )
     finally:
         transport.close()

@@ -22,6 +22,7 @@ from epd_portable.config.instance import InstanceConfig
 from epd_portable.connector import registry as paths
 from epd_portable.connector.copies import DeviceCopies, QueuedCopy
 from epd_portable.connector.pool import SharedMemory
+from epd_portable.connector.transport import SlotWrite
 from epd_portable.connector.worker_endpoint import WorkerEndpoint
 from epd_portable.platforms import registry
 from epd_portable.platforms.base import DeviceEvent
@@ -271,11 +272,13 @@ class Encoder:
     def _write(self, computed: DeviceEvent) -> SlotDescriptor:
         slot = self._consumer.grant(0, SPEC.nbytes)
         self._transport.write(
-            self._output,
-            slot,
-            computed=computed,
-            address=self._consumer.address,
-            deadline_s=self.copies.clock() + LEASE_S,
+            SlotWrite(
+                src=self._output,
+                slot=slot,
+                computed=computed,
+                address=self._consumer.address,
+                deadline_s=self.copies.clock() + LEASE_S,
+            )
         )
         return slot
 

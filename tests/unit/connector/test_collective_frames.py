@@ -21,7 +21,7 @@ import torch
 from msgspec.msgpack import encode
 
 from epd_portable.connector.copies import DeviceCopies
-from epd_portable.connector.transport import RevokedFence
+from epd_portable.connector.transport import RevokedFence, SlotWrite
 from epd_portable.connector.transports import collective
 from epd_portable.connector.transports.collective import (
     MAX_FRAME_BYTES,
@@ -95,11 +95,13 @@ class Consumer:
 
     def write(self, transport: CollectiveTransport, slot: SlotDescriptor, value: int) -> None:
         transport.write(
-            torch.full((slot.nbytes,), value, dtype=torch.uint8),
-            slot,
-            computed=self.copies.platform.record_event(),
-            address=self.receiver.address,
-            deadline_s=self.copies.clock() + DEADLINE_S,
+            SlotWrite(
+                src=torch.full((slot.nbytes,), value, dtype=torch.uint8),
+                slot=slot,
+                computed=self.copies.platform.record_event(),
+                address=self.receiver.address,
+                deadline_s=self.copies.clock() + DEADLINE_S,
+            )
         )
 
 
@@ -336,11 +338,13 @@ def test_an_answer_of_nonsense_is_an_error(kind: str) -> None:
         threading.Thread(target=_answer, args=(server, answer), daemon=True).start()
         with pytest.raises(error):
             transport.write(
-                torch.ones(64, dtype=torch.uint8),
-                SLOT,
-                computed=copies.platform.record_event(),
-                address=f"{HOST}:{server.getsockname()[1]}",
-                deadline_s=copies.clock() + 0.5,
+                SlotWrite(
+                    src=torch.ones(64, dtype=torch.uint8),
+                    slot=SLOT,
+                    computed=copies.platform.record_event(),
+                    address=f"{HOST}:{server.getsockname()[1]}",
+                    deadline_s=copies.clock() + 0.5,
+                )
             )
     transport.close()
 
@@ -384,11 +388,13 @@ def test_an_item_is_put_when_computed(consumer: Consumer, monkeypatch: pytest.Mo
     monkeypatch.setattr(collective, "Put", put)
     transport = CollectiveTransport(consumer.copies, keys())
     transport.write(
-        torch.full((SLOT.nbytes,), 7, dtype=torch.uint8),
-        SLOT,
-        computed=SpyEvent(look),
-        address=consumer.receiver.address,
-        deadline_s=consumer.copies.clock() + DEADLINE_S,
+        SlotWrite(
+            src=torch.full((SLOT.nbytes,), 7, dtype=torch.uint8),
+            slot=SLOT,
+            computed=SpyEvent(look),
+            address=consumer.receiver.address,
+            deadline_s=consumer.copies.clock() + DEADLINE_S,
+        )
     )
     transport.close()
     assert happened == ["looked", "looked", "looked", "told"]
@@ -398,11 +404,13 @@ def test_an_item_that_is_not_computed_holds_up_no_other(consumer: Consumer) -> N
     transport = CollectiveTransport(consumer.copies, keys())
     with pytest.raises(TransportTimeoutError, match="device work was not complete"):
         transport.write(
-            torch.zeros(SLOT.nbytes, dtype=torch.uint8),
-            SLOT,
-            computed=SpyEvent(lambda: False),
-            address=consumer.receiver.address,
-            deadline_s=consumer.copies.clock() + 0.05,
+            SlotWrite(
+                src=torch.zeros(SLOT.nbytes, dtype=torch.uint8),
+                slot=SLOT,
+                computed=SpyEvent(lambda: False),
+                address=consumer.receiver.address,
+                deadline_s=consumer.copies.clock() + 0.05,
+            )
         )
     consumer.write(transport, SLOT, 7)
     transport.close()

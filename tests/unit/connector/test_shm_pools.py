@@ -9,6 +9,7 @@ import torch
 
 from epd_portable.connector.copies import DeviceCopies
 from epd_portable.connector.pool import SharedMemory
+from epd_portable.connector.transport import SlotWrite
 from epd_portable.connector.transports.mapped import ShmTransport
 from epd_portable.errors import PeerLostError
 from epd_portable.platforms.cpu import PassedEvent
@@ -45,16 +46,18 @@ def transport(platform: SpyPlatform) -> Iterator[ShmTransport]:
     made.close()
 
 
-def options(pool: SharedMemory) -> dict[str, object]:
-    return {"computed": PassedEvent(), "address": pool.identity, "deadline_s": NEVER_S}
-
-
-def slot(pool: SharedMemory) -> SlotDescriptor:
-    return SlotDescriptor(pool=pool.path.name, offset=0, nbytes=8, generation=1)
+def item(pool: SharedMemory, src: torch.Tensor = SRC) -> SlotWrite:
+    return SlotWrite(
+        src=src,
+        slot=SlotDescriptor(pool=pool.path.name, offset=0, nbytes=8, generation=1),
+        computed=PassedEvent(),
+        address=pool.identity,
+        deadline_s=NEVER_S,
+    )
 
 
 def write(transport: ShmTransport, pool: SharedMemory) -> None:
-    transport.write(SRC, slot(pool), **options(pool))  # type: ignore[arg-type]
+    transport.write(item(pool))
 
 
 def test_a_pool_stays_page_locked_while_a_copy_into_it_is_under_way_though_its_owner_has_gone(
@@ -63,7 +66,7 @@ def test_a_pool_stays_page_locked_while_a_copy_into_it_is_under_way_though_its_o
     gone = make_pool()
     write(transport, gone)
     platform.event = SpyEvent()
-    copy = transport.queue(SRC, slot(gone), **options(gone))  # type: ignore[arg-type]
+    copy = transport.queue(item(gone))
     assert copy is not None
     gone.unlink()
     write(transport, make_pool(gone.path.name))
@@ -81,7 +84,7 @@ def test_a_copy_that_was_refused_keeps_no_pool_page_locked(
     gone = make_pool()
     write(transport, gone)
     with pytest.raises(ValueError, match="bytes"):
-        transport.queue(torch.ones(3), slot(gone), **options(gone))  # type: ignore[arg-type]
+        transport.queue(item(gone, torch.ones(3)))
     gone.unlink()
     write(transport, make_pool())
     assert platform.unpinned == [platform.pinned[0][0]]
@@ -93,5 +96,5 @@ def test_an_opening_is_no_wait(
     pool = make_pool()
     write(transport, pool)
     with transport._lock:
-        assert transport.queue(SRC, slot(pool), **options(pool)) is None  # type: ignore[arg-type]
-    assert transport.queue(SRC, slot(pool), **options(pool)) is not None  # type: ignore[arg-type]
+        assert transport.queue(item(pool)) is None
+    assert transport.queue(item(pool)) is not None

@@ -14,7 +14,7 @@ import zmq
 from epd_portable.connector.copies import DeviceCopies
 from epd_portable.connector.curve import secure_client
 from epd_portable.connector.pool import SharedMemory
-from epd_portable.connector.transport import LeaseFence
+from epd_portable.connector.transport import LeaseFence, SlotWrite
 from epd_portable.connector.transports.tcp import (
     CHUNK_BYTES,
     MAX_ANSWER_BYTES,
@@ -47,11 +47,13 @@ class Consumer:
         transport = TcpTransport(copies, keys())
         try:
             transport.write(
-                torch.ones(slot.nbytes, dtype=torch.uint8),
-                slot,
-                computed=copies.platform.record_event(),
-                address=address or self.receiver.address,
-                deadline_s=copies.clock() + limit_s,
+                SlotWrite(
+                    src=torch.ones(slot.nbytes, dtype=torch.uint8),
+                    slot=slot,
+                    computed=copies.platform.record_event(),
+                    address=address or self.receiver.address,
+                    deadline_s=copies.clock() + limit_s,
+                )
             )
         finally:
             transport.close()
