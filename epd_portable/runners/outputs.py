@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -15,7 +16,7 @@ from epd_portable.connector.stores.writer import StoreWriter
 from epd_portable.errors import TransportError
 from epd_portable.log import trace
 from epd_portable.runners.metrics import SenderMetrics
-from epd_portable.runners.stream_clock import Moment, StreamClock
+from epd_portable.runners.stream_clock import StreamClock
 from epd_portable.wire.descriptors import TensorSpec
 
 if TYPE_CHECKING:
@@ -32,12 +33,12 @@ class EncoderOutput:
     Attributes:
         tensor: ``(num_tokens, width)``, contiguous.
         computed: Event behind its computation.
-        computed_at: Time at which that event passed.
+        computed_at: Monotonic time at which that event passed.
     """
 
     tensor: torch.Tensor
     computed: DeviceEvent
-    computed_at: Moment
+    computed_at: Future[float]
 
 
 class KeptOutputs:
@@ -140,12 +141,12 @@ class KeptOutputs:
         # The event is behind the computation, and behind the copy if that is not in one piece.
         whole = tensor.detach().contiguous()
         computed = self._copies.platform.record_event()
-        computed_at = Moment()
+        computed_at: Future[float] = Future()
         self._outputs[mm_hash] = EncoderOutput(whole, computed, computed_at)
         self._metrics.kept(whole.nbytes)
 
         def reached(at_s: float) -> None:
-            computed_at.set(at_s)
+            computed_at.set_result(at_s)
             if ready:
                 ready(at_s)
 
@@ -154,18 +155,7 @@ class KeptOutputs:
     def _store_output(self, order: TransferOrder, output: EncoderOutput) -> None:
         if self._store is None or not order.item_uuid or not _fits(order.tensor, output.tensor):
             return
-        self._store.save_caches(
-            writer.Output(
-                item_uuid=order.item_uuid,
-                kind=order.kind,
-                mm_hash=order.mm_hash,
-                modality=order.modality,
-                metadata=order.metadata,
-                tensor=order.tensor,
-                nbytes=output.tensor.nbytes,
-                to_host=partial(self._to_host, output),
-            )
-        )
+        self._store.save_caches(writer.Output(order=order, to_host=partial(self._to_host, output)))
 
     def _to_host(self, output: EncoderOutput) -> torch.Tensor:
         self._copies.platform.set_device(self._copies.index)

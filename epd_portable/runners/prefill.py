@@ -5,18 +5,17 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from epd_portable.log import trace
 from epd_portable.runners.prompt import (
-    PromptRecord,
     is_own,
     match_transfers,
     metadata_only_items,
     outcome_of,
 )
 from epd_portable.runners.receiver import Receiver
-from epd_portable.scheduling.items import PromptItem
+from epd_portable.scheduling.items import Claimant, PromptItem
 from epd_portable.wire.messages import NackCode
 from epd_portable.wire.params import CacheNews, ItemOutcome, PrefillOutcome, PrefillParams
 
@@ -39,7 +38,7 @@ class PrefillRequests:
         self._config = config
         self._receiver = receiver
         self._cache = receiver.cache
-        self._records = cast("dict[str, PromptRecord]", receiver.cache.requests)
+        self._records = receiver.cache.requests
         self._lookahead = lookahead
         self._numbers = itertools.count()
         self._unavailable: set[str] = set()
@@ -56,7 +55,7 @@ class PrefillRequests:
         encoded here (no media in the request, or no encoder) never is, whatever happens.
         """
         transfers = match_transfers(items, params)
-        record = PromptRecord(
+        record = Claimant(
             request_id,
             next(self._numbers),
             items=items,
@@ -91,16 +90,14 @@ class PrefillRequests:
             and not (claim.item.is_here and claim.served)
         ]
 
-    def encode_for_others(
-        self, request_id: str, items: Sequence[PromptItem]
-    ) -> PromptRecord | None:
+    def encode_for_others(self, request_id: str, items: Sequence[PromptItem]) -> Claimant | None:
         """Claim room for items of an encode job.
 
         Returns:
             The claims, for `EncoderCachePreallocator.leave`; ``None`` if requests use something
             else of such a name.
         """
-        record = PromptRecord(request_id, next(self._numbers), items=items)
+        record = Claimant(request_id, next(self._numbers), items=items)
         self._cache.enter(record)
         for place in items:
             if self._cache.claim(record, place) is None:
@@ -117,7 +114,7 @@ class PrefillRequests:
         """
         record = self._records.get(request_id)
         if record is None:
-            record = PromptRecord(request_id, next(self._numbers))
+            record = Claimant(request_id, next(self._numbers))
             self._cache.enter(record)
         if not record.failed:
             detail = (
@@ -219,7 +216,7 @@ class PrefillRequests:
 
     # --------------------------------------------------------------------------------------------
 
-    def _claim(self, record: PromptRecord, place: PromptItem) -> bool:
+    def _claim(self, record: Claimant, place: PromptItem) -> bool:
         """Let a request that has just come claim one of its items; fail it if that cannot be."""
         mm_hash, tensor = place.mm_hash, place.tensor
         transfer = record.transfers.get(mm_hash)
@@ -247,7 +244,7 @@ class PrefillRequests:
             self._receiver.expect(transfer, claim.item)
         return True
 
-    def _refuse_crowd(self, record: PromptRecord) -> bool:
+    def _refuse_crowd(self, record: Claimant) -> bool:
         """Fail a request whose items a drafter would want at once, more than the cache holds."""
         for index, first in enumerate(record.items if self._lookahead else ()):
             sizes = {
@@ -267,7 +264,7 @@ class PrefillRequests:
                 return True
         return False
 
-    def _may_schedule(self, record: PromptRecord) -> bool:
+    def _may_schedule(self, record: Claimant) -> bool:
         computed, first = record.num_computed_tokens, record.next_item
         if first == len(record.items):
             if record.running:
@@ -293,7 +290,7 @@ class PrefillRequests:
                 return False
         return True
 
-    def _refuse(self, record: PromptRecord, mm_hash: str, code: NackCode, detail: str) -> None:
+    def _refuse(self, record: Claimant, mm_hash: str, code: NackCode, detail: str) -> None:
         """Let the scheduler end a request, and send the router a nack of one of its transfers.
 
         Args:
@@ -310,7 +307,7 @@ class PrefillRequests:
             own = record.transfers.get(mm_hash) or next(iter(record.transfers.values()))
             self._receiver.send_nack(record, own.transfer_id, code, detail)
 
-    def _fail_lost(self, record: PromptRecord, mm_hash: str) -> None:
+    def _fail_lost(self, record: Claimant, mm_hash: str) -> None:
         detail = (
             f"item {mm_hash}: {record.lost[mm_hash]}; it cannot be encoded here, where the request "
             "holds no media or the instance no encoder: send the request again"
@@ -318,7 +315,7 @@ class PrefillRequests:
         logger.warning("request %s: %s", record.request_id, detail)
         self._refuse(record, mm_hash, NackCode.UNAVAILABLE, detail)
 
-    def _moved(self, record: PromptRecord, num_computed_tokens: int, *, running: bool) -> None:
+    def _moved(self, record: Claimant, num_computed_tokens: int, *, running: bool) -> None:
         """See `EncoderCachePreallocator.moved`; remembers what the prefix cache covered."""
         for claim in self._cache.moved(record, num_computed_tokens, running=running):
             record.note(ItemOutcome(mm_hash=claim.item.mm_hash, source="prefix_cache"))

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 
 from epd_portable.connector.registry import STORE
-from epd_portable.log import trace
 from epd_portable.scheduling.items import Claimant, Item, PromptItem
 from epd_portable.wire.params import (
     EncodeTransfer,
@@ -14,37 +12,6 @@ from epd_portable.wire.params import (
     ItemOutcome,
     PrefillParams,
 )
-
-
-@dataclass(slots=True, eq=False)
-class PromptRecord(Claimant):
-    """One request with items, in a prefill+decode instance.
-
-    Attributes:
-        transfers: Of its items, by ``mm_hash``.
-        reply_to: ZMQ identity of the router; empty if failures are not to be reported.
-        by_front: The engine front is told in place of a router.
-        arrived_s: When it was added.
-        outcomes: Where each item came from, by ``mm_hash``.
-        mm_inputs_done: Items that lie wholly in what was computed, prefix cache included.
-    """
-
-    transfers: Mapping[str, ExpectedTransfer] = field(default_factory=dict)
-    reply_to: bytes = b""
-    by_front: bool = False
-    arrived_s: float = 0.0
-    outcomes: dict[str, ItemOutcome] = field(default_factory=dict)
-    mm_inputs_done: int = 0
-
-    def note(self, outcome: ItemOutcome) -> None:
-        """Remember where an item came from: the first source counts, but for a local encode."""
-        if outcome.source == "local" or outcome.mm_hash not in self.outcomes:
-            self.outcomes[outcome.mm_hash] = outcome
-
-    def note_local(self, mm_hash: str) -> None:
-        """Remember that an item is encoded on this instance."""
-        self.note(ItemOutcome(mm_hash=mm_hash, source="local"))
-        trace("item.local", request=self.request_id, mm_hash=mm_hash)
 
 
 def metadata_only_items(
@@ -107,7 +74,7 @@ def engine_names(
     return names
 
 
-def is_own(item: Item, record: PromptRecord) -> bool:
+def is_own(item: Item, record: Claimant) -> bool:
     """Return whether the request's own transfer brought an item."""
     own = record.transfers.get(item.mm_hash)
     return (
@@ -115,7 +82,7 @@ def is_own(item: Item, record: PromptRecord) -> bool:
     )
 
 
-def outcome_of(item: Item, record: PromptRecord, wait_s: float | None = None) -> ItemOutcome:
+def outcome_of(item: Item, record: Claimant, wait_s: float | None = None) -> ItemOutcome:
     """Return how a request has an item that is here.
 
     Args:

@@ -7,22 +7,23 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from epd_portable.connector import registry
 from epd_portable.connector.consumer import ConsumerSession, FailureCause, Transfer
 from epd_portable.connector.endpoint import ConsumerEndpoint
 from epd_portable.connector.pool import ReceivePool
 from epd_portable.connector.transport import LeaseFence
+from epd_portable.errors import TransportError
 from epd_portable.log import trace
 from epd_portable.platforms.traits import TRAITS, PlatformTraits
 from epd_portable.runners.background import EncodeOrder
-from epd_portable.runners.messages import LoadReports, MessageThread
+from epd_portable.runners.load_reports import LoadReports
 from epd_portable.runners.metrics import ReceiverMetrics
 from epd_portable.runners.orders import OrderBook
 from epd_portable.runners.placer import Placement
-from epd_portable.runners.prompt import PromptRecord, outcome_of
-from epd_portable.scheduling.items import Claim, Item, Origin, State
+from epd_portable.runners.prompt import outcome_of
+from epd_portable.scheduling.items import Claim, Claimant, Item, Origin, State
 from epd_portable.scheduling.preallocator import EncoderCachePreallocator
 from epd_portable.wire.descriptors import SlotDescriptor
 from epd_portable.wire.messages import (
@@ -41,12 +42,17 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_CHECK_EVERY_S = 0.05
+"""Deadlines are judged so often while no message comes."""
+
 
 class Receiver:
     """Messages, transfers and slots of a PD instance, in its scheduler's process.
 
-    `MessageThread` calls `take_in`; all else is called by the engine's thread, under its lock. What
-    requests want of it: `epd_portable.runners.prefill`.
+    A thread takes messages in as they come, so that peers wait for no step of the engine. It and
+    the engine's take turns by `lock`: the engine's holds it while it schedules, while it takes in
+    what a step put out, and whenever it changes what it has of requests or of the encoder cache.
+    What requests want of it: `epd_portable.runners.prefill`.
 
     Args:
         fingerprint: Compatibility fingerprint, compared with that of producers.
@@ -59,11 +65,12 @@ class Receiver:
         traits: Of the platform, if not those of ``config.platform``.
 
     Attributes:
-        cache: The scheduler's encoder cache; its requests are `PromptRecord`.
+        cache: The scheduler's encoder cache.
         orders: What the workers must do in each step.
         pool: Receive slots.
         requested: Transfers that an engine front is to have an encoder asked for.
-        lock: See `MessageThread.lock`.
+        lock: See above; reentrant.
+        thread: ``None`` before `listen`.
     """
 
     def __init__(
@@ -118,13 +125,15 @@ class Receiver:
         self._deadlines: deque[tuple[float, str]] = deque()
         """Of requests, with their ids; those that have ended go in time."""
         self._loads = LoadReports(load or LoadReport, self._send)
-        self._messages = MessageThread(self._endpoint, self.take_in)
-        self.lock = self._messages.lock
+        self.lock = threading.RLock()
+        self.thread: threading.Thread | None = None
+        self._closing = False
+        self._death: BaseException | None = None
         self._has_news = threading.Event()
 
     # -- requests --------------------------------------------------------------------------------
 
-    def enter(self, record: PromptRecord) -> None:
+    def enter(self, record: Claimant) -> None:
         """A request awaits items from now on, until its deadline."""
         self.cache.enter(record)
         if len(self._deadlines) > 4 * len(self.cache.requests) + 64:
@@ -140,14 +149,12 @@ class Receiver:
         if transfer.store:
             self._session.receive(*self._endpoint.load(transfer, item.mm_hash, item.tensor), now)
 
-    def decline(self, record: PromptRecord) -> None:
+    def decline(self, record: Claimant) -> None:
         """Answer *not needed* to whatever announces a transfer of a request."""
         for transfer in record.transfers.values():
             self._session.decline(transfer.transfer_id)
 
-    def send_nack(
-        self, record: PromptRecord, transfer_id: str, code: NackCode, detail: str
-    ) -> None:
+    def send_nack(self, record: Claimant, transfer_id: str, code: NackCode, detail: str) -> None:
         """Send the router a nack of one of a request's transfers, if it wants to know."""
         if record.reply_to:
             nack = Nack(transfer_id=transfer_id, code=code, detail=detail)
@@ -167,10 +174,14 @@ class Receiver:
         """A step is about to be scheduled: hand out the room that came back since.
 
         Raises:
-            TransportError: The listener has died. It ends the engine, which would seem well
+            TransportError: The thread has ended. It ends the engine, which would seem well
                 otherwise.
         """
-        self._messages.check()
+        if self._death is not None:
+            raise TransportError(
+                f"the thread epd-receiver ended with {self._death!r}, and no item comes to this "
+                "instance; restart it"
+            ) from self._death
         self._has_news.clear()
         if self.cache.unsettled:
             trace("turn")
@@ -194,8 +205,9 @@ class Receiver:
     # -- messages --------------------------------------------------------------------------------
 
     def listen(self) -> None:
-        """Take messages in as they come, by a thread, until `close`."""
-        self._messages.start()
+        """Start the thread."""
+        self.thread = threading.Thread(target=self._run, name="epd-receiver", daemon=True)
+        self.thread.start()
 
     def take_in(self) -> None:
         """Take in what has come, then judge deadlines: what came during a long step is in time.
@@ -218,7 +230,23 @@ class Receiver:
 
     def close(self) -> None:
         """Stop receiving and remove the pool."""
-        self._messages.close()
+        self._closing = True
+        if self.thread is not None:
+            self._endpoint.wake()
+            self.thread.join()
+        self._endpoint.close()
+
+    def _run(self) -> None:
+        try:
+            while not self._closing:
+                self._endpoint.wait(_CHECK_EVERY_S)
+                with self.lock:
+                    if not self._closing:
+                        self.take_in()
+        except BaseException as error:
+            self._death = error
+            logger.critical("the thread epd-receiver ends: no item comes here any more")
+            raise
 
     def _send(self, identity: bytes, message: AnyMessage) -> None:
         self._endpoint.send(identity, message)
@@ -229,7 +257,7 @@ class Receiver:
         while self._deadlines and now >= self._deadlines[0][0]:
             deadline_s, request_id = self._deadlines.popleft()
             record = self.cache.requests.get(request_id)
-            if record is None or deadline_s < _record(record).arrived_s + self._wait_timeout_s:
+            if record is None or deadline_s < record.arrived_s + self._wait_timeout_s:
                 continue  # It has ended; another of that name has a deadline of its own.
             reason = f"not delivered within {self._wait_timeout_s} s (transfer.wait_timeout_s)"
             for claim in list(record.claims.values()):
@@ -324,12 +352,12 @@ class Receiver:
 
     # --------------------------------------------------------------------------------------------
 
-    def _records(self, item: Item) -> list[PromptRecord]:
+    def _records(self, item: Item) -> list[Claimant]:
         """Return the requests that claim an item."""
         names = (*item.holders, *item.wanted)  # Transfers to others hold items, too.
-        return [_record(self.cache.requests[each]) for each in names if each in self.cache.requests]
+        return [self.cache.requests[each] for each in names if each in self.cache.requests]
 
-    def _owners(self, transfer: Transfer) -> Iterator[PromptRecord]:
+    def _owners(self, transfer: Transfer) -> Iterator[Claimant]:
         """Yield the requests whose own transfer it is."""
         for record in self._records(transfer.item):
             own = record.transfers.get(transfer.item.mm_hash)
@@ -338,7 +366,7 @@ class Receiver:
 
     def _encode(self, claim: Claim) -> bool:
         """Let workers encode an item in the background, if they can."""
-        record = _record(claim.claimant)
+        record = claim.claimant
         place = record.items[claim.place]
         if place.media is None:
             return False
@@ -367,7 +395,3 @@ class Receiver:
             nbytes=tensor.nbytes,
         )
         return True
-
-
-def _record(claimant: object) -> PromptRecord:
-    return cast("PromptRecord", claimant)

@@ -20,8 +20,7 @@ from epd_portable.connector.producer import TransferOrder
 from epd_portable.log import trace
 from epd_portable.runners.dispatcher import Dispatcher
 from epd_portable.runners.prefill import PrefillRequests
-from epd_portable.runners.prompt import PromptRecord
-from epd_portable.scheduling.items import PromptItem, State
+from epd_portable.scheduling.items import Claimant, PromptItem, State
 from epd_portable.scheduling.preallocator import EncoderCachePreallocator
 from epd_portable.wire.params import EncodeOutcome
 
@@ -44,7 +43,7 @@ class SharedEncoder:
         self._requests = requests
         self._cache = cache
         self._waiting: dict[str, Sequence[PromptItem]] = {}
-        self._current: PromptRecord | None = None
+        self._current: Claimant | None = None
         self._tried = False
         """An item of the current job was to be encoded once more."""
         self._orders: list[TransferOrder] = []
@@ -116,7 +115,7 @@ class SharedEncoder:
         self._current, self._tried = record, False
         return True
 
-    def _is_over(self, job: PromptRecord) -> bool:
+    def _is_over(self, job: Claimant) -> bool:
         """Return whether a job has ended, well or not."""
         for claim in job.claims.values():
             item = claim.item
@@ -137,7 +136,7 @@ class SharedEncoder:
         self._end(job)
         return True
 
-    def _give_up(self, job: PromptRecord, reason: str) -> None:
+    def _give_up(self, job: Claimant, reason: str) -> None:
         self._lose(job.request_id, reason)
         self._end(job)
 
@@ -147,7 +146,7 @@ class SharedEncoder:
         self._orders += self._dispatcher.take_lost(request_id)
         self._answer(request_id)
 
-    def _end(self, job: PromptRecord) -> None:
+    def _end(self, job: Claimant) -> None:
         self._cache.leave(job)
         self._current = None
         self._answer(job.request_id)

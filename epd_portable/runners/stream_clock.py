@@ -24,24 +24,6 @@ _STEPS_AHEAD = 1
 and what is encoded next is decided as late as can be."""
 
 
-class Moment:
-    """The time at which something was complete, once that is known."""
-
-    def __init__(self) -> None:
-        self._at_s: float | None = None
-        self._known = threading.Event()
-
-    def set(self, at_s: float) -> None:
-        """It was at this monotonic time."""
-        self._at_s = at_s
-        self._known.set()
-
-    def wait(self, timeout_s: float) -> float | None:
-        """Return it; ``None`` if it is not known in time."""
-        self._known.wait(timeout_s)
-        return self._at_s
-
-
 class StreamClock:
     """Reports points in the work of one stream, in their order, without polling.
 

@@ -11,6 +11,8 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import TYPE_CHECKING
@@ -23,7 +25,6 @@ from epd_portable.connector.transport import SlotWrite, Transport
 from epd_portable.envs import EPD_PAYLOAD_DIGEST
 from epd_portable.log import trace
 from epd_portable.runners.outputs import EncoderOutput, KeptOutputs
-from epd_portable.runners.stream_clock import Moment
 
 if TYPE_CHECKING:
     from epd_portable.config.instance import InstanceConfig
@@ -93,7 +94,9 @@ class Writers:
         """Under way; those that were reported to be stuck are left out."""
         self._lock = threading.Lock()
         self._blocking: SimpleQueue[Write | None] = SimpleQueue()
-        self._queued: SimpleQueue[tuple[Write, QueuedCopy, Moment, float] | None] = SimpleQueue()
+        self._queued: SimpleQueue[tuple[Write, QueuedCopy, Future[float], float] | None] = (
+            SimpleQueue()
+        )
         """Copies that the device makes, each with the times at which its output was computed, and
         at which it was asked to."""
         self._copied_s = 0.0
@@ -218,7 +221,7 @@ class Writers:
             raise
 
     def _finish_copy(
-        self, write: Write, copy: QueuedCopy, computed_at: Moment, begin_s: float
+        self, write: Write, copy: QueuedCopy, computed_at: Future[float], begin_s: float
     ) -> WriteResult:
         try:
             copy.finish()
@@ -240,7 +243,7 @@ def _slot_write(write: Write, output: EncoderOutput) -> SlotWrite:
     )
 
 
-def _duration(computed_at: Moment, begin_s: float) -> tuple[float, float]:
+def _duration(computed_at: Future[float], begin_s: float) -> tuple[float, float]:
     """Return how long a write took that has ended just now, and when that was.
 
     Args:
@@ -249,7 +252,8 @@ def _duration(computed_at: Moment, begin_s: float) -> tuple[float, float]:
         begin_s: When the write could have begun otherwise.
     """
     end_s = time.monotonic()
-    begin_s = max(begin_s, computed_at.wait(_COMPUTED_WAIT_S) or begin_s)
+    with suppress(TimeoutError):
+        begin_s = max(begin_s, computed_at.result(_COMPUTED_WAIT_S))
     end_s = max(begin_s, end_s)
     return end_s - begin_s, end_s
 

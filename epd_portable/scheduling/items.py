@@ -21,12 +21,14 @@ import enum
 import heapq
 import itertools
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, Protocol
 
+from epd_portable.log import trace
 from epd_portable.wire.descriptors import SlotDescriptor, TensorSpec
+from epd_portable.wire.params import ExpectedTransfer, ItemOutcome
 
 
 class State(enum.Enum):
@@ -130,7 +132,7 @@ class PromptItem:
 
 @dataclass(slots=True, eq=False)
 class Claimant:
-    """A request, as far as room is concerned.
+    """One request with items, in a prefill+decode instance.
 
     Attributes:
         items: Places of items in its prompt, in the order of the prompt.
@@ -144,6 +146,12 @@ class Claimant:
         lost: Why it cannot have an item, by ``mm_hash``: it is not delivered, and cannot be
             encoded here.
         failed: It will be ended without an answer, and claims nothing any more.
+        transfers: Of its items, by ``mm_hash``.
+        reply_to: ZMQ identity of the router; empty if failures are not to be reported.
+        by_front: The engine front is told in place of a router.
+        arrived_s: When it was added.
+        outcomes: Where each item came from, by ``mm_hash``.
+        mm_inputs_done: Items that lie wholly in what was computed, prefix cache included.
     """
 
     request_id: str
@@ -155,6 +163,12 @@ class Claimant:
     num_computed_tokens: int = 0
     lost: dict[str, str] = field(default_factory=dict)
     failed: bool = False
+    transfers: Mapping[str, ExpectedTransfer] = field(default_factory=dict)
+    reply_to: bytes = b""
+    by_front: bool = False
+    arrived_s: float = 0.0
+    outcomes: dict[str, ItemOutcome] = field(default_factory=dict)
+    mm_inputs_done: int = 0
     _reach: list[int] = field(default_factory=list)
     """One past the last token of each item and of those before it."""
 
@@ -194,6 +208,16 @@ class Claimant:
     def next_item(self) -> int:
         """Index of the first item that is not wholly computed; their number if there is none."""
         return bisect_right(self._reach, self.num_computed_tokens)
+
+    def note(self, outcome: ItemOutcome) -> None:
+        """Remember where an item came from: the first source counts, but for a local encode."""
+        if outcome.source == "local" or outcome.mm_hash not in self.outcomes:
+            self.outcomes[outcome.mm_hash] = outcome
+
+    def note_local(self, mm_hash: str) -> None:
+        """Remember that an item is encoded on this instance."""
+        self.note(ItemOutcome(mm_hash=mm_hash, source="local"))
+        trace("item.local", request=self.request_id, mm_hash=mm_hash)
 
 
 COMPUTED = 1 << 30

@@ -9,16 +9,16 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from epd_portable.config.secret import Secret
 from epd_portable.connector.circuit_breaker import CircuitBreaker
+from epd_portable.connector.producer import TransferOrder
 from epd_portable.connector.stores.base import Entry, Store, make_store
 from epd_portable.connector.stores.entry import MAX_PAYLOAD_BYTES, Seal
 from epd_portable.connector.stores.metrics import StoreMetrics
 from epd_portable.errors import CorruptEntryError, EPDError, StoreError, StoreFullError
 from epd_portable.log import trace
-from epd_portable.wire.descriptors import TensorSpec
 
 if TYPE_CHECKING:
     import torch
@@ -39,21 +39,17 @@ class Output:
     """An encoder output to store.
 
     Attributes:
-        item_uuid: As in `epd_portable.wire.params.EncodeTransfer`.
-        kind: The router's modality; with `item_uuid` it makes the key.
-        modality: As in `epd_portable.wire.params.EncodedItem`.
-        nbytes: Memory that it holds until it is written.
+        order: A transfer that it was encoded for; its ``item_uuid`` and ``kind`` make the key.
         to_host: Returns its bytes, ``(nbytes,)`` uint8 on CPU; blocks, and may raise an `EPDError`.
     """
 
-    item_uuid: str
-    kind: str
-    mm_hash: str
-    modality: str
-    metadata: dict[str, list[Any]] | None
-    tensor: TensorSpec
-    nbytes: int
+    order: TransferOrder
     to_host: Callable[[], torch.Tensor]
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that it holds until it is written."""
+        return self.order.tensor.nbytes
 
 
 def open_writer(config: InstanceConfig, namespace: str) -> StoreWriter | None:
@@ -159,12 +155,13 @@ class StoreWriter:
     def _write(self, batch: list[Output]) -> None:
         """Write the outputs that the store does not have."""
         wanted = {
-            self._seal.key(self._namespace, each.item_uuid, each.kind): each for each in batch
+            self._seal.key(self._namespace, each.order.item_uuid, each.order.kind): each
+            for each in batch
         }
         found = self._store.has_caches(list(wanted))
         entries = []
         for (key, output), head in zip(wanted.items(), found, strict=True):
-            if head is not None and self._is_of(output, key, head):
+            if head is not None and self._is_of(output.order, key, head):
                 self._metrics.known()
             elif (entry := self._entry(key, output)) is not None:
                 entries.append(entry)
@@ -176,30 +173,30 @@ class StoreWriter:
         for entry in entries:
             trace("store.written", mm_hash=entry.mm_hash, nbytes=entry.payload.nbytes)
 
-    def _is_of(self, output: Output, key: str, raw: bytes) -> bool:
+    def _is_of(self, order: TransferOrder, key: str, raw: bytes) -> bool:
         """Return whether an entry of the store is what would be written."""
         try:
             head = self._seal.open(raw, key)
         except CorruptEntryError:
             return False
-        known = output.metadata is None or head.metadata == output.metadata
-        return known and (head.mm_hash, head.tensor) == (output.mm_hash, output.tensor)
+        known = order.metadata is None or head.metadata == order.metadata
+        return known and (head.mm_hash, head.tensor) == (order.mm_hash, order.tensor)
 
     def _entry(self, key: str, output: Output) -> Entry | None:
-        tensor, mm_hash = output.tensor, output.mm_hash
+        order = output.order
         try:
-            if tensor.nbytes > MAX_PAYLOAD_BYTES:
-                raise StoreFullError(f"{tensor.nbytes} bytes, at most {MAX_PAYLOAD_BYTES}")
+            if output.nbytes > MAX_PAYLOAD_BYTES:
+                raise StoreFullError(f"{output.nbytes} bytes, at most {MAX_PAYLOAD_BYTES}")
             payload = output.to_host().numpy().data
         except EPDError as error:
-            logger.warning("item %s is not stored: %s", mm_hash, error)
+            logger.warning("item %s is not stored: %s", order.mm_hash, error)
             self._metrics.dropped("error")
             return None
         return self._seal.entry(
             payload,
             key=key,
-            mm_hash=mm_hash,
-            modality=output.modality,
-            metadata=output.metadata,
-            tensor=tensor,
+            mm_hash=order.mm_hash,
+            modality=order.modality,
+            metadata=order.metadata,
+            tensor=order.tensor,
         )

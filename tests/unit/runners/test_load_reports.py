@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from epd_portable.runners.messages import MAX_ROUTERS, LoadReports
+from epd_portable.runners.load_reports import MAX_ROUTERS, LoadReports
 from epd_portable.wire.messages import LOAD_EVERY_S, LOAD_HEARTBEAT_S, LOAD_LEASE_S, LoadReport
 
 

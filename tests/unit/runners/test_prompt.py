@@ -3,11 +3,10 @@ from __future__ import annotations
 import pytest
 
 from epd_portable.runners.prompt import (
-    PromptRecord,
     match_transfers,
     metadata_only_items,
 )
-from epd_portable.scheduling.items import PromptItem
+from epd_portable.scheduling.items import Claimant, PromptItem
 from epd_portable.wire.params import ExpectedTransfer, ItemOutcome, PrefillParams, Source
 from tests.unit.runners.harness import spec
 
@@ -98,9 +97,9 @@ def test_bare_is_what_has_no_media_by_the_engine_or_by_the_router(
 # -- how far a request is ------------------------------------------------------------------------
 
 
-def record(*ends: tuple[str, int]) -> PromptRecord:
+def record(*ends: tuple[str, int]) -> Claimant:
     """Return a request of items of one token each, by the end of each."""
-    return PromptRecord(
+    return Claimant(
         "r",
         0,
         items=[

@@ -260,7 +260,7 @@ def test_an_engine_whose_receiver_has_died_ends(caplog: pytest.LogCaptureFixture
     pd.mailbox.wait = wait  # type: ignore[attr-defined]
     pd.receiver.listen()
     assert broken.wait(10)
-    pd.receiver._messages.thread.join(10)  # type: ignore[union-attr]
+    pd.receiver.thread.join(10)  # type: ignore[union-attr]
     with pytest.raises(TransportError, match="epd-receiver ended with OSError"):
         pd.receiver.before_step()
     assert "no item comes here any more" in caplog.text

@@ -3,6 +3,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from epd_portable.connector.copies import DeviceCopies
 from epd_portable.errors import PlatformError
 from epd_portable.platforms import registry
 from epd_portable.runners import stream_clock
-from epd_portable.runners.stream_clock import Moment, StreamClock
+from epd_portable.runners.stream_clock import StreamClock
 from tests.held_device import DEADLINE_S, HeldPlatform
 
 
@@ -49,17 +50,17 @@ def clock(device: HeldPlatform) -> Iterator[StreamClock]:
 def test_a_point_is_reached_when_the_device_comes_to_it_and_not_when_it_is_marked(
     device: HeldPlatform, clock: StreamClock
 ) -> None:
-    first, second = Moment(), Moment()
-    clock.mark(first.set)
-    clock.mark(second.set)
-    assert first.wait(0.05) is None
+    first, second = Future[float](), Future[float]()
+    clock.mark(first.set_result)
+    clock.mark(second.set_result)
+    with pytest.raises(TimeoutError):
+        first.result(0.05)
     let_s = device.let(1)
-    reached_s = first.wait(DEADLINE_S)
-    assert reached_s is not None
-    assert reached_s >= let_s
-    assert second.wait(0.05) is None
+    assert first.result(DEADLINE_S) >= let_s
+    with pytest.raises(TimeoutError):
+        second.result(0.05)
     device.let(1)
-    assert second.wait(DEADLINE_S) is not None
+    second.result(DEADLINE_S)
 
 
 def test_events_of_the_trace_have_the_time_of_the_device(
@@ -90,12 +91,10 @@ def test_without_a_trace_nothing_is_recorded_for_it(
 
 def test_where_operations_are_complete_when_they_return_there_is_no_thread(trace: Trace) -> None:
     clock = StreamClock(DeviceCopies(registry.get("cpu")), "clock")
-    reached = Moment()
+    reached = Future[float]()
     begin_s = time.monotonic()
-    clock.mark(reached.set)
-    at_s = reached.wait(0)
-    assert at_s is not None
-    assert begin_s <= at_s <= time.monotonic()
+    clock.mark(reached.set_result)
+    assert begin_s <= reached.result(0) <= time.monotonic()
     clock.trace("step", tokens=3)
     assert trace.events == [("step", None, {"tokens": 3})]
     assert "clock" not in {thread.name for thread in threading.enumerate()}
@@ -105,11 +104,11 @@ def test_where_operations_are_complete_when_they_return_there_is_no_thread(trace
 def test_who_marks_a_point_of_a_device_that_has_failed_hears_of_it(
     device: HeldPlatform, clock: StreamClock
 ) -> None:
-    reached = Moment()
-    clock.mark(reached.set)
+    reached = Future[float]()
+    clock.mark(reached.set_result)
     device.fail()
     deadline_s = time.monotonic() + DEADLINE_S
     with pytest.raises(PlatformError, match="device work failed: it is broken"):
         while time.monotonic() < deadline_s:
-            clock.mark(reached.set)
-    assert reached.wait(0) is None
+            clock.mark(reached.set_result)
+    assert not reached.done()

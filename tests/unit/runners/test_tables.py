@@ -111,7 +111,7 @@ def test_requests_that_have_ended_leave_nothing_that_grows() -> None:
         if first % 1000 == 0:
             held = Holdings(pair.pd.receiver, pair.encode.session)
             assert held.entries.pop("ConsumerSession._ended") <= MAX_ENDED
-            assert held.objects["PromptRecord"] <= FEW, held.objects
+            assert held.objects["Claimant"] <= FEW, held.objects
             assert held.objects["Transfer"] <= FEW, held.objects
             assert held.entries.total() <= 3 * FEW, held.entries
     assert held.objects["Item"] > 0, "what is idle in the cache is not seen"

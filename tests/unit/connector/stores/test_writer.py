@@ -9,6 +9,7 @@ import torch
 from prometheus_client import CollectorRegistry
 
 from epd_portable.connector.circuit_breaker import CircuitBreaker
+from epd_portable.connector.producer import TransferOrder
 from epd_portable.connector.stores.metrics import StoreMetrics
 from epd_portable.connector.stores.writer import Output, StoreWriter
 from epd_portable.errors import StoreError, StoreFullError, TransportError
@@ -27,16 +28,8 @@ def output(name: str, *, to_host: Callable[[], torch.Tensor] | None = None) -> O
     def host() -> torch.Tensor:
         return torch.full((SPEC.nbytes,), 1, dtype=torch.uint8)
 
-    return Output(
-        item_uuid=name,
-        kind="image",
-        mm_hash=name,
-        modality="image",
-        metadata=None,
-        tensor=SPEC,
-        nbytes=SPEC.nbytes,
-        to_host=to_host or host,
-    )
+    order = TransferOrder(transfer_id=name, mm_hash=name, consumer="", tensor=SPEC, item_uuid=name)
+    return Output(order=order, to_host=to_host or host)
 
 
 class Side:
