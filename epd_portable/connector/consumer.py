@@ -127,10 +127,6 @@ class _Early:
 class TransferEvents(Protocol):
     """Callbacks of a `ConsumerSession`, whose own state has changed before each."""
 
-    def announced(self, announce: Announce) -> None:
-        """An encoder has an item that no request expects yet."""
-        ...
-
     def may_bring(self, item: Item, transfer_id: str) -> bool:
         """Return whether a transfer may use the slot of its item."""
         ...
@@ -529,11 +525,10 @@ class ConsumerSession:
         if message.transfer_id in self._early or len(self._early) >= MAX_EARLY:
             return
         if self._verify_transfer(message):
-            fits = self._fits(message)
             expires_s = self._now + self._wait_timeout_s
-            self._early[message.transfer_id] = _Early(expires_s, sender, message, offered=fits)
-            if fits:
-                self._events.announced(message)
+            self._early[message.transfer_id] = _Early(
+                expires_s, sender, message, offered=self._fits(message)
+            )
 
     def _forget_early(self, transfer_id: str) -> None:
         early = self._early.pop(transfer_id, None)

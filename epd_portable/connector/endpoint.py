@@ -40,6 +40,9 @@ class ConsumerEndpoint:
         fence: Lets writes through to leased slots only.
         namespace: Of the store's entries that may be loaded.
 
+    Attributes:
+        control: Its control channel, for a thread to wait at.
+
     Raises:
         ConfigError: There is no secret.
         CapacityError: ``/dev/shm`` has no room for the pool.
@@ -62,8 +65,8 @@ class ConsumerEndpoint:
         self._keys = CurveKeys.derive(self._secret)
         self._logged: set[tuple[str, str]] = set()
         with contextlib.ExitStack() as opened:
-            self._control = ControlServer(config.control_address, session, self._keys, config.pool)
-            opened.callback(self._control.close)
+            self.control = ControlServer(config.control_address, session, self._keys, config.pool)
+            opened.callback(self.control.close)
             self._memory = SharedMemory.create(config.pool, pool_bytes)
             opened.callback(self._memory.unlink)
             self._peer = PeerDescriptor(
@@ -79,7 +82,7 @@ class ConsumerEndpoint:
 
     def receive(self) -> list[tuple[bytes, AnyMessage]]:
         """Return ``(identity, message)`` of control messages that have arrived."""
-        received = self._control.receive()
+        received = self.control.receive()
         return received if self._loader is None else received + self._loader.receive()
 
     def load(
@@ -96,18 +99,10 @@ class ConsumerEndpoint:
         nack = Nack(transfer_id=transfer.transfer_id, code=NackCode.NOT_STORED, detail=detail)
         return IDENTITY, nack
 
-    def wait(self, timeout_s: float) -> None:
-        """See `ControlServer.wait`."""
-        self._control.wait(timeout_s)
-
-    def wake(self) -> None:
-        """See `ControlServer.wake`."""
-        self._control.wake()
-
     def send(self, identity: bytes, message: AnyMessage) -> None:
         """Send a control message."""
         if identity != IDENTITY:
-            self._control.send(identity, message)
+            self.control.send(identity, message)
         elif self._loader is not None:
             self._loader.send(message)
 
@@ -131,7 +126,7 @@ class ConsumerEndpoint:
             self._secret.verify_transfer(
                 announce.proof, announce.transfer_id, announce.item_uuid, address
             )
-            for address in (self._config.control_address, self._control.address)
+            for address in (self._config.control_address, self.control.address)
         )
 
     def is_gone(self, producer: PeerDescriptor) -> bool:
@@ -153,7 +148,7 @@ class ConsumerEndpoint:
             self._namespace,
             self._memory,
             timeout_s=section.timeout_s,
-            wake=self.wake,
+            wake=self.control.wake,
             digest=digest_of_bytes if EPD_PAYLOAD_DIGEST.get() else lambda data: "",
         )
         opened.callback(loader.close)
@@ -174,12 +169,5 @@ class ConsumerEndpoint:
             fence=fence,
             keys=self._keys,
         )
-        for path in paths:
-            if path.in_worker:
-                continue
-            receiver = registry.open_receiver(path.name, end)
-            if receiver is None:
-                yield PathEndpoint(path=path.name, address=self._memory.identity)
-                continue
-            opened.callback(receiver.close)
-            yield PathEndpoint(path=path.name, address=receiver.address)
+        here = (path for path in paths if not path.in_worker)
+        yield from registry.open_receivers(here, end, opened, memory=self._memory.identity)

@@ -11,7 +11,8 @@ import functools
 import importlib
 import importlib.util
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -211,13 +212,21 @@ def load_transport(name: str, copies: DeviceCopies, keys: CurveKeys) -> Transpor
     return make(copies, keys)
 
 
-def open_receiver(name: str, end: ReceivingEnd) -> PathReceiver | None:
-    """Open the consumer's end of a path, see `PathReceiver.open`; ``None`` if it needs none."""
-    target = entry(name).receiver
-    if not target:
-        return None
-    receiver: type[PathReceiver] = _load(target)
-    return receiver.open(end)
+def open_receivers(
+    paths: Iterable[PathEntry], end: ReceivingEnd, opened: ExitStack, *, memory: str
+) -> Iterator[PathEndpoint]:
+    """Open the consumer's end of paths, see `PathReceiver`, until ``opened`` is closed.
+
+    Args:
+        memory: Address of the memory, for paths that need no receiver.
+    """
+    for path in paths:
+        address = memory
+        if path.receiver:
+            receiver: PathReceiver = _load(path.receiver)(end)
+            opened.callback(receiver.close)
+            address = receiver.address
+        yield PathEndpoint(path=path.name, address=address)
 
 
 def paths_within_host() -> frozenset[str]:

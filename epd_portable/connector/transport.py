@@ -15,7 +15,6 @@ from epd_portable.wire.descriptors import SlotDescriptor
 
 if TYPE_CHECKING:
     import torch
-    from typing_extensions import Self
 
     from epd_portable.connector.copies import DeviceCopies, QueuedCopy
     from epd_portable.connector.curve import CurveKeys
@@ -172,11 +171,6 @@ class PathReceiver(ABC):
 
     @abstractmethod
     def __init__(self, end: ReceivingEnd) -> None: ...
-
-    @classmethod
-    def open(cls, end: ReceivingEnd) -> Self:
-        """Return a receiver."""
-        return cls(end)
 
     @abstractmethod
     def close(self) -> None:

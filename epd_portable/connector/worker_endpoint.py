@@ -151,30 +151,19 @@ class WorkerEndpoint:
                 paths = [path for path in paths if path.name not in in_slab]
             else:
                 self._slab, slab = made, made.address
-        with contextlib.ExitStack() as opened:
-            endpoints = tuple(
-                PathEndpoint(path=path.name, address=self._receive(path.name, opened) or slab)
-                for path in paths
-            )
-            publication = Publication(session=session, slab=slab, paths=endpoints)
-            self._publish(publication, opened)
-            self._opened = opened.pop_all()
-
-    def _receive(self, path: str, opened: contextlib.ExitStack) -> str:
-        """Open the receiver of a path, and return its address; empty if it needs none."""
         end = ReceivingEnd(
             memory=lambda: self.host if self._slab is None else self._slab,
-            platform=self._config.platform,
-            host=self._config.host,
-            data_address=self._config.data_address,
+            platform=config.platform,
+            host=config.host,
+            data_address=config.data_address,
             fence=self._fence,
             copies=self._copies,
         )
-        receiver = registry.open_receiver(path, end)
-        if receiver is None:
-            return ""
-        opened.callback(receiver.close)
-        return receiver.address
+        with contextlib.ExitStack() as opened:
+            endpoints = tuple(registry.open_receivers(paths, end, opened, memory=slab))
+            publication = Publication(session=session, slab=slab, paths=endpoints)
+            self._publish(publication, opened)
+            self._opened = opened.pop_all()
 
     def _publish(self, publication: Publication, opened: contextlib.ExitStack) -> None:
         path = _published_at(self._config.pool)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 from epd_portable.config.secret import Secret
 from epd_portable.connector.producer import TransferOrder
@@ -17,23 +15,6 @@ from epd_portable.wire.descriptors import TensorSpec
 from epd_portable.wire.params import EncodedItem, EncodeOutcome, EncodeParams
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EncodeItem:
-    """One item of an encode request.
-
-    Attributes:
-        mm_hash: The engine's identifier.
-        tensor: What the encoder will put out.
-        modality: As in `EncodedItem`.
-        metadata: As in `EncodedItem`.
-    """
-
-    mm_hash: str
-    tensor: TensorSpec
-    modality: str = "image"
-    metadata: dict[str, list[Any]] | None = None
 
 
 class Dispatcher:
@@ -68,22 +49,22 @@ class Dispatcher:
         return bool(self.kept)
 
     def request_arrived(
-        self, request_id: str, items: list[EncodeItem], params: EncodeParams
+        self,
+        request_id: str,
+        items: Sequence[tuple[EncodedItem, TensorSpec]],
+        params: EncodeParams,
     ) -> None:
-        """Remember which consumers the items of a request are for.
+        """Remember which consumers the items of a request are for, each with its output.
 
         What the router has not signed is not delivered: a request could name any address.
         """
-        distinct = {item.mm_hash: item for item in items}
-        self._items[request_id] = tuple(
-            EncodedItem(mm_hash=item.mm_hash, modality=item.modality, metadata=item.metadata)
-            for item in distinct.values()
-        )
-        names = engine_names([(item.mm_hash, item.modality) for item in items], params.transfers)
+        distinct = {item.mm_hash: (item, tensor) for item, tensor in items}
+        self._items[request_id] = tuple(item for item, _ in distinct.values())
+        names = engine_names([(item.mm_hash, item.modality) for item, _ in items], params.transfers)
         orders = []
         for transfer in params.transfers:
-            item = distinct.get(names.get(transfer.item_uuid, ""))
-            if item is None:
+            item, tensor = distinct.get(names.get(transfer.item_uuid, ""), (None, None))
+            if item is None or tensor is None:
                 logger.warning(
                     "request %s names %d transfers but has %d items: %s is not delivered",
                     request_id,
@@ -108,7 +89,7 @@ class Dispatcher:
                     transfer_id=transfer.transfer_id,
                     mm_hash=item.mm_hash,
                     consumer=transfer.consumer,
-                    tensor=item.tensor,
+                    tensor=tensor,
                     item_uuid=transfer.item_uuid,
                     proof=transfer.proof,
                     kind=transfer.modality,

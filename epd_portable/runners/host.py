@@ -1,9 +1,8 @@
-"""What the mixins need of the model runner that they are mixed into, and of the connector."""
+"""What the mixins need of the model runner that they are mixed into."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
@@ -30,65 +29,21 @@ class StepOutput(Protocol):
     def ec_connector_metadata(self) -> Any: ...  # noqa: D102 - above
 
 
-class WorkerHooks(Protocol):
-    """The worker half of an instance's connector, as the mixins of its model runner call it."""
-
-    def begin_step(self, metadata: Any, encoder_cache: dict[str, torch.Tensor]) -> None:
-        """Do what the scheduler half asks for, before the step computes.
-
-        An encode instance begins the transfers that were ordered. In a step that computes nothing
-        because something must end first, it rests until something has, but for some milliseconds
-        at most. A PD instance makes items that have arrived entries of the encoder cache: in a step
-        with tokens they are ready for work that is queued on the current stream afterwards.
-
-        Args:
-            metadata: ``ec_connector_metadata`` of the step.
-            encoder_cache: The runner's outputs ``(num_tokens, width)`` by ``mm_hash``; is added to.
-        """
-        ...
-
-    def end_step(self) -> Any | None:
-        """Return what has ended (vLLM's ``ECConnectorOutput``), or ``None``.
-
-        Called when all work of the step has been queued. An encode instance blocks until that of
-        the step before is computed.
-        """
-        ...
-
-    def turn(self) -> AbstractContextManager[None]:
-        """Compute while nothing is encoded in the background."""
-        ...
-
-    def encoding(self, items: Sequence[str]) -> AbstractContextManager[bool | None]:
-        """Let the encoder compute some items, by ``mm_hash``.
-
-        An encode instance that has no memory for them says so and goes on, and each is encoded by
-        whoever needs it.
-
-        Raises:
-            EngineError: This instance is to encode nothing.
-        """
-        ...
-
-    def trace(self, event: str, **fields: Any) -> None:
-        """Record an event with the time at which the device comes to this point of its work."""
-        ...
-
-
 class RunnerHost:
     """vLLM's V1 ``GPUModelRunner`` and its CPU and NPU subclasses (0.26 to 0.33).
 
     For the type checker only; at run time the mixins derive from ``object``.
 
     Attributes:
-        epd: Set by the worker before the first step.
+        epd: A `epd_portable.vllm_plugin.ec_connector.WorkerConnector`; set by the worker before the
+            first step.
         encoder_cache: Encoder outputs ``(num_tokens, width)`` by ``mm_hash``.
         requests: Cached request states by request id, with ``mm_features`` and ``generator``.
         input_batch: vLLM's ``InputBatch``: ``req_ids`` by index, and by the same index
             ``generators``, of requests with a seed only.
     """
 
-    epd: WorkerHooks
+    epd: Any
     encoder_cache: dict[str, torch.Tensor]
     requests: Mapping[str, Any]
     input_batch: Any
@@ -107,7 +62,8 @@ class SecondRunnerHost:
     For the type checker only; at run time the mixins derive from ``object``.
 
     Attributes:
-        epd: Set by the worker before the first step.
+        epd: A `epd_portable.vllm_plugin.ec_connector.WorkerConnector`; set by the worker before the
+            first step.
         encoder_cache: vLLM's ``EncoderCache``: ``encoder_outputs`` ``(num_tokens, width)`` by
             ``mm_hash``, and ``mm_features`` by request id.
         model_state: Made by `load_model`; its ``execute_mm_encoder`` takes the indices of the items
@@ -121,7 +77,7 @@ class SecondRunnerHost:
     `input_tensor_semaphore` (0.32 and 0.33).
     """
 
-    epd: WorkerHooks
+    epd: Any
     encoder_cache: Any
     model_state: Any
     ec_connector: Any

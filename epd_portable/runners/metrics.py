@@ -16,14 +16,12 @@ from epd_portable.connector.producer import Finished, Write
 from epd_portable.scheduling.encoder_cache import EncoderCacheManager
 from epd_portable.wire.descriptors import SlotDescriptor
 from epd_portable.wire.messages import (
-    Announce,
     AnyMessage,
     Grant,
     Later,
     Nack,
     NackCode,
     NotNeeded,
-    Written,
 )
 from epd_portable.wire.params import ItemOutcome, Source
 
@@ -70,12 +68,11 @@ class Instruments:
 
 
 class SenderMetrics(Instruments):
-    """Of the worker's process. `sent` and `finished` are for one thread."""
+    """Of the worker's process."""
 
     def __init__(self, registry: CollectorRegistry | None = None) -> None:
         super().__init__(registry)
         counter = self._counter
-        self._sent: set[tuple[str, str]] = set()
         self._transfers = counter(
             "epd_encode_transfers",
             "Transfers begun, by where the output comes from.",
@@ -88,15 +85,7 @@ class SenderMetrics(Instruments):
             "result",
             ("settled", "failed"),
         )
-        self._announcements = counter("epd_encode_announcements", "Items announced.")
-        self._repeats = counter(
-            "epd_encode_repeats",
-            "Messages sent again: no answer, no room yet, or a lease to renew.",
-            "message",
-            ("announce", "written"),
-        )
-        self._writes = counter("epd_encode_writes", "Items written into slots.", "path")
-        self._sent_bytes = counter("epd_encode_sent_bytes", "Bytes of these items.", "path")
+        self._sent_bytes = counter("epd_encode_sent_bytes", "Bytes written into slots.", "path")
         self._write_failures = counter("epd_encode_write_failures", "Writes that failed.", "path")
         self._write_s = self._seconds(
             "epd_encode_write_seconds", "Duration of the writes that did not fail.", "path"
@@ -113,24 +102,8 @@ class SenderMetrics(Instruments):
         self._transfers.labels(source).inc()
         self._in_flight.inc()
 
-    def sent(self, message: AnyMessage) -> None:
-        """A message goes to a consumer."""
-        if isinstance(message, Announce):
-            kind = "announce"
-        elif isinstance(message, Written):
-            kind = "written"
-        else:
-            return
-        name = (message.transfer_id, kind)
-        if name in self._sent:
-            self._repeats.labels(kind).inc()
-        elif kind == "announce":
-            self._announcements.inc()
-        self._sent.add(name)
-
     def written(self, write: Write, write_s: float) -> None:
         """An item is in its slot, after so many seconds."""
-        self._writes.labels(write.path).inc()
         self._sent_bytes.labels(write.path).inc(write.slot.nbytes)
         self._write_s.labels(write.path).observe(write_s)
 
@@ -142,7 +115,6 @@ class SenderMetrics(Instruments):
         """A transfer ended."""
         self._ended.labels("failed" if finished.problem else "settled").inc()
         self._in_flight.dec()
-        self._sent -= {(finished.transfer_id, kind) for kind in ("announce", "written")}
 
     def kept(self, nbytes: int) -> None:
         """Outputs of so many bytes are kept from now on; negative: not any more."""
@@ -171,12 +143,6 @@ class ReceiverMetrics(Instruments):
             "epd_pd_requests_failed", "Requests that could not be answered.", "code", _CODES
         )
         self._grants = counter("epd_pd_grants", "Slots granted.", "path")
-        self._grants_repeated = counter(
-            "epd_pd_grants_repeated", "Grants sent again, with a lease from then on.", "path"
-        )
-        self._waits = counter(
-            "epd_pd_waits", "Transfers that found no room when they were announced."
-        )
         self._not_needed = counter(
             "epd_pd_not_needed", "Answers that an item is there already or not wanted."
         )
@@ -192,8 +158,7 @@ class ReceiverMetrics(Instruments):
             "cause",
             get_args(FailureCause),
         )
-        self._received_items = counter("epd_pd_received_items", "Items received.", "path")
-        self._received_bytes = counter("epd_pd_received_bytes", "Bytes of these items.", "path")
+        self._received_bytes = counter("epd_pd_received_bytes", "Bytes received.", "path")
         self._transfer_s = seconds(
             "epd_pd_transfer_seconds", "From the grant of a slot to the news of its write.", "path"
         )
@@ -220,14 +185,12 @@ class ReceiverMetrics(Instruments):
         """A message goes to a producer."""
         if isinstance(message, Grant):
             generation = message.slot.generation
-            again = generation in self._granted
-            (self._grants_repeated if again else self._grants).labels(message.path).inc()
+            if generation not in self._granted:
+                self._grants.labels(message.path).inc()
             self._granted.add(generation)
             self._in_flight.set(len(self._granted))
             self._wait_ended(message.transfer_id)
         elif isinstance(message, Later):
-            if message.transfer_id not in self._told_to_wait:
-                self._waits.inc()
             self._told_to_wait.add(message.transfer_id)
             self._waiting.set(len(self._told_to_wait))
         elif isinstance(message, NotNeeded):
@@ -236,7 +199,6 @@ class ReceiverMetrics(Instruments):
 
     def landed(self, grant: Grant, nbytes: int, transfer_s: float) -> None:
         """An item is in its slot."""
-        self._received_items.labels(grant.path).inc()
         self._received_bytes.labels(grant.path).inc(nbytes)
         self._transfer_s.labels(grant.path).observe(transfer_s)
         self.ended(grant.slot)
@@ -294,19 +256,3 @@ class ReceiverMetrics(Instruments):
     def _wait_ended(self, transfer_id: str) -> None:
         self._told_to_wait.discard(transfer_id)
         self._waiting.set(len(self._told_to_wait))
-
-
-class PlacerMetrics(Instruments):
-    """Of one worker's process."""
-
-    def __init__(self, registry: CollectorRegistry | None = None) -> None:
-        super().__init__(registry)
-        self._placements = self._counter(
-            "epd_pd_placements", "Items placed into encoder caches; every rank counts its own."
-        )
-        self._placed_bytes = self._counter("epd_pd_placed_bytes", "Bytes of these items.")
-
-    def placed(self, nbytes: int) -> None:
-        """An item is in the worker's encoder cache."""
-        self._placements.inc()
-        self._placed_bytes.inc(nbytes)

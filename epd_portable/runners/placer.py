@@ -10,7 +10,6 @@ from epd_portable.connector.digest import check_digest
 from epd_portable.errors import CorruptPayloadError
 from epd_portable.log import trace
 from epd_portable.runners.background import EncodeOrder
-from epd_portable.runners.metrics import PlacerMetrics
 from epd_portable.runners.stream_clock import StreamClock
 from epd_portable.wire.descriptors import SlotDescriptor, TensorSpec
 
@@ -70,13 +69,7 @@ class Placer:
     them).
     """
 
-    def __init__(
-        self,
-        copies: DeviceCopies,
-        endpoint: WorkerEndpoint,
-        metrics: PlacerMetrics | None = None,
-    ) -> None:
-        self._metrics = metrics or PlacerMetrics()
+    def __init__(self, copies: DeviceCopies, endpoint: WorkerEndpoint) -> None:
         self._copies = copies
         self._endpoint = endpoint
         self._clock = StreamClock(copies, "epd-placed")
@@ -118,11 +111,8 @@ class Placer:
             for item in placements:
                 encoder_cache[item.mm_hash] = _shaped(self._bytes(item), item.tensor)
         for item in placements:
-            nbytes = item.slot.nbytes
-            self._metrics.placed(nbytes)
-            self._clock.trace(
-                "item.placed", behind=self._copied, mm_hash=item.mm_hash, nbytes=nbytes
-            )
+            fields = {"mm_hash": item.mm_hash, "nbytes": item.slot.nbytes}
+            self._clock.trace("item.placed", behind=self._copied, **fields)
 
     def close(self) -> None:
         """Let the copies of the last step be traced."""

@@ -232,14 +232,14 @@ class Receiver:
         """Stop receiving and remove the pool."""
         self._closing = True
         if self.thread is not None:
-            self._endpoint.wake()
+            self._endpoint.control.wake()
             self.thread.join()
         self._endpoint.close()
 
     def _run(self) -> None:
         try:
             while not self._closing:
-                self._endpoint.wait(_CHECK_EVERY_S)
+                self._endpoint.control.wait(_CHECK_EVERY_S)
                 with self.lock:
                     if not self._closing:
                         self.take_in()
@@ -264,10 +264,6 @@ class Receiver:
                 self.cache.expire(claim, reason)
 
     # -- what becomes of transfers: `TransferEvents` ----------------------------------------------
-
-    def announced(self, announce: Announce) -> None:
-        """See `TransferEvents`; the item is accepted if the preallocator has room for it."""
-        self.advance()
 
     def may_bring(self, item: Item, transfer_id: str) -> bool:
         """See `TransferEvents`."""

@@ -278,7 +278,6 @@ class Sender:
             with self._surviving(message.transfer_id):
                 try:
                     self._control.send(address, message)
-                    self._metrics.sent(message)
                 except TransportError as error:  # It is sent again; the address may yet be there.
                     logger.error("transfer %s: %s", message.transfer_id, error)
         for finished in actions.finished:

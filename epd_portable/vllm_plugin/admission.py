@@ -28,7 +28,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from epd_portable.delivery.replies import DRAIN_TIMEOUT_S, error_body
 from epd_portable.media.limits import estimated_pixels
 from epd_portable.scheduling.admission import Admission, AdmissionLimits, Refusal, Visit
-from epd_portable.vllm_plugin.instance_token import instance_of
+from epd_portable.vllm_plugin.instance_token import endpoint, instance_of
 from epd_portable.wire.messages import LOAD_HEARTBEAT_S, LOAD_PATH, LoadReport
 from epd_portable.wire.params import is_encode_job
 
@@ -117,67 +117,56 @@ class AdmissionMiddleware(Collector):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one connection's request (ASGI)."""
-        if _is_question(scope):
+        method, path = endpoint(scope)
+        if (method, path) == ("GET", LOAD_PATH):
             await (await self._load(Request(scope, receive)))(scope, receive, send)
             return
-        if not _is_counted(scope):
+        if method != "POST" or path not in COUNTED_PATHS:
             await self._app(scope, receive, send)
             return
         self._configure(scope)
         visit = Visit()
         try:
-            request = Request(scope, receive)
-            answer = await self._admit(visit, request)
-            if isinstance(answer, Response):
-                await answer(scope, receive, send)
+            admitted = await self._admit(visit, Request(scope, receive))
+            if isinstance(admitted, Refusal):
+                self._refused[admitted.what] += 1
+                await _response(admitted)(scope, receive, send)
             else:
-                await self._app(scope, replay(answer, receive), send)
+                await self._app(scope, replay(admitted, receive), send)
         except ClientDisconnect:
             logger.debug("a client left before its request was complete")
         finally:
             self._admission.leave(visit, now_s=time.monotonic())
             self._changed()
 
-    async def _admit(self, visit: Visit, request: Request) -> bytes | Response:
+    async def _admit(self, visit: Visit, request: Request) -> bytes | Refusal:
         """Return the whole body, or why the request is refused."""
         read = await (request.body() if self._answers else self._read(visit, request))
-        if isinstance(read, bytes):
-            outline = outline_of(read)
-            if self._answers and not outline.is_encode_job():
-                return read
-            items = max(count_items(outline), 1) - visit.items
-            refusal = self._take(visit, items=items, nbytes=len(read) - visit.nbytes)
-            if refusal is None:
-                self._admission.found(visit, pixels_of(outline))
-                self._changed()
-                return read
-            read = refusal
-        self._refused[read.what] += 1
-        return _response(read)
+        if isinstance(read, Refusal):
+            return read
+        outline = outline_of(read)
+        if self._answers and not outline.is_encode_job():
+            return read
+        items = max(count_items(outline), 1) - visit.items
+        if refusal := self._take(visit, items=items, nbytes=len(read) - visit.nbytes):
+            return refusal
+        self._admission.found(visit, pixels_of(outline))
+        self._changed()
+        return read
 
     async def _read(self, visit: Visit, request: Request) -> bytes | Refusal:
         """Return the whole body, counted before it is kept."""
         announced = request.headers.get("content-length", "")
         known = int(announced) if announced.isdecimal() else 0
-        refusal = self._take(visit, items=1, nbytes=known)
+        if refusal := self._take(visit, items=1, nbytes=known):
+            return await _drained(request, refusal)
         pieces: list[bytes] = []
-        size = 0
-        if refusal is None:
-            async for piece in request.stream():
-                size += len(piece)
-                if not announced:
-                    refusal = self._take(visit, nbytes=len(piece))
-                    if refusal is not None:
-                        break
-                pieces.append(piece)
-        if refusal is None:
-            return b"".join(pieces)
-        if request.headers.get("expect", "").lower() != "100-continue":
-            pieces.clear()
-            with anyio.move_on_after(DRAIN_TIMEOUT_S):
-                async for _ in request.stream():
-                    pass
-        return refusal
+        async for piece in request.stream():
+            if not announced and (refusal := self._take(visit, nbytes=len(piece))):
+                pieces.clear()
+                return await _drained(request, refusal)
+            pieces.append(piece)
+        return b"".join(pieces)
 
     async def _load(self, request: Request) -> Response:
         """Answer how busy the instance is, as soon as that is not what the router knows."""
@@ -246,18 +235,6 @@ def pixels_of(outline: Outline) -> int:
     )
 
 
-def _is_counted(scope: Scope) -> bool:
-    if scope["type"] != "http" or scope["method"] != "POST":
-        return False
-    path: str = scope["path"]
-    return path.removeprefix(scope.get("root_path", "")) in COUNTED_PATHS
-
-
-def _is_question(scope: Scope) -> bool:
-    asked = (scope["type"], scope.get("method"), scope.get("path"))
-    return asked == ("http", "GET", LOAD_PATH)
-
-
 def replay(body: bytes, receive: Receive) -> Receive:
     """Return a ``receive`` that begins with the body."""
     unread: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
@@ -266,6 +243,15 @@ def replay(body: bytes, receive: Receive) -> Receive:
         return unread.pop() if unread else await receive()
 
     return replayed
+
+
+async def _drained(request: Request, refusal: Refusal) -> Refusal:
+    """Drop the rest of a body, unless its sender waits for leave to send it."""
+    if request.headers.get("expect", "").lower() != "100-continue":
+        with anyio.move_on_after(DRAIN_TIMEOUT_S):
+            async for _ in request.stream():
+                pass
+    return refusal
 
 
 def _response(refusal: Refusal) -> Response:

@@ -15,8 +15,8 @@ import vllm
 
 from epd_portable.errors import ConfigError, EngineError
 from epd_portable.platforms.traits import TRAITS
-from epd_portable.vllm_plugin.params_bridge import FIELD
 from epd_portable.vllm_plugin.weights import identity
+from epd_portable.wire.params import FIELD
 
 if TYPE_CHECKING:
     import torch

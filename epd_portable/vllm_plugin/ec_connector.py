@@ -30,9 +30,9 @@ from epd_portable.errors import EngineError, ProtocolError
 from epd_portable.platforms.traits import TRAITS
 from epd_portable.runners.background import BackgroundEncoder, EncodeOrder, StepEncoder
 from epd_portable.runners.cores import limit_compute
-from epd_portable.runners.dispatcher import Dispatcher, EncodeItem
+from epd_portable.runners.dispatcher import Dispatcher
 from epd_portable.runners.host_copies import HostCopies, alone
-from epd_portable.runners.metrics import PlacerMetrics, ReceiverMetrics, SenderMetrics
+from epd_portable.runners.metrics import ReceiverMetrics, SenderMetrics
 from epd_portable.runners.placer import Placer
 from epd_portable.runners.prefill import PrefillRequests
 from epd_portable.runners.receiver import Receiver
@@ -48,7 +48,13 @@ from epd_portable.vllm_plugin import compat, exposition
 from epd_portable.vllm_plugin.metadata import ItemMetadata
 from epd_portable.vllm_plugin.reports import Kind, StepMetadata, from_names, to_names
 from epd_portable.wire.descriptors import TensorSpec
-from epd_portable.wire.params import encode_params, is_encode_job, prefill_params, to_params
+from epd_portable.wire.params import (
+    EncodedItem,
+    encode_params,
+    is_encode_job,
+    prefill_params,
+    to_params,
+)
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -153,13 +159,15 @@ class SchedulerConnector(EPDConnector):
             dtype=compat.dtype_name(self._vllm_config),
         )
 
-    def _encode_items(self, request: Request) -> list[EncodeItem]:
+    def _encode_items(self, request: Request) -> list[tuple[EncodedItem, TensorSpec]]:
         return [
-            EncodeItem(
-                mm_hash=feature.identifier,
-                tensor=self._tensor(feature),
-                modality=feature.modality,
-                metadata=self._metadata.of(feature),
+            (
+                EncodedItem(
+                    mm_hash=feature.identifier,
+                    modality=feature.modality,
+                    metadata=self._metadata.of(feature),
+                ),
+                self._tensor(feature),
             )
             for feature in request.mm_features
         ]
@@ -404,7 +412,7 @@ class PDScheduler(SchedulerConnector):
 class WorkerConnector(EPDConnector):
     """The worker half.
 
-    Mixins of vLLM's first model runner call it (`epd_portable.runners.host`); the second runner
+    Mixins of vLLM's first model runner call it (`epd_portable.runners.first`); the second runner
     calls vLLM's hooks in every step.
     """
 
@@ -440,13 +448,27 @@ class WorkerConnector(EPDConnector):
 
     @abstractmethod
     def begin_step(self, metadata: StepMetadata, encoder_cache: dict[str, torch.Tensor]) -> None:
-        """See `epd_portable.runners.host.WorkerHooks`."""
+        """Do what the scheduler half asks for, before the step computes.
+
+        An encode instance begins the transfers that were ordered. In a step that computes nothing
+        because something must end first, it rests until something has, but for some milliseconds
+        at most. A PD instance makes items that have arrived entries of the encoder cache: in a step
+        with tokens they are ready for work that is queued on the current stream afterwards.
+
+        Args:
+            metadata: ``ec_connector_metadata`` of the step.
+            encoder_cache: The runner's outputs ``(num_tokens, width)`` by ``mm_hash``; is added to.
+        """
 
     @abstractmethod
     def _take_ended(self) -> Ended: ...
 
     def end_step(self) -> ECConnectorOutput | None:
-        """See `epd_portable.runners.host.WorkerHooks`."""
+        """Return what has ended, or ``None``.
+
+        Called when all work of the step has been queued. An encode instance blocks until that of
+        the step before is computed.
+        """
         sent, received = self._take_ended()
         if not (sent or received):
             return None
@@ -457,18 +479,25 @@ class WorkerConnector(EPDConnector):
         return self._take_ended()
 
     def turn(self) -> AbstractContextManager[None]:
-        """See `epd_portable.runners.host.WorkerHooks`."""
+        """Compute while nothing is encoded in the background."""
         return nullcontext()
 
     @contextmanager
     def encoding(self, items: Sequence[str]) -> Iterator[None]:
-        """See `epd_portable.runners.host.WorkerHooks`."""
+        """Let the encoder compute some items, by ``mm_hash``.
+
+        An encode instance that has no memory for them says so and goes on, and each is encoded by
+        whoever needs it.
+
+        Raises:
+            EngineError: This instance is to encode nothing.
+        """
         self.trace("encode.begin", items=items)
         yield
         self.trace("encode.end", items=items)
 
     def trace(self, event: str, **fields: Any) -> None:
-        """See `epd_portable.runners.host.WorkerHooks`."""
+        """Record an event with the time at which the device comes to this point of its work."""
         self._clock.trace(event, **fields)
 
     def _step_metadata(self) -> StepMetadata:
@@ -531,7 +560,7 @@ class EncodeWorker(WorkerConnector):
         )
 
     def begin_step(self, metadata: StepMetadata, encoder_cache: dict[str, torch.Tensor]) -> None:
-        """See `epd_portable.runners.host.WorkerHooks`."""
+        """See `WorkerConnector`."""
         if self._copies is not None:
             self._copies.carry_out(metadata.copies, encoder_cache)
         self._not_encoded.difference_update(metadata.copies.dropped)  # The scheduler knows.
@@ -553,7 +582,7 @@ class EncodeWorker(WorkerConnector):
 
     @contextmanager
     def encoding(self, items: Sequence[str]) -> Iterator[None]:
-        """See `epd_portable.runners.host.WorkerHooks`."""
+        """See `WorkerConnector`."""
         try:
             with super().encoding(items):
                 yield
@@ -618,7 +647,7 @@ class PDWorker(WorkerConnector):
         self._opened.callback(endpoint.close)
         self._clock = StreamClock(copies, "epd-computed")
         self._opened.callback(self._clock.close)
-        self._placer = Placer(copies, endpoint, PlacerMetrics())
+        self._placer = Placer(copies, endpoint)
         self._opened.callback(self._placer.close)
         return endpoint.slab_bytes
 
@@ -635,7 +664,7 @@ class PDWorker(WorkerConnector):
         self._opened.callback(self._encoder.close)
 
     def begin_step(self, metadata: StepMetadata, encoder_cache: dict[str, torch.Tensor]) -> None:
-        """See `epd_portable.runners.host.WorkerHooks`."""
+        """See `WorkerConnector`."""
         self._placer.carry_out(metadata.receipts, encoder_cache)
         for encoding in metadata.receipts.encodings:
             self._encoder.submit(encoding)
@@ -655,7 +684,7 @@ class PDWorker(WorkerConnector):
 
     @contextmanager
     def encoding(self, items: Sequence[str]) -> Iterator[None]:
-        """See `epd_portable.runners.host.WorkerHooks`."""
+        """See `WorkerConnector`."""
         if not self._config.can_encode:
             raise EngineError(
                 f"a step of {self._config.instance} encodes {', '.join(items)}, but this instance "
@@ -665,7 +694,7 @@ class PDWorker(WorkerConnector):
             yield
 
     def turn(self) -> AbstractContextManager[None]:
-        """See `epd_portable.runners.host.WorkerHooks`."""
+        """See `WorkerConnector`."""
         return self._encoder.step()
 
     def start_load_caches(self, encoder_cache: dict[str, torch.Tensor], **kwargs: Any) -> None:

@@ -50,10 +50,10 @@ from epd_portable.delivery.ring import LOAD_BOUND, bounded_load
 from epd_portable.vllm_plugin.front_engines import Engines, EngineSettings, FrontEngine
 from epd_portable.vllm_plugin.front_metrics import FrontMetrics
 from epd_portable.vllm_plugin.metadata import ItemMetadata
-from epd_portable.vllm_plugin.params_bridge import FIELD
 from epd_portable.vllm_plugin.video_parts import VideoParts, video_of
 from epd_portable.wire.outcomes import FailureKind
 from epd_portable.wire.params import (
+    FIELD,
     CacheNews,
     EncodeParams,
     EncodeTransfer,

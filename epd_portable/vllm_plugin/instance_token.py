@@ -44,6 +44,14 @@ def instance_of(scope: Scope) -> InstanceConfig:
     return InstanceConfig.parse(dict(transfer.ec_connector_extra_config))
 
 
+def endpoint(scope: Scope) -> tuple[str, str]:
+    """Return the method and the path that are asked for; both empty for what is no HTTP request."""
+    if scope["type"] != "http":
+        return "", ""
+    path: str = scope["path"]
+    return scope["method"], path.removeprefix(scope.get("root_path", ""))
+
+
 class TokenMiddleware:
     """Answers 401 to requests without `Secret.instance_token`, see `OPEN_PATHS`.
 
@@ -72,7 +80,8 @@ class TokenMiddleware:
         shown = [value for name, value in scope["headers"] if name.lower() == _HEADER]
         # Each of them is compared, however many there are: none says how far it was right.
         right = [hmac.compare_digest(value, self._expected(scope)) for value in shown]
-        if right != [True] and not _is_open(scope):
+        method, path = endpoint(scope)
+        if right != [True] and not (method == "GET" and path in OPEN_PATHS):
             await _refuse(scope, receive, send)
             return
         headers = [pair for pair in scope["headers"] if pair[0].lower() != _HEADER]
@@ -83,13 +92,6 @@ class TokenMiddleware:
             secret = Secret.read(instance_of(scope).secret_file)
             self._token = secret.instance_token().encode()
         return self._token
-
-
-def _is_open(scope: Scope) -> bool:
-    if scope["type"] != "http" or scope["method"] != "GET":
-        return False
-    path: str = scope["path"]
-    return path.removeprefix(scope.get("root_path", "")) in OPEN_PATHS
 
 
 async def _refuse(scope: Scope, receive: Receive, send: Send) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-from epd_portable.vllm_plugin.params_bridge import FIELD
+from epd_portable.wire.params import FIELD
 
 
 @cache

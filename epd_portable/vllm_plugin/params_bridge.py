@@ -11,10 +11,13 @@ from typing import Any
 
 import msgspec
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-FIELD = "ec_transfer_params"
-"""In requests and answers, and what it is called in either of the fields below."""
+from epd_portable.vllm_plugin.admission import replay
+from epd_portable.vllm_plugin.instance_token import endpoint
+from epd_portable.wire.params import FIELD
+
 _INTO_ENGINE = "vllm_xargs"
 _OUT_OF_ENGINE = "kv_transfer_params"
 
@@ -27,21 +30,19 @@ class ParamsMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one connection's request (ASGI)."""
-        if scope["type"] != "http" or scope["method"] != "POST":
+        if endpoint(scope)[0] != "POST":
             await self._app(scope, receive, send)
             return
-        body, last = await _whole(receive)
+        try:
+            body = await Request(scope, receive).body()
+        except ClientDisconnect:
+            return  # Nobody waits for an answer.
         moved = request_body(body)
         headers = MutableHeaders(scope=dict(scope))
         if moved is not body:
             headers["content-length"] = str(len(moved))
-        first: list[Message] = [last or {"type": "http.request", "body": moved}]
-
-        async def replay() -> Message:
-            return first.pop() if first else await receive()
-
-        back = _Answer(send)
-        await self._app({**scope, "headers": headers.raw}, replay, back.send)
+        scope = {**scope, "headers": headers.raw}
+        await self._app(scope, replay(moved, receive), _moving_back(send))
 
 
 def request_body(body: bytes) -> bytes:
@@ -71,43 +72,30 @@ def answer_body(body: bytes) -> bytes:
     return msgspec.json.encode(fields)
 
 
-class _Answer:
-    """Passes an answer on, JSON in one piece."""
+def _moving_back(send: Send) -> Send:
+    """Return a ``send`` that passes an answer on, JSON in one piece."""
+    start: Message | None = None
+    pieces: list[bytes] = []
 
-    def __init__(self, send: Send) -> None:
-        self._send = send
-        self._start: Message | None = None
-        self._pieces: list[bytes] = []
-
-    async def send(self, message: Message) -> None:
+    async def passed_on(message: Message) -> None:
+        nonlocal start
         if message["type"] == "http.response.start":
             kind = Headers(raw=message.get("headers", [])).get("content-type", "")
             if kind.partition(";")[0].strip() == "application/json":
-                self._start = message
+                start = message
                 return
-        elif self._start is not None and message["type"] == "http.response.body":
-            self._pieces.append(message.get("body", b""))
+        elif start is not None and message["type"] == "http.response.body":
+            pieces.append(message.get("body", b""))
             if message.get("more_body"):
                 return
-            start, self._start = self._start, None
-            body = answer_body(b"".join(self._pieces))
+            body = answer_body(b"".join(pieces))
             headers = MutableHeaders(raw=list(start.get("headers", [])))
             headers["content-length"] = str(len(body))
-            await self._send({**start, "headers": headers.raw})
-            message = {**message, "body": body}
-        await self._send(message)
+            await send({**start, "headers": headers.raw})
+            start, message = None, {**message, "body": body}
+        await send(message)
 
-
-async def _whole(receive: Receive) -> tuple[bytes, Message | None]:
-    """Return a request's body, or the message of a client that disconnected before its end."""
-    pieces: list[bytes] = []
-    while True:
-        message = await receive()
-        if message["type"] != "http.request":
-            return b"", message
-        pieces.append(message.get("body", b""))
-        if not message.get("more_body"):
-            return b"".join(pieces), None
+    return passed_on
 
 
 def _fields(body: bytes) -> dict[str, Any]:

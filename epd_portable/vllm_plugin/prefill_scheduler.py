@@ -12,9 +12,8 @@ from functools import cache
 from typing import Any
 
 from epd_portable.vllm_plugin import compat
-from epd_portable.vllm_plugin.params_bridge import FIELD
 from epd_portable.wire.messages import LoadReport
-from epd_portable.wire.params import to_params
+from epd_portable.wire.params import FIELD, to_params
 
 _SLEEP_S = 0.001
 """For which vLLM's engine sleeps after a step that computed nothing (0.26 to 0.33)."""

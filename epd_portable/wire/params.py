@@ -16,6 +16,7 @@ from epd_portable.wire.descriptors import Name, Word
 
 ParamsT = TypeVar("ParamsT")
 
+FIELD = "ec_transfer_params"
 MAX_TRANSFERS = 4096
 
 

@@ -8,6 +8,7 @@ import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,7 +23,6 @@ from epd_portable.platforms.base import DeviceEvent
 from epd_portable.platforms.cpu import CpuPlatform
 from epd_portable.platforms.traits import TRAITS
 from epd_portable.runners import placer, stream_clock
-from epd_portable.runners.metrics import PlacerMetrics
 from tests.keyring import secret_file
 
 LATE_S = 0.05
@@ -67,7 +67,13 @@ def test_the_way_of_an_item_and_its_peer_end_when_the_device_has_completed_them(
 
     for module in (ends, placer, stream_clock):
         monkeypatch.setattr(module, "trace", Trace())
-    monkeypatch.setattr(PlacerMetrics, "placed", lambda _, nbytes: queued.append(time.monotonic()))
+    copy = placer.Placer._copy
+
+    def copied(*args: Any) -> None:
+        copy(*args)
+        queued.append(time.monotonic())
+
+    monkeypatch.setattr(placer.Placer, "_copy", copied)
     control = f"tcp://127.0.0.1:{free_port()}"
     common = {
         "platform": "cpu",

@@ -9,7 +9,7 @@ from prometheus_client.metrics import MetricWrapperBase
 from starlette.types import Receive, Scope, Send
 
 from epd_portable.connector.stores.metrics import StoreMetrics
-from epd_portable.runners.metrics import PlacerMetrics, ReceiverMetrics, SenderMetrics
+from epd_portable.runners.metrics import ReceiverMetrics, SenderMetrics
 from epd_portable.scheduling.admission import AdmissionLimits
 from epd_portable.vllm_plugin.admission import AdmissionMiddleware
 
@@ -23,7 +23,7 @@ def of_an_instance() -> Iterator[MetricWrapperBase]:
     """Yield the metrics of workers and stores."""
     registry = CollectorRegistry()
     for owner in (
-        *(made(registry) for made in (ReceiverMetrics, PlacerMetrics, SenderMetrics)),
+        *(made(registry) for made in (ReceiverMetrics, SenderMetrics)),
         *(StoreMetrics(side, registry) for side in ("pd", "encode")),
     ):
         yield from instruments_of(owner)

@@ -10,13 +10,13 @@ from typing import Any
 from epd_portable import log
 from epd_portable.config.instance import InstanceConfig
 from epd_portable.connector.stores.entry import namespace_of
-from epd_portable.runners.dispatcher import Dispatcher, EncodeItem
+from epd_portable.runners.dispatcher import Dispatcher
 from epd_portable.runners.prefill import PrefillRequests
 from epd_portable.runners.receiver import Receiver
 from epd_portable.scheduling.encoder_cache import EncoderCacheManager
 from epd_portable.scheduling.items import PromptItem
 from epd_portable.wire.descriptors import TensorSpec
-from epd_portable.wire.params import encode_params, prefill_params, to_params
+from epd_portable.wire.params import EncodedItem, encode_params, prefill_params, to_params
 from tests.faults.small.pictures import WIDTH
 from tests.faults.small.steps import Abort, Answer, Done, Item, Question, Request, Step
 from tests.faults.small.workers import fingerprint
@@ -137,7 +137,8 @@ class EncodeScheduler(Scheduler):
 
     def arrived(self, request: Request) -> None:
         items = [
-            EncodeItem(mm_hash=item.identifier, tensor=tensor(item)) for item in request.mm_features
+            (EncodedItem(mm_hash=item.identifier, modality="image"), tensor(item))
+            for item in request.mm_features
         ]
         assert request.params is not None, "an encode job names its transfers"
         self._dispatcher.request_arrived(request.request_id, items, encode_params(request.params))

@@ -16,7 +16,7 @@ from epd_portable.connector.copies import DeviceCopies
 from epd_portable.connector.pool import SHM_FOLDER
 from epd_portable.connector.worker_endpoint import WorkerEndpoint
 from epd_portable.platforms import registry
-from epd_portable.runners.metrics import PlacerMetrics, ReceiverMetrics
+from epd_portable.runners.metrics import ReceiverMetrics
 from epd_portable.runners.placer import Placer
 from epd_portable.runners.prefill import PrefillRequests
 from epd_portable.runners.receiver import Receiver
@@ -62,7 +62,7 @@ class PrefillSide:
         copies = DeviceCopies(platform, pair.prefill_index)
         self.endpoint = WorkerEndpoint(config, copies)
         self.registry = CollectorRegistry()
-        self.placer = Placer(copies, self.endpoint, PlacerMetrics(self.registry))
+        self.placer = Placer(copies, self.endpoint)
         self.receiver = Receiver(
             config,
             fingerprint=FINGERPRINT,

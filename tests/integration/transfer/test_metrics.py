@@ -62,22 +62,14 @@ def test_both_ends_count_the_same_items_and_bytes(
     sent = {
         'epd_encode_transfers_total{source="encoder"}': 2,
         'epd_encode_transfers_ended_total{result="settled"}': 2,
-        "epd_encode_announcements_total": 2,
-        f'epd_encode_writes_total{{path="{path}"}}': 2,
         f'epd_encode_sent_bytes_total{{path="{path}"}}': 350 * TOKEN_BYTES,
     }
     pd.step_until(lambda: counted(encode_registry).items() >= sent.items())
-    resent = {name for name in counted(encode_registry) if name not in sent}
-    assert resent <= {'epd_encode_repeats_total{message="announce"}'}, (
-        "the first path takes a while"
-    )
+    assert counted(encode_registry) == sent
     received = {
         'epd_pd_items_total{source="transfer"}': 2,
         f'epd_pd_grants_total{{path="{path}"}}': 2,
-        f'epd_pd_received_items_total{{path="{path}"}}': 2,
         f'epd_pd_received_bytes_total{{path="{path}"}}': 350 * TOKEN_BYTES,
-        "epd_pd_placements_total": 2,
-        "epd_pd_placed_bytes_total": 350 * TOKEN_BYTES,
     }
     assert counted(pd.registry).items() >= received.items()
     assert "epd_pd_transfers_in_flight" not in counted(pd.registry)
@@ -97,7 +89,6 @@ def test_a_killed_producer_counts(
     pd.finish("r")
     seen = counted(pd.registry)
     assert seen.pop("epd_pd_pool_bytes") == pd.pool_bytes
-    seen.pop(f'epd_pd_grants_repeated_total{{path="{path}"}}', None)
     assert seen == {
         f'epd_pd_grants_total{{path="{path}"}}': 1,
         'epd_pd_transfers_failed_total{cause="timeout"}': 1,

@@ -27,7 +27,6 @@ class Desk:
     Attributes:
         events: What became of transfers, in order; slots by their generation.
         reasons: Of failures, for the log.
-        announcements: Transfers that no request had asked for when they were announced.
     """
 
     fenced: frozenset[str] = frozenset()
@@ -38,7 +37,6 @@ class Desk:
     sent: list[tuple[bytes, AnyMessage]] = field(default_factory=list)
     events: list[tuple[object, ...]] = field(default_factory=list)
     reasons: list[str] = field(default_factory=list)
-    announcements: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.fence = LeaseFence()
@@ -64,9 +62,6 @@ class Desk:
 
     def may_bring(self, item: Item, transfer_id: str) -> bool:
         return True
-
-    def announced(self, announce: Announce) -> None:
-        self.announcements.append(announce.transfer_id)
 
     def landed(self, transfer: Transfer, grant: Grant, *, transfer_s: float, digest: str) -> None:
         item = transfer.item

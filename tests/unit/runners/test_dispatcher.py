@@ -3,9 +3,9 @@ from __future__ import annotations
 import pytest
 
 from epd_portable.config.secret import Secret
-from epd_portable.runners.dispatcher import Dispatcher, EncodeItem
+from epd_portable.runners.dispatcher import Dispatcher
 from epd_portable.scheduling.encoder_cache import EncoderCacheManager
-from epd_portable.wire.params import EncodeParams, EncodeTransfer
+from epd_portable.wire.params import EncodedItem, EncodeParams, EncodeTransfer
 from tests.unit.builders import FakeRequest, request
 from tests.unit.runners.harness import spec
 
@@ -31,7 +31,7 @@ class Desk:
                 for transfer_id, mm_hash in transfers.items()
             )
         )
-        items = [EncodeItem(mm_hash=name, tensor=spec(1)) for name in names]
+        items = [(EncodedItem(mm_hash=name, modality="image"), spec(1)) for name in names]
         self.dispatcher.request_arrived(request_id, items, params)
         return request(request_id, *((name, 1) for name in names))
 
@@ -123,7 +123,7 @@ def test_what_the_router_does_not_vouch_for_is_not_delivered(
     fields = {"transfer_id": "t", "item_uuid": "a", "consumer": CONSUMER}
     proof = SECRET.sign_transfer(fields["transfer_id"], fields["item_uuid"], fields["consumer"])
     transfer = EncodeTransfer(**{**fields, "proof": proof, **changed})
-    items = [EncodeItem(mm_hash=name, tensor=spec(1)) for name in "ab"]
+    items = [(EncodedItem(mm_hash=name, modality="image"), spec(1)) for name in "ab"]
     desk.dispatcher.request_arrived("r", items, EncodeParams(transfers=(transfer,)))
     r = request("r", ("a", 1), ("b", 1))
     for index in range(2):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 
@@ -257,7 +258,7 @@ def test_an_engine_whose_receiver_has_died_ends(caplog: pytest.LogCaptureFixture
         broken.set()
         raise OSError("no such thing as a socket")
 
-    pd.mailbox.wait = wait  # type: ignore[attr-defined]
+    pd.mailbox.control = SimpleNamespace(wait=wait)  # type: ignore[attr-defined]
     pd.receiver.listen()
     assert broken.wait(10)
     pd.receiver.thread.join(10)  # type: ignore[union-attr]

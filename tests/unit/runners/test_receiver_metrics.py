@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from prometheus_client import CollectorRegistry
 
-from epd_portable.runners.metrics import PlacerMetrics
 from epd_portable.wire.messages import Announce, EncodeFailed, Written
 from tests.unit.runners.harness import (
     CAT,
@@ -29,7 +27,6 @@ ROOM = (
 )
 RECEIVED = {
     "epd_pd_grants_total{path=shm}": 1,
-    "epd_pd_received_items_total{path=shm}": 1,
     "epd_pd_received_bytes_total{path=shm}": 2 * TOKEN_BYTES,
     "epd_pd_transfer_seconds_count{path=shm}": 1,
     "epd_pd_item_wait_seconds_count": 1,
@@ -45,7 +42,7 @@ def room(pd: PrefillSide) -> list[float]:
     return [counted(pd.registry).get(name, 0) for name in ROOM]
 
 
-def test_messages_that_arrive_twice_are_counted_as_such() -> None:
+def test_messages_that_arrive_twice_are_counted_once() -> None:
     pair = Pair()
     pair.pd.arrive("r", CAT)
     pair.encode.submit(CAT)
@@ -55,15 +52,14 @@ def test_messages_that_arrive_twice_are_counted_as_such() -> None:
     pair.round()
     pair.pd.mailbox.inbox += [(pair.encode.identity, announce)] * 2
     pair.round()
-    repeated = {"epd_pd_grants_repeated_total{path=shm}": 2}
-    assert events(pair.pd).items() >= repeated.items()
+    assert events(pair.pd)["epd_pd_grants_total{path=shm}"] == 1
     pair.encode.session.output_ready("cat")
     pair.encode.poll()
     write = pair.encode.finish_write("t-cat")
     written = Written(transfer_id="t-cat", generation=write.slot.generation)
     pair.pd.mailbox.inbox += [(pair.encode.identity, written)] * 3
     pair.round()
-    assert events(pair.pd) == RECEIVED | repeated
+    assert events(pair.pd) == RECEIVED
 
 
 def test_an_announcement_that_finds_no_room_waits_once_and_is_granted_later() -> None:
@@ -74,8 +70,7 @@ def test_an_announcement_that_finds_no_room_waits_once_and_is_granted_later() ->
     pair.round()
     pair.pd.clock.now += 2.0
     pair.round()
-    waiting = {"epd_pd_waits_total": 1, "epd_pd_transfers_waiting": 1}
-    assert events(pair.pd).items() >= waiting.items(), "it asked twice"
+    assert events(pair.pd)["epd_pd_transfers_waiting"] == 1, "it asked twice"
     assert events(pair.pd)["epd_pd_grants_total{path=shm}"] == 1
     pair.encode.session.output_ready("cat")
     pair.settle()
@@ -100,7 +95,6 @@ def test_a_transfer_that_ends_while_it_waits_waits_no_more(ending: str) -> None:
         pair.pd.clock.now += TIMEOUT_S
     pair.round()
     assert "epd_pd_transfers_waiting" not in events(pair.pd)
-    assert events(pair.pd)["epd_pd_waits_total"] == 1
 
 
 def test_a_lease_that_expires_is_counted_and_the_item_is_a_fallback_when_encoded_here() -> None:
@@ -208,11 +202,3 @@ def test_room_is_that_after_the_last_step() -> None:
     pair.pd.arrive("again", Item("cat", transfer_id="t-again"))
     pair.pd.step()
     assert room(pair.pd) == [8 * TOKEN_BYTES, 2 * TOKEN_BYTES, 100, 2, 2]
-
-
-def test_every_placed_item_is_counted_with_its_bytes() -> None:
-    registry = CollectorRegistry()
-    metrics = PlacerMetrics(registry)
-    metrics.placed(64)
-    metrics.placed(32)
-    assert counted(registry) == {"epd_pd_placements_total": 2, "epd_pd_placed_bytes_total": 96}

@@ -5,10 +5,16 @@ from __future__ import annotations
 import pytest
 
 from epd_portable.config.secret import Secret
-from epd_portable.runners.dispatcher import Dispatcher, EncodeItem
+from epd_portable.runners.dispatcher import Dispatcher
 from epd_portable.runners.shared_encoder import SharedEncoder
 from epd_portable.scheduling.items import PromptItem, State
-from epd_portable.wire.params import EncodeParams, EncodeTransfer, is_encode_job, to_params
+from epd_portable.wire.params import (
+    EncodedItem,
+    EncodeParams,
+    EncodeTransfer,
+    is_encode_job,
+    to_params,
+)
 from tests.unit.runners.harness import CAT, Item, Pair, PrefillSide, spec
 
 SECRET = Secret("a secret that only this test knows")
@@ -34,7 +40,9 @@ class Shared:
                 EncodeTransfer(transfer_id=name, item_uuid=name, consumer=OTHER, proof=proof),
             )
         )
-        self.dispatcher.request_arrived(job, [EncodeItem(mm_hash=name, tensor=spec(size))], params)
+        self.dispatcher.request_arrived(
+            job, [(EncodedItem(mm_hash=name, modality="image"), spec(size))], params
+        )
         place = PromptItem(
             input_id=0,
             mm_hash=name,

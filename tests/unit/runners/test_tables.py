@@ -8,10 +8,10 @@ from collections.abc import Iterator
 import pytest
 
 from epd_portable.connector.consumer import MAX_ENDED
-from epd_portable.runners.dispatcher import Dispatcher, EncodeItem
+from epd_portable.runners.dispatcher import Dispatcher
 from epd_portable.scheduling.encoder_cache import EncoderCacheManager
 from epd_portable.wire.messages import EncodeFailed, NotWanted
-from epd_portable.wire.params import EncodeParams, EncodeTransfer
+from epd_portable.wire.params import EncodedItem, EncodeParams, EncodeTransfer
 from tests.unit.builders import request
 from tests.unit.runners.harness import Item, Pair, PrefillSide, spec
 from tests.unit.runners.test_dispatcher import SECRET
@@ -124,7 +124,7 @@ def test_an_encode_instance_keeps_nothing_of_requests_and_transfers_that_have_en
         name, consumer = f"r-{number}", f"tcp://pd-{number}"
         proof = SECRET.sign_transfer(name, name, consumer)
         transfer = EncodeTransfer(transfer_id=name, item_uuid=name, consumer=consumer, proof=proof)
-        item = EncodeItem(mm_hash=name, tensor=spec(1))
+        item = (EncodedItem(mm_hash=name, modality="image"), spec(1))
         dispatcher.request_arrived(name, [item], EncodeParams(transfers=(transfer,)))
         asked = request(name, (name, 1))
         if number % 2:
