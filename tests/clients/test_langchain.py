@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 from langchain_core.messages import HumanMessage
 from langchain_openai import ChatOpenAI
-from pydantic import BaseModel
 
 from tests.clients.conftest import (
     KEY,
@@ -18,12 +17,6 @@ from tests.clients.conftest import (
     question,
     seen_in,
 )
-
-
-class Shape(BaseModel):
-    """A shape."""
-
-    colour: Literal["red", "green", "blue"]
 
 
 def model(v1: str, **more: Any) -> ChatOpenAI:
@@ -54,23 +47,6 @@ def test_a_picture_that_is_streamed(v1: str, encodes: Encodes) -> None:
         chunks = list(chat.stream([as_langchain(61)]))
     assert "".join(str(chunk.content) for chunk in chunks) == seen_in(61)
     assert any(chunk.usage_metadata for chunk in chunks)
-
-
-def test_a_batch(v1: str, encodes: Encodes) -> None:
-    seeds = range(62, 66)
-    with encodes(len(seeds)):
-        answers = model(v1, max_completion_tokens=24).batch([[as_openai(s)] for s in seeds])
-    assert [answer.content for answer in answers] == [seen_in(seed) for seed in seeds]
-
-
-@pytest.mark.parametrize("method", ["json_schema", "function_calling"])
-def test_an_answer_in_a_given_form(v1: str, encodes: Encodes, method: Any) -> None:
-    chat = model(v1, max_completion_tokens=48).with_structured_output(
-        Shape, method=method, strict=True
-    )
-    with encodes(1):
-        answer = chat.invoke([as_openai(66)])
-    assert isinstance(answer, Shape)
 
 
 def test_a_picture_through_the_responses_interface(v1: str, encodes: Encodes) -> None:

@@ -40,12 +40,6 @@ def test_a_picture_that_is_streamed(v1: str, encodes: Encodes, provider: str) ->
     assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == seen_in(71)
 
 
-async def test_a_picture_asked_beside_others(v1: str, encodes: Encodes) -> None:
-    with encodes(1):
-        answer = await litellm.acompletion(**asked(v1, "openai", 72))
-    assert answer.choices[0].message.content == seen_in(72)
-
-
 def test_a_completion_of_text(v1: str) -> None:
     answer = litellm.text_completion(
         model=f"text-completion-openai/{MODEL}",

@@ -53,7 +53,10 @@ def test_a_handle_is_opened_again_while_it_is_open_and_when_all_have_let_go(
     first.fill_(4)
     first.cpu()
     assert second.cpu().unique().tolist() == [4]
-    del first, second
+    del first
+    gc.collect()
+    assert second.cpu().unique().tolist() == [4]
+    del second
     gc.collect()
     assert platform.open_tensor(handle).cpu().unique().tolist() == [4]
 

@@ -15,50 +15,24 @@ from epd_portable.router.http.upstream import Upstream
 from epd_portable.router.settings import InstanceSettings, RouterSettings
 from epd_portable.wire.outcomes import FailureKind
 from tests.integration.router.stand_in import DEADLINE_S
-from tests.listening import stop_listening
+from tests.integration.router.web import Answer, Site, plain
+
+WELL = plain(b"", "connection: close")
+UNAVAILABLE = WELL.replace(b"200 OK", b"503 No")
 
 
-class Asked:
-    """Answers on a loopback port as told, and counts what it is asked."""
+class Asked(Site):
+    """A server that is asked how it is."""
 
-    def __init__(self) -> None:
-        self.answer = b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n"
-        self.count = 0
-        self.port = 0
-        self._server: asyncio.Server | None = None
-        self._open: set[asyncio.StreamWriter] = set()
+    def answers(self, how: bytes | Answer) -> None:
+        self.pages["/health"] = how
 
-    async def start(self) -> None:
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", self.port)
-        self.port = self._server.sockets[0].getsockname()[1]
+    @property
+    def count(self) -> int:
+        return len(self.heads)
 
-    async def stop(self) -> None:
-        assert self._server is not None
-        await stop_listening(self._server)
-        for writer in self._open:
-            writer.close()
-        await self._server.wait_closed()
-
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._open.add(writer)
-        try:
-            while await reader.readuntil(b"\r\n\r\n"):
-                self.count += 1
-                if not self.answer:
-                    return
-                if self.answer != b"silence":
-                    writer.write(self.answer)
-        except (asyncio.IncompleteReadError, ConnectionError):
-            return
-        finally:
-            if self.answer != b"silence":
-                writer.close()
-                self._open.discard(writer)
-
-    async def until(self, count: int) -> None:
-        async with asyncio.timeout(DEADLINE_S):
-            while self.count < count:
-                await asyncio.sleep(0.01)
+    async def until_asked(self, count: int) -> None:
+        await self.until(lambda: self.count >= count)
 
 
 class Probed:
@@ -87,6 +61,7 @@ class Probed:
 
     async def come(self) -> tuple[Instance, Asked]:
         server = Asked()
+        server.answers(WELL)
         await server.start()
         self.servers.append(server)
         return self.add(f"http://127.0.0.1:{server.port}"), server
@@ -131,7 +106,7 @@ async def test_one_that_comes_is_asked_and_then_every_interval(probed: Probed) -
     await probed.start(0, interval_s=0.05)
     instance, server = await probed.come()
     await asyncio.wait_for(instance.wait_up(), DEADLINE_S)
-    await server.until(4)
+    await server.until_asked(4)
     probed.tasks[0].cancel()
     await asyncio.sleep(0.2)
     before = server.count
@@ -143,7 +118,7 @@ async def test_one_that_answers_requests_is_not_asked(probed: Probed) -> None:
     await probed.start(2, interval_s=0.3)
     busy = probed.first
     for server in probed.servers:
-        await server.until(1)
+        await server.until_asked(1)
     before = [server.count for server in probed.servers]
     for _ in range(15):
         busy.answered()
@@ -151,7 +126,7 @@ async def test_one_that_answers_requests_is_not_asked(probed: Probed) -> None:
     asked = [server.count - was for server, was in zip(probed.servers, before, strict=True)]
     assert asked[0] == 0
     assert asked[1] >= 2
-    await probed.servers[0].until(before[0] + 1)
+    await probed.servers[0].until_asked(before[0] + 1)
 
 
 async def test_one_that_failed_is_asked_at_once(probed: Probed) -> None:
@@ -165,15 +140,19 @@ async def test_one_that_failed_is_asked_at_once(probed: Probed) -> None:
 
 async def test_one_that_fails_while_it_is_asked_is_asked_once_more(probed: Probed) -> None:
     await probed.start(interval_s=3600)
+    go_on = asyncio.Event()
+
+    async def late(writer: asyncio.StreamWriter) -> None:
+        await go_on.wait()
+        writer.write(WELL)
+
     await look(probed, probed.first)
-    probed.servers[0].answer = b"silence"
+    probed.servers[0].answers(late)
     probed.first.failed(FailureKind.LOST)
-    await probed.servers[0].until(2)
+    await probed.servers[0].until_asked(2)
     probed.first.failed(FailureKind.LOST)
-    probed.servers[0].answer = b""
-    for writer in probed.servers[0]._open:
-        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n")
-    await probed.servers[0].until(3)
+    go_on.set()
+    await probed.servers[0].until_asked(3)
 
 
 async def test_a_refused_connection_takes_it_down_at_once(probed: Probed) -> None:
@@ -188,7 +167,6 @@ async def test_a_refused_connection_takes_it_down_at_once(probed: Probed) -> Non
     assert probed.first.healthy
 
 
-UNAVAILABLE = b"HTTP/1.1 503 No\r\ncontent-length: 0\r\n\r\n"
 FAILING = [b"", b"no HTTP at all\r\n\r\n", UNAVAILABLE, UNAVAILABLE.replace(b"503", b"500")]
 
 
@@ -197,17 +175,17 @@ async def test_one_that_fails_probes_is_avoided_and_down_after_some(
     probed: Probed, answer: bytes
 ) -> None:
     await probed.start(interval_s=3600)
-    server, well = probed.servers[0], probed.servers[0].answer
+    server = probed.servers[0]
     await look(probed, probed.first)
-    server.answer = answer
+    server.answers(answer)
     for _ in range(PROBES_UNTIL_DOWN - 1):
         await look(probed, probed.first)
     assert (probed.first.healthy, probed.first.preferred) == (True, False)
     assert "health probe" in probed.first.reason
-    server.answer = well
+    server.answers(WELL)
     await look(probed, probed.first)
     assert probed.first.preferred
-    server.answer = answer
+    server.answers(answer)
     for _ in range(PROBES_UNTIL_DOWN):
         assert probed.first.healthy
         await look(probed, probed.first)
@@ -217,7 +195,7 @@ async def test_one_that_fails_probes_is_avoided_and_down_after_some(
 async def test_the_probe_after_one_that_failed_comes_in_its_time(probed: Probed) -> None:
     await probed.start(interval_s=3600)
     await look(probed, probed.first)
-    probed.servers[0].answer = UNAVAILABLE
+    probed.servers[0].answers(UNAVAILABLE)
     probed.first.failed("error")
     await probed.until(lambda instance: "503" in instance.reason)
     await asyncio.sleep(0.3)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from tests.integration.router.stand_in import DEADLINE_S
 from tests.listening import stop_listening
 
+DEADLINE_S = 60.0
 Answer = Callable[[asyncio.StreamWriter], Awaitable[None]]
 
 
@@ -39,7 +40,7 @@ class Site:
     _serving: set[asyncio.Task[None]] = field(default_factory=set)
 
     async def start(self) -> None:
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0, ssl=self.tls)
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", self.port, ssl=self.tls)
         self.port = self._server.sockets[0].getsockname()[1]
 
     async def stop(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import pytest
 import torch
@@ -30,6 +30,7 @@ TYPES = {
     torch.float32: hccl.FP32,
     torch.float64: hccl.FP64,
 }
+Call: TypeAlias = "Callable[[int | None, int], tuple[object, ...]]"
 REDUCTIONS: dict[int, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     hccl.SUM: torch.add,
     hccl.PROD: torch.mul,
@@ -72,30 +73,52 @@ def test_all_reduce_gives_every_rank_the_same_result(dtype: torch.dtype, reducti
     assert hccl.on_ranks(RANKS, work) == [wanted] * RANKS
 
 
-def test_reduce_gives_the_result_to_the_root_only() -> None:
-    wanted = to_bytes(reduced(hccl.SUM, torch.float32))
+WIDE = [values_of(number, torch.int64, COUNT * RANKS) for number in range(RANKS)]
+NARROW = [each.int() for each in WIDE]
+OF_ONE = values_of(1, torch.float32, COUNT * RANKS)
+UNTOUCHED = torch.full((4 * COUNT,), 0xEE, dtype=torch.uint8)
+OPERATIONS: dict[str, tuple[list[torch.Tensor | None], Call, list[torch.Tensor]]] = {
+    "HcclReduce": (
+        [values_of(number) for number in range(RANKS)],
+        lambda source, target: (source, target, COUNT, hccl.FP32, hccl.SUM, 1),
+        [UNTOUCHED, reduced(hccl.SUM, torch.float32), UNTOUCHED],
+    ),
+    "HcclReduceScatter": (
+        [*NARROW],
+        lambda source, target: (source, target, COUNT, hccl.INT32, hccl.SUM),
+        [*sum(NARROW[1:], NARROW[0]).split(COUNT)],
+    ),
+    "HcclScatter": (
+        [None, OF_ONE, None],
+        lambda source, target: (source, target, COUNT, hccl.FP32, 1),
+        [*OF_ONE.split(COUNT)],
+    ),
+    "HcclAllGather": (
+        [values_of(number) for number in range(RANKS)],
+        lambda source, target: (source, target, COUNT, hccl.FP32),
+        [torch.cat([values_of(number) for number in range(RANKS)])] * RANKS,
+    ),
+    "HcclAlltoAll": (
+        [*WIDE],
+        lambda source, target: (source, COUNT, hccl.INT64, target, COUNT, hccl.INT64),
+        [*torch.stack(WIDE).view(RANKS, RANKS, COUNT).transpose(0, 1)],
+    ),
+}
+"""What each rank gives, how it calls, and what it gets."""
+
+
+@pytest.mark.parametrize("function", OPERATIONS)
+def test_each_rank_gets_its_own_from_all_or_from_the_root(function: str) -> None:
+    given, call, wanted = OPERATIONS[function]
 
     def work(rank: Rank) -> bytes:
-        source = rank.device_memory(to_bytes(values_of(rank.number)))
-        target = room(rank, len(wanted))
-        rank.do("HcclReduce", source, target, COUNT, hccl.FP32, hccl.SUM, 1)
-        return acl.read(target, len(wanted))
+        own, size = given[rank.number], len(to_bytes(wanted[rank.number]))
+        source = None if own is None else rank.device_memory(to_bytes(own))
+        target = room(rank, size)
+        rank.do(function, *call(source, target))
+        return acl.read(target, size)
 
-    untouched = b"\xee" * len(wanted)
-    assert hccl.on_ranks(RANKS, work) == [untouched, wanted, untouched]
-
-
-def test_reduce_scatter_gives_each_rank_its_part() -> None:
-    wanted = reduced(hccl.SUM, torch.int32, COUNT * RANKS).split(COUNT)
-
-    def work(rank: Rank) -> bytes:
-        values = values_of(rank.number, torch.int32, COUNT * RANKS)
-        target = room(rank, 4 * COUNT)
-        source = rank.device_memory(to_bytes(values))
-        rank.do("HcclReduceScatter", source, target, COUNT, hccl.INT32, hccl.SUM)
-        return acl.read(target, 4 * COUNT)
-
-    assert hccl.on_ranks(RANKS, work) == [to_bytes(part) for part in wanted]
+    assert hccl.on_ranks(RANKS, work) == [to_bytes(each) for each in wanted]
 
 
 def test_broadcast_spreads_the_bytes_of_its_root() -> None:
@@ -105,43 +128,6 @@ def test_broadcast_spreads_the_bytes_of_its_root() -> None:
         return acl.read(buffer, 4 * COUNT)
 
     assert hccl.on_ranks(RANKS, work) == [to_bytes(values_of(2))] * RANKS
-
-
-def test_scatter_gives_each_rank_its_part_of_the_root() -> None:
-    values = values_of(1, torch.float32, COUNT * RANKS)
-
-    def work(rank: Rank) -> bytes:
-        source = rank.device_memory(to_bytes(values)) if rank.number == 1 else None
-        target = room(rank, 4 * COUNT)
-        rank.do("HcclScatter", source, target, COUNT, hccl.FP32, 1)
-        return acl.read(target, 4 * COUNT)
-
-    assert hccl.on_ranks(RANKS, work) == [to_bytes(part) for part in values.split(COUNT)]
-
-
-def test_all_gather_gives_every_rank_all_parts() -> None:
-    wanted = to_bytes(torch.cat([values_of(number) for number in range(RANKS)]))
-
-    def work(rank: Rank) -> bytes:
-        source = rank.device_memory(to_bytes(values_of(rank.number)))
-        target = room(rank, len(wanted))
-        rank.do("HcclAllGather", source, target, COUNT, hccl.FP32)
-        return acl.read(target, len(wanted))
-
-    assert hccl.on_ranks(RANKS, work) == [wanted] * RANKS
-
-
-def test_all_to_all_gives_part_i_of_rank_j_to_rank_i_as_part_j() -> None:
-    rows = [values_of(number, torch.int64, COUNT * RANKS) for number in range(RANKS)]
-
-    def work(rank: Rank) -> bytes:
-        source = rank.device_memory(to_bytes(rows[rank.number]))
-        target = room(rank, 8 * COUNT * RANKS)
-        rank.do("HcclAlltoAll", source, COUNT, hccl.INT64, target, COUNT, hccl.INT64)
-        return acl.read(target, 8 * COUNT * RANKS)
-
-    columns = torch.stack(rows).view(RANKS, RANKS, COUNT).transpose(0, 1)
-    assert hccl.on_ranks(RANKS, work) == [to_bytes(column) for column in columns]
 
 
 def test_all_to_all_moves_parts_of_different_sizes() -> None:
