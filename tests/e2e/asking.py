@@ -15,6 +15,9 @@ from epd_portable.demo.pictures import draw
 
 TIMEOUT_S = 120.0
 TOP_LOGPROBS = 5
+TOLERANCE = 1e-3
+"""Between log-probabilities of one token in float32."""
+TOLERANCE_BFLOAT16 = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,15 +112,15 @@ def ask_all(url: str, contents: Iterable[Sequence[dict[str, Any]] | str]) -> lis
 
 
 def assert_equal(
-    split: Answer, reference: Answer, *, tolerance: float, first: int | None = None
+    split: Answer, reference: Answer, *, first: int | None = None, tolerance: float = TOLERANCE
 ) -> None:
     """Check tokens and log-probabilities.
 
     Args:
         split: From the instances.
         reference: From one process.
-        tolerance: Largest difference between log-probabilities of one token.
         first: Compare this many tokens only; ``None`` compares all.
+        tolerance: Largest difference between log-probabilities of one token.
     """
     assert reference.tokens, "an empty answer proves nothing"
     assert split.tokens[:first] == reference.tokens[:first]
@@ -127,8 +130,8 @@ def assert_equal(
     assert max(differences[:first]) <= tolerance
 
 
-def assert_close(split: Answer, reference: Answer, *, tolerance: float) -> None:
-    """Check two answers in a dtype whose rounding may decide between tokens that are as likely.
+def assert_close(split: Answer, reference: Answer) -> None:
+    """Check two answers in bfloat16, whose rounding may decide between tokens that are as likely.
 
     Up to the first place where the tokens differ their log-probabilities are compared; at that
     place each side must hold the other's token for as likely as its own. What follows is about
@@ -137,7 +140,6 @@ def assert_close(split: Answer, reference: Answer, *, tolerance: float) -> None:
     Args:
         split: From the instances.
         reference: From one process.
-        tolerance: Largest difference between log-probabilities.
     """
     assert reference.tokens, "an empty answer proves nothing"
     places = list(zip(split.tokens, reference.tokens, strict=False))
@@ -149,9 +151,9 @@ def assert_close(split: Answer, reference: Answer, *, tolerance: float) -> None:
         for answer in (split, reference):
             likely = answer.alternatives[parted]
             assert ours in likely and theirs in likely, (ours, theirs, likely)
-            assert abs(likely[ours] - likely[theirs]) <= tolerance, (ours, theirs, likely)
+            assert abs(likely[ours] - likely[theirs]) <= TOLERANCE_BFLOAT16, (ours, theirs, likely)
     pairs = zip(split.logprobs[:parted], reference.logprobs[:parted], strict=True)
-    assert max((abs(one - other) for one, other in pairs), default=0.0) <= tolerance
+    assert max((abs(one - other) for one, other in pairs), default=0.0) <= TOLERANCE_BFLOAT16
 
 
 def _answer(steps: list[dict[str, Any]], items: Iterable[dict[str, Any]]) -> Answer:

@@ -14,7 +14,6 @@ from tests.e2e.cases import ASK, REPEATED, SINGLE, mixed_32
 from tests.e2e.conftest import Pair
 from tests.e2e.engines import metric
 
-TOLERANCE = 1e-3
 _LATE = re.compile("not written within|not delivered within")
 MOST_LATE = 4
 COUNTS_NOTHING = (0, 28)
@@ -27,7 +26,7 @@ SMOKE = ("one picture", "one picture twice", "text, picture, text, picture")
 
 def assert_answer_is_that_of_one_process(pair: Pair, content: Any) -> None:
     split, reference = ask(pair.split.url, content), ask(pair.reference_url, content)
-    assert_equal(split, reference, tolerance=TOLERANCE)
+    assert_equal(split, reference)
     assert set(split.sources) <= {"transfer"}
 
 
@@ -73,18 +72,18 @@ class FloatEquality:
         assert first.sources == ["transfer"]
         assert again.sources == ["encoder_cache"]
         reference = ask(pair.reference_url, [text("Look: "), *REPEATED])
-        assert_equal(again, reference, tolerance=TOLERANCE)
+        assert_equal(again, reference)
 
     def test_a_streamed_answer_is_that_of_one_process(self, pair: Pair) -> None:
         content = [picture(31), ASK]
         split = ask_streamed(pair.split.url, content)
-        assert_equal(split, ask_streamed(pair.reference_url, content), tolerance=TOLERANCE)
+        assert_equal(split, ask_streamed(pair.reference_url, content))
 
     def test_32_mixed_requests_at_once_are_answered_as_by_one_process(self, pair: Pair) -> None:
         contents = mixed_32()
         split = ask_all(pair.split.url, contents)
         for content, answer in zip(contents, split, strict=True):
-            assert_equal(answer, ask(pair.reference_url, content), tolerance=TOLERANCE)
+            assert_equal(answer, ask(pair.reference_url, content))
 
     def test_completions_are_those_of_one_process(self, pair: Pair) -> None:
         request = {"model": "demo", "prompt": "a red", "max_tokens": 8, "temperature": 0}

@@ -25,7 +25,7 @@ from tests.e2e.asking import ask, ask_all, assert_close, assert_equal, picture
 from tests.e2e.cases import ASK, SINGLE
 from tests.e2e.conftest import Pair, Split, running
 from tests.e2e.engines import instance
-from tests.e2e.equality import TOLERANCE, FloatEquality
+from tests.e2e.equality import FloatEquality
 from tests.e2e.ranks import TWO_RANKS, TwoRanks
 from tests.first_hour.reference import ENV, IS_SIMULATED, engine_args, reference, url_of
 
@@ -168,7 +168,7 @@ class TestInBfloat16:
     @pytest.mark.parametrize("content", SINGLE.values(), ids=SINGLE)
     def test_an_answer_is_as_likely_as_that_of_one_process(self, pair: Pair, content: Any) -> None:
         split = ask(pair.split.url, content)
-        assert_close(split, ask(pair.reference_url, content), tolerance=0.1)
+        assert_close(split, ask(pair.reference_url, content))
         assert set(split.sources) <= {"transfer"}
 
 
@@ -197,7 +197,7 @@ class TestInFloat32(FloatEquality):
         """A graph that had recorded an address would replay another request's picture."""
         contents = [[picture(seed), ASK] for seed in range(60, 92)]
         for content, split in zip(contents, ask_all(pair.split.url, contents), strict=True):
-            assert_equal(split, ask(pair.reference_url, content), tolerance=TOLERANCE)
+            assert_equal(split, ask(pair.reference_url, content))
 
     def test_an_encode_job_is_answered_behind_its_computation(self, pair: Pair, way: Way) -> None:
         if way.platform == "cpu":

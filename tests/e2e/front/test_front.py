@@ -19,7 +19,6 @@ from tests.e2e import flags
 from tests.e2e.asking import ask, assert_equal, body, picture, post, text
 from tests.e2e.conftest import VIDEOS, Split, Start
 from tests.e2e.engines import RESTART_S, started, wait_until
-from tests.e2e.equality import TOLERANCE
 from tests.e2e.modalities.parts import frames
 from tests.metrics_page import total
 
@@ -104,14 +103,14 @@ def test_two_engines_encode_a_video_of_which_both_parts_are_kept(
     # The picture comes last: of what is left for two engines with one item each either may get it.
     content = [frames(80, 16), picture(80), ASK]
     ours, theirs = ask(front.url, content), ask(reference_url, content)
-    assert_equal(ours, theirs, tolerance=TOLERANCE)
+    assert_equal(ours, theirs)
     assert ours.sources == ["transfer"] * 3
     parts = [each["mm_hash"].rpartition("#")[2] for each in ours.items[:2]]
     assert parts == ["0-4", "4-8"]
     assert len({each["encoder"] for each in ours.items[:2]}) == 2
     again = ask(front.url, [text("Look: "), *content])
     assert again.sources == ["encoder_cache"] * 3
-    assert_equal(again, ask(reference_url, [text("Look: "), *content]), tolerance=TOLERANCE)
+    assert_equal(again, ask(reference_url, [text("Look: "), *content]))
 
 
 @pytest.mark.full
@@ -137,7 +136,7 @@ def test_parts_that_their_engine_has_lost_come_from_the_caches_of_their_encoders
     # The first to come back takes the room of the other.
     assert again.sources == ["transfer"] * 2
     assert front.encoded_by("encode") == encoded
-    assert_equal(again, ask(reference_url, [text("Look: "), *content]), tolerance=TOLERANCE)
+    assert_equal(again, ask(reference_url, [text("Look: "), *content]))
 
 
 def test_a_picture_that_comes_again_is_processed_and_encoded_once(front: Split) -> None:
@@ -168,7 +167,7 @@ def test_a_picture_that_an_encode_engine_has_no_memory_for_comes_from_the_other(
     assert sorted(asked) == ["encode-0", "encode-1"]
     assert [(each["source"], each["encoder"]) for each in answer.items] == [("transfer", asked[1])]
     assert counted(front, RETRIED) == retried + 1
-    assert_equal(answer, ask(reference_url, content), tolerance=TOLERANCE)
+    assert_equal(answer, ask(reference_url, content))
 
 
 def test_an_item_that_a_client_names_is_not_another_ones(front: Split) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from tests.e2e.asking import ask, assert_equal, picture, text
 from tests.e2e.conftest import ENGINE_MODULES, VIDEOS, Pair, Split, forking, running
-from tests.e2e.equality import TOLERANCE, assert_answer_is_that_of_one_process
+from tests.e2e.equality import assert_answer_is_that_of_one_process
 from tests.e2e.modalities.parts import frames
 from tests.e2e.ranks import TWO_RANKS
 from tests.e2e.test_second_runner import ENV, SETTINGS
@@ -52,7 +52,7 @@ def test_the_second_runner_answers_as_one_process_does(tmp_path: Path, reference
         content = [frames(1, 8), ASK]
         answer = ask(front.url, content)
         assert answer.sources == ["transfer"] * 2
-        assert_equal(answer, ask(reference_url, content), tolerance=TOLERANCE)
+        assert_equal(answer, ask(reference_url, content))
         loaded = front.events("model.loaded", since_s=0)
         assert {each["instance"]: each["runner"] for each in loaded} == {
             "encode-0": 2,

@@ -21,7 +21,6 @@ from tests.e2e.modalities.test_models import (
     MODALITIES,
     NAMES,
     SETTINGS,
-    TOLERANCE,
     checkpoint_of,
 )
 from tests.forked import Popen
@@ -66,4 +65,4 @@ def test_answers_are_those_of_one_process(
             with subtests.test(title):
                 assert set(answer.sources) == {"transfer"}
                 theirs = ask(server.url, content, **fixed, **more)
-                assert_equal(answer, theirs, tolerance=TOLERANCE)
+                assert_equal(answer, theirs)

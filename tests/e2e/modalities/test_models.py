@@ -21,10 +21,9 @@ import pytest
 
 from epd_portable.router.contents.body import CHAT_PATH, Rules, read_call
 from tests.checkpoints import NAMES
-from tests.e2e.asking import Answer, ask, assert_equal, body, text
+from tests.e2e.asking import TOLERANCE, Answer, ask, assert_equal, body, text
 from tests.e2e.conftest import Split, running
 from tests.e2e.engines import address, token
-from tests.e2e.equality import TOLERANCE
 from tests.e2e.modalities.parts import audio_url, frames, image, input_audio, video
 from tests.forked import Popen
 
@@ -207,7 +206,7 @@ def test_answers_with_transferred_items_are_those_of_one_process(
             assert bool({item["mm_hash"] for item in split.items} - keys) == bool(settings)
             assert set(split.sources) == {"transfer"}
             assert set(reference.sources) == {"local"}
-            assert_equal(split, reference, tolerance=TOLERANCE)
+            assert_equal(split, reference)
 
 
 def test_another_item_gives_another_answer(served: Served) -> None:

@@ -13,7 +13,6 @@ from epd_portable.router.settings import RouterSettings
 from tests.e2e.asking import ask, ask_streamed, assert_equal
 from tests.e2e.cases import SINGLE
 from tests.e2e.conftest import Pair, Split, router_of
-from tests.e2e.equality import TOLERANCE
 from tests.integration.envoy.conftest import free_port
 from tests.integration.envoy.test_picker import asking, gateway
 from tests.keyring import secret_file
@@ -40,9 +39,9 @@ def test_an_answer_through_envoy_is_that_of_one_process(
 ) -> None:
     content = SINGLE[case]
     answer = ask(fronted.url, content)
-    assert_equal(answer, ask(pair.reference_url, content), tolerance=TOLERANCE)
+    assert_equal(answer, ask(pair.reference_url, content))
     streamed = ask_streamed(fronted.url, content)
-    assert_equal(streamed, answer, tolerance=TOLERANCE)
+    assert_equal(streamed, answer)
 
 
 def test_pictures_come_from_the_encoder(fronted: Split) -> None:
@@ -66,9 +65,5 @@ async def test_a_gateway_of_others_gets_the_same_answers(
         url = f"http://127.0.0.1:{settings.port}"
         for asked in (ask, ask_streamed):
             answer = await asyncio.to_thread(asked, url, content)
-            assert_equal(
-                answer,
-                await asyncio.to_thread(ask, pair.reference_url, content),
-                tolerance=TOLERANCE,
-            )
+            assert_equal(answer, await asyncio.to_thread(ask, pair.reference_url, content))
     assert since.encoded_by("prefill_decode") == []

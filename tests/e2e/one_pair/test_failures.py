@@ -18,7 +18,6 @@ from tests.e2e import flags
 from tests.e2e.asking import ask, ask_all, assert_equal, body, picture, post, text
 from tests.e2e.conftest import Pair, encoders_held, every_instance_is_up
 from tests.e2e.engines import RESTART_S, counts, instance, metric, reset, shared_memory, wait_until
-from tests.e2e.equality import TOLERANCE
 from tests.e2e.one_pair.limits import ITEM_BYTES, POOL_ITEMS
 from tests.unit.media.samples import png
 
@@ -52,7 +51,7 @@ def test_text_before_a_picture_is_prefilled_while_the_encoder_works(pair: Pair) 
     ready = next(e for e in pair.split.events("output.ready") if e["mm_hash"] == item["mm_hash"])
     first, second, *_ = steps()
     assert first["t_s"] < freed_s < ready["t_s"] < second["t_s"]
-    assert_equal(answer, ask(pair.reference_url, content), tolerance=TOLERANCE)
+    assert_equal(answer, ask(pair.reference_url, content))
 
 
 def test_text_requests_do_not_wait_for_a_slow_picture(pair: Pair) -> None:
@@ -115,7 +114,7 @@ def test_an_encoder_without_memory_for_an_item_costs_no_answer_and_goes_on(pair:
     (pair.split.flags / flags.NO_MEMORY).touch()
     answer = ask(pair.split.url, content)
     assert answer.sources == ["local"]
-    assert_equal(answer, ask(pair.reference_url, content), tolerance=TOLERANCE)
+    assert_equal(answer, ask(pair.reference_url, content))
     # Its scheduler does not count on the item.
     for cache in ("encoder_cache", "prefix_cache"):
         reset(pair.split.pid, "ec_consumer", cache)
@@ -138,7 +137,7 @@ def test_a_killed_encoder_costs_no_answer_and_comes_back(pair: Pair) -> None:
     counted = counts(pair.split.pid, "ec_consumer") - before
     assert counted["epd_pd_fallbacks_total"] == 1
     assert counted['epd_pd_transfers_failed_total{cause="unavailable"}'] == 1
-    assert_equal(answer, ask(pair.reference_url, content), tolerance=TOLERANCE)
+    assert_equal(answer, ask(pair.reference_url, content))
 
     def met() -> list[str]:
         seen = pair.split.events("pair.met", since_s=killed_s)
@@ -165,7 +164,7 @@ def test_a_small_pool_serves_everybody_first_come_first_served(
     ]
     answers = ask_all(pair.split.url, contents)
     for content, answer in zip(contents, answers, strict=True):
-        assert_equal(answer, ask(pair.reference_url, content), tolerance=TOLERANCE)
+        assert_equal(answer, ask(pair.reference_url, content))
         assert set(answer.sources) == {"transfer"}
     # A router that meets a restarted encoder sends an item of its own.
     asked = {item["mm_hash"] for answer in answers for item in answer.items}
@@ -204,7 +203,7 @@ def test_a_spoiled_item_is_seen_by_the_comparison(pair: Pair) -> None:
     finally:
         flag.unlink()
     with pytest.raises(AssertionError):
-        assert_equal(spoiled, ask(pair.reference_url, content), tolerance=TOLERANCE)
+        assert_equal(spoiled, ask(pair.reference_url, content))
 
 
 def test_hostile_pictures_are_refused_while_others_are_served(pair: Pair) -> None:
@@ -231,7 +230,7 @@ def test_hostile_pictures_are_refused_while_others_are_served(pair: Pair) -> Non
         refused = [each.result() for each in asked]
     assert {each.status_code for each in refused} <= {400, 413}, [each.text for each in refused]
     for content, answer in zip(contents, answers, strict=True):
-        assert_equal(answer, ask(pair.reference_url, content), tolerance=TOLERANCE)
+        assert_equal(answer, ask(pair.reference_url, content))
     assert every_instance_is_up(pair.split)
 
 

@@ -13,7 +13,7 @@ import pytest
 from tests.e2e.asking import ask, assert_equal, body, picture, text
 from tests.e2e.conftest import Pair, encoders_held, slow_steps
 from tests.e2e.engines import counts, empty_encoder_cache, instance, metric, reset, wait_until
-from tests.e2e.equality import TOLERANCE, FloatSmoke
+from tests.e2e.equality import FloatSmoke
 from tests.e2e.one_pair.limits import SEATS, STEP
 from tests.metrics_page import total
 
@@ -36,7 +36,7 @@ def test_no_picture_reaches_the_pd_instance(pair: Pair) -> None:
     [sent] = pair.split.events("pd_request")[begun:]
     assert sent["nbytes"] < 1500 < len(json.dumps(body(content)))
     assert answer.sources == ["transfer"]
-    assert_equal(answer, ask(pair.reference_url, content), tolerance=TOLERANCE)
+    assert_equal(answer, ask(pair.reference_url, content))
 
 
 def test_pictures_stay_with_the_encoder_for_longer_than_a_step_has_room(pair: Pair) -> None:
@@ -65,7 +65,7 @@ def test_a_prompt_in_the_prefix_cache_needs_no_item(pair: Pair) -> None:
     empty_encoder_cache(pair.split.pid, "ec_consumer")
     again = ask(pair.split.url, content)
     assert again.sources == ["prefix_cache"]
-    assert_equal(again, first, tolerance=TOLERANCE)
+    assert_equal(again, first)
     assert metric(pair.split.pid, "ec_consumer", "vllm:prefix_cache_hits_total") > 0
 
 
@@ -95,7 +95,7 @@ def test_an_item_that_went_before_it_was_used_is_asked_for_again_with_its_media(
     sent = pair.split.events("pd_request")[-2:]
     assert sent[0]["request_id"] == sent[1]["request_id"]
     assert sent[0]["nbytes"] < len(shown["image_url"]["url"]) < sent[1]["nbytes"]
-    assert_equal(answer, ask(pair.reference_url, content), tolerance=TOLERANCE)
+    assert_equal(answer, ask(pair.reference_url, content))
 
 
 def test_a_killed_encoder_costs_no_answer(pair: Pair) -> None:
@@ -107,6 +107,6 @@ def test_a_killed_encoder_costs_no_answer(pair: Pair) -> None:
         os.killpg(instance(pair.split.pid, "ec_producer").pid, signal.SIGKILL)
         answer = pending.result()
     assert answer.sources == ["local"]
-    assert_equal(answer, ask(pair.reference_url, content), tolerance=TOLERANCE)
+    assert_equal(answer, ask(pair.reference_url, content))
     metrics = httpx.get(f"{pair.split.url}/metrics", timeout=30, trust_env=False).text
     assert total(metrics, 'epd_router_fallbacks_total{fallback="original_media"}') > 0

@@ -22,7 +22,6 @@ from tests.e2e.engines import (
     instance,
     wait_until,
 )
-from tests.e2e.equality import TOLERANCE
 from tests.forked import Popen
 
 SEEDS = (7900, 7901, 7902)
@@ -66,7 +65,7 @@ def check_all_from_store(split: Split, first: list[Answer]) -> None:
         answer = ask(split.url, content)
         assert set(answer.sources) <= {"store", "encoder_cache"}
         assert answer.tokens == before.tokens
-        assert_equal(answer, before, tolerance=TOLERANCE)
+        assert_equal(answer, before)
     encoded = {
         item for event in split.events("encode.begin", since_s=begin_s) for item in event["items"]
     }
@@ -87,7 +86,7 @@ def test_pictures_that_engines_have_forgotten_come_from_the_store(
     assert written["epd_encode_store_writes_total"] >= len(SEEDS)
     assert written["epd_encode_store_written_bytes_total"] >= len(SEEDS) * loaded[0]["nbytes"]
     for content, answer in zip(CONTENTS, first, strict=True):
-        assert_equal(answer, ask(pair.reference_url, content), tolerance=TOLERANCE)
+        assert_equal(answer, ask(pair.reference_url, content))
 
 
 @pytest.fixture

@@ -29,7 +29,6 @@ from tests.e2e.asking import ask, ask_all, ask_streamed, assert_equal, body, pic
 from tests.e2e.cases import ASK, SINGLE
 from tests.e2e.conftest import Split, every_instance_is_up, router_of, router_settings, running
 from tests.e2e.engines import RESTART_S, config_of, named, rests, url_of, wait_until
-from tests.e2e.equality import TOLERANCE
 from tests.e2e.one_pair import test_interfaces as interfaces
 from tests.forked import Popen
 from tests.metrics_page import total
@@ -102,7 +101,7 @@ class Served:
         """Ask about a picture that nobody has seen, and compare."""
         content = [picture(seed), ASK]
         answer = ask(self.split.url, content)
-        assert_equal(answer, ask(self.reference_url, content), tolerance=TOLERANCE)
+        assert_equal(answer, ask(self.reference_url, content))
 
 
 def value(url: str, sample: str) -> float:
@@ -165,28 +164,28 @@ def served(
 def test_answers_are_those_of_one_process(served: Served, case: str) -> None:
     content = SINGLE[case]
     answer = ask(served.split.url, content)
-    assert_equal(answer, ask(served.reference_url, content), tolerance=TOLERANCE)
+    assert_equal(answer, ask(served.reference_url, content))
 
 
 @pytest.mark.full
 def test_a_long_prompt_is_answered_as_by_one_process(served: Served) -> None:
     content = [text("And then? " * 300), picture(40), text("Well, " * 200), ASK]
     answer = ask(served.split.url, content)
-    assert_equal(answer, ask(served.reference_url, content), tolerance=TOLERANCE)
+    assert_equal(answer, ask(served.reference_url, content))
 
 
 @pytest.mark.full
 def test_a_streamed_answer_is_that_of_one_process(served: Served) -> None:
     content = [picture(41), ASK]
     streamed = ask_streamed(served.split.url, content)
-    assert_equal(streamed, ask(served.reference_url, content), tolerance=TOLERANCE)
+    assert_equal(streamed, ask(served.reference_url, content))
 
 
 def test_many_at_once_are_answered_as_by_one_process(served: Served) -> None:
     contents: list[Any] = [[picture(seed), ASK] for seed in range(50, 58)]
     contents += [f"How are you, number {number}?" for number in range(8)]
     for answer, content in zip(ask_all(served.split.url, contents), contents, strict=True):
-        assert_equal(answer, ask(served.reference_url, content), tolerance=TOLERANCE)
+        assert_equal(answer, ask(served.reference_url, content))
 
 
 def test_pictures_of_one_request_are_encoded_by_all_that_hold_the_encoder(served: Served) -> None:
@@ -195,7 +194,7 @@ def test_pictures_of_one_request_are_encoded_by_all_that_hold_the_encoder(served
     begin_s = time.monotonic()
     content = [*map(picture, range(90, 94)), ASK]
     answer = ask(served.split.url, content)
-    assert_equal(answer, ask(served.reference_url, content), tolerance=TOLERANCE)
+    assert_equal(answer, ask(served.reference_url, content))
     began = served.split.events("encode.begin", since_s=begin_s)
     encoded = Counter(event["instance"] for event in began for _ in event["items"])
     assert encoded == dict.fromkeys(ENCODES[served.name], 2), encoded
@@ -222,7 +221,7 @@ def test_one_that_encodes_for_others_may_be_killed(served: Served) -> None:
         )
         os.killpg(named(served.split.pid, victim).pid, signal.SIGKILL)
         for answer, other in zip(asked.result(), expected, strict=True):
-            assert_equal(answer, other, tolerance=TOLERANCE)
+            assert_equal(answer, other)
     wait_until(lambda: every_instance_is_up(served.split), f"{victim} is back", within_s=RESTART_S)
 
 
@@ -282,7 +281,7 @@ def test_a_picture_that_all_engines_have_forgotten_comes_from_the_store(served: 
     for name in ("encode-0", "prefill-0", "decode-0"):
         served.forget(name)
     begin_s = time.monotonic()
-    assert_equal(ask(served.split.url, content), first, tolerance=TOLERANCE)
+    assert_equal(ask(served.split.url, content), first)
     assert {
         each["mm_hash"] for each in served.split.events("store.loaded", since_s=begin_s)
     } == stored
@@ -304,7 +303,7 @@ def test_without_encoders_the_prefill_instance_encodes(
         begin_s = time.monotonic()
         for content in ([picture(43), ASK], "How are you?"):
             answer = ask(split.url, content)
-            assert_equal(answer, ask(served.reference_url, content), tolerance=TOLERANCE)
+            assert_equal(answer, ask(served.reference_url, content))
         assert split.encoding(begin_s) == {"prefill-0"}
         assert (
             value(f"{split.url}/metrics", 'epd_router_prefills_total{where="disaggregated"}') == 2

@@ -12,8 +12,6 @@ from tests.e2e.asking import Answer, ask, assert_close
 from tests.e2e.conftest import Pair, Split
 from tests.e2e.engines import config_of, named
 
-TOLERANCE = 0.1
-"""Between log-probabilities of two runs in bfloat16."""
 QUEUE = 40
 """Items that an encode instance has at a time: more than other tests send at once."""
 OFF_HOST = "127.0.0.2"
@@ -52,7 +50,7 @@ class Deployment:
 
     def compare(self, content: Any, answer: Answer) -> None:
         """Check that an answer is close to that of one process, with every item from an encoder."""
-        assert_close(answer, ask(self.pair.reference_url, content), tolerance=TOLERANCE)
+        assert_close(answer, ask(self.pair.reference_url, content))
         assert {(item["source"], item["path"]) for item in answer.items} == {("transfer", "tcp")}
 
 

@@ -10,7 +10,7 @@ from tests.e2e.asking import ask, ask_all, assert_close, body, picture, post, te
 from tests.e2e.cases import ASK
 from tests.e2e.conftest import slow_steps
 from tests.e2e.engines import instance, wait_until
-from tests.e2e.two_encoders.deployment import TOLERANCE, Deployment
+from tests.e2e.two_encoders.deployment import Deployment
 
 PICTURES = 8
 
@@ -54,6 +54,6 @@ def test_requests_at_once_are_answered_as_by_one_process(deployment: Deployment)
     contents: list[Any] = [[picture(seed), ASK] for seed in range(400, 406)]
     contents += [[picture(seed), text("and"), picture(seed + 1), ASK] for seed in range(403, 408)]
     for content, answer in zip(contents, ask_all(deployment.split.url, contents), strict=True):
-        assert_close(answer, ask(deployment.pair.reference_url, content), tolerance=TOLERANCE)
+        assert_close(answer, ask(deployment.pair.reference_url, content))
         assert set(answer.sources) <= {"transfer", "encoder_cache"}
     assert deployment.split.encoded_by("prefill_decode") == []

@@ -36,7 +36,7 @@ from tests.e2e.cases import ASK
 from tests.e2e.conftest import Split, encoders_held, router_of, router_settings
 from tests.e2e.engines import named, url_of, wait_until
 from tests.e2e.two_encoders.deployment import ENCODERS as NAMES
-from tests.e2e.two_encoders.deployment import PD, QUEUE, TOLERANCE, Deployment
+from tests.e2e.two_encoders.deployment import PD, QUEUE, Deployment
 from tests.forked import Popen
 from tests.metrics_page import total
 from tests.servers import serving
@@ -126,7 +126,7 @@ def test_instances_that_a_coordinator_names_do_the_work_and_it_is_told_so(
         refs = json.loads(response.headers[REFS])
         assert [each["encoder_host"] for each in refs] == list(mapping.values())
         assert encode_jobs(router, begin_s) == [first, second]
-        assert_close(answer, ask(deployment.pair.reference_url, content), tolerance=TOLERANCE)
+        assert_close(answer, ask(deployment.pair.reference_url, content))
 
 
 def test_a_picture_that_comes_by_url_is_answered_as_if_it_were_inlined(
@@ -211,4 +211,4 @@ def test_a_picture_that_no_encoder_may_bring_is_left_out(
     answer = answer_of(response)
     assert len(answer.items) == 1
     without = [text("[image not available]"), picture(931), ASK]
-    assert_close(answer, ask(deployment.pair.reference_url, without), tolerance=TOLERANCE)
+    assert_close(answer, ask(deployment.pair.reference_url, without))

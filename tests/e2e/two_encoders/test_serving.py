@@ -16,7 +16,7 @@ from tests.e2e.asking import ask, ask_all, ask_streamed, assert_close, body, pic
 from tests.e2e.cases import REPEATED, SINGLE, mixed_32
 from tests.e2e.collector import Collector
 from tests.e2e.engines import shared_memory, wait_until
-from tests.e2e.two_encoders.deployment import ENCODERS, PD, TOLERANCE, Deployment
+from tests.e2e.two_encoders.deployment import ENCODERS, PD, Deployment
 
 
 @pytest.mark.parametrize("content", SINGLE.values(), ids=SINGLE)
@@ -25,7 +25,7 @@ def test_an_answer_is_close_to_that_of_one_process(deployment: Deployment, conte
         ask(deployment.split.url, content),
         ask(deployment.pair.reference_url, content),
     )
-    assert_close(split, reference, tolerance=TOLERANCE)
+    assert_close(split, reference)
     assert {(item["source"], item["path"]) for item in split.items} <= {("transfer", "tcp")}
 
 
@@ -35,7 +35,7 @@ def test_a_repeated_picture_and_a_streamed_answer_are_close_too(deployment: Depl
             answer(deployment.split.url, REPEATED),
             answer(deployment.pair.reference_url, REPEATED),
         )
-        assert_close(split, reference, tolerance=TOLERANCE)
+        assert_close(split, reference)
 
 
 def test_32_mixed_requests_at_once_are_close_too(deployment: Deployment) -> None:
@@ -43,7 +43,7 @@ def test_32_mixed_requests_at_once_are_close_too(deployment: Deployment) -> None
     split = ask_all(deployment.split.url, contents)
     for content, answer in zip(contents, split, strict=True):
         reference = ask(deployment.pair.reference_url, content)
-        assert_close(answer, reference, tolerance=TOLERANCE)
+        assert_close(answer, reference)
     assert deployment.split.encoded_by("prefill_decode") == []
 
 

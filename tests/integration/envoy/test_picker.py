@@ -29,7 +29,14 @@ from epd_portable.router.server import Router
 from epd_portable.router.settings import RouterSettings
 from tests.integration.envoy.conftest import DEADLINE_S, Fronted
 from tests.integration.router.conftest import Build, Topology
-from tests.integration.router.stand_in import Received, answer, refuse, start_process, stream
+from tests.integration.router.stand_in import (
+    Received,
+    answer,
+    refuse,
+    start_process,
+    stream,
+    streamed,
+)
 from tests.integration.router.test_access import keys_file
 from tests.integration.router.test_hops import HOP_KEY
 from tests.integration.router.test_prefill import KV, SPLIT, after, compute, split
@@ -119,12 +126,8 @@ async def test_a_stream_whose_instance_is_lost_is_cut_off(build: Build) -> None:
 async def test_streams_end_when_it_is_stopped_and_nobody_new_is_served(build: Build) -> None:
     go_on = asyncio.Event()
 
-    async def pieces() -> AsyncIterator[bytes]:
-        yield b"data: 1\n\n"
-        await go_on.wait()
-        yield b"data: 2\n\n"
-
-    t = await build(encoders=0, behaviour=stream(pieces))
+    behaviour = streamed(b"data: 1\n\n", go_on, b"data: 2\n\n")
+    t = await build(encoders=0, behaviour=behaviour)
     asked = asyncio.create_task(t.chat(TEXT, stream=True))
     await t.pd.until(lambda pd: len(pd.received) == 1)
     process = fronted(t).process

@@ -153,6 +153,19 @@ def stream(pieces: Callable[[], AsyncIterator[bytes]]) -> Behaviour:
     return behave
 
 
+def streamed(*pieces: bytes | asyncio.Event) -> Behaviour:
+    """Answer by a stream of these pieces; an event is waited for."""
+
+    async def one_by_one() -> AsyncIterator[bytes]:
+        for each in pieces:
+            if isinstance(each, bytes):
+                yield each
+            else:
+                await each.wait()
+
+    return stream(one_by_one)
+
+
 class Server(uvicorn.Server):
     """A server inside the test's own event loop; leaves signals alone."""
 

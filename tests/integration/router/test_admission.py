@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from tests.integration.router.stand_in import (
     answer,
     at_once,
     forever,
-    stream,
+    streamed,
 )
 from tests.integration.router.test_access import KEY, OTHER_KEY, bearer, keys_file
 from tests.integration.router.test_requests import BLUE, RED, TEXT, image
@@ -288,11 +287,8 @@ async def test_a_client_that_leaves_frees_its_place_in_the_queue(build: Build) -
 
 
 async def test_a_client_that_leaves_its_answer_lets_the_next_one_in(build: Build) -> None:
-    async def pieces() -> AsyncIterator[bytes]:
-        yield b"data: {}\n\n"
-        await asyncio.Event().wait()
-
-    t = await build(behaviour=stream(pieces), admission={"max_requests": 1})
+    begun = streamed(b"data: {}\n\n", asyncio.Event())
+    t = await build(behaviour=begun, admission={"max_requests": 1})
     body = {"messages": [{"role": "user", "content": "hi"}], "stream": True}
     async with t.client.stream("POST", PATH, json=body) as response:
         pieces_of_it = response.aiter_bytes()

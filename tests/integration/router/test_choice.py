@@ -6,7 +6,6 @@ import asyncio
 import json
 import re
 import sys
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,7 @@ from tests.integration.router.stand_in import (
     Received,
     answer,
     once,
-    stream,
+    streamed,
 )
 from tests.integration.router.test_access import KEY, bearer, keys_file
 from tests.integration.router.test_prefill import compute
@@ -224,14 +223,11 @@ async def test_prompts_count_where_they_are_not_cached_until_the_answer_begins(
     scorer = {"type": "token-load-scorer", "parameters": limit}
     choice = configured(scorer, decode={"token-load-scorer": 1})
     goes_on, ends = asyncio.Event(), asyncio.Event()
-
-    async def pieces() -> AsyncIterator[bytes]:
-        yield b"data: {}\n\n"
-        await ends.wait()
+    begins = streamed(b"data: {}\n\n", ends)
 
     async def waits(received: Received) -> Response:
         streams = received.body.get("stream")
-        return await (once(goes_on, stream(pieces)) if streams else answer)(received)
+        return await (once(goes_on, begins) if streams else answer)(received)
 
     t = await build(
         encoders=0, behaviour=waits, choice=choice, api_keys_file=keys_file(tmp_path, KEY)

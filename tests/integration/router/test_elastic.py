@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from starlette.responses import JSONResponse, Response
 
 from epd_portable.router.hops import ENCODERS, KEY, MAPPING
 from tests.integration.router.conftest import Build, Topology
-from tests.integration.router.stand_in import DEADLINE_S, Received, stream
+from tests.integration.router.stand_in import DEADLINE_S, Received, streamed
 from tests.integration.router.test_access import keys_file
 from tests.integration.router.test_streams import EVENT
 
@@ -101,12 +100,8 @@ async def test_work_is_counted_when_it_comes_and_owed_until_it_ends(build: Build
         await asyncio.sleep(ENCODE_S)
         return JSONResponse({})
 
-    async def pieces() -> AsyncIterator[bytes]:
-        await may_end.wait()
-        for _ in range(5):
-            yield EVENT
-
-    t = await build(encoding=encode, behaviour=stream(pieces), elastic_encode=False)
+    behaviour = streamed(may_end, *[EVENT] * 5)
+    t = await build(encoding=encode, behaviour=behaviour, elastic_encode=False)
     series = {
         role: (f'epd_router_work_seconds_total{{role="{role}"}}', f'{{role="{role}"}}')
         for role in ("encode", "prefill-decode")

@@ -25,6 +25,7 @@ from tests.integration.router.stand_in import (
     in_turn,
     refuse,
     stream,
+    streamed,
 )
 from tests.integration.router.test_requests import BLUE, RED, TEXT
 
@@ -122,24 +123,21 @@ async def test_a_connection_that_an_encoder_refuses_is_no_lost_one(build: Build)
     assert await t.metric('epd_router_fallbacks_total{phase="encode",failure="unreachable"}') == 1
 
 
-@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("in_pieces", [False, True])
 async def test_nobody_waits_for_a_full_encoder_once_the_answer_has_begun(
-    build: Build, streamed: bool
+    build: Build, in_pieces: bool
 ) -> None:
     t = await build()
     t.encoders[0].behaviour = full(20_000)
     ended = asyncio.Event()
-
-    async def pieces() -> AsyncIterator[bytes]:
-        yield b"data: 1\n\n"
-        await ended.wait()
+    begins = streamed(b"data: 1\n\n", ended)
 
     async def generate(received: Received) -> Response:
         await t.encoders[0].until(lambda encoder: len(encoder.received) == 1)
-        return await (stream(pieces) if streamed else answer)(received)
+        return await (begins if in_pieces else answer)(received)
 
     t.pd.behaviour = generate
-    chat = asyncio.create_task(t.chat(RED, stream=streamed))
+    chat = asyncio.create_task(t.chat(RED, stream=in_pieces))
     await t.until_metric('epd_router_items_total{outcome="not_needed"}', 1)
     ended.set()
     assert (await chat).status_code == 200

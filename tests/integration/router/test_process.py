@@ -34,7 +34,7 @@ from tests.integration.router.stand_in import (
     answer,
     forever,
     start_process,
-    stream,
+    streamed,
 )
 from tests.integration.router.test_requests import RED, TEXT
 from tests.keyring import secret, secret_file
@@ -132,13 +132,7 @@ async def test_what_does_not_end_in_time_when_it_stops_is_refused_in_openai_form
 
 async def test_answers_that_have_begun_end_before_it_stops(run: Run) -> None:
     more = asyncio.Event()
-
-    async def pieces() -> AsyncIterator[bytes]:
-        yield b"data: 1\n\n"
-        await more.wait()
-        yield b"data: 2\n\n"
-
-    router = await run(stream(pieces))
+    router = await run(streamed(b"data: 1\n\n", more, b"data: 2\n\n"))
     async with asking(router.url) as client, asking(router.url) as other:
         await router.until_up(client)
         # A connection that is there already, as a load balancer's.

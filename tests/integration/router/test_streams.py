@@ -20,6 +20,7 @@ from tests.integration.router.stand_in import (
     forever,
     in_turn,
     stream,
+    streamed,
 )
 from tests.integration.router.test_requests import RED, TEXT
 
@@ -111,9 +112,10 @@ async def test_a_stream_at_an_instance_that_hangs_ends_with_an_error(build: Buil
     assert response.content.startswith(EVENT) and b"instance_lost" in response.content
 
 
-async def anthropics_error() -> AsyncIterator[bytes]:
-    yield b"event: "
-    yield b'error\ndata: {"type":"error","error":{"type":"internal_error","message":"x"}}\n\n'
+ANTHROPICS_ERROR = streamed(
+    b"event: ",
+    b'error\ndata: {"type":"error","error":{"type":"internal_error","message":"x"}}\n\n',
+)
 
 
 @pytest.mark.parametrize(
@@ -127,14 +129,11 @@ async def test_a_stream_of_which_a_client_has_nothing_is_asked_for_elsewhere(
 
     async def first(received: Received) -> Response:
         if begun is None:
-            return await stream(anthropics_error)(received)
+            return await ANTHROPICS_ERROR(received)
         [asked] = [pd for pd in t.pds if pd.received]
         return await cut(asked, begun)(received)
 
-    async def pieces() -> AsyncIterator[bytes]:
-        yield EVENT + LAST[CHAT]
-
-    in_turn(t.pds, first, stream(pieces))
+    in_turn(t.pds, first, streamed(EVENT + LAST[CHAT]))
     response = await t.client.post(MESSAGES if begun is None else CHAT, json=body(TEXT))
     assert (response.status_code, response.content) == (200, EVENT + LAST[CHAT])
     assert [len(pd.received) for pd in t.pds] == [1, 1]

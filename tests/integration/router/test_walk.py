@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 import re
 import sys
-from collections.abc import AsyncIterator
 from pathlib import Path
 from types import FrameType
 
 import epd_portable
 from tests.integration.router.conftest import Build
-from tests.integration.router.stand_in import stream
+from tests.integration.router.stand_in import streamed
 from tests.integration.router.test_faults import inside
 from tests.integration.router.test_requests import RED, TEXT
 from tests.integration.router.test_streams import EVENT, LAST
@@ -56,12 +55,9 @@ class Walk:
 async def test_a_picture_enters_the_files_that_the_page_names_and_none_from_both_sides(
     build: Build,
 ) -> None:
-    async def pieces() -> AsyncIterator[bytes]:
-        for piece in (EVENT, EVENT, LAST["/v1/chat/completions"]):
-            yield piece
-
+    behaviour = streamed(EVENT, EVENT, LAST["/v1/chat/completions"])
     t = await build(
-        encoders=2, pds=2, behaviour=stream(pieces), probe_interval_s=60, elastic_encode=True
+        encoders=2, pds=2, behaviour=behaviour, probe_interval_s=60, elastic_encode=True
     )
     await t.until_health(lambda seen: all(each["healthy"] for each in seen.values()))
     # The first one opens connections.

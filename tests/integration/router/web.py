@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from tests.integration.router.stand_in import DEADLINE_S
 from tests.listening import stop_listening
 
-DEADLINE_S = 60.0
 Answer = Callable[[asyncio.StreamWriter], Awaitable[None]]
 
 

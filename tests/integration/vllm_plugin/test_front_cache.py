@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
 from vllm.v1.engine.core_client import EngineCoreClient
 
-from epd_portable.demo.pictures import draw
+from epd_portable.demo.pictures import Picture, draw
 from epd_portable.vllm_plugin.front import Front, configuration
 from epd_portable.vllm_plugin.front_client import SplitClient
 from tests.integration.vllm_plugin.played_front import MODEL, client_of
@@ -29,7 +29,6 @@ CACHE_GB = 0.001
 SIDE, LARGE = 112, 560
 """Of pictures; a few of the first fit into the cache, and none of the second."""
 PICTURE = "<|vision_start|><|image_pad|><|vision_end|>"
-PROMPT = f"{PICTURE}What is it?"
 ROLES = {"encode": "e-0", "prefill-decode": "pd-0"}
 TAKES_S = 0.05
 
@@ -65,80 +64,72 @@ class Engine:
 
 
 @pytest.fixture
-def client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SplitClient]:
+def client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SplitClient:
     arguments = AsyncEngineArgs(
         model=str(MODEL), enforce_eager=True, mm_processor_cache_gb=CACHE_GB, max_model_len=2048
     )
     made = client_of(configuration(arguments), tmp_path, "e-0", "pd-0")
+    made.engines.close = lambda: None  # type: ignore[method-assign]
     monkeypatch.setattr(EngineCoreClient, "make_async_mp_client", lambda *_, **__: made)
+    return made
+
+
+@pytest.fixture
+async def front(client: SplitClient) -> AsyncIterator[Front]:
+    made = Front.from_vllm_config(client.vllm_config)
     yield made
+    made.shutdown()
 
 
-def test_engines_get_the_pixels_of_every_item(client: SplitClient) -> None:
-    async def ask(front: Front, seed: int, side: int) -> tuple[str, Any]:
+async def ask(front: Front, name: str, *pictures: Picture) -> None:
+    prompt = {
+        "prompt": PICTURE * len(pictures) + "What is it?",
+        "multi_modal_data": {"image": [each.image for each in pictures]},
+    }
+    asked = [each async for each in front.generate(prompt, SamplingParams(), name)]
+    assert asked[-1].finished
+
+
+async def test_engines_get_the_pixels_of_every_item(client: SplitClient, front: Front) -> None:
+    async def sent(seed: int, side: int) -> tuple[str, Any]:
         encoder, pd = Engine(client, "e-0"), Engine(client, "pd-0")
-        picture = draw(seed, side).image
-        prompt = {"prompt": PROMPT, "multi_modal_data": {"image": picture}}
-        asked = [each async for each in front.generate(prompt, SamplingParams(), f"{seed}-{side}")]
-        assert asked[-1].finished
-        (job,), (sent,) = encoder.sent, pd.sent
-        (feature,), (bare,) = job.mm_features, sent.mm_features
+        await ask(front, f"{seed}-{side}", draw(seed, side))
+        (job,), (request,) = encoder.sent, pd.sent
+        (feature,), (bare,) = job.mm_features, request.mm_features
         assert set(bare.data) == {"image_grid_thw"}
         return feature.identifier, feature.data["pixel_values"].data
 
-    async def story() -> None:
-        front = Front.from_vllm_config(client.vllm_config)
-        try:
-            seen: dict[tuple[int, int], tuple[str, Any]] = {}
-            small = [(seed, SIDE) for seed in range(8)]
-            # All are evicted once; what is too large comes between, twice, and before what is kept.
-            for each in [*small, (9, LARGE), *small, (9, LARGE), small[-1], (9, LARGE), small[0]]:
-                identifier, pixels = await ask(front, *each)
-                first = seen.setdefault(each, (identifier, pixels))
-                assert (identifier, pixels.tolist()) == (first[0], first[1].tolist())
-            assert len({identifier for identifier, _ in seen.values()}) == len(seen)
-        finally:
-            front.shutdown()
-
-    client.engines.close = lambda: None  # type: ignore[method-assign]
-    asyncio.run(asyncio.wait_for(story(), 60))
+    seen: dict[tuple[int, int], tuple[str, Any]] = {}
+    small = [(seed, SIDE) for seed in range(8)]
+    # All are evicted once; what is too large comes between, twice, and before what is kept.
+    for each in [*small, (9, LARGE), *small, (9, LARGE), small[-1], (9, LARGE), small[0]]:
+        identifier, pixels = await sent(*each)
+        first = seen.setdefault(each, (identifier, pixels))
+        assert (identifier, pixels.tolist()) == (first[0], first[1].tolist())
+    assert len({identifier for identifier, _ in seen.values()}) == len(seen)
 
 
-def test_work_of_requests_is_owed_until_it_ends(client: SplitClient) -> None:
+async def test_work_of_requests_is_owed_until_it_ends(client: SplitClient, front: Front) -> None:
     def seen(role: str) -> tuple[float, float]:
         page = generate_latest(client.metrics.registry).decode()
         came = total(page, f'epd_front_work_seconds_total{{role="{role}"}}')
         return came, total(page, f'epd_front_owed_seconds{{role="{role}"}}')
 
-    async def ask(front: Front, name: str, *seeds: int) -> None:
-        pictures = [draw(seed, SIDE).image for seed in seeds]
-        prompt = {"prompt": PICTURE * len(seeds), "multi_modal_data": {"image": pictures}}
-        asked = [each async for each in front.generate(prompt, SamplingParams(), name)]
-        assert asked[-1].finished
-
-    async def story() -> None:
-        front = Front.from_vllm_config(client.vllm_config)
-        try:
-            engines = [Engine(client, name) for name in ROLES.values()]
-            for each in engines:
-                each.takes_s = TAKES_S
-            await ask(front, "first", 1)
-            assert [*map(seen, ROLES)] == [(0, 0), (0, 0)]
-            for each in engines:
-                each.may_end.clear()
-            asking = asyncio.gather(ask(front, "a", 2), ask(front, "b", 3))
-            while len(engines[0].sent) < 3:
-                await asyncio.sleep(0.001)
-            for role, count in [(role, 2) for role in ROLES]:
-                came_s, owed_s = seen(role)
-                assert came_s >= (count * TAKES_S if role == "encode" else 0.001)
-                assert owed_s == pytest.approx(came_s, abs=0.001 * count)
-            for each in engines:
-                each.may_end.set()
-            await asking
-            assert [seen(role)[1] for role in ROLES] == [0, 0]
-        finally:
-            front.shutdown()
-
-    client.engines.close = lambda: None  # type: ignore[method-assign]
-    asyncio.run(asyncio.wait_for(story(), 60))
+    engines = [Engine(client, name) for name in ROLES.values()]
+    for each in engines:
+        each.takes_s = TAKES_S
+    await ask(front, "first", draw(1, SIDE))
+    assert [*map(seen, ROLES)] == [(0, 0), (0, 0)]
+    for each in engines:
+        each.may_end.clear()
+    asking = asyncio.gather(ask(front, "a", draw(2, SIDE)), ask(front, "b", draw(3, SIDE)))
+    while len(engines[0].sent) < 3:
+        await asyncio.sleep(0.001)
+    for role in ROLES:
+        came_s, owed_s = seen(role)
+        assert came_s >= (2 * TAKES_S if role == "encode" else 0.001)
+        assert owed_s == pytest.approx(came_s, abs=0.002)
+    for each in engines:
+        each.may_end.set()
+    await asking
+    assert [seen(role)[1] for role in ROLES] == [0, 0]

@@ -16,7 +16,6 @@ from tests.e2e.asking import ask, ask_all, assert_equal, picture
 from tests.e2e.cases import ASK
 from tests.e2e.conftest import Pair, encoders_held
 from tests.e2e.engines import wait_until
-from tests.e2e.equality import TOLERANCE
 from tests.npu_sim.e2e.conftest import simulated
 
 pytestmark = pytest.mark.full
@@ -51,7 +50,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory, reference_url: str) -> Iterat
 def test_encode_jobs_are_answered_behind_the_computation_and_in_its_order(pair: Pair) -> None:
     contents = [[picture(seed), ASK] for seed in range(70, 70 + PICTURES)]
     for content, split in zip(contents, ask_all(pair.split.url, contents), strict=True):
-        assert_equal(split, ask(pair.reference_url, content), tolerance=TOLERANCE)
+        assert_equal(split, ask(pair.reference_url, content))
     ready = [event["t_s"] for event in pair.split.events("output.ready")]
     answered = [event["t_s"] for event in pair.split.events("encode.answered")]
     assert len(ready) == len(answered) == PICTURES
@@ -109,4 +108,4 @@ def test_pictures_of_a_burst_leave_before_those_are_computed_that_came_with_them
     ready = [event["t_s"] for event in split.events("output.ready")]
     assert ready[BURST // 2] < split.events("encode.end")[-1]["t_s"]
     last = ask(pair.reference_url, contents[-1])
-    assert_equal(answers[-1].result(), last, tolerance=TOLERANCE)
+    assert_equal(answers[-1].result(), last)

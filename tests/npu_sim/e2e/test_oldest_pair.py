@@ -38,5 +38,5 @@ def test_a_picture_is_transferred_and_the_answer_is_that_of_one_process(
 ) -> None:
     content = [picture(seed), ASK]
     split = ask(pair.split.url, content)
-    assert_equal(split, ask(pair.reference_url, content), tolerance=1e-3)
+    assert_equal(split, ask(pair.reference_url, content))
     assert [(item["source"], item["path"]) for item in split.items] == [("transfer", "tcp")]

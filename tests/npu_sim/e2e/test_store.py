@@ -9,7 +9,6 @@ import pytest
 from tests.e2e.asking import Answer, ask, assert_equal
 from tests.e2e.conftest import Pair
 from tests.e2e.engines import forget_items, wait_until
-from tests.e2e.equality import TOLERANCE
 from tests.e2e.one_pair.test_store import CONTENTS, check_all_from_store
 from tests.forked import Popen
 from tests.npu_sim.e2e.conftest import simulated
@@ -47,4 +46,4 @@ def test_pictures_that_devices_have_forgotten_come_from_the_store(pair: Pair) ->
     check_all_from_store(pair.split, first)
     assert hashes <= {event["mm_hash"] for event in pair.split.events("store.loaded")}
     for content, answer in zip(CONTENTS, first, strict=True):
-        assert_equal(answer, ask(pair.reference_url, content), tolerance=TOLERANCE)
+        assert_equal(answer, ask(pair.reference_url, content))
