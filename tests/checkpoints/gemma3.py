@@ -12,7 +12,7 @@ from transformers import (
 
 from tests.checkpoints.dimensions import language_model, siglip
 from tests.checkpoints.tokens import build_tokenizer, chat_template
-from tests.checkpoints.weights import save_random, write_json
+from tests.checkpoints.weights import TOWER, write_checkpoint
 
 SIDE = 56
 """Pixels at the side of what the tower sees: 4 × 4 patches, pooled to 2 × 2 tokens."""
@@ -46,17 +46,12 @@ def build(folder: Path) -> None:
         image_token_index=tokenizer.convert_tokens_to_ids(_IMAGE),
         tie_word_embeddings=False,
     )
-    tokenizer.save_pretrained(folder)
-    model = Gemma3ForConditionalGeneration(config)
-    save_random(
-        model,
+    write_checkpoint(
         folder,
-        {"model.vision_tower.": "model.vision_tower.vision_model."},
-    )
-    write_json(
-        folder,
-        "preprocessor_config.json",
-        {
+        Gemma3ForConditionalGeneration(config),
+        tokenizer,
+        TOWER,
+        preprocessor_config={
             "image_processor_type": "Gemma3ImageProcessor",
             "processor_class": "Gemma3Processor",
             "size": {"height": SIDE, "width": SIDE},
@@ -64,9 +59,5 @@ def build(folder: Path) -> None:
             "image_std": [0.5, 0.5, 0.5],
             "image_seq_length": TOKENS,
         },
-    )
-    write_json(
-        folder,
-        "processor_config.json",
-        {"processor_class": "Gemma3Processor", "image_seq_length": TOKENS},
+        processor_config={"processor_class": "Gemma3Processor", "image_seq_length": TOKENS},
     )

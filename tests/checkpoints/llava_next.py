@@ -13,7 +13,7 @@ from transformers import (
 
 from tests.checkpoints.dimensions import HIDDEN, PATCH, language_model
 from tests.checkpoints.tokens import build_tokenizer, chat_template
-from tests.checkpoints.weights import save_random, write_json
+from tests.checkpoints.weights import TOWER, write_checkpoint
 
 TILE = 56
 """Pixels at the side of one tile: 4 × 4 patches."""
@@ -45,16 +45,12 @@ def build(folder: Path) -> None:
         vision_feature_select_strategy=_STRATEGY,
         tie_word_embeddings=False,
     )
-    tokenizer.save_pretrained(folder)
-    save_random(
+    write_checkpoint(
+        folder,
         LlavaNextForConditionalGeneration(config),
-        folder,
-        {"model.vision_tower.": "model.vision_tower.vision_model."},
-    )
-    write_json(
-        folder,
-        "preprocessor_config.json",
-        {
+        tokenizer,
+        TOWER,
+        preprocessor_config={
             "image_processor_type": "LlavaNextImageProcessor",
             "processor_class": "LlavaNextProcessor",
             "size": {"shortest_edge": TILE},
@@ -63,11 +59,7 @@ def build(folder: Path) -> None:
             "image_std": [0.5, 0.5, 0.5],
             "image_grid_pinpoints": _GRID,
         },
-    )
-    write_json(
-        folder,
-        "processor_config.json",
-        {
+        processor_config={
             "processor_class": "LlavaNextProcessor",
             "patch_size": PATCH,
             "num_additional_image_tokens": 1,

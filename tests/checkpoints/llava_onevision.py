@@ -12,7 +12,7 @@ from transformers import (
 
 from tests.checkpoints.dimensions import PATCH, language_model, siglip
 from tests.checkpoints.tokens import build_tokenizer, chat_template
-from tests.checkpoints.weights import save_random, write_json
+from tests.checkpoints.weights import TOWER, write_checkpoint
 
 TILE = 56
 """Pixels at the side of one tile: 4 × 4 patches."""
@@ -36,37 +36,27 @@ def build(folder: Path) -> None:
         vision_feature_layer=-1,
         tie_word_embeddings=False,
     )
-    tokenizer.save_pretrained(folder)
-    model = LlavaOnevisionForConditionalGeneration(config)
-    save_random(
-        model,
-        folder,
-        {"model.vision_tower.": "model.vision_tower.vision_model."},
-    )
     pixels = {
         "size": {"height": TILE, "width": TILE},
         "image_mean": [0.5, 0.5, 0.5],
         "image_std": [0.5, 0.5, 0.5],
         "processor_class": "LlavaOnevisionProcessor",
     }
-    write_json(
+    write_checkpoint(
         folder,
-        "preprocessor_config.json",
-        {
+        LlavaOnevisionForConditionalGeneration(config),
+        tokenizer,
+        TOWER,
+        preprocessor_config={
             **pixels,
             "image_processor_type": "LlavaOnevisionImageProcessor",
             "image_grid_pinpoints": _GRID,
         },
-    )
-    write_json(
-        folder,
-        "video_preprocessor_config.json",
-        {**pixels, "video_processor_type": "LlavaOnevisionVideoProcessor"},
-    )
-    write_json(
-        folder,
-        "processor_config.json",
-        {
+        video_preprocessor_config={
+            **pixels,
+            "video_processor_type": "LlavaOnevisionVideoProcessor",
+        },
+        processor_config={
             "processor_class": "LlavaOnevisionProcessor",
             "num_image_tokens": (TILE // PATCH) ** 2,
             "vision_feature_select_strategy": "full",

@@ -13,7 +13,7 @@ from transformers import (
 
 from tests.checkpoints.dimensions import HIDDEN, language_model
 from tests.checkpoints.tokens import build_tokenizer, chat_template
-from tests.checkpoints.weights import save_random, write_json
+from tests.checkpoints.weights import write_checkpoint
 
 _MEL_BINS = 32
 _NAMED = {
@@ -79,18 +79,13 @@ def build(folder: Path) -> None:
         pad_token_id=text["pad_token_id"],
         tie_word_embeddings=False,
     )
-    model = Qwen2_5OmniThinkerForConditionalGeneration(thinker)
-    save_random(model, folder, {"": "thinker."})
-    whole = Qwen2_5OmniConfig(thinker_config=thinker.to_dict(), enable_audio_output=False)
-    whole.architectures = ["Qwen2_5OmniModel"]
-    whole.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    extractor = WhisperFeatureExtractor(feature_size=_MEL_BINS)
-    write_json(
+    write_checkpoint(
         folder,
-        "preprocessor_config.json",
-        {
-            **extractor.to_dict(),
+        Qwen2_5OmniThinkerForConditionalGeneration(thinker),
+        tokenizer,
+        {"": "thinker."},
+        preprocessor_config={
+            **WhisperFeatureExtractor(feature_size=_MEL_BINS).to_dict(),
             "processor_class": "Qwen2_5OmniProcessor",
             "image_processor_type": "Qwen2VLImageProcessor",
             "video_processor_type": "Qwen2VLVideoProcessor",
@@ -101,3 +96,6 @@ def build(folder: Path) -> None:
             "max_pixels": 64 * _CELL,
         },
     )
+    whole = Qwen2_5OmniConfig(thinker_config=thinker.to_dict(), enable_audio_output=False)
+    whole.architectures = ["Qwen2_5OmniModel"]
+    whole.save_pretrained(folder)

@@ -14,7 +14,7 @@ from transformers import (
 
 from tests.checkpoints.dimensions import HIDDEN, language_model
 from tests.checkpoints.tokens import build_tokenizer, chat_template
-from tests.checkpoints.weights import save_random
+from tests.checkpoints.weights import write_checkpoint
 
 SAMPLE_RATE = 16_000
 _MEL_BINS = 32
@@ -38,17 +38,12 @@ def build(folder: Path) -> None:
         audio_token_index=tokenizer.convert_tokens_to_ids("<|AUDIO|>"),
         tie_word_embeddings=False,
     )
-    tokenizer.save_pretrained(folder)
-    model = Qwen2AudioForConditionalGeneration(config)
-    save_random(
-        model,
-        folder,
-        {
-            "model.language_model.": "language_model.model.",
-            "lm_head.": "language_model.lm_head.",
-            "model.": "",
-        },
-    )
+    renamed = {
+        "model.language_model.": "language_model.model.",
+        "lm_head.": "language_model.lm_head.",
+        "model.": "",
+    }
+    write_checkpoint(folder, Qwen2AudioForConditionalGeneration(config), tokenizer, renamed)
     WhisperFeatureExtractor(
         feature_size=_MEL_BINS, sampling_rate=SAMPLE_RATE, processor_class="Qwen2AudioProcessor"
     ).save_pretrained(folder)

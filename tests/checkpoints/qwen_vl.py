@@ -17,7 +17,7 @@ from transformers import (
 
 from tests.checkpoints.dimensions import HIDDEN, language_model
 from tests.checkpoints.tokens import build_tokenizer, chat_template
-from tests.checkpoints.weights import save_random, write_json
+from tests.checkpoints.weights import write_checkpoint
 
 _SPECIAL = (
     "<|vision_start|>",
@@ -116,8 +116,6 @@ def _ids(tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
 def _write(
     folder: Path, tokenizer: PreTrainedTokenizerFast, model: Any, processor: str, patch_size: int
 ) -> None:
-    tokenizer.save_pretrained(folder)
-    save_random(model, folder, {})
     cell = (2 * patch_size) ** 2
     pixels = {
         "patch_size": patch_size,
@@ -127,14 +125,14 @@ def _write(
     }
     # Most pixels of an image, and of all frames of a video: what engines profile at their start.
     limits = {"shortest_edge": 4 * cell, "longest_edge": 64 * cell}
-    write_json(
+    image = {**pixels, "image_processor_type": "Qwen2VLImageProcessor", "size": limits}
+    kind = "Qwen3VLVideoProcessor" if processor.startswith("Qwen3") else "Qwen2VLVideoProcessor"
+    video = {**pixels, "video_processor_type": kind, "size": limits}
+    write_checkpoint(
         folder,
-        "preprocessor_config.json",
-        {**pixels, "image_processor_type": "Qwen2VLImageProcessor", "size": limits},
-    )
-    video = "Qwen3VLVideoProcessor" if processor.startswith("Qwen3") else "Qwen2VLVideoProcessor"
-    write_json(
-        folder,
-        "video_preprocessor_config.json",
-        {**pixels, "video_processor_type": video, "size": limits, "min_frames": 2, "max_frames": 8},
+        model,
+        tokenizer,
+        {},
+        preprocessor_config=image,
+        video_preprocessor_config={**video, "min_frames": 2, "max_frames": 8},
     )

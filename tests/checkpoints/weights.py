@@ -9,23 +9,39 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 SPREAD = 0.3
 """Standard deviation of the weights: enough for the answers to depend on every item."""
 
 
-def save_random(model: PreTrainedModel, folder: Path, renamed: Mapping[str, str]) -> None:
-    """Write configuration and weights of a model.
+TOWER = {"model.vision_tower.": "model.vision_tower.vision_model."}
+"""How published checkpoints of models with a tower of CLIP or SigLIP name it."""
+
+
+def write_checkpoint(
+    folder: Path,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerFast,
+    renamed: Mapping[str, str],
+    **settings: Mapping[str, Any],
+) -> None:
+    """Write tokenizer, configuration, weights and settings files of a model.
 
     transformers 5 names some weights otherwise than published checkpoints, which are what vLLM
     reads, do.
 
     Args:
-        model: Its present weights do not matter.
         folder: Where to.
+        model: Its present weights do not matter.
+        tokenizer: Of the model.
         renamed: Beginnings of names, and what published checkpoints have there.
+        settings: Content of files by their names without ``.json``.
     """
+    tokenizer.save_pretrained(folder)
+    for name, content in settings.items():
+        text = json.dumps(content, indent=2) + "\n"
+        (folder / f"{name}.json").write_text(text, encoding="utf-8")
     generator = torch.Generator().manual_seed(0)
     tensors = {}
     for name, parameter in model.state_dict().items():
@@ -43,8 +59,3 @@ def save_random(model: PreTrainedModel, folder: Path, renamed: Mapping[str, str]
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(folder)
-
-
-def write_json(folder: Path, name: str, content: Mapping[str, Any]) -> None:
-    """Write one settings file of a checkpoint."""
-    (folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
