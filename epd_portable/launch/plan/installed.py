@@ -13,8 +13,9 @@ import difflib
 import functools
 import importlib.metadata
 import importlib.util
+import itertools
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -129,28 +130,17 @@ def read_arguments(package: Path) -> dict[str, frozenset[str]]:
     ):
         return {}
     known: dict[str, frozenset[str]] = {}
-    for tree in (engine, *servers):
-        for name, annotation in _fields(tree):
-            known.setdefault(name, _types(annotation))
-        for name in _options(tree):
-            known.setdefault(name, frozenset())
-    return known
-
-
-def _fields(tree: ast.Module) -> Iterator[tuple[str, ast.expr]]:
-    for node in tree.body:
+    options: dict[str, frozenset[str]] = {}
+    for node in itertools.chain.from_iterable(map(ast.walk, (engine, *servers))):
         if isinstance(node, ast.ClassDef) and node.name.endswith("Args"):
             for each in node.body:
                 if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name):
-                    yield each.target.id, each.annotation
-
-
-def _options(tree: ast.Module) -> Iterator[str]:
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "add_argument":
-            for each in node.args:
-                if isinstance(each, ast.Constant) and str(each.value).startswith("--"):
-                    yield str(each.value)[2:].replace("-", "_")
+                    known.setdefault(each.target.id, _types(each.annotation))
+        elif isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "add_argument":
+            for given in node.args:
+                if isinstance(given, ast.Constant) and str(given.value).startswith("--"):
+                    options[str(given.value)[2:].replace("-", "_")] = frozenset()
+    return options | known
 
 
 def _types(annotation: ast.expr) -> frozenset[str]:

@@ -89,12 +89,6 @@ def _places(templates: Sequence[str], environ: Mapping[str, str]) -> list[str]:
     return [Template(each).safe_substitute(environ) for each in templates]
 
 
-def described_machine(devices_per_node: int) -> Machine:
-    """Describe a machine that is not here: the devices of its profile, the cores of this one."""
-    devices = tuple(str(index) for index in range(devices_per_node))
-    return Machine(devices=devices, cores=allowed_cores())
-
-
 def assumed_machine(traits: PlatformTraits, environ: Mapping[str, str]) -> Machine:
     """Describe the machine without touching a device runtime.
 

@@ -22,8 +22,8 @@ from epd_portable.launch.plan.addresses import own_address, require_addresses
 from epd_portable.launch.plan.file_checks import engine_settings
 from epd_portable.launch.plan.hardware import Hardware, find_hardware
 from epd_portable.launch.plan.machine import (
+    allowed_cores,
     assumed_machine,
-    described_machine,
     require_module,
     require_shm,
 )
@@ -97,7 +97,8 @@ class PlanRequest:
     def expected_machine(self, environ: Mapping[str, str]) -> Machine:
         """Return the machine of the profile, or this one; no device is touched."""
         if self.hardware:
-            return described_machine(self.hardware.profile.devices_per_node.value)
+            devices = map(str, range(self.hardware.profile.devices_per_node.value))
+            return Machine(devices=tuple(devices), cores=allowed_cores())
         return assumed_machine(self.traits, environ)
 
     def load(self, *checks: Check) -> Topology:

@@ -11,7 +11,6 @@ starts, and takes what another one takes or frees meanwhile for its own.
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
@@ -120,12 +119,8 @@ class Lifecycle:
         self._launch = launch
         self._backoff = backoff
         self._states = {name: _State() for name in names}
-        self._after = {name: tuple(earlier) for name, earlier in (after or {}).items()}
-        self._neighbours: defaultdict[str, set[str]] = defaultdict(set)
-        for name, earlier in self._after.items():
-            self._neighbours[name].update(earlier)
-            for other in earlier:
-                self._neighbours[other].add(name)
+        given = after or {}
+        self._after = {name: tuple(given.get(name, ())) for name in self._states}
 
     def start_all(self, now: float) -> list[Action]:
         """Start every process that waits for no neighbour."""
@@ -251,16 +246,14 @@ class Lifecycle:
 
         The memory that a neighbour takes of a device changes on its way up or down.
         """
-        starting, earlier = self.phase is Phase.STARTING, self._after.get(name, ())
-        return [
-            other
-            for other, state in self._states.items()
-            if other in self._neighbours[name]
-            and (
-                state.word in ("starting", "ending")
-                or (starting and other in earlier and state.healthy_at is None)
-            )
-        ]
+        blocking = []
+        for other, state in self._states.items():
+            is_earlier, is_later = other in self._after[name], name in self._after[other]
+            changes = state.word in ("starting", "ending") and (is_earlier or is_later)
+            is_due = self.phase is Phase.STARTING and is_earlier and state.healthy_at is None
+            if changes or is_due:
+                blocking.append(other)
+        return blocking
 
 
 def _end_of(event: Event, name: str, reason: str) -> Notice:
