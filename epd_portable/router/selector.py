@@ -18,9 +18,8 @@ from epd_portable.router.choice.selection_types import (
     SelectionRequest,
     Stage,
 )
-from epd_portable.router.contents.body import Call
+from epd_portable.router.contents.body import Call, prompt_pieces, prompt_salt, text_field
 from epd_portable.router.contents.media import MediaItem
-from epd_portable.router.contents.prompt import prompt_pieces, prompt_salt, text_field
 from epd_portable.router.fleet.engine_loads import EngineLoads
 
 logger = logging.getLogger(__name__)

@@ -6,14 +6,14 @@ or audio clip is decoded, copied or encoded on its way.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
 import msgspec
 
 from epd_portable.delivery.replies import JSON
 from epd_portable.errors import RequestError
 from epd_portable.media.limits import MediaLimits, check_settings
-from epd_portable.router.contents.cut_text import CutText, Data, Segments, decode, opens
+from epd_portable.router.contents.cut_text import Bytes, CutText, Data, Segments, decode, opens
 from epd_portable.router.contents.media import Find, MediaItem, MediaReader, Part
 from epd_portable.wire.params import EncodedItem, EncodeParams, EncodeTransfer, PrefillParams
 
@@ -73,6 +73,12 @@ STRIPPED = frozenset({"ec_transfer_params", KV})
 """Fields that travel between the router and its instances; what a client puts there is dropped.
 The second one goes on if it comes from a hop that is trusted (`epd_portable.router.hops`)."""
 
+_PROMPT_FIELDS = ("messages", "input", "prompt")
+"""Fields that hold a prompt, by the interface."""
+_PROMPT_SALTS = ("tools", "chat_template", "chat_template_kwargs", "system", "instructions")
+"""Fields that stand before the messages of a prompt, or change all of it."""
+
+_raws = msgspec.json.Decoder(list[msgspec.Raw])
 _object = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _settings = msgspec.json.Decoder(dict[str, object] | None)
 
@@ -219,6 +225,53 @@ def _with_items(message: object, write: Callable[[str, Part], object]) -> object
         for part in message["content"]
     ]
     return {**message, "content": content}
+
+
+# What a prompt is made of, whatever interface it came by.
+
+
+def prompt_pieces(call: Call) -> Iterator[Iterable[Bytes]]:
+    """Yield what each message of a prompt is made of; of an item, its name."""
+    for name in _PROMPT_FIELDS:
+        given = call.fields.get(name)
+        if given is None:
+            continue
+        if isinstance(given, msgspec.Raw):
+            is_list = opens(given, b"[") and name != "prompt"
+            given = _raws.decode(given) if is_list else [given]
+        assert isinstance(given, Sequence)
+        for message in given:
+            yield _of_message(call, message)
+        return
+
+
+def _of_message(call: Call, message: object) -> Iterator[Bytes]:
+    if isinstance(message, msgspec.Raw):
+        yield from call.cut.segments(bytes(message))
+    elif isinstance(message, Mapping) and "uuid" in message:
+        yield bytes(message["uuid"])
+    elif isinstance(message, Mapping):
+        for name, value in message.items():
+            yield name.encode()
+            yield from _of_message(call, value)
+    elif isinstance(message, Sequence):
+        for part in message:
+            yield from _of_message(call, part)
+
+
+def prompt_salt(call: Call) -> bytes:
+    """Return what stands before the messages of a prompt, or changes all of it."""
+    given = (call.fields.get(name) for name in _PROMPT_SALTS)
+    raws = [bytes(each) if isinstance(each, msgspec.Raw) else b"" for each in given]
+    return b"\0".join([call.model.encode(), *map(call.cut.whole, raws)])
+
+
+def text_field(call: Call, name: str) -> str:
+    """Return a field of the body that holds a text; empty if it does not."""
+    raw = call.fields.get(name)
+    if not isinstance(raw, msgspec.Raw) or not opens(raw, b'"'):
+        return ""
+    return call.cut.whole(bytes(raw)).decode("utf-8", "replace")
 
 
 def size(segments: Segments) -> int:

@@ -11,10 +11,11 @@ import asyncio
 import binascii
 import collections
 import contextlib
+import functools
 import logging
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 
 from epd_portable.delivery.replies import unavailable
 from epd_portable.errors import RequestError
@@ -84,16 +85,32 @@ _RESULTS = {
 
 
 class _Fetch:
-    """A file on its way, and how many requests wait for it."""
+    """A file on its way, or kept.
+
+    Attributes:
+        waiting: Requests that wait for it.
+        nbytes: That it takes while it is kept.
+        until: When it is not kept any more.
+    """
 
     def __init__(self, key: str, task: asyncio.Task[FetchedFile]) -> None:
         self.key = key
         self.task = task
         self.waiting = 0
+        self.nbytes = 0
+        self.until = 0.0
+
+    @property
+    def file(self) -> FetchedFile | None:
+        """The file, if it is there."""
+        task = self.task
+        if not task.done() or task.cancelled() or task.exception() is not None:
+            return None
+        return task.result()
 
 
 class MediaFetcher:
-    """Fetches files for all requests.
+    """Fetches files for all requests; the one longest not asked for is dropped first.
 
     Args:
         settings: What may be fetched, and how much.
@@ -109,10 +126,12 @@ class MediaFetcher:
         *,
         resolve: Resolve | None = None,
     ) -> None:
+        self._settings = settings
         self._metrics = metrics
         self._files = WebFiles(settings, body, resolve)
         self._under_way: dict[str, _Fetch] = {}
-        self._kept = _Kept(settings.cache_bytes, settings.cache_s)
+        self._kept: collections.OrderedDict[str, _Fetch] = collections.OrderedDict()
+        self._kept_bytes = 0
 
     async def close(self) -> None:
         """End what is on its way."""
@@ -122,14 +141,9 @@ class MediaFetcher:
         await asyncio.gather(*tasks, return_exceptions=True)
         self._files.close()
 
-    @contextlib.contextmanager
-    def of_request(self) -> Iterator[LinkedItems]:
-        """Yield what one request names; what it alone waits for at the end is given up."""
-        linked = LinkedItems(self)
-        try:
-            yield linked
-        finally:
-            linked.close()
+    def of_request(self) -> contextlib.closing[LinkedItems]:
+        """Return what one request names; what it alone waits for at the end is given up."""
+        return contextlib.closing(LinkedItems(self))
 
     def target(self, url: bytes) -> WebTarget:
         """Return what a URL of a client asks for.
@@ -147,21 +161,23 @@ class MediaFetcher:
             raise
         return target
 
-    def join(self, target: WebTarget) -> FetchedFile | _Fetch:
+    def join(self, target: WebTarget) -> _Fetch:
         """Return a file that is kept, or wait with others for the one that is on its way."""
-        key = target.url
-        kept = self._kept.get(key)
-        if kept is not None:
-            self._metrics.media_urls.labels("cache").inc()
-            return kept
-        fetch = self._under_way.get(key)
-        if fetch is None:
-            self._metrics.media_urls.labels("fetch").inc()
-            fetch = _Fetch(key, asyncio.get_running_loop().create_task(self._fetch(target)))
-            self._under_way[key] = fetch
-            fetch.task.add_done_callback(lambda task: self._ended(key, task))
+        key, source = target.url, "cache"
+        fetch = self._kept.get(key)
+        if fetch is not None and fetch.until < time.monotonic():
+            self._drop(fetch)
+            fetch = None
+        if fetch is not None:
+            self._kept.move_to_end(key)
+        elif (fetch := self._under_way.get(key)) is not None:
+            source = "joined"
         else:
-            self._metrics.media_urls.labels("joined").inc()
+            source = "fetch"
+            task = asyncio.get_running_loop().create_task(self._fetch(target))
+            fetch = self._under_way[key] = _Fetch(key, task)
+            task.add_done_callback(functools.partial(self._ended, fetch))
+        self._metrics.media_urls.labels(source).inc()
         fetch.waiting += 1
         return fetch
 
@@ -173,12 +189,27 @@ class MediaFetcher:
             # Who comes in this moment must not join what ends.
             self._under_way.pop(fetch.key, None)
 
-    def _ended(self, key: str, task: asyncio.Task[FetchedFile]) -> None:
-        fetch = self._under_way.get(key)
-        if fetch is not None and fetch.task is task:
-            del self._under_way[key]
-        if not task.cancelled() and task.exception() is None:
-            self._kept.put(key, task.result())
+    def _ended(self, fetch: _Fetch, _: asyncio.Task[FetchedFile]) -> None:
+        """Keep a file, if it was obtained, may be kept, and there is room."""
+        if self._under_way.get(fetch.key) is fetch:
+            del self._under_way[fetch.key]
+        if (file := fetch.file) is None:
+            return
+        keep_s = min(self._settings.cache_s, file.keep_s)
+        nbytes = len(file.text) + len(fetch.key) + OVERHEAD_BYTES
+        if keep_s <= 0 or nbytes > self._settings.cache_bytes:
+            return
+        if fetch.key in self._kept:
+            self._drop(self._kept[fetch.key])
+        fetch.nbytes, fetch.until = nbytes, time.monotonic() + keep_s
+        self._kept[fetch.key] = fetch
+        self._kept_bytes += nbytes
+        while self._kept_bytes > self._settings.cache_bytes:
+            self._drop(next(iter(self._kept.values())))
+
+    def _drop(self, kept: _Fetch) -> None:
+        del self._kept[kept.key]
+        self._kept_bytes -= kept.nbytes
 
     async def _fetch(self, target: WebTarget) -> FetchedFile:
         """Fetch a file, and count how that ended."""
@@ -214,7 +245,6 @@ class LinkedItems:
         self._fetcher = fetcher
         self._loop = asyncio.get_running_loop()
         self._places: dict[WebTarget, str] = {}
-        self._files: dict[WebTarget, FetchedFile] = {}
         self._fetches: dict[WebTarget, _Fetch] = {}
         self._closed = False
         self.wanted = False
@@ -229,8 +259,8 @@ class LinkedItems:
             target = self._fetcher.target(bytes(url))
         except MediaUrlError as error:
             raise _of_item(error, where, _shown(bytes(url[:200]))) from error
-        file = self._files.get(target)
-        if file is not None:
+        fetch = self._fetches.get(target)
+        if fetch is not None and (file := fetch.file) is not None:
             self.nbytes += len(file.text)
             return media_type_of(file.text, modality), file.text
         self.wanted = True
@@ -249,21 +279,19 @@ class LinkedItems:
         self.nbytes = 0
         for target in self._places:
             self._begin(target)
-        waits = {fetch.task for fetch in self._fetches.values()}
-        if waits:
-            await asyncio.wait(waits, return_when=asyncio.FIRST_EXCEPTION)
+        waits = [fetch.task for fetch in self._fetches.values()]
+        await asyncio.wait(waits, return_when=asyncio.FIRST_EXCEPTION)
+        nbytes = 0
         for target, where in self._places.items():
-            fetch = self._fetches.get(target)
-            if fetch is None or not fetch.task.done():
-                continue
+            task = self._fetches[target].task
             try:
-                self._files[target] = fetch.task.result()
+                nbytes += len(task.result().text) if task.done() else 0
             except RequestError as error:
                 raise _of_item(error, where, target.shown) from error
             except asyncio.CancelledError:
                 # The fetcher was closed: a request that was given up does not get here.
                 raise unavailable("the router is stopping") from None
-        return sum(len(file.text) for file in self._files.values())
+        return nbytes
 
     def close(self) -> None:
         """Wait for nothing any more."""
@@ -273,56 +301,8 @@ class LinkedItems:
         self._fetches.clear()
 
     def _begin(self, target: WebTarget) -> None:
-        if self._closed or target in self._fetches or target in self._files:
-            return
-        found = self._fetcher.join(target)
-        if isinstance(found, FetchedFile):
-            self._files[target] = found
-        else:
-            self._fetches[target] = found
-
-
-class _Kept:
-    """Files that were fetched, for a while; the one longest not asked for goes first."""
-
-    def __init__(self, most_bytes: int, most_s: float) -> None:
-        self._most_bytes = most_bytes
-        self._most_s = most_s
-        self._files: collections.OrderedDict[str, tuple[FetchedFile, float]] = (
-            collections.OrderedDict()
-        )
-        self._nbytes = 0
-
-    def get(self, key: str) -> FetchedFile | None:
-        """Return a file that is there and not too old."""
-        file, until = self._files.get(key, (None, 0.0))
-        if file is not None and until < time.monotonic():
-            self._drop(key)
-            return None
-        if file is not None:
-            self._files.move_to_end(key)
-        return file
-
-    def put(self, key: str, file: FetchedFile) -> None:
-        """Keep a file, if it may be and there is room."""
-        keep_s = min(self._most_s, file.keep_s)
-        nbytes = _size(key, file)
-        if keep_s <= 0 or nbytes > self._most_bytes:
-            return
-        if key in self._files:
-            self._drop(key)
-        self._files[key] = file, time.monotonic() + keep_s
-        self._nbytes += nbytes
-        while self._nbytes > self._most_bytes:
-            self._drop(next(iter(self._files)))
-
-    def _drop(self, key: str) -> None:
-        file, _ = self._files.pop(key)
-        self._nbytes -= _size(key, file)
-
-
-def _size(key: str, file: FetchedFile) -> int:
-    return len(file.text) + len(key) + OVERHEAD_BYTES
+        if not self._closed and target not in self._fetches:
+            self._fetches[target] = self._fetcher.join(target)
 
 
 def _shown(url: bytes) -> str:

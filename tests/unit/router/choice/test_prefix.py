@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from epd_portable.delivery.caches import CacheSizes, Recent
 from epd_portable.router.choice.prefix import chain
-from epd_portable.router.contents.body import Call, Rules, read_call
-from epd_portable.router.contents.prompt import prompt_pieces
+from epd_portable.router.contents.body import Call, Rules, prompt_pieces, read_call
 
 texts = st.lists(st.binary(max_size=40), max_size=6)
 
