@@ -61,7 +61,6 @@ _URL = re.compile(r"(https?)://([^/?#]*)([^#]*)(?:#.*)?", re.IGNORECASE)
 _BRACKETS = re.compile(r"\[([0-9A-Fa-f:.]+)\](?::([^:]*))?")
 _NAME = re.compile(r"([^:\[\]]*)(?::([^:]*))?")
 _PORT = re.compile(r"[1-9][0-9]{0,4}")
-_FOUR = re.compile(r"(?:(?:0|[1-9][0-9]{0,2})\.){3}(?:0|[1-9][0-9]{0,2})")
 _LABEL = re.compile(r"(?!-)[a-z0-9_-]{1,63}(?<!-)")
 _NUMBER = re.compile(r"[0-9]+|0x[0-9a-f]*")
 _UNPRINTABLE = re.compile(r"[\x00-\x20\x7f-\x9f\ud800-\udfff\\]")
@@ -185,12 +184,9 @@ def _host(authority: str, scheme: str) -> tuple[str, int, Address | None]:
     elif match := _NAME.fullmatch(authority):
         host = match[1].lower()
         host = host[:-1] if host.endswith(".") else host
-        if _FOUR.fullmatch(host):
-            try:
-                address = ipaddress.IPv4Address(host)
-            except ValueError:
-                raise MediaUrlError("its host is no IPv4 address") from None
-        else:
+        try:
+            address = ipaddress.IPv4Address(host)
+        except ValueError:
             _check_name(host)
     else:
         raise MediaUrlError("its host is neither a name nor an address")

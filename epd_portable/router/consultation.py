@@ -202,9 +202,7 @@ class Consultation:
             case "response_body":
                 self._answer_pieces.put_nowait((part.body, part.end_of_stream))
             case "response_trailers":
-                response = ProcessingResponse()
-                response.response_trailers.SetInParent()
-                await self._context.write(response)
+                await self._context.write(ProcessingResponse(response_trailers={}))
 
     async def _refuse_body(self, status: int) -> None:
         """Say in OpenAI's form what Envoy says by itself: a body is too large."""
@@ -244,9 +242,7 @@ class Consultation:
     async def body(self, count: Callable[[int], None]) -> bytearray:
         """Return the whole body; see `IncomingRequest`."""
         if self._has_body and self._whole_body:
-            response = ProcessingResponse()
-            response.request_headers.SetInParent()
-            await self._respond(response)
+            await self._respond(ProcessingResponse(request_headers={}))
         data = bytearray()
         while self._has_body:
             data += await self._piece()
@@ -368,22 +364,20 @@ class Consultation:
             for name in self._asked
             if name not in given and name not in _KEPT_FROM_CLIENTS and name[0] != ":"
         ]
-        response = ProcessingResponse()
-        response.dynamic_metadata.update({envoy.NAMESPACE: {envoy.DESTINATION: destination}})
         in_turn = not self._whole_body or ("content-length" not in self._asked and not whole)
-        changed = (response.request_headers if in_turn else response.request_body).response
         # There is another route for requests whose instance is named.
-        changed.clear_route_cache = True
-        if in_turn:
-            header_mutation(changed.header_mutation, given, removed)
-            await self._respond(response)
-            if not self._whole_body and whole:
-                await self._send_pieces("request_body", whole)
-            return
-        given["content-length"] = str(len(whole))
-        header_mutation(changed.header_mutation, given, [*removed, "transfer-encoding"])
-        changed.body_mutation.body = whole
+        changed: dict[str, Any] = {"clear_route_cache": True}
+        if not in_turn:
+            given["content-length"] = str(len(whole))
+            removed.append("transfer-encoding")
+            changed["body_mutation"] = {"body": whole}
+        changed["header_mutation"] = header_mutation(given, removed)
+        part = "request_headers" if in_turn else "request_body"
+        response = ProcessingResponse(**{part: {"response": changed}})
+        response.dynamic_metadata.update({envoy.NAMESPACE: {envoy.DESTINATION: destination}})
         await self._respond(response)
+        if not self._whole_body and whole:
+            await self._send_pieces("request_body", whole)
 
     async def _send_again(self, attempt: Attempt, body: Segments) -> None:
         """Let Envoy's second try bring what another instance is to get.
@@ -401,13 +395,11 @@ class Consultation:
                 RequestPhase.ANSWER,
                 f"Envoy's try at instance {attempt.pd.name} has failed, or does not come",
             ) from None
-        response = ProcessingResponse()
-        changed = response.request_headers.response
+        changed: dict[str, Any] = {"header_mutation": header_mutation(attempt.headers)}
         if whole := b"".join(body):
-            changed.status = ext_proc.CONTINUE_AND_REPLACE
-            changed.body_mutation.body = whole
-        header_mutation(changed.header_mutation, attempt.headers)
-        await context.write(response)
+            changed["status"] = ext_proc.CONTINUE_AND_REPLACE
+            changed["body_mutation"] = {"body": whole}
+        await context.write(ProcessingResponse(request_headers={"response": changed}))
 
     async def _first_of_answer_and_again(self, attempt: Attempt) -> Mapping[str, str]:
         """Return the headers of the answer.
@@ -472,8 +464,8 @@ class Consultation:
             for name in self._answer.result()
             if name[0] != ":" and name not in KEPT_FROM_ANSWERS
         ]
-        response = ProcessingResponse()
-        header_mutation(response.response_headers.response.header_mutation, self._added, removed)
+        changed = {"header_mutation": header_mutation(self._added, removed)}
+        response = ProcessingResponse(response_headers={"response": changed})
         if self._whole_answer and not self._answer_streams and not self._answer_ends:
             response.mode_override.response_body_mode = ext_proc.BUFFERED
         await self._respond(response)
@@ -497,19 +489,18 @@ class Consultation:
         if self._answer_streams:
             await self._send_pieces("response_body", body)
             return
-        response = ProcessingResponse()
-        changed = response.response_body.response
-        header_mutation(changed.header_mutation, {"content-length": str(len(body))})
-        changed.body_mutation.body = body
-        await self._respond(response)
+        length = header_mutation({"content-length": str(len(body))})
+        changed = {"header_mutation": length, "body_mutation": {"body": body}}
+        await self._respond(ProcessingResponse(response_body={"response": changed}))
 
     async def _send_pieces(self, field: str, body: bytes, *, end: bool = True) -> None:
         for begin in range(0, len(body) or 1, PIECE_BYTES):
-            response = ProcessingResponse()
-            piece = getattr(response, field).response.body_mutation.streamed_response
-            piece.body = body[begin : begin + PIECE_BYTES]
-            piece.end_of_stream = end and begin + PIECE_BYTES >= len(body)
-            await self._respond(response)
+            piece = {
+                "body": body[begin : begin + PIECE_BYTES],
+                "end_of_stream": end and begin + PIECE_BYTES >= len(body),
+            }
+            changed = {"body_mutation": {"streamed_response": piece}}
+            await self._respond(ProcessingResponse(**{field: {"response": changed}}))
 
 
 def _headers(message: Any) -> dict[str, str]:
@@ -517,9 +508,11 @@ def _headers(message: Any) -> dict[str, str]:
 
 
 def _immediate(status: int, headers: Mapping[str, str], body: bytes) -> Any:
-    response = ProcessingResponse()
-    response.immediate_response.status.code = status
     given = {name: value for name, value in headers.items() if name != "content-length"}
-    header_mutation(response.immediate_response.headers, given)
-    response.immediate_response.body = body
-    return response
+    return ProcessingResponse(
+        immediate_response={
+            "status": {"code": status},
+            "headers": header_mutation(given),
+            "body": body,
+        }
+    )

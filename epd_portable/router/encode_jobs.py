@@ -7,7 +7,6 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Collection, Mapping
-from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,12 +40,14 @@ class Delivery:
     """One item's way to the PD instance.
 
     Attributes:
+        index: Its place among those of the request.
         transfer: The same, whichever encoder brings it.
         encoder: Who is asked first; ``None`` if the store has it.
         metadata_only: Its metadata are waited for, and go to the PD instance in place of its media.
         stored: Its entry in the store; encoders are asked if that comes to nothing.
     """
 
+    index: int
     item: MediaItem
     transfer: EncodeTransfer
     encoder: Instance | None
@@ -143,7 +144,7 @@ class EncodeJobs:
         self._retries = retries
         self._store = store
 
-    async def deliver(self, delivery: Delivery, index: int, attempt: Attempt) -> None:
+    async def deliver(self, delivery: Delivery, attempt: Attempt) -> None:
         """Have one item encoded; return when nothing is left to do for it.
 
         An encoder that goes down after its job was answered may not have written the item yet, and
@@ -152,7 +153,7 @@ class EncodeJobs:
         """
         item = delivery.item
         try:
-            outcome = await self._bring(delivery, index, attempt)
+            outcome = await self._bring(delivery, attempt)
         except asyncio.CancelledError:
             attempt.record.end_item(item, "cancelled")
             raise
@@ -167,9 +168,7 @@ class EncodeJobs:
             attempt.note_item_ready()
             await self._ask_for_local_encoding(delivery, outcome.reason, attempt)
 
-    async def _bring(
-        self, delivery: Delivery, index: int, attempt: Attempt
-    ) -> ItemResult | EncodeFailure:
+    async def _bring(self, delivery: Delivery, attempt: Attempt) -> ItemResult | EncodeFailure:
         """Try the store and encoders; return what became of the item, or why nobody brings it."""
         deadline_s = time.monotonic() + self._wait_timeout_s
         encoder = delivery.encoder
@@ -192,13 +191,15 @@ class EncodeJobs:
             attempt.awaited += 1
         assert encoder is not None, "a delivery has an encoder, or an entry of the store"
         tries = EncodeTries(choose, self._retries, deadline_s=deadline_s)
+        # All that run within it end by the same deadline.
+        in_turn = self._order == "sequential"
         while True:
             # Its job may be answered before the item is written: it must not leave before that.
             with encoder.held():
-                async with self._turn(attempt, again=tries.failure is not None):
+                async with attempt.turn if in_turn else contextlib.nullcontext():
                     if attempt.over.is_set():
                         return "not_needed"
-                    failure = await self._encode(delivery, index, encoder, attempt, deadline_s)
+                    failure = await self._encode(delivery, encoder, attempt, deadline_s)
                 if failure is None:
                     failure = await _lost_before_answer(delivery, encoder, attempt)
                     attempt.awaited += failure is not None
@@ -225,42 +226,32 @@ class EncodeJobs:
             attempt.note_fallback(tries.failure.kind, another)
             if another is None:
                 return EncodeFailure(kind=tries.failure.kind, reason=tries.describe())
-            encoder = another
-
-    def _turn(self, attempt: Attempt, *, again: bool) -> AbstractAsyncContextManager[None]:
-        """Return what an encode job runs within: all of them end by the same deadline."""
-        in_turn = self._order == "sequential" or (again and self._order == "sequential_fallback")
-        return attempt.turn if in_turn else contextlib.nullcontext()
+            encoder, in_turn = another, self._order != "concurrent"
 
     async def _encode(
-        self, delivery: Delivery, index: int, encoder: Instance, attempt: Attempt, deadline_s: float
+        self, delivery: Delivery, encoder: Instance, attempt: Attempt, deadline_s: float
     ) -> EncodeFailure | None:
         """Run one encode job, and note it; return why it failed, or ``None``."""
         attempt.selection.note_encode_job(delivery.item, encoder)
         job = attempt.record.job(delivery.item, encoder.name, size(delivery.body))
         end = "cancelled"
         try:
-            failure = await self._ask(delivery, index, encoder, attempt, job, deadline_s)
+            failure = await self._ask(delivery, encoder, attempt, job, deadline_s)
             end = "encoded" if failure is None else failure.kind.value
             return failure
         finally:
             attempt.record.end_job(delivery.item, job, end)
 
     async def _ask(
-        self,
-        delivery: Delivery,
-        index: int,
-        encoder: Instance,
-        attempt: Attempt,
-        job: Leg,
-        deadline_s: float,
+        self, delivery: Delivery, encoder: Instance, attempt: Attempt, job: Leg, deadline_s: float
     ) -> EncodeFailure | None:
         item = delivery.item
         trace("encode_job", transfer_id=delivery.transfer.transfer_id, encoder=encoder.name)
         request_id = attempt.headers["x-request-id"]
-        headers = {**attempt.headers, "x-request-id": f"{request_id}-item{index}"}
-        if job.traceparent:
-            headers["traceparent"] = job.traceparent
+        headers = {
+            **job.headers(attempt.headers),
+            "x-request-id": f"{request_id}-item{delivery.index}",
+        }
         started_s = time.monotonic()
         limit_s = min(self._job_s, deadline_s - started_s)
         try:

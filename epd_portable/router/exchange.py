@@ -233,7 +233,8 @@ class Exchange:
         }
         others = [item for item in call.items if item.item_uuid not in stored]
         to_encode = {each.item_uuid for each in state.selection.items_to_encode(others, pd)}
-        times, deliveries, here_s = self._encode_jobs.times, [], 0.0
+        times, here_s = self._encode_jobs.times, 0.0
+        deliveries: list[Delivery] = []
         selection, own = state.selection, pd if pd.role in ENCODES else None
         by_size = selection.is_elastic
         if not record.legs:
@@ -270,6 +271,7 @@ class Exchange:
             transfer = new_transfer(item, pd.control, self._secret)
             deliveries.append(
                 Delivery(
+                    index=len(deliveries),
                     item=item,
                     transfer=transfer,
                     encoder=each.encoder,
@@ -383,7 +385,7 @@ class Exchange:
                 except BaseException:
                     self._give_up(attempt, tasks)
                     raise
-                _end_soon(tasks)
+                self._end_soon(tasks)
         except WentDownError as error:
             message = f"instance {pd.name} {error}"
             raise RequestFailure(FailureKind.LOST, phase_of(out), message) from error
@@ -391,15 +393,21 @@ class Exchange:
     def _start_encode_jobs(self, attempt: Attempt) -> list[asyncio.Task[None]]:
         loop = asyncio.get_running_loop()
         tasks = []
-        for index, delivery in enumerate(attempt.deliveries):
+        for delivery in attempt.deliveries:
             if delivery.metadata_only:
                 attempt.metadata[delivery.transfer.transfer_id] = loop.create_future()
-            task = loop.create_task(self._encode_jobs.deliver(delivery, index, attempt))
+            task = loop.create_task(self._encode_jobs.deliver(delivery, attempt))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
             task.add_done_callback(_log_failure)
             tasks.append(task)
         return tasks
+
+    def _end_soon(self, tasks: Iterable[asyncio.Task[None]]) -> None:
+        """Cancel encode jobs whose encoders do not answer soon, though nothing waits for them."""
+        if waiting := [task for task in tasks if not task.done()]:
+            loop = asyncio.get_running_loop()
+            loop.call_later(JOB_GRACE_S, lambda: [task.cancel() for task in waiting])
 
     def _give_up(self, attempt: Attempt, tasks: Iterable[asyncio.Task[None]]) -> None:
         """End the calls to encoders, and tell the PD instance that its items are not wanted."""
@@ -464,23 +472,3 @@ class Exchange:
             for each in attempt.deliveries
         )
         return PrefillParams(transfers=transfers, reply_to=self._control.identity)
-
-
-def _end_soon(tasks: Iterable[asyncio.Task[None]]) -> None:
-    """Cancel encode jobs whose encoders do not answer soon, though nothing waits for them."""
-    waiting = [task for task in tasks if not task.done()]
-    if not waiting:
-        return
-    timer = asyncio.get_running_loop().call_later(
-        JOB_GRACE_S, lambda: [task.cancel() for task in waiting]
-    )
-    left = len(waiting)
-
-    def ended(_: asyncio.Task[None]) -> None:
-        nonlocal left
-        left -= 1
-        if not left:
-            timer.cancel()
-
-    for task in waiting:
-        task.add_done_callback(ended)

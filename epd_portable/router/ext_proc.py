@@ -20,10 +20,9 @@ HEALTH = ("grpc.health.v1.Health", "Check")
 SERVING, NOT_SERVING = 1, 2
 
 # Values of enumerations, which travel as numbers.
-NONE = 0
 BUFFERED = 2
 FULL_DUPLEX_STREAMED = 4
-"""How a body is sent: not at all, whole, or in pieces of which the answers are pieces again."""
+"""How a body is sent: whole, or in pieces of which the answers are pieces again."""
 CONTINUE_AND_REPLACE = 1
 """Send the body of this response in place of the one that there is."""
 OVERWRITE = 2
@@ -141,18 +140,15 @@ def _classes() -> Mapping[str, Any]:
 _made = _classes()
 ProcessingRequest: Any = _made["ProcessingRequest"]
 ProcessingResponse: Any = _made["ProcessingResponse"]
-CommonResponse: Any = _made["CommonResponse"]
 HealthCheckRequest: Any = _made["HealthCheckRequest"]
 HealthCheckResponse: Any = _made["HealthCheckResponse"]
 
 
-def header_mutation(mutation: Any, given: Mapping[str, str], removed: Collection[str] = ()) -> None:
-    """Fill in a ``HeaderMutation``."""
-    for name, value in given.items():
-        option = mutation.set_headers.add(append_action=OVERWRITE)
-        option.header.key = name
-        option.header.raw_value = value.encode("latin-1")
-    mutation.remove_headers.extend(removed)
+def header_mutation(given: Mapping[str, str], removed: Collection[str] = ()) -> dict[str, Any]:
+    """Return the fields of a ``HeaderMutation``."""
+    headers = [{"key": name, "raw_value": text.encode("latin-1")} for name, text in given.items()]
+    options = [{"header": header, "append_action": OVERWRITE} for header in headers]
+    return {"set_headers": options, "remove_headers": removed}
 
 
 def metadata_value(request: Any, namespace: str, name: str) -> Any:

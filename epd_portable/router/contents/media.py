@@ -34,34 +34,28 @@ MAX_PARTS = 20_000
 """Messages in a request, and parts in a message."""
 
 
-class MediaKind(msgspec.Struct, frozen=True, kw_only=True):
-    """What may stand in an item's data URL.
-
-    Attributes:
-        modality: What the item is to the model.
-        families: First halves of the media types that can hold it.
-        example: One of these media types.
-    """
-
-    modality: Modality
-    families: frozenset[str]
-    example: str
-
-
-IMAGE = MediaKind(modality="image", families=frozenset({"image"}), example="image/png")
-VIDEO = MediaKind(modality="video", families=frozenset({"video"}), example="video/mp4")
-# Of a video, the sound track is taken.
-AUDIO = MediaKind(modality="audio", families=frozenset({"audio", "video"}), example="audio/wav")
+FAMILIES: Mapping[Modality, frozenset[str]] = {
+    "image": frozenset({"image"}),
+    "video": frozenset({"video"}),
+    # Of a video, the sound track is taken.
+    "audio": frozenset({"audio", "video"}),
+}
+"""First halves of the media types that a data URL with an item of a modality can have."""
+EXAMPLES: Mapping[Modality, str] = {
+    "image": "image/png",
+    "video": "video/mp4",
+    "audio": "audio/wav",
+}
 
 INPUT_AUDIO = "input_audio"
-KINDS: Mapping[str, MediaKind] = {
-    "image_url": IMAGE,
-    "video_url": VIDEO,
-    "audio_url": AUDIO,
-    INPUT_AUDIO: AUDIO,
+MODALITIES: Mapping[str, Modality] = {
+    "image_url": "image",
+    "video_url": "video",
+    "audio_url": "audio",
+    INPUT_AUDIO: "audio",
 }
 """Fields of a part that hold an item (vLLM 0.26 to 0.33)."""
-FIELDS: Mapping[str, str] = {"input_image": "image_url", **{name: name for name in KINDS}}
+FIELDS: Mapping[str, str] = {"input_image": "image_url", **{name: name for name in MODALITIES}}
 """Types of parts with an item, and the field that holds it."""
 REFUSED_PARTS = frozenset(
     {"image_embeds", "video_embeds", "audio_embeds", "prompt_embeds", "image_pil"}
@@ -229,22 +223,22 @@ class MediaReader:
             return raw if part.pop("uuid", None) is None else part
         place = f"{where}.{name}"
         self._count_one(place)
-        media = KINDS[name]
+        modality = MODALITIES[name]
         if name == INPUT_AUDIO:
             media_type, data = self._input_audio(part.get(name), place)
         else:
-            given, url = self._url(part.get(name), media, place)
-            found = self._by_url(url, media, place)
+            given, url = self._url(part.get(name), modality, place)
+            found = self._by_url(url, modality, place)
             if found is None:
                 return raw
             media_type, data, written = found
             if written is not None:
                 part[name] = written if given is None else _json({**given, "url": written})
-        part["uuid"] = _json(self._item(media.modality, media_type, data, part).item_uuid)
+        part["uuid"] = _json(self._item(modality, media_type, data, part).item_uuid)
         return part
 
     def _url(
-        self, raw: msgspec.Raw | None, kind: MediaKind, where: str
+        self, raw: msgspec.Raw | None, modality: Modality, where: str
     ) -> tuple[Part | None, Bytes]:
         """Return an object that holds a URL, if one does, and the URL."""
         given: Part | None = None
@@ -253,12 +247,12 @@ class MediaReader:
             raw = given.get("url")
             where = f"{where}.url"
         if raw is None:
-            raise _missing(where, f"a data URL, data:{kind.example};base64,<data>")
+            raise _missing(where, f"a data URL, data:{EXAMPLES[modality]};base64,<data>")
         return given, self._cut.text_bytes(raw, where)
 
     def _image_url(self, raw: msgspec.Raw, where: str) -> object:
         self._count_one(where)
-        found = self._by_url(self._cut.text_bytes(raw, where), IMAGE, where)
+        found = self._by_url(self._cut.text_bytes(raw, where), "image", where)
         return raw if found is None or found.written is None else found.written
 
     def _input_audio(self, raw: msgspec.Raw | None, where: str) -> tuple[str, Bytes]:
@@ -334,8 +328,8 @@ class MediaReader:
     def _by_source_url(self, source: Part, where: str) -> _Found | None:
         where = f"{where}.url"
         if "url" not in source:
-            raise _missing(where, f"a data URL, data:{IMAGE.example};base64,<data>")
-        found = self._by_url(self._cut.text_bytes(source["url"], where), IMAGE, where)
+            raise _missing(where, f"a data URL, data:{EXAMPLES['image']};base64,<data>")
+        found = self._by_url(self._cut.text_bytes(source["url"], where), "image", where)
         if found is None or found.written is not None:
             return found
         return found._replace(written=source["url"])
@@ -347,7 +341,7 @@ class MediaReader:
         if not _IMAGE_TYPE.fullmatch(media_type):
             raise _refusal(
                 f"{where}.media_type: {media_type[:48]!r}",
-                f"it is no image; write for example {IMAGE.example}",
+                f"it is no image; write for example {EXAMPLES['image']}",
             )
         data = self._base64(source["data"], f"{where}.data")
         url = _data_url(media_type, bytes(source["data"])[1:-1])
@@ -365,11 +359,11 @@ class MediaReader:
             raise _no_data(where)
         return data
 
-    def _by_url(self, url: Bytes, kind: MediaKind, place: str) -> _Found | None:
+    def _by_url(self, url: Bytes, modality: Modality, place: str) -> _Found | None:
         """Return what is at a URL; ``None`` if it has to be fetched first."""
         if self._find is None or not is_web(bytes(url[:6])):
-            return _Found(*split_data_url(url, kind, place))
-        found = self._find(url, kind.modality, place)
+            return _Found(*split_data_url(url, modality, place))
+        found = self._find(url, modality, place)
         if found is None:
             return None
         media_type, data = found
@@ -403,7 +397,7 @@ def content_key(modality: Modality, media_type: str, base64_text: Bytes, salt: b
     return digest.hexdigest()
 
 
-def split_data_url(url: Bytes, kind: MediaKind, where: str) -> tuple[str, Bytes]:
+def split_data_url(url: Bytes, modality: Modality, where: str) -> tuple[str, Bytes]:
     """Return media type and base64 text of an item's data URL.
 
     Args:
@@ -421,23 +415,24 @@ def split_data_url(url: Bytes, kind: MediaKind, where: str) -> tuple[str, Bytes]
         raise _refusal(
             place,
             "only data URLs are taken, and http(s) URLs of hosts in "
-            f"router.media_urls.allowed_domains{empty}; inline the {kind.modality} as "
-            f"data:{kind.example};base64,<base64 of the file>",
+            f"router.media_urls.allowed_domains{empty}; inline the {modality} as "
+            f"data:{EXAMPLES[modality]};base64,<base64 of the file>",
             code="unsupported_url",
         )
     comma = head.find(b",")
     if comma < 0:
         raise _refusal(
             place,
-            f"the data URL has no ',' before its data; write data:{kind.example};base64,<data>",
+            "the data URL has no ',' before its data; write "
+            f"data:{EXAMPLES[modality]};base64,<data>",
         )
     media_type, _, parameters = head[5:comma].decode("ascii", "replace").partition(";")
     media_type = media_type.lower()
     family, _, subtype = media_type.partition("/")
-    if family not in kind.families or not subtype:
+    if family not in FAMILIES[modality] or not subtype:
         raise _refusal(
             place,
-            f"media type {media_type!r} is no {kind.modality}; write for example {kind.example}",
+            f"media type {media_type!r} is no {modality}; write for example {EXAMPLES[modality]}",
         )
     if parameters.rpartition(";")[2] != "base64":
         raise _refusal(place, "the data URL is not base64; write ';base64' before the ','")
@@ -463,7 +458,7 @@ def _data_url(media_type: str, text: bytes) -> msgspec.Raw:
 
 def _media_field(part: Part, kind: str | None, where: str) -> str | None:
     """Return the field of a part that holds its item, by its type and the fields it has."""
-    present = sorted(KINDS.keys() & part.keys())
+    present = sorted(MODALITIES.keys() & part.keys())
     expected = FIELDS.get(kind) if kind is not None else None
     if len(present) > 1:
         problem = f"one part holds {' and '.join(present)}; give each item a part of its own"

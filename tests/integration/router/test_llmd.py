@@ -129,8 +129,8 @@ async def played_picker(named: dict[str, str]) -> AsyncIterator[int]:
             else:
                 getattr(response, field.name).SetInParent()
                 if field.name == "request_headers":
-                    mutation = response.request_headers.response.header_mutation
-                    header_mutation(mutation, named)
+                    changed = {"header_mutation": header_mutation(named)}
+                    response.MergeFrom(ProcessingResponse(request_headers={"response": changed}))
             await context.write(response)
 
     server = grpc.aio.server()

@@ -42,6 +42,7 @@ class Scene:
             each.seen_well()
         self.control = ControlChannels(keys())
         self.delivery = Delivery(
+            index=0,
             item=MediaItem(item_uuid="a", modality="image", part={}),
             transfer=EncodeTransfer(transfer_id="t", item_uuid="a", consumer=PD.control),
             encoder=self.encoders[0],
@@ -67,7 +68,7 @@ class Scene:
         return self._statuses.pop(0), {}, b"{}"
 
     def start(self) -> asyncio.Task[None]:
-        return asyncio.create_task(self._jobs.deliver(self.delivery, 0, self.attempt))
+        return asyncio.create_task(self._jobs.deliver(self.delivery, self.attempt))
 
 
 @pytest.fixture
