@@ -47,6 +47,9 @@ EXAMPLES: Mapping[Modality, str] = {
     "audio": "audio/wav",
 }
 
+FRAMES = "video/jpeg"
+"""Media type of videos that are base64 texts of frames, with commas between them; all other types
+the engine finds from the content."""
 INPUT_AUDIO = "input_audio"
 MODALITIES: Mapping[str, Modality] = {
     "image_url": "image",
@@ -85,10 +88,9 @@ class MediaItem(msgspec.Struct, frozen=True, kw_only=True):
     pixels: int = 0
 
 
-Find = Callable[[Bytes, Modality, str], tuple[str, Bytes] | None]
-"""Returns media type and base64 text of what is at a URL in UTF-8; ``None`` if it has to be fetched
-first. Gets its modality and its place in the request, too; raises `RequestError` for what is not
-fetched, or is no file of this modality."""
+Find = Callable[[Bytes, str], Bytes | None]
+"""Returns base64 text of what is at a URL in UTF-8; ``None`` if it has to be fetched first. Gets
+its place in the request, too; raises `RequestError` for what is not fetched."""
 
 
 class _Found(NamedTuple):
@@ -97,11 +99,12 @@ class _Found(NamedTuple):
     Attributes:
         data: Base64 text.
         written: JSON of a data URL, where the body does not hold the item as one.
+        media_type: Of its data URL, if it came as one.
     """
 
-    media_type: str
     data: Bytes
     written: msgspec.Raw | None = None
+    media_type: str = ""
 
 
 _Read = Callable[[msgspec.Raw, str], object]
@@ -225,16 +228,16 @@ class MediaReader:
         self._count_one(place)
         modality = MODALITIES[name]
         if name == INPUT_AUDIO:
-            media_type, data = self._input_audio(part.get(name), place)
+            found = _Found(self._input_audio(part.get(name), place))
         else:
             given, url = self._url(part.get(name), modality, place)
-            found = self._by_url(url, modality, place)
-            if found is None:
+            by_url = self._by_url(url, modality, place)
+            if by_url is None:
                 return raw
-            media_type, data, written = found
+            found, written = by_url, by_url.written
             if written is not None:
                 part[name] = written if given is None else _json({**given, "url": written})
-        part["uuid"] = _json(self._item(modality, media_type, data, part).item_uuid)
+        part["uuid"] = _json(self._item(modality, found, part).item_uuid)
         return part
 
     def _url(
@@ -255,8 +258,8 @@ class MediaReader:
         found = self._by_url(self._cut.text_bytes(raw, where), "image", where)
         return raw if found is None or found.written is None else found.written
 
-    def _input_audio(self, raw: msgspec.Raw | None, where: str) -> tuple[str, Bytes]:
-        """Return media type and base64 text, as if the clip had come as a data URL."""
+    def _input_audio(self, raw: msgspec.Raw | None, where: str) -> Bytes:
+        """Return base64 text; of the format the engine makes a data URL, so it must be a word."""
         expected = '{"data": "<base64 of the file>", "format": "wav"}'
         if raw is None:
             raise _missing(where, expected)
@@ -271,7 +274,7 @@ class MediaReader:
                 "it is no audio format; write for example 'wav' or 'mp3'",
                 code="invalid_part",
             )
-        return f"audio/{sort}", self._base64(fields["data"], f"{where}.data")
+        return self._base64(fields["data"], f"{where}.data")
 
     # Blocks of Anthropic's interface.
 
@@ -312,12 +315,11 @@ class MediaReader:
         found = self._by_source_url(given, where) if by_url else self._by_source_data(given, where)
         if found is None:
             return raw
-        media_type, data, url = found
-        assert url is not None
-        image_url = msgspec.Raw(b'{"url":%b}' % bytes(url))
+        assert found.written is not None
+        image_url = msgspec.Raw(b'{"url":%b}' % bytes(found.written))
         part = {"type": msgspec.Raw(b'"image_url"'), "image_url": image_url}
-        self._item("image", media_type, data, part)
-        read = _with(source, given, {"url": url} if by_url else {})
+        self._item("image", found, part)
+        read = _with(source, given, {"url": found.written} if by_url else {})
         return _with(raw, fields, {"source": read})
 
     def _block(self, raw: msgspec.Raw, where: str, kind: str) -> Part:
@@ -344,8 +346,7 @@ class MediaReader:
                 f"it is no image; write for example {EXAMPLES['image']}",
             )
         data = self._base64(source["data"], f"{where}.data")
-        url = _data_url(media_type, bytes(source["data"])[1:-1])
-        return _Found(media_type.lower(), data, url)
+        return _Found(data, _data_url(media_type, bytes(source["data"])[1:-1]))
 
     # What both need.
 
@@ -362,12 +363,14 @@ class MediaReader:
     def _by_url(self, url: Bytes, modality: Modality, place: str) -> _Found | None:
         """Return what is at a URL; ``None`` if it has to be fetched first."""
         if self._find is None or not is_web(bytes(url[:6])):
-            return _Found(*split_data_url(url, modality, place))
-        found = self._find(url, modality, place)
-        if found is None:
+            media_type, data = split_data_url(url, modality, place)
+            return _Found(data, media_type=media_type)
+        fetched = self._find(url, place)
+        if fetched is None:
             return None
-        media_type, data = found
-        return _Found(media_type, data, _data_url(media_type, self._cut.stand_in(data)))
+        # Of what type it is the engine finds from its content.
+        url_of = _data_url(f"{modality}/octet-stream", self._cut.stand_in(fetched))
+        return _Found(fetched, url_of)
 
     def _count_one(self, place: str) -> None:
         self.count += 1
@@ -380,18 +383,23 @@ class MediaReader:
                 code="too_many_items",
             )
 
-    def _item(self, modality: Modality, media_type: str, data: Bytes, part: Part) -> MediaItem:
+    def _item(self, modality: Modality, found: _Found, part: Part) -> MediaItem:
         """Return the item of a part, the same for each part with it."""
-        item_uuid = content_key(modality, media_type, data, self._salt)
-        pixels = estimated_pixels(modality, len(data))
+        kind = FRAMES if modality == "video" and found.media_type == FRAMES else modality
+        item_uuid = content_key(kind, found.data, self._salt)
+        pixels = estimated_pixels(modality, len(found.data))
         item = MediaItem(item_uuid=item_uuid, modality=modality, part=part, pixels=pixels)
         return self._items.setdefault(item_uuid, item)
 
 
-def content_key(modality: Modality, media_type: str, base64_text: Bytes, salt: bytes = b"") -> str:
-    """Return 64 hexadecimal digits that name an item by its content."""
+def content_key(kind: str, base64_text: Bytes, salt: bytes = b"") -> str:
+    """Return 64 hexadecimal digits that name an item by its content.
+
+    Args:
+        kind: Its modality, or `FRAMES`: how the engine reads the content depends on nothing else.
+    """
     digest = hashlib.sha256()
-    for field in (modality.encode(), media_type.encode(), salt, base64_text):
+    for field in (kind.encode(), salt, base64_text):
         digest.update(b"%d:" % len(field))
         digest.update(field)
     return digest.hexdigest()

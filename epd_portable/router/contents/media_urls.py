@@ -8,19 +8,17 @@ requests wait for it, and cancels it when none waits any more.
 from __future__ import annotations
 
 import asyncio
-import binascii
 import collections
 import contextlib
 import functools
 import logging
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 from epd_portable.delivery.replies import unavailable
 from epd_portable.errors import RequestError
 from epd_portable.media.addresses import MediaUrlError, WebTarget, read_url
-from epd_portable.media.limits import Modality
 from epd_portable.router.contents.cut_text import Bytes
 from epd_portable.router.contents.web_files import FetchedFile, Resolve, WebFiles
 from epd_portable.router.http.incoming import Body
@@ -31,47 +29,6 @@ logger = logging.getLogger(__name__)
 
 OVERHEAD_BYTES = 512
 """Of a cached file, in addition to its text and its URL."""
-
-_MEDIA_TYPES = (
-    (b"\x89PNG\r\n\x1a\n", "image/png"),
-    (b"\xff\xd8\xff", "image/jpeg"),
-    (b"GIF8", "image/gif"),
-    (b"RIFF....WEBP", "image/webp"),
-    (b"BM", "image/bmp"),
-    (b"II[*+]\0", "image/tiff"),
-    (b"MM\0[*+]", "image/tiff"),
-    (b"....ftyp(?:avi[fs]|mif1)", "image/avif"),
-    (b"....ftyp", "video/mp4"),
-    (b"\x1a\x45\xdf\xa3", "video/webm"),
-    (b"RIFF....WAVE", "audio/wav"),
-    (b"fLaC", "audio/flac"),
-    (b"OggS", "audio/ogg"),
-    (b"ID3|\xff[\xe2-\xff]", "audio/mpeg"),
-)
-"""How files begin, and what is written into their data URLs. Items are named by it, too: of a file
-that came by URL and one that a client inlined it should be the same."""
-_FAMILIES: Mapping[Modality, tuple[str, ...]] = {
-    "image": ("image/",),
-    "video": ("video/", "image/"),
-    "audio": ("audio/", "video/"),
-}
-"""What an item of a modality may be a file of."""
-
-
-def media_type_of(text: Bytes, modality: Modality) -> str:
-    """Return the media type of a file.
-
-    Args:
-        text: Its base64 text.
-        modality: What it is to the model.
-    """
-    head = binascii.a2b_base64(bytes(text[:24]))
-    for beginning, media_type in _MEDIA_TYPES:
-        if re.match(beginning, head, re.DOTALL) and media_type.startswith(_FAMILIES[modality]):
-            family, _, subtype = media_type.partition("/")
-            return f"{modality if modality == 'video' else family}/{subtype}"
-    return f"{modality}/octet-stream"
-
 
 _RESULTS = {
     "media_url_failed": "error",
@@ -250,8 +207,8 @@ class LinkedItems:
         self.wanted = False
         self.nbytes = 0
 
-    def find(self, url: Bytes, modality: Modality, where: str) -> tuple[str, Bytes] | None:
-        """Return media type and base64 text; see `epd_portable.router.contents.media.Find`.
+    def find(self, url: Bytes, where: str) -> Bytes | None:
+        """Return base64 text; see `epd_portable.router.contents.media.Find`.
 
         What is not there is on its way at once; this may be called in another thread.
         """
@@ -262,7 +219,7 @@ class LinkedItems:
         fetch = self._fetches.get(target)
         if fetch is not None and (file := fetch.file) is not None:
             self.nbytes += len(file.text)
-            return media_type_of(file.text, modality), file.text
+            return file.text
         self.wanted = True
         if target not in self._places:
             self._places[target] = where

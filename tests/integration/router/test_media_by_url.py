@@ -15,7 +15,7 @@ from tests.integration.router.web import Site, plain
 from tests.unit.media.samples import STILLS
 
 PNG = STILLS["png"]
-INLINED = "data:image/png;base64," + base64.b64encode(PNG).decode()
+INLINED = "data:image/octet-stream;base64," + base64.b64encode(PNG).decode()
 TEXT = {"type": "text", "text": "What is this?"}
 
 

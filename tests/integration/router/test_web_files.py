@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 
 from epd_portable.errors import RequestError
-from epd_portable.media.limits import Modality
 from epd_portable.router.contents import web_files
 from epd_portable.router.contents.media_urls import LinkedItems, MediaFetcher
 from epd_portable.router.http.incoming import Body, HeldBytes
@@ -82,25 +81,23 @@ class World:
         return f"{scheme}://{host}:{self.site.port}{path}"
 
 
-async def get(
-    fetcher: MediaFetcher, *urls: str, modality: Modality = "image"
-) -> list[tuple[str, bytes]]:
+async def get(fetcher: MediaFetcher, *urls: str) -> list[bytes]:
     """Do as the router does for one request."""
 
     def find(linked: LinkedItems) -> list[Any]:
-        return [linked.find(url.encode(), modality, WHERE) for url in urls]
+        return [linked.find(url.encode(), WHERE) for url in urls]
 
     with fetcher.of_request() as linked:
         found = find(linked)
         if linked.wanted:
             await linked.fetch()
             found = find(linked)
-        return [(media_type, base64.b64decode(text)) for media_type, text in found]
+        return [base64.b64decode(text) for text in found]
 
 
-async def refusal(fetcher: MediaFetcher, url: str, modality: Modality = "image") -> RequestError:
+async def refusal(fetcher: MediaFetcher, url: str) -> RequestError:
     with pytest.raises(RequestError) as refused:
-        await get(fetcher, url, modality=modality)
+        await get(fetcher, url)
     assert str(refused.value).startswith(WHERE)
     return refused.value
 
@@ -255,7 +252,7 @@ async def test_a_name_is_looked_up_once_and_what_was_checked_is_connected_to(wor
 
     world.resolve = rebinding  # type: ignore[method-assign]
     fetcher = world.fetcher(cache_bytes=0)
-    assert await get(fetcher, world.url()) == [("image/png", PNG)]
+    assert await get(fetcher, world.url()) == [PNG]
     assert lookups == [HOST]
     assert "not public" in str(await refusal(fetcher, world.url()))
     assert len(world.site.heads) == 1
@@ -264,7 +261,7 @@ async def test_a_name_is_looked_up_once_and_what_was_checked_is_connected_to(wor
 async def test_an_address_that_nobody_answers_at_is_followed_by_the_next(world: World) -> None:
     world.site.pages["/a.png"] = plain(PNG)
     world.names[HOST] = ["127.0.0.9", "127.0.0.1"]
-    assert await get(world.fetcher(), world.url()) == [("image/png", PNG)]
+    assert await get(world.fetcher(), world.url()) == [PNG]
     world.names[HOST] = ["127.0.0.9"]
     refused = await refusal(world.fetcher(), world.url())
     assert (refused.status, refused.code) == (502, "media_url_failed")
@@ -304,7 +301,7 @@ async def test_a_server_that_fails_is_asked_once_more(
 
     world.site.pages["/a.png"] = answer
     fetcher = world.fetcher(cache_bytes=0)
-    assert await get(fetcher, world.url()) == [("image/png", PNG)]
+    assert await get(fetcher, world.url()) == [PNG]
     assert len(world.site.heads) == 2
     assert "asked for once more" in caplog.text
     assert (await refusal(fetcher, world.url())).status == 502
@@ -350,8 +347,8 @@ async def test_what_comes_is_what_was_sent(world: World, framing: str) -> None:
             "end": b"HTTP/1.0 200 OK\r\n\r\n" + data,
         }[framing]
     got = await get(fetcher, *[world.url(f"/{size}") for size in SIZES])
-    assert [len(data) for _, data in got] == SIZES
-    for _, data in got:
+    assert [len(data) for data in got] == SIZES
+    for data in got:
         assert data == bytes(index * 7 % 251 for index in range(len(data)))
 
 
@@ -362,7 +359,7 @@ async def test_redirects_are_followed_within_what_is_allowed(world: World) -> No
         "/b?x=1": moved(f"//cdn.test:{world.site.port}/c", "307 Temporary Redirect"),
         "/c": plain(PNG),
     }
-    assert await get(world.fetcher(), world.url()) == [("image/png", PNG)]
+    assert await get(world.fetcher(), world.url()) == [PNG]
     hosts = [head.split(b"\r\n")[1] for head in world.site.heads]
     port = world.site.port
     expected = [f"host: {HOST}:{port}", f"host: {HOST}:{port}", f"host: cdn.test:{port}"]
@@ -381,24 +378,6 @@ async def test_nothing_of_the_router_is_told_to_a_site(world: World) -> None:
         assert b"identity" in head
 
 
-@pytest.mark.parametrize(
-    ("kind", "modality", "expected"),
-    [
-        ("png", "image", "image/png"),
-        ("jpeg", "image", "image/jpeg"),
-        ("webp", "image", "image/webp"),
-        ("gif", "video", "video/gif"),
-        ("png", "audio", "audio/octet-stream"),
-    ],
-)
-async def test_the_type_is_that_of_the_content(
-    world: World, kind: str, modality: Modality, expected: str
-) -> None:
-    world.site.pages["/a.txt"] = plain(STILLS[kind], "content-type: text/html")
-    ((media_type, data),) = await get(world.fetcher(), world.url("/a.txt"), modality=modality)
-    assert (media_type, data) == (expected, STILLS[kind])
-
-
 async def test_a_url_that_many_ask_for_is_fetched_once(world: World) -> None:
     go_on = asyncio.Event()
 
@@ -411,8 +390,8 @@ async def test_a_url_that_many_ask_for_is_fetched_once(world: World) -> None:
     asked = [asyncio.create_task(get(fetcher, world.url(), world.url())) for _ in range(50)]
     await world.site.until(lambda: bool(world.site.heads))
     go_on.set()
-    assert await asyncio.gather(*asked) == [[("image/png", PNG)] * 2] * 50
-    assert await get(fetcher, world.url("/a.png#other")) == [("image/png", PNG)]
+    assert await asyncio.gather(*asked) == [[PNG] * 2] * 50
+    assert await get(fetcher, world.url("/a.png#other")) == [PNG]
     assert len(world.site.heads) == 1
     text = world.metrics.exposition().decode()
     assert 'epd_router_media_urls_total{source="fetch"} 1.0' in text
@@ -429,9 +408,9 @@ async def test_what_comes_while_a_request_is_read_is_put_in_when_it_is_read_agai
     fetcher = world.fetcher()
     await get(fetcher, world.url())
     with fetcher.of_request() as linked:
-        assert linked.find(world.url().encode(), "image", WHERE) is None
+        assert linked.find(world.url().encode(), WHERE) is None
         await asyncio.sleep(0)
-        assert linked.find(world.url().encode(), "image", WHERE) is not None
+        assert linked.find(world.url().encode(), WHERE) is not None
         assert linked.wanted
         assert await linked.fetch() == len(base64.b64encode(PNG))
         assert linked.nbytes == 0
@@ -443,7 +422,7 @@ async def test_what_one_gives_up_is_fetched_for_the_others(world: World) -> None
     first, second = (asyncio.create_task(get(fetcher, world.url())) for _ in range(2))
     await world.site.until(lambda: bool(world.site.heads))
     first.cancel()
-    assert await second == [("image/png", PNG)]
+    assert await second == [PNG]
     assert first.cancelled()
 
 
@@ -456,7 +435,7 @@ async def test_what_all_give_up_is_not_fetched_to_its_end(world: World) -> None:
         each.cancel()
     await world.site.until(lambda: world.site.closed_early == 1)
     world.site.pages["/a.png"] = plain(PNG)
-    assert await get(fetcher, world.url()) == [("image/png", PNG)]
+    assert await get(fetcher, world.url()) == [PNG]
 
 
 @pytest.mark.parametrize(
@@ -524,7 +503,7 @@ async def test_who_waits_too_long_for_a_turn_is_told_to_come_again(world: World)
     assert {each.status for each in told} == {503, 504}
     busy = next(each for each in told if each.status == 503)
     assert (busy.code, busy.retry_after_s) == ("too_many_fetches", 2)
-    assert await get(fetcher, world.url()) == [("image/png", PNG)]
+    assert await get(fetcher, world.url()) == [PNG]
 
 
 async def test_what_is_on_its_way_counts_as_memory(world: World) -> None:
@@ -553,16 +532,16 @@ async def test_names_that_are_looked_up_for_long_hold_no_other_name_up(world: Wo
     waiting = [asyncio.create_task(get(fetcher, world.url(host=name))) for name in slow]
     try:
         await world.site.until(lambda: len(world.looked_up) == web_files.LOOKUPS_OF_DOMAIN)
-        assert await get(fetcher, world.url()) == [("image/png", PNG)]
+        assert await get(fetcher, world.url()) == [PNG]
         # Who gives up leaves the thread where it is: nobody else of the domain has it yet.
         for task in waiting[:8]:
             task.cancel()
         await asyncio.gather(*waiting[:8], return_exceptions=True)
-        assert await get(fetcher, world.url("/b.png")) == [("image/png", PNG)]
+        assert await get(fetcher, world.url("/b.png")) == [PNG]
         assert sum(name in slow for name in world.looked_up) == web_files.LOOKUPS_OF_DOMAIN
     finally:
         answered.set()
-    assert await asyncio.gather(*waiting[8:]) == [[("image/png", PNG)]] * 4
+    assert await asyncio.gather(*waiting[8:]) == [[PNG]] * 4
 
 
 @pytest.fixture
@@ -598,7 +577,7 @@ async def test_https_asks_for_the_names_certificate(
 
     monkeypatch.setenv("SSL_CERT_FILE", str(certificate[0]))
     trusting = world.fetcher()
-    assert await get(trusting, world.url(scheme="https")) == [("image/png", PNG)]
+    assert await get(trusting, world.url(scheme="https")) == [PNG]
     assert (await refusal(trusting, world.url(scheme="https", host="other.test"))).status == 502
     assert asked == [HOST, HOST, "other.test"]
     assert len(world.site.heads) == 1

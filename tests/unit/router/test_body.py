@@ -280,7 +280,7 @@ def test_a_large_picture_is_keyed_and_sent_without_a_copy(kind: type) -> None:
     data = kind(body)
     call = read_call(CHAT_PATH, data, RULES)
     (item,) = call.items
-    assert item.item_uuid == content_key("image", "image/png", text.encode(), b"\0\0\0")
+    assert item.item_uuid == content_key("image", text.encode(), b"\0\0\0")
 
     job = call.for_encoder(item, transfer(item.item_uuid))
     for written in (call.for_pd(params(call)), job):

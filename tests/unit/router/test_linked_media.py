@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from epd_portable.errors import RequestError
-from epd_portable.media.limits import Modality
 from epd_portable.router.contents.body import (
     BATCH_PATH,
     CHAT_PATH,
@@ -26,7 +25,7 @@ RULES = Rules()
 URL = "https://example.com/a.png"
 OTHER = "https://example.com/b.png"
 TEXT = b"iVBORw0KGgoAAAANSUhE" * 400
-INLINED = f"data:image/png;base64,{TEXT.decode()}"
+INLINED = f"data:image/octet-stream;base64,{TEXT.decode()}"
 
 
 class Fetched:
@@ -37,10 +36,10 @@ class Fetched:
         self.text = text
         self.wanted: list[str] = []
 
-    def find(self, url: Bytes, modality: Modality, where: str) -> tuple[str, Bytes] | None:
+    def find(self, url: Bytes, where: str) -> Bytes | None:
         name = bytes(url).decode()
-        self.wanted.append(f"{name} as {modality} at {where}")
-        return ("image/png", self.text) if name in self.there else None
+        self.wanted.append(f"{name} at {where}")
+        return self.text if name in self.there else None
 
 
 def read(path: str, linked: Fetched | None, rules: Rules = RULES, **body: Any) -> Call:
@@ -76,9 +75,9 @@ def test_a_request_whose_media_are_not_there_names_them_all_at_once() -> None:
     call = read(CHAT_PATH, linked, messages=said(image(URL), film, clip, image(INLINED)))
 
     assert linked.wanted == [
-        f"{URL} as image at messages[0].content[0].image_url",
-        f"{OTHER} as video at messages[0].content[1].video_url",
-        "http://example.com/c.wav as audio at messages[0].content[2].audio_url",
+        f"{URL} at messages[0].content[0].image_url",
+        f"{OTHER} at messages[0].content[1].video_url",
+        "http://example.com/c.wav at messages[0].content[2].audio_url",
     ]
     assert len(call.items) == 1
 
