@@ -2,8 +2,9 @@
 
 The addresses of a name are looked up once, all of them are checked, and one of these is connected
 to: a name that is another machine's a moment later leads nowhere. Each redirect goes the same way.
-A server's headers about a file are not believed: its type the engine finds from its content, and its length
-is counted. Pieces are encoded as base64 as they come, so that a large file blocks no other request.
+A server's headers about a file are not believed: the engine finds its type from its content, and
+its length is counted. Pieces are encoded as base64 as they come, so that a large file blocks no
+other request.
 """
 
 from __future__ import annotations
