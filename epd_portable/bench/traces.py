@@ -36,11 +36,6 @@ class Handover:
     place_s: float
 
     @property
-    def control_s(self) -> float:
-        """From the output to the scheduler's knowledge, without the write."""
-        return self.grant_wait_s + self.notice_s
-
-    @property
     def total_s(self) -> float:
         """From the output to the placed tensor."""
         return self.grant_wait_s + self.write_s + self.notice_s + self.place_s

@@ -15,16 +15,16 @@ import select
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import msgspec
 
 from epd_portable.bench.console import progress, scratch_folder
-from epd_portable.bench.report import Plain, Report, Table, conditions, format_bytes
+from epd_portable.bench.report import Report, Table, conditions, format_bytes
 from epd_portable.bench.servers import free_port
 from epd_portable.bench.stand_in import TOKEN_BYTES, VALUES, Command, CommandDone
 from epd_portable.bench.stats import paired_ratio, quantile
@@ -43,7 +43,6 @@ _START_TIMEOUT_S = 120.0
 _WAIT_TIMEOUT_S = 30.0
 _STOP_GRACE_S = 10.0
 _STDERR = 2
-_PARTS = ("grant_wait_s", "write_s", "notice_s", "place_s")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,7 +68,8 @@ class TransferSample:
     memcpy_s: float
 
 
-Groups = dict[TransferCase, list[TransferSample]]
+Case = dict[str, Any]
+"""A `TransferCase`, and its values in the order of the rounds, by name."""
 
 
 def choose_paths(
@@ -256,28 +256,18 @@ def make_report(
     left_out: Mapping[str, str],
 ) -> Report:
     """Return the page; `left_out` are paths that were not measured, with the reason."""
-    groups = by_case(samples)
-    tables = [
-        Table.of(
-            "Against memcpy of the same bytes",
-            (_ratios(case, group) for case, group in groups.items()),
+    cases = _by_case(samples)
+    paths = list(dict.fromkeys(case["path"] for case in cases))
+    tables: dict[str, Iterable[dict[str, str]]] = {
+        "Against memcpy of the same bytes": map(_ratios, cases),
+        "Where the time goes, medians in ms": map(_parts, cases),
+    }
+    if len(paths) > 1:
+        tables["By another path, each item by that of the same round"] = (
+            _between(case, cases, paths) for case in cases
         )
-    ]
-    if len({case.path for case in groups}) > 1:
-        tables.append(
-            Table.of(
-                "By another path, each item by that of the same round",
-                (_between(case, groups) for case in groups),
-            )
-        )
-    tables.append(
-        Table.of(
-            "Where the time goes, medians in ms",
-            (_parts(case, group) for case, group in groups.items()),
-        )
-    )
     reasons = "; ".join(f"{path} ({reason})" for path, reason in left_out.items())
-    entries = [registry.entry(path) for path in {case.path for case in groups}]
+    entries = map(registry.entry, paths)
     modules = {
         target.partition(":")[0]
         for entry in entries
@@ -297,85 +287,66 @@ def make_report(
             "Ratio: total time by that of a memcpy of the same bytes right before, median of the "
             "pairs with their quartiles. Other times are medians over all rounds.",
         ),
-        tables=tuple(tables),
+        tables=tuple(Table.of(title, rows) for title, rows in tables.items()),
         summary={"place": place, "left_out": dict(left_out)},
-        samples=[_columns(case, group) for case, group in groups.items()],
+        samples=cases,
     )
 
 
-def by_case(samples: Sequence[TransferSample]) -> Groups:
-    """Return the samples of each case: paths in the order of measuring, sizes rising."""
+def _by_case(samples: Sequence[TransferSample]) -> list[Case]:
+    """Return the values of each case: paths in the order of measuring, sizes rising."""
     paths = list(dict.fromkeys(sample.case.path for sample in samples))
-    groups: Groups = {}
+    groups: dict[TransferCase, list[TransferSample]] = {}
     for each in sorted(samples, key=lambda one: (paths.index(one.case.path), one.case.nbytes)):
         groups.setdefault(each.case, []).append(each)
-    return groups
+    parts = ("granted_before", "total_s", "grant_wait_s", "write_s", "notice_s", "place_s")
+    return [
+        {
+            **dataclasses.asdict(case),
+            **{part: [getattr(sample.way, part) for sample in group] for part in parts},
+            "memcpy_s": [sample.memcpy_s for sample in group],
+        }
+        for case, group in groups.items()
+    ]
 
 
-def _name(case: TransferCase, group: Sequence[TransferSample]) -> str:
-    before = sum(sample.way.granted_before for sample in group)
-    granted = "granted before" if before > len(group) / 2 else "granted after"
-    return f"{case.path}, {format_bytes(case.nbytes)}, {granted}"
+def _name(case: Case) -> dict[str, str]:
+    granted = case["granted_before"]
+    when = "granted before" if 2 * sum(granted) > len(granted) else "granted after"
+    return {"path, size, grant": f"{case['path']}, {format_bytes(case['nbytes'])}, {when}"}
 
 
-def _total_s(group: Sequence[TransferSample]) -> list[float]:
-    return [sample.way.total_s for sample in group]
-
-
-def _memcpy_s(group: Sequence[TransferSample]) -> list[float]:
-    return [sample.memcpy_s for sample in group]
-
-
-def _ratios(case: TransferCase, group: Sequence[TransferSample]) -> dict[str, str]:
-    total_s = _total_s(group)
+def _ratios(case: Case) -> dict[str, str]:
+    total_s = case["total_s"]
     median_s = quantile(total_s, 0.5)
-    return {
-        "path, size, grant": _name(case, group),
-        "ratio": str(paired_ratio(total_s, _memcpy_s(group))),
+    return _name(case) | {
+        "ratio": str(paired_ratio(total_s, case["memcpy_s"])),
         "median, ms": f"{median_s * 1000:.2f}",
         "p90, ms": f"{quantile(total_s, 0.9) * 1000:.2f}",
-        "memcpy, ms": f"{quantile(_memcpy_s(group), 0.5) * 1000:.3f}",
-        "GB/s": f"{case.nbytes / median_s / 1e9:.3g}",
-        "rounds": str(len(group)),
+        "memcpy, ms": f"{quantile(case['memcpy_s'], 0.5) * 1000:.3f}",
+        "GB/s": f"{case['nbytes'] / median_s / 1e9:.3g}",
+        "rounds": str(len(total_s)),
     }
 
 
-def _between(case: TransferCase, groups: Groups) -> dict[str, str]:
+def _between(case: Case, cases: Sequence[Case], paths: Sequence[str]) -> dict[str, str]:
     """Return the row of a case by each path."""
-    row = {"path, size, grant": _name(case, groups[case])}
-    total_s = _total_s(groups[case])
-    for path in dict.fromkeys(each.path for each in groups):
-        peers_s = _total_s(groups.get(dataclasses.replace(case, path=path), ()))
-        known = path != case.path and len(peers_s) == len(total_s)
-        row[f"by {path}"] = str(paired_ratio(total_s, peers_s)) if known else "–"
+    row = _name(case) | {f"by {path}": "–" for path in paths}
+    for peer in cases:
+        same = all(peer[name] == case[name] for name in ("nbytes", "encode_s"))
+        if same and peer is not case and len(peer["total_s"]) == len(case["total_s"]):
+            row[f"by {peer['path']}"] = str(paired_ratio(case["total_s"], peer["total_s"]))
     return row
 
 
-def _parts(case: TransferCase, group: Sequence[TransferSample]) -> dict[str, str]:
+def _parts(case: Case) -> dict[str, str]:
     parts = {
-        "wait for grant": "grant_wait_s",
-        "write": "write_s",
-        "written to landed": "notice_s",
-        "landed to placed": "place_s",
-        "control": "control_s",
+        "wait for grant": case["grant_wait_s"],
+        "write": case["write_s"],
+        "written to landed": case["notice_s"],
+        "landed to placed": case["place_s"],
+        "control": list(map(sum, zip(case["grant_wait_s"], case["notice_s"], strict=True))),
     }
-    medians = {
-        title: quantile([getattr(sample.way, part) for sample in group], 0.5)
-        for title, part in parts.items()
-    }
-    return {
-        "path, size, grant": _name(case, group),
-        **{title: f"{seconds * 1000:.3f}" for title, seconds in medians.items()},
-    }
-
-
-def _columns(case: TransferCase, group: Sequence[TransferSample]) -> dict[str, Plain]:
-    """Return a case with its values in the order of the rounds."""
-    return {
-        **dataclasses.asdict(case),
-        **{
-            part: [getattr(sample.way, part) for sample in group]
-            for part in ("granted_before", "total_s", *_PARTS)
-        },
-        "memcpy_s": _memcpy_s(group),
+    return _name(case) | {
+        title: f"{quantile(values, 0.5) * 1000:.3f}" for title, values in parts.items()
     }

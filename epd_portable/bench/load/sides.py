@@ -70,10 +70,6 @@ def read_side(text: str) -> LoadSide:
             count=int(found[1] or 2),
             tuned=bool(found[2]),
         )
-    if what.startswith("dp:"):
-        raise ConfigError(
-            f"--side {text}: start plain vLLM with --data-parallel-size and name it as url:http://…"
-        )
     if what.startswith("url:"):
         urls = tuple(url.rstrip("/").removesuffix("/v1") for url in what[4:].split(","))
         for url in urls:

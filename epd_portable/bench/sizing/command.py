@@ -144,5 +144,5 @@ def plan_command(
             )
             for each in workloads
         ]
-        found = [search(each, devices, limits, console.progress) for each in questions]
+        found = [search(each, devices, limits) for each in questions]
         console.finish(make_report(questions, limits, found), json_file)

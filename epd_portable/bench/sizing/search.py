@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
+from epd_portable.bench.console import progress
 from epd_portable.bench.sizing.simulate import Deployment, Outcome, Simulation
 from epd_portable.bench.sizing.stages import StageTimes
 from epd_portable.bench.sizing.workload import Workload
@@ -133,16 +134,11 @@ def best_rate(
     return RatedDeployment(deployment=deployment, rate=rate, outcome=held, limit=limit)
 
 
-def search(
-    question: SizingQuestion,
-    devices: int,
-    limits: LatencyLimits,
-    report: Callable[[str], None],
-) -> list[RatedDeployment]:
+def search(question: SizingQuestion, devices: int, limits: LatencyLimits) -> list[RatedDeployment]:
     """Find the best rate of replicas and of every split, in this order."""
     found = []
     for deployment in deployments(devices):
-        report(f"simulating {deployment}")
+        progress(f"simulating {deployment}")
         found.append(best_rate(question, deployment, limits))
     return found
 

@@ -78,7 +78,7 @@ def test_a_page_begins_with_its_command_and_says_where_it_ran_and_what_was_left_
 
 
 def test_transfers_are_shown_by_path_and_rising_size_with_the_ratio_first() -> None:
-    ratios, between, parts = transfer_page().tables
+    ratios, parts, between = transfer_page().tables
     assert [row[0] for row in ratios.rows] == [
         "tcp, 1 MiB, granted before",
         "shm, 4 KiB, granted before",
@@ -98,7 +98,7 @@ def test_a_path_is_compared_with_another_round_by_round() -> None:
         for each in (1, 5)
     ]
     page = transfer_page(samples=[sample for both in rounds for sample in both])
-    assert [row[1:] for row in page.tables[1].rows] == [
+    assert [row[1:] for row in page.tables[2].rows] == [
         ("–", "0.33 (0.33–0.33)"),
         ("3.00 (3.00–3.00)", "–"),
     ]

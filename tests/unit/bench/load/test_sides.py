@@ -63,7 +63,7 @@ def test_sides_are_read_with_or_without_a_name() -> None:
         ("replicas:0", "expected NAME=WHAT"),
         ("replicas:2,fast", "expected NAME=WHAT"),
         ("upstream:2E1PD", "expected NAME=WHAT"),
-        ("dp:2", "--data-parallel-size and name it as url:"),
+        ("dp:2", "expected NAME=WHAT"),
         ("url:ftp://h", "no address"),
         ("a=url:", "no address"),
     ],

@@ -135,7 +135,6 @@ def test_devices_that_switch_serve_most_of_what_switching_could_gain(
                 SizingQuestion(times=times, workload=mix, elastic=elastic, count=1000, seed=1),
                 DEVICES,
                 LIMITS,
-                lambda _: None,
             )
             for mix in mixes
         ],

@@ -104,9 +104,9 @@ def test_the_recommendation_says_whether_to_split_and_what_it_is_worth(
 
 def test_long_encodes_and_tight_tokens_call_for_a_split_and_texts_alone_do_not() -> None:
     tight = replace(LIMITS, tpot_s=0.06)
-    pictures = search(question(times=stage_times(**LIGHT)), 3, tight, lambda line: None)
+    pictures = search(question(times=stage_times(**LIGHT)), 3, tight)
     assert recommend(pictures).startswith("Disaggregate: ")
     texts = question(
         times=stage_times(**LIGHT), workload=Workload(share=0.0, text=(44,), output=(11,))
     )
-    assert recommend(search(texts, 3, tight, lambda line: None)).startswith("Do not disaggregate")
+    assert recommend(search(texts, 3, tight)).startswith("Do not disaggregate")
