@@ -96,12 +96,7 @@ MESSAGES: Mapping[str, Mapping[str, Field]] = {
 """Fields of each message."""
 
 _PACKAGE = "epd_portable.ext_proc"
-_SCALARS = {
-    "bool": descriptor_pb2.FieldDescriptorProto.TYPE_BOOL,
-    "bytes": descriptor_pb2.FieldDescriptorProto.TYPE_BYTES,
-    "int32": descriptor_pb2.FieldDescriptorProto.TYPE_INT32,
-    "string": descriptor_pb2.FieldDescriptorProto.TYPE_STRING,
-}
+_TYPES = dict(descriptor_pb2.FieldDescriptorProto.Type.items())
 
 
 def _classes() -> Mapping[str, Any]:
@@ -122,10 +117,8 @@ def _classes() -> Mapping[str, Any]:
             bare = kind.lstrip("*")
             added = message.field.add(name=field, number=number)
             added.label = added.LABEL_REPEATED if kind != bare else added.LABEL_OPTIONAL
-            if bare in _SCALARS:
-                added.type = _SCALARS[bare]
-            else:
-                added.type = added.TYPE_MESSAGE
+            added.type = _TYPES.get(f"TYPE_{bare.upper()}", added.TYPE_MESSAGE)
+            if added.type == added.TYPE_MESSAGE:
                 package = struct.package if bare == "Struct" else _PACKAGE
                 added.type_name = f".{package}.{bare}"
     pool = descriptor_pool.DescriptorPool()

@@ -49,18 +49,13 @@ those that were asked failed.
 ASKED_FOR_KV: Mapping[str, object] = {"do_remote_decode": True, "do_remote_prefill": False}
 """What a prefill instance is told, in vLLM's words: another one decodes."""
 
-_LONGEST: Mapping[str, str] = {
-    CHAT_PATH: "max_tokens",
-    COMPLETION_PATH: "max_tokens",
-    RESPONSES_PATH: "max_output_tokens",
-    MESSAGES_PATH: "max_tokens",
+_ONE_TOKEN: Mapping[str, Mapping[str, object]] = {
+    **{path: {"max_tokens": 1} for path in (CHAT_PATH, COMPLETION_PATH, MESSAGES_PATH)},
+    RESPONSES_PATH: {"max_output_tokens": 1, "store": False, "background": False},
 }
-"""Endpoints whose prompts may be computed apart, and the field that bounds what is generated. In
-the last two only later versions of vLLM tell of KV (0.32 does)."""
-_KEPT_AT_ONE: Mapping[str, Mapping[str, object]] = {
-    RESPONSES_PATH: {"store": False, "background": False},
-}
-"""Fields of what a prefill instance is asked, by endpoint: nobody fetches its answer later."""
+"""Endpoints whose prompts may be computed apart, and the fields by which a prefill instance
+generates one token, which is not fetched later. At the last two only later versions of vLLM tell of
+KV (0.32 does)."""
 _LATER = frozenset({RESPONSES_PATH, MESSAGES_PATH})
 _ONE = (b"1", b"null")
 _OTHER_ANSWERS = (
@@ -76,12 +71,6 @@ _OF_ANSWERS = frozenset(
 )
 """Fields that say how much is generated and how it is told: a prefill instance generates one token,
 which nobody sees."""
-_CONVERTED = (
-    FailureKind.LOST,
-    FailureKind.UNREACHABLE,
-    FailureKind.ERROR,
-    FailureKind.TIMEOUT,
-)
 
 
 class _KvParams(msgspec.Struct):
@@ -119,7 +108,7 @@ def _given_kv(call: Call) -> _KvParams:
 def suits(call: Call) -> bool:
     """Return whether one prefill instance can compute all of a call's prompt."""
     fields = call.fields
-    if call.path not in _LONGEST or bytes(fields.get("n", b"1")) not in _ONE:  # type: ignore[call-overload]
+    if call.path not in _ONE_TOKEN or bytes(fields.get("n", b"1")) not in _ONE:  # type: ignore[call-overload]
         return False
     if any(_is_given(fields.get(name)) for name in _OTHER_ANSWERS):
         return False
@@ -179,8 +168,7 @@ def for_prefill(call: Call) -> Call:
     kept = {name: value for name, value in call.fields.items() if name not in _OF_ANSWERS}
     fields = {
         **kept,
-        **_KEPT_AT_ONE.get(call.path, {}),
-        _LONGEST[call.path]: 1,
+        **_ONE_TOKEN[call.path],
         "stream": False,
         "kv_transfer_params": ASKED_FOR_KV,
     }
@@ -250,7 +238,7 @@ class Prefill:
 
 def as_prefill_failure(failed: RequestFailure) -> RequestFailure:
     """Return what a failure at a prefill instance is to the request."""
-    if failed.kind in _CONVERTED:
+    if failed.kind in ("lost", "unreachable", "error", "timeout"):
         return RequestFailure(failed.kind, RequestPhase.PREFILL, str(failed))
     return failed
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 from epd_portable.config.roles import Duty
 from epd_portable.delivery.instances import EndpointPool, Instance
@@ -66,10 +67,7 @@ class Selection:
 
         Instances that ``tried`` names must not get it.
         """
-        chosen = self.instances.choose_least_loaded(tried)
-        if self.explanation is not None:
-            self._explain("answer", Decision(stage="decode"), chosen, tried)
-        return chosen
+        return self._explained("answer", self.instances.choose_least_loaded(tried), tried)
 
     def disaggregates_prefill(self, decode: Instance) -> bool:
         """Return whether another instance should prefill for the one that decodes."""
@@ -78,9 +76,7 @@ class Selection:
     def choose_prefill(self, tried: Collection[str]) -> Instance | None:
         """Return the usable instance that should prefill, see `choose_pd`."""
         chosen = self.instances.choose_least_loaded(tried, "prefill")
-        if self.explanation is not None:
-            self._explain("prefill", Decision(stage="prefill"), chosen, tried)
-        return chosen
+        return self._explained("prefill", chosen, tried)
 
     def items_to_encode(self, items: Sequence[MediaItem], pd: Instance) -> Sequence[MediaItem]:
         """Return those of the items that encode instances should encode, in their order."""
@@ -89,9 +85,7 @@ class Selection:
     def choose_encoder(self, item: MediaItem, exclude: Collection[str]) -> Instance | None:
         """Return the usable encode instance that should have an item, see `choose_pd`."""
         chosen = self.instances.choose_encoder(item.item_uuid, exclude)
-        if self.explanation is not None:
-            self._explain("encode", Decision(stage="encode", item=item.item_uuid), chosen, exclude)
-        return chosen
+        return self._explained("encode", chosen, exclude, item.item_uuid)
 
     def note_request(self, pd: Instance, items: Iterable[MediaItem]) -> int:
         """Note that a PD instance is asked, and gets these items.
@@ -108,10 +102,14 @@ class Selection:
     def note_not_encoded(self, item: MediaItem, encoder: Instance) -> None:
         """Note that it has not encoded it."""
 
-    def _explain(
-        self, duty: Duty, decision: Decision, chosen: Instance | None, exclude: Collection[str]
-    ) -> None:
-        decision.profile = "default"
+    def _explained(
+        self, duty: Duty, chosen: Instance | None, exclude: Collection[str], item: str = ""
+    ) -> Instance | None:
+        """Explain a choice, if anybody wants to know, and return it."""
+        if self.explanation is None:
+            return chosen
+        stage: Stage = "decode" if duty == "answer" else duty
+        decision = Decision(stage=stage, item=item, profile="default")
         decision.filters["there"] = len(self.instances.of_duty(duty))
         tiers = [_without(tier, exclude) for tier in self.instances.tiers(duty)]
         decision.filters["usable"] = sum(map(len, tiers))
@@ -126,30 +124,24 @@ class Selection:
             by = "an item's hash, within the load bound" if duty == "encode" else "the least load"
             decision.reason = f"by {by}; total is the load, below zero"
         self.record(decision)
+        return chosen
 
 
+@dataclass(frozen=True, slots=True)
 class EndpointSelector:
     """Makes the choices for all requests.
 
-    Args:
+    Attributes:
         policy: A configuration, which rates every instance; ``None`` for the default rules, whose
             cost does not grow with the number of instances.
         deciders: Whether PD instances can encode items of their requests: else no decider is asked.
         loads: What instances report, if the configuration needs it.
     """
 
-    def __init__(
-        self,
-        instances: EndpointPool,
-        policy: Policy | None = None,
-        *,
-        deciders: bool = True,
-        loads: EngineLoads | None = None,
-    ) -> None:
-        self.instances = instances
-        self.policy = policy
-        self.deciders = deciders
-        self.loads = loads
+    instances: EndpointPool
+    policy: Policy | None = None
+    deciders: bool = True
+    loads: EngineLoads | None = None
 
     def start_selection(
         self, call: Call, headers: Mapping[str, str], explanation: Explanation | None

@@ -57,7 +57,7 @@ from epd_portable.router.observability.observers import observers
 from epd_portable.router.observability.record import Listener
 from epd_portable.router.relay import Forwarder
 from epd_portable.router.selector import EndpointSelector
-from epd_portable.router.settings import RouterSettings, policy_of, with_policy
+from epd_portable.router.settings import RouterSettings, policy_of
 from epd_portable.router.warm_up import WarmUp
 
 if TYPE_CHECKING:
@@ -130,7 +130,10 @@ class Router:
 
     def __init__(self, settings: RouterSettings) -> None:
         self._policy = policy_of(settings)
-        self.settings = settings = with_policy(settings, self._policy)
+        if self._policy is not None and self._policy.encode_timeout_s is not None:
+            changed = {"encode_timeout_s": self._policy.encode_timeout_s}
+            settings = settings.model_copy(update=changed)
+        self.settings = settings
         self.draining = False
         self.in_flight: set[ClientExchange] = set()
         secret = Secret.read(settings.secret_file)

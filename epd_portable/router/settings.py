@@ -107,8 +107,8 @@ class RouterSettings(RouterSection):
         media_urls: How media that come by URL are fetched.
         body_timeout_s: Longest time in which a request's body must have come.
         send_timeout_s: A client that takes nothing of its answer for this long is given up.
-        encode_timeout_s: Longest time of one encode job before another encoder is tried; by default
-            what lets all tries end within ``wait_timeout_s``.
+        encode_timeout_s: Longest time of one encode job before another encoder is tried, if less
+            than what lets all tries end within ``wait_timeout_s``.
         elastic_threshold: While a PD instance computes for other requests, encode instances must
             need so many times longer until it encodes by itself.
         forget_after_s: An instance that joined and is not healthy for this long is forgotten.
@@ -160,17 +160,6 @@ class RouterSettings(RouterSection):
             raise ValueError(problem)
         return self
 
-    def deadline_problem(self, wait_timeout_s: float) -> str:
-        """Return why the deadlines of an item do not fit into each other; empty if they do."""
-        encode_s = self.encode_timeout_s
-        if encode_s is not None and encode_s * MAX_ENCODERS > wait_timeout_s:
-            return (
-                f"an encode job of {encode_s:g} s leaves no time for another encoder: "
-                f"{MAX_ENCODERS} of them are tried within transfer.wait_timeout_s of "
-                f"{wait_timeout_s:g} s; set at most {wait_timeout_s / MAX_ENCODERS:g} s"
-            )
-        return super().deadline_problem(wait_timeout_s)
-
     def of_duty(self, duty: Duty) -> tuple[InstanceSettings, ...]:
         """Return the instances that do one thing, in the order given."""
         return tuple(each for each in self.instances if DUTIES[each.role] == duty)
@@ -185,7 +174,8 @@ class RouterSettings(RouterSection):
     @property
     def encode_job_s(self) -> float:
         """Longest time of one encode job: short enough for another encoder afterwards."""
-        return self.encode_timeout_s or self.wait_timeout_s / MAX_ENCODERS
+        longest_s = self.wait_timeout_s / MAX_ENCODERS
+        return min(self.encode_timeout_s or longest_s, longest_s)
 
 
 def policy_of(settings: RouterSettings) -> Policy | None:
@@ -197,20 +187,6 @@ def policy_of(settings: RouterSettings) -> Policy | None:
     if settings.choice is None:
         return None
     return Policy(with_file(settings.choice))
-
-
-def with_policy(settings: RouterSettings, policy: Policy | None) -> RouterSettings:
-    """Return settings with what a policy says in place of other keys.
-
-    Raises:
-        ConfigError: An encode job may take longer than fits.
-    """
-    if policy is None or policy.encode_timeout_s is None:
-        return settings
-    changed = settings.model_copy(update={"encode_timeout_s": policy.encode_timeout_s})
-    if problem := changed.deadline_problem(settings.wait_timeout_s):
-        raise ConfigError(f"router.choice, encoderTimeout of multimodal-epd-decider: {problem}")
-    return changed
 
 
 def load_settings(text: str) -> RouterSettings:

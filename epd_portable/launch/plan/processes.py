@@ -51,7 +51,7 @@ from epd_portable.launch.plan.sharing import (
 )
 from epd_portable.media.limits import MediaLimits
 from epd_portable.platforms.traits import PlatformTraits
-from epd_portable.router.settings import InstanceSettings, RouterSettings, policy_of, with_policy
+from epd_portable.router.settings import InstanceSettings, RouterSettings, policy_of
 
 QUEUED_BODIES = 8
 """Of the largest size that the router lets through, that an encode instance queues."""
@@ -509,7 +509,7 @@ def _router(
         local_encode=topology.instances.prefill_decode.encoder,
         wait_timeout_s=topology.transfer.wait_timeout_s,
     )
-    with_policy(settings, policy_of(settings))
+    policy_of(settings)
     tls_cert_file, admin_port = router.tls_cert_file or "", router.admin_port
     module = "epd_portable.router.picker" if router.envoy else "epd_portable.router"
     gateway = []
