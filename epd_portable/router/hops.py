@@ -80,46 +80,40 @@ class RoutingHints(msgspec.Struct, frozen=True, kw_only=True):
     model: str = ""
 
 
-class Hops:
-    """Tells hops that are trusted from clients."""
+def read_hints(headers: Mapping[str, str], keys: ApiKeys) -> RoutingHints | None:
+    """Return what a hop says; ``None`` if it is a client, whatever that says.
 
-    def __init__(self, keys: ApiKeys) -> None:
-        self._keys = keys
-
-    def read(self, headers: Mapping[str, str]) -> RoutingHints | None:
-        """Return what a hop says; ``None`` if it is a client, whatever that says.
-
-        Raises:
-            RequestError: 401, the key is wrong; 400, a header cannot be read.
-        """
-        shown = headers.get(KEY)
-        if shown is None:
-            return None
-        if not self._keys.holds(shown):
-            raise RequestError(
-                f"{KEY} is wrong: show one of the keys of router.hop_keys_file, or no such header",
-                status=401,
-                code="invalid_hop_key",
-            )
-        encoders = headers.get(ENCODERS, headers.get(ENCODERS_TOO, ""))
-        found = RoutingHints(
-            # Those after the first are for a gateway's retries.
-            answers=headers.get(DESTINATION, "").partition(",")[0].strip(),
-            prefiller=headers.get(PREFILLER, "").strip(),
-            encoders=tuple(filter(None, map(str.strip, encoders.split(",")))),
-            mapping=_decoded(headers, MAPPING, dict[int, str], '{"0": "host:port"}'),
-            refs=_decoded(
-                headers,
-                REFS,
-                tuple[EmbeddingRef, ...],
-                '[{"image_index": 0, "encoder_host": "host:port"}]',
-            ),
-            cache_key=headers.get(CACHE_KEY, ""),
-            model=headers.get(MODEL, ""),
+    Raises:
+        RequestError: 401, the key is wrong; 400, a header cannot be read.
+    """
+    shown = headers.get(KEY)
+    if shown is None:
+        return None
+    if not keys.holds(shown):
+        raise RequestError(
+            f"{KEY} is wrong: show one of the keys of router.hop_keys_file, or no such header",
+            status=401,
+            code="invalid_hop_key",
         )
-        if max(len(found.encoders), len(found.mapping), len(found.refs)) > MAX_NAMED:
-            raise wrong_header(ENCODERS, f"more than {MAX_NAMED} are named")
-        return found
+    encoders = headers.get(ENCODERS, headers.get(ENCODERS_TOO, ""))
+    found = RoutingHints(
+        # Those after the first are for a gateway's retries.
+        answers=headers.get(DESTINATION, "").partition(",")[0].strip(),
+        prefiller=headers.get(PREFILLER, "").strip(),
+        encoders=tuple(filter(None, map(str.strip, encoders.split(",")))),
+        mapping=_decoded(headers, MAPPING, dict[int, str], '{"0": "host:port"}'),
+        refs=_decoded(
+            headers,
+            REFS,
+            tuple[EmbeddingRef, ...],
+            '[{"image_index": 0, "encoder_host": "host:port"}]',
+        ),
+        cache_key=headers.get(CACHE_KEY, ""),
+        model=headers.get(MODEL, ""),
+    )
+    if max(len(found.encoders), len(found.mapping), len(found.refs)) > MAX_NAMED:
+        raise wrong_header(ENCODERS, f"more than {MAX_NAMED} are named")
+    return found
 
 
 def _decoded(headers: Mapping[str, str], header: str, kind: type[T], example: str) -> T:
@@ -250,14 +244,6 @@ class HopSelection(Selection):
     def note_request(self, pd: Instance, items: Iterable[MediaItem]) -> int:
         """See `Selection`."""
         return self._inner.note_request(pd, items)
-
-    def note_encode_job(self, item: MediaItem, encoder: Instance) -> None:
-        """See `Selection`."""
-        self._inner.note_encode_job(item, encoder)
-
-    def note_not_encoded(self, item: MediaItem, encoder: Instance) -> None:
-        """See `Selection`."""
-        self._inner.note_not_encoded(item, encoder)
 
     def _taken(
         self,

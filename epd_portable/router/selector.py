@@ -96,12 +96,6 @@ class Selection:
         nbytes = sum(len(piece) for message in prompt_pieces(self.call) for piece in message)
         return nbytes // BYTES_A_TOKEN + sum(map(_BY_DEFAULT.of, self.call.items))
 
-    def note_encode_job(self, item: MediaItem, encoder: Instance) -> None:
-        """Note that an encode instance is asked for an item."""
-
-    def note_not_encoded(self, item: MediaItem, encoder: Instance) -> None:
-        """Note that it has not encoded it."""
-
     def _explained(
         self, duty: Duty, chosen: Instance | None, exclude: Collection[str], item: str = ""
     ) -> Instance | None:
@@ -206,13 +200,6 @@ class _PolicySelection(Selection):
             pd.cached.items.use(item.item_uuid for item in items)
             pd.cached.use_prefix(request.blocks)
         return request.tokens - cached
-
-    def note_encode_job(self, item: MediaItem, encoder: Instance) -> None:
-        if self.instances.has(encoder):
-            encoder.cached.items.use((item.item_uuid,))
-
-    def note_not_encoded(self, item: MediaItem, encoder: Instance) -> None:
-        encoder.cached.items.pop(item.item_uuid, None)
 
     def _choose(
         self, duty: Duty, request: SelectionRequest, exclude: Collection[str]

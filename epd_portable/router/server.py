@@ -18,6 +18,7 @@ from epd_portable.config.secret import INSTANCE_TOKEN_HEADER, Secret
 from epd_portable.connector.curve import CurveKeys
 from epd_portable.connector.stores.lookup import StoreLookup
 from epd_portable.delivery.balance import Switching
+from epd_portable.delivery.caches import CacheSizes
 from epd_portable.delivery.instances import EndpointPool
 from epd_portable.delivery.replies import Reply, error_reply, json_reply, unavailable
 from epd_portable.errors import RequestError
@@ -41,7 +42,7 @@ from epd_portable.router.fleet.control import ControlChannels
 from epd_portable.router.fleet.endpoints_file import EndpointsFile
 from epd_portable.router.fleet.engine_loads import EngineLoads
 from epd_portable.router.fleet.registration import MAX_BODY_BYTES, Registration
-from epd_portable.router.hops import Hops, answer_headers
+from epd_portable.router.hops import answer_headers, read_hints
 from epd_portable.router.http.incoming import (
     Body,
     ClientGoneError,
@@ -138,14 +139,16 @@ class Router:
         self.in_flight: set[ClientExchange] = set()
         secret = Secret.read(settings.secret_file)
         self._keys = ApiKeys(settings.api_keys_file) if settings.api_keys_file else None
-        self._hops: Hops | None = None
+        self._hops: ApiKeys | None = None
         if settings.hop_keys_file:
-            self._hops = Hops(ApiKeys(settings.hop_keys_file, "router.hop_keys_file"))
+            self._hops = ApiKeys(settings.hop_keys_file, "router.hop_keys_file")
         self._passed_on: tuple[str, ...] = PASSED_ON[1:] if self._keys else PASSED_ON
         if self._policy is not None and self._policy.profile_header:
             self._passed_on += (self._policy.profile_header,)
         self.upstream = Upstream({INSTANCE_TOKEN_HEADER: secret.instance_token()})
-        self.instances = EndpointPool(caches=self._policy.cache_sizes if self._policy else None)
+        # The default rules do not ask what is cached.
+        nothing = CacheSizes(items=0, blocks=0)
+        self.instances = EndpointPool(caches=self._policy.cache_sizes if self._policy else nothing)
         self.metrics = Metrics(self.instances, llmd_names=settings.metrics_names == "llmd")
         takes_media = settings.local_encode and settings.media == "concurrent"
         elastic = takes_media and settings.elastic_encode
@@ -310,7 +313,7 @@ class Router:
             if client.headers.get(EXPLAIN_HEADER) == "1":
                 client.explanation = Explanation()
         if self._hops is not None:
-            client.named = self._hops.read(client.headers)
+            client.named = read_hints(client.headers, self._hops)
         if path in NO_JSON:
             self._cors.check_origin(client.headers)
         elif method == "POST":

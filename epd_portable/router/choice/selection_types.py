@@ -106,7 +106,6 @@ class Candidate(Protocol):
         name: Unique.
         weight: How much it does of what the others do; positive.
         load: Requests or jobs that the router has given to it and that have not ended.
-        computes_for: Requests in flight that wait for no item.
         tokens: Of prompts that the router has given to it, and whose answers have not begun.
         cached: What it most likely has in its caches.
     """
@@ -115,7 +114,6 @@ class Candidate(Protocol):
     labels: Mapping[str, str]
     weight: float
     load: int
-    computes_for: int
     tokens: int
     cached: CacheEstimate
 

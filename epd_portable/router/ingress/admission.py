@@ -27,8 +27,6 @@ from epd_portable.scheduling.admission import Pace
 
 PRIORITY_HEADER = "x-vllm-priority"
 """A request's priority in place of its field ``priority``, as at vLLM."""
-MAX_WAIT_HEADER = "x-epd-max-wait-s"
-"""Longest time that a request waits, if less than ``router.admission.max_wait_s``."""
 LONGEST_RETRY_S = 60
 
 Kind = Literal["requests", "items", "bytes"]
@@ -96,17 +94,17 @@ class AdmissionControl:
             For `encoded` and `leave`; ``None`` where nothing is limited.
 
         Raises:
-            RequestError: 429 with ``Retry-After``, or 400 for headers that cannot be read.
+            RequestError: 429 with ``Retry-After``.
         """
         if not self._bounds or call.method == "GET":
             return None
-        longest_s = self._longest_wait_s(headers)
         priority = priority_of(call, headers) if self._settings.heed_priority else 0
-        ticket = Ticket(self._amounts(call, nbytes), key=key, priority=priority)
+        amounts = [_AMOUNTS[bound.kind](call, nbytes) for bound in self._bounds]
+        ticket = Ticket(amounts, key=key, priority=priority)
         self._pace.see(self._clock(), busy=self._gate.going > 0)
         self._gate.enter(ticket)
         if ticket.where == "waiting":
-            await self._wait(ticket, longest_s)
+            await self._wait(ticket)
         return ticket
 
     def encoded(self, ticket: Ticket | None) -> None:
@@ -124,8 +122,9 @@ class AdmissionControl:
         self._gate.leave(ticket)
         self._admit()
 
-    async def _wait(self, ticket: Ticket, longest_s: float) -> None:
+    async def _wait(self, ticket: Ticket) -> None:
         loop = asyncio.get_running_loop()
+        longest_s = self._settings.max_wait_s
         waiter = self._waiters[ticket] = loop.create_future()
         why = f"its turn did not come within {longest_s:g} s"
         timer = loop.call_later(longest_s, self._refuse, ticket, "timeout", why)
@@ -187,27 +186,7 @@ class AdmissionControl:
         wait_s = (self._gate.waiting + 1) * self._pace.seconds_each
         return max(1, math.ceil(min(wait_s, LONGEST_RETRY_S)))
 
-    def _longest_wait_s(self, headers: Mapping[str, str]) -> float:
-        longest_s: float = self._settings.max_wait_s
-        given = headers.get(MAX_WAIT_HEADER)
-        if given is None:
-            return longest_s
-        try:
-            own_s = float(given)
-        except ValueError:
-            own_s = math.nan
-        if not 0 <= own_s < math.inf:
-            raise RequestError(
-                f"{MAX_WAIT_HEADER} is {given[:64]!r}: send seconds, 0 or more",
-                status=400,
-                code="invalid_header",
-            )
-        return min(own_s, longest_s)
-
     # What is taken, and what there is.
-
-    def _amounts(self, call: Call, nbytes: int) -> list[int]:
-        return [_AMOUNTS[bound.kind](call, nbytes) for bound in self._bounds]
 
     def _rescale(self, _: Instance) -> None:
         for kind, bound in enumerate(self._bounds):

@@ -157,14 +157,6 @@ async def test_beyond_the_queue_is_429_with_retry_after_and_the_key(build: Build
     assert (await t.metric(count), await t.metric(WAITING)) == (2, 0)
 
 
-@pytest.mark.parametrize("given", ["soon", "-1", "nan", "inf"])
-async def test_a_longest_wait_that_is_no_time_is_refused(build: Build, given: str) -> None:
-    t = await build(admission={"max_requests": 1})
-    response = await ask(t, "x", x_epd_max_wait_s=given)
-    assert response.status_code == 400
-    assert f"'{given}'" in response.json()["error"]["message"]
-
-
 # -- order -----------------------------------------------------------------------------------------
 
 

@@ -37,7 +37,6 @@ class Snapshot:
     weight: float = 1.0
     load: int = 0
     pending_encode_s: float = 0.0
-    computes_for: int = 0
     tokens: int = 0
     reported: LoadReport | None = None
     cached: CacheEstimate = field(default_factory=CacheSizes().new_estimate)
