@@ -199,7 +199,7 @@ class _PolicySelection(Selection):
         if self.instances.has(pd):
             pd.cached.items.use(item.item_uuid for item in items)
             pd.cached.use_prefix(request.blocks)
-        return request.tokens - cached
+        return request.prompt.tokens - cached
 
     def _choose(
         self, duty: Duty, request: SelectionRequest, exclude: Collection[str]
@@ -229,10 +229,8 @@ class _PolicySelection(Selection):
             session=self._session,
             items=self.call.items,
             item=item,
-            blocks=prompt.blocks,
+            prompt=prompt,
             having=self.instances.caches.with_prefix(prompt.blocks),
-            nbytes=prompt.nbytes,
-            ends=prompt.ends,
             profile=self._profile,
         )
 

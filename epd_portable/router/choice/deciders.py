@@ -51,10 +51,10 @@ class _PrefixBasedDecider(Parameters):
     promptTokens: CountOrZero = 0
 
     def disaggregate(self, request: SelectionRequest, decode: Candidate | None) -> bool:
-        if not self.nonCachedTokens or request.tokens < self.promptTokens:
+        if not self.nonCachedTokens or request.prompt.tokens < self.promptTokens:
             return False
         cached = sum(request.cached_tokens([] if decode is None else [decode]))
-        return request.tokens - cached >= self.nonCachedTokens
+        return request.prompt.tokens - cached >= self.nonCachedTokens
 
 
 # Which profile and which decider is for which stage.

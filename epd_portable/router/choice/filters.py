@@ -180,7 +180,7 @@ class _ByPrefix(Parameters):
     def keep(self, request: SelectionRequest, candidates: Candidates) -> Candidates:
         if not request.blocks or random.random() < self.explorationProbability:
             return candidates
-        wanted = self.affinityThreshold * request.up_to(len(request.blocks))
+        wanted = self.affinityThreshold * request.prompt.up_to(len(request.blocks))
         pairs = [*zip(candidates, request.cached_tokens(candidates), strict=True)]
         having = [each for each, tokens in pairs if tokens >= wanted]
         others = [each for each, tokens in pairs if tokens < wanted]

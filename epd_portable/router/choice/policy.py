@@ -78,7 +78,7 @@ class Policy:
             for stage in STAGES[1:]
             if (name := self._handler.decider_of(stage))
         }
-        self._failures = PluginFailures("deciders")
+        self._failures = PluginFailures()
 
         prefixes = self._made(PrefixCache)
         block_tokens = _first((each.block_tokens for each in prefixes), BLOCK_TOKENS)
@@ -128,7 +128,7 @@ class Policy:
         try:
             disaggregates = self._deciders[stage].disaggregate(request, decode)
         except Exception as error:
-            self._failures.log(name, error)
+            self._failures.log("deciders", name, error)
             return f"{name} has failed"
         return "" if disaggregates else f"{name} decides so"
 

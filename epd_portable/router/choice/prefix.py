@@ -25,13 +25,25 @@ class Prompt:
     """A prompt, cut into blocks.
 
     Attributes:
+        blocks: Their names, each made of its text and of all before it: equal for two prompts as
+            far as these begin alike.
         ends: Tokens up to the end of each.
-        nbytes: See `Need`.
+        nbytes: Also of what is beyond the blocks; each token that an item is taken for counts as
+            much as one of text.
     """
 
     blocks: tuple[int, ...] = ()
     ends: tuple[int, ...] = ()
     nbytes: int = 0
+
+    @property
+    def tokens(self) -> int:
+        """Of all of it, estimated."""
+        return self.nbytes // BYTES_A_TOKEN
+
+    def up_to(self, count: int) -> int:
+        """Return how many tokens the first blocks have."""
+        return self.ends[count - 1] if count else 0
 
 
 def chain(
@@ -44,8 +56,8 @@ def chain(
 ) -> Prompt:
     """Return a prompt as blocks.
 
-    A block ends with its message, so that a conversation begins as its earlier turns did. Each
-    block's name is made of its bytes and of the name before it. Names are of this process only.
+    A block ends with its message, so that a conversation begins as its earlier turns did. Names
+    are of this process only.
 
     Args:
         messages: What each is made of.

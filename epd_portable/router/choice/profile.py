@@ -69,24 +69,16 @@ PICKERS: Mapping[str, type[Parameters]] = {
 }
 
 
-class PluginFailures:
-    """Logs which plug-ins have failed, each at most every `LOG_EVERY_S`."""
+class PluginFailures(dict[str, float]):
+    """When each plug-in of one place may be logged again that has failed there."""
 
-    def __init__(self, where: str) -> None:
-        self._where = where
-        self._until: dict[str, float] = {}
-
-    def log(self, name: str, error: Exception) -> None:
-        """Log that a plug-in has failed, unless that was logged lately."""
+    def log(self, where: str, name: str, error: Exception) -> None:
+        """Log that a plug-in has failed, unless that was logged within `LOG_EVERY_S`."""
         now = time.monotonic()
-        if now >= self._until.get(name, -math.inf):
-            self._until[name] = now + LOG_EVERY_S
-            logger.error(
-                "%s: plug-in %s has failed and is left out of a choice: %r",
-                self._where,
-                name,
-                error,
-            )
+        if now >= self.get(name, -math.inf):
+            self[name] = now + LOG_EVERY_S
+            message = "%s: plug-in %s has failed and is left out of a choice: %r"
+            logger.error(message, where, name, error)
 
 
 class Profile:
@@ -112,7 +104,7 @@ class Profile:
         self._filters = filters
         self._scorers = scorers
         self._picker_name, self._picker = picker
-        self._failures = PluginFailures(f"profile {name}")
+        self._failures = PluginFailures()
 
     def choose(
         self, request: SelectionRequest, candidates: Sequence[C], decision: Decision | None = None
@@ -157,7 +149,7 @@ class Profile:
                 return cast("Sequence[C]", kept)
             names = {each.name for each in kept}
         except Exception as error:
-            self._failures.log(name, error)
+            self._failures.log(f"profile {self.name}", name, error)
             return candidates
         return [each for each in candidates if each.name in names]
 
@@ -171,7 +163,7 @@ class Profile:
                 if not isinstance(one, Parameters):
                     scores = _checked(scores, len(candidates))
             except Exception as error:
-                self._failures.log(name, error)
+                self._failures.log(f"profile {self.name}", name, error)
                 continue
             weighted = [*scores] if weight == 1 else [weight * score for score in scores]
             decision.scores[name] = weighted
@@ -183,7 +175,7 @@ class Profile:
             chosen = self._picker.pick(request, candidates, totals)
             return next(each for each in candidates if each is chosen)
         except Exception as error:
-            self._failures.log(self._picker_name, error)
+            self._failures.log(f"profile {self.name}", self._picker_name, error)
             return candidates[max(range(len(totals)), key=totals.__getitem__)]
 
 

@@ -173,7 +173,7 @@ class _PrefixCacheScorer(PrefixCache):
     wants_blocks = True
 
     def score(self, request: SelectionRequest, candidates: Candidates) -> Scores:
-        whole = request.up_to(len(request.blocks)) or 1
+        whole = request.prompt.up_to(len(request.blocks)) or 1
         return [tokens / whole for tokens in request.cached_tokens(candidates)]
 
 
@@ -207,7 +207,7 @@ class _TokenLoadScorer(Parameters):
     queueThresholdTokens: Count = 4 << 20
 
     def score(self, request: SelectionRequest, candidates: Candidates) -> Scores:
-        own, full = request.tokens, self.queueThresholdTokens
+        own, full = request.prompt.tokens, self.queueThresholdTokens
         pairs = zip(candidates, request.cached_tokens(candidates), strict=True)
         return [
             max(0.0, 1 - (each.tokens + own - known) / each.weight / full) for each, known in pairs
@@ -262,11 +262,13 @@ class _ContextLengthAware(Parameters):
         return [
             each
             for each, (least, most) in zip(candidates, ranges, strict=True)
-            if least <= request.tokens <= most
+            if least <= request.prompt.tokens <= most
         ]
 
     def score(self, request: SelectionRequest, candidates: Candidates) -> Scores:
-        return [self._score(request.tokens, each.labels.get(self.label)) for each in candidates]
+        return [
+            self._score(request.prompt.tokens, each.labels.get(self.label)) for each in candidates
+        ]
 
     @staticmethod
     def _score(tokens: int, label: str | None) -> float:

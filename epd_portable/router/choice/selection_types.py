@@ -12,7 +12,7 @@ from typing import Literal, Protocol, TypeAlias, runtime_checkable
 from epd_portable.config import roles
 from epd_portable.delivery.caches import CacheEstimate
 from epd_portable.media.limits import RequestItem
-from epd_portable.router.choice.prefix import BYTES_A_TOKEN
+from epd_portable.router.choice.prefix import Prompt
 from epd_portable.wire.messages import LoadReport
 
 Stage = Literal["encode", "prefill", "decode"]
@@ -41,12 +41,8 @@ class SelectionRequest:
         model: That the client names, or empty.
         session: The client's name for its conversation, or empty.
         item: For ``encode`` the one that is to be encoded.
-        blocks: Names of the request's text, block by block, each with all before it: equal for two
-            requests as far as these begin alike. Media count by their content.
-        having: Whose caches have the first of the blocks; ``None`` if that was not looked up.
-        nbytes: Of the prompt, also of what is beyond the blocks; each token that an item is taken
-            for counts as much as one of text.
-        ends: Tokens of the prompt up to the end of each block.
+        prompt: Its text, and its media by their content; empty where an item is to be encoded.
+        having: Whose caches have the first block of it; ``None`` if that was not looked up.
         profile: Of the configuration, if the request names one that it may name.
     """
 
@@ -56,20 +52,14 @@ class SelectionRequest:
     session: str = ""
     items: Sequence[RequestItem] = ()
     item: RequestItem | None = None
-    blocks: Sequence[int] = ()
+    prompt: Prompt = Prompt()
     having: Collection[CacheEstimate] | None = None
-    nbytes: int = 0
-    ends: Sequence[int] = ()
     profile: str = ""
 
     @property
-    def tokens(self) -> int:
-        """Of the prompt, estimated."""
-        return self.nbytes // BYTES_A_TOKEN
-
-    def up_to(self, count: int) -> int:
-        """Return how many tokens the prompt's first blocks have."""
-        return self.ends[count - 1] if count else 0
+    def blocks(self) -> Sequence[int]:
+        """The prompt's, see `Prompt`."""
+        return self.prompt.blocks
 
     def cached_tokens(self, candidates: Candidates) -> list[int]:
         """Return how many of the prompt's first tokens each candidate most likely has."""
@@ -81,7 +71,7 @@ class SelectionRequest:
             for index in [i for i, each in enumerate(candidates) if each.cached in having]:
                 # Mostly as many as another one has: of a system prompt, say.
                 matched = candidates[index].cached.prefix(blocks, matched)
-                found[index] = self.up_to(matched)
+                found[index] = self.prompt.up_to(matched)
         return found
 
     @property

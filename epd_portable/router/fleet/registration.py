@@ -131,7 +131,12 @@ class Registration:
             return json_reply(self._drain(name).shown(), 202)
         if verb == "resume":
             return json_reply((await self._resume(name)).shown())
-        self._check_registration()
+        if not self._settings.registration:
+            raise RequestError(
+                "this router registers no instances: name a secret_file in its topology file",
+                status=404,
+                code="registration_off",
+            )
         if method == "DELETE":
             return json_reply(self._leave(name).shown(), 202)
         try:
@@ -142,14 +147,6 @@ class Registration:
                 problem = f"instance to register: {in_one_line(error, whole='body')}"
             raise RequestError(problem, status=400, code="invalid_instance") from error
         return json_reply({"router": self._name, **instance.shown()}, 201 if new else 200)
-
-    def _check_registration(self) -> None:
-        if not self._settings.registration:
-            raise RequestError(
-                "this router registers no instances: name a secret_file in its topology file",
-                status=404,
-                code="registration_off",
-            )
 
     async def _check_networks(self, settings: InstanceSettings) -> None:
         """Refuse an instance at which this router has nothing to ask."""

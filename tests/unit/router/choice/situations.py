@@ -9,6 +9,7 @@ from typing import Any
 from epd_portable.delivery.caches import CacheEstimate, CacheSizes
 from epd_portable.media.limits import Modality
 from epd_portable.router.choice.catalogue import make_plugin
+from epd_portable.router.choice.prefix import Prompt
 from epd_portable.router.choice.selection_types import (
     Decider,
     Filter,
@@ -63,8 +64,9 @@ def asked(
     stage: Stage = "decode", key: str = "k", blocks: Sequence[int] = (), **more: Any
 ) -> SelectionRequest:
     """A request; of a prompt of blocks of 64 tokens each, unless it is said otherwise."""
-    given = {"ends": [64 * (n + 1) for n in range(len(blocks))], **more}
-    return SelectionRequest(stage=stage, key=key, blocks=blocks, **given)
+    ends = more.pop("ends", [64 * (n + 1) for n in range(len(blocks))])
+    prompt = Prompt(tuple(blocks), tuple(ends), more.pop("nbytes", 0))
+    return SelectionRequest(stage=stage, key=key, prompt=prompt, **more)
 
 
 def to_encode(
