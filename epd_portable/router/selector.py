@@ -221,7 +221,7 @@ class _PolicySelection(Selection):
         return None
 
     def _request(self, stage: Stage, item: MediaItem | None = None) -> SelectionRequest:
-        prompt = self._prompt() if item is None else prefix.Prompt()
+        prompt = self._prompt() if item is None else prefix.NO_PROMPT
         return SelectionRequest(
             stage=stage,
             key=self._chance,
@@ -237,7 +237,7 @@ class _PolicySelection(Selection):
     def _prompt(self) -> prefix.Prompt:
         if self._read is None:
             policy = self._policy
-            self._read = prefix.Prompt()
+            self._read = prefix.NO_PROMPT
             if policy.wants_blocks:
                 self._read = prefix.chain(
                     prompt_pieces(self.call),

@@ -46,6 +46,9 @@ class Prompt:
         return self.ends[count - 1] if count else 0
 
 
+NO_PROMPT = Prompt()
+
+
 def chain(
     messages: Iterable[Iterable[Piece]],
     *,

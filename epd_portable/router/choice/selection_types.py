@@ -12,7 +12,7 @@ from typing import Literal, Protocol, TypeAlias, runtime_checkable
 from epd_portable.config import roles
 from epd_portable.delivery.caches import CacheEstimate
 from epd_portable.media.limits import RequestItem
-from epd_portable.router.choice.prefix import Prompt
+from epd_portable.router.choice.prefix import NO_PROMPT, Prompt
 from epd_portable.wire.messages import LoadReport
 
 Stage = Literal["encode", "prefill", "decode"]
@@ -52,7 +52,7 @@ class SelectionRequest:
     session: str = ""
     items: Sequence[RequestItem] = ()
     item: RequestItem | None = None
-    prompt: Prompt = Prompt()
+    prompt: Prompt = NO_PROMPT
     having: Collection[CacheEstimate] | None = None
     profile: str = ""
 
