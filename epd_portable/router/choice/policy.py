@@ -28,8 +28,6 @@ from epd_portable.router.choice.selection_types import (
 STAGES: tuple[Stage, ...] = ("decode", "encode", "prefill")
 BLOCK_TOKENS = 64
 MOST_BLOCKS = 2048
-KEPT_BLOCKS = 31_250
-KEPT_ITEMS = 2048
 
 T = TypeVar("T")
 
@@ -84,10 +82,9 @@ class Policy:
         block_tokens = _first((each.block_tokens for each in prefixes), BLOCK_TOKENS)
         self.block_bytes = block_tokens * BYTES_A_TOKEN
         self.most_blocks = _first((p.most_blocks(block_tokens) for p in prefixes), MOST_BLOCKS)
-        self.cache_sizes = CacheSizes(
-            items=_first((each.items for each in self._made(EmbeddingsCache)), KEPT_ITEMS),
-            blocks=_first((each.lruCapacityPerServer for each in prefixes), KEPT_BLOCKS),
-        )
+        self.cache_sizes = kept = CacheSizes()
+        kept.items = _first((each.items for each in self._made(EmbeddingsCache)), kept.items)
+        kept.blocks = _first((each.lruCapacityPerServer for each in prefixes), kept.blocks)
         self.item_tokens = _first(self._made(ItemTokens), ItemTokens()).of
         timeouts = (each.encoderTimeout for each in self._made(MultimodalDecider))
         timeout_ms = _first(timeouts, 0)

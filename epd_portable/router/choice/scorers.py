@@ -137,7 +137,7 @@ class _WeightScorer(Parameters):
 
 
 class PrefixCache(Parameters):
-    """Parameters of ``prefix-cache-scorer`` and its producers.
+    """``prefix-cache-scorer``, and its producers, whose parameters have the same effect.
 
     The router looks at text, not at tokens, and counts what it has sent, not what engines report.
 
@@ -147,7 +147,7 @@ class PrefixCache(Parameters):
         lruCapacityPerServer: Blocks that an instance keeps.
     """
 
-    wants_blocks: ClassVar[bool] = False
+    wants_blocks: ClassVar[bool] = True
 
     blockSizeTokens: Count | None = None
     blockSize: Count | None = None
@@ -168,17 +168,14 @@ class PrefixCache(Parameters):
             return max(1, self.maxPrefixTokensToMatch // block_tokens)
         return None
 
-
-class _PrefixCacheScorer(PrefixCache):
-    wants_blocks = True
-
     def score(self, request: SelectionRequest, candidates: Candidates) -> Scores:
+        """See `Scorer`."""
         whole = request.prompt.up_to(len(request.blocks)) or 1
         return [tokens / whole for tokens in request.cached_tokens(candidates)]
 
 
 class EmbeddingsCache(Parameters):
-    """Of ``mm-embeddings-cache-scorer`` and its producer; an item is taken for 2 MiB."""
+    """``mm-embeddings-cache-scorer``, and its producer; an item is taken for 2 MiB."""
 
     cacheSizeInMBPerServer: Annotated[int, Field(ge=ENTRY_MIB)] | None = None
     cacheSizeInMB: Annotated[int, Field(ge=ENTRY_MIB)] | None = None
@@ -189,9 +186,8 @@ class EmbeddingsCache(Parameters):
         size = self.cacheSizeInMBPerServer or self.cacheSizeInMB
         return size // ENTRY_MIB if size else None
 
-
-class _EmbeddingsCacheScorer(EmbeddingsCache):
     def score(self, request: SelectionRequest, candidates: Candidates) -> Scores:
+        """See `Scorer`."""
         items = request.items if request.item is None else (request.item,)
         names = [item.item_uuid for item in items]
         most = len(names) or 1
@@ -332,9 +328,9 @@ TYPES: Mapping[str, type[Parameters]] = {
     "encode-time-scorer": _EncodeTimeScorer,
     "token-load-scorer": _TokenLoadScorer,
     "no-hit-lru-scorer": NoHitLruScorer,
-    "prefix-cache-scorer": _PrefixCacheScorer,
-    "precise-prefix-cache-scorer": _PrefixCacheScorer,
-    "mm-embeddings-cache-scorer": _EmbeddingsCacheScorer,
+    "prefix-cache-scorer": PrefixCache,
+    "precise-prefix-cache-scorer": PrefixCache,
+    "mm-embeddings-cache-scorer": EmbeddingsCache,
     "session-affinity-scorer": _SessionAffinityScorer,
     "consistent-hash-scorer": ConsistentHashScorer,
     "weight-scorer": _WeightScorer,

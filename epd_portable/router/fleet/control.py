@@ -144,25 +144,19 @@ class ControlChannels:
     def want_load(self, instance: str) -> None:
         """Ask an instance to report its load to `on_load`; never waits.
 
-        Lost, without a word, if the instance cannot be reached: it is repeated anyway.
+        Lost if the instance cannot be reached: it is repeated anyway.
         """
-        self._send(instance, LoadWanted())
+        self._tell(instance, LoadWanted(), level=logging.DEBUG)
 
-    def _tell(self, instance: str, message: AnyMessage) -> None:
-        if problem := self._send(instance, message):
-            logger.warning(
-                "control channel of %s is away (%s): %r is lost", instance, problem, message
-            )
-
-    def _send(self, instance: str, message: AnyMessage) -> str:
-        """Send a message; return why it is lost, if it is."""
-        socket = self._sockets.get(instance)
-        if socket is None:
-            return "it has left"
-        data = codec.encode(message, session=self._session)
-        # Without waiting it is done at once; its error is looked at, or asyncio logs it.
-        error = asyncio.ensure_future(socket.send(data, flags=zmq.NOBLOCK)).exception()
-        return str(error) if error else ""
+    def _tell(self, instance: str, message: AnyMessage, level: int = logging.WARNING) -> None:
+        problem: object = "it has left"
+        if (socket := self._sockets.get(instance)) is not None:
+            data = codec.encode(message, session=self._session)
+            # Without waiting it is done at once; its error is looked at, or asyncio logs it.
+            problem = asyncio.ensure_future(socket.send(data, flags=zmq.NOBLOCK)).exception()
+        if problem:
+            words = "control channel of %s is away (%s): %r is lost"
+            logger.log(level, words, instance, problem, message)
 
     @contextlib.contextmanager
     def expect(self, transfer_ids: Collection[str]) -> Iterator[Inbox]:
