@@ -23,7 +23,7 @@ from epd_portable.delivery.caches import CacheEstimate, CacheSizes
 from epd_portable.delivery.ring import LOAD_BOUND, HashRing
 from epd_portable.delivery.work import AnswerLoad, Work
 from epd_portable.errors import EPDError
-from epd_portable.wire.messages import LoadReport
+from epd_portable.wire.messages import LOAD_HEARTBEAT_S, LoadReport
 from epd_portable.wire.outcomes import FailureKind
 
 logger = logging.getLogger(__name__)
@@ -37,6 +37,9 @@ FIRST_EJECTION_S = 5.0
 LONGEST_EJECTION_S = 60.0
 PROBES_UNTIL_DOWN = 3
 """Failed probes in a row after which an instance is down: a busy one may miss one."""
+
+OLD_REPORT_S = 3 * LOAD_HEARTBEAT_S
+"""A report of its load that is older counts for nothing."""
 
 InstanceState = Literal["joining", "up", "down", "draining"]
 """``joining``: healthy, but not warmed up yet. ``draining``: gets nothing more."""
@@ -223,7 +226,7 @@ class Instance:
         self._pending_encode_ms = 0
         self._report: LoadReport | None = None
         self._load_at_report = self._missed_probes = 0
-        self._heard_at = self._missed_at = 0.0
+        self._heard_at = self._missed_at = self._reported_at = 0.0
         self._ejection: asyncio.TimerHandle | None = None
         self._shown: tuple[object, ...] = ()
 
@@ -275,7 +278,7 @@ class Instance:
         whether or not the engine knows of it already.
         """
         report, load = self._report, self.load
-        if report is None:
+        if report is None or self._clock() > self._reported_at + OLD_REPORT_S:
             return None
         since = max(0, load - self._load_at_report)
         waiting, items = report.waiting, report.items
@@ -286,8 +289,9 @@ class Instance:
         return msgspec.structs.replace(report, waiting=waiting, items=items)
 
     def take_report(self, report: LoadReport | None) -> None:
-        """Set what it reports of its load; ``None`` for nothing that is still true."""
+        """Set what it reports of its load; ``None`` for nothing."""
         self._report = report
+        self._reported_at = self._clock()
         self._load_at_report = self.load
 
     def working(self, item: str = "") -> Use:

@@ -102,12 +102,7 @@ def read_hints(headers: Mapping[str, str], keys: ApiKeys) -> RoutingHints | None
         prefiller=headers.get(PREFILLER, "").strip(),
         encoders=tuple(filter(None, map(str.strip, encoders.split(",")))),
         mapping=_decoded(headers, MAPPING, dict[int, str], '{"0": "host:port"}'),
-        refs=_decoded(
-            headers,
-            REFS,
-            tuple[EmbeddingRef, ...],
-            '[{"image_index": 0, "encoder_host": "host:port"}]',
-        ),
+        refs=_decoded(headers, REFS, tuple[EmbeddingRef, ...], _REF),
         cache_key=headers.get(CACHE_KEY, ""),
         model=headers.get(MODEL, ""),
     )

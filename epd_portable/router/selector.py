@@ -21,7 +21,6 @@ from epd_portable.router.choice.selection_types import (
 )
 from epd_portable.router.contents.body import Call, prompt_pieces, prompt_salt, text_field
 from epd_portable.router.contents.media import MediaItem
-from epd_portable.router.fleet.engine_loads import EngineLoads
 
 logger = logging.getLogger(__name__)
 
@@ -129,13 +128,11 @@ class EndpointSelector:
         policy: A configuration, which rates every instance; ``None`` for the default rules, whose
             cost does not grow with the number of instances.
         deciders: Whether PD instances can encode items of their requests: else no decider is asked.
-        loads: What instances report, if the configuration needs it.
     """
 
     instances: EndpointPool
     policy: Policy | None = None
     deciders: bool = True
-    loads: EngineLoads | None = None
 
     def start_selection(
         self, call: Call, headers: Mapping[str, str], explanation: Explanation | None
@@ -204,8 +201,6 @@ class _PolicySelection(Selection):
     def _choose(
         self, duty: Duty, request: SelectionRequest, exclude: Collection[str]
     ) -> Instance | None:
-        if self._selector.loads is not None:
-            self._selector.loads.drop_old()
         for tier in self.instances.tiers(duty):
             if not (candidates := _without(tier, exclude)):
                 continue

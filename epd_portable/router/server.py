@@ -163,15 +163,15 @@ class Router:
                 self.metrics.store,
                 lambda: (each.name for each in self.instances.all if each.role == "encode"),
             )
-        self._loads: EngineLoads | None = None
+        loads: EngineLoads | None = None
         if self._policy is not None and self._policy.wants_loads:
-            self._loads = EngineLoads(self.instances, self._control, self.upstream)
+            loads = EngineLoads(self.instances, self._control, self.upstream)
         for note in self._policy.notes if self._policy is not None else ():
             logger.warning("router.choice: %s", note)
         self.exchange = Exchange(
             settings,
             self.instances,
-            EndpointSelector(self.instances, self._policy, deciders=takes_media, loads=self._loads),
+            EndpointSelector(self.instances, self._policy, deciders=takes_media),
             self.upstream,
             self._control,
             self.metrics,
@@ -182,7 +182,7 @@ class Router:
             EndpointsFile(settings.endpoints_file, self.instances)
         together = (settings, self.instances, self.upstream, self._control)
         warm_up = WarmUp(*together, secret, self._store)
-        self.members = Registration(*together, self.metrics, warm_up.warm_up, secret, self._loads)
+        self.members = Registration(*together, self.metrics, warm_up.warm_up, secret, loads)
         self._admission: AdmissionControl | None = None
         if settings.admission != AdmissionSection():
             self._admission = AdmissionControl(settings.admission, self.instances, self.metrics)

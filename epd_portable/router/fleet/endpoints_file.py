@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import logging
 from pathlib import Path
@@ -57,11 +58,8 @@ class EndpointsFile:
     def _fits(self, instance: Instance) -> bool:
         """Return whether the format can name an instance; the log says so once if it cannot."""
         parts = urlsplit(instance.url)
-        try:
+        with contextlib.suppress(ValueError):
             ipaddress.IPv4Address(parts.hostname or "")
-        except ValueError:
-            pass
-        else:
             if parts.scheme == "http":
                 return True
         if instance.name not in self._left_out:

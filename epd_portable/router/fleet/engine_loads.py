@@ -1,4 +1,4 @@
-"""Reports of instances about their load: pushed by them, and forgotten when they are old.
+"""Reports of instances about their load, pushed by them.
 
 PD instances report by their control channels as long as this router asks them to. Encode instances
 have none: each is polled by HTTP, and answers when its load has changed.
@@ -24,8 +24,6 @@ from epd_portable.wire.messages import (
     LoadReport,
 )
 
-OLD_AFTER_S = 3 * LOAD_HEARTBEAT_S
-"""An older report counts for nothing."""
 WANT_EVERY_S = LOAD_LEASE_S / 5
 """PD instances are asked for reports so often; a message may be lost."""
 PAUSE_S = 5.0
@@ -34,7 +32,7 @@ TIMEOUT_S = LOAD_HEARTBEAT_S + 2.0
 
 
 class EngineLoads:
-    """Takes in what instances report of their load, and forgets it when it is old."""
+    """Asks instances for reports of their load, and takes them in."""
 
     def __init__(
         self, instances: EndpointPool, control: ControlChannels, upstream: Upstream
@@ -42,26 +40,12 @@ class EngineLoads:
         self._instances = instances
         self._control = control
         self._upstream = upstream
-        self._reported_at: dict[Instance, float] = {}  # The latest one is last.
         control.on_load = self.take
 
     def take(self, name: str, report: LoadReport) -> None:
         """Take in what an instance reports."""
-        instance = self._instances.get(name)
-        if instance is not None:
+        if (instance := self._instances.get(name)) is not None:
             instance.take_report(report)
-            self._reported_at.pop(instance, None)
-            self._reported_at[instance] = self._instances.clock()
-
-    def drop_old(self) -> None:
-        """Forget reports that are too old."""
-        oldest = self._instances.clock() - OLD_AFTER_S
-        while self._reported_at:
-            instance = next(iter(self._reported_at))
-            if self._reported_at[instance] >= oldest:
-                break
-            del self._reported_at[instance]
-            instance.take_report(None)
 
     async def ask(self, instance: Instance) -> None:
         """Ask an instance for reports, until this is cancelled."""

@@ -4,13 +4,14 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from epd_portable.delivery.instances import OLD_REPORT_S, EndpointPool
 from epd_portable.router import serving
 from epd_portable.router.fleet.control import ControlChannels
-from epd_portable.router.fleet.engine_loads import OLD_AFTER_S, EngineLoads
+from epd_portable.router.fleet.engine_loads import EngineLoads
 from epd_portable.router.http.upstream import Upstream
 from epd_portable.wire.messages import LoadReport
 from tests.keyring import keys
-from tests.unit.router.test_selector import fleet
+from tests.unit.router.test_selector import fleet, settings
 
 
 @pytest.fixture
@@ -23,17 +24,16 @@ async def control() -> AsyncIterator[ControlChannels]:
 async def test_a_report_counts_until_it_is_old_or_its_instance_goes_down(
     control: ControlChannels,
 ) -> None:
-    instances, now = fleet(encoders=1, pds=1), [100.0]
-    instances.clock = lambda: now[0]
+    instances, now = EndpointPool(clock=lambda: now[0]), [100.0]
+    instances.add(settings("pd0", "prefill-decode")).seen_well()
     loads = EngineLoads(instances, control, Upstream())
     pd = instances.of_duty("answer")[0]
     assert pd.reported is None
     assert control.on_load is not None
     report = LoadReport(waiting=2, running=3, kv_used=0.5)
     control.on_load(pd.name, report)
-    for later_s, known in ((OLD_AFTER_S, report), (0.1, None)):
+    for later_s, known in ((OLD_REPORT_S, report), (0.1, None)):
         now[0] += later_s
-        loads.drop_old()
         assert pd.reported == known
     loads.take(pd.name, report)
     pd.seen_gone("killed")
