@@ -42,6 +42,7 @@ class Policy:
         ConfigError: A type is not known, a parameter is wrong, or a name leads nowhere.
 
     Attributes:
+        stages: The profile of each stage that has one.
         notes: What of the configuration has no effect, for the log.
         encode_timeout_s: Longest time of an encode job, if the configuration says one.
         wants_blocks: Whether prompts are to be cut into blocks.
@@ -70,7 +71,7 @@ class Policy:
         self._default = Profile(
             "default", {}, {"consistent-hash-scorer": (ConsistentHashScorer(), 1.0)}
         )
-        self._stages = self._profiles_of_stages()
+        self.stages = self._profiles_of_stages()
         self._deciders = {
             stage: self._decider(name, stage)
             for stage in STAGES[1:]
@@ -90,11 +91,6 @@ class Policy:
         timeout_ms = _first(timeouts, 0)
         self.encode_timeout_s = timeout_ms / 1000 if timeout_ms else None
 
-    @property
-    def stages(self) -> Mapping[Stage, str]:
-        """The name of the profile of each stage that has one."""
-        return {stage: profile.name for stage, profile in self._stages.items()}
-
     def choose(
         self, request: SelectionRequest, candidates: Sequence[C], decision: Decision | None = None
     ) -> C | None:
@@ -103,7 +99,7 @@ class Policy:
         A stage without a profile, which the deciders or the instances' abilities may ask for all
         the same, is chosen for as by default: by key, among those with room.
         """
-        profile = self._stages.get(request.stage, self._default)
+        profile = self.stages.get(request.stage, self._default)
         if request.profile:
             if request.profile not in self._profiles:
                 if decision is not None:
@@ -120,7 +116,7 @@ class Policy:
         stage = request.stage
         name = self._handler.decider_of(stage)
         if not name:
-            disaggregates = name is None and stage in self._stages
+            disaggregates = name is None and stage in self.stages
             return "" if disaggregates else "the handler decides so"
         try:
             disaggregates = self._deciders[stage].disaggregate(request, decode)
@@ -191,7 +187,7 @@ class Policy:
         one = self._named(name, f"the handler's decider for {stage}")
         if not isinstance(one, Decider):
             raise ConfigError(f"{name!r} is no decider: it cannot decide for {stage}")
-        if stage not in self._stages:
+        if stage not in self.stages:
             raise ConfigError(
                 f"{name!r} decides for {stage}, which no profile is for: add one of that name to "
                 "schedulingProfiles"
