@@ -207,7 +207,7 @@ class EncodeJobs:
                 return "encoded" if delivery.encoder in (encoder, None) else "retried"
             if attempt.over.is_set():
                 return "not_needed"
-            encoder.cached.items.pop(delivery.item.item_uuid, None)
+            attempt.selection.note_encode_job(delivery.item, encoder, failed=True)
             pause_s = tries.note_failure(encoder.name, failure, time.monotonic())
             assert tries.failure is not None
             logger.log(
@@ -232,7 +232,7 @@ class EncodeJobs:
         self, delivery: Delivery, encoder: Instance, attempt: Attempt, deadline_s: float
     ) -> EncodeFailure | None:
         """Run one encode job, and note it; return why it failed, or ``None``."""
-        encoder.cached.items.use((delivery.item.item_uuid,))
+        attempt.selection.note_encode_job(delivery.item, encoder)
         job = attempt.record.job(delivery.item, encoder.name, size(delivery.body))
         end = "cancelled"
         try:

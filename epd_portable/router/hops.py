@@ -240,6 +240,10 @@ class HopSelection(Selection):
         """See `Selection`."""
         return self._inner.note_request(pd, items)
 
+    def note_encode_job(self, item: MediaItem, encoder: Instance, *, failed: bool = False) -> None:
+        """See `Selection`."""
+        self._inner.note_encode_job(item, encoder, failed=failed)
+
     def _taken(
         self,
         stage: Stage,

@@ -95,6 +95,9 @@ class Selection:
         nbytes = sum(len(piece) for message in prompt_pieces(self.call) for piece in message)
         return nbytes // BYTES_A_TOKEN + sum(map(_BY_DEFAULT.of, self.call.items))
 
+    def note_encode_job(self, item: MediaItem, encoder: Instance, *, failed: bool = False) -> None:
+        """Note that an encode instance is asked for an item, or that it has not encoded it."""
+
     def _explained(
         self, duty: Duty, chosen: Instance | None, exclude: Collection[str], item: str = ""
     ) -> Instance | None:
@@ -197,6 +200,12 @@ class _PolicySelection(Selection):
             pd.cached.items.use(item.item_uuid for item in items)
             pd.cached.use_prefix(request.blocks)
         return request.prompt.tokens - cached
+
+    def note_encode_job(self, item: MediaItem, encoder: Instance, *, failed: bool = False) -> None:
+        if failed:
+            encoder.cached.items.pop(item.item_uuid, None)
+        elif self.instances.has(encoder):
+            encoder.cached.items.use((item.item_uuid,))
 
     def _choose(
         self, duty: Duty, request: SelectionRequest, exclude: Collection[str]

@@ -18,7 +18,6 @@ from epd_portable.config.secret import INSTANCE_TOKEN_HEADER, Secret
 from epd_portable.connector.curve import CurveKeys
 from epd_portable.connector.stores.lookup import StoreLookup
 from epd_portable.delivery.balance import Switching
-from epd_portable.delivery.caches import CacheSizes
 from epd_portable.delivery.instances import EndpointPool
 from epd_portable.delivery.replies import Reply, error_reply, json_reply, unavailable
 from epd_portable.errors import RequestError
@@ -146,9 +145,7 @@ class Router:
         if self._policy is not None and self._policy.profile_header:
             self._passed_on += (self._policy.profile_header,)
         self.upstream = Upstream({INSTANCE_TOKEN_HEADER: secret.instance_token()})
-        # The default rules do not ask what is cached.
-        nothing = CacheSizes(items=0, blocks=0)
-        self.instances = EndpointPool(caches=self._policy.cache_sizes if self._policy else nothing)
+        self.instances = EndpointPool(caches=self._policy.cache_sizes if self._policy else None)
         self.metrics = Metrics(self.instances, llmd_names=settings.metrics_names == "llmd")
         takes_media = settings.local_encode and settings.media == "concurrent"
         elastic = takes_media and settings.elastic_encode

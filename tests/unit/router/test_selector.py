@@ -121,9 +121,9 @@ def test_an_item_that_was_not_encoded_is_not_taken_as_held() -> None:
     selection, item = begun(policy), picture("p")
     first = selection.choose_encoder(item, ())
     assert first is not None
-    first.cached.items.use((item.item_uuid,))
+    selection.note_encode_job(item, first)
     assert all(begun(policy, f"k{n}").choose_encoder(item, ()) is first for n in range(10))
-    first.cached.items.pop(item.item_uuid)
+    selection.note_encode_job(item, first, failed=True)
     assert len({begun(policy, f"k{n}").choose_encoder(item, ()) for n in range(20)}) == 2
 
 
