@@ -44,6 +44,8 @@ ENGINE_MODULES = (
     "zmq",
 )
 """What the fork server imports; the rest is imported by those that need it."""
+KV_BLOCKS = 1024
+"""Of engines on the CPU: 131,072 tokens. Their GiB is written page by page whenever one starts."""
 VIDEOS: dict[str, Any] = {"limit_mm_per_prompt": {"video": 2}, "skip_mm_profiling": True}
 """Engine arguments by which the demo's model takes videos."""
 
@@ -187,6 +189,7 @@ def running(
             # Who encodes an item must not depend on how long others took.
             "router.elastic_encode=false",
             "router.item_outcomes=true",
+            *([f"engine_args.num_gpu_blocks_override={KV_BLOCKS}"] if platform == "cpu" else []),
             *settings,
         ],
         env=variables,
@@ -208,6 +211,7 @@ def reference(
 ) -> contextlib.AbstractContextManager[servers.Server]:
     """Return plain vLLM on the CPU with the engine arguments of the topology, and these."""
     args = load_topology(CONFIG, platform="cpu").engine_args | engine_args
+    args["num_gpu_blocks_override"] = KV_BLOCKS
     server = servers.one_process(
         "demo",
         log=folder / "reference.log",
