@@ -26,8 +26,7 @@ from epd_portable.config.secret import read_private_file
 from epd_portable.connector.curve import is_off_host
 from epd_portable.errors import ConfigError, LaunchError
 from epd_portable.launch.notices import Notice
-from epd_portable.launch.plan.addresses import ELSEWHERE
-from epd_portable.launch.plan.launchers import HEAD, LauncherSpec, spread
+from epd_portable.launch.plan.launchers import ELSEWHERE, HEAD, LauncherSpec, spread
 from epd_portable.launch.plan.request import PlanRequest, counts_of
 from epd_portable.launch.run.held import HeldLauncher
 from epd_portable.launch.run.log_files import Tail

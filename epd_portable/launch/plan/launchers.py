@@ -14,6 +14,8 @@ from epd_portable.launch.plan.ports import FIRST_PORT
 from epd_portable.launch.plan.processes import Plan
 from epd_portable.launch.plan.request import PlanRequest, counts_of
 
+ELSEWHERE = "192.0.2.1"
+"""Stands for the address of a node, which is not known before it is chosen."""
 HEAD = MappingProxyType({"node:__internal_head__": 0.001})
 """What Ray's head node has, and no other."""
 _WITHIN_A_NODE = frozenset({"auto", "ipc", "shm"})

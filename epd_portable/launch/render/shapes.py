@@ -20,8 +20,7 @@ from epd_portable.config.roles import DUTIES, ROLE_LABEL, ROLES, Role, group_of
 from epd_portable.config.routing import PICKER_PORT
 from epd_portable.config.schema import Topology
 from epd_portable.errors import ConfigError
-from epd_portable.launch.plan.addresses import ELSEWHERE
-from epd_portable.launch.plan.launchers import MostOwed
+from epd_portable.launch.plan.launchers import ELSEWHERE, MostOwed
 from epd_portable.launch.plan.processes import Plan
 from epd_portable.launch.plan.request import PlanRequest
 from epd_portable.launch.render import objects
