@@ -60,6 +60,7 @@ _PREFILL_SCHEDULER = ("vllm_plugin/prefill_scheduler.py",)
 _ENCODER_SCHEDULER = ("vllm_plugin/encoder_scheduler.py",)
 _OLDEST = ("vllm_plugin/oldest.py",)
 _CONNECTOR = ("vllm_plugin/ec_connector.py",)
+_ITEMS = ("vllm_plugin/metadata.py",)
 _COMPAT = ("vllm_plugin/compat.py",)
 _EXECUTOR = ("vllm_plugin/executor.py",)
 _ENCODE_ONLY = ("vllm_plugin/encode_only.py",)
@@ -213,8 +214,8 @@ HOOKS: tuple[Relied, ...] = (
     _row("v1.outputs.ModelRunnerOutput", _ENCODE_ONLY, "with_ec_conn_output", since=(0, 28)),
     _row("v1.outputs.EMPTY_MODEL_RUNNER_OUTPUT", _EXECUTOR),
     _row("v1.outputs.make_empty_encoder_model_runner_output", _ENCODE_ONLY),
-    _row("multimodal.inputs.MultiModalFeatureSpec", _CONNECTOR, "identifier modality mm_position"),
-    _row("multimodal.inputs.PlaceholderRange", _CONNECTOR, "offset length get_num_embeds"),
+    _row("multimodal.inputs.MultiModalFeatureSpec", _ITEMS, "identifier modality mm_position"),
+    _row("multimodal.inputs.PlaceholderRange", _ITEMS, "offset length get_num_embeds"),
     _row("multimodal.utils.group_and_batch_mm_kwargs", _COMPAT),
     _row("multimodal.MULTIMODAL_REGISTRY", _COMPAT),
     _row("multimodal.media.MEDIA_CONNECTOR_REGISTRY", _BOUNDS),
@@ -376,7 +377,7 @@ HOOKS: tuple[Relied, ...] = (
     _row("v1.engine.FinishReason", _FRONT_CLIENT, "ERROR ABORT"),
     _row(
         "multimodal.inputs.MultiModalFeatureSpec",
-        ("vllm_plugin/metadata.py", *_VIDEO_PARTS),
+        (*_ITEMS, *_VIDEO_PARTS),
         "data modality identifier mm_position",
     ),
     _row(

@@ -42,14 +42,12 @@ from epd_portable.runners.stream_clock import StreamClock
 from epd_portable.scheduling.answers import WithheldAnswers
 from epd_portable.scheduling.encode_queue import EncodeQueue, StepLimits
 from epd_portable.scheduling.encoder_cache import EncoderCacheManager
-from epd_portable.scheduling.items import PromptItem
 from epd_portable.scheduling.two_levels import FILLED, HostReport, TwoLevelCache
 from epd_portable.vllm_plugin import compat, exposition
 from epd_portable.vllm_plugin.metadata import ItemMetadata
 from epd_portable.vllm_plugin.reports import Kind, StepMetadata, from_names, to_names
 from epd_portable.wire.descriptors import TensorSpec
 from epd_portable.wire.params import (
-    EncodedItem,
     encode_params,
     is_encode_job,
     prefill_params,
@@ -152,26 +150,6 @@ class SchedulerConnector(EPDConnector):
         super().__init__(vllm_config, role)
         self._metadata = ItemMetadata(vllm_config)
 
-    def _tensor(self, feature: Any) -> TensorSpec:
-        width = compat.encoder_output_width(self._vllm_config, feature.modality)
-        return TensorSpec(
-            shape=(feature.mm_position.get_num_embeds(), width),
-            dtype=compat.dtype_name(self._vllm_config),
-        )
-
-    def _encode_items(self, request: Request) -> list[tuple[EncodedItem, TensorSpec]]:
-        return [
-            (
-                EncodedItem(
-                    mm_hash=feature.identifier,
-                    modality=feature.modality,
-                    metadata=self._metadata.of(feature),
-                ),
-                self._tensor(feature),
-            )
-            for feature in request.mm_features
-        ]
-
 
 class EncodeScheduler(SchedulerConnector):
     """The scheduler half of an encode instance: a `Dispatcher` and its `EncodeQueue`.
@@ -193,7 +171,7 @@ class EncodeScheduler(SchedulerConnector):
         self._cache = TwoLevelCache(
             scheduler.encoder_cache_manager.cache_size,
             config.host_cache_bytes,
-            lambda request, index: self._tensor(request.mm_features[index]).nbytes,
+            lambda request, index: self._metadata.tensor(request.mm_features[index]).nbytes,
         )
         secret = Secret.read(config.secret_file)
         self._dispatcher = Dispatcher(self._cache, secret, config.instance, self._namespace)
@@ -215,7 +193,7 @@ class EncodeScheduler(SchedulerConnector):
         """Remember the transfers that a request asks for."""
         params = _read(encode_params, request) if request.mm_features else None
         if params is not None:
-            items = self._encode_items(request)
+            items = self._metadata.encoded_items(request)
             self._dispatcher.request_arrived(request.request_id, items, params)
 
     def ensure_cache_available(
@@ -322,9 +300,11 @@ class PDScheduler(SchedulerConnector):
         params = _read(encode_params, request)
         if params is None:
             return False
-        self._dispatcher.request_arrived(request.request_id, self._encode_items(request), params)
+        self._dispatcher.request_arrived(
+            request.request_id, self._metadata.encoded_items(request), params
+        )
         encodes = self._config.can_encode and request.lora_request is None
-        items = self._prompt_items(request, with_media=encodes)
+        items = self._metadata.prompt_items(request, with_media=encodes)
         self.encoder.arrived(request.request_id, items)
         return True
 
@@ -338,7 +318,7 @@ class PDScheduler(SchedulerConnector):
             params = _read(prefill_params, request)
             # Of a prompt whose KV comes no item is encoded before a step is known to need it.
             in_background = self._in_background and not compat.awaits_kv(request)
-            items = self._prompt_items(request, with_media=in_background)
+            items = self._metadata.prompt_items(request, with_media=in_background)
             self.requests.arrived(request.request_id, items, params)
 
     def ensure_cache_available(
@@ -391,22 +371,6 @@ class PDScheduler(SchedulerConnector):
         return {
             each: None if outcome is None else to_params(outcome) for each, outcome in ended.items()
         }
-
-    def _prompt_items(self, request: Request, *, with_media: bool) -> list[PromptItem]:
-        return [
-            PromptItem(
-                input_id=index,
-                mm_hash=feature.identifier,
-                begin=feature.mm_position.offset,
-                end=feature.mm_position.offset + feature.mm_position.length,
-                num_embeds=feature.mm_position.get_num_embeds(),
-                tensor=self._tensor(feature),
-                modality=feature.modality,
-                has_media=self._metadata.has_media(feature),
-                media=feature.data if with_media and feature.data else None,
-            )
-            for index, feature in enumerate(request.mm_features)
-        ]
 
 
 class WorkerConnector(EPDConnector):

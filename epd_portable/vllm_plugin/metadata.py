@@ -1,4 +1,4 @@
-"""The metadata of an item: the fields that size its place in the prompt.
+"""The items of a request, and their metadata: the fields that size an item's place in the prompt.
 
 An encode instance publishes them (`ItemMetadata.of`); a PD instance checks whether a request holds
 the item's media as well (`ItemMetadata.has_media`). vLLM declares the fields of a model
@@ -11,10 +11,14 @@ from collections import OrderedDict
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from epd_portable.scheduling.items import PromptItem
 from epd_portable.vllm_plugin import compat
+from epd_portable.wire.descriptors import TensorSpec
+from epd_portable.wire.params import EncodedItem
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.v1.request import Request
 
 MAX_REMEMBERED = 16384
 """Items whose fields are remembered: a few numbers each."""
@@ -29,6 +33,7 @@ class ItemMetadata:
     """
 
     def __init__(self, vllm_config: VllmConfig) -> None:
+        self._vllm_config = vllm_config
         self._resolver = compat.metadata_resolver(vllm_config)
         self._declared = compat.metadata_fields(vllm_config, self._resolver)
         self._known: OrderedDict[str, dict[str, list[Any]]] = OrderedDict()
@@ -68,6 +73,50 @@ class ItemMetadata:
             return None
         data = type(feature.data)({key: feature.data[key] for key in wanted})
         return replace(feature, data=data)
+
+    def tensor(self, feature: Any) -> TensorSpec:
+        """Return what the encoder makes of a ``MultiModalFeatureSpec``: ``(num_embeds, width)``."""
+        width = compat.encoder_output_width(self._vllm_config, feature.modality)
+        return TensorSpec(
+            shape=(feature.mm_position.get_num_embeds(), width),
+            dtype=compat.dtype_name(self._vllm_config),
+        )
+
+    def encoded_items(self, request: Request) -> list[tuple[EncodedItem, TensorSpec]]:
+        """Return what an encode job is to encode, in order."""
+        return [
+            (
+                EncodedItem(
+                    mm_hash=feature.identifier,
+                    modality=feature.modality,
+                    metadata=self.of(feature),
+                ),
+                self.tensor(feature),
+            )
+            for feature in request.mm_features
+        ]
+
+    def prompt_items(self, request: Request, *, with_media: bool) -> list[PromptItem]:
+        """Return the items of a prompt, in order.
+
+        Args:
+            request: To be answered, or an encode job.
+            with_media: They may be encoded here, outside of a step.
+        """
+        return [
+            PromptItem(
+                input_id=index,
+                mm_hash=feature.identifier,
+                begin=feature.mm_position.offset,
+                end=feature.mm_position.offset + feature.mm_position.length,
+                num_embeds=feature.mm_position.get_num_embeds(),
+                tensor=self.tensor(feature),
+                modality=feature.modality,
+                has_media=self.has_media(feature),
+                media=feature.data if with_media and feature.data else None,
+            )
+            for index, feature in enumerate(request.mm_features)
+        ]
 
     def _fields(self, modality: str) -> set[str]:
         return self._declared.get(modality, set())
