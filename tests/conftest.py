@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import importlib.util
+import os
 import shutil
 import sys
 from collections.abc import Callable, Generator
@@ -26,6 +27,9 @@ settings.load_profile("untimed")
 # Hypothesis also tries constants of the modules that happen to be loaded, which are others in every
 # worker: with none of them, tries are the same in every run.
 providers._get_local_constants = lambda: providers._local_constants
+# Its handlers of forks start threads in a child with a `preexec_fn`, and abort it when they find
+# their files closed; read when gRPC is first used.
+os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
 # Every request by a client of its own would read all certificates, for 30 ms of CPU.
 httpx._transports.default.create_ssl_context = functools.cache(httpx.create_ssl_context)
 

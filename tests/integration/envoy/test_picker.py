@@ -153,6 +153,18 @@ async def test_without_envoy_the_picker_ends_and_says_so(build: Build) -> None:
     assert "Envoy ended with status -9" in picker.log
 
 
+async def test_starting_envoy_runs_no_handlers_of_forks(tmp_path: Path) -> None:
+    """gRPC's abort the child, now and then."""
+    ran: list[str] = []
+    os.register_at_fork(before=lambda: ran.append("before"))
+    config = tmp_path / "empty.json"
+    config.write_text("{}")
+    process = await envoy.start(config, threads=1)
+    process.terminate()
+    await process.wait()
+    assert not ran
+
+
 async def test_envoy_ends_with_a_picker_that_is_killed(build: Build) -> None:
     t = await build(encoders=0)
     picker = fronted(t)

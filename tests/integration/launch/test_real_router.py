@@ -63,7 +63,7 @@ def test_an_update_under_load_loses_nothing(run: Run) -> None:
 def test_an_open_request_is_answered_after_the_stop_signal(
     run: Run, signum: signal.Signals
 ) -> None:
-    asked = Asked(run, 1.5)
+    asked = Asked(run, 3.0)
     # As a terminal does it: every process of the launcher's group, and no other.
     os.killpg(run.process.pid, signum)
     run.wait_for("open requests may take 30 s to end (router.drain_s)")
