@@ -30,7 +30,8 @@ KEEPALIVE_S = 4.0
 LARGE_BYTES = 512 * 1024
 """Bodies from this size on are written piece by piece, and others are served in between."""
 MAX_HEAD_BYTES = 256 * 1024
-"""Of the headers of an answer together; the parser itself has no limit."""
+"""Of what brings nothing of a body: headers together, trailers, the rest of a chunk's line. The
+parser itself has no limit, and holds them."""
 MAX_WAITING_BYTES = 512 * 1024
 """Of an answer that is not taken: its sender waits."""
 _NEVER = math.inf
@@ -577,17 +578,15 @@ class _Connection(asyncio.Protocol):
         assert self._parser is not None
         self.heard = True
         self._heard_at = self._loop.time()
-        if not answer.status:
-            self._head_bytes += len(data)
+        self._head_bytes += len(data)
         broken: _Failure | None = None
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
             broken = (FailureKind.ERROR, _shown(error.__context__ or error))
-        if not answer.status and self._head_bytes > MAX_HEAD_BYTES:
-            broken = (FailureKind.ERROR, f"headers of more than {MAX_HEAD_BYTES} bytes")
         if came := self._came:
             self._came = []
+            self._head_bytes = 0
             answer.pieces += len(came)
             more = answer._add(came[0] if len(came) == 1 else b"".join(came))
             if not more and not self._whole and not self._paused:
@@ -595,6 +594,8 @@ class _Connection(asyncio.Protocol):
                 self.transport.pause_reading()
         elif answer.status:
             answer._wake()
+        if self._head_bytes > MAX_HEAD_BYTES:
+            broken = (FailureKind.ERROR, f"headers of more than {MAX_HEAD_BYTES} bytes")
         if self._whole:
             self._end()
             if self._keeps and self._sent and broken is None:

@@ -160,6 +160,8 @@ HOSTILE_ANSWERS: dict[str, tuple[bytes | Answer, int, str]] = {
     "endless-header": (endless(OK + "x: ", b"x" * 4096), 502, "no HTTP"),
     "endless-headers": (endless(OK, b"x-header: 1\r\n" * 200), 502, "no HTTP"),
     "endless-hints": (endless("", b"HTTP/1.1 103 Early Hints\r\n\r\n" * 100), 502, "no HTTP"),
+    "endless-trailer": (endless(CODED + "1\r\nx\r\n0\r\nx: ", b"x" * 65536), 502, "no HTTP"),
+    "endless-extension": (endless(CODED + "1\r\nx\r\n1;", b"x" * 65536), 502, "no HTTP"),
     "switches": (
         b"HTTP/1.1 101 Switching\r\nupgrade: x\r\nconnection: upgrade\r\n\r\n",
         502,
