@@ -32,6 +32,8 @@ LARGE_BYTES = 512 * 1024
 MAX_HEAD_BYTES = 256 * 1024
 """Of what brings nothing of a body: headers together, trailers, the rest of a chunk's line. The
 parser itself has no limit, and holds them."""
+MAX_JOINED_CHARS = 16 * 1024
+"""Of equal headers, before one more: each that is joined copies those before it."""
 MAX_WAITING_BYTES = 512 * 1024
 """Of an answer that is not taken: its sender waits."""
 _NEVER = math.inf
@@ -628,7 +630,11 @@ class _Connection(asyncio.Protocol):
             # As text these are bytes, whatever they mean: clients get the same.
             text = value.decode("utf-8", "surrogateescape").strip()
             headers, key = self._answer.headers, name.decode("latin-1").lower()
-            headers[key] = f"{headers[key]}, {text}" if key in headers else text
+            if (before := headers.get(key)) is not None:
+                if len(before) > MAX_JOINED_CHARS:
+                    raise ValueError(f"equal headers of more than {MAX_JOINED_CHARS} characters")
+                text = f"{before}, {text}"
+            headers[key] = text
 
     def on_headers_complete(self) -> None:
         assert self._answer is not None and self._parser is not None

@@ -159,6 +159,7 @@ HOSTILE_ANSWERS: dict[str, tuple[bytes | Answer, int, str]] = {
     "nothing": (b"", 502, "broke off"),
     "endless-header": (endless(OK + "x: ", b"x" * 4096), 502, "no HTTP"),
     "endless-headers": (endless(OK, b"x-header: 1\r\n" * 200), 502, "no HTTP"),
+    "equal-headers": (OK.encode() + b"x:y\r\n" * 20_000 + b"\r\n" + PNG, 502, "no HTTP"),
     "endless-hints": (endless("", b"HTTP/1.1 103 Early Hints\r\n\r\n" * 100), 502, "no HTTP"),
     "endless-trailer": (endless(CODED + "1\r\nx\r\n0\r\nx: ", b"x" * 65536), 502, "no HTTP"),
     "endless-extension": (endless(CODED + "1\r\nx\r\n1;", b"x" * 65536), 502, "no HTTP"),
