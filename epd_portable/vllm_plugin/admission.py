@@ -13,7 +13,7 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator
 from typing import Any
 
 import anyio
@@ -158,13 +158,14 @@ class AdmissionMiddleware(Collector):
         """Return the whole body, counted before it is kept."""
         announced = request.headers.get("content-length", "")
         known = int(announced) if announced.isdecimal() else 0
+        arriving = request.stream()
         if refusal := self._take(visit, items=1, nbytes=known):
-            return await _drained(request, refusal)
+            return await _drained(request, arriving, refusal)
         pieces: list[bytes] = []
-        async for piece in request.stream():
+        async for piece in arriving:
             if not announced and (refusal := self._take(visit, nbytes=len(piece))):
                 pieces.clear()
-                return await _drained(request, refusal)
+                return await _drained(request, arriving, refusal)
             pieces.append(piece)
         return b"".join(pieces)
 
@@ -245,11 +246,11 @@ def replay(body: bytes, receive: Receive) -> Receive:
     return replayed
 
 
-async def _drained(request: Request, refusal: Refusal) -> Refusal:
+async def _drained(request: Request, rest: AsyncIterator[bytes], refusal: Refusal) -> Refusal:
     """Drop the rest of a body, unless its sender waits for leave to send it."""
     if request.headers.get("expect", "").lower() != "100-continue":
         with anyio.move_on_after(DRAIN_TIMEOUT_S):
-            async for _ in request.stream():
+            async for _ in rest:
                 pass
     return refusal
 

@@ -154,6 +154,19 @@ async def test_a_body_of_unknown_length_is_counted_as_it_comes_and_cut_off() -> 
         assert len(e.engine.received) == 1
 
 
+async def test_a_body_of_unknown_length_is_refused_when_it_has_come_whole_too() -> None:
+    async with instance(nbytes=1000) as e:
+        body = e.body(padding=1000)
+        url = httpx.URL(e.serving.url)
+        reader, writer = await asyncio.open_connection(url.host, url.port)
+        head = f"POST {CHAT} HTTP/1.1\r\nhost: e\r\ntransfer-encoding: chunked\r\n\r\n"
+        writer.write(head.encode() + b"%x\r\n%s\r\n0\r\n\r\n" % (len(body), body))
+        async with asyncio.timeout(DEADLINE_S):
+            assert b" 413 " in await reader.readline()
+        writer.close()
+        await e.until_empty()
+
+
 @pytest.mark.parametrize(
     ("extra", "key"), [({"items": 5}, "max_queued_items"), ({"padding": 3000}, "max_queued_bytes")]
 )
