@@ -2,23 +2,54 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
+import msgspec
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from epd_portable.config.roles import Role
 from epd_portable.delivery.instances import EndpointPool
+
+
+class InstanceStats(msgspec.Struct, frozen=True, kw_only=True):
+    """What is shown of one instance, see `Instance`."""
+
+    name: str
+    role: Role
+    healthy: bool
+    parked: bool
+    load: int
+    owed_s: float
+
+
+class PoolStats(msgspec.Struct, frozen=True):
+    """What is shown of all instances.
+
+    Attributes:
+        came_s: Items of `Work.came_s`.
+    """
+
+    instances: list[InstanceStats]
+    came_s: list[tuple[tuple[Role, str, int], float]]
+
+
+def stats_of(pool: EndpointPool) -> PoolStats:
+    """Return what a pool has at this moment."""
+    instances = msgspec.convert(pool.all, list[InstanceStats], from_attributes=True)
+    return PoolStats(instances, list(pool.work.came_s.items()))
 
 
 class InstanceCollector(Collector):
     """Reads the state of the instances, and what work there is, when the metrics are read.
 
     Args:
+        read: Returns them.
         front: Beginning of the metrics' names.
     """
 
-    def __init__(self, pool: EndpointPool, front: str) -> None:
-        self._pool = pool
+    def __init__(self, read: Callable[[], PoolStats], front: str) -> None:
+        self._read = read
         self._front = front
 
     def collect(self) -> Iterable[Metric]:
@@ -40,7 +71,8 @@ class InstanceCollector(Collector):
             labels=["role", "modality", "size"],
         )
         by_role: dict[str, float] = {}
-        for each in self._pool.all:
+        stats = self._read()
+        for each in stats.instances:
             where = (each.name, each.role)
             up.add_metric(where, float(each.healthy))
             load.add_metric(where, float(each.load))
@@ -48,6 +80,6 @@ class InstanceCollector(Collector):
             by_role[each.role] = by_role.get(each.role, 0.0) + each.owed_s
         for role, owed_s in by_role.items():
             owed.add_metric([role], owed_s)
-        for (role, modality, size), seconds in self._pool.work.came_s.items():
+        for (role, modality, size), seconds in stats.came_s:
             came.add_metric([role, modality, str(1 << size)], seconds)
         return (up, load, parked, owed, came)

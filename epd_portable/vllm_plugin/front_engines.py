@@ -16,8 +16,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from prometheus_client import CollectorRegistry, generate_latest
@@ -28,7 +27,7 @@ from vllm.v1.executor import Executor
 
 from epd_portable.config.roles import Role
 from epd_portable.delivery.instances import EndpointPool, Instance, WentDownError
-from epd_portable.delivery.metrics import InstanceCollector
+from epd_portable.delivery.metrics import InstanceCollector, InstanceStats, PoolStats, stats_of
 from epd_portable.log import say_failure
 
 if TYPE_CHECKING:
@@ -124,37 +123,33 @@ class Seen(msgspec.Struct, array_like=True, frozen=True):
 
     Attributes:
         instances: `Instance.shown` of each.
-        came_s: `Work.came_s`.
     """
 
     instances: list[dict[str, Any]]
-    owed_s: list[float]
-    came_s: list[tuple[tuple[Role, str, int], float]]
+    stats: PoolStats
 
 
-class Together:
-    """What all API servers see of the engines, as `InstanceCollector` reads a pool.
+def _together(seen: Sequence[PoolStats]) -> PoolStats:
+    """Return what all API servers see of the engines.
 
     Each takes others for like it, so what one expects of an engine is what all give it.
     """
-
-    def __init__(self, seen: Sequence[Seen]) -> None:
-        self.all = [
-            SimpleNamespace(
-                name=each["name"],
-                role=each["role"],
-                healthy=each["healthy"],
-                parked=each["parked"],
-                load=each["in_flight"],
-                owed_s=sum(owed_s) / len(seen),
-            )
-            for each, *owed_s in zip(_shown(seen), *(one.owed_s for one in seen), strict=True)
-        ]
-        came_s: defaultdict[tuple[Role, str, int], float] = defaultdict(float)
-        for one in seen:
-            for kind, seconds in one.came_s:
-                came_s[kind] += seconds / len(seen)
-        self.work = SimpleNamespace(came_s=came_s)
+    instances = [
+        InstanceStats(
+            name=same[0].name,
+            role=same[0].role,
+            healthy=all(each.healthy for each in same),
+            parked=any(each.parked for each in same),
+            load=sum(each.load for each in same),
+            owed_s=sum(each.owed_s for each in same) / len(same),
+        )
+        for same in zip(*(one.instances for one in seen), strict=True)
+    ]
+    came_s: defaultdict[tuple[Role, str, int], float] = defaultdict(float)
+    for one in seen:
+        for kind, seconds in one.came_s:
+            came_s[kind] += seconds / len(seen)
+    return PoolStats(instances, list(came_s.items()))
 
 
 def _shown(seen: Sequence[Seen]) -> list[dict[str, Any]]:
@@ -248,8 +243,8 @@ class Engines:
         """Return the metrics of all API servers in Prometheus' format; there are several."""
         registry = CollectorRegistry()
         MultiProcessCollector(registry)  # type: ignore[no-untyped-call]
-        together = Together(await self._ask_all())
-        registry.register(InstanceCollector(cast(Any, together), "epd_front"))
+        together = _together([each.stats for each in await self._ask_all()])
+        registry.register(InstanceCollector(lambda: together, "epd_front"))
         return generate_latest(registry)
 
     async def _ask_all(self, verb: str = "", name: str = "") -> list[Seen]:
@@ -261,11 +256,7 @@ class Engines:
         instance = self.pool.get(name)
         if instance is not None and verb in ("drain", "resume"):
             instance.drain() if verb == "drain" else instance.resume()
-        return Seen(
-            [each.shown() for each in self.pool.all],
-            [each.owed_s for each in self.pool.all],
-            [*self.pool.work.came_s.items()],
-        )
+        return Seen([each.shown() for each in self.pool.all], stats_of(self.pool))
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()

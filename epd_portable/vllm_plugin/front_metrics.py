@@ -5,7 +5,7 @@ from __future__ import annotations
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from epd_portable.delivery.instances import EndpointPool
-from epd_portable.delivery.metrics import InstanceCollector
+from epd_portable.delivery.metrics import InstanceCollector, stats_of
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 
@@ -19,7 +19,7 @@ class FrontMetrics:
 
     def __init__(self, pool: EndpointPool) -> None:
         self.registry = CollectorRegistry()
-        self.registry.register(InstanceCollector(pool, "epd_front"))
+        self.registry.register(InstanceCollector(lambda: stats_of(pool), "epd_front"))
         self.items = Counter(
             "epd_front_items",
             "Media items by what became of them.",

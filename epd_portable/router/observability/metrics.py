@@ -11,7 +11,7 @@ from prometheus_client.registry import Collector
 
 from epd_portable.connector.stores.metrics import StoreMetrics
 from epd_portable.delivery.instances import EndpointPool
-from epd_portable.delivery.metrics import InstanceCollector
+from epd_portable.delivery.metrics import InstanceCollector, stats_of
 from epd_portable.router.observability.llmd_names import LlmdNames
 from epd_portable.router.observability.record import (
     ItemRecord,
@@ -46,7 +46,7 @@ class Metrics(Listener):
     ) -> None:
         registry = CollectorRegistry()
         pool = EndpointPool() if instances is None else instances
-        registry.register(InstanceCollector(pool, "epd_router"))
+        registry.register(InstanceCollector(lambda: stats_of(pool), "epd_router"))
         self._shown: Collector = LlmdNames(registry) if llmd_names else registry
         counter = functools.partial(Counter, registry=registry)
         gauge = functools.partial(Gauge, registry=registry)
