@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
-from epd_portable.scheduling.two_levels import HostOrders, HostReport
+from epd_portable.scheduling.two_levels import HostOrders
 
 if TYPE_CHECKING:
     from epd_portable.connector.copies import DeviceCopies
@@ -45,53 +46,50 @@ class HostCopies:
         self._device = copies
         self._wanted: set[str] = set()
         self._copies: dict[str, _Copy] = {}
-        self._missing: set[str] = set()
         self._lock = threading.Lock()
-        self._report = HostReport()
+        self._lost: set[str] = set()
         self._thread = ThreadPoolExecutor(1, "epd-host-copies")
 
-    def carry_out(self, orders: HostOrders, encoder_cache: dict[str, torch.Tensor]) -> None:
+    def carry_out(
+        self, orders: HostOrders, encoder_cache: dict[str, torch.Tensor]
+    ) -> Sequence[str]:
         """Do what a step asks for, before it computes; never waits for a copy.
 
         Args:
             orders: Of the scheduler.
             encoder_cache: The model runner's, by ``mm_hash``; gets what is restored.
+
+        Returns:
+            What could not be restored.
         """
-        self._missing.difference_update(orders.dropped)  # The scheduler knows.
+        missing = []
         for mm_hash in orders.restored:
             output = self._restore(mm_hash)
             if output is not None:
                 encoder_cache[mm_hash] = output
-                self._missing.discard(mm_hash)
             else:
-                self._missing.add(mm_hash)
-                with self._lock:
-                    self._report.missing.add(mm_hash)
+                missing.append(mm_hash)
         for mm_hash in orders.dropped:
             self._wanted.discard(mm_hash)
             copy = self._copies.pop(mm_hash, None)
             if copy is not None:
                 copy.output = None
         self._wanted.update(orders.kept)
-
-    def is_missing(self, mm_hash: str) -> bool:
-        """Return whether an item was to be restored, could not be, and was not encoded since."""
-        return mm_hash in self._missing
+        return missing
 
     def output_ready(self, mm_hash: str, output: torch.Tensor) -> None:
         """The encoder has queued the computation of an item, ``(num_tokens, width)``."""
-        self._missing.discard(mm_hash)
         if mm_hash in self._wanted:
             self._wanted.discard(mm_hash)
             copy = self._copies[mm_hash] = _Copy(output.detach().contiguous())
             computed = self._device.platform.record_event()
             self._thread.submit(self._make, mm_hash, copy, computed)
 
-    def take_report(self) -> HostReport:
-        """Return what the scheduler does not know since the last call."""
+    def take_lost(self) -> set[str]:
+        """Return items whose copies could not be made, since the last call."""
         with self._lock:
-            report, self._report = self._report, HostReport()
-        return report
+            lost, self._lost = self._lost, set()
+        return lost
 
     def close(self) -> None:
         """Stop copying, and forget everything."""
@@ -108,7 +106,7 @@ class HostCopies:
             self._log(mm_hash, "made", error)
             copy.output = None
             with self._lock:
-                self._report.lost.add(mm_hash)
+                self._lost.add(mm_hash)
         else:
             if copy.output is not None:
                 copy.output = host

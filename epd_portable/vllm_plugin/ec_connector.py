@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -481,7 +481,8 @@ class EncodeWorker(WorkerConnector):
 
     def __init__(self, vllm_config: VllmConfig, role: ECConnectorRole) -> None:
         super().__init__(vllm_config, role)
-        self._not_encoded: set[str] = set()
+        self._missing: set[str] = set()
+        """Items that the scheduler takes for entries, and that are not there."""
         self._unreported: set[str] = set()
 
     def _open(self, copies: DeviceCopies, rank: int) -> int:
@@ -525,24 +526,25 @@ class EncodeWorker(WorkerConnector):
 
     def begin_step(self, metadata: StepMetadata, encoder_cache: dict[str, torch.Tensor]) -> None:
         """See `WorkerConnector`."""
+        copies = metadata.copies
+        # The scheduler knows of what it drops; of what it has restored it is known below.
+        self._missing.difference_update(copies.dropped, copies.restored)
         if self._copies is not None:
-            self._copies.carry_out(metadata.copies, encoder_cache)
-        self._not_encoded.difference_update(metadata.copies.dropped)  # The scheduler knows.
+            self._note_missing(self._copies.carry_out(copies, encoder_cache))
         for order in metadata.orders:
             self._sender.submit(
                 order,
                 encoder_cache.get(order.mm_hash),
-                restored=order.mm_hash in metadata.copies.restored,
-                missing=self._is_missing(order.mm_hash),
+                restored=order.mm_hash in copies.restored,
+                missing=order.mm_hash in self._missing,
             )
         self._queued_step = metadata.step
         if metadata.rests:
             self._sender.progress.rest(_REST_S)
 
-    def _is_missing(self, mm_hash: str) -> bool:
-        """Return whether the scheduler takes an item for an entry that is not there."""
-        copy_missing = self._copies is not None and self._copies.is_missing(mm_hash)
-        return copy_missing or mm_hash in self._not_encoded
+    def _note_missing(self, items: Iterable[str]) -> None:
+        self._missing.update(items)
+        self._unreported.update(items)
 
     @contextmanager
     def encoding(self, items: Sequence[str]) -> Iterator[None]:
@@ -554,8 +556,7 @@ class EncodeWorker(WorkerConnector):
             logger.exception("no memory to encode %s: left to who needs them", ", ".join(items))
             for mm_hash in items:
                 self._sender.not_encoded(mm_hash)
-            self._not_encoded.update(items)
-            self._unreported.update(items)
+            self._note_missing(items)
 
     def start_save_caches(
         self, *, encoder_cache: dict[str, torch.Tensor] | None = None, **kwargs: Any
@@ -569,7 +570,7 @@ class EncodeWorker(WorkerConnector):
         self, encoder_cache: dict[str, torch.Tensor], mm_hash: str, **kwargs: Any
     ) -> None:
         """See `EPDConnector`."""
-        self._not_encoded.discard(mm_hash)
+        self._missing.discard(mm_hash)
         # A part that stays long would keep all that was computed with it, which nobody counts.
         output = encoder_cache[mm_hash] = alone(encoder_cache[mm_hash])
         self._sender.output_ready(mm_hash, output)
@@ -589,12 +590,9 @@ class EncodeWorker(WorkerConnector):
         report: dict[Kind, set[str]] = {} if computed is None else {"computed": {str(computed)}}
         if self._room_bytes:
             report["room"], self._room_bytes = {str(self._room_bytes)}, 0
-        missing, self._unreported = self._unreported, set()
+        report["missing"], self._unreported = self._unreported, set()
         if self._copies is not None:
-            copies = self._copies.take_report()
-            report["copy lost"] = copies.lost
-            missing |= copies.missing
-        report["missing"] = missing
+            report["copy lost"] = self._copies.take_lost()
         return progress.take_ended() or None, to_names(report) or None
 
 

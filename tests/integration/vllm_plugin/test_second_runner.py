@@ -14,10 +14,14 @@ from typing import Any
 import pytest
 import torch
 
+from epd_portable.connector.copies import DeviceCopies
 from epd_portable.connector.producer import TransferOrder
 from epd_portable.errors import EngineError
+from epd_portable.platforms import registry
 from epd_portable.runners.background import EncodeOrder, StepEncoder
+from epd_portable.runners.host_copies import HostCopies
 from epd_portable.runners.placer import WorkerOrders
+from epd_portable.scheduling.two_levels import HostOrders
 from tests.npu_sim.hooks.kinds import resolve
 
 pytestmark = pytest.mark.needs_vllm
@@ -46,7 +50,7 @@ class Host:
     def submit(
         self, order: TransferOrder, output: torch.Tensor | None, *, restored: bool, missing: bool
     ) -> None:
-        assert not restored
+        assert missing or not restored
         self.missing = missing
         self.calls.append(("submit", order, output))
 
@@ -103,7 +107,7 @@ def hooking(
     else:
         connector._rank = 0
         connector._encoder = StepEncoder(lambda item: torch.full((1, 3), 7.0))
-    connector._not_encoded, connector._unreported = set(), set()
+    connector._missing, connector._unreported = set(), set()
     connector._config = SimpleNamespace(can_encode=True)
     monkeypatch.setattr(theirs, "get_ec_transfer", lambda: connector)
     config: Any = None
@@ -186,6 +190,31 @@ def test_an_encoder_without_memory_leaves_its_items_to_who_needs_them(
         assert report == ({"computed: 3", "missing: cat"} if missing else {"computed: 3"})
         host.cache["cat"] = torch.ones(2, 3)
         connector.save_caches(host.cache, "cat")
+
+
+@pytest.mark.parametrize("encodes", [True])
+def test_what_cannot_be_restored_is_missing_until_the_scheduler_knows_or_it_is_encoded(
+    hooking: Any, host: Host
+) -> None:
+    from epd_portable.vllm_plugin.reports import StepMetadata
+
+    connector = hooking.ec_connector
+    connector._copies = HostCopies(DeviceCopies(registry.get("cpu"), 0))
+    order: Any = SimpleNamespace(mm_hash="cat")
+
+    def is_missing(**copies: list[str]) -> bool:
+        connector.begin_step(StepMetadata(orders=[order], copies=HostOrders(**copies)), host.cache)
+        return host.missing
+
+    assert is_missing(restored=["cat"])
+    assert connector._take_ended()[1] == {"computed: 3", "missing: cat"}
+    assert is_missing()
+    assert not is_missing(dropped=["cat"])
+    assert is_missing(restored=["cat"], dropped=["cat"]), "it does not know yet"
+    host.cache["cat"] = torch.ones(2, 3)
+    connector.save_caches(host.cache, "cat")
+    assert not is_missing()
+    connector._copies.close()
 
 
 @pytest.mark.parametrize("encodes", [False])
