@@ -90,7 +90,8 @@ class _DisaggProfileHandler(Handler):
     def ignored(self, given: Iterable[str]) -> list[str]:
         """See `Parameters`: the instance that decodes is chosen first in any case."""
         order = ["stageOrder"] if self.stageOrder != "decode-first" else []
-        return order + ["profiles.fallback"] * ("fallback" in self.profiles)
+        fallback = ["profiles.fallback"] if "fallback" in self.profiles else []
+        return super().ignored(given) + order + fallback
 
     def profile_of(self, stage: Stage) -> str:
         return self.profiles.get(stage) or stage

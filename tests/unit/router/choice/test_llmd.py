@@ -237,6 +237,7 @@ SCHEDULED = "schedulingProfiles: [{name: decode, plugins: []}]\nplugins:\n"
          "stageOrder has"),
         ("{type: disagg-profile-handler, parameters: {profiles: {fallback: x}}}",
          "profiles.fallback has"),
+        ("{type: disagg-profile-handler, parameters: {primaryPort: 8000}}", "primaryPort has"),
         ("{type: inflight-load-producer, parameters: {addEstimatedOutputTokens: true}}",
          "addEstimatedOutputTokens has"),
         ("{type: token-producer, parameters: {modelName: x, estimate: {video: {}}}}",
