@@ -130,9 +130,15 @@ class Router:
 
     def __init__(self, settings: RouterSettings) -> None:
         self._policy = policy_of(settings)
-        if self._policy is not None and self._policy.encode_timeout_s is not None:
-            changed = {"encode_timeout_s": self._policy.encode_timeout_s}
-            settings = settings.model_copy(update=changed)
+        if self._policy is not None and (wished_s := self._policy.encode_timeout_s) is not None:
+            settings = settings.model_copy(update={"encode_timeout_s": wished_s})
+            if (job_s := settings.encode_job_s) < wished_s:
+                logger.warning(
+                    "router.choice: of encoderTimeout, %g s, an encode job gets %g s, half of "
+                    "transfer.wait_timeout_s, so that another encoder can be tried",
+                    wished_s,
+                    job_s,
+                )
         self.settings = settings
         self.draining = False
         self.in_flight: set[ClientExchange] = set()

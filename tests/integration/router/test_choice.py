@@ -304,6 +304,18 @@ async def test_a_users_plugin_that_cannot_be_made_is_said_so(installed: Path) ->
         Router(settings(choice))
 
 
+async def test_a_decider_that_wants_longer_than_there_is_is_said_so(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    choice = configured("multimodal-epd-decider", decode={})
+    for wanted_ms, said in ((2_000, False), (20_000, True)):
+        choice["plugins"][0]["parameters"] = {"encoderTimeout": wanted_ms}
+        router = Router(settings(choice))
+        await router.close()
+        assert router.settings.encode_job_s == min(wanted_ms / 1000, 15)
+        assert ("of encoderTimeout, 20 s, an encode job gets 15 s" in caplog.text) is said
+
+
 QUEUES = configured(
     *("queue-scorer", "encode-pixels-scorer", "kv-cache-utilization-scorer"),
     decode={"queue-scorer": 2, "kv-cache-utilization-scorer": 1},
