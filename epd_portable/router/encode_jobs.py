@@ -19,7 +19,7 @@ from epd_portable.delivery.fallbacks import RequestPhase, RetryBudget
 from epd_portable.delivery.instances import Instance, Use, WentDownError, while_up
 from epd_portable.log import trace
 from epd_portable.router.contents.body import CHAT_PATH, size
-from epd_portable.router.contents.cut_text import Segments
+from epd_portable.router.contents.cut_text import Segments, decode_if_valid
 from epd_portable.router.contents.media import MediaItem
 from epd_portable.router.fleet.control import ControlChannels, Inbox
 from epd_portable.router.http.upstream import Upstream, UpstreamError
@@ -316,10 +316,8 @@ class _EncodeAnswer(msgspec.Struct):
 
 def read_outcome(body: bytes) -> EncodeOutcome | None:
     """Return what the answer to an encode job says; ``None`` if that cannot be read."""
-    try:
-        return msgspec.json.decode(body, type=_EncodeAnswer).ec_transfer_params
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return None
+    answer = decode_if_valid(body, _EncodeAnswer)
+    return answer.ec_transfer_params if answer else None
 
 
 def item_of(outcome: EncodeOutcome | None) -> EncodedItem | EncodeFailure:

@@ -42,7 +42,7 @@ from epd_portable.router.fleet.control import ControlChannels
 from epd_portable.router.hops import HopSelection
 from epd_portable.router.http.upstream import Upstream
 from epd_portable.router.observability.metrics import Metrics
-from epd_portable.router.prefill import Prefill, as_prefill_failure, choose_prefill, for_prefill
+from epd_portable.router.prefill import choose_prefill, for_prefill, kv_of, with_kv
 from epd_portable.router.relay import Forwarder, Relay, phase_of
 from epd_portable.router.selector import EndpointSelector, Selection
 from epd_portable.router.settings import RouterSettings
@@ -300,24 +300,29 @@ class Exchange:
         Raises:
             RequestFailure: There is no KV.
         """
-        call = state.call
         if plan.prefill is None:
-            return call
-        stage = Prefill(call, self.relay, self._without_kv)
-        name = plan.prefill.pd.name
+            return state.call
+        pd, answered = plan.prefill.pd, None
+
+        async def forward(call: Call, attempt: Attempt, body: Segments, out: ClientExchange) -> int:
+            nonlocal answered
+            reply = await self.relay.whole_reply(call, attempt, body)
+            if reply.status >= 400:
+                out.send_reply(reply)
+            else:
+                answered = with_kv(state.call, kv_of(reply, call, pd, self._without_kv))
+            return reply.status
+
         try:
-            with out.record.leg("prefill", name) as leg:
-                headers = leg.headers(out.for_instances)
-                await self._try(
-                    stage.forward, for_prefill(call), plan.prefill, state.selection, headers, out
-                )
+            with out.record.leg("prefill", pd.name) as leg:
+                call, headers = for_prefill(state.call), leg.headers(out.for_instances)
+                await self._try(forward, call, plan.prefill, state.selection, headers, out)
         except RequestFailure as failed:
-            state.tries.prefills.append(name)
-            raise as_prefill_failure(failed) from failed
-        if stage.refusal is not None:
-            out.send_reply(stage.refusal)
-            return None
-        return stage.call
+            state.tries.prefills.append(pd.name)
+            if failed.kind not in ("lost", "unreachable", "error", "timeout"):
+                raise
+            raise RequestFailure(failed.kind, RequestPhase.PREFILL, str(failed)) from failed
+        return answered
 
     async def _try(
         self,

@@ -18,8 +18,6 @@ import logging
 import os
 import sys
 import tempfile
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +27,6 @@ import uvloop
 from epd_portable import log
 from epd_portable.config.roles import Duty
 from epd_portable.errors import ConfigError, EPDError
-from epd_portable.media.addresses import Network
 from epd_portable.router import envoy, ext_proc, serving
 from epd_portable.router.consultation import Picker
 from epd_portable.router.ext_proc import HealthCheckRequest, HealthCheckResponse
@@ -40,53 +37,34 @@ from epd_portable.router.settings import RouterSettings, load_settings
 logger = logging.getLogger("epd_portable.router")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Gateway:
-    """Where a gateway of others asks, and by what it is known.
+def listen_for_gateway(
+    server: grpc.aio.Server, settings: RouterSettings, options: argparse.Namespace, address: str
+) -> None:
+    """Listen where only a gateway can ask, encrypted beyond a UNIX socket.
 
-    Attributes:
-        address: ``unix:path`` or ``host:port``; empty for none: an Envoy is started.
-        ca: Certificates that sign its own, which it shows at ``host:port``.
-        networks: It lies in one of these, if it has no certificate.
+    Raises:
+        ConfigError: Anybody could ask, or the address or a file cannot be used.
     """
-
-    address: str = ""
-    ca: Path | None = None
-    networks: Sequence[Network] = ()
-
-    def listen(self, server: grpc.aio.Server, settings: RouterSettings) -> None:
-        """Listen where only a gateway can ask, encrypted beyond a UNIX socket.
-
-        Raises:
-            ConfigError: Anybody could ask, or the address or a file cannot be used.
-        """
-        is_socket = self.address.startswith("unix:")
-        if is_socket == bool(self.ca or self.networks):
-            raise ConfigError(
-                f"--listen {self.address}: answers of the picker tell the token of the instances; "
-                "listen at unix:PATH, where the socket's permissions say who may ask, or at "
-                "HOST:PORT with --gateway-ca FILE or --gateway-network NETWORK"
-            )
-        try:
-            if is_socket:
-                server.add_insecure_port(self.address)
-                return
-            key, chain = (
-                (
-                    Path(settings.tls_key_file).read_bytes(),
-                    Path(settings.tls_cert_file).read_bytes(),
-                )
-                if settings.tls_key_file and settings.tls_cert_file
-                else self_signed()
-            )
-            credentials = grpc.ssl_server_credentials(
-                [(key, chain)],
-                root_certificates=self.ca.read_bytes() if self.ca else None,
-                require_client_auth=self.ca is not None,
-            )
-            server.add_secure_port(self.address, credentials)
-        except (RuntimeError, OSError) as error:
-            raise ConfigError(f"picker address {self.address} cannot be used: {error}") from error
+    ca, is_socket = options.gateway_ca, address.startswith("unix:")
+    if options.listen and is_socket == bool(ca or options.gateway_network):
+        raise ConfigError(
+            f"--listen {address}: answers of the picker tell the token of the instances; "
+            "listen at unix:PATH, where the socket's permissions say who may ask, or at "
+            "HOST:PORT with --gateway-ca FILE or --gateway-network NETWORK"
+        )
+    try:
+        if is_socket:
+            server.add_insecure_port(address)
+            return
+        key, cert = settings.tls_key_file, settings.tls_cert_file
+        credentials = grpc.ssl_server_credentials(
+            [(Path(key).read_bytes(), Path(cert).read_bytes()) if key and cert else self_signed()],
+            root_certificates=ca.read_bytes() if ca else None,
+            require_client_auth=ca is not None,
+        )
+        server.add_secure_port(address, credentials)
+    except (RuntimeError, OSError) as error:
+        raise ConfigError(f"picker address {address} cannot be used: {error}") from error
 
 
 def self_signed() -> tuple[bytes, bytes]:
@@ -137,38 +115,35 @@ def health_service(router: Router) -> grpc.GenericRpcHandler:
     return grpc.method_handlers_generic_handler(service, {method: handler})
 
 
-async def serve(settings: RouterSettings, folder: Path, gateway: Gateway, threads: int) -> None:
+async def serve(settings: RouterSettings, folder: Path, options: argparse.Namespace) -> None:
     """Answer Envoy until a signal comes, or Envoy ends.
 
     Args:
         settings: Of the router; its host and port are those of the Envoy that is started, or, for a
             gateway of others, where this process itself answers as a router does.
-        gateway: Asks in place of an Envoy that is started, if it has an address.
-        threads: Of the Envoy that is started.
+        options: Of the command line, see `main`.
 
     Raises:
         ConfigError: An address or a file of the settings cannot be used, or Envoy ended.
     """
     server = grpc.aio.server(options=[("grpc.max_receive_message_length", -1)])
-    (gateway if gateway.address else Gateway(address=f"unix:{folder}/picker.sock")).listen(
-        server, settings
-    )
+    listen_for_gateway(server, settings, options, options.listen or f"unix:{folder}/picker.sock")
     router = Router(settings)
     duties: set[Duty] = {"answer"}
     if settings.hop_keys_file:
         # Hops that answer elsewhere have prompts computed here.
         duties.add("prefill")
     endpoints = envoy.Endpoints(folder / "endpoints.json", router.instances, duties)
-    picker = Picker(router, endpoints, gateway.networks)
+    picker = Picker(router, endpoints, options.gateway_network)
     server.add_generic_rpc_handlers((picker.service(), health_service(router)))
     stop = Stopping()
     stop.on_signals()
-    if not gateway.address:
-        return await _with_envoy(router, endpoints, server, folder, stop, threads)
+    if not options.listen:
+        return await _with_envoy(router, endpoints, server, folder, stop, options.threads)
     ports = [settings.port, *filter(None, [settings.admin_port])]
     listeners = [serving.listen(settings.host, port) for port in ports]
     await server.start()
-    logger.info("router for %s, and for a gateway at %s", settings.model, gateway.address)
+    logger.info("router for %s, and for a gateway at %s", settings.model, options.listen)
     try:
         await serving.serve(router, listeners, stop)
     finally:
@@ -268,10 +243,7 @@ def main(argv: list[str] | None = None) -> int:
                 held.enter_context(tempfile.TemporaryDirectory(prefix="epd-picker-"))
             )
             where.mkdir(parents=True, exist_ok=True, mode=0o700)
-            gateway = Gateway(
-                address=options.listen, ca=options.gateway_ca, networks=options.gateway_network
-            )
-            uvloop.run(serve(settings, where, gateway, options.threads))
+            uvloop.run(serve(settings, where, options))
     except EPDError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

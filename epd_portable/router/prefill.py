@@ -28,10 +28,7 @@ from epd_portable.router.contents.body import (
     RESPONSES_PATH,
     Call,
 )
-from epd_portable.router.contents.cut_text import Segments, opens
-from epd_portable.router.encode_jobs import Attempt
-from epd_portable.router.http.upstream import UpstreamError
-from epd_portable.router.relay import Relay, connection_failure
+from epd_portable.router.contents.cut_text import decode_if_valid, opens
 from epd_portable.router.selector import Selection
 from epd_portable.wire.outcomes import FailureKind
 
@@ -78,9 +75,6 @@ class _KvParams(msgspec.Struct):
     do_remote_prefill: bool = False
 
 
-_kv_params = msgspec.json.Decoder(_KvParams)
-
-
 class _Answer(msgspec.Struct):
     kv_transfer_params: msgspec.Raw = msgspec.Raw(b"null")
 
@@ -99,10 +93,7 @@ def _given_kv(call: Call) -> _KvParams:
     raw = call.fields.get("kv_transfer_params")
     if not isinstance(raw, msgspec.Raw) or not opens(raw, b"{"):
         return _KvParams()
-    try:
-        return _kv_params.decode(raw)
-    except msgspec.MsgspecError:
-        return _KvParams()
+    return decode_if_valid(raw, _KvParams) or _KvParams()
 
 
 def suits(call: Call) -> bool:
@@ -127,17 +118,12 @@ class _Tool(msgspec.Struct):
     type: str = "function"
 
 
-_tools = msgspec.json.Decoder(list[_Tool])
-
-
 def _calls_no_tools_itself(tools: object) -> bool:
     """Return whether the engine leaves tools to the client: else it has several prompts."""
     if not isinstance(tools, msgspec.Raw) or not opens(tools, b"["):
         return True
-    try:
-        return all(tool.type == "function" for tool in _tools.decode(tools))
-    except msgspec.MsgspecError:
-        return False
+    read = decode_if_valid(tools, list[_Tool])
+    return read is not None and all(tool.type == "function" for tool in read)
 
 
 def choose_prefill(
@@ -183,64 +169,30 @@ def with_kv(call: Call, params: msgspec.Raw) -> Call:
 
 def read_kv(body: bytes) -> msgspec.Raw | None:
     """Return what a prefill instance says of the KV; ``None`` if it says nothing."""
-    try:
-        found = msgspec.json.decode(body, type=_Answer).kv_transfer_params
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+    answer = decode_if_valid(body, _Answer)
+    if answer is None or not opens(answer.kv_transfer_params, b"{"):
         return None
-    return found.copy() if opens(found, b"{") else None
+    return answer.kv_transfer_params.copy()
 
 
-class Prefill:
-    """Brings one call to a prefill instance, in the way of a `Forwarder`.
+def kv_of(reply: Reply, call: Call, prefill: Instance, without_kv: set[str]) -> msgspec.Raw:
+    """Return what a prefill instance says of the KV of a call; see `choose_prefill`.
 
-    Attributes:
-        call: As it is to go on to the decode instance.
-        refusal: What the prefill instance answered in place of KV, a 4xx; ``None`` if it did not.
+    Raises:
+        RequestFailure: It says nothing.
     """
-
-    def __init__(self, call: Call, relay: Relay, without_kv: set[str]) -> None:
-        self.call = call
-        self.refusal: Reply | None = None
-        self._relay = relay
-        self._without_kv = without_kv
-
-    async def forward(self, call: Call, attempt: Attempt, body: Segments, out: object) -> int:
-        """Send the call and keep its answer; the client gets nothing of it."""
-        pd = attempt.pd
-        answer = await self._relay.send(call, attempt, body)
-        try:
-            whole = await answer.read(None)
-        except UpstreamError as error:
-            raise connection_failure(pd, error, RequestPhase.ANSWER) from error
-        finally:
-            answer.close()
-        headers = {"content-type": answer.headers.get("content-type", "application/json")}
-        reply = Reply(answer.status, headers, whole)
-        await self._relay.check_reply(reply, attempt)
-        if reply.status >= 400:
-            self.refusal = reply
-            return reply.status
-        self._relay.without_outcome(reply)
-        if (params := read_kv(whole)) is None:
-            message = f"instance {pd.name} says nothing of the KV of its prompt"
-            if call.path in _LATER:
-                self._without_kv.add(call.path)
-                logger.warning(
-                    "%s at %s: prompts of this endpoint are computed where they are answered from "
-                    "now on; later versions of vLLM say it",
-                    message,
-                    call.path,
-                )
-            raise RequestFailure(FailureKind.ERROR, RequestPhase.ANSWER, message)
-        self.call = with_kv(self.call, params)
-        return reply.status
-
-
-def as_prefill_failure(failed: RequestFailure) -> RequestFailure:
-    """Return what a failure at a prefill instance is to the request."""
-    if failed.kind in ("lost", "unreachable", "error", "timeout"):
-        return RequestFailure(failed.kind, RequestPhase.PREFILL, str(failed))
-    return failed
+    if (params := read_kv(reply.body)) is not None:
+        return params
+    message = f"instance {prefill.name} says nothing of the KV of its prompt"
+    if call.path in _LATER:
+        without_kv.add(call.path)
+        logger.warning(
+            "%s at %s: prompts of this endpoint are computed where they are answered from now on; "
+            "later versions of vLLM say it",
+            message,
+            call.path,
+        )
+    raise RequestFailure(FailureKind.ERROR, RequestPhase.ANSWER, message)
 
 
 def _is_given(value: object) -> bool:

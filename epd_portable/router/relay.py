@@ -13,7 +13,7 @@ from epd_portable.delivery.instances import Instance
 from epd_portable.delivery.replies import JSON, Reply
 from epd_portable.router.client_exchange import EVENTS, ClientExchange
 from epd_portable.router.contents.body import Call
-from epd_portable.router.contents.cut_text import Segments
+from epd_portable.router.contents.cut_text import Segments, decode_if_valid
 from epd_portable.router.encode_jobs import Attempt
 from epd_portable.router.http.upstream import InstanceAnswer, Upstream, UpstreamError
 from epd_portable.router.observability.metrics import Metrics
@@ -102,6 +102,24 @@ class Relay:
             )
         except UpstreamError as error:
             raise connection_failure(pd, error, RequestPhase.ANSWER) from error
+
+    async def whole_reply(self, call: Call, attempt: Attempt, body: Segments) -> Reply:
+        """Send a request, and return all of its answer, of which no client has anything yet.
+
+        Raises:
+            RequestFailure: There is none, or it is a 5xx.
+        """
+        answer = await self.send(call, attempt, body)
+        try:
+            whole = await answer.read()
+        except UpstreamError as error:
+            raise connection_failure(attempt.pd, error, RequestPhase.ANSWER) from error
+        finally:
+            answer.close()
+        kind = answer.headers.get("content-type", JSON["content-type"])
+        reply = Reply(answer.status, {"content-type": kind}, whole)
+        await self.check_reply(reply, attempt)
+        return self.without_outcome(reply)
 
     async def _pass_on(
         self, call: Call, answer: InstanceAnswer, attempt: Attempt, out: ClientExchange
@@ -295,8 +313,6 @@ def failed_stream(first: bytes) -> Reply | None:
         return None
     lines = first.removeprefix(b"event: error\n")
     event = lines.partition(b"\n")[0].rstrip().removeprefix(b"data: ")
-    try:
-        status = msgspec.json.decode(event, type=_ErrorEvent).error.code
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        status = 500
+    failed = decode_if_valid(event, _ErrorEvent)
+    status = failed.error.code if failed else 500
     return Reply(status if 400 <= status <= 599 else 500, JSON, event)

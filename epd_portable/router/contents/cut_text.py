@@ -159,6 +159,14 @@ def decode(decoder: msgspec.json.Decoder[T], raw: msgspec.Raw, where: str) -> T:
         raise RequestError(f"{where}: {error}", status=400, code="invalid_field") from error
 
 
+def decode_if_valid(raw: Bytes | msgspec.Raw, kind: type[T]) -> T | None:
+    """Return what JSON of an instance or a client says; ``None`` if it is of another type."""
+    try:
+        return msgspec.json.decode(raw, type=kind)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None
+
+
 def opens(raw: msgspec.Raw, bracket: bytes) -> bool:
     """Return whether a JSON value begins with this byte."""
     return bytes(memoryview(raw)[:1]) == bracket

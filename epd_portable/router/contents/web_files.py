@@ -112,24 +112,22 @@ class WebFiles:
     async def fetch(self, target: WebTarget) -> FetchedFile:
         """Fetch a file, which was checked to be allowed, from where redirects lead.
 
+        A turn at a host is given back before the next host's is waited for.
+
         Raises:
             RequestError: It cannot be obtained, or there is no memory for it.
         """
-        with self._body() as held:
-            return await self._follow(target, held)
-
-    async def _follow(self, target: WebTarget, held: Body) -> FetchedFile:
-        """A turn at a host is given back before the next host's is waited for."""
         seen = {target}
-        left_s = self._settings.timeout_s
+        left_s = within_s = self._settings.timeout_s
         while True:
-            async with self._turns.at(target.host, self._settings.timeout_s):
+            async with self._turns.at(target.host, within_s):
                 begun = time.monotonic()
                 try:
-                    with anyio.fail_after(left_s):
+                    with anyio.fail_after(left_s), self._body() as held:
                         answer = await self._ask_twice(target, held)
                 except TimeoutError as error:
-                    raise _too_slow(self._settings.timeout_s) from error
+                    problem = f"it did not come within {within_s:g} s"
+                    raise MediaUrlError(problem, status=504, code="media_url_timeout") from error
             left_s = max(left_s - (time.monotonic() - begun), 0.0)
             if isinstance(answer, FetchedFile):
                 return answer
@@ -303,11 +301,3 @@ class _ServerFailedError(MediaUrlError):
 
 def _failed(problem: str, *, status: int = 502) -> MediaUrlError:
     return MediaUrlError(problem, status=status, code="media_url_failed")
-
-
-def _too_slow(within_s: float) -> MediaUrlError:
-    return MediaUrlError(
-        f"it did not come within {within_s:g} s",
-        status=504,
-        code="media_url_timeout",
-    )

@@ -7,6 +7,7 @@ import functools
 import mmap
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from email.utils import formatdate
 from http import HTTPStatus
 from typing import Protocol, cast
@@ -309,17 +310,12 @@ class ClientRequest:
             self._transport.write(data)
 
 
+@dataclass(slots=True)
 class HeldBytes:
-    """What all large bodies that are held may take together, and take.
+    """What all large bodies that are held may take together, and take."""
 
-    Attributes:
-        limit: Of the sum.
-        count: The sum.
-    """
-
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
-        self.count = 0
+    limit: int
+    count: int = 0
 
 
 class Body:

@@ -22,6 +22,7 @@ from epd_portable.delivery.gate import Gate, Limit, Ticket
 from epd_portable.delivery.instances import EndpointPool, Instance
 from epd_portable.errors import RequestError
 from epd_portable.router.contents.body import Call
+from epd_portable.router.contents.cut_text import decode_if_valid
 from epd_portable.router.observability.metrics import Metrics
 from epd_portable.scheduling.admission import Pace
 
@@ -213,11 +214,8 @@ def priority_of(call: Call, headers: Mapping[str, str]) -> int:
     with contextlib.suppress(ValueError):
         return int(headers.get(PRIORITY_HEADER, "none"))
     given = call.fields.get("priority")
-    if isinstance(given, msgspec.Raw):
-        # The instance says what is wrong with one that is no number.
-        with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):
-            return msgspec.json.decode(given, type=int)
-    return 0
+    # The instance says what is wrong with one that is no number.
+    return (isinstance(given, msgspec.Raw) and decode_if_valid(given, int)) or 0
 
 
 def _class(priority: int) -> str:
