@@ -244,7 +244,8 @@ class Upstream:
             "instances: raise its limit of open files (ulimit -Hn), or start more routers"
         )
         now = asyncio.get_running_loop().time()
-        if now - self._said_at >= _SAY_EVERY_S:
+        # Of a site whoever wants its file says so, once for each.
+        if self._addresses is None and now - self._said_at >= _SAY_EVERY_S:
             self._said_at = now
             logger.error(why)
         return UpstreamError(FailureKind.UNAVAILABLE, why)

@@ -6,6 +6,8 @@ import asyncio
 import base64
 import gzip
 import ipaddress
+import resource
+import socket
 import ssl
 import subprocess
 import threading
@@ -309,6 +311,23 @@ async def test_a_server_that_fails_is_asked_once_more(
     assert "asked for once more" in caplog.text
     assert (await refusal(fetcher, world.url())).status == 502
     assert len(world.site.heads) == 4
+
+
+async def test_a_router_without_files_says_so_once_for_each_file(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    fetcher = world.fetcher()
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with socket.socket() as lowest:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (lowest.fileno(), hard))
+        try:
+            for page in ("/a", "/b"):
+                assert (await refusal(fetcher, world.url(page))).status == 502
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    said = [each.getMessage() for each in caplog.records]
+    assert len(said) == 2
+    assert all("Too many open files" in each for each in said)
 
 
 @pytest.mark.parametrize("name", ["missing", "too-many", "empty", "bomb", "announced"])
