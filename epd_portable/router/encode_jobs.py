@@ -135,10 +135,8 @@ class EncodeJobs:
         store: StoreLookup | None,
     ) -> None:
         self.times = EncodeTimes()
-        self._wait_timeout_s = settings.wait_timeout_s
+        self._settings = settings
         self._job_s = settings.encode_job_s
-        self._connect_s = settings.connect_timeout_s
-        self._order = settings.encode_order
         self._upstream = upstream
         self._control = control
         self._retries = retries
@@ -170,7 +168,7 @@ class EncodeJobs:
 
     async def _bring(self, delivery: Delivery, attempt: Attempt) -> ItemResult | EncodeFailure:
         """Try the store and encoders; return what became of the item, or why nobody brings it."""
-        deadline_s = time.monotonic() + self._wait_timeout_s
+        deadline_s = time.monotonic() + self._settings.wait_timeout_s
         encoder = delivery.encoder
 
         def choose(exclude: Collection[str]) -> Instance | None:
@@ -192,7 +190,7 @@ class EncodeJobs:
         assert encoder is not None, "a delivery has an encoder, or an entry of the store"
         tries = EncodeTries(choose, self._retries, deadline_s=deadline_s)
         # All that run within it end by the same deadline.
-        in_turn = self._order == "sequential"
+        in_turn = self._settings.encode_order == "sequential"
         while True:
             # Its job may be answered before the item is written: it must not leave before that.
             with encoder.held():
@@ -226,7 +224,7 @@ class EncodeJobs:
             attempt.note_fallback(tries.failure.kind, another)
             if another is None:
                 return EncodeFailure(kind=tries.failure.kind, reason=tries.describe())
-            encoder, in_turn = another, self._order != "concurrent"
+            encoder, in_turn = another, self._settings.encode_order != "concurrent"
 
     async def _encode(
         self, delivery: Delivery, encoder: Instance, attempt: Attempt, deadline_s: float
@@ -264,7 +262,7 @@ class EncodeJobs:
                     encoder.url + CHAT_PATH,
                     body=delivery.body,
                     headers=headers,
-                    connect_s=self._connect_s,
+                    connect_s=self._settings.connect_timeout_s,
                     timeout_s=max(limit_s, 0.001),
                 )
         except WentDownError as error:

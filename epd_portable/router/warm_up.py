@@ -17,7 +17,7 @@ import struct
 import uuid
 import wave
 import zlib
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import msgspec
@@ -33,7 +33,7 @@ from epd_portable.delivery.assignment import (
 from epd_portable.delivery.instances import EndpointPool, Instance, WentDownError, while_up
 from epd_portable.log import trace
 from epd_portable.router.contents.body import CHAT_PATH, Call, Rules, read_call
-from epd_portable.router.contents.cut_text import Segments
+from epd_portable.router.contents.cut_text import Segments, decode_if_valid
 from epd_portable.router.encode_jobs import item_of, read_outcome
 from epd_portable.router.fleet.control import ControlChannels
 from epd_portable.router.http.upstream import Upstream, UpstreamError
@@ -212,10 +212,11 @@ class WarmUp:
     ) -> ItemOutcome | None:
         """Send encode job and request; return how the PD instance had the call's only item."""
         (item,) = call.items
-        job = call.for_encoder(item, transfer)
+        # What it announces waits for the request.
+        encoded = await self._ask(encoder, call.for_encoder(item, transfer))
         metadata = None
         if not self._settings.local_encode:
-            described = item_of(read_outcome(await self._ask(encoder, job)))
+            described = item_of(read_outcome(encoded))
             if isinstance(described, EncodeFailure) or not described.metadata:
                 raise _RefusedError(f"{encoder.name} knows no metadata of its first item")
             metadata = described
@@ -223,17 +224,12 @@ class WarmUp:
         request = call.for_pd(
             PrefillParams(transfers=(expected,)), {item.item_uuid: metadata} if metadata else None
         )
-        if metadata is None:
-            answer = await _second_of(self._ask(encoder, job), self._ask(pd, request))
-        else:
-            answer = await self._ask(pd, request)
-        try:
-            outcome = msgspec.json.decode(answer, type=_Answer).ec_transfer_params
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        answer = decode_if_valid(await self._ask(pd, request), _Answer)
+        if answer is None:
             raise _RefusedError(
-                f"{pd.name} answered its first item with no answer: {error}"
-            ) from error
-        items = outcome.items if outcome else ()
+                f"{pd.name} answered its first item with no answer that can be read"
+            )
+        items = answer.ec_transfer_params.items if answer.ec_transfer_params else ()
         return next((each for each in items if each.mm_hash == expected.item_uuid), None)
 
     async def _transfer_kv(self, prefill: Instance, decode: Instance) -> None:
@@ -298,18 +294,6 @@ def _note(newcomer: Instance, problems: Iterable[str]) -> None:
     newcomer.note(problem)
     if problem:
         logger.warning("warm-up: %s", problem)
-
-
-async def _second_of(one: Awaitable[bytes], other: Awaitable[bytes]) -> bytes:
-    """Return what the second of two requests is answered; when one fails, the other is ended."""
-    tasks = [asyncio.ensure_future(one), asyncio.ensure_future(other)]
-    try:
-        _, answer = await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-    return answer
 
 
 # Small items, each different from all others: no cache knows them.

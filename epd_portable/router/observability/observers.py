@@ -20,23 +20,20 @@ def observers(settings: RouterSettings) -> list[Listener]:
         ConfigError: A file cannot be written, or a package is missing.
     """
     found: list[Listener] = []
+    endpoint = settings.tracing.endpoint
     named = next((name for name in _ENDPOINTS if os.environ.get(name)), "")
     # Switched off, OpenTelemetry has no names of spans to send.
     off = os.environ.get("OTEL_SDK_DISABLED", "").lower() == "true"
-    if (settings.tracing.endpoint or named) and not off:
-        found.append(_tracing(settings.tracing.endpoint, named))
+    if (endpoint or named) and not off:
+        try:
+            from epd_portable.router.observability.tracing import Tracing, provider
+        except ImportError as error:
+            asked = "router.tracing.endpoint" if endpoint else f"the variable {named}"
+            raise ConfigError(
+                f"{asked} asks for spans, and OpenTelemetry is not installed ({error}): install "
+                "epd-portable[otel], or leave it out"
+            ) from error
+        found.append(Tracing(provider(endpoint)))
     if settings.access_log:
         found.append(AccessLog(settings.access_log))
     return found
-
-
-def _tracing(endpoint: str | None, named: str) -> Listener:
-    try:
-        from epd_portable.router.observability.tracing import Tracing, provider
-    except ImportError as error:
-        asked = "router.tracing.endpoint" if endpoint else f"the variable {named}"
-        raise ConfigError(
-            f"{asked} asks for spans, and OpenTelemetry is not installed ({error}): install "
-            "epd-portable[otel], or leave it out"
-        ) from error
-    return Tracing(provider(endpoint))

@@ -270,8 +270,3 @@ class RequestRecord:
         if self.output_tokens is not None:
             return self.output_tokens
         return max(self.events - _ENDS_OF_CHAT, 0)
-
-    @property
-    def pd(self) -> str:
-        """The instance that answers, or was asked last to; empty before."""
-        return next((each.instance for each in reversed(self.legs) if each.stage == "answer"), "")
