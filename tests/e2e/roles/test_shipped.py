@@ -203,26 +203,6 @@ def test_pictures_of_one_request_are_encoded_by_all_that_hold_the_encoder(served
 
 
 @pytest.mark.full
-def test_one_that_encodes_for_others_may_be_killed(served: Served) -> None:
-    if served.name not in SHARED:
-        pytest.skip("its instances do not encode for each other")
-    begin_s = time.monotonic()
-    contents = [[*map(picture, range(100 + 4 * n, 104 + 4 * n)), ASK] for n in range(6)]
-    expected = [ask(served.reference_url, content) for content in contents]
-    with ThreadPoolExecutor() as pool:
-        asked = pool.submit(ask_all, served.split.url, contents)
-        wait_until(
-            lambda: bool(served.split.events("encode_job", since_s=begin_s)), "one has a job"
-        )
-        victim = served.split.events("encode_job", since_s=begin_s)[0]["encoder"]
-        os.killpg(named(served.split.pid, victim).pid, signal.SIGKILL)
-        wait_until(lambda: not every_instance_is_up(served.split), "the router knows")
-        for answer, other in zip(asked.result(), expected, strict=True):
-            assert_equal(answer, other)
-    wait_until(lambda: every_instance_is_up(served.split), f"{victim} is back", within_s=RESTART_S)
-
-
-@pytest.mark.full
 def test_one_that_encodes_for_others_bounds_their_jobs_alone(served: Served) -> None:
     if served.name not in SHARED:
         pytest.skip("its instances do not encode for each other")
@@ -357,6 +337,27 @@ def test_beside_a_prefill_instance_the_router_coordinates_for_a_decode_side(serv
     whole = post(served.split.url, body(content), headers=shown)
     assert whole.json()["choices"][0]["message"]["content"] == served.expected(content)
     assert whole.headers[PREFILLER] == places["prefill-0"]
+
+
+@pytest.mark.full
+def test_one_that_encodes_for_others_may_be_killed(served: Served) -> None:
+    """After those that say where pictures are encoded: KV that went with it is computed again."""
+    if served.name not in SHARED:
+        pytest.skip("its instances do not encode for each other")
+    begin_s = time.monotonic()
+    contents = [[*map(picture, range(100 + 4 * n, 104 + 4 * n)), ASK] for n in range(6)]
+    expected = [ask(served.reference_url, content) for content in contents]
+    with ThreadPoolExecutor() as pool:
+        asked = pool.submit(ask_all, served.split.url, contents)
+        wait_until(
+            lambda: bool(served.split.events("encode_job", since_s=begin_s)), "one has a job"
+        )
+        victim = served.split.events("encode_job", since_s=begin_s)[0]["encoder"]
+        os.killpg(named(served.split.pid, victim).pid, signal.SIGKILL)
+        wait_until(lambda: not every_instance_is_up(served.split), "the router knows")
+        for answer, other in zip(asked.result(), expected, strict=True):
+            assert_equal(answer, other)
+    wait_until(lambda: every_instance_is_up(served.split), f"{victim} is back", within_s=RESTART_S)
 
 
 @pytest.mark.full
