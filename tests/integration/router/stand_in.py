@@ -339,8 +339,13 @@ class ControlEnd:
         self._socket.curve_secretkey = held.server_secret
         self._socket.curve_publickey = held.server_public
         self._socket.curve_server = True
+        self._connected = self._socket.get_monitor_socket(zmq.Event.HANDSHAKE_SUCCEEDED)
         port = self._socket.bind_to_random_port("tcp://127.0.0.1")
         self.address = f"tcp://127.0.0.1:{port}"
+
+    async def until_connected(self) -> None:
+        """Wait for this end of a connection to be made."""
+        await asyncio.wait_for(self._connected.recv_multipart(), DEADLINE_S)
 
     async def receive(self) -> tuple[str, AnyMessage]:
         """Return the next message and the identity of its sender."""
