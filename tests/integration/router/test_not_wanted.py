@@ -6,7 +6,6 @@ import asyncio
 
 import anyio
 import pytest
-import zmq
 from starlette.responses import Response
 
 from epd_portable.wire.messages import NotWanted
@@ -15,7 +14,6 @@ from tests.integration.router.conftest import Build, Topology
 from tests.integration.router.stand_in import (
     DEADLINE_S,
     Received,
-    RouterServing,
     StandIn,
     answer,
     forever,
@@ -27,21 +25,13 @@ from tests.integration.router.test_requests import BLUE, RED, TEXT
 from tests.integration.router.test_warm_up import is_up
 
 
-async def until_connected(t: Topology) -> None:
-    """Wait until the router can send; its end may be connected later than the instance's."""
-    await t.control.until_connected()
-    if isinstance(t.router, RouterServing):  # Behind Envoy it is another process.
-        socket = t.router.router._control._sockets["pd-0"]
-        assert await socket.poll(int(DEADLINE_S * 1000), zmq.POLLOUT)
-
-
 @pytest.fixture
 def build_connected(build: Build) -> Build:
     """A topology whose router has reached the control channel: what is sent before that is lost."""
 
     async def make(**settings: object) -> Topology:
         t = await build(**settings)
-        await until_connected(t)
+        await t.until_connected()
         return t
 
     return make
@@ -164,7 +154,7 @@ async def test_an_item_of_a_first_meeting_that_failed_is_not_wanted(build: Build
         return await refuse(400)(received)
 
     t = await build(warm_up=True, behaviour=generate)
-    await until_connected(t)
+    await t.until_connected()
     connected.set()
     await t.until_health(is_up)
     assert await told(t, 1) == set(transfers_of(t.pd))
