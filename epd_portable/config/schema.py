@@ -19,7 +19,7 @@ from epd_portable.config.routing import RouterSection
 from epd_portable.config.store import StoreSection
 
 AUTO = "auto"
-"""``launch.host``: the address that the machine sends from on its default route."""
+"""``launch.host``: the address that the default route of the machine leaves by."""
 
 
 def _check_host(host: str) -> str:
