@@ -97,6 +97,18 @@ def put_out(transport: Transport) -> DeviceEvent:
     return transport._copies.platform.record_event()
 
 
+def slot_write(
+    transport: Transport, src: torch.Tensor, slot: SlotDescriptor, address: str, seconds: float
+) -> SlotWrite:
+    return SlotWrite(
+        src=src,
+        slot=slot,
+        computed=put_out(transport),
+        address=address,
+        deadline_s=transport._copies.clock() + seconds,
+    )
+
+
 def write(
     transport: Transport,
     consumer: Consumer,
@@ -104,15 +116,7 @@ def write(
     slot: SlotDescriptor,
     seconds: float = 30.0,
 ) -> None:
-    transport.write(
-        SlotWrite(
-            src=src,
-            slot=slot,
-            computed=put_out(transport),
-            address=consumer.address,
-            deadline_s=transport._copies.clock() + seconds,
-        )
-    )
+    transport.write(slot_write(transport, src, slot, consumer.address, seconds))
 
 
 def within_guards(content: torch.Tensor) -> str:
@@ -261,15 +265,7 @@ def queue(
     slot: SlotDescriptor,
     seconds: float = 30.0,
 ) -> QueuedCopy | None:
-    return transport.queue(
-        SlotWrite(
-            src=src,
-            slot=slot,
-            computed=put_out(transport),
-            address=consumer.address,
-            deadline_s=transport._copies.clock() + seconds,
-        )
-    )
+    return transport.queue(slot_write(transport, src, slot, consumer.address, seconds))
 
 
 @pytest.mark.parametrize("route", parameters(ONE_SIDED), indirect=True)
@@ -473,15 +469,7 @@ def test_an_address_that_is_none_is_an_error(
     src = source(transport, 10)
     slot = consumer.grant(0, nbytes(src))
     with pytest.raises(TransportError):
-        transport.write(
-            SlotWrite(
-                src=src,
-                slot=slot,
-                computed=put_out(transport),
-                address=address,
-                deadline_s=time.monotonic() + 1,
-            )
-        )
+        transport.write(slot_write(transport, src, slot, address, 1))
     assert_serves(transport, consumer)
 
 
