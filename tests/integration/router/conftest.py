@@ -8,7 +8,6 @@ from typing import Any
 
 import httpx
 import pytest
-import zmq
 
 from epd_portable.config.roles import PAIR_LABEL
 from epd_portable.config.secret import Secret
@@ -58,14 +57,6 @@ class Topology:
     @property
     def control(self) -> ControlEnd:
         return self.controls[0]
-
-    async def until_connected(self) -> None:
-        """Wait until the router can send messages: what it sends before is lost."""
-        await self.control.until_connected()
-        if isinstance(self.router, RouterServing):  # Behind Envoy it is another process.
-            # Its end may be connected later than the instance's.
-            socket = self.router.router._control._sockets["pd-0"]
-            assert await socket.poll(int(DEADLINE_S * 1000), zmq.POLLOUT)
 
     async def chat(self, *parts: Any, **fields: Any) -> httpx.Response:
         body = {"messages": [{"role": "user", "content": list(parts)}], **fields}

@@ -237,6 +237,9 @@ class RouterServing(Serving):
         self._listening = await asyncio.get_running_loop().create_server(
             lambda: ServerConnection(self._clients, self.port), sock=listener, backlog=BACKLOG
         )
+        # What a router sends before its end of a control channel is connected is lost.
+        for each in self.router._control._sockets.values():
+            assert await each.poll(int(DEADLINE_S * 1000), zmq.POLLOUT)
 
     def drop_connections(self) -> None:
         for connection in tuple(self._clients.open):

@@ -31,7 +31,7 @@ def build_connected(build: Build) -> Build:
 
     async def make(**settings: object) -> Topology:
         t = await build(**settings)
-        await t.until_connected()
+        await t.control.until_connected()
         return t
 
     return make
@@ -154,7 +154,7 @@ async def test_an_item_of_a_first_meeting_that_failed_is_not_wanted(build: Build
         return await refuse(400)(received)
 
     t = await build(warm_up=True, behaviour=generate)
-    await t.until_connected()
+    await t.control.until_connected()
     connected.set()
     await t.until_health(is_up)
     assert await told(t, 1) == set(transfers_of(t.pd))

@@ -144,7 +144,6 @@ async def test_a_streamed_request_that_fails_at_once_gets_a_status_and_ends_its_
     build: Build,
 ) -> None:
     t = await build(encoding=forever)
-    await t.until_connected()
 
     async def pieces() -> AsyncIterator[bytes]:
         yield b'data: {"er'
