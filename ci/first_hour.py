@@ -32,6 +32,7 @@ from ci import carry
 
 ROOT = Path(__file__).resolve().parent.parent
 FIGURES, PROGRESS, LOCK, PIECES = "figures.json", "progress.log", "lock", "pieces"
+SITE, CACHE = "site", "vllm-cache"
 TAIL_LINES = 40
 GRACE_S = 5.0
 PATIENCE = 6
@@ -278,10 +279,10 @@ class Hour:
         self, name: str, argv: Sequence[str], file: Any
     ) -> Iterator[subprocess.Popen[bytes] | None]:
         token = f"{name}-{os.getpid()}-{time.monotonic_ns()}"
-        paths = [str(ROOT), str(self._out / "site"), *filter(None, [os.environ.get("PYTHONPATH")])]
-        env = {"VLLM_CACHE_ROOT": str(self._out / "vllm-cache"), **os.environ, STARTED_BY: token}
+        paths = [str(ROOT), str(self._out / SITE), *filter(None, [os.environ.get("PYTHONPATH")])]
+        env = {**os.environ, STARTED_BY: token, REFERENCE: str(self._log("reference"))}
         env |= {"PYTHONUNBUFFERED": "1", "PYTHONPATH": os.pathsep.join(paths)}
-        env[REFERENCE] = str(self._log("reference"))
+        env["VLLM_CACHE_ROOT"] = str(self._out / CACHE)
         argv = [word.replace("{out}", str(self._out)) for word in argv]
         try:
             process = subprocess.Popen(argv, cwd=ROOT, env=env, stdout=file, stderr=file)
@@ -370,7 +371,7 @@ def begin(options: argparse.Namespace, hour: Hour) -> int:
     pieces, end_s = options.out / PIECES, time.monotonic() + options.call_s
     if options.take:
         carry.take(options.take, pieces)
-        carry.install(pieces, options.out / "site")
+        carry.install(pieces, options.out / SITE, options.out / CACHE)
     with (options.out / PROGRESS).open("ab") as log, (options.out / LOCK).open("wb") as lock:
         place = log.tell()
         if _locked(lock):

@@ -114,7 +114,7 @@ def test_pieces_are_taken_in_whatever_order_and_engines_wait_for_the_last(tmp_pa
     for piece in reversed(pieces):
         carry.take(piece, out / PIECES)
     assert carry.missing(out / PIECES) == "pieces 2 of 6"
-    assert [file.name for file in (out / PIECES / carry.WHEELS).iterdir()] == ["small.whl"]
+    assert [file.name for file in (out / PIECES / carry.WHOLE).iterdir()] == ["small.whl"]
     ran = [
         stage(name, f"""echo {name} >> "$1/ran"; {end}""", engine=name == "engines")
         for name, end in (("fails", "false"), ("soon", "true"), ("engines", "true"))
@@ -123,7 +123,7 @@ def test_pieces_are_taken_in_whatever_order_and_engines_wait_for_the_last(tmp_pa
         assert run(out, *chosen).keys() == {"fails", "soon"}
     carry.take(late, out / PIECES)
     for name, data in content.items():
-        assert (out / PIECES / carry.WHEELS / name).read_bytes() == data
+        assert (out / PIECES / carry.WHOLE / name).read_bytes() == data
     run(out, *ran)
     # What has failed is run again once all is there, behind what has not run.
     assert (out / "ran").read_text().split() == ["fails", "soon", "engines", "fails"]
@@ -141,15 +141,26 @@ def test_what_is_installed_is_compiled_where_python_writes_no_bytecode(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
-    info, wheels = "engine-1.dist-info", tmp_path / carry.WHEELS
-    wheels.mkdir()
-    with zipfile.ZipFile(wheels / "engine-1-py3-none-any.whl", "w") as file:
+    info, whole = "engine-1.dist-info", tmp_path / carry.WHOLE
+    whole.mkdir()
+    with zipfile.ZipFile(whole / "engine-1-py3-none-any.whl", "w") as file:
         file.writestr("engine.py", "")
         file.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: engine\nVersion: 1\n")
         file.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: any\n")
         file.writestr(f"{info}/RECORD", "")
-    carry.install(tmp_path, tmp_path / "site")
+    carry.install(tmp_path, tmp_path / "site", tmp_path / "cache")
     assert [file.suffix for file in (tmp_path / "site" / "__pycache__").iterdir()] == [".pyc"]
+
+
+def test_what_vllm_has_found_out_elsewhere_is_where_engines_look_for_it(tmp_path: Path) -> None:
+    cut, out = tmp_path / "cut", tmp_path / "out"
+    cut.mkdir()
+    (cut / "a-Model.json").write_text("{}")
+    (piece,) = carry.split(cut, tmp_path / "pieces", piece_bytes=1000)
+    argv = [sys.executable, "-m", "ci.first_hour", "cuda", "--out", str(out), "--stage", "machine"]
+    subprocess.run([*argv, "--take", str(piece)], cwd=ROOT, capture_output=True)
+    told = run(out, stage("engine", 'cat "$VLLM_CACHE_ROOT/modelinfos/a-Model.json"', engine=True))
+    assert (told["engine"]["status"], told["engine"]["tail"]) == (0, ["{}"])
 
 
 def test_the_reference_starts_beside_the_stage_that_compares_with_it(tmp_path: Path) -> None:
