@@ -486,7 +486,7 @@ class _Connection(asyncio.Protocol):
             while not answer.status and not answer.over:
                 await answer._changed()
         except BaseException:
-            self.drop()
+            answer.close()  # Unless it is whole: the connection may be another request's already.
             raise
         if not answer.status:
             answer._check_whole()

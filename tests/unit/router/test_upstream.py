@@ -200,6 +200,36 @@ async def test_one_that_was_closed_while_at_rest_is_not_used(
     assert len(instance.requests) == 2
 
 
+async def test_who_gives_up_when_the_answer_is_whole_leaves_the_connection_to_the_next(
+    client: Upstream, listening: Open
+) -> None:
+    instance, asked = Instance(OK), asyncio.Event()
+
+    async def say_nothing_at_first(head: bytes, writer: asyncio.StreamWriter) -> None:
+        if asked.is_set():
+            writer.write(OK)
+        asked.set()
+
+    instance.behave = say_nothing_at_first
+    url, turn = await listening(instance), asyncio.Event()
+
+    async def next_one() -> int:
+        await turn.wait()
+        return (await client.ask("POST", url, timeout_s=5))[0]
+
+    after = asyncio.create_task(next_one())
+    first = asyncio.create_task(client.ask("POST", url, timeout_s=5))
+    await asyncio.wait_for(asked.wait(), 5)
+    (connection,) = client._connections
+    # All in one turn of the event loop: the next one runs before the first hears of anything.
+    turn.set()
+    connection.data_received(OK)
+    first.cancel()
+    assert await after == 200
+    assert first.cancelled()
+    assert len(instance.connections) == 1
+
+
 @pytest.mark.parametrize("ending", ["closed", "cancelled", "unasked"])
 async def test_a_connection_is_closed_that_could_bring_an_answer_that_is_not_wanted(
     client: Upstream, listening: Open, ending: str
