@@ -88,7 +88,7 @@ class Child:
                     start_new_session=True,
                 )
             except OSError as error:
-                raise LaunchError(f"{spec.name}: cannot start {spec.argv[0]}: {error}") from error
+                raise LaunchError(f"cannot start {spec.argv[0]}: {error}") from error
         self.session = self._process.pid
         self.started_ticks = start_ticks(self.session)
 
@@ -162,13 +162,17 @@ class Child:
             return answer.status_code, None
 
     def output(self) -> str:
-        """Return the end of what this start has written so far, at most 256 KiB."""
-        with self.log.open("rb") as file:
+        """Return the end of what this start has written so far, at most 256 KiB.
+
+        Nothing if the log has been removed.
+        """
+        with contextlib.suppress(FileNotFoundError), self.log.open("rb") as file:
             end = file.seek(0, os.SEEK_END)
             # Rotated meanwhile: all that is in it is of this start.
             self._log_start = self._log_start if self._log_start <= end else 0
             file.seek(max(self._log_start, end - _TAIL_BYTES))
             return file.read().decode("utf-8", errors="replace")
+        return ""
 
 
 def start_fork_server(

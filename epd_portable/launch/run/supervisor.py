@@ -327,23 +327,17 @@ class Supervisor:
 
     def _keep_guarded(self) -> None:
         if not self._guard.alive:
-            self._guard = self._new_guard()
+            try:
+                self._guard = self._new_guard()
+            except (LaunchError, OSError) as error:
+                text = "nothing would end this run if its launcher were killed, until there is a guard"
+                self._warn_once(f"{text}: {error}")
 
     def _perform(self, actions: list[Action]) -> None:
         for action in actions:
             match action:
                 case Start(name):
-                    child = Child(
-                        self._specs[name],
-                        log_dir=self._log_dir,
-                        run_id=self._plan.run_id,
-                        environ=os.environ,
-                        # After an update what is installed then is to run.
-                        fork_server=self._running_fork_server() if self._forks else None,
-                    )
-                    self._guard.watch(child.session)
-                    self._children[name] = child
-                    self._starts[name] += 1
+                    self._start(name)
                 case Stop(name):
                     sessions.send_signal(self._children[name].session, signal.SIGTERM)
                 case Kill(name):
@@ -356,6 +350,25 @@ class Supervisor:
                     raise LaunchError(
                         f"{name} {reason}{_last_words(slow, status=None) if slow else ''}"
                     )
+
+    def _start(self, name: str) -> None:
+        try:
+            child = Child(
+                self._specs[name],
+                log_dir=self._log_dir,
+                run_id=self._plan.run_id,
+                environ=os.environ,
+                # After an update what is installed then is to run.
+                fork_server=self._running_fork_server() if self._forks else None,
+            )
+        except LaunchError as error:
+            # A death: there may be memory, room on the disk or its program again a little later.
+            how = f"was not started: {error}"
+            self._perform(self._lifecycle.exited(name, how, time.monotonic()))
+            return
+        self._guard.watch(child.session)
+        self._children[name] = child
+        self._starts[name] += 1
 
     def _bury(self, name: str) -> None:
         """End what a dead process left running, so that its ports and devices are free again."""

@@ -145,6 +145,23 @@ def test_a_death_while_serving_is_answered_with_a_restart_on_the_same_port(
     assert run.nothing_left()
 
 
+def test_what_cannot_be_started_again_is_tried_again_and_the_rest_serves(launch: Launch) -> None:
+    """Its log cannot be opened, nor read: somebody has taken the folder away."""
+    run = launch({"encode-0": [], "router": []}, backoff=FAST_RESTART)
+    run.wait_for("ready:")
+    away = run.log_dir.rename(f"{run.log_dir}-away")
+    os.kill(run.pid_of("encode-0"), signal.SIGKILL)
+    run.wait_for("encode-0 was killed by SIGKILL")
+    (guard,) = run.guard_pids()
+    os.kill(guard, signal.SIGKILL)
+    run.wait_for("until there is a guard")
+    assert "encode-0.log cannot be written" in run.wait_for("encode-0 was not started")
+    away.rename(run.log_dir)
+    run.wait_for("encode-0 is back")
+    assert run.stop(signal.SIGTERM) == 0
+    assert run.nothing_left()
+
+
 @pytest.mark.parametrize("kill", [os.kill, os.killpg], ids=["launcher", "its whole session"])
 def test_nothing_is_left_when_the_launcher_is_killed(
     launch: Launch, kill: Callable[[int, int], None]
