@@ -39,13 +39,19 @@ class RouterClient:
         url: Base address of the router, with or without ``/v1``.
         address: Which of the addresses of its name is meant; empty for any of them.
         cert_file: Certificate of a router on this machine; by default the system's CAs are trusted.
+
+    Raises:
+        LaunchError: The certificate cannot be used.
     """
 
     def __init__(self, url: str, secret: Secret, *, address: str = "", cert_file: str = "") -> None:
         self._url = url.rstrip("/").removesuffix("/v1")
         self._address = address
-        # For all requests: to read the system's certificates takes 30 ms of CPU.
-        self._verify = trusting(cert_file) if cert_file else httpx.create_ssl_context()
+        try:
+            # For all requests: to read the system's certificates takes 30 ms of CPU.
+            self._verify = trusting(cert_file) if cert_file else httpx.create_ssl_context()
+        except OSError as error:
+            raise LaunchError(f"certificate {cert_file} cannot be used: {error}") from error
         self._secret = secret
 
     def __str__(self) -> str:
@@ -157,14 +163,15 @@ class RouterClient:
             raise LaunchError(f"router {self} cannot be reached: {error}") from error
         try:
             body: dict[str, Any] = answer.json()
-        except ValueError as error:
+            if answer.is_success:
+                return body
+            reason = body["error"]["message"]
+        except (ValueError, LookupError, TypeError) as error:
             raise LaunchError(
-                f"router {self} answered {answer.status_code} and no JSON: is it a router?"
+                f"router {self} answered {answer.status_code}, and not as a router does: is it "
+                f"one? It said {answer.text[:200]!r}"
             ) from error
-        if not answer.is_success:
-            reason = body.get("error", {}).get("message", answer.text)
-            raise LaunchError(f"router {self}: {reason}")
-        return body
+        raise LaunchError(f"router {self}: {reason}")
 
 
 class RouterClients:

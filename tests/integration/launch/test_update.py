@@ -6,11 +6,15 @@ import fcntl
 import os
 import pty
 import re
+import shutil
 import signal
 import termios
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
+
+import certifi
 
 from epd_portable.launch.run.router_client import RouterClient
 from tests.integration.launch.conftest import Asked, Run
@@ -75,12 +79,21 @@ def test_an_instance_that_does_not_come_back_ends_the_update_and_may_come_later(
     )
 
 
-def test_a_router_that_does_not_answer_ends_the_update_before_anything_has_happened(
-    routed: Routed,
+def test_a_router_that_cannot_be_asked_ends_the_update_before_anything_has_happened(
+    routed: Routed, tmp_path: Path
 ) -> None:
-    run = routed(TWO, backoff={"first_s": 60.0, "max_s": 60.0})
+    cert = Path(shutil.copy(certifi.where(), tmp_path))
+    run = routed(
+        TWO,
+        backoff={"first_s": 60.0, "max_s": 60.0},
+        specs={"router": {"tls_cert_file": str(cert)}},
+    )
     run.wait_for("ready:")
     first = run.pid_of("pd-0")
+    away = cert.rename(tmp_path / "away")
+    run.process.send_signal(signal.SIGHUP)
+    assert f"certificate {cert} cannot be used" in run.wait_for("the update has ended at pd-0")
+    away.rename(cert)
     os.kill(run.pid_of("router"), signal.SIGKILL)
     run.wait_for("restarting it in 60 s")
     run.process.send_signal(signal.SIGHUP)

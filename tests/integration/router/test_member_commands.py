@@ -13,6 +13,7 @@ from epd_portable.launch.cli import main
 from tests.integration.router.conftest import Build
 from tests.integration.router.stand_in import RouterServing, StandIn
 from tests.integration.router.test_warm_up import transferring
+from tests.listening import stop_listening
 
 
 async def run(*words: str) -> Result:
@@ -88,3 +89,17 @@ async def test_a_wrong_secret_and_a_wrong_address_say_so(build: Build, tmp_path:
     assert f"router {nobody} cannot be reached" in gone.output
     missing = await run("instances", "--router", nobody, "--secret-file", f"{tmp_path}/none")
     assert missing.exit_code == 2
+
+    async def guarded(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        said = b'{"error":"Unauthorized"}'
+        writer.write(b"HTTP/1.1 401 No\r\ncontent-length: %d\r\n\r\n%b" % (len(said), said))
+        writer.close()
+
+    server = await asyncio.start_server(guarded, "127.0.0.1", 0)
+    url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    other = await run("instances", "--router", url, "--secret-file", f"{tmp_path}/right")
+    await stop_listening(server)
+    assert other.exit_code == 1
+    assert f"router {url} answered 401, and not as a router does" in other.output
+    assert "Unauthorized" in other.output
