@@ -11,6 +11,8 @@ from epd_portable.errors import RequestError
 
 RETRY_AFTER_S = 2
 """What clients are told to wait when no instance can serve them at the moment."""
+BODY_TIMEOUT_S = 60.0
+"""Longest time in which a request's body must have come: what has come of it takes memory."""
 DRAIN_TIMEOUT_S = 10.0
 """How long the rest of a too large body is read and dropped.
 
@@ -31,6 +33,15 @@ _ANTHROPICS = "/v1/messages"
 _RESPONSES = "/v1/responses"
 _ANTHROPIC_TYPES = {**_ERROR_TYPES, 403: "permission_error", 503: "overloaded_error"}
 _SEQUENCE = re.compile(rb'"sequence_number": ?(\d+)')
+
+
+def body_timeout(within_s: float) -> RequestError:
+    """Return the error for a body that did not come in time."""
+    return RequestError(
+        f"the request body did not end within {within_s:g} s: send it faster",
+        status=408,
+        code="body_timeout",
+    )
 
 
 class Reply(msgspec.Struct, frozen=True):

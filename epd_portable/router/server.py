@@ -19,7 +19,13 @@ from epd_portable.connector.curve import CurveKeys
 from epd_portable.connector.stores.lookup import StoreLookup
 from epd_portable.delivery.balance import Switching
 from epd_portable.delivery.instances import EndpointPool
-from epd_portable.delivery.replies import Reply, error_reply, json_reply, unavailable
+from epd_portable.delivery.replies import (
+    Reply,
+    body_timeout,
+    error_reply,
+    json_reply,
+    unavailable,
+)
 from epd_portable.errors import RequestError
 from epd_portable.media.limits import MediaLimits
 from epd_portable.router.choice.selection_types import EXPLAIN_HEADER, Explanation
@@ -291,7 +297,7 @@ class Router:
             client.gone = True
         except asyncio.CancelledError:
             if client.overdue:
-                client.fail(self._too_slow())
+                client.fail(body_timeout(self.settings.body_timeout_s))
             elif not client.gone:
                 # The server stops and waits no longer.
                 client.fail(unavailable("the router is stopping"))
@@ -398,7 +404,7 @@ class Router:
                 with Body(self.held_bytes, MAX_BODY_BYTES, remedy) as body:
                     return bytes(await body.read(client.request))
         except TimeoutError:
-            raise self._too_slow() from None
+            raise body_timeout(self.settings.body_timeout_s) from None
 
     async def _health(self, client: ClientExchange) -> Reply:
         """Answer 200 while a request could be served, else 503.
@@ -450,14 +456,6 @@ class Router:
                     self.settings.send_timeout_s,
                 )
                 client.give_up()
-
-    def _too_slow(self) -> RequestError:
-        return RequestError(
-            f"the request body did not end within {self.settings.body_timeout_s:g} s: send it "
-            "faster",
-            status=408,
-            code="body_timeout",
-        )
 
 
 async def _parsed(

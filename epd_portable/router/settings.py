@@ -16,6 +16,7 @@ from epd_portable.config.roles import Role as Role
 from epd_portable.config.routing import MAX_ENCODERS, MediaUrls, RouterSection
 from epd_portable.config.store import StoreSection
 from epd_portable.delivery.assignment import BUSY_THRESHOLD
+from epd_portable.delivery.replies import BODY_TIMEOUT_S
 from epd_portable.errors import ConfigError
 from epd_portable.router.choice.policy import Policy
 
@@ -129,7 +130,7 @@ class RouterSettings(RouterSection):
     local_encode: bool = True
     wait_timeout_s: float = Field(default=30.0, gt=0)
     media_urls: MediaFetching = MediaFetching()
-    body_timeout_s: float = Field(default=60.0, gt=0)
+    body_timeout_s: float = Field(default=BODY_TIMEOUT_S, gt=0)
     send_timeout_s: float = Field(default=60.0, gt=0)
     encode_timeout_s: float | None = Field(default=None, gt=0)
     elastic_threshold: float = Field(default=BUSY_THRESHOLD, ge=1)

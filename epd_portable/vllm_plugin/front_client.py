@@ -46,6 +46,7 @@ from epd_portable.delivery.assignment import (
 from epd_portable.delivery.balance import Switching
 from epd_portable.delivery.fallbacks import JOB_GRACE_S, MAX_PD_ATTEMPTS, RetryBudget
 from epd_portable.delivery.instances import Instance, Use, WentDownError, while_up
+from epd_portable.delivery.replies import BODY_TIMEOUT_S
 from epd_portable.delivery.ring import LOAD_BOUND, bounded_load
 from epd_portable.vllm_plugin.front_engines import Engines, EngineSettings, FrontEngine
 from epd_portable.vllm_plugin.front_metrics import FrontMetrics
@@ -73,6 +74,7 @@ class FrontSettings(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         sockets: Unix socket of each API server, for engines.
         can_encode: Engines that answer hold the vision tower.
+        body_timeout_s: Longest time in which a request's body must have come.
     """
 
     engines: list[EngineSettings]
@@ -87,6 +89,7 @@ class FrontSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_body_bytes: int = 64 << 20
     max_bodies_bytes: int = 1 << 30
     max_media_items: int = 64
+    body_timeout_s: float = BODY_TIMEOUT_S
 
 
 class UnavailableError(GracefulHTTPError):

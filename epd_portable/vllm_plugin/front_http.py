@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO, cast, get_args
 
+import anyio
 from prometheus_client import CONTENT_TYPE_LATEST, REGISTRY
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
@@ -25,10 +26,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from epd_portable.config.roles import DUTIES
 from epd_portable.config.secret import SignatureCheck
 from epd_portable.delivery.instances import InstanceState
-from epd_portable.delivery.replies import error_reply
+from epd_portable.delivery.replies import body_timeout, error_reply
 from epd_portable.errors import RequestError
 from epd_portable.media.limits import MediaLimits, check_settings
-from epd_portable.vllm_plugin.admission import count_items, outline_of, replay
+from epd_portable.vllm_plugin.admission import count_items, outline_of
 from epd_portable.vllm_plugin.front_client import SplitClient
 from epd_portable.vllm_plugin.front_engines import Engines
 from epd_portable.vllm_plugin.instance_token import instance_of
@@ -45,11 +46,15 @@ class _Visit:
 
     Attributes:
         status: 0 for no answer.
+        unread: Nobody has asked for the body yet.
+        failure: Why it could not be had.
     """
 
     nbytes: int = 0
     status: int = 0
     request_id: str = ""
+    unread: bool = True
+    failure: RequestError | ClientDisconnect | None = None
 
 
 class FrontMiddleware:
@@ -146,9 +151,24 @@ class FrontMiddleware:
     # -- requests of clients ----------------------------------------------------------------------
 
     async def _pass_on(self, scope: Scope, receive: Receive, send: Send) -> None:
-        begun, visit = time.monotonic(), _Visit()
+        """Let vLLM answer; its body is read when it asks for it, so after keys and paths."""
+        begun, visit = time.monotonic(), _Visit(unread=scope["method"] == "POST")
+
+        async def bounded() -> Message:
+            if not visit.unread:
+                return await receive()
+            visit.unread = False
+            try:
+                body = await self._read(Request(scope, receive), visit)
+                self._check(body)
+            except (RequestError, ClientDisconnect) as failure:
+                visit.failure = failure
+                raise
+            return {"type": "http.request", "body": body, "more_body": False}
 
         async def noted(message: Message) -> None:
+            if visit.failure is not None:
+                return  # What vLLM makes of it is not said.
             if message["type"] == "http.response.start":
                 visit.status = message["status"]
                 given = dict(message["headers"]).get(b"x-request-id", b"")
@@ -156,15 +176,13 @@ class FrontMiddleware:
             await send(message)
 
         try:
-            if scope["method"] == "POST":
-                body = await self._read(Request(scope, receive), visit)
-                self._check(body)
-                receive = replay(body, receive)
-            await self._app(scope, receive, noted)
-        except RequestError as error:
-            await _refusal(error, scope["path"])(scope, receive, noted)
-        except ClientDisconnect:
-            logger.debug("a client left before its request was complete")
+            with contextlib.suppress(RequestError, ClientDisconnect):
+                await self._app(scope, bounded, noted)
+            failure, visit.failure = visit.failure, None
+            if isinstance(failure, RequestError):
+                await _refusal(failure, scope["path"])(scope, receive, noted)
+            elif failure is not None:
+                logger.debug("a client left before its request was complete")
         finally:
             self._held_bytes -= visit.nbytes
             if self._log is not None:
@@ -174,18 +192,21 @@ class FrontMiddleware:
         """Return a request's body.
 
         Raises:
-            RequestError: It is too large, or all together are.
+            RequestError: It is too large, or all together are; or it does not come in time.
         """
         settings, pieces = self._settings, []
-        async for piece in request.stream():
-            visit.nbytes += len(piece)
-            self._held_bytes += len(piece)
-            if visit.nbytes > settings.max_body_bytes:
-                raise _beyond("max_body_bytes", settings.max_body_bytes, 413, "request_too_large")
-            if self._held_bytes > settings.max_bodies_bytes:
-                raise _beyond("max_bodies_bytes", settings.max_bodies_bytes, 503, "busy")
-            pieces.append(piece)
-        return b"".join(pieces)
+        with anyio.move_on_after(settings.body_timeout_s):
+            async for piece in request.stream():
+                visit.nbytes += len(piece)
+                self._held_bytes += len(piece)
+                if visit.nbytes > settings.max_body_bytes:
+                    most = settings.max_body_bytes
+                    raise _beyond("max_body_bytes", most, 413, "request_too_large")
+                if self._held_bytes > settings.max_bodies_bytes:
+                    raise _beyond("max_bodies_bytes", settings.max_bodies_bytes, 503, "busy")
+                pieces.append(piece)
+            return b"".join(pieces)
+        raise body_timeout(settings.body_timeout_s)
 
     def _check(self, body: bytes) -> None:
         """Refuse more media than allowed, and settings that enlarge them; nothing is decoded."""
@@ -215,7 +236,9 @@ class FrontMiddleware:
 
 def _refusal(error: RequestError, path: str) -> Response:
     reply = error_reply(error, path)
-    return Response(reply.body, reply.status, dict(reply.headers))
+    # Of what is late nothing more is waited for.
+    closes = {"connection": "close"} if reply.status == 408 else {}
+    return Response(reply.body, reply.status, {**reply.headers, **closes})
 
 
 def _beyond(key: str, limit: int, status: int, code: str) -> RequestError:

@@ -17,7 +17,7 @@ pytest.importorskip("vllm")
 from prometheus_client import CollectorRegistry
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from epd_portable.config.instance import InstanceConfig
 from epd_portable.vllm_plugin.front_client import SplitClient
@@ -35,7 +35,9 @@ def serve(config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Serve
     """Return what puts a front with some settings before the application."""
     monkeypatch.setattr("epd_portable.vllm_plugin.front_http.REGISTRY", CollectorRegistry())
 
-    def begin(**settings: Any) -> tuple[httpx.AsyncClient, SplitClient]:
+    def begin(
+        guarded: Callable[[ASGIApp], ASGIApp] = lambda app: app, **settings: Any
+    ) -> tuple[httpx.AsyncClient, SplitClient]:
         client = client_of(config, tmp_path, "e-0", "pd-0", **settings)
         told = InstanceConfig(instance="pd-0", platform="cpu").as_json()
         transfer = SimpleNamespace(ec_connector_extra_config=told)
@@ -48,7 +50,7 @@ def serve(config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Serve
             body = await Request(scope, receive).body()
             await PlainTextResponse(str(len(body)))(scope, receive, send)
 
-        middleware = FrontMiddleware(app)
+        middleware = FrontMiddleware(guarded(app))
 
         async def within(scope: Scope, receive: Receive, send: Send) -> None:
             await middleware({**scope, "app": SimpleNamespace(state=state)}, receive, send)
@@ -86,6 +88,31 @@ async def test_bodies_beyond_the_sum_wait_outside_until_others_are_gone(serve: S
     assert (await http.post(CHAT, content=b"x" * 100)).text == "100"
     large = await http.post(CHAT, content=b"x" * 101)
     assert (large.status_code, large.json()["error"]["code"]) == (413, "request_too_large")
+
+
+async def test_a_body_that_does_not_come_takes_no_room_of_others_for_long(serve: Serve) -> None:
+    http, _ = serve(max_bodies_bytes=100, max_body_bytes=100, body_timeout_s=0.05)
+
+    async def stalled() -> AsyncIterator[bytes]:
+        yield b"x" * 60
+        await asyncio.Event().wait()
+
+    late = await asyncio.wait_for(http.post(CHAT, content=stalled()), 10)
+    assert (late.status_code, late.json()["error"]["code"]) == (408, "body_timeout")
+    assert (await http.post(CHAT, content=b"x" * 100)).text == "100"
+
+
+async def test_of_a_body_without_the_key_nothing_is_read(serve: Serve) -> None:
+    guard = pytest.importorskip("vllm.entrypoints.serve.middleware.authenticate")
+    http, _ = serve(lambda app: guard.AuthenticationMiddleware(app, ["k"]))
+
+    async def body() -> AsyncIterator[bytes]:
+        pytest.fail("it is read")
+        yield b""
+
+    assert (await http.post(CHAT, content=body())).status_code == 401
+    headers = {"authorization": "Bearer k"}
+    assert (await http.post(CHAT, content=b"x", headers=headers)).text == "1"
 
 
 @pytest.mark.parametrize(
