@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import os
@@ -11,11 +12,16 @@ import threading
 import time
 from collections.abc import Callable
 from io import RawIOBase
+from logging.handlers import WatchedFileHandler
 from pathlib import Path
+from typing import Any
 
 from epd_portable import envs
+from epd_portable.errors import ConfigError
 
 ROOT = "epd_portable"
+STDERR = "stderr"
+"""Setting by which lines about requests go to standard error."""
 
 
 def configure(level: str | None = None) -> None:
@@ -42,6 +48,48 @@ def say_failure(logger: logging.Logger, message: str) -> Callable[[asyncio.Task[
             logger.error(message, exc_info=error)
 
     return ended
+
+
+def access_log(where: str) -> logging.Logger:
+    """Return what writes lines about requests, as they are.
+
+    Args:
+        where: `STDERR`, or the path of a file for this user alone, which is opened again when it
+            has been moved.
+
+    Raises:
+        ConfigError: The file cannot be written.
+    """
+    # Of its own: the levels and handlers of others are not for these lines.
+    logger = logging.Logger(f"{ROOT}.access")
+    handler: logging.StreamHandler[Any] = logging.StreamHandler()
+    if where != STDERR:
+        try:
+            os.close(os.open(where, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600))
+            handler = _LineFile(where, encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(
+                f"router.access_log {where} cannot be written: {error}; name a file in a folder "
+                f"that exists, or {STDERR}"
+            ) from error
+    logger.addHandler(handler)
+    return logger
+
+
+class _LineFile(WatchedFileHandler):
+    """What cannot be written, as on a full disk, is said at standard error, and ends nothing."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """See `logging.Handler.emit`."""
+        try:
+            super().emit(record)
+        except OSError:
+            self.handleError(record)
+
+    def close(self) -> None:
+        """See `logging.Handler.close`."""
+        with contextlib.suppress(OSError):
+            super().close()
 
 
 class _OneLine(logging.Formatter):

@@ -10,12 +10,10 @@ import contextlib
 import json
 import logging
 import os
-import sys
 import time
 from collections import Counter
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, TextIO, cast, get_args
+from typing import Any, cast, get_args
 
 import anyio
 from prometheus_client import CONTENT_TYPE_LATEST, REGISTRY
@@ -27,7 +25,8 @@ from epd_portable.config.roles import DUTIES
 from epd_portable.config.secret import SignatureCheck
 from epd_portable.delivery.instances import InstanceState
 from epd_portable.delivery.replies import body_timeout, error_reply
-from epd_portable.errors import RequestError
+from epd_portable.errors import ConfigError, RequestError
+from epd_portable.log import access_log
 from epd_portable.media.limits import MediaLimits, check_settings
 from epd_portable.vllm_plugin.admission import count_items, outline_of
 from epd_portable.vllm_plugin.front_client import SplitClient
@@ -64,13 +63,18 @@ class FrontMiddleware:
         self._app = app
         self._client: SplitClient | None = None
         self._held_bytes = 0
-        self._log: TextIO | None = None
+        self._log: logging.Logger | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one connection's request (ASGI)."""
         if self._client is None and hasattr(scope["app"].state, "engine_client"):
             client = scope["app"].state.engine_client.engine_core
-            self._open(client, instance_of(scope).media_limits)
+            try:
+                self._open(client, instance_of(scope).media_limits)
+            except ConfigError as error:
+                await receive()
+                await send({"type": "lifespan.startup.failed", "message": str(error)})
+                return
         if scope["type"] != "http" or self._client is None:
             await self._app(scope, receive, send)
         elif scope["path"] == "/health" or scope["path"].startswith(_CONTROL):
@@ -82,16 +86,18 @@ class FrontMiddleware:
             await self._pass_on(scope, receive, send)
 
     def _open(self, client: SplitClient, limits: MediaLimits) -> None:
+        """Take over the settings; called with the first event of the server, its start.
+
+        Raises:
+            ConfigError: The access log cannot be written.
+        """
+        if client.settings.access_log is not None:
+            self._log = access_log(client.settings.access_log)
         self._client = client
         self._limits = limits
         self._settings = client.settings
         self._signatures = SignatureCheck(client.secret)
         REGISTRY.register(cast(Any, client.metrics.registry))
-        log = self._settings.access_log
-        if log == "stderr":
-            self._log = sys.stderr
-        elif log is not None:
-            self._log = Path(log).open("a", buffering=1)  # noqa: SIM115 - as long as the process
 
     # -- about engines ----------------------------------------------------------------------------
 
@@ -186,7 +192,7 @@ class FrontMiddleware:
         finally:
             self._held_bytes -= visit.nbytes
             if self._log is not None:
-                self._note(scope, visit, time.monotonic() - begun)
+                self._log.info(_line_of(scope, visit, time.monotonic() - begun))
 
     async def _read(self, request: Request, visit: _Visit) -> bytes:
         """Return a request's body.
@@ -222,16 +228,17 @@ class FrontMiddleware:
         for name in ("mm_processor_kwargs", "media_io_kwargs"):
             check_settings(self._limits, name, getattr(outline, name))
 
-    def _note(self, scope: Scope, visit: _Visit, duration_s: float) -> None:
-        line = {
-            "time": time.time(),
-            "request_id": visit.request_id,
-            "method": scope["method"],
-            "path": scope["path"],
-            "status": visit.status,
-            "duration_s": round(duration_s, 4),
-        }
-        print(json.dumps(line), file=self._log)
+
+def _line_of(scope: Scope, visit: _Visit, duration_s: float) -> str:
+    line = {
+        "time": time.time(),
+        "request_id": visit.request_id,
+        "method": scope["method"],
+        "path": scope["path"],
+        "status": visit.status,
+        "duration_s": round(duration_s, 4),
+    }
+    return json.dumps(line)
 
 
 def _refusal(error: RequestError, path: str) -> Response:

@@ -330,7 +330,9 @@ class Supervisor:
             try:
                 self._guard = self._new_guard()
             except (LaunchError, OSError) as error:
-                text = "nothing would end this run if its launcher were killed, until there is a guard"
+                text = (
+                    "nothing would end this run if its launcher were killed, until there is a guard"
+                )
                 self._warn_once(f"{text}: {error}")
 
     def _perform(self, actions: list[Action]) -> None:

@@ -6,19 +6,13 @@ items. ``model`` is what the client asked for, cut.
 
 from __future__ import annotations
 
-import logging
-import os
 from datetime import datetime, timezone
-from logging.handlers import WatchedFileHandler
-from typing import Any
 
 import msgspec
 
-from epd_portable.errors import ConfigError
+from epd_portable.log import access_log
 from epd_portable.router.observability.record import ItemRecord, Leg, Listener, RequestRecord
 
-STDERR = "stderr"
-"""Setting by which lines go to standard error."""
 _MAX_MODEL = 128
 
 
@@ -26,19 +20,14 @@ class AccessLog(Listener):
     """Writes the lines.
 
     Args:
-        where: `STDERR`, or the path of a file, which is opened again when it has been moved.
+        where: See `epd_portable.log.access_log`.
 
     Raises:
         ConfigError: The file cannot be written.
     """
 
     def __init__(self, where: str) -> None:
-        self._handler: logging.StreamHandler[Any] = (
-            logging.StreamHandler() if where == STDERR else _file(where)
-        )
-        # Of its own: the levels and handlers of others are not for these lines.
-        self._logger = logging.Logger("epd_portable.access")
-        self._logger.addHandler(self._handler)
+        self._logger = access_log(where)
 
     def ended(self, record: RequestRecord) -> None:
         """Write a line."""
@@ -46,7 +35,8 @@ class AccessLog(Listener):
 
     async def close(self) -> None:
         """Close the file."""
-        self._handler.close()
+        for handler in self._logger.handlers:
+            handler.close()
 
 
 def line_of(record: RequestRecord) -> dict[str, object]:
@@ -108,15 +98,3 @@ def line_of(record: RequestRecord) -> dict[str, object]:
         ],
     }
     return {name: value for name, value in line.items() if value}
-
-
-def _file(path: str) -> WatchedFileHandler:
-    try:
-        # For the router's user alone.
-        os.close(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600))
-        return WatchedFileHandler(path, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(
-            f"router.access_log {path} cannot be written: {error}; name a file in a folder that "
-            f"exists, or {STDERR}"
-        ) from error

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,35 +32,46 @@ Serve = Callable[..., tuple[httpx.AsyncClient, SplitClient]]
 
 
 @pytest.fixture
-def serve(config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Serve:
+def serve(config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Serve]:
     """Return what puts a front with some settings before the application."""
     monkeypatch.setattr("epd_portable.vllm_plugin.front_http.REGISTRY", CollectorRegistry())
+    made: list[FrontMiddleware] = []
 
     def begin(
         guarded: Callable[[ASGIApp], ASGIApp] = lambda app: app, **settings: Any
     ) -> tuple[httpx.AsyncClient, SplitClient]:
         client = client_of(config, tmp_path, "e-0", "pd-0", **settings)
-        told = InstanceConfig(instance="pd-0", platform="cpu").as_json()
-        transfer = SimpleNamespace(ec_connector_extra_config=told)
-        state = SimpleNamespace(
-            engine_client=SimpleNamespace(engine_core=client),
-            vllm_config=SimpleNamespace(ec_transfer_config=transfer),
-        )
 
         async def app(scope: Scope, receive: Receive, send: Send) -> None:
             body = await Request(scope, receive).body()
             await PlainTextResponse(str(len(body)))(scope, receive, send)
 
         middleware = FrontMiddleware(guarded(app))
+        made.append(middleware)
+        server = server_of(client)
 
         async def within(scope: Scope, receive: Receive, send: Send) -> None:
-            await middleware({**scope, "app": SimpleNamespace(state=state)}, receive, send)
+            await middleware({**scope, "app": server}, receive, send)
 
         # Without a socket: there is nothing to close.
         transport = httpx.ASGITransport(within)
         return httpx.AsyncClient(transport=transport, base_url="http://front"), client
 
-    return begin
+    yield begin
+    for middleware in made:
+        for handler in middleware._log.handlers if middleware._log else ():
+            handler.close()
+
+
+def server_of(client: SplitClient) -> SimpleNamespace:
+    """Return what the middleware sees of vLLM's application."""
+    told = InstanceConfig(instance="pd-0", platform="cpu").as_json()
+    transfer = SimpleNamespace(ec_connector_extra_config=told)
+    state = SimpleNamespace(
+        engine_client=SimpleNamespace(engine_core=client),
+        vllm_config=SimpleNamespace(ec_transfer_config=transfer),
+    )
+    return SimpleNamespace(state=state)
 
 
 def up(client: SplitClient, *names: str) -> None:
@@ -113,6 +125,46 @@ async def test_of_a_body_without_the_key_nothing_is_read(serve: Serve) -> None:
     assert (await http.post(CHAT, content=body())).status_code == 401
     headers = {"authorization": "Bearer k"}
     assert (await http.post(CHAT, content=b"x", headers=headers)).text == "1"
+
+
+async def test_lines_about_requests_go_to_a_file_of_this_user_until_its_disk_is_full(
+    serve: Serve, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = tmp_path / "log"
+    http, _ = serve(access_log=str(log))
+    await http.post(CHAT, content=b"x")
+    log.rename(tmp_path / "older")
+    await http.post(CHAT, content=b"x")
+    for each in (log, tmp_path / "older"):
+        (line,) = each.read_text().splitlines()
+        assert (json.loads(line)["path"], json.loads(line)["status"]) == (CHAT, 200)
+    assert (tmp_path / "older").stat().st_mode & 0o777 == 0o600
+    log.unlink()
+    log.symlink_to("/dev/full")
+    for _ in range(2):  # What could not be written the first time is in the way the second time.
+        assert (await http.post(CHAT, content=b"x")).text == "1"
+        assert "No space left" in capsys.readouterr().err
+    log.rename(tmp_path / "full")
+    assert (await http.post(CHAT, content=b"x")).text == "1"
+
+
+async def test_a_front_whose_log_cannot_be_written_does_not_start(
+    config: Any, tmp_path: Path
+) -> None:
+    client = client_of(config, tmp_path, "e-0", "pd-0", access_log=str(tmp_path / "nowhere/log"))
+    said: list[Any] = []
+
+    async def start() -> Any:
+        return {"type": "lifespan.startup"}
+
+    async def hear(message: Any) -> None:
+        said.append(message)
+
+    scope = {"type": "lifespan", "app": server_of(client)}
+    await FrontMiddleware(lambda *_: pytest.fail("it starts"))(scope, start, hear)
+    (failed,) = said
+    assert failed["type"] == "lifespan.startup.failed"
+    assert "router.access_log" in failed["message"] and "nowhere" in failed["message"]
 
 
 @pytest.mark.parametrize(
