@@ -20,7 +20,7 @@ import msgspec
 from epd_portable.config.roles import ROLE_LABEL, Duty, Role, duties_of
 from epd_portable.connector.circuit_breaker import CircuitBreaker
 from epd_portable.delivery.caches import CacheEstimate, CacheSizes
-from epd_portable.delivery.ring import LOAD_BOUND, HashRing
+from epd_portable.delivery.ring import HashRing
 from epd_portable.delivery.work import AnswerLoad, Work
 from epd_portable.errors import EPDError
 from epd_portable.wire.messages import LOAD_HEARTBEAT_S, LoadReport
@@ -616,7 +616,7 @@ class EndpointPool:
         key: str,
         exclude: Collection[str] = (),
         among: Collection[Instance] | None = None,
-        bound: float = LOAD_BOUND,
+        first: Callable[[Instance], Any] | None = None,
     ) -> Instance | None:
         """Return the usable instance that should encode an item.
 
@@ -627,7 +627,7 @@ class EndpointPool:
                 encoder that has it in its cache, unless that one is busier than the others.
             exclude: Names of instances that must not have it, such as those that are full.
             among: Those that may have it; all by default.
-            bound: See `HashRing.choose`.
+            first: Hashing decides only among those for which this is least.
         """
         for instance in self.encoding.get(key, ()):
             allowed = among is None or instance in among
@@ -638,7 +638,10 @@ class EndpointPool:
             out = {each for each in named if each is not None and tier in each._tiers}
             if among is not None:
                 out.update(each for each in tier.members if each not in among)
-            if chosen := tier.choose(key, out, bound):
+            if first and (left := [each for each in tier.members if each not in out]):
+                least = min(map(first, left))
+                out.update(each for each in left if first(each) > least)
+            if chosen := tier.choose(key, out):
                 return chosen
         return None
 

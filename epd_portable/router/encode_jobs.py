@@ -13,6 +13,7 @@ from typing import Any
 import anyio
 import msgspec
 
+from epd_portable.config.roles import ENCODES
 from epd_portable.connector.stores.lookup import StoredItem, StoreLookup
 from epd_portable.delivery.assignment import EncodeFailure, EncodeTimes, EncodeTries
 from epd_portable.delivery.fallbacks import RequestPhase, RetryBudget
@@ -215,12 +216,14 @@ class EncodeJobs:
                 encoder.name,
                 tries.failure.reason,
             )
-            if pause_s:
+            # An encoder itself begins before another one has room.
+            here = pause_s > 0 and attempt.pd.role in ENCODES
+            if pause_s and not here:
                 with anyio.move_on_after(pause_s):
                     await attempt.over.wait()
                 if attempt.over.is_set():
                     return "not_needed"
-            another = tries.next_encoder()
+            another = None if here else tries.next_encoder()
             attempt.note_fallback(tries.failure.kind, another)
             if another is None:
                 return EncodeFailure(kind=tries.failure.kind, reason=tries.describe())

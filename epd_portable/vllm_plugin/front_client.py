@@ -14,8 +14,9 @@ import copy
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from http import HTTPStatus
 from pathlib import Path
 from types import SimpleNamespace
@@ -47,11 +48,11 @@ from epd_portable.delivery.balance import Switching
 from epd_portable.delivery.fallbacks import JOB_GRACE_S, MAX_PD_ATTEMPTS, RetryBudget
 from epd_portable.delivery.instances import Instance, Use, WentDownError, while_up
 from epd_portable.delivery.replies import BODY_TIMEOUT_S
-from epd_portable.delivery.ring import LOAD_BOUND, bounded_load
+from epd_portable.delivery.ring import bounded_load
 from epd_portable.vllm_plugin.front_engines import Engines, EngineSettings, FrontEngine
 from epd_portable.vllm_plugin.front_metrics import FrontMetrics
 from epd_portable.vllm_plugin.metadata import ItemMetadata
-from epd_portable.vllm_plugin.video_parts import VideoParts, video_of
+from epd_portable.vllm_plugin.video_parts import VideoParts, is_part
 from epd_portable.wire.outcomes import FailureKind
 from epd_portable.wire.params import (
     FIELD,
@@ -129,9 +130,9 @@ class FrontItem:
         return int(self.feature.mm_position.length)
 
     @property
-    def video(self) -> str | None:
-        """The video that it is a part of."""
-        return video_of(self.item_uuid) if self.modality == "video" else None
+    def is_part(self) -> bool:
+        """Whether it is a part of a video."""
+        return self.modality == "video" and is_part(self.item_uuid)
 
 
 @dataclass(frozen=True, slots=True)
@@ -321,11 +322,23 @@ class SplitClient(AsyncMPClient):
         count, nearest = max(known, key=lambda pair: pair[0], default=(0, None))
         return nearest if count else None
 
-    def _choose_encoder(self, item: FrontItem, exclude: Collection[str]) -> Instance | None:
+    def _choose_encoder(
+        self, item: FrontItem, exclude: Collection[str], given: Mapping[str, float] | None = None
+    ) -> Instance | None:
+        """Return who should encode an item.
+
+        Args:
+            given: Seconds that are to be given to encoders, by name, beside what they have.
+        """
+
+        def busy(encoder: Instance) -> tuple[float, float]:
+            pending_s = encoder.pending_encode_s + (given or {}).get(encoder.name, 0.0)
+            return pending_s / encoder.weight, encoder.load / encoder.weight
+
         full = [each.name for each in self.engines.by_name.values() if each.is_full]
-        # Parts of a video are to be encoded at the same time.
-        bound = 1.0 if item.video else LOAD_BOUND
-        return self._pool.choose_encoder(item.item_uuid, [*exclude, *full], bound=bound)
+        # The first token waits for the last part of a video.
+        first = busy if item.is_part else None
+        return self._pool.choose_encoder(item.item_uuid, [*exclude, *full], first=first)
 
     async def _serve(self, one: OpenRequest, engine: FrontEngine) -> None:
         """Have a request answered, by one engine after another until one has begun."""
@@ -421,26 +434,21 @@ class SplitClient(AsyncMPClient):
         items: dict[str, FrontItem] = {}
         for feature in core.mm_features or ():
             items.setdefault(feature.identifier, FrontItem(feature))
-        having: defaultdict[str, list[str]] = defaultdict(list)
+        own = pd if pd.role in ENCODES else None
+        given: defaultdict[str, float] = defaultdict(float)
+        others = partial(self._choose_encoder, given=given)
 
         def choose(item: FrontItem, exclude: Collection[str]) -> Instance | None:
-            chosen = self._choose_encoder(item, exclude)
-            if chosen is None or (video := item.video) is None:
-                return chosen
-            if chosen.name in having[video]:
-                # Among equals one that has no part of this video yet.
-                other = self._choose_encoder(item, [*exclude, *having[video]])
-                if other is not None and other.load <= chosen.load:
-                    chosen = other
-            having[video].append(chosen.name)
-            return chosen
+            pick = others if own is None else or_own(own, others)
+            if (encoder := pick(item, exclude)) is not None:
+                given[encoder.name] += self._times.of(item)
+            return encoder
 
-        own = pd if pd.role in ENCODES else None
         elastic = self._is_elastic and own is None
         ways = assign_items(
             [*items.values()],
             _Busy(pd.pending_encode_s, max(pd.computes_for, engine.computes_for)),
-            choose if own is None else or_own(own, choose),
+            choose,
             self._times,
             left_here=one.here,
             held=engine.holds,

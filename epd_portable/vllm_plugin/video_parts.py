@@ -103,10 +103,9 @@ class VideoParts:
         return parts
 
 
-def video_of(identifier: str) -> str | None:
-    """Return the identifier of the video that an item is a part of."""
-    name = _NAME.fullmatch(identifier)
-    return name and name["video"]
+def is_part(identifier: str) -> bool:
+    """Return whether a video's identifier is that of a part."""
+    return _NAME.fullmatch(identifier) is not None
 
 
 def place_by_whole_videos(model: Any) -> None:

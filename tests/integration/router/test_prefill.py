@@ -16,6 +16,7 @@ from tests.integration.router.stand_in import (
     Received,
     answer,
     forever,
+    full,
     in_turn,
     refuse,
     stream,
@@ -111,14 +112,15 @@ async def test_whoever_is_not_busier_encodes_its_own_items(build: Build) -> None
     assert not t.encoders[0].received
 
 
+@pytest.mark.parametrize("other", [refuse(500), full(20_000)], ids=["fails", "is full"])
 async def test_an_item_whose_other_encoder_fails_is_encoded_where_it_is_needed(
-    build: Build,
+    build: Build, other: Behaviour
 ) -> None:
     t = await split(build, "encode-prefill", "encode-prefill", "decode")
 
     async def fails_as_encoder(received: Received) -> Response:
         if "consumer" in str(received.params):
-            return JSONResponse({}, 500)
+            return await other(received)
         # It computes once it is told to encode the item by itself.
         (transfer,) = received.params["transfers"]
         told = await asyncio.wait(

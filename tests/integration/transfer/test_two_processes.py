@@ -88,6 +88,31 @@ def test_a_small_pool_keeps_order(make_pd: Callable[..., PrefillSide], encode: E
     assert pd.free_bytes == pd.pool_bytes
 
 
+def test_a_video_that_the_pool_cannot_hold_comes_part_by_part(
+    make_pd: Callable[..., PrefillSide], encode: EncodeSide
+) -> None:
+    pd = make_pd(pool_bytes=250 * TOKEN_BYTES)
+    pd.arrive("whole", "video", 400)
+    assert pd.prefill.take_unavailable() == {"whole"}
+    pd.finish("whole")
+    parts = {f"video#{pair}-{pair + 1}": f"t-{pair}" for pair in range(4)}
+    pd.arrive_with("r", 100, parts)
+    for name, transfer_id in reversed(parts.items()):
+        encode.tell("order", transfer_id, name, pd.address, 100)
+        encode.tell("output", name, 100)
+    items = pd.cache.requests["r"].items
+    for name, item in zip(parts, items, strict=True):
+        pd.step_until(
+            lambda name=name, item=item: (
+                name in pd.placed and pd.prefill.may_schedule("r", item.begin)
+            )
+        )
+        assert torch.equal(pd.encoder_cache[name].cpu(), output(name, 100))
+        assert pd.prefill.may_schedule("r", item.end - 1), "the prompt is computed that far"
+    assert sorted(pd.placed) == [*parts], "each came once"
+    assert [each.source for each in pd.finish("r").items] == ["transfer"] * 4
+
+
 def test_an_item_sent_with_a_digest_is_used_only_if_its_slot_still_holds_what_was_written(
     make_pd: Callable[..., PrefillSide], route: Route, monkeypatch: pytest.MonkeyPatch
 ) -> None:

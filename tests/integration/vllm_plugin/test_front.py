@@ -238,17 +238,20 @@ async def test_a_part_that_is_lost_is_asked_of_another_encoder_alone_and_then_en
     assert here == [names[0]]
 
 
-@pytest.mark.parametrize("picture", ["a", "b", "c", "d", "e", "f"])
-async def test_parts_meet_at_no_encoder_while_another_has_as_little_to_do(
-    make: Make, picture: str
+async def test_parts_go_where_they_are_encoded_soonest_however_many_items_wait_there(
+    make: Make,
 ) -> None:
     front = make("e-0", "e-1", "pd-0", max_queued_items=9)
-    await front.ask(picture, "B")
-    found = [
-        {each.mm_features[0].identifier for each in front.jobs(name)} - {picture}
-        for name in ("e-0", "e-1")
-    ]
-    assert sorted(map(sorted, found)) == [["B#0-1"], ["B#1-2"]]
+    for name, seconds in (("a", 0.01), ("A", 1.0)):
+        front.client._times.observe(FrontItem(feature(name, 0)), seconds)
+    front.goes("e-1")
+    await front.ask(*"abcdef", name="pictures")
+    front.comes("e-1")
+    await front.ask("A", name="video")
+    assert [len(front.jobs(each)) for each in ("e-0", "e-1")] == [6, 1]
+    await front.ask("B")
+    last = [front.jobs(each)[-1].mm_features[0].identifier for each in ("e-0", "e-1")]
+    assert last == ["B#0-1", "B#1-2"]
 
 
 async def test_without_a_second_encoder_a_video_is_whole(make: Make) -> None:
@@ -584,6 +587,19 @@ async def test_an_idle_engine_encodes_some_of_many_pictures_by_itself(make: Make
         await front.says("pd-0", name, 7, end=ENDED)
     assert pd.pending_encode_s == 0
     assert front.is_empty()
+
+
+async def test_an_idle_engine_encodes_the_first_part_of_a_video_that_would_wait(make: Make) -> None:
+    front = make("e-0", "e-1", "pd-0", elastic_encode=True, max_queued_items=8)
+    front.client._times.observe(FrontItem(feature("A", 0)), 1.0)
+    first, second = (front.client.engines.by_name[name].instance for name in ("e-0", "e-1"))
+    with first.encoding(3.0), second.encoding(3.0):
+        await front.ask("B")
+    sent = front.engines["pd-0"].last.mm_features
+    assert [each.identifier for each in sent] == ["B#0-1", "B#1-2"]
+    assert ["pixel_values_videos" in each.data for each in sent] == [True, False]
+    (job,) = front.jobs("e-0") + front.jobs("e-1")
+    assert job.mm_features[0].identifier == "B#1-2"
 
 
 @pytest.mark.parametrize("reported", [1, 0])
