@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from vllm.distributed import nixl_utils
@@ -18,7 +18,7 @@ from vllm.distributed.ec_transfer import get_ec_transfer
 
 from epd_portable.log import trace
 from epd_portable.platforms.traits import TRAITS, PlatformTraits
-from epd_portable.runners.cores import cores_kept
+from epd_portable.runners.cores import cores_kept, timers_late
 from epd_portable.runners.first import EncoderRunnerMixin, PDRunnerMixin
 from epd_portable.runners.second import (
     EncodeSecondRunnerMixin,
@@ -43,7 +43,8 @@ class _WorkerMixin:
     """Undoes `compat.small_dummies`, which `load_model` applies in an encode instance."""
 
     def init_device(self) -> None:
-        super().init_device()  # type: ignore[misc]
+        with timers_late() if self._on_cores() else nullcontext():
+            super().init_device()  # type: ignore[misc]
         connector = get_ec_transfer()
         runner: Any = self.model_runner  # type: ignore[attr-defined]
         second = self.vllm_config.use_v2_model_runner  # type: ignore[attr-defined]
@@ -98,8 +99,7 @@ class _WorkerMixin:
         an idle instance. It wakes for events; what comes without one is seen after `_NIXL_WAIT_US`.
         """
         config = self.vllm_config.kv_transfer_config  # type: ignore[attr-defined]
-        on_cores = self._traits.visible_devices_env is None
-        if not on_cores or config is None or config.kv_connector != "NixlConnector":
+        if not self._on_cores() or config is None or config.kv_connector != "NixlConnector":
             yield
             return
         if nixl_utils.NixlWrapper is None:  # vLLM sets variables for NIXL before it imports it.
@@ -118,6 +118,9 @@ class _WorkerMixin:
             yield
         finally:
             nixlBind.nixlAgent = make
+
+    def _on_cores(self) -> bool:
+        return self._traits.visible_devices_env is None
 
     def shutdown(self) -> None:
         get_ec_transfer().shutdown()
