@@ -21,17 +21,16 @@ REMOVED: Mapping[str, str] = MappingProxyType(
         "launch.probe_interval_s": "launch.hung_after_s determines it",
         "launch.restart": "a process restarts after 1 s, doubling to 30 s",
         "launch.warm_up": "instances are always warmed up",
+        "router": "what the router takes is not simulated",
         "router.admission.encode.max_pixels": "use router.admission.encode.max_items",
         "router.admission.max_pixels": "use router.admission.max_items or max_bytes",
         "router.body_timeout_s": "it is 60 s",
-        "router.choice_s": "the choice of an encoder is a part of picture_s",
         "router.elastic_threshold": "it is 4; router.elastic_encode turns elastic encoding off",
         "router.encode_timeout_s": (
             "it is half of transfer.wait_timeout_s; encoderTimeout of multimodal-epd-decider in "
             "router.choice replaces it"
         ),
         "router.forget_after_s": "it is 600 s",
-        "router.instance_bytes": "memory is not simulated",
         "router.max_video_frames": "it is 60 for each of router.max_media_seconds",
         "router.media_urls.cache_s": "it is 300 s, or less if the server says so",
         "router.media_urls.max_fetches": "it is 64",
@@ -41,7 +40,6 @@ REMOVED: Mapping[str, str] = MappingProxyType(
         "router.prefill_min_bytes": (
             "use promptTokens of prefix-based-pd-decider in router.choice, which counts tokens"
         ),
-        "router.probe_s": "health probes are not simulated",
         "router.send_timeout_s": "it is 60 s",
         "router.tracing.engines": (
             "engines send spans wherever router.tracing.endpoint is set; "

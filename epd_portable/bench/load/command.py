@@ -17,10 +17,11 @@ from epd_portable.bench import console, report
 from epd_portable.bench.load import checkpoint
 from epd_portable.bench.load import report as load_report
 from epd_portable.bench.load.measure import LoadResults, Measurement
-from epd_portable.bench.load.plan import LoadPlan, read_points
+from epd_portable.bench.load.plan import LoadPlan, LoadPoint, read_points
 from epd_portable.bench.load.presets import PRESETS
 from epd_portable.bench.load.setting import LoadSetting
 from epd_portable.bench.load.sides import Allotment, LoadSide, instance_count, read_sides, share_out
+from epd_portable.bench.mix import describe_keys
 from epd_portable.config.instance import PlatformName
 from epd_portable.config.load import load_topology
 from epd_portable.config.schema import Topology
@@ -34,7 +35,7 @@ INSTANCE_BYTES = 9 << 28
 """Memory for an instance on the CPU with a small model: 2.25 GiB. Seen: 1.1 GiB of one that
 encodes, 2.5 GiB of others, with one GiB of KV cache."""
 
-HELP = """Compare sides under load: a topology, replicas of plain vLLM, vLLM's own example.
+HELP = f"""Compare sides under load: a topology, replicas of plain vLLM, vLLM's own example.
 
 \b
 Sides, each as NAME=WHAT or WHAT; ratios are of the first by each of the others:
@@ -51,20 +52,9 @@ Sides, each as NAME=WHAT or WHAT; ratios are of the first by each of the others:
   there=url:http://h:1,http://h:2    servers that run already; requests go to them in turns
 
 \b
-Points of load; what one leaves out is as in the one before it:
-  rate=2/6/10                    requests a second, by Poisson arrivals: three points
-  share=0.1                      part of the requests that have pictures [default: 0.1]
-  pictures=1, pictures=1/4       pictures of such a request; of several one at random [default: 1]
-  size=448                       side of the pictures in pixels, likewise [default: 448]
-  frames=16                      a video of so many frames in place of each picture [default: 0]
-  text=400, output=150           tokens of a prompt's text, about, and of an answer, exactly
-  repeat=0.5                     part of the pictures that come from a set of eight [default: 0]
-  turns=8                        turns of a conversation, each sent with all before it [default: 1]
-  clients=64                     a closed loop: so many ask, each once it has its answer, as often
-                                 in all as the rate brings [default: 0, arrivals wait for nothing]
-  prompts=100/1000               so many requests at once, whatever the rate
-  file=prompts.jsonl             lines of {"prompt": "…", "images": ["a.jpg"]} in place of made-up
-                                 requests; none is asked twice
+Keys of points of load; what one leaves out is as in the one before it; pictures=1/4 and
+size=448/1024 draw one of these each time:
+{describe_keys(LoadPoint)}
 
 \b
 Three rates, with a picture in one of ten requests, and four pictures in three of ten:

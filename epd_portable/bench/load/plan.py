@@ -11,16 +11,16 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, ValidationError
+from pydantic import Field, NonNegativeInt, PositiveInt
 
-from epd_portable.config.problems import in_one_line
+from epd_portable.bench.mix import Mix, Share, checked_mix, read_keys, slashed
 from epd_portable.errors import ConfigError
 
 REPEATED = 8
 """Size of the set that repeated pictures come from."""
 CONVERSATIONS = 16
 """Conversations at a time: a turn is sent so many requests after the one before it."""
-_SLASHED = ("rate", "prompts", "pictures", "size")
+_SEVERAL = ("rate", "prompts", "pictures", "size")
 _ROW = '{"prompt": "…", "images": ["…"]}'
 
 
@@ -60,44 +60,34 @@ class LoadRequest(msgspec.Struct, frozen=True, kw_only=True):
         return "pictures" if self.pictures else "text"
 
 
-Share = Annotated[float, Field(ge=0, le=1)]
+class LoadPoint(Mix):
+    """One load."""
 
-
-class LoadPoint(BaseModel):
-    """One load.
-
-    Attributes:
-        rate: Requests a second, by Poisson arrivals.
-        share: Share of the requests that have pictures.
-        pictures: How many such a request has; one of these at random.
-        size: Sides in pixels; one of these at random for each picture.
-        frames: Of the video in place of each picture; 0 for pictures.
-        text: Tokens of a text, about.
-        output: Tokens of an answer, exactly.
-        repeat: Share of the pictures that come from a set of `REPEATED`.
-        turns: Of a conversation, each sent with all before it; 1 for independent requests.
-        clients: In a closed loop, so many, each with one request at a time: as many requests as
-            `rate` brings in the window, one after the other. 0 for arrivals that wait for nothing.
-        prompts: So many requests, all at once, whatever the rate; 0 for arrivals by it.
-        file: JSON lines with a ``prompt`` and ``images``, paths beside the file, which say what is
-            asked in place of `share`, `pictures`, `size`, `frames` and `text`; empty for made-up
-            requests.
-    """
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    rate: Annotated[float, Field(gt=0, lt=1e9)] = 1.0
-    share: Share = 0.1
-    pictures: tuple[PositiveInt, ...] = (1,)
-    size: tuple[Annotated[int, Field(ge=28, le=4096)], ...] = (448,)
-    frames: NonNegativeInt = 0
-    text: PositiveInt = 400
-    output: Annotated[int, Field(ge=2)] = 150
-    repeat: Share = 0.0
-    turns: PositiveInt = 1
-    clients: NonNegativeInt = 0
-    prompts: NonNegativeInt = 0
-    file: str = ""
+    rate: Annotated[float, Field(gt=0, lt=1e9)] = Field(
+        1.0,
+        description="requests a second, by Poisson arrivals; rate=2/6/10 is three points",
+    )
+    frames: NonNegativeInt = Field(0, description="a video of so many frames for each picture")
+    repeat: Share = Field(
+        0.0, description=f"part of the pictures that come from a set of {REPEATED}"
+    )
+    turns: PositiveInt = Field(
+        1, description="turns of a conversation, each sent with all before it"
+    )
+    clients: NonNegativeInt = Field(
+        0,
+        description="a closed loop: so many ask, each once it has its answer, as often in all as "
+        "the rate brings",
+    )
+    prompts: NonNegativeInt = Field(
+        0,
+        description="so many requests at once, whatever the rate; prompts=100/1000 is two points",
+    )
+    file: str = Field(
+        "",
+        description='lines of {"prompt": "…", "images": ["a.jpg"]}, paths beside the file, in '
+        "place of made-up requests; none is asked twice",
+    )
 
     @property
     def key(self) -> str:
@@ -108,8 +98,8 @@ class LoadPoint(BaseModel):
         elif self.share:
             again = f", {self.repeat:.0%} repeated" if self.repeat else ""
             frames = f"{self.frames} frames × " if self.frames else ""
-            pictures = f"{self.share:.0%} × {_slashed(self.pictures)} × {frames}"
-            pictures += f"{_slashed(self.size)} px{again}"
+            pictures = f"{self.share:.0%} × {slashed(self.pictures)} × {frames}"
+            pictures += f"{slashed(self.size)} px{again}"
         turns = f", {self.turns} turns" if self.turns > 1 else ""
         clients = f"{self.clients} clients, " if self.clients else ""
         arrive = f"{self.prompts} at once" if self.prompts else f"{self.rate:g}/s"
@@ -230,10 +220,6 @@ def _pictures(point: LoadPoint, draw: random.Random, seed: str) -> tuple[LoadPic
     return tuple(found)
 
 
-def _slashed(values: Sequence[float]) -> str:
-    return "/".join(f"{value:g}" for value in values)
-
-
 def read_points(texts: Sequence[str]) -> tuple[LoadPoint, ...]:
     """Read each ``KEY=VALUE,...``; what one leaves out is as in the one before it.
 
@@ -243,12 +229,7 @@ def read_points(texts: Sequence[str]) -> tuple[LoadPoint, ...]:
     found: list[LoadPoint] = []
     values: dict[str, Any] = {}
     for text in texts:
-        for part in text.split(","):
-            key, _, value = part.partition("=")
-            if key not in LoadPoint.model_fields:
-                keys = ", ".join(LoadPoint.model_fields)
-                raise ConfigError(f"--point {text}: {key!r} is none of {keys}")
-            values[key] = value.split("/") if key in _SLASHED else value
+        values |= read_keys("--point", text, LoadPoint, several=_SEVERAL)
         axis = "prompts" if "prompts" in values else "rate"
         if axis not in values:
             raise ConfigError(
@@ -256,10 +237,7 @@ def read_points(texts: Sequence[str]) -> tuple[LoadPoint, ...]:
                 "prompts=100/1000"
             )
         for value in values[axis]:
-            try:
-                point = LoadPoint(**values | {axis: value})
-            except ValidationError as error:
-                raise ConfigError(f"--point {text}: {in_one_line(error)}") from error
+            point = checked_mix("--point", text, LoadPoint, values | {axis: value})
             if point in found:
                 raise ConfigError(f"--point {text}: {point.key} is there twice")
             found.append(point)

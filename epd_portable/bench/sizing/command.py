@@ -7,46 +7,38 @@ from pathlib import Path
 import click
 
 from epd_portable.bench import console
+from epd_portable.bench.mix import Mix, checked_mix, describe_keys, read_keys
 from epd_portable.bench.sizing.report import make_report
 from epd_portable.bench.sizing.search import LatencyLimits, SizingQuestion, search
 from epd_portable.bench.sizing.stages import load_stages
-from epd_portable.bench.sizing.workload import Workload
 
 MOST_DEVICES = 256
 """Of a search, which tries every split."""
 SEED = 1
 
-HELP = """Say how many encode and prefill+decode instances to run, and whether to split at all.
+HELP = f"""Say how many encode and prefill+decode instances to run, and whether to split at all.
 
-A discrete-event simulation of a router and instances, from the times that each stage takes on one
+A discrete-event simulation of instances behind a front, from the times that each stage takes on one
 device. It tries all ways to use the devices, replicas of one process among them, and finds the
 highest rate at which 95 of 100 requests, of those with and without pictures, keep the limits. No
 engine is started. The page says what the simulation does not know.
 
 \b
 The answer for 8 devices:
-  epd-bench plan --stages stages.yaml --devices 8 --workload share=0.3,pictures=1+4,size=1024
-Whether instances should switch roles, where the traffic turns from one workload to another:
-  epd-bench plan --stages stages.yaml --elastic --workload share=0.02 --workload share=0.9
+  epd-bench plan --stages stages.yaml --devices 8 --workload share=0.3,pictures=1/4,size=1024
 
 \b
---workload has KEY=VALUE with commas between; V+V draws one of these for each request. Defaults:
-  share=0.1           part of the requests that have pictures
-  pictures=1          pictures in such a request
-  size=448            side of a picture in pixels
-  text=64             prompt tokens besides pictures
-  output=60           tokens of an answer
-  picture_bytes=100000  size of a picture's file
-  burst=1             arrivals: 1 is a Poisson process, with more they come in bursts
+Keys of --workload; pictures=1/4 and size=448/1024 draw one of these for each request:
+{describe_keys(Mix)}
 
 \b
 --stages is YAML or JSON; seconds on one device:
   source: one A100, measured on 2026-11-23
-  encode:  {base_s: 0.005, per_embedding_s: 0.00004, pixels_per_embedding: 784}
-  prefill: {base_s: 0.012, per_token_s: 0.00003}
-  decode:  {base_s: 0.012, per_sequence_s: 0.00005}
-  front_end: {request_s: 0.002, picture_s: 0.004, pixel_s: 2.0e-8}
-More keys, each with a default: transfer, router, engine (epd_portable/bench/sizing/stages.py). How
+  encode:  {{base_s: 0.005, per_embedding_s: 0.00004, pixels_per_embedding: 784}}
+  prefill: {{base_s: 0.012, per_token_s: 0.00003}}
+  decode:  {{base_s: 0.012, per_sequence_s: 0.00005}}
+  front_end: {{request_s: 0.002, picture_s: 0.004, pixel_s: 2.0e-8}}
+More keys, each with a default: transfer, engine (epd_portable/bench/sizing/stages.py). How
 to measure them with vLLM's own tools: docs/deploy.md.
 
 Exit status: 0; 1 when something failed; 2 on bad input. What is assumed, and how far predictions
@@ -76,12 +68,10 @@ _SECONDS = click.FloatRange(min=0, min_open=True)
 )
 @click.option(
     "--workload",
-    "workloads",
-    default=["share=0.1"],
+    default="share=0.1",
     show_default=True,
-    multiple=True,
     metavar="KEY=VALUE[,...]",
-    help="The traffic; see above. Several: what switching roles between them could gain.",
+    help="The traffic; see above.",
 )
 @click.option(
     "--ttft-p95",
@@ -118,7 +108,7 @@ _SECONDS = click.FloatRange(min=0, min_open=True)
 def plan_command(
     stage_file: Path,
     devices: int,
-    workloads: tuple[str, ...],
+    workload: str,
     ttft_p95: float,
     ttft_p95_pictures: float | None,
     tpot_p95: float,
@@ -133,16 +123,13 @@ def plan_command(
             ttft_pictures_s=ttft_p95_pictures or ttft_p95,
             tpot_s=tpot_p95,
         )
-        times = load_stages(stage_file)
-        questions = [
-            SizingQuestion(
-                times=times,
-                workload=Workload.read(each),
-                elastic=elastic,
-                count=requests,
-                seed=SEED,
-            )
-            for each in workloads
-        ]
-        found = [search(each, devices, limits) for each in questions]
-        console.finish(make_report(questions, limits, found), json_file)
+        keys = read_keys("--workload", workload, Mix)
+        question = SizingQuestion(
+            times=load_stages(stage_file),
+            workload=checked_mix("--workload", workload, Mix, keys),
+            elastic=elastic,
+            count=requests,
+            seed=SEED,
+        )
+        found = search(question, devices, limits)
+        console.finish(make_report(question, limits, found), json_file)

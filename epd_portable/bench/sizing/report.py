@@ -10,84 +10,49 @@ from epd_portable.bench.sizing.search import (
     LatencyLimits,
     RatedDeployment,
     SizingQuestion,
-    SwitchingBound,
     recommend,
-    switching_bound,
 )
 
 _MEASURED = ("epd_portable.bench.sizing.engine", "epd_portable.bench.sizing.simulate")
 NOT_MODELLED = (
     "Not known here: prefix and encoder caches (every picture is new), KV cache memory, the "
-    "receive pool, faults, networks with contention, attention that grows with the context, API "
-    "servers that share cores with engines and encoding beside the steps (both on a CPU). "
-    "Directions were predicted right where they were measured, sizes within a factor of two "
-    "(docs/measurements/2026-11-sizing.md)."
+    "receive pool, faults, networks with contention, attention that grows with the context, how "
+    "much the front takes (several routers share it), API servers that share cores with engines "
+    "and encoding beside the steps (both on a CPU). Directions were predicted right where they "
+    "were measured, sizes within a factor of two (docs/measurements/2026-11-sizing.md)."
 )
 
 
 def make_report(
-    questions: Sequence[SizingQuestion],
-    limits: LatencyLimits,
-    found: Sequence[Sequence[RatedDeployment]],
+    question: SizingQuestion, limits: LatencyLimits, candidates: Sequence[RatedDeployment]
 ) -> Report:
-    """Return the page; of several workloads it says what switching roles between them could gain.
-
-    Args:
-        found: Of each question, in their order; replicas come first.
-
-    Raises:
-        ConfigError: See `switching_bound`.
-    """
-    asked, candidates = questions[0], found[0]
+    """Return the page; of the candidates replicas come first."""
     best = max(candidates, key=lambda each: each.rate)
-    if len(questions) > 1:
-        bound = switching_bound(found, replicas=asked.elastic)
-        title, table, recommendation = "Switching roles", "by workload", str(bound)
-        rows = [_by_workload(way, bound) for way in zip(*found, strict=True)]
-        answer: dict[str, Plain] = {
-            "gain": bound.gain,
-            "best": bound.best,
-            "fixed": dataclasses.asdict(bound.fixed),
-        }
-    else:
-        title, table, recommendation = (
-            "Sizing",
-            "by how the devices are used",
-            recommend(candidates),
-        )
-        rows = [_candidate(each, candidates[0]) for each in candidates]
-        answer = {"best": {**dataclasses.asdict(best.deployment), "rate": best.rate}}
+    recommendation = recommend(candidates)
+    rows = [_candidate(each, candidates[0]) for each in candidates]
     return Report(
-        title=title,
+        title="Sizing",
         conditions=conditions(_MEASURED),
-        tables=(Table.of(f"Highest rate within the limits, {table}", rows),),
+        tables=(Table.of("Highest rate within the limits, by how the devices are used", rows),),
         summary={
-            "workloads": [each.workload.model_dump(mode="json") for each in questions],
-            "stages": asked.times.model_dump(mode="json"),
+            "workload": question.workload.model_dump(mode="json"),
+            "stages": question.times.model_dump(mode="json"),
             "limits": dataclasses.asdict(limits),
             "recommendation": recommendation,
-            **answer,
+            "best": {**dataclasses.asdict(best.deployment), "rate": best.rate},
         },
-        samples=[_sample(each) for of_one in found for each in of_one],
+        samples=[_sample(each) for each in candidates],
         notes=(
             f"**{recommendation}**",
             f"Limits at p95 of every kind of request: TTFT {limits.ttft_s:g} s, with pictures "
             f"{limits.ttft_pictures_s:g} s, TPOT {limits.tpot_s:g} s.",
-            *(f"Workload {number}: {each.workload}." for number, each in enumerate(questions, 1)),
-            f"Stage times: {asked.times.source}.",
-            f"Simulated, not measured: {asked.count:,} requests at each rate, seed {asked.seed}.",
+            f"Workload: {question.workload}.",
+            f"Stage times: {question.times.source}.",
+            f"Simulated, not measured: {question.count:,} requests at each rate, seed "
+            f"{question.seed}.",
             NOT_MODELLED,
         ),
     )
-
-
-def _by_workload(way: Sequence[RatedDeployment], bound: SwitchingBound) -> dict[str, str]:
-    shares = [each.rate / most for each, most in zip(way, bound.best, strict=True)]
-    row = {"deployment": str(way[0].deployment)}
-    for number, (each, share) in enumerate(zip(way, shares, strict=True), 1):
-        row[f"workload {number}, requests/s"] = f"{each.rate:.3g}"
-        row[f"{number} of its best"] = f"{share:.2f}"
-    return row | {"least": f"{min(shares):.2f}"}
 
 
 def _candidate(each: RatedDeployment, replicas: RatedDeployment) -> dict[str, str]:

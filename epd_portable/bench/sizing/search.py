@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
 from epd_portable.bench.console import progress
+from epd_portable.bench.mix import Mix
 from epd_portable.bench.sizing.simulate import Deployment, Outcome, Simulation
 from epd_portable.bench.sizing.stages import StageTimes
-from epd_portable.bench.sizing.workload import Workload
+from epd_portable.bench.sizing.workload import draw_requests
 from epd_portable.delivery.assignment import BUSY_THRESHOLD
-from epd_portable.errors import ConfigError
 
 PRECISION = 1.01
 """Bisection ends when the rate that fails is not above this multiple of the one that holds."""
 WORTH_IT = 1.05
 """A split, which is more to run, is recommended when it serves this multiple of replicas."""
-SWITCH_FROM = 1.2
-"""Roles are not worth switching for less."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,14 +49,16 @@ class SizingQuestion:
     """What is simulated, but for the deployment and the rate: so many requests, drawn by a seed."""
 
     times: StageTimes
-    workload: Workload
+    workload: Mix
     elastic: bool
     count: int
     seed: int
 
     def simulate(self, deployment: Deployment, rate: float) -> Outcome:
         """Simulate one deployment at one rate."""
-        requests = self.workload.requests(self.times, rate=rate, count=self.count, seed=self.seed)
+        requests = draw_requests(
+            self.workload, self.times, rate=rate, count=self.count, seed=self.seed
+        )
         threshold = BUSY_THRESHOLD if self.elastic else None
         simulation = Simulation(self.times, deployment, elastic_threshold=threshold, seed=self.seed)
         return simulation.run(requests)
@@ -75,10 +74,10 @@ class SizingQuestion:
         embeddings = fmean(times.encode.embeddings(side**2) for side in load.size)
         encode_s = pictures * times.encode.seconds(embeddings)
         step_share_s = times.prefill.base_s / times.engine.max_num_batched_tokens
-        prompt = fmean(load.text) + pictures * embeddings
+        prompt = load.text + pictures * embeddings
         engine_s = prompt * (times.prefill.per_token_s + step_share_s)
         sequence_s = times.decode.per_sequence_s + times.decode.base_s / times.engine.max_num_seqs
-        engine_s += (fmean(load.output) - 1) * sequence_s
+        engine_s += (load.output - 1) * sequence_s
         rates = [deployment.devices / (engine_s + encode_s)]
         if deployment.encoders:
             rates.append(deployment.engines / engine_s)
@@ -167,60 +166,3 @@ def recommend(candidates: Sequence[RatedDeployment]) -> str:
         f"serve {best.rate:.3g} requests/s within the limits, against {replicas.rate:.3g} of "
         f"{replicas.deployment} ({worth})."
     )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SwitchingBound:
-    """What could be gained if instances changed their role as fast as workloads come and go.
-
-    Attributes:
-        best: Rates of what is best for each workload.
-        fixed: What serves all of them best, if it has to stay.
-        share: What that serves of the best rate, at the workload where this is least.
-    """
-
-    best: list[float]
-    fixed: Deployment
-    share: float
-
-    @property
-    def gain(self) -> float:
-        """No switching serves more, as a multiple of `fixed`; infinite where that serves none."""
-        return 1 / self.share if self.share else math.inf
-
-    def __str__(self) -> str:
-        """Return it as a sentence."""
-        what = "Switching roles is worth a look" if self.gain >= SWITCH_FROM else "Switch nothing"
-        return (
-            f"{what}: {self.fixed} serve at least {self.share:.2f} of what the best way to use the "
-            f"devices serves of each workload alone, so whatever switches roles serves at most "
-            f"{self.gain:.2f} times as much, or gives back at most {1 - self.share:.0%} of the "
-            f"device hours; it is worth it from {SWITCH_FROM:g} times."
-        )
-
-
-def switching_bound(
-    found: Sequence[Sequence[RatedDeployment]], *, replicas: bool
-) -> SwitchingBound:
-    """Return it of what `search` found for each workload.
-
-    Args:
-        found: The same deployments in the same order, replicas first.
-        replicas: Whether instances can take to encoding everything by themselves.
-
-    Raises:
-        ConfigError: No way keeps the limits with one of the workloads, or there is one device.
-    """
-    ways = list(zip(*found, strict=True))[0 if replicas else 1 :]
-    best = [max((way[index].rate for way in ways), default=0.0) for index in range(len(found))]
-    if not all(best):
-        raise ConfigError(
-            "there is no split that keeps the limits with each workload; raise the limits, use "
-            "shorter stages, or two devices or more"
-        )
-
-    def share(way: Sequence[RatedDeployment]) -> float:
-        return min(each.rate / most for each, most in zip(way, best, strict=True))
-
-    fixed = max(ways, key=share)
-    return SwitchingBound(best=best, fixed=fixed[0].deployment, share=share(fixed))

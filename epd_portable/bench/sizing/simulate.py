@@ -1,4 +1,4 @@
-"""A router and its instances under a load, event by event."""
+"""Instances behind a front under a load, event by event."""
 
 from __future__ import annotations
 
@@ -131,15 +131,14 @@ class Simulation:
         self._elastic_threshold = elastic_threshold
         self._random = random.Random(seed)
         self._timeline = Timeline()
-        self._router = FifoServer(self._timeline)
         self._encoders = [_Encoder(self._timeline) for _ in range(deployment.encoders)]
         self._encoding = 0
         self._engines = [
             SimulatedEngine(
                 self._timeline,
                 times,
-                on_first=lambda request: self._timeline.start(self._first(request)),
-                on_last=lambda request: self._timeline.start(self._last(request)),
+                on_first=self._first,
+                on_last=self._last,
             )
             for _ in range(deployment.engines)
         ]
@@ -162,14 +161,11 @@ class Simulation:
             requests: In the order of arrival; at least one, each with a text of a token or more.
         """
         for request in requests:
-            self._timeline.start(self._way_of(request))
+            self._timeline.at(request.arrival_s, self._arrive, request)
         self._timeline.run()
         return self._outcome(requests)
 
-    def _way_of(self, request: SimulatedRequest) -> Process:
-        yield request.arrival_s
-        router_s = self._times.router.arrival_s([item.nbytes for item in request.items])
-        yield self._router.accept(router_s)
+    def _arrive(self, request: SimulatedRequest) -> None:
         engine = self._choose_engine()
         self._loads[engine] += 1
         tokens = request.text_tokens + sum(item.embeddings for item in request.items)
@@ -259,19 +255,16 @@ class Simulation:
         self._compute(request)
         self._engines[engine].landed(request)
 
-    def _first(self, request: SimulatedRequest) -> Process:
-        yield self._router.accept(self._times.router.chunk_s)
+    def _first(self, request: SimulatedRequest) -> None:
         request.first_token_s = self._timeline.now
 
-    def _last(self, request: SimulatedRequest) -> Process:
+    def _last(self, request: SimulatedRequest) -> None:
         answer = self._answers.pop(request)
         engine = answer.engine
         self._loads[engine] -= 1
         self._owed[engine].observe(answer.tokens, self._computes_for[engine], answer.began_s)
         self._computes_for[engine] -= 1
         self._owe("answer", request, answer.owed_s, answer.since_s)
-        # The tokens between are relayed as they come; their work is charged here, in one piece.
-        yield self._router.accept(self._times.router.chunk_s * (request.output_tokens - 1))
         assert request.end_s < 0, "a request ends once"
         request.end_s = self._timeline.now
 
@@ -279,7 +272,6 @@ class Simulation:
         engines, encoders = self._engines, self._encoders
         assert not self._encoding and not any(self._loads), "what has begun has ended"
         stages = {
-            "router": [self._router.busy_s],
             "front end": [engine.front_end.busy_s for engine in engines],
             "preprocessing": [engine.preprocessing.busy_s for engine in engines],
             SPLIT_ENGINES if encoders else REPLICAS: [

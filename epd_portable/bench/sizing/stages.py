@@ -87,28 +87,6 @@ class TransferStage(_Times):
         return self.base_s + self.byte_s * self.embedding_bytes * embeddings
 
 
-class RouterStage(_Times):
-    """CPU time of the router, in seconds.
-
-    Defaults are of one full core (docs/measurements/2026-11-router.md).
-
-    Attributes:
-        request_s: Each request: a text with 32 clients.
-        picture_s: Each picture, the choice of its encoder included.
-        picture_byte_s: Each byte of it.
-        chunk_s: Each streamed token, at 4,000/s.
-    """
-
-    request_s: Duration = 0.000256
-    picture_s: Duration = 0.000415
-    picture_byte_s: Duration = 2.88e-9
-    chunk_s: Duration = 28.4e-6
-
-    def arrival_s(self, picture_bytes: list[int]) -> float:
-        """Return the time until a request with these pictures is sent on."""
-        return self.request_s + sum(self.picture_s + self.picture_byte_s * n for n in picture_bytes)
-
-
 class EngineLimits(_Times):
     """What an engine step and an engine hold; named as vLLM's arguments.
 
@@ -136,7 +114,6 @@ class StageTimes(_Times):
     decode: DecodeStage
     front_end: FrontEndStage = FrontEndStage()
     transfer: TransferStage = TransferStage()
-    router: RouterStage = RouterStage()
     engine: EngineLimits = EngineLimits()
 
 

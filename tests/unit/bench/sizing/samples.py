@@ -18,12 +18,11 @@ LIGHT = {
 
 
 def stage_times(**changes: Any) -> StageTimes:
-    """Return times without front end, transfer and router, unless they are given.
+    """Return times without front end and transfer, unless they are given.
 
     A picture of 256 embeddings is encoded in 0.5 s, 1000 tokens are prefilled in 1.1 s, a step of
     one sequence takes 0.02 s and of two 0.03 s.
     """
-    nothing = dict.fromkeys(("request_s", "picture_s", "picture_byte_s", "chunk_s"), 0.0)
     return StageTimes.model_validate(
         {
             "source": "made up for tests",
@@ -31,7 +30,6 @@ def stage_times(**changes: Any) -> StageTimes:
             "prefill": {"base_s": 0.1, "per_token_s": 0.001},
             "decode": {"base_s": 0.01, "per_sequence_s": 0.01},
             "transfer": {"base_s": 0.0, "byte_s": 0.0},
-            "router": nothing,
             **changes,
         }
     )

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from epd_portable.bench.mix import Mix
 from epd_portable.bench.sizing.search import (
     LatencyLimits,
     RatedDeployment,
@@ -15,7 +16,6 @@ from epd_portable.bench.sizing.search import (
     search,
 )
 from epd_portable.bench.sizing.simulate import Deployment
-from epd_portable.bench.sizing.workload import Workload
 from tests.unit.bench.sizing.samples import LIGHT, stage_times
 
 LIMITS = LatencyLimits(ttft_s=2.0, ttft_pictures_s=4.0, tpot_s=0.1)
@@ -24,7 +24,7 @@ LIMITS = LatencyLimits(ttft_s=2.0, ttft_pictures_s=4.0, tpot_s=0.1)
 def question(**changes: Any) -> SizingQuestion:
     known: dict[str, Any] = {
         "times": stage_times(),
-        "workload": Workload(share=0.5, text=(44,), output=(11,)),
+        "workload": Mix(share=0.5, text=44, output=11),
         "elastic": False,
         "count": 1000,
         "seed": 1,
@@ -47,7 +47,7 @@ def test_a_capacity_is_what_instances_have_by_what_a_request_takes() -> None:
         prefill={"base_s": 0.0, "per_token_s": 0.001},
         decode={"base_s": 0.0, "per_sequence_s": 0.01},
     )
-    demand = Workload(share=0.5, pictures=(1, 3), text=(44,), output=(11,))
+    demand = Mix(share=0.5, pictures=(1, 3), text=44, output=11)
     asked = question(times=times, workload=demand)
     engine_s = 0.044 + 0.256 + 0.1  # one picture a request in the mean
     both_s = engine_s + 0.5
@@ -106,7 +106,5 @@ def test_long_encodes_and_tight_tokens_call_for_a_split_and_texts_alone_do_not()
     tight = replace(LIMITS, tpot_s=0.06)
     pictures = search(question(times=stage_times(**LIGHT)), 3, tight)
     assert recommend(pictures).startswith("Disaggregate: ")
-    texts = question(
-        times=stage_times(**LIGHT), workload=Workload(share=0.0, text=(44,), output=(11,))
-    )
+    texts = question(times=stage_times(**LIGHT), workload=Mix(share=0.0, text=44, output=11))
     assert recommend(search(texts, 3, tight)).startswith("Do not disaggregate")

@@ -7,9 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from epd_portable.bench.mix import Mix
 from epd_portable.bench.sizing.simulate import Deployment, Outcome, Simulation
 from epd_portable.bench.sizing.stages import StageTimes
-from epd_portable.bench.sizing.workload import PictureItem, SimulatedRequest, Workload
+from epd_portable.bench.sizing.workload import PictureItem, SimulatedRequest, draw_requests
 from tests.unit.bench.sizing.samples import LIGHT, stage_times
 
 SPLIT = Deployment(encoders=1, engines=1)
@@ -18,7 +19,7 @@ REPLICA = Deployment(encoders=0, engines=1)
 
 def simulate(
     deployment: Deployment,
-    demand: Workload,
+    demand: Mix,
     *,
     rate: float,
     count: int = 2000,
@@ -27,12 +28,12 @@ def simulate(
     seed: int = 1,
 ) -> tuple[Outcome, list[SimulatedRequest]]:
     times = times or stage_times()
-    requests = demand.requests(times, rate=rate, count=count, seed=seed)
+    requests = draw_requests(demand, times, rate=rate, count=count, seed=seed)
     simulation = Simulation(times, deployment, elastic_threshold=elastic, seed=seed)
     return simulation.run(requests), requests
 
 
-def mean_ttft_s(deployment: Deployment, demand: Workload, **options: Any) -> float:
+def mean_ttft_s(deployment: Deployment, demand: Mix, **options: Any) -> float:
     _, requests = simulate(deployment, demand, **options)
     return fmean(request.ttft_s for request in requests)
 
@@ -48,12 +49,11 @@ def with_pictures(arrival_s: float, count: int, output: int = 1) -> SimulatedReq
     engines=st.integers(1, 20),
     elastic=st.sampled_from([None, 1.0, 4.0]),
     demand=st.builds(
-        Workload,
+        Mix,
         share=st.floats(0, 1),
         pictures=st.sampled_from([(1,), (1, 4)]),
         size=st.sampled_from([(112,), (448, 1024)]),
-        output=st.sampled_from([(1,), (2, 30)]),
-        burst=st.sampled_from([0.2, 1.0, 8.0]),
+        output=st.sampled_from([1, 30]),
     ),
     rate=st.floats(0.1, 1000),
     seed=st.integers(0, 1000),
@@ -62,13 +62,12 @@ def test_every_request_ends_once_and_every_picture_is_encoded_once(
     encoders: int,
     engines: int,
     elastic: float | None,
-    demand: Workload,
+    demand: Mix,
     rate: float,
     seed: int,
 ) -> None:
     times = stage_times(
         front_end={"request_s": 0.001, "picture_s": 0.01},
-        router={},
         engine={"max_num_batched_tokens": 300, "max_num_seqs": 4, "max_encoder_tokens": 100},
     )
     outcome, requests = simulate(
@@ -91,7 +90,7 @@ def test_every_request_ends_once_and_every_picture_is_encoded_once(
 
 
 def test_the_same_seed_gives_the_same_outcome_and_another_one_another() -> None:
-    demand, deployment = Workload(share=0.3), Deployment(encoders=2, engines=20)
+    demand, deployment = Mix(share=0.3), Deployment(encoders=2, engines=20)
     one, two, other = (
         simulate(deployment, demand, rate=10, count=500, seed=seed)[0].kinds for seed in (1, 1, 2)
     )
@@ -104,7 +103,7 @@ def test_pictures_at_one_encoder_wait_as_long_as_theory_says() -> None:
     times = stage_times(
         prefill={"base_s": 0.0, "per_token_s": 1e-9}, decode={"base_s": 0.0, "per_sequence_s": 0.0}
     )
-    demand = Workload(share=1.0, output=(1,))
+    demand = Mix(share=1.0, output=1)
     outcome, requests = simulate(SPLIT, demand, rate=1.2, count=20_000, times=times)
     assert fmean(each.ttft_s for each in requests) == pytest.approx(0.5 + 0.375, rel=0.03)
     assert outcome.busy["encode"] == pytest.approx(1.2 * 0.5, rel=0.02)
@@ -112,7 +111,7 @@ def test_pictures_at_one_encoder_wait_as_long_as_theory_says() -> None:
 
 
 def test_an_answer_is_owed_for_as_long_as_it_takes_and_is_its_share_of_the_engine() -> None:
-    texts = Workload(share=0.0, text=(44,), output=(11,))
+    texts = Mix(share=0.0, text=44, output=11)
     alone, requests = simulate(REPLICA, texts, rate=0.01)
     answer_s = requests[0].end_s - requests[0].arrival_s
     assert alone.owed_s == {"answer": pytest.approx(0.01 * answer_s**2, rel=0.05)}
@@ -121,12 +120,12 @@ def test_an_answer_is_owed_for_as_long_as_it_takes_and_is_its_share_of_the_engin
     long_s = fmean(each.end_s - each.arrival_s for each in requests)
     assert full.owed_s["answer"] < 0.9 * 2 * long_s * answer_s
     # A split's does not compute for an answer that waits for its picture.
-    waits, _ = simulate(SPLIT, Workload(share=1.0, output=(11,)), rate=0.01)
+    waits, _ = simulate(SPLIT, Mix(share=1.0, output=11), rate=0.01)
     assert waits.owed_s["answer"] < 0.01 * 1.2 * 0.8
 
 
 def test_one_process_stalls_tokens_while_it_encodes_and_a_split_does_not() -> None:
-    demand = Workload(share=0.2, text=(44,), output=(40,))
+    demand = Mix(share=0.2, text=44, output=40)
     replica, split = (simulate(each, demand, rate=0.5)[0] for each in (REPLICA, SPLIT))
     assert replica.longest_stall_s > 0.5 > split.longest_stall_s
     assert replica.kinds["text"].tpot_p95 > 1.2 * split.kinds["text"].tpot_p95
@@ -159,7 +158,7 @@ def test_an_engine_that_computes_for_others_encodes_only_what_would_take_so_much
 def test_where_nobody_generates_encoding_where_it_is_sooner_makes_pictures_no_later(
     rate: float,
 ) -> None:
-    demand = Workload(share=1.0, pictures=(1, 2), output=(1,))
+    demand = Mix(share=1.0, pictures=(1, 2), output=1)
     split, elastic = (
         mean_ttft_s(SPLIT, demand, rate=rate, count=1000, elastic=each, times=stage_times(**LIGHT))
         for each in (None, 2.0)
@@ -174,25 +173,3 @@ def test_items_are_spread_over_the_encoders() -> None:
             [request]
         )
         assert request.ttft_s < 2 * 0.5 + 0.2, "an encoder had more than its share"
-
-
-def test_a_full_router_is_what_is_waited_for() -> None:
-    full, half = (
-        mean_ttft_s(
-            REPLICA,
-            Workload(share=0.0, output=(1,)),
-            rate=2.0,
-            count=100,
-            times=stage_times(router={"request_s": request_s, "chunk_s": 0.0}),
-        )
-        for request_s in (1.0, 0.125)
-    )
-    assert full > 20 > 5 > half
-
-
-def test_bursts_make_queues() -> None:
-    smooth, bursts = (
-        mean_ttft_s(SPLIT, Workload(share=1.0, output=(1,), burst=burst), rate=1.0)
-        for burst in (0.05, 8.0)
-    )
-    assert bursts > 2 * smooth
