@@ -80,20 +80,9 @@ class Server:
         Raises:
             LaunchError: It ended, or was not ready in time; the message ends with its last lines.
         """
-        self.log.parent.mkdir(parents=True, exist_ok=True)
-        self._tail = Tail(self.log)
-        self._tail.last(0)  # What an earlier server wrote is not looked at.
-        with self.log.open("ab") as output:
-            self._process = self.popen(
-                self.argv,
-                env=safe_environ({**os.environ, **self.env}),
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+        self.start()
         try:
-            self._wait_until_ready()
+            self.wait_until_ready()
         except BaseException:
             self.stop()
             raise
@@ -108,11 +97,20 @@ class Server:
         """Process id of the command."""
         return self._process.pid
 
-    def interrupt(self) -> None:
-        """Let a start that another thread waits for fail soon; nothing if it has not begun."""
-        process: subprocess.Popen[bytes] | None = getattr(self, "_process", None)
-        if process is not None:
-            process.terminate()
+    def start(self) -> None:
+        """Start it, and do not wait."""
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        self._tail = Tail(self.log)
+        self._tail.last(0)  # What an earlier server wrote is not looked at.
+        with self.log.open("ab") as output:
+            self._process = self.popen(
+                self.argv,
+                env=safe_environ({**os.environ, **self.env}),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
 
     def stop(self) -> int:
         """Ask it to end, kill what does not, and return its exit status."""
@@ -126,7 +124,12 @@ class Server:
         )
         return self._process.wait()
 
-    def _wait_until_ready(self) -> None:
+    def wait_until_ready(self) -> None:
+        """Wait until it is ready.
+
+        Raises:
+            LaunchError: It ended, or was not ready in time; the message ends with its last lines.
+        """
         deadline_s = time.monotonic() + _START_TIMEOUT_S
         with httpx.Client(timeout=2.0, trust_env=False) as client:
             while time.monotonic() < deadline_s:

@@ -54,20 +54,9 @@ class TransferCase:
     encode_s: float
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TransferSample:
-    """One measured transfer.
-
-    Attributes:
-        memcpy_s: A plain copy of the same bytes within one process right before; on devices from
-            the producer's device to the consumer's.
-    """
-
-    case: TransferCase
-    way: Handover
-    memcpy_s: float
-
-
+Samples = dict[TransferCase, list[tuple[Handover, float]]]
+"""Of each round the way of an item, and the seconds that a plain copy of the same bytes took right
+before, within one process; on devices from the producer's device to the consumer's."""
 Case = dict[str, Any]
 """A `TransferCase`, and its values in the order of the rounds, by name."""
 
@@ -105,7 +94,7 @@ def measure(
     *,
     devices: int,
     repeat: int,
-) -> list[TransferSample]:
+) -> Samples:
     """Measure every path and size ``repeat`` times, in turns, after unmeasured rounds.
 
     Sizes are multiples of `TOKEN_BYTES`. The producer takes the first device, the consumer the
@@ -157,15 +146,15 @@ def measure(
             progress(f"{what}: {len(cases)} transfers in {time.monotonic() - begin_s:.1f} s")
         is_device = TRAITS[platform].needs_device_copy
         ways = handovers(read_events(folder), end="item.complete" if is_device else "item.placed")
-    samples = [
-        TransferSample(case=moved[way.transfer][0], way=way, memcpy_s=moved[way.transfer][1])
-        for way in ways
-        if way.transfer.startswith("item-")
-    ]
-    if len(samples) != len(cases) * repeat:
+    samples: Samples = {case: [] for case in cases}
+    for way in ways:
+        if way.transfer.startswith("item-"):
+            case, memcpy_s = moved[way.transfer]
+            samples[case].append((way, memcpy_s))
+    if (whole := sum(map(len, samples.values()))) != len(cases) * repeat:
         raise MeasurementError(
-            f"traces hold {len(samples)} whole transfers of {len(cases) * repeat}: an event is "
-            "missing; the versions of this command and of the package may differ"
+            f"traces hold {whole} whole transfers of {len(cases) * repeat}: an event is missing; "
+            "the versions of this command and of the package may differ"
         )
     return samples
 
@@ -251,7 +240,7 @@ def describe_place(platform: PlatformName, runtime: str, devices: int) -> str:
 
 
 def make_report(
-    samples: Sequence[TransferSample],
+    samples: Samples,
     place: str,
     left_out: Mapping[str, str],
 ) -> Report:
@@ -293,20 +282,17 @@ def make_report(
     )
 
 
-def _by_case(samples: Sequence[TransferSample]) -> list[Case]:
+def _by_case(samples: Samples) -> list[Case]:
     """Return the values of each case: paths in the order of measuring, sizes rising."""
-    paths = list(dict.fromkeys(sample.case.path for sample in samples))
-    groups: dict[TransferCase, list[TransferSample]] = {}
-    for each in sorted(samples, key=lambda one: (paths.index(one.case.path), one.case.nbytes)):
-        groups.setdefault(each.case, []).append(each)
+    paths = list(dict.fromkeys(case.path for case in samples))
     parts = ("granted_before", "total_s", "grant_wait_s", "write_s", "notice_s", "place_s")
     return [
         {
             **dataclasses.asdict(case),
-            **{part: [getattr(sample.way, part) for sample in group] for part in parts},
-            "memcpy_s": [sample.memcpy_s for sample in group],
+            **{part: [getattr(way, part) for way, _ in samples[case]] for part in parts},
+            "memcpy_s": [memcpy_s for _, memcpy_s in samples[case]],
         }
-        for case, group in groups.items()
+        for case in sorted(samples, key=lambda case: (paths.index(case.path), case.nbytes))
     ]
 
 

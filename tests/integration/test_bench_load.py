@@ -23,7 +23,7 @@ from aiohttp import web
 from click.testing import CliRunner, Result
 
 from epd_portable.bench.cli import main
-from epd_portable.bench.load import command, measure
+from epd_portable.bench.load import measure
 from epd_portable.bench.load import turns as figures
 from epd_portable.bench.load.turns import Turn
 
@@ -152,22 +152,23 @@ def test_sides_are_asked_the_same_in_turns_and_their_ratios_come_first(
     found = read_turns(file)
     assert [(turn.point[:4].strip("/s,"), turn.round, turn.side) for turn in found] == [
         ("8", 0, "ours"),
-        ("8", 0, "replicas"),
         ("16", 0, "ours"),
+        ("8", 0, "replicas"),
         ("16", 0, "replicas"),
         ("8", 1, "replicas"),
-        ("8", 1, "ours"),
         ("16", 1, "replicas"),
+        ("8", 1, "ours"),
         ("16", 1, "ours"),
     ]
     assert not any(turn.failed for turn in found)
-    for first, second in itertools.pairwise(found):
+    for first, second in itertools.combinations(found, 2):
         if (first.point, first.round) == (second.point, second.round):
             assert first.requests == second.requests
-    # One address has two warm-up requests of a kind, two have four; the first side has the probes.
+    # At each point of each round one address has two warm-up requests of a kind, two have four;
+    # the first side has the probes.
     counted = sum(turn.count for turn in found if turn.side == "ours")
-    assert len(ours.texts) == counted + 2 + 2 * 4
-    assert len(one.texts) + len(other.texts) == counted + 2 * 8
+    assert len(ours.texts) == counted + 2 + 4 * 4
+    assert len(one.texts) + len(other.texts) == counted + 4 * 8
     assert len(set(ours.texts)) == len(ours.texts)
     assert set(ours.texts[2:]) <= set(one.texts + other.texts)
     assert {len(text.split()) for text in ours.texts[2:]} == {10}
@@ -181,26 +182,6 @@ def test_sides_are_asked_the_same_in_turns_and_their_ratios_come_first(
         for part in body["messages"][0]["content"][:-1]
     ]
     assert urls and len(set(urls)) == len(urls)
-
-
-def test_sides_that_are_started_for_their_turns_take_all_points_of_a_round_at_once(
-    played: Played, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ours, replicas = played(), played()
-    file = tmp_path / "load.json"
-    monkeypatch.setattr(command, "fit_together", lambda allotment: False)
-    result = load(
-        *("--side", f"ours=url:{ours.url}", "--side", f"replicas=url:{replicas.url}"),
-        *("--point", f"{QUICK},rate=8", "--point", "rate=9"),
-        *("--rounds", "2", "--json", str(file)),
-    )
-    assert result.exit_code == 0, result.output
-    assert [(turn.round, turn.side, turn.point[0]) for turn in read_turns(file)] == [
-        *((0, side, rate) for side in ("ours", "replicas") for rate in "89"),
-        *((1, side, rate) for side in ("replicas", "ours") for rate in "89"),
-    ]
-    assert sorted(ours.texts[2:]) == sorted(replicas.texts)
-    assert "Each side was started for its turns" in result.output
 
 
 def stop_clients_once(server: PlayedServer, seconds: float) -> None:

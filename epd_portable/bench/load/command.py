@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import click
-import psutil
 
 from epd_portable.bench import console, report
 from epd_portable.bench.load import checkpoint
@@ -30,10 +29,6 @@ from epd_portable.launch.commands.command_line import PlatformType
 from epd_portable.launch.plan.file_checks import engine_settings
 from epd_portable.launch.plan.machine import allowed_cores, assumed_machine
 from epd_portable.platforms.traits import TRAITS
-
-INSTANCE_BYTES = 9 << 28
-"""Memory for an instance on the CPU with a small model: 2.25 GiB. Seen: 1.1 GiB of one that
-encodes, 2.5 GiB of others, with one GiB of KV cache."""
 
 HELP = f"""Compare sides under load: a topology, replicas of plain vLLM, vLLM's own example.
 
@@ -61,11 +56,11 @@ Three rates, with a picture in one of ten requests, and four pictures in three o
   epd-bench load --side ours=configs/1e1pd.yaml --side replicas:2 --side replicas:2,tuned \\
     --model shape --point rate=2/6/10,share=0.1 --point rate=2,share=0.3,pictures=4 --json l.json
 
-Sides are measured in turns. Every side gets the same cores or devices and, in every round, the same
-requests; the first of one round is the last of the next. All sides are up all the time where memory
-allows; otherwise, and where they share devices, each is started for its turns. The clients are a
-process of their own; rounds in which they sent requests late are refused and measured again.
+Sides are measured in turns, each started for its own. Every side gets the same cores or devices
+and, in every round, the same requests; the first of one round is the last of the next. The clients
+are a process of their own; rounds in which they sent requests late are refused and measured again.
 
+\b
 Benchmarks that others describe; other options take the place of theirs:
   epd-bench load --preset vision-arena
   epd-bench load --preset random-mm --platform cuda --model Qwen/Qwen3-VL-4B-Instruct
@@ -205,7 +200,6 @@ def load_command(
             topologies=topologies,
             settings=settings,
             allotment=allotment,
-            together=fit_together(allotment),
             folder=Path(folder),
             upstream_proxy=proxy,
         )
@@ -254,15 +248,6 @@ def _allot(
         most = tuple(map(str, range(max(counts.values()))))
         devices = assumed_machine(traits, os.environ).devices or most
     return share_out(counts, cores=allowed_cores(), devices=devices)
-
-
-def fit_together(allotment: Allotment) -> bool:
-    """Return whether all sides can be up at the same time."""
-    if allotment.devices:
-        # Devices would be shared, and how much memory each side may take is not known.
-        return len(allotment.units) < 2
-    engines = sum(len(instances) for instances in allotment.units.values())
-    return psutil.virtual_memory().available >= engines * INSTANCE_BYTES
 
 
 def judge(results: LoadResults, setting: LoadSetting, *, every: bool) -> None:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from epd_portable.bench import console
@@ -15,7 +13,6 @@ from epd_portable.bench.load.clients import Answers, LoadAnswer, Order, prepared
 from epd_portable.bench.load.plan import LoadPoint, LoadRequest
 from epd_portable.bench.load.servers import RunningSide, start_side
 from epd_portable.bench.load.setting import LoadSetting
-from epd_portable.bench.load.sides import LoadSide
 from epd_portable.bench.load.turns import Turn, make_turn
 from epd_portable.errors import MeasurementError
 
@@ -24,9 +21,6 @@ ATTEMPTS = 3
 WARM_UP = 2
 """Requests of each kind at each address before all."""
 _PROBE_WORDS = 500
-_OTHER_S = 8.0
-"""About how long a turn takes beyond its window."""
-
 
 Rounds = dict[str, dict[str, list[Turn]]]
 """Turns by point and side, one of each side for every round."""
@@ -73,49 +67,36 @@ class Measurement:
         self._setting = setting
         self._plan = setting.plan
         self._keep = keep
-        self._up: dict[str, RunningSide] = {}
         self.results = LoadResults()
 
     def run(self) -> LoadResults:
         """Measure all points once, then again: what disturbs a while disturbs all of them.
 
+        Every side is started for its turn of a round, so that none takes memory or cores from
+        another, and measured at all points.
+
         Raises:
             LaunchError: A side did not start.
             MeasurementError: A side does not answer, or its processes are not where they should be.
         """
-        plan, sides = self._plan, self._setting.sides
-        attempts: Counter[LoadPoint] = Counter()
-        with ExitStack() as stack:
-            if self._setting.together:
-                for side in sides:
-                    self._up[side.name] = stack.enter_context(start_side(side, self._setting))
-                for running in self._up.values():
-                    self._warm_up(running)
-            while due := [
+        for number in range(ATTEMPTS * self._plan.rounds):
+            due = [
                 point
-                for point in plan.points
-                if self.results.count(point) < plan.rounds
-                and attempts[point] < ATTEMPTS * plan.rounds
-            ]:
-                left = sum(plan.rounds - self.results.count(point) for point in due)
-                minutes = left * len(sides) * (plan.seconds + _OTHER_S) / 60
-                console.progress(f"about {minutes:.0f} min left")
-                # Sides that are started for a turn take it for all points at once.
-                for points in [[point] for point in due] if self._setting.together else [due]:
-                    self._measure_round({point: attempts[point] for point in points})
-                    attempts.update(points)
-                    self._keep(self.results)
-        return self.results
-
-    def _measure_round(self, numbers: dict[LoadPoint, int]) -> None:
-        # The first of one round is the last of the next.
-        for side in self._setting.sides[:: -1 if min(numbers.values()) % 2 else 1]:
-            with self._running(side) as running:
-                turns = [self._measure_turn(running, *each) for each in numbers.items()]
-            self.results.turns += turns
-            if all(turn.refused for turn in turns):
-                # What the others would do in this round does not count either.
+                for point in self._plan.points
+                if self.results.count(point) < self._plan.rounds
+            ]
+            if not due:
                 break
+            # The first of one round is the last of the next.
+            for side in self._setting.sides[:: -1 if number % 2 else 1]:
+                console.progress(f"round {number + 1}: starting {side.name}")
+                with start_side(side, self._setting) as running:
+                    self._warm_up(running, due, number)
+                    self.results.turns += [
+                        self._measure_turn(running, point, number) for point in due
+                    ]
+            self._keep(self.results)
+        return self.results
 
     def _measure_turn(self, running: RunningSide, point: LoadPoint, number: int) -> Turn:
         requests = self._plan.requests(point, number, self.results.words_per_token)
@@ -123,7 +104,6 @@ class Measurement:
             raise MeasurementError(
                 f"{point.key}: no request comes in {self._plan.seconds:g} s: raise --seconds"
             )
-        running.clear_store()
         parts = running.parts
         with self._prepared(running, requests, point.clients or point.prompts) as send:
             counted, cpu_s = usage.read_counters(parts), usage.read_cpu_s(parts)
@@ -148,16 +128,7 @@ class Measurement:
         )
         return turn
 
-    @contextlib.contextmanager
-    def _running(self, side: LoadSide) -> Iterator[RunningSide]:
-        if self._setting.together:
-            yield self._up[side.name]
-            return
-        with start_side(side, self._setting) as running:
-            self._warm_up(running)
-            yield running
-
-    def _warm_up(self, running: RunningSide) -> None:
+    def _warm_up(self, running: RunningSide, points: Sequence[LoadPoint], number: int) -> None:
         """Send requests that do not count; learn from the first ones how long a token is."""
         if not self.results.words_per_token:
             probes = [
@@ -167,15 +138,17 @@ class Measurement:
             short, long = self._send_one_by_one(running, probes)
             words = _PROBE_WORDS / max(1, long.prompt_tokens - short.prompt_tokens)
             self.results.words_per_token = round(words, 4)
-        for number, point in enumerate(self._plan.points):
-            console.progress(f"{running.name}: warm-up: {point.key}")
+        count = WARM_UP * len(running.urls)
+        requests: list[LoadRequest] = []
+        for point in points:
             # Of a window that has a request of each kind, at whatever rate.
             plan = dataclasses.replace(self._plan, seconds=200 / point.rate)
             made_up = point.model_copy(update={"file": ""})
             whole = plan.requests(made_up, -1 - number, self.results.words_per_token)
-            count = WARM_UP * len(running.urls)
-            kinds = ([one for one in whole if one.kind == kind] for kind in ("text", "pictures"))
-            self._send_one_by_one(running, [one for kind in kinds for one in kind[:count]])
+            for kind in ("text", "pictures"):
+                requests += [each for each in whole if each.kind == kind][:count]
+        console.progress(f"{running.name}: warm-up")
+        self._send_one_by_one(running, requests)
 
     def _send_one_by_one(
         self, running: RunningSide, requests: Sequence[LoadRequest]

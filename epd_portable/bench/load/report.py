@@ -88,14 +88,13 @@ def find_fallbacks(results: LoadResults, setting: LoadSetting) -> str:
 
 
 def _notes(results: LoadResults, rounds: Rounds, setting: LoadSetting) -> tuple[str, ...]:
-    up = "All sides were up all the time."
     notes = [
         "Ratios are the first side by another, each figure of a round by the same figure of the "
         "same round: below 1 the first side is sooner, or takes less; bold is where it loses. "
         "Given is the median of the rounds, with the lowest and the highest.",
         f"{setting.allotment} {_stock_and_tuned(setting.sides)}Every side is asked the same "
-        "requests in the same round, in turns; no request is asked twice. "
-        + (up if setting.together else "Each side was started for its turns, alone."),
+        "requests in the same round, in turns; no request is asked twice. Each side was started "
+        "for its turns, alone.",
         "TTFT: from the sending to the first token. TPOT: time per token after it. Longest ITL: "
         "how long an answer stood still at worst. All are seen by the clients.",
         "Times are medians of the rounds' quantiles. Above what a side can serve they grow with "

@@ -10,11 +10,9 @@ launcher would let them run.
 from __future__ import annotations
 
 import contextlib
-import shutil
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -50,19 +48,12 @@ class RunningSide:
         urls: Base addresses; clients ask them in turns.
         model: Name of the model there.
         parts: Its processes; none of servers that ran already.
-        store: Folder in which vLLM's example keeps encoder outputs for ever; ``None`` for none.
     """
 
     name: str
     urls: tuple[str, ...]
     model: str
     parts: tuple[Part, ...] = ()
-    store: Path | None = None
-
-    def clear_store(self) -> None:
-        """Remove what earlier requests left."""
-        for folder in self.store.iterdir() if self.store else ():
-            shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextlib.contextmanager
@@ -82,44 +73,37 @@ def start_side(side: LoadSide, setting: LoadSetting) -> Iterator[RunningSide]:
             ) from error
         yield RunningSide(name=side.name, urls=side.urls, model=model)
         return
-    where = SHM if SHM.is_dir() else setting.folder
     with ExitStack() as stack:
-        store = Path(stack.enter_context(tempfile.TemporaryDirectory("", "epd-bench-", where)))
         if side.kind == "topology":
             started = entries = [_topology(side, setting)]
+            _start(started, stack)
+            parts = [*_parts_of_topology(started[0], setting.cores_of(side))]
         else:
-            started = entries = plain_engines(side, setting, store)
-        _start(started, stack)
+            where = SHM if SHM.is_dir() else setting.folder
+            store = stack.enter_context(tempfile.TemporaryDirectory("", "epd-bench-", where))
+            started = entries = plain_engines(side, setting, Path(store))
+            _start(started, stack)
+            parts = [*_parts_of_plain(started, side, setting)]
         if side.kind == "upstream":
-            entries = [example_proxy(side, setting, *(engine.url for engine in started))]
-            _start(entries, stack)
-        if side.kind == "topology":
-            parts = tuple(_parts_of_topology(started[0], setting.cores_of(side)))
-        else:
-            parts = tuple(_parts_of_plain(started, side, setting))
-            parts += tuple(Part(name="proxy", pid=e.pid) for e in entries if e not in started)
+            proxy = example_proxy(side, setting, *(engine.url for engine in started))
+            entries = [stack.enter_context(proxy)]
+            parts.append(Part(name="proxy", pid=proxy.pid))
         usage.check_cores(parts)
         yield RunningSide(
             name=side.name,
             urls=tuple(server.url for server in entries),
             model=servers.model_name(started[0].url),
-            parts=parts,
-            store=store,
+            parts=tuple(parts),
         )
 
 
 def _start(together: Sequence[Server], stack: ExitStack) -> None:
     """Start servers at the same time; the stack stops them."""
-    with ThreadPoolExecutor(len(together)) as pool:
-        starts = [pool.submit(stack.enter_context, server) for server in together]
-        try:
-            for start in starts:
-                start.result()
-        except BaseException:
-            # The starts of the others would take minutes.
-            for server in together:
-                server.interrupt()
-            raise
+    for server in together:
+        server.start()
+        stack.callback(server.stop)
+    for server in together:
+        server.wait_until_ready()
 
 
 def _report(side: LoadSide, line: str) -> None:

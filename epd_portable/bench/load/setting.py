@@ -22,7 +22,6 @@ class LoadSetting:
         topologies: Of each side, with all settings; of plain vLLM the one whose arguments it gets.
         settings: Keys that all topologies have otherwise, the model among them.
         allotment: Which cores or devices each side gets.
-        together: All sides are up all the time; otherwise each is started for its turns.
         folder: For logs, a folder for each side.
         upstream_proxy: File of the proxy of vLLM's example; ``None`` where no side is that example.
     """
@@ -33,7 +32,6 @@ class LoadSetting:
     topologies: dict[str, Topology]
     settings: tuple[str, ...]
     allotment: Allotment
-    together: bool
     folder: Path
     upstream_proxy: Path | None
 

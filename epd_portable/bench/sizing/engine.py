@@ -61,7 +61,6 @@ class SimulatedEngine:
         compute_s: Time of its steps that went into prefill and decode.
         pending_encode_s: Encoding and prefill that it was asked for and has not begun.
         steps: Number of steps so far.
-        longest_stall_s: Longest step while a sequence generated.
     """
 
     def __init__(
@@ -82,7 +81,6 @@ class SimulatedEngine:
         self.compute_s = 0.0
         self.pending_encode_s = 0.0
         self.steps = 0
-        self.longest_stall_s = 0.0
         self._queue: deque[_Sequence] = deque()
         self._waiting: dict[SimulatedRequest, _Sequence] = {}
         self._ends: list[tuple[int, int, SimulatedRequest]] = []
@@ -162,8 +160,6 @@ class SimulatedEngine:
         self.encode_s += encode_s
         begun_s = encode_s + prefill.per_token_s * tokens
         self.pending_encode_s = max(0.0, self.pending_encode_s - begun_s)
-        if decoding:
-            self.longest_stall_s = max(self.longest_stall_s, self._step_s)
         self._until(self._since_s + self._planned * self._step_s)
 
     def _until(self, when_s: float) -> None:

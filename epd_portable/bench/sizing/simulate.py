@@ -55,9 +55,7 @@ class Quantiles:
     """Times of one kind of request, in seconds."""
 
     count: int
-    ttft_p50: float
     ttft_p95: float
-    tpot_p50: float
     tpot_p95: float
 
 
@@ -70,7 +68,6 @@ class Outcome:
         busy: Share of the time that a stage computed, the mean of its instances, by stage.
         owed_s: What an instance owes while requests come, on average, as a front shows it: of
             ``encode`` where there is one, and of ``answer``.
-        longest_stall_s: Longest engine step while a sequence generated.
         local_items: Pictures that prefill+decode instances encoded.
         transferred: Pictures that came from an encoder.
     """
@@ -78,7 +75,6 @@ class Outcome:
     kinds: dict[str, Quantiles]
     busy: dict[str, float]
     owed_s: dict[str, float]
-    longest_stall_s: float
     local_items: int
     transferred: int
 
@@ -299,7 +295,6 @@ class Simulation:
             kinds={kind: _quantiles(found) for kind, found in kinds.items() if found},
             busy={name: fmean(busy_s) / self._timeline.now for name, busy_s in stages.items()},
             owed_s=owed_s,
-            longest_stall_s=max(engine.longest_stall_s for engine in engines),
             local_items=self._local,
             transferred=self._transferred,
         )
@@ -309,8 +304,6 @@ def _quantiles(requests: Sequence[SimulatedRequest]) -> Quantiles:
     ttft, tpot = [each.ttft_s for each in requests], [each.tpot_s for each in requests]
     return Quantiles(
         count=len(requests),
-        ttft_p50=quantile(ttft, 0.5),
         ttft_p95=quantile(ttft, 0.95),
-        tpot_p50=quantile(tpot, 0.5),
         tpot_p95=quantile(tpot, 0.95),
     )

@@ -3,7 +3,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -11,45 +10,42 @@ import pytest
 from epd_portable.bench import console, report, step, transfer
 from epd_portable.bench.step import StepCase
 from epd_portable.bench.traces import Handover
-from epd_portable.bench.transfer import TransferCase, TransferSample
+from epd_portable.bench.transfer import Samples, TransferCase
 from epd_portable.errors import MeasurementError
 
 COMMAND = "epd-bench transfer --repeat 2"
 
 
-def transfer_sample(
-    path: str, nbytes: int, scale: float = 1.0, *, granted_before: bool = True
-) -> TransferSample:
-    way = Handover(
+def case(path: str, nbytes: int, encode_s: float = 0.01) -> TransferCase:
+    return TransferCase(path=path, nbytes=nbytes, encode_s=encode_s)
+
+
+def way(scale: float = 1.0, *, granted_before: bool = True) -> tuple[Handover, float]:
+    found = Handover(
         transfer="item-1",
-        path=path,
-        nbytes=nbytes,
+        path="any",
+        nbytes=1,
         granted_before=granted_before,
         grant_wait_s=0.001 * scale,
         write_s=0.006 * scale,
         notice_s=0.002 * scale,
         place_s=0.001 * scale,
     )
-    case = TransferCase(path=path, nbytes=nbytes, encode_s=0.01 if granted_before else 0.0)
-    return TransferSample(case=case, way=way, memcpy_s=0.005 * scale)
+    return found, 0.005 * scale
 
 
-TRANSFERS = [
-    transfer_sample("tcp", 1 << 20),
-    transfer_sample("shm", 1 << 20),
-    transfer_sample("tcp", 1 << 20, 2.0),
-    transfer_sample("shm", 4096),
-    transfer_sample("shm", 4096, granted_before=False),
-    transfer_sample("shm", 4096, granted_before=False),
-]
+TRANSFERS: Samples = {
+    case("tcp", 1 << 20): [way(), way(2.0)],
+    case("shm", 1 << 20): [way()],
+    case("shm", 4096): [way()],
+    case("shm", 4096, 0.0): [way(granted_before=False), way(granted_before=False)],
+}
 
 
 CPU = transfer.describe_place("cpu", "torch 1", devices=1)
 
 
-def transfer_page(
-    place: str = CPU, samples: Sequence[TransferSample] = TRANSFERS, **left_out: str
-) -> report.Report:
+def transfer_page(place: str = CPU, samples: Samples = TRANSFERS, **left_out: str) -> report.Report:
     return dataclasses.replace(transfer.make_report(samples, place, left_out), command=COMMAND)
 
 
@@ -93,25 +89,22 @@ def test_transfers_are_shown_by_path_and_rising_size_with_the_ratio_first() -> N
 
 
 def test_a_path_is_compared_with_another_round_by_round() -> None:
-    rounds = [
-        (transfer_sample("shm", 4096, each), transfer_sample("tcp", 4096, 3 * each))
-        for each in (1, 5)
-    ]
-    page = transfer_page(samples=[sample for both in rounds for sample in both])
+    shm = {case("shm", 4096): [way(1), way(5)]}
+    page = transfer_page(samples={**shm, case("tcp", 4096): [way(3), way(15)]})
     assert [row[1:] for row in page.tables[2].rows] == [
         ("–", "0.33 (0.33–0.33)"),
         ("3.00 (3.00–3.00)", "–"),
     ]
-    page = transfer_page(samples=[sample for sample, _ in rounds])
+    page = transfer_page(samples=shm)
     assert len(page.tables) == 2
 
 
 def test_json_holds_every_sample_and_the_summary() -> None:
     data = json.loads(report.to_json(transfer_page()))
-    assert sum(len(case["total_s"]) for case in data["samples"]) == len(TRANSFERS)
+    assert sum(len(each["total_s"]) for each in data["samples"]) == 6
     assert data["samples"][0]["total_s"] == [0.01, 0.02]
     assert data["command"] == COMMAND
-    assert [case["path"] for case in data["samples"]] == ["tcp", "shm", "shm", "shm"]
+    assert [each["path"] for each in data["samples"]] == ["tcp", "shm", "shm", "shm"]
     granted = [row[0].rpartition(" ")[2] for row in data["tables"][0]["rows"]]
     assert granted == ["before", "before", "after", "before"]
     assert data["conditions"]["versions"]["epd-portable"]

@@ -37,7 +37,6 @@ def setting_of(
         topologies={side.name: topology(platform, *overrides)},
         settings=(),
         allotment=Allotment(units={side.name: list(units)}, rest=(0,)),
-        together=True,
         folder=folder,
         upstream_proxy=folder / "disagg_epd_proxy.py",
     )

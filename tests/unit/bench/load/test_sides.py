@@ -8,9 +8,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from epd_portable.bench.load import command, usage
+from epd_portable.bench.load import usage
 from epd_portable.bench.load.sides import (
-    Allotment,
     api_cores,
     instance_count,
     read_side,
@@ -132,13 +131,6 @@ def test_instances_that_share_a_device_have_one_seat_and_peers_get_as_many_devic
 def test_sides_that_would_not_be_equal_are_refused(counts: dict[str, int], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         share_out(counts, cores=range(4), devices=("0", "1", "2", "3"))
-
-
-def test_sides_are_up_together_where_memory_allows_and_never_on_the_same_devices() -> None:
-    one, two = ({"a": [("0",)]}, {"a": [("0",)], "b": [("0",)]})
-    assert command.fit_together(Allotment(units=one, rest=(), devices=True))
-    assert not command.fit_together(Allotment(units=two, rest=(), devices=True))
-    assert not command.fit_together(Allotment(units={"a": [("0",)] * (1 << 20)}, rest=()))
 
 
 def test_a_process_outside_its_cores_is_found() -> None:

@@ -27,7 +27,6 @@ SETTING = LoadSetting(
     topologies={},
     settings=(),
     allotment=Allotment(units={}, rest=()),
-    together=True,
     folder=Path(),
     upstream_proxy=None,
 )
