@@ -74,7 +74,10 @@ class Front(AsyncLLM):
         if state is not None:
             if state.queue is not None:
                 state.queue.put(error)
-            self.output_processor.abort_requests((request_id,), internal=True)
+            # With it its siblings, where several answers were asked for: nobody takes theirs.
+            whole = state.parent_req.request_id if state.parent_req else request_id
+            ended = self.output_processor.abort_requests((whole,), internal=True)
+            self.engine_core.give_up(each for each in ended if each != request_id)
 
 
 def configuration(arguments: AsyncEngineArgs, index: int = 0, count: int = 1) -> VllmConfig:

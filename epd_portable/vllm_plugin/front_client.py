@@ -14,7 +14,7 @@ import copy
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from http import HTTPStatus
@@ -282,6 +282,10 @@ class SplitClient(AsyncMPClient):
 
     async def abort_requests_async(self, request_ids: list[str]) -> None:
         """End requests, wherever they are."""
+        self.give_up(request_ids)
+
+    def give_up(self, request_ids: Iterable[str]) -> None:
+        """Do the same at once."""
         for request_id in request_ids:
             one = self._open.pop(request_id, None)
             if one is not None and one.task is not None:

@@ -19,7 +19,7 @@ from vllm.v1.engine.core_client import EngineCoreClient
 
 from epd_portable.demo.pictures import Picture, draw
 from epd_portable.vllm_plugin.front import Front, configuration
-from epd_portable.vllm_plugin.front_client import SplitClient
+from epd_portable.vllm_plugin.front_client import SplitClient, UnavailableError
 from tests.integration.vllm_plugin.played_front import MODEL, client_of
 from tests.metrics_page import total
 
@@ -41,6 +41,7 @@ class Engine:
         self.may_end = asyncio.Event()
         self.may_end.set()
         self.sent: list[EngineCoreRequest] = []
+        self.aborted: list[str] = []
         self._client, self._engine = client, client.engines.by_name[name]
         self._engine.client = self
         self._engine.instance.seen_well()
@@ -52,23 +53,31 @@ class Engine:
     async def _end(self, request_id: str) -> None:
         await self.may_end.wait()
         await asyncio.sleep(self.takes_s)
-        end = EngineCoreOutput(request_id, [1], finish_reason=FinishReason.STOP)
-        self._client._take_outputs(self._engine, EngineCoreOutputs(outputs=[end]))
+        self.says(request_id, FinishReason.STOP)
+
+    def says(self, request_id: str, end: FinishReason) -> None:
+        said = EngineCoreOutput(request_id, [1], finish_reason=end)
+        self._client._take_outputs(self._engine, EngineCoreOutputs(outputs=[said]))
 
     async def call_utility_async(self, method: str) -> tuple[str, ...]:
         assert method == "get_supported_tasks"
         return ("generate",)
 
     async def abort_requests_async(self, request_ids: list[str]) -> None:
-        pass
+        self.aborted += request_ids
 
 
-@pytest.fixture
-def client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SplitClient:
+@pytest.fixture(scope="module")
+def configured() -> Any:
     arguments = AsyncEngineArgs(
         model=str(MODEL), enforce_eager=True, mm_processor_cache_gb=CACHE_GB, max_model_len=2048
     )
-    made = client_of(configuration(arguments), tmp_path, "e-0", "pd-0")
+    return configuration(arguments)
+
+
+@pytest.fixture
+def client(configured: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SplitClient:
+    made = client_of(configured, tmp_path, "e-0", "pd-0")
     made.engines.close = lambda: None  # type: ignore[method-assign]
     monkeypatch.setattr(EngineCoreClient, "make_async_mp_client", lambda *_, **__: made)
     return made
@@ -133,3 +142,25 @@ async def test_work_of_requests_is_owed_until_it_ends(client: SplitClient, front
         each.may_end.set()
     await asking
     assert [seen(role)[1] for role in ROLES] == [0, 0]
+
+
+async def test_where_one_of_several_answers_fails_the_others_are_given_up(
+    client: SplitClient, front: Front
+) -> None:
+    engine = Engine(client, "pd-0")
+    engine.may_end.clear()
+    answers = front.generate({"prompt": "What is it?"}, SamplingParams(n=3), "several")
+    asking = asyncio.create_task(anext(answers))
+    while len(engine.sent) < 3:
+        await asyncio.sleep(0.001)
+    first, *others = (each.request_id for each in engine.sent)
+    while not asking.done():  # It is sent again before.
+        engine.says(
+            engine.sent[-1].request_id if len(engine.sent) > 3 else first, FinishReason.ERROR
+        )
+        await asyncio.sleep(0.001)
+    with pytest.raises(UnavailableError):
+        await asking
+    assert not client._open
+    await asyncio.sleep(0)
+    assert set(others) <= set(engine.aborted)
