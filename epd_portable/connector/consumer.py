@@ -274,6 +274,11 @@ class ConsumerSession:
             if transfer.writer is not None:
                 self._grant_if_free(transfer)
 
+    @property
+    def slots_return(self) -> bool:
+        """Whether slots are quarantined."""
+        return len(self._quarantine) > 0
+
     def announced(self, item: Item) -> list[str]:
         """Return the transfers of an item that encoders have announced."""
         return [key for key, each in item.transfers.items() if each.writer is not None]

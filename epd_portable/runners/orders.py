@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 
-from epd_portable.connector.pool import ReceivePool
 from epd_portable.runners.background import EncodeOrder
 from epd_portable.runners.placer import Placement, WorkerOrders
 from epd_portable.scheduling.items import Item, State
@@ -17,14 +16,12 @@ class OrderBook:
     """Takes slots from *landed* or *taken back* through the workers until they are free.
 
     Args:
-        pool: Slots that were taken back from producers go straight back to it.
-        cache: Keeps the slots of items that workers may read.
+        cache: Keeps the slots of items that workers may read, and gets those that are free.
         copies: Whether workers copy items out of their slots. If not, a slot is kept as long as
             its item is in the encoder cache.
     """
 
-    def __init__(self, pool: ReceivePool, cache: EncoderCachePreallocator, *, copies: bool) -> None:
-        self._pool = pool
+    def __init__(self, cache: EncoderCachePreallocator, *, copies: bool) -> None:
         self._cache = cache
         self._copies = copies
         self._placements: list[tuple[Item, Placement]] = []
@@ -32,7 +29,8 @@ class OrderBook:
         """Placed in steps without tokens, at whose end not all ranks need have read."""
         self._taken_back: list[SlotDescriptor] = []
         self._encodings: list[EncodeOrder] = []
-        self._under_way: deque[tuple[list[SlotDescriptor], list[SlotDescriptor]]] = deque()
+        self._under_way: deque[list[SlotDescriptor]] = deque()
+        """Slots that are free when a step has ended."""
 
     def place(self, item: Item, placement: Placement) -> None:
         """An item has landed: workers put it into their encoder caches."""
@@ -41,6 +39,7 @@ class OrderBook:
     def take_back(self, slot: SlotDescriptor) -> None:
         """A slot that a producer had cannot be written any more."""
         self._taken_back.append(slot)
+        self._cache.taken_back()
 
     def encode(self, encoding: EncodeOrder) -> None:
         """An item has room: workers encode it in the background."""
@@ -67,7 +66,7 @@ class OrderBook:
         encodings = [each for each in self._encodings if each.mm_hash not in unused]
         self._encodings = [each for each in self._encodings if each.mm_hash in unused]
         if not (unused or self._placements or self._unread or self._taken_back):
-            self._under_way.append(([], []))
+            self._under_way.append([])
             return WorkerOrders(encodings=encodings, computes=computes)
         placements = self._take_placements(computes=computes)
         taken_back, self._taken_back = self._taken_back, []
@@ -78,7 +77,7 @@ class OrderBook:
                 unused += self._unread
                 self._unread.clear()
         slots = [self._cache.retire(mm_hash) for mm_hash in unused]
-        self._under_way.append((taken_back, [slot for slot in slots if slot is not None]))
+        self._under_way.append([*taken_back, *(slot for slot in slots if slot is not None)])
         return WorkerOrders(
             placements=placements,
             revoked=[slot.generation for slot in taken_back],
@@ -90,11 +89,7 @@ class OrderBook:
         """The oldest step under way has ended: what it made the workers forget is read no more."""
         if not self._under_way:
             return
-        taken_back, retired = self._under_way.popleft()
-        for slot in taken_back:
-            self._pool.give_back(slot)
-            self._cache.stir()
-        self._cache.give_back(retired)
+        self._cache.give_back(self._under_way.popleft())
 
     def _take_placements(self, *, computes: bool) -> list[Placement]:
         """Return what the step places of what has landed and was not evicted since."""

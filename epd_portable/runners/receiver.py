@@ -120,7 +120,7 @@ class Receiver:
             encode_together=encode_together,
             encode=self._encode,
         )
-        self.orders = OrderBook(self.pool, self.cache, copies=traits.needs_device_copy)
+        self.orders = OrderBook(self.cache, copies=traits.needs_device_copy)
         self.requested: list[str] = []
         self._deadlines: deque[tuple[float, str]] = deque()
         """Of requests, with their ids; those that have ended go in time."""

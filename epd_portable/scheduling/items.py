@@ -340,6 +340,11 @@ class SlotSource(Protocol):
 class Deliveries(Protocol):
     """The transfers that bring items from elsewhere."""
 
+    @property
+    def slots_return(self) -> bool:
+        """Whether producers are asked for slots that they had been granted."""
+        ...
+
     def room_given(self, item: Item) -> None:
         """The item has a slot: an encoder that has announced it may write."""
         ...

@@ -21,11 +21,12 @@ What holds after every call:
   reset, it has computed the first of two occurrences, or the prefix cache covers what it holds.
   Then the last claim behind it gives its room back: of requests that wait for more, its own among
   them, or, if it computes, of all that were not started (`_make_way`). A claim that cannot
-  have its item again gives way last, when nothing else will give room.
+  have its item again gives way last, when nothing else will give room, and nobody is asked for a
+  slot that was granted.
 
 Together: whenever the first claim waits, a request that came before computes, a transfer with a
 deadline, here or to another instance, or an encoder is under way, a slot comes back with the next
-step, or a claim gives way; so every claim is served.
+step or from its producer, or a claim gives way; so every claim is served.
 """
 
 from __future__ import annotations
@@ -361,15 +362,19 @@ class EncoderCachePreallocator(EncoderCacheManager):
         return slot
 
     def give_back(self, retired: Iterable[SlotDescriptor]) -> None:
-        """Make retired slots free again."""
+        """Make slots free again that were retired or taken back."""
         for slot in retired:
             self._retiring -= 1
             self._slots.give_back(slot)
             self._stirred = True
 
     def stir(self) -> None:
-        """Something changed that `advance` cannot see: a slot came back from its producer."""
+        """Something changed that `advance` cannot see: room that transfers to others have left."""
         self._stirred = True
+
+    def taken_back(self) -> None:
+        """A slot has come back from its producer, for `give_back` when workers know that."""
+        self._retiring += 1
 
     # -- what vLLM's scheduler calls -------------------------------------------------------------
 
@@ -551,7 +556,7 @@ class EncoderCachePreallocator(EncoderCacheManager):
 
     @property
     def _slot_returns(self) -> bool:
-        """Whether a slot comes back by itself, as the workers forget its item."""
+        """Whether a slot comes back by itself, as the workers forget its item or its writer."""
         return self._retiring > 0 or any(mm_hash in self._resident for mm_hash in self._freed)
 
     def _make_way(self, first: Claim) -> bool:
@@ -580,8 +585,10 @@ class EncoderCachePreallocator(EncoderCacheManager):
             and (not lacks_slot or claim.item.slot or claim.item.mm_hash in self._resident)
         ]
         last = next((claim for claim in able if not claim.is_last_chance), None)
-        if last is None and able and not self._room_returns(first.claimant):
-            last = able[0]
+        if last is None and able:
+            returns = lacks_slot and self._deliveries.slots_return
+            if not (returns or self._room_returns(first.claimant)):
+                last = able[0]
         if last is not None:
             self._unserve(last)
             self._settle(last.item)

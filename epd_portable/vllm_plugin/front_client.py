@@ -249,12 +249,10 @@ class SplitClient(AsyncMPClient):
 
     async def call_utility_all_async(self, method: str, *args: Any) -> list[Any]:
         """Call every engine that is up; return what those that answer requests say."""
-        engines = [each for each in self.engines.by_name.values() if each.client]
-        results = await asyncio.gather(
-            *(each.client.call_utility_async(method, *args) for each in engines if each.client)
-        )
+        engines = list(self.engines.by_name.values())
+        results = await asyncio.gather(*(each.call(method, *args) for each in engines))
         pairs = zip(engines, results, strict=True)
-        if found := [result for engine, result in pairs if not engine.encodes_only]:
+        if found := [each for engine, said in pairs for each in said if not engine.encodes_only]:
             return found
         raise UnavailableError("no engine that answers is up")
 

@@ -26,7 +26,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.executor import Executor
 
 from epd_portable.config.roles import Role
-from epd_portable.delivery.instances import EndpointPool, Instance, WentDownError
+from epd_portable.delivery.instances import EndpointPool, Instance, WentDownError, while_up
 from epd_portable.delivery.metrics import InstanceCollector, InstanceStats, PoolStats, stats_of
 from epd_portable.log import say_failure
 
@@ -106,6 +106,16 @@ class FrontEngine:
         """End a request that was sent to it, if it is still in the life that `client` is of."""
         if client is not None and client is self.client:
             await client.abort_requests_async([request_id])
+
+    async def call(self, method: str, *args: Any) -> list[Any]:
+        """Call a method of it; return what it says, or nothing if it is down or goes down."""
+        if self.client is None:
+            return []
+        # vLLM's client would wait for ever.
+        gone = contextlib.suppress(WentDownError, EngineDeadError)
+        with gone, while_up(self.instance.held()):
+            return [await self.client.call_utility_async(method, *args)]
+        return []
 
     async def responds(self, timeout_s: float) -> bool:
         """Return whether its loop takes calls."""

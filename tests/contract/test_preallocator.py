@@ -654,6 +654,30 @@ def test_an_item_takes_the_room_of_what_comes_later_in_its_own_prompt(desk: Desk
     desk.assert_everything_is_back()
 
 
+@pytest.mark.parametrize("known", [False, True], ids=["written", "taken back"])
+def test_what_cannot_be_had_again_is_kept_while_a_producer_is_asked_for_a_slot(
+    make_desk: MakeDesk, known: bool
+) -> None:
+    desk = make_desk(cache_embeds=3, pool_bytes=3)
+    for place, (mm_hash, size) in enumerate([("a", 2), ("b", 1)]):
+        desk.claim("r", mm_hash, size, place, metadata_only=True)
+    assert desk.reserve() == ["a", "b"]
+    desk.run("r")
+    desk.grant("a")
+    desk.deliver("b")
+    desk.lose_slot("a")
+    if known:  # But not to the workers.
+        desk.cache.taken_back()
+        (slot,) = desk.writing
+        desk.writing.clear()
+    assert desk.reserve() == []
+    assert desk.cache.holders("b") == {"r"}
+    if known:
+        desk.cache.give_back([slot])
+    desk.release()
+    assert desk.reserve() == ["a"]
+
+
 # -- what could never be -------------------------------------------------------------------------
 
 

@@ -36,15 +36,22 @@ ENDED, FAILED = FinishReason.STOP, FinishReason.ERROR
 class Played:
     """An engine: keeps what it is sent."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str) -> None:
+        self.name = name
         self.requests: dict[str, EngineCoreRequest] = {}
         self.aborted: list[str] = []
+        self.silent = False
 
     async def add_request_async(self, request: EngineCoreRequest) -> None:
         self.requests[request.request_id] = request
 
     async def abort_requests_async(self, request_ids: list[str]) -> None:
         self.aborted += request_ids
+
+    async def call_utility_async(self, method: str) -> str:
+        if self.silent:
+            await asyncio.Event().wait()
+        return f"{self.name} {method}"
 
     @property
     def last(self) -> EngineCoreRequest:
@@ -68,7 +75,7 @@ class Front:
 
     def comes(self, name: str) -> None:
         engine = self.client.engines.by_name[name]
-        self.engines[name] = engine.client = Played()
+        self.engines[name] = engine.client = Played(name)
         engine.instance.seen_well()
 
     def goes(self, name: str) -> None:
@@ -489,6 +496,19 @@ async def test_a_job_may_end_after_the_answer_has_begun(
     assert front.engines["e-0"].aborted == ([] if in_time else [job])
     outcome = "encoded" if in_time else "not_needed"
     assert front.client.metrics.items.labels(outcome)._value.get() == 1
+    assert front.is_empty()
+
+
+async def test_a_call_of_all_engines_does_not_wait_for_one_that_goes(make: Make) -> None:
+    front = make("e-0", "pd-0", "pd-1")
+    front.engines["pd-1"].silent = True
+    calling = asyncio.create_task(front.client.call_utility_all_async("reset"))
+    await settle()
+    front.goes("pd-1")
+    assert await asyncio.wait_for(calling, 5) == ["pd-0 reset"]
+    front.goes("pd-0")
+    with pytest.raises(GracefulHTTPError, match="no engine that answers is up"):
+        await front.client.call_utility_all_async("reset")
     assert front.is_empty()
 
 

@@ -55,6 +55,10 @@ class Desk:
         if item.mm_hash not in self.given:
             self.given.append(item.mm_hash)
 
+    @property
+    def slots_return(self) -> bool:
+        return bool(self.writing)
+
     def announced(self, item: Item) -> list[str]:
         return list(item.transfers)
 
