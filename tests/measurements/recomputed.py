@@ -350,6 +350,22 @@ def cpu_under_load(document: Document) -> Iterator[Row]:
         yield name | {"s in all": f"{used:.1f}", "ms per request": f"{used_ms:.0f}"}
 
 
+def starts(document: Document) -> Iterator[Row]:
+    for (cache,), group in grouped(document["samples"], "cache").items():
+        own, router = (
+            [each["ready_s"] for each in group if each["front"] == front]
+            for front in ("engine", "router")
+        )
+        ratios = [a / b for a, b in zip(own, router, strict=True)]
+        yield {
+            "page cache": cache,
+            "engine front by router": f"{median(ratios):.2f} ({min(ratios):.2f}–{max(ratios):.2f})",
+            "engine front, s": f"{median(own):.1f}",
+            "router, s": f"{median(router):.1f}",
+            "rounds": str(len(ratios)),
+        }
+
+
 def memory_under_load(document: Document) -> Iterator[Row]:
     most: dict[str, list[float]] = {}
     for by_side in _rounds(document).values():
@@ -542,6 +558,7 @@ TABLES: dict[tuple[str, str], Callable[[Document], Iterator[Row]]] = {
     ("Times in ms", "load: side: requests"): times_under_load,
     ("CPU time", "load: side"): cpu_under_load,
     ("Memory after a turn", "side: part"): memory_under_load,
+    ("From the start until", "page cache"): starts,
     ("Highest rate with p99 of", "request: side"): highest_rates_under_load,
     ("As vllm bench serve says it", "load: side"): as_bench_serve_says,
     ("Goodput and throughput", "load: side"): goodput_under_load,
