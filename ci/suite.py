@@ -80,16 +80,21 @@ def pieces(*, full: bool) -> list[Piece]:
     def tests(name: str, lane: str, *arguments: str) -> Piece:
         return Piece(name=name, lane=lane, argv=[*PYTEST, *arguments, *more])
 
+    def without_vllm(folder: str) -> list[str]:
+        return [f"--ignore={path}" for path in OVER_VLLM if path.startswith(folder)]
+
     return [
         tests("engines", ENGINES, "tests/e2e"),
         npu_piece("engines", ENGINES),
         Piece(name="checks", lane="computing", argv=["ci/check.sh"]),
         tests("tests over vLLM", "computing", "tests/property", *OVER_VLLM),
+        # By one process: each of several would collect all of them for seven seconds.
+        tests("unit tests", "computing", "tests/unit", *without_vllm("tests/unit")),
         tests(
             "tests without engines",
             "computing",
-            *("tests/integration", "tests/contract", "tests/unit"),
-            *(f"--ignore={path}" for path in OVER_VLLM),
+            *("tests/integration", "tests/contract"),
+            *without_vllm("tests/integration"),
             *WORKERS,
         ),
         Piece(
