@@ -22,6 +22,8 @@ from tests.faults.traffic import check, requests, send
 CLIENTS = 6
 MORE = 6
 """Requests that are answered after each event, before the next one."""
+PAUSE_S = 0.05
+"""Of a client after each answer: without one, clients compute for all the time of a start."""
 
 
 class MixedLoad:
@@ -36,7 +38,7 @@ class MixedLoad:
         self._clients = [threading.Thread(target=self._go_on) for _ in range(CLIENTS)]
 
     def _go_on(self) -> None:
-        while not self._end.is_set():
+        while not self._end.wait(PAUSE_S):
             number = next(self._asked)
             pictures = [] if number % 3 == 0 else requests(self._name, number, 1)[0]
             self.seen.append((pictures, self._topology.ask(pictures)))
