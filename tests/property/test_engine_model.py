@@ -17,7 +17,7 @@ from tests.property.budget import is_thorough
 
 pytestmark = pytest.mark.needs_vllm
 
-SEEDS = 1000
+SEEDS = 800
 THOROUGH_S = 500
 """Of the processor."""
 DEADLINE_S = 600
