@@ -43,13 +43,16 @@ MACHINE_CODE = 2
 """The kind that a device runs as it is; the other is compiled for it when it is loaded."""
 
 
-def fetch(folder: Path, *, engine: str, have: dict[str, str], python: str) -> None:
+def fetch(
+    folder: Path, *, engine: str, have: dict[str, str], without: Sequence[str], python: str
+) -> None:
     """Fetch the wheels of the engine, and of what all here needs that the machine does not have.
 
     Args:
         folder: For the wheels.
         engine: As pip takes it.
         have: Versions by name, of the machine.
+        without: What the engine asks for and can do without.
         python: Its version, such as ``3.12``.
     """
     pip = [sys.executable, "-m", "pip"]
@@ -65,7 +68,7 @@ def fetch(folder: Path, *, engine: str, have: dict[str, str], python: str) -> No
         found = json.loads(report.read_text("utf-8"))["install"]
     metadata = [each["metadata"] for each in found]
     versions = {_key(each["name"]): each["version"] for each in metadata}
-    carried = {name for name in versions if name not in have}
+    carried = versions.keys() - have.keys() - set(map(_key, without))
     # What is carried may want another version of what is there, which is then carried too.
     while (
         more := {
@@ -245,6 +248,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--engine", default=ENGINE, help=f"default: {ENGINE}")
     parser.add_argument("--python", default="3.12", help="of the machine (default: 3.12)")
     parser.add_argument("--have", type=Path, help="its pip freeze; default: it has nothing")
+    parser.add_argument(
+        "--without", nargs="+", default=[], metavar="PACKAGE", help="that the engine can do without"
+    )
     parser.add_argument("--piece-mib", type=float, default=50.0, help="default: 50")
     parser.add_argument(
         "--modelinfos",
@@ -262,7 +268,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     pairs = (line.partition("==") for line in lines if "==" in line)
     have = {_key(name): version.partition("+")[0].strip() for name, _, version in pairs}
     with tempfile.TemporaryDirectory() as scratch:
-        fetch(Path(scratch), engine=options.engine, have=have, python=options.python)
+        fetch(
+            Path(scratch),
+            engine=options.engine,
+            have=have,
+            without=options.without,
+            python=options.python,
+        )
         build(Path(scratch))
         for wheel in Path(scratch).glob("*.whl") if options.compute else ():
             trim(wheel, options.compute)
