@@ -19,6 +19,12 @@ DRAIN_TIMEOUT_S = 10.0
 Most clients read no answer before they have sent everything: one that came earlier would reach
 them as a broken connection without a reason.
 """
+NAMES_MEDIA = "/inference/v1/"
+"""Below it are vLLM's endpoints at which who asks names the media."""
+WHY_NO_NAMES = (
+    "it takes names of media from whoever asks, under which others would find them: send a prompt "
+    "or messages"
+)
 JSON = {"content-type": "application/json"}
 
 _INVALID = "invalid_request_error"
@@ -33,6 +39,12 @@ _ANTHROPICS = "/v1/messages"
 _RESPONSES = "/v1/responses"
 _ANTHROPIC_TYPES = {**_ERROR_TYPES, 403: "permission_error", 503: "overloaded_error"}
 _SEQUENCE = re.compile(rb'"sequence_number": ?(\d+)')
+
+
+def not_served(method: str, path: str, why: str) -> RequestError:
+    """Return the error for an address that is vLLM's and not served on purpose."""
+    problem = f"{method} {path[:256]} is not served here: {why}"
+    return RequestError(problem, status=404, code="not_served")
 
 
 def body_timeout(within_s: float) -> RequestError:

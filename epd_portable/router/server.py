@@ -20,10 +20,13 @@ from epd_portable.connector.stores.lookup import StoreLookup
 from epd_portable.delivery.balance import Switching
 from epd_portable.delivery.instances import EndpointPool
 from epd_portable.delivery.replies import (
+    NAMES_MEDIA,
+    WHY_NO_NAMES,
     Reply,
     body_timeout,
     error_reply,
     json_reply,
+    not_served,
     unavailable,
 )
 from epd_portable.errors import RequestError
@@ -98,8 +101,7 @@ _OF_ONE_INSTANCE = """
 """
 NOT_SERVED: Mapping[str, str] = {
     "/v1/responses/": "responses are not kept for later: ask with stream, or take the whole answer",
-    "/inference/v1/": "it takes names of media from whoever asks, under which others would find "
-    "them: send a prompt or messages",
+    NAMES_MEDIA: WHY_NO_NAMES,
     **dict.fromkeys(
         _OF_ONE_INSTANCE.split(),
         "what it does concerns one instance: its operator asks that one directly",
@@ -392,8 +394,7 @@ class Router:
             )
         for begin, why in NOT_SERVED.items():
             if path == begin or (begin.endswith("/") and path.startswith(begin)):
-                problem = f"{client.method} {path[:256]} is not served here: {why}"
-                raise RequestError(problem, status=404, code="not_served")
+                raise not_served(client.method, path, why)
         raise _no_such(client.method, path, 404)
 
     async def _operators_body(self, client: ClientExchange) -> bytes:

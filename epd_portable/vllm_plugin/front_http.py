@@ -24,14 +24,20 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from epd_portable.config.roles import DUTIES
 from epd_portable.config.secret import SignatureCheck
 from epd_portable.delivery.instances import InstanceState
-from epd_portable.delivery.replies import body_timeout, error_reply
+from epd_portable.delivery.replies import (
+    NAMES_MEDIA,
+    WHY_NO_NAMES,
+    body_timeout,
+    error_reply,
+    not_served,
+)
 from epd_portable.errors import ConfigError, RequestError
 from epd_portable.log import access_log
 from epd_portable.media.limits import MediaLimits, check_settings
 from epd_portable.vllm_plugin.admission import count_items, outline_of
 from epd_portable.vllm_plugin.front_client import SplitClient
 from epd_portable.vllm_plugin.front_engines import Engines
-from epd_portable.vllm_plugin.instance_token import instance_of
+from epd_portable.vllm_plugin.instance_token import endpoint, instance_of
 
 logger = logging.getLogger(__name__)
 
@@ -165,6 +171,8 @@ class FrontMiddleware:
                 return await receive()
             visit.unread = False
             try:
+                if endpoint(scope)[1].startswith(NAMES_MEDIA):
+                    raise not_served(scope["method"], scope["path"], WHY_NO_NAMES)
                 body = await self._read(Request(scope, receive), visit)
                 self._check(body)
             except (RequestError, ClientDisconnect) as failure:
