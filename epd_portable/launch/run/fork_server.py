@@ -142,7 +142,8 @@ class ForkServer:
         It may run on the cores that the caller may.
 
         Raises:
-            OSError: It has ended, or does not answer.
+            OSError: It has ended, or does not answer: then it is killed, or what was ordered would
+                start later, beside what the caller starts in its place.
         """
         order = _Order(
             argv=tuple(argv),
@@ -150,11 +151,15 @@ class ForkServer:
             cwd=str(cwd) if cwd else None,
             cores=sorted(os.sched_getaffinity(0)),
         )
-        socket.send_fds(self._pipe, [msgspec.json.encode(order)], [output.fileno()])
-        while True:
-            said, watches = self._hear()
-            if watches:
-                return Forked(self, said.pid, watches[0])
+        try:
+            socket.send_fds(self._pipe, [msgspec.json.encode(order)], [output.fileno()])
+            while True:
+                said, watches = self._hear()
+                if watches:
+                    return Forked(self, said.pid, watches[0])
+        except TimeoutError:
+            self._process.kill()
+            raise
 
     def status_of(self, pid: int) -> int | None:
         """Return how a process that has ended did; ``None`` if that is to be heard yet."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import os
 import signal
 import sys
@@ -18,6 +19,7 @@ import pytest
 from epd_portable.bench.load.servers import _parts_of_topology
 from epd_portable.launch.plan.processes import ProcessSpec, new_run_id
 from epd_portable.launch.run import fork_server as fork_server_module
+from epd_portable.launch.run.fork_server import ForkServer
 from epd_portable.launch.run.process import Child, start_fork_server
 from tests.integration.launch.conftest import Run
 from tests.integration.launch.test_process import until
@@ -49,8 +51,10 @@ def fork_server(run: Run, name: str = "encode-0") -> int | None:
     return process.pid if fork_server_module.__name__ in process.cmdline() else None
 
 
-def child_of(folder: Path, module: str, *words: str, env: dict[str, str], cores: Any = ()) -> Child:
-    """Fork one process from a fork server of its own."""
+def server_of(
+    folder: Path, module: str, *words: str, env: dict[str, str], cores: Any = ()
+) -> tuple[ForkServer, Callable[[], Child]]:
+    """Return a fork server of its own, and what forks a process from it."""
     argv = (sys.executable, "-m", module, *words)
     made = ProcessSpec(
         name="x",
@@ -71,7 +75,13 @@ def child_of(folder: Path, module: str, *words: str, env: dict[str, str], cores:
     server = start_fork_server([made], **settings)
     assert server is not None
     until(server.is_ready)
-    child = Child(made, **settings, fork_server=server)
+    return server, lambda: Child(made, **settings, fork_server=server)
+
+
+def child_of(folder: Path, *words: str, **settings: Any) -> Child:
+    """Fork one process from a fork server of its own."""
+    server, fork = server_of(folder, *words, **settings)
+    child = fork()
     until(lambda: child.exit_status() is not None)
     server.close()
     return child
@@ -103,6 +113,22 @@ def test_what_is_forked_is_the_process_that_its_command_names(tmp_path: Path) ->
 def test_its_end_by_a_signal_is_told(tmp_path: Path) -> None:
     child = child_of(tmp_path, TELLS, "kill", env={})
     assert child.exit_status() == -signal.SIGKILL
+
+
+def test_what_is_ordered_in_vain_does_not_start_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(fork_server_module, "_ANSWERS_WITHIN_S", 0.1)
+        server, fork = server_of(tmp_path, TELLS, "a", env={})
+    os.kill(server.pid, signal.SIGSTOP)
+    child = fork()
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(server.pid, signal.SIGCONT)
+    until(lambda: child.exit_status() == 7)
+    assert not ast.literal_eval(child.output())["had"], "it started by itself"
+    until(server.has_ended)
+    server.close()
 
 
 def test_what_died_is_forked_again_and_nothing_is_left_of_a_killed_launcher(
