@@ -314,11 +314,14 @@ class Registration:
 
     async def _forget(self, instance: Instance) -> None:
         """Drop an instance and end what watches it; the lock of its name is held."""
+        if not self._instances.has(instance):
+            return
+        # Before anything is awaited: who asks for it meanwhile hears that it is not there.
+        self._instances.remove(instance.name)
         tasks = set(self._tasks.pop(instance).values()) - {asyncio.current_task()}
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        self._instances.remove(instance.name)
         if instance.control:
             await self._control.disconnect(instance.name)
         self._metrics.forget(instance.name)

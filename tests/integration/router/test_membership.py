@@ -317,6 +317,33 @@ async def test_one_that_leaves_finishes_its_work_and_gets_no_more(
     assert "pd-1" in again.json()["error"]["message"]
 
 
+async def test_one_that_has_left_is_not_there_though_what_watches_it_has_not_ended(
+    build: Build, auth: keyring.Signed
+) -> None:
+    t = await build(registration=True)
+    router = t.router.router
+    members, instance = router.members, router.instances.get("encode-0")
+    assert instance is not None
+    ends, ended = asyncio.Event(), asyncio.Event()
+
+    async def watch() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ends.set()
+            await ended.wait()
+
+    members._start(instance, "watching", watch())
+    await t.client.delete(f"{INSTANCES}/encode-0", auth=auth)
+    await asyncio.wait_for(ends.wait(), DEADLINE_S)
+    try:
+        for method, verb in (("POST", "/drain"), ("DELETE", "")):
+            asked = await t.client.request(method, f"{INSTANCES}/encode-0{verb}", auth=auth)
+            assert asked.status_code == 404
+    finally:
+        ended.set()
+
+
 async def test_an_encoder_stays_until_the_answer_that_needs_its_item_has_begun(
     build: Build, auth: keyring.Signed
 ) -> None:
