@@ -216,8 +216,8 @@ class EncodeJobs:
                 encoder.name,
                 tries.failure.reason,
             )
-            # An encoder itself begins before another one has room.
-            here = pause_s > 0 and attempt.pd.role in ENCODES
+            # An encoder itself, which has the media, begins before another one has room.
+            here = pause_s > 0 and attempt.pd.role in ENCODES and not delivery.metadata_only
             if pause_s and not here:
                 with anyio.move_on_after(pause_s):
                     await attempt.over.wait()

@@ -11,7 +11,7 @@ from starlette.responses import JSONResponse, Response
 
 from epd_portable.wire.messages import NackCode
 from tests.integration.router.conftest import Build, Topology
-from tests.integration.router.stand_in import Behaviour, Received, answer, refuse
+from tests.integration.router.stand_in import Behaviour, Received, answer, full, in_turn, refuse
 from tests.integration.router.test_requests import BLUE, RED, TEXT
 
 GRID = {"image_grid_thw": [1, 4, 4]}
@@ -160,6 +160,17 @@ async def test_a_request_that_lost_an_item_is_sent_once_more_with_its_media(
     assert len({t_["transfer_id"] for r in t.pd.received for t_ in r.params["transfers"]}) == 4
     assert await t.metric('epd_router_fallbacks_total{fallback="original_media"}') == 1
     assert await t.metric('epd_router_fallbacks_total{fallback="unavailable"}') == 0
+
+
+async def test_whoever_encodes_too_waits_for_a_full_encoder_if_it_would_need_the_media(
+    build_bare: Build,
+) -> None:
+    t = await build_bare(encoders=1, pds=("encode-prefill-decode",))
+    jobs = in_turn(t.encoders, full(50), describe())
+    assert (await t.chat(RED, BLUE)).status_code == 200
+    assert len(jobs) == 2
+    [received] = t.pd.received
+    assert sorted(kinds(received)) == ["image_embeds", "image_url"]
 
 
 async def test_an_item_that_is_too_large_is_not_sent_again(build_bare: Build) -> None:
