@@ -466,6 +466,40 @@ def what_caches_saved_by_round(document: Document) -> Iterator[Row]:
         yield {"round, side": f"{number + 1}, {side}"} | _saved(turns)
 
 
+# -- a render call on the way ----------------------------------------------------------------------
+
+
+def render_calls(document: Document) -> Iterator[Row]:
+    for (size, at_once), turns in grouped(document["samples"], "size", "at_once").items():
+        pairs = list(grouped(turns, "round").values())
+
+        def by_other(figure: Callable[[Document], float], pairs: Any = pairs) -> str:
+            ratios = []
+            for pair in pairs:
+                sides = {each["side"]: figure(each) for each in pair}
+                ratios.append(sides["with"] / sides["without"])
+            return f"{median(ratios):.2f} ({min(ratios):.2f}–{max(ratios):.2f})"
+
+        yield {
+            "pictures, at once": f"{size} × {size}, {at_once}",
+            "TTFT p50": by_other(lambda turn: median(turn["ttft_s"])),
+            "TTFT p90": by_other(lambda turn: quantile(turn["ttft_s"], 0.9)),
+            "answers a second": by_other(lambda turn: len(turn["ttft_s"]) / turn["wall_s"]),
+        }
+
+
+def render_calls_cpu(document: Document) -> Iterator[Row]:
+    for (size, at_once, side), turns in grouped(
+        document["samples"], "size", "at_once", "side"
+    ).items():
+        row = {"pictures, at once: side": f"{size} × {size}, {at_once}: {side}"}
+        for part in ("router", "render", "engines"):
+            used = [turn[f"{part}_s"] / len(turn["ttft_s"]) for turn in turns]
+            row[part] = f"{median(used) * 1000:.1f}"
+        first = [median(turn["ttft_s"]) for turn in turns]
+        yield row | {"TTFT p50": f"{median(first) * 1000:.0f}"}
+
+
 # -- sizing ----------------------------------------------------------------------------------------
 
 
@@ -565,6 +599,8 @@ TABLES: dict[tuple[str, str], Callable[[Document], Iterator[Row]]] = {
     ("What became of the pictures", "load: side"): what_became_of_pictures,
     ("What caches saved", "load: side"): what_caches_saved,
     ("What caches saved", "round, side"): what_caches_saved_by_round,
+    ("With a render call by without it", "pictures, at once"): render_calls,
+    ("CPU time of a request, ms", "pictures, at once: side"): render_calls_cpu,
     ("Highest rate within the limits", "deployment"): highest_rates,
     ("What grows", "devices"): what_grows,
     ("What the simulation saw", "devices, router processes"): what_was_simulated,
