@@ -1,7 +1,8 @@
-"""The script of docs/slurm.md in a real SLURM with three nodes on this machine; its router only."""
+"""The script of docs/slurm.md in a real SLURM of three nodes on this machine, with real engines."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import subprocess
@@ -10,16 +11,25 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import httpx
+import psutil
 import pytest
 
 from epd_portable.config.secret import make_secret_file
+from epd_portable.launch.plan.addresses import own_address
 from epd_portable.launch.plan.ports import port_source
+from tests.e2e.asking import ask, picture
+from tests.e2e.cases import ASK
+from tests.e2e.engines import shared_memory
 
-pytestmark = [pytest.mark.full, pytest.mark.needs_slurm, pytest.mark.timeout(300)]
+pytestmark = [
+    pytest.mark.full,
+    pytest.mark.needs_slurm,
+    pytest.mark.needs_vllm,
+    pytest.mark.timeout(900),
+]
 
-ROOT = Path(__file__).resolve().parents[3]
-DEADLINE_S = 120
+ROOT = Path(__file__).resolve().parents[2]
+DEADLINE_S = 400
 NODES = ("n1", "n2", "n3")
 SLURM = """
 ClusterName=test
@@ -34,7 +44,8 @@ SlurmdSpoolDir={folder}/spool-%n
 SlurmctldPidFile={folder}/slurmctld.pid
 SlurmdPidFile={folder}/%n.pid
 ProctrackType=proctrack/linuxproc
-TaskPlugin=task/none
+SelectType=select/cons_tres
+TaskPlugin=task/affinity
 SwitchType=switch/none
 SlurmdParameters=config_overrides
 ReturnToService=2
@@ -42,6 +53,18 @@ NodeName=n1 NodeHostname=localhost NodeAddr=127.0.0.1 Port={1} CPUs=2
 NodeName=n2 NodeHostname=localhost NodeAddr=127.0.0.1 Port={2} CPUs=2
 NodeName=n3 NodeHostname=localhost NodeAddr=127.0.0.1 Port={3} CPUs=2
 PartitionName=all Nodes=n1,n2,n3 Default=YES MaxTime=INFINITE State=UP
+"""
+TOPOLOGY = """
+model: demo
+instances: {{encode: {{count: 1}}, prefill_decode: {{count: 1}}}}
+transfer: {{pool_bytes: 16MiB}}
+router:
+  instance_networks: [loopback, private, {address}/32]
+  drain_s: 20
+  elastic_encode: false
+  item_outcomes: true
+engine_args: {{max_model_len: 1024}}
+platform: {{cpu: {{engine_args: {{dtype: bfloat16, enforce_eager: true}}}}}}
 """
 
 
@@ -81,26 +104,45 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
             daemon.wait(timeout=DEADLINE_S)
 
 
-def test_the_script_starts_a_router_that_a_cancelled_job_lets_end(cluster: Path) -> None:
+def launched(secret: Path) -> list[psutil.Process]:
+    """Return the launchers that have a secret, and all that they have started."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            words = process.cmdline()
+            if f"secret_file={secret}" in words and Path(words[0]).name.startswith("python"):
+                found += [process, *process.children(recursive=True)]
+    return found
+
+
+def test_a_job_answers_a_picture_and_leaves_nothing_when_it_is_cancelled(cluster: Path) -> None:
     page = (ROOT / "docs/slurm.md").read_text()
     [script] = re.findall(r"^```bash\n(#!/bin/bash\n.*?)^```$", page, re.DOTALL | re.MULTILINE)
     (cluster / "epd.sbatch").write_text(script)
-    make_secret_file(str(cluster / "secret"))
-    port, output = port_source("0000005c")(), cluster / "out"
-    given = f"PLATFORM=cpu,CONFIG={ROOT}/configs/1e1pd.yaml,SECRET={cluster}/secret,PORT={port}"
+    config, secret, output = (cluster / name for name in ("topology.yaml", "secret", "out"))
+    config.write_text(TOPOLOGY.format(address=own_address()))
+    make_secret_file(str(secret))
+    port = port_source("0000005c")()
+    url = f"http://127.0.0.1:{port}"
+    given = f"PLATFORM=cpu,CONFIG={config},SECRET={secret},PORT={port},ROUTER_HOST=127.0.0.1"
     job = subprocess.run(
         [
-            *("sbatch", "--parsable", "--nodes=1", f"--output={output}"),
-            f"--export=ALL,{given},LAUNCHERS=0,ROUTER_HOST=127.0.0.1",
+            *("sbatch", "--parsable", "--nodes=1", f"--output={output}", f"--export=ALL,{given}"),
             str(cluster / "epd.sbatch"),
         ],
         capture_output=True,
         text=True,
         check=True,
     ).stdout.strip()
-    until("ready:", "cat", str(output))
-    health = httpx.get(f"http://127.0.0.1:{port}/health", timeout=30, trust_env=False)
-    assert health.status_code == 503
+    until(r"ready:[\s\S]*ready:", "cat", str(output))
+    assert ask(url, [picture(1), ASK]).sources == ["transfer"]
+    processes = launched(secret)
+    # SLURM binds a job to the cores that it has asked for.
+    assert set().union(*(each.cpu_affinity() for each in processes)) == os.sched_getaffinity(0)
+    files = shared_memory(processes)
+    assert files
     subprocess.run(["scancel", job], check=True)
-    until("\nstopped\n", "cat", str(output))
     until("JobState=CANCELLED", "scontrol", "show", "job", job)
+    assert psutil.wait_procs(processes, timeout=DEADLINE_S)[1] == []
+    assert output.read_text().count("\nstopped\n") == 2
+    assert not [file for file in files if file.exists()]
