@@ -52,9 +52,9 @@ def stopping_at_sigterm() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def scratch_folder() -> Iterator[tuple[Path, str]]:
-    """Yield a new folder and the path of a secret file in it; both go with the block."""
-    with tempfile.TemporaryDirectory(prefix="epd-bench-") as name:
-        secret_file = str(Path(name) / "secret")
+def new_secret() -> Iterator[str]:
+    """Yield the path of a secret file, which goes with the block."""
+    with tempfile.TemporaryDirectory(prefix="epd-bench-") as folder:
+        secret_file = str(Path(folder) / "secret")
         make_secret_file(secret_file)
-        yield Path(name), secret_file
+        yield secret_file

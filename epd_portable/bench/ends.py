@@ -1,9 +1,9 @@
 """The two processes of `transfer`: a real sender and a real receiver, without an engine.
 
 ``python -m epd_portable.bench.ends produce|consume CONFIG DESCRIPTOR`` reads commands, one JSON
-object a line, and answers each with one line on that file descriptor. Times come from the event
-traces that both write. On devices nothing is measured by when it was queued: outputs are complete
-before they are handed over, and copies are waited for.
+object a line, and answers each with one line on that file descriptor. On devices nothing is
+measured by when it was queued: outputs are complete before they are handed over, and copies are
+waited for.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ from epd_portable.connector.copies import DeviceCopies
 from epd_portable.connector.producer import TransferOrder
 from epd_portable.connector.worker_endpoint import WorkerEndpoint
 from epd_portable.errors import MeasurementError
-from epd_portable.log import trace
 from epd_portable.platforms import registry
 from epd_portable.platforms.base import DeviceEvent, Platform
 from epd_portable.runners.placer import Placer
@@ -76,21 +75,23 @@ class Consumer:
         params = PrefillParams(transfers=(ExpectedTransfer(transfer_id=name, item_uuid=name),))
         with self._receiver.lock:
             self._prefill.arrived(name, request.prompt(), params)
+        self._step()
         while name not in self._outputs:
-            self._step()
             with self._receiver.lock:
                 self._prefill.may_schedule(name, 0)
                 failed = self._prefill.take_unavailable()
             if failed:
                 raise MeasurementError(f"item {name} did not arrive in {self._timeout_s:g} s")
             self._receiver.rest(REST_S)
+            self._step()
+        at_s = time.monotonic()
         if not bool((self._outputs[name].cpu() == command.value).all()):
             raise MeasurementError(f"item {name} of {command.tensor} arrived with other content")
         with self._receiver.lock:
             self._prefill.finished(name)
             self._cache.reset()
         self._step()
-        return CommandDone()
+        return CommandDone(at_s=at_s)
 
     def close(self) -> None:
         """Stop receiving."""
@@ -109,8 +110,6 @@ class Consumer:
         if orders.placements and self._platform.traits.needs_device_copy:
             # The current stream waits for the placer's copies, so an event on it is behind them.
             _wait(self._platform.record_event(), self._timeout_s)
-            for item in orders.placements:
-                trace("item.complete", mm_hash=item.mm_hash)
         with self._receiver.lock:
             self._receiver.step_done()
 
@@ -149,6 +148,7 @@ class Producer:
         )
         self._sender.submit(order, None)
         time.sleep(command.encode_s)
+        at_s = time.monotonic()
         self._sender.output_ready(command.name, output)
         deadline_s = time.monotonic() + self._timeout_s
         while command.name not in self._sender.progress.take_ended():
@@ -157,7 +157,7 @@ class Producer:
                     f"item {command.name} was not acknowledged in {self._timeout_s:g} s"
                 )
             time.sleep(_ENDED_POLL_S)
-        return CommandDone(memcpy_s=memcpy_s)
+        return CommandDone(at_s=at_s, memcpy_s=memcpy_s)
 
     def close(self) -> None:
         """Stop sending."""

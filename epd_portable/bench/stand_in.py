@@ -48,9 +48,12 @@ class CommandDone(msgspec.Struct, frozen=True, kw_only=True):
     """The answer of an end: when it is ready, then once for each transfer.
 
     Attributes:
+        at_s: When the output was there, of the producer; when the placed tensor could be read, of
+            the consumer. By a clock of the host.
         memcpy_s: Time of a plain copy of the item right before the transfer; producer only.
     """
 
+    at_s: float = 0.0
     memcpy_s: float = 0.0
 
 

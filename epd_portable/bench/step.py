@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from epd_portable.bench.console import progress, scratch_folder
+from epd_portable.bench.console import new_secret, progress
 from epd_portable.bench.report import Report, Table, conditions
 from epd_portable.bench.servers import free_port
 from epd_portable.bench.stand_in import DTYPE, WIDTH, StandInRequest
@@ -71,7 +71,7 @@ def measure(steps: int) -> dict[StepCase, Steps]:
             f"{case.decoding} requests decode, {case.items} items each; {case.waiting} wait: "
             f"{steps} steps"
         )
-        with scratch_folder() as (_, secret_file), _engine(case, secret_file) as engine:
+        with new_secret() as secret_file, _engine(case, secret_file) as engine:
             taken = [engine.step() for _ in range(_WARM_UP + steps)]
         samples[case] = taken[_WARM_UP:]
     return samples

@@ -7,31 +7,26 @@ disturbs all of them. Each item is copied once within one process too: the peer.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import itertools
 import os
-import select
-import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
-from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
-import msgspec
-
-from epd_portable.bench.console import progress, scratch_folder
+from epd_portable.bench import worker
+from epd_portable.bench.console import new_secret, progress
 from epd_portable.bench.report import Report, Table, conditions, format_bytes
 from epd_portable.bench.servers import free_port
 from epd_portable.bench.stand_in import TOKEN_BYTES, VALUES, Command, CommandDone
 from epd_portable.bench.stats import paired_ratio, quantile
-from epd_portable.bench.traces import Handover, handovers, read_events
+from epd_portable.bench.worker import Worker
 from epd_portable.config.instance import InstanceConfig, PlatformName
 from epd_portable.connector import registry
-from epd_portable.errors import ConfigError, MeasurementError
+from epd_portable.errors import ConfigError
 from epd_portable.platforms.traits import TRAITS
 
 WARM_UP_ROUNDS = 2
@@ -41,8 +36,6 @@ mostly in an engine; with 0 it is waited for."""
 
 _START_TIMEOUT_S = 120.0
 _WAIT_TIMEOUT_S = 30.0
-_STOP_GRACE_S = 10.0
-_STDERR = 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,9 +47,11 @@ class TransferCase:
     encode_s: float
 
 
-Samples = dict[TransferCase, list[tuple[Handover, float]]]
-"""Of each round the way of an item, and the seconds that a plain copy of the same bytes took right
-before, within one process; on devices from the producer's device to the consumer's."""
+Sample = tuple[float, float]
+"""Seconds from the output to the tensor that can be read, and those of a plain copy of the same
+bytes right before, within one process; on devices from the producer's device to the consumer's."""
+Samples = dict[TransferCase, list[Sample]]
+"""By case, in the order of the rounds."""
 Case = dict[str, Any]
 """A `TransferCase`, and its values in the order of the rounds, by name."""
 
@@ -109,14 +104,15 @@ def measure(
         for nbytes in sizes
         for path in paths
     ]
-    with scratch_folder() as (folder, secret_file), ExitStack() as stack:
+    samples: Samples = {case: [] for case in cases}
+    with new_secret() as secret_file, ExitStack() as stack:
         progress("starting a producer and a consumer for each path")
         common = {
             "platform": platform,
             "wait_timeout_s": _WAIT_TIMEOUT_S,
             "secret_file": secret_file,
         }
-        pairs: dict[str, tuple[_End, _End]] = {}
+        pairs: dict[str, _Pair] = {}
         for path in paths:
             producer = InstanceConfig(instance=f"producer-{path}", path=path, **common)
             consumer = InstanceConfig(
@@ -130,103 +126,54 @@ def measure(
                 can_encode=False,
                 **common,
             )
-            pairs[path] = (
-                stack.enter_context(_end("produce", producer, folder)),
-                stack.enter_context(_end("consume", consumer, folder)),
+            pairs[path] = _Pair(
+                stack.enter_context(_end("produce", producer)),
+                stack.enter_context(_end("consume", consumer)),
+                consumer,
             )
-        for end in itertools.chain(*pairs.values()):
-            end.receive(_START_TIMEOUT_S)
-        moved: dict[str, tuple[TransferCase, float]] = {}
+        for pair in pairs.values():
+            for end in (pair.producer, pair.consumer):
+                end.receive(CommandDone, _START_TIMEOUT_S)
+        numbers = itertools.count()
         for turn in range(-WARM_UP_ROUNDS, repeat):
             begin_s = time.monotonic()
             for case in cases:
-                name = f"{'item' if turn >= 0 else 'warm-up'}-{len(moved)}"
-                moved[name] = case, _move(name, case, len(moved), *pairs[case.path])
+                sample = pairs[case.path].move(case, next(numbers))
+                if turn >= 0:
+                    samples[case].append(sample)
             what = f"round {turn + 1} of {repeat}" if turn >= 0 else "warm-up"
             progress(f"{what}: {len(cases)} transfers in {time.monotonic() - begin_s:.1f} s")
-        is_device = TRAITS[platform].needs_device_copy
-        ways = handovers(read_events(folder), end="item.complete" if is_device else "item.placed")
-    samples: Samples = {case: [] for case in cases}
-    for way in ways:
-        if way.transfer.startswith("item-"):
-            case, memcpy_s = moved[way.transfer]
-            samples[case].append((way, memcpy_s))
-    if (whole := sum(map(len, samples.values()))) != len(cases) * repeat:
-        raise MeasurementError(
-            f"traces hold {whole} whole transfers of {len(cases) * repeat}: an event is missing; "
-            "the versions of this command and of the package may differ"
-        )
     return samples
 
 
 @dataclass(frozen=True, slots=True)
-class _End:
-    """One process of `epd_portable.bench.ends`."""
+class _Pair:
+    """The two ends of a path, in processes of `epd_portable.bench.ends`."""
 
-    config: InstanceConfig
-    commands: IO[bytes]
-    answers: IO[bytes]
+    producer: Worker
+    consumer: Worker
+    consumer_config: InstanceConfig
 
-    def send(self, command: Command) -> None:
-        with contextlib.suppress(BrokenPipeError):  # `receive` raises.
-            self.commands.write(msgspec.json.encode(command) + b"\n")
-
-    def receive(self, timeout_s: float) -> CommandDone:
-        name = self.config.instance
-        if not select.select([self.answers], [], [], timeout_s)[0]:
-            raise MeasurementError(f"{name} did not answer in {timeout_s:g} s")
-        line = self.answers.readline()
-        if not line:
-            raise MeasurementError(f"{name} ended; its message is above")
-        return msgspec.json.decode(line, type=CommandDone)
-
-
-def _move(name: str, case: TransferCase, number: int, producer: _End, consumer: _End) -> float:
-    """Move one item; return what a plain copy of it took, in seconds."""
-    command = Command(
-        name=name,
-        num_tokens=case.nbytes // TOKEN_BYTES,
-        value=number % VALUES + 1,
-        encode_s=case.encode_s,
-        consumer=consumer.config.control_address,
-        device=consumer.config.device_index,
-    )
-    for end in (consumer, producer):
-        end.send(command)
-    consumer.receive(_WAIT_TIMEOUT_S * 2)
-    return producer.receive(_WAIT_TIMEOUT_S * 2).memcpy_s
-
-
-@contextmanager
-def _end(role: str, config: InstanceConfig, trace_dir: Path) -> Iterator[_End]:
-    env = {
-        "EPD_TRACE_DIR": str(trace_dir),
-        "EPD_INSTANCE": config.instance,
-        "OMP_NUM_THREADS": "1",
-    }
-    # Not by standard output, on which runtimes of devices write too.
-    answers, out = os.pipe()
-    argv = [sys.executable, "-m", "epd_portable.bench.ends", role, config.model_dump_json()]
-    with os.fdopen(answers, "rb", buffering=0) as received:
-        process = subprocess.Popen(
-            [*argv, str(out)],
-            env={**os.environ, **env},
-            stdin=subprocess.PIPE,
-            stdout=_STDERR,
-            bufsize=0,
-            pass_fds=(out,),
+    def move(self, case: TransferCase, number: int) -> Sample:
+        """Move one item."""
+        command = Command(
+            name=f"item-{number}",
+            num_tokens=case.nbytes // TOKEN_BYTES,
+            value=number % VALUES + 1,
+            encode_s=case.encode_s,
+            consumer=self.consumer_config.control_address,
+            device=self.consumer_config.device_index,
         )
-        os.close(out)
-        assert process.stdin is not None
-        try:
-            yield _End(config, process.stdin, received)
-        finally:
-            process.stdin.close()
-            try:
-                process.wait(_STOP_GRACE_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+        for end in (self.consumer, self.producer):
+            end.send(command)
+        placed = self.consumer.receive(CommandDone, _WAIT_TIMEOUT_S * 2)
+        sent = self.producer.receive(CommandDone, _WAIT_TIMEOUT_S * 2)
+        return placed.at_s - sent.at_s, sent.memcpy_s
+
+
+def _end(role: str, config: InstanceConfig) -> AbstractContextManager[Worker]:
+    argv = [sys.executable, "-m", "epd_portable.bench.ends", role, config.model_dump_json()]
+    return worker.started(config.instance, argv, env={**os.environ, "OMP_NUM_THREADS": "1"})
 
 
 def describe_place(platform: PlatformName, runtime: str, devices: int) -> str:
@@ -249,7 +196,6 @@ def make_report(
     paths = list(dict.fromkeys(case["path"] for case in cases))
     tables: dict[str, Iterable[dict[str, str]]] = {
         "Against memcpy of the same bytes": map(_ratios, cases),
-        "Where the time goes, medians in ms": map(_parts, cases),
     }
     if len(paths) > 1:
         tables["By another path, each item by that of the same round"] = (
@@ -272,7 +218,6 @@ def make_report(
             "turns. Placed: the tensor can be read, on devices the copy is complete.",
             f"The order comes {ENCODE_S[0] * 1000:g} ms before the output (granted before), or "
             "with it (granted after): then the grant is waited for.",
-            "Control: from the output until the consumer's scheduler knows, without the write. "
             "Ratio: total time by that of a memcpy of the same bytes right before, median of the "
             "pairs with their quartiles. Other times are medians over all rounds.",
         ),
@@ -285,11 +230,10 @@ def make_report(
 def _by_case(samples: Samples) -> list[Case]:
     """Return the values of each case: paths in the order of measuring, sizes rising."""
     paths = list(dict.fromkeys(case.path for case in samples))
-    parts = ("granted_before", "total_s", "grant_wait_s", "write_s", "notice_s", "place_s")
     return [
         {
             **dataclasses.asdict(case),
-            **{part: [getattr(way, part) for way, _ in samples[case]] for part in parts},
+            "total_s": [total_s for total_s, _ in samples[case]],
             "memcpy_s": [memcpy_s for _, memcpy_s in samples[case]],
         }
         for case in sorted(samples, key=lambda case: (paths.index(case.path), case.nbytes))
@@ -297,8 +241,7 @@ def _by_case(samples: Samples) -> list[Case]:
 
 
 def _name(case: Case) -> dict[str, str]:
-    granted = case["granted_before"]
-    when = "granted before" if 2 * sum(granted) > len(granted) else "granted after"
+    when = "granted before" if case["encode_s"] else "granted after"
     return {"path, size, grant": f"{case['path']}, {format_bytes(case['nbytes'])}, {when}"}
 
 
@@ -323,16 +266,3 @@ def _between(case: Case, cases: Sequence[Case], paths: Sequence[str]) -> dict[st
         if same and peer is not case and len(peer["total_s"]) == len(case["total_s"]):
             row[f"by {peer['path']}"] = str(paired_ratio(case["total_s"], peer["total_s"]))
     return row
-
-
-def _parts(case: Case) -> dict[str, str]:
-    parts = {
-        "wait for grant": case["grant_wait_s"],
-        "write": case["write_s"],
-        "written to landed": case["notice_s"],
-        "landed to placed": case["place_s"],
-        "control": list(map(sum, zip(case["grant_wait_s"], case["notice_s"], strict=True))),
-    }
-    return _name(case) | {
-        title: f"{quantile(values, 0.5) * 1000:.3f}" for title, values in parts.items()
-    }

@@ -74,8 +74,7 @@ def _size(nbytes: int) -> str:
 
 def _transfers(document: Document) -> Iterator[tuple[Row, tuple[Any, ...], list[Document]]]:
     for case, group in grouped(rounds(document), "path", "nbytes", "encode_s").items():
-        before = sum(each["granted_before"] for each in group) > len(group) / 2
-        grant = "granted before" if before else "granted after"
+        grant = "granted before" if case[2] else "granted after"
         yield {"path, size, grant": f"{case[0]}, {_size(case[1])}, {grant}"}, case, group
 
 

@@ -1,7 +1,7 @@
 """The clients: a process of their own that sends requests at their times.
 
-``python -m epd_portable.bench.load.clients`` reads an `Order` as a line of JSON, answers with an
-empty line once all bodies are written, begins to send at the next line, and ends with `Answers`.
+``python -m epd_portable.bench.load.clients DESCRIPTOR`` is a `Worker`: it reads an `Order`, answers
+once all bodies are written, begins to send when it is asked again, and answers with `Answers`.
 Streams are taken apart after the last has ended. How much CPU time the clients took and how late
 they sent is part of every result: clients that are the bottleneck show.
 """
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import contextlib
 import gc
 import io
 import itertools
@@ -18,10 +17,9 @@ import json
 import mimetypes
 import os
 import random
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -30,7 +28,6 @@ import msgspec
 import uvloop
 
 from epd_portable.bench.load.plan import LoadPicture, LoadRequest
-from epd_portable.errors import MeasurementError
 
 TIMEOUT_S = 120.0
 """Longest time of a request; later it counts as failed."""
@@ -90,44 +87,6 @@ class Answers(msgspec.Struct, frozen=True, kw_only=True):
     answers: tuple[LoadAnswer, ...]
     cpu_s: float
     wall_s: float
-
-
-@contextlib.contextmanager
-def prepared(
-    order: Order, *, cores: frozenset[int], folder: Path
-) -> Iterator[Callable[[], Answers]]:
-    """Start the clients on these cores, and yield what lets them send once all bodies are written.
-
-    Raises:
-        MeasurementError: They ended too soon; their message is in the standard error output.
-    """
-    # Not for the clients themselves, which start for every turn.
-    from epd_portable.bench.servers import start_on_cores
-    from epd_portable.launch.safe_path import safe_environ
-
-    process = start_on_cores(cores, folder)(
-        [sys.executable, "-m", "epd_portable.bench.load.clients"],
-        env=safe_environ(os.environ),
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-    )
-    assert process.stdin is not None and process.stdout is not None
-    write, read = process.stdin, process.stdout
-
-    def exchange(line: bytes) -> bytes:
-        with contextlib.suppress(BrokenPipeError):  # The answer is missing then.
-            write.write(line + b"\n")
-            write.flush()
-        if answer := read.readline():
-            return answer
-        raise MeasurementError("the clients ended; their message is above")
-
-    with process:
-        try:
-            exchange(msgspec.json.encode(order))
-            yield lambda: msgspec.json.decode(exchange(b""), type=Answers)
-        finally:
-            process.kill()
 
 
 def part_of(picture: LoadPicture) -> dict[str, object]:
@@ -317,7 +276,7 @@ async def _send(exchanges: Sequence[_Exchange], order: Order, begin_s: float) ->
     await asyncio.gather(*tasks)
 
 
-def main() -> None:
+def main(descriptor: int) -> None:
     """Carry out the order that comes by standard input."""
     order = msgspec.json.decode(sys.stdin.buffer.readline(), type=Order)
     exchanges = [
@@ -326,7 +285,7 @@ def main() -> None:
     ]
     gc.freeze()
     gc.disable()
-    print(flush=True)
+    os.write(descriptor, b"null\n")
     if not sys.stdin.buffer.readline():
         return
     cpu_s, begin_s = time.process_time(), time.monotonic()
@@ -334,8 +293,9 @@ def main() -> None:
     cpu_s, wall_s = time.process_time() - cpu_s, time.monotonic() - begin_s
     answers = tuple(each.answer(begin_s) for each in exchanges)
     done = Answers(answers=answers, cpu_s=cpu_s, wall_s=wall_s)
-    print(msgspec.json.encode(done).decode(), flush=True)
+    with open(descriptor, "wb") as file:
+        file.write(msgspec.json.encode(done) + b"\n")
 
 
 if __name__ == "__main__":
-    main()
+    main(int(sys.argv[1]))

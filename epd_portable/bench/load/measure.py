@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
-from epd_portable.bench import console
+from epd_portable.bench import console, worker
 from epd_portable.bench.load import usage
-from epd_portable.bench.load.clients import Answers, LoadAnswer, Order, prepared
+from epd_portable.bench.load.clients import Answers, LoadAnswer, Order
 from epd_portable.bench.load.plan import LoadPoint, LoadRequest
 from epd_portable.bench.load.servers import RunningSide, start_side
 from epd_portable.bench.load.setting import LoadSetting
 from epd_portable.bench.load.turns import Turn, make_turn
+from epd_portable.bench.servers import start_on_cores
 from epd_portable.errors import MeasurementError
+from epd_portable.launch.safe_path import safe_environ
 
-ATTEMPTS = 3
-"""A point has at most so many times its rounds, refused ones included."""
 WARM_UP = 2
 """Requests of each kind at each address before all."""
 _PROBE_WORDS = 500
@@ -47,10 +50,6 @@ class LoadResults:
                 found.setdefault(turn.point, {}).setdefault(turn.side, []).append(turn)
         return found
 
-    def count(self, point: LoadPoint) -> int:
-        """Return how many rounds of a point count."""
-        return min(map(len, self.good_rounds().get(point.key, {}).values()), default=0)
-
     def refused(self) -> list[str]:
         """Return why rounds do not count."""
         return [
@@ -79,21 +78,14 @@ class Measurement:
             LaunchError: A side did not start.
             MeasurementError: A side does not answer, or its processes are not where they should be.
         """
-        for number in range(ATTEMPTS * self._plan.rounds):
-            due = [
-                point
-                for point in self._plan.points
-                if self.results.count(point) < self._plan.rounds
-            ]
-            if not due:
-                break
+        for number in range(self._plan.rounds):
             # The first of one round is the last of the next.
             for side in self._setting.sides[:: -1 if number % 2 else 1]:
                 console.progress(f"round {number + 1}: starting {side.name}")
                 with start_side(side, self._setting) as running:
-                    self._warm_up(running, due, number)
+                    self._warm_up(running, number)
                     self.results.turns += [
-                        self._measure_turn(running, point, number) for point in due
+                        self._measure_turn(running, point, number) for point in self._plan.points
                     ]
             self._keep(self.results)
         return self.results
@@ -105,11 +97,10 @@ class Measurement:
                 f"{point.key}: no request comes in {self._plan.seconds:g} s: raise --seconds"
             )
         parts = running.parts
-        with self._prepared(running, requests, point.clients or point.prompts) as send:
+        with self._clients(running, requests, point.clients or point.prompts) as send:
             counted, cpu_s = usage.read_counters(parts), usage.read_cpu_s(parts)
             done = send()
             cpu_s = usage.cpu_s_since(usage.read_cpu_s(parts), cpu_s)
-        usage.check_cores(parts)
         turn = make_turn(
             requests,
             done,
@@ -128,7 +119,7 @@ class Measurement:
         )
         return turn
 
-    def _warm_up(self, running: RunningSide, points: Sequence[LoadPoint], number: int) -> None:
+    def _warm_up(self, running: RunningSide, number: int) -> None:
         """Send requests that do not count; learn from the first ones how long a token is."""
         if not self.results.words_per_token:
             probes = [
@@ -140,7 +131,7 @@ class Measurement:
             self.results.words_per_token = round(words, 4)
         count = WARM_UP * len(running.urls)
         requests: list[LoadRequest] = []
-        for point in points:
+        for point in self._plan.points:
             # Of a window that has a request of each kind, at whatever rate.
             plan = dataclasses.replace(self._plan, seconds=200 / point.rate)
             made_up = point.model_copy(update={"file": ""})
@@ -153,18 +144,40 @@ class Measurement:
     def _send_one_by_one(
         self, running: RunningSide, requests: Sequence[LoadRequest]
     ) -> Sequence[LoadAnswer]:
-        with self._prepared(running, requests, 1) as send:
+        with self._clients(running, requests, 1) as send:
             answers = send().answers
         problem = next((answer.problem for answer in answers if answer.problem), "")
         if problem:
             raise MeasurementError(f"{running.name}, at its warm-up: {problem}")
         return answers
 
-    def _prepared(
+    def _clients(
         self, running: RunningSide, requests: Sequence[LoadRequest], clients: int
     ) -> contextlib.AbstractContextManager[Callable[[], Answers]]:
         order = Order(
             requests=tuple(requests), urls=running.urls, model=running.model, clients=clients
         )
         cores = frozenset(self._setting.allotment.rest)
-        return prepared(order, cores=cores, folder=self._setting.folder)
+        return start_clients(order, cores=cores, folder=self._setting.folder)
+
+
+@contextlib.contextmanager
+def start_clients(
+    order: Order, *, cores: frozenset[int], folder: Path
+) -> Iterator[Callable[[], Answers]]:
+    """Start the clients on these cores, and yield what lets them send once all bodies are written.
+
+    Raises:
+        MeasurementError: They ended too soon; their message is in the standard error output.
+    """
+    argv = [sys.executable, "-m", "epd_portable.bench.load.clients"]
+    popen, env = start_on_cores(cores, folder), safe_environ(os.environ)
+
+    def send() -> Answers:
+        clients.send(None)
+        return clients.receive(Answers)
+
+    with worker.started("the clients", argv, env=env, popen=popen) as clients:
+        clients.send(order)
+        clients.receive(type(None))
+        yield send

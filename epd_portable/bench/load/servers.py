@@ -23,7 +23,6 @@ import psutil
 from pydantic import JsonValue
 
 from epd_portable.bench import console, servers
-from epd_portable.bench.load import usage
 from epd_portable.bench.load.setting import LoadSetting
 from epd_portable.bench.load.sides import LoadSide, api_cores
 from epd_portable.bench.load.usage import Part
@@ -77,18 +76,25 @@ def start_side(side: LoadSide, setting: LoadSetting) -> Iterator[RunningSide]:
         if side.kind == "topology":
             started = entries = [_topology(side, setting)]
             _start(started, stack)
-            parts = [*_parts_of_topology(started[0], setting.cores_of(side))]
+            parts = [*_parts_of_topology(started[0])]
         else:
             where = SHM if SHM.is_dir() else setting.folder
             store = stack.enter_context(tempfile.TemporaryDirectory("", "epd-bench-", where))
             started = entries = plain_engines(side, setting, Path(store))
             _start(started, stack)
-            parts = [*_parts_of_plain(started, side, setting)]
+            _spread_api_servers(started, side, setting)
+            parts = [
+                Part(
+                    name=each.name.removeprefix("the "),
+                    pid=each.pid,
+                    metrics_url=f"{each.url}/metrics",
+                )
+                for each in started
+            ]
         if side.kind == "upstream":
             proxy = example_proxy(side, setting, *(engine.url for engine in started))
             entries = [stack.enter_context(proxy)]
             parts.append(Part(name="proxy", pid=proxy.pid))
-        usage.check_cores(parts)
         yield RunningSide(
             name=side.name,
             urls=tuple(server.url for server in entries),
@@ -205,27 +211,17 @@ def example_proxy(side: LoadSide, setting: LoadSetting, encode: str, prefill_dec
     )
 
 
-def _parts_of_plain(
-    engines: Sequence[Server], side: LoadSide, setting: LoadSetting
-) -> Iterator[Part]:
-    """Yield the servers of plain vLLM, whose API servers are let onto more cores."""
+def _spread_api_servers(engines: Sequence[Server], side: LoadSide, setting: LoadSetting) -> None:
+    """Let API servers of tuned vLLM onto more cores; its engines keep theirs."""
     allotment = setting.allotment
-    for index, (server, units) in enumerate(zip(engines, allotment.units[side.name], strict=True)):
-        own = more = frozenset[int]()
-        if allotment.binds_cores:
-            own, more = frozenset(map(int, units)), api_cores(side, index, allotment)
-            if more:
-                bind_threads(server.pid, own | more)
-        yield Part(
-            name=server.name.removeprefix("the "),
-            pid=server.pid,
-            cores=own,
-            api_cores=more,
-            metrics_url=f"{server.url}/metrics",
-        )
+    if side.tuned and allotment.binds_cores:
+        for index, (server, own) in enumerate(
+            zip(engines, allotment.units[side.name], strict=True)
+        ):
+            bind_threads(server.pid, {*map(int, own), *api_cores(side, index, allotment)})
 
 
-def _parts_of_topology(server: Server, cores: dict[str, list[int]]) -> Iterator[Part]:
+def _parts_of_topology(server: Server) -> Iterator[Part]:
     """Yield the launcher's instances, what stands in front of them, and the launcher itself.
 
     Engines behind the engine front have no server: the front's page has what they count.
@@ -238,8 +234,6 @@ def _parts_of_topology(server: Server, cores: dict[str, list[int]]) -> Iterator[
             yield Part(
                 name=process.name,
                 pid=process.pid,
-                cores=frozenset(cores.get(group, ())),
-                api_cores=frozenset(core for each in cores.values() for core in each),
                 metrics_url=f"{process.url}/metrics" if "http" in process.ports else "",
             )
         else:

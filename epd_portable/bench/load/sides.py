@@ -202,13 +202,11 @@ def share_out(
 
 
 def api_cores(side: LoadSide, server: int, allotment: Allotment) -> frozenset[int]:
-    """Return where the API server of plain vLLM may run besides its engine's cores.
+    """Return where an API server of a tuned side may run besides its engine's cores.
 
-    Of tuned sides as the launcher lets those of its instances: on cores that no rank has, and,
-    unless it encodes only, as the example's first server, on the encoder's.
+    As the launcher lets those of its instances: on cores that no rank has, and, unless it encodes
+    only, as the example's first server, on the encoder's.
     """
-    if not side.tuned:
-        return frozenset()
     cores = [] if allotment.shared else list(allotment.rest)
     if side.kind == "upstream" and server > 0:
         cores += map(int, allotment.units[side.name][0])

@@ -26,7 +26,6 @@ MAX_LATE_S = 0.05
 """A round is refused if p99 of the lateness of its requests is above this."""
 MAX_CLIENT_SHARE = 0.8
 """A round is refused if its clients used more of a core."""
-_GOOD_SHARE = 0.99
 
 
 class Turn(msgspec.Struct, frozen=True, kw_only=True):
@@ -91,11 +90,6 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
     def quantile(self, kind: str, quantity: str, name: str) -> float | None:
         """Return a quantile in seconds; ``None`` if no request of the kind was answered."""
         return self.times_s.get(kind, {}).get(quantity, {}).get(name)
-
-    @property
-    def meets_limits(self) -> bool:
-        """Whether 99 of 100 requests were answered within the limits."""
-        return self.good >= _GOOD_SHARE * self.count
 
 
 def make_turn(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -44,16 +43,12 @@ class Part:
     Attributes:
         name: For example ``encode-0``, ``router``.
         pid: Of its first process.
-        cores: Where all of it must run; empty where that is not checked.
-        api_cores: Where its first process may run as well.
         below: Whether processes that it started belong to it.
         metrics_url: Of its metrics; empty for none.
     """
 
     name: str
     pid: int
-    cores: frozenset[int] = frozenset()
-    api_cores: frozenset[int] = frozenset()
     below: bool = True
     metrics_url: str = ""
 
@@ -119,25 +114,6 @@ def counted_since(after: dict[str, float], before: dict[str, float]) -> dict[str
     return {name: value for name, value in risen.items() if value}
 
 
-def check_cores(parts: Sequence[Part]) -> None:
-    """Check that every thread of every bound part runs on its cores only.
-
-    Raises:
-        MeasurementError: One may run elsewhere: the sides would not be equal.
-    """
-    for part in parts:
-        for process, _ in _processes(part) if part.cores else ():
-            allowed = part.cores | (part.api_cores if process.pid == part.pid else frozenset())
-            for thread in _threads(process.pid):
-                with contextlib.suppress(ProcessLookupError):  # It has ended.
-                    if outside := os.sched_getaffinity(thread) - allowed:
-                        raise MeasurementError(
-                            f"{part.name}: a thread of process {process.pid} may run on core "
-                            f"{min(outside)}, outside its cores {sorted(allowed)}: the sides "
-                            "would not be equal"
-                        )
-
-
 def _processes(part: Part) -> Iterator[tuple[psutil.Process, str]]:
     """Yield the living processes of a part, and what each is."""
     with contextlib.suppress(psutil.NoSuchProcess):
@@ -161,10 +137,3 @@ def _role(process: psutil.Process, root: int) -> str:
     if any("spawn_main" in word for word in words):
         return "engine core" if process.ppid() == root else "worker"
     return "other"
-
-
-def _threads(pid: int) -> list[int]:
-    try:
-        return [int(name) for name in os.listdir(f"/proc/{pid}/task")]
-    except FileNotFoundError:
-        return []

@@ -137,7 +137,7 @@ def test_what_died_is_forked_again_and_nothing_is_left_of_a_killed_launcher(
     run = forked(launch)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     measured: Any = SimpleNamespace(pid=run.process.pid, url="http://127.0.0.1:1")
-    assert {each.name: each.pid for each in _parts_of_topology(measured, {})} == {
+    assert {each.name: each.pid for each in _parts_of_topology(measured)} == {
         **{name: run.pid_of(name) for name in ("encode-0", "encode-1", "router")},
         "fork server": fork_server(run),
         "launcher": run.process.pid,

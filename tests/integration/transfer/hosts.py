@@ -8,18 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
 import subprocess
 import sys
 import uuid
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
 
-import msgspec
-
-from epd_portable.bench.stand_in import Command, CommandDone
+from epd_portable.bench.worker import Worker, started
 from epd_portable.config.instance import InstanceConfig
 
 ROOT = Path(__file__).parents[3]
@@ -94,47 +90,10 @@ def _run(command: str) -> None:
     subprocess.run(command.split(), check=True, capture_output=True, timeout=READY_S)
 
 
-@dataclass(frozen=True)
-class End:
-    """One of `epd_portable.bench.ends` on a host."""
-
-    process: subprocess.Popen[bytes]
-    answers: IO[bytes]
-
-    def tell(self, command: Command) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write(msgspec.json.encode(command) + b"\n")
-
-    def hear(self, timeout_s: float) -> None:
-        assert select.select([self.answers], [], [], timeout_s)[0], "the end does not answer"
-        line = self.answers.readline()
-        assert line, "the end has ended"
-        msgspec.json.decode(line, type=CommandDone)
-
-
-@contextlib.contextmanager
 def end(
-    host: Host, role: str, config: InstanceConfig, env: Mapping[str, str], *, stop_s: float
-) -> Iterator[End]:
-    """Start an end on a host; nothing of it is left afterwards."""
-    answers, out = os.pipe()
+    host: Host, role: str, config: InstanceConfig, env: Mapping[str, str]
+) -> contextlib.AbstractContextManager[Worker]:
+    """Start one of `epd_portable.bench.ends` on a host; nothing of it is left afterwards."""
     argv = [sys.executable, "-m", "epd_portable.bench.ends", role, config.model_dump_json()]
-    with os.fdopen(answers, "rb", buffering=0) as said:
-        process = subprocess.Popen(
-            [*host.enter, *argv, str(out)],
-            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **env},
-            stdin=subprocess.PIPE,
-            stdout=2,
-            bufsize=0,
-            pass_fds=(out,),
-        )
-        os.close(out)
-        assert process.stdin is not None
-        try:
-            yield End(process, said)
-            process.stdin.close()
-            assert process.wait(stop_s) == 0
-        finally:
-            process.kill()
-            process.wait()
-            process.stdin.close()
+    own = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **env}
+    return started(config.instance, [*host.enter, *argv], env=own)

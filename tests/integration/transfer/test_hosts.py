@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -11,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from epd_portable.bench.stand_in import TOKEN_BYTES, Command
-from epd_portable.bench.traces import handovers, read_events
+from epd_portable.bench.stand_in import TOKEN_BYTES, Command, CommandDone
 from epd_portable.config.instance import InstanceConfig
 from epd_portable.connector import registry
 from epd_portable.connector.pool import SHM_FOLDER
@@ -58,13 +58,11 @@ def test_an_item_goes_from_one_host_to_another(tmp_path: Path, path: str) -> Non
             **common,
         )
         ends = [
-            stack.enter_context(
-                end(host, role, config, {**env, "EPD_INSTANCE": config.instance}, stop_s=DEADLINE_S)
-            )
+            stack.enter_context(end(host, role, config, {**env, "EPD_INSTANCE": config.instance}))
             for host, role, config in ((there, "consume", consumer), (here, "produce", producer))
         ]
         for each in ends:
-            each.hear(DEADLINE_S)
+            each.receive(CommandDone, DEADLINE_S)
         for number, num_tokens in enumerate(ITEMS, start=1):
             command = Command(
                 name=f"item-{number}",
@@ -75,10 +73,12 @@ def test_an_item_goes_from_one_host_to_another(tmp_path: Path, path: str) -> Non
                 device=0,
             )
             for each in ends:
-                each.tell(command)
+                each.send(command)
             for each in ends:  # The consumer has compared what came with what was sent.
-                each.hear(DEADLINE_S)
-    taken = {way.path for way in handovers(read_events(tmp_path), end="item.placed")}
+                each.receive(CommandDone, DEADLINE_S)
+    lines = [line for file in tmp_path.glob("*.jsonl") for line in file.read_text().splitlines()]
+    events = map(json.loads, lines)
+    taken = {each["path"] for each in events if each["event"] == "transfer.written"}
     alone = here.address.startswith("127.")
     assert taken == {path if path != "auto" else "shm" if alone else best_between_hosts()}
     assert not list(SHM_FOLDER.glob(f"{pool}*"))

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -10,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from epd_portable.bench.load.clients import Order, prepared, read_stream
+from epd_portable.bench.load.clients import Order, read_stream
+from epd_portable.bench.load.measure import start_clients
 from epd_portable.bench.load.plan import LoadRequest
 from epd_portable.bench.servers import free_port
 from tests.servers import serving
@@ -64,7 +64,7 @@ def test_a_server_that_is_not_there_is_named_in_the_answer(tmp_path: Path) -> No
     request = LoadRequest(at_s=0.0, texts=("a",), words=1, output_tokens=2)
     url = f"http://127.0.0.1:{free_port()}"
     order = Order(requests=(request,), urls=(url,), model="m")
-    with prepared(order, cores=frozenset(os.sched_getaffinity(0)), folder=tmp_path) as send:
+    with start_clients(order, cores=frozenset(), folder=tmp_path) as send:
         (answer,) = send().answers
     assert url.removeprefix("http://") in answer.problem and "Refused" in answer.problem
 
@@ -91,7 +91,7 @@ def test_clients_of_a_closed_loop_have_one_request_each_at_a_time(tmp_path: Path
     )
     with serving(ThreadingHTTPServer(("127.0.0.1", 0), Server)) as url:
         order = Order(requests=requests, urls=(url,), model="m", clients=2)
-        with prepared(order, cores=frozenset(os.sched_getaffinity(0)), folder=tmp_path) as send:
+        with start_clients(order, cores=frozenset(), folder=tmp_path) as send:
             answers = send().answers
     assert [answer.problem.partition(":")[0] for answer in answers] == ["status 503"] * 6
     assert most == [2] * 6
