@@ -47,10 +47,23 @@ class TransferCase:
     encode_s: float
 
 
-Sample = tuple[float, float]
-"""Seconds from the output to the tensor that can be read, and those of a plain copy of the same
-bytes right before, within one process; on devices from the producer's device to the consumer's."""
-Samples = dict[TransferCase, list[Sample]]
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TransferSample:
+    """One transfer, in seconds.
+
+    Attributes:
+        total_s: From the output to the tensor that can be read.
+        place_s: The part of it since the consumer's scheduler knew of the item.
+        memcpy_s: A plain copy of the same bytes right before, within one process; on devices from
+            the producer's device to the consumer's.
+    """
+
+    total_s: float
+    place_s: float
+    memcpy_s: float
+
+
+Samples = dict[TransferCase, list[TransferSample]]
 """By case, in the order of the rounds."""
 Case = dict[str, Any]
 """A `TransferCase`, and its values in the order of the rounds, by name."""
@@ -154,7 +167,7 @@ class _Pair:
     consumer: Worker
     consumer_config: InstanceConfig
 
-    def move(self, case: TransferCase, number: int) -> Sample:
+    def move(self, case: TransferCase, number: int) -> TransferSample:
         """Move one item."""
         command = Command(
             name=f"item-{number}",
@@ -168,7 +181,11 @@ class _Pair:
             end.send(command)
         placed = self.consumer.receive(CommandDone, _WAIT_TIMEOUT_S * 2)
         sent = self.producer.receive(CommandDone, _WAIT_TIMEOUT_S * 2)
-        return placed.at_s - sent.at_s, sent.memcpy_s
+        return TransferSample(
+            total_s=placed.at_s - sent.at_s,
+            place_s=placed.at_s - placed.landed_s,
+            memcpy_s=sent.memcpy_s,
+        )
 
 
 def _end(role: str, config: InstanceConfig) -> AbstractContextManager[Worker]:
@@ -196,6 +213,7 @@ def make_report(
     paths = list(dict.fromkeys(case["path"] for case in cases))
     tables: dict[str, Iterable[dict[str, str]]] = {
         "Against memcpy of the same bytes": map(_ratios, cases),
+        "Where the time goes, medians in ms": map(_parts, cases),
     }
     if len(paths) > 1:
         tables["By another path, each item by that of the same round"] = (
@@ -230,11 +248,11 @@ def make_report(
 def _by_case(samples: Samples) -> list[Case]:
     """Return the values of each case: paths in the order of measuring, sizes rising."""
     paths = list(dict.fromkeys(case.path for case in samples))
+    parts = [field.name for field in dataclasses.fields(TransferSample)]
     return [
         {
             **dataclasses.asdict(case),
-            "total_s": [total_s for total_s, _ in samples[case]],
-            "memcpy_s": [memcpy_s for _, memcpy_s in samples[case]],
+            **{part: [getattr(each, part) for each in samples[case]] for part in parts},
         }
         for case in sorted(samples, key=lambda case: (paths.index(case.path), case.nbytes))
     ]
@@ -266,3 +284,16 @@ def _between(case: Case, cases: Sequence[Case], paths: Sequence[str]) -> dict[st
         if same and peer is not case and len(peer["total_s"]) == len(case["total_s"]):
             row[f"by {peer['path']}"] = str(paired_ratio(case["total_s"], peer["total_s"]))
     return row
+
+
+def _parts(case: Case) -> dict[str, str]:
+    parts = {
+        "output to landed": [
+            total_s - place_s
+            for total_s, place_s in zip(case["total_s"], case["place_s"], strict=True)
+        ],
+        "landed to placed": case["place_s"],
+    }
+    return _name(case) | {
+        title: f"{quantile(values, 0.5) * 1000:.3f}" for title, values in parts.items()
+    }

@@ -113,7 +113,9 @@ def where_the_time_goes(document: Document) -> Iterator[Row]:
         times = {
             part: median(sum(each[key] for key in keys) for each in group)
             for part, keys in parts.items()
+            if keys[0] in group[0]
         }
+        times["output to landed"] = median(each["total_s"] - each["place_s"] for each in group)
         row = name | {part: f"{value * 1e3:.3f}" for part, value in times.items()}
         if "turns" in group[0]:
             row["turns, mean"] = f"{fmean(column(group, 'turns')):.1f}"

@@ -9,7 +9,7 @@ import pytest
 
 from epd_portable.bench import console, report, step, transfer
 from epd_portable.bench.step import StepCase
-from epd_portable.bench.transfer import Samples, TransferCase
+from epd_portable.bench.transfer import Samples, TransferCase, TransferSample
 from epd_portable.errors import MeasurementError
 
 COMMAND = "epd-bench transfer --repeat 2"
@@ -19,11 +19,15 @@ def case(path: str, nbytes: int, encode_s: float = 0.01) -> TransferCase:
     return TransferCase(path=path, nbytes=nbytes, encode_s=encode_s)
 
 
+def sample(scale: float = 1.0) -> TransferSample:
+    return TransferSample(total_s=0.01 * scale, place_s=0.004 * scale, memcpy_s=0.005 * scale)
+
+
 TRANSFERS: Samples = {
-    case("tcp", 1 << 20): [(0.01, 0.005), (0.02, 0.01)],
-    case("shm", 1 << 20): [(0.01, 0.005)],
-    case("shm", 4096): [(0.01, 0.005)],
-    case("shm", 4096, 0.0): [(0.01, 0.005), (0.01, 0.005)],
+    case("tcp", 1 << 20): [sample(), sample(2)],
+    case("shm", 1 << 20): [sample()],
+    case("shm", 4096): [sample()],
+    case("shm", 4096, 0.0): [sample(), sample()],
 }
 
 
@@ -59,7 +63,7 @@ def test_a_page_begins_with_its_command_and_says_where_it_ran_and_what_was_left_
 
 
 def test_transfers_are_shown_by_path_and_rising_size_with_the_ratio_first() -> None:
-    ratios, between = transfer_page().tables
+    ratios, parts, between = transfer_page().tables
     assert [row[0] for row in ratios.rows] == [
         "tcp, 1 MiB, granted before",
         "shm, 4 KiB, granted before",
@@ -68,19 +72,20 @@ def test_transfers_are_shown_by_path_and_rising_size_with_the_ratio_first() -> N
     ]
     assert ratios.columns[1] == "ratio"
     assert ratios.rows[0][1:4] == ("2.00 (2.00–2.00)", "15.00", "19.00")
+    assert parts.rows[1][1:] == ("6.000", "4.000")
     assert between.columns[1:] == ("by tcp", "by shm")
     assert not any(re.search(r"\d", cell) for row in between.rows for cell in row[1:])
 
 
 def test_a_path_is_compared_with_another_round_by_round() -> None:
-    shm = {case("shm", 4096): [(0.01, 0.005), (0.05, 0.005)]}
-    page = transfer_page(samples={**shm, case("tcp", 4096): [(0.03, 0.005), (0.15, 0.005)]})
-    assert [row[1:] for row in page.tables[1].rows] == [
+    shm = {case("shm", 4096): [sample(1), sample(5)]}
+    page = transfer_page(samples={**shm, case("tcp", 4096): [sample(3), sample(15)]})
+    assert [row[1:] for row in page.tables[2].rows] == [
         ("–", "0.33 (0.33–0.33)"),
         ("3.00 (3.00–3.00)", "–"),
     ]
     page = transfer_page(samples=shm)
-    assert len(page.tables) == 1
+    assert len(page.tables) == 2
 
 
 def test_json_holds_every_sample_and_the_summary() -> None:
