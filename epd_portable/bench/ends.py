@@ -63,7 +63,7 @@ class Consumer:
         self._receiver.listen()
         self._placer = Placer(copies, self._endpoint)
         self._outputs: dict[str, torch.Tensor] = {}
-        self._landed_s = 0.0
+        self._step_s = 0.0
 
     def run(self, command: Command) -> CommandDone:
         """Receive one item, check its content and give its slot back.
@@ -92,7 +92,7 @@ class Consumer:
             self._prefill.finished(name)
             self._cache.reset()
         self._step()
-        return CommandDone(at_s=at_s, landed_s=self._landed_s)
+        return CommandDone(at_s=at_s, step_s=self._step_s)
 
     def close(self) -> None:
         """Stop receiving."""
@@ -108,7 +108,7 @@ class Consumer:
         for mm_hash in freed:
             self._outputs.pop(mm_hash, None)
         if orders.placements:
-            self._landed_s = time.monotonic()
+            self._step_s = time.monotonic()
         self._placer.carry_out(orders, self._outputs)
         if orders.placements and self._platform.traits.needs_device_copy:
             # The current stream waits for the placer's copies, so an event on it is behind them.

@@ -50,12 +50,12 @@ class CommandDone(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         at_s: When the output was there, of the producer; when the placed tensor could be read, of
             the consumer. By a clock of the host.
-        landed_s: When the consumer's step began to place it; consumer only.
+        step_s: When the consumer's step began to place it; consumer only.
         memcpy_s: Time of a plain copy of the item right before the transfer; producer only.
     """
 
     at_s: float = 0.0
-    landed_s: float = 0.0
+    step_s: float = 0.0
     memcpy_s: float = 0.0
 
 

@@ -53,13 +53,13 @@ class TransferSample:
 
     Attributes:
         total_s: From the output to the tensor that can be read.
-        place_s: The part of it since the consumer's scheduler knew of the item.
+        placing_s: The part of it since the consumer's step began to place the item.
         memcpy_s: A plain copy of the same bytes right before, within one process; on devices from
             the producer's device to the consumer's.
     """
 
     total_s: float
-    place_s: float
+    placing_s: float
     memcpy_s: float
 
 
@@ -183,7 +183,7 @@ class _Pair:
         sent = self.producer.receive(CommandDone, _WAIT_TIMEOUT_S * 2)
         return TransferSample(
             total_s=placed.at_s - sent.at_s,
-            place_s=placed.at_s - placed.landed_s,
+            placing_s=placed.at_s - placed.step_s,
             memcpy_s=sent.memcpy_s,
         )
 
@@ -288,11 +288,11 @@ def _between(case: Case, cases: Sequence[Case], paths: Sequence[str]) -> dict[st
 
 def _parts(case: Case) -> dict[str, str]:
     parts = {
-        "output to landed": [
-            total_s - place_s
-            for total_s, place_s in zip(case["total_s"], case["place_s"], strict=True)
+        "output to step": [
+            total_s - placing_s
+            for total_s, placing_s in zip(case["total_s"], case["placing_s"], strict=True)
         ],
-        "landed to placed": case["place_s"],
+        "step to placed": case["placing_s"],
     }
     return _name(case) | {
         title: f"{quantile(values, 0.5) * 1000:.3f}" for title, values in parts.items()

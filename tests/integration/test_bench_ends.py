@@ -94,7 +94,7 @@ def test_the_way_of_an_item_and_its_peer_end_when_the_device_has_completed_them(
         consumer.close()
     assert sent.memcpy_s >= LATE_S
     assert placed.at_s - queued[0] >= LATE_S * 0.9
-    assert sent.at_s < placed.landed_s < placed.at_s
+    assert sent.at_s < placed.step_s < placed.at_s
 
 
 def test_a_consumer_whose_address_is_taken_leaves_nothing() -> None:

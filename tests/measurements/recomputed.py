@@ -115,7 +115,9 @@ def where_the_time_goes(document: Document) -> Iterator[Row]:
             for part, keys in parts.items()
             if keys[0] in group[0]
         }
-        times["output to landed"] = median(each["total_s"] - each["place_s"] for each in group)
+        if "placing_s" in group[0]:
+            times["output to step"] = median(each["total_s"] - each["placing_s"] for each in group)
+            times["step to placed"] = median(column(group, "placing_s"))
         row = name | {part: f"{value * 1e3:.3f}" for part, value in times.items()}
         if "turns" in group[0]:
             row["turns, mean"] = f"{fmean(column(group, 'turns')):.1f}"

@@ -20,7 +20,7 @@ def case(path: str, nbytes: int, encode_s: float = 0.01) -> TransferCase:
 
 
 def sample(scale: float = 1.0) -> TransferSample:
-    return TransferSample(total_s=0.01 * scale, place_s=0.004 * scale, memcpy_s=0.005 * scale)
+    return TransferSample(total_s=0.01 * scale, placing_s=0.004 * scale, memcpy_s=0.005 * scale)
 
 
 TRANSFERS: Samples = {
