@@ -165,7 +165,6 @@ def topology(
     platform: str,
     log_dir: Path,
     settings: Sequence[str] = (),
-    model: str | None = None,
     env: Mapping[str, str] | None = None,
     report: Callable[[str], None] = lambda line: None,
 ) -> Server:
@@ -174,7 +173,6 @@ def topology(
     Args:
         platform: ``cuda``, ``npu`` or ``cpu``.
         log_dir: Folder for the logs of its processes.
-        model: Replaces the model of the file; ``None`` keeps it.
         env: Variables beyond those of this process.
     """
     port = free_port()
@@ -182,8 +180,6 @@ def topology(
     argv += ["--config", str(config), "--port", str(port), "--log-dir", str(log_dir)]
     for setting in settings:
         argv += ["--set", setting]
-    if model is not None:
-        argv += ["--model", model]
     return Server(
         name="the topology",
         argv=argv,
