@@ -276,28 +276,35 @@ class CollectiveReceiver(PathReceiver):
         while not self._stop.is_set():
             try:
                 accepted, _ = self._server.accept()
+                self._begin_pair(frames_over(accepted))
             except TimeoutError:
                 continue
-            except OSError as error:
+            except (OSError, RuntimeError) as error:  # No file or no thread is left.
                 logger.warning("a producer cannot connect to %s: %s", self.address, error)
                 self._stop.wait(_POLL_S)
-                continue
-            self._pairs = [pair for pair in self._pairs if pair.is_alive()]
-            served = (frames_over(accepted),)
-            pair = threading.Thread(
-                target=self._serve, args=served, name="epd-collective-pair", daemon=True
-            )
-            self._pairs.append(pair)
+
+    def _begin_pair(self, connection: Connection) -> None:
+        pair = threading.Thread(
+            target=self._serve, args=(connection,), name="epd-collective-pair", daemon=True
+        )
+        try:
             pair.start()
+        except RuntimeError:
+            connection.close()
+            raise
+        self._pairs = [each for each in self._pairs if each.is_alive()] + [pair]
 
     def _serve(self, connection: Connection) -> None:
         """Serve one producer until it goes; any error ends the pair, and the producer rejoins."""
         group: CollectiveGroup | None = None
         staging = _Staging(self._copies)
+        join_by_s = time.monotonic() + JOIN_TIMEOUT_S
         try:
             self._copies.platform.set_device(self._copies.index)
             while not self._stop.is_set():
                 if not connection.poll(_POLL_S):
+                    if group is None and time.monotonic() > join_by_s:
+                        raise TransportTimeoutError("who connected did not join")
                     continue
                 request: Join | Put = _read_request(connection.recv_bytes(MAX_FRAME_BYTES))
                 if isinstance(request, Join) != (group is None):

@@ -258,6 +258,31 @@ def test_without_descriptors_all_wait(consumer: Consumer, caplog: pytest.LogCapt
     consumer.assert_serves()
 
 
+def test_without_threads_the_next_ones_are_served(
+    consumer: Consumer, caplog: pytest.LogCaptureFixture
+) -> None:
+    def no_more(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with caplog.at_level(logging.WARNING), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(threading.Thread, "start", no_more)
+        with stranger(consumer) as connected:
+            assert_hung_up(connected)
+    assert "can't start new thread" in caplog.text
+    consumer.assert_serves()
+
+
+def test_who_connects_and_does_not_join_keeps_no_thread(
+    consumer: Consumer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch, caplog.at_level(logging.WARNING):
+        patch.setattr(collective, "JOIN_TIMEOUT_S", 0.1)
+        with stranger(consumer) as connected:
+            assert_hung_up(connected)
+    assert "did not join" in caplog.text
+    consumer.assert_serves()
+
+
 # -- after it has joined -------------------------------------------------------------------------
 
 
