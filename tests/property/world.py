@@ -15,8 +15,8 @@ from epd_portable.connector.producer import Write
 from epd_portable.runners.placer import Placement
 from epd_portable.scheduling.items import State
 from epd_portable.wire.messages import AnyMessage, Grant
-from tests.unit.builders import FINGERPRINT
-from tests.unit.runners.harness import TOKEN_BYTES, Clock, EncodeSide, Item, PrefillSide
+from tests.unit.builders import FINGERPRINT, Clock
+from tests.unit.runners.harness import TOKEN_BYTES, EncodeSide, Item, PrefillSide
 
 POOL_TOKENS, CACHE_TOKENS = 5, 7
 

@@ -16,6 +16,16 @@ FINGERPRINT = "same"
 SPEC = TensorSpec(shape=(4, 8), dtype="float32")
 
 
+@dataclass
+class Clock:
+    """Seconds that pass only when a test says so."""
+
+    now: float = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
 def peer(instance: str = "encode-0", **changes: object) -> PeerDescriptor:
     values: dict[str, object] = {
         "instance": instance,

@@ -49,7 +49,7 @@ from epd_portable.wire.messages import (
 )
 from epd_portable.wire.params import EncodeParams, EncodeTransfer, to_params
 from tests.keyring import secret, secret_file
-from tests.unit.builders import peer
+from tests.unit.builders import Clock, peer
 
 TIMEOUT_S, LEASE_S = 6.0, 2.0
 ENOUGH_S = 1.0
@@ -174,16 +174,6 @@ def _seams(shape: Shape, clock: Clock) -> Iterator[None]:
         mock.patch.object(encoder_scheduler, "time", SimpleNamespace(monotonic=clock)),
     ):
         yield
-
-
-@dataclass
-class Clock:
-    """Seconds that pass only when the model says so."""
-
-    now: float = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @dataclass

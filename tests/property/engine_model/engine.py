@@ -36,20 +36,11 @@ from epd_portable.wire.params import (
 from tests.keyring import secret_file
 from tests.property.engine_model.memory import Read, Violation, Work, Worker
 from tests.property.engine_model.shapes import MAX_MODEL_LEN, PLACEHOLDER, Prompt, Shape
+from tests.unit.builders import Clock
 
 ADDRESS = "tcp://pd:1"
 OTHER = "tcp://other:1"
 ROUTER = "router"
-
-
-@dataclass
-class Clock:
-    """Seconds that pass only when the model says so."""
-
-    now: float = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @dataclass

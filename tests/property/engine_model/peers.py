@@ -16,9 +16,10 @@ from epd_portable.connector.producer import ProducerSession, TransferOrder, Writ
 from epd_portable.connector.transport import LeaseFence
 from epd_portable.wire.descriptors import PathEndpoint, PeerDescriptor, TensorSpec
 from epd_portable.wire.messages import AnyMessage
-from tests.property.engine_model.engine import ADDRESS, Clock
+from tests.property.engine_model.engine import ADDRESS
 from tests.property.engine_model.memory import TORN, PoolMemory
 from tests.property.engine_model.shapes import Shape
+from tests.unit.builders import Clock
 
 JOB_TURNS = 40
 """For which the router's calls to encoders go on when their request is answered."""

@@ -11,10 +11,11 @@ from random import Random
 from epd_portable.wire.descriptors import TensorSpec
 from epd_portable.wire.messages import Grant
 from tests.property.engine_model import shapes
-from tests.property.engine_model.engine import ROUTER, Clock, Engine, Running, embed_bytes
+from tests.property.engine_model.engine import ROUTER, Engine, Running, embed_bytes
 from tests.property.engine_model.memory import PoolMemory, Violation, Worker
 from tests.property.engine_model.peers import Encoder, Job, Network, Router
 from tests.property.engine_model.shapes import Prompt, Wish
+from tests.unit.builders import Clock
 
 TURN_S = 0.05
 JUMP_S = 1.0

@@ -14,6 +14,7 @@ from epd_portable.config.secret import (
     make_secret_file,
 )
 from epd_portable.errors import ConfigError, RequestError
+from tests.unit.builders import Clock
 
 HELD, OTHER = Secret("s" * 40), Secret("x" * 40)
 
@@ -101,16 +102,8 @@ BODY = b'{"name": "encode-7"}'
 ASKED = ("POST", PATH, BODY)
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = 1.8e9
-
-    def __call__(self) -> float:
-        return self.now
-
-
 def signed_check(**arguments: Any) -> tuple[SignatureCheck, Clock, str]:
-    clock = Clock()
+    clock = Clock(1.8e9)
     check = SignatureCheck(HELD, clock=clock, **arguments)
     return check, clock, HELD.sign(*ASKED, clock=clock)
 

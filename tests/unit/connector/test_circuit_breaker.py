@@ -1,16 +1,7 @@
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from epd_portable.connector.circuit_breaker import CircuitBreaker
-
-
-@dataclass
-class Clock:
-    now: float = 100.0
-
-    def __call__(self) -> float:
-        return self.now
+from tests.unit.builders import Clock
 
 
 def made(clock: Clock) -> CircuitBreaker:

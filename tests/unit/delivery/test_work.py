@@ -5,15 +5,9 @@ from __future__ import annotations
 import pytest
 
 from epd_portable.delivery.work import AnswerLoad, Work
+from tests.unit.builders import Clock
 
 ROLE = "prefill-decode"
-
-
-class Clock:
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def answered(load: AnswerLoad, clock: Clock, at_once: int, each_s: float, tokens: int) -> None:

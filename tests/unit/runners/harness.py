@@ -26,7 +26,7 @@ from epd_portable.scheduling.items import PromptItem
 from epd_portable.wire.descriptors import PathEndpoint, PeerDescriptor, TensorSpec
 from epd_portable.wire.messages import Announce, AnyMessage
 from epd_portable.wire.params import ExpectedTransfer, PrefillOutcome, PrefillParams
-from tests.unit.builders import FINGERPRINT, FakeRequest, peer, request
+from tests.unit.builders import FINGERPRINT, Clock, FakeRequest, peer, request
 
 WIDTH = 16
 ALIGNMENT = 64
@@ -38,14 +38,6 @@ LEASE_S, TIMEOUT_S = 10.0, 30.0
 
 def spec(num_tokens: int) -> TensorSpec:
     return TensorSpec(shape=(num_tokens, WIDTH), dtype="float32")
-
-
-@dataclass
-class Clock:
-    now: float = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @dataclass

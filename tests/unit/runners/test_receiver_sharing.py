@@ -19,11 +19,6 @@ from tests.unit.runners.harness import (
 pytestmark = pytest.mark.usefixtures("either_preallocation")
 
 
-@pytest.fixture
-def pair() -> Pair:
-    return Pair()
-
-
 # -- shared items --------------------------------------------------------------------------------
 
 

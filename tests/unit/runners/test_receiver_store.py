@@ -66,11 +66,6 @@ class Store:
 
 
 @pytest.fixture
-def pair() -> Pair:
-    return Pair()
-
-
-@pytest.fixture
 def store(pair: Pair) -> Store:
     return Store(pair)
 

@@ -3,7 +3,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -24,7 +23,7 @@ from epd_portable.wire.messages import (
     NotNeeded,
     Written,
 )
-from tests.unit.builders import peer, slot
+from tests.unit.builders import Clock, peer, slot
 from tests.unit.connector.stores.memory import (
     DEADLINE_S,
     NAMESPACE,
@@ -36,14 +35,6 @@ from tests.unit.connector.stores.memory import (
 )
 
 TIMEOUT_S = 1.0
-
-
-@dataclass
-class Clock:
-    now: float = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 class Slots:
