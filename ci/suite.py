@@ -88,7 +88,7 @@ def pieces(*, full: bool) -> list[Piece]:
         npu_piece("engines", ENGINES),
         Piece(name="checks", lane="computing", argv=["ci/check.sh"]),
         tests("tests over vLLM", "computing", "tests/property", *OVER_VLLM),
-        # By one process: each of several would collect all of them for seven seconds.
+        # By one process: each of several would collect all of them, for four seconds.
         tests("unit tests", "computing", "tests/unit", *without_vllm("tests/unit")),
         tests(
             "tests without engines",
