@@ -1,13 +1,14 @@
 """Limits on what a request's media become when they are decoded. Pure.
 
 The instances apply them where they open a file (`epd_portable.vllm_plugin.media_bounds`). What a
-request asks of the processing of its media is checked here, and the router estimates their pixels
-by their bytes.
+request asks of the processing of its media is checked here, and pixels and tokens are estimated by
+their bytes.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Protocol
 
@@ -19,6 +20,12 @@ Modality = Literal["image", "video", "audio"]
 
 PIXELS_PER_BYTE = 4
 """Of a file, on average: a photograph as JPEG has some two bits for each pixel."""
+PIXELS_PER_TOKEN = 1024
+"""Of the prompt, where a configuration says nothing else."""
+PICTURE_PIXELS = 640 * 360
+"""Of one picture whose pixels are not known."""
+_UNKNOWN_PIXELS: Mapping[Modality, int] = {"video": 20 * PICTURE_PIXELS, "audio": 139 * 1024}
+"""What an item of another modality counts for then."""
 FRAMES_PER_S = 60
 """Films may have so many frames for each second that they may play."""
 TILE_PIXELS = 448 * 448
@@ -93,6 +100,16 @@ def estimated_pixels(modality: Modality, text_bytes: int) -> int:
         text_bytes: Length of its base64 text.
     """
     return 0 if modality == "audio" else text_bytes * 3 // 4 * PIXELS_PER_BYTE
+
+
+def estimated_tokens(
+    item: RequestItem,
+    pixels_per_token: int = PIXELS_PER_TOKEN,
+    picture_pixels: int = PICTURE_PIXELS,
+) -> int:
+    """Return how many tokens an item is taken for, at least one; for weighing load only."""
+    unknown = _UNKNOWN_PIXELS.get(item.modality, picture_pixels)
+    return max(1, (item.pixels or unknown) // pixels_per_token)
 
 
 def check_settings(limits: MediaLimits, name: str, raw: msgspec.Raw | None) -> int:

@@ -1,4 +1,7 @@
-"""One request of a client as the router works on it, and its answer on the way out."""
+"""One request of a client, as it came in and as the router works on it, and its answer.
+
+A server hands it over as an `IncomingRequest`.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +10,15 @@ import random
 import re
 import time
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
-from epd_portable.delivery.replies import Reply, error_event, error_reply
-from epd_portable.errors import RequestError
+import anyio
+
+from epd_portable.delivery.replies import DRAIN_TIMEOUT_S, Reply, error_event, error_reply
+from epd_portable.errors import EPDError, RequestError
 from epd_portable.router.choice.selection_types import EXPLAIN_HEADER, Explanation
-from epd_portable.router.http.incoming import IncomingRequest
+from epd_portable.router.contents.body import Body
+from epd_portable.router.contents.cut_text import Data
 from epd_portable.router.observability.record import RequestRecord
 
 if TYPE_CHECKING:
@@ -28,6 +34,80 @@ USAGE_BYTES = 4096
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _TOKENS = re.compile(rb'"(?:completion|output)_tokens": ?(\d+)')
+
+
+class ClientGoneError(EPDError):
+    """The client has closed its connection."""
+
+
+class IncomingRequest(Protocol):
+    """A request as a server took it in, and the way for its answer.
+
+    Attributes:
+        path: Without escapes.
+        query: As it was sent, without the question mark.
+        headers: Names in lower case; those whose values are not ASCII are left out.
+        port: At which it came.
+    """
+
+    method: str
+    path: str
+    query: str
+    headers: dict[str, str]
+    port: int
+
+    async def body(self, count: Callable[[int], None]) -> Data:
+        """Return the whole body.
+
+        Args:
+            count: Told how many bytes have come. What it raises ends the reading.
+
+        Raises:
+            ClientGoneError: The client is gone.
+        """
+
+    async def drop_body(self) -> None:
+        """Forget the body, and return when all of it has come.
+
+        Raises:
+            ClientGoneError: The client is gone.
+        """
+
+    def on_gone(self, callback: Callable[[], None]) -> None:
+        """Have a function called when the client goes away before its answer has ended."""
+
+    def begin_answer(self, status: int, headers: Mapping[str, str]) -> None:
+        """Send status and headers; they may wait for what comes after them."""
+
+    def write(self, data: bytes) -> bool:
+        """Send a piece, at least a byte; return whether the client takes more at once."""
+
+    async def writable(self) -> None:
+        """Return when the client takes more."""
+
+    def end_answer(self) -> None:
+        """Send the end. A request that is left without it breaks off."""
+
+
+async def read_body(request: IncomingRequest, held: Body) -> Data:
+    """Return the whole body.
+
+    Raises:
+        RequestError: 413 or 503; it is too large, or all are together.
+        ClientGoneError: The client is gone.
+    """
+    announced = request.headers.get("content-length", "")
+    if announced == "0" or (not announced and "transfer-encoding" not in request.headers):
+        return b""
+    try:
+        if announced.isdecimal():
+            held.check(int(announced))
+        return await request.body(held.count)
+    except RequestError:
+        if request.headers.get("expect", "").lower() != "100-continue":
+            with anyio.move_on_after(DRAIN_TIMEOUT_S):
+                await request.drop_body()
+        raise
 
 
 class ClientExchange:
@@ -90,10 +170,10 @@ class ClientExchange:
         query = self.request.query
         return f"{self.request.path}?{query}" if query else self.request.path
 
-    def wait_for_media(self) -> None:
-        """Note that its body is there, and cannot go on yet."""
+    def note_read(self) -> None:
+        """Note that its body is there: a client that leaves is given up from now on."""
         self.reading_since = 0.0
-        self.record.read_at = time.monotonic()
+        self.record.read_at = self.record.read_at or time.monotonic()
         self.request.on_gone(self.give_up)
 
     def give_up(self) -> None:

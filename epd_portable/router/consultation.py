@@ -23,7 +23,7 @@ from epd_portable.delivery.replies import Reply, error_reply
 from epd_portable.errors import RequestError
 from epd_portable.media.addresses import Network
 from epd_portable.router import envoy, ext_proc
-from epd_portable.router.client_exchange import ClientExchange
+from epd_portable.router.client_exchange import ClientExchange, ClientGoneError
 from epd_portable.router.contents.body import Call
 from epd_portable.router.contents.cut_text import Segments
 from epd_portable.router.encode_jobs import Attempt
@@ -33,7 +33,6 @@ from epd_portable.router.ext_proc import (
     header_mutation,
     metadata_value,
 )
-from epd_portable.router.http.incoming import ClientGoneError
 from epd_portable.router.relay import ANSWER_HEADERS, silent
 from epd_portable.router.selector import Selection
 from epd_portable.router.server import Router

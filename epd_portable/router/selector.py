@@ -9,9 +9,10 @@ from dataclasses import dataclass
 
 from epd_portable.config.roles import Duty
 from epd_portable.delivery.instances import EndpointPool, Instance
+from epd_portable.media.limits import estimated_tokens
 from epd_portable.router.choice import prefix
 from epd_portable.router.choice.policy import Policy
-from epd_portable.router.choice.prefix import BYTES_A_TOKEN, ItemTokens
+from epd_portable.router.choice.prefix import BYTES_A_TOKEN
 from epd_portable.router.choice.selection_types import (
     MOST_SHOWN,
     Decision,
@@ -25,7 +26,6 @@ from epd_portable.router.contents.media import MediaItem
 logger = logging.getLogger(__name__)
 
 SESSION_HEADER = "x-session-id"
-_BY_DEFAULT = ItemTokens()
 
 
 class Selection:
@@ -93,7 +93,7 @@ class Selection:
             Tokens of the prompt that it most likely has to compute; 0 of a body that is not read.
         """
         nbytes = sum(len(piece) for message in prompt_pieces(self.call) for piece in message)
-        return nbytes // BYTES_A_TOKEN + sum(map(_BY_DEFAULT.of, self.call.items))
+        return nbytes // BYTES_A_TOKEN + sum(map(estimated_tokens, self.call.items))
 
     def note_encode_job(self, item: MediaItem, encoder: Instance, *, failed: bool = False) -> None:
         """Note that an encode instance is asked for an item, or that it has not encoded it."""

@@ -32,13 +32,20 @@ from epd_portable.delivery.replies import (
 from epd_portable.errors import RequestError
 from epd_portable.media.limits import MediaLimits
 from epd_portable.router.choice.selection_types import EXPLAIN_HEADER, Explanation
-from epd_portable.router.client_exchange import ClientExchange
+from epd_portable.router.client_exchange import (
+    ClientExchange,
+    ClientGoneError,
+    IncomingRequest,
+    read_body,
+)
 from epd_portable.router.contents.body import (
     CHAT_PATH,
     COMPLETION_PATH,
     MESSAGES_PATH,
     RESPONSES_PATH,
+    Body,
     Call,
+    HeldBytes,
     Rules,
     check_json,
     read_call,
@@ -51,12 +58,6 @@ from epd_portable.router.fleet.endpoints_file import EndpointsFile
 from epd_portable.router.fleet.engine_loads import EngineLoads
 from epd_portable.router.fleet.registration import MAX_BODY_BYTES, Registration
 from epd_portable.router.hops import answer_headers, read_hints
-from epd_portable.router.http.incoming import (
-    Body,
-    ClientGoneError,
-    HeldBytes,
-    IncomingRequest,
-)
 from epd_portable.router.http.upstream import Upstream
 from epd_portable.router.ingress.access import ApiKeys
 from epd_portable.router.ingress.admission import AdmissionControl
@@ -281,10 +282,8 @@ class Router:
         try:
             with self._body() as body:
                 call = await self._read(path, client, body)
-                client.reading_since = 0.0
-                record.read_at = record.read_at or time.monotonic()
+                client.note_read()
                 record.model, record.stream = call.model, call.stream
-                client.request.on_gone(client.give_up)
                 if admission is not None:
                     ticket = await admission.enter(call, client.headers, client.key, body.counted)
                     client.encoded = functools.partial(admission.encoded, ticket)
@@ -332,7 +331,7 @@ class Router:
         if self.draining:
             client.last = True
             raise unavailable("the router is stopping")
-        data = await body.read(client.request)
+        data = await read_body(client.request, body)
         client.record.nbytes = len(data)
         call = await self._call(method, path, data, client, body)
         query = client.request.query
@@ -354,7 +353,7 @@ class Router:
         with self._fetcher.of_request() as linked:
             call = await _parsed(path, data, rules, linked.find)
             if linked.wanted:
-                client.wait_for_media()
+                client.note_read()
                 fetched_bytes = await linked.fetch()
                 call = await _parsed(path, data, rules, linked.find, fetched_bytes)
                 body.count(len(data) + linked.nbytes)
@@ -403,7 +402,7 @@ class Router:
             with anyio.fail_after(self.settings.body_timeout_s):
                 remedy = "no address for operators takes as much"
                 with Body(self.held_bytes, MAX_BODY_BYTES, remedy) as body:
-                    return bytes(await body.read(client.request))
+                    return bytes(await read_body(client.request, body))
         except TimeoutError:
             raise body_timeout(self.settings.body_timeout_s) from None
 

@@ -9,7 +9,7 @@ from typing import Literal
 
 from pydantic import ConfigDict, JsonValue
 
-from epd_portable.media.limits import Modality, RequestItem
+from epd_portable.media.limits import PIXELS_PER_TOKEN, RequestItem, estimated_tokens
 from epd_portable.router.choice.parameters import Count, Parameters
 
 Piece = bytes | memoryview
@@ -99,9 +99,6 @@ def chain(
 
 # Tokens that items are taken for.
 
-_UNKNOWN_PIXELS: Mapping[Modality, int] = {"video": 20 * 640 * 360, "audio": 139 * 1024}
-"""What an item counts for whose pixels are not known; a picture as the configuration says."""
-
 
 class _Resolution(Parameters):
     width: Count = 640
@@ -109,7 +106,7 @@ class _Resolution(Parameters):
 
 
 class _Dynamic(Parameters):
-    factor: Count = 1024
+    factor: Count = PIXELS_PER_TOKEN
 
 
 class _Static(Parameters):
@@ -147,5 +144,4 @@ class ItemTokens(Parameters):
         if item.modality == "image" and image.mode == "static":
             return image.static.staticToken
         size = image.defaultResolution
-        unknown = _UNKNOWN_PIXELS.get(item.modality, size.width * size.height)
-        return max(1, (item.pixels or unknown) // image.dynamic.factor)
+        return estimated_tokens(item, image.dynamic.factor, size.width * size.height)

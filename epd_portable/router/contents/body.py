@@ -7,10 +7,11 @@ or audio clip is decoded, copied or encoded on its way.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import msgspec
 
-from epd_portable.delivery.replies import JSON
+from epd_portable.delivery.replies import JSON, RETRY_AFTER_S
 from epd_portable.errors import RequestError
 from epd_portable.media.limits import MediaLimits, check_settings
 from epd_portable.router.contents.cut_text import Bytes, CutText, Data, Segments, decode, opens
@@ -38,6 +39,8 @@ MAX_STRINGS = 100_000
 some 60 bytes and 50 ns while the body is read, even one of 2 bytes in it. There are no more values
 than commas, and no more names than strings; a prompt of tokens has many values, but is not taken
 apart."""
+SMALL_BYTES = 64 * 1024
+"""Bodies up to this size are not counted: there are no more of them than connections."""
 
 _RESPONSES = frozenset({RESPONSES_PATH, RESPONSES_PATH + RENDER})
 _ANTHROPIC = frozenset({MESSAGES_PATH, MESSAGES_PATH + RENDER, COUNT_PATH})
@@ -81,6 +84,81 @@ _PROMPT_SALTS = ("tools", "chat_template", "chat_template_kwargs", "system", "in
 _raws = msgspec.json.Decoder(list[msgspec.Raw])
 _object = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _settings = msgspec.json.Decoder(dict[str, object] | None)
+
+
+@dataclass(slots=True)
+class HeldBytes:
+    """What all large bodies that are held may take together, and take."""
+
+    limit: int
+    count: int = 0
+
+
+class Body:
+    """A body within limits, as a context manager: it is counted until it is left.
+
+    Args:
+        held: Where it is counted.
+        max_bytes: That it may have.
+        remedy: Of the error for a larger one.
+
+    Attributes:
+        counted: Its bytes that are part of the sum.
+    """
+
+    def __init__(
+        self,
+        held: HeldBytes,
+        max_bytes: int,
+        remedy: str = "send smaller images, or raise router.max_body_bytes",
+    ) -> None:
+        self._held = held
+        self._max_bytes = max_bytes
+        self._remedy = remedy
+        self.counted = 0
+
+    def __enter__(self) -> Body:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._held.count -= self.counted
+        self.counted = 0
+
+    def count(self, nbytes: int) -> None:
+        """Count what has come of the body, or has been put into it.
+
+        Raises:
+            RequestError: 413 or 503; it is too large, or all are together.
+        """
+        self.check(nbytes)
+        if nbytes <= SMALL_BYTES:
+            return
+        more = nbytes - self.counted
+        held = self._held
+        if held.count + more > held.limit:
+            raise RequestError(
+                f"{held.count} bytes of request bodies are held, and another {more} would be "
+                f"more than router.max_bodies_bytes of {held.limit}; try again later",
+                status=503,
+                code="too_many_bytes",
+                retry_after_s=RETRY_AFTER_S,
+            )
+        held.count += more
+        self.counted = nbytes
+
+    def check(self, nbytes: int) -> None:
+        """Refuse a body that is larger than one may be.
+
+        Raises:
+            RequestError: 413.
+        """
+        if nbytes > self._max_bytes:
+            raise RequestError(
+                f"request body of at least {nbytes} bytes: at most {self._max_bytes} bytes "
+                f"are accepted; {self._remedy}",
+                status=413,
+                code="body_too_large",
+            )
 
 
 class Rules(msgspec.Struct, frozen=True, kw_only=True):

@@ -19,9 +19,9 @@ from collections.abc import Callable
 from epd_portable.delivery.replies import unavailable
 from epd_portable.errors import RequestError
 from epd_portable.media.addresses import MediaUrlError, WebTarget, read_url
+from epd_portable.router.contents.body import Body
 from epd_portable.router.contents.cut_text import Bytes
 from epd_portable.router.contents.web_files import FetchedFile, Resolve, WebFiles
-from epd_portable.router.http.incoming import Body
 from epd_portable.router.observability.metrics import Metrics
 from epd_portable.router.settings import MediaFetching
 

@@ -32,8 +32,8 @@ from epd_portable.media.addresses import (
     WebTarget,
     redirected,
 )
+from epd_portable.router.contents.body import Body
 from epd_portable.router.contents.cut_text import Bytes
-from epd_portable.router.http.incoming import Body
 from epd_portable.router.http.upstream import InstanceAnswer, Upstream, UpstreamError
 from epd_portable.router.settings import MediaFetching
 from epd_portable.wire.outcomes import FailureKind

@@ -20,8 +20,8 @@ import pytest
 
 from epd_portable.errors import RequestError
 from epd_portable.router.contents import web_files
+from epd_portable.router.contents.body import Body, HeldBytes
 from epd_portable.router.contents.media_urls import LinkedItems, MediaFetcher
-from epd_portable.router.http.incoming import Body, HeldBytes
 from epd_portable.router.observability.metrics import Metrics
 from epd_portable.router.settings import MediaFetching
 from tests.integration.router.web import Answer, Site, moved, plain

@@ -7,8 +7,9 @@ from typing import Any, cast
 import pytest
 
 from epd_portable.errors import RequestError
-from epd_portable.router.http import incoming
-from epd_portable.router.http.incoming import SMALL_BYTES, Body, HeldBytes
+from epd_portable.router import client_exchange
+from epd_portable.router.client_exchange import read_body
+from epd_portable.router.contents.body import SMALL_BYTES, Body, HeldBytes
 
 MEBIBYTE = 1 << 20
 CHUNKED = {"transfer-encoding": "chunked"}
@@ -37,22 +38,22 @@ class Arriving:
 
 async def read(held: HeldBytes, sizes: Iterable[int]) -> int:
     with Body(held, MEBIBYTE) as body:
-        return len(await body.read(cast(Any, Arriving(sizes, CHUNKED))))
+        return len(await read_body(cast(Any, Arriving(sizes, CHUNKED)), body))
 
 
 async def test_a_client_that_sends_for_too_long_is_refused_meanwhile(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(incoming, "DRAIN_TIMEOUT_S", 0.0)
+    monkeypatch.setattr(client_exchange, "DRAIN_TIMEOUT_S", 0.0)
     with Body(HeldBytes(MEBIBYTE), 10) as body, pytest.raises(RequestError, match="11 bytes"):
-        await body.read(cast(Any, Arriving([], {"content-length": "11"})))
+        await read_body(cast(Any, Arriving([], {"content-length": "11"})), body)
 
 
 async def test_what_came_counts_and_not_what_was_announced() -> None:
     held = HeldBytes(MEBIBYTE)
     with Body(held, MEBIBYTE) as announced:
         endless = Arriving([], {"content-length": str(MEBIBYTE)})
-        waiting = asyncio.create_task(announced.read(cast(Any, endless)))
+        waiting = asyncio.create_task(read_body(cast(Any, endless), announced))
         await asyncio.sleep(0)
         assert held.count == 0
         assert await read(held, [MEBIBYTE]) == MEBIBYTE
@@ -62,8 +63,8 @@ async def test_what_came_counts_and_not_what_was_announced() -> None:
 async def test_the_sum_is_bounded_and_falls_when_bodies_are_done_with() -> None:
     held = HeldBytes(2 * MEBIBYTE)
     with Body(held, MEBIBYTE) as first, Body(held, MEBIBYTE) as second:
-        await first.read(cast(Any, Arriving([MEBIBYTE], CHUNKED)))
-        await second.read(cast(Any, Arriving([MEBIBYTE - 1], CHUNKED)))
+        await read_body(cast(Any, Arriving([MEBIBYTE], CHUNKED)), first)
+        await read_body(cast(Any, Arriving([MEBIBYTE - 1], CHUNKED)), second)
         with pytest.raises(RequestError, match="max_bodies_bytes of 2097152") as caught:
             await read(held, [SMALL_BYTES + 1, 1])
         assert (caught.value.status, caught.value.retry_after_s) == (503, 2)

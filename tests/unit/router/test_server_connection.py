@@ -15,19 +15,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from epd_portable.errors import RequestError
+from epd_portable.router.client_exchange import ClientGoneError
 from epd_portable.router.http import server_connection
-from epd_portable.router.http.incoming import (
-    CLEARED_BYTES,
-    LARGE_BYTES,
-    MEMORY_FROM,
-    ClientGoneError,
-    ClientRequest,
-)
 from epd_portable.router.http.server_connection import (
+    CLEARED_BYTES,
     HEADERS_WITHIN_S,
     KEEP_ALIVE_S,
+    LARGE_BYTES,
     MAX_HEAD_BYTES,
     MAX_HEADERS,
+    MEMORY_FROM,
+    ClientRequest,
     Clients,
     ServerConnection,
 )
