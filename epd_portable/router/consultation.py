@@ -89,7 +89,7 @@ class Picker:
             await context.abort(
                 grpc.StatusCode.UNAUTHENTICATED,
                 "connect to the picker's UNIX socket, show a certificate of its --gateway-ca, or "
-                "ask from its --gateway-network",
+                "ask from a network of its router.envoy",
             )
         metadata = dict(context.invocation_metadata() or ())
         if metadata.get(envoy.STAGE) != "again":

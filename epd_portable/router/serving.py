@@ -87,6 +87,12 @@ def listen(host: str, port: int) -> socket.socket:
     return listener
 
 
+def listen_at(settings: RouterSettings) -> list[socket.socket]:
+    """Take the ports of a router's settings; see `listen`."""
+    ports = [settings.port, *filter(None, [settings.admin_port])]
+    return [listen(settings.host, port) for port in ports]
+
+
 class Stopping:
     """Whether a router shall stop: when answers that have begun have ended, or at once."""
 

@@ -259,7 +259,7 @@ def router_of(
     split: Split,
     log: Path,
     popen: Popen = subprocess.Popen,
-    module: Sequence[str] = ("epd_portable.router",),
+    options: Sequence[str] = (),
     **changed: Any,
 ) -> Iterator[Split]:
     """Attach another router to the engines of a topology.
@@ -268,14 +268,21 @@ def router_of(
         split: The topology; its engines are up.
         log: Gets what the router prints.
         popen: What starts it.
-        module: That is run, and its options.
+        options: Of its command line.
         changed: Its settings, where they differ from those of the topology's own router.
     """
     settings = router_settings(split) | {"port": servers.free_port(), **changed}
     name = f"{log.stem}-router"
     server = servers.Server(
         name=name,
-        argv=[sys.executable, "-m", *module, "--settings", json.dumps(settings)],
+        argv=[
+            sys.executable,
+            "-m",
+            "epd_portable.router",
+            *options,
+            "--settings",
+            json.dumps(settings),
+        ],
         env={
             "EPD_INSTANCE": name,
             "EPD_TRACE_DIR": str(split.trace_dir),

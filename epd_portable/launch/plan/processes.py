@@ -16,7 +16,6 @@ from urllib.parse import urlsplit
 
 from epd_portable.config.instance import InstanceConfig
 from epd_portable.config.roles import ENCODES, ROLES, SENDS_KV, TAKES_KV, Role, group_of
-from epd_portable.config.routing import PICKER_PORT
 from epd_portable.config.schema import Topology
 from epd_portable.connector.curve import is_off_host
 from epd_portable.connector.registry import offered
@@ -511,16 +510,10 @@ def _router(
     )
     policy_of(settings)
     tls_cert_file, admin_port = router.tls_cert_file or "", router.admin_port
-    module = "epd_portable.router.picker" if router.envoy else "epd_portable.router"
-    gateway = []
-    if router.gateway_networks:
-        gateway = ["--listen", f"{_in_address(router.host)}:{PICKER_PORT}"]
-        for network in router.gateway_networks:
-            gateway += ["--gateway-network", network]
     return ProcessSpec(
         name="router",
         role="router",
-        argv=(sys.executable, "-m", module, "--settings", settings.as_json(), *gateway),
+        argv=(sys.executable, "-m", "epd_portable.router", "--settings", settings.as_json()),
         env={"EPD_INSTANCE": "router"},
         url=_base_url(router.host, admin_port or router.port, tls=bool(tls_cert_file)),
         ports={"http": router.port} | ({"admin": admin_port} if admin_port else {}),

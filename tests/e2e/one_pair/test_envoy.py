@@ -28,8 +28,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def fronted(pair: Pair, folder: Path) -> Iterator[Split]:
-    module = ("epd_portable.router.picker", "--folder", str(folder), "--threads", "1")
-    with router_of(pair.split, folder / "picker.log", module=module, store=None) as split:
+    options = ("--folder", str(folder), "--threads", "1")
+    with router_of(
+        pair.split, folder / "picker.log", options=options, store=None, envoy=True
+    ) as split:
         yield split
 
 

@@ -31,7 +31,7 @@ class Fronted(Serving):
 
     def __init__(self, settings: RouterSettings, folder: Path) -> None:
         self.port = free_port()
-        self._settings = settings.model_copy(update={"port": self.port})
+        self._settings = settings.model_copy(update={"port": self.port, "envoy": True})
         self._folder = folder
         self._log = folder / "picker.log"
         self.process: warm.Child | None = None
@@ -46,7 +46,7 @@ class Fronted(Serving):
         settings.write_text(self._settings.model_dump_json())
         words = ("--settings", f"@{settings}", "--folder", self._folder, "--threads", "1")
         with self._log.open("w") as log:
-            self.process = start_process("-m", "epd_portable.router.picker", *words, stderr=log)
+            self.process = start_process("-m", "epd_portable.router", *words, stderr=log)
         async with httpx.AsyncClient() as client:
             while True:
                 assert self.process.poll() is None, self.log

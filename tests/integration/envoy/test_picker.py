@@ -23,8 +23,8 @@ from epd_portable.bench.servers import free_port
 from epd_portable.config.secret import INSTANCE_TOKEN_HEADER
 from epd_portable.errors import ConfigError
 from epd_portable.router import envoy, ext_proc
+from epd_portable.router.__main__ import main
 from epd_portable.router.consultation import Picker
-from epd_portable.router.picker import main as picker_main
 from epd_portable.router.server import Router
 from epd_portable.router.settings import RouterSettings
 from tests.integration.envoy.conftest import DEADLINE_S, Fronted
@@ -343,7 +343,7 @@ async def listening(
     written = folder / "settings.json"
     written.write_text(settings.model_dump_json())
     words = ("--settings", f"@{written}", "--folder", folder, *options)
-    process = start_process("-m", "epd_portable.router.picker", *words, stderr=subprocess.PIPE)
+    process = start_process("-m", "epd_portable.router", *words, stderr=subprocess.PIPE)
     assert process.stderr is not None
     said = ""
     try:
@@ -491,7 +491,7 @@ async def test_a_gateway_of_others_asks_where_nobody_else_can(
     port = free_port()
     cert, key = certificate(tmp_path, "picker")
     common: dict[str, Any] = {}
-    options, more = ("--gateway-network", "127.0.0.0/8"), {}
+    options, more = (), {"envoy": ["127.0.0.0/8"]}
     if known_by == "certificate":
         gateway_cert, gateway_key = certificate(tmp_path, "gateway")
         options = ("--gateway-ca", str(gateway_cert))
@@ -586,21 +586,25 @@ async def test_whoever_opens_another_port_tells_strangers_nothing(build: Build) 
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("envoy", "options"),
     [
-        ["--listen", "127.0.0.1:9002"],
-        ["--listen", "unix:/tmp/p.sock", "--gateway-network", "10.0.0.0/8"],
-        ["--listen", "unix:/tmp/p.sock", "--gateway-ca", "/ca.pem"],
+        (True, ["--listen", "127.0.0.1:9002"]),
+        (["10.0.0.0/8"], ["--listen", "unix:/tmp/p.sock"]),
+        (True, ["--listen", "unix:/tmp/p.sock", "--gateway-ca", "/ca.pem"]),
     ],
     ids=range(3),
 )
 def test_a_port_that_anybody_may_ask_is_refused_with_the_remedy(
-    options: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path
+    envoy: bool | list[str],
+    options: list[str],
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
 ) -> None:
     settings = {"port": 8000, "model": "demo", "instances": [], "secret_file": secret_file()}
+    settings["envoy"] = envoy
     given = ["--settings", json.dumps(settings), "--folder", str(tmp_path), *options]
-    assert picker_main(given) == 2
-    assert "--gateway-ca FILE or --gateway-network" in capsys.readouterr().err
+    assert main(given) == 2
+    assert "--gateway-ca FILE, or with the gateway's networks" in capsys.readouterr().err
 
 
 def test_a_second_port_and_tls_are_configured() -> None:

@@ -13,6 +13,7 @@ from epd_portable.errors import ConfigError
 from epd_portable.launch.plan.model import ModelSource
 from epd_portable.launch.plan.text import plan_table
 from epd_portable.platforms.traits import TRAITS
+from epd_portable.router.settings import load_settings
 from tests.unit.launch.plans import instance, options, plan_of, router
 
 HUB = ModelSource(argument="org/m", served_name="org/m", is_folder=False)
@@ -315,33 +316,14 @@ def test_instances_that_join_have_names_of_their_host_and_a_registrar_for_a_rout
     assert registrar.url.startswith("http://127.0.0.1:")
 
 
-@pytest.mark.parametrize(
-    ("router", "module", "asked"),
-    [
-        ("{}", "epd_portable.router", []),
-        ("{envoy: true}", "epd_portable.router.picker", []),
-        (
-            "{host: 0.0.0.0, envoy: [10.1.0.0/16, 10.2.0.0/16]}",
-            "epd_portable.router.picker",
-            [
-                *("--listen", "0.0.0.0:9002", "--gateway-network", "10.1.0.0/16"),
-                *("--gateway-network", "10.2.0.0/16"),
-            ],
-        ),
-        (
-            "{host: '::1', envoy: ['fd00::/8']}",
-            "epd_portable.router.picker",
-            ["--listen", "[::1]:9002", "--gateway-network", "fd00::/8"],
-        ),
-    ],
-)
-def test_what_carries_the_bytes_decides_which_router_is_started(
-    router: str, module: str, asked: list[str]
-) -> None:
+@pytest.mark.parametrize("envoy", [True, ["10.1.0.0/16", "fd00::/8"]])
+def test_what_carries_the_bytes_is_said_to_the_router(envoy: bool | list[str]) -> None:
+    router = json.dumps({"envoy": envoy})
     plan = plan_of(f"model: demo\nfront: router\nrouter: {router}")
     [spec] = [each for each in plan.processes if each.name == "router"]
-    assert spec.argv[1:3] == ("-m", module)
-    assert list(spec.argv[5:]) == asked
+    *command, settings = spec.argv[1:]
+    assert command == ["-m", "epd_portable.router", "--settings"]
+    assert load_settings(settings).envoy == envoy
 
 
 @pytest.mark.parametrize("networks", ["[private]", "[10.1.0.0/40]", "10.1.0.0/16"])

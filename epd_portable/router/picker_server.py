@@ -1,10 +1,10 @@
-"""The router as an endpoint picker: ``python -m epd_portable.router.picker``.
+"""The router as an endpoint picker, with ``envoy`` in its settings, or ``--listen``.
 
 Envoy takes clients' requests in and carries answers; this process is asked about each request, over
 Envoy's protocol for external processors (`ext_proc`), as the endpoint pickers of the Gateway API
 inference extension are. It reads the request, chooses as the router does, starts encode jobs, has
 a prompt computed by a prefill instance, rewrites the request and names the one that answers it: a
-`Consultation`. Here are the process and the ports at which it can be asked.
+`Consultation`. Here are the ports at which it can be asked.
 """
 
 from __future__ import annotations
@@ -15,42 +15,42 @@ import datetime
 import ipaddress
 import json
 import logging
-import os
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import grpc.aio
-import uvloop
 
-from epd_portable import log
 from epd_portable.config.roles import Duty
-from epd_portable.errors import ConfigError, EPDError
+from epd_portable.config.routing import PICKER_PORT
+from epd_portable.errors import ConfigError
 from epd_portable.router import envoy, ext_proc, serving
 from epd_portable.router.consultation import Picker
 from epd_portable.router.ext_proc import HealthCheckRequest, HealthCheckResponse
 from epd_portable.router.server import Router
 from epd_portable.router.serving import Stopping, first_of
-from epd_portable.router.settings import RouterSettings, load_settings
+from epd_portable.router.settings import RouterSettings
 
 logger = logging.getLogger("epd_portable.router")
 
 
 def listen_for_gateway(
-    server: grpc.aio.Server, settings: RouterSettings, options: argparse.Namespace, address: str
+    server: grpc.aio.Server, settings: RouterSettings, address: str, ca: Path | None
 ) -> None:
     """Listen where only a gateway can ask, encrypted beyond a UNIX socket.
+
+    Args:
+        ca: File of certificates that sign the gateway's; without it networks of the settings ask.
 
     Raises:
         ConfigError: Anybody could ask, or the address or a file cannot be used.
     """
-    ca, is_socket = options.gateway_ca, address.startswith("unix:")
-    if options.listen and is_socket == bool(ca or options.gateway_network):
+    is_socket = address.startswith("unix:")
+    if is_socket == bool(ca or settings.gateway_networks):
         raise ConfigError(
             f"--listen {address}: answers of the picker tell the token of the instances; "
             "listen at unix:PATH, where the socket's permissions say who may ask, or at "
-            "HOST:PORT with --gateway-ca FILE or --gateway-network NETWORK"
+            "HOST:PORT with --gateway-ca FILE, or with the gateway's networks as router.envoy"
         )
     try:
         if is_socket:
@@ -115,39 +115,49 @@ def health_service(router: Router) -> grpc.GenericRpcHandler:
     return grpc.method_handlers_generic_handler(service, {method: handler})
 
 
-async def serve(settings: RouterSettings, folder: Path, options: argparse.Namespace) -> None:
-    """Answer Envoy until a signal comes, or Envoy ends.
+async def serve(settings: RouterSettings, options: argparse.Namespace, stop: Stopping) -> None:
+    """Answer Envoy until the stop, or until Envoy ends.
 
     Args:
         settings: Of the router; its host and port are those of the Envoy that is started, or, for a
             gateway of others, where this process itself answers as a router does.
-        options: Of the command line, see `main`.
+        options: Of the command line of `epd_portable.router`.
 
     Raises:
         ConfigError: An address or a file of the settings cannot be used, or Envoy ended.
     """
-    server = grpc.aio.server(options=[("grpc.max_receive_message_length", -1)])
-    listen_for_gateway(server, settings, options, options.listen or f"unix:{folder}/picker.sock")
-    router = Router(settings)
-    duties: set[Duty] = {"answer"}
-    if settings.hop_keys_file:
-        # Hops that answer elsewhere have prompts computed here.
-        duties.add("prefill")
-    endpoints = envoy.Endpoints(folder / "endpoints.json", router.instances, duties)
-    picker = Picker(router, endpoints, options.gateway_network)
-    server.add_generic_rpc_handlers((picker.service(), health_service(router)))
-    stop = Stopping()
-    stop.on_signals()
-    if not options.listen:
-        return await _with_envoy(router, endpoints, server, folder, stop, options.threads)
-    ports = [settings.port, *filter(None, [settings.admin_port])]
-    listeners = [serving.listen(settings.host, port) for port in ports]
-    await server.start()
-    logger.info("router for %s, and for a gateway at %s", settings.model, options.listen)
-    try:
-        await serving.serve(router, listeners, stop)
-    finally:
-        await server.stop(grace=1)
+    with contextlib.ExitStack() as held:
+        folder: Path = options.folder or Path(
+            held.enter_context(tempfile.TemporaryDirectory(prefix="epd-picker-"))
+        )
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        server = grpc.aio.server(options=[("grpc.max_receive_message_length", -1)])
+        address = options.listen
+        if settings.gateway_networks and not address:
+            host = f"[{settings.host}]" if ":" in settings.host else settings.host
+            address = f"{host}:{PICKER_PORT}"
+        if address:
+            listen_for_gateway(server, settings, address, options.gateway_ca)
+        else:
+            server.add_insecure_port(f"unix:{folder}/picker.sock")
+        router = Router(settings)
+        duties: set[Duty] = {"answer"}
+        if settings.hop_keys_file:
+            # Hops that answer elsewhere have prompts computed here.
+            duties.add("prefill")
+        endpoints = envoy.Endpoints(folder / "endpoints.json", router.instances, duties)
+        networks = [ipaddress.ip_network(each) for each in settings.gateway_networks]
+        picker = Picker(router, endpoints, networks)
+        server.add_generic_rpc_handlers((picker.service(), health_service(router)))
+        if not address:
+            return await _with_envoy(router, endpoints, server, folder, stop, options.threads)
+        listeners = serving.listen_at(settings)
+        await server.start()
+        logger.info("router for %s, and for a gateway at %s", settings.model, address)
+        try:
+            await serving.serve(router, listeners, stop)
+        finally:
+            await server.stop(grace=1)
 
 
 async def _with_envoy(
@@ -185,70 +195,3 @@ async def _with_envoy(
             await process.wait()
         await server.stop(grace=1)
         await router.close()
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Serve until SIGINT or SIGTERM: answers that have begun end first, for ``drain_s`` at most.
-
-    Returns:
-        0 after a clean stop, 2 if the settings are wrong or Envoy cannot serve.
-    """
-    parser = argparse.ArgumentParser(
-        prog="python -m epd_portable.router.picker",
-        description="Serve like the router, with Envoy in front that carries the bytes.",
-    )
-    add = parser.add_argument
-    add(
-        "--settings",
-        required=True,
-        metavar="JSON",
-        help="settings as JSON, or @FILE of a file with them, as for python -m epd_portable.router",
-    )
-    add(
-        "--listen",
-        metavar="ADDRESS",
-        default="",
-        help="serve the endpoint picker protocol for a gateway of your own, at unix:PATH, or at "
-        "HOST:PORT with --gateway-ca or --gateway-network, and HTTP at the host and port of the "
-        "settings; without it an Envoy is started",
-    )
-    known = parser.add_mutually_exclusive_group()
-    known.add_argument(
-        "--gateway-ca",
-        type=Path,
-        metavar="FILE",
-        help="certificates in PEM that sign the gateway's, which it must show at HOST:PORT; this "
-        "end shows tls_cert_file of the settings, or one that signs itself",
-    )
-    known.add_argument(
-        "--gateway-network",
-        type=ipaddress.ip_network,
-        action="append",
-        default=[],
-        metavar="NETWORK",
-        help="who asks from this network, such as 10.1.0.0/16, may do so at HOST:PORT without a "
-        "certificate; may be repeated",
-    )
-    threads = "worker threads of the Envoy that is started (default: one per core)"
-    add("--threads", type=int, default=os.cpu_count() or 1, help=threads)
-    folder = "folder for envoy.json and endpoints.json (default: a temporary one)"
-    add("--folder", type=Path, help=folder)
-    options = parser.parse_args(argv)
-    log.configure()
-    serving.raise_file_limit()
-    try:
-        settings = load_settings(options.settings)
-        with contextlib.ExitStack() as held:
-            where: Path = options.folder or Path(
-                held.enter_context(tempfile.TemporaryDirectory(prefix="epd-picker-"))
-            )
-            where.mkdir(parents=True, exist_ok=True, mode=0o700)
-            uvloop.run(serve(settings, where, options))
-    except EPDError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
