@@ -583,6 +583,11 @@ class EndpointPool:
         """Return whether it has not left, however many of its name there were."""
         return self._instances.get(instance.name) is instance
 
+    def take_report(self, name: str, report: LoadReport) -> None:
+        """Take in what an instance reports of its load; nothing of one that has left."""
+        if (instance := self.get(name)) is not None:
+            instance.take_report(report)
+
     def watch(self, callback: Callable[[Instance], None]) -> None:
         """Call a function whenever an instance has come, changed or left."""
         self._watchers.append(callback)

@@ -44,8 +44,9 @@ class Delivery:
         index: Its place among those of the request.
         transfer: The same, whichever encoder brings it.
         encoder: Who is asked first; ``None`` if the store has it.
-        metadata_only: Its metadata are waited for, and go to the PD instance in place of its media.
         stored: Its entry in the store; encoders are asked if that comes to nothing.
+        metadata: What an encoder says of it, which goes to the PD instance in place of its media;
+            ``None`` with media.
     """
 
     index: int
@@ -53,8 +54,15 @@ class Delivery:
     transfer: EncodeTransfer
     encoder: Instance | None
     body: Segments
-    metadata_only: bool
     stored: StoredItem | None = None
+    metadata: asyncio.Future[EncodedItem | EncodeFailure] | None = None
+
+    def set_metadata(self, answer: EncodedItem | EncodeFailure) -> bool:
+        """Take in what the item is, or why that is not known; return whether it was waited for."""
+        if self.metadata is None or self.metadata.done():
+            return False
+        self.metadata.set_result(answer)
+        return True
 
 
 @dataclass(slots=True, kw_only=True)
@@ -70,7 +78,6 @@ class Attempt:
         over: Set when no item is needed any more: the PD instance has begun its answer, or nobody
             waits for one. A job that is cancelled in the moment in which its encoder goes down, or
             in which a time ends, may learn of that only; this it sees in any case.
-        metadata: What encoders say of the items that go without their media, by transfer.
         awaited: Items that the PD instance can do nothing without.
         turn: Held by the encode job that runs, where they run one after the other.
     """
@@ -84,7 +91,6 @@ class Attempt:
     encoded: Callable[[], None] = lambda: None
     held: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
     over: asyncio.Event = field(default_factory=asyncio.Event)
-    metadata: dict[str, asyncio.Future[EncodedItem | EncodeFailure]] = field(default_factory=dict)
     awaited: int = 0
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
 
@@ -106,14 +112,6 @@ class Attempt:
         if not (self.awaited or self.over.is_set()):
             self.use.compute()
             self.encoded()
-
-    def set_metadata(self, delivery: Delivery, answer: EncodedItem | EncodeFailure) -> bool:
-        """Take in what an item is, or why that is not known; return whether it was waited for."""
-        waiting = self.metadata.get(delivery.transfer.transfer_id)
-        if waiting is None or waiting.done():
-            return False
-        waiting.set_result(answer)
-        return True
 
     def note_fallback(self, kind: FailureKind, another: Instance | None) -> None:
         """Note what is done about an item that was not encoded."""
@@ -158,11 +156,11 @@ class EncodeJobs:
             raise
         except Exception as error:
             problem = EncodeFailure(kind=FailureKind.ERROR, reason=repr(error))
-            attempt.set_metadata(delivery, problem)
+            delivery.set_metadata(problem)
             raise
         if not isinstance(outcome, EncodeFailure):
             attempt.record.end_item(item, outcome)
-        elif not attempt.set_metadata(delivery, outcome):
+        elif not delivery.set_metadata(outcome):
             attempt.record.end_item(item, "local")
             attempt.note_item_ready()
             await self._ask_for_local_encoding(delivery, outcome.reason, attempt)
@@ -178,7 +176,7 @@ class EncodeJobs:
 
         if delivery.stored is not None:
             attempt.note_item_ready()
-            attempt.set_metadata(delivery, delivery.stored.metadata)
+            delivery.set_metadata(delivery.stored.metadata)
             refusal = await _lost_before_answer(delivery, None, attempt)
             if refusal is None:
                 return "stored"
@@ -292,7 +290,7 @@ class EncodeJobs:
         if self._store is not None and outcome is not None:
             self._store.note_namespace(encoder.name, outcome.namespace)
         attempt.note_item_ready()
-        attempt.set_metadata(delivery, item_of(outcome))
+        delivery.set_metadata(item_of(outcome))
         return None
 
     async def _ask_for_local_encoding(

@@ -235,6 +235,7 @@ class Exchange:
         to_encode = {each.item_uuid for each in state.selection.items_to_encode(others, pd)}
         times, here_s = self._encode_jobs.times, 0.0
         deliveries: list[Delivery] = []
+        loop = asyncio.get_running_loop()
         selection, own = state.selection, pd if pd.role in ENCODES else None
         by_size = selection.is_elastic
         if not record.legs:
@@ -276,8 +277,8 @@ class Exchange:
                     transfer=transfer,
                     encoder=each.encoder,
                     body=call.for_encoder(item, transfer),
-                    metadata_only=name in as_metadata,
                     stored=each.stored,
+                    metadata=loop.create_future() if name in as_metadata else None,
                 )
             )
         return RequestPlan(pd=pd, deliveries=tuple(deliveries), here_s=here_s)
@@ -396,12 +397,9 @@ class Exchange:
             raise RequestFailure(FailureKind.LOST, phase_of(out), message) from error
 
     def _start_encode_jobs(self, attempt: Attempt) -> list[asyncio.Task[None]]:
-        loop = asyncio.get_running_loop()
         tasks = []
         for delivery in attempt.deliveries:
-            if delivery.metadata_only:
-                attempt.metadata[delivery.transfer.transfer_id] = loop.create_future()
-            task = loop.create_task(self._encode_jobs.deliver(delivery, attempt))
+            task = asyncio.create_task(self._encode_jobs.deliver(delivery, attempt))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
             task.add_done_callback(_log_failure)
@@ -430,9 +428,9 @@ class Exchange:
         """
         metadata: dict[str, EncodedItem] = {}
         for delivery in attempt.deliveries:
-            if not delivery.metadata_only:
+            if delivery.metadata is None:
                 continue
-            answer = await attempt.metadata[delivery.transfer.transfer_id]
+            answer = await delivery.metadata
             kind, message = FailureKind.MISSING, ""
             if isinstance(answer, EncodeFailure):
                 if answer.kind is FailureKind.REFUSED:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
+import os
 import time
 from collections.abc import Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import anyio
 import msgspec
@@ -29,7 +30,7 @@ from epd_portable.delivery.replies import (
     not_served,
     unavailable,
 )
-from epd_portable.errors import RequestError
+from epd_portable.errors import ConfigError, RequestError
 from epd_portable.media.limits import MediaLimits
 from epd_portable.router.choice.selection_types import EXPLAIN_HEADER, Explanation
 from epd_portable.router.client_exchange import (
@@ -52,26 +53,23 @@ from epd_portable.router.contents.body import (
 )
 from epd_portable.router.contents.cut_text import Data
 from epd_portable.router.contents.media import Find
+from epd_portable.router.contents.media_urls import MediaFetcher
 from epd_portable.router.exchange import Exchange
 from epd_portable.router.fleet.control import ControlChannels
 from epd_portable.router.fleet.endpoints_file import EndpointsFile
-from epd_portable.router.fleet.engine_loads import EngineLoads
 from epd_portable.router.fleet.registration import MAX_BODY_BYTES, Registration
 from epd_portable.router.hops import answer_headers, read_hints
 from epd_portable.router.http.upstream import Upstream
 from epd_portable.router.ingress.access import ApiKeys
 from epd_portable.router.ingress.admission import AdmissionControl
 from epd_portable.router.ingress.cors import Cors
+from epd_portable.router.observability.access_log import AccessLog
 from epd_portable.router.observability.metrics import Metrics
-from epd_portable.router.observability.observers import observers
 from epd_portable.router.observability.record import Listener
 from epd_portable.router.relay import Forwarder
 from epd_portable.router.selector import EndpointSelector
 from epd_portable.router.settings import RouterSettings, policy_of
 from epd_portable.router.warm_up import WarmUp
-
-if TYPE_CHECKING:
-    from epd_portable.router.contents.media_urls import MediaFetcher
 
 logger = logging.getLogger(__name__)
 
@@ -128,6 +126,8 @@ PASSED_ON = (
 IN_THREAD_BYTES = 256 * 1024
 """Bodies from this size on are read in a thread."""
 SWEEP_EVERY_S = 1.0
+_OTEL_ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
+"""Variables of OpenTelemetry that name a collector."""
 
 
 class Router:
@@ -175,9 +175,6 @@ class Router:
                 self.metrics.store,
                 lambda: (each.name for each in self.instances.all if each.role == "encode"),
             )
-        loads: EngineLoads | None = None
-        if self._policy is not None and self._policy.wants_loads:
-            loads = EngineLoads(self.instances, self._control, self.upstream)
         for note in self._policy.notes if self._policy is not None else ():
             logger.warning("router.choice: %s", note)
         self.exchange = Exchange(
@@ -194,7 +191,13 @@ class Router:
             EndpointsFile(settings.endpoints_file, self.instances)
         together = (settings, self.instances, self.upstream, self._control)
         warm_up = WarmUp(*together, secret, self._store)
-        self.members = Registration(*together, self.metrics, warm_up.warm_up, secret, loads)
+        self.members = Registration(
+            *together,
+            self.metrics,
+            warm_up.warm_up,
+            secret,
+            wants_loads=self._policy is not None and self._policy.wants_loads,
+        )
         self._admission: AdmissionControl | None = None
         if settings.admission != AdmissionSection():
             self._admission = AdmissionControl(settings.admission, self.instances, self.metrics)
@@ -205,17 +208,11 @@ class Router:
             limits=MediaLimits.among(settings),
             pd_takes_media=settings.local_encode,
         )
-        self._fetcher = self._media_fetcher()
+        self._fetcher: MediaFetcher | None = None
+        if settings.media_urls.allowed_domains:
+            self._fetcher = MediaFetcher(settings.media_urls, self._body, self.metrics)
         self._cors = Cors(settings.cors_origins)
         self._sweeping: asyncio.Handle | None = None
-
-    def _media_fetcher(self) -> MediaFetcher | None:
-        if not self.settings.media_urls.allowed_domains:
-            return None
-        # Its HTTP client is loaded where it is needed.
-        from epd_portable.router.contents.media_urls import MediaFetcher
-
-        return MediaFetcher(self.settings.media_urls, self._body, self.metrics)
 
     async def serve(self, request: IncomingRequest, forwarder: Forwarder | None = None) -> None:
         """Answer one request; a ``forwarder`` takes it to a PD instance in place of the relay."""
@@ -456,6 +453,32 @@ class Router:
                     self.settings.send_timeout_s,
                 )
                 client.give_up()
+
+
+def observers(settings: RouterSettings) -> list[Listener]:
+    """Return listeners to requests besides the metrics, tracing first: others show its names.
+
+    Raises:
+        ConfigError: A file cannot be written, or a package is missing.
+    """
+    found: list[Listener] = []
+    endpoint = settings.tracing.endpoint
+    named = next((name for name in _OTEL_ENDPOINTS if os.environ.get(name)), "")
+    # Switched off, OpenTelemetry has no names of spans to send.
+    off = os.environ.get("OTEL_SDK_DISABLED", "").lower() == "true"
+    if (endpoint or named) and not off:
+        try:
+            from epd_portable.router.observability.tracing import Tracing, provider
+        except ImportError as error:
+            asked = "router.tracing.endpoint" if endpoint else f"the variable {named}"
+            raise ConfigError(
+                f"{asked} asks for spans, and OpenTelemetry is not installed ({error}): install "
+                "epd-portable[otel], or leave it out"
+            ) from error
+        found.append(Tracing(provider(endpoint)))
+    if settings.access_log:
+        found.append(AccessLog(settings.access_log))
+    return found
 
 
 async def _parsed(

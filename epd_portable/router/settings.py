@@ -13,7 +13,7 @@ from epd_portable.config.problems import in_one_line
 from epd_portable.config.removed import REMOVED, removed
 from epd_portable.config.roles import DUTIES, Duty, role_named
 from epd_portable.config.roles import Role as Role
-from epd_portable.config.routing import MAX_ENCODERS, MediaUrls, RouterSection
+from epd_portable.config.routing import MAX_ENCODERS, RouterSection
 from epd_portable.config.store import StoreSection
 from epd_portable.delivery.assignment import BUSY_THRESHOLD
 from epd_portable.delivery.replies import BODY_TIMEOUT_S
@@ -65,24 +65,6 @@ class InstanceSettings(BaseModel):
         return self
 
 
-class MediaFetching(MediaUrls):
-    """The keys of ``router.media_urls``, and how files are fetched.
-
-    Attributes:
-        timeout_s: Longest time of fetching one, redirects included, and longest wait for a turn.
-        max_redirects: That are followed, each to an allowed host again.
-        max_fetches: At a time.
-        max_fetches_per_host: The same, from one host.
-        cache_s: How long a file is kept; its server can ask for less.
-    """
-
-    timeout_s: float = Field(default=10.0, gt=0)
-    max_redirects: int = Field(default=3, ge=0)
-    max_fetches: int = Field(default=64, ge=1)
-    max_fetches_per_host: int = Field(default=8, ge=1)
-    cache_s: float = Field(default=300.0, ge=0)
-
-
 class RouterSettings(RouterSection):
     """Everything the router needs to know.
 
@@ -105,7 +87,6 @@ class RouterSettings(RouterSection):
         local_encode: Whether PD instances hold the encoder, so that media are of use to them.
         wait_timeout_s: How long a PD instance waits for an item; afterwards no further encoder is
             tried for it.
-        media_urls: How media that come by URL are fetched.
         body_timeout_s: Longest time in which a request's body must have come.
         send_timeout_s: A client that takes nothing of its answer for this long is given up.
         encode_timeout_s: Longest time of one encode job before another encoder is tried, if less
@@ -129,7 +110,6 @@ class RouterSettings(RouterSection):
     media: Literal["concurrent", "metadata"] = "concurrent"
     local_encode: bool = True
     wait_timeout_s: float = Field(default=30.0, gt=0)
-    media_urls: MediaFetching = MediaFetching()
     body_timeout_s: float = Field(default=BODY_TIMEOUT_S, gt=0)
     send_timeout_s: float = Field(default=60.0, gt=0)
     encode_timeout_s: float | None = Field(default=None, gt=0)

@@ -16,6 +16,7 @@ import re
 import time
 from collections.abc import Callable
 
+from epd_portable.config.routing import MediaUrls
 from epd_portable.delivery.replies import unavailable
 from epd_portable.errors import RequestError
 from epd_portable.media.addresses import MediaUrlError, WebTarget, read_url
@@ -23,10 +24,11 @@ from epd_portable.router.contents.body import Body
 from epd_portable.router.contents.cut_text import Bytes
 from epd_portable.router.contents.web_files import FetchedFile, Resolve, WebFiles
 from epd_portable.router.observability.metrics import Metrics
-from epd_portable.router.settings import MediaFetching
 
 logger = logging.getLogger(__name__)
 
+CACHE_S = 300.0
+"""How long a file is kept; its server can ask for less."""
 OVERHEAD_BYTES = 512
 """Of a cached file, in addition to its text and its URL."""
 
@@ -77,7 +79,7 @@ class MediaFetcher:
 
     def __init__(
         self,
-        settings: MediaFetching,
+        settings: MediaUrls,
         body: Callable[[], Body],
         metrics: Metrics,
         *,
@@ -152,7 +154,7 @@ class MediaFetcher:
             del self._under_way[fetch.key]
         if (file := fetch.file) is None:
             return
-        keep_s = min(self._settings.cache_s, file.keep_s)
+        keep_s = min(CACHE_S, file.keep_s)
         nbytes = len(file.text) + len(fetch.key) + OVERHEAD_BYTES
         if keep_s <= 0 or nbytes > self._settings.cache_bytes:
             return

@@ -21,9 +21,9 @@ from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import anyio
-import httpx
 import msgspec
 
+from epd_portable.config.routing import MediaUrls
 from epd_portable.delivery.replies import RETRY_AFTER_S
 from epd_portable.media.addresses import (
     AddressPolicy,
@@ -35,7 +35,6 @@ from epd_portable.media.addresses import (
 from epd_portable.router.contents.body import Body
 from epd_portable.router.contents.cut_text import Bytes
 from epd_portable.router.http.upstream import InstanceAnswer, Upstream, UpstreamError
-from epd_portable.router.settings import MediaFetching
 from epd_portable.wire.outcomes import FailureKind
 
 logger = logging.getLogger(__name__)
@@ -43,6 +42,12 @@ logger = logging.getLogger(__name__)
 Resolve = Callable[[str, int], list[str]]
 """Returns the addresses of a name; blocks, and raises `OSError`."""
 
+TIMEOUT_S = 10.0
+"""Longest time of fetching one file, redirects included, and longest wait for a turn."""
+MAX_REDIRECTS = 3
+MAX_FETCHES = 64
+MAX_FETCHES_OF_HOST = 8
+"""At a time, in all and from one host."""
 MAX_ADDRESSES = 4
 """Of one name, that are tried one after the other."""
 CONNECT_S = 3.0
@@ -93,8 +98,11 @@ class WebFiles:
     """
 
     def __init__(
-        self, settings: MediaFetching, body: Callable[[], Body], resolve: Resolve | None = None
+        self, settings: MediaUrls, body: Callable[[], Body], resolve: Resolve | None = None
     ) -> None:
+        # Loaded where files are fetched only.
+        import httpx
+
         self._settings = settings
         self._body = body
         self.domains = Domains(settings.allowed_domains)
@@ -103,7 +111,7 @@ class WebFiles:
         self._names = ThreadPoolExecutor(LOOKUPS, "epd-names")
         self._lookups = _Turns(LOOKUPS, LOOKUPS_OF_DOMAIN)
         self._tls = httpx.create_ssl_context(trust_env=True)
-        self._turns = _Turns(settings.max_fetches, settings.max_fetches_per_host)
+        self._turns = _Turns(MAX_FETCHES, MAX_FETCHES_OF_HOST)
 
     def close(self) -> None:
         """Look up no more; a thread that waits for a name server is left alone."""
@@ -118,7 +126,7 @@ class WebFiles:
             RequestError: It cannot be obtained, or there is no memory for it.
         """
         seen = {target}
-        left_s = within_s = self._settings.timeout_s
+        left_s = within_s = TIMEOUT_S
         while True:
             async with self._turns.at(target.host, within_s):
                 begun = time.monotonic()
@@ -135,10 +143,8 @@ class WebFiles:
             if target in seen:
                 raise MediaUrlError("its redirects go round in a circle")
             seen.add(target)
-            if len(seen) > self._settings.max_redirects + 1:
-                raise MediaUrlError(
-                    f"more than {self._settings.max_redirects} redirects are not followed"
-                )
+            if len(seen) > MAX_REDIRECTS + 1:
+                raise MediaUrlError(f"more than {MAX_REDIRECTS} redirects are not followed")
             try:
                 self.domains.check(target)
             except MediaUrlError as error:

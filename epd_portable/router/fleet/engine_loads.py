@@ -13,7 +13,7 @@ from urllib.parse import urlencode
 import anyio
 import msgspec
 
-from epd_portable.delivery.instances import EndpointPool, Instance
+from epd_portable.delivery.instances import Instance
 from epd_portable.router.fleet.control import ControlChannels
 from epd_portable.router.http.upstream import Upstream, UpstreamError
 from epd_portable.wire.messages import (
@@ -31,51 +31,33 @@ PAUSE_S = 5.0
 TIMEOUT_S = LOAD_HEARTBEAT_S + 2.0
 
 
-class EngineLoads:
-    """Asks instances for reports of their load, and takes them in."""
+async def follow_load(instance: Instance, control: ControlChannels, upstream: Upstream) -> None:
+    """Have an instance report its load, until this is cancelled."""
+    if not instance.control:
+        await _ask_by_http(instance, upstream)
+    while True:
+        await instance.wait_up()
+        control.want_load(instance.name)
+        await asyncio.sleep(WANT_EVERY_S)
 
-    def __init__(
-        self, instances: EndpointPool, control: ControlChannels, upstream: Upstream
-    ) -> None:
-        self._instances = instances
-        self._control = control
-        self._upstream = upstream
-        control.on_load = self.take
 
-    def take(self, name: str, report: LoadReport) -> None:
-        """Take in what an instance reports."""
-        if (instance := self._instances.get(name)) is not None:
-            instance.take_report(report)
-
-    async def ask(self, instance: Instance) -> None:
-        """Ask an instance for reports, until this is cancelled."""
-        if not instance.control:
-            await self._ask_by_http(instance)
-        while True:
-            await instance.wait_up()
-            self._control.want_load(instance.name)
-            await asyncio.sleep(WANT_EVERY_S)
-
-    async def _ask_by_http(self, instance: Instance) -> None:
-        """Ask an encode instance again and again; each answer comes when there is news."""
-        known: dict[str, int] = {}
-        while True:
-            await instance.wait_up()
-            load = None
-            with contextlib.suppress(UpstreamError, msgspec.MsgspecError):
-                # Its health is for probes.
-                status, _, body = await self._upstream.ask(
-                    "GET",
-                    f"{instance.url}{LOAD_PATH}?{urlencode(known)}",
-                    timeout_s=TIMEOUT_S,
-                )
-                if status == 200:
-                    load = msgspec.json.decode(body, type=LoadReport)
-            if load is None:
-                # What comes back may be another process, which reports.
-                with anyio.move_on_after(PAUSE_S):
-                    await instance.wait_down()
-                continue
-            self.take(instance.name, load)
-            known = {"items": load.items or 0, "pixels": load.pixels or 0}
-            await asyncio.sleep(LOAD_EVERY_S)
+async def _ask_by_http(instance: Instance, upstream: Upstream) -> None:
+    """Ask an encode instance again and again; each answer comes when there is news."""
+    known: dict[str, int] = {}
+    while True:
+        await instance.wait_up()
+        load = None
+        with contextlib.suppress(UpstreamError, msgspec.MsgspecError):
+            # Its health is for probes.
+            url = f"{instance.url}{LOAD_PATH}?{urlencode(known)}"
+            status, _, body = await upstream.ask("GET", url, timeout_s=TIMEOUT_S)
+            if status == 200:
+                load = msgspec.json.decode(body, type=LoadReport)
+        if load is None:
+            # What comes back may be another process, which reports.
+            with anyio.move_on_after(PAUSE_S):
+                await instance.wait_down()
+            continue
+        instance.take_report(load)
+        known = {"items": load.items or 0, "pixels": load.pixels or 0}
+        await asyncio.sleep(LOAD_EVERY_S)

@@ -24,7 +24,7 @@ from epd_portable.errors import ConfigError, RequestError
 from epd_portable.log import say_failure
 from epd_portable.media.addresses import Address, Network
 from epd_portable.router.fleet.control import ControlChannels
-from epd_portable.router.fleet.engine_loads import EngineLoads
+from epd_portable.router.fleet.engine_loads import follow_load
 from epd_portable.router.fleet.health_probes import HealthProbes
 from epd_portable.router.http.upstream import Upstream
 from epd_portable.router.observability.metrics import Metrics
@@ -57,7 +57,7 @@ class Registration:
         warm_up: Warms up a healthy instance, see `WarmUp`; called for each life of its process
             until `Instance.mark_warmed_up`. The instance may be lost meanwhile.
         secret: Of the deployment; its holders may ask at ``/epd/``.
-        loads: Asks instances for their load, if it is needed.
+        wants_loads: Whether instances are asked to report their load.
     """
 
     def __init__(
@@ -69,14 +69,17 @@ class Registration:
         metrics: Metrics,
         warm_up: Callable[[Instance], Awaitable[None]],
         secret: Secret,
-        loads: EngineLoads | None,
+        *,
+        wants_loads: bool = False,
     ) -> None:
         self._settings = settings
         self._instances = instances
         self._control = control
         self._metrics = metrics
         self._warm_up = warm_up
-        self._loads = loads
+        self._wants_loads = wants_loads
+        control.on_load = instances.take_report
+        self._upstream = upstream
         self._probes = HealthProbes(settings, instances, upstream)
         self._networks = _networks(settings.instance_networks)
         self._check = SignatureCheck(secret)
@@ -250,8 +253,9 @@ class Registration:
         )
         self._tasks[instance] = {}
         self._start(instance, "probing", self._probes.watch(instance))
-        if self._loads is not None:
-            self._start(instance, "asking for its load", self._loads.ask(instance))
+        if self._wants_loads:
+            following = follow_load(instance, self._control, self._upstream)
+            self._start(instance, "asking for its load", following)
         self._start_warm_up(instance)
         if registered:
             self._start(instance, "forgetting", self._forget_when_away(instance))

@@ -11,12 +11,11 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from epd_portable.config.roles import Duty
 from epd_portable.delivery.fallbacks import RequestPhase, next_fallback
 from epd_portable.media.limits import Modality
 from epd_portable.router.contents.media import MediaItem
 from epd_portable.wire.outcomes import FailureKind, Fallback, ItemResult
-
-LegStage = Literal["encode", "prefill", "answer"]
 
 Topology = Literal["text", "epd", "e+pd", "ep+d", "e+p+d", "p+d"]
 """Which instances had a part in a request, ``+`` between them.
@@ -40,7 +39,7 @@ class Leg:
         traceparent: Sent along, where requests are traced.
     """
 
-    stage: LegStage
+    stage: Duty
     instance: str
     began_at: float = field(default_factory=time.monotonic)
     ended_at: float = 0.0
@@ -212,7 +211,7 @@ class RequestRecord:
         for item, other in zip(items, renamed, strict=True):
             self._named[other.item_uuid] = self._named[item.item_uuid]
 
-    def leg(self, stage: LegStage, instance: str, item: ItemRecord | None = None) -> Leg:
+    def leg(self, stage: Duty, instance: str, item: ItemRecord | None = None) -> Leg:
         """Note that an instance is asked; it lasts as long as the ``with`` statement."""
         leg = Leg(stage, instance)
         (self.legs if item is None else item.jobs).append(leg)

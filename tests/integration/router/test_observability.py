@@ -21,11 +21,10 @@ from starlette.responses import Response
 
 from epd_portable.config.routing import TracingSection
 from epd_portable.errors import ConfigError
-from epd_portable.router.observability import observers
 from epd_portable.router.observability.llmd_names import NAMES
 from epd_portable.router.observability.record import Listener, RequestRecord
 from epd_portable.router.observability.tracing import Tracing
-from epd_portable.router.server import Router
+from epd_portable.router.server import Router, observers
 from epd_portable.router.settings import RouterSettings
 from tests.integration.router.conftest import Build, Topology
 from tests.integration.router.stand_in import (
@@ -353,7 +352,7 @@ def test_without_the_package_the_message_says_what_to_install(
         port=0, model="m", instances=(), tracing=TracingSection(endpoint="http://127.0.0.1:4318")
     )
     with pytest.raises(ConfigError, match=r"router.tracing.endpoint .* epd-portable\[otel\]"):
-        observers.observers(settings)
+        observers(settings)
 
 
 # -- helpers ---------------------------------------------------------------------------------------

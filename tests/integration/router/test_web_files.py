@@ -18,12 +18,12 @@ from typing import Any
 
 import pytest
 
+from epd_portable.config.routing import MediaUrls
 from epd_portable.errors import RequestError
-from epd_portable.router.contents import web_files
+from epd_portable.router.contents import media_urls, web_files
 from epd_portable.router.contents.body import Body, HeldBytes
 from epd_portable.router.contents.media_urls import LinkedItems, MediaFetcher
 from epd_portable.router.observability.metrics import Metrics
-from epd_portable.router.settings import MediaFetching
 from tests.integration.router.web import Answer, Site, moved, plain
 from tests.unit.media.samples import STILLS
 
@@ -48,7 +48,8 @@ INSIDE = {
 class World:
     """A site, names, and what fetches."""
 
-    def __init__(self) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._monkeypatch = monkeypatch
         self.site = Site()
         self.names: dict[str, list[str]] = {HOST: ["127.0.0.1"], **INSIDE}
         self.looked_up: list[str] = []
@@ -62,16 +63,16 @@ class World:
             raise OSError("unknown")
         return self.names[host]
 
-    def fetcher(self, **settings: Any) -> MediaFetcher:
+    def fetcher(self, *, timeout_s: float = 5.0, **settings: Any) -> MediaFetcher:
+        self._monkeypatch.setattr(web_files, "TIMEOUT_S", timeout_s)
         options = {
             "allowed_domains": [f"*:{self.site.port}"],
             "allowed_networks": ["127.0.0.0/8"],
-            "timeout_s": 5.0,
             **settings,
         }
         self.fetchers.append(
             MediaFetcher(
-                MediaFetching.model_validate(options),
+                MediaUrls.model_validate(options),
                 partial(Body, self.held, 64 << 20),
                 self.metrics,
                 resolve=self.resolve,
@@ -105,8 +106,8 @@ async def refusal(fetcher: MediaFetcher, url: str) -> RequestError:
 
 
 @pytest.fixture
-async def world() -> AsyncIterator[World]:
-    world = World()
+async def world(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[World]:
+    world = World(monkeypatch)
     await world.site.start()
     yield world
     for fetcher in world.fetchers:
@@ -480,9 +481,10 @@ async def test_a_site_can_ask_not_to_be_kept(world: World, header: str, kept: bo
     assert len(world.site.heads) == (1 if kept else 3)
 
 
-async def test_a_file_is_kept_for_a_while(world: World) -> None:
+async def test_a_file_is_kept_for_a_while(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(media_urls, "CACHE_S", 0.2)
     world.site.pages["/a.png"] = plain(PNG)
-    fetcher = world.fetcher(cache_s=0.2)
+    fetcher = world.fetcher()
     await get(fetcher, world.url())
     await get(fetcher, world.url())
     assert len(world.site.heads) == 1
@@ -501,7 +503,12 @@ async def test_the_file_longest_not_asked_for_makes_room(world: World) -> None:
 
 
 @pytest.mark.parametrize(("hosts", "most"), [([HOST], 3), ([HOST, "other.test"], 4)])
-async def test_so_many_are_fetched_at_a_time(world: World, hosts: list[str], most: int) -> None:
+async def test_so_many_are_fetched_at_a_time(
+    world: World, hosts: list[str], most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(web_files, "MAX_FETCHES", 4)
+    monkeypatch.setattr(web_files, "MAX_FETCHES_OF_HOST", 3)
+
     async def when_all_turns_are_taken(writer: asyncio.StreamWriter) -> None:
         await world.site.until(lambda: world.site.most_open >= most)
         await asyncio.sleep(0.05)
@@ -509,18 +516,22 @@ async def test_so_many_are_fetched_at_a_time(world: World, hosts: list[str], mos
 
     world.names["other.test"] = ["127.0.0.1"]
     world.site.pages = {f"/{number}": when_all_turns_are_taken for number in range(12)}
-    fetcher = world.fetcher(max_fetches=4, max_fetches_per_host=3)
+    fetcher = world.fetcher()
     await get(fetcher, *[world.url(path, host) for path in world.site.pages for host in hosts])
     assert world.site.most_open == most
 
 
-async def test_who_waits_too_long_for_a_turn_is_told_to_come_again(world: World) -> None:
+async def test_who_waits_too_long_for_a_turn_is_told_to_come_again(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(web_files, "MAX_FETCHES_OF_HOST", 1)
+
     async def never(writer: asyncio.StreamWriter) -> None:
         await asyncio.sleep(60)
 
     paths = [f"/{number}" for number in range(4)]
     world.site.pages = {**dict.fromkeys(paths, never), "/a.png": plain(PNG)}
-    fetcher = world.fetcher(max_fetches_per_host=1, timeout_s=0.3)
+    fetcher = world.fetcher(timeout_s=0.3)
     told = await asyncio.gather(*(refusal(fetcher, world.url(path)) for path in paths))
     assert {each.status for each in told} == {503, 504}
     busy = next(each for each in told if each.status == 503)

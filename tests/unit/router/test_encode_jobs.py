@@ -47,7 +47,6 @@ class Scene:
             transfer=EncodeTransfer(transfer_id="t", item_uuid="a", consumer=PD.control),
             encoder=self.encoders[0],
             body=[b"{}"],
-            metadata_only=False,
         )
         self.record = RequestRecord("r", "/v1/chat/completions")
         self.record.note_items([self.delivery.item])

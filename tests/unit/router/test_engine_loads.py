@@ -1,59 +1,41 @@
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-
-import pytest
-
 from epd_portable.delivery.instances import OLD_REPORT_S, EndpointPool
 from epd_portable.router import serving
 from epd_portable.router.fleet.control import ControlChannels
-from epd_portable.router.fleet.engine_loads import EngineLoads
-from epd_portable.router.http.upstream import Upstream
 from epd_portable.wire.messages import LoadReport
 from tests.keyring import keys
 from tests.unit.router.test_selector import fleet, settings
 
 
-@pytest.fixture
-async def control() -> AsyncIterator[ControlChannels]:
-    channels = ControlChannels(keys())
-    yield channels
-    await channels.close()
-
-
-async def test_a_report_counts_until_it_is_old_or_its_instance_goes_down(
-    control: ControlChannels,
-) -> None:
+async def test_a_report_counts_until_it_is_old_or_its_instance_goes_down() -> None:
     instances, now = EndpointPool(clock=lambda: now[0]), [100.0]
     instances.add(settings("pd0", "prefill-decode")).seen_well()
-    loads = EngineLoads(instances, control, Upstream())
     pd = instances.of_duty("answer")[0]
     assert pd.reported is None
-    assert control.on_load is not None
     report = LoadReport(waiting=2, running=3, kv_used=0.5)
-    control.on_load(pd.name, report)
+    instances.take_report(pd.name, report)
     for later_s, known in ((OLD_REPORT_S, report), (0.1, None)):
         now[0] += later_s
         assert pd.reported == known
-    loads.take(pd.name, report)
+    instances.take_report(pd.name, report)
     pd.seen_gone("killed")
     assert pd.reported is None
-    loads.take("nobody", report)
+    instances.take_report("nobody", report)
 
 
-async def test_what_was_given_since_waits_there_too(control: ControlChannels) -> None:
+async def test_what_was_given_since_waits_there_too() -> None:
     instances = fleet(encoders=1, pds=1)
-    loads = EngineLoads(instances, control, Upstream())
     pd, encoder = instances.of_duty("answer")[0], instances.of_duty("encode")[0]
     with pd.working(), pd.working():
         # Both are on their way into the engine, which knows of somebody else's.
-        loads.take(pd.name, LoadReport(waiting=1, running=0))
+        instances.take_report(pd.name, LoadReport(waiting=1, running=0))
         known = pd.reported
         assert known is not None and known.waiting == 2
         with pd.working(), pd.working():
             known = pd.reported
             assert known is not None and known.waiting == 4
-    loads.take(encoder.name, LoadReport(items=3, pixels=7))
+    instances.take_report(encoder.name, LoadReport(items=3, pixels=7))
     with encoder.working():
         known = encoder.reported
         assert known is not None and (known.items, known.pixels) == (4, 7)
