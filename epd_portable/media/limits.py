@@ -96,7 +96,6 @@ def estimated_pixels(modality: Modality, text_bytes: int) -> int:
     """Return about how many pixels an item has; for weighing load only.
 
     Args:
-        modality: Sound has none.
         text_bytes: Length of its base64 text.
     """
     return 0 if modality == "audio" else text_bytes * 3 // 4 * PIXELS_PER_BYTE

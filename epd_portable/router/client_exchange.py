@@ -47,7 +47,6 @@ class IncomingRequest(Protocol):
         path: Without escapes.
         query: As it was sent, without the question mark.
         headers: Names in lower case; those whose values are not ASCII are left out.
-        port: At which it came.
     """
 
     method: str
@@ -115,15 +114,12 @@ class ClientExchange:
 
     Attributes:
         request_id: The client's own or a new one.
-        for_instances: Headers that instances get.
         explanation: Why it went where it went, if the client asked and may know.
         left_out: How many items it is answered without.
         named: What a trusted hop says of it.
         for_hop: Returns the headers of the answer for such a hop.
         begun: Status and headers of the answer are sent.
-        gone: The client has closed its connection.
         overdue: Its body did not come in time.
-        work: The task that answers.
         reading_since: When its body was first waited for, 0 afterwards.
         last: No other request is taken on its connection.
         sending_since: When the client took no more, 0 while it does.
@@ -152,7 +148,6 @@ class ClientExchange:
         self.begun = False
         self.record = RequestRecord(self.request_id, request.path)
         self.record.traceparent = self.for_instances.get("traceparent", "")
-        self.gone = False
         self.overdue = False
         self.last = False
         self.work: asyncio.Task[Any]
@@ -178,7 +173,7 @@ class ClientExchange:
 
     def give_up(self) -> None:
         """Treat the client as gone."""
-        self.gone = True
+        self.record.gone = True
         self.work.cancel()
 
     def send_reply(self, reply: Reply) -> None:

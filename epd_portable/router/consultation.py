@@ -11,6 +11,7 @@ import ipaddress
 import logging
 import uuid
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import unquote
 
@@ -55,21 +56,19 @@ _KEPT_FROM_CLIENTS = frozenset(
 )
 
 
+@dataclass(slots=True)
 class Picker:
     """Answers Envoy.
 
-    Args:
+    Attributes:
         networks: Of gateways that may ask without a certificate.
+        under_way: Consultations whose requests have been sent, by `PICKED`.
     """
 
-    def __init__(
-        self, router: Router, endpoints: envoy.Endpoints, networks: Sequence[Network] = ()
-    ) -> None:
-        self._networks = networks
-        self.router = router
-        self.endpoints = endpoints
-        self.under_way: dict[str, Consultation] = {}
-        """Consultations whose requests have been sent, by `PICKED`."""
+    router: Router
+    endpoints: envoy.Endpoints
+    networks: Sequence[Network] = ()
+    under_way: dict[str, Consultation] = field(default_factory=dict, init=False)
 
     def service(self) -> grpc.GenericRpcHandler:
         """Return what a gRPC server serves."""
@@ -109,7 +108,7 @@ class Picker:
             return True
         # gRPC writes ipv4:10.0.0.1:80, and ipv6:%5B::1%5D:80.
         address = ipaddress.ip_address(unquote(peer).rpartition(":")[0].strip("[]"))
-        return any(address in network for network in self._networks)
+        return any(address in network for network in self.networks)
 
 
 class Consultation:
@@ -117,7 +116,6 @@ class Consultation:
 
     Args:
         context: Envoy's stream about the request.
-        port: At which the client asked.
 
     Attributes:
         again: Envoy's stream about a second try.

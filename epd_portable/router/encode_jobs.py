@@ -71,8 +71,6 @@ class Attempt:
 
     Attributes:
         deliveries: Of the items that it does not encode by itself.
-        inbox: What the PD instance refuses.
-        selection: Who gets what of the request.
         encoded: Called when no item is with an encoder any more; perhaps twice.
         held: What is counted, and who must not leave, until the answer begins.
         over: Set when no item is needed any more: the PD instance has begun its answer, or nobody
@@ -119,27 +117,19 @@ class Attempt:
         self.record.fall_back(RequestPhase.ENCODE, kind, possible)
 
 
+@dataclass(slots=True)
 class EncodeJobs:
     """Has items encoded, by one encoder or another, or by the PD instance that waits for them.
 
     ``store`` learns which entries encoders write.
     """
 
-    def __init__(
-        self,
-        settings: RouterSettings,
-        upstream: Upstream,
-        control: ControlChannels,
-        retries: RetryBudget,
-        store: StoreLookup | None,
-    ) -> None:
-        self.times = EncodeTimes()
-        self._settings = settings
-        self._job_s = settings.encode_job_s
-        self._upstream = upstream
-        self._control = control
-        self._retries = retries
-        self._store = store
+    settings: RouterSettings
+    upstream: Upstream
+    control: ControlChannels
+    retries: RetryBudget
+    store: StoreLookup | None
+    times: EncodeTimes = field(default_factory=EncodeTimes, init=False)
 
     async def deliver(self, delivery: Delivery, attempt: Attempt) -> None:
         """Have one item encoded; return when nothing is left to do for it.
@@ -167,7 +157,7 @@ class EncodeJobs:
 
     async def _bring(self, delivery: Delivery, attempt: Attempt) -> ItemResult | EncodeFailure:
         """Try the store and encoders; return what became of the item, or why nobody brings it."""
-        deadline_s = time.monotonic() + self._settings.wait_timeout_s
+        deadline_s = time.monotonic() + self.settings.wait_timeout_s
         encoder = delivery.encoder
 
         def choose(exclude: Collection[str]) -> Instance | None:
@@ -187,9 +177,9 @@ class EncodeJobs:
                 return refusal
             attempt.awaited += 1
         assert encoder is not None, "a delivery has an encoder, or an entry of the store"
-        tries = EncodeTries(choose, self._retries, deadline_s=deadline_s)
+        tries = EncodeTries(choose, self.retries, deadline_s=deadline_s)
         # All that run within it end by the same deadline.
-        in_turn = self._settings.encode_order == "sequential"
+        in_turn = self.settings.encode_order == "sequential"
         while True:
             # Its job may be answered before the item is written: it must not leave before that.
             with encoder.held():
@@ -225,7 +215,7 @@ class EncodeJobs:
             attempt.note_fallback(tries.failure.kind, another)
             if another is None:
                 return EncodeFailure(kind=tries.failure.kind, reason=tries.describe())
-            encoder, in_turn = another, self._settings.encode_order != "concurrent"
+            encoder, in_turn = another, self.settings.encode_order != "concurrent"
 
     async def _encode(
         self, delivery: Delivery, encoder: Instance, attempt: Attempt, deadline_s: float
@@ -252,25 +242,26 @@ class EncodeJobs:
             "x-request-id": f"{request_id}-item{delivery.index}",
         }
         started_s = time.monotonic()
-        limit_s = min(self._job_s, deadline_s - started_s)
+        longest_s = self.settings.encode_job_s
+        limit_s = min(longest_s, deadline_s - started_s)
         try:
             with (
                 while_up(encoder.working(item.item_uuid)),
                 encoder.encoding(self.times.of(item)),
             ):
-                status, given, body = await self._upstream.ask(
+                status, given, body = await self.upstream.ask(
                     "POST",
                     encoder.url + CHAT_PATH,
                     body=delivery.body,
                     headers=headers,
-                    connect_s=self._settings.connect_timeout_s,
+                    connect_s=self.settings.connect_timeout_s,
                     timeout_s=max(limit_s, 0.001),
                 )
         except WentDownError as error:
             return EncodeFailure(kind=FailureKind.LOST, reason=str(error))
         except UpstreamError as error:
             is_late = error.kind is FailureKind.TIMEOUT
-            if not is_late or limit_s >= self._job_s:
+            if not is_late or limit_s >= longest_s:
                 # One that had less than its time is not to blame.
                 encoder.failed(error.kind)
             late = f"no answer within {time.monotonic() - started_s:.1f} s"
@@ -287,8 +278,8 @@ class EncodeJobs:
         if status >= 300:
             return _answered(FailureKind.REFUSED, status, body)
         outcome = read_outcome(body)
-        if self._store is not None and outcome is not None:
-            self._store.note_namespace(encoder.name, outcome.namespace)
+        if self.store is not None and outcome is not None:
+            self.store.note_namespace(encoder.name, outcome.namespace)
         attempt.note_item_ready()
         delivery.set_metadata(item_of(outcome))
         return None
@@ -303,7 +294,7 @@ class EncodeJobs:
         """
         pause_s = FIRST_REPEAT_S
         while not attempt.over.is_set():
-            self._control.encode_failed(attempt.pd.name, delivery.transfer.transfer_id, reason)
+            self.control.encode_failed(attempt.pd.name, delivery.transfer.transfer_id, reason)
             with anyio.move_on_after(pause_s):
                 await attempt.over.wait()
             pause_s = min(2 * pause_s, LONGEST_REPEAT_S)

@@ -154,7 +154,7 @@ class Exchange:
                         await self._try(forwarder.forward, prefilled, plan, selection, headers, out)
                 return
             except RequestFailure as failed:
-                if out.gone:
+                if record.gone:
                     # Both came at once, and this one was heard of.
                     return
                 possible = tries.possible(failed, selection.choose_pd, selection.choose_prefill)

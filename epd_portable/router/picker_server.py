@@ -10,7 +10,6 @@ a prompt computed by a prefill instance, rewrites the request and names the one 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import datetime
 import ipaddress
 import json
@@ -121,15 +120,12 @@ async def serve(settings: RouterSettings, options: argparse.Namespace, stop: Sto
     Args:
         settings: Of the router; its host and port are those of the Envoy that is started, or, for a
             gateway of others, where this process itself answers as a router does.
-        options: Of the command line of `epd_portable.router`.
 
     Raises:
         ConfigError: An address or a file of the settings cannot be used, or Envoy ended.
     """
-    with contextlib.ExitStack() as held:
-        folder: Path = options.folder or Path(
-            held.enter_context(tempfile.TemporaryDirectory(prefix="epd-picker-"))
-        )
+    with tempfile.TemporaryDirectory(prefix="epd-picker-") as temporary:
+        folder: Path = options.folder or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         server = grpc.aio.server(options=[("grpc.max_receive_message_length", -1)])
         address = options.listen

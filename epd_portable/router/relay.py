@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection
+from dataclasses import dataclass
 from typing import Protocol
 
 import msgspec
@@ -48,6 +49,7 @@ class Forwarder(Protocol):
 
     def choose(self, selection: Selection, tried: Collection[str]) -> Instance | None:
         """Return who should answer a request, but for the names in ``tried``."""
+        return selection.choose_pd(tried)
 
     async def forward(
         self, call: Call, attempt: Attempt, body: Segments, out: ClientExchange
@@ -62,17 +64,13 @@ class Forwarder(Protocol):
         """
 
 
-class Relay:
+@dataclass(slots=True)
+class Relay(Forwarder):
     """The `Forwarder` over HTTP."""
 
-    def __init__(self, settings: RouterSettings, upstream: Upstream, metrics: Metrics) -> None:
-        self._settings = settings
-        self._upstream = upstream
-        self._metrics = metrics
-
-    def choose(self, selection: Selection, tried: Collection[str]) -> Instance | None:
-        """See `Forwarder`."""
-        return selection.choose_pd(tried)
+    settings: RouterSettings
+    upstream: Upstream
+    metrics: Metrics
 
     async def forward(
         self, call: Call, attempt: Attempt, body: Segments, out: ClientExchange
@@ -92,13 +90,13 @@ class Relay:
         """
         pd = attempt.pd
         try:
-            return await self._upstream.request(
+            return await self.upstream.request(
                 call.method,
                 f"{pd.url}{call.path}?{call.query}" if call.query else pd.url + call.path,
                 body=body,
                 headers=attempt.headers,
-                connect_s=self._settings.connect_timeout_s,
-                silent_s=self._settings.idle_timeout_s,
+                connect_s=self.settings.connect_timeout_s,
+                silent_s=self.settings.idle_timeout_s,
             )
         except UpstreamError as error:
             raise connection_failure(pd, error, RequestPhase.ANSWER) from error
@@ -189,7 +187,7 @@ class Relay:
         """
         nacks = attempt.inbox.nacks
         if attempt.deliveries and not nacks:
-            await attempt.inbox.wait(self._settings.nack_grace_s)
+            await attempt.inbox.wait(self.settings.nack_grace_s)
         for nack in nacks:
             if nack.code is NackCode.TOO_LARGE:
                 raise RequestFailure(FailureKind.TOO_LARGE, RequestPhase.ANSWER, nack.detail)
@@ -216,8 +214,8 @@ class Relay:
             logger.warning("an answer's ec_transfer_params cannot be read: %r", str(error))
             return reply
         if outcome is not None:
-            self._metrics.had(outcome)
-        if self._settings.item_outcomes:
+            self.metrics.had(outcome)
+        if self.settings.item_outcomes:
             return reply
         return Reply(reply.status, reply.headers, msgspec.json.encode(fields))
 

@@ -292,11 +292,11 @@ class Router:
         except RequestError as error:
             client.fail(error)
         except ClientGoneError:
-            client.gone = True
+            record.gone = True
         except asyncio.CancelledError:
             if client.overdue:
                 client.fail(body_timeout(self.settings.body_timeout_s))
-            elif not client.gone:
+            elif not record.gone:
                 # The server stops and waits no longer.
                 client.fail(unavailable("the router is stopping"))
         except Exception:
@@ -306,7 +306,6 @@ class Router:
             if admission is not None:
                 admission.leave(ticket)
             self.in_flight.discard(client)
-            record.gone = client.gone
             record.finish()
 
     async def _read(self, path: str, client: ClientExchange, body: Body) -> Call:

@@ -18,6 +18,7 @@ import uuid
 import wave
 import zlib
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -59,6 +60,40 @@ MEETINGS_AT_ONCE = 16
 _TEXT = {"type": "text", "text": "What is this?"}
 
 
+# Small items, each different from all others: no cache knows them.
+
+_SIDE = 112
+_SAMPLES = 16_000
+
+
+def picture() -> dict[str, Any]:
+    """Return a square of a random colour, 112 × 112 pixels, as a part of a message."""
+    rows = (b"\0" + secrets.token_bytes(3) * _SIDE) * _SIDE
+    header = struct.pack(">IIBBBBB", _SIDE, _SIDE, 8, 2, 0, 0, 0)
+    chunks = ((b"IHDR", header), (b"IDAT", zlib.compress(rows)), (b"IEND", b""))
+    png = b"\x89PNG\r\n\x1a\n" + b"".join(
+        struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        for kind, data in chunks
+    )
+    url = f"data:image/png;base64,{base64.b64encode(png).decode()}"
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+def clip() -> dict[str, Any]:
+    """Return half a second of noise, 16,000 samples a second, as a part of a message."""
+    file = io.BytesIO()
+    with wave.open(file, "wb") as opened:
+        opened.setnchannels(1)
+        opened.setsampwidth(2)
+        opened.setframerate(_SAMPLES)
+        opened.writeframes(secrets.token_bytes(_SAMPLES))
+    data = base64.b64encode(file.getvalue()).decode()
+    return {"type": "input_audio", "input_audio": {"data": data, "format": "wav"}}
+
+
+# Who meets whom.
+
+
 class _Answer(msgspec.Struct):
     ec_transfer_params: PrefillOutcome | None = None
 
@@ -72,6 +107,7 @@ class _RefusedError(Exception):
         self.lost = lost
 
 
+@dataclass(slots=True)
 class WarmUp:
     """Lets a newcomer meet those that are there, by requests like those of clients.
 
@@ -79,23 +115,14 @@ class WarmUp:
     entries encoders write, if there is one.
     """
 
-    def __init__(
-        self,
-        settings: RouterSettings,
-        instances: EndpointPool,
-        upstream: Upstream,
-        control: ControlChannels,
-        secret: Secret,
-        store: StoreLookup | None = None,
-    ) -> None:
-        self._settings = settings
-        self._instances = instances
-        self._upstream = upstream
-        self._control = control
-        self._secret = secret
-        self._store = store
-        self._make_item: Callable[[], dict[str, Any]] = picture
-        self._ready: set[Instance] = set()
+    settings: RouterSettings
+    instances: EndpointPool
+    upstream: Upstream
+    control: ControlChannels
+    secret: Secret
+    store: StoreLookup | None
+    _make_item: Callable[[], dict[str, Any]] = field(default=picture, init=False)
+    _ready: set[Instance] = field(default_factory=set, init=False)
 
     async def warm_up(self, newcomer: Instance) -> None:
         """Send an instance its first requests, and an item over each of its pairs.
@@ -122,7 +149,7 @@ class WarmUp:
                 self._ready.discard(newcomer)
 
     async def _send_first_requests(self, instance: Instance) -> None:
-        if instance.role != "encode" and not self._settings.local_encode:
+        if instance.role != "encode" and not self.settings.local_encode:
             await self._ask(instance, self._body([_TEXT], max_tokens=2, logprobs=True))
             return
         try:
@@ -150,7 +177,7 @@ class WarmUp:
         Of two newcomers the second meets the first, so every pair meets.
         """
         some = asyncio.Semaphore(MEETINGS_AT_ONCE)
-        partners = () if newcomer.problem else self._instances.all
+        partners = () if newcomer.problem else self.instances.all
         waiting = {
             asyncio.create_task(self._meet(*pair, some)): other.name
             for other in partners
@@ -192,11 +219,11 @@ class WarmUp:
         for _ in range(MEETINGS):
             body = self._body([self._make_item(), _TEXT], max_tokens=1)
             call = read_call(CHAT_PATH, body, Rules(max_items=1))
-            transfer = new_transfer(call.items[0], pd.control, self._secret)
+            transfer = new_transfer(call.items[0], pd.control, self.secret)
             try:
                 outcome = await self._send_item(call, transfer, encoder, pd)
             except BaseException:
-                self._control.not_wanted(pd.name, [transfer.transfer_id])
+                self.control.not_wanted(pd.name, [transfer.transfer_id])
                 raise
             if outcome and (outcome.source, outcome.encoder) == ("transfer", encoder.name):
                 trace("pair.met", encoder=encoder.name, instance=pd.name, path=outcome.path)
@@ -215,7 +242,7 @@ class WarmUp:
         # What it announces waits for the request.
         encoded = await self._ask(encoder, call.for_encoder(item, transfer))
         metadata = None
-        if not self._settings.local_encode:
+        if not self.settings.local_encode:
             described = item_of(read_outcome(encoded))
             if isinstance(described, EncodeFailure) or not described.metadata:
                 raise _RefusedError(f"{encoder.name} knows no metadata of its first item")
@@ -247,12 +274,12 @@ class WarmUp:
         request_id = f"warm-up-{uuid.uuid4().hex}"
         try:
             with while_up(instance.working()):
-                status, _, answer = await self._upstream.ask(
+                status, _, answer = await self.upstream.ask(
                     "POST",
                     instance.url + CHAT_PATH,
                     body=body,
                     headers={"content-type": "application/json", "x-request-id": request_id},
-                    connect_s=self._settings.connect_timeout_s,
+                    connect_s=self.settings.connect_timeout_s,
                     timeout_s=FIRST_STEP_TIMEOUT_S,
                 )
         except WentDownError as error:
@@ -270,14 +297,14 @@ class WarmUp:
                 by_engine=status == 400,
             )
         instance.answered()
-        if self._store is not None and instance.role == "encode":
+        if self.store is not None and instance.role == "encode":
             outcome = read_outcome(answer)
-            self._store.note_namespace(instance.name, outcome.namespace if outcome else "")
+            self.store.note_namespace(instance.name, outcome.namespace if outcome else "")
         return answer
 
     def _body(self, content: list[dict[str, Any]], **fields: Any) -> bytes:
         messages = [{"role": "user", "content": content}]
-        return msgspec.json.encode({"model": self._settings.model, "messages": messages, **fields})
+        return msgspec.json.encode({"model": self.settings.model, "messages": messages, **fields})
 
 
 def _pairs(one: Instance, other: Instance) -> Iterator[tuple[Instance, Instance]]:
@@ -294,34 +321,3 @@ def _note(newcomer: Instance, problems: Iterable[str]) -> None:
     newcomer.note(problem)
     if problem:
         logger.warning("warm-up: %s", problem)
-
-
-# Small items, each different from all others: no cache knows them.
-
-_SIDE = 112
-_SAMPLES = 16_000
-
-
-def picture() -> dict[str, Any]:
-    """Return a square of a random colour, 112 × 112 pixels, as a part of a message."""
-    rows = (b"\0" + secrets.token_bytes(3) * _SIDE) * _SIDE
-    header = struct.pack(">IIBBBBB", _SIDE, _SIDE, 8, 2, 0, 0, 0)
-    chunks = ((b"IHDR", header), (b"IDAT", zlib.compress(rows)), (b"IEND", b""))
-    png = b"\x89PNG\r\n\x1a\n" + b"".join(
-        struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-        for kind, data in chunks
-    )
-    url = f"data:image/png;base64,{base64.b64encode(png).decode()}"
-    return {"type": "image_url", "image_url": {"url": url}}
-
-
-def clip() -> dict[str, Any]:
-    """Return half a second of noise, 16,000 samples a second, as a part of a message."""
-    file = io.BytesIO()
-    with wave.open(file, "wb") as opened:
-        opened.setnchannels(1)
-        opened.setsampwidth(2)
-        opened.setframerate(_SAMPLES)
-        opened.writeframes(secrets.token_bytes(_SAMPLES))
-    data = base64.b64encode(file.getvalue()).decode()
-    return {"type": "input_audio", "input_audio": {"data": data, "format": "wav"}}

@@ -13,7 +13,7 @@ from epd_portable.delivery import fallbacks, instances, replies
 from epd_portable.launch.plan import ports
 from epd_portable.launch.run import lifecycle, supervisor
 from epd_portable.router import prefill
-from epd_portable.router.contents import body, web_files
+from epd_portable.router.contents import body, media_urls
 from epd_portable.router.fleet import health_probes, registration
 from epd_portable.router.http import server_connection
 from epd_portable.router.ingress import admission
@@ -40,11 +40,11 @@ IN_THE_CODE = {
     "a request's body arrives": f"within {setting('body_timeout_s')}",
     "a client that takes nothing of its answer": f"after {setting('send_timeout_s')}",
     "fetching one file by URL": (
-        f"{web_files.TIMEOUT_S:g} s each, {web_files.MAX_REDIRECTS} redirects; a server that "
+        f"{media_urls.TIMEOUT_S:g} s each, {media_urls.MAX_REDIRECTS} redirects; a server that "
         "breaks off or answers 5xx is asked once more within that time"
     ),
     "files that are fetched at a time": (
-        f"{web_files.MAX_FETCHES}, {web_files.MAX_FETCHES_OF_HOST} of one host"
+        f"{media_urls.MAX_FETCHES}, {media_urls.MAX_FETCHES_OF_HOST} of one host"
     ),
     "an instance that joined and is not healthy": f"after {setting('forget_after_s')}",
     "outputs that wait in an encode instance": f"{writer.QUEUE_BYTES // MIB} MiB; more are dropped",

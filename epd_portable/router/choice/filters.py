@@ -8,11 +8,11 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, PrivateAttr, model_validator
 
+from epd_portable.config.roles import ROLE_LABEL
 from epd_portable.delivery.ring import HashRing
 from epd_portable.media.limits import Modality
 from epd_portable.router.choice.parameters import Name, Parameters, Part
 from epd_portable.router.choice.selection_types import (
-    ROLE_LABEL,
     Candidate,
     Candidates,
     SelectionRequest,

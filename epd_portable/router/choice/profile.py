@@ -8,6 +8,7 @@ import logging
 import math
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from operator import add
 from typing import TypeVar, cast
 
@@ -81,30 +82,24 @@ class PluginFailures(dict[str, float]):
             logger.error(message, where, name, error)
 
 
+@dataclass(slots=True)
 class Profile:
     """Chooses for one stage.
 
     A plug-in that raises, or answers what it should not, is left out of that choice, and the log
     says so: one wrong line in a plug-in stops no request. What built-in ones answer is not checked.
 
-    Args:
+    Attributes:
         filters: By name, in their order.
         scorers: By name, with their weights.
         picker: Its name and itself; by default the best one is picked.
     """
 
-    def __init__(
-        self,
-        name: str,
-        filters: Mapping[str, Filter],
-        scorers: Mapping[str, tuple[Scorer, float]],
-        picker: tuple[str, ScorePicker] = ("max-score-picker", MaxScorePicker()),
-    ) -> None:
-        self.name = name
-        self._filters = filters
-        self._scorers = scorers
-        self._picker_name, self._picker = picker
-        self._failures = PluginFailures()
+    name: str
+    filters: Mapping[str, Filter]
+    scorers: Mapping[str, tuple[Scorer, float]]
+    picker: tuple[str, ScorePicker] = ("max-score-picker", MaxScorePicker())
+    _failures: PluginFailures = field(default_factory=PluginFailures, init=False)
 
     def choose(
         self, request: SelectionRequest, candidates: Sequence[C], decision: Decision | None = None
@@ -112,7 +107,6 @@ class Profile:
         """Return the candidate that should have it.
 
         Args:
-            candidates: From the preferred tier.
             decision: Gets the reasons, if given.
 
         Returns:
@@ -123,7 +117,7 @@ class Profile:
         decision.profile = self.name
         decision.filters["there"] = len(candidates)
         left = candidates
-        for name, one in self._filters.items():
+        for name, one in self.filters.items():
             if left:
                 left = self._filtered(name, one, request, left)
                 decision.filters[name] = len(left)
@@ -132,7 +126,7 @@ class Profile:
             return None
         totals = self._scored(request, left, decision)
         chosen = self._picked(request, left, totals)
-        for scorer, _ in self._scorers.values():
+        for scorer, _ in self.scorers.values():
             if isinstance(scorer, NoHitLruScorer):
                 scorer.note_picked(chosen)
         if is_explained:
@@ -157,7 +151,7 @@ class Profile:
         self, request: SelectionRequest, candidates: Sequence[C], decision: Decision
     ) -> list[float]:
         totals = [0.0] * len(candidates)
-        for name, (one, weight) in self._scorers.items():
+        for name, (one, weight) in self.scorers.items():
             try:
                 scores = one.score(request, candidates)
                 if not isinstance(one, Parameters):
@@ -171,11 +165,12 @@ class Profile:
         return totals
 
     def _picked(self, request: SelectionRequest, candidates: Sequence[C], totals: list[float]) -> C:
+        name, picker = self.picker
         try:
-            chosen = self._picker.pick(request, candidates, totals)
+            chosen = picker.pick(request, candidates, totals)
             return next(each for each in candidates if each is chosen)
         except Exception as error:
-            self._failures.log(f"profile {self.name}", self._picker_name, error)
+            self._failures.log(f"profile {self.name}", name, error)
             return candidates[max(range(len(totals)), key=totals.__getitem__)]
 
 

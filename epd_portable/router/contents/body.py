@@ -94,34 +94,25 @@ class HeldBytes:
     count: int = 0
 
 
+@dataclass(slots=True)
 class Body:
     """A body within limits, as a context manager: it is counted until it is left.
 
-    Args:
-        held: Where it is counted.
-        max_bytes: That it may have.
-        remedy: Of the error for a larger one.
-
     Attributes:
+        remedy: Of the error for a larger one.
         counted: Its bytes that are part of the sum.
     """
 
-    def __init__(
-        self,
-        held: HeldBytes,
-        max_bytes: int,
-        remedy: str = "send smaller images, or raise router.max_body_bytes",
-    ) -> None:
-        self._held = held
-        self._max_bytes = max_bytes
-        self._remedy = remedy
-        self.counted = 0
+    held: HeldBytes
+    max_bytes: int
+    remedy: str = "send smaller images, or raise router.max_body_bytes"
+    counted: int = 0
 
     def __enter__(self) -> Body:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._held.count -= self.counted
+        self.held.count -= self.counted
         self.counted = 0
 
     def count(self, nbytes: int) -> None:
@@ -134,7 +125,7 @@ class Body:
         if nbytes <= SMALL_BYTES:
             return
         more = nbytes - self.counted
-        held = self._held
+        held = self.held
         if held.count + more > held.limit:
             raise RequestError(
                 f"{held.count} bytes of request bodies are held, and another {more} would be "
@@ -152,10 +143,10 @@ class Body:
         Raises:
             RequestError: 413.
         """
-        if nbytes > self._max_bytes:
+        if nbytes > self.max_bytes:
             raise RequestError(
-                f"request body of at least {nbytes} bytes: at most {self._max_bytes} bytes "
-                f"are accepted; {self._remedy}",
+                f"request body of at least {nbytes} bytes: at most {self.max_bytes} bytes "
+                f"are accepted; {self.remedy}",
                 status=413,
                 code="body_too_large",
             )
@@ -183,13 +174,11 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         path: Of the endpoint, at the router and at the instance.
-        query: As the client sent it.
         changed: Whether it goes on as `fields`, rather than as it came.
         fields: Of the body's top level, rewritten.
         model: That was asked for; empty for whichever is served.
         settings: Fields that change what an encoder makes of an item.
         items: Distinct images, videos and audio clips that are encoded elsewhere.
-        stream: Whether the answer comes in pieces.
         takes_metadata: Whether metadata of its items can go in place of their media.
     """
 
@@ -380,7 +369,6 @@ def read_call(path: str, data: Data, rules: Rules, find: Find | None = None) -> 
 
     Args:
         data: As the client sent it; must not change afterwards.
-        rules: What it may ask for.
         find: Finds what it names by URL. If something of that has to be fetched first, the call
             cannot be sent, and the body is to be read once more.
 

@@ -76,7 +76,6 @@ class MediaItem(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         item_uuid: 64 hexadecimal digits that depend on modality, content and salt alone.
-        modality: What it is to the model.
         part: Content part of a chat message with the item; cut. Where the request can name items to
             the engine, this is the client's own, with ``uuid`` set to `item_uuid`.
         pixels: About how many it has, by its bytes; for weighing load only. Sound has none.

@@ -2,31 +2,85 @@
 
 `LinkedItems` stands between the reader of a request, which may run in a thread, and the fetching of
 what it finds, which begins at once. `MediaFetcher` has one fetch of a URL under way, however many
-requests wait for it, and cancels it when none waits any more.
+requests wait for it, and cancels it when none waits any more. `WebFiles` asks for a file by HTTP,
+from where that is allowed, bounded in every way:
+
+The addresses of a name are looked up once, all of them are checked, and one of these is connected
+to: a name that is another machine's a moment later leads nowhere. Each redirect goes the same way.
+A server's headers about a file are not believed: the engine finds its type from its content, and
+its length is counted. Pieces are encoded as base64 as they come, so that a large file blocks no
+other request.
 """
 
 from __future__ import annotations
 
 import asyncio
+import binascii
 import collections
 import contextlib
 import functools
 import logging
+import math
 import re
+import socket
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import anyio
+import msgspec
 
 from epd_portable.config.routing import MediaUrls
-from epd_portable.delivery.replies import unavailable
+from epd_portable.delivery.replies import RETRY_AFTER_S, unavailable
 from epd_portable.errors import RequestError
-from epd_portable.media.addresses import MediaUrlError, WebTarget, read_url
+from epd_portable.media.addresses import (
+    AddressPolicy,
+    Domains,
+    MediaUrlError,
+    WebTarget,
+    read_url,
+    redirected,
+)
 from epd_portable.router.contents.body import Body
 from epd_portable.router.contents.cut_text import Bytes
-from epd_portable.router.contents.web_files import FetchedFile, Resolve, WebFiles
+from epd_portable.router.http.upstream import InstanceAnswer, Upstream, UpstreamError
 from epd_portable.router.observability.metrics import Metrics
+from epd_portable.wire.outcomes import FailureKind
 
 logger = logging.getLogger(__name__)
 
+Resolve = Callable[[str, int], list[str]]
+"""Returns the addresses of a name; blocks, and raises `OSError`."""
+
+TIMEOUT_S = 10.0
+"""Longest time of fetching one file, redirects included, and longest wait for a turn."""
+MAX_REDIRECTS = 3
+MAX_FETCHES = 64
+MAX_FETCHES_OF_HOST = 8
+"""At a time, in all and from one host."""
+MAX_ADDRESSES = 4
+"""Of one name, that are tried one after the other."""
+CONNECT_S = 3.0
+"""Longest time of connecting to one of them."""
+AGAIN_AFTER_S = 0.2
+"""Pause before a file is asked for once more."""
+LOOKUPS = 64
+LOOKUPS_OF_DOMAIN = 4
+"""Names that are looked up at a time, in all and below one domain."""
+PIECES_ANYWAY = 2048
+SMALLEST_PIECES = 128
+"""So many pieces of a file may be of any size; of more, each must have so many bytes on average."""
+
+_HEADERS = {
+    "accept": "image/*, video/*, audio/*, */*;q=0.5",
+    "user-agent": "epd-portable",
+    "connection": "close",
+}
+_REDIRECTS = frozenset({301, 302, 303, 307, 308})
+_LATER = frozenset({408, 425, 429})
+_MAX_AGE = re.compile(r"(?:^|[,\s])max-age=\"?(\d{1,9})")
+_NOT_KEPT = re.compile(r"(?:^|[,\s])(?:no-store|no-cache|private)(?:$|[,\s=])")
 CACHE_S = 300.0
 """How long a file is kept; its server can ask for less."""
 OVERHEAD_BYTES = 512
@@ -43,6 +97,7 @@ _RESULTS = {
 """How a fetch that an error ended is counted, by the error's code; the others as ``refused``."""
 
 
+@dataclass(slots=True, eq=False)
 class _Fetch:
     """A file on its way, or kept.
 
@@ -52,12 +107,11 @@ class _Fetch:
         until: When it is not kept any more.
     """
 
-    def __init__(self, key: str, task: asyncio.Task[FetchedFile]) -> None:
-        self.key = key
-        self.task = task
-        self.waiting = 0
-        self.nbytes = 0
-        self.until = 0.0
+    key: str
+    task: asyncio.Task[FetchedFile]
+    waiting: int = 0
+    nbytes: int = 0
+    until: float = 0.0
 
     @property
     def file(self) -> FetchedFile | None:
@@ -281,3 +335,234 @@ def _of_item(error: RequestError, where: str, shown: str) -> RequestError:
         code=error.code,
         retry_after_s=error.retry_after_s,
     )
+
+
+# One file, by HTTP.
+
+
+class FetchedFile(msgspec.Struct, frozen=True, kw_only=True):
+    """A file that was fetched.
+
+    Attributes:
+        text: Of base64.
+        keep_s: How long its server lets others have it.
+    """
+
+    text: Bytes
+    nbytes: int
+    keep_s: float = float("inf")
+
+
+class WebFiles:
+    """Fetches files, one call for each; see `MediaFetcher`."""
+
+    def __init__(
+        self, settings: MediaUrls, body: Callable[[], Body], resolve: Resolve | None
+    ) -> None:
+        # Loaded where files are fetched only.
+        import httpx
+
+        self._settings = settings
+        self._body = body
+        self.domains = Domains(settings.allowed_domains)
+        self._policy = AddressPolicy(settings.allowed_networks)
+        self._resolve = resolve or _resolve
+        self._names = ThreadPoolExecutor(LOOKUPS, "epd-names")
+        self._lookups = _Turns(LOOKUPS, LOOKUPS_OF_DOMAIN)
+        self._tls = httpx.create_ssl_context(trust_env=True)
+        self._turns = _Turns(MAX_FETCHES, MAX_FETCHES_OF_HOST)
+
+    def close(self) -> None:
+        """Look up no more; a thread that waits for a name server is left alone."""
+        self._names.shutdown(wait=False, cancel_futures=True)
+
+    async def fetch(self, target: WebTarget) -> FetchedFile:
+        """Fetch a file, which was checked to be allowed, from where redirects lead.
+
+        A turn at a host is given back before the next host's is waited for.
+
+        Raises:
+            RequestError: It cannot be obtained, or there is no memory for it.
+        """
+        seen = {target}
+        left_s = within_s = TIMEOUT_S
+        while True:
+            async with self._turns.at(target.host, within_s):
+                begun = time.monotonic()
+                try:
+                    with anyio.fail_after(left_s), self._body() as held:
+                        answer = await self._ask_twice(target, held)
+                except TimeoutError as error:
+                    problem = f"it did not come within {within_s:g} s"
+                    raise MediaUrlError(problem, status=504, code="media_url_timeout") from error
+            left_s = max(left_s - (time.monotonic() - begun), 0.0)
+            if isinstance(answer, FetchedFile):
+                return answer
+            target = redirected(target, answer)
+            if target in seen:
+                raise MediaUrlError("its redirects go round in a circle")
+            seen.add(target)
+            if len(seen) > MAX_REDIRECTS + 1:
+                raise MediaUrlError(f"more than {MAX_REDIRECTS} redirects are not followed")
+            try:
+                self.domains.check(target)
+            except MediaUrlError as error:
+                raise MediaUrlError(f"it redirects to where nothing is fetched: {error}") from None
+
+    async def _ask_twice(self, target: WebTarget, held: Body) -> FetchedFile | str:
+        """Ask once more where a server fails."""
+        try:
+            return await self._ask(target, held)
+        except _ServerFailedError as error:
+            logger.info("%s: %s: asked for once more", target.shown, error)
+        await asyncio.sleep(AGAIN_AFTER_S)
+        return await self._ask(target, held)
+
+    async def _ask(self, target: WebTarget, held: Body) -> FetchedFile | str:
+        """Return what a server gives, or where it says that it is."""
+        # Of its own: what a server sends beyond its answer must not answer the next request.
+        upstream = Upstream(_HEADERS, addresses=self._addresses, tls=self._tls)
+        try:
+            answer = await upstream.request("GET", target.url, connect_s=CONNECT_S)
+            return await self._taken(answer, held)
+        except UpstreamError as error:
+            if error.kind in (FailureKind.UNREACHABLE, FailureKind.UNAVAILABLE):
+                raise _failed("no connection could be made to its host") from error
+            problem = "its server broke off, or what it answered is no HTTP"
+            raise _ServerFailedError(problem) from error
+        finally:
+            await upstream.close()
+
+    async def _taken(self, answer: InstanceAnswer, held: Body) -> FetchedFile | str:
+        status, headers = answer.status, answer.headers
+        if status in _REDIRECTS:
+            if "location" not in headers:
+                raise _failed(f"its server answered {status} without a place to go to")
+            return headers["location"]
+        if status >= 500:
+            raise _ServerFailedError(f"its server answered {status}")
+        if status != 200:
+            theirs = status >= 400 and status not in _LATER
+            raise _failed(f"its server answered {status}", status=400 if theirs else 502)
+        content = headers.get("content-encoding", "identity").lower()
+        transfer = headers.get("transfer-encoding", "chunked").lower()
+        if content not in ("", "identity") or transfer != "chunked":
+            raise _failed("its server sent it compressed, which it was not asked for")
+        announced = headers.get("content-length", "")
+        if announced and int(announced) > self._settings.max_bytes:
+            raise self._too_large(f"it has {announced} bytes")
+        text, rest, nbytes = bytearray(), b"", 0
+        while piece := await answer.piece():
+            nbytes += len(piece)
+            if nbytes > self._settings.max_bytes:
+                raise self._too_large("it does not end there")
+            if answer.pieces > PIECES_ANYWAY and nbytes < answer.pieces * SMALLEST_PIECES:
+                raise _failed("it comes in too many too small pieces")
+            piece = rest + piece
+            whole = len(piece) - len(piece) % 3
+            rest = piece[whole:]
+            text += binascii.b2a_base64(memoryview(piece)[:whole], newline=False)
+            held.count(len(text))
+        if not nbytes:
+            raise _failed("its server sent nothing", status=400)
+        text += binascii.b2a_base64(rest, newline=False)
+        keep_s = _keep_s(headers.get("cache-control", "").lower())
+        return FetchedFile(text=memoryview(text), nbytes=nbytes, keep_s=keep_s)
+
+    async def _addresses(self, host: str, port: int) -> list[str]:
+        """Return the addresses of a name that are to be tried.
+
+        Raises:
+            MediaUrlError: One of them is not to be connected to, or there is none.
+        """
+        turn = contextlib.AsyncExitStack()
+        domain = ".".join(host.rsplit(".", 2)[-2:])
+        await turn.enter_async_context(self._lookups.at(domain, math.inf))
+        try:
+            found = await asyncio.shield(self._looked_up(turn, host, port))
+        except (OSError, UnicodeError) as error:
+            raise _failed("its host is not known") from error
+        if not found:
+            raise _failed("its host is not known")
+        if not all(map(self._policy.allows, found)):
+            # The same for all addresses: clients learn no address of a network.
+            raise MediaUrlError(
+                "its host has an address that is not public, and of none of "
+                "router.media_urls.allowed_networks"
+            )
+        return found[:MAX_ADDRESSES]
+
+    async def _looked_up(self, turn: contextlib.AsyncExitStack, host: str, port: int) -> list[str]:
+        # The system waits for a name server that does not answer for longer than a fetch does, and
+        # the turn is that of the thread.
+        async with turn:
+            loop = asyncio.get_running_loop()
+            return await loop.run_in_executor(self._names, self._resolve, host, port)
+
+    def _too_large(self, what: str) -> MediaUrlError:
+        return MediaUrlError(
+            f"{what}: at most {self._settings.max_bytes} bytes are fetched; send a smaller one, or "
+            "raise router.media_urls.max_bytes",
+            status=413,
+            code="media_too_large",
+        )
+
+
+class _Turns:
+    """So many at a time, in all and at each host; first come, first served at a host."""
+
+    def __init__(self, most: int, most_of_host: int) -> None:
+        self._all = asyncio.Semaphore(most)
+        self._most_of_host = most_of_host
+        self._hosts: dict[str, tuple[asyncio.Semaphore, int]] = {}
+
+    @contextlib.asynccontextmanager
+    async def at(self, host: str, wait_s: float) -> AsyncIterator[None]:
+        """Hold a turn; that of the host first, so that a slow host takes no turns of others.
+
+        Raises:
+            MediaUrlError: None came in time.
+        """
+        turns, users = self._hosts.get(host) or (asyncio.Semaphore(self._most_of_host), 0)
+        self._hosts[host] = (turns, users + 1)
+        try:
+            async with contextlib.AsyncExitStack() as held:
+                try:
+                    with anyio.fail_after(wait_s):
+                        await held.enter_async_context(turns)
+                        await held.enter_async_context(self._all)
+                except TimeoutError as error:
+                    raise MediaUrlError(
+                        f"others were fetched for {wait_s:g} s; try again later",
+                        status=503,
+                        code="too_many_fetches",
+                        retry_after_s=RETRY_AFTER_S,
+                    ) from error
+                yield
+        finally:
+            turns, users = self._hosts.pop(host)
+            if users > 1:
+                self._hosts[host] = (turns, users - 1)
+
+
+def _resolve(host: str, port: int) -> list[str]:
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    return list(dict.fromkeys(str(address[0]) for *_, address in found))
+
+
+def _keep_s(cache_control: str) -> float:
+    if _NOT_KEPT.search(cache_control):
+        return 0.0
+    age = _MAX_AGE.search(cache_control)
+    return float(age[1]) if age else float("inf")
+
+
+class _ServerFailedError(MediaUrlError):
+    """A server could not give a file, but may a moment later."""
+
+    def __init__(self, problem: str) -> None:
+        super().__init__(problem, status=502, code="media_url_failed")
+
+
+def _failed(problem: str, *, status: int = 502) -> MediaUrlError:
+    return MediaUrlError(problem, status=status, code="media_url_failed")

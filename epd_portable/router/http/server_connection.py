@@ -69,7 +69,6 @@ class Clients:
 
     Attributes:
         tasks: One for each request that is being answered.
-        stopping: No connection takes another request.
         buffer: What is read into it is used before anything else is read, so all have the same.
     """
 

@@ -49,7 +49,6 @@ class _Bound:
 
     Attributes:
         duty: The limit is for each usable instance of this duty; ``None`` for all together.
-        limit: As the file has it.
     """
 
     key: str

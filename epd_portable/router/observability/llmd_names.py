@@ -14,7 +14,6 @@ class _Named(NamedTuple):
     """One metric of the proposal.
 
     Attributes:
-        documentation: What is shown of it.
         label: Of the source, which is looked at; values of its other labels are added up.
         values: Those of the label's values that count, in the proposal's words.
         name: Of the label in the proposal, if it has it.

@@ -32,7 +32,6 @@ class Leg:
     """One try at an instance: to answer or prefill, for the ``with`` statement, or an encode job.
 
     Attributes:
-        stage: What it was asked for.
         ended_at: When it had answered, failed, or was given up.
         end: Empty before; ``done`` or ``failed``; of an encode job ``encoded``, ``cancelled`` or
             the value of a `FailureKind`.
@@ -72,7 +71,6 @@ class ItemRecord:
     """One distinct item of a request.
 
     Attributes:
-        modality: What it is to the model.
         pixels: About how many it has, by its bytes.
         nbytes: Of the body of its encode job; 0 without one.
         end: What became of it in the latest try; empty as long as that is open, which it may be
@@ -100,7 +98,6 @@ class Step:
 
     Attributes:
         phase: Value of a `RequestPhase`: when it failed.
-        failure: Value of a `FailureKind`: why.
     """
 
     at: float
@@ -148,15 +145,12 @@ class RequestRecord:
         began_at: The same.
         client: First digits of the digest of the client's key; empty without keys.
         model: That was asked for; empty for whichever is served.
-        stream: Whether the answer comes in pieces.
         read_at: When all of it was there.
         admitted_at: When it might go on to instances.
         items: Distinct images, videos and audio clips that may be encoded elsewhere.
         legs: Tries at instances that prefill or answer, in order.
-        steps: What went wrong, in order.
         first_at: When the first byte of the answer was sent.
         ended_at: When its last byte was, or when it was clear that it has none.
-        gone: The client gave the request up.
         nbytes_out: Of the answer's body; 0 where Envoy carries it.
         events: In the answer; 0 of one that is no stream of events, or that Envoy carries.
         output_tokens: Generated, as the answer's ``usage`` has it; ``None`` if it does not.

@@ -20,7 +20,7 @@ import pytest
 
 from epd_portable.config.routing import MediaUrls
 from epd_portable.errors import RequestError
-from epd_portable.router.contents import media_urls, web_files
+from epd_portable.router.contents import media_urls
 from epd_portable.router.contents.body import Body, HeldBytes
 from epd_portable.router.contents.media_urls import LinkedItems, MediaFetcher
 from epd_portable.router.observability.metrics import Metrics
@@ -64,7 +64,7 @@ class World:
         return self.names[host]
 
     def fetcher(self, *, timeout_s: float = 5.0, **settings: Any) -> MediaFetcher:
-        self._monkeypatch.setattr(web_files, "TIMEOUT_S", timeout_s)
+        self._monkeypatch.setattr(media_urls, "TIMEOUT_S", timeout_s)
         options = {
             "allowed_domains": [f"*:{self.site.port}"],
             "allowed_networks": ["127.0.0.0/8"],
@@ -506,8 +506,8 @@ async def test_the_file_longest_not_asked_for_makes_room(world: World) -> None:
 async def test_so_many_are_fetched_at_a_time(
     world: World, hosts: list[str], most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(web_files, "MAX_FETCHES", 4)
-    monkeypatch.setattr(web_files, "MAX_FETCHES_OF_HOST", 3)
+    monkeypatch.setattr(media_urls, "MAX_FETCHES", 4)
+    monkeypatch.setattr(media_urls, "MAX_FETCHES_OF_HOST", 3)
 
     async def when_all_turns_are_taken(writer: asyncio.StreamWriter) -> None:
         await world.site.until(lambda: world.site.most_open >= most)
@@ -524,7 +524,7 @@ async def test_so_many_are_fetched_at_a_time(
 async def test_who_waits_too_long_for_a_turn_is_told_to_come_again(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(web_files, "MAX_FETCHES_OF_HOST", 1)
+    monkeypatch.setattr(media_urls, "MAX_FETCHES_OF_HOST", 1)
 
     async def never(writer: asyncio.StreamWriter) -> None:
         await asyncio.sleep(60)
@@ -564,14 +564,14 @@ async def test_names_that_are_looked_up_for_long_hold_no_other_name_up(world: Wo
     fetcher = world.fetcher(timeout_s=30.0)
     waiting = [asyncio.create_task(get(fetcher, world.url(host=name))) for name in slow]
     try:
-        await world.site.until(lambda: len(world.looked_up) == web_files.LOOKUPS_OF_DOMAIN)
+        await world.site.until(lambda: len(world.looked_up) == media_urls.LOOKUPS_OF_DOMAIN)
         assert await get(fetcher, world.url()) == [PNG]
         # Who gives up leaves the thread where it is: nobody else of the domain has it yet.
         for task in waiting[:8]:
             task.cancel()
         await asyncio.gather(*waiting[:8], return_exceptions=True)
         assert await get(fetcher, world.url("/b.png")) == [PNG]
-        assert sum(name in slow for name in world.looked_up) == web_files.LOOKUPS_OF_DOMAIN
+        assert sum(name in slow for name in world.looked_up) == media_urls.LOOKUPS_OF_DOMAIN
     finally:
         answered.set()
     assert await asyncio.gather(*waiting[8:]) == [[PNG]] * 4
