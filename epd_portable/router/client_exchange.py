@@ -99,8 +99,8 @@ async def read_body(request: IncomingRequest, held: Body) -> Data:
     if announced == "0" or (not announced and "transfer-encoding" not in request.headers):
         return b""
     try:
-        if announced.isdecimal():
-            held.check(int(announced))
+        if announced.isdecimal() and int(announced) > held.max_bytes:
+            raise held.too_large(int(announced))
         return await request.body(held.count)
     except RequestError:
         if request.headers.get("expect", "").lower() != "100-continue":

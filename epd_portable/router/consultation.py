@@ -24,7 +24,7 @@ from epd_portable.delivery.replies import Reply, error_reply
 from epd_portable.errors import RequestError
 from epd_portable.media.addresses import Network
 from epd_portable.router import envoy, ext_proc
-from epd_portable.router.client_exchange import ClientExchange, ClientGoneError
+from epd_portable.router.client_exchange import ClientExchange, ClientGoneError, IncomingRequest
 from epd_portable.router.contents.body import Call
 from epd_portable.router.contents.cut_text import Segments
 from epd_portable.router.encode_jobs import Attempt
@@ -34,7 +34,7 @@ from epd_portable.router.ext_proc import (
     header_mutation,
     metadata_value,
 )
-from epd_portable.router.relay import ANSWER_HEADERS, silent
+from epd_portable.router.relay import ANSWER_HEADERS, Forwarder, silent
 from epd_portable.router.selector import Selection
 from epd_portable.router.server import Router
 from epd_portable.wire.outcomes import FailureKind, Fallback
@@ -111,7 +111,7 @@ class Picker:
         return any(address in network for network in self.networks)
 
 
-class Consultation:
+class Consultation(IncomingRequest, Forwarder):
     """One client's request, from its headers to the end of its answer.
 
     Args:
@@ -119,13 +119,7 @@ class Consultation:
 
     Attributes:
         again: Envoy's stream about a second try.
-        method: See `IncomingRequest`, as the next ones.
     """
-
-    method: str
-    path: str
-    query: str
-    headers: dict[str, str]
 
     def __init__(
         self, picker: Picker, context: grpc.aio.ServicerContext[Any, Any], port: int

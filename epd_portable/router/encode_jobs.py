@@ -130,6 +130,10 @@ class EncodeJobs:
     retries: RetryBudget
     store: StoreLookup | None
     times: EncodeTimes = field(default_factory=EncodeTimes, init=False)
+    _job_s: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._job_s = self.settings.encode_job_s
 
     async def deliver(self, delivery: Delivery, attempt: Attempt) -> None:
         """Have one item encoded; return when nothing is left to do for it.
@@ -242,8 +246,7 @@ class EncodeJobs:
             "x-request-id": f"{request_id}-item{delivery.index}",
         }
         started_s = time.monotonic()
-        longest_s = self.settings.encode_job_s
-        limit_s = min(longest_s, deadline_s - started_s)
+        limit_s = min(self._job_s, deadline_s - started_s)
         try:
             with (
                 while_up(encoder.working(item.item_uuid)),
@@ -261,7 +264,7 @@ class EncodeJobs:
             return EncodeFailure(kind=FailureKind.LOST, reason=str(error))
         except UpstreamError as error:
             is_late = error.kind is FailureKind.TIMEOUT
-            if not is_late or limit_s >= longest_s:
+            if not is_late or limit_s >= self._job_s:
                 # One that had less than its time is not to blame.
                 encoder.failed(error.kind)
             late = f"no answer within {time.monotonic() - started_s:.1f} s"

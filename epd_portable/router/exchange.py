@@ -108,10 +108,8 @@ class Exchange:
         """Modalities that encoders cannot describe, with this model."""
         self._without_kv: set[str] = set()
         """Endpoints at which engines say nothing of KV."""
-        elastic = settings.local_encode and settings.media == "concurrent"
-        self._elastic_threshold = (
-            settings.elastic_threshold if elastic and settings.elastic_encode else None
-        )
+        pd_encodes = settings.local_encode and settings.media == "concurrent"
+        self._elastic = pd_encodes and settings.elastic_encode
 
     async def close(self) -> None:
         """Cancel encode jobs that outlived their requests."""
@@ -250,7 +248,7 @@ class Exchange:
             times,
             stored=stored,
             left_here={item.item_uuid for item in others} - to_encode,
-            elastic_threshold=self._elastic_threshold if by_size and own is None else None,
+            elastic=self._elastic and by_size and own is None,
             any_encoders=bool(self._instances.of_duty("encode")),
             own=own,
         ):

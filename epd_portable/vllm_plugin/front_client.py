@@ -34,7 +34,6 @@ from vllm.v1.engine.core_client import AsyncMPClient
 from epd_portable.config.roles import ENCODES
 from epd_portable.config.secret import Secret
 from epd_portable.delivery.assignment import (
-    BUSY_THRESHOLD,
     Assignment,
     EncodeFailure,
     EncodeTimes,
@@ -454,7 +453,7 @@ class SplitClient(AsyncMPClient):
             self._times,
             left_here=one.here,
             held=engine.holds,
-            elastic_threshold=BUSY_THRESHOLD if elastic else None,
+            elastic=elastic,
             own=own,
         )
         if not one.sent.is_set():

@@ -7,11 +7,13 @@ from collections.abc import Iterable, Mapping
 from importlib import metadata
 from typing import Any
 
-from pydantic import ConfigDict
+import msgspec
+from pydantic import ConfigDict, ValidationError
 
+from epd_portable.config.problems import in_one_line
 from epd_portable.errors import ConfigError
 from epd_portable.router.choice import deciders, filters, prefix, profile, scorers
-from epd_portable.router.choice.parameters import Parameters, read_parameters
+from epd_portable.router.choice.parameters import WITHOUT_EFFECT, Parameters
 from epd_portable.router.choice.selection_types import Decider, Filter, ScorePicker, Scorer
 
 GROUP = "epd_portable.choice_plugins"
@@ -88,7 +90,7 @@ def make_plugin(kind: str, name: str, given: Mapping[str, Any]) -> object:
         ConfigError: The type is not known, its package does not load, or its parameters are wrong.
     """
     if kind in BUILT_IN:
-        return read_parameters(BUILT_IN[kind], name, given)
+        return _built_in(BUILT_IN[kind], name, given)
     check_types([kind])
     point = _users_types()[kind]
     whose = f"plug-in {name!r} of type {kind!r} ({point.value})"
@@ -105,3 +107,15 @@ def make_plugin(kind: str, name: str, given: Mapping[str, Any]) -> object:
             "disaggregate"
         )
     return made
+
+
+def _built_in(kind: type[Parameters], name: str, given: Mapping[str, Any]) -> Parameters:
+    ignored = WITHOUT_EFFECT.difference(kind.model_fields)
+    taken = {key: value for key, value in given.items() if key not in ignored}
+    try:
+        # As JSON, in which a tuple is a list.
+        return kind.model_validate_json(msgspec.json.encode(taken))
+    except ValidationError as error:
+        known = ", ".join(kind.model_fields) or "none"
+        problem = in_one_line(error, whole="parameters")
+        raise ConfigError(f"plug-in {name!r}: {problem}; its parameters: {known}") from error

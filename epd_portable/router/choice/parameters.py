@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Annotated, Any, TypeVar
+from collections.abc import Iterable
+from typing import Annotated
 
-import msgspec
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
-
-from epd_portable.config.problems import in_one_line
-from epd_portable.errors import ConfigError
+from pydantic import BaseModel, ConfigDict, Field
 
 Count = Annotated[int, Field(ge=1)]
 CountOrZero = Annotated[int, Field(ge=0)]
@@ -36,23 +32,3 @@ class Parameters(BaseModel):
     def ignored(self, given: Iterable[str]) -> list[str]:
         """Return which of the parameters that it was made with have no effect."""
         return sorted(set(given).difference(type(self).model_fields))
-
-
-P = TypeVar("P", bound=Parameters)
-
-
-def read_parameters(kind: type[P], name: str, given: Mapping[str, Any]) -> P:
-    """Make a plug-in of a built-in type.
-
-    Raises:
-        ConfigError: Names each wrong parameter, and those that there are.
-    """
-    ignored = WITHOUT_EFFECT.difference(kind.model_fields)
-    taken = {key: value for key, value in given.items() if key not in ignored}
-    try:
-        # As JSON, in which a tuple is a list.
-        return kind.model_validate_json(msgspec.json.encode(taken))
-    except ValidationError as error:
-        known = ", ".join(kind.model_fields) or "none"
-        problem = in_one_line(error, whole="parameters")
-        raise ConfigError(f"plug-in {name!r}: {problem}; its parameters: {known}") from error

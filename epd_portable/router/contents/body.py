@@ -121,7 +121,8 @@ class Body:
         Raises:
             RequestError: 413 or 503; it is too large, or all are together.
         """
-        self.check(nbytes)
+        if nbytes > self.max_bytes:
+            raise self.too_large(nbytes)
         if nbytes <= SMALL_BYTES:
             return
         more = nbytes - self.counted
@@ -137,19 +138,14 @@ class Body:
         held.count += more
         self.counted = nbytes
 
-    def check(self, nbytes: int) -> None:
-        """Refuse a body that is larger than one may be.
-
-        Raises:
-            RequestError: 413.
-        """
-        if nbytes > self.max_bytes:
-            raise RequestError(
-                f"request body of at least {nbytes} bytes: at most {self.max_bytes} bytes "
-                f"are accepted; {self.remedy}",
-                status=413,
-                code="body_too_large",
-            )
+    def too_large(self, nbytes: int) -> RequestError:
+        """Return the error for a body that is larger than one may be."""
+        return RequestError(
+            f"request body of at least {nbytes} bytes: at most {self.max_bytes} bytes "
+            f"are accepted; {self.remedy}",
+            status=413,
+            code="body_too_large",
+        )
 
 
 class Rules(msgspec.Struct, frozen=True, kw_only=True):
