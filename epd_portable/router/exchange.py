@@ -389,7 +389,10 @@ class Exchange:
                 except BaseException:
                     self._give_up(attempt, tasks)
                     raise
-                self._end_soon(tasks)
+                if waiting := [task for task in tasks if not task.done()]:
+                    # Of encoders that do not answer soon, though nothing waits for them.
+                    loop = asyncio.get_running_loop()
+                    loop.call_later(JOB_GRACE_S, lambda: [task.cancel() for task in waiting])
         except WentDownError as error:
             message = f"instance {pd.name} {error}"
             raise RequestFailure(FailureKind.LOST, phase_of(out), message) from error
@@ -403,12 +406,6 @@ class Exchange:
             task.add_done_callback(_log_failure)
             tasks.append(task)
         return tasks
-
-    def _end_soon(self, tasks: Iterable[asyncio.Task[None]]) -> None:
-        """Cancel encode jobs whose encoders do not answer soon, though nothing waits for them."""
-        if waiting := [task for task in tasks if not task.done()]:
-            loop = asyncio.get_running_loop()
-            loop.call_later(JOB_GRACE_S, lambda: [task.cancel() for task in waiting])
 
     def _give_up(self, attempt: Attempt, tasks: Iterable[asyncio.Task[None]]) -> None:
         """End the calls to encoders, and tell the PD instance that its items are not wanted."""

@@ -137,10 +137,8 @@ async def serve(settings: RouterSettings, options: argparse.Namespace, stop: Sto
         else:
             server.add_insecure_port(f"unix:{folder}/picker.sock")
         router = Router(settings)
-        duties: set[Duty] = {"answer"}
-        if settings.hop_keys_file:
-            # Hops that answer elsewhere have prompts computed here.
-            duties.add("prefill")
+        # Hops that answer elsewhere have prompts computed here.
+        duties: set[Duty] = {"answer", "prefill"} if settings.hop_keys_file else {"answer"}
         endpoints = envoy.Endpoints(folder / "endpoints.json", router.instances, duties)
         networks = [ipaddress.ip_network(each) for each in settings.gateway_networks]
         picker = Picker(router, endpoints, networks)

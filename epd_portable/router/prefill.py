@@ -13,12 +13,7 @@ from typing import Literal
 
 import msgspec
 
-from epd_portable.delivery.fallbacks import (
-    MAX_PREFILLS,
-    RequestFailure,
-    RequestPhase,
-    RequestTries,
-)
+from epd_portable.delivery.fallbacks import MAX_PREFILLS, RequestFailure, RequestPhase, RequestTries
 from epd_portable.delivery.instances import Instance
 from epd_portable.delivery.replies import Reply
 from epd_portable.router.contents.body import (
@@ -54,7 +49,6 @@ _ONE_TOKEN: Mapping[str, Mapping[str, object]] = {
 generates one token, which is not fetched later. At the last two only later versions of vLLM tell of
 KV (0.32 does)."""
 _LATER = frozenset({RESPONSES_PATH, MESSAGES_PATH})
-_ONE = (b"1", b"null")
 _OTHER_ANSWERS = (
     *("prompt_logprobs", "echo", "use_beam_search", "prompt_embeds"),
     *("previous_response_id", "conversation", "background"),
@@ -99,7 +93,7 @@ def _given_kv(call: Call) -> _KvParams:
 def suits(call: Call) -> bool:
     """Return whether one prefill instance can compute all of a call's prompt."""
     fields = call.fields
-    if call.path not in _ONE_TOKEN or bytes(fields.get("n", b"1")) not in _ONE:  # type: ignore[call-overload]
+    if call.path not in _ONE_TOKEN or bytes(fields.get("n", b"1")) not in (b"1", b"null"):  # type: ignore[call-overload]
         return False
     if any(_is_given(fields.get(name)) for name in _OTHER_ANSWERS):
         return False

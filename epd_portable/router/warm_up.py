@@ -26,11 +26,7 @@ import msgspec
 from epd_portable.config.roles import ENCODES, SENDS_KV, TAKES_ITEMS, TAKES_KV
 from epd_portable.config.secret import Secret
 from epd_portable.connector.stores.lookup import StoreLookup
-from epd_portable.delivery.assignment import (
-    EncodeFailure,
-    expected_transfer,
-    new_transfer,
-)
+from epd_portable.delivery.assignment import EncodeFailure, expected_transfer, new_transfer
 from epd_portable.delivery.instances import EndpointPool, Instance, WentDownError, while_up
 from epd_portable.log import trace
 from epd_portable.router.contents.body import CHAT_PATH, Call, Rules, read_call
@@ -41,12 +37,7 @@ from epd_portable.router.http.upstream import Upstream, UpstreamError
 from epd_portable.router.prefill import for_prefill, read_kv, with_kv
 from epd_portable.router.settings import RouterSettings
 from epd_portable.wire.outcomes import FailureKind
-from epd_portable.wire.params import (
-    EncodeTransfer,
-    ItemOutcome,
-    PrefillOutcome,
-    PrefillParams,
-)
+from epd_portable.wire.params import EncodeTransfer, ItemOutcome, PrefillOutcome, PrefillParams
 
 logger = logging.getLogger(__name__)
 

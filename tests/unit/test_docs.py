@@ -28,6 +28,7 @@ from epd_portable.config.load import OVERLAYS, PLATFORMS, parse_topology
 from epd_portable.config.quantities import UNITS
 from epd_portable.config.schema import Topology
 from epd_portable.config.store import StoreSection
+from epd_portable.delivery.instances import EndpointPool
 from epd_portable.launch.notices import Event
 from epd_portable.router.observability.metrics import Metrics
 from tests.unit.instruments import of_admission, of_an_instance
@@ -419,7 +420,7 @@ def test_every_metric_of_an_instance_is_documented_with_its_type_label_and_meani
 
 
 def test_every_metric_of_the_router_is_documented() -> None:
-    page = Metrics().exposition().decode()
+    page = Metrics(EndpointPool()).exposition().decode()
     families = set(re.findall(r"^# TYPE (epd_router_\w+) ", page, re.MULTILINE))
     rows = re.findall(r"^\| `(epd_router_\w+)` \|", read(METRICS), re.MULTILINE)
     assert set(rows) == {name for name in families if not name.endswith("_created")}

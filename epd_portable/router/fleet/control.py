@@ -1,4 +1,4 @@
-"""The router's end of the control channels of the prefill+decode instances."""
+"""The router's end of the control channels of the prefill+decode instances; loads of all."""
 
 from __future__ import annotations
 
@@ -7,17 +7,25 @@ import contextlib
 import logging
 import uuid
 from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass, field
+from urllib.parse import urlencode
 
 import anyio
+import msgspec
 import zmq
 import zmq.asyncio
 
 from epd_portable.connector.curve import CurveKeys, secure_client
 from epd_portable.connector.sessions import new_session
-from epd_portable.delivery.instances import MAX_INSTANCES
+from epd_portable.delivery.instances import MAX_INSTANCES, Instance
 from epd_portable.errors import ConfigError, EPDError
+from epd_portable.router.http.upstream import Upstream, UpstreamError
 from epd_portable.wire import codec
 from epd_portable.wire.messages import (
+    LOAD_EVERY_S,
+    LOAD_HEARTBEAT_S,
+    LOAD_LEASE_S,
+    LOAD_PATH,
     AnyMessage,
     EncodeFailed,
     LoadReport,
@@ -30,11 +38,17 @@ from epd_portable.wire.messages import (
 logger = logging.getLogger(__name__)
 
 HEARTBEAT_MS = 5000
+WANT_LOAD_EVERY_S = LOAD_LEASE_S / 5
+"""PD instances are asked for reports so often; a message may be lost."""
+LOAD_PAUSE_S = 5.0
+"""After an encode instance has not reported."""
+LOAD_TIMEOUT_S = LOAD_HEARTBEAT_S + 2.0
 
 DECISIVE = frozenset({NackCode.TOO_LARGE, NackCode.UNAVAILABLE})
 """Refusals that end a request; the others are of one encoder, and the instance awaits another."""
 
 
+@dataclass(slots=True)
 class Inbox:
     """What was refused of one request's transfers.
 
@@ -42,10 +56,9 @@ class Inbox:
         nacks: Refusals that end the request.
     """
 
-    def __init__(self) -> None:
-        self.nacks: list[Nack] = []
-        self._arrived = asyncio.Event()
-        self._encoders: dict[str, asyncio.Queue[Nack]] = {}
+    nacks: list[Nack] = field(default_factory=list)
+    _arrived: asyncio.Event = field(default_factory=asyncio.Event)
+    _encoders: dict[str, asyncio.Queue[Nack]] = field(default_factory=dict)
 
     def put(self, nack: Nack) -> None:
         """Add a refusal."""
@@ -134,10 +147,7 @@ class ControlChannels:
         self._tell(instance, EncodeFailed(transfer_id=transfer_id, reason=reason))
 
     def not_wanted(self, instance: str, transfer_ids: Iterable[str]) -> None:
-        """Tell an instance that some transfers are not wanted any more; never waits.
-
-        If the instance cannot be reached, this is logged: its own deadlines decide then.
-        """
+        """Tell an instance that some transfers are not wanted any more; see `encode_failed`."""
         for transfer_id in transfer_ids:
             self._tell(instance, NotWanted(transfer_id=transfer_id))
 
@@ -194,3 +204,39 @@ class ControlChannels:
             inbox = self._inboxes.get(message.transfer_id)
             if inbox is not None:
                 inbox.put(message)
+
+
+async def follow_load(instance: Instance, control: ControlChannels, upstream: Upstream) -> None:
+    """Have an instance report its load, until this is cancelled.
+
+    PD instances report by their control channels as long as this router asks them to. Encode
+    instances have none: each is polled by HTTP, and answers when its load has changed.
+    """
+    if not instance.control:
+        await _follow_by_http(instance, upstream)
+    while True:
+        await instance.wait_up()
+        control.want_load(instance.name)
+        await asyncio.sleep(WANT_LOAD_EVERY_S)
+
+
+async def _follow_by_http(instance: Instance, upstream: Upstream) -> None:
+    """Ask an encode instance again and again; each answer comes when there is news."""
+    known: dict[str, int] = {}
+    while True:
+        await instance.wait_up()
+        load = None
+        with contextlib.suppress(UpstreamError, msgspec.MsgspecError):
+            # Its health is for probes.
+            url = f"{instance.url}{LOAD_PATH}?{urlencode(known)}"
+            status, _, body = await upstream.ask("GET", url, timeout_s=LOAD_TIMEOUT_S)
+            if status == 200:
+                load = msgspec.json.decode(body, type=LoadReport)
+        if load is None:
+            # What comes back may be another process, which reports.
+            with anyio.move_on_after(LOAD_PAUSE_S):
+                await instance.wait_down()
+            continue
+        instance.take_report(load)
+        known = {"items": load.items or 0, "pixels": load.pixels or 0}
+        await asyncio.sleep(LOAD_EVERY_S)

@@ -23,8 +23,7 @@ from epd_portable.delivery.replies import Reply, json_reply
 from epd_portable.errors import ConfigError, RequestError
 from epd_portable.log import say_failure
 from epd_portable.media.addresses import Address, Network
-from epd_portable.router.fleet.control import ControlChannels
-from epd_portable.router.fleet.engine_loads import follow_load
+from epd_portable.router.fleet.control import ControlChannels, follow_load
 from epd_portable.router.fleet.health_probes import HealthProbes
 from epd_portable.router.http.upstream import Upstream
 from epd_portable.router.observability.metrics import Metrics
@@ -84,9 +83,7 @@ class Registration:
         self._networks = _networks(settings.instance_networks)
         self._check = SignatureCheck(secret)
         self._name = uuid.uuid4().hex
-        self._changing: weakref.WeakValueDictionary[str, asyncio.Lock] = (
-            weakref.WeakValueDictionary()
-        )
+        self._changing = weakref.WeakValueDictionary[str, asyncio.Lock]()
         self._tasks: dict[Instance, dict[str, asyncio.Task[None]]] = {}
 
     async def open(self) -> None:

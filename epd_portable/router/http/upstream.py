@@ -39,8 +39,6 @@ MAX_WAITING_BYTES = 512 * 1024
 _NEVER = math.inf
 _SWEEP_EVERY_S = 1.0
 _SAY_EVERY_S = 10.0
-_REPEATABLE = frozenset({"GET"})
-"""Methods of requests that may be sent again when nothing of an answer has come."""
 _NO_BODY = frozenset({204, 304})
 _USED_UP = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL})
 """Errors of a connection that say nothing of its other end: this process, or this machine, has no
@@ -152,7 +150,7 @@ class Upstream:
                 return await idle.ask(head, segments, silent_s, due_at)
             except UpstreamError as error:
                 stale = error.kind is FailureKind.LOST and not idle.heard
-                if not stale or method not in _REPEATABLE:
+                if not stale or method != "GET":
                     raise
         connection = await self._connect(origin, connect_s, due_at)
         return await connection.ask(head, segments, silent_s, due_at)

@@ -13,13 +13,7 @@ from epd_portable.connector.stores.metrics import StoreMetrics
 from epd_portable.delivery.instances import EndpointPool
 from epd_portable.delivery.metrics import InstanceCollector, stats_of
 from epd_portable.router.observability.llmd_names import LlmdNames
-from epd_portable.router.observability.record import (
-    ItemRecord,
-    Leg,
-    Listener,
-    RequestRecord,
-    Step,
-)
+from epd_portable.router.observability.record import ItemRecord, Leg, Listener, RequestRecord, Step
 from epd_portable.wire.params import PrefillOutcome
 
 _TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
@@ -34,19 +28,12 @@ class Metrics(Listener):
     clients.
 
     Args:
-        instances: Those that there are; none by default.
         llmd_names: Show some of it a second time, under names of llm-d's proposal.
     """
 
-    def __init__(
-        self,
-        instances: EndpointPool | None = None,
-        *,
-        llmd_names: bool = False,
-    ) -> None:
+    def __init__(self, instances: EndpointPool, *, llmd_names: bool = False) -> None:
         registry = CollectorRegistry()
-        pool = EndpointPool() if instances is None else instances
-        registry.register(InstanceCollector(lambda: stats_of(pool), "epd_router"))
+        registry.register(InstanceCollector(lambda: stats_of(instances), "epd_router"))
         self._shown: Collector = LlmdNames(registry) if llmd_names else registry
         counter = functools.partial(Counter, registry=registry)
         gauge = functools.partial(Gauge, registry=registry)

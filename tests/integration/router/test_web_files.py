@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 from epd_portable.config.routing import MediaUrls
+from epd_portable.delivery.instances import EndpointPool
 from epd_portable.errors import RequestError
 from epd_portable.router.contents import media_urls
 from epd_portable.router.contents.body import Body, HeldBytes
@@ -54,7 +55,7 @@ class World:
         self.names: dict[str, list[str]] = {HOST: ["127.0.0.1"], **INSIDE}
         self.looked_up: list[str] = []
         self.held = HeldBytes(128 << 20)
-        self.metrics = Metrics()
+        self.metrics = Metrics(EndpointPool())
         self.fetchers: list[MediaFetcher] = []
 
     def resolve(self, host: str, port: int) -> list[str]:

@@ -28,7 +28,7 @@ class Door:
         self.keeper = AdmissionControl(
             AdmissionSection.model_validate(limits),
             self.fleet,
-            Metrics(),
+            Metrics(EndpointPool()),
             clock=lambda: self.now_s,
         )
 
