@@ -74,7 +74,7 @@ def assign_items(
     stored: Mapping[str, StoredItem] | None = None,
     left_here: Collection[str] = (),
     held: Collection[str] = (),
-    elastic: bool = False,
+    elastic_threshold: float | None = None,
     any_encoders: bool = True,
     own: Instance | None = None,
 ) -> list[Assignment[ItemT]]:
@@ -86,7 +86,7 @@ def assign_items(
         stored: What the store has, by ``item_uuid``.
         left_here: ``item_uuid`` of those that the PD instance shall encode.
         held: ``item_uuid`` of others, that it has in its encoder cache.
-        elastic: Whether the PD instance may encode some by choice, see `count_local_first`.
+        elastic_threshold: See `count_local_first`; ``None`` for no elastic encoding.
         any_encoders: Whether there are encode instances, usable or not.
         own: The PD instance, where that is an encoder as others are; see `or_own`.
     """
@@ -96,13 +96,13 @@ def assign_items(
     chosen = [encoder for encoder in encoders.values() if encoder is not None]
     here: Collection[str] = ()
     reason: Reason | None = None
-    if elastic and len(chosen) == len(asked):
+    if elastic_threshold is not None and len(chosen) == len(asked):
         times_s = [times.of(item) for item in asked]
         if any(encoder.parked for encoder in chosen):
             # Those whose time is not known yet are encoded there, and known then.
             here, reason = [n for n, t in zip(encoders, times_s, strict=True) if t], "parked"
         else:
-            count, reason = count_local_first(times_s, chosen, pd, threshold=BUSY_THRESHOLD)
+            count, reason = count_local_first(times_s, chosen, pd, threshold=elastic_threshold)
             here = [*encoders][:count]
     found = []
     for item in items:

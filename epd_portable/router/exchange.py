@@ -17,6 +17,7 @@ from epd_portable.config.roles import ENCODES, TAKES_ITEMS, TAKES_KV
 from epd_portable.config.secret import Secret
 from epd_portable.connector.stores.lookup import StoredItem, StoreLookup
 from epd_portable.delivery.assignment import (
+    BUSY_THRESHOLD,
     EncodeFailure,
     assign_items,
     expected_transfer,
@@ -236,6 +237,7 @@ class Exchange:
         loop = asyncio.get_running_loop()
         selection, own = state.selection, pd if pd.role in ENCODES else None
         by_size = selection.is_elastic
+        elastic = self._elastic and by_size and own is None
         if not record.legs:
             for item in others:
                 self._instances.work.item_came(item, times.of(item))
@@ -248,7 +250,7 @@ class Exchange:
             times,
             stored=stored,
             left_here={item.item_uuid for item in others} - to_encode,
-            elastic=self._elastic and by_size and own is None,
+            elastic_threshold=BUSY_THRESHOLD if elastic else None,
             any_encoders=bool(self._instances.of_duty("encode")),
             own=own,
         ):

@@ -34,6 +34,7 @@ from vllm.v1.engine.core_client import AsyncMPClient
 from epd_portable.config.roles import ENCODES
 from epd_portable.config.secret import Secret
 from epd_portable.delivery.assignment import (
+    BUSY_THRESHOLD,
     Assignment,
     EncodeFailure,
     EncodeTimes,
@@ -453,7 +454,7 @@ class SplitClient(AsyncMPClient):
             self._times,
             left_here=one.here,
             held=engine.holds,
-            elastic=elastic,
+            elastic_threshold=BUSY_THRESHOLD if elastic else None,
             own=own,
         )
         if not one.sent.is_set():

@@ -17,6 +17,8 @@ from epd_portable.wire.messages import LoadReport
 
 Stage = Literal["encode", "prefill", "decode"]
 
+ROLE_LABEL = roles.ROLE_LABEL
+
 EXPLAIN_HEADER = "x-epd-explain"
 """A client's ``x-epd-explain: 1`` is answered under the same name."""
 MAX_EXPLANATION_BYTES = 6000
@@ -124,7 +126,7 @@ Candidates: TypeAlias = Sequence[Candidate]
 def label(candidate: Candidate, key: str) -> str | None:
     """Return a label's value; an instance's role is one if no label says otherwise."""
     value = candidate.labels.get(key)
-    return candidate.role if value is None and key == roles.ROLE_LABEL else value
+    return candidate.role if value is None and key == ROLE_LABEL else value
 
 
 @functools.lru_cache(maxsize=1024)

@@ -104,7 +104,7 @@ def test_the_first_items_are_encoded_here_only_where_that_is_wanted() -> None:
     scene, items = Scene(encoders=1), pictures(*"abcd", pixels=1000)
     scene.times.observe(items[0], 0.25)
     assert {each.by for each in scene.assign(items)} == {"encoder"}
-    found = scene.assign(items, elastic=True)
+    found = scene.assign(items, elastic_threshold=4.0)
     assert [(each.by, each.elastic) for each in found[:1]] == [("local_first", "idle")]
     assert found[-1].by == "encoder" and found[-1].elastic is None
 
@@ -118,7 +118,7 @@ def test_items_of_known_sizes_are_encoded_here_while_every_encoder_is_parked() -
     parked.park(True)
     assert {each.encoder.name for each in scene.assign([known, other]) if each.encoder} == {"e1"}
     scene.pool.remove("e1")
-    found = scene.assign([known, other], elastic=True)
+    found = scene.assign([known, other], elastic_threshold=4.0)
     assert [(each.by, each.elastic) for each in found[:1]] == [("local_first", "parked")]
     assert found[1].encoder is parked
     # Where that is not wanted it still encodes.
