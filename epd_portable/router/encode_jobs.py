@@ -209,7 +209,7 @@ class EncodeJobs:
                 tries.failure.reason,
             )
             # An encoder itself, which has the media, begins before another one has room.
-            here = pause_s > 0 and attempt.pd.role in ENCODES and not delivery.metadata_only
+            here = pause_s > 0 and attempt.pd.role in ENCODES and delivery.metadata is None
             if pause_s and not here:
                 with anyio.move_on_after(pause_s):
                     await attempt.over.wait()

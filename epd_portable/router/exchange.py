@@ -17,7 +17,6 @@ from epd_portable.config.roles import ENCODES, TAKES_ITEMS, TAKES_KV
 from epd_portable.config.secret import Secret
 from epd_portable.connector.stores.lookup import StoredItem, StoreLookup
 from epd_portable.delivery.assignment import (
-    BUSY_THRESHOLD,
     EncodeFailure,
     assign_items,
     expected_transfer,
@@ -109,8 +108,10 @@ class Exchange:
         """Modalities that encoders cannot describe, with this model."""
         self._without_kv: set[str] = set()
         """Endpoints at which engines say nothing of KV."""
-        pd_encodes = settings.local_encode and settings.media == "concurrent"
-        self._elastic = pd_encodes and settings.elastic_encode
+        elastic = settings.local_encode and settings.media == "concurrent"
+        self._elastic_threshold = (
+            settings.elastic_threshold if elastic and settings.elastic_encode else None
+        )
 
     async def close(self) -> None:
         """Cancel encode jobs that outlived their requests."""
@@ -237,7 +238,6 @@ class Exchange:
         loop = asyncio.get_running_loop()
         selection, own = state.selection, pd if pd.role in ENCODES else None
         by_size = selection.is_elastic
-        elastic = self._elastic and by_size and own is None
         if not record.legs:
             for item in others:
                 self._instances.work.item_came(item, times.of(item))
@@ -250,7 +250,7 @@ class Exchange:
             times,
             stored=stored,
             left_here={item.item_uuid for item in others} - to_encode,
-            elastic_threshold=BUSY_THRESHOLD if elastic else None,
+            elastic_threshold=self._elastic_threshold if by_size and own is None else None,
             any_encoders=bool(self._instances.of_duty("encode")),
             own=own,
         ):

@@ -15,6 +15,7 @@ from epd_portable.config.roles import DUTIES, Duty, role_named
 from epd_portable.config.roles import Role as Role
 from epd_portable.config.routing import MAX_ENCODERS, RouterSection
 from epd_portable.config.store import StoreSection
+from epd_portable.delivery.assignment import BUSY_THRESHOLD
 from epd_portable.delivery.replies import BODY_TIMEOUT_S
 from epd_portable.errors import ConfigError
 from epd_portable.router.choice.policy import Policy
@@ -90,6 +91,8 @@ class RouterSettings(RouterSection):
         send_timeout_s: A client that takes nothing of its answer for this long is given up.
         encode_timeout_s: Longest time of one encode job before another encoder is tried, if less
             than what lets all tries end within ``wait_timeout_s``.
+        elastic_threshold: While a PD instance computes for other requests, encode instances must
+            need so many times longer until it encodes by itself.
         forget_after_s: An instance that joined and is not healthy for this long is forgotten.
         nack_grace_s: After a failed PD request, how long its reason is waited for on the control
             channel.
@@ -110,6 +113,7 @@ class RouterSettings(RouterSection):
     body_timeout_s: float = Field(default=BODY_TIMEOUT_S, gt=0)
     send_timeout_s: float = Field(default=60.0, gt=0)
     encode_timeout_s: float | None = Field(default=None, gt=0)
+    elastic_threshold: float = Field(default=BUSY_THRESHOLD, ge=1)
     forget_after_s: float = Field(default=600.0, gt=0)
     connect_timeout_s: float = Field(default=2.0, gt=0)
     nack_grace_s: float = Field(default=1.0, ge=0)

@@ -111,7 +111,7 @@ class Simulation:
     """One deployment and the requests that it gets; call `run` once.
 
     Args:
-        elastic_threshold: See `count_local_first`; ``None``: prefill+decode instances
+        elastic_threshold: `RouterSettings.elastic_threshold`; ``None``: prefill+decode instances
             encode nothing.
     """
 
