@@ -225,7 +225,9 @@ def records() -> dict[str, tuple[str, RunRecord | None] | None]:
     for name, answer in asked.items():
         try:
             found[name] = ray.get(answer) if answer in answered else None
-        except RayActorError:
+        except RayTaskError:
+            raise
+        except RayError:  # Its node is lost, which has several names while Ray finds out.
             found[name] = None
     return found
 

@@ -196,6 +196,7 @@ def test_a_topology_on_a_cluster_outlives_a_node_and_a_kill(cluster: Any, tmp_pa
 
     def launchers() -> dict[str, Any]:
         status = launch("epd-launch status --cluster auto --json")
+        assert status.stdout, status.stderr
         return json.loads(status.stdout)["launchers"]
 
     def both_serve() -> dict[str, Any]:
