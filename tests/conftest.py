@@ -65,7 +65,10 @@ REQUIREMENTS: dict[str, Callable[[], str | None]] = {
     "needs_mooncake": lambda: registry._missing(registry.entry("mooncake")) or None,
     "needs_npu": lambda: _no_device("npu", "torch_npu"),
     "needs_nixl": lambda: _no_module("nixl"),
-    "needs_podman": lambda: _no_program("podman", "runc", package="podman and runc"),
+    "needs_podman": lambda: _no_program(
+        *("podman", "runc", "catatonit"),
+        package="podman runc catatonit containernetworking-plugins",
+    ),
     "needs_prometheus": lambda: _no_program("prometheus", "promtool", package="prometheus"),
     "needs_ray": lambda: _no_module("ray"),
     "needs_redis": lambda: (
