@@ -22,6 +22,13 @@ FLAGS = Path(os.environ["EPD_TEST_FLAGS"])
 Worker: Any = getattr(worker, TRAITS[current_platform.device_type].worker_cls.rpartition(".")[2])
 
 
+def _hold() -> None:
+    """Wait as long as encoders are held, or this instance's is."""
+    with contextlib.suppress(FileNotFoundError):
+        while (FLAGS / flags.HOLD).read_text() in ("", os.environ["EPD_INSTANCE"]):
+            time.sleep(0.01)
+
+
 def _delay(flag: str) -> None:
     """Take as much longer as a file says; it may go at any moment."""
     with contextlib.suppress(FileNotFoundError):
@@ -35,8 +42,7 @@ class _SlowEncoder:
             with contextlib.suppress(FileNotFoundError):
                 (FLAGS / flags.NO_MEMORY).unlink()
                 raise torch.OutOfMemoryError("as a file says")
-            while (FLAGS / flags.HOLD).exists():
-                time.sleep(0.01)
+            _hold()
         return super()._execute_mm_encoder(scheduler_output)  # type: ignore[misc]
 
 
@@ -85,3 +91,12 @@ class SteeredPDWorker(Worker):  # type: ignore[misc]
         if scheduler_output.total_num_scheduled_tokens:
             _delay(flags.SLOW_STEPS)
         return super().execute_model(scheduler_output)
+
+
+class HeldWorker(Worker):  # type: ignore[misc]
+    """A worker of who encodes and computes text, whose encoder is held while a file says so."""
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        super().load_model(*args, **kwargs)
+        for module in compat.encoder_modules(self.model_runner.get_model()):
+            module.register_forward_hook(lambda *_: _hold())

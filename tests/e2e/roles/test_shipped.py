@@ -27,7 +27,14 @@ from epd_portable.router.hops import KEY, MAPPING, PREFILLER
 from tests import forked
 from tests.e2e.asking import ask, ask_all, ask_streamed, assert_equal, body, picture, post, text
 from tests.e2e.cases import ASK, SINGLE
-from tests.e2e.conftest import Split, every_instance_is_up, router_of, router_settings, running
+from tests.e2e.conftest import (
+    Split,
+    encoders_held,
+    every_instance_is_up,
+    router_of,
+    router_settings,
+    running,
+)
 from tests.e2e.engines import RESTART_S, config_of, named, rests, url_of, wait_until
 from tests.e2e.one_pair import test_interfaces as interfaces
 from tests.forked import Popen
@@ -46,8 +53,10 @@ ENCODES = {
 }
 """Files, and who encodes in each."""
 KV_ASKED = {"do_remote_decode": True, "do_remote_prefill": False}
-SHARED = ("2ep1d", "replicas")
-"""Of them, those of whose instances each encodes for the others."""
+SHARED = {"2ep1d": "encode_prefill", "replicas": "encode_prefill_decode"}
+"""Of them, those of whose instances each encodes for the others, with their group."""
+QUEUE = 4
+"""Items of others that each of these takes at a time."""
 KV = ("1e1p1d", "2ep1d", "1p1d")
 STORED = "1e1p1d"
 """Its items are stored too, in Redis."""
@@ -151,6 +160,12 @@ def served(
         settings += ["store.kind=redis", f"store.url={url}", "store.timeout_ms=10000"]
     if request.param == BY_NIXL:
         settings.append("transfer.path=nixl")
+    if (group := SHARED.get(request.param)) is not None:
+        settings += [
+            "instances.encode.count=0",
+            f"instances.encode.max_queued_items={QUEUE}",
+            f"instances.{group}.engine_args.worker_cls=tests.e2e.workers.HeldWorker",
+        ]
     config = CONFIGS / f"{request.param}.yaml"
     if request.param == "2ep1d":
         settings.append("instances.encode_prefill.count=2")
@@ -200,6 +215,31 @@ def test_pictures_of_one_request_are_encoded_by_all_that_hold_the_encoder(served
     assert encoded == dict.fromkeys(ENCODES[served.name], 2), encoded
     if served.name not in KV:  # There who answers says of all items that KV came for them.
         assert Counter(each["source"] for each in answer.items) == {"local": 2, "transfer": 2}
+
+
+def test_pictures_that_another_has_no_room_for_are_encoded_where_they_are_needed(
+    served: Served,
+) -> None:
+    if served.name not in SHARED:
+        pytest.skip("its instances do not encode for each other")
+    refused = 'epd_router_fallbacks_total{phase="encode",failure="full",fallback="local"}'
+    before = served.router(refused)
+    content = [*map(picture, range(110, 114 + 2 * QUEUE)), ASK]
+    with ThreadPoolExecutor() as pool:
+        with encoders_held(served.split) as held_s:
+            pending = pool.submit(ask, served.split.url, content)
+            # Half of them are asked of the other, which takes all but two.
+            wait_until(lambda: served.router(refused) == before + 2, "two are turned away")
+        answer = pending.result()
+    assert_equal(answer, ask(served.reference_url, content))
+    began = served.split.events("encode.begin", since_s=held_s)
+    encoded = Counter(event["instance"] for event in began for _ in event["items"])
+    assert sorted(encoded.values()) == [QUEUE, QUEUE + 4], encoded
+    if served.name not in KV:
+        assert Counter(each["source"] for each in answer.items) == {
+            "local": QUEUE + 4,
+            "transfer": QUEUE,
+        }
 
 
 @pytest.mark.full
