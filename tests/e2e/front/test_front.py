@@ -17,7 +17,7 @@ import pytest
 
 from tests.e2e import flags
 from tests.e2e.asking import ask, assert_equal, body, picture, post, text
-from tests.e2e.conftest import VIDEOS, Split, Start
+from tests.e2e.conftest import VIDEOS, Split, Start, encoders_held
 from tests.e2e.engines import RESTART_S, started, wait_until
 from tests.e2e.modalities.parts import frames
 from tests.metrics_page import total
@@ -97,12 +97,28 @@ def test_it_answers_as_one_process_does(front: Split, reference_url: str, count:
     assert ours.sources == ["transfer"] * count
 
 
-def test_two_engines_encode_a_video_of_which_both_parts_are_kept(
+def test_two_engines_encode_a_video_and_its_first_part_is_computed_before_the_next_is_there(
     front: Split, reference_url: str
 ) -> None:
     # The picture comes last: of what is left for two engines with one item each either may get it.
     content = [frames(80, 16), picture(80), ASK]
-    ours, theirs = ask(front.url, content), ask(reference_url, content)
+    with ThreadPoolExecutor(1) as pool, encoders_held(front) as held_s:
+        pending = pool.submit(ask, front.url, content)
+
+        def encoding() -> dict[str, str]:
+            begun = front.events("encode.begin", since_s=held_s)
+            items = {item: event["instance"] for event in begun for item in event["items"]}
+            return {item.partition("#")[2]: encoder for item, encoder in items.items()}
+
+        wait_until(lambda: {"0-4", "4-8"} <= encoding().keys(), "both parts are encoded")
+        (front.flags / flags.HOLD).write_text(encoding()["4-8"])
+
+        def progress() -> list[int]:
+            told = front.events("request.progress", since_s=held_s)
+            return [event["mm_inputs_done"] for event in told]
+
+        wait_until(lambda: progress() == [1], "the prompt is computed behind the first part")
+    ours, theirs = pending.result(), ask(reference_url, content)
     assert_equal(ours, theirs)
     assert ours.sources == ["transfer"] * 3
     parts = [each["mm_hash"].rpartition("#")[2] for each in ours.items[:2]]
