@@ -454,9 +454,8 @@ class EncoderCachePreallocator(EncoderCacheManager):
         claimant = self.requests.get(request.request_id)
         claim = claimant.claims.get(request.mm_features[input_id].identifier) if claimant else None
         if claimant is not None and claim is not None:
-            self.moved(
-                claimant, max(claim.inputs[input_id], claimant.num_computed_tokens), running=True
-            )
+            passed = max(claim.inputs[input_id], claimant.num_computed_tokens)
+            self.moved(claimant, passed, running=True)
 
     def free(self, request: MultiModalRequest) -> None:
         """The request was preempted, or could not be started: it keeps the room that it has.
@@ -481,9 +480,8 @@ class EncoderCachePreallocator(EncoderCacheManager):
     def _find_place(self, claim: Claim) -> None:
         """Give a claim the place of its first occurrence that is not computed."""
         computed = claim.claimant.num_computed_tokens
-        place = min(
-            (index for index, end in claim.inputs.items() if end > computed), default=COMPUTED
-        )
+        ahead = (index for index, end in claim.inputs.items() if end > computed)
+        place = min(ahead, default=COMPUTED)
         if place != claim.place:
             claim.place = place
             self._push(claim)
@@ -495,11 +493,8 @@ class EncoderCachePreallocator(EncoderCacheManager):
 
     def _held(self, item: Item) -> list[Claim]:
         """Return the claims for which an item's room is kept; transfers to others keep it, too."""
-        return [
-            self.requests[name].claims[item.mm_hash]
-            for name in item.holders
-            if name in self.requests
-        ]
+        requests = (self.requests[name] for name in item.holders if name in self.requests)
+        return [each.claims[item.mm_hash] for each in requests]
 
     def _note_room(self, claimant: Claimant) -> None:
         """Keep `_with_room` true of a request whose claims have changed."""
@@ -540,9 +535,8 @@ class EncoderCachePreallocator(EncoderCacheManager):
     def _reserve(self, item: Item) -> bool:
         """Give an item room and a slot, or neither; begin to make room where that is possible."""
         assert item.tensor is not None
-        if item.mm_hash in self._resident:  # the workers read its former slot
-            return False
-        if not self.can_preallocate(item.num_embeds):
+        # Workers may still read the slot that an item had before.
+        if item.mm_hash in self._resident or not self.can_preallocate(item.num_embeds):
             return False
         item.slot = self._slots.take_slot(item.tensor.nbytes)
         if item.slot is None:
@@ -585,10 +579,9 @@ class EncoderCachePreallocator(EncoderCacheManager):
             and (not lacks_slot or claim.item.slot or claim.item.mm_hash in self._resident)
         ]
         last = next((claim for claim in able if not claim.is_last_chance), None)
-        if last is None and able:
-            returns = lacks_slot and self._deliveries.slots_return
-            if not (returns or self._room_returns(first.claimant)):
-                last = able[0]
+        slot_returns = lacks_slot and self._deliveries.slots_return
+        if last is None and able and not (slot_returns or self._room_returns(first.claimant)):
+            last = able[0]
         if last is not None:
             self._unserve(last)
             self._settle(last.item)
