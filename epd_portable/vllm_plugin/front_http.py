@@ -37,7 +37,7 @@ from epd_portable.media.limits import MediaLimits, check_settings
 from epd_portable.vllm_plugin.admission import count_items, outline_of
 from epd_portable.vllm_plugin.front_client import SplitClient
 from epd_portable.vllm_plugin.front_engines import Engines
-from epd_portable.vllm_plugin.instance_token import endpoint, instance_of
+from epd_portable.vllm_plugin.instance_token import instance_of
 
 logger = logging.getLogger(__name__)
 
@@ -171,7 +171,7 @@ class FrontMiddleware:
                 return await receive()
             visit.unread = False
             try:
-                if endpoint(scope)[1].startswith(NAMES_MEDIA):
+                if NAMES_MEDIA in scope["path"]:  # Before it there may be a root path.
                     raise not_served(scope["method"], scope["path"], WHY_NO_NAMES)
                 body = await self._read(Request(scope, receive), visit)
                 self._check(body)

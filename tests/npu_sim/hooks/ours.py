@@ -12,6 +12,7 @@ import torch
 from vllm.platforms import current_platform
 from vllm_ascend.worker.model_runner_v1 import NPUModelRunner
 
+from epd_portable.platforms.traits import TRAITS
 from epd_portable.vllm_plugin import executor, scheduler, worker
 from epd_portable.vllm_plugin.ec_connector import EncodeWorker, PDWorker
 from epd_portable.vllm_plugin.encoder_scheduler import encoder_scheduler
@@ -41,7 +42,7 @@ def runner_class(runner: type, *, second: bool, is_producer: bool) -> type:
             self.model_runner: Any = runner.__new__(runner)
             self.model_runner.device = torch.device("cpu")
 
-    made = type("Worker", (worker._WorkerMixin, ChoosesRunner), {})()
+    made = type("Worker", (worker._WorkerMixin, ChoosesRunner), {"_traits": TRAITS["npu"]})()
     half = EncodeWorker if is_producer else PDWorker
     connector = mock.create_autospec(half, instance=True, is_producer=is_producer)
     with mock.patch.object(worker, "get_ec_transfer", lambda: connector):

@@ -16,7 +16,11 @@ from epd_portable.config.schema import Topology
 from epd_portable.errors import ConfigError
 
 MOST_KEYS = 82
-KEYS = [name for name in REMOVED if name.partition(".")[0] in Topology.model_fields]
+KEYS = [
+    name
+    for name in REMOVED
+    if name not in Topology.model_fields and name.partition(".")[0] in Topology.model_fields
+]
 
 
 def leaves(model: type[BaseModel], at: str = "") -> set[str]:

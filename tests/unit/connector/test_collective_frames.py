@@ -264,12 +264,13 @@ def test_without_threads_the_next_ones_are_served(
     def no_more(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
-    with caplog.at_level(logging.WARNING), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(threading.Thread, "start", no_more)
-        with stranger(consumer) as connected:
-            assert_hung_up(connected)
+    with caplog.at_level(logging.WARNING):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(threading.Thread, "start", no_more)
+            with stranger(consumer) as connected:
+                assert_hung_up(connected)
+        consumer.assert_serves()  # So it has said before what came before.
     assert "can't start new thread" in caplog.text
-    consumer.assert_serves()
 
 
 def test_who_connects_and_does_not_join_keeps_no_thread(
