@@ -23,6 +23,7 @@ from aiohttp import web
 from click.testing import CliRunner, Result
 
 from epd_portable.bench.cli import main
+from epd_portable.bench.load import measure
 from epd_portable.bench.load import turns as figures
 from epd_portable.bench.load.turns import Turn
 
@@ -184,7 +185,7 @@ def test_sides_are_asked_the_same_in_turns_and_their_ratios_come_first(
 
 
 def stop_clients_once(server: PlayedServer, seconds: float) -> None:
-    """Let the clients stand still while they have requests to send."""
+    """Let the clients stand still while they have requests of the first point to send."""
 
     def stop() -> None:
         server.on_request = lambda: None
@@ -194,30 +195,50 @@ def stop_clients_once(server: PlayedServer, seconds: float) -> None:
                 time.sleep(seconds)
                 child.send_signal(signal.SIGCONT)
 
-    # The probes and the warm-up are not measured.
-    before = iter(range(4))
+    # The probes and the warm-up of two points are not measured.
+    before = iter(range(6))
     server.on_request = lambda: None if next(before, None) is not None else stop()
 
 
-@pytest.mark.parametrize("rounds", [1, 2])
-def test_a_round_in_which_the_clients_were_late_does_not_count(
-    played: Played, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rounds: int
+def test_a_round_in_which_the_clients_were_late_is_measured_again_with_other_requests(
+    played: Played, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(figures, "MAX_LATE_S", 1.5)
     server = played()
     file = tmp_path / "load.json"
     stop_clients_once(server, 3.0)
     result = load(
-        *("--side", f"url:{server.url}", "--point", f"{QUICK},rate=30,share=0"),
-        *("--rounds", str(rounds), "--json", str(file)),
+        *("--side", f"url:{server.url}", "--point", f"{QUICK},rate=30/20,share=0"),
+        *("--rounds", "1", "--json", str(file)),
     )
-    assert "Rounds that do not count" in result.output
-    refused = [bool(turn.refused) for turn in read_turns(file)]
-    assert refused == [True, False][:rounds]
-    # Only a point without a round that counts is an error.
-    assert result.exit_code == (rounds == 1), result.output
-    assert ("no round of a point counts" in result.output) == (rounds == 1)
+    assert result.exit_code == 0, result.output
+    assert [(turn.point[:2], turn.round, bool(turn.refused)) for turn in read_turns(file)] == [
+        ("30", 0, True),
+        ("20", 0, False),
+        ("30", 1, False),
+    ]
+    assert "1 turns were refused; their rounds do not count: 30/s" in result.output
     assert "leave one free" in result.output
+    assert len(set(server.texts)) == len(server.texts)
+
+
+@pytest.mark.parametrize(
+    ("point", "tries"), [("rate=9", [0, 1]), ("file=asked.jsonl,prompts=3", [0])]
+)
+def test_further_rounds_end_with_their_number_or_with_the_lines_of_a_file(
+    played: Played, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, point: str, tries: list[int]
+) -> None:
+    monkeypatch.setattr(figures, "MAX_LATE_S", -1.0)
+    monkeypatch.setattr(measure, "ATTEMPTS", 2)
+    (tmp_path / "asked.jsonl").write_text('{"prompt": "why", "images": []}\n' * 5)
+    monkeypatch.chdir(tmp_path)
+    result = load(
+        *("--side", f"url:{played().url}", "--point", f"{QUICK},{point}"),
+        *("--rounds", "1", "--json", "load.json"),
+    )
+    assert result.exit_code == 1
+    assert [turn.round for turn in read_turns(Path("load.json"))] == tries
+    assert f"too few rounds count, because {len(tries)} turns were refused" in result.output
 
 
 @pytest.mark.parametrize("every", [1, 2])

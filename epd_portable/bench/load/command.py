@@ -58,7 +58,7 @@ Three rates, with a picture in one of ten requests, and four pictures in three o
 
 Sides are measured in turns, each started for its own. Every side gets the same cores or devices
 and, in every round, the same requests; the first of one round is the last of the next. The clients
-are a process of their own; rounds in which they sent requests late are refused and do not count.
+are a process of their own; rounds in which they sent requests late are refused and measured again.
 
 \b
 Benchmarks that others describe; other options take the place of theirs:
@@ -258,8 +258,11 @@ def judge(results: LoadResults, setting: LoadSetting, *, every: bool) -> None:
     Raises:
         MeasurementError: They are not.
     """
-    if len(results.good_rounds()) < len(setting.plan.points):
-        raise MeasurementError(f"no round of a point counts: {results.refused()[0]}")
+    if any(results.count(point) < setting.plan.rounds for point in setting.plan.points):
+        refused = results.refused()
+        raise MeasurementError(
+            f"too few rounds count, because {len(refused)} turns were refused: {refused[0]}"
+        )
     for side in setting.sides:
         turns = [turn for turn in results.turns if turn.side == side.name]
         failed, asked = sum(turn.failed for turn in turns), sum(turn.count for turn in turns)

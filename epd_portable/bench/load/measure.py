@@ -18,9 +18,11 @@ from epd_portable.bench.load.servers import RunningSide, start_side
 from epd_portable.bench.load.setting import LoadSetting
 from epd_portable.bench.load.turns import Turn, make_turn
 from epd_portable.bench.servers import start_on_cores
-from epd_portable.errors import MeasurementError
+from epd_portable.errors import ConfigError, MeasurementError
 from epd_portable.launch.safe_path import safe_environ
 
+ATTEMPTS = 3
+"""A point has at most so many times its rounds, refused ones included."""
 WARM_UP = 2
 """Requests of each kind at each address before all."""
 _PROBE_WORDS = 500
@@ -50,6 +52,10 @@ class LoadResults:
                 found.setdefault(turn.point, {}).setdefault(turn.side, []).append(turn)
         return found
 
+    def count(self, point: LoadPoint) -> int:
+        """Return how many rounds of a point count."""
+        return min(map(len, self.good_rounds().get(point.key, {}).values()), default=0)
+
     def refused(self) -> list[str]:
         """Return why rounds do not count."""
         return [
@@ -72,23 +78,36 @@ class Measurement:
         """Measure all points once, then again: what disturbs a while disturbs all of them.
 
         Every side is started for its turn of a round, so that none takes memory or cores from
-        another, and measured at all points.
+        another, and measured at all points; after the rounds at those that had one refused.
 
         Raises:
             LaunchError: A side did not start.
             MeasurementError: A side does not answer, or its processes are not where they should be.
         """
-        for number in range(self._plan.rounds):
+        for number in range(ATTEMPTS * self._plan.rounds):
+            due = self._due(number)
+            if not due:
+                break
             # The first of one round is the last of the next.
             for side in self._setting.sides[:: -1 if number % 2 else 1]:
                 console.progress(f"round {number + 1}: starting {side.name}")
                 with start_side(side, self._setting) as running:
-                    self._warm_up(running, number)
+                    self._warm_up(running, due, number)
                     self.results.turns += [
-                        self._measure_turn(running, point, number) for point in self._plan.points
+                        self._measure_turn(running, point, number) for point in due
                     ]
             self._keep(self.results)
         return self.results
+
+    def _due(self, number: int) -> list[LoadPoint]:
+        """Return the points that lack rounds, and whose files have lines for one more."""
+        found = []
+        for point in self._plan.points:
+            if self.results.count(point) < self._plan.rounds:
+                with contextlib.suppress(ConfigError):
+                    self._plan.requests(point, number)
+                    found.append(point)
+        return found
 
     def _measure_turn(self, running: RunningSide, point: LoadPoint, number: int) -> Turn:
         requests = self._plan.requests(point, number, self.results.words_per_token)
@@ -119,7 +138,7 @@ class Measurement:
         )
         return turn
 
-    def _warm_up(self, running: RunningSide, number: int) -> None:
+    def _warm_up(self, running: RunningSide, points: Sequence[LoadPoint], number: int) -> None:
         """Send requests that do not count; learn from the first ones how long a token is."""
         if not self.results.words_per_token:
             probes = [
@@ -131,7 +150,7 @@ class Measurement:
             self.results.words_per_token = round(words, 4)
         count = WARM_UP * len(running.urls)
         requests: list[LoadRequest] = []
-        for point in self._plan.points:
+        for point in points:
             # Of a window that has a request of each kind, at whatever rate.
             plan = dataclasses.replace(self._plan, seconds=200 / point.rate)
             made_up = point.model_copy(update={"file": ""})

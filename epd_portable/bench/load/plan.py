@@ -157,7 +157,7 @@ class LoadPlan:
                     output_tokens=point.output,
                     pictures=tuple(LoadPicture(seed=each, size=0) for each in row["images"]),
                 )
-                for at_s, row in zip(times, self._rows(point, number, len(times)), strict=True)
+                for at_s, row in zip(times, self._rows(point, number), strict=True)
             )
         places = [_place(index, point.turns) for index in range(len(times))]
         count = 1 + max((conversation for conversation, _ in places), default=-1)
@@ -177,7 +177,7 @@ class LoadPlan:
             for at_s, (conversation, last) in zip(times, places, strict=True)
         )
 
-    def _rows(self, point: LoadPoint, number: int, count: int) -> list[dict[str, Any]]:
+    def _rows(self, point: LoadPoint, number: int) -> list[dict[str, Any]]:
         """Return those of a point's file for a round, which no other round or point gets."""
         sharing = [each for each in self.points if each.file == point.file]
         before = sum(each.prompts for each in sharing[: sharing.index(point)])
@@ -185,7 +185,7 @@ class LoadPlan:
         path = Path(point.file).resolve()  # The clients run in another folder.
         try:
             found = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
-            found = found[begin : begin + count]
+            found = found[begin : begin + point.prompts]
             rows = [
                 {
                     "prompt": str(each["prompt"]),
@@ -195,10 +195,11 @@ class LoadPlan:
             ]
         except (OSError, ValueError, LookupError, TypeError) as error:
             raise ConfigError(f"{path}: {error!r}: expected {_ROW} in every line") from error
-        if len(rows) < count:
+        if len(rows) < point.prompts:
             raise ConfigError(
                 f"{path}: {point.key}, round {number + 1} asks for lines {begin + 1} to "
-                f"{begin + count}, and none is asked twice: add lines, or lower prompts or --rounds"
+                f"{begin + point.prompts}, and none is asked twice: add lines, or lower prompts or "
+                "--rounds"
             )
         return rows
 
@@ -236,6 +237,8 @@ def read_points(texts: Sequence[str]) -> tuple[LoadPoint, ...]:
                 f"--point {text}: say how often to ask, as in rate=2/6/10, or how many, as in "
                 "prompts=100/1000"
             )
+        if values.get("file") and axis == "rate":
+            raise ConfigError(f"--point {text}: say how many to ask of the file by prompts=")
         for value in values[axis]:
             point = checked_mix("--point", text, LoadPoint, values | {axis: value})
             if point in found:

@@ -114,7 +114,9 @@ def _notes(results: LoadResults, rounds: Rounds, setting: LoadSetting) -> tuple[
                 "pictures say little; give more --rounds or --seconds."
             )
     if refused := results.refused():
-        notes.append(f"Rounds that do not count: {'; '.join(refused)}")
+        notes.append(
+            f"{len(refused)} turns were refused; their rounds do not count: {'; '.join(refused)}"
+        )
     return tuple(notes)
 
 

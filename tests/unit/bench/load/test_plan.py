@@ -143,6 +143,7 @@ def test_a_point_is_as_the_one_before_it_but_for_what_it_names() -> None:
         (["rate=fast"], "rate: .*number"),
         (["rate=1", "rate=1"], "is there twice"),
         (["share=0.5"], "say how often to ask"),
+        (["file=a.jsonl,rate=1"], "by prompts="),
         (["rate=0"], "rate: .*greater than 0"),
         (["rate=1,share=2"], "share: .*less than or equal to 1"),
         (["rate=1,output=0"], "output: .*greater than 0"),
