@@ -53,6 +53,7 @@ def test_an_item_announced_before_its_request_is_accepted_and_answers_stay_equal
 def test_requests_at_once_are_answered_as_by_one_process(deployment: Deployment) -> None:
     contents: list[Any] = [[picture(seed), ASK] for seed in range(400, 406)]
     contents += [[picture(seed), text("and"), picture(seed + 1), ASK] for seed in range(403, 408)]
+    contents += ["How are you?", [text("Twice:"), picture(409), picture(409), ASK]]
     for content, answer in zip(contents, ask_all(deployment.split.url, contents), strict=True):
         assert_close(answer, ask(deployment.pair.reference_url, content))
         assert set(answer.sources) <= {"transfer", "encoder_cache"}

@@ -38,6 +38,9 @@ from tests.e2e.two_encoders.deployment import (
 )
 from tests.forked import Popen
 
+PAUSE_S = 0.05
+"""Of a client that asks again and again."""
+
 
 def pictures(first: int, count: int = 4) -> list[dict[str, Any]]:
     """Return a question about several pictures; with four, each encoder gets at least one."""
@@ -184,10 +187,11 @@ def test_an_encoder_leaves_and_joins_again_and_no_answer_is_lost(deployment: Dep
     server = named(split.pid, "encode-1")
     asked: list[tuple[Any, Answer]] = []
     enough = threading.Event()
-    seeds = itertools.count(800, 2)
+    # Of no other test, however many are asked.
+    seeds = itertools.count(2000, 2)
 
     def keep_asking() -> None:
-        while not enough.is_set():
+        while not enough.wait(PAUSE_S):
             content = pictures(next(seeds), 2)
             asked.append((content, ask(split.url, content)))
 

@@ -12,8 +12,8 @@ import pytest
 
 from epd_portable.demo.pictures import HELD_OUT_SEEDS, QUESTIONS, Picture, QuestionKind, draw
 from epd_portable.envs import EPD_RUN_ID
-from tests.e2e.asking import ask, ask_all, ask_streamed, assert_close, body, picture, post, text
-from tests.e2e.cases import REPEATED, SINGLE, mixed_32
+from tests.e2e.asking import ask, ask_streamed, assert_close, body, picture, post, text
+from tests.e2e.cases import REPEATED, SINGLE
 from tests.e2e.collector import Collector
 from tests.e2e.engines import shared_memory, wait_until
 from tests.e2e.two_encoders.deployment import ENCODERS, PD, Deployment
@@ -36,15 +36,6 @@ def test_a_repeated_picture_and_a_streamed_answer_are_close_too(deployment: Depl
             answer(deployment.pair.reference_url, REPEATED),
         )
         assert_close(split, reference)
-
-
-def test_32_mixed_requests_at_once_are_close_too(deployment: Deployment) -> None:
-    contents = mixed_32()
-    split = ask_all(deployment.split.url, contents)
-    for content, answer in zip(contents, split, strict=True):
-        reference = ask(deployment.pair.reference_url, content)
-        assert_close(answer, reference)
-    assert deployment.split.encoded_by("prefill_decode") == []
 
 
 def test_spans_of_encoders_and_of_who_answers_reach_a_collector_in_one_trace(
