@@ -86,7 +86,6 @@ def pieces(*, full: bool) -> list[Piece]:
     return [
         tests("engines", ENGINES, "tests/e2e"),
         npu_piece("engines", ENGINES),
-        Piece(name="checks", lane="computing", argv=["ci/check.sh"]),
         tests("tests over vLLM", "computing", "tests/property", *OVER_VLLM),
         # By one process: each of several would collect all of them, for four seconds.
         tests("unit tests", "computing", "tests/unit", *without_vllm("tests/unit")),
@@ -104,8 +103,9 @@ def pieces(*, full: bool) -> list[Piece]:
         ),
         *(npu_piece(part, "devices") for part in ("devices", "contract", "transfer")),
         *(tests(name, "devices", path) for name, path in faults.items()),
-        # Short: the lane that ends first takes it.
+        # Short: lanes that end first take them, and all end at about the same time.
         npu_piece("faults", "devices"),
+        Piece(name="checks", lane="computing", argv=["ci/check.sh"]),
     ]
 
 
