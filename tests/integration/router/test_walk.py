@@ -64,6 +64,8 @@ async def test_a_picture_enters_the_files_that_the_page_names_and_none_from_both
     assert (await t.chat(RED, TEXT, stream=True)).status_code == 200
     await t.until_metric('epd_router_items_total{outcome="encoded"}', 1)
     walk, router = Walk(), inside(t)
+    assert router._sweeping is not None
+    router._sweeping.cancel()  # It looks after all clients, and is no part of a request.
     sys.setprofile(walk.note)
     try:
         answered = await t.chat(TEXT, RED, stream=True)

@@ -25,6 +25,7 @@ from epd_portable.router.contents import media_urls
 from epd_portable.router.contents.body import Body, HeldBytes
 from epd_portable.router.contents.media_urls import LinkedItems, MediaFetcher
 from epd_portable.router.observability.metrics import Metrics
+from tests.integration.router.stand_in import DEADLINE_S
 from tests.integration.router.web import Answer, Site, moved, plain
 from tests.unit.media.samples import STILLS
 
@@ -64,7 +65,7 @@ class World:
             raise OSError("unknown")
         return self.names[host]
 
-    def fetcher(self, *, timeout_s: float = 5.0, **settings: Any) -> MediaFetcher:
+    def fetcher(self, *, timeout_s: float = DEADLINE_S, **settings: Any) -> MediaFetcher:
         self._monkeypatch.setattr(media_urls, "TIMEOUT_S", timeout_s)
         options = {
             "allowed_domains": [f"*:{self.site.port}"],
@@ -452,7 +453,7 @@ async def test_what_one_gives_up_is_fetched_for_the_others(world: World) -> None
 
 async def test_what_all_give_up_is_not_fetched_to_its_end(world: World) -> None:
     world.site.pages["/a.png"] = slowly(plain(PNG), 1, 0.5)
-    fetcher = world.fetcher(timeout_s=60.0)
+    fetcher = world.fetcher()
     asked = [asyncio.create_task(get(fetcher, world.url())) for _ in range(2)]
     await world.site.until(lambda: bool(world.site.heads))
     for each in asked:
@@ -483,15 +484,14 @@ async def test_a_site_can_ask_not_to_be_kept(world: World, header: str, kept: bo
 
 
 async def test_a_file_is_kept_for_a_while(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(media_urls, "CACHE_S", 0.2)
-    world.site.pages["/a.png"] = plain(PNG)
+    world.site.pages = dict.fromkeys(("/a.png", "/b.png"), plain(PNG))
     fetcher = world.fetcher()
-    await get(fetcher, world.url())
-    await get(fetcher, world.url())
-    assert len(world.site.heads) == 1
-    await asyncio.sleep(0.25)
-    await get(fetcher, world.url())
-    assert len(world.site.heads) == 2
+    for _ in range(2):
+        await get(fetcher, world.url("/a.png"))
+    monkeypatch.setattr(media_urls, "CACHE_S", 0.0)
+    for _ in range(2):
+        await get(fetcher, world.url("/b.png"))
+    assert world.site.paths == ["/a.png", "/b.png", "/b.png"]
 
 
 async def test_the_file_longest_not_asked_for_makes_room(world: World) -> None:
@@ -562,7 +562,7 @@ async def test_names_that_are_looked_up_for_long_hold_no_other_name_up(world: Wo
 
     world.resolve = look_up  # type: ignore[method-assign]
     world.names |= {name: ["127.0.0.1"] for name in slow}
-    fetcher = world.fetcher(timeout_s=30.0)
+    fetcher = world.fetcher()
     waiting = [asyncio.create_task(get(fetcher, world.url(host=name))) for name in slow]
     try:
         await world.site.until(lambda: len(world.looked_up) == media_urls.LOOKUPS_OF_DOMAIN)
@@ -642,4 +642,4 @@ async def test_a_fetcher_that_is_closed_leaves_nobody_waiting(world: World) -> N
     await world.site.until(lambda: bool(world.site.heads))
     await fetcher.close()
     with pytest.raises(RequestError, match="stopping"):
-        await asyncio.wait_for(asked, 5)
+        await asyncio.wait_for(asked, DEADLINE_S)

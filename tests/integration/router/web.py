@@ -81,7 +81,8 @@ class Site:
         answering = asyncio.ensure_future(_write(writer, page))
         try:
             await asyncio.wait({answering, gone}, return_when=asyncio.FIRST_COMPLETED)
-            self.closed_early += not answering.done()
+            # Who writes may be the first to notice.
+            self.closed_early += not answering.done() or answering.exception() is not None
         finally:
             self.open -= 1
             gone.cancel()
