@@ -55,7 +55,6 @@ class Engine:
     """
 
     topology: Topology
-    role: Role
     model: ModelSource
     traits: PlatformTraits
     instance: InstanceConfig
@@ -66,6 +65,11 @@ class Engine:
     kv: KVConnector | None
     temp_dir: str
     has_compiler: bool
+
+    @property
+    def role(self) -> Role:
+        """The stages that it is there for."""
+        return self.placement.role
 
     @property
     def group(self) -> InstanceGroup:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from epd_portable.config.groups import InstanceGroup, Instances
+from epd_portable.config.groups import InstanceGroup
+from epd_portable.config.roles import ROLES, Role, group_of
 from epd_portable.config.schema import Topology
 from epd_portable.connector import registry
 from epd_portable.errors import ConfigError
@@ -19,15 +21,18 @@ Cores = tuple[int, ...]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class InstancePlacement:
-    """Where one instance runs.
+    """An instance, and where it runs.
 
     Attributes:
+        name: For example ``encode-0``; of one that joins a router with its launcher's behind it.
         devices: One device per rank; empty where the platform has no numbered devices.
         peers: Devices of other instances that it must see as well, behind its own.
         cores: The CPU cores of each rank; empty where ranks are not bound to cores.
         api_cores: Further cores of its API server, see `_with_api_cores`.
     """
 
+    name: str
+    role: Role
     devices: tuple[str, ...] = ()
     peers: tuple[str, ...] = ()
     cores: tuple[Cores, ...] = ()
@@ -36,14 +41,13 @@ class InstancePlacement:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Placements:
-    """Where all instances run.
+    """All instances, by role.
 
     Attributes:
-        groups: The instances of each group, by the group's name.
         rest: CPU cores that no instance has, where they are bound to cores.
     """
 
-    groups: dict[str, list[InstancePlacement]]
+    instances: tuple[InstancePlacement, ...]
     warnings: tuple[str, ...] = ()
     rest: Cores = ()
 
@@ -67,31 +71,29 @@ def place_instances(
             f"transfer.path: {path} writes into the memory of a device, and devices of platform "
             f"{traits.name} have none of their own; write auto or shm"
         )
-    groups = {name: getattr(topology.instances, name) for name in Instances.model_fields}
+    groups = {role: topology.instances.of(role) for role in ROLES}
     numbered = traits.visible_devices_env is not None
     refused = "cores" if numbered else "devices"
-    for name, group in groups.items():
+    for role, group in groups.items():
         if getattr(group, refused) is not None:
             raise ConfigError(
-                f"instances.{name}.{refused}: platform {traits.name} has no use for it; move it "
-                "under platform.<name> of the platform that it is meant for"
+                f"instances.{group_of(role)}.{refused}: platform {traits.name} has no use for it; "
+                "move it under platform.<name> of the platform that it is meant for"
             )
-        if not group.count:  # Its list is for where it is started.
-            groups[name] = group.model_copy(update={"devices": None, "cores": None})
-    if not numbered:
-        return place_on_cores(groups, cores)
-    placed = place_on_devices(groups, devices)
+    # The list of a group without instances is for where they are started.
+    groups = {role: group for role, group in groups.items() if group.count}
+    placed = place_on_devices(groups, devices) if numbered else place_on_cores(groups, cores)
+    instances = placed.instances
     if traits.peers_must_be_visible and (path == registry.AUTO or needs_devices):
-        every = (each.devices for instances in placed.values() for each in instances)
-        visible = dict.fromkeys(device for own in every for device in own)
-        placed = {
-            name: [
-                replace(each, peers=tuple(one for one in visible if one not in each.devices))
-                for each in instances
-            ]
-            for name, instances in placed.items()
-        }
-    return Placements(groups=placed)
+        visible = dict.fromkeys(device for each in instances for device in each.devices)
+        instances = tuple(
+            replace(each, peers=tuple(one for one in visible if one not in each.devices))
+            for each in instances
+        )
+    if topology.router.join:
+        launcher = topology.launch.name or topology.launch.host
+        instances = tuple(replace(each, name=f"{each.name}@{launcher}") for each in instances)
+    return replace(placed, instances=instances)
 
 
 def ranks_of(group: InstanceGroup) -> int:
@@ -100,8 +102,8 @@ def ranks_of(group: InstanceGroup) -> int:
 
 
 def place_on_devices(
-    groups: Mapping[str, InstanceGroup], available: Sequence[str] | None
-) -> dict[str, list[InstancePlacement]]:
+    groups: Mapping[Role, InstanceGroup], available: Sequence[str] | None
+) -> Placements:
     """Give every rank a device.
 
     Groups with a ``devices`` list keep to it; the others share out what no list names, each device
@@ -112,20 +114,19 @@ def place_on_devices(
             a list has the wrong length.
     """
     listed: list[str] = []
-    for name, group in groups.items():
+    for role, group in groups.items():
         if group.devices is not None:
-            _check_devices(f"instances.{name}.devices", group, group.devices, available)
+            _check_devices(role, group, group.devices, available)
             listed += group.devices
-    unlisted = {name: group for name, group in groups.items() if group.devices is None}
+    unlisted = {role: group for role, group in groups.items() if group.devices is None}
     wanted = sum(map(ranks_of, unlisted.values()))
     if available is None:
         available = [str(index) for index in range(wanted + len(listed))]
     free = [device for device in available if device not in listed]
     if wanted > len(free):
         terms = " + ".join(
-            f"{name} {group.count} × {group.tensor_parallel_size}"
-            for name, group in unlisted.items()
-            if group.count
+            f"{group_of(role)} {group.count} × {group.tensor_parallel_size}"
+            for role, group in unlisted.items()
         )
         left = f"{len(free)} of {len(available)} (the others are listed)" if listed else len(free)
         raise ConfigError(
@@ -134,27 +135,26 @@ def place_on_devices(
             "instances.*.devices"
         )
     supply = iter(free)
-    return {
-        name: [
-            InstancePlacement(devices=own)
-            for own in _by_instance(
-                group, group.devices or [next(supply) for _ in range(ranks_of(group))]
-            )
-        ]
-        for name, group in groups.items()
-    }
+    placed = (
+        InstancePlacement(name=name, role=role, devices=own)
+        for role, group in groups.items()
+        for name, own in _by_instance(
+            role, group, group.devices or [*itertools.islice(supply, ranks_of(group))]
+        )
+    )
+    return Placements(instances=tuple(placed))
 
 
 def _check_devices(
-    key: str, group: InstanceGroup, devices: Sequence[str], available: Sequence[str] | None
+    role: Role, group: InstanceGroup, devices: Sequence[str], available: Sequence[str] | None
 ) -> None:
-    width = group.tensor_parallel_size
+    key, width = f"instances.{group_of(role)}.devices", group.tensor_parallel_size
     if len(devices) != ranks_of(group):
         raise ConfigError(
             f"{key}: {len(devices)} devices for count {group.count} × tensor_parallel_size "
             f"{width}; list {ranks_of(group)}"
         )
-    if any(len(set(own)) < width for own in _by_instance(group, devices)):
+    if any(len(set(own)) < width for _, own in _by_instance(role, group, devices)):
         raise ConfigError(f"{key}: one instance needs {width} different devices")
     for device in devices:
         if available is not None and device not in available:
@@ -163,12 +163,16 @@ def _check_devices(
             )
 
 
-def _by_instance(group: InstanceGroup, flat: Sequence[T]) -> list[tuple[T, ...]]:
+def _by_instance(
+    role: Role, group: InstanceGroup, ranks: Sequence[T]
+) -> Iterator[tuple[str, tuple[T, ...]]]:
+    """Yield the name of each instance of a group, and what its ranks have."""
     width = group.tensor_parallel_size
-    return [tuple(flat[begin : begin + width]) for begin in range(0, len(flat), width)]
+    for index in range(group.count):
+        yield f"{group_of(role)}-{index}", tuple(ranks[index * width : (index + 1) * width])
 
 
-def place_on_cores(groups: Mapping[str, InstanceGroup], allowed: Sequence[int]) -> Placements:
+def place_on_cores(groups: Mapping[Role, InstanceGroup], allowed: Sequence[int]) -> Placements:
     """Give every rank CPU cores of its own, the same number to all that no list is for.
 
     With fewer cores than ranks, and no list, no rank is bound: one that waits for another spins,
@@ -179,41 +183,47 @@ def place_on_cores(groups: Mapping[str, InstanceGroup], allowed: Sequence[int]) 
     """
     warnings: list[str] = []
     listed: set[int] = set()
-    for name, group in groups.items():
+    for role, group in groups.items():
         own = set(group.cores or ())
         if outside := sorted(own.difference(allowed)):
             raise ConfigError(
-                f"instances.{name}.cores: core {outside[0]} is not among the cores that this "
-                f"process may use ({_ranges(allowed)})"
+                f"instances.{group_of(role)}.cores: core {outside[0]} is not among the cores that "
+                f"this process may use ({_ranges(allowed)})"
             )
         if again := sorted(listed & own):
             warnings.append(f"core {again[0]} is in the list of more than one group: they share it")
         listed |= own
     ranks = sum(map(ranks_of, groups.values()))
+    bound: dict[Role, list[Cores]] = {role: [] for role in groups}
     if not listed and len(allowed) < ranks:
         unbound = (
             f"the topology has {ranks} ranks for {len(allowed)} CPU cores "
             f"({_ranges(allowed)}): none is bound to a core, and they slow each other down"
         )
-        return Placements(
-            groups={name: [InstancePlacement()] * group.count for name, group in groups.items()},
-            warnings=(unbound,),
-        )
+        return Placements(instances=tuple(_on_cores(groups, bound)), warnings=(unbound,))
     rest = sorted(set(allowed) - listed)
     unlisted = [group for group in groups.values() if group.cores is None]
     if unlisted and not rest:
         warnings.append("the lists take every core: groups without a list share those cores")
         rest = sorted(allowed)
     shares = iter(_split(rest, sum(map(ranks_of, unlisted)), "the rest of the topology", warnings))
-    placed: dict[str, list[InstancePlacement]] = {}
-    for name, group in groups.items():
+    for role, group in groups.items():
+        owner = f"instances.{group_of(role)}"
         if group.cores is None:
-            flat = [next(shares) for _ in range(ranks_of(group))]
+            bound[role] = [*itertools.islice(shares, ranks_of(group))]
         else:
-            flat = _split(sorted(set(group.cores)), ranks_of(group), f"instances.{name}", warnings)
-        placed[name] = [InstancePlacement(cores=own) for own in _by_instance(group, flat)]
-    left = tuple(sorted(set(allowed) - _cores_of(each for one in placed.values() for each in one)))
-    return Placements(groups=_with_api_cores(placed, left), warnings=tuple(warnings), rest=left)
+            bound[role] = _split(sorted(set(group.cores)), ranks_of(group), owner, warnings)
+    placed = [*_on_cores(groups, bound)]
+    left = tuple(sorted(set(allowed).difference(*(rank for each in placed for rank in each.cores))))
+    return Placements(instances=_with_api_cores(placed, left), warnings=tuple(warnings), rest=left)
+
+
+def _on_cores(
+    groups: Mapping[Role, InstanceGroup], bound: Mapping[Role, Sequence[Cores]]
+) -> Iterator[InstancePlacement]:
+    for role, group in groups.items():
+        for name, own in _by_instance(role, group, bound[role]):
+            yield InstancePlacement(name=name, role=role, cores=own)
 
 
 def _split(cores: list[int], ranks: int, owner: str, warnings: list[str]) -> list[Cores]:
@@ -228,26 +238,25 @@ def _split(cores: list[int], ranks: int, owner: str, warnings: list[str]) -> lis
 
 
 def _with_api_cores(
-    placed: Mapping[str, list[InstancePlacement]], rest: Cores
-) -> dict[str, list[InstancePlacement]]:
+    placed: Sequence[InstancePlacement], rest: Cores
+) -> tuple[InstancePlacement, ...]:
     """Let API servers use the cores that are left, and those of encoders.
 
     While a step computes, nothing else should run on its cores: every token waits for it. An
     encoder's cores rest between pictures, and what comes late there makes one picture late.
     """
-    encoders = _cores_of(placed["encode"])
-    result = {}
-    for name, instances in placed.items():
-        more = {*rest} if name == "encode" else {*rest, *encoders}
-        result[name] = [
-            replace(each, api_cores=tuple(sorted(more.difference(*each.cores))))
-            for each in instances
-        ]
-    return result
+    encoders = cores_of(placed, of_encoders=True)
+    result = []
+    for each in placed:
+        more = {*rest} if each.role == "encode" else {*rest, *encoders}
+        result.append(replace(each, api_cores=tuple(sorted(more.difference(*each.cores)))))
+    return tuple(result)
 
 
-def _cores_of(placements: Iterable[InstancePlacement]) -> set[int]:
-    return {core for each in placements for rank in each.cores for core in rank}
+def cores_of(placed: Iterable[InstancePlacement], *, of_encoders: bool) -> Cores:
+    """Return the cores that the ranks of encode instances are bound to, or of all others."""
+    chosen = (each for each in placed if (each.role == "encode") == of_encoders)
+    return tuple(sorted({core for each in chosen for rank in each.cores for core in rank}))
 
 
 def core_warnings(

@@ -9,13 +9,13 @@ import dataclasses
 import json
 import secrets
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from epd_portable.config.instance import InstanceConfig
-from epd_portable.config.roles import ENCODES, ROLES, SENDS_KV, TAKES_KV, Role, group_of
+from epd_portable.config.roles import ENCODES, ROLES, SENDS_KV, TAKES_KV, Role
 from epd_portable.config.schema import Topology
 from epd_portable.connector.curve import is_off_host
 from epd_portable.connector.registry import offered
@@ -36,12 +36,12 @@ from epd_portable.launch.plan.placement import (
     InstancePlacement,
     Placements,
     core_warnings,
+    cores_of,
     place_instances,
 )
 from epd_portable.launch.plan.sharing import (
     UsedDevice,
     check_sharing,
-    instance_name,
     memory_warnings,
     shared_with,
     sharing_warnings,
@@ -222,10 +222,10 @@ def make_plan(
     kv = kv_connector(topology, traits)
     secret_file = topology.secret_file or run_secret_file(temp_dir)
     placements = place_instances(topology, traits, devices=machine.devices, cores=machine.cores)
-    placed = placements.groups
-    devices = used_devices(topology, placed)
+    instances = placements.instances
+    devices = used_devices(topology, instances)
     check_sharing(topology, traits, devices)
-    shares = shared_with(topology, placed)
+    shares = shared_with(instances)
     if router.switch_roles and not shares and topology.secret_file is None:
         raise ConfigError(
             "router.switch_roles: no prefill_decode instance has the same devices or cores as an "
@@ -235,22 +235,21 @@ def make_plan(
     engines = [
         Engine(
             topology=topology,
-            role=role,
             model=model,
             traits=traits,
-            instance=_instance(topology, traits, name, role, ports, run_id, secret_file),
+            instance=_instance(topology, traits, placement, ports, run_id, secret_file),
             placement=placement,
             shares_device=any(
                 each.is_shared and each.device in placement.devices for each in devices
             ),
-            shares=shares.get(name, ""),
+            shares=shares.get(placement.name, ""),
             ports=ports,
             kv=kv if "kv" in ports else None,
             temp_dir=temp_dir,
             has_compiler=machine.has_compiler,
         )
-        for name, role, placement, ports in _listeners(
-            topology, placed, kv, free_port, have_servers=front == "router"
+        for placement, ports in _listeners(
+            topology, instances, kv, free_port, have_servers=front == "router"
         )
     ]
     after = starts_after(devices)
@@ -258,7 +257,7 @@ def make_plan(
     warnings = [
         *placements.warnings,
         *sharing_warnings(devices),
-        *_warnings(topology, traits, machine, placed, hardware),
+        *_warnings(topology, traits, machine, instances, hardware),
         *core_warnings(
             {spec.name: (spec.cores, _threads(spec)) for spec in processes},
             quota_cores=machine.quota_cores,
@@ -304,37 +303,33 @@ def make_plan(
 
 def _listeners(
     topology: Topology,
-    placed: Mapping[str, Sequence[InstancePlacement]],
+    instances: Sequence[InstancePlacement],
     kv: KVConnector | None,
     free_port: Callable[[], int],
     *,
     have_servers: bool,
-) -> Iterator[tuple[str, Role, InstancePlacement, dict[str, int]]]:
-    """Yield each instance with its name, place and ports; those of HTTP are the first ones."""
-    instances = [
-        (instance_name(topology, role, index), role, placement)
-        for role in ROLES
-        for index, placement in enumerate(placed[group_of(role)])
-    ]
+) -> Iterator[tuple[InstancePlacement, dict[str, int]]]:
+    """Yield each instance with its ports; those of HTTP are the first ones."""
     http_ports = [{"http": free_port()} if have_servers else {} for _ in instances]
-    for (name, role, placement), ports in zip(instances, http_ports, strict=True):
-        if role != "encode":
+    for placement, ports in zip(instances, http_ports, strict=True):
+        if placement.role != "encode":
             ports |= {"control": free_port(), "data": free_port()}
-        if kv and role in SENDS_KV | TAKES_KV:
-            ports |= kv.ports(topology.instances.of(role).tensor_parallel_size, free_port)
-        yield name, role, placement, ports
+        if kv and placement.role in SENDS_KV | TAKES_KV:
+            ranks = topology.instances.of(placement.role).tensor_parallel_size
+            ports |= kv.ports(ranks, free_port)
+        yield placement, ports
 
 
 def _instance_process(engine: Engine, after: Mapping[str, Sequence[str]]) -> ProcessSpec:
-    topology, name, placement = engine.topology, engine.instance.instance, engine.placement
+    topology, placement = engine.topology, engine.placement
     if has_server := "http" in engine.ports:
         argv = engine.server_argv()
         url = _base_url(topology.launch.host, engine.ports["http"])
     else:
         argv = core_argv(engine)
-        url = f"{_public_url(topology)}/epd/instances/{name}"
+        url = f"{_public_url(topology)}/epd/instances/{placement.name}"
     return ProcessSpec(
-        name=name,
+        name=placement.name,
         role=engine.role,
         argv=argv,
         env=engine.env(),
@@ -345,7 +340,7 @@ def _instance_process(engine: Engine, after: Mapping[str, Sequence[str]]) -> Pro
         api_cores=placement.api_cores if has_server else (),
         shm_name=engine.instance.pool,
         tls_cert_file="" if has_server else topology.router.tls_cert_file or "",
-        after=tuple(after.get(name, ())),
+        after=tuple(after.get(placement.name, ())),
     )
 
 
@@ -377,7 +372,7 @@ def _warnings(
     topology: Topology,
     traits: PlatformTraits,
     machine: Machine,
-    placed: Mapping[str, Sequence[InstancePlacement]],
+    instances: Sequence[InstancePlacement],
     hardware: Hardware | None,
 ) -> list[str]:
     found = []
@@ -393,7 +388,7 @@ def _warnings(
             "of the store outlives the run"
         )
     if hardware is not None:
-        found += memory_warnings(topology, traits, placed, hardware.profile.usable_memory_bytes)
+        found += memory_warnings(topology, traits, instances, hardware.profile.usable_memory_bytes)
         avoid = hardware.profile.ports_to_avoid
         if topology.router.port in avoid:
             found.append(
@@ -406,13 +401,12 @@ def _warnings(
 def _instance(
     topology: Topology,
     traits: PlatformTraits,
-    name: str,
-    role: Role,
+    placement: InstancePlacement,
     ports: Mapping[str, int],
     run_id: str,
     secret_file: str,
 ) -> InstanceConfig:
-    transfer, host = topology.transfer, topology.launch.host
+    transfer, host, role = topology.transfer, topology.launch.host, placement.role
     settings: dict[str, Any] = {}
     if role in ENCODES:
         settings["max_queued_items"] = topology.instances.encode.max_queued_items
@@ -423,12 +417,12 @@ def _instance(
         settings |= {
             "control_address": f"tcp://{host}:{ports['control']}",
             "data_address": f"tcp://{host}:{ports['data']}",
-            "pool": f"{shm_prefix(run_id)}{name}",
+            "pool": f"{shm_prefix(run_id)}{placement.name}",
             "pool_bytes": transfer.pool_bytes if topology.gets_items(role) else SMALLEST_POOL_BYTES,
             "can_encode": topology.instances.prefill_decode.encoder,
         }
     return InstanceConfig(
-        instance=name,
+        instance=placement.name,
         platform=traits.name,
         path=transfer.path,
         preallocation=transfer.preallocation,
@@ -447,8 +441,8 @@ def _front(engines: Sequence[Engine], placements: Placements) -> ProcessSpec:
     answers = answering(engines)
     topology = answers.topology
     env = answers.env()
-    own = placements.rest or _cores(each for each in engines if each.role == "encode")
-    steps = _cores(each for each in engines if each.role != "encode")
+    own = placements.rest or cores_of(placements.instances, of_encoders=True)
+    steps = cores_of(placements.instances, of_encoders=False)
     return ProcessSpec(
         name="front",
         role="router",
@@ -478,13 +472,6 @@ def _forked(processes: Sequence[ProcessSpec], traits: PlatformTraits) -> list[Pr
 
 def _without_name(env: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in env.items() if name not in _NAMES}
-
-
-def _cores(engines: Iterable[Engine]) -> Cores:
-    """Return the cores that the ranks of these engines are bound to."""
-    return tuple(
-        sorted({core for each in engines for rank in each.placement.cores for core in rank})
-    )
 
 
 def _router(

@@ -8,7 +8,7 @@ cache: what others take while they measure only makes their encoder cache smalle
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pydantic import JsonValue
@@ -22,12 +22,6 @@ from epd_portable.platforms.traits import PlatformTraits
 
 DEFAULT_UTILIZATION = 0.92
 """vLLM's default of ``gpu_memory_utilization`` (0.30 to 0.32)."""
-
-START_ORDER: tuple[Role, ...] = (*(role for role in ROLES if role != "encode"), "encode")
-"""Those roles first that measure the memory of their device."""
-
-Placed = Mapping[str, Sequence[InstancePlacement]]
-"""The instances of each group, by the group's name."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,31 +58,26 @@ class UsedDevice:
         return len(self.tenants) > 1
 
 
-def instance_name(topology: Topology, role: Role, index: int) -> str:
-    """Return the name of an instance; one that joins a router has its launcher's behind it."""
-    launch = topology.launch
-    launcher = f"@{launch.name or launch.host}" if topology.router.join else ""
-    return f"{group_of(role)}-{index}{launcher}"
-
-
-def used_devices(topology: Topology, placed: Placed) -> tuple[UsedDevice, ...]:
+def used_devices(
+    topology: Topology, instances: Sequence[InstancePlacement]
+) -> tuple[UsedDevice, ...]:
     """Return the devices that have instances."""
     tenants: dict[str, list[Tenant]] = {}
-    for role in START_ORDER:
-        group = topology.instances.of(role)
+    # Those first that measure the memory of their device.
+    for each in sorted(instances, key=lambda each: each.role == "encode"):
+        group = topology.instances.of(each.role)
         arguments = {**topology.engine_args, **group.engine_args}
         kv_cache_bytes = arguments.get("kv_cache_memory_bytes")
-        for index, placement in enumerate(placed[group_of(role)]):
-            tenant = Tenant(
-                name=instance_name(topology, role, index),
-                role=role,
-                utilization=_utilization(topology, role),
-                kv_cache_bytes=kv_cache_bytes,
-                measures=role != "encode" and kv_cache_bytes is None,
-                share=group.share,
-            )
-            for device in placement.devices:
-                tenants.setdefault(device, []).append(tenant)
+        tenant = Tenant(
+            name=each.name,
+            role=each.role,
+            utilization=_utilization(topology, each.role),
+            kv_cache_bytes=kv_cache_bytes,
+            measures=each.role != "encode" and kv_cache_bytes is None,
+            share=group.share,
+        )
+        for device in each.devices:
+            tenants.setdefault(device, []).append(tenant)
     return tuple(
         UsedDevice(device=device, tenants=tuple(tenants[device])) for device in sorted(tenants)
     )
@@ -104,20 +93,20 @@ def starts_after(devices: Sequence[UsedDevice]) -> dict[str, tuple[str, ...]]:
     return {name: tuple(others) for name, others in earlier.items()}
 
 
-def shared_with(topology: Topology, placed: Placed) -> dict[str, str]:
+def shared_with(instances: Sequence[InstancePlacement]) -> dict[str, str]:
     """Return which prefill-decode instances have just what an encode instance has, and its name.
 
     They make pairs, see `epd_portable.delivery.balance`.
     """
     encoders = {
-        (each.devices, each.cores): instance_name(topology, "encode", index)
-        for index, each in enumerate(placed["encode"])
-        if each.devices or each.cores
+        (each.devices, each.cores): each.name
+        for each in instances
+        if each.role == "encode" and (each.devices or each.cores)
     }
     return {
-        instance_name(topology, "prefill-decode", index): encoders.pop((each.devices, each.cores))
-        for index, each in enumerate(placed["prefill_decode"])
-        if (each.devices, each.cores) in encoders
+        each.name: encoders.pop((each.devices, each.cores))
+        for each in instances
+        if each.role == "prefill-decode" and (each.devices, each.cores) in encoders
     }
 
 
@@ -175,7 +164,10 @@ def sharing_warnings(devices: Sequence[UsedDevice]) -> list[str]:
 
 
 def memory_warnings(
-    topology: Topology, traits: PlatformTraits, placed: Placed, memory_bytes: int
+    topology: Topology,
+    traits: PlatformTraits,
+    instances: Sequence[InstancePlacement],
+    memory_bytes: int,
 ) -> list[str]:
     """Return on which devices, of so much memory, a receive pool leaves its engine nothing.
 
@@ -186,16 +178,15 @@ def memory_warnings(
         return []
     pool = topology.transfer.pool_bytes
     warnings = []
-    for role in ROLES:
-        part = _utilization(topology, role)
+    for each in instances:
+        part = _utilization(topology, each.role)
         engine = round(part * memory_bytes)
-        if topology.gets_items(role) and pool >= engine:
-            warnings += [
-                f"device {each.devices[0]}: the receive pool of {group_of(role)}-{index} wants "
-                f"{_mib(pool)} of the {_mib(engine)} that gpu_memory_utilization {part:g} gives to "
-                f"its engine (of {_mib(memory_bytes)}); lower transfer.pool_bytes"
-                for index, each in enumerate(placed[group_of(role)])
-            ]
+        if topology.gets_items(each.role) and pool >= engine:
+            warnings.append(
+                f"device {each.devices[0]}: the receive pool of {each.name} wants {_mib(pool)} of "
+                f"the {_mib(engine)} that gpu_memory_utilization {part:g} gives to its engine (of "
+                f"{_mib(memory_bytes)}); lower transfer.pool_bytes"
+            )
     return warnings
 
 

@@ -78,21 +78,10 @@ def test_the_service_of_shares_is_seen_where_it_listens(tmp_path: Path) -> None:
     assert not has_shares(TRAITS["cpu"], environ)
 
 
-@pytest.mark.parametrize("does", ["time.sleep(300)", "\nwhile True: pass"], ids=["rests", "spins"])
 def test_a_runtime_that_never_counts_its_devices_is_told_of(
-    does: str, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(machine, "_PROBE", f"import time; {does}")
-    monkeypatch.setattr(machine, "_PROBE_LIMIT_S", 0.7)
+    monkeypatch.setattr(machine, "_PROBE", "import time; time.sleep(300)")
+    monkeypatch.setattr(machine, "_PROBE_LIMIT_S", 0.5)
     with pytest.raises(LaunchError, match="a device may be stuck"):
         machine.probed_machine(TRAITS["npu"], os.environ)
-
-
-@pytest.mark.full
-def test_devices_are_counted_however_busy_the_machine_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process that goes on is waited for, longer than one that stands still."""
-    works = "import time\n"
-    works += "for _ in range(40): time.sleep(0.15); sum(range(2_000_000))\n"
-    monkeypatch.setattr(machine, "_PROBE", works + 'print(\'{"ok": true, "count": 3}\')')
-    monkeypatch.setattr(machine, "_PROBE_LIMIT_S", 5.0)
-    assert machine.probed_machine(TRAITS["npu"], {}).devices == ("0", "1", "2")

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from epd_portable.config.groups import InstanceGroup
+from epd_portable.config.roles import Role
 from epd_portable.errors import ConfigError
 from epd_portable.launch.plan.placement import (
     Placements,
@@ -18,19 +19,16 @@ from epd_portable.launch.plan.placement import (
 )
 
 
-def groups(encode: dict[str, Any], pd: dict[str, Any]) -> dict[str, InstanceGroup]:
-    return {"encode": InstanceGroup(**encode), "prefill_decode": InstanceGroup(**pd)}
+def groups(encode: dict[str, Any], pd: dict[str, Any]) -> dict[Role, InstanceGroup]:
+    return {"encode": InstanceGroup(**encode), "prefill-decode": InstanceGroup(**pd)}
 
 
-def devices_of(
-    encode: dict[str, Any], pd: dict[str, Any], available: list[str] | None
-) -> list[list[tuple[str, ...]]]:
-    placed = place_on_devices(groups(encode, pd), available)
-    return [[each.devices for each in instances] for instances in placed.values()]
-
-
-def cores_of(placements: Placements) -> list[list[tuple[tuple[int, ...], ...]]]:
-    return [[each.cores for each in instances] for instances in placements.groups.values()]
+def of_each(placements: Placements, field: str) -> list[list[Any]]:
+    """Return what the instances of each role have."""
+    return [
+        [getattr(each, field) for each in placements.instances if each.role == role]
+        for role in ("encode", "prefill-decode")
+    ]
 
 
 TWO = {"tensor_parallel_size": 2}
@@ -52,7 +50,8 @@ def test_ranks_get_devices_of_their_own_or_those_that_are_listed(
     available: list[str] | None,
     expected: list[list[tuple[str, ...]]],
 ) -> None:
-    assert devices_of(encode, pd, available) == expected
+    placed = place_on_devices(groups(encode, pd), available)
+    assert of_each(placed, "devices") == expected
 
 
 @pytest.mark.parametrize(
@@ -69,7 +68,7 @@ def test_ranks_get_devices_of_their_own_or_those_that_are_listed(
 )
 def test_what_does_not_fit_the_devices_is_refused(pd: dict[str, Any], complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint):
-        devices_of({}, pd, ["0", "1"])
+        place_on_devices(groups({}, pd), ["0", "1"])
 
 
 @pytest.mark.parametrize(
@@ -94,7 +93,7 @@ def test_cores_are_divided_evenly_and_what_is_odd_is_said(
     said: list[str],
 ) -> None:
     placements = place_on_cores(groups(encode, pd), allowed)
-    assert cores in (None, cores_of(placements))
+    assert cores in (None, of_each(placements, "cores"))
     assert placements.rest == rest
     assert all(each in told for each, told in zip(said, placements.warnings, strict=True))
 
@@ -105,12 +104,11 @@ def test_a_core_that_this_process_may_not_use_is_refused() -> None:
 
 
 def test_api_servers_use_the_cores_of_encoders_and_what_is_left() -> None:
-    placed = place_on_cores(groups({}, {"cores": [2, 3]}), range(7)).groups
-    assert [each.api_cores for each in placed["encode"]] == [()]
-    assert [each.api_cores for each in placed["prefill_decode"]] == [(0, 1, 4, 5, 6)]
-    placed = place_on_cores(groups({}, {}), range(5)).groups
-    assert [each.api_cores for each in placed["encode"]] == [(4,)]
-    assert [each.api_cores for each in placed["prefill_decode"]] == [(0, 1, 4)]
+    for pd, count, expected in (
+        ({"cores": [2, 3]}, 7, [[()], [(0, 1, 4, 5, 6)]]),
+        ({}, 5, [[(4,)], [(0, 1, 4)]]),
+    ):
+        assert of_each(place_on_cores(groups({}, pd), range(count)), "api_cores") == expected
 
 
 @pytest.mark.parametrize(
@@ -145,8 +143,8 @@ def test_every_rank_gets_cores_of_its_own_or_none_is_bound_and_that_is_said(
         {"count": counts[1], "tensor_parallel_size": widths[1]},
     )
     result = place_on_cores(wish, sorted(cores))
-    assert [len(group) for group in result.groups.values()] == list(counts)
-    ranks = [rank for group in cores_of(result) for one in group for rank in one]
+    assert [len(group) for group in of_each(result, "name")] == list(counts)
+    ranks = [rank for each in result.instances for rank in each.cores]
     expected = sum(c * w for c, w in zip(counts, widths, strict=True))
     enough = len(cores) >= expected
     assert len(ranks) == (expected if enough else 0)
