@@ -39,7 +39,7 @@ from epd_portable.launch.plan.check import inspect, plan_findings, store_finding
 from epd_portable.launch.plan.file_checks import named_files
 from epd_portable.launch.plan.hardware import find_hardware
 from epd_portable.launch.plan.machine import assumed_machine, probed_machine
-from epd_portable.launch.plan.ports import is_free
+from epd_portable.launch.plan.ports import claim, is_free
 from epd_portable.launch.plan.processes import Plan, new_run_id, run_secret_file
 from epd_portable.launch.plan.request import PlanRequest, refusals
 from epd_portable.launch.plan.text import findings_table, plan_table
@@ -204,8 +204,8 @@ def _serve(request: PlanRequest, log_dir: Path | None, *, as_json: bool) -> None
     machine_of = probed_machine if any(topology.instances.counts.values()) else assumed_machine
     machine = machine_of(request.traits, os.environ)
     temp_dir = _temp_dir(run_id)
-    plan, clash = request.plan(topology, run_id, machine, temp_dir=temp_dir)
-    refused = refusals(topology, plan, clash)
+    plan = request.plan(topology, run_id, machine, temp_dir=temp_dir)
+    refused = refusals(topology, plan, claim)
     if len(refused) == 1:
         raise refused[0]
     if refused:
@@ -255,13 +255,13 @@ def plan(as_json: bool, **options: Any) -> None:
     """Show a plan; users read `PLAN_HELP`."""
     request = PlanRequest.from_options(**options)
     topology = request.load()
-    result, clash = _plan_only(request, topology)
+    result = _plan_only(request, topology)
     refused: list[str] = []
     if not request.hardware:
         # A machine that is not here has other files and ports.
         missing = named_files(topology.model_dump())
         refused += [f"{dotted(path)}: {problem}" for path, problem in missing]
-        refused += map(str, refusals(topology, result, clash))
+        refused += map(str, refusals(topology, result, is_free))
     warnings = (*result.warnings, *(f"up refuses this here: {problem}" for problem in refused))
     result = dataclasses.replace(result, warnings=warnings)
     if not as_json:
@@ -294,8 +294,7 @@ def check(platform: str | None, hardware: str | None, config: Path | None, as_js
     if config is not None:
         request = PlanRequest.from_options(platform=platform, config=config)
         topology = request.load()
-        plan, _ = _plan_only(request, topology)
-        findings += plan_findings(config.name, plan)
+        findings += plan_findings(config.name, _plan_only(request, topology))
         if topology.store is not None:
             findings.append(store_finding(topology.store))
     found = [dataclasses.asdict(finding) for finding in findings]
@@ -306,10 +305,10 @@ def check(platform: str | None, hardware: str | None, config: Path | None, as_js
         sys.exit(FAILED)
 
 
-def _plan_only(request: PlanRequest, topology: Topology) -> tuple[Plan, str]:
-    """Plan without a device and without taking ports; see `PlanRequest.plan`."""
+def _plan_only(request: PlanRequest, topology: Topology) -> Plan:
+    """Plan without a device."""
     run_id, machine = new_run_id(), request.expected_machine(os.environ)
-    return request.plan(topology, run_id, machine, temp_dir=_temp_dir(run_id), free=is_free)
+    return request.plan(topology, run_id, machine, temp_dir=_temp_dir(run_id))
 
 
 def _temp_dir(run_id: str) -> Path:

@@ -81,6 +81,11 @@ class MediaUrlError(RequestError):
         super().__init__(message, status=status, code=code, retry_after_s=retry_after_s)
 
 
+def in_url(host: str) -> str:
+    """Return a host as it stands before a port: addresses of IPv6 in brackets."""
+    return f"[{host}]" if ":" in host else host
+
+
 class WebTarget(msgspec.Struct, frozen=True, kw_only=True):
     """What a URL asks for; equal ones are the same.
 
@@ -101,7 +106,7 @@ class WebTarget(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def authority(self) -> str:
         """Host and port as a URL has them."""
-        host = f"[{self.host}]" if ":" in self.host else self.host
+        host = in_url(self.host)
         return host if self.port == PORTS[self.scheme] else f"{host}:{self.port}"
 
     @property

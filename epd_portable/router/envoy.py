@@ -21,6 +21,7 @@ from epd_portable.config.roles import Duty
 from epd_portable.delivery.fallbacks import MAX_PREFILLS
 from epd_portable.delivery.instances import EndpointPool, Instance
 from epd_portable.errors import ConfigError
+from epd_portable.media.addresses import in_url
 from epd_portable.router.settings import RouterSettings
 
 logger = logging.getLogger(__name__)
@@ -86,7 +87,7 @@ class Endpoints:
     def address(self, instance: Instance) -> str:
         """Return the address by which the file names an instance."""
         host, port = self._addresses[instance]
-        return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        return f"{in_url(host)}:{port}"
 
     def by_address(self) -> dict[str, Instance]:
         """Return the instances that the file names."""

@@ -23,6 +23,7 @@ import grpc.aio
 from epd_portable.config.roles import Duty
 from epd_portable.config.routing import PICKER_PORT
 from epd_portable.errors import ConfigError
+from epd_portable.media.addresses import in_url
 from epd_portable.router import envoy, ext_proc, serving
 from epd_portable.router.consultation import Picker
 from epd_portable.router.ext_proc import HealthCheckRequest, HealthCheckResponse
@@ -130,8 +131,7 @@ async def serve(settings: RouterSettings, options: argparse.Namespace, stop: Sto
         server = grpc.aio.server(options=[("grpc.max_receive_message_length", -1)])
         address = options.listen
         if settings.gateway_networks and not address:
-            host = f"[{settings.host}]" if ":" in settings.host else settings.host
-            address = f"{host}:{PICKER_PORT}"
+            address = f"{in_url(settings.host)}:{PICKER_PORT}"
         if address:
             listen_for_gateway(server, settings, address, options.gateway_ca)
         else:

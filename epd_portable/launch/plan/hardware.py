@@ -12,8 +12,6 @@ from epd_portable.errors import ConfigError
 
 PROFILES = (Path("configs/hardware"), SHIPPED / "hardware")
 """Where profiles are looked for last: in the working directory, and in the package."""
-ITEM_BYTES = 32 << 20
-"""The item that transfer times are given for: 1024 tokens of 4096 × 4 bfloat16 numbers."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,23 +20,6 @@ class Hardware:
 
     name: str
     profile: HardwareProfile
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class HardwareFit:
-    """What a hardware profile says of a plan.
-
-    Attributes:
-        device: Name of the device, and the servers that hold it.
-        item_bytes: Size of the item that the times are for.
-        transfer_s: Shortest time for that item by path, waits and protocol left out. ``tcp`` adds
-            its sockets to the time of ``shm``.
-    """
-
-    profile: str
-    device: str
-    item_bytes: int
-    transfer_s: dict[str, float]
 
 
 def find_hardware(name: str, platform: str | None, *, beside: Path | None = None) -> Hardware:
@@ -75,17 +56,3 @@ def find_hardware(name: str, platform: str | None, *, beside: Path | None = None
 def _files(beside: Path | None) -> dict[str, Path]:
     folders = (*([beside.parent / "hardware"] if beside else []), *PROFILES)
     return {path.stem: path for each in reversed(folders) for path in each.glob("*.yaml")}
-
-
-def fit(hardware: Hardware) -> HardwareFit:
-    """Return what a profile says of transfers between two devices of one server."""
-    profile = hardware.profile
-    pair_s = ITEM_BYTES / profile.pair_bytes_per_s.value
-    # Down from the producer's device, up to the consumer's.
-    host_s = 2 * ITEM_BYTES / profile.host_bytes_per_s.value
-    return HardwareFit(
-        profile=hardware.name,
-        device=profile.device,
-        item_bytes=ITEM_BYTES,
-        transfer_s={"ipc": pair_s, "collective": pair_s, "shm": host_s},
-    )

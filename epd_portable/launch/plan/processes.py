@@ -28,7 +28,7 @@ from epd_portable.launch.plan.front import (
     core_argv,
     front_argv,
 )
-from epd_portable.launch.plan.hardware import Hardware, HardwareFit, fit
+from epd_portable.launch.plan.hardware import Hardware
 from epd_portable.launch.plan.kv import KVConnector, kv_connector
 from epd_portable.launch.plan.model import ModelSource
 from epd_portable.launch.plan.placement import (
@@ -48,6 +48,7 @@ from epd_portable.launch.plan.sharing import (
     starts_after,
     used_devices,
 )
+from epd_portable.media.addresses import in_url
 from epd_portable.media.limits import MediaLimits
 from epd_portable.platforms.traits import PlatformTraits
 from epd_portable.router.settings import InstanceSettings, RouterSettings, policy_of
@@ -124,6 +125,7 @@ class Plan:
         url: Base address for OpenAI clients.
         processes: Instances first, the router last, or the registrar in its place.
         devices: Those that have instances; none on platforms that have cores only.
+        hardware: Profile and device that it is planned for; empty for this machine.
         kv: What brings KV from prefill to decode instances.
         store: Where encoder outputs are kept; empty for nowhere.
         front: Who takes requests, and why.
@@ -136,23 +138,15 @@ class Plan:
     processes: tuple[ProcessSpec, ...]
     warnings: tuple[str, ...]
     devices: tuple[UsedDevice, ...] = ()
-    hardware: HardwareFit | None = None
+    hardware: str = ""
     kv: KVConnector | None = None
     store: str = ""
     front: str = "router"
 
     def as_json(self) -> dict[str, Any]:
         """Return the plan as plain JSON values."""
-        found = dataclasses.asdict(self)
-        if not self.store:
-            del found["store"]
-        for process in found["processes"]:
-            if not process["router_urls"]:
-                del process["router_urls"]
-        if self.kv:
-            reason = f"it is the one for {self.platform}"
-            found["kv"] = {"name": self.kv.name, "connector": self.kv.cls, "reason": reason}
-        return found
+        kv = {"name": self.kv.name, "connector": self.kv.cls} if self.kv else None
+        return dataclasses.asdict(self) | {"kv": kv}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -294,7 +288,7 @@ def make_plan(
         processes=tuple(processes),
         warnings=tuple(warnings),
         devices=devices,
-        hardware=fit(hardware) if hardware else None,
+        hardware=f"{hardware.name}: {hardware.profile.device}" if hardware else "",
         kv=kv,
         store=f"{store.where}, at most {store.max_bytes >> 20} MiB" if store else "",
         front=f"{front}: {why}",
@@ -541,9 +535,4 @@ def _public_url(topology: Topology) -> str:
 def _base_url(host: str, port: int, *, tls: bool = False) -> str:
     """Return an address that a client on this machine can use."""
     reachable = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-    return f"{'https' if tls else 'http'}://{_in_address(reachable)}:{port}"
-
-
-def _in_address(host: str) -> str:
-    """Return a host as it stands before a port."""
-    return f"[{host}]" if ":" in host else host
+    return f"{'https' if tls else 'http'}://{in_url(reachable)}:{port}"

@@ -29,7 +29,6 @@ from epd_portable.launch.plan.machine import (
 )
 from epd_portable.launch.plan.model import ModelSource, resolve_model
 from epd_portable.launch.plan.ports import (
-    claim,
     clash_of_ports,
     port_source,
     ports_in_order,
@@ -135,40 +134,25 @@ class PlanRequest:
         machine: Machine,
         *,
         temp_dir: Path,
-        free: Callable[[int, str], bool] = claim,
-    ) -> tuple[Plan, str]:
-        """Make the plan; also return which of its ports cannot be used, where they are fixed.
+    ) -> Plan:
+        """Make the plan.
 
         Raises:
             ConfigError: The topology does not fit; names the place of the key.
         """
-        launch, router = topology.launch, topology.router
+        launch = topology.launch
         avoid = self.hardware.profile.ports_to_avoid if self.hardware else range(0)
-        public = {"router.port": router.port}
-        if router.admin_port is not None:
-            public["router.admin_port"] = router.admin_port
         if launch.first_port is not None:
             free_port = ports_in_order(launch.first_port, reserved=avoid)
         else:
-            reserved = frozenset({*public.values(), *avoid})
+            reserved = frozenset({*public_ports(topology).values(), *avoid})
             free_port = port_source(run_id, reserved=reserved, host=launch.host)
-        plan = self._make_plan(
+        return self._make_plan(
             topology,
             machine=machine,
             run_id=run_id,
             free_port=free_port,
             temp_dir=str(temp_dir),
-        )
-        uses = {
-            port: f"{purpose} of {spec.name}"
-            for spec in plan.processes
-            if spec.role != "router"
-            for purpose, port in spec.ports.items()
-        }
-        if launch.first_port is None:
-            return plan, ""
-        return plan, clash_of_ports(
-            launch.first_port, uses, public, lambda port: free(port, launch.host)
         )
 
     def plan_elsewhere(self, first_port: int) -> tuple[Topology, Plan]:
@@ -213,12 +197,24 @@ def counts_of(part: Mapping[Role, int]) -> Iterator[str]:
         yield f"instances.{group_of(role)}.count={part.get(role, 0)}"
 
 
-def refusals(topology: Topology, plan: Plan, clash: str) -> list[EPDError]:
-    """Return why this machine cannot run a plan at this moment; ``clash`` as of `PlanRequest`."""
-    router, store, kv = topology.router, topology.store, plan.kv
+def public_ports(topology: Topology) -> dict[str, int]:
+    """Return the ports of what stands in front, by their keys."""
+    router = topology.router
+    ports = {"router.port": router.port, "router.admin_port": router.admin_port}
+    return {key: port for key, port in ports.items() if port is not None}
+
+
+def refusals(topology: Topology, plan: Plan, free: Callable[[int, str], bool]) -> list[EPDError]:
+    """Return why this machine cannot run a plan at this moment.
+
+    ``free`` says whether a port of a host can be used, where the file fixes those of instances.
+    """
+    router, store, launch, kv = topology.router, topology.store, topology.launch, plan.kv
     counts = topology.instances.counts
     pools = sum(count for role, count in counts.items() if topology.gets_items(role))
     demands: list[Callable[[], None]] = []
+    if (first := launch.first_port) is not None:
+        demands.append(lambda: _require_fixed_ports(first, topology, plan, free))
     if router.join:
         demands.append(lambda: require_addresses(router.join))
     else:
@@ -230,10 +226,24 @@ def refusals(topology: Topology, plan: Plan, clash: str) -> list[EPDError]:
         demands.append(lambda: require_module(kv.module, needed_by=kv.cls, install=kv.install))
     if store is not None:
         demands.append(lambda: make_store(store).close())  # Imports the store's library.
-    found: list[EPDError] = [PortInUseError(clash)] if clash else []
+    found: list[EPDError] = []
     for demand in demands:
         try:
             demand()
         except EPDError as error:
             found.append(error)
     return found
+
+
+def _require_fixed_ports(
+    first: int, topology: Topology, plan: Plan, free: Callable[[int, str], bool]
+) -> None:
+    uses = {
+        port: f"{purpose} of {spec.name}"
+        for spec in plan.processes
+        if spec.role != "router"
+        for purpose, port in spec.ports.items()
+    }
+    host, public = topology.launch.host, public_ports(topology)
+    if clash := clash_of_ports(first, uses, public, lambda port: free(port, host)):
+        raise PortInUseError(clash)

@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from epd_portable.config.roles import ENCODES
 from epd_portable.launch.plan.check import Finding
 from epd_portable.launch.plan.engine import CPU_KV_GIB
-from epd_portable.launch.plan.hardware import HardwareFit
 from epd_portable.launch.plan.processes import Plan, ProcessSpec
 from epd_portable.launch.plan.sharing import Tenant, UsedDevice
 from epd_portable.platforms.traits import TRAITS
@@ -51,7 +50,7 @@ def plan_table(plan: Plan) -> str:
             cache = f"{FILLED:.0%} of {CPU_KV_GIB}={space} (GiB), for it has no KV cache"
             lines += ["", f"the encoder cache of {spec.name} takes {cache}"]
     if plan.hardware:
-        lines += ["", *_hardware(plan.hardware)]
+        lines += ["", f"planned for {plan.hardware}"]
     for spec in plan.processes:
         lines += ["", f"{spec.name}:"]
         lines += [f"  {name}={shlex.quote(value)} \\" for name, value in spec.env.items()]
@@ -66,18 +65,6 @@ def findings_table(findings: Sequence[Finding]) -> str:
         for finding in findings
     ]
     return "\n".join(columns([("what", "name", "usable", "why"), *rows]))
-
-
-def _hardware(hardware: HardwareFit) -> list[str]:
-    times: dict[float, list[str]] = {}
-    for path, seconds in hardware.transfer_s.items():
-        times.setdefault(seconds, []).append(path)
-    each = "; ".join(f"{seconds * 1e3:.2f} ms by {', '.join(p)}" for seconds, p in times.items())
-    return [
-        f"planned for {hardware.profile}: {hardware.device}",
-        f"an item of {hardware.item_bytes >> 20} MiB takes at least {each}; tcp adds its sockets "
-        "to the time of shm",
-    ]
 
 
 def _shared(shared: UsedDevice, share_by: str) -> list[str]:

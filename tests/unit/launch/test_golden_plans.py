@@ -137,7 +137,7 @@ SHARED_MAY_DIFFER = {
 }
 """The same, of files with instances on one device."""
 KV_MAY_DIFFER = {
-    r"\.kv\.(name|connector|reason)": "each platform has its connector of KV",
+    r"\.kv\.(name|connector)": "each platform has its connector of KV",
     rf"{PLACE}argv\.--kv-transfer-config\..*": "which is configured so",
     rf"{PLACE}env\.VLLM_NIXL_SIDE_CHANNEL_(HOST|PORT)": "in words of its own",
 }
