@@ -23,19 +23,13 @@ HELP = """Measure transfers, serving and engine steps, each beside a baseline in
 
 \b
 A topology under load, beside replicas of plain vLLM:
-  epd-bench load --side ours=configs/1e1pd.yaml --side replicas:2 --side replicas:2,tuned \\
-    --model shape --point rate=2/6/10,share=0.1
-What transfer.media=metadata saves:
-  epd-bench load --side meta=configs/1e1pd.yaml,transfer.media=metadata \\
-    --side media=configs/1e1pd.yaml --point rate=2
+  epd-bench load --side ours=configs/1e1pd.yaml --side replicas:2 --model shape --point rate=2/6
 How long a transfer of an encoder output takes, by path and size, against memcpy:
-  epd-bench transfer
-  epd-bench transfer --path shm --bytes 64KiB --bytes 16MiB --repeat 200
   epd-bench transfer --platform npu
 What this package costs a prefill+decode engine in every step:
   epd-bench step
 How many instances of which role to run, and whether to split at all, by simulation:
-  epd-bench plan --stages stages.yaml --devices 8 --workload share=0.3,pictures=1+4
+  epd-bench plan --stages stages.yaml --devices 8 --workload share=0.3,pictures=1/4
 Keep the tables, and everything that was measured:
   epd-bench transfer --json t.json > t.md
 

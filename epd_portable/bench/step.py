@@ -11,10 +11,9 @@ from __future__ import annotations
 import dataclasses
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 from epd_portable.bench.console import new_secret, progress
 from epd_portable.bench.report import Report, Table, conditions
@@ -39,54 +38,48 @@ _MEASURED = (
 _TENSOR = TensorSpec(shape=(ITEM_TOKENS, WIDTH), dtype=DTYPE)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)
 class StepCase:
-    """The state of an engine.
+    """The state of an engine, and what its steps take.
 
     Attributes:
         decoding: Requests that generate, past all their items.
         items: Items in the prompt of each of them.
         waiting: Requests that wait for an item which an encoder is to deliver.
+        step_s: Of each step the seconds of the package's work.
+        asking_s: Of each step the seconds of as many questions that do nothing.
     """
 
     decoding: int
     items: int
     waiting: int
+    step_s: list[float] = field(default_factory=list)
+    asking_s: list[float] = field(default_factory=list)
 
 
-Steps = list[tuple[float, float]]
-"""Of each step the seconds of the package's work, and of as many questions that do nothing."""
-CASES = tuple(
-    StepCase(decoding=256, items=items, waiting=waiting)
-    for items in (1, 32)
-    for waiting in (0, 100, 1000)
-)
-
-
-def measure(steps: int) -> dict[StepCase, Steps]:
+def measure(steps: int) -> list[StepCase]:
     """Measure so many steps of every case, after a few that are not measured."""
-    samples = {}
-    for case in CASES:
+    cases = [
+        StepCase(decoding=256, items=items, waiting=waiting)
+        for items in (1, 32)
+        for waiting in (0, 100, 1000)
+    ]
+    for case in cases:
         progress(
             f"{case.decoding} requests decode, {case.items} items each; {case.waiting} wait: "
             f"{steps} steps"
         )
         with new_secret() as secret_file, _engine(case, secret_file) as engine:
-            taken = [engine.step() for _ in range(_WARM_UP + steps)]
-        samples[case] = taken[_WARM_UP:]
-    return samples
+            for number in range(-_WARM_UP, steps):
+                step_s, asking_s = engine.step()
+                if number >= 0:
+                    case.step_s.append(step_s)
+                    case.asking_s.append(asking_s)
+    return cases
 
 
-def make_report(samples: dict[StepCase, Steps]) -> Report:
+def make_report(cases: Sequence[StepCase]) -> Report:
     """Return the page of a measurement."""
-    columns = [
-        {
-            **dataclasses.asdict(case),
-            "step_s": [step_s for step_s, _ in taken],
-            "asking_s": [asking_s for _, asking_s in taken],
-        }
-        for case, taken in samples.items()
-    ]
     return Report(
         title="The package's work in a step of a prefill+decode engine",
         conditions=conditions(_MEASURED),
@@ -95,20 +88,20 @@ def make_report(samples: dict[StepCase, Steps]) -> Report:
             "that asks is Python's, as vLLM's is.",
             "Ratio: that work by as many calls of a function that only answers yes.",
         ),
-        tables=(Table.of("Times in µs", map(_row, columns)),),
+        tables=(Table.of("Times in µs", map(_row, cases)),),
         summary={},
-        samples=columns,
+        samples=[dataclasses.asdict(case) for case in cases],
     )
 
 
-def _row(case: dict[str, Any]) -> dict[str, str]:
-    step_s, asking_s = quantile(case["step_s"], 0.5), quantile(case["asking_s"], 0.5)
+def _row(case: StepCase) -> dict[str, str]:
+    step_s, asking_s = quantile(case.step_s, 0.5), quantile(case.asking_s, 0.5)
     return {
-        "decoding × items": f"{case['decoding']} × {case['items']}",
-        "waiting": str(case["waiting"]),
+        "decoding × items": f"{case.decoding} × {case.items}",
+        "waiting": str(case.waiting),
         "ratio": f"{step_s / asking_s:.2f}",
         "p50": f"{step_s * 1e6:.1f}",
-        "p90": f"{quantile(case['step_s'], 0.9) * 1e6:.1f}",
+        "p90": f"{quantile(case.step_s, 0.9) * 1e6:.1f}",
         "only asking, p50": f"{asking_s * 1e6:.1f}",
     }
 

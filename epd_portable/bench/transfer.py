@@ -14,16 +14,15 @@ import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
 
-from epd_portable.bench import worker
+from epd_portable.bench import child_process
+from epd_portable.bench.child_process import ChildProcess
 from epd_portable.bench.console import new_secret, progress
 from epd_portable.bench.report import Report, Table, conditions, format_bytes
 from epd_portable.bench.servers import free_port
 from epd_portable.bench.stand_in import TOKEN_BYTES, VALUES, Command, CommandDone
 from epd_portable.bench.stats import paired_ratio, quantile
-from epd_portable.bench.worker import Worker
 from epd_portable.config.instance import InstanceConfig, PlatformName
 from epd_portable.connector import registry
 from epd_portable.errors import ConfigError
@@ -34,39 +33,40 @@ ENCODE_S = (0.01, 0.0)
 """Times from the order to the output. With the first the grant is there before the output, as
 mostly in an engine; with 0 it is waited for."""
 
+_NAME = "path, size, grant"
 _START_TIMEOUT_S = 120.0
 _WAIT_TIMEOUT_S = 30.0
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True, eq=False)
 class TransferCase:
-    """One combination; `encode_s` is one of `ENCODE_S`."""
-
-    path: str
-    nbytes: int
-    encode_s: float
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TransferSample:
-    """One transfer, in seconds.
+    """One combination, and its times in the order of the rounds, in seconds.
 
     Attributes:
+        encode_s: One of `ENCODE_S`.
         total_s: From the output to the tensor that can be read.
         placing_s: The part of it since the consumer's step began to place the item.
         memcpy_s: A plain copy of the same bytes right before, within one process; on devices from
             the producer's device to the consumer's.
     """
 
-    total_s: float
-    placing_s: float
-    memcpy_s: float
+    path: str
+    nbytes: int
+    encode_s: float
+    total_s: list[float] = field(default_factory=list)
+    placing_s: list[float] = field(default_factory=list)
+    memcpy_s: list[float] = field(default_factory=list)
 
+    def add(self, sent: CommandDone, placed: CommandDone) -> None:
+        """Add a transfer by what its two ends say."""
+        self.total_s.append(placed.at_s - sent.at_s)
+        self.placing_s.append(placed.at_s - placed.step_s)
+        self.memcpy_s.append(sent.memcpy_s)
 
-Samples = dict[TransferCase, list[TransferSample]]
-"""By case, in the order of the rounds."""
-Case = dict[str, Any]
-"""A `TransferCase`, and its values in the order of the rounds, by name."""
+    def __str__(self) -> str:
+        """Return it as tables name it."""
+        when = "granted before" if self.encode_s else "granted after"
+        return f"{self.path}, {format_bytes(self.nbytes)}, {when}"
 
 
 def choose_paths(
@@ -102,11 +102,11 @@ def measure(
     *,
     devices: int,
     repeat: int,
-) -> Samples:
+) -> list[TransferCase]:
     """Measure every path and size ``repeat`` times, in turns, after unmeasured rounds.
 
     Sizes are multiples of `TOKEN_BYTES`. The producer takes the first device, the consumer the
-    second if there is one.
+    second if there is one. Cases are returned by path, size and time of the output.
 
     Raises:
         MeasurementError: An end failed.
@@ -117,7 +117,6 @@ def measure(
         for nbytes in sizes
         for path in paths
     ]
-    samples: Samples = {case: [] for case in cases}
     with new_secret() as secret_file, ExitStack() as stack:
         progress("starting a producer and a consumer for each path")
         common = {
@@ -151,24 +150,24 @@ def measure(
         for turn in range(-WARM_UP_ROUNDS, repeat):
             begin_s = time.monotonic()
             for case in cases:
-                sample = pairs[case.path].move(case, next(numbers))
+                sent, placed = pairs[case.path].move(case, next(numbers))
                 if turn >= 0:
-                    samples[case].append(sample)
+                    case.add(sent, placed)
             what = f"round {turn + 1} of {repeat}" if turn >= 0 else "warm-up"
             progress(f"{what}: {len(cases)} transfers in {time.monotonic() - begin_s:.1f} s")
-    return samples
+    return sorted(cases, key=lambda case: (paths.index(case.path), case.nbytes))
 
 
 @dataclass(frozen=True, slots=True)
 class _Pair:
     """The two ends of a path, in processes of `epd_portable.bench.ends`."""
 
-    producer: Worker
-    consumer: Worker
+    producer: ChildProcess
+    consumer: ChildProcess
     consumer_config: InstanceConfig
 
-    def move(self, case: TransferCase, number: int) -> TransferSample:
-        """Move one item."""
+    def move(self, case: TransferCase, number: int) -> tuple[CommandDone, CommandDone]:
+        """Move one item; return what the producer and what the consumer says of it."""
         command = Command(
             name=f"item-{number}",
             num_tokens=case.nbytes // TOKEN_BYTES,
@@ -181,16 +180,12 @@ class _Pair:
             end.send(command)
         placed = self.consumer.receive(CommandDone, _WAIT_TIMEOUT_S * 2)
         sent = self.producer.receive(CommandDone, _WAIT_TIMEOUT_S * 2)
-        return TransferSample(
-            total_s=placed.at_s - sent.at_s,
-            placing_s=placed.at_s - placed.step_s,
-            memcpy_s=sent.memcpy_s,
-        )
+        return sent, placed
 
 
-def _end(role: str, config: InstanceConfig) -> AbstractContextManager[Worker]:
+def _end(role: str, config: InstanceConfig) -> AbstractContextManager[ChildProcess]:
     argv = [sys.executable, "-m", "epd_portable.bench.ends", role, config.model_dump_json()]
-    return worker.started(config.instance, argv, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    return child_process.start(config.instance, argv, env={**os.environ, "OMP_NUM_THREADS": "1"})
 
 
 def describe_place(platform: PlatformName, runtime: str, devices: int) -> str:
@@ -203,17 +198,11 @@ def describe_place(platform: PlatformName, runtime: str, devices: int) -> str:
     return f"Platform {platform} ({runtime}): {ends}."
 
 
-def make_report(
-    samples: Samples,
-    place: str,
-    left_out: Mapping[str, str],
-) -> Report:
+def make_report(cases: Sequence[TransferCase], place: str, left_out: Mapping[str, str]) -> Report:
     """Return the page; `left_out` are paths that were not measured, with the reason."""
-    cases = _by_case(samples)
-    paths = list(dict.fromkeys(case["path"] for case in cases))
+    paths = list(dict.fromkeys(case.path for case in cases))
     tables: dict[str, Iterable[dict[str, str]]] = {
-        "Against memcpy of the same bytes": map(_ratios, cases),
-        "Where the time goes, medians in ms": map(_parts, cases),
+        "Against memcpy of the same bytes": map(_against_memcpy, cases)
     }
     if len(paths) > 1:
         tables["By another path, each item by that of the same round"] = (
@@ -237,63 +226,35 @@ def make_report(
             f"The order comes {ENCODE_S[0] * 1000:g} ms before the output (granted before), or "
             "with it (granted after): then the grant is waited for.",
             "Ratio: total time by that of a memcpy of the same bytes right before, median of the "
-            "pairs with their quartiles. Other times are medians over all rounds.",
+            "pairs with their quartiles. Other times are medians over all rounds; placing is the "
+            "part since the step that places the item began.",
         ),
         tables=tuple(Table.of(title, rows) for title, rows in tables.items()),
         summary={"place": place, "left_out": dict(left_out)},
-        samples=cases,
+        samples=[dataclasses.asdict(case) for case in cases],
     )
 
 
-def _by_case(samples: Samples) -> list[Case]:
-    """Return the values of each case: paths in the order of measuring, sizes rising."""
-    paths = list(dict.fromkeys(case.path for case in samples))
-    parts = [field.name for field in dataclasses.fields(TransferSample)]
-    return [
-        {
-            **dataclasses.asdict(case),
-            **{part: [getattr(each, part) for each in samples[case]] for part in parts},
-        }
-        for case in sorted(samples, key=lambda case: (paths.index(case.path), case.nbytes))
-    ]
-
-
-def _name(case: Case) -> dict[str, str]:
-    when = "granted before" if case["encode_s"] else "granted after"
-    return {"path, size, grant": f"{case['path']}, {format_bytes(case['nbytes'])}, {when}"}
-
-
-def _ratios(case: Case) -> dict[str, str]:
-    total_s = case["total_s"]
-    median_s = quantile(total_s, 0.5)
-    return _name(case) | {
-        "ratio": str(paired_ratio(total_s, case["memcpy_s"])),
+def _against_memcpy(case: TransferCase) -> dict[str, str]:
+    median_s = quantile(case.total_s, 0.5)
+    return {
+        _NAME: str(case),
+        "ratio": str(paired_ratio(case.total_s, case.memcpy_s)),
         "median, ms": f"{median_s * 1000:.2f}",
-        "p90, ms": f"{quantile(total_s, 0.9) * 1000:.2f}",
-        "memcpy, ms": f"{quantile(case['memcpy_s'], 0.5) * 1000:.3f}",
-        "GB/s": f"{case['nbytes'] / median_s / 1e9:.3g}",
-        "rounds": str(len(total_s)),
+        "p90, ms": f"{quantile(case.total_s, 0.9) * 1000:.2f}",
+        "placing, ms": f"{quantile(case.placing_s, 0.5) * 1000:.3f}",
+        "memcpy, ms": f"{quantile(case.memcpy_s, 0.5) * 1000:.3f}",
+        "GB/s": f"{case.nbytes / median_s / 1e9:.3g}",
+        "rounds": str(len(case.total_s)),
     }
 
 
-def _between(case: Case, cases: Sequence[Case], paths: Sequence[str]) -> dict[str, str]:
+def _between(
+    case: TransferCase, cases: Sequence[TransferCase], paths: Sequence[str]
+) -> dict[str, str]:
     """Return the row of a case by each path."""
-    row = _name(case) | {f"by {path}": "–" for path in paths}
+    row = {_NAME: str(case)} | {f"by {path}": "–" for path in paths}
     for peer in cases:
-        same = all(peer[name] == case[name] for name in ("nbytes", "encode_s"))
-        if same and peer is not case and len(peer["total_s"]) == len(case["total_s"]):
-            row[f"by {peer['path']}"] = str(paired_ratio(case["total_s"], peer["total_s"]))
+        if peer is not case and (peer.nbytes, peer.encode_s) == (case.nbytes, case.encode_s):
+            row[f"by {peer.path}"] = str(paired_ratio(case.total_s, peer.total_s))
     return row
-
-
-def _parts(case: Case) -> dict[str, str]:
-    parts = {
-        "output to step": [
-            total_s - placing_s
-            for total_s, placing_s in zip(case["total_s"], case["placing_s"], strict=True)
-        ],
-        "step to placed": case["placing_s"],
-    }
-    return _name(case) | {
-        title: f"{quantile(values, 0.5) * 1000:.3f}" for title, values in parts.items()
-    }

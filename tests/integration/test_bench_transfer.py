@@ -32,5 +32,8 @@ def test_a_transfer_is_measured_and_reported(tmp_path: Path, asked: tuple[str, .
         for path in asked or (path for path in PATHS if path != "ipc")
         for encode_s in (0.01, 0.0)
     ]
+    for row in written["samples"]:
+        for placing_s, total_s in zip(row["placing_s"], row["total_s"], strict=True):
+            assert 0 < placing_s < total_s < 60
     assert all(f"| {path}, 64 KiB, granted" in result.stdout for path, _ in measured)
     assert ("ipc (cpu has no device memory)" in result.stdout) is (not asked)

@@ -81,8 +81,10 @@ def _transfers(document: Document) -> Iterator[tuple[Row, tuple[Any, ...], list[
 def against_memcpy(document: Document) -> Iterator[Row]:
     for name, (_, nbytes, _), group in _transfers(document):
         total = column(group, "total_s")
+        placing = column(group, "placing_s") if "placing_s" in group[0] else [0.0]
         yield name | {
             "ratio": ratio(total, column(group, "memcpy_s")),
+            "placing, ms": f"{median(placing) * 1e3:.3f}",
             "median, ms": f"{median(total) * 1e3:.2f}",
             "p90, ms": f"{quantile(total, 0.9) * 1e3:.2f}",
             "memcpy, ms": f"{median(column(group, 'memcpy_s')) * 1e3:.3f}",
@@ -115,9 +117,6 @@ def where_the_time_goes(document: Document) -> Iterator[Row]:
             for part, keys in parts.items()
             if keys[0] in group[0]
         }
-        if "placing_s" in group[0]:
-            times["output to step"] = median(each["total_s"] - each["placing_s"] for each in group)
-            times["step to placed"] = median(column(group, "placing_s"))
         row = name | {part: f"{value * 1e3:.3f}" for part, value in times.items()}
         if "turns" in group[0]:
             row["turns, mean"] = f"{fmean(column(group, 'turns')):.1f}"

@@ -1,7 +1,8 @@
 """The clients: a process of their own that sends requests at their times.
 
-``python -m epd_portable.bench.load.clients DESCRIPTOR`` is a `Worker`: it reads an `Order`, answers
-once all bodies are written, begins to send when it is asked again, and answers with `Answers`.
+``python -m epd_portable.bench.load.clients DESCRIPTOR`` is a `ChildProcess`: it reads an `Order`,
+answers once all bodies are written, begins to send when it is asked again, and answers with
+`Answers`.
 Streams are taken apart after the last has ended. How much CPU time the clients took and how late
 they sent is part of every result: clients that are the bottleneck show.
 """

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from epd_portable.bench import console, worker
+from epd_portable.bench import child_process, console
 from epd_portable.bench.load import usage
 from epd_portable.bench.load.clients import Answers, LoadAnswer, Order
 from epd_portable.bench.load.plan import LoadPoint, LoadRequest
@@ -129,7 +129,7 @@ class Measurement:
             side=running.name,
             cpu_s=cpu_s,
             memory_bytes=usage.read_memory_bytes(parts),
-            counted=usage.counted_since(usage.read_counters(parts), counted),
+            counted=usage.read_counters(parts) - counted,
         )
         console.progress(
             f"{point.key}, round {number + 1}, {turn.side}: {len(requests)} requests, "
@@ -196,7 +196,7 @@ def start_clients(
         clients.send(None)
         return clients.receive(Answers)
 
-    with worker.started("the clients", argv, env=env, popen=popen) as clients:
+    with child_process.start("the clients", argv, env=env, popen=popen) as clients:
         clients.send(order)
         clients.receive(type(None))
         yield send

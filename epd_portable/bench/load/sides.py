@@ -32,7 +32,7 @@ class LoadSide:
             the arguments of a topology with these.
         count: Of replicas or the example's instances.
         urls: Base addresses of running servers.
-        tuned: Of plain vLLM, see `epd_portable.bench.load.peers`.
+        tuned: Of plain vLLM, see `epd_portable.bench.load.servers`.
     """
 
     name: str

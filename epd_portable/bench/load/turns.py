@@ -69,7 +69,7 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
     cpu_s: CPUSeconds
     client_cpu_s: float
     memory_bytes: dict[str, int]
-    counted: dict[str, float]
+    counted: dict[str, int]
     refused: str
 
     @property

@@ -86,13 +86,13 @@ def read_memory_bytes(parts: Sequence[Part]) -> dict[str, int]:
     return found
 
 
-def read_counters(parts: Sequence[Part]) -> dict[str, float]:
+def read_counters(parts: Sequence[Part]) -> Counter[str]:
     """Return what the metrics of a side count, summed over its parts.
 
     Raises:
         MeasurementError: A part with metrics does not answer.
     """
-    found: dict[str, float] = {}
+    found: Counter[str] = Counter()
     for url in dict.fromkeys(part.metrics_url for part in parts if part.metrics_url):
         try:
             answer = httpx.get(url, timeout=_TIMEOUT_S, trust_env=False)
@@ -104,14 +104,8 @@ def read_counters(parts: Sequence[Part]) -> dict[str, float]:
                 if sample.name in _COUNTERS:
                     name, label = _COUNTERS[sample.name]
                     key = f"{name} {sample.labels.get(label, '')}".strip()
-                    found[key] = found.get(key, 0.0) + sample.value
+                    found[key] += int(sample.value)
     return found
-
-
-def counted_since(after: dict[str, float], before: dict[str, float]) -> dict[str, float]:
-    """Return what was counted between two readings, without what did not happen."""
-    risen = {name: value - before.get(name, 0.0) for name, value in after.items()}
-    return {name: value for name, value in risen.items() if value}
 
 
 def _processes(part: Part) -> Iterator[tuple[psutil.Process, str]]:

@@ -15,7 +15,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from epd_portable.bench.worker import Worker, started
+from epd_portable.bench import child_process
+from epd_portable.bench.child_process import ChildProcess
 from epd_portable.config.instance import InstanceConfig
 
 ROOT = Path(__file__).parents[3]
@@ -92,8 +93,8 @@ def _run(command: str) -> None:
 
 def end(
     host: Host, role: str, config: InstanceConfig, env: Mapping[str, str]
-) -> contextlib.AbstractContextManager[Worker]:
+) -> contextlib.AbstractContextManager[ChildProcess]:
     """Start one of `epd_portable.bench.ends` on a host; nothing of it is left afterwards."""
     argv = [sys.executable, "-m", "epd_portable.bench.ends", role, config.model_dump_json()]
     own = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **env}
-    return started(config.instance, [*host.enter, *argv], env=own)
+    return child_process.start(config.instance, [*host.enter, *argv], env=own)

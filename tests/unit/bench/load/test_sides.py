@@ -142,12 +142,10 @@ def test_what_a_process_uses_is_read_until_it_has_ended() -> None:
     assert usage.read_cpu_s([part]) == {"engine-0": {}}
 
 
-def test_what_was_used_and_counted_since_a_reading_is_the_difference() -> None:
+def test_what_was_used_since_a_reading_is_the_difference() -> None:
     before = {"a": {"x": 1.0, "gone": 5.0}}
     after = {"a": {"x": 3.0}, "new": {"y": 2.0}}
     assert usage.cpu_s_since(after, before) == {"a": {"x": 2.0}, "new": {"y": 2.0}}
-    counted = usage.counted_since({"one": 6.0, "same": 1.0, "new": 2.0}, {"one": 4.0, "same": 1.0})
-    assert counted == {"one": 2, "new": 2}
 
 
 METRICS = """

@@ -58,7 +58,7 @@ def turn(side: str, *all_sent: Sent, number: int = 0, **changed: Any) -> Turn:
         "side": side,
         "cpu_s": {"engine-0": {"API server": 0.5, "engine core": 1.5}},
         "memory_bytes": {"engine-0": 2 << 20},
-        "counted": {"items encoded": 1.0} if side == "ours" else {},
+        "counted": {"items encoded": 1} if side == "ours" else {},
         "client_cpu_s": 0.04,
         **changed,
     }
@@ -175,13 +175,13 @@ def test_a_round_with_a_refused_turn_counts_for_no_side() -> None:
 
 def test_what_became_of_pictures_and_what_caches_saved_is_shown_of_each_side() -> None:
     counted = {
-        "items encoded": 3.0,
-        "items local_first": 1.0,
-        "encoded encoder": 3.0,
-        "encoded cache": 4.0,
-        "placed local": 1.0,
-        "prefix queries": 200.0,
-        "prefix hits": 50.0,
+        "items encoded": 3,
+        "items local_first": 1,
+        "encoded encoder": 3,
+        "encoded cache": 4,
+        "placed local": 1,
+        "prefix queries": 200,
+        "prefix hits": 50,
     }
     found = LoadResults(
         turns=[
@@ -193,7 +193,7 @@ def test_what_became_of_pictures_and_what_caches_saved_is_shown_of_each_side() -
     assert ours == ["8", "encoded 3, local_first 1", "8", "4", "200", "25.0%"]
     assert replicas == ["8", "–", "8", "–", "–", "–"]
     assert report.find_fallbacks(found, SETTING) == ""
-    lost = {"items local": 2.0, "untransferred": 1.0, "fallback local": 2.0}
+    lost = {"items local": 2, "untransferred": 1, "fallback local": 2}
     found = LoadResults(turns=[turn("ours", sent(), counted=lost), turn("replicas", sent())])
     said = report.find_fallbacks(found, SETTING)
     assert "ours: 2 pictures were not encoded" in said and "1 not transferred" in said

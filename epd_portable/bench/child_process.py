@@ -1,4 +1,4 @@
-"""A process of a measurement, which answers each line of JSON with one."""
+"""A child process that answers each line of JSON with one."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Worker:
-    """A running process; its name is for messages."""
+class ChildProcess:
+    """A running child; its name is for messages."""
 
     name: str
     requests: IO[bytes]
@@ -49,14 +49,14 @@ class Worker:
 
 
 @contextlib.contextmanager
-def started(
+def start(
     name: str,
     argv: Sequence[str],
     *,
     env: Mapping[str, str],
     popen: Callable[..., subprocess.Popen[bytes]] = subprocess.Popen,
-) -> Iterator[Worker]:
-    """Start a process, and end it with the block.
+) -> Iterator[ChildProcess]:
+    """Start a child, and end it with the block.
 
     Args:
         argv: Gets the descriptor for its answers as a last argument: on standard output runtimes
@@ -76,7 +76,7 @@ def started(
         os.close(answers)
         assert process.stdin is not None
         try:
-            yield Worker(name, process.stdin, file)
+            yield ChildProcess(name, process.stdin, file)
         finally:
             with contextlib.suppress(BrokenPipeError):
                 process.stdin.close()
