@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 
 import ray
 from ray.actor import ActorHandle
-from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+from ray.exceptions import RayError, RayTaskError
 from ray.util import get_node_ip_address, list_named_actors
 
 from epd_portable.config.secret import read_private_file
@@ -221,15 +221,22 @@ def records() -> dict[str, tuple[str, RunRecord | None] | None]:
     """Return the node and the run of each launcher; ``None`` for one that has no node now."""
     asked = {name: actor.record.remote() for name, actor in actors().items()}
     answered, _ = ray.wait(list(asked.values()), num_returns=len(asked), timeout=_ANSWERS_WITHIN_S)
-    found: dict[str, tuple[str, RunRecord | None] | None] = {}
+    found: dict[str, tuple[str, RunRecord | None] | None] = dict.fromkeys(asked)
     for name, answer in asked.items():
-        try:
+        with _unless_lost():
             found[name] = ray.get(answer) if answer in answered else None
-        except RayTaskError:
-            raise
-        except RayError:  # Its node is lost, which has several names while Ray finds out.
-            found[name] = None
     return found
+
+
+@contextlib.contextmanager
+def _unless_lost() -> Iterator[None]:
+    """Go on when an actor has no node, for which Ray has several names until it has found out."""
+    try:
+        yield
+    except RayTaskError:  # The actor's own.
+        raise
+    except RayError:
+        pass
 
 
 def tails() -> dict[str, Tail]:
@@ -267,8 +274,7 @@ class RemoteTail(Tail):
 def stop() -> None:
     """End the topology: first the router, which waits for open requests; nothing is left of it."""
     for actor in actors().values():
-        # One that has no node has nothing to end.
-        with contextlib.suppress(RayActorError, GetTimeoutError):
+        with _unless_lost():  # Else there is nothing to end.
             ray.get(actor.record.remote(), timeout=_ANSWERS_WITHIN_S)
             ray.get(actor.stop.remote())
         ray.kill(actor)
