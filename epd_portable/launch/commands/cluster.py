@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import os
 from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any, TypeVar
@@ -46,6 +47,8 @@ def cluster_options(command: F) -> F:
 @contextlib.contextmanager
 def on_cluster(address: str, name: str) -> Iterator[ModuleType]:
     """Connect to a cluster; yield `epd_portable.ray_cluster`."""
+    # Else Ray prints what it learns of nodes among what a command prints.
+    os.environ.update(RAY_DEDUP_LOGS="1", RAY_DEDUP_LOGS_SKIP_REGEX=".")
     try:
         ray_cluster = importlib.import_module("epd_portable.ray_cluster")
     except ModuleNotFoundError as error:
