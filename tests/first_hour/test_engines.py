@@ -25,7 +25,7 @@ from tests.e2e.asking import ask, ask_all, assert_close, assert_equal, picture
 from tests.e2e.cases import ASK, SINGLE
 from tests.e2e.conftest import Pair, Split, running
 from tests.e2e.engines import instance
-from tests.e2e.equality import FloatEquality
+from tests.e2e.equality import FloatEquality, FloatSmoke
 from tests.e2e.ranks import TWO_RANKS, TwoRanks
 from tests.first_hour.reference import ENV, IS_SIMULATED, engine_args, reference, url_of
 
@@ -92,6 +92,10 @@ BFLOAT16 = [
     Way("npu", "ipc", SYNCHRONOUS),
     Way("npu", "ipc", ("full-graphs", f"{GRAPHS}=FULL_DECODE_ONLY")),
 ]
+ENGINE_FRONT = [
+    Way(platform, path, ("engine-front", "front=engine"))
+    for platform, path in (("cuda", "ipc"), ("cpu", "shm"))
+]
 RANKS = [Way("cuda", "ipc", ("two-ranks", TWO_RANKS, f"{PD}.devices=[0, 1]"))]
 
 
@@ -153,17 +157,29 @@ def memory_by_process() -> dict[int, int]:
     return {int(pid): int(mib) << 20 for pid, mib in rows if mib.strip().isdigit()}
 
 
-def assert_items_travelled(pair: Pair, way: Way) -> None:
-    answer = ask(pair.split.url, [picture(40), picture(41), ASK])
-    assert [item["path"] for item in answer.items] == [way.path, way.path]
+class Items:
+    """What must hold of the items, whatever is in front."""
+
+    def test_items_travel_by_the_path_that_was_asked_for(self, pair: Pair, way: Way) -> None:
+        answer = ask(pair.split.url, [picture(40), picture(41), ASK])
+        assert [item["path"] for item in answer.items] == [way.path, way.path]
+
+
+class ManyItems(Items):
+    """In float32."""
+
+    def test_items_that_change_from_step_to_step_are_those_of_their_requests(
+        self, pair: Pair
+    ) -> None:
+        """A graph that had recorded an address would replay another request's picture."""
+        contents = [[picture(seed), ASK] for seed in range(60, 92)]
+        for content, split in zip(contents, ask_all(pair.split.url, contents), strict=True):
+            assert_equal(split, ask(pair.reference_url, content))
 
 
 @by(BFLOAT16)
-class TestInBfloat16:
+class TestInBfloat16(Items):
     """Where attention has no float32."""
-
-    def test_items_travel_by_the_path_that_was_asked_for(self, pair: Pair, way: Way) -> None:
-        assert_items_travelled(pair, way)
 
     @pytest.mark.parametrize("content", SINGLE.values(), ids=SINGLE)
     def test_an_answer_is_as_likely_as_that_of_one_process(self, pair: Pair, content: Any) -> None:
@@ -173,11 +189,8 @@ class TestInBfloat16:
 
 
 @by(FLOAT32)
-class TestInFloat32(FloatEquality):
+class TestInFloat32(ManyItems, FloatEquality):
     """Equal."""
-
-    def test_items_travel_by_the_path_that_was_asked_for(self, pair: Pair, way: Way) -> None:
-        assert_items_travelled(pair, way)
 
     def test_it_computes_as_it_was_asked_to(self, pair: Pair, way: Way) -> None:
         encode, decode = (told(pair.split, f"{role}-0") for role in ("encode", "prefill_decode"))
@@ -190,14 +203,6 @@ class TestInFloat32(FloatEquality):
         variable = str(TRAITS[way.platform].share_env)
         shares = [server.environ().get(variable) for server in servers]
         assert shares == (["30", "70"] if way.mode[0] == "shares" else [None, None])
-
-    def test_items_that_change_from_step_to_step_are_those_of_their_requests(
-        self, pair: Pair
-    ) -> None:
-        """A graph that had recorded an address would replay another request's picture."""
-        contents = [[picture(seed), ASK] for seed in range(60, 92)]
-        for content, split in zip(contents, ask_all(pair.split.url, contents), strict=True):
-            assert_equal(split, ask(pair.reference_url, content))
 
     def test_an_encode_job_is_answered_behind_its_computation(self, pair: Pair, way: Way) -> None:
         if way.platform == "cpu":
@@ -222,6 +227,11 @@ class TestInFloat32(FloatEquality):
         if not pids & used.keys():
             pytest.skip("nvidia-smi does not tell memory by process here (another pid namespace)")
         assert sum(used.get(pid, 0) for pid in pids) < ENCODE_BYTES
+
+
+@by(ENGINE_FRONT)
+class TestBehindTheEngineFront(ManyItems, FloatSmoke):
+    """Equal, too."""
 
 
 @by(RANKS)
