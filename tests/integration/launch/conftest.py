@@ -22,7 +22,9 @@ import pytest
 
 from epd_portable.config.secret import Secret, make_secret_file
 from epd_portable.launch.plan.ports import is_free, port_source
+from epd_portable.launch.plan.processes import ProcessSpec, new_run_id
 from epd_portable.launch.run import sessions
+from epd_portable.launch.run.process import Child
 from epd_portable.launch.run.router_client import RouterClient
 from epd_portable.launch.run.running import RUN_FOLDER
 from tests import warm
@@ -182,10 +184,15 @@ class Run:
             and not self.temp_dir.exists()
         )
 
-    def stop(self, signum: signal.Signals) -> int:
-        """Send a signal to the launcher and return its exit status."""
+    def stop(self, signum: signal.Signals = signal.SIGTERM) -> None:
+        """Send a signal to the launcher, which ends well."""
         self.process.send_signal(signum)
-        return self.process.wait(DEADLINE_S)
+        self.ends_well()
+
+    def ends_well(self, status: int = 0) -> None:
+        """Check that the launcher ends with a status, and leaves nothing."""
+        assert self.process.wait(DEADLINE_S) == status
+        assert self.nothing_left()
 
     def close(self) -> None:
         """End what a failed test left."""
@@ -196,6 +203,26 @@ class Run:
         self._reader.join()
         assert self.process.stdout is not None
         self.process.stdout.close()
+
+
+def spec_of(*argv: str, **fields: Any) -> ProcessSpec:
+    """Return a process ``x`` that runs Python."""
+    made = {"name": "x", "role": "encode", "env": {}, "url": "http://127.0.0.1:1", "ports": {}}
+    return ProcessSpec(argv=(sys.executable, *argv), **{**made, **fields})
+
+
+def child_of(folder: Path, *argv: str, **fields: Any) -> Child:
+    """Start such a process, whose log is in a folder."""
+    spec = spec_of(*argv, **fields)
+    return Child(spec, log_dir=folder, run_id=new_run_id(), environ=os.environ)
+
+
+def until(condition: Callable[[], object]) -> None:
+    """Wait for a condition."""
+    end = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < end, f"not within {DEADLINE_S:g} s"
+        time.sleep(0.01)
 
 
 def complete(run: Run, seconds: float) -> dict[str, Any]:
@@ -288,16 +315,19 @@ def launch(tmp_path: Path) -> Iterator[Callable[..., Run]]:
         secret: str = "0" * 64,
         as_json: bool = False,
         backoff: dict[str, float] | None = None,
+        until: str = "ready:",
         **launch: Any,
     ) -> Run:
-        """Start a topology; what is named beside it are keys of ``launch``.
+        """Start a topology, and return when it says ``until``.
 
-        ``specs`` are further fields of processes, by their names, ``backoff`` that of restarts.
+        ``specs`` are further fields of processes, by their names, ``backoff`` that of restarts,
+        all others keys of ``launch``.
         """
         launch = {"stop_grace_s": 2.0, **launch}
         settings = {"drain_s": drain_s, "secret": secret, "as_json": as_json}
         settings["backoff"] = backoff or {}
         runs.append(Run(tmp_path, servers, launch, popen or {}, specs or {}, **settings))
+        runs[-1].wait_for(until)
         return runs[-1]
 
     yield start

@@ -53,40 +53,10 @@ def refuse(command: Command, tmp_path: Path) -> Callable[..., str]:
 Refuse = Callable[..., str]
 
 
-@pytest.mark.parametrize(
-    ("words", "count", "variable", "said"),
-    [
-        (["--platform", "cuda"], 3, "CUDA_VISIBLE_DEVICES", "wants 4 devices"),
-        # What this machine shows of its devices does not count for a profile.
-        (["--hardware", "910b-64g"], 8, "ASCEND_RT_VISIBLE_DEVICES", "wants 9 devices"),
-    ],
-)
-def test_more_devices_than_there_are_is_refused(
-    refuse: Refuse,
-    monkeypatch: pytest.MonkeyPatch,
-    words: list[str],
-    count: int,
-    variable: str,
-    said: str,
-) -> None:
-    monkeypatch.setenv(variable, "4,5")
-    settings = ["--config", CONFIG, "--set", f"instances.prefill_decode.count={count}"]
-    message = refuse("plan", *words, *settings)
-    assert said in message and f"there are {2 if count == 3 else 8}" in message
-
-
 def test_a_platform_that_is_not_here_is_refused_with_its_reason(refuse: Refuse) -> None:
     message = refuse("--platform", "npu", "--config", CONFIG)
     assert "platform npu cannot be used here: " in message
     assert "`epd-launch check` shows what can" in message
-
-
-def test_a_plan_is_shown_without_a_device(command: Command) -> None:
-    result = command("plan", "--hardware", "910b-64g", "--config", CONFIG)
-    assert result.returncode == 0
-    assert result.stdout.startswith("platform npu, ")
-    assert "planned for 910b-64g: Ascend 910B" in result.stdout
-    assert "encode-0          encode          devices 0" in result.stdout
 
 
 def test_check_says_how_this_machine_differs_from_a_profile(command: Command) -> None:

@@ -6,7 +6,6 @@ import ast
 import contextlib
 import os
 import signal
-import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,12 +16,11 @@ import psutil
 import pytest
 
 from epd_portable.bench.load.servers import _parts_of_topology
-from epd_portable.launch.plan.processes import ProcessSpec, new_run_id
+from epd_portable.launch.plan.processes import new_run_id
 from epd_portable.launch.run import fork_server as fork_server_module
 from epd_portable.launch.run.fork_server import ForkServer
 from epd_portable.launch.run.process import Child, start_fork_server
-from tests.integration.launch.conftest import Run
-from tests.integration.launch.test_process import until
+from tests.integration.launch.conftest import Run, spec_of, until
 
 STAND_IN = "tests.integration.launch.stand_in"
 PRELOAD = ("epd_portable.envs", "statistics")
@@ -40,7 +38,6 @@ def forked(launch: Callable[..., Run], *, preload: Sequence[str] = PRELOAD) -> R
         {**{name: stand_in(name) for name in names}, "router": stand_in("router")},
         specs={name: {"preload": preload} for name in names},
     )
-    run.wait_for("ready:")
     return run
 
 
@@ -55,17 +52,7 @@ def server_of(
     folder: Path, module: str, *words: str, env: dict[str, str], cores: Any = ()
 ) -> tuple[ForkServer, Callable[[], Child]]:
     """Return a fork server of its own, and what forks a process from it."""
-    argv = (sys.executable, "-m", module, *words)
-    made = ProcessSpec(
-        name="x",
-        role="encode",
-        argv=argv,
-        env=env,
-        url="http://127.0.0.1:1",
-        ports={},
-        cores=cores,
-        preload=PRELOAD,
-    )
+    made = spec_of("-m", module, *words, env=env, cores=cores, preload=PRELOAD)
     root = str(Path(__file__).parents[3])
     settings: Any = {
         "log_dir": folder,
@@ -166,8 +153,7 @@ def test_without_the_fork_server_processes_go_on_and_start_by_themselves(
     run.wait_for("the fork server has ended: processes start by themselves")
     run.wait_for("encode-0 is back")
     assert fork_server(run) is None
-    assert run.stop(signal.SIGINT) == 0
-    assert run.nothing_left()
+    run.stop(signal.SIGINT)
 
 
 @pytest.mark.parametrize(
@@ -190,7 +176,6 @@ def test_an_update_runs_what_is_installed_then(routed: Callable[..., Run]) -> No
     names = ("encode-0", "pd-0")
     specs = {"encode-0": {"preload": PRELOAD}}
     run = routed({name: stand_in(name) for name in names}, specs=specs)
-    run.wait_for("ready:")
     assert fork_server(run) is not None
     run.process.send_signal(signal.SIGHUP)
     run.wait_for("updated encode-0, pd-0")

@@ -10,20 +10,18 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 
-from epd_portable.launch.plan.processes import ProcessSpec, new_run_id
 from epd_portable.launch.run import sessions
 from epd_portable.launch.run.log_files import rotate
-from epd_portable.launch.run.process import Child
 from epd_portable.launch.run.sessions import mapped_files, remove_unused
+from tests.integration.launch.conftest import DEADLINE_S, child_of, until
 from tests.servers import serving
 
-DEADLINE_S = 30.0
 SHOWS_CORES = """
 import os, subprocess, sys
 print(sorted(os.sched_getaffinity(0)), flush=True)
@@ -59,29 +57,8 @@ time.sleep(600)
 """
 
 
-def until(condition: Callable[[], object]) -> None:
-    end_s = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < end_s
-        time.sleep(0.01)
-
-
-def child_of(folder: Path, code: str, url: str = "http://127.0.0.1:1", **spec: object) -> Child:
-    argv = (sys.executable, "-c", code)
-    made = ProcessSpec(
-        name="x",
-        role="encode",
-        argv=argv,
-        env={},
-        url=url,
-        ports={},
-        **spec,  # type: ignore[arg-type]
-    )
-    return Child(made, log_dir=folder, run_id=new_run_id(), environ=os.environ)
-
-
 def said_by(folder: Path, **spec: object) -> list[str]:
-    child = child_of(folder, SHOWS_CORES, **spec)
+    child = child_of(folder, "-c", SHOWS_CORES, **spec)
     until(lambda: child.exit_status() is not None)
     assert child.exit_status() == 0, child.output()
     return child.output().splitlines()
@@ -128,7 +105,7 @@ def test_what_has_the_name_of_its_shared_memory_and_cannot_be_removed_ends_no_la
 
 def test_what_a_process_said_since_its_start_is_found_after_its_log_was_cut(tmp_path: Path) -> None:
     (tmp_path / "x.log").write_bytes(b"of an earlier start\n" * 10)
-    child = child_of(tmp_path, WAITS % (tmp_path / "go"))
+    child = child_of(tmp_path, "-c", WAITS % (tmp_path / "go"))
     until(child.output)
     assert child.output() == "before\n"
     rotate(tmp_path / "x.log", max_bytes=1, files=2)
@@ -205,7 +182,7 @@ def test_an_engine_that_does_not_respond_is_not_well_and_a_silent_front_says_not
                 self.end_headers()
 
     with serving(ThreadingHTTPServer(("127.0.0.1", 0), Front)) as url:
-        engine = child_of(tmp_path, "", url=f"{url}/epd/instances/encode-0")
+        engine = child_of(tmp_path, "-c", "", url=f"{url}/epd/instances/encode-0")
         until(lambda: engine.exit_status() is not None)
         silent = False
         assert not engine.is_well(timeout_s=DEADLINE_S)

@@ -13,6 +13,8 @@ from epd_portable.launch.run.running import STATE_FILE, ProcessRecord, RunRecord
 from tests.integration.launch.conftest import Run
 
 Launch = Callable[..., Run]
+SERVERS: dict[str, list[str]] = {"encode-0": [], "router": []}
+BACKOFF = {"first_s": 0.1}
 
 
 def read(run: Run) -> RunRecord:
@@ -24,9 +26,9 @@ def of(run: Run, name: str) -> ProcessRecord:
 
 
 def test_a_run_tells_where_its_instances_are_and_what_became_of_them(launch: Launch) -> None:
-    run = launch({"encode-0": [], "router": []}, backoff={"first_s": 0.1})
+    run = launch(SERVERS, backoff=BACKOFF)
     url = f"http://127.0.0.1:{run.ports['router']}/v1"
-    assert run.wait_for("ready:").startswith(f"ready: {url} (1 encode, cpu) in ")
+    assert run.lines[-1].startswith(f"ready: {url} (1 encode, cpu) in ")
     line = run.wait_for("encode-0")
     assert line.split() == ["encode-0", "encode", f"http://127.0.0.1:{run.ports['encode-0']}"]
     run.until(lambda: read(run).phase == "serving", "it serves")
@@ -42,16 +44,14 @@ def test_a_run_tells_where_its_instances_are_and_what_became_of_them(launch: Lau
     assert again.pid not in (0, found.pid)
     assert start_ticks(found.pid) != found.started_ticks
 
-    assert run.stop(signal.SIGTERM) == 0
-    assert not run.temp_dir.exists()
+    run.stop()
 
 
 def test_a_run_is_told_to_programs_as_one_object_a_line(launch: Launch) -> None:
-    run = launch({"encode-0": [], "router": []}, as_json=True, backoff={"first_s": 0.1})
-    run.wait_for('"event": "ready"')
+    run = launch(SERVERS, as_json=True, backoff=BACKOFF, until='"event": "ready"')
     os.kill(run.pid_of("encode-0"), signal.SIGKILL)
     run.wait_for('"event": "back"')
-    assert run.stop(signal.SIGTERM) == 0
+    run.stop()
     told = [json.loads(line) for line in run.all_lines()]
     assert all(each["schema_version"] == 1 and each["text"] for each in told)
     assert all(datetime.fromisoformat(each["time"]).tzinfo for each in told)
@@ -71,11 +71,10 @@ def test_a_run_is_told_to_programs_as_one_object_a_line(launch: Launch) -> None:
 
 
 def test_a_folder_that_takes_no_file_ends_no_topology(launch: Launch) -> None:
-    run = launch({"encode-0": [], "router": []}, backoff={"first_s": 0.1})
-    run.wait_for("ready:")
+    run = launch(SERVERS, backoff=BACKOFF)
     # As on a full disk, and for root too.
     (run.temp_dir / f"{STATE_FILE}.new").mkdir()
     os.kill(run.pid_of("encode-0"), signal.SIGKILL)
     run.wait_for("`epd-launch status` shows this run as it was")
     run.wait_for("encode-0 is back")
-    assert run.stop(signal.SIGTERM) == 0
+    run.stop()

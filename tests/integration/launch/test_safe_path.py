@@ -12,11 +12,12 @@ import pytest
 from epd_portable.config.instance import PlatformName
 from epd_portable.errors import LaunchError, PlatformUnavailableError
 from epd_portable.launch.plan import machine
-from epd_portable.launch.plan.processes import ProcessSpec, new_run_id
+from epd_portable.launch.plan.processes import new_run_id
 from epd_portable.launch.run.guard import Guard
 from epd_portable.launch.run.process import Child
 from epd_portable.launch.safe_path import safe_cwd, safe_environ
 from epd_portable.platforms.traits import TRAITS
+from tests.integration.launch.conftest import child_of
 
 ROOT = str(Path(__file__).resolve().parents[3])
 HOSTILE = ("argparse", "click", "httpx", "multiprocessing", "pathlib", "pydantic", "torch", "yaml")
@@ -42,10 +43,7 @@ def ran(here: Path) -> list[str]:
 
 
 def start(here: Path, *argv: str, **env: str) -> Child:
-    spec = ProcessSpec(
-        name="x", role="router", argv=(sys.executable, *argv), env=env, url="http://x", ports={}
-    )
-    child = Child(spec, log_dir=here, run_id=new_run_id(), environ=os.environ)
+    child = child_of(here, *argv, env=env)
     assert child._process.wait(60) is not None
     return child
 

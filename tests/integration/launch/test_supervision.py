@@ -26,7 +26,6 @@ def test_no_process_has_the_folder_in_which_another_counts(
     monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", "/of/another")
     monkeypatch.setenv(envs.EPD_METRICS_DIR.name, "/of/another")
     run = launch({"encode-0": [], "router": []})
-    run.wait_for("ready:")
     for name in ("encode-0", "router"):
         assert b"/of/another" not in Path(f"/proc/{run.pid_of(name)}/environ").read_bytes()
 
@@ -42,12 +41,12 @@ def test_an_api_server_gets_further_cores_when_it_is_up_and_again_when_it_is_up_
         {"pd-0": [f"--start-with={listen}"], "pd-1": ["--child"], "router": []},
         specs={"pd-0": places, "pd-1": places},
         backoff=FAST_RESTART,
+        until="pd-0: loading the model",
     )
 
     def cores(name: str) -> set[int]:
         return os.sched_getaffinity(run.pid_of(name))
 
-    run.wait_for("pd-0: loading the model")
     assert cores("pd-0") == {own}
     listen.touch()
     run.wait_for("ready:")
@@ -72,59 +71,58 @@ def test_an_api_server_gets_further_cores_when_it_is_up_and_again_when_it_is_up_
 def test_a_stop_signal_ends_everything_with_status_0(
     launch: Launch, signum: signal.Signals, options: list[str], said: str
 ) -> None:
-    run = launch({"encode-0": ["--shm={shm}", *options], "router": []}, stop_grace_s=0.5)
-    run.wait_for(said)
-    assert run.stop(signum) == 0
-    assert run.nothing_left()
+    servers = {"encode-0": ["--shm={shm}", *options], "router": []}
+    launch(servers, stop_grace_s=0.5, until=said).stop(signum)
 
 
 def test_what_went_wrong_when_the_router_warmed_up_is_said(launch: Launch) -> None:
     run = launch({"encode-0": [], "router": ["--problem=encode-0 answered a first request 501"]})
-    line = run.wait_for("serving all the same")
+    (line,) = (line for line in run.lines if "serving all the same" in line)
     assert "encode-0 answered a first request 501" in line
-    run.wait_for("ready:")
 
 
 def test_a_router_that_says_nothing_of_its_instances_is_not_ready(
     routed: Callable[..., Run],
 ) -> None:
     """It has another secret."""
-    run = routed({"pd-0": []}, secret="1" * 64, startup_timeout_s=5.0)
-    run.wait_for("failed: router is not healthy 5 s after its start")
-    assert run.process.wait(30) == 1
+    said = "failed: router is not healthy 5 s after its start"
+    routed({"pd-0": []}, secret="1" * 64, startup_timeout_s=5.0, until=said).ends_well(1)
 
 
-def test_a_router_that_cannot_use_an_instance_is_not_ready(launch: Launch) -> None:
-    run = launch({"router": ["--state=warming"]}, startup_timeout_s=1.5)
-    run.wait_for("failed: router is not healthy 1.5 s after its start")
-    assert run.process.wait(30) == 1
-
-
-def test_a_death_at_start_ends_everything_with_its_reason_on_one_line(launch: Launch) -> None:
-    run = launch({"encode-0": ["--shm={shm}"], "other-0": ["--fail=no such device 7"]})
-    line = run.wait_for("failed:")
-    assert line == (
-        "failed: other-0 exited with status 1: ValueError: no such device 7 "
-        f"(log: {run.log_dir / 'other-0.log'})"
-    )
-    assert run.process.wait(30) == 1
-    assert run.nothing_left()
-
-
-def test_a_process_that_is_never_healthy_ends_everything_at_the_deadline(launch: Launch) -> None:
-    run = launch({"encode-0": ["--hang"]}, startup_timeout_s=1.0)
-    line = run.wait_for("failed:")
-    assert "encode-0 is not healthy 1 s after its start (launch.startup_timeout_s)" in line
-    assert "encode-0.log" in line
-    assert run.process.wait(30) == 1
-    assert run.nothing_left()
+@pytest.mark.parametrize(
+    ("servers", "settings", "said"),
+    [
+        (
+            {"router": ["--state=warming"]},
+            {"startup_timeout_s": 1.5},
+            "router is not healthy 1.5 s after its start (launch.startup_timeout_s)",
+        ),
+        (
+            {"encode-0": ["--hang"]},
+            {"startup_timeout_s": 1.0},
+            "encode-0 is not healthy 1 s after its start (launch.startup_timeout_s)",
+        ),
+        (
+            {"encode-0": ["--shm={shm}"], "other-0": ["--fail=no such device 7"]},
+            {},
+            "other-0 exited with status 1: ValueError: no such device 7",
+        ),
+    ],
+    ids=["no instance can be used", "never healthy", "dies"],
+)
+def test_what_does_not_start_ends_everything_with_its_reason_on_one_line(
+    launch: Launch, servers: dict[str, list[str]], settings: dict[str, float], said: str
+) -> None:
+    run = launch(servers, until="failed:", **settings)
+    assert run.lines[-1].startswith(f"failed: {said}")
+    assert run.lines[-1].endswith(f" (log: {run.log_dir / said.partition(' ')[0]}.log)")
+    run.ends_well(1)
 
 
 def test_a_death_while_serving_is_answered_with_a_restart_on_the_same_port(
     launch: Launch,
 ) -> None:
     run = launch({"encode-0": ["--child", "--shm={shm}"], "router": []}, backoff=FAST_RESTART)
-    run.wait_for("ready:")
     router = run.pid_of("router")
     first = run.pid_of("encode-0")
     os.kill(first, signal.SIGKILL)
@@ -141,14 +139,12 @@ def test_a_death_while_serving_is_answered_with_a_restart_on_the_same_port(
     assert run.pid_of("router") == router
     # One child of the living instance; those of the dead ones were ended with them.
     assert len(sessions.members([], run.run_id)) == 3
-    assert run.stop(signal.SIGTERM) == 0
-    assert run.nothing_left()
+    run.stop()
 
 
 def test_what_cannot_be_started_again_is_tried_again_and_the_rest_serves(launch: Launch) -> None:
     """Its log cannot be opened, nor read: somebody has taken the folder away."""
     run = launch({"encode-0": [], "router": []}, backoff=FAST_RESTART)
-    run.wait_for("ready:")
     away = run.log_dir.rename(f"{run.log_dir}-away")
     os.kill(run.pid_of("encode-0"), signal.SIGKILL)
     run.wait_for("encode-0 was killed by SIGKILL")
@@ -158,8 +154,7 @@ def test_what_cannot_be_started_again_is_tried_again_and_the_rest_serves(launch:
     assert "encode-0.log cannot be written" in run.wait_for("encode-0 was not started")
     away.rename(run.log_dir)
     run.wait_for("encode-0 is back")
-    assert run.stop(signal.SIGTERM) == 0
-    assert run.nothing_left()
+    run.stop()
 
 
 @pytest.mark.parametrize("kill", [os.kill, os.killpg], ids=["launcher", "its whole session"])
@@ -167,7 +162,6 @@ def test_nothing_is_left_when_the_launcher_is_killed(
     launch: Launch, kill: Callable[[int, int], None]
 ) -> None:
     run = launch({"encode-0": ["--shm={shm}", "--child", "--renamed"], "router": ["--stubborn"]})
-    run.wait_for("ready:")
     assert not run.nothing_left()
     kill(run.process.pid, signal.SIGKILL)
     run.process.wait(30)
@@ -176,9 +170,8 @@ def test_nothing_is_left_when_the_launcher_is_killed(
 
 def test_a_killed_guard_is_replaced(launch: Launch) -> None:
     run = launch({"encode-0": ["--shm={shm}", "--renamed"], "router": []})
-    run.wait_for("ready:")
     (first,) = run.guard_pids()
     os.kill(first, signal.SIGKILL)
     run.until(lambda: set(run.guard_pids()) - {first}, "there is another guard")
-    run.stop(signal.SIGKILL)
+    run.process.kill()
     run.until(run.nothing_left, "the second guard has cleaned up")

@@ -90,11 +90,3 @@ def test_what_is_wrong_with_a_number_is_said(keys: dict[str, dict[str, object]],
         del keys["avoid_ports"]["value"]
     (line,) = problems(changed(**keys))
     assert said in line
-
-
-def test_every_problem_is_reported_at_once_with_its_line() -> None:
-    lines = problems("platform: tpu\ndevice: X\nhbm: 3\nnotes: {}\n")
-    assert "platform (line 1): unknown platform 'tpu'; known are cuda, npu, cpu" in lines
-    assert any(line.startswith("hbm (line 3): unknown key; known are platform") for line in lines)
-    assert any(line.startswith("notes (line 4): ") for line in lines)
-    assert "memory_bytes: is missing" in lines

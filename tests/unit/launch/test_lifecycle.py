@@ -63,52 +63,12 @@ def hung(lifecycle: Lifecycle, since: float) -> float:
     raise AssertionError("it never was")
 
 
-def test_everything_starts_at_once_and_serves_when_the_last_is_healthy() -> None:
-    lifecycle = new()
-    assert lifecycle.start_all(0.0) == [Start("encode-0"), Start("router")]
-    assert lifecycle.pending() == ["encode-0", "router"]
-    lifecycle.healthy("router", 1.0)
-    assert lifecycle.phase is Phase.STARTING
-    assert lifecycle.pending() == ["encode-0"]
-    lifecycle.healthy("encode-0", 2.0)
-    assert lifecycle.phase is Phase.SERVING
-    assert lifecycle.pending() == []
-
-
 def test_a_death_at_start_ends_everything_even_after_it_was_healthy() -> None:
     lifecycle = new()
     lifecycle.start_all(0.0)
     lifecycle.healthy("router", 1.0)
     assert lifecycle.exited("router", "exited", 2.0) == [Fail("router", "exited")]
     assert lifecycle.phase is Phase.FAILED
-
-
-@pytest.mark.parametrize(("names", "first"), [(PAIR, "encode-0"), (NEIGHBOURS, "decode-0")])
-def test_a_start_that_takes_too_long_ends_everything(names: list[str], first: str) -> None:
-    lifecycle = new(names)
-    lifecycle.start_all(0.0)
-    lifecycle.healthy("router", 1.0)
-    assert lifecycle.tick(99.9) == []
-    (action,) = lifecycle.tick(100.0)
-    assert isinstance(action, Fail) and action.name == first
-    assert "100 s after its start (launch.startup_timeout_s)" in action.reason
-
-
-def test_a_death_while_serving_is_answered_with_a_restart_after_a_pause() -> None:
-    lifecycle = serving()
-    (notice,) = lifecycle.exited("encode-0", "was killed by SIGKILL", 10.0)
-    assert notice == Notice(
-        "exited",
-        "encode-0 was killed by SIGKILL; restarting it in 1 s",
-        {"instance": "encode-0", "reason": "was killed by SIGKILL", "restart_in_s": 1.0},
-    )
-    assert lifecycle.phase is Phase.SERVING
-    assert lifecycle.pending() == []
-    assert lifecycle.tick(10.9) == []
-    assert lifecycle.tick(11.0) == [Start("encode-0")]
-    assert lifecycle.tick(11.1) == []
-    assert lifecycle.pending() == ["encode-0"]
-    assert lifecycle.healthy("encode-0", 20.0) == [BACK]
 
 
 def test_the_pause_doubles_up_to_its_limit_for_each_that_keeps_dying() -> None:
@@ -195,17 +155,6 @@ def test_the_time_of_a_silence_is_not_counted_as_healthy() -> None:
         now = hung(lifecycle, now + 10.0) + 1000.0
         assert restart_delay(lifecycle, now) == delay
         lifecycle.healthy("encode-0", now + 10.0)
-
-
-def test_one_that_is_renewed_is_started_at_once_and_has_not_died() -> None:
-    lifecycle = serving()
-    assert lifecycle.renew("encode-0", 10.0) == [Stop("encode-0")]
-    assert lifecycle.up() == ["router"]
-    assert lifecycle.exited("encode-0", "exited with status 0", 11.0) == [Start("encode-0")]
-    assert lifecycle.pending() == ["encode-0"]
-    assert lifecycle.healthy("encode-0", 20.0) == [BACK]
-    assert lifecycle.up() == PAIR
-    assert restart_delay(lifecycle, 30.0) == 1.0
 
 
 def test_one_that_is_renewed_and_does_not_end_is_killed_and_by_the_rules_from_then_on() -> None:

@@ -11,6 +11,7 @@ import pytest
 from epd_portable.errors import LaunchError
 from epd_portable.launch.plan import machine
 from epd_portable.launch.plan.machine import has_compiler, has_shares, memory_nodes, quota_cores
+from epd_portable.launch.plan.request import PlanRequest
 from epd_portable.platforms.traits import TRAITS
 
 
@@ -85,3 +86,13 @@ def test_a_runtime_that_never_counts_its_devices_is_told_of(
     monkeypatch.setattr(machine, "_PROBE_LIMIT_S", 0.5)
     with pytest.raises(LaunchError, match="a device may be stuck"):
         machine.probed_machine(TRAITS["npu"], os.environ)
+
+
+def test_a_plan_counts_the_devices_that_this_process_may_see_or_those_of_its_profile() -> None:
+    assert machine.assumed_machine(TRAITS["cuda"], {"CUDA_VISIBLE_DEVICES": "4, 5"}).devices == (
+        "4",
+        "5",
+    )
+    assert machine.assumed_machine(TRAITS["npu"], {}).devices is None
+    asked = PlanRequest.from_options(platform=None, config=Path("t.yaml"), hardware="910b-64g")
+    assert len(asked.expected_machine({"ASCEND_RT_VISIBLE_DEVICES": "4"}).devices or ()) == 8

@@ -324,9 +324,3 @@ def test_what_carries_the_bytes_is_said_to_the_router(envoy: bool | list[str]) -
     *command, settings = spec.argv[1:]
     assert command == ["-m", "epd_portable.router", "--settings"]
     assert load_settings(settings).envoy == envoy
-
-
-@pytest.mark.parametrize("networks", ["[private]", "[10.1.0.0/40]", "10.1.0.0/16"])
-def test_networks_of_a_gateway_are_written_out(networks: str) -> None:
-    with pytest.raises(ConfigError, match=r"router\.envoy"):
-        plan_of(f"model: demo\nrouter: {{envoy: {networks}}}")
