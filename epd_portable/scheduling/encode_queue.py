@@ -30,9 +30,9 @@ from __future__ import annotations
 import heapq
 import logging
 from collections import Counter, OrderedDict
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 from epd_portable.scheduling.encoder_cache import MultiModalRequest
 from epd_portable.scheduling.items import Item
@@ -45,13 +45,10 @@ class EncodeRequest(MultiModalRequest, Protocol):
     """What the queue reads of vLLM's ``Request`` beyond its items' names and sizes.
 
     Attributes:
-        mm_features: Each with ``mm_position``: the first prompt token and the length of its item.
         num_prompt_tokens: Places of items included.
         num_computed_tokens: Tokens that steps have been scheduled for.
     """
 
-    @property
-    def mm_features(self) -> Sequence[Any]: ...  # noqa: D102 - above
     @property
     def num_prompt_tokens(self) -> int: ...  # noqa: D102 - above
     @property

@@ -1,19 +1,19 @@
-"""Encoder cache bookkeeping with two-step allocation.
+"""Encoder cache bookkeeping with two-step allocation, in place of vLLM's ``EncoderCacheManager``.
 
-Implements every method that vLLM's scheduler calls on its ``EncoderCacheManager`` (0.26 to 0.33)
-and adds the second way in: an item that another instance encodes first gets room
-(`EncoderCacheManager.preallocate`), and becomes an entry only when its bytes are there
-(`EncoderCacheManager.finalize_allocation`). Room is counted in encoder embeddings.
+An item that another instance encodes first gets room (`EncoderCacheManager.preallocate`), and
+becomes an entry only when its bytes are there (`EncoderCacheManager.finalize_allocation`). Room is
+counted in encoder embeddings.
 
-An encode instance uses it by `epd_portable.scheduling.two_levels`, a prefill+decode instance by
-`epd_portable.scheduling.preallocator`, which adds the order in which room is given.
+Which entries requests hold is up to the role: `epd_portable.scheduling.two_levels` is the cache of
+an encode instance, `epd_portable.scheduling.preallocator` that of a prefill+decode instance. Each
+has the methods that vLLM's scheduler calls (0.26 to 0.33).
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from epd_portable.scheduling.items import Item, State
 
@@ -21,28 +21,18 @@ _WITH_ROOM = (State.RESERVED, State.GRANTED, State.LOCAL, State.ENCODING)
 """Of items that are no entries yet."""
 
 
-class MultiModalFeature(Protocol):
-    """One item of a request, as vLLM describes it.
-
-    Attributes:
-        identifier: The item's ``mm_hash``.
-    """
-
-    @property
-    def identifier(self) -> str: ...  # noqa: D102 - above
-
-
 class MultiModalRequest(Protocol):
     """The part of vLLM's ``Request`` that the bookkeeping reads.
 
     Attributes:
-        mm_features: Items in the order of their places in the prompt.
+        mm_features: Items in the order of their places in the prompt, each with its ``identifier``
+            (the ``mm_hash``) and ``mm_position``: first prompt token, and length.
     """
 
     @property
     def request_id(self) -> str: ...  # noqa: D102 - above
     @property
-    def mm_features(self) -> Sequence[MultiModalFeature]: ...  # noqa: D102 - above
+    def mm_features(self) -> Sequence[Any]: ...  # noqa: D102 - above
     def get_num_encoder_embeds(self, input_id: int) -> int:
         """Return the number of embeddings of item ``input_id``."""
         ...
@@ -73,7 +63,6 @@ class EncoderCacheManager:
         self.items: dict[str, Item] = {}
         self.changes: dict[str, bool] | None = None
         self._idle: OrderedDict[str, Item] = OrderedDict()
-        self._inputs: dict[str, set[int]] = {}
         self._freed: list[str] = []
 
     # -- two-step allocation ---------------------------------------------------------------------
@@ -164,20 +153,6 @@ class EncoderCacheManager:
             item.holders.clear()
             self._rest(item)
             self._evict(item)
-        self._inputs.clear()
-
-    def check_and_update_cache(self, request: MultiModalRequest, input_id: int) -> bool:
-        """Return whether the item has an entry; if so the request holds it from now on."""
-        return self.hold_entry(request, input_id)
-
-    def hold_entry(self, request: MultiModalRequest, input_id: int) -> bool:
-        """Do the same for requests that vLLM does not schedule yet."""
-        item = self.items.get(request.mm_features[input_id].identifier)
-        if item is None or not item.is_here:
-            return False
-        self._hold(item, request.request_id)
-        self._inputs.setdefault(request.request_id, set()).add(input_id)
-        return True
 
     def get_cached_num_encoder_embeds(
         self, request: MultiModalRequest, input_id: int
@@ -185,57 +160,6 @@ class EncoderCacheManager:
         """Return the size of the item's entry, or ``None`` (called by vLLM 0.31 and later)."""
         item = self.items.get(request.mm_features[input_id].identifier)
         return item.num_embeds if item is not None and item.is_here else None
-
-    def can_allocate(
-        self,
-        request: MultiModalRequest,
-        input_id: int,
-        encoder_compute_budget: int,
-        num_embeds_to_schedule: int,
-    ) -> bool:
-        """Return whether the item may be encoded here in this step; evicts idle entries for it.
-
-        Args:
-            input_id: Index of the item in it.
-            encoder_compute_budget: Embeddings that may still be computed in this step.
-            num_embeds_to_schedule: Embeddings that this step already wants to allocate.
-        """
-        num_embeds = request.get_num_encoder_embeds(input_id)
-        if num_embeds > encoder_compute_budget:
-            return False
-        return self._make_room(num_embeds + num_embeds_to_schedule)
-
-    def allocate(self, request: MultiModalRequest, input_id: int) -> None:
-        """Make the entry of an item that is encoded here; `can_allocate` said yes in this step."""
-        mm_hash = request.mm_features[input_id].identifier
-        if mm_hash not in self.items:
-            item = Item(mm_hash, request.get_num_encoder_embeds(input_id))
-            assert item.num_embeds <= self.num_free_slots, "allocate without can_allocate"
-            self.items[mm_hash] = item
-            self._occupy(item, State.PRESENT)
-        self._hold(self.items[mm_hash], request.request_id)
-        self._inputs.setdefault(request.request_id, set()).add(input_id)
-
-    def get_cached_input_ids(self, request: MultiModalRequest) -> set[int]:
-        """Return the indices of the request's items that it holds."""
-        return self._inputs.get(request.request_id, set())
-
-    def free_encoder_input(self, request: MultiModalRequest, input_id: int) -> None:
-        """The request has computed past the item; its hold ends with the item's last occurrence."""
-        request_id = request.request_id
-        mm_hash = request.mm_features[input_id].identifier
-        inputs = self._inputs.get(request_id, set())
-        inputs.discard(input_id)
-        if any(request.mm_features[other].identifier == mm_hash for other in inputs):
-            return
-        if not inputs:
-            self._inputs.pop(request_id, None)
-        self.deallocate(mm_hash, request_id)
-
-    def free(self, request: MultiModalRequest) -> None:
-        """The request ended: give up everything it holds."""
-        for input_id in list(self.get_cached_input_ids(request)):
-            self.free_encoder_input(request, input_id)
 
     def get_freed_mm_hashes(self) -> list[str]:
         """Return the items that went since the last call and are not entries again."""

@@ -73,6 +73,8 @@ class TwoLevelCache(EncoderCacheManager):
         super().__init__(cache_size)
         self._host_bytes = host_bytes
         self._nbytes_of = nbytes_of
+        self._inputs: dict[str, set[int]] = {}
+        """Indices of the items that requests hold, by their ids."""
         self._copies: OrderedDict[str, int] = OrderedDict()
         self._copied_bytes = 0
         self._dropped: list[str] = []
@@ -86,6 +88,22 @@ class TwoLevelCache(EncoderCacheManager):
         self.cache_size += more
         self.num_free_slots += more
         self.num_freeable_slots += more
+
+    def hold_entry(self, request: MultiModalRequest, input_id: int) -> bool:
+        """Let a request that starts hold the item, and bring it back first if there is a copy.
+
+        Only where the item's room was counted: what waits would bring items back in every step, in
+        place of each other's, and vLLM has promised room to others while it asks for one.
+        """
+        mm_hash = request.mm_features[input_id].identifier
+        if mm_hash in self._copies:
+            self._copies.move_to_end(mm_hash)
+            if mm_hash not in self.items:
+                num_embeds = request.get_num_encoder_embeds(input_id)
+                if self._make_room(num_embeds):
+                    self._enter(Item(mm_hash, num_embeds))
+                    self._restored.append(mm_hash)
+        return self._hold_input(request, input_id)
 
     def take_orders(self) -> HostOrders:
         """Return what the worker must do in the step that was just scheduled."""
@@ -114,21 +132,7 @@ class TwoLevelCache(EncoderCacheManager):
             self._evict(item)
         return gone
 
-    def hold_entry(self, request: MultiModalRequest, input_id: int) -> bool:
-        """Let a request that starts hold the item, and bring it back first if there is a copy.
-
-        Only where the item's room was counted: what waits would bring items back in every step, in
-        place of each other's, and vLLM has promised room to others while it asks for one.
-        """
-        mm_hash = request.mm_features[input_id].identifier
-        if mm_hash in self._copies:
-            self._copies.move_to_end(mm_hash)
-            if mm_hash not in self.items:
-                num_embeds = request.get_num_encoder_embeds(input_id)
-                if self._make_room(num_embeds):
-                    self._enter(Item(mm_hash, num_embeds))
-                    self._restored.append(mm_hash)
-        return super().hold_entry(request, input_id)
+    # -- what vLLM's scheduler calls -------------------------------------------------------------
 
     def check_and_update_cache(self, request: MultiModalRequest, input_id: int) -> bool:
         """Return whether the item has an entry that the request may hold, and let it."""
@@ -140,7 +144,7 @@ class TwoLevelCache(EncoderCacheManager):
             if more > limit:
                 return False
             self.limits[request.request_id] = limit - more
-        return super().hold_entry(request, input_id)
+        return self._hold_input(request, input_id)
 
     def can_allocate(
         self,
@@ -149,27 +153,72 @@ class TwoLevelCache(EncoderCacheManager):
         encoder_compute_budget: int,
         num_embeds_to_schedule: int,
     ) -> bool:
-        """See `EncoderCacheManager.can_allocate`; no more than a request in parts may take."""
-        num_embeds = request.get_num_encoder_embeds(input_id) + num_embeds_to_schedule
-        if num_embeds > self.limits.get(request.request_id, self.cache_size):
-            return False
-        return super().can_allocate(
-            request, input_id, encoder_compute_budget, num_embeds_to_schedule
+        """Return whether the item may be encoded here in this step; evicts idle entries for it.
+
+        Args:
+            input_id: Index of the item in the request.
+            encoder_compute_budget: Embeddings that may still be computed in this step.
+            num_embeds_to_schedule: Embeddings that this step already wants to allocate.
+        """
+        num_embeds = request.get_num_encoder_embeds(input_id)
+        together = num_embeds + num_embeds_to_schedule
+        most = self.limits.get(request.request_id, self.cache_size)
+        return (
+            num_embeds <= encoder_compute_budget and together <= most and self._make_room(together)
         )
 
     def allocate(self, request: MultiModalRequest, input_id: int) -> None:
-        """Make the entry of an item that is encoded in this step, and have a copy kept."""
+        """Make the entry of an item that is encoded in this step, and have a copy kept.
+
+        `can_allocate` said yes in this step.
+        """
         mm_hash = request.mm_features[input_id].identifier
         if mm_hash not in self.items:
+            item = Item(mm_hash, request.get_num_encoder_embeds(input_id))
+            assert item.num_embeds <= self.num_free_slots, "allocate without can_allocate"
+            self._enter(item)
             self._copy(mm_hash, self._nbytes_of(request, input_id))
-        super().allocate(request, input_id)
+        self._hold_input(request, input_id)
+
+    def get_cached_input_ids(self, request: MultiModalRequest) -> set[int]:
+        """Return the indices of the request's items that it holds."""
+        return self._inputs.get(request.request_id, set())
+
+    def free_encoder_input(self, request: MultiModalRequest, input_id: int) -> None:
+        """The request has computed past the item; its hold ends with the item's last occurrence."""
+        request_id = request.request_id
+        mm_hash = request.mm_features[input_id].identifier
+        inputs = self._inputs.get(request_id, set())
+        inputs.discard(input_id)
+        if any(request.mm_features[other].identifier == mm_hash for other in inputs):
+            return
+        if not inputs:
+            self._inputs.pop(request_id, None)
+        self.deallocate(mm_hash, request_id)
+
+    def free(self, request: MultiModalRequest) -> None:
+        """The request ended: give up everything it holds."""
+        for input_id in list(self.get_cached_input_ids(request)):
+            self.free_encoder_input(request, input_id)
 
     def reset(self) -> None:
         """Forget every entry and every copy: other weights make other outputs."""
         super().reset()
+        self._inputs.clear()
         self._dropped += self._copies
         self._copies.clear()
         self._copied_bytes = 0
+
+    # --------------------------------------------------------------------------------------------
+
+    def _hold_input(self, request: MultiModalRequest, input_id: int) -> bool:
+        """Let a request hold the entry of an item; return whether there is one."""
+        item = self.items.get(request.mm_features[input_id].identifier)
+        if item is None or not item.is_here:
+            return False
+        self._hold(item, request.request_id)
+        self._inputs.setdefault(request.request_id, set()).add(input_id)
+        return True
 
     def _enter(self, item: Item) -> None:
         self.items[item.mm_hash] = item

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from epd_portable.scheduling.two_levels import TwoLevelCache
 from epd_portable.wire.descriptors import (
     PathEndpoint,
     PeerDescriptor,
@@ -64,3 +65,8 @@ def request(request_id: str, *items: tuple[str, int]) -> FakeRequest:
     return FakeRequest(
         request_id, [FakeFeature(name) for name, _ in items], [size for _, size in items]
     )
+
+
+def encoder_cache(cache_size: int) -> TwoLevelCache:
+    """Return the encoder cache of an encode instance, without copies in host memory."""
+    return TwoLevelCache(cache_size, 0, lambda request, index: 1)

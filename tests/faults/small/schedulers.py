@@ -21,6 +21,7 @@ from tests.faults.small.pictures import WIDTH
 from tests.faults.small.steps import Abort, Answer, Done, Item, Question, Request, Step
 from tests.faults.small.workers import fingerprint
 from tests.keyring import secret
+from tests.unit.builders import encoder_cache
 
 CACHE_EMBEDS = 40_000
 TEXT_TOKENS = 4
@@ -126,7 +127,7 @@ class EncodeScheduler(Scheduler):
     """Gives items room, encodes them, and answers when that is done."""
 
     def __init__(self, config: InstanceConfig, front: Connection, worker: Connection) -> None:
-        super().__init__(front, worker, EncoderCacheManager(CACHE_EMBEDS))
+        super().__init__(front, worker, encoder_cache(CACHE_EMBEDS))
         namespace = namespace_of(config, fingerprint)
         self._dispatcher = Dispatcher(self.cache, secret(), config.instance, namespace)
         self._scheduled: list[str] = []

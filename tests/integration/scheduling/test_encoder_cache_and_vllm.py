@@ -11,8 +11,8 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from epd_portable.scheduling.encoder_cache import EncoderCacheManager
-from tests.unit.builders import request
+from epd_portable.scheduling.two_levels import TwoLevelCache
+from tests.unit.builders import encoder_cache, request
 
 pytestmark = pytest.mark.needs_vllm
 
@@ -46,7 +46,7 @@ def test_without_preallocation_it_answers_as_vllm_s_own_manager(
         request(f"r{number}", *((name, SIZES[name]) for name in names))
         for number, names in enumerate(requests)
     ]
-    ours, theirs = EncoderCacheManager(9), original(9)
+    ours, theirs = encoder_cache(9), original(9)
     for action, number, item, budget in steps:
         engine_request = made[number]
         input_id = item % len(engine_request.mm_features)
@@ -84,5 +84,5 @@ def test_without_preallocation_it_answers_as_vllm_s_own_manager(
 def test_it_has_every_method_that_vllm_s_own_manager_has_but_the_factory() -> None:
     original = vllm_manager()
     theirs = {name for name in vars(original) if not name.startswith("_")}
-    assert theirs - {"create_manager"} <= set(dir(EncoderCacheManager))
-    assert EncoderCacheManager(1).get_manager_metadata() is None
+    assert theirs - {"create_manager"} <= set(dir(TwoLevelCache))
+    assert encoder_cache(1).get_manager_metadata() is None

@@ -29,7 +29,7 @@ CONNECTORS = "epd_portable.vllm_plugin.ec_connector"
 QUEUES = "vllm.v1.core.sched.request_queue"
 REQUEST = "vllm.v1.request:Request"
 CACHES = {
-    "encoder_cache.py": "epd_portable.scheduling.encoder_cache:EncoderCacheManager",
+    "two_levels.py": "epd_portable.scheduling.two_levels:TwoLevelCache",
     "preallocator.py": "epd_portable.scheduling.preallocator:EncoderCachePreallocator",
 }
 

@@ -4,9 +4,8 @@ import pytest
 
 from epd_portable.config.secret import Secret
 from epd_portable.runners.dispatcher import Dispatcher
-from epd_portable.scheduling.encoder_cache import EncoderCacheManager
 from epd_portable.wire.params import EncodedItem, EncodeParams, EncodeTransfer
-from tests.unit.builders import FakeRequest, request
+from tests.unit.builders import FakeRequest, encoder_cache, request
 from tests.unit.runners.harness import spec
 
 SECRET = Secret("a secret that only this test knows")
@@ -15,7 +14,7 @@ CONSUMER = "tcp://pd"
 
 class Desk:
     def __init__(self) -> None:
-        self.cache = EncoderCacheManager(10)
+        self.cache = encoder_cache(10)
         self.dispatcher = Dispatcher(self.cache, SECRET)
 
     def arrive(self, request_id: str, names: str, transfers: dict[str, str]) -> FakeRequest:

@@ -9,10 +9,9 @@ import pytest
 
 from epd_portable.connector.consumer import MAX_ENDED
 from epd_portable.runners.dispatcher import Dispatcher
-from epd_portable.scheduling.encoder_cache import EncoderCacheManager
 from epd_portable.wire.messages import EncodeFailed, NotWanted
 from epd_portable.wire.params import EncodedItem, EncodeParams, EncodeTransfer
-from tests.unit.builders import request
+from tests.unit.builders import encoder_cache, request
 from tests.unit.runners.harness import Item, Pair, PrefillSide, spec
 from tests.unit.runners.test_dispatcher import SECRET
 
@@ -118,7 +117,7 @@ def test_requests_that_have_ended_leave_nothing_that_grows() -> None:
 
 
 def test_an_encode_instance_keeps_nothing_of_requests_and_transfers_that_have_ended() -> None:
-    cache = EncoderCacheManager(10)
+    cache = encoder_cache(10)
     dispatcher = Dispatcher(cache, SECRET)
     for number in range(REQUESTS):
         name, consumer = f"r-{number}", f"tcp://pd-{number}"

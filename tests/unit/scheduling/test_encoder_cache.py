@@ -2,11 +2,11 @@ from __future__ import annotations
 
 import pytest
 
-from epd_portable.scheduling.encoder_cache import EncoderCacheManager
-from tests.unit.builders import FakeRequest, request
+from epd_portable.scheduling.two_levels import TwoLevelCache
+from tests.unit.builders import FakeRequest, encoder_cache, request
 
 
-def encode(cache: EncoderCacheManager, engine_request: FakeRequest, input_id: int = 0) -> bool:
+def encode(cache: TwoLevelCache, engine_request: FakeRequest, input_id: int = 0) -> bool:
     """Encode an item here, as vLLM's scheduler does; tell whether the cache allowed it."""
     if cache.check_and_update_cache(engine_request, input_id):
         return True
@@ -16,16 +16,16 @@ def encode(cache: EncoderCacheManager, engine_request: FakeRequest, input_id: in
     return True
 
 
-def room(cache: EncoderCacheManager) -> tuple[int, int]:
+def room(cache: TwoLevelCache) -> tuple[int, int]:
     return cache.num_free_slots, cache.num_freeable_slots
 
 
 @pytest.fixture
-def cache() -> EncoderCacheManager:
-    return EncoderCacheManager(10)
+def cache() -> TwoLevelCache:
+    return encoder_cache(10)
 
 
-def test_preallocation_does_not_evict_what_is_held(cache: EncoderCacheManager) -> None:
+def test_preallocation_does_not_evict_what_is_held(cache: TwoLevelCache) -> None:
     assert encode(cache, request("r", ("held", 5)))
     assert not cache.can_preallocate(6)
     with pytest.raises(ValueError, match="6 embeddings do not fit in 5"):
@@ -34,7 +34,7 @@ def test_preallocation_does_not_evict_what_is_held(cache: EncoderCacheManager) -
 
 
 @pytest.mark.parametrize("how", ["entry", "preallocated"])
-def test_an_item_is_not_given_room_twice(cache: EncoderCacheManager, how: str) -> None:
+def test_an_item_is_not_given_room_twice(cache: TwoLevelCache, how: str) -> None:
     cache.preallocate("cat", 4)
     if how == "entry":
         cache.finalize_allocation("cat")
@@ -42,7 +42,7 @@ def test_an_item_is_not_given_room_twice(cache: EncoderCacheManager, how: str) -
         cache.preallocate("cat", 4)
 
 
-def test_reset_forgets_entries_and_keeps_what_is_on_its_way(cache: EncoderCacheManager) -> None:
+def test_reset_forgets_entries_and_keeps_what_is_on_its_way(cache: TwoLevelCache) -> None:
     r = request("r", ("held", 2), ("idle", 2))
     assert encode(cache, r, 0)
     assert encode(cache, r, 1)
