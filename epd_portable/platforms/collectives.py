@@ -45,10 +45,9 @@ class CollectiveGroup(ABC):
     stream may use or overwrite the tensor. Calls of a rank come one at a time, from any thread, and
     make `device` that thread's current device; `close` may come from any thread at any time.
 
-    A tensor is contiguous, not empty, of at most 8 dimensions and on `device`. Both ends must
-    agree on shape and dtype: if they do not, both get ``ValueError``, nothing was moved, and the
-    group stays usable. After any other error the group is closed, and the other rank finds this one
-    gone.
+    A tensor is contiguous, not empty and on `device`; its bytes are moved. Both ends must agree on
+    their number: if they do not, both get ``ValueError``, nothing was moved, and the group stays
+    usable. After any other error the group is closed, and the other rank finds this one gone.
 
     Attributes:
         rank: This process: 0 or 1.
@@ -66,7 +65,7 @@ class CollectiveGroup(ABC):
             timeout_s: Seconds from the call; positive.
 
         Raises:
-            ValueError: An argument is wrong, or the other rank expects another shape or dtype.
+            ValueError: An argument is wrong, or the other rank expects another number of bytes.
             TransportTimeoutError: Not complete within ``timeout_s``.
             PeerLostError: The other rank closed its group or is gone.
             ProtocolError: The other rank made a call that does not match.

@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 _WORK_POLL_S = 20e-6
 _RELEASE_WAIT_S = 2.0
-WORD_LENGTH = 11
+WORD_LENGTH = 2
 """Numbers in a control word."""
 
 
@@ -178,7 +178,7 @@ class Turns:
             TransportTimeoutError: Other groups of this process took until the deadline.
             PlatformError: The peer is in this process, so both turns can never be obtained.
         """
-        own = [self._token, os.getpid()] + [0] * (WORD_LENGTH - 2)
+        own = [self._token, os.getpid()]
         put(own)
         peer = get()
         if peer == own:

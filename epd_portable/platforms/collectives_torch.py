@@ -5,7 +5,7 @@ Words travel over gloo on every platform; tensors over gloo on CPU, and over the
 :mod:`.collectives_device` elsewhere.
 
 A mismatch in a collective library ends in a hang, a crash or wrong bytes. So the two ends of a call
-compare shape and dtype first, by words, and a mismatch is an error at both ends; a kernel that
+compare the number of bytes first, by words, and a mismatch is an error at both ends; a kernel that
 waits for its peer is never started before the peer has come.
 """
 
@@ -46,22 +46,10 @@ from epd_portable.platforms.collectives_device import WORD_LENGTH, DeviceLink, D
 _WORD_TAG = 1
 _DATA_TAG = 2
 _BACKLOG = 128
-_MAX_DIMS = 8
-assert WORD_LENGTH == 3 + _MAX_DIMS
-DTYPES: tuple[torch.dtype, ...] = (
-    torch.float32,
-    torch.bfloat16,
-    torch.float16,
-    torch.float64,
-    torch.int64,
-    torch.int32,
-    torch.int8,
-    torch.uint8,
-)
 
 
 class WordKind(IntEnum):
-    """First number of a control word."""
+    """First number of a control word; the second is one of bytes."""
 
     SEND = 1
     ACCEPT = 2
@@ -154,24 +142,30 @@ class TorchCollectiveGroup(CollectiveGroup):
 
     def send(self, tensor: torch.Tensor, timeout_s: float) -> None:
         """See :meth:`CollectiveGroup.send`."""
-        offer = self._describe(tensor)
+        data = self._bytes(tensor)
         with self._call(timeout_s) as deadline:
-            self._put(offer, deadline)
-            answer = self._expect((WordKind.ACCEPT, WordKind.REFUSE), deadline)
-            if answer[0] == WordKind.REFUSE:
-                raise _mismatch(f"rank {self._peer} expects", answer, "this rank sends", offer)
-            self._move(tensor, deadline, out=True)
+            self._put((WordKind.SEND, data.numel()), deadline)
+            answer, wanted = self._expect((WordKind.ACCEPT, WordKind.REFUSE), deadline)
+            if answer == WordKind.REFUSE:
+                raise ValueError(
+                    f"rank {self._peer} expects {wanted} bytes, this rank sends {data.numel()}; "
+                    "nothing was moved"
+                )
+            self._move(data, deadline, out=True)
 
     def recv(self, tensor: torch.Tensor, timeout_s: float) -> None:
         """See :meth:`CollectiveGroup.recv`."""
-        wanted = self._describe(tensor)
+        data = self._bytes(tensor)
         with self._call(timeout_s) as deadline:
-            offer = self._expect((WordKind.SEND,), deadline)
-            answer = WordKind.ACCEPT if offer == wanted else WordKind.REFUSE
-            self._put([int(answer), *wanted[1:]], deadline)
-            if offer != wanted:
-                raise _mismatch(f"rank {self._peer} sends", offer, "this rank expects", wanted)
-            self._move(tensor, deadline, out=False)
+            _, offered = self._expect((WordKind.SEND,), deadline)
+            fits = offered == data.numel()
+            self._put((WordKind.ACCEPT if fits else WordKind.REFUSE, data.numel()), deadline)
+            if not fits:
+                raise ValueError(
+                    f"rank {self._peer} sends {offered} bytes, this rank expects {data.numel()}; "
+                    "nothing was moved"
+                )
+            self._move(data, deadline, out=False)
 
     def close(self) -> None:
         """See :meth:`CollectiveGroup.close`."""
@@ -187,26 +181,15 @@ class TorchCollectiveGroup(CollectiveGroup):
             )
         return word
 
-    def _describe(self, tensor: torch.Tensor) -> list[int]:
+    def _bytes(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a tensor as ``(nbytes,)`` uint8."""
         if tensor.device != self.device:
             raise ValueError(f"tensor is on {tensor.device}; this group moves {self.device}")
         if not tensor.is_contiguous():
             raise ValueError("tensor is not contiguous; pass tensor.contiguous()")
         if tensor.numel() == 0:
             raise ValueError(f"tensor of shape {tuple(tensor.shape)} is empty")
-        if tensor.dim() > _MAX_DIMS:
-            raise ValueError(f"tensor has {tensor.dim()} dimensions; the limit is {_MAX_DIMS}")
-        if tensor.dtype not in DTYPES:
-            known = ", ".join(_dtype(index) for index in range(len(DTYPES)))
-            raise ValueError(f"dtype {tensor.dtype} cannot be moved; view it as one of {known}")
-        padding = [0] * (_MAX_DIMS - tensor.dim())
-        return [
-            int(WordKind.SEND),
-            DTYPES.index(tensor.dtype),
-            tensor.dim(),
-            *tensor.shape,
-            *padding,
-        ]
+        return tensor.view(-1).view(torch.uint8)
 
     @contextmanager
     def _call(self, timeout_s: float) -> Iterator[Deadline]:
@@ -316,20 +299,8 @@ class TorchCollectiveGroup(CollectiveGroup):
             raise PeerLostError(f"group {self._name!r}: lost {peer}: {error}") from error
 
 
-def _mismatch(theirs: str, their_word: list[int], ours: str, our_word: list[int]) -> ValueError:
-    return ValueError(f"{theirs} {_text(their_word)}, {ours} {_text(our_word)}; nothing was moved")
-
-
 def _kind(number: int) -> str:
     return WordKind(number).name.lower() if number in list(WordKind) else f"word {number}"
-
-
-def _dtype(index: int) -> str:
-    return str(DTYPES[index]).removeprefix("torch.") if index < len(DTYPES) else f"dtype {index}"
-
-
-def _text(word: list[int]) -> str:
-    return f"{_dtype(word[1])}{tuple(word[3 : 3 + word[2]])}"
 
 
 def _store(rendezvous: Rendezvous, deadline: Deadline) -> TCPStore:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -27,7 +28,7 @@ from epd_portable.errors import (
 from epd_portable.platforms import registry
 from epd_portable.platforms.base import Platform
 from epd_portable.platforms.collectives import CollectiveGroup, Rendezvous
-from epd_portable.platforms.collectives_torch import DTYPES, RendezvousHost
+from epd_portable.platforms.collectives_torch import RendezvousHost
 from tests.contract.remote_ranks import OtherRank
 
 # torch_npu says this once a process, at whichever test comes first.
@@ -133,12 +134,13 @@ def test_ranks_know_themselves(make: MakeGroups) -> None:
     assert first.device.type == "cpu" or first.device != second.device
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8], ids=str)
+@pytest.mark.parametrize("shape", [(), (5, 7)], ids=str)
 def test_what_is_sent_arrives_bit_for_bit(
-    pair: Sequence[CollectiveGroup], dtype: torch.dtype
+    pair: Sequence[CollectiveGroup], shape: tuple[int, ...], dtype: torch.dtype
 ) -> None:
-    sent = on(pair[0], torch.arange(5 * 7).reshape(5, 7).to(dtype))
-    received = on(pair[1], torch.zeros(5, 7, dtype=dtype))
+    sent = on(pair[0], torch.arange(math.prod(shape)).reshape(shape).to(dtype) + 1)
+    received = on(pair[1], torch.zeros(shape, dtype=dtype))
     results(lambda: pair[0].send(sent, AMPLE_S), lambda: pair[1].recv(received, AMPLE_S))
     assert torch.equal(sent.cpu(), received.cpu())
 
@@ -148,15 +150,6 @@ def test_large_tensors_arrive_whole(pair: Sequence[CollectiveGroup]) -> None:
     sent, received = on(pair[1], content), on(pair[0], torch.zeros(1 << 20))
     results(lambda: pair[1].send(sent, AMPLE_S), lambda: pair[0].recv(received, AMPLE_S))
     assert torch.equal(received.cpu(), content)
-
-
-@pytest.mark.parametrize("shape", [(), (1,), (1,) * 8], ids=str)
-def test_a_tensor_has_none_to_eight_dimensions(
-    pair: Sequence[CollectiveGroup], shape: tuple[int, ...]
-) -> None:
-    sent, received = on(pair[0], torch.full(shape, 3.0)), on(pair[1], torch.zeros(shape))
-    results(lambda: pair[0].send(sent, AMPLE_S), lambda: pair[1].recv(received, AMPLE_S))
-    assert received.cpu().sum() == 3
 
 
 def test_sends_arrive_in_order_and_in_both_directions(pair: Sequence[CollectiveGroup]) -> None:
@@ -206,28 +199,18 @@ def test_a_rank_that_closes_right_after_a_call_does_not_cut_off_the_others(
         assert torch.equal(box.cpu(), torch.ones(count))
 
 
-@pytest.mark.parametrize(
-    ("sent", "expected"),
-    [
-        (torch.ones(3, 4), torch.ones(4, 3)),
-        (torch.ones(12), torch.ones(3, 4)),
-        (torch.ones(4), torch.ones(4, dtype=torch.bfloat16)),
-        (torch.ones(8, dtype=torch.bfloat16), torch.ones(8, dtype=torch.float16)),
-    ],
-    ids=["shape", "dimensions", "dtype", "dtype of the same size"],
-)
 def test_a_mismatch_is_an_error_at_both_ends_and_the_group_stays_usable(
-    pair: Sequence[CollectiveGroup], sent: torch.Tensor, expected: torch.Tensor
+    pair: Sequence[CollectiveGroup],
 ) -> None:
-    offered, wanted = on(pair[0], sent), on(pair[1], expected)
+    offered, wanted = on(pair[0], torch.ones(3)), on(pair[1], torch.ones(4))
     at_sender, at_receiver = errors(
         lambda: pair[0].send(offered, AMPLE_S), lambda: pair[1].recv(wanted, AMPLE_S)
     )
     assert isinstance(at_sender, ValueError)
     assert isinstance(at_receiver, ValueError)
-    assert "rank 1 expects" in str(at_sender)
-    assert "rank 0 sends" in str(at_receiver)
-    assert torch.equal(wanted.cpu(), expected)
+    assert "rank 1 expects 16 bytes, this rank sends 12" in str(at_sender)
+    assert "rank 0 sends 12 bytes, this rank expects 16" in str(at_receiver)
+    assert torch.equal(wanted.cpu(), torch.ones(4))
     ones, box = on(pair[0], torch.ones(2)), on(pair[1], torch.zeros(2))
     results(lambda: pair[0].send(ones, AMPLE_S), lambda: pair[1].recv(box, AMPLE_S))
     assert box.cpu().sum() == 2
@@ -238,11 +221,9 @@ def test_a_mismatch_is_an_error_at_both_ends_and_the_group_stays_usable(
     [
         (torch.ones(4, 4).t(), "not contiguous"),
         (torch.ones(0, 4), "is empty"),
-        (torch.ones((1,) * 9), "9 dimensions; the limit is 8"),
-        (torch.ones(2, dtype=torch.complex64), "complex64 cannot be moved"),
         (torch.ones(2, device="meta"), "tensor is on meta"),
     ],
-    ids=["strided", "empty", "nine dimensions", "complex", "elsewhere"],
+    ids=["strided", "empty", "elsewhere"],
 )
 def test_a_tensor_that_cannot_be_moved_is_refused_at_once(
     pair: Sequence[CollectiveGroup], tensor: torch.Tensor, complaint: str

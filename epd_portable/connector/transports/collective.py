@@ -187,7 +187,7 @@ class _Link:
         self._request(Put(item.slot, self._left(deadline_s)), deadline_s)
         with copies.platform.stream(copies.index):
             try:
-                group.send(item.src.view(-1).view(torch.uint8), self._left(deadline_s))
+                group.send(item.src, self._left(deadline_s))
             except TransportTimeoutError as error:
                 raise TransportTimeoutError(
                     f"{self._address} did not take the item within the lease: {error}; "
