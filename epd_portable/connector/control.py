@@ -112,7 +112,7 @@ def _arrived(
 def _decoded(parts: Sequence[bytes], sender: object) -> tuple[AnyMessage, str] | None:
     """Return a message and its session; ``None``, with a warning, for other bytes."""
     try:
-        return codec.decode_parts(parts)
+        return codec.decode(*parts)
     except ProtocolError as error:
         logger.warning("control message from %r dropped: %r", sender, str(error))
         return None

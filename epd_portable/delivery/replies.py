@@ -105,8 +105,7 @@ def error_event(
 
     Args:
         status: That the answer would have, had it not begun.
-        code: For programs.
-        path: That was asked; see `error_body`. Streams of ``/v1/responses`` have an event of their
+        path: As in `error_body`. Streams of ``/v1/responses`` have an event of their
             own.
         after: The end of the stream so far: events of ``/v1/responses`` are numbered.
     """

@@ -76,7 +76,7 @@ class CollectiveGroup(ABC):
     def recv(self, tensor: torch.Tensor, timeout_s: float) -> None:
         """Fill a tensor with what the other rank sends; arguments and errors are those of `send`.
 
-        The tensor's content is undefined after an error other than ``ValueError``.
+        Its content is undefined after an error other than ``ValueError``.
         """
 
     @abstractmethod
@@ -110,9 +110,7 @@ def finish_within(deadline: Deadline, call: Callable[[], T], name: str) -> T:
     """Make a call of a library that knows no deadline, in a thread of that name.
 
     Args:
-        deadline: The longest wait for it.
         call: Raises nothing but ``RuntimeError`` and our own errors.
-        name: For the error, too.
 
     Raises:
         RuntimeError: The call failed, or is not back at the deadline; then its thread ends when the

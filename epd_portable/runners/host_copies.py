@@ -56,7 +56,6 @@ class HostCopies:
         """Do what a step asks for, before it computes; never waits for a copy.
 
         Args:
-            orders: Of the scheduler.
             encoder_cache: The model runner's, by ``mm_hash``; gets what is restored.
 
         Returns:

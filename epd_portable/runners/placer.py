@@ -83,7 +83,6 @@ class Placer:
         from now on; otherwise they may still be on their way.
 
         Args:
-            orders: Of this step.
             encoder_cache: Outputs ``(num_tokens, width)`` by ``mm_hash``; after an error without
                 any of these items.
 

@@ -120,7 +120,6 @@ class Sender:
         """Begin a transfer; one of that id that has not ended stays as it is.
 
         Args:
-            order: What to deliver, and where to.
             output: The item, if the engine has it from before: ``(num_tokens, width)`` on the
                 worker's device.
             restored: It comes from its copy in host memory.

@@ -65,10 +65,7 @@ class StreamClock:
     def trace(self, event: str, *, behind: DeviceEvent | None = None, **fields: Any) -> None:
         """Record an event of the trace with the time at which the device comes to this point.
 
-        Args:
-            event: Its name.
-            behind: See `mark`.
-            fields: Its fields.
+        ``behind`` is the event of `mark`.
         """
         if self._at_once:
             trace(event, **fields)

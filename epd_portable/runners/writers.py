@@ -59,9 +59,6 @@ class Writers:
     """Carries out writes; owns the transports, the pool's threads and the watcher.
 
     Args:
-        config: Of this instance: says which paths it has.
-        keys: For paths that leave the host.
-        outputs: What is written.
         on_result: Called with a result by a thread of the pool.
         on_copied: Called with a result by the watcher.
         on_death: Called when the watcher ends by an error that nothing foresaw.

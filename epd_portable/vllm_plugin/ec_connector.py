@@ -10,7 +10,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.distributed.ec_transfer.ec_connector.base import (
@@ -48,9 +48,11 @@ from epd_portable.vllm_plugin.metadata import ItemMetadata
 from epd_portable.vllm_plugin.reports import Kind, StepMetadata, from_names, to_names
 from epd_portable.wire.descriptors import TensorSpec
 from epd_portable.wire.params import (
-    encode_params,
+    EncodeParams,
+    ParamsT,
+    PrefillParams,
     is_encode_job,
-    prefill_params,
+    read_params,
     to_params,
 )
 
@@ -64,7 +66,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-ParamsT = TypeVar("ParamsT")
 Ended = tuple[set[str] | None, set[str] | None]
 """What vLLM's connectors report of a step: ``finished_sending``, ``finished_recving``."""
 
@@ -191,7 +192,7 @@ class EncodeScheduler(SchedulerConnector):
 
     def request_arrived(self, request: Request) -> None:
         """Remember the transfers that a request asks for."""
-        params = _read(encode_params, request) if request.mm_features else None
+        params = _read(EncodeParams, request) if request.mm_features else None
         if params is not None:
             items = self._metadata.encoded_items(request)
             self._dispatcher.request_arrived(request.request_id, items, params)
@@ -297,7 +298,7 @@ class PDScheduler(SchedulerConnector):
         """Take a request in if it is an encode job: vLLM's scheduler is not to see it then."""
         if not (request.mm_features and is_encode_job(compat.transfer_params(request))):
             return False
-        params = _read(encode_params, request)
+        params = _read(EncodeParams, request)
         if params is None:
             return False
         self._dispatcher.request_arrived(
@@ -315,7 +316,7 @@ class PDScheduler(SchedulerConnector):
         if getattr(request, "resumable", False):
             self.requests.part_arrived(request.request_id)
         else:
-            params = _read(prefill_params, request)
+            params = _read(PrefillParams, request)
             # Of a prompt whose KV comes no item is encoded before a step is known to need it.
             in_background = self._in_background and not compat.awaits_kv(request)
             items = self._metadata.prompt_items(request, with_media=in_background)
@@ -678,11 +679,11 @@ _HALVES: dict[tuple[bool, ECConnectorRole], type[EPDConnector]] = {
 }
 
 
-def _read(reader: Callable[[dict[str, Any]], ParamsT], request: Request) -> ParamsT | None:
+def _read(kind: type[ParamsT], request: Request) -> ParamsT | None:
     """Return a request's transfer parameters; ``None`` if it has none that can be read."""
     raw = compat.transfer_params(request)
     try:
-        return None if raw is None else reader(raw)
+        return None if raw is None else read_params(raw, kind)
     except ProtocolError as error:
         logger.error("request %s is served without transfer: %s", request.request_id, error)
         return None

@@ -26,10 +26,7 @@ _POLICY_VIOLATION = 1008
 
 
 def instance_of(scope: Scope) -> InstanceConfig:
-    """Return the instance's settings, from the configuration of vLLM's API server.
-
-    Args:
-        scope: Of any connection of the server, once it has started.
+    """Return the instance's settings, from the configuration of vLLM's API server once it runs.
 
     Raises:
         ConfigError: It has none.

@@ -58,11 +58,7 @@ class MediaRefusedError(ValueError):
 
 
 class PixelBudget:
-    """Counts the pixels that one request has decoded.
-
-    Args:
-        limits: ``max_request_pixels`` is the most.
-    """
+    """Counts the pixels that one request has decoded: at most ``max_request_pixels``."""
 
     def __init__(self, limits: MediaLimits) -> None:
         self._limits = limits
@@ -70,11 +66,7 @@ class PixelBudget:
         self._lock = threading.Lock()
 
     def charge(self, pixels: int) -> None:
-        """Count pixels before they are decoded.
-
-        Raises:
-            MediaRefusedError: They are too many, with those before.
-        """
+        """Count pixels before they are decoded; `MediaRefusedError` if there are too many."""
         with self._lock:
             self._pixels += pixels
             total = self._pixels
@@ -93,7 +85,6 @@ class MediaBoundsMiddleware:
     """Bounds the process when its server starts, and gives each request a `PixelBudget`.
 
     Args:
-        app: The server's application.
         limits: ``None`` reads them from the instance's settings when the server starts.
     """
 
@@ -112,11 +103,7 @@ class MediaBoundsMiddleware:
 
 
 def bound_process(limits: MediaLimits) -> None:
-    """Bound whatever this process decodes from here on.
-
-    Args:
-        limits: A second call in one process changes nothing but the limits.
-    """
+    """Bound what this process decodes from here on; a second call changes the limits alone."""
     bound_pillow(limits)
     name = vllm.envs.VLLM_MEDIA_CONNECTOR
     connector = MEDIA_CONNECTOR_REGISTRY.name2class[name]
@@ -131,8 +118,7 @@ def bound_process(limits: MediaLimits) -> None:
 def limit_memory(more_bytes: int) -> None:
     """Let this process take so many bytes of memory more; beyond them, `MemoryError` is raised.
 
-    Args:
-        more_bytes: Of private writable mappings (``RLIMIT_DATA``), those without pages included.
+    Private writable mappings count (``RLIMIT_DATA``), those without pages included.
     """
     (line,) = (
         line

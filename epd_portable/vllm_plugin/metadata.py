@@ -100,7 +100,6 @@ class ItemMetadata:
         """Return the items of a prompt, in order.
 
         Args:
-            request: To be answered, or an encode job.
             with_media: They may be encoded here, outside of a step.
         """
         return [

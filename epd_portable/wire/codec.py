@@ -7,7 +7,7 @@ Bytes of a peer are decoded into the types that are named here; any other bytes 
 from __future__ import annotations
 
 import base64
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -71,20 +71,19 @@ def encode(message: AnyMessage, *, session: str) -> bytes:
     return _encoder.encode(Envelope(protocol=PROTOCOL_VERSION, session=session, body=body))
 
 
-def decode_parts(frames: Sequence[bytes]) -> tuple[AnyMessage, str]:
-    """As `decode`, of the one part of a ZMQ message."""
-    if len(frames) != 1:
-        raise ProtocolError(f"control message of {len(frames)} parts: it must have one")
-    return decode(frames[0])
-
-
-def decode(data: bytes) -> tuple[AnyMessage, str]:
+def decode(*parts: bytes) -> tuple[AnyMessage, str]:
     """Return a message and the session that sent it.
+
+    Args:
+        parts: Of a ZMQ message; there must be one.
 
     Raises:
         IncompatiblePeerError: The sender speaks another version of the protocol.
         ProtocolError: The bytes are no message.
     """
+    if len(parts) != 1:
+        raise ProtocolError(f"control message of {len(parts)} parts: it must have one")
+    (data,) = parts
     if len(data) > MAX_MESSAGE_BYTES:
         raise ProtocolError(
             f"control message of {len(data)} bytes: at most {MAX_MESSAGE_BYTES} are allowed"

@@ -14,8 +14,6 @@ from msgspec import Meta
 from epd_portable.errors import ProtocolError
 from epd_portable.wire.descriptors import Name, Word
 
-ParamsT = TypeVar("ParamsT")
-
 FIELD = "ec_transfer_params"
 MAX_TRANSFERS = 4096
 
@@ -162,6 +160,9 @@ class PrefillOutcome(msgspec.Struct, frozen=True, kw_only=True):
     mm_inputs_total: int = 0
 
 
+ParamsT = TypeVar("ParamsT", EncodeParams, PrefillParams)
+
+
 def to_params(
     value: EncodeParams | EncodeOutcome | PrefillParams | PrefillOutcome,
 ) -> dict[str, Any]:
@@ -177,18 +178,9 @@ def is_encode_job(raw: dict[str, Any] | None) -> bool:
     )
 
 
-def encode_params(raw: dict[str, Any]) -> EncodeParams:
-    """Read the parameters of a request to an encode instance, or raise `ProtocolError`."""
-    return _convert(raw, EncodeParams, "an encode request")
-
-
-def prefill_params(raw: dict[str, Any]) -> PrefillParams:
-    """Read the parameters of a request to a PD instance, or raise `ProtocolError`."""
-    return _convert(raw, PrefillParams, "a PD request")
-
-
-def _convert(raw: dict[str, Any], kind: type[ParamsT], what: str) -> ParamsT:
+def read_params(raw: dict[str, Any], kind: type[ParamsT]) -> ParamsT:
+    """Return a request's `EncodeParams` or `PrefillParams`, or raise `ProtocolError`."""
     try:
         return msgspec.convert(raw, kind)
     except (msgspec.ValidationError, RecursionError) as error:
-        raise ProtocolError(f"ec_transfer_params of {what}: {error}") from error
+        raise ProtocolError(f"ec_transfer_params, read as {kind.__name__}: {error}") from error

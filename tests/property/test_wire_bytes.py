@@ -18,7 +18,7 @@ from epd_portable.errors import NoCommonPathError, ProtocolError, TransportError
 from epd_portable.wire import codec
 from epd_portable.wire.descriptors import PathEndpoint, PeerDescriptor
 from epd_portable.wire.messages import PROTOCOL_VERSION, Announce, AnyMessage
-from epd_portable.wire.params import encode_params, prefill_params
+from epd_portable.wire.params import EncodeParams, PrefillParams, read_params
 from tests.property.budget import budget
 from tests.unit.builders import peer
 from tests.unit.runners.harness import CAT, DOG, EncodeSide, PrefillSide
@@ -197,9 +197,9 @@ def test_what_is_kept_of_the_largest_announcement_is_bounded() -> None:
     )
 )
 def test_any_transfer_parameters_can_travel_or_are_a_protocol_error(raw: dict[str, Any]) -> None:
-    for read in (encode_params, prefill_params):
+    for kind in (EncodeParams, PrefillParams):
         try:
-            msgspec.msgpack.encode(read(raw))
+            msgspec.msgpack.encode(read_params(raw, kind))
         except ProtocolError:
             continue
 
@@ -207,11 +207,11 @@ def test_any_transfer_parameters_can_travel_or_are_a_protocol_error(raw: dict[st
 def test_transfer_parameters_have_limits() -> None:
     transfer = {"transfer_id": "t", "item_uuid": "h", "consumer": "c"}
     with pytest.raises(ProtocolError, match="4096"):
-        prefill_params({"transfers": [transfer] * 5000})
+        read_params({"transfers": [transfer] * 5000}, PrefillParams)
     with pytest.raises(ProtocolError, match="512"):
-        encode_params({"transfers": [transfer | {"item_uuid": "h" * 600}]})
+        read_params({"transfers": [transfer | {"item_uuid": "h" * 600}]}, EncodeParams)
     with pytest.raises(ProtocolError):
-        prefill_params({"transfers": [], "reply_to": "\ud800"})
+        read_params({"transfers": [], "reply_to": "\ud800"}, PrefillParams)
 
 
 @budget(200)

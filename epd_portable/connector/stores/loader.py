@@ -217,7 +217,7 @@ class StoreLoader:
         if result != "hit":
             self._outbox += [_not_stored(load, text), _released(load)]
             return
-        self._metrics.loaded(load.tensor.nbytes)
+        self._metrics.loaded_bytes.inc(load.tensor.nbytes)
         self._outbox.append(
             Written(
                 transfer_id=load.transfer_id,

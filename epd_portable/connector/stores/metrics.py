@@ -24,6 +24,9 @@ class StoreMetrics:
     Args:
         side: Part of the metrics' names.
         registry: Default: a new one.
+
+    Attributes:
+        writes: Of an encode instance, as are the others but for ``loaded_bytes``, a PD instance's.
     """
 
     def __init__(self, side: Side, registry: CollectorRegistry | None = None) -> None:
@@ -40,21 +43,21 @@ class StoreMetrics:
             return Gauge(f"{name}_{word}", text, registry=registry, multiprocess_mode=mode)
 
         if side == "encode":
-            self._writes = counter("writes", "Entries written.")
-            self._written = counter("written_bytes", "Their bytes.")
-            self._known = counter("known", "Outputs whose entry was there already.")
-            self._evicted = counter("evictions", "Entries removed to make room.")
+            self.writes = counter("writes", "Entries written.")
+            self.written_bytes = counter("written_bytes", "Their bytes.")
+            self.known = counter("known", "Outputs whose entry was there already.")
+            self.evictions = counter("evictions", "Entries removed to make room.")
             self._drops = counter(
                 "drops", "Outputs that were not written, by reason.", "reason", Drop
             )
-            self._queued = gauge(
+            self.queued_bytes = gauge(
                 "queued_bytes", "Bytes of outputs that wait to be written.", "livesum"
             )
         else:
             text = "Items that the store was asked for, by what came of it."
             self._asks = counter("items", text, "result", Ask)
         if side == "pd":
-            self._loaded = counter("loaded_bytes", "Bytes loaded.")
+            self.loaded_bytes = counter("loaded_bytes", "Bytes loaded.")
         self._state = gauge(
             "breaker", "State of the circuit breaker: 0 closed, 1 half open, 2 open.", "livemax"
         )
@@ -63,27 +66,9 @@ class StoreMetrics:
         """Items were looked up or loaded."""
         self._asks.labels(result).inc(count)
 
-    def loaded(self, nbytes: int) -> None:
-        """An item was loaded."""
-        self._loaded.inc(nbytes)
-
-    def wrote(self, count: int, nbytes: int, evicted: int) -> None:
-        """Entries were written, others removed for them."""
-        self._writes.inc(count)
-        self._written.inc(nbytes)
-        self._evicted.inc(evicted)
-
-    def known(self) -> None:
-        """An output's entry was there already."""
-        self._known.inc()
-
     def dropped(self, reason: Drop, count: int = 1) -> None:
         """Outputs were not written."""
         self._drops.labels(reason).inc(count)
-
-    def queued(self, nbytes: int) -> None:
-        """Bytes that wait to be written."""
-        self._queued.set(nbytes)
 
     def breaker(self, breaker: CircuitBreaker) -> None:
         """State of the side's breaker."""

@@ -150,7 +150,7 @@ class StoreWriter:
 
     def _count(self, nbytes: int) -> None:
         self._waiting_bytes += nbytes
-        self._metrics.queued(self._waiting_bytes)
+        self._metrics.queued_bytes.set(self._waiting_bytes)
 
     def _write(self, batch: list[Output]) -> None:
         """Write the outputs that the store does not have."""
@@ -162,14 +162,15 @@ class StoreWriter:
         entries = []
         for (key, output), head in zip(wanted.items(), found, strict=True):
             if head is not None and self._is_of(output.order, key, head):
-                self._metrics.known()
+                self._metrics.known.inc()
             elif (entry := self._entry(key, output)) is not None:
                 entries.append(entry)
         evicted = self._store.save_caches(entries) if entries else 0
         if self._breaker.close():
             logger.info("outputs are stored again")
-        nbytes = sum(each.payload.nbytes for each in entries)
-        self._metrics.wrote(len(entries), nbytes, evicted)
+        self._metrics.writes.inc(len(entries))
+        self._metrics.written_bytes.inc(sum(each.payload.nbytes for each in entries))
+        self._metrics.evictions.inc(evicted)
         for entry in entries:
             trace("store.written", mm_hash=entry.mm_hash, nbytes=entry.payload.nbytes)
 

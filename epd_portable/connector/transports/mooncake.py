@@ -39,6 +39,7 @@ from epd_portable.connector.transport import (
     SlotWrite,
     Transport,
     check_slot,
+    late_write,
 )
 from epd_portable.connector.transports.buffers import RegisteredBuffers
 from epd_portable.errors import (
@@ -341,10 +342,7 @@ class MooncakeTransport(Transport):
             raise PeerLostError(f"mooncake cannot write to the consumer at {name}")
         while (status := engine.status(batch)) == _UNDER_WAY:
             if self._copies.clock() >= item.deadline_s:
-                raise TransportTimeoutError(
-                    f"slot {slot.generation} was not written by mooncake before its lease ended; "
-                    "the instance is gone or overloaded, or transfer.lease_s is too short"
-                )
+                raise late_write(slot, "mooncake")
             link.check()
             time.sleep(_POLL_S)
         if status != _DONE:

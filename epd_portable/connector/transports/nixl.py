@@ -28,9 +28,10 @@ from epd_portable.connector.transport import (
     SlotWrite,
     Transport,
     check_slot,
+    late_write,
 )
 from epd_portable.connector.transports.buffers import RegisteredBuffers
-from epd_portable.errors import ConfigError, PeerLostError, TransportError, TransportTimeoutError
+from epd_portable.errors import ConfigError, PeerLostError, TransportError
 from epd_portable.log import trace
 from epd_portable.wire.codec import address_reader, as_address
 from epd_portable.wire.descriptors import MAX_ADDRESS
@@ -127,11 +128,7 @@ class NixlTransport(Transport):
                 while True:
                     done = self._is_done(handle)
                     if self._copies.clock() >= item.deadline_s:
-                        raise TransportTimeoutError(
-                            f"slot {item.slot.generation} was not written by nixl before its lease "
-                            "ended; the instance is gone or overloaded, or transfer.lease_s is "
-                            "too short"
-                        )
+                        raise late_write(item.slot, "nixl")
                     if done:
                         break
                     time.sleep(_PROGRESS_S)

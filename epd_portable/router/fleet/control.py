@@ -183,7 +183,7 @@ class ControlChannels:
         while True:
             frames = await socket.recv_multipart()
             try:
-                message, _ = codec.decode_parts(frames)
+                message, _ = codec.decode(*frames)
             except EPDError as error:
                 logger.warning("control channel of %s: %r", name, str(error))
                 continue

@@ -16,7 +16,13 @@ from epd_portable.runners.receiver import Receiver
 from epd_portable.scheduling.encoder_cache import EncoderCacheManager
 from epd_portable.scheduling.items import PromptItem
 from epd_portable.wire.descriptors import TensorSpec
-from epd_portable.wire.params import EncodedItem, encode_params, prefill_params, to_params
+from epd_portable.wire.params import (
+    EncodedItem,
+    EncodeParams,
+    PrefillParams,
+    read_params,
+    to_params,
+)
 from tests.faults.small.pictures import WIDTH
 from tests.faults.small.steps import Abort, Answer, Done, Item, Question, Request, Step
 from tests.faults.small.workers import fingerprint
@@ -142,7 +148,9 @@ class EncodeScheduler(Scheduler):
             for item in request.mm_features
         ]
         assert request.params is not None, "an encode job names its transfers"
-        self._dispatcher.request_arrived(request.request_id, items, encode_params(request.params))
+        self._dispatcher.request_arrived(
+            request.request_id, items, read_params(request.params, EncodeParams)
+        )
 
     def ended(self, request: Request) -> dict[str, object] | None:
         outcome = self._dispatcher.request_finished(request.request_id)
@@ -193,7 +201,7 @@ class PDScheduler(Scheduler):
     def arrived(self, request: Request) -> None:
         self._computed[request.request_id] = 0
         self._digests[request.request_id] = []
-        params = prefill_params(request.params) if request.params is not None else None
+        params = read_params(request.params, PrefillParams) if request.params is not None else None
         self._prefill.arrived(request.request_id, prompt(request), params)
 
     def ended(self, request: Request) -> dict[str, object] | None:

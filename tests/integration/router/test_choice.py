@@ -20,7 +20,7 @@ from epd_portable.router.choice.catalogue import GROUP
 from epd_portable.router.server import Router
 from epd_portable.router.settings import RouterSettings
 from epd_portable.wire.messages import LoadReport
-from epd_portable.wire.params import encode_params
+from epd_portable.wire.params import EncodeParams, read_params
 from tests.integration.router.conftest import Build, Topology
 from tests.integration.router.stand_in import (
     DEADLINE_S,
@@ -99,7 +99,7 @@ async def test_a_repeated_picture_meets_the_encoder_that_has_it(build: Build) ->
         for part in (RED, BLUE, TEXT):
             assert (await t.chat(part, TEXT)).status_code == 200
     jobs = [
-        {encode_params(r.params).transfers[0].item_uuid for r in encoder.received}
+        {read_params(r.params, EncodeParams).transfers[0].item_uuid for r in encoder.received}
         for encoder in t.encoders
     ]
     assert sum(map(len, jobs)) == 2

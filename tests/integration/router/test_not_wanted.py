@@ -9,7 +9,7 @@ import pytest
 from starlette.responses import Response
 
 from epd_portable.wire.messages import NotWanted
-from epd_portable.wire.params import prefill_params
+from epd_portable.wire.params import PrefillParams, read_params
 from tests.integration.router.conftest import Build, Topology
 from tests.integration.router.stand_in import (
     DEADLINE_S,
@@ -38,7 +38,9 @@ def build_connected(build: Build) -> Build:
 
 
 def transfers_of(pd: StandIn) -> list[str]:
-    return [each.transfer_id for each in prefill_params(pd.received[-1].params).transfers]
+    return [
+        each.transfer_id for each in read_params(pd.received[-1].params, PrefillParams).transfers
+    ]
 
 
 async def told(t: Topology, count: int) -> set[str]:
@@ -120,7 +122,9 @@ async def test_what_is_sent_again_by_other_transfers_is_not_wanted_by_the_first(
 
     t.pd.behaviour = generate
     assert (await t.chat(RED)).status_code == 200
-    [first], [second] = (prefill_params(received.params).transfers for received in t.pd.received)
+    [first], [second] = (
+        read_params(received.params, PrefillParams).transfers for received in t.pd.received
+    )
     assert first.transfer_id != second.transfer_id
     assert await told(t, 1) == {first.transfer_id}
 

@@ -10,7 +10,7 @@ import pytest
 from starlette.responses import JSONResponse, Response
 
 from epd_portable.router import client_exchange
-from epd_portable.wire.params import encode_params, prefill_params
+from epd_portable.wire.params import EncodeParams, PrefillParams, read_params
 from tests.integration.router.conftest import Build
 from tests.integration.router.stand_in import DEADLINE_S, JSON, Received
 from tests.keyring import secret
@@ -55,8 +55,8 @@ async def test_encode_jobs_and_pd_request_run_at_the_same_time(build: Build) -> 
     response = await t.chat(RED, TEXT, BLUE, max_tokens=7)
 
     assert response.json() == {"answer": 42}
-    jobs = [encode_params(r.params).transfers[0] for r in t.encoders[0].received]
-    expected = prefill_params(t.pd.received[0].params)
+    jobs = [read_params(r.params, EncodeParams).transfers[0] for r in t.encoders[0].received]
+    expected = read_params(t.pd.received[0].params, PrefillParams)
     assert {j.transfer_id for j in jobs} == {e.transfer_id for e in expected.transfers}
     assert {j.consumer for j in jobs} == {t.control.address}
     for job in jobs:

@@ -25,10 +25,10 @@ from epd_portable.router.contents.body import (
 from epd_portable.router.contents.media import content_key
 from epd_portable.wire.params import (
     EncodedItem,
+    EncodeParams,
     ExpectedTransfer,
     PrefillParams,
-    encode_params,
-    prefill_params,
+    read_params,
 )
 from tests.unit.router.bodies import RED, TEXT, image, joined, said, sent, transfer
 
@@ -51,7 +51,7 @@ def test_the_pd_body_holds_the_expected_transfers() -> None:
 
     body = sent(call.for_pd(expected))
 
-    assert prefill_params(body["ec_transfer_params"]) == expected
+    assert read_params(body["ec_transfer_params"], PrefillParams) == expected
     assert body["max_tokens"] == 5
     assert body["messages"][1]["content"][1]["uuid"] == call.items[0].item_uuid
 
@@ -62,7 +62,9 @@ def test_an_encode_job_holds_the_image_and_nothing_of_the_text() -> None:
 
     body = sent(call.for_encoder(item, transfer(item.item_uuid)))
 
-    assert encode_params(body.pop("ec_transfer_params")).transfers == (transfer(item.item_uuid),)
+    assert read_params(body.pop("ec_transfer_params"), EncodeParams).transfers == (
+        transfer(item.item_uuid),
+    )
     part = {"type": "image_url", "image_url": {"url": RED}, "uuid": item.item_uuid}
     assert body == {
         "messages": [{"role": "user", "content": [part]}],
@@ -203,7 +205,7 @@ def test_a_body_with_metadata_holds_them_under_the_items_names_and_no_media() ->
 
     body = json.loads(data)
     assert b"base64" not in data
-    assert prefill_params(body.pop("ec_transfer_params")) == params(call)
+    assert read_params(body.pop("ec_transfer_params"), PrefillParams) == params(call)
     described = [
         {"type": "image_embeds", "image_embeds": {"image_grid_thw": [1, 8, n]}, "uuid": name}
         for n, name in [(0, red), (1, blue), (0, red)]
@@ -338,7 +340,7 @@ def test_images_of_a_responses_request_are_keyed_wherever_the_engine_looks_for_t
 
     body = sent(call.for_pd(params(call)))
 
-    assert prefill_params(body["ec_transfer_params"]) == params(call)
+    assert read_params(body["ec_transfer_params"], PrefillParams) == params(call)
     assert body["input"][0]["content"] == [
         {"type": "input_text", "text": "x"},
         {**SEEN, "uuid": red.item_uuid},
@@ -392,7 +394,7 @@ def test_images_of_anthropics_messages_are_found_in_the_engines_order_and_not_na
 
     body = sent(call.for_pd(params(call)))
 
-    assert prefill_params(body.pop("ec_transfer_params")) == params(call)
+    assert read_params(body.pop("ec_transfer_params"), PrefillParams) == params(call)
     assert body["messages"] == DRAWN
     assert not call.takes_metadata
 

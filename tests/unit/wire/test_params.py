@@ -9,8 +9,7 @@ from epd_portable.wire.params import (
     ItemOutcome,
     PrefillOutcome,
     PrefillParams,
-    encode_params,
-    prefill_params,
+    read_params,
     to_params,
 )
 
@@ -23,8 +22,8 @@ PREFILL = PrefillParams(
 
 
 def test_params_survive_json() -> None:
-    assert encode_params(json.loads(json.dumps(to_params(ENCODE)))) == ENCODE
-    assert prefill_params(json.loads(json.dumps(to_params(PREFILL)))) == PREFILL
+    assert read_params(json.loads(json.dumps(to_params(ENCODE))), EncodeParams) == ENCODE
+    assert read_params(json.loads(json.dumps(to_params(PREFILL))), PrefillParams) == PREFILL
 
 
 def test_an_outcome_names_only_what_is_known() -> None:
