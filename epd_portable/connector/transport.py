@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from epd_portable.errors import TransportError, TransportTimeoutError
+from epd_portable.errors import TransportError
 from epd_portable.wire.descriptors import SlotDescriptor
 
 if TYPE_CHECKING:
@@ -245,14 +245,6 @@ def check_source(src: torch.Tensor, slot: SlotDescriptor, device: torch.device) 
         raise ValueError(f"tensor {tuple(src.shape)} is not contiguous: write a contiguous copy")
     if src.device != device:
         raise ValueError(f"tensor is on {src.device}: this worker writes outputs of {device}")
-
-
-def late_write(slot: SlotDescriptor, library: str) -> TransportTimeoutError:
-    """Return the error for what a library has not written when the lease of a slot has ended."""
-    return TransportTimeoutError(
-        f"slot {slot.generation} was not written by {library} before its lease ended; the instance "
-        "is gone or overloaded, or transfer.lease_s is too short"
-    )
 
 
 def check_slot(slot: SlotDescriptor, nbytes: int) -> None:

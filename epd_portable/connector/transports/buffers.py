@@ -1,4 +1,4 @@
-"""Host memory that is registered with a transfer library, for outputs on their way through it."""
+"""What paths of transfer libraries share: registered host memory, through which outputs pass."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+from epd_portable.errors import TransportTimeoutError
+from epd_portable.wire.descriptors import SlotDescriptor
 
 _SMALLEST_BYTES = 1 << 20
 
@@ -75,3 +78,11 @@ class RegisteredBuffers:
         size = max(_SMALLEST_BYTES, 1 << (nbytes - 1).bit_length())
         memory = torch.empty(size, dtype=torch.uint8)
         return RegisteredBuffer(memory, self._register(memory))
+
+
+def late_write(slot: SlotDescriptor, library: str) -> TransportTimeoutError:
+    """Return the error for what a library has not written when the lease of a slot has ended."""
+    return TransportTimeoutError(
+        f"slot {slot.generation} was not written by {library} before its lease ended; the instance "
+        "is gone or overloaded, or transfer.lease_s is too short"
+    )

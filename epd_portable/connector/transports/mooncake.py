@@ -39,9 +39,8 @@ from epd_portable.connector.transport import (
     SlotWrite,
     Transport,
     check_slot,
-    late_write,
 )
-from epd_portable.connector.transports.buffers import RegisteredBuffers
+from epd_portable.connector.transports.buffers import RegisteredBuffers, late_write
 from epd_portable.errors import (
     ConfigError,
     PeerLostError,
