@@ -128,10 +128,7 @@ class ClientExchange:
     """
 
     def __init__(
-        self,
-        request: IncomingRequest,
-        passed_on: tuple[str, ...],
-        for_client: Mapping[str, str],
+        self, request: IncomingRequest, passed_on: tuple[str, ...], for_client: Mapping[str, str]
     ) -> None:
         self.request = request
         self.method = request.method

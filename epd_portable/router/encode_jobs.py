@@ -248,10 +248,7 @@ class EncodeJobs:
         started_s = time.monotonic()
         limit_s = min(self._job_s, deadline_s - started_s)
         try:
-            with (
-                while_up(encoder.working(item.item_uuid)),
-                encoder.encoding(self.times.of(item)),
-            ):
+            with while_up(encoder.working(item.item_uuid)), encoder.encoding(self.times.of(item)):
                 status, given, body = await self.upstream.ask(
                     "POST",
                     encoder.url + CHAT_PATH,

@@ -73,10 +73,7 @@ MESSAGES: Mapping[str, Mapping[str, Field]] = {
         "body_mutation": (3, "BodyMutation"),
         "clear_route_cache": (5, "bool"),
     },
-    "HeaderMutation": {
-        "set_headers": (1, "*HeaderValueOption"),
-        "remove_headers": (2, "*string"),
-    },
+    "HeaderMutation": {"set_headers": (1, "*HeaderValueOption"), "remove_headers": (2, "*string")},
     "HeaderValueOption": {"header": (1, "HeaderValue"), "append_action": (3, "int32")},
     "BodyMutation": {"body": (1, "bytes"), "streamed_response": (3, "StreamedBodyResponse")},
     "StreamedBodyResponse": {"body": (1, "bytes"), "end_of_stream": (2, "bool")},
@@ -86,10 +83,7 @@ MESSAGES: Mapping[str, Mapping[str, Field]] = {
         "body": (3, "bytes"),
     },
     "HttpStatus": {"code": (1, "int32")},
-    "ProcessingMode": {
-        "request_body_mode": (3, "int32"),
-        "response_body_mode": (4, "int32"),
-    },
+    "ProcessingMode": {"request_body_mode": (3, "int32"), "response_body_mode": (4, "int32")},
     "HealthCheckRequest": {"service": (1, "string")},
     "HealthCheckResponse": {"status": (1, "int32")},
 }

@@ -146,12 +146,7 @@ def choose_prefill(
 def for_prefill(call: Call) -> Call:
     """Return a call for one token, and for what tells where the KV of its prompt is."""
     kept = {name: value for name, value in call.fields.items() if name not in _OF_ANSWERS}
-    fields = {
-        **kept,
-        **_ONE_TOKEN[call.path],
-        "stream": False,
-        "kv_transfer_params": ASKED_FOR_KV,
-    }
+    fields = {**kept, **_ONE_TOKEN[call.path], "stream": False, "kv_transfer_params": ASKED_FOR_KV}
     return msgspec.structs.replace(call, changed=True, stream=False, fields=fields)
 
 

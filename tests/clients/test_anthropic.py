@@ -8,15 +8,7 @@ from typing import Any
 import anthropic
 import pytest
 
-from tests.clients.conftest import (
-    KEY,
-    MODEL,
-    QUESTION,
-    Encodes,
-    base64_of,
-    data_url,
-    seen_in,
-)
+from tests.clients.conftest import KEY, MODEL, QUESTION, Encodes, base64_of, data_url, seen_in
 
 GREEDY = {"temperature": 0}
 """The engine takes it; the package no longer knows it."""

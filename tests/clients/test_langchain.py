@@ -8,15 +8,7 @@ import pytest
 from langchain_core.messages import HumanMessage
 from langchain_openai import ChatOpenAI
 
-from tests.clients.conftest import (
-    KEY,
-    MODEL,
-    QUESTION,
-    Encodes,
-    base64_of,
-    question,
-    seen_in,
-)
+from tests.clients.conftest import KEY, MODEL, QUESTION, Encodes, base64_of, question, seen_in
 
 
 def model(v1: str, **more: Any) -> ChatOpenAI:

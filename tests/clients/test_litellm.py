@@ -7,13 +7,7 @@ from typing import Any
 import litellm
 import pytest
 
-from tests.clients.conftest import (
-    KEY,
-    MODEL,
-    Encodes,
-    question,
-    seen_in,
-)
+from tests.clients.conftest import KEY, MODEL, Encodes, question, seen_in
 
 PROVIDERS = ("openai", "hosted_vllm")
 

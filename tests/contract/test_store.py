@@ -7,7 +7,6 @@ import multiprocessing
 import os
 import secrets
 import socket
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -22,6 +21,7 @@ from epd_portable.connector.stores.entry import Seal
 from epd_portable.errors import CorruptEntryError, StoreError, StoreFullError
 from epd_portable.launch.plan.ports import port_source
 from epd_portable.wire.descriptors import DTYPE_BYTES, TensorSpec
+from tests.certificates import make_certificate
 from tests.servers import RedisServer
 
 SEAL = Seal(Secret("s" * 40))
@@ -308,11 +308,7 @@ def test_a_password_comes_from_a_file_and_is_never_told(tmp_path: Path) -> None:
 
 @pytest.mark.needs_redis
 def test_a_server_with_tls_is_asked_only_if_it_proves_who_it_is(tmp_path: Path) -> None:
-    cert, private = str(tmp_path / "cert.pem"), str(tmp_path / "key.pem")
-    made = ("req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", "-subj", "/CN=store")
-    names = ("-addext", "subjectAltName=IP:127.0.0.1")
-    command = ["openssl", *made, *names, "-keyout", private, "-out", cert]
-    subprocess.run(command, check=True, capture_output=True)
+    cert, private = map(str, make_certificate(tmp_path))
     plain, port = (port_source(secrets.token_hex(4))() for _ in range(2))
     server = RedisServer(
         tmp_path,

@@ -73,12 +73,7 @@ class Consumer:
         copies = DeviceCopies(registry.get("cpu"))
         self._end = WorkerEndpoint(config, copies)
         self._placer = Placer(copies, self._end)
-        self.receiver = Receiver(
-            config,
-            fingerprint=FINGERPRINT,
-            cache_size=100_000,
-            clock=clock,
-        )
+        self.receiver = Receiver(config, fingerprint=FINGERPRINT, cache_size=100_000, clock=clock)
         self.prefill = PrefillRequests(config, self.receiver)
         self.cache = self.receiver.cache
         self.outputs: dict[str, torch.Tensor] = {}

@@ -34,12 +34,7 @@ from tests.faults.points import (
     Victim,
 )
 
-pytestmark = [
-    pytest.mark.full,
-    pytest.mark.e2e,
-    pytest.mark.needs_vllm,
-    pytest.mark.timeout(900),
-]
+pytestmark = [pytest.mark.full, pytest.mark.e2e, pytest.mark.needs_vllm, pytest.mark.timeout(900)]
 
 WAIT_S, LEASE_S = 8.0, 2.0
 DEADLINE_S = 60.0
@@ -225,10 +220,7 @@ def item_of_its_own(part: dict[str, Any], number: int) -> dict[str, Any]:
     """Return a picture that looks the same and is another item: bytes after its end differ."""
     head, _, data = part["image_url"]["url"].partition(",")
     png = base64.b64decode(data) + number.to_bytes(2, "big")
-    return {
-        "type": "image_url",
-        "image_url": {"url": f"{head},{base64.b64encode(png).decode()}"},
-    }
+    return {"type": "image_url", "image_url": {"url": f"{head},{base64.b64encode(png).decode()}"}}
 
 
 def test_a_killed_launcher_leaves_no_process(engines: Engines) -> None:

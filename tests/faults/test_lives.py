@@ -80,8 +80,7 @@ def servers(topology: Topology) -> dict[str, int]:
 def until_new(topology: Topology, name: str, pid: int) -> None:
     """Wait until another process of an instance serves."""
     topology.until(
-        lambda: servers(topology).get(name, pid) != pid and topology.recovered(),
-        f"{name} is back",
+        lambda: servers(topology).get(name, pid) != pid and topology.recovered(), f"{name} is back"
     )
 
 

@@ -95,11 +95,7 @@ def test_every_request_is_served_with_its_own_item_and_nothing_is_kept(
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("path", [pytest.param(path, marks=NEEDS.get(path, ())) for path in PATHS])
 def test_messages_of_a_former_life_change_nothing(
-    tmp_path: Path,
-    pool: str,
-    close: Callable[[Callable[[], None]], None],
-    path: str,
-    seed: int,
+    tmp_path: Path, pool: str, close: Callable[[Callable[[], None]], None], path: str, seed: int
 ) -> None:
     address, front = addresses(tmp_path)
     first = Consumer(address, pool, path)

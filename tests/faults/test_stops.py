@@ -69,11 +69,7 @@ def stop_and_resume(served: Served, victim: Victim, point: str, seed: int) -> No
     topology = served.topology
     chance = random.Random(f"stop/{victim}/{point}/{seed}")
     topology.faults.arm(
-        point,
-        victim,
-        nth=chance.randint(1, 3),
-        other=chance.randint(0, 1),
-        signum=signal.SIGSTOP,
+        point, victim, nth=chance.randint(1, 3), other=chance.randint(0, 1), signum=signal.SIGSTOP
     )
 
     def resume() -> None:

@@ -456,11 +456,7 @@ def _check_fields(path: str, fields: _Fields) -> None:
 
 
 def _reader(
-    call: Call,
-    fields: _Fields,
-    settings: _Fields,
-    rules: Rules,
-    find: Find | None,
+    call: Call, fields: _Fields, settings: _Fields, rules: Rules, find: Find | None
 ) -> MediaReader:
     """Return what finds the items of a call, and keys them by all that they depend on."""
     _check_commas(call.cut, MAX_MESSAGES_COMMAS)

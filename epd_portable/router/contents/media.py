@@ -128,12 +128,7 @@ class MediaReader:
     """
 
     def __init__(
-        self,
-        cut: CutText,
-        *,
-        salt: bytes = b"",
-        max_items: int,
-        find: Find | None = None,
+        self, cut: CutText, *, salt: bytes = b"", max_items: int, find: Find | None = None
     ) -> None:
         self._cut = cut
         self._salt = salt

@@ -74,8 +74,7 @@ class AdmissionControl:
         self._clock = clock
         self._bounds = _bounds(settings)
         self._gate = Gate(
-            [self._limit(bound) for bound in self._bounds],
-            max_waiting=settings.max_waiting,
+            [self._limit(bound) for bound in self._bounds], max_waiting=settings.max_waiting
         )
         self._encode_kinds = [n for n, bound in enumerate(self._bounds) if bound.duty == "encode"]
         self._pace = Pace()

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import ssl
-import subprocess
 from pathlib import Path
 
 import httpx
 import pytest
 
+from tests.certificates import make_certificate
 from tests.e2e.asking import body, picture, text
 from tests.e2e.collector import collecting
 from tests.e2e.conftest import running
@@ -21,20 +21,8 @@ pytestmark = pytest.mark.full
 ORIGIN = "https://page.example"
 
 
-@pytest.fixture
-def certificate(tmp_path: Path) -> tuple[str, str]:
-    cert, key = str(tmp_path / "cert.pem"), str(tmp_path / "key.pem")
-    made = ("req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", "-subj", "/CN=front")
-    names = ("-addext", "subjectAltName=IP:127.0.0.1")
-    command = ["openssl", *made, *names, "-keyout", key, "-out", cert]
-    subprocess.run(command, check=True, capture_output=True)
-    return cert, key
-
-
-def test_it_speaks_https_answers_browsers_and_sends_spans(
-    tmp_path: Path, fork: Popen, certificate: tuple[str, str]
-) -> None:
-    cert, key = certificate
+def test_it_speaks_https_answers_browsers_and_sends_spans(tmp_path: Path, fork: Popen) -> None:
+    cert, key = make_certificate(tmp_path)
     settings = [
         "front=engine",
         f"router.tls_cert_file={cert}",

@@ -23,11 +23,7 @@ from typing import Any
 
 MOST_TICKETS = 9
 DAY_S = 86400.0
-PARTS = {
-    "model.loaded": "worker",
-    "transfer.ordered": "scheduler",
-    "request.arrived": "scheduler",
-}
+PARTS = {"model.loaded": "worker", "transfer.ordered": "scheduler", "request.arrived": "scheduler"}
 """Events by which the processes of a real engine show what they are."""
 
 

@@ -25,9 +25,7 @@ from tests.integration.router.test_failures import (
     test_other_refusals_do_not_hide_the_instances_own_error,
     test_without_a_pd_instance_clients_are_told_to_come_again,
 )
-from tests.integration.router.test_faults import (
-    test_a_body_that_does_not_come_is_refused_in_time,
-)
+from tests.integration.router.test_faults import test_a_body_that_does_not_come_is_refused_in_time
 from tests.integration.router.test_items_of_a_request import (
     test_a_request_is_answered_without_an_item_that_cannot_be_had_and_says_so,
 )

@@ -27,6 +27,7 @@ from epd_portable.router.__main__ import main
 from epd_portable.router.consultation import Picker
 from epd_portable.router.server import Router
 from epd_portable.router.settings import RouterSettings
+from tests.certificates import make_certificate
 from tests.integration.envoy.conftest import DEADLINE_S, Fronted
 from tests.integration.router.conftest import Build, Topology
 from tests.integration.router.stand_in import (
@@ -87,9 +88,7 @@ async def test_a_500_leads_to_the_other_instance(build: Build) -> None:
     assert await t.metric('epd_router_fallbacks_total{phase="answer",fallback="retried"}') == 1
 
 
-async def test_an_instance_that_hangs_and_goes_down_leaves_no_request_waiting(
-    build: Build,
-) -> None:
+async def test_an_instance_that_hangs_and_goes_down_leaves_no_request_waiting(build: Build) -> None:
     t = await build(encoders=0, probe_timeout_s=0.5)
 
     async def hang(received: Received) -> Response:
@@ -362,16 +361,6 @@ async def listening(
         process.stderr.close()
 
 
-def certificate(folder: Path, name: str) -> tuple[Path, Path]:
-    """Make a certificate that signs itself, and its key."""
-    cert, key = folder / f"{name}.crt", folder / f"{name}.key"
-    made = ("req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", "-subj", f"/CN={name}")
-    names = ("-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1")
-    command = ["openssl", *made, *names, "-keyout", str(key), "-out", str(cert)]
-    subprocess.run(command, check=True, capture_output=True, timeout=DEADLINE_S)
-    return cert, key
-
-
 def asking_about(
     channel: grpc.aio.Channel, subset: list[str] | None = None
 ) -> grpc.aio.StreamStreamCall[Any, Any]:
@@ -489,11 +478,11 @@ async def test_a_gateway_of_others_asks_where_nobody_else_can(
 ) -> None:
     t = await build(encoders=1)
     port = free_port()
-    cert, key = certificate(tmp_path, "picker")
+    cert, key = make_certificate(tmp_path, "picker")
     common: dict[str, Any] = {}
     options, more = (), {"envoy": ["127.0.0.0/8"]}
     if known_by == "certificate":
-        gateway_cert, gateway_key = certificate(tmp_path, "gateway")
+        gateway_cert, gateway_key = make_certificate(tmp_path, "gateway")
         options = ("--gateway-ca", str(gateway_cert))
         more = {"tls_cert_file": str(cert), "tls_key_file": str(key)}
         common = {
@@ -532,7 +521,7 @@ async def test_a_gateway_of_others_asks_where_nobody_else_can(
                 assert (await client.get("/health")).json()["status"] == "ok"
             return
         trusted = cert.read_bytes()
-        other = tuple(each.read_bytes() for each in reversed(certificate(tmp_path, "other")))
+        other = tuple(each.read_bytes() for each in reversed(make_certificate(tmp_path, "other")))
         for known in (
             grpc.ssl_channel_credentials(trusted),
             grpc.ssl_channel_credentials(trusted, *other),
@@ -595,10 +584,7 @@ async def test_whoever_opens_another_port_tells_strangers_nothing(build: Build) 
     ids=range(3),
 )
 def test_a_port_that_anybody_may_ask_is_refused_with_the_remedy(
-    envoy: bool | list[str],
-    options: list[str],
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
+    envoy: bool | list[str], options: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     settings = {"port": 8000, "model": "demo", "instances": [], "secret_file": secret_file()}
     settings["envoy"] = envoy

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from pathlib import Path
 
 import pytest
@@ -213,9 +212,3 @@ async def test_forms_are_taken_from_who_may_send_them(build: Build) -> None:
         each.headers["content-type"].startswith("multipart/form-data; boundary=")
         for each in t.pd.received
     )
-
-
-def test_keys_are_compared_by_digest(tmp_path: Path) -> None:
-    keys = ApiKeys(keys_file(tmp_path, KEY))
-    assert KEY not in repr(vars(keys))
-    assert os.stat(tmp_path / "keys").st_mode & 0o077 == 0

@@ -12,16 +12,9 @@ import pytest
 from starlette.responses import JSONResponse, Response
 
 from tests.integration.router.conftest import Build, Topology
-from tests.integration.router.stand_in import (
-    DEADLINE_S,
-    Received,
-    answer,
-    at_once,
-    forever,
-    streamed,
-)
+from tests.integration.router.stand_in import DEADLINE_S, Received, answer, forever, streamed
 from tests.integration.router.test_access import KEY, OTHER_KEY, bearer, keys_file
-from tests.integration.router.test_requests import BLUE, RED, TEXT, image
+from tests.integration.router.test_requests import BLUE, RED, TEXT
 
 WAITING = 'epd_router_admission_waiting{priority="normal"}'
 PATH = "/v1/chat/completions"
@@ -86,47 +79,6 @@ async def line_up(t: Topology, *asked: dict[str, str]) -> list[asyncio.Task[http
 
 
 # -- nothing is dropped ----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("limits", [{}, {"encode": {"max_items": 4}}, {"max_requests": 3}])
-async def test_many_requests_at_once_on_one_slow_encoder_are_all_answered(
-    build: Build, limits: dict[str, Any]
-) -> None:
-    count = at_once(80)
-    at_work = most = 0
-    encoder_works = asyncio.Lock()
-    encoded: dict[str, asyncio.Event] = {}
-
-    def has(name: str) -> asyncio.Event:
-        return encoded.setdefault(name, asyncio.Event())
-
-    async def encode(received: Received) -> Response:
-        nonlocal at_work, most
-        at_work += 1
-        most = max(most, at_work)
-        async with encoder_works:
-            await asyncio.sleep(0.003)
-        at_work -= 1
-        has(received.params["transfers"][0]["item_uuid"]).set()
-        return JSONResponse({})
-
-    async def generate(received: Received) -> Response:
-        await has(received.params["transfers"][0]["item_uuid"]).wait()
-        return JSONResponse({"name": received.headers["x-request-id"]})
-
-    # What is late would be encoded elsewhere, and nobody here does that.
-    patient = {"connect_timeout_s": 120.0, "wait_timeout_s": 240.0}
-    t = await build(behaviour=generate, encoding=encode, admission=limits, **patient)
-    pool = httpx.Limits(max_connections=None)
-    async with httpx.AsyncClient(base_url=t.router.url, timeout=240, limits=pool) as client:
-        t.client, own = client, t.client
-        asked = [ask(t, str(n), image(b"picture %d" % n)) for n in range(count)]
-        answers = await asyncio.gather(*asked)
-        t.client = own
-    assert [each.status_code for each in answers] == [200] * count
-    assert [each.json()["name"] for each in answers] == [str(n) for n in range(count)]
-    assert len(t.encoders[0].received) == count
-    assert most <= (4 if "encode" in limits else 3 if limits else count)
 
 
 # -- beyond the queue ------------------------------------------------------------------------------

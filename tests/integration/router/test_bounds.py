@@ -102,11 +102,7 @@ class Held:
         self._process = subprocess.Popen(
             [sys.executable, "-m", "epd_portable.router", "--settings", json.dumps(settings)],
             # Memory that is free goes back, so what is in use can be seen.
-            env={
-                **os.environ,
-                "MALLOC_TRIM_THRESHOLD_": "65536",
-                "MALLOC_MMAP_THRESHOLD_": "4096",
-            },
+            env={**os.environ, "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_MMAP_THRESHOLD_": "4096"},
             preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_DATA, (MOST_BYTES, MOST_BYTES)),
             stderr=subprocess.PIPE,
             text=True,
@@ -282,7 +278,6 @@ BEFORE_KEYS = {
         most_bytes=OBJECTS_BYTES,
     ),
 }
-SHARE_BYTES = BODIES_BYTES // CLIENTS
 AFTER_KEYS = {
     "an announced body": State(sent=KEYED + LENGTH % LARGE_BYTES + b"{", most_bytes=OBJECTS_BYTES),
     "half a small body": State(

@@ -135,24 +135,6 @@ async def test_a_client_that_takes_nothing_loses_its_connection(port: Any) -> No
                 await asyncio.sleep(0.1)
 
 
-NO_REQUESTS = [
-    b"\r\n\r\n\r\n",
-    b"GET\r\n\r\n",
-    b"POST /v1/chat/completions HTTP/9.9\r\n\r\n",
-    CHAT + b"content-length: -1\r\n\r\n",
-    CHAT + b"content-length: 99999999999999999999\r\n\r\n",
-    CHAT + b"content-length: 2\r\ncontent-length: 3\r\n\r\n{}x",
-    CHAT + b"transfer-encoding: chunked\r\n\r\nzz\r\n",
-    b"POST /%ff%00 HTTP/1.1\r\nhost: \xff\r\n\r\n",
-    b"GET /" + b"a" * 100_000 + b" HTTP/1.1\r\n\r\n",
-    b"GET /health HTTP/1.1\r\n" + b"a: b\r\n" * 5_000 + b"\r\n",
-    bytes(range(256)) * 4,
-]
-
-
-PICTURE = "data:image/png;base64,cmVk"
-
-
 # Bodies.
 
 

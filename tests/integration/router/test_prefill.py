@@ -50,9 +50,7 @@ def fallback(name: str, phase: str = "prefill") -> str:
     return f'epd_router_fallbacks_total{{phase="{phase}",fallback="{name}"}}'
 
 
-async def test_a_prompt_is_computed_by_one_instance_and_answered_by_the_other(
-    build: Build,
-) -> None:
+async def test_a_prompt_is_computed_by_one_instance_and_answered_by_the_other(build: Build) -> None:
     t = await split(build)
     prefill, decode = t.pds
     fields = {"max_completion_tokens": 7, "min_tokens": 3, "logprobs": True, "top_logprobs": 2}

@@ -24,6 +24,7 @@ from epd_portable.bench.servers import free_port
 from epd_portable.router import serving
 from epd_portable.router.server import Router
 from tests import warm
+from tests.certificates import make_certificate
 from tests.integration.router.conftest import Build
 from tests.integration.router.stand_in import (
     DEADLINE_S,
@@ -167,11 +168,7 @@ async def test_a_second_signal_ends_it_at_once(run: Run) -> None:
 
 
 async def test_it_speaks_https(run: Run, tmp_path: Path) -> None:
-    cert, key = str(tmp_path / "cert.pem"), str(tmp_path / "key.pem")
-    made = ("req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", "-subj", "/CN=router")
-    names = ("-addext", "subjectAltName=IP:127.0.0.1")
-    command = ["openssl", *made, *names, "-keyout", key, "-out", cert]
-    subprocess.run(command, check=True, capture_output=True, timeout=TIMEOUT_S)
+    cert, key = map(str, make_certificate(tmp_path))
     router = await run(answer, tls_cert_file=cert, tls_key_file=key)
     assert router.url.startswith("https://")
     async with asking(router.url, verify=ssl.create_default_context(cafile=cert)) as client:
@@ -204,7 +201,7 @@ async def test_what_concerns_operators_has_a_port_of_its_own(run: Run) -> None:
             {"tls_cert_file": "/nowhere/cert.pem", "tls_key_file": "/nowhere/key"},
             "/nowhere/cert.pem",
         ),
-        ({"port": None}, "is taken"),
+        ({"port": None}, "choose another port"),
     ],
 )
 def test_what_keeps_it_from_starting_is_named(settings: dict[str, Any], words: str) -> None:

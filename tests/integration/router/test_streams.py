@@ -113,8 +113,7 @@ async def test_a_stream_at_an_instance_that_hangs_ends_with_an_error(build: Buil
 
 
 ANTHROPICS_ERROR = streamed(
-    b"event: ",
-    b'error\ndata: {"type":"error","error":{"type":"internal_error","message":"x"}}\n\n',
+    b"event: ", b'error\ndata: {"type":"error","error":{"type":"internal_error","message":"x"}}\n\n'
 )
 
 

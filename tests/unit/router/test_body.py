@@ -42,20 +42,6 @@ def chat(messages: Any = MESSAGES, rules: Rules = RULES, **more: Any) -> Call:
     return read_call(CHAT_PATH, json.dumps({"messages": messages, **more}).encode(), rules)
 
 
-def test_the_pd_body_holds_the_expected_transfers() -> None:
-    call = chat(WITH_IMAGE, max_tokens=5)
-    expected = PrefillParams(
-        transfers=(ExpectedTransfer(transfer_id="t", item_uuid=call.items[0].item_uuid),),
-        reply_to="r",
-    )
-
-    body = sent(call.for_pd(expected))
-
-    assert read_params(body["ec_transfer_params"], PrefillParams) == expected
-    assert body["max_tokens"] == 5
-    assert body["messages"][1]["content"][1]["uuid"] == call.items[0].item_uuid
-
-
 def test_an_encode_job_holds_the_image_and_nothing_of_the_text() -> None:
     call = chat(WITH_IMAGE, max_tokens=5, mm_processor_kwargs={"max_pixels": 64}, seed=3)
     item = call.items[0]
@@ -195,36 +181,6 @@ def told(call: Call) -> dict[str, EncodedItem]:
 def params(call: Call) -> PrefillParams:
     transfers = [ExpectedTransfer(transfer_id="t", item_uuid=i.item_uuid) for i in call.items]
     return PrefillParams(transfers=tuple(transfers))
-
-
-def test_a_body_with_metadata_holds_them_under_the_items_names_and_no_media() -> None:
-    call = asked_of(TEXT, image(RED), image(BLUE), image(RED))
-    red, blue = (item.item_uuid for item in call.items)
-
-    data = joined(call.for_pd(params(call), told(call)))
-
-    body = json.loads(data)
-    assert b"base64" not in data
-    assert read_params(body.pop("ec_transfer_params"), PrefillParams) == params(call)
-    described = [
-        {"type": "image_embeds", "image_embeds": {"image_grid_thw": [1, 8, n]}, "uuid": name}
-        for n, name in [(0, red), (1, blue), (0, red)]
-    ]
-    assert body == {
-        "messages": [
-            {"role": "system", "content": "Be brief."},
-            {"role": "user", "content": [TEXT, *described]},
-        ],
-        "seed": 3,
-    }
-
-
-def test_the_call_itself_keeps_its_media() -> None:
-    call = asked_of(image(RED))
-    before = joined(call.for_pd(params(call)))
-    call.for_pd(params(call), told(call))
-    assert joined(call.for_pd(params(call))) == before
-    assert b"base64,cmVk" in before
 
 
 def test_renamed_items_hold_their_media_under_other_names_everywhere() -> None:

@@ -16,8 +16,6 @@ from epd_portable.router.hops import (
     MAPPING,
     MODEL,
     PREFILLER,
-    REFS,
-    EmbeddingRef,
     HopSelection,
     RoutingHints,
 )
@@ -54,23 +52,6 @@ def drain(instances: EndpointPool, name: str) -> None:
     instance = instances.get(name)
     assert instance is not None
     instance.drain()
-
-
-def test_who_is_named_is_explained_with_the_header_that_names_it() -> None:
-    instances = fleet(encoders=3, pds=2)
-    asked = Asked(
-        instances,
-        prefiller="pd1:1",
-        mapping={0: "e2:1"},
-        refs=(EmbeddingRef(image_index=1, encoder_host="e1:1"),),
-    )
-    asked.selection.choose_pd(())
-    for item in ITEMS:
-        asked.selection.choose_encoder(item, ())
-    answers, first, second = asked.told()
-    assert answers == {"stage": "decode", "header": PREFILLER, "winner": "pd1", "reason": "named"}
-    assert (first["item"], first["header"], first["winner"]) == ("p0", MAPPING, "e2")
-    assert (second["item"], second["header"], second["winner"]) == ("p1", REFS, "e1")
 
 
 def test_what_is_done_when_who_is_named_cannot_have_it_is_explained() -> None:

@@ -49,17 +49,6 @@ async def test_a_client_that_sends_for_too_long_is_refused_meanwhile(
         await read_body(cast(Any, Arriving([], {"content-length": "11"})), body)
 
 
-async def test_what_came_counts_and_not_what_was_announced() -> None:
-    held = HeldBytes(MEBIBYTE)
-    with Body(held, MEBIBYTE) as announced:
-        endless = Arriving([], {"content-length": str(MEBIBYTE)})
-        waiting = asyncio.create_task(read_body(cast(Any, endless), announced))
-        await asyncio.sleep(0)
-        assert held.count == 0
-        assert await read(held, [MEBIBYTE]) == MEBIBYTE
-        waiting.cancel()
-
-
 async def test_the_sum_is_bounded_and_falls_when_bodies_are_done_with() -> None:
     held = HeldBytes(2 * MEBIBYTE)
     with Body(held, MEBIBYTE) as first, Body(held, MEBIBYTE) as second:

@@ -50,17 +50,6 @@ def block(url: str = URL) -> dict[str, Any]:
     return {"type": "image", "source": {"type": "url", "url": url}, "cache_control": None}
 
 
-def test_an_item_by_url_is_the_one_that_the_client_could_have_inlined() -> None:
-    linked = read(CHAT_PATH, Fetched(URL), messages=said(image(URL)), temperature=0.5)
-    inlined = read(CHAT_PATH, None, messages=said(image(INLINED)), temperature=0.5)
-
-    assert [item.item_uuid for item in linked.items] == [item.item_uuid for item in inlined.items]
-    assert sent(linked.for_pd(None)) == sent(inlined.for_pd(None))
-    assert sent(linked.for_encoder(linked.items[0], transfer())) == sent(
-        inlined.for_encoder(inlined.items[0], transfer())
-    )
-
-
 def test_what_was_fetched_is_sent_without_a_copy() -> None:
     text = memoryview(b"A" * 100_000)
     call = read(CHAT_PATH, Fetched(URL, text=text), messages=said(image(URL)))
@@ -123,11 +112,7 @@ def test_anthropics_images_are_inlined_and_all_else_stays(path: str) -> None:
     body = sent(call.for_pd(None))
     inlined = block(INLINED)
     assert body["messages"][0] == messages[0]
-    assert body["messages"][1]["content"] == [
-        text,
-        inlined,
-        {**result, "content": [text, inlined]},
-    ]
+    assert body["messages"][1]["content"] == [text, inlined, {**result, "content": [text, inlined]}]
     assert body["messages"][2] == messages[2]
     assert len(call.items) == (1 if path == MESSAGES_PATH else 0)
 

@@ -12,12 +12,7 @@ from hypothesis import strategies as st
 from epd_portable.errors import RequestError
 from epd_portable.media.limits import Modality
 from epd_portable.router.contents.cut_text import CutText
-from epd_portable.router.contents.media import (
-    MediaItem,
-    MediaReader,
-    content_key,
-    split_data_url,
-)
+from epd_portable.router.contents.media import MediaItem, MediaReader, content_key, split_data_url
 
 RED = "data:image/png;base64," + base64.b64encode(b"red picture!").decode()
 BLUE = "data:image/png;base64," + base64.b64encode(b"blue picture").decode()

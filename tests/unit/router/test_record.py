@@ -4,75 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from epd_portable.delivery.fallbacks import RequestPhase
 from epd_portable.router.contents.media import MediaItem
-from epd_portable.router.observability.record import (
-    ItemRecord,
-    Leg,
-    Listener,
-    RequestRecord,
-    Step,
-)
-from epd_portable.wire.outcomes import FailureKind
+from epd_portable.router.observability.record import RequestRecord
 
 CHAT = "/v1/chat/completions"
 
 
-class Heard(Listener):
-    """Remembers what happened."""
-
-    def __init__(self) -> None:
-        self.words: list[str] = []
-
-    def begun(self, record: RequestRecord) -> None:
-        self.words.append("begun")
-
-    def leg_began(self, record: RequestRecord, leg: Leg, item: ItemRecord | None) -> None:
-        self.words.append(f"{leg.stage} by {leg.instance} of {item.nbytes if item else None}")
-
-    def job_ended(self, record: RequestRecord, leg: Leg, item: ItemRecord) -> None:
-        self.words.append(f"{leg.instance} {leg.end}")
-
-    def item_ended(self, record: RequestRecord, item: ItemRecord) -> None:
-        self.words.append(f"item {item.end}")
-
-    def stepped(self, record: RequestRecord, step: Step) -> None:
-        self.words.append(f"{step.failure} {step.fallback}")
-
-    def ended(self, record: RequestRecord) -> None:
-        self.words.append("ended")
-
-
 def item(name: str, **fields: int) -> MediaItem:
     return MediaItem(item_uuid=name, modality="image", part={}, **fields)
-
-
-def test_listeners_hear_of_everything_in_its_order() -> None:
-    heard = Heard()
-    record = RequestRecord("r", CHAT)
-    record.start([heard])
-    picture = item("a", pixels=12)
-    record.note_items([picture])
-    with record.leg("answer", "pd-0"):
-        job = record.job(picture, "encode-0", 100)
-        record.end_job(picture, job, "timeout")
-        record.fall_back(RequestPhase.ENCODE, FailureKind.TIMEOUT)
-        record.end_item(picture, "local")
-    record.finish()
-    assert heard.words == [
-        "begun",
-        "answer by pd-0 of None",
-        "encode by encode-0 of 100",
-        "encode-0 timeout",
-        "timeout local",
-        "item local",
-        "ended",
-    ]
-    (noted,) = record.items
-    assert (noted.modality, noted.pixels, noted.nbytes) == ("image", 12, 100)
-    (leg,) = record.legs
-    assert record.began_at <= leg.began_at <= job.began_at <= job.ended_at <= leg.ended_at
-    assert leg.ended_at <= record.ended_at
 
 
 def test_a_try_that_raises_has_failed_and_the_next_one_answers() -> None:

@@ -15,11 +15,7 @@ from epd_portable.config.choice import parse_choice
 from epd_portable.delivery.assignment import choose_encoders
 from epd_portable.delivery.instances import EndpointPool
 from epd_portable.router.choice.policy import Policy
-from epd_portable.router.choice.selection_types import (
-    MAX_EXPLANATION_BYTES,
-    Decision,
-    Explanation,
-)
+from epd_portable.router.choice.selection_types import MAX_EXPLANATION_BYTES, Decision, Explanation
 from epd_portable.router.contents.body import Call, Rules, read_call
 from epd_portable.router.contents.media import MediaItem
 from epd_portable.router.selector import EndpointSelector, Selection
@@ -166,61 +162,6 @@ def test_those_that_are_preferred_are_chosen_first_and_excluded_ones_never() -> 
         assert {each.name for each in found if each} == {"pd1"}
 
 
-def test_labels_and_weights_of_the_settings_are_seen() -> None:
-    instances = EndpointPool()
-    labels = {"llm-d.ai/encoder-type": "audio"}
-    instances.add(settings("e0", "encode", labels=labels)).seen_well()
-    instances.add(settings("e1", "encode", weight=2.0)).seen_well()
-    text = """
-    plugins: [{type: encoder-type-filter}, {type: weight-scorer}]
-    schedulingProfiles:
-    - {name: encode, plugins: [{pluginRef: encoder-type-filter}, {pluginRef: weight-scorer}]}
-    - {name: decode, plugins: []}
-    """
-    selection = begun(selector(instances, text))
-    clip = MediaItem(item_uuid="c", modality="audio", part={})
-    assert [
-        each.name
-        for each in choose_encoders([picture("p"), clip], selection.choose_encoder).values()
-        if each
-    ] == [
-        "e1",
-        "e1",
-    ]
-    found = selection.choose_encoder(clip, ["e1"])
-    assert found is not None and found.name == "e0"
-    assert selection.choose_encoder(picture("p"), ["e1"]) is None
-
-
-DECIDED = """
-plugins:
-- {type: multimodal-epd-decider, parameters: {minImageSize: 100}}
-- {type: epd-profile-handler, parameters: {deciderPluginName: multimodal-epd-decider}}
-- {type: decode-filter}
-schedulingProfiles:
-- {name: encode, plugins: []}
-- {name: decode, plugins: [{pluginRef: decode-filter}]}
-"""
-
-
-@pytest.mark.parametrize(("deciders", "left"), [(True, ["large"]), (False, ["small", "large"])])
-def test_deciders_decide_where_pd_instances_can_encode(deciders: bool, left: list[str]) -> None:
-    instances = fleet(encoders=1, pds=1)
-    explanation = Explanation()
-    selection = begun(selector(instances, DECIDED, deciders=deciders), explanation=explanation)
-    items = [picture("small", 99 * 99), picture("large", 100 * 100)]
-    pd = instances.get("pd0")
-    assert pd is not None
-    assert [each.item_uuid for each in selection.items_to_encode(items, pd)] == left
-    assert len(explanation.decisions) == 2 - len(left)
-    assert (
-        EndpointSelector(instances)
-        .start_selection(NOTHING, {"x-request-id": "k"}, None)
-        .items_to_encode(items, pd)
-        == items
-    )
-
-
 # Weights by default.
 
 
@@ -247,9 +188,9 @@ def test_by_default_an_instance_of_twice_the_weight_gets_twice_as_much() -> None
 # Explanations.
 
 
-def told(one: EndpointSelector) -> list[dict[str, Any]]:
+def told(instances: EndpointPool) -> list[dict[str, Any]]:
     explanation = Explanation()
-    selection = begun(one, explanation=explanation)
+    selection = begun(EndpointSelector(instances), explanation=explanation)
     selection.choose_pd(["pd1"])
     selection.choose_encoder(picture("p"), ())
     found = json.loads(explanation.text())
@@ -257,17 +198,13 @@ def told(one: EndpointSelector) -> list[dict[str, Any]]:
     return found
 
 
-def test_both_ways_of_choosing_say_why() -> None:
-    decode, encode = told(selector(fleet(encoders=2, pds=2)))
-    assert (decode["stage"], decode["profile"], decode["winner"]) == ("decode", "decode", "pd0")
-    assert decode["filters"] == {"there": 1, "decode-filter": 1}
-    assert decode["scores"]["pd0"]["active-request-scorer"] == 1
-    assert encode["item"] == "p" and set(encode["scores"]) == {"e0", "e1"}
-    decode, encode = told(EndpointSelector(fleet(encoders=2, pds=2)))
+def test_choices_by_the_default_rules_say_why() -> None:
+    decode, encode = told(fleet(encoders=2, pds=2))
     assert (decode["profile"], decode["winner"]) == ("default", "pd0")
     assert decode["filters"] == {"there": 2, "usable": 1}
     assert "least load" in decode["reason"] and "hash" in encode["reason"]
-    (decode, encode) = told(EndpointSelector(fleet()))
+    assert encode["item"] == "p" and set(encode["scores"]) == {"e0", "e1"}
+    decode, encode = told(fleet())
     assert decode["winner"] is None and decode["reason"] == "no instance is left"
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from epd_portable.errors import ConfigError
-from epd_portable.router.settings import load_settings, policy_of
+from epd_portable.router.settings import load_settings
 
 ENCODE = {"name": "e", "role": "encode", "url": "http://127.0.0.1:1"}
 PD = {
@@ -25,7 +25,10 @@ def text(**changes: Any) -> str:
 def test_settings_come_as_json_or_from_a_file(tmp_path: Path) -> None:
     file = tmp_path / "router.json"
     file.write_text(text())
-    assert load_settings(f"@{file}") == load_settings(text())
+    settings = load_settings(f"@{file}")
+    assert settings == load_settings(text())
+    # They go from process to process as they were.
+    assert load_settings(settings.as_json()) == settings
 
 
 @pytest.mark.parametrize(
@@ -61,30 +64,6 @@ def test_a_role_may_have_a_short_name(name: str, role: str) -> None:
 def test_every_problem_is_reported_at_once() -> None:
     with pytest.raises(ConfigError, match=r"port.*model|model.*port"):
         load_settings(text(port=-1, model=""))
-
-
-DECIDED = {
-    "plugins": [
-        {"type": "multimodal-epd-decider", "parameters": {"encoderTimeout": 5000}},
-        {
-            "type": "epd-profile-handler",
-            "parameters": {"deciderPluginName": "multimodal-epd-decider"},
-        },
-    ],
-    "schedulingProfiles": [{"name": "encode", "plugins": []}, {"name": "decode", "plugins": []}],
-}
-
-
-def test_a_decider_may_say_how_long_an_encode_job_takes_at_most() -> None:
-    settings = load_settings(text(choice=DECIDED))
-    policy = policy_of(settings)
-    assert policy is not None and settings.encode_job_s == 15.0
-    for wait_s, job_s in ((30.0, 5.0), (9.0, 4.5)):
-        more = {"encode_timeout_s": policy.encode_timeout_s, "wait_timeout_s": wait_s}
-        assert load_settings(text(choice=DECIDED, **more)).encode_job_s == job_s
-    # Settings go from process to process as they were.
-    assert load_settings(settings.model_dump_json()) == settings
-    assert policy_of(load_settings(text())) is None
 
 
 def test_labels_and_weights_are_kept_within_bounds() -> None:

@@ -354,9 +354,7 @@ def test_an_address_says_where_to_connect(url: str, where: tuple[str, int, bool]
 # Answers, cut in any way.
 
 
-async def asked(
-    body: bytes = b"",
-) -> tuple[_Connection, asyncio.Task[InstanceAnswer]]:
+async def asked(body: bytes = b"") -> tuple[_Connection, asyncio.Task[InstanceAnswer]]:
     pool = Upstream()
     connection = _Connection(pool, pool._origin("http://x"))
     pool._connections.add(connection)

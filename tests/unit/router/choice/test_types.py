@@ -63,10 +63,7 @@ ROLES = [
     ("kind", "names"),
     [
         ("encode-filter", "encode encode-prefill encode-prefill-decode all"),
-        (
-            "prefill-filter",
-            "prefill encode-prefill prefill-decode encode-prefill-decode all both",
-        ),
+        ("prefill-filter", "prefill encode-prefill prefill-decode encode-prefill-decode all both"),
         ("decode-filter", "decode prefill-decode encode-prefill-decode all both"),
     ],
 )

@@ -1,0 +1,23 @@
+"""Certificates that sign themselves."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+HERE = "DNS:localhost,IP:127.0.0.1"
+
+
+def make_certificate(folder: Path, name: str = "server", *, names: str = HERE) -> tuple[Path, Path]:
+    """Make files of a certificate, good for a day, and of its key.
+
+    Args:
+        folder: Where.
+        name: Of the files, and of whom it is.
+        names: Its alternative names, as openssl writes them.
+    """
+    cert, key = folder / f"{name}.pem", folder / f"{name}.key"
+    made = ("req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", "-subj", f"/CN={name}")
+    command = ["openssl", *made, "-addext", f"subjectAltName={names}", "-keyout", key, "-out", cert]
+    subprocess.run(command, check=True, capture_output=True)
+    return cert, key
