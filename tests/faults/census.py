@@ -64,7 +64,7 @@ def take(run_id: str, launcher: int, pids: Path, temp_dir: Path) -> Census:
     members = [process.pid for process in sessions.members([launcher], run_id)]
     for pid in members:
         name = names.get(pid) or _called(pid)
-        kinds = _descriptors(pid)
+        kinds = descriptors_of(pid)
         if name and kinds:
             processes[name] += 1
             descriptors.setdefault(name, Counter()).update(kinds)
@@ -86,7 +86,8 @@ def _called(pid: int) -> str:
     return next((word for word in words if "." in word and "/" not in word), words[0])
 
 
-def _descriptors(pid: int) -> Counter[str]:
+def descriptors_of(pid: int) -> Counter[str]:
+    """Return the open files of a process by kind; none if it has ended."""
     kinds: Counter[str] = Counter()
     try:
         for descriptor in os.listdir(f"/proc/{pid}/fd"):

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from epd_portable.bench.servers import free_port
+from tests.faults.census import descriptors_of
 from tests.faults.ends import (
     DEADLINE_S,
     PATIENT_S,
@@ -31,13 +32,7 @@ PER_LIFE = 4
 
 def open_files() -> Counter[str]:
     """Return the open descriptors of this process by kind, mapped pools and threads."""
-    kinds: Counter[str] = Counter()
-    for descriptor in os.listdir("/proc/self/fd"):
-        try:
-            target = os.readlink(f"/proc/self/fd/{descriptor}")
-        except FileNotFoundError:
-            continue
-        kinds[target.partition(":")[0] if target[0] != "/" else "file"] += 1
+    kinds = descriptors_of(os.getpid())
     kinds["mapped"] = Path("/proc/self/maps").read_text().count("/dev/shm/epd-test-")
     kinds["threads"] = threading.active_count()
     return kinds

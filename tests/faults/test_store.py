@@ -6,7 +6,6 @@ Whatever happens to the store, every answer is right; nothing of a broken store 
 from __future__ import annotations
 
 import os
-import re
 import secrets
 import signal
 import subprocess
@@ -94,16 +93,15 @@ class Stored:
 
     def counted(self, result: str) -> int:
         """Return how many items the router asked for with this result."""
-        text = httpx.get(f"{self.topology.url}/metrics", timeout=DEADLINE_S).text
-        name = re.escape(f'epd_router_store_items_total{{result="{result}"}}')
-        found = re.search(rf"^{name} (\S+)$", text, re.MULTILINE)
-        assert found is not None
-        return int(float(found[1]))
+        return self._metric(f'epd_router_store_items_total{{result="{result}"}}')
 
     def retried(self) -> int:
-        text = httpx.get(f"{self.topology.url}/metrics", timeout=DEADLINE_S).text
         labels = 'phase="encode",failure="missing",fallback="retried"'
-        return int(total(text, f"epd_router_fallbacks_total{{{labels}}}"))
+        return self._metric(f"epd_router_fallbacks_total{{{labels}}}")
+
+    def _metric(self, line: str) -> int:
+        text = httpx.get(f"{self.topology.url}/metrics", timeout=DEADLINE_S).text
+        return int(total(text, line))
 
     def check_nothing_is_left(self) -> None:
         self.topology.until_empty(lambda: quiet(self.topology))

@@ -68,6 +68,8 @@ class Received:
     headers: dict[str, str]
     raw: bytes
     query: str = ""
+    scope: Any = None
+    """Of the request in the server."""
 
     @property
     def body(self) -> Any:
@@ -201,10 +203,12 @@ class Serving:
             assert not self._task.done()
             await asyncio.sleep(0.01)
 
-    def drop_connections(self) -> None:
+    def drop_connections(self, of: Received | None = None) -> None:
+        """Break all connections, or that of one request."""
         assert self._server is not None
         for connection in list(self._server.server_state.connections):
-            connection.transport.abort()
+            if of is None or getattr(connection, "scope", None) is of.scope:
+                connection.transport.abort()
 
     async def stop(self) -> None:
         if self._server is None or self._task is None:
@@ -301,6 +305,7 @@ class StandIn:
             headers=dict(request.headers),
             raw=await request.body(),
             query=request.url.query,
+            scope=request.scope,
         )
         async with self._arrived:
             self.received.append(received)

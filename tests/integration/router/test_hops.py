@@ -145,13 +145,15 @@ async def test_who_holds_a_key_is_told_what_the_headers_of_a_hop_decided(
         EXPLAIN_HEADER: "1",
         PREFILLER: at(t.pds[1]),
         MAPPING: json.dumps({"0": at(t.encoders[2])}),
+        REFS: json.dumps([{"image_index": 1, "encoder_host": at(t.encoders[1])}]),
     }
-    answered = await ask(t, RED, TEXT, headers=headers)
-    decode, encode, *_ = json.loads(answered.headers[EXPLAIN_HEADER])
+    answered = await ask(t, RED, BLUE, TEXT, headers=headers)
+    decode, encode, other, *_ = json.loads(answered.headers[EXPLAIN_HEADER])
     assert decode == {"stage": "decode", "header": PREFILLER, "winner": "pd-1", "reason": "named"}
     assert (encode["stage"], encode["header"], encode["winner"]) == ("encode", MAPPING, "encode-2")
+    assert (other["stage"], other["header"], other["winner"]) == ("encode", REFS, "encode-1")
     # Who is not known is asked by nobody, and the error says which header named it.
-    refused = await ask(t, RED, TEXT, headers={**headers, PREFILLER: "10.0.0.1:80"})
+    refused = await ask(t, RED, BLUE, headers={**headers, PREFILLER: "10.0.0.1:80"})
     assert refused.status_code == 403
     assert f"{PREFILLER}: '10.0.0.1:80' is no instance" in refused.json()["error"]["message"]
 

@@ -185,6 +185,7 @@ async def test_each_request_gets_one_line_that_says_nothing_of_its_content(
     assert (instance["stage"], instance["name"]) == ("answer", "pd-0")
     (item,) = first["items"]
     assert (item["modality"], item["outcome"]) == ("image", "encoded")
+    assert item["bytes"] == len(t.encoders[0].received[0].raw)
     (job,) = item["jobs"]
     assert (job["encoder"], job["end"]) == ("encode-0", "encoded")
     assert 0 <= first["read_ms"] <= job["began_ms"] <= job["ended_ms"] <= first["ended_ms"]

@@ -19,11 +19,10 @@ from epd_portable.errors import LaunchError
 from epd_portable.launch.plan.ports import port_source
 from epd_portable.launch.plan.processes import RegistrarSettings
 from epd_portable.launch.run.registrar import Membership
-from tests.integration.router.stand_in import DEADLINE_S, ControlEnd, StandIn, once
+from tests.integration.router.stand_in import DEADLINE_S, ControlEnd, StandIn
 from tests.keyring import secret_file
 
 NAME = "http://routers.example"
-REQUESTS = 24
 
 
 class RouterProcess:
@@ -132,26 +131,18 @@ async def chat(client: httpx.AsyncClient, router: RouterProcess) -> int:
     return (await client.post(f"{router.url}/v1/chat/completions", json=body)).status_code
 
 
-async def test_a_killed_router_takes_no_request_of_another_and_learns_its_members_again(
+async def test_a_killed_router_learns_its_members_again_and_the_other_serves_meanwhile(
     routers: list[RouterProcess], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    go_on = asyncio.Event()
-    pd = StandIn("pd-0@10.0.0.2", "prefill-decode", once(go_on))
+    pd = StandIn("pd-0@10.0.0.2", "prefill-decode")
     await pd.serving.start()
     joined = Joined(pd, routers[0].port, Names("127.0.0.1", "127.0.0.2"))
     stays, killed = routers
     async with httpx.AsyncClient(timeout=DEADLINE_S, trust_env=False) as client:
         for each in routers:
             await until_status(client, each.url, 200)
-        requests = [asyncio.create_task(chat(client, router)) for router in routers * REQUESTS]
-        await pd.until(lambda pd: len(pd.received) == 2 * REQUESTS)
         killed.kill()
-        go_on.set()
-        ended = await asyncio.gather(*requests, return_exceptions=True)
-        assert ended[::2] == [200] * REQUESTS
-        assert all(isinstance(each, httpx.TransportError) for each in ended[1::2])
         assert await chat(client, stays) == 200
-
         killed.start()
         capfd.readouterr()
         said = before = after = ""

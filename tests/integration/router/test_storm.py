@@ -18,23 +18,23 @@ from typing import Any
 import aiohttp
 import anyio
 import pytest
-from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
-from epd_portable.connector.curve import read_keys
 from epd_portable.router.server import Router
-from epd_portable.router.settings import RouterSettings
 from epd_portable.wire.messages import NackCode
+from tests.integration.router.conftest import Build
 from tests.integration.router.stand_in import (
     ControlEnd,
     Received,
-    RouterServing,
     StandIn,
+    answer,
     at_once,
+    forever,
+    full,
     refuse,
 )
+from tests.integration.router.test_faults import inside
 from tests.integration.router.test_requests import BLUE, RED
-from tests.keyring import secret_file
 
 REQUESTS = 600
 LEAVING = 60
@@ -54,39 +54,33 @@ CLEAR = {
 
 
 @dataclass
-class Wild(StandIn):
-    """An instance that throws dice for each request, the same ones in every run."""
+class Wild:
+    """How an instance behaves that throws dice for each request, the same ones in every run."""
 
-    seed: int = 0
+    seed: int
+    instance: StandIn
     control: ControlEnd | None = None
     thrown: Counter[str] = field(default_factory=Counter)
     calm: bool = False
 
-    async def _generate(self, request: Request) -> Response:
-        received = Received(
-            path=request.url.path, headers=dict(request.headers), raw=await request.body()
-        )
+    async def __call__(self, received: Received) -> Response:
         name = received.headers["x-request-id"]
         self.thrown[name] += 1
-        dice = random.Random(f"{self.seed} {self.name} {name} {self.thrown[name]}")
+        dice = random.Random(f"{self.seed} {self.instance.name} {name} {self.thrown[name]}")
         await asyncio.sleep(dice.choice([0, 0, 0.02, 0.3, 1.0]))
         faces = ["well", "cut", "hang", "fail", "refuse", "full", "nack"]
         what = "well" if self.calm else dice.choices(faces, [80, 4, 2, 4, 3, 6, 2])[0]
         if what == "cut":
-            self._cut(request)
+            self.instance.serving.drop_connections(received)
             return Response()
         if what == "hang":
-            while (await request.receive())["type"] != "http.disconnect":
-                pass
-            return Response()
+            return await forever(received)
         if what == "fail" or (what == "nack" and not received.params):
             return await refuse(500)(received)
         if what == "refuse":
             return await refuse(400)(received)
         if self.control is None:
-            if what == "full":
-                return Response(status_code=429, headers={"retry-after-ms": "100"})
-            return JSONResponse({})
+            return await (full(100) if what == "full" else answer)(received)
         if what == "nack":
             code = dice.choice([NackCode.TOO_LARGE, NackCode.UNAVAILABLE, NackCode.INCOMPATIBLE])
             await self.control.refuse(received.params, code, "by the dice")
@@ -94,19 +88,18 @@ class Wild(StandIn):
         if not received.body.get("stream"):
             return JSONResponse({"id": name, "choices": ["a" * dice.choice([1, 200_000])]})
         cut_after = None if self.calm else dice.choice([None, None, None, None, 0, 3])
-        return StreamingResponse(
-            self._events(name, dice, request, cut_after), media_type="text/event-stream"
-        )
+        events = self._events(name, dice, received, cut_after)
+        return StreamingResponse(events, media_type="text/event-stream")
 
     async def _events(
-        self, name: str, dice: random.Random, request: Request, cut_after: int | None
+        self, name: str, dice: random.Random, received: Received, cut_after: int | None
     ) -> AsyncIterator[bytes]:
         for number in range(EVENTS):
             event = b'data: {"id": "%b", "n": %d}\n\n' % (name.encode(), number)
             if number == cut_after:
                 yield event[:10]
                 await asyncio.sleep(0.05)
-                self._cut(request)
+                self.instance.serving.drop_connections(received)
                 return
             half = dice.randrange(len(event))
             yield event[:half]
@@ -114,16 +107,11 @@ class Wild(StandIn):
             yield event[half:]
         yield b"data: [DONE]\n\n"
 
-    def _cut(self, request: Request) -> None:
-        assert self.serving._server is not None
-        for connection in list(self.serving._server.server_state.connections):
-            if getattr(connection, "scope", None) is request.scope:
-                connection.transport.abort()
 
-    async def killed_and_back(self, pause_s: float) -> None:
-        await self.serving.stop()
-        await asyncio.sleep(pause_s)
-        await self.serving.start()
+async def kill_and_start_again(instance: StandIn) -> None:
+    await instance.serving.stop()
+    await asyncio.sleep(0.4)
+    await instance.serving.start()
 
 
 @dataclass
@@ -209,43 +197,44 @@ def collected() -> Iterator[None]:
 
 
 @pytest.mark.parametrize(("media", "seed"), [("concurrent", 1), ("metadata", 2)])
-async def test_nothing_is_left_of_a_storm(seed: int, media: str) -> None:
+async def test_nothing_is_left_of_a_storm(build: Build, seed: int, media: str) -> None:
+    t = await build(
+        encoders=2,
+        pds=2,
+        media=media,
+        elastic_encode=True,
+        item_outcomes=False,
+        connect_timeout_s=2.0,
+        probe_interval_s=0.2,
+        nack_grace_s=0.1,
+        wait_timeout_s=2.0,
+        idle_timeout_s=IDLE_S,
+    )
+    dice = [Wild(seed, each) for each in t.encoders]
+    dice += [Wild(seed, *each) for each in zip(t.pds, t.controls, strict=True)]
+    for each in dice:
+        each.instance.behaviour = each
+    router = inside(t)
     async with contextlib.AsyncExitStack() as stack:
-        keys = read_keys(secret_file())
-        controls = [ControlEnd(keys) for _ in range(2)]
-        for control in controls:
-            stack.callback(control.close)
-        encoders = [Wild(f"encode-{n}", "encode", seed=seed) for n in range(2)]
-        pds = [
-            Wild(f"pd-{n}", "prefill-decode", seed=seed, control=control)
-            for n, control in enumerate(controls)
-        ]
-        for each in encoders + pds:
-            await each.serving.start()
-            stack.push_async_callback(each.serving.stop)
-        router = Router(settings_for(encoders + pds, media))
-        serving = RouterServing(router)
-        await serving.start()
-        stack.push_async_callback(serving.stop)
-        for control in controls:
+        for control in t.controls:
             reader = asyncio.create_task(read_all(control))
             stack.callback(reader.cancel)
-        await asyncio.sleep(0.3)
+        await t.until_health(lambda seen: all(each["state"] == "up" for each in seen.values()))
         before = asyncio.all_tasks()
         connector = aiohttp.TCPConnector(limit=0, force_close=True)
         async with aiohttp.ClientSession(connector=connector) as http:
-            storm = Storm(seed, serving.url, http, asyncio.Semaphore(at_once(REQUESTS)))
+            storm = Storm(seed, t.router.url, http, asyncio.Semaphore(at_once(REQUESTS)))
             clients = asyncio.gather(*(storm.client(number) for number in range(REQUESTS)))
             await asyncio.sleep(1.0)
-            await asyncio.gather(*(each.killed_and_back(0.4) for each in encoders))
-            await asyncio.gather(*(each.killed_and_back(0.4) for each in pds))
+            await asyncio.gather(*map(kill_and_start_again, t.encoders))
+            await asyncio.gather(*map(kill_and_start_again, t.pds))
             await clients
-            for each in encoders + pds:
+            for each in dice:
                 each.calm = True
             with anyio.fail_after(DEADLINE_S):
                 while not all(instance.preferred for instance in router.instances.all):
                     await asyncio.sleep(0.05)
-            after = Storm(seed, serving.url, http, asyncio.Semaphore(at_once(REQUESTS)))
+            after = Storm(seed, t.router.url, http, asyncio.Semaphore(at_once(REQUESTS)))
             await asyncio.gather(*(after.client(number) for number in range(1, 10)))
             assert after.outcomes["whole"] + after.outcomes["stream"] == 9, after.outcomes
 
@@ -261,31 +250,6 @@ async def test_nothing_is_left_of_a_storm(seed: int, media: str) -> None:
                 await asyncio.sleep(0.1)
                 left &= asyncio.all_tasks()
         assert not left
-
-
-def settings_for(instances: list[Wild], media: str) -> RouterSettings:
-    return RouterSettings.model_validate(
-        {
-            "port": 0,
-            "model": "demo",
-            "instances": [
-                {
-                    "name": each.name,
-                    "role": each.role,
-                    "url": each.serving.url,
-                    "control": each.control.address if each.control else "",
-                }
-                for each in instances
-            ],
-            "secret_file": secret_file(),
-            "registration": False,
-            "media": media,
-            "probe_interval_s": 0.2,
-            "nack_grace_s": 0.1,
-            "wait_timeout_s": 2.0,
-            "idle_timeout_s": IDLE_S,
-        }
-    )
 
 
 def is_server(task: asyncio.Task[Any]) -> bool:
