@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+import datetime
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -222,12 +222,12 @@ def run_table(run: RunRecord) -> str:
         head += f", {run.config}"
     launcher = f"launcher pid {run.pid}"
     if run.uptime_s is not None:
-        launcher += f", up {duration(run.uptime_s)}"
+        launcher += f", up {_duration(run.uptime_s)}"
     rows = [("process", "role", "state", "pid", "up", "restarts", "url", "ports", "log")]
     rows += [
         (
             *(each.name, each.role, each.state, str(each.pid or "-")),
-            "-" if each.uptime_s is None else duration(each.uptime_s),
+            "-" if each.uptime_s is None else _duration(each.uptime_s),
             *(str(each.restarts), each.url, ports_text(each.ports, without="http") or "-"),
             each.log,
         )
@@ -236,14 +236,8 @@ def run_table(run: RunRecord) -> str:
     return "\n".join([head, launcher, *columns(rows)])
 
 
-def duration(seconds: float) -> str:
-    """Return a time in its two largest units, as ``3 h 12 min``."""
-    whole = int(seconds)
-    units = (("d", 86400), ("h", 3600), ("min", 60), ("s", 1))
-    for (name, size), (smaller, part) in itertools.pairwise(units):
-        if whole >= size:
-            return f"{whole // size} {name} {whole % size // part} {smaller}"
-    return f"{whole} s"
+def _duration(seconds: float) -> str:
+    return str(datetime.timedelta(seconds=int(seconds)))
 
 
 def scrape_configuration(runs: Sequence[RunRecord]) -> dict[str, Any]:

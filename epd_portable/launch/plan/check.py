@@ -24,7 +24,7 @@ MEMORY_TOLERANCE = 0.1
 """Part by which memory may differ from a profile, because drivers reserve some of it."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Finding:
     """One line of the report.
 
@@ -49,12 +49,15 @@ def inspect(platform_names: Sequence[str], expected: Hardware | None = None) -> 
     ``expected``, devices are compared with those of a profile.
     """
     here = installed_engines()
-    findings = [_finding("engine", each, each in here, here.get(each)) for each in ENGINES]
+    findings = [
+        Finding("engine", each, each in here, here.get(each, "is not installed"))
+        for each in ENGINES
+    ]
     findings.append(_cores())
     usable = []
     for name in platform_names:
         state = platforms.availability(name)
-        findings.append(_finding("platform", name, state.ok, state.reason))
+        findings.append(Finding("platform", name, state.ok, state.reason))
         if state.ok:
             usable.append(name)
             findings += _platform(name, expected)
@@ -66,22 +69,18 @@ def inspect(platform_names: Sequence[str], expected: Hardware | None = None) -> 
 def plan_findings(name: str, plan: Plan) -> Iterator[Finding]:
     """Say who stands in front of what a file asks for, and whether all of it goes well here."""
     front, _, why = plan.front.partition(": ")
-    yield _finding("front", front, True, why)
+    yield Finding("front", front, True, why)
     reason = "; ".join(plan.warnings) or "nothing asks for more than there is"
-    yield _finding("plan", name, not plan.warnings, reason)
+    yield Finding("plan", name, not plan.warnings, reason)
 
 
 def store_finding(section: StoreSection) -> Finding:
     """Say whether a store answers."""
     try:
         with contextlib.closing(make_store(section)) as store:
-            return _finding("store", section.where, True, store.check())
+            return Finding("store", section.where, True, store.check())
     except (ConfigError, StoreError) as error:
-        return _finding("store", section.where, False, str(error))
-
-
-def _finding(kind: str, name: str, usable: bool, reason: str | None) -> Finding:
-    return Finding(kind=kind, name=name, usable=usable, reason=reason or "is not installed")
+        return Finding("store", section.where, False, str(error))
 
 
 def _cores() -> Finding:
@@ -89,7 +88,7 @@ def _cores() -> Finding:
     reason = f"{cores} cores on {len(memory_nodes()) or 1} memory node(s)"
     if quota is not None and quota < cores:
         reason += f", and the time of {quota:g} of them by the container's limit"
-    return _finding("cores", "cpu", quota is None or quota >= cores, reason)
+    return Finding("cores", "cpu", quota is None or quota >= cores, reason)
 
 
 def _platform(name: str, expected: Hardware | None) -> Iterator[Finding]:
@@ -103,21 +102,21 @@ def _platform(name: str, expected: Hardware | None) -> Iterator[Finding]:
     reason += "; it brings KV from prefill to decode instances of this platform"
     if not has_module:
         reason += f": {connector.install}"
-    yield _finding("kv", f"{name}/{connector.name}", has_module, reason)
+    yield Finding("kv", f"{name}/{connector.name}", has_module, reason)
     sizes: list[int] = []
     count = platform.device_count()
     for index in range(count):
         try:
             memory = platform.memory_info(index)
         except PlatformError as error:
-            yield _finding("device", f"{name}:{index}", False, str(error))
+            yield Finding("device", f"{name}:{index}", False, str(error))
             continue
         sizes.append(memory.total_bytes)
         reason = f"{_gib(memory.free_bytes)} of {_gib(memory.total_bytes)} are free"
         peers = [peer for peer in range(count) if peer != index]
         if reached := [peer for peer in peers if platform.can_access_peer(index, peer)]:
             reason += f"; reaches {', '.join(f'{name}:{peer}' for peer in reached)}"
-        yield _finding("device", f"{name}:{index}", True, reason)
+        yield Finding("device", f"{name}:{index}", True, reason)
     if expected:
         yield compare(expected, sizes)
 
@@ -128,14 +127,14 @@ def _share(platform: Platform) -> Finding:
     found = f"by {traits.share_by} ({traits.share_env}; not run on hardware)"
     if not has_shares(traits, os.environ):
         reason = f"the service does not run, so instances take turns; {found}"
-        return _finding("share", traits.name, False, reason)
+        return Finding("share", traits.name, False, reason)
     try:
         units = platform.compute_units(0) if isinstance(platform, LimitsCompute) else {}
     except PlatformError as error:
-        return _finding("share", traits.name, False, str(error))
+        return Finding("share", traits.name, False, str(error))
     whole = ", ".join(f"{count} {unit}" for unit, count in units.items())
     reason = f"{found}, of {whole}" if whole else f"the service runs; {found}"
-    return _finding("share", traits.name, True, reason)
+    return Finding("share", traits.name, True, reason)
 
 
 def compare(expected: Hardware, sizes: Sequence[int]) -> Finding:
@@ -148,7 +147,7 @@ def compare(expected: Hardware, sizes: Sequence[int]) -> Finding:
     if differing:
         problems.append(f"torch sees {_gib(differing[0])} of a device, {_gib(wanted)} expected")
     fits = f"{len(sizes)} devices with {_gib(wanted)} each, as expected"
-    return _finding("hardware", expected.name, not problems, "; ".join(problems) or fits)
+    return Finding("hardware", expected.name, not problems, "; ".join(problems) or fits)
 
 
 def _gib(nbytes: int) -> str:
@@ -161,4 +160,4 @@ def _paths(producer: str, consumer: str) -> Iterator[Finding]:
 
     pair = producer if producer == consumer else f"{producer}→{consumer}"
     for path, usable, reason in paths.describe(producer, consumer):
-        yield _finding("path", f"{pair}/{path}", usable, reason)
+        yield Finding("path", f"{pair}/{path}", usable, reason)

@@ -69,23 +69,22 @@ class KVConnector:
         return {"VLLM_NIXL_SIDE_CHANNEL_HOST": host, "VLLM_NIXL_SIDE_CHANNEL_PORT": str(port)}
 
 
-_CONNECTORS = (
-    KVConnector(
+KV_CONNECTORS = {
+    "nixl": KVConnector(
         name="nixl",
         cls="NixlConnector",
         module="nixl",
         install="pip install epd-portable[kv]",
         port_each_rank=False,
     ),
-    KVConnector(
+    "mooncake": KVConnector(
         name="mooncake",
         cls="MooncakeConnectorV1",
         module="mooncake",
         install="pip install mooncake-transfer-engine-npu",
         port_each_rank=True,
     ),
-)
-KV_CONNECTORS = {connector.name: connector for connector in _CONNECTORS}
+}
 
 
 def kv_connector(topology: Topology, traits: PlatformTraits) -> KVConnector | None:

@@ -129,10 +129,7 @@ class Rendering:
 
     def topology(self) -> Topology:
         """Return the topology as a Pod with the secret reads it, and no router elsewhere."""
-        return self.loaded(f"launch.host={ELSEWHERE}", _SECRET, "router.join=[]")
-
-    def loaded(self, *settings: str) -> Topology:
-        """Return the topology with these settings."""
+        settings = (f"launch.host={ELSEWHERE}", _SECRET, "router.join=[]")
         return self.request.with_settings(*settings).load()
 
     def warnings(self) -> Iterator[str]:
@@ -278,7 +275,7 @@ def _probes(topology: Topology, *, has_front: bool, has_instances: bool) -> Obje
 def _nodes(asked: Rendering) -> Files:
     """Return launchers with all stages in each Pod."""
     settings = ["router.host=0.0.0.0", f"router.port={ROUTER_PORT}", "launch.host=127.0.0.1"]
-    topology = asked.loaded(*settings)
+    topology = asked.request.with_settings(*settings).load()
     if topology.router.join:
         raise ConfigError(
             f"{asked.request.config}: router.join is set, and in shape nodes each Pod has its own "

@@ -166,12 +166,3 @@ def test_nothing_is_left_when_the_launcher_is_killed(
     kill(run.process.pid, signal.SIGKILL)
     run.process.wait(30)
     run.until(run.nothing_left, "the guard has cleaned up")
-
-
-def test_a_killed_guard_is_replaced(launch: Launch) -> None:
-    run = launch({"encode-0": ["--shm={shm}", "--renamed"], "router": []})
-    (first,) = run.guard_pids()
-    os.kill(first, signal.SIGKILL)
-    run.until(lambda: set(run.guard_pids()) - {first}, "there is another guard")
-    run.process.kill()
-    run.until(run.nothing_left, "the second guard has cleaned up")

@@ -245,12 +245,10 @@ def test_every_launcher_gets_a_file_and_options_that_it_takes(tmp_path: Path, sh
         assert program == "epd-launch"
         params = cli.main.commands[command].make_context(command, words).params
         assert str(params["config"]) == "/etc/epd/topology.yaml"
-        counted = dict.fromkeys(("platform", "hardware", "overrides", "model"))
-        options = {key: params[key] for key in counted} | {"role": params.get("role")}
-        options["overrides"] = [*options["overrides"], "launch.host=10.0.0.1"]
-        topology = PlanRequest.from_options(
-            **{**options, "overrides": tuple(options["overrides"]), "config": file}
-        ).load()
+        options = {key: params[key] for key in ("platform", "hardware", "overrides", "model")}
+        options |= {"config": file, "role": params.get("role")}
+        request = PlanRequest.from_options(**options).with_settings("launch.host=10.0.0.1")
+        topology = request.load()
         assert topology.transfer.pool_bytes == 64 << 20
         assert bool(topology.router.join) == (command == "instance")
 
@@ -272,22 +270,6 @@ def test_pods_have_devices_room_and_time_by_their_plan(tmp_path: Path) -> None:
     assert pd["spec"]["containers"][0]["resources"] == limits
     assert "limits" not in router["spec"]["containers"][0]["resources"]
     assert router["spec"]["containers"][0]["startupProbe"]["tcpSocket"] == {"port": "http"}
-
-
-@pytest.mark.parametrize(
-    ("shape", "roles"),
-    [
-        ("nodes", ["encode-prefill-decode"]),
-        ("roles", [None, "encode", "prefill", "decode"]),
-        ("disaggregatedset", [None, "encode", "prefill", "decode"]),
-    ],
-)
-def test_pickers_know_pods_by_their_role(
-    tmp_path: Path, shape: str, roles: list[str | None]
-) -> None:
-    found = rendered(tmp_path, shape, *TRUSTED, config="1e1p1d")
-    labels = [template["metadata"]["labels"].get("llm-d.ai/role") for template in templates(found)]
-    assert labels == roles
 
 
 MOST = ("--most-encode-s", "0.25", "--most-answer-s", "7.5")

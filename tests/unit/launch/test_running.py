@@ -16,7 +16,7 @@ import yaml
 from click.testing import CliRunner, Result
 
 from epd_portable.launch.cli import main
-from epd_portable.launch.commands.status import Tail, duration
+from epd_portable.launch.commands.status import Tail
 from epd_portable.launch.run.running import (
     ProcessRecord,
     RunRecord,
@@ -143,7 +143,10 @@ def test_a_run_of_another_user_is_counted_and_not_read(
 
 
 def test_prometheus_is_told_whom_to_ask_under_the_names_that_people_use(folder: Path) -> None:
-    write_record(folder, record(process(), process("router", url="https://127.0.0.1:8000")))
+    front = "https://127.0.0.1:8000"
+    # An engine without a server is read at its front.
+    without = process("encode-1", url=f"{front}/epd/instances/encode-1")
+    write_record(folder, record(process(), without, process("router", url=front)))
     made = yaml.safe_load(ask("status", "--prometheus").stdout)
     router, instances = made["scrape_configs"]
     assert router["honor_labels"] is True
@@ -157,16 +160,6 @@ def test_prometheus_is_told_whom_to_ask_under_the_names_that_people_use(folder: 
             "labels": {"model": "demo", "instance": "encode-0", "role": "encode"},
         }
     ]
-
-
-def test_engines_without_servers_are_read_at_their_front(folder: Path) -> None:
-    front = "http://127.0.0.1:8000"
-    engine = process(url=f"{front}/epd/instances/encode-0")
-    write_record(folder, record(engine, process("router", url=front)))
-    made = yaml.safe_load(ask("status", "--prometheus").stdout)
-    front_job, instances = made["scrape_configs"]
-    assert front_job["static_configs"][0]["targets"] == ["127.0.0.1:8000"]
-    assert instances["static_configs"] == []
 
 
 def test_logs_are_shown_of_all_or_of_one(folder: Path, tmp_path: Path) -> None:
@@ -211,11 +204,3 @@ def test_a_log_that_was_cut_is_followed_from_its_beginning(tmp_path: Path) -> No
     assert tail.new() == ["three"]
     log.write_text("ur\n")
     assert tail.new() == ["four"]
-
-
-@pytest.mark.parametrize(
-    ("seconds", "said"),
-    [(3.9, "3 s"), (75, "1 min 15 s"), (11520, "3 h 12 min"), (200000, "2 d 7 h")],
-)
-def test_times_are_told_in_their_two_largest_units(seconds: float, said: str) -> None:
-    assert duration(seconds) == said
