@@ -37,7 +37,7 @@ def test_a_router_that_is_dead_is_not_waited_for(routed: Routed) -> None:
 
 
 def test_nothing_is_left_when_the_launcher_is_killed_while_it_drains(routed: Routed) -> None:
-    run = routed(ENGINE, PATIENT, drain_s=600.0)
+    run = routed({"pd-0": ["--shm={shm}", "--renamed"]}, PATIENT, drain_s=600.0)
     Asked(run, 60.0)
     run.process.send_signal(signal.SIGTERM)
     run.wait_for("open requests may take 600 s to end")

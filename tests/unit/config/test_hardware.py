@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -79,13 +80,14 @@ def test_a_rate_in_another_unit_is_refused_with_an_example(text: str) -> None:
             for quality in ("datasheet", "measured", "secondary")
         ),
         ({"memory_bytes": {"value": "80GiB", "quality": "derived"}}, "source: is missing"),
+        ({"platform": "tpu"}, "unknown platform 'tpu'; known are cuda, npu, cpu"),
         (
             {"avoid_ports": {"first": 9, "last": 3, **figure(0)}},
             "first 9 is above last 3",
         ),
     ],
 )
-def test_what_is_wrong_with_a_number_is_said(keys: dict[str, dict[str, object]], said: str) -> None:
+def test_what_is_wrong_with_a_number_is_said(keys: dict[str, Any], said: str) -> None:
     if "avoid_ports" in keys:
         del keys["avoid_ports"]["value"]
     (line,) = problems(changed(**keys))
