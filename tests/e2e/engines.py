@@ -14,6 +14,7 @@ import psutil
 
 from epd_portable.config.instance import InstanceConfig
 from epd_portable.config.secret import INSTANCE_TOKEN_HEADER, Secret
+from tests.metrics_page import total
 
 DEADLINE_S = 90.0
 RESTART_S = 400.0
@@ -55,13 +56,12 @@ def address(launcher: int, ec_role: str) -> str:
 
 def token(launcher: int, ec_role: str) -> dict[str, str]:
     """Return the header that opens an instance's own server."""
-    secret = Secret.read(config_of(instance(launcher, ec_role)).secret_file)
-    return {INSTANCE_TOKEN_HEADER: secret.instance_token()}
+    return token_of(instance(launcher, ec_role))
 
 
-def empty_encoder_cache(launcher: int, ec_role: str) -> None:
-    """Let an engine forget its items (only with ``VLLM_SERVER_DEV_MODE``)."""
-    reset(launcher, ec_role, "encoder_cache")
+def token_of(server: psutil.Process) -> dict[str, str]:
+    """Return the header that opens an API server."""
+    return {INSTANCE_TOKEN_HEADER: Secret.read(config_of(server).secret_file).instance_token()}
 
 
 def both_serve(launcher: int) -> bool:
@@ -77,15 +77,25 @@ def both_serve(launcher: int) -> bool:
 def forget_items(launcher: int) -> None:
     """Let both instances of a pair forget what they have encoded, received and computed."""
     for role in ("ec_producer", "ec_consumer"):
-        empty_encoder_cache(launcher, role)
-        reset(launcher, role, "prefix_cache")
+        forget(instance(launcher, role))
 
 
-def reset(launcher: int, ec_role: str, what: str) -> None:
-    """Empty one cache of an engine (only with ``VLLM_SERVER_DEV_MODE``)."""
-    url, headers = address(launcher, ec_role), token(launcher, ec_role)
-    answer = httpx.post(f"{url}/reset_{what}", headers=headers, timeout=30, trust_env=False)
-    assert answer.status_code == 200, answer.text
+def forget(server: psutil.Process, *caches: str) -> None:
+    """Empty these caches of an engine, or that of items and that of what it has computed.
+
+    Only with ``VLLM_SERVER_DEV_MODE``.
+    """
+    for cache in caches or ("encoder_cache", "prefix_cache"):
+        url, headers = f"{url_of(server)}/reset_{cache}", token_of(server)
+        answer = httpx.post(url, headers=headers, timeout=30, trust_env=False)
+        assert answer.status_code == 200, answer.text
+
+
+def counted(url: str, series: str) -> float:
+    """Return a metric of a router or an instance, summed over its series with these labels."""
+    page = httpx.get(f"{url}/metrics", timeout=30, trust_env=False)
+    assert page.status_code == 200, page.text
+    return total(page.text, series)
 
 
 def exposition(launcher: int, ec_role: str) -> list[str]:

@@ -6,7 +6,7 @@ import pytest
 
 from tests.e2e.asking import ask, picture, text
 from tests.e2e.conftest import Pair, Start
-from tests.e2e.engines import counts, empty_encoder_cache, metric, reset
+from tests.e2e.engines import counts, forget, instance, metric
 
 pytestmark = pytest.mark.full
 
@@ -32,8 +32,7 @@ def test_every_repeat_is_served_from_host_memory_or_the_cache(pair: Pair) -> Non
     first = [ask(pair.split.url, content) for content in contents]
     assert len(set(pair.split.encoded_by("encode"))) >= len(MANY)
     encoded = len(pair.split.encoded_by("encode"))
-    empty_encoder_cache(pair.split.pid, "ec_consumer")
-    reset(pair.split.pid, "ec_consumer", "prefix_cache")
+    forget(instance(pair.split.pid, "ec_consumer"))
     for content, before in zip(contents, first, strict=True):
         again = ask(pair.split.url, content)
         assert again.text == before.text

@@ -19,7 +19,7 @@ import pytest
 
 from tests.e2e.asking import body, picture, text
 from tests.e2e.conftest import ROOT, Split, running
-from tests.e2e.engines import RESTART_S, address, metric, reset, wait_until
+from tests.e2e.engines import RESTART_S, address, forget, instance, metric, wait_until
 from tests.faults.leaving import ask_and_leave
 from tests.faults.payloads import WITH_DIGESTS, Payloads
 from tests.faults.points import (
@@ -104,8 +104,7 @@ class Engines:
     def forget(self) -> None:
         """Empty every cache, so that the questions have to be encoded and computed again."""
         for role in ("ec_producer", "ec_consumer"):
-            for cache in ("prefix", "mm", "encoder"):
-                reset(self.split.pid, role, f"{cache}_cache")
+            forget(instance(self.split.pid, role), "prefix_cache", "mm_cache", "encoder_cache")
 
     def servers(self) -> set[int]:
         """Return the processes that the launcher has started: instances, router and guard."""

@@ -18,7 +18,7 @@ import pytest
 from tests.e2e import flags
 from tests.e2e.asking import ask, assert_equal, body, picture, post, text
 from tests.e2e.conftest import VIDEOS, Split, Start, encoders_held
-from tests.e2e.engines import RESTART_S, started, wait_until
+from tests.e2e.engines import RESTART_S, counted, started, wait_until
 from tests.e2e.modalities.parts import frames
 from tests.metrics_page import total
 
@@ -78,14 +78,8 @@ RETRIED = 'epd_front_items_total{outcome="retried"}'
 NOT_NEEDED = 'epd_front_items_total{outcome="not_needed"}'
 
 
-def counted(front: Split, series: str) -> float:
-    reply = httpx.get(f"{front.url}/metrics", trust_env=False)
-    assert reply.status_code == 200, reply.text
-    return total(reply.text, series)
-
-
 def in_flight(front: Split) -> float:
-    return counted(front, "epd_front_instance_in_flight")
+    return counted(front.url, "epd_front_instance_in_flight")
 
 
 @pytest.mark.parametrize("count", [0, 1, 2])
@@ -137,7 +131,7 @@ def test_parts_that_their_engine_has_lost_come_from_the_caches_of_their_encoders
     part = 64
     assert len(ask(front.url, content).items) == 2
     # Pictures take all room but that of one part and a little more.
-    left = counted(front, "epd_pd_encoder_cache_embeddings") - part
+    left = counted(front.url, "epd_pd_encoder_cache_embeddings") - part
     sides = [16] * int(left // 16**2)
     sides.append(math.isqrt(int(left % 16**2)))
     taken = sum(side**2 for side in sides)
@@ -146,7 +140,7 @@ def test_parts_that_their_engine_has_lost_come_from_the_caches_of_their_encoders
     for some in (pictures[::2], pictures[1::2]):
         ask(front.url, [*some, ASK])
     used = "epd_pd_encoder_cache_used_embeddings"
-    wait_until(lambda: counted(front, used) == taken + part, "one of the two parts is left")
+    wait_until(lambda: counted(front.url, used) == taken + part, "one of the two parts is left")
     encoded = front.encoded_by("encode")
     again = ask(front.url, [text("Look: "), *content])
     # The first to come back takes the room of the other.
@@ -161,13 +155,13 @@ def test_a_picture_that_comes_again_is_processed_and_encoded_once(front: Split) 
         answers.append(ask(front.url, [picture(20), ASK]))
         # Its job may end after its answer has begun.
         wait_until(lambda: in_flight(front) == 0, "nothing is in flight")
-        counts.append([counted(front, name) for name in (JOBS, NOT_NEEDED)])
+        counts.append([counted(front.url, name) for name in (JOBS, NOT_NEEDED)])
     first, again = answers
     assert again.tokens == first.tokens
     assert again.sources == ["encoder_cache"]
     jobs, held = counts[0]
     assert counts[1] == [jobs, held + 1]
-    assert counted(front, "vllm:mm_cache_hits_total") >= 1
+    assert counted(front.url, "vllm:mm_cache_hits_total") >= 1
 
 
 @pytest.mark.full
@@ -175,14 +169,14 @@ def test_a_picture_that_an_encode_engine_has_no_memory_for_comes_from_the_other(
     front: Split, reference_url: str
 ) -> None:
     content = [picture(70), ASK]
-    retried = counted(front, RETRIED)
+    retried = counted(front.url, RETRIED)
     begin_s = time.monotonic()
     (front.flags / flags.NO_MEMORY).touch()
     answer = ask(front.url, content)
     asked = [event["instance"] for event in front.events("encode.begin", since_s=begin_s)]
     assert sorted(asked) == ["encode-0", "encode-1"]
     assert [(each["source"], each["encoder"]) for each in answer.items] == [("transfer", asked[1])]
-    assert counted(front, RETRIED) == retried + 1
+    assert counted(front.url, RETRIED) == retried + 1
     assert_equal(answer, ask(reference_url, content))
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-import httpx
 import pytest
 
 from tests.e2e.asking import ask, ask_streamed, assert_equal, picture, text
 from tests.e2e.conftest import Pair, slow_encoder
+from tests.e2e.engines import counted
 
 ASK = text("What is in the pictures?")
 
@@ -50,5 +50,4 @@ def test_the_first_pictures_are_encoded_here_and_the_last_ones_come(pair: Pair) 
     assert answer.sources == ["local"] * here + ["transfer"] * (4 - here)
     assert 1 <= here <= 3
     assert_equal(answer, ask(pair.reference_url, content))
-    counted = httpx.get(f"{pair.split.url}/metrics").text
-    assert f'epd_router_elastic_items_total{{reason="idle"}} {here}.0' in counted
+    assert counted(pair.split.url, 'epd_router_elastic_items_total{reason="idle"}') == here

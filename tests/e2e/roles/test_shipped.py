@@ -18,11 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from epd_portable.bench import servers
-from epd_portable.config.secret import INSTANCE_TOKEN_HEADER, Secret
 from epd_portable.router.hops import KEY, MAPPING, PREFILLER
 from tests import forked
 from tests.e2e.asking import ask, ask_all, ask_streamed, assert_equal, body, picture, post, text
@@ -35,10 +33,19 @@ from tests.e2e.conftest import (
     router_settings,
     running,
 )
-from tests.e2e.engines import RESTART_S, config_of, named, rests, url_of, wait_until
+from tests.e2e.engines import (
+    RESTART_S,
+    config_of,
+    counted,
+    forget,
+    named,
+    rests,
+    token_of,
+    url_of,
+    wait_until,
+)
 from tests.e2e.one_pair import test_interfaces as interfaces
 from tests.forked import Popen
-from tests.metrics_page import total
 from tests.servers import RedisServer
 
 pytestmark = [pytest.mark.needs_nixl, pytest.mark.timeout(1200)]
@@ -76,29 +83,18 @@ class Served:
 
     def router(self, sample: str) -> float:
         """Return one of the router's counters, by name and labels."""
-        return value(f"{self.split.url}/metrics", sample)
+        return counted(self.split.url, sample)
 
     def engine(self, name: str, metric: str) -> float:
         """Return a metric of an instance."""
-        return value(f"{url_of(named(self.split.pid, name))}/metrics", metric)
+        return counted(url_of(named(self.split.pid, name)), metric)
 
     def instance(self, name: str, request: dict[str, Any]) -> Any:
         """Return what an instance answers that is asked past the router."""
         server = named(self.split.pid, name)
-        secret = Secret.read(config_of(server).secret_file)
-        shown = {INSTANCE_TOKEN_HEADER: secret.instance_token()}
-        answer = post(url_of(server), request, headers=shown)
+        answer = post(url_of(server), request, headers=token_of(server))
         assert answer.status_code == 200, answer.text
         return answer.json()
-
-    def forget(self, name: str) -> None:
-        """Let an instance forget its items and what it has computed."""
-        server = named(self.split.pid, name)
-        shown = {INSTANCE_TOKEN_HEADER: Secret.read(config_of(server).secret_file).instance_token()}
-        for cache in ("encoder_cache", "prefix_cache"):
-            url = f"{url_of(server)}/reset_{cache}"
-            answer = httpx.post(url, headers=shown, timeout=30, trust_env=False)
-            assert answer.status_code == 200, answer.text
 
     def expected(self, content: Any) -> str:
         """Return the text of one process."""
@@ -111,11 +107,6 @@ class Served:
         content = [picture(seed), ASK]
         answer = ask(self.split.url, content)
         assert_equal(answer, ask(self.reference_url, content))
-
-
-def value(url: str, sample: str) -> float:
-    """Return a sample of a metrics page, summed over labels that are not named."""
-    return total(httpx.get(url, timeout=30, trust_env=False).text, sample)
 
 
 @pytest.fixture(scope="module")
@@ -247,7 +238,7 @@ def test_one_that_encodes_for_others_bounds_their_jobs_alone(served: Served) -> 
     if served.name not in SHARED:
         pytest.skip("its instances do not encode for each other")
     server = named(served.split.pid, max(ENCODES[served.name]))
-    shown = {INSTANCE_TOKEN_HEADER: Secret.read(config_of(server).secret_file).instance_token()}
+    shown = token_of(server)
     many = [picture(1, 28)] * (config_of(server).max_queued_items + 1)
     job = {"transfers": [{"consumer": "tcp://127.0.0.1:1"}]}
     refused = post(url_of(server), body(many, ec_transfer_params=job), headers=shown)
@@ -296,7 +287,7 @@ def test_a_picture_that_all_engines_have_forgotten_comes_from_the_store(served: 
         "the picture is stored",
     )
     for name in ("encode-0", "prefill-0", "decode-0"):
-        served.forget(name)
+        forget(named(served.split.pid, name))
     begin_s = time.monotonic()
     assert_equal(ask(served.split.url, content), first)
     assert {
@@ -322,9 +313,7 @@ def test_without_encoders_the_prefill_instance_encodes(
             answer = ask(split.url, content)
             assert_equal(answer, ask(served.reference_url, content))
         assert split.encoding(begin_s) == {"prefill-0"}
-        assert (
-            value(f"{split.url}/metrics", 'epd_router_prefills_total{where="disaggregated"}') == 2
-        )
+        assert counted(split.url, 'epd_router_prefills_total{where="disaggregated"}') == 2
 
 
 @pytest.mark.full

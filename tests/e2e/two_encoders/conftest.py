@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.e2e.collector import Collector, collecting
-from tests.e2e.conftest import Pair, reference, running
+from tests.e2e.conftest import Pair, running
 from tests.e2e.two_encoders.deployment import (
     OFF_HOST,
     QUEUE,
@@ -31,7 +31,10 @@ def collector() -> Iterator[Collector]:
 
 @pytest.fixture(scope="package")
 def deployment(
-    fork: Popen, tmp_path_factory: pytest.TempPathFactory, collector: Collector
+    fork: Popen,
+    tmp_path_factory: pytest.TempPathFactory,
+    collector: Collector,
+    reference_url: str,
 ) -> Iterator[Deployment]:
     folder = tmp_path_factory.mktemp("deployment")
     secret_file = folder / "secret"
@@ -50,9 +53,6 @@ def deployment(
         f"router.tracing.endpoint={collector.endpoint}",
         f"secret_file={secret_file}",
     ]
-    with (
-        running(folder, settings, popen=fork) as split,
-        reference(folder, fork) as plain,
-    ):
-        pair = Pair(split=split, reference_url=plain.url)
+    with running(folder, settings, popen=fork) as split:
+        pair = Pair(split=split, reference_url=reference_url)
         yield Deployment(pair=pair, secret_file=secret_file, opened=connections(split))

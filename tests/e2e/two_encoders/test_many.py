@@ -15,7 +15,6 @@ import httpx
 import msgspec
 import zmq
 
-from epd_portable.config.secret import INSTANCE_TOKEN_HEADER, Secret
 from epd_portable.connector.control import ControlClients
 from epd_portable.connector.curve import read_keys
 from epd_portable.connector.transports import tcp
@@ -26,7 +25,7 @@ from epd_portable.wire.messages import LOAD_PATH, Announce, LoadReport, NotNeede
 from tests.e2e.asking import Answer, ask, body, picture, post, text
 from tests.e2e.cases import ASK
 from tests.e2e.conftest import encoders_held, router_of
-from tests.e2e.engines import config_of, named, url_of, wait_until
+from tests.e2e.engines import config_of, named, token_of, url_of, wait_until
 from tests.e2e.two_encoders.deployment import (
     ENCODERS,
     OFF_HOST,
@@ -124,8 +123,7 @@ def test_instances_say_how_busy_they_are(
     server = named(deployment.split.pid, "encode-0")
     url = url_of(server) + LOAD_PATH
     assert httpx.get(url, timeout=30, trust_env=False).status_code == 401
-    token = {INSTANCE_TOKEN_HEADER: Secret.read(str(deployment.secret_file)).instance_token()}
-    answer = httpx.get(url, headers=token, timeout=30, trust_env=False)
+    answer = httpx.get(url, headers=token_of(server), timeout=30, trust_env=False)
     assert msgspec.json.decode(answer.content, type=LoadReport) == LoadReport(items=0, pixels=0)
 
 

@@ -16,10 +16,8 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
-from epd_portable.config.secret import INSTANCE_TOKEN_HEADER, Secret
 from epd_portable.router.client_exchange import LEFT_OUT
 from epd_portable.router.hops import (
     ENCODER_MODEL_LABEL,
@@ -34,11 +32,10 @@ from tests.e2e import flags
 from tests.e2e.asking import answer_of, ask, assert_close, body, picture, post, text
 from tests.e2e.cases import ASK
 from tests.e2e.conftest import Split, encoders_held, router_of, router_settings
-from tests.e2e.engines import named, url_of, wait_until
+from tests.e2e.engines import counted, named, token_of, url_of, wait_until
 from tests.e2e.two_encoders.deployment import ENCODERS as NAMES
 from tests.e2e.two_encoders.deployment import PD, QUEUE, Deployment
 from tests.forked import Popen
-from tests.metrics_page import total
 from tests.servers import serving
 
 HOP_KEY = "h" * 20
@@ -166,18 +163,15 @@ def test_a_picture_that_an_encoder_has_no_room_for_is_encoded_by_another(
     content = [picture(920), ASK]
     full, other = sorted(NAMES)
     server = named(router.pid, full)
-    token = {INSTANCE_TOKEN_HEADER: Secret.read(str(deployment.secret_file)).instance_token()}
     flood = body([picture(921, 28)] * QUEUE, max_tokens=1)
     headers = {KEY: HOP_KEY, MAPPING: json.dumps({"0": address(router, full)})}
-
-    def queued() -> float:
-        page = httpx.get(f"{url_of(server)}/metrics", timeout=30, trust_env=False)
-        return total(page.text, "epd_encode_queued_items")
-
     with ThreadPoolExecutor() as pool:
         with encoders_held(router) as held_s:
-            flooded = pool.submit(post, url_of(server), flood, headers=token)
-            wait_until(lambda: queued() == QUEUE, f"{full} is full")
+            flooded = pool.submit(post, url_of(server), flood, headers=token_of(server))
+            wait_until(
+                lambda: counted(url_of(server), "epd_encode_queued_items") == QUEUE,
+                f"{full} is full",
+            )
             pending = pool.submit(ask, router.url, content, headers=headers)
             wait_until(lambda: len(encode_jobs(router, held_s)) == 2, "another is asked")
         answer = pending.result()

@@ -20,11 +20,10 @@ from typing import Any
 import httpx
 import pytest
 
-from epd_portable.config.secret import INSTANCE_TOKEN_HEADER, Secret
 from tests.e2e.asking import TIMEOUT_S, body, picture, post
 from tests.e2e.cases import ASK
 from tests.e2e.conftest import Split, every_instance_is_up, router_of, running
-from tests.e2e.engines import RESTART_S, config_of, named, url_of, wait_until
+from tests.e2e.engines import RESTART_S, named, token_of, url_of, wait_until
 from tests.forked import Popen
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(2400)]
@@ -133,9 +132,7 @@ ASKED = 12
 def busy_for_others(split: Split, name: str) -> Iterator[None]:
     """Let an instance generate for clients of which no router knows."""
     server = named(split.pid, name)
-    secret = Secret.read(config_of(server).secret_file)
-    shown = {INSTANCE_TOKEN_HEADER: secret.instance_token()}
-    url, end = url_of(server), threading.Event()
+    url, shown, end = url_of(server), token_of(server), threading.Event()
 
     def keep_asking(number: int) -> None:
         while not end.is_set():
