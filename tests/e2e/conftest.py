@@ -42,8 +42,10 @@ ENGINE_MODULES = (
     "uvicorn",
     "httpx",
     "zmq",
+    "tests.e2e.processors",
 )
 """What the fork server imports; the rest is imported by those that need it."""
+CPU_MODULES = (*ENGINE_MODULES, "vllm.v1.worker.cpu_worker")
 KV_BLOCKS = 1024
 """Of engines on the CPU: 131,072 tokens. Their GiB is written page by page whenever one starts."""
 VIDEOS: dict[str, Any] = {"limit_mm_per_prompt": {"video": 2}, "skip_mm_profiling": True}
@@ -123,7 +125,7 @@ Start = Callable[[Sequence[str]], Split]
 
 @contextmanager
 def forking(
-    modules: Sequence[str] = ENGINE_MODULES, env: Mapping[str, str] | None = None
+    modules: Sequence[str] = CPU_MODULES, env: Mapping[str, str] | None = None
 ) -> Iterator[Popen]:
     """Give what forks engines from a process that has imported vLLM, with these variables."""
     nursery = forked.nursery(*modules, env=env)

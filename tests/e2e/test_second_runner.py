@@ -10,7 +10,7 @@ from importlib.util import find_spec
 
 import pytest
 
-from tests.e2e.conftest import ENGINE_MODULES, Pair, forking, running
+from tests.e2e.conftest import CPU_MODULES, Pair, forking, running
 from tests.e2e.equality import FloatSmoke
 
 pytestmark = [
@@ -33,7 +33,7 @@ SETTINGS = (
 def pair(tmp_path_factory: pytest.TempPathFactory, reference_url: str) -> Iterator[Pair]:
     folder = tmp_path_factory.mktemp("second")
     with (
-        forking(("tests.e2e.interpreted", *ENGINE_MODULES), ENV) as popen,
+        forking(("tests.e2e.interpreted", *CPU_MODULES), ENV) as popen,
         running(folder, SETTINGS, env=ENV, popen=popen) as split,
     ):
         yield Pair(split=split, reference_url=reference_url)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.asking import ask, assert_equal, picture, text
-from tests.e2e.conftest import ENGINE_MODULES, VIDEOS, Pair, Split, forking, running
+from tests.e2e.conftest import CPU_MODULES, VIDEOS, Pair, Split, forking, running
 from tests.e2e.equality import assert_answer_is_that_of_one_process
 from tests.e2e.modalities.parts import frames
 from tests.e2e.ranks import TWO_RANKS
@@ -44,7 +44,7 @@ def test_two_ranks_answer_as_one_process_does(
 @pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 def test_the_second_runner_answers_as_one_process_does(tmp_path: Path, reference_url: str) -> None:
     with (
-        forking(("tests.e2e.interpreted", *ENGINE_MODULES), ENV) as popen,
+        forking(("tests.e2e.interpreted", *CPU_MODULES), ENV) as popen,
         running(tmp_path, [*FLOAT, *SETTINGS, *TWO_ENCODERS], env=ENV, popen=popen) as front,
     ):
         check(front, reference_url)

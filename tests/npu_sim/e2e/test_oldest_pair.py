@@ -11,7 +11,7 @@ import pytest
 
 from tests.e2e.asking import ask, assert_equal, picture
 from tests.e2e.cases import ASK
-from tests.e2e.conftest import ROOT, Pair, forking
+from tests.e2e.conftest import ENGINE_MODULES, ROOT, Pair, forking
 from tests.npu_sim.e2e.conftest import DEVICES, simulated
 
 PAIRS = Path(sys.prefix) / "pairs"
@@ -26,7 +26,7 @@ def pair(
     folder = tmp_path_factory.mktemp("older")
     env = {"PYTHONPATH": os.pathsep.join((str(older), str(ROOT)))}
     with (
-        forking(env={**DEVICES, **env}) as popen,
+        forking(ENGINE_MODULES, {**DEVICES, **env}) as popen,
         simulated(folder, ["transfer.path=tcp"], env=env, popen=popen) as split,
     ):
         yield Pair(split=split, reference_url=reference_url)
