@@ -15,7 +15,7 @@ from epd_portable.config.secret import Secret
 from epd_portable.launch.run.router_client import RouterClient
 from tests.e2e.asking import Answer, ask, body, picture, text
 from tests.e2e.conftest import Split, Start, slow_steps
-from tests.e2e.engines import RESTART_S, wait_until
+from tests.e2e.engines import RESTART_S, counted, wait_until
 from tests.e2e.front.test_front import in_flight, is_up, killed, process
 
 pytestmark = pytest.mark.full
@@ -66,13 +66,8 @@ def test_each_answers_as_one_process_does(front: Split, reference_url: str) -> N
 
 
 def test_both_serve_and_the_page_adds_up_what_they_count(front: Split) -> None:
-    def total(name: str) -> float:
-        page = httpx.get(f"{front.url}/metrics", trust_env=False).text
-        lines = [line for line in page.splitlines() if line.startswith(f"{name}{{")]
-        return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
-
     names = ("vllm:request_success_total", "epd_front_items_total", "epd_encode_transfers_total")
-    before = [total(name) for name in names]
+    before = [counted(front.url, name) for name in names]
     request = body([picture(30), ASK], stream=True, max_tokens=200, ignore_eos=True)
     with httpx.Client(trust_env=False, timeout=60) as client, ExitStack() as streams:
         with slow_steps(front, 0.1):
@@ -92,7 +87,7 @@ def test_both_serve_and_the_page_adds_up_what_they_count(front: Split) -> None:
         for each in lines:
             assert [line for line in each if line][-1] == "data: [DONE]"
     wait_until(lambda: in_flight(front) == 0, "nothing is in flight")
-    after = [total(name) for name in names]
+    after = [counted(front.url, name) for name in names]
     assert [now - then for now, then in zip(after, before, strict=True)][:2] == [STREAMS] * 2
     assert after[2] > before[2]
 
