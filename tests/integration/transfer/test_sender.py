@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 
 import pytest
+import torch
 import zmq
 
 from epd_portable.config.instance import InstanceConfig
@@ -105,13 +106,43 @@ def test_bad_addresses_harm_none(make_pd: Callable[..., PrefillSide], path: str)
     sender.close()
 
 
-def test_another_shape_than_announced_is_refused(sender: Sender, pd: PrefillSide) -> None:
+@pytest.mark.parametrize(
+    ("put_out", "what"),
+    [
+        (output("cat", 9), "(9, 64) float32"),
+        (output("cat", 11), "(11, 64) float32"),
+        (output("cat", 10).view(20, 32), "(20, 32) float32"),
+        (output("cat", 20).bfloat16(), "(20, 64) bfloat16"),
+    ],
+    ids=["shorter", "longer", "another width", "as many bytes"],
+)
+def test_an_output_of_another_shape_or_dtype_than_announced_is_refused(
+    sender: Sender,
+    pd: PrefillSide,
+    caplog: pytest.LogCaptureFixture,
+    put_out: torch.Tensor,
+    what: str,
+) -> None:
     pd.arrive("r", "cat", 10)
-    sender.submit(order("t-r", "cat", pd.address, 10), output("cat", 9))
+    sender.submit(order("t-r", "cat", pd.address, 10), put_out)
     ended(sender, pd, "t-r")
     assert pd.placed == []
     pd.step_until(lambda: pd.free_bytes == pd.pool_bytes)
     assert pd.prefill.may_schedule("r", 1)
+    why = f"encoder put out {what}, announced was (10, 64) float32"
+    for end in ("transfer t-r ended: ", "item cat by transfer t-r: "):
+        assert f"{end}{why}" in caplog.text
+
+
+def test_an_item_that_the_consumer_does_not_expect_so_is_told_at_both_ends(
+    sender: Sender, pd: PrefillSide, caplog: pytest.LogCaptureFixture
+) -> None:
+    pd.arrive("r", "cat", 10)
+    sender.submit(order("t-r", "cat", pd.address, 9), output("cat", 9))
+    ended(sender, pd, "t-r")
+    assert not pd.prefill.may_schedule("r", 1), "another encoder may have it as expected"
+    told = [text for text in caplog.messages if "process this item differently" in text]
+    assert len(told) == 2, caplog.text
 
 
 def test_a_missing_copy_is_encoded_by_the_consumer(sender: Sender, pd: PrefillSide) -> None:

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import ascend_sim.dispatch
 import pytest
 import torch
 
@@ -10,9 +9,23 @@ DEVICE = torch.device("npu", 0)
 DELAY_US = 500_000
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _used_before() -> None:
+    """What a process does first on a device and on its streams takes longer than the delay."""
+    torch.npu.set_device(DEVICE)
+    x = torch.ones(4).to(DEVICE).add_(1)
+    with torch.npu.stream(torch.npu.Stream()):
+        x * 2
+    torch._foreach_add_([x], 1)
+    read_on_another_stream(x, waits=True)
+    torch.npu.synchronize()
+
+
 @pytest.fixture
 def late(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(ascend_sim.dispatch, "OP_US", DELAY_US)
+    from ascend_sim import dispatch  # It is imported by torch, not before it.
+
+    monkeypatch.setattr(dispatch, "OP_US", DELAY_US)
     yield
     torch.npu.synchronize()
 

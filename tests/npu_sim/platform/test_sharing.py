@@ -44,14 +44,6 @@ def test_several_processes_open_one_handle_and_the_last_keeps_it_when_others_go(
     assert exporter.tell("x.cpu().unique().tolist()") == "[5.0]"
 
 
-def test_two_tensors_of_one_allocation_do_not_get_mixed_up(npu: Platform, exporter: Child) -> None:
-    first = share(exporter, "x", "torch.full((100,), 1.0).to('npu:1')")
-    second = share(exporter, "y", "torch.full((100,), 2.0).to('npu:1')")
-    assert first.memory == second.memory or first.storage_offset_bytes == 0
-    opened = npu.open_tensor(first), npu.open_tensor(second)
-    assert [tensor.cpu().unique().tolist() for tensor in opened] == [[1], [2]]
-
-
 def test_a_device_that_the_opener_does_not_see_is_reached_from_the_one_it_has(
     exporter: Child,
 ) -> None:

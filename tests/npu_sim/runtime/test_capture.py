@@ -59,23 +59,6 @@ def capture() -> Iterator[Capture]:
         made.end()  # Of a test that has failed.
 
 
-def test_what_is_captured_runs_when_the_graph_is_executed_and_each_time_anew(
-    capture: Capture,
-) -> None:
-    acl.write(capture.memory, bytes(SIZE))
-    capture.begin()
-    assert capture.copy(capture.stream) == acl.SUCCESS
-    assert capture.end() == acl.SUCCESS
-    ctypes.memset(capture.pinned, 1, SIZE)
-    assert acl.read(capture.memory, 1) == b"\0"
-    for value in (2, 3):
-        ctypes.memset(capture.pinned, value, SIZE)
-        acl.call("aclmdlRIExecuteAsync", capture.graph, capture.other)
-        acl.call("aclrtSynchronizeStream", capture.other)
-        assert acl.read(capture.memory, SIZE) == bytes([value]) * SIZE
-    acl.call("aclmdlRIDestroy", capture.graph)
-
-
 def test_another_stream_takes_part_by_an_event_and_must_be_waited_for(capture: Capture) -> None:
     for ends, code in ((True, acl.SUCCESS), (False, UNJOINED)):
         capture.begin()
@@ -85,25 +68,6 @@ def test_another_stream_takes_part_by_an_event_and_must_be_waited_for(capture: C
             assert capture.wait(capture.stream, capture.other) == acl.SUCCESS
         assert capture.end() == code
         assert acl.code_of("aclrtSynchronizeStream", capture.other) == acl.SUCCESS
-
-
-def test_an_event_from_outside_spoils_a_capture(capture: Capture) -> None:
-    with acl.event() as before:
-        acl.call("aclrtRecordEvent", before, capture.other)
-        acl.call("aclrtSynchronizeEvent", before)
-        capture.begin()
-        assert acl.code_of("aclrtStreamWaitEvent", capture.stream, before) == DEPENDENCY
-        assert "event from outside" in acl.message()
-    assert capture.end() == INVALIDATED
-    assert capture.copy(capture.stream) == acl.SUCCESS, "the stream is free again"
-    acl.call("aclrtSynchronizeStream", capture.stream)
-
-
-def test_work_of_a_stream_that_takes_no_part_runs_meanwhile(capture: Capture) -> None:
-    capture.begin()
-    assert capture.copy(capture.other) == acl.SUCCESS
-    acl.call("aclrtSynchronizeStream", capture.other)
-    assert capture.end() == acl.SUCCESS
 
 
 @pytest.mark.parametrize("function", ["aclrtSynchronizeStream", "aclrtSynchronizeDevice"])

@@ -13,59 +13,12 @@ acl.code_of("aclrtGetDeviceCount", ctypes.byref(count))
 print(count.value)
 """
 
-# What each device of the process is without ASCEND_RT_VISIBLE_DEVICES.
-PHYSICAL = """
-count, number = ctypes.c_uint32(), ctypes.c_int32()
-acl.call("aclrtGetDeviceCount", ctypes.byref(count))
-for device in range(count.value):
-    acl.call("aclrtGetLogicDevIdByUserDevId", device, ctypes.byref(number))
-    uuid = ctypes.create_string_buffer(16)
-    acl.call("aclrtDeviceGetUuid", device, uuid)
-    print(number.value, uuid.value.decode(), end=" ")
-"""
-
-
-@pytest.mark.parametrize(
-    ("present", "visible", "count"),
-    [
-        ("0", None, 0),
-        ("8", None, 8),
-        ("8", "", 0),
-        ("2", "1,0", 2),
-        ("8", "3,5,6", 3),
-        ("2", "9", 0),
-        ("2", "1,9,0", 1),
-    ],
-)
-def test_a_process_sees_the_devices_that_its_environment_names(
-    present: str, visible: str | None, count: int
-) -> None:
-    settings = {"ASCEND_SIM_DEVICES": present}
-    if visible is not None:
-        settings["ASCEND_RT_VISIBLE_DEVICES"] = visible
-
-    assert children.answer(COUNT, **settings) == str(count)
-
-
-def test_visible_devices_keep_their_identity() -> None:
-    said = children.answer(PHYSICAL, ASCEND_SIM_DEVICES="8", ASCEND_RT_VISIBLE_DEVICES="5,3")
-
-    assert said == "5 sim-5 3 sim-3"
-
 
 def test_visibility_is_fixed_once_a_device_is_in_use() -> None:
     code = f"os.environ['ASCEND_RT_VISIBLE_DEVICES'] = '1'; acl.library()\n{COUNT}"
     late = "acl.call('aclrtSetDevice', 0); os.environ['ASCEND_RT_VISIBLE_DEVICES'] = '0,1'"
 
     assert children.answer(f"{code}\n{late}\n{COUNT}") == "1\n1"
-
-
-@pytest.mark.parametrize("count", [0, 8])
-def test_torch_sees_as_many_devices(count: int) -> None:
-    code = "import torch, torch_npu; print(torch.npu.is_available(), torch.npu.device_count())"
-
-    done = children.run_with_torch(code, ASCEND_SIM_DEVICES=str(count))
-    assert children.printed(done) == f"{count > 0} {count}"
 
 
 def test_an_unknown_device_is_refused() -> None:

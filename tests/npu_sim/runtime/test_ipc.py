@@ -6,8 +6,6 @@ import os
 import signal
 
 import pytest
-import torch
-import torch.multiprocessing
 
 from tests.npu_sim.runtime import acl, children
 
@@ -24,41 +22,6 @@ for line in sys.stdin:
         acl.free(address)
     print(acl.read(address, 8).decode() if line.strip() == "read" else "done")
 """
-
-
-def test_both_processes_see_the_same_bytes() -> None:
-    with children.talking(EXPORTER) as exporter:
-        address = acl.import_key(key := children.line_from(exporter).encode())
-        assert acl.read(address, 8) == b"exporter"
-
-        acl.write(address, b"importer")
-        children.tell(exporter, "read")
-        assert children.line_from(exporter) == "importer"
-        acl.call("aclrtIpcMemClose", key)
-
-
-def test_memory_of_a_device_that_the_importer_does_not_see_can_be_opened_and_copied() -> None:
-    importer = f"""
-acl.call("aclrtSetDevice", 0)
-key = sys.stdin.readline().strip().encode()
-theirs, mine = acl.import_key(key), acl.malloc({SIZE})
-acl.call("aclrtMemcpy", mine, 8, theirs, 8, acl.DEVICE_TO_DEVICE)
-print(acl.read(mine, 8).decode(), acl.attributes(theirs).type, acl.attributes(theirs).id)
-acl.write(mine, b"importer")
-acl.call("aclrtMemcpy", theirs, 8, mine, 8, acl.DEVICE_TO_DEVICE)
-print("written")
-sys.stdin.readline()
-"""
-    with (
-        children.talking(EXPORTER, ASCEND_RT_VISIBLE_DEVICES="1") as exporter,
-        children.talking(importer, ASCEND_RT_VISIBLE_DEVICES="0") as child,
-    ):
-        children.tell(child, children.line_from(exporter))
-
-        assert children.line_from(child) == f"exporter {acl.LOCATION_DEVICE} 0"
-        assert children.line_from(child) == "written"
-        children.tell(exporter, "read")
-        assert children.line_from(exporter) == "importer"
 
 
 def test_only_processes_whose_ids_were_set_import_where_ids_are_looked_at() -> None:
@@ -113,16 +76,6 @@ def test_a_key_of_memory_that_was_freed_is_refused_even_if_its_file_number_is_us
             acl.import_key(key)
 
 
-def test_memory_that_was_opened_outlives_its_exporter() -> None:
-    with children.talking(EXPORTER) as exporter:
-        key = children.line_from(exporter).encode()
-        address = acl.import_key(key)
-    exporter.wait(children.DEADLINE_S)
-
-    assert acl.read(address, 8) == b"exporter"
-    acl.call("aclrtIpcMemClose", key)
-
-
 def test_closed_memory_cannot_be_read_and_opened_memory_cannot_be_freed() -> None:
     with children.talking(EXPORTER) as exporter:
         address = acl.import_key(key := children.line_from(exporter).encode())
@@ -162,36 +115,3 @@ def test_a_key_that_does_not_fit_is_not_cut_short() -> None:
         code = acl.code_of("aclrtIpcMemGetExportKey", address, SIZE, bytes(9), 8, 1)
 
         assert code == acl.INVALID_PARAM
-
-
-def test_torch_shares_a_tensor_with_a_process_that_writes_it() -> None:
-    spawn = torch.multiprocessing.get_context("spawn")
-    to_child, from_child = spawn.Queue(), spawn.Queue()
-    child = spawn.Process(target=double_what_comes, args=(to_child, from_child))
-    child.start()
-    try:
-        tensor = torch.arange(8, dtype=torch.float32).to("npu:1")
-        torch.npu.synchronize(1)
-        to_child.put(tensor)
-        seen = from_child.get(timeout=children.DEADLINE_S)
-
-        assert seen == [0, 1, 2, 3, 4, 5, 6, 7]
-        assert tensor.cpu().tolist() == [2 * value for value in seen]
-        to_child.put(None)
-        child.join(children.DEADLINE_S)
-        assert child.exitcode == 0
-    finally:
-        child.kill()
-        child.join()
-
-
-def double_what_comes(
-    incoming: torch.multiprocessing.Queue, outgoing: torch.multiprocessing.Queue
-) -> None:
-    """Run in a child: read a tensor, write it, and keep it until told to let go."""
-    tensor = incoming.get(timeout=children.DEADLINE_S)
-    values = tensor.cpu()
-    tensor.copy_(2 * values)
-    torch.npu.synchronize(tensor.device)
-    outgoing.put(values.tolist())
-    incoming.get(timeout=children.DEADLINE_S)

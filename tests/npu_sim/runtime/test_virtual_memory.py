@@ -6,9 +6,7 @@ import ctypes
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-import pytest
-
-from tests.npu_sim.runtime import acl, children
+from tests.npu_sim.runtime import acl
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -78,43 +76,6 @@ def test_memory_is_mapped_only_where_addresses_are_reserved_and_free() -> None:
         acl.call("aclrtUnmapMem", start)
 
     assert refused == [acl.INVALID_PARAM] * 5
-
-
-def test_an_exported_handle_maps_the_same_bytes_in_another_process() -> None:
-    shareable = ctypes.c_uint64()
-    with addresses(PAGE) as start, physical_memory() as handle:
-        acl.call("aclrtMapMem", start, PAGE, 0, handle, 0)
-        acl.write(start, b"before")
-        acl.call("aclrtMemExportToShareableHandle", handle, 0, 1, ctypes.byref(shareable))
-        seen = children.answer(f"""
-acl.call("aclrtSetDevice", 0)
-out = ctypes.c_void_p()
-acl.call("aclrtMemImportFromShareableHandle", {shareable.value}, 0, ctypes.byref(out))
-start = acl.pointer_from("aclrtReserveMemAddress", {PAGE}, 0, None, 0)
-acl.call("aclrtMapMem", start, {PAGE}, 0, out.value, 0)
-print(acl.read(start, 6).decode())
-acl.write(start, b"after ")
-""")
-
-        assert (seen, acl.read(start, 6)) == ("before", b"after ")
-        acl.call("aclrtUnmapMem", start)
-
-
-@pytest.mark.parametrize(
-    ("flags", "device", "code"),
-    [(0, 0, acl.INVALID_PARAM), (1, 1, acl.INVALID_DEVICE)],
-    ids=["another-process", "another-device"],
-)
-def test_an_exported_handle_is_refused_to(flags: int, device: int, code: int) -> None:
-    shareable = ctypes.c_uint64()
-    with physical_memory() as handle:
-        acl.call("aclrtMemExportToShareableHandle", handle, 0, flags, ctypes.byref(shareable))
-        seen = children.answer(f"""
-acl.call("aclrtSetDevice", {device})
-into = ctypes.byref(ctypes.c_void_p())
-print(acl.code_of("aclrtMemImportFromShareableHandle", {shareable.value}, {device}, into))
-""")
-    assert int(seen) == code
 
 
 def test_physical_memory_of_an_unknown_device_is_refused() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import time
 from collections.abc import Iterator
@@ -36,10 +35,6 @@ def encode(route: Route, pd: PrefillSide, tmp_path: Path) -> Iterator[Encode]:
     made.close()
 
 
-def value(encode: Encode, expression: str) -> Any:
-    return ast.literal_eval(encode._child.tell(expression))
-
-
 def deliver(encode: Encode, pd: PrefillSide, name: str) -> float:
     """Have an item granted, put out to be computed late, and placed; say when that began."""
     pd.arrive(name, name, TOKENS)
@@ -57,25 +52,6 @@ def traced(folder: Path, event: str) -> list[dict[str, Any]]:
     (file,) = folder.glob("process-*.jsonl")
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     return [line for line in lines if line["event"] == event]
-
-
-def test_a_step_is_computed_when_the_device_has_and_only_one_is_queued_beside_it(
-    encode: Encode, pd: PrefillSide
-) -> None:
-    encode.run("sender = worker._sender")
-    encode.run("from ascend_sim.memory import delay")
-    encode.run("stream = torch.npu.current_stream()")
-    for step in (1, 2):
-        encode.run(f"delay(stream, {int(LATE_S * 1e6)})")
-        begin_s = time.monotonic()
-        encode.run(f"sender.progress.step_queued({step})")
-        took_s = time.monotonic() - begin_s
-        assert (took_s > LATE_S / 2) == (step == 2)
-    assert value(encode, "sender.progress.take_computed()") == 1
-    assert value(encode, "sender.progress.take_computed()") is None
-    encode.run("sender.progress.rest(30.0)")
-    assert value(encode, "sender.progress.take_computed()") == 2
-    assert time.monotonic() - begin_s >= 2 * LATE_S * 0.8
 
 
 def test_an_output_is_ready_when_it_is_computed_and_its_write_begins_then(

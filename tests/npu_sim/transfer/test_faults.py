@@ -19,14 +19,10 @@ from typing import Any
 import pytest
 import torch
 
-from epd_portable.connector.control import ControlClients
 from epd_portable.connector.pool import SHM_FOLDER
-from epd_portable.connector.sessions import new_session
-from epd_portable.wire.messages import EncodeFailed
 from tests.contract.pairs import Pair, Route
 from tests.integration.transfer.conftest import PrefillSide
 from tests.integration.transfer.encode_side import WIDTH, output
-from tests.keyring import keys
 from tests.npu_sim.platform.children import Child
 from tests.npu_sim.transfer.ends import Encode, do
 
@@ -113,69 +109,6 @@ def given_up(pd: PrefillSide, request_id: str) -> Callable[[], bool]:
 
 def all_free(pd: PrefillSide) -> bool:
     return pd.free_bytes == pd.pool_bytes
-
-
-# -- what is not what was announced --------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("put_out", "what"),
-    [
-        ("output('cat', 9)", "(9, 64) float32"),
-        ("output('cat', 11)", "(11, 64) float32"),
-        ("output('cat', 10).view(20, 32)", "(20, 32) float32"),
-        ("output('cat', 10).half()", "(10, 64) float16"),
-        ("output('cat', 20).bfloat16()", "(20, 64) bfloat16"),
-    ],
-    ids=["shorter", "longer", "another width", "half the bytes", "as many bytes"],
-)
-def test_an_output_of_another_shape_or_dtype_than_announced_is_told_at_both_ends(
-    encode: Encode, pd: PrefillSide, caplog: pytest.LogCaptureFixture, put_out: str, what: str
-) -> None:
-    why = f"encoder put out {what}, announced was (10, 64) float32"
-    pd.arrive("r", "cat", 10)
-    encode.order("t-r", "cat", pd.address, (10, WIDTH))
-    with within(SOON_S):
-        encode.put_out("cat", put_out)
-        pd.step_until(given_up(pd, "r"))
-        pd.step_until(lambda: all_free(pd))
-        encode.wait_until_ended("t-r")
-    assert pd.placed == []
-    assert f"item cat by transfer t-r: {why}" in caplog.text
-    assert f"transfer t-r ended: {why}" in encode.said()
-    assert_serves(encode, pd)
-
-
-@pytest.mark.parametrize(
-    ("shape", "dtype"),
-    [((9, WIDTH), "float32"), ((20, 32), "float32"), ((10, WIDTH), "bfloat16")],
-    ids=["shorter", "another width", "another dtype"],
-)
-def test_an_item_that_the_consumer_does_not_expect_so_is_told_at_both_ends(
-    encode: Encode,
-    pd: PrefillSide,
-    caplog: pytest.LogCaptureFixture,
-    shape: tuple[int, ...],
-    dtype: str,
-) -> None:
-    why = (
-        f"encode-0 announced cat TensorSpec(shape={shape}, dtype='{dtype}'), expected cat "
-        "TensorSpec(shape=(10, 64), dtype='float32'): the two instances process this item "
-        "differently"
-    )
-    pd.arrive("r", "cat", 10)
-    with within(SOON_S):
-        encode.order("t-r", "cat", pd.address, shape, dtype)
-        pd.step_until(lambda: f"transfer t-r ended: unexpected: {why}" in encode.said())
-    assert f"item cat by transfer t-r: {why}" in caplog.text
-    assert not given_up(pd, "r")(), "another encoder may have it as expected"
-    router = ControlClients(new_session(), keys())
-    router.send(pd.address, EncodeFailed(transfer_id="t-r", reason="no other encoder"))
-    with within(SOON_S):
-        pd.step_until(given_up(pd, "r"))
-    router.close()
-    assert all_free(pd)
-    assert_serves(encode, pd)
 
 
 # -- leases --------------------------------------------------------------------------------------

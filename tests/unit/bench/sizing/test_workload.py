@@ -4,7 +4,6 @@ import pytest
 
 from epd_portable.bench.mix import Mix, checked_mix, read_keys
 from epd_portable.bench.sizing.workload import draw_requests
-from epd_portable.errors import ConfigError
 from tests.unit.bench.sizing.samples import stage_times
 
 
@@ -16,23 +15,6 @@ def test_a_mix_is_read_as_it_is_shown() -> None:
     mix = read("share=0.3,pictures=1/4,size=448/1024,output=60")
     assert mix == Mix(share=0.3, pictures=(1, 4), size=(448, 1024), output=60)
     assert read(str(mix)) == mix
-
-
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("share=2", "--workload share=2: share: Input should be less than or equal to 1"),
-        ("shape=2", "'shape' is none of share, pictures"),
-        ("rate=2", "'rate' is none of share, pictures"),
-        ("share", "share: Input should be a valid number"),
-        ("pictures=0", "pictures.0: Input should be greater than 0"),
-        ("size=large", "size.0: Input should be a valid integer"),
-    ],
-)
-def test_what_is_wrong_with_a_mix_is_named(text: str, words: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        read(text)
-    assert words in str(caught.value)
 
 
 def test_requests_have_the_rate_and_the_mix_that_was_asked_for() -> None:
