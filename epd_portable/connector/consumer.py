@@ -275,7 +275,7 @@ class ConsumerSession:
                 self._grant_if_free(transfer)
 
     @property
-    def slots_return(self) -> bool:
+    def has_revoked_slots(self) -> bool:
         """Whether slots are quarantined."""
         return len(self._quarantine) > 0
 

@@ -341,7 +341,7 @@ class Deliveries(Protocol):
     """The transfers that bring items from elsewhere."""
 
     @property
-    def slots_return(self) -> bool:
+    def has_revoked_slots(self) -> bool:
         """Whether producers are asked for slots that they had been granted."""
         ...
 

@@ -579,7 +579,7 @@ class EncoderCachePreallocator(EncoderCacheManager):
             and (not lacks_slot or claim.item.slot or claim.item.mm_hash in self._resident)
         ]
         last = next((claim for claim in able if not claim.is_last_chance), None)
-        revoked = lacks_slot and self._deliveries.slots_return
+        revoked = lacks_slot and self._deliveries.has_revoked_slots
         if last is None and able and not (revoked or self._room_returns(first.claimant)):
             last = able[0]
         if last is not None:

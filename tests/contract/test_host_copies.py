@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -13,6 +12,7 @@ from epd_portable.platforms import registry
 from epd_portable.platforms.base import Platform
 from epd_portable.runners.host_copies import HostCopies
 from epd_portable.scheduling.two_levels import HostOrders
+from tests.waiting import until
 
 
 @pytest.fixture(
@@ -40,14 +40,6 @@ def copies(platform: Platform) -> Iterator[HostCopies]:
 
 
 DEADLINE_S = 20.0
-
-
-def until(condition: Callable[[], bool]) -> None:
-    """Wait for the thread that copies."""
-    end_s = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < end_s
-        time.sleep(0.001)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])

@@ -6,7 +6,6 @@ import base64
 import signal
 import socket
 import threading
-import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,6 +30,7 @@ from epd_portable.wire.descriptors import SlotDescriptor
 from tests.contract.pairs import Pair, Route
 from tests.contract.transport_consumer import DEADLINE_S, MIB, Consumer, digest
 from tests.receiving import receiving_end
+from tests.waiting import until
 
 pytestmark = pytest.mark.needs_mooncake
 ROUTE = Route("mooncake", Pair("cpu", "cpu"))
@@ -140,10 +140,7 @@ def test_another_write_to_the_consumer_ends_with_one_that_missed_its_lease(
     slots = [consumer.grant(offset, src.numel()) for offset in (0, src.numel())]
     consumer.signal(signal.SIGSTOP)
     patient = PatientWrite(transport, consumer, src, slots[0])
-    deadline_s = time.monotonic() + DEADLINE_S
-    while not on_their_way(ports):
-        assert time.monotonic() < deadline_s
-        time.sleep(0.01)
+    until(lambda: on_their_way(ports))
     with pytest.raises(TransportTimeoutError):
         write(transport, consumer, src, slots[1], seconds=1.0)
     assert "another write" in str(patient.lost())
@@ -158,10 +155,7 @@ def test_a_consumer_that_does_not_answer_ends_whoever_waits_with_the_first_that_
     slots = [consumer.grant(offset, src.numel()) for offset in (0, src.numel())]
     consumer.signal(signal.SIGSTOP)
     patient = PatientWrite(transport, consumer, src, slots[0])
-    deadline_s = time.monotonic() + DEADLINE_S
-    while "epd-mooncake-open" not in {each.name for each in threading.enumerate()}:
-        assert time.monotonic() < deadline_s
-        time.sleep(0.01)
+    until(lambda: "epd-mooncake-open" in {each.name for each in threading.enumerate()})
     with pytest.raises(TransportTimeoutError, match="did not answer"):
         write(transport, consumer, src, slots[1], seconds=1.0)
     patient.lost()

@@ -31,6 +31,7 @@ from epd_portable.platforms.traits import TRAITS
 from epd_portable.wire.descriptors import SlotDescriptor
 from tests.contract.pairs import REFUSED, ROUTES, Route, encode_peer, parameters
 from tests.contract.transport_consumer import CONTEXT, DEADLINE_S, MIB, Consumer, digest
+from tests.waiting import until
 
 GUARD = 512
 FILL = 0xA5
@@ -537,12 +538,8 @@ def test_consumers_that_have_gone_leave_nothing_in_their_producer(
         assert_serves(transport, consumer)
         held.append(opened_by_this_process())
         consumer.close()
-    deadline_s = time.monotonic() + DEADLINE_S
     # Fewer is well: something of an earlier test may have ended meanwhile.
-    while any(now > first for now, first in zip(held[-1], held[0], strict=True)):
-        assert time.monotonic() < deadline_s, held
-        time.sleep(0.01)
-        held.append(opened_by_this_process())
+    until(lambda: all(map(int.__ge__, held[0], opened_by_this_process())))
     transport.close()
 
 

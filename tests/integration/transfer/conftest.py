@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import time
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -29,6 +28,7 @@ from tests.integration.transfer.encode_side import FINGERPRINT, LEASE_S, TIMEOUT
 from tests.keyring import secret_file
 from tests.receiving import pool_name
 from tests.unit.builders import FakeRequest, request
+from tests.waiting import until
 
 DEADLINE_S = 60.0
 
@@ -131,21 +131,16 @@ class PrefillSide:
 
     def step_until(self, condition: Callable[[], bool]) -> None:
         """Step as an engine does while requests wait, until the condition holds."""
-        deadline_s = time.monotonic() + DEADLINE_S
-        while not condition():
-            assert time.monotonic() < deadline_s, "did not happen in time"
-            self.step()
-            time.sleep(0.001)
+        until(lambda: condition() or self.step())
 
     def wait_until(self, condition: Callable[[], bool]) -> None:
         """Wait without stepping, where the receiver listens by itself."""
-        deadline_s = time.monotonic() + DEADLINE_S
-        while True:
+
+        def holds() -> bool:
             with self.receiver.lock:
-                if condition():
-                    return
-            assert time.monotonic() < deadline_s, "did not happen in time"
-            time.sleep(0.001)
+                return condition()
+
+        until(holds)
 
     def finish(self, request_id: str) -> PrefillOutcome:
         outcome = self.prefill.finished(request_id)

@@ -24,6 +24,7 @@ from epd_portable.wire.descriptors import SlotDescriptor
 from epd_portable.wire.messages import AnyMessage, Grant, Later, Written
 from tests.keyring import keys
 from tests.receiving import pool_name
+from tests.waiting import until
 
 DEADLINE_S = 20.0
 WRITTEN = Written(transfer_id="t", attempt=1, generation=7)
@@ -64,23 +65,12 @@ def clients() -> Iterator[ControlClients]:
     made.close()
 
 
-def heard(server: ControlServer) -> list[tuple[bytes, AnyMessage]]:
-    deadline_s = time.monotonic() + DEADLINE_S
-    while not (found := server.receive()):
-        assert time.monotonic() < deadline_s, "nothing arrived"
-        server.wait(0.01)
-    return found
-
-
 def meet(clients: ControlClients, consumer: Consumer, path: str = "shm") -> None:
     """Let the producer hear of a grant."""
     clients.send(consumer.server.address, Later(transfer_id="hello"))
-    heard(consumer.server)
+    until(consumer.server.receive)
     consumer.server.send(b"client", grant(consumer.pool, path))
-    deadline_s = time.monotonic() + DEADLINE_S
-    while not clients.receive():
-        assert time.monotonic() < deadline_s, "no grant arrived"
-        clients.wait(0.01)
+    until(clients.receive)
 
 
 def by_datagram(clients: ControlClients, consumer: Consumer, message: AnyMessage) -> bool:
@@ -88,7 +78,7 @@ def by_datagram(clients: ControlClients, consumer: Consumer, message: AnyMessage
     consumer.server._gate.log_refusals()
     with mock.patch.object(control, "receive_parts", side_effect=control.receive_parts) as zmq:
         clients.send(consumer.server.address, message)
-        assert heard(consumer.server) == [(b"client", message)]
+        assert until(consumer.server.receive) == [(b"client", message)]
     return not zmq.called
 
 
@@ -124,13 +114,10 @@ def test_a_restarted_consumer_is_reached_again(clients: ControlClients, pool: st
     second = Consumer(pool, address)
     try:
         clients.send(address, WRITTEN)
-        assert heard(second.server) == [(b"client", WRITTEN)]
+        assert until(second.server.receive) == [(b"client", WRITTEN)]
         assert address not in clients._near
         second.server.send(b"client", grant(pool))
-        deadline_s = time.monotonic() + DEADLINE_S
-        while not clients.receive():
-            assert time.monotonic() < deadline_s
-            clients.wait(0.01)
+        until(clients.receive)
         assert by_datagram(clients, second, WRITTEN)
     finally:
         second.close()
@@ -162,7 +149,7 @@ def test_nonsense_is_dropped_and_the_next_one_arrives(
     for data in (b"", b"garbage", good[:-1], bytes(MAX_MESSAGE_BYTES * 2), good):
         sender.send(data)
     sender.close()
-    assert heard(consumer.server) == [(b"client", WRITTEN)]
+    assert until(consumer.server.receive) == [(b"client", WRITTEN)]
     assert len([each for each in caplog.records if "dropped" in each.msg]) == 4
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import socket
 import threading
-import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
@@ -30,6 +29,7 @@ from epd_portable.wire.codec import encode
 from epd_portable.wire.descriptors import SlotDescriptor
 from epd_portable.wire.messages import Abort, Later
 from tests.receiving import pool_name, receiving_end
+from tests.waiting import until
 
 OFF_HOST = "127.0.0.2"
 ADDRESSES = {
@@ -131,23 +131,6 @@ def tell(stranger: zmq.Socket[bytes], *parts: bytes) -> None:
         stranger.send_multipart(parts, zmq.DONTWAIT)
 
 
-def arrives(server: ControlServer, limit_s: float) -> bool:
-    deadline_s = time.monotonic() + limit_s
-    while time.monotonic() < deadline_s:
-        if server.receive():
-            return True
-        time.sleep(0.005)
-    return False
-
-
-def until_refused(server: ControlServer) -> None:
-    deadline_s = time.monotonic() + DEADLINE_S
-    while not server._gate.refused:
-        assert time.monotonic() < deadline_s, "nothing was counted"
-        assert server.receive() == []
-        time.sleep(0.005)
-
-
 # -- control ---------------------------------------------------------------------------------------
 
 
@@ -155,15 +138,10 @@ def test_holders_of_the_secret_can_talk(stack: ExitStack, make_server: Make, add
     held = keys()
     server, client = make_server(held, address), clients(stack, held)
     client.send(server.address, Abort(transfer_id="t", reason="why"))
-    assert arrives(server, DEADLINE_S)
+    until(server.receive)
     answer = Later(transfer_id="t")
     server.send(b"client", answer)
-    received = []
-    deadline_s = time.monotonic() + DEADLINE_S
-    while not received and time.monotonic() < deadline_s:
-        client.wait(0.1)
-        received = client.receive()
-    assert received == [(server.address, answer)]
+    assert until(client.receive) == [(server.address, answer)]
 
 
 def test_idle_connections_are_kept_alive_by_both_ends(stack: ExitStack, make_server: Make) -> None:
@@ -180,12 +158,9 @@ def test_idle_connections_are_kept_alive_by_both_ends(stack: ExitStack, make_ser
     held = keys()
     server, client = make_server(held), clients(stack, held)
     client.send(server.address, Later(transfer_id="t"))
-    assert arrives(server, DEADLINE_S)
+    until(server.receive)
     keep_alive_is_pending = "02"
-    deadline_s = time.monotonic() + DEADLINE_S
-    while timers() != 2 * [keep_alive_is_pending]:
-        assert time.monotonic() < deadline_s, timers()
-        time.sleep(0.01)
+    until(lambda: timers() == 2 * [keep_alive_is_pending])
 
 
 @pytest.mark.parametrize("knows", ["another secret", "the clients' key", "nothing"])
@@ -205,9 +180,11 @@ def test_strangers_are_refused(
             stranger.curve_serverkey, _ = zmq.curve_keypair()
         stranger.connect(server.address)
         tell(stranger, encode(message, session="s"))
-    until_refused(server)
+    heard: list[object] = []
+    until(lambda: heard.extend(server.receive()) or server._gate.refused)
+    assert heard == []
     clients(stack, held).send(server.address, message)
-    assert arrives(server, DEADLINE_S)
+    until(server.receive)
 
 
 def test_a_client_tells_nothing_to_a_server_without_keys(stack: ExitStack, address: str) -> None:
@@ -226,7 +203,7 @@ def test_a_listener_between_the_two_reads_nothing(stack: ExitStack, make_server:
     stack.callback(forwarder.close)
     message = Abort(transfer_id="t", reason=WORDS.decode())
     clients(stack, held).send(forwarder.address, message)
-    assert arrives(server, DEADLINE_S)
+    until(server.receive)
     assert len(forwarder.seen) > len(WORDS)
     assert WORDS[:12] not in forwarder.seen
 

@@ -26,6 +26,7 @@ from epd_portable.vllm_plugin.reports import to_names
 from epd_portable.wire.messages import EncodeFailed, LoadReport, LoadWanted
 from epd_portable.wire.params import ExpectedTransfer, PrefillParams, to_params
 from tests.keyring import keys, secret_file
+from tests.waiting import until
 
 pytestmark = pytest.mark.needs_vllm
 
@@ -212,12 +213,8 @@ class Engine:
         Returns:
             What was computed by the steps that computed something.
         """
-        computed = []
-        end_s = time.monotonic() + DEADLINE_S
-        while not condition():
-            assert time.monotonic() < end_s, "did not happen in time"
-            computed.append(self.step())
-            time.sleep(0.001)
+        computed: list[dict[str, int]] = []
+        until(lambda: condition() or computed.append(self.step()))
         return [each for each in computed if each]
 
 
@@ -529,13 +526,8 @@ def test_a_router_that_wants_to_know_is_told_how_busy_the_engine_is(engine: Engi
         engine.arrive("asleep", pixels=True, transfer=True, text=0)
         assert engine.step() == {"begun": TEXT}
         router.send(address, LoadWanted())
-        found: list[LoadReport] = []
-        end_s = time.monotonic() + DEADLINE_S
-        while not found:
-            assert time.monotonic() < end_s, "it told nothing"
-            router.wait(0.1)
-            found = [each for _, each in router.receive() if isinstance(each, LoadReport)]
         # Of its 63 usable blocks the text takes two.
-        assert found == [LoadReport(running=1, waiting=1, kv_used=0.03)]
+        report = LoadReport(running=1, waiting=1, kv_used=0.03)
+        assert [each for _, each in until(router.receive)] == [report]
     finally:
         router.close()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -13,19 +13,13 @@ import torch
 from epd_portable.runners import background as background_module
 from epd_portable.runners.background import BackgroundEncoder, EncodeOrder, StepEncoder
 from tests.unit.runners.harness import Item, PrefillSide, sources
+from tests.waiting import until
 
 OWL = Item("owl", background=True)
 
 
 def encoding(name: str) -> EncodeOrder:
     return EncodeOrder(mm_hash=name, modality="image", media=name)
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.001)
 
 
 class Block(torch.nn.Module):

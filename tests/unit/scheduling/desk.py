@@ -56,7 +56,7 @@ class Desk:
             self.given.append(item.mm_hash)
 
     @property
-    def slots_return(self) -> bool:
+    def has_revoked_slots(self) -> bool:
         return bool(self.writing)
 
     def announced(self, item: Item) -> list[str]:

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -33,6 +32,7 @@ from tests.unit.connector.stores.memory import (
     entry,
     key,
 )
+from tests.waiting import until
 
 TIMEOUT_S = 1.0
 
@@ -86,13 +86,6 @@ class Side:
                 lease_s=10.0,
             )
         )
-
-    def until_asked(self) -> None:
-        """Wait until a thread has turned to the store."""
-        end_s = time.monotonic() + DEADLINE_S
-        while not self.store.asked:
-            assert time.monotonic() < end_s
-            time.sleep(0.001)
 
     def heard(self) -> list[AnyMessage]:
         """Return what the loader says once a thread has ended."""
@@ -194,7 +187,7 @@ def test_a_late_load_is_given_up_and_its_slot_comes_back(side: Callable[..., Sid
     one = side("cat")
     one.store.gate.clear()
     one.grant(one.announce("cat"))
-    one.until_asked()
+    until(lambda: one.store.asked)
     one.clock.now += 0.99 * TIMEOUT_S
     assert one.said() == []
     one.clock.now += 0.02 * TIMEOUT_S
@@ -233,7 +226,7 @@ def test_a_load_that_is_given_up_closes_the_breaker(side: Callable[..., Side]) -
     one.store.gate.clear()
     announced = one.announce("cat")
     one.grant(announced)
-    one.until_asked()
+    until(lambda: one.store.asked)
     one.loader.send(
         Abort(transfer_id="t-cat", attempt=announced.attempt, reason="not needed any more")
     )

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 
 import pytest
@@ -22,6 +21,7 @@ from tests.unit.connector.stores.memory import (
     entry,
     key,
 )
+from tests.waiting import until
 
 
 def output(name: str, *, to_host: Callable[[], torch.Tensor] | None = None) -> Output:
@@ -51,10 +51,7 @@ class Side:
         return self.registry.get_sample_value(f"epd_encode_store_{name}", labels) or 0.0
 
     def until(self, name: str, value: float, reason: str = "") -> None:
-        end_s = time.monotonic() + DEADLINE_S
-        while self.count(name, reason) < value:
-            assert time.monotonic() < end_s, f"{name} {reason} is {self.count(name, reason)}"
-            time.sleep(0.005)
+        until(lambda: self.count(name, reason) >= value)
 
     def close(self) -> None:
         self.writer.close(DEADLINE_S)
@@ -110,9 +107,7 @@ def test_a_store_that_takes_nothing_is_left_alone(error: StoreError, reason: str
     side.store.error = error
     side.writer.save_caches(output("cat"))
     side.until("drops_total", 1, reason)
-    end_s = time.monotonic() + DEADLINE_S
-    while side.breaker.state != "open":
-        assert time.monotonic() < end_s
+    until(lambda: side.breaker.state == "open")
     for number in range(5):
         side.writer.save_caches(output(f"{number}"))
     side.close()

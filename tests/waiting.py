@@ -1,0 +1,21 @@
+"""Waiting for what happens beside a test."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+T = TypeVar("T")
+
+DEADLINE_S = 60.0
+"""By then it has happened, on a busy machine too."""
+
+
+def until(poll: Callable[[], T]) -> T:
+    """Ask again and again; return the first answer that is true."""
+    deadline_s = time.monotonic() + DEADLINE_S
+    while not (found := poll()):
+        assert time.monotonic() < deadline_s, f"did not happen within {DEADLINE_S:g} s"
+        time.sleep(0.001)
+    return found
