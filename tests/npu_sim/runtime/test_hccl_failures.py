@@ -79,27 +79,6 @@ def test_a_communicator_that_failed_stays_failed() -> None:
     hccl.on_ranks(2, work)
 
 
-def test_the_death_of_a_peer_ends_what_waits_for_it() -> None:
-    root = hccl.new_root()
-    peer = f"""
-with hccl.join({root!r}, 2, 1) as rank:
-    rank.do("HcclRecv", rank.device_memory(bytes(4)), 1, hccl.FP32, 0)
-    print("received", flush=True)
-    sys.stdin.readline()
-"""
-    with children.talking(peer) as child, hccl.join(root, 2, 0) as rank:
-        rank.do("HcclSend", rank.device_memory(bytes(4)), 1, hccl.FP32, 1)
-        assert children.line_from(child) == "received"
-        start = time.monotonic()
-        rank.start("HcclRecv", rank.device_memory(bytes(4)), 1, hccl.FP32, 1)
-        child.kill()
-
-        assert rank.wait() == acl.RT_INTERNAL_ERROR
-        assert "rank 0 lost rank 1" in acl.message()
-        assert rank.state() == hccl.REMOTE
-        assert time.monotonic() - start < SOON_S
-
-
 def test_destroying_a_communicator_ends_its_running_work_and_that_of_its_peer() -> None:
     is_running = threading.Event()
 

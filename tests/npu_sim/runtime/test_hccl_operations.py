@@ -149,22 +149,6 @@ def test_all_to_all_moves_parts_of_different_sizes() -> None:
     assert hccl.on_ranks(2, work) == [b"0c", b"ab1"]
 
 
-def test_large_messages_around_a_ring_do_not_lock_up() -> None:
-    size = 8 * acl.MIB
-
-    def work(rank: Rank) -> bytes:
-        source = rank.device_memory(bytes([rank.number]) * size)
-        target = room(rank, size)
-        to, origin = (rank.number + 1) % RANKS, (rank.number - 1) % RANKS
-        items = (hccl.Item * 2)(
-            (hccl.SEND, source, size, hccl.UINT8, to), (hccl.RECV, target, size, hccl.UINT8, origin)
-        )
-        rank.do("HcclBatchSendRecv", items, 2)
-        return acl.read(target + size - 1, 1)
-
-    assert hccl.on_ranks(RANKS, work) == [b"\x02", b"\x00", b"\x01"]
-
-
 def test_a_batch_may_hold_messages_of_different_types_and_sizes_to_one_rank() -> None:
     size = 8 * acl.MIB
 
@@ -180,14 +164,6 @@ def test_a_batch_may_hold_messages_of_different_types_and_sizes_to_one_rank() ->
         return acl.read(first + size - 4, 4) + acl.read(second, 4)
 
     assert hccl.on_ranks(2, work)[1] == b"abcdefgh"
-
-
-def test_messages_of_no_elements_pass() -> None:
-    def work(rank: Rank) -> None:
-        function = "HcclSend" if rank.number == 0 else "HcclRecv"
-        rank.do(function, rank.device_memory(b""), 0, hccl.FP32, 1 - rank.number)
-
-    hccl.on_ranks(2, work)
 
 
 def test_a_barrier_waits_for_the_last_rank() -> None:
