@@ -55,6 +55,13 @@ def start_process(*words: object, **streams: IO[str] | int) -> warm.Child:
     return warm.nursery(*IMPORTED).popen(*words, **streams)
 
 
+async def until(condition: Callable[[], object]) -> None:
+    """Wait until something is so."""
+    async with asyncio.timeout(DEADLINE_S):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
 def at_once(most: int) -> int:
     """Return how many requests at a time the limit of open files allows."""
     return min(most, serving.raise_file_limit() // FILES_PER_REQUEST)

@@ -16,7 +16,7 @@ import resource
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ import pytest
 import pytest_asyncio
 
 from epd_portable.router.contents.body import MAX_JSON_BYTES
-from tests.integration.router.stand_in import CHAT, DEADLINE_S, at_once
+from tests.integration.router.stand_in import CHAT, DEADLINE_S, at_once, until
 from tests.integration.router.test_access import KEY, keys_file
 from tests.integration.router.test_process import SETTINGS
 from tests.listening import stop_listening
@@ -148,13 +148,7 @@ class Held:
 
     async def until_gone(self) -> None:
         """Wait until the router has let go of all clients."""
-        await self.until(lambda: self._seen.num_fds() <= self._begin_files)
-
-    async def until(self, condition: Callable[[], bool]) -> None:
-        """Wait until something is so."""
-        async with asyncio.timeout(DEADLINE_S):
-            while not condition():
-                await asyncio.sleep(0.02)
+        await until(lambda: self._seen.num_fds() <= self._begin_files)
 
     @contextlib.contextmanager
     def clients(self, count: int = CLIENTS) -> Iterator[list[socket.socket]]:
@@ -341,7 +335,7 @@ async def test_bodies_of_all_clients_together_are_bounded(held: Held) -> None:
 async def test_answers_that_nobody_takes_and_requests_that_wait_are_bounded(held: Held) -> None:
     with held.clients() as taking_nothing, held.clients() as waiting:
         await send(taking_nothing[:STREAMS], asked(), whole=True)
-        await held.until(lambda: held.instance.streams == STREAMS)
+        await until(lambda: held.instance.streams == STREAMS)
         streaming = await held.grown_bytes()
         await send(waiting, asked(20 * KIB))
         grown = await held.grown_bytes() - streaming

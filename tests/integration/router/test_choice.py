@@ -29,6 +29,7 @@ from tests.integration.router.stand_in import (
     answer,
     once,
     streamed,
+    until,
 )
 from tests.integration.router.test_access import KEY, bearer, keys_file
 from tests.integration.router.test_prefill import compute
@@ -333,10 +334,6 @@ async def test_engines_that_are_busy_for_others_get_less(build: Build, tmp_path:
     t.encoders[1].load = LoadReport(items=3, pixels=1 << 10)
     everybody = t.router.router.instances.all
 
-    async def all_known() -> None:
-        while not all(each.reported for each in everybody):
-            await asyncio.sleep(0.01)
-
     async def tell(control: ControlEnd, load: LoadReport) -> None:
         while True:
             await control.tell(load)
@@ -346,7 +343,7 @@ async def test_engines_that_are_busy_for_others_get_less(build: Build, tmp_path:
         for control, load in zip(t.controls, (busy, idle), strict=True)
     ]
     try:
-        await asyncio.wait_for(all_known(), DEADLINE_S)
+        await until(lambda: all(each.reported for each in everybody))
         messages = [{"role": "user", "content": [RED, TEXT]}]
         decode, encode = await explained(t, "/v1/chat/completions", messages=messages)
     finally:

@@ -26,6 +26,7 @@ from tests.integration.router.stand_in import (
     refuse,
     stream,
     streamed,
+    until,
 )
 from tests.integration.router.test_requests import BLUE, RED, TEXT
 
@@ -91,8 +92,7 @@ async def test_an_item_that_an_encoder_does_not_encode_is_retried_or_encoded_loc
 
     async def until_encoded(received: Received) -> Response:
         await t.until_metric(f'epd_router_encode_jobs_total{{end="{failure}"}}', 1)
-        while len(asked) < count:
-            await asyncio.sleep(0.01)
+        await until(lambda: len(asked) >= count)
         return JSONResponse({"reason": ""})
 
     t.pd.behaviour = until_encoded if brought else until_told_to_encode(t)

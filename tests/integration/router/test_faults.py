@@ -9,7 +9,6 @@ import socket
 from collections.abc import AsyncIterator
 from typing import Any
 
-import anyio
 import psutil
 import pytest
 from starlette.responses import Response
@@ -27,6 +26,7 @@ from tests.integration.router.stand_in import (
     answer,
     forever,
     stream,
+    until,
 )
 from tests.integration.router.test_requests import RED, TEXT
 
@@ -125,14 +125,12 @@ async def test_a_client_that_takes_nothing_loses_its_connection(port: Any) -> No
         client.sendall(CHAT + b"content-length: %d\r\n\r\n" % len(body) + body)
         ours = client.getsockname()[1]
         await t.pd.until(lambda pd: len(pd.received) == 1)
-        with anyio.fail_after(DEADLINE_S):
-            while any(
-                connection.laddr.port == number
-                and connection.raddr
-                and connection.raddr.port == ours
-                for connection in psutil.Process().net_connections("tcp")
-            ):
-                await asyncio.sleep(0.1)
+
+        def is_open() -> bool:
+            found = psutil.Process().net_connections("tcp")
+            return any(each.raddr and each.raddr.port == ours for each in found)
+
+        await until(lambda: not is_open())
 
 
 # Bodies.
@@ -170,8 +168,7 @@ async def test_who_leaves_while_an_instance_goes_down_is_not_served_again(
     asked = asyncio.create_task(t.chat(RED))
     instances = t.encoders if role == "encode" else t.pds
     both = t.encoders + t.pds
-    while sum(len(each.received) for each in both) < 2:
-        await asyncio.sleep(0.01)
+    await until(lambda: sum(len(each.received) for each in both) == 2)
     [client] = router.in_flight
     [busy] = [each for each in instances if each.received]
     instance = router.instances.get(busy.name)
@@ -179,9 +176,7 @@ async def test_who_leaves_while_an_instance_goes_down_is_not_served_again(
     endings = [client.give_up, lambda: instance.seen_gone("test")]
     for ending in endings if order == "client first" else reversed(endings):
         ending()
-    with anyio.fail_after(DEADLINE_S):
-        while router.in_flight or router.exchange._tasks:
-            await asyncio.sleep(0.01)
+    await until(lambda: not (router.in_flight or router.exchange._tasks))
     await asyncio.sleep(0.1)
     # An encode job may just have been given to the other encoder.
     assert sum(len(each.received) for each in t.pds) == 1

@@ -10,7 +10,7 @@ import pytest
 from starlette.responses import JSONResponse, Response
 
 from tests.integration.router.conftest import Build, Topology
-from tests.integration.router.stand_in import Behaviour, Received, answer, refuse
+from tests.integration.router.stand_in import Behaviour, Received, answer, refuse, until
 from tests.integration.router.test_metadata import describe, kinds, parts
 from tests.integration.router.test_requests import BLUE, RED, TEXT, image
 
@@ -46,8 +46,7 @@ class Counting:
 
 def after_all_jobs(encoding: Counting, jobs: int) -> Behaviour:
     async def generate(received: Received) -> Response:
-        while encoding.jobs < jobs or encoding.at_work:
-            await asyncio.sleep(0.01)
+        await until(lambda: encoding.jobs == jobs and not encoding.at_work)
         return await answer(received)
 
     return generate
@@ -66,8 +65,7 @@ async def test_items_whose_encoder_failed_are_encoded_one_after_the_other_if_ask
         if transfer in tried:
             return await works(received)
         tried.add(transfer)
-        while len(tried) < 3:
-            await asyncio.sleep(0.01)
+        await until(lambda: len(tried) == 3)
         return await refuse(500)(received)
 
     behaviour = after_all_jobs(works, 3)

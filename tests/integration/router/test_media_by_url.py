@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.integration.router.conftest import Build
-from tests.integration.router.stand_in import Received
+from tests.integration.router.stand_in import Received, until
 from tests.integration.router.web import Site, plain
 from tests.unit.media.samples import STILLS
 
@@ -82,7 +82,7 @@ async def test_a_slow_site_keeps_nobody_else_waiting(build: Build, site: Site) -
     # What is fetched is no part of the time in which a body must come.
     t = await build(body_timeout_s=0.2, **allowed(site))
     slow_one = asyncio.create_task(t.chat(image(site, "/slow")))
-    await site.until(lambda: bool(site.heads))
+    await until(lambda: bool(site.heads))
     for _ in range(20):
         assert (await t.chat(TEXT)).status_code == 200
     await asyncio.sleep(0.5)
@@ -98,9 +98,9 @@ async def test_a_client_that_goes_ends_its_fetch(build: Build, site: Site) -> No
     site.pages["/never"] = never
     t = await build(**allowed(site))
     asked = asyncio.create_task(t.chat(image(site, "/never")))
-    await site.until(lambda: bool(site.heads))
+    await until(lambda: bool(site.heads))
     asked.cancel()
-    await site.until(lambda: site.closed_early == 1)
+    await until(lambda: site.closed_early == 1)
     await t.until_metric('epd_router_media_fetches_total{result="cancelled"}', 1)
     assert await t.metric("epd_router_requests_in_flight") == 0
 

@@ -11,7 +11,15 @@ from starlette.responses import JSONResponse, Response
 
 from epd_portable.wire.messages import NackCode
 from tests.integration.router.conftest import Build, Topology
-from tests.integration.router.stand_in import Behaviour, Received, answer, full, in_turn, refuse
+from tests.integration.router.stand_in import (
+    Behaviour,
+    Received,
+    answer,
+    full,
+    in_turn,
+    refuse,
+    until,
+)
 from tests.integration.router.test_requests import BLUE, RED, TEXT
 
 GRID = {"image_grid_thw": [1, 4, 4]}
@@ -61,8 +69,7 @@ async def test_the_pd_instance_is_asked_after_the_encoders_and_without_media(
     for encoder in t.encoders:
         encoder.behaviour = late
     chat = asyncio.create_task(t.chat(TEXT, RED, BLUE, RED))
-    while sum(len(encoder.received) for encoder in t.encoders) < 2:
-        await asyncio.sleep(0.01)
+    await until(lambda: sum(len(encoder.received) for encoder in t.encoders) == 2)
     assert t.pd.received == []
     gate.set()
     assert (await chat).status_code == 200

@@ -28,7 +28,6 @@ from epd_portable.router.server import Router, observers
 from epd_portable.router.settings import RouterSettings
 from tests.integration.router.conftest import Build, Topology
 from tests.integration.router.stand_in import (
-    DEADLINE_S,
     JSON,
     Behaviour,
     Received,
@@ -38,6 +37,7 @@ from tests.integration.router.stand_in import (
     forever,
     refuse,
     stream,
+    until,
 )
 from tests.integration.router.test_prefill import SPLIT, split
 from tests.integration.router.test_requests import BLUE, RED, TEXT
@@ -413,23 +413,15 @@ def attributes(span: ReadableSpan) -> dict[str, Any]:
 
 async def finished(exporter: InMemorySpanExporter, count: int) -> dict[str, Any]:
     """Return that many spans by name, when they are there."""
-
-    async def there() -> dict[str, Any]:
-        while len(spans := exporter.get_finished_spans()) < count:
-            await asyncio.sleep(0.01)
-        assert len(spans) == count
-        return {span.name: span for span in spans}
-
-    return await asyncio.wait_for(there(), DEADLINE_S)
+    await until(lambda: len(exporter.get_finished_spans()) >= count)
+    spans = exporter.get_finished_spans()
+    assert len(spans) == count
+    return {span.name: span for span in spans}
 
 
 async def lines(log: Path, count: int) -> str:
     """Return a log when it has that many lines."""
-
-    async def there() -> str:
-        while (text := log.read_text()).count("\n") < count:
-            await asyncio.sleep(0.01)
-        assert text.count("\n") == count
-        return text
-
-    return await asyncio.wait_for(there(), DEADLINE_S)
+    await until(lambda: log.read_text().count("\n") >= count)
+    text = log.read_text()
+    assert text.count("\n") == count
+    return text

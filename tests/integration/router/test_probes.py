@@ -14,7 +14,7 @@ from epd_portable.router.fleet.health_probes import JITTER, HealthProbes
 from epd_portable.router.http.upstream import Upstream
 from epd_portable.router.settings import InstanceSettings, RouterSettings
 from epd_portable.wire.outcomes import FailureKind
-from tests.integration.router.stand_in import DEADLINE_S
+from tests.integration.router.stand_in import DEADLINE_S, until
 from tests.integration.router.web import Answer, Site, plain
 
 WELL = plain(b"", "connection: close")
@@ -32,7 +32,7 @@ class Asked(Site):
         return len(self.heads)
 
     async def until_asked(self, count: int) -> None:
-        await self.until(lambda: self.count >= count)
+        await until(lambda: self.count >= count)
 
 
 class Probed:
@@ -79,10 +79,7 @@ class Probed:
 
     async def until(self, condition: Callable[[Instance], bool]) -> None:
         """Wait until something is true of the first instance."""
-
-        async with asyncio.timeout(DEADLINE_S):
-            while not condition(self.first):
-                await asyncio.sleep(0.01)
+        await until(lambda: condition(self.first))
 
 
 @pytest.fixture

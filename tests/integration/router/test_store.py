@@ -16,7 +16,7 @@ from epd_portable.connector.stores.file import FileStore
 from epd_portable.wire.descriptors import TensorSpec
 from epd_portable.wire.messages import EncodeFailed, NackCode
 from tests.integration.router.conftest import Build, Topology
-from tests.integration.router.stand_in import Behaviour, Received, refuse
+from tests.integration.router.stand_in import Behaviour, Received, refuse, until
 from tests.integration.router.test_metadata import GRID, kinds, parts
 from tests.integration.router.test_requests import BLUE, RED, TEXT
 from tests.keyring import secret
@@ -244,9 +244,7 @@ async def test_a_forged_head_is_counted_and_removed(build: Build, section: Store
     assert len(t.encoders[0].received) == 1
     assert await t.metric('epd_router_store_items_total{result="corrupt"}') == 1
 
-    async with asyncio.timeout(10):
-        while path.exists():
-            await asyncio.sleep(0.01)
+    await until(lambda: not path.exists())
 
 
 class Silent(FileStore):

@@ -32,6 +32,7 @@ from tests.integration.router.stand_in import (
     forever,
     full,
     refuse,
+    until,
 )
 from tests.integration.router.test_faults import inside
 from tests.integration.router.test_requests import BLUE, RED
@@ -231,18 +232,14 @@ async def test_nothing_is_left_of_a_storm(build: Build, seed: int, media: str) -
             await clients
             for each in dice:
                 each.calm = True
-            with anyio.fail_after(DEADLINE_S):
-                while not all(instance.preferred for instance in router.instances.all):
-                    await asyncio.sleep(0.05)
+            await until(lambda: all(each.preferred for each in router.instances.all))
             after = Storm(seed, t.router.url, http, asyncio.Semaphore(at_once(REQUESTS)))
             await asyncio.gather(*(after.client(number) for number in range(1, 10)))
             assert after.outcomes["whole"] + after.outcomes["stream"] == 9, after.outcomes
 
         assert sum(storm.outcomes.values()) == REQUESTS
         # Jobs of answered requests may still be answered for a while.
-        with anyio.fail_after(DEADLINE_S):
-            while router.in_flight or router.exchange._tasks or not is_quiet(router):
-                await asyncio.sleep(0.05)
+        await until(lambda: is_quiet(router))
         # Probes and connections that end have tasks too, but others after a while.
         left = {task for task in asyncio.all_tasks() - before if not is_server(task)}
         with anyio.move_on_after(DEADLINE_S):
@@ -260,7 +257,8 @@ def is_server(task: asyncio.Task[Any]) -> bool:
 def is_quiet(router: Router) -> bool:
     """Tell whether nothing is counted any more."""
     return (
-        all(each.idle and not each.load and not each._uses for each in router.instances.all)
+        not (router.in_flight or router.exchange._tasks)
+        and all(each.idle and not each.load and not each._uses for each in router.instances.all)
         and all(not tier.load for tiers in router.instances._tiers.values() for tier in tiers)
         and not router.held_bytes.count
         and not router._control._inboxes

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 import sys
 from pathlib import Path
@@ -10,7 +9,7 @@ from types import FrameType
 
 import epd_portable
 from tests.integration.router.conftest import Build
-from tests.integration.router.stand_in import streamed
+from tests.integration.router.stand_in import streamed, until
 from tests.integration.router.test_faults import inside
 from tests.integration.router.test_requests import RED, TEXT
 from tests.integration.router.test_streams import EVENT, LAST
@@ -69,8 +68,7 @@ async def test_a_picture_enters_the_files_that_the_page_names_and_none_from_both
     sys.setprofile(walk.note)
     try:
         answered = await t.chat(TEXT, RED, stream=True)
-        while router.in_flight or router.exchange._tasks:
-            await asyncio.sleep(0.01)
+        await until(lambda: not (router.in_flight or router.exchange._tasks))
     finally:
         sys.setprofile(None)
     assert answered.content.endswith(LAST["/v1/chat/completions"])

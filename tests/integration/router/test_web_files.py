@@ -25,7 +25,7 @@ from epd_portable.router.contents.body import Body, HeldBytes
 from epd_portable.router.contents.media_urls import LinkedItems, MediaFetcher
 from epd_portable.router.observability.metrics import Metrics
 from tests.certificates import make_certificate
-from tests.integration.router.stand_in import DEADLINE_S
+from tests.integration.router.stand_in import DEADLINE_S, until
 from tests.integration.router.web import Answer, Site, moved, plain
 from tests.unit.media.samples import STILLS
 
@@ -279,7 +279,7 @@ async def test_who_is_slow_is_given_up(world: World, answer: Answer) -> None:
     refused = await refusal(world.fetcher(timeout_s=1.0), world.url())
     assert (refused.status, refused.code) == (504, "media_url_timeout")
     assert "within 1 s" in str(refused)
-    await world.site.until(lambda: world.site.closed_early == 1)
+    await until(lambda: world.site.closed_early == 1)
 
 
 FAILING = {
@@ -340,7 +340,7 @@ async def test_both_tries_share_one_time(world: World) -> None:
     world.site.pages["/a.png"] = answer
     refused = await refusal(world.fetcher(timeout_s=1.0), world.url())
     assert (refused.status, refused.code) == (504, "media_url_timeout")
-    await world.site.until(lambda: world.site.closed_early == 1)
+    await until(lambda: world.site.closed_early == 1)
     assert len(world.site.heads) == 2
 
 
@@ -403,7 +403,7 @@ async def test_a_url_that_many_ask_for_is_fetched_once(world: World) -> None:
     world.site.pages["/a.png"] = answer
     fetcher = world.fetcher()
     asked = [asyncio.create_task(get(fetcher, world.url(), world.url())) for _ in range(50)]
-    await world.site.until(lambda: bool(world.site.heads))
+    await until(lambda: bool(world.site.heads))
     go_on.set()
     assert await asyncio.gather(*asked) == [[PNG] * 2] * 50
     assert await get(fetcher, world.url("/a.png#other")) == [PNG]
@@ -432,7 +432,7 @@ async def test_what_one_gives_up_is_fetched_for_the_others(world: World) -> None
     world.site.pages["/a.png"] = slowly(plain(PNG), 50, 0.05)
     fetcher = world.fetcher()
     first, second = (asyncio.create_task(get(fetcher, world.url())) for _ in range(2))
-    await world.site.until(lambda: bool(world.site.heads))
+    await until(lambda: bool(world.site.heads))
     first.cancel()
     assert await second == [PNG]
     assert first.cancelled()
@@ -442,10 +442,10 @@ async def test_what_all_give_up_is_not_fetched_to_its_end(world: World) -> None:
     world.site.pages["/a.png"] = slowly(plain(PNG), 1, 0.5)
     fetcher = world.fetcher()
     asked = [asyncio.create_task(get(fetcher, world.url())) for _ in range(2)]
-    await world.site.until(lambda: bool(world.site.heads))
+    await until(lambda: bool(world.site.heads))
     for each in asked:
         each.cancel()
-    await world.site.until(lambda: world.site.closed_early == 1)
+    await until(lambda: world.site.closed_early == 1)
     world.site.pages["/a.png"] = plain(PNG)
     assert await get(fetcher, world.url()) == [PNG]
 
@@ -498,7 +498,7 @@ async def test_so_many_are_fetched_at_a_time(
     monkeypatch.setattr(media_urls, "MAX_FETCHES_OF_HOST", 3)
 
     async def when_all_turns_are_taken(writer: asyncio.StreamWriter) -> None:
-        await world.site.until(lambda: world.site.most_open >= most)
+        await until(lambda: world.site.most_open >= most)
         await asyncio.sleep(0.05)
         writer.write(plain(PNG))
 
@@ -552,7 +552,7 @@ async def test_names_that_are_looked_up_for_long_hold_no_other_name_up(world: Wo
     fetcher = world.fetcher()
     waiting = [asyncio.create_task(get(fetcher, world.url(host=name))) for name in slow]
     try:
-        await world.site.until(lambda: len(world.looked_up) == media_urls.LOOKUPS_OF_DOMAIN)
+        await until(lambda: len(world.looked_up) == media_urls.LOOKUPS_OF_DOMAIN)
         assert await get(fetcher, world.url()) == [PNG]
         # Who gives up leaves the thread where it is: nobody else of the domain has it yet.
         for task in waiting[:8]:
@@ -612,7 +612,7 @@ async def test_a_fetcher_that_is_closed_leaves_nobody_waiting(world: World) -> N
     world.site.pages["/a.png"] = slowly(plain(PNG), 1, 0.5)
     fetcher = world.fetcher()
     asked = asyncio.create_task(get(fetcher, world.url()))
-    await world.site.until(lambda: bool(world.site.heads))
+    await until(lambda: bool(world.site.heads))
     await fetcher.close()
     with pytest.raises(RequestError, match="stopping"):
         await asyncio.wait_for(asked, DEADLINE_S)

@@ -8,7 +8,6 @@ import ssl
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
-from tests.integration.router.stand_in import DEADLINE_S
 from tests.listening import stop_listening
 
 Answer = Callable[[asyncio.StreamWriter], Awaitable[None]]
@@ -52,11 +51,6 @@ class Site:
     @property
     def paths(self) -> list[str]:
         return [head.split()[1].decode() for head in self.heads]
-
-    async def until(self, condition: Callable[[], bool]) -> None:
-        async with asyncio.timeout(DEADLINE_S):
-            while not condition():
-                await asyncio.sleep(0.01)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         serving = asyncio.current_task()

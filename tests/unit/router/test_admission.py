@@ -13,8 +13,8 @@ from epd_portable.errors import RequestError
 from epd_portable.router.contents.body import Call
 from epd_portable.router.ingress.admission import LONGEST_RETRY_S, AdmissionControl, priority_of
 from epd_portable.router.observability.metrics import Metrics
-from epd_portable.router.settings import InstanceSettings
 from epd_portable.wire.outcomes import FailureKind
+from tests.unit.router.test_selector import settings
 
 TEXT = Call.untouched("POST", "/v1/chat/completions", b"{}")
 
@@ -54,14 +54,7 @@ class Door:
         return going
 
     def add(self, name: str, *, weight: float = 1.0) -> Instance:
-        settings = InstanceSettings(
-            name=name,
-            role="prefill-decode",
-            url="http://127.0.0.1:1",
-            control="tcp://127.0.0.1:2",
-            weight=weight,
-        )
-        instance = self.fleet.add(settings)
+        instance = self.fleet.add(settings(name, "prefill-decode", weight=weight))
         instance.seen_well()
         return instance
 

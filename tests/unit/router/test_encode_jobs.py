@@ -17,17 +17,14 @@ from epd_portable.router.fleet.control import ControlChannels, Inbox
 from epd_portable.router.http.upstream import Upstream
 from epd_portable.router.observability.record import RequestRecord
 from epd_portable.router.selector import Selection
-from epd_portable.router.settings import InstanceSettings, RouterSettings
+from epd_portable.router.settings import RouterSettings
 from epd_portable.wire.params import EncodeTransfer
 from tests.keyring import keys
+from tests.unit.router.test_selector import settings
 
 DEADLINE_S = 5.0
-ENCODERS = [
-    InstanceSettings(name=f"encode-{n}", role="encode", url=f"http://e{n}") for n in range(2)
-]
-PD = InstanceSettings(
-    name="pd-0", role="prefill-decode", url="http://pd", control="tcp://127.0.0.1:9"
-)
+ENCODERS = [settings(f"encode-{n}", "encode") for n in range(2)]
+PD = settings("pd-0", "prefill-decode")
 
 
 class Scene:
@@ -58,8 +55,8 @@ class Scene:
             selection=Selection(pool, Call.untouched("POST", "/", b"{}"), "r", None),
             record=self.record,
         )
-        settings = RouterSettings(port=0, model="demo", instances=(*ENCODERS, PD))
-        self._jobs = EncodeJobs(settings, cast(Upstream, self), self.control, RetryBudget(), None)
+        of_router = RouterSettings(port=0, model="demo", instances=(*ENCODERS, PD))
+        self._jobs = EncodeJobs(of_router, cast(Upstream, self), self.control, RetryBudget(), None)
 
     async def ask(self, *_: Any, **__: Any) -> tuple[int, dict[str, str], bytes]:
         self.asked.set()

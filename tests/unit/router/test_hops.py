@@ -21,7 +21,6 @@ from epd_portable.router.hops import (
 )
 from epd_portable.router.prefill import asks_for_kv
 from epd_portable.router.selector import EndpointSelector
-from epd_portable.router.settings import InstanceSettings
 from tests.unit.router.test_selector import NOTHING, fleet, picture, settings
 
 ITEMS = (picture("p0"), picture("p1"))
@@ -106,9 +105,7 @@ def test_how_many_a_header_leaves_is_explained() -> None:
 
 def test_a_prefill_instance_that_is_named_is_explained_to_who_has_it_compute() -> None:
     instances = fleet(pds=1)
-    control = "tcp://h:1"
-    made = InstanceSettings(name="pre", role="prefill", url="http://pre:1", control=control)
-    instances.add(made).seen_well()
+    instances.add(settings("pre", "prefill")).seen_well()
     assert asks_for_kv(ASKS_FOR_KV)
     asked = Asked(instances, ASKS_FOR_KV, prefiller="pre:1")
     asked.selection.choose_pd(())

@@ -47,7 +47,7 @@ NOTHING: Call = Call.untouched("POST", "/v1/chat/completions", b"{}")
 
 
 def settings(name: str, role: Role, **more: Any) -> InstanceSettings:
-    control = "tcp://h:1" if role == "prefill-decode" else ""
+    control = "" if role == "encode" else "tcp://h:1"
     return InstanceSettings(name=name, role=role, url=f"http://{name}:1", control=control, **more)
 
 
