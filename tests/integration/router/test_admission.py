@@ -12,7 +12,7 @@ import pytest
 from starlette.responses import JSONResponse, Response
 
 from tests.integration.router.conftest import Build, Topology
-from tests.integration.router.stand_in import DEADLINE_S, Received, answer, forever, streamed
+from tests.integration.router.stand_in import DEADLINE_S, Received, forever
 from tests.integration.router.test_access import KEY, OTHER_KEY, bearer, keys_file
 from tests.integration.router.test_requests import BLUE, RED, TEXT
 
@@ -228,19 +228,6 @@ async def test_a_client_that_leaves_frees_its_place_in_the_queue(build: Build) -
     await waiting(t, 1)
     assert await one_by_one.answer_all(2) == ["first", "third"]
     assert (await third).status_code == 200
-
-
-async def test_a_client_that_leaves_its_answer_lets_the_next_one_in(build: Build) -> None:
-    begun = streamed(b"data: {}\n\n", asyncio.Event())
-    t = await build(behaviour=begun, admission={"max_requests": 1})
-    body = {"messages": [{"role": "user", "content": "hi"}], "stream": True}
-    async with t.client.stream("POST", PATH, json=body) as response:
-        pieces_of_it = response.aiter_bytes()
-        assert await anext(pieces_of_it)
-        second = ask(t, "second")
-        await waiting(t, 1)
-        t.pd.behaviour = answer
-    assert (await second).status_code == 200
 
 
 async def test_those_that_wait_are_answered_when_the_router_stops(build: Build) -> None:

@@ -12,7 +12,6 @@ from epd_portable.errors import RequestError
 from epd_portable.router.contents.body import (
     CHAT_PATH,
     COMPLETION_PATH,
-    COUNT_PATH,
     MAX_JSON_BYTES,
     MEDIA_SUFFIX,
     MESSAGES_PATH,
@@ -250,29 +249,6 @@ def test_a_large_picture_is_keyed_and_sent_without_a_copy(kind: type) -> None:
     assert size(described) < 1000
 
 
-def test_a_large_text_beside_an_item_goes_on_as_it_was() -> None:
-    words = {"type": "text", "text": 'say "it"\n, ' * 5000 + "word " * 5000}
-    tool = {"type": "function", "function": {"name": "f", "description": "d" * 9000}}
-    messages = [{"role": "user", "content": [words, PICTURE]}, {"role": "x" * 9000}]
-    call = chat(messages, tools=[tool], unknown="u" * 9000)
-    body = sent(call.for_pd(params(call)))
-    (item,) = call.items
-    del body["ec_transfer_params"]
-    messages[0]["content"][1] = {**PICTURE, "uuid": item.item_uuid}
-    assert body == {"messages": messages, "tools": [tool], "unknown": "u" * 9000}
-
-
-@pytest.mark.parametrize("slash", ["\\/", "\\u002f"])
-def test_a_large_picture_with_escapes_is_the_same_item(slash: str) -> None:
-    picture = image("data:image/png;base64," + "AB/D" * 100_000)
-    plain = json.dumps({"messages": [{"role": "user", "content": [picture]}]})
-    call = read_call(CHAT_PATH, plain.replace("/", slash).encode(), RULES)
-    (item,) = call.items
-    assert item.item_uuid == read_call(CHAT_PATH, plain.encode(), RULES).items[0].item_uuid
-    (part,) = sent(call.for_pd(None))["messages"][0]["content"]
-    assert part == picture | {"uuid": item.item_uuid}
-
-
 # Responses and messages.
 
 
@@ -363,10 +339,6 @@ def test_a_large_image_of_anthropics_messages_is_sent_without_a_copy() -> None:
     assert any(isinstance(each, memoryview) for each in job)
     (part,) = sent(job)["messages"][0]["content"]
     assert part["image_url"] == {"url": "data:image/png;base64," + data}
-
-
-def test_counting_tokens_of_messages_needs_no_encoder() -> None:
-    assert anthropic(DRAWN, path=COUNT_PATH).items == ()
 
 
 @pytest.mark.parametrize(

@@ -150,28 +150,6 @@ async def test_however_bytes_come_the_requests_are_the_same(
     assert Answers(end.transport.written).bodies == [REQUESTS[each] for each in sent]
 
 
-async def test_answers_come_in_the_order_of_the_requests() -> None:
-    going = asyncio.Event()
-    served = []
-
-    async def serve(request: ClientRequest) -> None:
-        served.append(request.path)
-        if request.path == "/1":
-            await going.wait()
-        answer(request, request.path.encode())
-
-    end = End(serve)
-    sending = asyncio.create_task(end.send(b"GET /1 HTTP/1.1\r\n\r\nGET /2 HTTP/1.1\r\n\r\n"))
-    await end.rest()
-    assert served == ["/1"]
-    assert not end.transport.reads  # The others wait where they are.
-    going.set()
-    await sending
-    await end.rest()
-    assert Answers(end.transport.written).bodies == [b"/1", b"/2"]
-    assert end.transport.reads
-
-
 @pytest.mark.parametrize("nbytes", [LARGE_BYTES + 1, CLEARED_BYTES])
 async def test_large_bodies_land_in_their_place(nbytes: int) -> None:
     got = []
@@ -208,24 +186,6 @@ async def test_a_body_counts_as_the_memory_that_it_takes_and_takes_it_as_it_come
     finally:
         tracemalloc.stop()
     assert counted[-1] >= nbytes - 1
-
-
-async def test_a_large_body_is_not_taken_before_it_is_asked_for() -> None:
-    asking = asyncio.Event()
-
-    async def serve(request: ClientRequest) -> None:
-        await asking.wait()
-        await request.body(no_limit)
-        answer(request, b"")
-
-    end = End(serve)
-    head = b"POST / HTTP/1.1\r\ncontent-length: %d\r\n\r\n" % (1 << 20)
-    sending = asyncio.create_task(end.send(head + b"x" * (1 << 20)))
-    await end.rest()
-    assert not end.transport.reads
-    asking.set()
-    await sending
-    assert Answers(end.transport.written).statuses == [200]
 
 
 async def test_others_are_served_while_a_large_body_comes() -> None:
@@ -266,24 +226,6 @@ async def test_what_counts_the_bytes_may_end_the_reading(encoding: str) -> None:
         stream += b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body)
     await end.send(stream + b"GET /next HTTP/1.1\r\n\r\n")
     assert Answers(end.transport.written).bodies == [b"refused", b"next"]
-
-
-async def test_permission_to_send_is_given_when_the_body_is_asked_for() -> None:
-    asking = asyncio.Event()
-
-    async def serve(request: ClientRequest) -> None:
-        await asking.wait()
-        answer(request, bytes(await request.body(no_limit)))
-
-    end = End(serve)
-    await end.send(b"POST / HTTP/1.1\r\nexpect: 100-Continue\r\ncontent-length: 3\r\n\r\n")
-    assert end.transport.written == b""
-    asking.set()
-    await end.rest()
-    assert end.transport.written == b"HTTP/1.1 100 Continue\r\n\r\n"
-    await end.send(b"abc")
-    assert end.transport.written.endswith(b"\r\n\r\nabc")
-    assert not end.transport.closing
 
 
 async def test_who_is_refused_while_it_waits_for_permission_loses_its_connection() -> None:
@@ -504,25 +446,6 @@ async def test_an_answer_that_is_left_without_an_end_breaks_off() -> None:
     assert not end.transport.written.endswith(b"0\r\n\r\n")
 
 
-async def test_a_client_that_takes_nothing_is_waited_for() -> None:
-    written = []
-
-    async def serve(request: ClientRequest) -> None:
-        request.begin_answer(200, {})
-        end.connection.pause_writing()
-        written.append(request.write(b"1"))
-        await request.writable()
-        written.append(request.write(b"2"))
-        request.end_answer()
-
-    end = End(serve)
-    await end.send(GET)
-    assert written == [False]
-    end.connection.resume_writing()
-    await end.rest()
-    assert written == [False, True]
-
-
 CHUNKS = (b"transfer-encoding: chunked\r\n", b"2\r\nhi\r\n0\r\n\r\n")
 
 
@@ -553,24 +476,6 @@ async def test_a_client_gets_what_its_version_and_method_take(
     assert (end.transport.closing, b"connection: close\r\n" in written) == (not keeps, not keeps)
     assert [each in written for each in CHUNKS] == [chunks] * 2
     assert written.endswith((CHUNKS[1], b"\r\n\r\nhi", b"\r\n\r\n"))
-
-
-async def test_when_the_server_stops_each_connection_ends_with_its_answer() -> None:
-    going = asyncio.Event()
-
-    async def serve(request: ClientRequest) -> None:
-        await going.wait()
-        answer(request, b"")
-
-    end, idle = End(serve), End(serve)
-    await end.send(GET)
-    for each in (end, idle):
-        each.clients.stop()
-    assert idle.transport.closing
-    assert not end.transport.closing
-    going.set()
-    await end.rest()
-    assert end.transport.closing
 
 
 @pytest.mark.parametrize(
