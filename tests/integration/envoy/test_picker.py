@@ -33,7 +33,10 @@ from tests.integration.router.conftest import Build, Topology
 from tests.integration.router.stand_in import (
     Received,
     answer,
+    forever,
+    in_turn,
     refuse,
+    silent,
     start_process,
     stream,
     streamed,
@@ -72,18 +75,9 @@ async def test_an_answer_that_ends_is_no_client_that_leaves(build: Build) -> Non
 async def test_a_500_leads_to_the_other_instance(build: Build) -> None:
     t = await build(pds=2)
 
-    async def fail_once(received: Received) -> Response:
-        if sum(len(pd.received) for pd in t.pds) == 1:
-            return JSONResponse({"error": {}}, status_code=500)
-        return await answer(received)
-
-    for pd in t.pds:
-        pd.behaviour = fail_once
-    response = await t.chat(RED)
-    assert response.status_code == 200
-    [first], [second] = (
-        pd.received[0].params["transfers"] for pd in sorted(t.pds, key=lambda pd: pd.name)
-    )
+    in_turn(t.pds, refuse(500), answer)
+    assert (await t.chat(RED)).status_code == 200
+    [first], [second] = (pd.received[0].params["transfers"] for pd in t.pds)
     assert first["transfer_id"] != second["transfer_id"]
     assert await t.metric('epd_router_fallbacks_total{phase="answer",fallback="retried"}') == 1
 
@@ -92,13 +86,8 @@ async def test_an_instance_that_hangs_and_goes_down_leaves_no_request_waiting(bu
     t = await build(encoders=0, probe_timeout_s=0.5)
 
     async def hang(received: Received) -> Response:
-        t.pd.health = never
-        await asyncio.Event().wait()
-        return Response()
-
-    async def never() -> Response:
-        await asyncio.Event().wait()
-        return Response()
+        t.pd.health = silent
+        return await forever(received)
 
     t.pd.behaviour = hang
     response = await asyncio.wait_for(t.chat(TEXT), DEADLINE_S)
@@ -190,13 +179,7 @@ async def test_a_second_try_has_the_time_of_an_instance_for_prompt_and_answer(
     roles = ("prefill", "decode", "decode")
     t = await split(build, *roles, idle_timeout_s=idle_timeout_s, wait_timeout_s=0.5)
     t.pds[0].behaviour = after(prefill_s, compute)
-
-    async def fail_once(received: Received) -> Response:
-        first = len(t.pds[1].received) + len(t.pds[2].received) == 1
-        return await (refuse(500) if first else after(answer_s, answer))(received)
-
-    for pd in t.pds[1:]:
-        pd.behaviour = fail_once
+    in_turn(t.pds[1:], refuse(500), after(answer_s, answer))
     answered = await t.chat(TEXT)
     assert answered.status_code == status
     assert len(t.pds[0].received) == 2

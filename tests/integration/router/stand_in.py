@@ -91,6 +91,11 @@ async def well() -> Response:
     return Response()
 
 
+async def silent() -> Response:
+    await asyncio.Event().wait()
+    raise AssertionError
+
+
 Behaviour = Callable[[Received], Awaitable[Response]]
 
 
@@ -106,6 +111,13 @@ def refuse(status: int, message: str = "no") -> Behaviour:
     return behave
 
 
+def says(content: Any) -> Behaviour:
+    async def behave(received: Received) -> Response:
+        return JSONResponse(content)
+
+    return behave
+
+
 def once(event: asyncio.Event, then: Behaviour = answer) -> Behaviour:
     """Return a behaviour that waits for an event first."""
 
@@ -117,8 +129,7 @@ def once(event: asyncio.Event, then: Behaviour = answer) -> Behaviour:
 
 
 async def forever(received: Received) -> Response:
-    await asyncio.Event().wait()
-    raise AssertionError
+    return await silent()
 
 
 def full(for_ms: int) -> Behaviour:
@@ -138,6 +149,16 @@ def dying(*instances: StandIn) -> Behaviour:
             if any(one is received for one in each.received):
                 asyncio.get_running_loop().call_soon(each.serving.drop_connections)
         return await forever(received)
+
+    return behave
+
+
+def refusing(control: ControlEnd, code: NackCode, detail: str, then: Behaviour) -> Behaviour:
+    """An instance that refuses every transfer of a request on its control channel first."""
+
+    async def behave(received: Received) -> Response:
+        await control.refuse(received.params, code, detail)
+        return await then(received)
 
     return behave
 

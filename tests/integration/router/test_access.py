@@ -6,14 +6,13 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from starlette.responses import JSONResponse, Response
 
 from epd_portable.config.secret import INSTANCE_TOKEN_HEADER
 from epd_portable.errors import ConfigError
 from epd_portable.router.ingress import access
 from epd_portable.router.ingress.access import ApiKeys
 from tests.integration.router.conftest import Build
-from tests.integration.router.stand_in import Received
+from tests.integration.router.stand_in import says
 from tests.integration.router.test_requests import RED, TEXT
 from tests.keyring import secret
 
@@ -123,10 +122,7 @@ async def test_instances_are_shown_the_token_and_no_other_headers(build: Build) 
 async def test_what_became_of_items_is_told_to_those_who_may_know(build: Build) -> None:
     item = {"mm_hash": "a" * 64, "source": "transfer", "path": "shm", "encoder": "encode-0"}
     outcome = {"instance": "pd-0", "items": [item]}
-
-    async def generate(received: Received) -> Response:
-        return JSONResponse({"choices": [], "ec_transfer_params": outcome})
-
+    generate = says({"choices": [], "ec_transfer_params": outcome})
     t = await build(behaviour=generate, item_outcomes=False)
     assert (await t.chat(RED)).json() == {"choices": []}
     line = 'epd_router_item_sources_total{path="shm",source="transfer"}'

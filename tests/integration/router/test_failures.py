@@ -24,6 +24,7 @@ from tests.integration.router.stand_in import (
     full,
     in_turn,
     refuse,
+    refusing,
     stream,
     streamed,
     until,
@@ -233,12 +234,7 @@ async def test_a_failed_request_is_answered_with_the_reason_from_the_control_cha
 async def test_without_another_encoder_a_refusal_leads_to_local_encoding(build: Build) -> None:
     t = await build()
     told = until_told_to_encode(t)
-
-    async def generate(received: Received) -> Response:
-        await t.control.refuse(received.params, NackCode.NO_COMMON_PATH, "no path from there")
-        return await told(received)
-
-    t.pd.behaviour = generate
+    t.pd.behaviour = refusing(t.control, NackCode.NO_COMMON_PATH, "no path from there", told)
     response = await t.chat(RED)
     assert "refused: 'no path from there'" in response.json()["reason"]
     assert await t.metric('epd_router_fallbacks_total{phase="encode",fallback="local"}') == 1
@@ -249,12 +245,8 @@ async def test_other_refusals_do_not_hide_the_instances_own_error(
     build: Build, code: NackCode
 ) -> None:
     t = await build()
-
-    async def generate(received: Received) -> Response:
-        await t.control.refuse(received.params, code, "encodes by itself")
-        return await refuse(500, "engine error")(received)
-
-    t.pd.behaviour = generate
+    failing = refuse(500, "engine error")
+    t.pd.behaviour = refusing(t.control, code, "encodes by itself", failing)
     response = await t.chat(RED)
     assert response.status_code == 500
     assert response.json()["error"]["message"] == "engine error"

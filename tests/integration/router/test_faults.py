@@ -22,24 +22,12 @@ from tests.integration.router.stand_in import (
     DEADLINE_S,
     Received,
     RouterServing,
-    StandIn,
     answer,
     forever,
     stream,
     until,
 )
 from tests.integration.router.test_requests import RED, TEXT
-
-
-def hang(instance: StandIn) -> None:
-    """Let an instance answer nothing any more, probes neither; its connections stay."""
-
-    async def silent() -> Response:
-        await asyncio.Event().wait()
-        raise AssertionError
-
-    instance.behaviour = forever
-    instance.health = silent
 
 
 async def opened(t: Topology) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:

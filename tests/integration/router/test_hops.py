@@ -25,7 +25,7 @@ from epd_portable.router.hops import (
     REFS,
 )
 from tests.integration.router.conftest import Build, Topology
-from tests.integration.router.stand_in import DEADLINE_S, Received, StandIn, answer, refuse
+from tests.integration.router.stand_in import Received, StandIn, answer, once, refuse
 from tests.integration.router.test_access import bearer, keys_file
 from tests.integration.router.test_failures import until_told_to_encode
 from tests.integration.router.test_prefill import ASKED_FOR_KV, KV, compute
@@ -120,13 +120,9 @@ async def test_when_those_that_are_named_fail_others_are_asked(
         encoded.set()
         return await answer(received)
 
-    async def generate(received: Received) -> Response:
-        await asyncio.wait_for(encoded.wait(), DEADLINE_S)
-        return await answer(received)
-
     t.encoders[0].behaviour = t.pds[0].behaviour = refuse(500)
     t.encoders[1].behaviour = t.encoders[2].behaviour = encode
-    t.pds[1].behaviour = generate
+    t.pds[1].behaviour = once(encoded)
     headers = {PREFILLER: at(t.pds[0]), ENCODERS: at(t.encoders[0])}
     answered = await ask(t, RED, headers=headers)
     assert answered.status_code == 200

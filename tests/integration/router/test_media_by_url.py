@@ -11,7 +11,7 @@ import pytest
 
 from tests.integration.router.conftest import Build
 from tests.integration.router.stand_in import Received, until
-from tests.integration.router.web import Site, plain
+from tests.integration.router.web import Site, never, once, plain
 from tests.unit.media.samples import STILLS
 
 PNG = STILLS["png"]
@@ -73,12 +73,7 @@ async def test_instances_get_the_bytes_and_the_name_of_an_inlined_item(
 
 async def test_a_slow_site_keeps_nobody_else_waiting(build: Build, site: Site) -> None:
     go_on = asyncio.Event()
-
-    async def slow(writer: asyncio.StreamWriter) -> None:
-        await go_on.wait()
-        writer.write(plain(PNG))
-
-    site.pages["/slow"] = slow
+    site.pages["/slow"] = once(go_on, plain(PNG))
     # What is fetched is no part of the time in which a body must come.
     t = await build(body_timeout_s=0.2, **allowed(site))
     slow_one = asyncio.create_task(t.chat(image(site, "/slow")))
@@ -92,9 +87,6 @@ async def test_a_slow_site_keeps_nobody_else_waiting(build: Build, site: Site) -
 
 
 async def test_a_client_that_goes_ends_its_fetch(build: Build, site: Site) -> None:
-    async def never(writer: asyncio.StreamWriter) -> None:
-        await asyncio.sleep(60)
-
     site.pages["/never"] = never
     t = await build(**allowed(site))
     asked = asyncio.create_task(t.chat(image(site, "/never")))

@@ -9,7 +9,6 @@ from typing import Any
 
 import httpx
 import pytest
-from starlette.responses import JSONResponse, Response
 
 from epd_portable.wire.messages import NackCode
 from tests import keyring
@@ -17,10 +16,11 @@ from tests.integration.router.conftest import Build, Topology
 from tests.integration.router.stand_in import (
     DEADLINE_S,
     ControlEnd,
-    Received,
     StandIn,
     answer,
     once,
+    refuse,
+    refusing,
 )
 from tests.integration.router.test_requests import RED, TEXT
 
@@ -95,13 +95,10 @@ async def test_a_newcomer_is_heard_on_its_control_channel(
     t = await build(encoders=1, pds=0, registration=True)
     body = await newcomers.start("p", "prefill-decode")
     await t.client.post(INSTANCES, json=body, auth=auth)
-
-    async def refuse(received: Received) -> Response:
-        (control,) = newcomers.controls
-        await control.refuse(received.params, NackCode.TOO_LARGE, "9 bytes, at most 8")
-        return JSONResponse({}, status_code=500)
-
-    newcomers.instances[0].behaviour = refuse
+    (control,) = newcomers.controls
+    newcomers.instances[0].behaviour = refusing(
+        control, NackCode.TOO_LARGE, "9 bytes, at most 8", refuse(500)
+    )
     response = await t.chat(RED)
     assert (response.status_code, "9 bytes" in response.text) == (413, True)
 

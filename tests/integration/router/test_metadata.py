@@ -17,6 +17,7 @@ from tests.integration.router.stand_in import (
     answer,
     full,
     in_turn,
+    once,
     refuse,
     until,
 )
@@ -25,13 +26,14 @@ from tests.integration.router.test_requests import BLUE, RED, TEXT
 GRID = {"image_grid_thw": [1, 4, 4]}
 
 
-def describe(metadata: Any = GRID) -> Behaviour:
-    """An encode instance that says this of every item."""
+def describe(metadata: Any = GRID, *, name: str = "", namespace: str = "") -> Behaviour:
+    """An encode instance that says this of every item, and writes entries of a namespace."""
 
     async def behave(received: Received) -> Response:
         [part] = received.body["messages"][0]["content"]
-        item = {"mm_hash": part["uuid"], "modality": "image", "metadata": metadata}
-        return JSONResponse({"ec_transfer_params": {"instance": "e", "items": [item]}})
+        item = {"mm_hash": name or part["uuid"], "modality": "image", "metadata": metadata}
+        outcome = {"instance": "e", "items": [item], "namespace": namespace}
+        return JSONResponse({"ec_transfer_params": outcome})
 
     return behave
 
@@ -61,13 +63,8 @@ async def test_the_pd_instance_is_asked_after_the_encoders_and_without_media(
 ) -> None:
     t = await build_bare(encoders=2)
     gate = asyncio.Event()
-
-    async def late(received: Received) -> Response:
-        await gate.wait()
-        return await describe()(received)
-
     for encoder in t.encoders:
-        encoder.behaviour = late
+        encoder.behaviour = once(gate, describe())
     chat = asyncio.create_task(t.chat(TEXT, RED, BLUE, RED))
     await until(lambda: sum(len(encoder.received) for encoder in t.encoders) == 2)
     assert t.pd.received == []
@@ -89,12 +86,7 @@ async def test_the_engine_s_own_name_of_an_item_is_expected_at_the_pd_instance(
     build_bare: Build,
 ) -> None:
     t = await build_bare()
-
-    async def rename(received: Received) -> Response:
-        item = {"mm_hash": "engine's", "modality": "image", "metadata": GRID}
-        return JSONResponse({"ec_transfer_params": {"instance": "e", "items": [item]}})
-
-    t.encoders[0].behaviour = rename
+    t.encoders[0].behaviour = describe(name="engine's")
     await t.chat(RED)
     [received] = t.pd.received
     assert [transfer["item_uuid"] for transfer in received.params["transfers"]] == ["engine's"]

@@ -19,6 +19,7 @@ from tests.integration.router.stand_in import (
     full,
     in_turn,
     refuse,
+    says,
     stream,
 )
 from tests.integration.router.test_requests import BLUE, RED, TEXT
@@ -28,9 +29,8 @@ KV = {"do_remote_prefill": True, "remote_block_ids": [[1, 2]], "remote_host": "1
 SPLIT = ("prefill", "decode")
 
 
-async def compute(received: Received) -> Response:
-    """Answer as a prefill instance does."""
-    return JSONResponse({"choices": [], "kv_transfer_params": KV})
+compute = says({"choices": [], "kv_transfer_params": KV})
+"""What a prefill instance does."""
 
 
 async def split(build: Build, *roles: str, encoders: int = 0, **settings: Any) -> Topology:

@@ -15,7 +15,7 @@ from epd_portable.router.http.upstream import Upstream
 from epd_portable.router.settings import InstanceSettings, RouterSettings
 from epd_portable.wire.outcomes import FailureKind
 from tests.integration.router.stand_in import DEADLINE_S, until
-from tests.integration.router.web import Answer, Site, plain
+from tests.integration.router.web import Answer, Site, once, plain
 
 WELL = plain(b"", "connection: close")
 UNAVAILABLE = WELL.replace(b"200 OK", b"503 No")
@@ -140,13 +140,8 @@ async def test_one_that_failed_is_asked_at_once(probed: Probed) -> None:
 async def test_one_that_fails_while_it_is_asked_is_asked_once_more(probed: Probed) -> None:
     await probed.start(interval_s=3600)
     go_on = asyncio.Event()
-
-    async def late(writer: asyncio.StreamWriter) -> None:
-        await go_on.wait()
-        writer.write(WELL)
-
     await look(probed, probed.first)
-    probed.servers[0].answers(late)
+    probed.servers[0].answers(once(go_on, WELL))
     probed.first.failed(FailureKind.LOST)
     await probed.servers[0].until_asked(2)
     probed.first.failed(FailureKind.LOST)

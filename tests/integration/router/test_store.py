@@ -16,26 +16,14 @@ from epd_portable.connector.stores.file import FileStore
 from epd_portable.wire.descriptors import TensorSpec
 from epd_portable.wire.messages import EncodeFailed, NackCode
 from tests.integration.router.conftest import Build, Topology
-from tests.integration.router.stand_in import Behaviour, Received, refuse, until
-from tests.integration.router.test_metadata import GRID, kinds, parts
+from tests.integration.router.stand_in import Behaviour, Received, once, refuse, refusing, until
+from tests.integration.router.test_metadata import GRID, describe, kinds, parts
 from tests.integration.router.test_requests import BLUE, RED, TEXT
 from tests.keyring import secret
 
 SPEC = TensorSpec(shape=(4, 8), dtype="float32")
 SEAL = Seal(secret())
 NAMESPACE = SEAL.namespace("model")
-
-
-def encoding(namespace: str = NAMESPACE) -> Behaviour:
-    """An encode instance that writes entries of a namespace, and knows of metadata."""
-
-    async def behave(received: Received) -> Response:
-        [part] = parts(received)
-        item = {"mm_hash": part["uuid"], "modality": "image", "metadata": GRID}
-        outcome = {"instance": "e", "items": [item], "namespace": namespace}
-        return JSONResponse({"ec_transfer_params": outcome})
-
-    return behave
 
 
 def keep(section: StoreSection, name: str, metadata: Any = GRID) -> str:
@@ -56,7 +44,7 @@ def section(tmp_path: Path) -> StoreSection:
 
 async def learned(build: Build, section: StoreSection, **settings: Any) -> tuple[Topology, str]:
     """Return a topology whose router knows the namespace, and the router's name of `RED`."""
-    t = await build(encoding=encoding(), store=section.model_dump(), **settings)
+    t = await build(encoding=describe(namespace=NAMESPACE), store=section.model_dump(), **settings)
     assert (await t.chat(RED)).status_code == 200
     # The encoder may say what it writes after the request was answered.
     await t.until_metric('epd_router_items_total{outcome="encoded"}', 1)
@@ -87,7 +75,7 @@ async def test_an_item_that_is_stored_is_not_encoded(build: Build, section: Stor
 async def test_nothing_is_asked_before_an_encoder_has_said_what_it_writes(
     build: Build, section: StoreSection
 ) -> None:
-    t = await build(encoding=encoding(""), store=section.model_dump())
+    t = await build(encoding=describe(), store=section.model_dump())
     for _ in range(2):
         assert (await t.chat(RED)).status_code == 200
     assert await t.metric('epd_router_store_items_total{result="unavailable"}') == 2
@@ -99,7 +87,7 @@ async def test_nothing_is_asked_while_encoders_write_different_things(
     t, name = await learned(build, section, encoders=2)
     keep(section, name)
     for encoder in t.encoders:
-        encoder.behaviour = encoding(SEAL.namespace(encoder.name))
+        encoder.behaviour = describe(namespace=SEAL.namespace(encoder.name))
     for number in range(40):
         await t.chat({**RED, "image_url": {"url": f"data:image/png;base64,{number:04d}"}})
     skipped = await t.metric('epd_router_store_items_total{result="unavailable"}')
@@ -148,13 +136,7 @@ async def test_without_an_encoder_either_the_pd_instance_is_told_to_encode(
     await t.encoders[0].serving.stop()
     await t.until_health(lambda seen: seen["encode-0"]["state"] != "healthy")
     told = asyncio.Event()
-
-    async def behave(received: Received) -> Response:
-        await t.control.refuse(received.params, NackCode.NOT_STORED, "gone")
-        await told.wait()
-        return await answered(received)
-
-    t.pd.behaviour = behave
+    t.pd.behaviour = refusing(t.control, NackCode.NOT_STORED, "gone", once(told, answered))
     chat = asyncio.create_task(t.chat(RED))
     message = None
     while not isinstance(message, EncodeFailed):

@@ -19,6 +19,7 @@ from tests.integration.router.stand_in import (
     StandIn,
     forever,
     in_turn,
+    silent,
     stream,
     streamed,
 )
@@ -104,7 +105,7 @@ async def test_a_stream_at_an_instance_that_hangs_ends_with_an_error(build: Buil
 
     async def pieces() -> AsyncIterator[bytes]:
         yield EVENT
-        t.pd.health = lambda: forever(t.pd.received[0])
+        t.pd.health = silent
         await asyncio.Event().wait()
 
     t.pd.behaviour = stream(pieces)

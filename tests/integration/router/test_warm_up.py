@@ -10,7 +10,8 @@ import pytest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from tests.integration.router.conftest import Build, Topology
-from tests.integration.router.stand_in import Behaviour, Received, refuse
+from tests.integration.router.stand_in import Behaviour, Received, once, refuse
+from tests.integration.router.test_metadata import describe
 from tests.integration.router.test_requests import RED, TEXT
 from tests.keyring import Signed
 
@@ -83,15 +84,10 @@ async def test_a_model_that_takes_no_pictures_is_shown_clips(build: Build) -> No
 
 
 async def test_an_instance_without_the_encoder_expects_the_engines_own_name(build: Build) -> None:
-    item = {"mm_hash": "engine's", "modality": "image", "metadata": {"image_grid_thw": [1, 2, 2]}}
-
-    async def rename(received: Received) -> Response:
-        return JSONResponse({"ec_transfer_params": {"instance": "encode-0", "items": [item]}})
-
     t = await build(
         warm_up=True,
         behaviour=transferring(),
-        encoding=rename,
+        encoding=describe(name="engine's"),
         media="metadata",
         local_encode=False,
     )
@@ -102,13 +98,7 @@ async def test_an_instance_without_the_encoder_expects_the_engines_own_name(buil
 
 async def test_clients_are_told_to_wait_until_then(build: Build) -> None:
     release = asyncio.Event()
-    answer = transferring()
-
-    async def slow(received: Received) -> Response:
-        await release.wait()
-        return await answer(received)
-
-    t = await build(warm_up=True, behaviour=slow)
+    t = await build(warm_up=True, behaviour=once(release, transferring()))
     await t.pd.until(lambda pd: len(pd.received) == 1)
     response = await t.chat(TEXT)
     assert response.status_code == 503
@@ -167,13 +157,7 @@ async def test_one_that_was_gone_meets_everybody_again_before_it_gets_work(build
     await back.serving.stop()
     await t.until_health(lambda seen: seen[back.name]["state"] == "down")
     before, release = len(back.received), asyncio.Event()
-    answer = back.behaviour
-
-    async def slow(received: Received) -> Response:
-        await release.wait()
-        return await answer(received)
-
-    back.behaviour = slow
+    back.behaviour = once(release, back.behaviour)
     await back.serving.start()
     await back.until(lambda back: len(back.received) > before)
     for _ in range(4):

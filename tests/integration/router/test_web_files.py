@@ -26,7 +26,7 @@ from epd_portable.router.contents.media_urls import LinkedItems, MediaFetcher
 from epd_portable.router.observability.metrics import Metrics
 from tests.certificates import make_certificate
 from tests.integration.router.stand_in import DEADLINE_S, until
-from tests.integration.router.web import Answer, Site, moved, plain
+from tests.integration.router.web import Answer, Site, moved, never, once, plain
 from tests.unit.media.samples import STILLS
 
 PNG = STILLS["png"]
@@ -395,12 +395,7 @@ async def test_nothing_of_the_router_is_told_to_a_site(world: World) -> None:
 
 async def test_a_url_that_many_ask_for_is_fetched_once(world: World) -> None:
     go_on = asyncio.Event()
-
-    async def answer(writer: asyncio.StreamWriter) -> None:
-        await go_on.wait()
-        writer.write(plain(PNG))
-
-    world.site.pages["/a.png"] = answer
+    world.site.pages["/a.png"] = once(go_on, plain(PNG))
     fetcher = world.fetcher()
     asked = [asyncio.create_task(get(fetcher, world.url(), world.url())) for _ in range(50)]
     await until(lambda: bool(world.site.heads))
@@ -513,10 +508,6 @@ async def test_who_waits_too_long_for_a_turn_is_told_to_come_again(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(media_urls, "MAX_FETCHES_OF_HOST", 1)
-
-    async def never(writer: asyncio.StreamWriter) -> None:
-        await asyncio.sleep(60)
-
     paths = [f"/{number}" for number in range(4)]
     world.site.pages = {**dict.fromkeys(paths, never), "/a.png": plain(PNG)}
     fetcher = world.fetcher(timeout_s=0.3)

@@ -19,6 +19,20 @@ def plain(body: bytes, *headers: str, status: str = "200 OK") -> bytes:
     return "\r\n".join(lines).encode() + b"\r\n\r\n" + body
 
 
+def once(event: asyncio.Event, data: bytes) -> Answer:
+    """Answer when the event is set."""
+
+    async def answer(writer: asyncio.StreamWriter) -> None:
+        await event.wait()
+        writer.write(data)
+
+    return answer
+
+
+async def never(writer: asyncio.StreamWriter) -> None:
+    await asyncio.Event().wait()
+
+
 def moved(location: str, status: str = "302 Found") -> bytes:
     """Return an answer that sends elsewhere."""
     return plain(b"", f"location: {location}", status=status)

@@ -15,7 +15,6 @@ from epd_portable.router.contents.cut_text import CutText
 from epd_portable.router.contents.media import MediaItem, MediaReader, content_key, split_data_url
 
 RED = "data:image/png;base64," + base64.b64encode(b"red picture!").decode()
-BLUE = "data:image/png;base64," + base64.b64encode(b"blue picture").decode()
 
 
 CLIP = base64.b64encode(b"one clip").decode()
