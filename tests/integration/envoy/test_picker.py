@@ -202,11 +202,8 @@ async def test_envoy_knows_prefill_instances_only_where_a_hop_may_ask_them(
 
 async def test_two_clients_with_one_request_id_are_two_requests(build: Build) -> None:
     t = await build(encoders=0)
-    body = {"messages": [{"role": "user", "content": "hello"}]}
     same = {"x-request-id": "same"}
-    responses = await asyncio.gather(
-        *(t.client.post("/v1/chat/completions", json=body, headers=same) for _ in range(8))
-    )
+    responses = await asyncio.gather(*(t.chat(TEXT, headers=same) for _ in range(8)))
     assert [r.status_code for r in responses] == [200] * 8
     assert {r.headers["x-request-id"] for r in responses} == {"same"}
 

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -58,9 +58,11 @@ class Topology:
     def control(self) -> ControlEnd:
         return self.controls[0]
 
-    async def chat(self, *parts: Any, **fields: Any) -> httpx.Response:
+    async def chat(
+        self, *parts: Any, headers: Mapping[str, str] | None = None, **fields: Any
+    ) -> httpx.Response:
         body = {"messages": [{"role": "user", "content": list(parts)}], **fields}
-        return await self.client.post("/v1/chat/completions", json=body)
+        return await self.client.post("/v1/chat/completions", json=body, headers=headers)
 
     async def metric(self, line: str) -> float:
         """Return the sum of a metric's series, named with some of their labels."""

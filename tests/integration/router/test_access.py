@@ -32,17 +32,14 @@ def bearer(key: str) -> dict[str, str]:
 
 async def test_only_clients_with_a_key_are_served(build: Build, tmp_path: Path) -> None:
     t = await build(api_keys_file=keys_file(tmp_path, KEY, OTHER_KEY))
-    body = {"messages": [{"role": "user", "content": "hi"}]}
-
     for headers in ({}, bearer("wrong"), bearer(KEY + "x"), {"x-api-key": "wrong"}):
-        refused = await t.client.post("/v1/chat/completions", json=body, headers=headers)
+        refused = await t.chat(TEXT, headers=headers)
         assert refused.status_code == 401
         assert refused.headers["www-authenticate"] == "Bearer"
         assert refused.json()["error"]["code"] == "invalid_api_key"
     assert not t.pd.received
     for headers in (bearer(KEY), bearer(OTHER_KEY), {"x-api-key": KEY}):
-        served = await t.client.post("/v1/chat/completions", json=body, headers=headers)
-        assert served.status_code == 200
+        assert (await t.chat(TEXT, headers=headers)).status_code == 200
     # The key is the router's and concerns no instance.
     assert all("authorization" not in received.headers for received in t.pd.received)
     assert (await t.client.get("/v1/models")).status_code == 401
@@ -110,8 +107,7 @@ async def test_instances_are_shown_the_token_and_no_other_headers(build: Build) 
         INSTANCE_TOKEN_HEADER: "forged",
         **bearer("of-the-engine"),
     }
-    body = {"messages": [{"role": "user", "content": [TEXT]}]}
-    await t.client.post("/v1/chat/completions", json=body, headers=headers)
+    await t.chat(TEXT, headers=headers)
     seen = t.pd.received[0].headers
     expected = {**headers, INSTANCE_TOKEN_HEADER: secret().instance_token()}
     del expected["x-forged"], expected["x-forwarded-proto"]

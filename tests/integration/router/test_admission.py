@@ -17,7 +17,6 @@ from tests.integration.router.test_access import KEY, OTHER_KEY, bearer, keys_fi
 from tests.integration.router.test_requests import BLUE, RED, TEXT
 
 WAITING = 'epd_router_admission_waiting{priority="normal"}'
-PATH = "/v1/chat/completions"
 _WAITING = re.compile(r"^epd_router_admission_waiting\{.*\} (\S+)$", re.MULTILINE)
 
 
@@ -56,9 +55,8 @@ class OneByOne:
 
 
 def ask(t: Topology, name: str, *parts: Any, **headers: str) -> asyncio.Task[httpx.Response]:
-    body = {"messages": [{"role": "user", "content": list(parts) or [TEXT]}]}
     given = {"x-request-id": name, **{key.replace("_", "-"): headers[key] for key in headers}}
-    return asyncio.create_task(t.client.post(PATH, json=body, headers=given))
+    return asyncio.create_task(t.chat(*(parts or (TEXT,)), headers=given))
 
 
 async def waiting(t: Topology, count: int) -> None:
@@ -124,9 +122,8 @@ async def test_priority_overtakes_by_header_and_by_field(build: Build) -> None:
         {"name": "unread", "x_vllm_priority": "high"},
         {"name": "header", "x_vllm_priority": "-2"},
     )
-    body = {"messages": [{"role": "user", "content": "hi"}], "priority": -3}
-    headers = {"x-request-id": "field"}
-    asked.append(asyncio.create_task(t.client.post(PATH, json=body, headers=headers)))
+    by_field = t.chat(TEXT, headers={"x-request-id": "field"}, priority=-3)
+    asked.append(asyncio.create_task(by_field))
     await waiting(t, 5)
     expected = ["first", "field", "header", "normal", "unread", "last"]
     assert await one_by_one.answer_all(6) == expected

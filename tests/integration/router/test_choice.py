@@ -124,9 +124,8 @@ async def test_nobody_decides_for_instances_that_cannot_encode(build: Build) -> 
 
 async def test_who_holds_a_key_is_told_why(build: Build, tmp_path: Path) -> None:
     t = await build(pds=2, choice=AFFINITY, api_keys_file=keys_file(tmp_path, KEY))
-    body = {"messages": [{"role": "user", "content": [TEXT, RED]}]}
     wanted = {**bearer(KEY), "x-epd-explain": "1"}
-    response = await t.client.post("/v1/chat/completions", json=body, headers=wanted)
+    response = await t.chat(TEXT, RED, headers=wanted)
     # With Envoy in front, who comes next is chosen, too.
     decode, encode, *_ = json.loads(response.headers["x-epd-explain"])
     (winner,) = (pd.name for pd in t.pds if pd.received)
@@ -136,17 +135,15 @@ async def test_who_holds_a_key_is_told_why(build: Build, tmp_path: Path) -> None
     assert (encode["stage"], encode["winner"]) == ("encode", "encode-0")
     # The instances hear nothing of it, and nobody who did not ask.
     assert all("x-epd-explain" not in r.headers for pd in t.pds for r in pd.received)
-    response = await t.client.post("/v1/chat/completions", json=body, headers=bearer(KEY))
+    response = await t.chat(TEXT, RED, headers=bearer(KEY))
     assert "x-epd-explain" not in response.headers
-    response = await t.client.post(
-        "/v1/chat/completions", json=body, headers={"x-epd-explain": "1"}
-    )
+    response = await t.chat(TEXT, RED, headers={"x-epd-explain": "1"})
     assert response.status_code == 401 and "x-epd-explain" not in response.headers
     # Why there is nobody is told, too.
     for pd in t.pds:
         await pd.serving.stop()
     await t.until_health(lambda states: not any(states[pd.name]["healthy"] for pd in t.pds))
-    response = await t.client.post("/v1/chat/completions", json=body, headers=wanted)
+    response = await t.chat(TEXT, RED, headers=wanted)
     assert response.status_code == 503 and "x-epd-explain" in response.headers
 
 
@@ -233,7 +230,7 @@ async def test_prompts_count_where_they_are_not_cached_until_the_answer_begins(
     t = await build(
         encoders=0, behaviour=waits, choice=choice, api_keys_file=keys_file(tmp_path, KEY)
     )
-    long = {"messages": [{"role": "user", "content": "x" * 2000}]}
+    long = {"type": "text", "text": "x" * 2000}
     short = [{"role": "user", "content": "short"}]
 
     async def load() -> int:
@@ -244,17 +241,12 @@ async def test_prompts_count_where_they_are_not_cached_until_the_answer_begins(
     new = await load()
     own = await load()
     assert 0 == own < new < 20
-    body = {**long, "stream": True}
     async with asyncio.TaskGroup() as group:
-        first = group.create_task(
-            t.client.post("/v1/chat/completions", json=body, headers=bearer(KEY))
-        )
+        first = group.create_task(t.chat(long, stream=True, headers=bearer(KEY)))
         await t.pd.until(lambda pd: len(pd.received) == 3)
         assert 500 <= await load() < 520
         # The same prompt again is one that the instance has.
-        second = group.create_task(
-            t.client.post("/v1/chat/completions", json=body, headers=bearer(KEY))
-        )
+        second = group.create_task(t.chat(long, stream=True, headers=bearer(KEY)))
         await t.pd.until(lambda pd: len(pd.received) == 5)
         assert 500 <= await load() < 520
         goes_on.set()
@@ -275,11 +267,9 @@ async def test_a_header_names_the_profile_where_the_configuration_lets_it(
         nobody={"only-other": 1},
     )
     t = await build(encoders=0, choice=choice)
-    body = {"messages": [{"role": "user", "content": "hello"}]}
     for given, status in (("", 200), ("decode", 200), ("nobody", 503), ("unknown", 503)):
         headers = {"EPP-Profile": given} if given else {}
-        response = await t.client.post("/v1/chat/completions", json=body, headers=headers)
-        assert response.status_code == status
+        assert (await t.chat(TEXT, headers=headers)).status_code == status
 
 
 async def test_a_users_plugin_chooses(build: Build, installed: Path) -> None:

@@ -68,9 +68,8 @@ async def test_who_a_hop_names_encodes_whatever_the_sizes(
     t = await started(build, hop_keys_file=keys_file(tmp_path, "h" * 20))
     encoder = f"127.0.0.1:{t.encoders[0].serving.port}"
     named = {ENCODERS: encoder, MAPPING: json.dumps(dict.fromkeys("0123", encoder))}
-    body = {"messages": [{"role": "user", "content": [*map(picture, range(1, 5))]}]}
     headers = {KEY: "h" * 20, **({header: named[header]} if header else {})}
-    answered = await t.client.post("/v1/chat/completions", json=body, headers=headers)
+    answered = await t.chat(*map(picture, range(1, 5)), headers=headers)
     assert answered.status_code == 200
     here = await t.metric('epd_router_items_total{outcome="local_first"}')
     assert (here == 0) is bool(header)

@@ -56,9 +56,7 @@ def at(instance: StandIn) -> str:
 async def ask(
     t: Topology, *parts: Any, headers: Mapping[str, str], key: str | None = HOP_KEY, **fields: Any
 ) -> httpx.Response:
-    body = {"messages": [{"role": "user", "content": list(parts)}], **fields}
-    shown = {KEY: key, **headers} if key else headers
-    return await t.client.post("/v1/chat/completions", json=body, headers=shown)
+    return await t.chat(*parts, headers={KEY: key, **headers} if key else headers, **fields)
 
 
 async def until_idle(t: Topology) -> None:

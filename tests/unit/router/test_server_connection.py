@@ -188,6 +188,24 @@ async def test_a_body_counts_as_the_memory_that_it_takes_and_takes_it_as_it_come
     assert counted[-1] >= nbytes - 1
 
 
+async def test_a_large_body_is_not_taken_before_it_is_asked_for() -> None:
+    asking = asyncio.Event()
+
+    async def serve(request: ClientRequest) -> None:
+        await asking.wait()
+        await request.body(no_limit)
+        answer(request, b"")
+
+    end = End(serve)
+    head = b"POST / HTTP/1.1\r\ncontent-length: %d\r\n\r\n" % (1 << 20)
+    sending = asyncio.create_task(end.send(head + b"x" * (1 << 20)))
+    await end.rest()
+    assert not end.transport.reads
+    asking.set()
+    await sending
+    assert Answers(end.transport.written).statuses == [200]
+
+
 async def test_others_are_served_while_a_large_body_comes() -> None:
     end = End(echo)
     nbytes = 2 * server_connection.BREATH_BYTES
