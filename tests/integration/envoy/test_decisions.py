@@ -22,13 +22,11 @@ from tests.integration.router.test_hops import (
     test_who_is_named_gets_the_request_and_its_items,
 )
 from tests.integration.router.test_membership import (
-    auth,
     newcomers,
     test_a_router_without_instances_serves_those_that_join,
     test_one_that_leaves_finishes_its_work_and_gets_no_more,
 )
 from tests.integration.router.test_metadata import (
-    build_bare,
     test_an_item_that_is_too_large_is_not_sent_again,
     test_the_engine_s_own_name_of_an_item_is_expected_at_the_pd_instance,
 )

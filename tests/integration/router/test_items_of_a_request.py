@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
 
 import anyio
 import pytest
 from starlette.responses import JSONResponse, Response
 
-from tests.integration.router.conftest import Build, Topology
+from tests.integration.router.conftest import Build
 from tests.integration.router.stand_in import Behaviour, Received, answer, refuse, until
-from tests.integration.router.test_metadata import describe, kinds, parts
+from tests.integration.router.test_metadata import bare, describe, kinds, parts
 from tests.integration.router.test_requests import BLUE, RED, TEXT, image
 
 GREEN = image(b"green")
@@ -78,18 +77,10 @@ async def test_items_whose_encoder_failed_are_encoded_one_after_the_other_if_ask
 # -- without some of them --------------------------------------------------------------------------
 
 
-async def bare(build: Build, **settings: Any) -> Topology:
-    """A topology whose PD instances hold no encoder."""
-    t = await build(media="metadata", local_encode=False, **settings)
-    for encoder in t.encoders:
-        encoder.behaviour = describe()
-    return t
-
-
 async def test_a_request_is_answered_without_an_item_that_cannot_be_had_and_says_so(
     build: Build,
 ) -> None:
-    t = await bare(build, partial_results=True)
+    t = await bare(build, local_encode=False, partial_results=True)
     lost: list[str] = []
 
     async def all_but_blue(received: Received) -> Response:
@@ -113,7 +104,7 @@ async def test_a_request_is_answered_without_an_item_that_cannot_be_had_and_says
 
 
 async def test_it_may_be_without_all_of_them(build: Build) -> None:
-    t = await bare(build, encoders=0, partial_results=True)
+    t = await bare(build, local_encode=False, encoders=0, partial_results=True)
     response = await t.chat(TEXT, RED, BLUE)
     assert (response.status_code, response.headers[LEFT_OUT]) == (200, "2")
     [received] = t.pd.received
@@ -124,7 +115,7 @@ async def test_it_may_be_without_all_of_them(build: Build) -> None:
 async def test_what_is_wrong_with_an_item_is_told_and_not_left_out(
     build: Build, partial: bool
 ) -> None:
-    t = await bare(build, partial_results=partial)
+    t = await bare(build, local_encode=False, partial_results=partial)
     t.encoders[0].behaviour = refuse(400, "a broken picture")
     response = await t.chat(RED)
     assert (response.status_code, response.json()["error"]["code"]) == (400, "item_refused")

@@ -25,11 +25,7 @@ from tests.integration.router.stand_in import (
 from tests.integration.router.test_requests import RED, TEXT
 
 INSTANCES = "/epd/instances"
-
-
-@pytest.fixture
-def auth() -> keyring.Signed:
-    return keyring.Signed()
+AUTH = keyring.Signed()
 
 
 @pytest.fixture
@@ -60,26 +56,26 @@ class Newcomers:
         return body
 
 
-async def shown(t: Topology, auth: keyring.Signed) -> dict[str, dict[str, Any]]:
-    listed = (await t.client.get(INSTANCES, auth=auth)).json()["instances"]
+async def shown(t: Topology) -> dict[str, dict[str, Any]]:
+    listed = (await t.client.get(INSTANCES, auth=AUTH)).json()["instances"]
     return {instance["name"]: instance for instance in listed}
 
 
-async def until_gone(t: Topology, auth: keyring.Signed, name: str) -> None:
+async def until_gone(t: Topology, name: str) -> None:
     async with asyncio.timeout(DEADLINE_S):
-        while name in await shown(t, auth):
+        while name in await shown(t):
             await asyncio.sleep(0.02)
 
 
 async def test_a_router_without_instances_serves_those_that_join(
-    build: Build, auth: keyring.Signed, newcomers: Newcomers
+    build: Build, newcomers: Newcomers
 ) -> None:
     t = await build(encoders=0, pds=0, registration=True)
     assert (await t.chat(RED)).status_code == 503
 
     bodies = [await newcomers.start("e", "encode"), await newcomers.start("p", "prefill-decode")]
     for body in bodies:
-        joined = await t.client.post(INSTANCES, json=body, auth=auth)
+        joined = await t.client.post(INSTANCES, json=body, auth=AUTH)
         assert (joined.status_code, joined.json()["state"]) == (201, "up")
 
     assert (await t.chat(RED)).status_code == 200
@@ -90,11 +86,11 @@ async def test_a_router_without_instances_serves_those_that_join(
 
 
 async def test_a_newcomer_is_heard_on_its_control_channel(
-    build: Build, auth: keyring.Signed, newcomers: Newcomers
+    build: Build, newcomers: Newcomers
 ) -> None:
     t = await build(encoders=1, pds=0, registration=True)
     body = await newcomers.start("p", "prefill-decode")
-    await t.client.post(INSTANCES, json=body, auth=auth)
+    await t.client.post(INSTANCES, json=body, auth=AUTH)
     (control,) = newcomers.controls
     newcomers.instances[0].behaviour = refusing(
         control, NackCode.TOO_LARGE, "9 bytes, at most 8", refuse(500)
@@ -103,9 +99,7 @@ async def test_a_newcomer_is_heard_on_its_control_channel(
     assert (response.status_code, "9 bytes" in response.text) == (413, True)
 
 
-async def test_without_a_signature_nothing_is_shown_or_changed(
-    build: Build, auth: keyring.Signed
-) -> None:
+async def test_without_a_signature_nothing_is_shown_or_changed(build: Build) -> None:
     t = await build(registration=True)
     body = {"name": "x", "role": "encode", "url": "http://127.0.0.1:1"}
     for token in ("", "Bearer", "Bearer wrong", "Bearer \xe4", "Basic x"):
@@ -121,44 +115,40 @@ async def test_without_a_signature_nothing_is_shown_or_changed(
             refused = await t.client.request(method, url, json=given, headers=headers)
             assert refused.status_code == 401, (method, path, token)
         assert "instances" not in (await t.client.get("/health", headers=headers)).json()
-    assert {name: i["state"] for name, i in (await shown(t, auth)).items()} == {
+    assert {name: i["state"] for name, i in (await shown(t)).items()} == {
         "encode-0": "up",
         "pd-0": "up",
     }
 
 
-async def test_a_request_that_somebody_has_overheard_does_nothing(
-    build: Build, auth: keyring.Signed
-) -> None:
+async def test_a_request_that_somebody_has_overheard_does_nothing(build: Build) -> None:
     t = await build(registration=True)
     path = f"{INSTANCES}/pd-0/drain"
     headers = {"authorization": keyring.secret().sign("POST", path)}
     resume = await t.client.post(f"{INSTANCES}/pd-0/resume", headers=headers)
     assert resume.status_code == 401
     assert (await t.client.post(path, headers=headers)).status_code == 202
-    await t.client.post(f"{INSTANCES}/pd-0/resume", auth=auth)
+    await t.client.post(f"{INSTANCES}/pd-0/resume", auth=AUTH)
     again = await t.client.post(path, headers=headers)
     assert (again.status_code, "used before" in again.text) == (401, True)
-    assert (await shown(t, auth))["pd-0"]["state"] == "up"
+    assert (await shown(t))["pd-0"]["state"] == "up"
 
 
-async def test_the_secret_of_a_run_registers_nobody_and_may_drain(
-    build: Build, auth: keyring.Signed
-) -> None:
+async def test_the_secret_of_a_run_registers_nobody_and_may_drain(build: Build) -> None:
     t = await build()
     body = {"name": "x", "role": "encode", "url": "http://127.0.0.1:1"}
     for response in (
-        await t.client.post(INSTANCES, json=body, auth=auth),
-        await t.client.delete(f"{INSTANCES}/pd-0", auth=auth),
+        await t.client.post(INSTANCES, json=body, auth=AUTH),
+        await t.client.delete(f"{INSTANCES}/pd-0", auth=AUTH),
     ):
         assert response.status_code == 404
         assert "secret_file" in response.json()["error"]["message"]
-    assert set(await shown(t, auth)) == {"encode-0", "pd-0"}
-    drained = await t.client.post(f"{INSTANCES}/encode-0/drain", auth=auth)
+    assert set(await shown(t)) == {"encode-0", "pd-0"}
+    drained = await t.client.post(f"{INSTANCES}/encode-0/drain", auth=AUTH)
     assert (drained.status_code, drained.json()["state"]) == (202, "draining")
 
 
-async def test_what_is_not_there_is_said(build: Build, auth: keyring.Signed) -> None:
+async def test_what_is_not_there_is_said(build: Build) -> None:
     t = await build(registration=True)
     for method, path, status in (
         ("PUT", INSTANCES, 405),
@@ -169,7 +159,7 @@ async def test_what_is_not_there_is_said(build: Build, auth: keyring.Signed) -> 
         ("POST", f"{INSTANCES}/nobody/resume", 404),
         ("GET", "/epd/other", 404),
     ):
-        answer = await t.client.request(method, path, auth=auth)
+        answer = await t.client.request(method, path, auth=AUTH)
         assert answer.status_code == status, (method, path)
 
 
@@ -184,12 +174,10 @@ async def busy(t: Topology) -> tuple[asyncio.Event, list[asyncio.Task[httpx.Resp
     return release, running
 
 
-async def test_one_that_drains_stays_known_and_gets_nothing_until_it_resumes(
-    build: Build, auth: keyring.Signed
-) -> None:
+async def test_one_that_drains_stays_known_and_gets_nothing_until_it_resumes(build: Build) -> None:
     t = await build(pds=2)
     release, running = await busy(t)
-    drained = await t.client.post(f"{INSTANCES}/pd-0/drain", auth=auth)
+    drained = await t.client.post(f"{INSTANCES}/pd-0/drain", auth=AUTH)
     seen = drained.json()
     assert (drained.status_code, seen["state"], seen["idle"]) == (202, "draining", False)
     release.set()
@@ -197,9 +185,9 @@ async def test_one_that_drains_stays_known_and_gets_nothing_until_it_resumes(
     for _ in range(3):
         assert (await t.chat(TEXT)).status_code == 200
     assert len(t.pds[0].received) == 1
-    seen = (await shown(t, auth))["pd-0"]
+    seen = (await shown(t))["pd-0"]
     assert (seen["state"], seen["idle"]) == ("draining", True)
-    resumed = await t.client.post(f"{INSTANCES}/pd-0/resume", auth=auth)
+    resumed = await t.client.post(f"{INSTANCES}/pd-0/resume", auth=AUTH)
     assert (resumed.status_code, resumed.json()["state"]) == (200, "up")
     for _ in range(8):
         await asyncio.gather(t.chat(TEXT), t.chat(TEXT))
@@ -210,7 +198,7 @@ def registered(url: str, role: str = "encode", **more: str) -> dict[str, str]:
     return {"name": "x", "role": role, "url": url, **more}
 
 
-async def test_instances_are_where_the_settings_say(build: Build, auth: keyring.Signed) -> None:
+async def test_instances_are_where_the_settings_say(build: Build) -> None:
     t = await build(registration=True)
     for host in (
         *("169.254.169.254:80", "[fe80::1]:80", "[::ffff:169.254.169.254]:80", "0.0.0.0:80"),
@@ -220,11 +208,11 @@ async def test_instances_are_where_the_settings_say(build: Build, auth: keyring.
             registered(f"http://{host}"),
             registered("http://127.0.0.1:1", "prefill-decode", control=f"tcp://{host}"),
         ):
-            refused = await t.client.post(INSTANCES, json=body, auth=auth)
+            refused = await t.client.post(INSTANCES, json=body, auth=AUTH)
             message = refused.json()["error"]["message"]
             assert refused.status_code == 403, message
             assert "router.instance_networks" in message and host in message
-    assert set(await shown(t, auth)) == {"encode-0", "pd-0"}
+    assert set(await shown(t)) == {"encode-0", "pd-0"}
 
 
 @pytest.mark.parametrize(
@@ -242,15 +230,15 @@ async def test_instances_are_where_the_settings_say(build: Build, auth: keyring.
     ],
 )
 async def test_a_network_that_is_listed_is_asked(
-    build: Build, auth: keyring.Signed, networks: list[str], asked: dict[str, int]
+    build: Build, networks: list[str], asked: dict[str, int]
 ) -> None:
     t = await build(registration=True, instance_networks=networks)
     for host, status in asked.items():
-        answer = await t.client.post(INSTANCES, json=registered(f"http://{host}"), auth=auth)
+        answer = await t.client.post(INSTANCES, json=registered(f"http://{host}"), auth=AUTH)
         assert answer.status_code == status, host
 
 
-async def test_a_wrong_registration_is_refused_by_key(build: Build, auth: keyring.Signed) -> None:
+async def test_a_wrong_registration_is_refused_by_key(build: Build) -> None:
     t = await build(registration=True)
     at = "http://127.0.0.1:1"
     for body, status, word in (
@@ -270,35 +258,33 @@ async def test_a_wrong_registration_is_refused_by_key(build: Build, auth: keyrin
         (registered("http://no-such-host.invalid:1"), 400, "no-such-host"),
     ):
         content = body if isinstance(body, str) else json.dumps(body)
-        refused = await t.client.post(INSTANCES, content=content, auth=auth)
+        refused = await t.client.post(INSTANCES, content=content, auth=AUTH)
         message = refused.json()["error"]["message"]
         assert (refused.status_code, word in message) == (status, True), (body, message)
-    assert set(await shown(t, auth)) == {"encode-0", "pd-0"}
+    assert set(await shown(t)) == {"encode-0", "pd-0"}
 
 
 async def test_a_name_changes_hands_only_when_its_holder_is_gone(
-    build: Build, auth: keyring.Signed, newcomers: Newcomers
+    build: Build, newcomers: Newcomers
 ) -> None:
     t = await build(registration=True)
     first = await newcomers.start("p", "prefill-decode")
     second = await newcomers.start("p", "prefill-decode")
-    await t.client.post(INSTANCES, json=first, auth=auth)
+    await t.client.post(INSTANCES, json=first, auth=AUTH)
 
-    taken = await t.client.post(INSTANCES, json=second, auth=auth)
+    taken = await t.client.post(INSTANCES, json=second, auth=AUTH)
     assert taken.status_code == 409
     assert first["url"] in taken.json()["error"]["message"]
 
     await newcomers.instances[0].serving.stop()
-    assert (await t.client.post(INSTANCES, json=second, auth=auth)).status_code == 201
-    assert (await shown(t, auth))["p"]["url"] == second["url"]
+    assert (await t.client.post(INSTANCES, json=second, auth=AUTH)).status_code == 201
+    assert (await shown(t))["p"]["url"] == second["url"]
 
 
-async def test_one_that_leaves_finishes_its_work_and_gets_no_more(
-    build: Build, auth: keyring.Signed
-) -> None:
+async def test_one_that_leaves_finishes_its_work_and_gets_no_more(build: Build) -> None:
     t = await build(pds=2, registration=True)
     release, running = await busy(t)
-    left = await t.client.delete(f"{INSTANCES}/pd-0", auth=auth)
+    left = await t.client.delete(f"{INSTANCES}/pd-0", auth=AUTH)
     seen = left.json()
     assert (left.status_code, seen["state"], seen["in_flight"]) == (202, "draining", 1)
     t.pds[1].behaviour = answer
@@ -308,14 +294,14 @@ async def test_one_that_leaves_finishes_its_work_and_gets_no_more(
 
     release.set()
     assert [(await r).status_code for r in running] == [200, 200]
-    await until_gone(t, auth, "pd-0")
-    again = await t.client.delete(f"{INSTANCES}/pd-0", auth=auth)
+    await until_gone(t, "pd-0")
+    again = await t.client.delete(f"{INSTANCES}/pd-0", auth=AUTH)
     assert again.status_code == 404
     assert "pd-1" in again.json()["error"]["message"]
 
 
 async def test_one_that_has_left_is_not_there_though_what_watches_it_has_not_ended(
-    build: Build, auth: keyring.Signed
+    build: Build,
 ) -> None:
     t = await build(registration=True)
     router = t.router.router
@@ -331,18 +317,18 @@ async def test_one_that_has_left_is_not_there_though_what_watches_it_has_not_end
             await ended.wait()
 
     members._start(instance, "watching", watch())
-    await t.client.delete(f"{INSTANCES}/encode-0", auth=auth)
+    await t.client.delete(f"{INSTANCES}/encode-0", auth=AUTH)
     await asyncio.wait_for(ends.wait(), DEADLINE_S)
     try:
         for method, verb in (("POST", "/drain"), ("DELETE", "")):
-            asked = await t.client.request(method, f"{INSTANCES}/encode-0{verb}", auth=auth)
+            asked = await t.client.request(method, f"{INSTANCES}/encode-0{verb}", auth=AUTH)
             assert asked.status_code == 404
     finally:
         ended.set()
 
 
 async def test_an_encoder_stays_until_the_answer_that_needs_its_item_has_begun(
-    build: Build, auth: keyring.Signed
+    build: Build,
 ) -> None:
     """Its job is answered before the item is written."""
     t = await build(registration=True)
@@ -351,45 +337,45 @@ async def test_an_encoder_stays_until_the_answer_that_needs_its_item_has_begun(
     running = asyncio.create_task(t.chat(RED))
     await t.encoders[0].until(lambda encoder: len(encoder.received) == 1)
     await t.pd.until(lambda pd: len(pd.received) == 1)
-    await t.client.delete(f"{INSTANCES}/encode-0", auth=auth)
+    await t.client.delete(f"{INSTANCES}/encode-0", auth=AUTH)
 
     async with asyncio.timeout(DEADLINE_S):
-        while (await shown(t, auth))["encode-0"]["in_flight"]:
+        while (await shown(t))["encode-0"]["in_flight"]:
             await asyncio.sleep(0.01)
-    assert (await shown(t, auth))["encode-0"]["state"] == "draining"
+    assert (await shown(t))["encode-0"]["state"] == "draining"
     release.set()
     assert (await running).status_code == 200
-    await until_gone(t, auth, "encode-0")
+    await until_gone(t, "encode-0")
 
 
 async def test_one_that_registers_again_while_it_leaves_stays(
-    build: Build, auth: keyring.Signed, newcomers: Newcomers
+    build: Build, newcomers: Newcomers
 ) -> None:
     t = await build(encoders=0, pds=0, registration=True)
     body = await newcomers.start("p", "prefill-decode")
-    await t.client.post(INSTANCES, json=body, auth=auth)
+    await t.client.post(INSTANCES, json=body, auth=AUTH)
     release = asyncio.Event()
     newcomers.instances[0].behaviour = once(release)
     running = asyncio.create_task(t.chat(TEXT))
     await newcomers.instances[0].until(lambda pd: len(pd.received) == 1)
-    await t.client.delete(f"{INSTANCES}/p", auth=auth)
-    assert (await t.client.post(INSTANCES, json=body, auth=auth)).status_code == 200
+    await t.client.delete(f"{INSTANCES}/p", auth=AUTH)
+    assert (await t.client.post(INSTANCES, json=body, auth=AUTH)).status_code == 200
 
     release.set()
     assert (await running).status_code == 200
     assert (await t.chat(TEXT)).status_code == 200
-    assert (await shown(t, auth))["p"]["state"] == "up"
+    assert (await shown(t))["p"]["state"] == "up"
 
 
 async def test_a_registered_instance_that_stays_away_is_forgotten_a_configured_one_is_not(
-    build: Build, auth: keyring.Signed, newcomers: Newcomers
+    build: Build, newcomers: Newcomers
 ) -> None:
     t = await build(registration=True, forget_after_s=0.3)
     body = await newcomers.start("p", "prefill-decode")
-    await t.client.post(INSTANCES, json=body, auth=auth)
-    assert "p" in await shown(t, auth)
+    await t.client.post(INSTANCES, json=body, auth=AUTH)
+    assert "p" in await shown(t)
 
     await t.pd.serving.stop()
     await newcomers.instances[0].serving.stop()
-    await until_gone(t, auth, "p")
-    assert (await shown(t, auth))["pd-0"]["state"] == "down"
+    await until_gone(t, "p")
+    assert (await shown(t))["pd-0"]["state"] == "down"

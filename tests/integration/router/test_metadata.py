@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -38,15 +37,9 @@ def describe(metadata: Any = GRID, *, name: str = "", namespace: str = "") -> Be
     return behave
 
 
-@pytest.fixture
-def build_bare(build: Build) -> Callable[..., Any]:
-    async def make(**settings: Any) -> Topology:
-        t = await build(media="metadata", **settings)
-        for encoder in t.encoders:
-            encoder.behaviour = describe()
-        return t
-
-    return make
+async def bare(build: Build, **settings: Any) -> Topology:
+    """A topology whose PD instances get what encoders say of the items."""
+    return await build(encoding=describe(), media="metadata", **settings)
 
 
 def parts(received: Received) -> list[dict[str, Any]]:
@@ -58,10 +51,8 @@ def kinds(received: Received) -> list[str]:
     return [part["type"] for part in parts(received)]
 
 
-async def test_the_pd_instance_is_asked_after_the_encoders_and_without_media(
-    build_bare: Build,
-) -> None:
-    t = await build_bare(encoders=2)
+async def test_the_pd_instance_is_asked_after_the_encoders_and_without_media(build: Build) -> None:
+    t = await bare(build, encoders=2)
     gate = asyncio.Event()
     for encoder in t.encoders:
         encoder.behaviour = once(gate, describe())
@@ -83,9 +74,9 @@ async def test_the_pd_instance_is_asked_after_the_encoders_and_without_media(
 
 
 async def test_the_engine_s_own_name_of_an_item_is_expected_at_the_pd_instance(
-    build_bare: Build,
+    build: Build,
 ) -> None:
-    t = await build_bare()
+    t = await bare(build)
     t.encoders[0].behaviour = describe(name="engine's")
     await t.chat(RED)
     [received] = t.pd.received
@@ -104,9 +95,9 @@ SILENT: dict[str, Behaviour] = {
 
 @pytest.mark.parametrize("behaviour", SILENT.values(), ids=SILENT)
 async def test_when_the_encoder_the_media_go_under_a_name_of_their_own(
-    build_bare: Build, behaviour: Behaviour
+    build: Build, behaviour: Behaviour
 ) -> None:
-    t = await build_bare()
+    t = await bare(build)
     t.encoders[0].behaviour = behaviour
     assert (await t.chat(TEXT, RED)).status_code == 200
     [received] = t.pd.received
@@ -116,8 +107,8 @@ async def test_when_the_encoder_the_media_go_under_a_name_of_their_own(
     assert await t.metric('epd_router_fallbacks_total{fallback="original_media"}') == 1
 
 
-async def test_a_modality_without_metadata_does_not_hold_up_the_others(build_bare: Build) -> None:
-    t = await build_bare()
+async def test_a_modality_without_metadata_does_not_hold_up_the_others(build: Build) -> None:
+    t = await bare(build)
     clip = {"type": "video_url", "video_url": {"url": "data:video/mp4;base64,Y2xpcA=="}}
 
     async def only_pictures(received: Received) -> Response:
@@ -147,10 +138,8 @@ def lost_once(t: Topology, code: NackCode = NackCode.UNAVAILABLE) -> Behaviour:
     return behave
 
 
-async def test_a_request_that_lost_an_item_is_sent_once_more_with_its_media(
-    build_bare: Build,
-) -> None:
-    t = await build_bare()
+async def test_a_request_that_lost_an_item_is_sent_once_more_with_its_media(build: Build) -> None:
+    t = await bare(build)
     t.pd.behaviour = lost_once(t)
     response = await t.chat(RED, BLUE)
     assert response.status_code == 200
@@ -162,9 +151,9 @@ async def test_a_request_that_lost_an_item_is_sent_once_more_with_its_media(
 
 
 async def test_whoever_encodes_too_waits_for_a_full_encoder_if_it_would_need_the_media(
-    build_bare: Build,
+    build: Build,
 ) -> None:
-    t = await build_bare(encoders=1, pds=("encode-prefill-decode",))
+    t = await bare(build, encoders=1, pds=("encode-prefill-decode",))
     jobs = in_turn(t.encoders, full(50), describe())
     assert (await t.chat(RED, BLUE)).status_code == 200
     assert len(jobs) == 2
@@ -172,8 +161,8 @@ async def test_whoever_encodes_too_waits_for_a_full_encoder_if_it_would_need_the
     assert sorted(kinds(received)) == ["image_embeds", "image_url"]
 
 
-async def test_an_item_that_is_too_large_is_not_sent_again(build_bare: Build) -> None:
-    t = await build_bare()
+async def test_an_item_that_is_too_large_is_not_sent_again(build: Build) -> None:
+    t = await bare(build)
     t.pd.behaviour = lost_once(t, NackCode.TOO_LARGE)
     response = await t.chat(RED)
     assert response.status_code == 413
@@ -184,9 +173,9 @@ async def test_an_item_that_is_too_large_is_not_sent_again(build_bare: Build) ->
     ("behaviour", "status"), [(refuse(500), 503), (refuse(400), 400), (describe({}), 503)]
 )
 async def test_media_are_not_sent_to_an_instance_without_encoder(
-    build_bare: Build, behaviour: Behaviour, status: int
+    build: Build, behaviour: Behaviour, status: int
 ) -> None:
-    t = await build_bare(local_encode=False)
+    t = await bare(build, local_encode=False)
     t.encoders[0].behaviour = behaviour
     for _ in range(2):
         response = await t.chat(RED)
