@@ -496,6 +496,24 @@ async def test_a_client_gets_what_its_version_and_method_take(
     assert written.endswith((CHUNKS[1], b"\r\n\r\nhi", b"\r\n\r\n"))
 
 
+async def test_when_the_server_stops_each_connection_ends_with_its_answer() -> None:
+    going = asyncio.Event()
+
+    async def serve(request: ClientRequest) -> None:
+        await going.wait()
+        answer(request, b"")
+
+    end, idle = End(serve), End(serve)
+    await end.send(GET)
+    for each in (end, idle):
+        each.clients.stop()
+    assert idle.transport.closing
+    assert not end.transport.closing
+    going.set()
+    await end.rest()
+    assert end.transport.closing
+
+
 @pytest.mark.parametrize(
     ("sent", "limit_s"),
     [
