@@ -226,7 +226,7 @@ def _parts_of_topology(server: Server) -> Iterator[Part]:
 
     Engines behind the engine front have no server: the front's page has what they count.
     """
-    runs = find_runs(Path(tempfile.gettempdir())).running
+    runs = find_runs(Path(tempfile.gettempdir()))
     for process in next(run for run in runs if run.pid == server.pid).processes:
         assert process.pid is not None
         group = process.name.rpartition("-")[0]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,8 +22,7 @@ from epd_portable.launch.commands.command_line import (
 )
 from epd_portable.launch.plan.text import columns, ports_text
 from epd_portable.launch.run.log_files import Tail
-from epd_portable.launch.run.logs import time_of_line
-from epd_portable.launch.run.running import RUN_FOLDER, FoundRuns, RunRecord, find_runs, kept_logs
+from epd_portable.launch.run.running import RUN_FOLDER, RunRecord, find_runs, kept_logs
 
 T = TypeVar("T")
 
@@ -52,8 +51,7 @@ Where none runs, it shows the logs that the last failed one has left in the temp
   epd-launch logs -f encode-0
   epd-launch logs -n 100 router
 
-With --json each line is an object with schema_version, instance, time (as the log line has it, else
-null) and text, the whole line.
+With --json each line is an object with schema_version, instance and text.
 """
 
 
@@ -68,20 +66,14 @@ def status(as_json: bool, prometheus: bool, cluster: str | None, name: str) -> N
     if cluster is not None:
         _status_there(cluster, name, as_json=as_json, prometheus=prometheus)
         return
-    found = _found()
+    runs = _running()
     if as_json:
-        print_json(
-            runs=[run.as_json() for run in found.running],
-            left=[str(folder) for folder in found.left],
-            of_other_users=found.strangers,
-        )
+        print_json(runs=[run.as_json() for run in runs])
     elif prometheus:
-        click.echo(yaml.safe_dump(scrape_configuration(found.running), sort_keys=False), nl=False)
+        click.echo(yaml.safe_dump(scrape_configuration(runs), sort_keys=False), nl=False)
     else:
-        click.echo("\n\n".join(map(run_table, found.running)) or "no topology of yours runs here")
-    for line in _remarks(found):
-        click.echo(line, err=True)
-    if not found.running:
+        click.echo("\n\n".join(map(run_table, runs)) or "no topology of yours runs here")
+    if not runs:
         raise SystemExit(1)
 
 
@@ -139,7 +131,7 @@ def logs(
             tails = _named(ray_cluster.tails(), instance, f"topology {name}")
             _show(tails, lines, as_json=as_json, ended=(lambda: "") if follow else None)
         return
-    run = _choose_run(_found(), run_id)
+    run = _choose_run(run_id)
     if run is not None:
         paths, whose = {each.name: Path(each.log) for each in run.processes}, f"run {run.run_id}"
     else:
@@ -149,7 +141,7 @@ def logs(
 
     def ended() -> str:
         assert run is not None
-        goes_on = run.run_id in {each.run_id for each in _found().running}
+        goes_on = run.run_id in {each.run_id for each in _running()}
         return "" if goes_on else f"run {run.run_id} has ended"
 
     tails = {key: Tail(path) for key, path in _named(paths, instance, whose).items()}
@@ -173,7 +165,7 @@ def _show(
     def show(name: str, found: list[str]) -> None:
         for line in found:
             if as_json:
-                click.echo(one_line(instance=name, time=time_of_line(line), text=line))
+                click.echo(one_line(instance=name, text=line))
             else:
                 click.echo(f"{name}: {line}" if len(tails) > 1 else line)
 
@@ -190,9 +182,9 @@ def _show(
         time.sleep(_LOOK_EVERY_S)
 
 
-def _choose_run(found: FoundRuns, run_id: str | None) -> RunRecord | None:
+def _choose_run(run_id: str | None) -> RunRecord | None:
     """Return the run that is meant; ``None`` if it does not run, or none does."""
-    runs = {run.run_id: run for run in found.running}
+    runs = {run.run_id: run for run in _running()}
     if run_id is not None:
         return runs.get(run_id)
     if len(runs) > 1:
@@ -269,12 +261,5 @@ def scrape_configuration(runs: Sequence[RunRecord]) -> dict[str, Any]:
     }
 
 
-def _found() -> FoundRuns:
+def _running() -> list[RunRecord]:
     return find_runs(Path(tempfile.gettempdir()))
-
-
-def _remarks(found: FoundRuns) -> Iterator[str]:
-    if found.strangers:
-        yield f"other users have {found.strangers} more; they see them with this command"
-    for folder in found.left:
-        yield f"{folder} is left of a run that was killed together with its guard; remove it"

@@ -91,7 +91,7 @@ class HeldLauncher:
 
     def record(self) -> RunRecord | None:
         """Return how its run is; ``None`` before it has written that down."""
-        found = find_runs(Path(tempfile.gettempdir())).running
+        found = find_runs(Path(tempfile.gettempdir()))
         return next((run for run in found if run.run_id == self.run_id), None)
 
     def stop(self) -> None:

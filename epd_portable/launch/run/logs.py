@@ -1,4 +1,4 @@
-"""What the logs of processes tell a user: when, how far a start is, why it failed. Pure."""
+"""What the logs of processes tell a user: how far a start is, why it failed. Pure."""
 
 from __future__ import annotations
 
@@ -29,10 +29,6 @@ _ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 _VLLM_PREFIX = re.compile(
     r"^(\([^)]*pid=\d+\)\s*)?((DEBUG|INFO|WARNING|ERROR|CRITICAL) [\d-]+ [\d:.]+ \[[^\]]*\]\s?)?"
 )
-_TIME = re.compile(
-    r"(?:\([^)]*pid=\d+\)\s*)?(?:(?:DEBUG|INFO|WARNING|ERROR|CRITICAL) )?"
-    r"((?:[\d-]+ )?\d\d:\d\d:\d\d(?:\.\d+)?) "
-)
 _QUIET = re.compile(r"^(\([^)]*pid=\d+\)\s*)?(INFO|DEBUG)\b|^[\d:]+ [ID] ")
 _EXCEPTION = re.compile(
     r"^([\w.]+\.)?\w*(Error|Exception|Exit|Interrupt|Timeout)(: |$)|^Fatal Python error: "
@@ -50,12 +46,6 @@ def latest_stage(output: str) -> str:
     """Return how far a start is, in words."""
     reached = [meaning for text, meaning in MILESTONES if text in output]
     return reached[-1] if reached else FIRST_STAGE
-
-
-def time_of_line(line: str) -> str | None:
-    """Return the time that a log line shows, as it is written there."""
-    found = _TIME.match(_ANSI.sub("", line))
-    return found[1] if found else None
 
 
 def failure_line(output: str, *, guess: bool = True) -> str:

@@ -12,7 +12,6 @@ import fcntl
 import os
 import re
 import stat
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -79,21 +78,6 @@ class RunRecord(BaseModel):
         return self.model_dump(mode="json", exclude=ticks)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FoundRuns:
-    """What was found in a temporary folder.
-
-    Attributes:
-        running: Runs of which something lives, the oldest first.
-        left: Folders of this user's runs of which nothing lives.
-        strangers: Number of other users' runs.
-    """
-
-    running: list[RunRecord]
-    left: list[Path]
-    strangers: int
-
-
 def start_ticks(pid: int) -> int:
     """Return when a process was started, in clock ticks since boot; 0 if it does not live."""
     try:
@@ -115,27 +99,19 @@ def write_record(folder: Path, record: RunRecord) -> None:
     new.replace(folder / STATE_FILE)
 
 
-def find_runs(temp_dir: Path) -> FoundRuns:
-    """Return the runs whose folders are in a temporary folder."""
-    running: list[RunRecord] = []
-    left: list[Path] = []
-    strangers = 0
-    for folder in sorted(temp_dir.glob(f"{RUN_FOLDER}*")):
+def find_runs(temp_dir: Path) -> list[RunRecord]:
+    """Return this user's runs of which something lives, the oldest first, by their folders."""
+    found: list[RunRecord] = []
+    for folder in temp_dir.glob(f"{RUN_FOLDER}*"):
         with contextlib.suppress(OSError, ValidationError):
             seen = folder.lstat()
-            if not (stat.S_ISDIR(seen.st_mode) and _A_RUN.fullmatch(folder.name)):
-                continue
             # What another user wrote may say anything.
-            if seen.st_uid != os.geteuid():
-                strangers += 1
-                continue
-            run = _read_run(folder)
-            if run.lives or any(each.uptime_s is not None for each in run.processes):
-                running.append(run)
-            else:
-                left.append(folder)
-    running.sort(key=lambda run: (-(run.uptime_s or 0.0), run.run_id))
-    return FoundRuns(running=running, left=left, strangers=strangers)
+            ours = stat.S_ISDIR(seen.st_mode) and seen.st_uid == os.geteuid()
+            if ours and _A_RUN.fullmatch(folder.name):
+                run = _read_run(folder)
+                if run.lives or any(each.uptime_s is not None for each in run.processes):
+                    found.append(run)
+    return sorted(found, key=lambda run: (-(run.uptime_s or 0.0), run.run_id))
 
 
 def _read_run(folder: Path) -> RunRecord:

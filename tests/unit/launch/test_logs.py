@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from epd_portable.launch.notices import Notice
-from epd_portable.launch.run.logs import Progress, failure_line, latest_stage, time_of_line
+from epd_portable.launch.run.logs import Progress, failure_line, latest_stage
 
 ENGINE_FAILURE = """\
 (APIServer pid=10) INFO 01-31 12:00:00 [api_server.py:9] vLLM API server version 0.32.0
@@ -88,19 +88,3 @@ def test_progress_tells_each_change_once_and_breaks_long_silence() -> None:
     assert waiting.text == " 15 s  still waiting for a (loading), b (importing)"
     assert (waiting.event, waiting.fields) == ("waiting", {"stages": stages, "elapsed_s": 15.0})
     assert progress.notices(stages, 116.0) == []
-
-
-@pytest.mark.parametrize(
-    ("line", "time"),
-    [
-        ("(EngineCore pid=11) ERROR 01-31 12:00:05 [core.py:9] no", "01-31 12:00:05"),
-        ("\x1b[1;36m(APIServer pid=1)\x1b[0;0m INFO 01-31 12:00:00 [a.py:9] x", "01-31 12:00:00"),
-        ("12:00:06 I router epd_portable.router: router for m", "12:00:06"),
-        ("(EngineCore pid=11) 12:00:06 W pd-0 epd_portable.x: y", "12:00:06"),
-        ('INFO:     127.0.0.1:1 - "GET /health HTTP/1.1" 200 OK', None),
-        ("ValueError: at 12:00:05 no", None),
-        ("", None),
-    ],
-)
-def test_the_time_of_a_line_is_told_as_it_is_written(line: str, time: str | None) -> None:
-    assert time_of_line(line) == time
