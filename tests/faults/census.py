@@ -61,7 +61,7 @@ def take(run_id: str, launcher: int, pids: Path, temp_dir: Path) -> Census:
     names = {int(path.read_text()): path.name for path in pids.iterdir()}
     processes: Counter[str] = Counter()
     descriptors: dict[str, Counter[str]] = {}
-    members = [process.pid for process in sessions.members([launcher], run_id)]
+    members = [*sessions.members([launcher], run_id)]
     for pid in members:
         name = names.get(pid) or _called(pid)
         kinds = descriptors_of(pid)

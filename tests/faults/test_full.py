@@ -195,10 +195,10 @@ def serving(run_id: str, port: int, *, but: int = 0) -> int:
     while True:
         assert time.monotonic() < end_s, "nobody serves"
         wanted = f"--port={port}".encode()
-        for process in sessions.members([], run_id):
+        for pid in sessions.members([], run_id):
             with contextlib.suppress(OSError, httpx.RequestError):
-                words = Path(f"/proc/{process.pid}/cmdline").read_bytes().split(b"\0")
-                if wanted in words and process.pid != but:
+                words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+                if wanted in words and pid != but:
                     httpx.get(f"http://127.0.0.1:{port}/health", trust_env=False)
-                    return process.pid
+                    return pid
         time.sleep(0.05)

@@ -99,8 +99,9 @@ def main() -> None:
         change = known.add if line[0] == "+" else known.discard
         change(int(line[1:]))
     if alive := members(known, run_id):
-        pids = " ".join(str(process.pid) for process in alive)
-        print(f"the launcher is gone; ending its processes: {pids}", flush=True)
+        print(
+            f"the launcher is gone; ending its processes: {' '.join(map(str, alive))}", flush=True
+        )
     left = end_processes(known, run_id, grace_s=float(grace_s))
     if left:
         print(f"these processes cannot be ended: {' '.join(map(str, left))}", flush=True)

@@ -96,7 +96,7 @@ class Child:
         """Let API servers run on their further cores too; an instance's engines keep theirs."""
         if self.spec.api_cores:
             alone = self.spec.role != "router"
-            pids = [self.session] if alone else [one.pid for one in members({self.session}, None)]
+            pids = [self.session] if alone else members({self.session}, None)
             for pid in pids:
                 bind_threads(pid, self._cores.union(self.spec.api_cores))
 

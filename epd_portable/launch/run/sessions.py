@@ -16,7 +16,6 @@ import os
 import signal
 import time
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -28,27 +27,13 @@ _TRACKER_PATIENCE_S = 2.0
 _KILL_PATIENCE_S = 5.0
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Process:
-    """One line of the process table.
-
-    Attributes:
-        session: Pid of the first process of its session.
-        cleans_up: Whether it is Python's resource tracker, which outlives the processes that it
-            serves, then removes the shared memory that they left, and ends by itself.
-    """
-
-    pid: int
-    session: int
-    cleans_up: bool
-
-
-def members(sessions: Collection[int], run_id: str | None) -> list[Process]:
+def members(sessions: Collection[int], run_id: str | None) -> dict[int, int]:
     """Return the living processes of some sessions, and of a run if it is given.
 
-    The calling process is left out.
+    By pid; with the pid of the first process of the session of each. The calling process is left
+    out.
     """
-    found = []
+    found = {}
     for process in psutil.process_iter():
         # It may end meanwhile, or be another user's.
         with contextlib.suppress(psutil.Error, OSError):
@@ -57,13 +42,9 @@ def members(sessions: Collection[int], run_id: str | None) -> list[Process]:
                 run_id is None or process.environ().get("EPD_RUN_ID") != run_id
             ):
                 continue
-            if process.pid == os.getpid() or process.status() in (
-                psutil.STATUS_ZOMBIE,
-                psutil.STATUS_DEAD,
-            ):
-                continue
-            cleans_up = any("multiprocessing.resource_tracker" in x for x in process.cmdline())
-            found.append(Process(pid=process.pid, session=session, cleans_up=cleans_up))
+            ended = process.status() in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+            if process.pid != os.getpid() and not ended:
+                found[process.pid] = session
     return found
 
 
@@ -91,21 +72,31 @@ def end_processes(
         if not alive:
             return []
         if killed_at is not None and now - killed_at > _KILL_PATIENCE_S:
-            return [process.pid for process in alive]
+            return [*alive]
         if now - started >= grace_s or hurry():
             killed_at = killed_at or now
             patient = now - killed_at < _TRACKER_PATIENCE_S
-            for process in alive:
-                if not (process.cleans_up and patient):
-                    send_signal(process.pid, signal.SIGKILL)
+            for pid in alive:
+                if not (patient and _is_tracker(pid)):
+                    send_signal(pid, signal.SIGKILL)
         else:
-            pids = {process.pid for process in alive}
-            for process in alive:
-                led = process.pid != process.session and process.session in pids
-                if not led and process.pid not in asked:
-                    asked.add(process.pid)
-                    send_signal(process.pid, signal.SIGTERM)
+            for pid, session in alive.items():
+                led = pid != session and session in alive
+                if not led and pid not in asked:
+                    asked.add(pid)
+                    send_signal(pid, signal.SIGTERM)
         time.sleep(_POLL_S)
+
+
+def _is_tracker(pid: int) -> bool:
+    """Return whether this is Python's resource tracker.
+
+    It outlives the processes that it serves, then removes the shared memory that they left, and
+    ends by itself.
+    """
+    with contextlib.suppress(psutil.Error):
+        return any("multiprocessing.resource_tracker" in x for x in psutil.Process(pid).cmdline())
+    return False
 
 
 def send_signal(pid: int, signum: signal.Signals) -> None:

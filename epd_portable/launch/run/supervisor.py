@@ -382,8 +382,8 @@ class Supervisor:
     def _note_shared_memory(self) -> None:
         """Note what each child's processes map, in case they are killed before they remove it."""
         children = {child.session: child for child in self._children.values()}
-        for process in sessions.members(children, None):
-            children[process.session].mapped |= sessions.mapped_files([process.pid])
+        for pid, session in sessions.members(children, None).items():
+            children[session].mapped |= sessions.mapped_files([pid])
 
     def _rotate_logs(self) -> None:
         for name in self._specs:

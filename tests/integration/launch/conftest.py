@@ -156,9 +156,9 @@ class Run:
         wanted = {f"--port={self.ports[name]}"}
         wanted |= {"epd_portable.router"} if name == "router" else set()
         (pid,) = (
-            each.pid
+            each
             for each in sessions.members([], self.run_id)
-            if wanted.intersection(psutil.Process(each.pid).cmdline())
+            if wanted.intersection(psutil.Process(each).cmdline())
         )
         return pid
 

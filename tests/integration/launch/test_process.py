@@ -129,10 +129,10 @@ def test_a_process_that_left_its_session_is_found_by_the_run_and_no_other_is() -
     process, _ = start(AWAY, EPD_RUN_ID=run_id)
     try:
         assert process.wait(10) == 0
-        assert sessions.members([process.pid], None) == []
+        assert sessions.members([process.pid], None) == {}
         assert len(sessions.members([process.pid], run_id)) == 1
         assert sessions.end_processes([process.pid], run_id, grace_s=5.0) == []
-        assert sessions.members([], run_id) == []
+        assert sessions.members([], run_id) == {}
         assert bystander.poll() is None
     finally:
         sessions.end_processes([], other, grace_s=0.0, reap=bystander.poll)
