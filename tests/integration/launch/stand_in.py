@@ -4,11 +4,9 @@ It answers ``/health``, owns a ``/dev/shm`` file and a child process as an engin
 reproduce anything that an engine computes. It can be told to become ill:
 
 - ``/become/503``: what ``/health`` answers from now on
-- ``/late/1.5``: seconds after which
-- ``/block``: with ``--one-thread`` it answers nobody any more, as with a blocked event loop
 - ``/raise``: it ends with an exception
-- ``/work/1.5``: answers its pid after so many seconds, unless it is told to end before; a
-  completion takes 10 ms a token
+
+A completion takes 10 ms a token.
 """
 
 from __future__ import annotations
@@ -21,16 +19,15 @@ import subprocess
 import sys
 import threading
 import time
-from http.server import BaseHTTPRequestHandler, HTTPServer, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 
 class Answer(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
-        global late_s, status
+        global status
         match self.path.split("/")[1:]:
             case ["health"]:
-                time.sleep(late_s)
                 seen = {"state": options.state, "problem": options.problem}
                 self.say(status, json.dumps({"instances": {"encode-0": seen}}))
             case ["metrics"]:
@@ -38,19 +35,10 @@ class Answer(BaseHTTPRequestHandler):
             case ["become", number]:
                 status = int(number)
                 self.say(200, "")
-            case ["late", seconds]:
-                late_s = float(seconds)
-                self.say(200, "")
-            case ["block"]:
-                self.say(200, "")
-                time.sleep(600)
             case ["raise"]:
                 self.say(200, "")
                 os.write(2, b"RuntimeError: at last\n")
                 os._exit(1)
-            case ["work", seconds]:
-                time.sleep(float(seconds))
-                self.say(200, str(os.getpid()))
             case _:
                 self.say(404, "")
 
@@ -74,7 +62,6 @@ class Answer(BaseHTTPRequestHandler):
 
 options: argparse.Namespace
 status = 200
-late_s = 0.0
 
 
 def chat() -> None:
@@ -97,7 +84,6 @@ def main() -> None:
     parser.add_argument("--child", action="store_true", help="start a process that ignores SIGTERM")
     parser.add_argument("--problem", default="", help="what a router says of its instance")
     parser.add_argument("--state", default="up", help="the same")
-    parser.add_argument("--one-thread", action="store_true", help="answer one after the other")
     parser.add_argument("--renamed", action="store_true", help="as by setproctitle: no environment")
     parser.add_argument("--chatty", action="store_true", help="write 1 MB a second")
     options = parser.parse_args()
@@ -124,8 +110,7 @@ def main() -> None:
         time.sleep(0.01)
     if options.chatty:
         threading.Thread(target=chat, daemon=True).start()
-    kind = HTTPServer if options.one_thread else ThreadingHTTPServer
-    server = kind(("127.0.0.1", options.port), Answer)
+    server = ThreadingHTTPServer(("127.0.0.1", options.port), Answer)
     server.serve_forever()
 
 

@@ -35,15 +35,6 @@ def test_a_stopped_engine_is_killed_after_the_grace_and_started_again(launch: La
     run.stop()
 
 
-def test_an_engine_whose_event_loop_is_blocked_is_killed_and_started_again(launch: Launch) -> None:
-    """It does not hear SIGTERM either."""
-    run = launch({"encode-0": ["--one-thread"], "router": []}, **WATCHED)
-    run.ask("encode-0", "/block")
-    ill(run)
-    assert "encode-0 was killed by SIGKILL" in run.wait_for("restarting")
-    run.wait_for("encode-0 is back")
-
-
 def test_an_engine_that_calls_itself_ill_for_good_is_started_again_ever_later(
     launch: Launch,
 ) -> None:

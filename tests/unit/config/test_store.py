@@ -85,11 +85,8 @@ def test_a_password_file_is_for_its_owner_only(tmp_path: Path) -> None:
     path.write_text("hunter2\n")
     section = StoreSection(kind="redis", url="redis://h:1", password_file=str(path))
     path.chmod(0o644)
-    with pytest.raises(ConfigError, match="0644"):
+    with pytest.raises(ConfigError, match=r"store\.password_file .* 0644"):
         section.password()
     path.chmod(0o600)
     assert section.password() == "hunter2"
-    path.unlink()
-    with pytest.raises(ConfigError, match="cannot be read"):
-        section.password()
     assert StoreSection(kind="redis", url="redis://h:1").password() is None
