@@ -21,7 +21,6 @@ from epd_portable.router.settings import RouterSettings
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/configuration.md"
 KIB, MIB = 1 << 10, 1 << 20
-BACKOFF = lifecycle.BACKOFF
 
 
 def setting(name: str) -> str:
@@ -49,7 +48,8 @@ IN_THE_CODE = {
     "an instance that joined and is not healthy": f"after {setting('forget_after_s')}",
     "outputs that wait in an encode instance": f"{writer.QUEUE_BYTES // MIB} MiB; more are dropped",
     "restart of a process": (
-        f"after {BACKOFF.first_s:g} s, doubling with each further death to {BACKOFF.max_s:g} s; "
+        f"after {lifecycle.FIRST_PAUSE_S:g} s, doubling with each further death to "
+        f"{lifecycle.LONGEST_PAUSE_S:g} s; "
         f"anew after {lifecycle.FORGIVEN_AFTER_S:g} s of health"
     ),
     "probes of a process": (

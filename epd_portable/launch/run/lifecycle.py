@@ -20,23 +20,10 @@ from epd_portable.launch.notices import Event, Notice
 
 FORGIVEN_AFTER_S = 60.0
 """Healthy for this long, a process has its earlier deaths forgiven."""
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 30.0
+"""Before a process that died while the topology serves is started again; doubles every time."""
 HUNG_PROBES = 3
 """Probes in a row that a process must miss before it counts as hung, however long each took."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Backoff:
-    """Pauses before a process that died while the topology serves is started again.
-
-    Attributes:
-        first_s: Before the first restart; doubles with every further death.
-    """
-
-    first_s: float = 1.0
-    max_s: float = 30.0
-
-
-BACKOFF = Backoff()
 
 
 class Phase(Enum):
@@ -111,16 +98,12 @@ class Lifecycle:
         self,
         names: Iterable[str],
         launch: Launch,
-        after: Mapping[str, Iterable[str]] | None = None,
-        *,
-        backoff: Backoff = BACKOFF,
+        after: Mapping[str, Iterable[str]],
     ) -> None:
         self.phase = Phase.STARTING
         self._launch = launch
-        self._backoff = backoff
         self._states = {name: _State() for name in names}
-        given = after or {}
-        self._after = {name: tuple(given.get(name, ())) for name in self._states}
+        self._after = {name: tuple(after.get(name, ())) for name in self._states}
 
     def start_all(self, now: float) -> list[Action]:
         """Start every process that waits for no neighbour."""
@@ -199,7 +182,7 @@ class Lifecycle:
         healthy_until = state.silent_since if state.silent_probes else now
         if state.healthy_at is not None and healthy_until - state.healthy_at >= FORGIVEN_AFTER_S:
             state.deaths = 0
-        delay_s = min(self._backoff.first_s * 2.0 ** min(state.deaths, 63), self._backoff.max_s)
+        delay_s = min(FIRST_PAUSE_S * 2.0 ** min(state.deaths, 63), LONGEST_PAUSE_S)
         self._states[name] = _State(deaths=state.deaths + 1, restart_at=now + delay_s)
         notice = Notice(
             "exited",

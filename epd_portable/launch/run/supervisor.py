@@ -21,10 +21,8 @@ from epd_portable.launch.run import sessions
 from epd_portable.launch.run.fork_server import ForkServer
 from epd_portable.launch.run.guard import Guard
 from epd_portable.launch.run.lifecycle import (
-    BACKOFF,
     HUNG_PROBES,
     Action,
-    Backoff,
     Fail,
     Kill,
     Lifecycle,
@@ -82,7 +80,6 @@ class Supervisor:
         temp_dir: Path,
         say: Callable[[Notice], None],
         config: str = "",
-        backoff: Backoff = BACKOFF,
     ) -> None:
         self._plan = plan
         self._config = config
@@ -99,7 +96,7 @@ class Supervisor:
         self._forks = True
         self._starts: Counter[str] = Counter()
         after = {name: spec.after for name, spec in self._specs.items()}
-        self._lifecycle = Lifecycle(self._specs, launch, after, backoff=backoff)
+        self._lifecycle = Lifecycle(self._specs, launch, after)
         self._probes = Probes()
         self._update: RollingUpdate | None = None
         self._stop_requests = 0

@@ -12,7 +12,7 @@ from epd_portable.config.secret import Secret
 from epd_portable.errors import LaunchError
 from epd_portable.launch.commands.command_line import printer
 from epd_portable.launch.plan.processes import Plan, ProcessSpec
-from epd_portable.launch.run.lifecycle import Backoff
+from epd_portable.launch.run import lifecycle
 from epd_portable.launch.run.supervisor import Supervisor
 
 
@@ -27,6 +27,7 @@ def main() -> None:
         processes=specs,
         warnings=(),
     )
+    lifecycle.FIRST_PAUSE_S, lifecycle.LONGEST_PAUSE_S = raw["pauses_s"]
     supervisor = Supervisor(
         plan,
         Launch.model_validate(raw["launch"]),
@@ -35,7 +36,6 @@ def main() -> None:
         log_dir=Path(raw["log_dir"]),
         temp_dir=Path(raw["temp_dir"]),
         say=printer(as_json=raw.get("as_json", False)),
-        backoff=Backoff(**raw.get("backoff", {})),
     )
     try:
         supervisor.run()

@@ -30,7 +30,7 @@ def test_a_second_signal_ends_the_grace(routed: Routed) -> None:
 
 
 def test_a_router_that_is_dead_is_not_waited_for(routed: Routed) -> None:
-    run = routed(ENGINE, backoff={"first_s": 60.0, "max_s": 60.0})
+    run = routed(ENGINE, pauses_s=(60.0, 60.0))
     os.kill(run.pid_of("router"), signal.SIGKILL)
     run.wait_for("restarting it in 60 s")
     run.stop()

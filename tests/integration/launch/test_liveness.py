@@ -12,7 +12,7 @@ Launch = Callable[..., Any]
 WATCHED = {
     "hung_after_s": 1.5,
     "stop_grace_s": 0.5,
-    "backoff": {"first_s": 0.2, "max_s": 0.8},
+    "pauses_s": (0.2, 0.8),
 }
 
 

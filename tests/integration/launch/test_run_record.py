@@ -14,7 +14,7 @@ from tests.integration.launch.conftest import Run
 
 Launch = Callable[..., Run]
 SERVERS: dict[str, list[str]] = {"encode-0": [], "router": []}
-BACKOFF = {"first_s": 0.1}
+PAUSES_S = (0.1, 30.0)
 
 
 def read(run: Run) -> RunRecord:
@@ -26,7 +26,7 @@ def of(run: Run, name: str) -> ProcessRecord:
 
 
 def test_a_run_tells_where_its_instances_are_and_what_became_of_them(launch: Launch) -> None:
-    run = launch(SERVERS, backoff=BACKOFF)
+    run = launch(SERVERS, pauses_s=PAUSES_S)
     url = f"http://127.0.0.1:{run.ports['router']}/v1"
     assert run.lines[-1].startswith(f"ready: {url} (1 encode, cpu) in ")
     line = run.wait_for("encode-0")
@@ -48,7 +48,7 @@ def test_a_run_tells_where_its_instances_are_and_what_became_of_them(launch: Lau
 
 
 def test_a_run_is_told_to_programs_as_one_object_a_line(launch: Launch) -> None:
-    run = launch(SERVERS, as_json=True, backoff=BACKOFF, until='"event": "ready"')
+    run = launch(SERVERS, as_json=True, pauses_s=PAUSES_S, until='"event": "ready"')
     os.kill(run.pid_of("encode-0"), signal.SIGKILL)
     run.wait_for('"event": "back"')
     run.stop()
@@ -71,7 +71,7 @@ def test_a_run_is_told_to_programs_as_one_object_a_line(launch: Launch) -> None:
 
 
 def test_a_folder_that_takes_no_file_ends_no_topology(launch: Launch) -> None:
-    run = launch(SERVERS, backoff=BACKOFF)
+    run = launch(SERVERS, pauses_s=PAUSES_S)
     # As on a full disk, and for root too.
     (run.temp_dir / f"{STATE_FILE}.new").mkdir()
     os.kill(run.pid_of("encode-0"), signal.SIGKILL)

@@ -16,7 +16,7 @@ from epd_portable.launch.run import sessions
 from tests.integration.launch.conftest import Run
 
 Launch = Callable[..., Any]
-FAST_RESTART = {"first_s": 0.2, "max_s": 0.8}
+FAST_RESTART = (0.2, 0.8)
 
 
 def test_no_process_has_the_folder_in_which_another_counts(
@@ -40,7 +40,7 @@ def test_an_api_server_gets_further_cores_when_it_is_up_and_again_when_it_is_up_
     run = launch(
         {"pd-0": [f"--start-with={listen}"], "pd-1": ["--child"], "router": []},
         specs={"pd-0": places, "pd-1": places},
-        backoff=FAST_RESTART,
+        pauses_s=FAST_RESTART,
         until="pd-0: loading the model",
     )
 
@@ -122,7 +122,7 @@ def test_what_does_not_start_ends_everything_with_its_reason_on_one_line(
 def test_a_death_while_serving_is_answered_with_a_restart_on_the_same_port(
     launch: Launch,
 ) -> None:
-    run = launch({"encode-0": ["--child", "--shm={shm}"], "router": []}, backoff=FAST_RESTART)
+    run = launch({"encode-0": ["--child", "--shm={shm}"], "router": []}, pauses_s=FAST_RESTART)
     router = run.pid_of("router")
     first = run.pid_of("encode-0")
     os.kill(first, signal.SIGKILL)
@@ -144,7 +144,7 @@ def test_a_death_while_serving_is_answered_with_a_restart_on_the_same_port(
 
 def test_what_cannot_be_started_again_is_tried_again_and_the_rest_serves(launch: Launch) -> None:
     """Its log cannot be opened, nor read: somebody has taken the folder away."""
-    run = launch({"encode-0": [], "router": []}, backoff=FAST_RESTART)
+    run = launch({"encode-0": [], "router": []}, pauses_s=FAST_RESTART)
     away = run.log_dir.rename(f"{run.log_dir}-away")
     os.kill(run.pid_of("encode-0"), signal.SIGKILL)
     run.wait_for("encode-0 was killed by SIGKILL")

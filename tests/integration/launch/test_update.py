@@ -60,7 +60,7 @@ def test_an_instance_that_does_not_come_back_ends_the_update_and_may_come_later(
     run = routed(
         {**TWO, "pd-0": ["--ill-again={shm}"]},
         startup_timeout_s=6.0,
-        backoff={"first_s": 0.5, "max_s": 0.5},
+        pauses_s=(0.5, 0.5),
     )
     other = run.pid_of("pd-1")
     run.process.send_signal(signal.SIGHUP)
@@ -82,7 +82,7 @@ def test_a_router_that_cannot_be_asked_ends_the_update_before_anything_has_happe
     cert = Path(shutil.copy(certifi.where(), tmp_path))
     run = routed(
         TWO,
-        backoff={"first_s": 60.0, "max_s": 60.0},
+        pauses_s=(60.0, 60.0),
         specs={"router": {"tls_cert_file": str(cert)}},
     )
     first = run.pid_of("pd-0")
@@ -99,7 +99,7 @@ def test_a_router_that_cannot_be_asked_ends_the_update_before_anything_has_happe
 
 
 def test_what_dies_and_what_hangs_is_started_again_during_an_update(routed: Routed) -> None:
-    run = routed(TWO, drain_s=60.0, hung_after_s=1.0, backoff={"first_s": 0.1, "max_s": 0.1})
+    run = routed(TWO, drain_s=60.0, hung_after_s=1.0, pauses_s=(0.1, 0.1))
     for _ in TWO:
         Asked(run, 8.0)
     run.process.send_signal(signal.SIGHUP)
@@ -111,7 +111,7 @@ def test_what_dies_and_what_hangs_is_started_again_during_an_update(routed: Rout
 
 
 def test_nothing_is_taken_out_while_another_is_away(routed: Routed) -> None:
-    run = routed(TWO, backoff={"first_s": 3.0, "max_s": 3.0})
+    run = routed(TWO, pauses_s=(3.0, 3.0))
     os.kill(run.pid_of("pd-1"), signal.SIGKILL)
     run.wait_for("restarting")
     run.process.send_signal(signal.SIGHUP)
