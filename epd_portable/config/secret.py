@@ -24,6 +24,10 @@ MAX_BYTES = 1 << 20
 INSTANCE_TOKEN_HEADER = "x-epd-token"
 """HTTP header in which a caller of an instance's own server shows `Secret.instance_token`."""
 SIGNATURE_SCHEME = "EPD-HMAC"
+SIGNATURE_TOLERANCE_S = 30
+"""How far a signature's time may be before or after the clock."""
+MAX_SIGNATURES = 65_536
+"""Those that are remembered at once; further requests are refused."""
 _PROOF_BYTES = 16
 _SIGNATURE = re.compile(
     rf"{SIGNATURE_SCHEME} time=([0-9]{{1,12}}), nonce=([0-9a-f]{{32}}), mac=([0-9a-f]{{64}})",
@@ -151,23 +155,12 @@ class SignatureCheck:
     answers at the address, until it is too old.
 
     Args:
-        tolerance_s: How far a signature's time may be before or after the clock.
         clock: Unix time in seconds.
-        max_remembered: Signatures that are remembered at once; further requests are refused.
     """
 
-    def __init__(
-        self,
-        secret: Secret,
-        *,
-        tolerance_s: float = 30,
-        clock: Callable[[], float] = time.time,
-        max_remembered: int = 65_536,
-    ) -> None:
+    def __init__(self, secret: Secret, *, clock: Callable[[], float] = time.time) -> None:
         self._secret = secret
-        self._tolerance_s = tolerance_s
         self._clock = clock
-        self._max_remembered = max_remembered
         self._forget_at: dict[str, float] = {}  # by nonce, in the order in which they came
 
     def check(self, authorization: str, method: str, target: str, body: bytes = b"") -> None:
@@ -196,25 +189,25 @@ class SignatureCheck:
             )
         now = self._clock()
         late_s = now - int(at)
-        if abs(late_s) > self._tolerance_s:
+        if abs(late_s) > SIGNATURE_TOLERANCE_S:
             raise _unauthorized(
                 f"the signature's time is {abs(late_s):.0f} s {'behind' if late_s > 0 else 'ahead'}"
-                f", and {self._tolerance_s:g} s are allowed: set the clocks of both machines, and "
-                "sign each request when it is sent"
+                f", and {SIGNATURE_TOLERANCE_S} s are allowed: set the clocks of both machines, "
+                "and sign each request when it is sent"
             )
         self._forget(now)
         if nonce in self._forget_at:
             raise _unauthorized("this signature was used before: sign each request anew")
-        if len(self._forget_at) >= self._max_remembered:
+        if len(self._forget_at) >= MAX_SIGNATURES:
             raise RequestError(
-                f"{self._max_remembered} signed requests came within {2 * self._tolerance_s:g} s, "
+                f"{MAX_SIGNATURES} signed requests came within {2 * SIGNATURE_TOLERANCE_S} s, "
                 "and no more are remembered at once: ask less often",
                 status=503,
                 code="too_many_signatures",
-                retry_after_s=max(1, round(self._tolerance_s)),
+                retry_after_s=SIGNATURE_TOLERANCE_S,
             )
         # By then its time is outside the tolerance.
-        self._forget_at[nonce] = now + 2 * self._tolerance_s
+        self._forget_at[nonce] = now + 2 * SIGNATURE_TOLERANCE_S
 
     def _forget(self, now: float) -> None:
         while (oldest := next(iter(self._forget_at), None)) and self._forget_at[oldest] < now:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from epd_portable.config import secret
 from epd_portable.config.secret import (
     INSTANCE_TOKEN_HEADER,
     MIN_CHARACTERS,
@@ -102,9 +103,9 @@ BODY = b'{"name": "encode-7"}'
 ASKED = ("POST", PATH, BODY)
 
 
-def signed_check(**arguments: Any) -> tuple[SignatureCheck, Clock, str]:
+def signed_check() -> tuple[SignatureCheck, Clock, str]:
     clock = Clock(1.8e9)
-    check = SignatureCheck(HELD, clock=clock, **arguments)
+    check = SignatureCheck(HELD, clock=clock)
     return check, clock, HELD.sign(*ASKED, clock=clock)
 
 
@@ -169,8 +170,11 @@ def test_a_signature_of_the_future_is_not_taken_twice_when_its_time_has_come() -
     refused(check, signature, "used before")
 
 
-def test_what_is_remembered_is_bounded_and_forgotten_when_it_is_too_old() -> None:
-    check, clock, signature = signed_check(max_remembered=2)
+def test_what_is_remembered_is_bounded_and_forgotten_when_it_is_too_old(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(secret, "MAX_SIGNATURES", 2)
+    check, clock, signature = signed_check()
     check.check(signature, *ASKED)
     check.check(HELD.sign(*ASKED, clock=clock), *ASKED)
     error = refused(check, HELD.sign(*ASKED, clock=clock), "ask less often")

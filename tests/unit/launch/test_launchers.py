@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+from click.testing import CliRunner
+
+from epd_portable.launch import cli
 from epd_portable.launch.plan.launchers import (
     FOLDER,
     HEAD,
@@ -102,12 +105,11 @@ def test_the_fuller_role_says_how_full_a_launcher_is() -> None:
     assert fullness({"encode": 0.5, "prefill-decode": 18.0}, room_s) == 1.5
 
 
-def test_ray_that_is_not_installed_is_refused_with_what_to_install() -> None:
-    argv = ["-m", "epd_portable.launch.cli", "stop", "--cluster", "auto"]
-    # An empty module path has no ray, wherever this runs.
-    code = f"import sys; sys.modules['ray'] = None; sys.argv[1:] = {argv[2:]}; " + (
-        "from epd_portable.launch.cli import main; main()"
-    )
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert ended.returncode == 2
+def test_ray_that_is_not_installed_is_refused_with_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delitem(sys.modules, "epd_portable.ray_cluster", raising=False)
+    monkeypatch.setitem(sys.modules, "ray", None)
+    ended = CliRunner().invoke(cli.main, ["stop", "--cluster", "auto"])
+    assert ended.exit_code == 2
     assert "pip install 'epd-portable[ray]'" in ended.stderr
