@@ -24,11 +24,9 @@ from epd_portable.launch.run.lifecycle import (
     HUNG_PROBES,
     Action,
     Fail,
-    Kill,
     Lifecycle,
+    Order,
     Phase,
-    Start,
-    Stop,
 )
 from epd_portable.launch.run.log_files import rotate
 from epd_portable.launch.run.logs import FIRST_STAGE, Progress, failure_line, latest_stage
@@ -335,12 +333,11 @@ class Supervisor:
     def _perform(self, actions: list[Action]) -> None:
         for action in actions:
             match action:
-                case Start(name):
+                case Order("start", name):
                     self._start(name)
-                case Stop(name):
-                    sessions.send_signal(self._children[name].session, signal.SIGTERM)
-                case Kill(name):
-                    sessions.send_signal(self._children[name].session, signal.SIGKILL)
+                case Order(what, name):
+                    signum = signal.SIGTERM if what == "stop" else signal.SIGKILL
+                    sessions.send_signal(self._children[name].session, signum)
                 case Notice() as notice:
                     self._say(notice)
                 case Fail(name, reason):

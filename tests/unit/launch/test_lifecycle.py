@@ -9,14 +9,13 @@ from epd_portable.launch.notices import Notice
 from epd_portable.launch.run.lifecycle import (
     Action,
     Fail,
-    Kill,
     Lifecycle,
+    Order,
     Phase,
-    Start,
-    Stop,
 )
 
 LAUNCH = Launch(startup_timeout_s=100.0, stop_grace_s=15.0, hung_after_s=30.0)
+START, STOP = Order("start", "encode-0"), Order("stop", "encode-0")
 BACK = Notice("back", "encode-0 is back", {"instance": "encode-0"})
 PAIR = ["encode-0", "router"]
 # Two share a device, the decoder first; the router shares nothing.
@@ -38,10 +37,9 @@ def serving(names: list[str] = PAIR, *, launch: Launch = LAUNCH) -> Lifecycle:
 
 
 def said(actions: list[Action]) -> list[str]:
-    """Return the texts of notices, and other actions with their names."""
+    """Return the texts of notices, and orders with their names."""
     return [
-        each.text if isinstance(each, Notice) else f"{type(each).__name__} {each.name}"
-        for each in actions
+        f"{each.what} {each.name}" if isinstance(each, Order) else each.text for each in actions
     ]
 
 
@@ -49,13 +47,13 @@ def restart_delay(lifecycle: Lifecycle, now: float) -> float:
     """Let the encoder die at ``now``; return the pause before its restart."""
     lifecycle.exited("encode-0", "died", now)
     steps = (step / 4 for step in range(200))
-    return next(delay for delay in steps if Start("encode-0") in lifecycle.tick(now + delay))
+    return next(delay for delay in steps if START in lifecycle.tick(now + delay))
 
 
 def hung(lifecycle: Lifecycle, since: float) -> float:
     """Let the encoder miss a probe every 10 s until it is asked to end; return when it is."""
     for now in (since + 10.0 * step for step in range(1, 100)):
-        if Stop("encode-0") in lifecycle.silent("encode-0", now - 10.0, now):
+        if STOP in lifecycle.silent("encode-0", now - 10.0, now):
             return now
     raise AssertionError("it never was")
 
@@ -91,7 +89,7 @@ def test_a_restart_that_hangs_is_ended_once_and_tried_again() -> None:
     restart_delay(lifecycle, 10.0)
     assert said(lifecycle.tick(111.0)) == [
         "encode-0 is not healthy 100 s after its start; killing it",
-        "Kill encode-0",
+        "kill encode-0",
     ]
     assert lifecycle.tick(112.0) == []
     assert restart_delay(lifecycle, 113.0) == 2.0
@@ -104,14 +102,14 @@ def test_one_that_is_silent_for_long_is_asked_to_end_then_killed_then_started_ag
     assert lifecycle.up() == PAIR
     assert said(lifecycle.silent("encode-0", 120.0, 130.0)) == [
         "encode-0 has not answered as it should for 30 s (launch.hung_after_s); ending it",
-        "Stop encode-0",
+        "stop encode-0",
     ]
     assert lifecycle.up() == ["router"]
     assert lifecycle.silent("encode-0", 130.0, 140.0) == [], "it was asked to end"
     assert lifecycle.tick(144.9) == []
     assert said(lifecycle.tick(145.0)) == [
         "encode-0 does not end within 15 s; killing it",
-        "Kill encode-0",
+        "kill encode-0",
     ]
     assert lifecycle.tick(200.0) == []
     assert restart_delay(lifecycle, 200.0) == 1.0
@@ -158,8 +156,8 @@ def test_one_that_is_renewed_and_does_not_end_is_killed_and_by_the_rules_from_th
     lifecycle = serving()
     lifecycle.renew("encode-0", 10.0)
     assert lifecycle.tick(24.9) == []
-    assert Kill("encode-0") in lifecycle.tick(25.0)
-    assert lifecycle.exited("encode-0", "was killed by SIGKILL", 26.0) == [Start("encode-0")]
+    assert Order("kill", "encode-0") in lifecycle.tick(25.0)
+    assert lifecycle.exited("encode-0", "was killed by SIGKILL", 26.0) == [START]
     assert said(lifecycle.exited("encode-0", "exited with status 1", 27.0)) == [
         "encode-0 exited with status 1; restarting it in 1 s"
     ]
@@ -167,11 +165,11 @@ def test_one_that_is_renewed_and_does_not_end_is_killed_and_by_the_rules_from_th
 
 def test_neighbours_start_one_after_the_other_in_their_order() -> None:
     lifecycle = new(NEIGHBOURS)
-    assert lifecycle.start_all(0.0) == [Start("decode-0"), Start("router")]
+    assert lifecycle.start_all(0.0) == [Order("start", "decode-0"), Order("start", "router")]
     assert lifecycle.waiting() == {"encode-0": ["decode-0"]}
     assert lifecycle.healthy("router", 1.0) == []
     assert lifecycle.tick(99.0) == []
-    assert lifecycle.healthy("decode-0", 99.0) == [Start("encode-0")]
+    assert lifecycle.healthy("decode-0", 99.0) == [START]
     assert lifecycle.waiting() == {}
     assert lifecycle.phase is Phase.STARTING
     assert lifecycle.tick(150.0) == [], "its time counts from its own start"
@@ -183,18 +181,18 @@ def test_neighbours_that_died_together_start_again_one_at_a_time_in_either_order
     lifecycle = serving(NEIGHBOURS)
     lifecycle.exited("encode-0", "died", 10.0)
     lifecycle.exited("decode-0", "died", 10.5)
-    assert lifecycle.tick(11.0) == [Start("encode-0")]
+    assert lifecycle.tick(11.0) == [START]
     assert lifecycle.tick(12.0) == []
     assert lifecycle.waiting() == {"decode-0": ["encode-0"]}
-    assert lifecycle.healthy("encode-0", 20.0) == [BACK, Start("decode-0")]
+    assert lifecycle.healthy("encode-0", 20.0) == [BACK, Order("start", "decode-0")]
 
 
 def test_what_waits_for_a_neighbour_starts_when_that_dies_again() -> None:
     lifecycle = serving(NEIGHBOURS)
     lifecycle.exited("encode-0", "died", 10.0)
     lifecycle.exited("decode-0", "died", 10.0)
-    assert lifecycle.tick(11.0) == [Start("encode-0")]
-    assert said(lifecycle.exited("encode-0", "died", 12.0))[1:] == ["Start decode-0"]
+    assert lifecycle.tick(11.0) == [START]
+    assert said(lifecycle.exited("encode-0", "died", 12.0))[1:] == ["start decode-0"]
     assert lifecycle.tick(30.0) == []
 
 
@@ -203,6 +201,6 @@ def test_nothing_starts_while_a_neighbour_is_being_ended() -> None:
     lifecycle.exited("encode-0", "died", 10.0)
     lifecycle.renew("decode-0", 10.5)
     assert lifecycle.tick(11.0) == []
-    assert lifecycle.exited("decode-0", "exited with status 0", 12.0) == [Start("encode-0")]
+    assert lifecycle.exited("decode-0", "exited with status 0", 12.0) == [START]
     assert lifecycle.waiting() == {"decode-0": ["encode-0"]}
-    assert Start("decode-0") in lifecycle.healthy("encode-0", 13.0)
+    assert Order("start", "decode-0") in lifecycle.healthy("encode-0", 13.0)
