@@ -36,7 +36,7 @@ class Phase(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class ProcessOrder:
     """Start a process, ask it to end, or end one that does not do so."""
 
     what: Literal["start", "stop", "kill"]
@@ -51,7 +51,7 @@ class Fail:
     reason: str
 
 
-Action = Order | Notice | Fail
+Action = ProcessOrder | Notice | Fail
 
 
 @dataclass(kw_only=True, slots=True)
@@ -150,13 +150,13 @@ class Lifecycle:
             return []
         state.kill_at = now + self._launch.stop_grace_s
         reason = f"has not answered as it should for {silent_s:.0f} s (launch.hung_after_s)"
-        return [_end_of("ending", name, reason), Order("stop", name)]
+        return [_end_of("ending", name, reason), ProcessOrder("stop", name)]
 
     def renew(self, name: str, now: float) -> list[Action]:
         """End a process that is up and start it again at once: that is no death."""
         state = self._states[name]
         state.kill_at, state.renewed = now + self._launch.stop_grace_s, True
-        return [Order("stop", name)]
+        return [ProcessOrder("stop", name)]
 
     def exited(self, name: str, how: str, now: float) -> list[Action]:
         """A process ended; ``how`` says it to the user, as in ``was killed by SIGKILL``."""
@@ -188,7 +188,7 @@ class Lifecycle:
                 # It must not be killed twice.
                 state.kill_at = math.inf
                 reason = f"does not end within {self._launch.stop_grace_s:g} s"
-                actions += [_end_of("killing", name, reason), Order("kill", name)]
+                actions += [_end_of("killing", name, reason), ProcessOrder("kill", name)]
             elif (
                 state.started_at is not None
                 and state.healthy_at is None
@@ -200,7 +200,7 @@ class Lifecycle:
                     return [Fail(name, f"{reason} (launch.startup_timeout_s)")]
                 # Its exit follows and schedules the restart; it must not be killed twice.
                 state.started_at = None
-                actions += [_end_of("killing", name, reason), Order("kill", name)]
+                actions += [_end_of("killing", name, reason), ProcessOrder("kill", name)]
         return actions
 
     def _start_what_is_due(self, now: float) -> list[Action]:
@@ -209,7 +209,7 @@ class Lifecycle:
             due = state.restart_at is not None and now >= state.restart_at
             if due and not self._blocking(name):
                 self._states[name] = _State(deaths=state.deaths, started_at=now)
-                started.append(Order("start", name))
+                started.append(ProcessOrder("start", name))
         return started
 
     def _blocking(self, name: str) -> list[str]:

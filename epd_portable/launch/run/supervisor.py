@@ -25,8 +25,8 @@ from epd_portable.launch.run.lifecycle import (
     Action,
     Fail,
     Lifecycle,
-    Order,
     Phase,
+    ProcessOrder,
 )
 from epd_portable.launch.run.log_files import rotate
 from epd_portable.launch.run.logs import FIRST_STAGE, Progress, failure_line, latest_stage
@@ -333,9 +333,9 @@ class Supervisor:
     def _perform(self, actions: list[Action]) -> None:
         for action in actions:
             match action:
-                case Order("start", name):
+                case ProcessOrder("start", name):
                     self._start(name)
-                case Order(what, name):
+                case ProcessOrder(what, name):
                     signum = signal.SIGTERM if what == "stop" else signal.SIGKILL
                     sessions.send_signal(self._children[name].session, signum)
                 case Notice() as notice:

@@ -10,12 +10,12 @@ from epd_portable.launch.run.lifecycle import (
     Action,
     Fail,
     Lifecycle,
-    Order,
     Phase,
+    ProcessOrder,
 )
 
 LAUNCH = Launch(startup_timeout_s=100.0, stop_grace_s=15.0, hung_after_s=30.0)
-START, STOP = Order("start", "encode-0"), Order("stop", "encode-0")
+START, STOP = ProcessOrder("start", "encode-0"), ProcessOrder("stop", "encode-0")
 BACK = Notice("back", "encode-0 is back", {"instance": "encode-0"})
 PAIR = ["encode-0", "router"]
 # Two share a device, the decoder first; the router shares nothing.
@@ -39,7 +39,8 @@ def serving(names: list[str] = PAIR, *, launch: Launch = LAUNCH) -> Lifecycle:
 def said(actions: list[Action]) -> list[str]:
     """Return the texts of notices, and orders with their names."""
     return [
-        f"{each.what} {each.name}" if isinstance(each, Order) else each.text for each in actions
+        f"{each.what} {each.name}" if isinstance(each, ProcessOrder) else each.text
+        for each in actions
     ]
 
 
@@ -156,7 +157,7 @@ def test_one_that_is_renewed_and_does_not_end_is_killed_and_by_the_rules_from_th
     lifecycle = serving()
     lifecycle.renew("encode-0", 10.0)
     assert lifecycle.tick(24.9) == []
-    assert Order("kill", "encode-0") in lifecycle.tick(25.0)
+    assert ProcessOrder("kill", "encode-0") in lifecycle.tick(25.0)
     assert lifecycle.exited("encode-0", "was killed by SIGKILL", 26.0) == [START]
     assert said(lifecycle.exited("encode-0", "exited with status 1", 27.0)) == [
         "encode-0 exited with status 1; restarting it in 1 s"
@@ -165,7 +166,10 @@ def test_one_that_is_renewed_and_does_not_end_is_killed_and_by_the_rules_from_th
 
 def test_neighbours_start_one_after_the_other_in_their_order() -> None:
     lifecycle = new(NEIGHBOURS)
-    assert lifecycle.start_all(0.0) == [Order("start", "decode-0"), Order("start", "router")]
+    assert lifecycle.start_all(0.0) == [
+        ProcessOrder("start", "decode-0"),
+        ProcessOrder("start", "router"),
+    ]
     assert lifecycle.waiting() == {"encode-0": ["decode-0"]}
     assert lifecycle.healthy("router", 1.0) == []
     assert lifecycle.tick(99.0) == []
@@ -184,7 +188,7 @@ def test_neighbours_that_died_together_start_again_one_at_a_time_in_either_order
     assert lifecycle.tick(11.0) == [START]
     assert lifecycle.tick(12.0) == []
     assert lifecycle.waiting() == {"decode-0": ["encode-0"]}
-    assert lifecycle.healthy("encode-0", 20.0) == [BACK, Order("start", "decode-0")]
+    assert lifecycle.healthy("encode-0", 20.0) == [BACK, ProcessOrder("start", "decode-0")]
 
 
 def test_what_waits_for_a_neighbour_starts_when_that_dies_again() -> None:
@@ -203,4 +207,4 @@ def test_nothing_starts_while_a_neighbour_is_being_ended() -> None:
     assert lifecycle.tick(11.0) == []
     assert lifecycle.exited("decode-0", "exited with status 0", 12.0) == [START]
     assert lifecycle.waiting() == {"decode-0": ["encode-0"]}
-    assert Order("start", "decode-0") in lifecycle.healthy("encode-0", 13.0)
+    assert ProcessOrder("start", "decode-0") in lifecycle.healthy("encode-0", 13.0)
