@@ -213,7 +213,9 @@ class TestInFloat32(ManyItems, FloatEquality):
             [event["t_s"] for event in pair.split.events(name, since_s=begin_s)]
             for name in ("encode.begin", "encode.end", "output.ready", "encode.answered")
         )
-        assert begun < ended <= ready <= answered
+        # The first runner hands an output on within what it traces as encoding.
+        assert begun < min(ended, ready)
+        assert max(ended, ready) <= answered
 
     def test_an_encode_instance_takes_the_memory_of_its_tower_and_no_more(
         self, pair: Pair, way: Way

@@ -591,6 +591,7 @@ TABLES: dict[tuple[str, str], Callable[[Document], Iterator[Row]]] = {
     ("The measuring itself", "case, side"): router_measuring,
     ("ours by the other sides", "load"): beside_other_sides,
     ("epd by the other sides", "load"): beside_other_sides,
+    ("front by the other sides", "load"): beside_other_sides,
     ("Times in ms", "load: side: requests"): times_under_load,
     ("CPU time", "load: side"): cpu_under_load,
     ("Memory after a turn", "side: part"): memory_under_load,

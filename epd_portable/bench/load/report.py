@@ -93,8 +93,8 @@ def _notes(results: LoadResults, rounds: Rounds, setting: LoadSetting) -> tuple[
         "same round: below 1 the first side is sooner, or takes less; bold is where it loses. "
         "Given is the median of the rounds, with the lowest and the highest.",
         f"{setting.allotment} {_stock_and_tuned(setting.sides)}Every side is asked the same "
-        "requests in the same round, in turns; no request is asked twice. Each side was started "
-        "for its turns, alone.",
+        "requests in the same round, in turns; no request is asked twice. A side that is started "
+        "here is up for its turns, alone.",
         "TTFT: from the sending to the first token. TPOT: time per token after it. Longest ITL: "
         "how long an answer stood still at worst. All are seen by the clients.",
         "Times are medians of the rounds' quantiles. Above what a side can serve they grow with "
