@@ -80,6 +80,7 @@ def test_an_output_is_kept_until_its_transfers_end(sender: Sender, pd: PrefillSi
     assert len(sender._outputs) == 1
     pd.receiver._session.decline("t-late")
     ended(sender, pd, "t-late")
+    sender.output_ready("cat", output("cat", 10))
     assert_nothing_is_kept(sender)
 
 

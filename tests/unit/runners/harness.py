@@ -50,7 +50,6 @@ class Mailbox:
     outbox: list[tuple[bytes, AnyMessage]] = field(default_factory=list)
     gone: set[str] = field(default_factory=set)
     forged: set[str] = field(default_factory=set)
-    is_closed: bool = False
 
     def receive(self) -> list[tuple[bytes, AnyMessage]]:
         received, self.inbox = self.inbox, []
@@ -72,7 +71,7 @@ class Mailbox:
         """Nobody listens."""
 
     def close(self) -> None:
-        self.is_closed = True
+        """Nothing is open."""
 
 
 @dataclass(frozen=True)

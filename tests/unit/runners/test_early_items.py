@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from unittest import mock
 
 import pytest
 
 from epd_portable.connector.consumer import LEASE_MARGIN_S
-from epd_portable.errors import NoCommonPathError
 from epd_portable.wire.messages import Announce, EncodeFailed, Nack, NackCode
 from tests.unit.builders import peer
 from tests.unit.runners.harness import (
@@ -52,18 +50,6 @@ def test_an_item_lands_before_its_request_and_is_there_when_that_comes(copies: b
     assert (item.source, item.encoder, item.path) == ("transfer", "encode-0", "shm")
     assert (item.nbytes, item.wait_ms) == (2 * TOKEN_BYTES, 0.0)
     assert_everything_is_back(pair.pd)
-
-
-def test_a_request_that_takes_over_an_item_gives_it_its_own_deadline(pair: Pair) -> None:
-    pair.encode.submit(CAT)
-    pair.round()
-    pair.pd.clock.now += TIMEOUT_S - 1
-    pair.encode.submit(CAT)
-    pair.round()
-    pair.pd.arrive("r", CAT)
-    pair.pd.clock.now += 2
-    pair.pd.step()
-    assert not pair.pd.encode_here("r", 0), "still awaited"
 
 
 @pytest.mark.parametrize("landed", [False, True], ids=["lands meanwhile", "has landed"])
@@ -135,22 +121,6 @@ def test_a_request_whose_item_is_something_else_than_that_of_others_is_told(
     assert_everything_is_back(pair.pd)
 
 
-@pytest.mark.parametrize("landed", [False, True])
-def test_an_item_that_the_encoder_names_otherwise_is_encoded_here(landed: bool) -> None:
-    pair = make_pair()
-    pair.encode.submit(Item("cat with a hat", 2, "t-cat"), ready=True)
-    if landed:
-        pair.settle()
-    else:
-        pair.round()
-    pair.pd.arrive("r", CAT)
-    pair.settle()
-    if not landed:
-        assert nacks_to_router(pair) == [NackCode.UNEXPECTED], "it may ask another encoder"
-        no_other_encoder(pair)
-    assert_local(pair)
-
-
 # -- transfers that end before their request -----------------------------------------------------
 
 
@@ -204,19 +174,6 @@ def test_a_request_does_not_wait_for_an_item_that_was_lost_before_it_came(
     assert pair.pd.pool.free_bytes == pair.pd.pool.capacity_bytes
     pair.pd.arrive("r", CAT)
     pair.pd.step()
-    assert_local(pair)
-
-
-def test_an_encoder_that_was_refused_early_is_reported_when_the_request_comes() -> None:
-    pair = make_pair()
-    session = pair.pd.receiver._session
-    with mock.patch.object(session, "_choose", side_effect=NoCommonPathError("no path")):
-        pair.encode.submit(CAT)
-        pair.settle()
-    pair.pd.arrive("r", CAT)
-    pair.pd.step()
-    assert nacks_to_router(pair) == [NackCode.NO_COMMON_PATH]
-    no_other_encoder(pair)
     assert_local(pair)
 
 

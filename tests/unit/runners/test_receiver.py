@@ -58,11 +58,6 @@ def test_a_slot_is_not_given_back_before_the_step_that_forgets_its_item_has_ende
     assert pool.free_bytes == pool.capacity_bytes
 
 
-def test_a_request_without_items_is_none_of_its_business(pair: Pair) -> None:
-    assert pair.pd.prefill.may_schedule("unknown", 0)
-    assert pair.pd.prefill.finished("unknown") is None
-
-
 def test_an_item_in_the_cache_is_held_at_once_and_its_transfer_is_not_needed(pair: Pair) -> None:
     pair.pd.arrive("r", CAT)
     pair.encode.submit(CAT, ready=True)
@@ -292,11 +287,6 @@ def test_an_item_evicted_while_its_placement_waits_for_tokens_is_not_placed(copi
     pair.pd.forget_everything()
     assert placed(pair, computes=True) == []
     assert pair.pd.pool.free_bytes == pair.pd.pool.capacity_bytes
-
-
-def test_closing_closes_the_endpoint(pair: Pair) -> None:
-    pair.pd.receiver.close()
-    assert pair.pd.mailbox.is_closed
 
 
 # -- rest ----------------------------------------------------------------------------------------

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import msgspec
 import pytest
 
@@ -81,18 +83,32 @@ def test_an_announcement_that_finds_no_room_waits_once_and_is_granted_later() ->
     assert "epd_pd_transfers_waiting" not in events(pair.pd)
 
 
-@pytest.mark.parametrize("ending", ["client gone", "too late"])
-def test_a_transfer_that_ends_while_it_waits_waits_no_more(ending: str) -> None:
+def _client_gone(pair: Pair) -> None:
+    pair.pd.finish("second")
+
+
+def _too_late(pair: Pair) -> None:
+    pair.pd.clock.now += TIMEOUT_S
+
+
+def _refused(pair: Pair) -> None:
+    pair.pd.clock.now += 2.0
+    pair.encode.poll()
+    (asked,) = [m for m in pair.encode.outbox if m.transfer_id == "t-dog"]
+    changed = msgspec.structs.replace(asked, mm_hash="wolf")
+    pair.pd.mailbox.inbox += [(pair.encode.identity, changed)]
+    pair.encode.outbox.clear()
+
+
+@pytest.mark.parametrize("end", [_client_gone, _too_late, _refused])
+def test_a_transfer_that_ends_while_it_waits_waits_no_more(end: Callable[[Pair], None]) -> None:
     pair = Pair(PrefillSide(pool_tokens=2))
     for request_id, item in (("first", CAT), ("second", DOG)):
         pair.pd.arrive(request_id, item)
         pair.encode.submit(item)
     pair.round()
     assert events(pair.pd)["epd_pd_transfers_waiting"] == 1
-    if ending == "client gone":
-        pair.pd.finish("second")
-    else:
-        pair.pd.clock.now += TIMEOUT_S
+    end(pair)
     pair.round()
     assert "epd_pd_transfers_waiting" not in events(pair.pd)
 
@@ -143,22 +159,6 @@ def test_a_refused_announcement_is_counted_by_code() -> None:
     pair.pd.mailbox.inbox += [(pair.encode.identity, m) for m in pair.encode.outbox]
     pair.round()
     assert events(pair.pd) == {"epd_pd_refusals_total{code=unexpected}": 1}, "announced twice"
-
-
-def test_an_encoder_that_is_refused_while_it_waits_waits_no_more() -> None:
-    pair = Pair(PrefillSide(pool_tokens=2))
-    for request_id, item in (("first", CAT), ("second", DOG)):
-        pair.pd.arrive(request_id, item)
-        pair.encode.submit(item)
-    pair.round()
-    pair.pd.clock.now += 2.0
-    pair.encode.poll()
-    (asked,) = [m for m in pair.encode.outbox if m.transfer_id == "t-dog"]
-    changed = msgspec.structs.replace(asked, mm_hash="wolf")
-    pair.pd.mailbox.inbox += [(pair.encode.identity, changed)]
-    pair.pd.step()
-    assert events(pair.pd)["epd_pd_refusals_total{code=unexpected}"] == 1
-    assert "epd_pd_transfers_waiting" not in events(pair.pd)
 
 
 def test_an_announcement_of_an_item_that_is_there_is_answered_not_needed() -> None:

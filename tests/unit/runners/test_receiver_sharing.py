@@ -77,19 +77,6 @@ def test_slots_that_come_back_with_a_step_serve_the_next_in_that_step() -> None:
     assert granted(pair) == ["t-dog"], "without another message or step"
 
 
-def test_an_item_that_lands_serves_another_transfer_of_it_at_once(pair: Pair) -> None:
-    pair.pd.arrive("r", CAT)
-    pair.pd.arrive("s", Item("cat", transfer_id="t-other"))
-    pair.encode.submit(CAT, ready=True)
-    pair.encode.submit(Item("cat", transfer_id="t-other"), ready=True)
-    pair.round()
-    pair.encode.finish_write(*pair.encode.writes)
-    pair.to_pd()
-    pair.pd.receiver.take_in()
-    kinds = {type(message).__name__ for _, message in pair.pd.mailbox.outbox}
-    assert kinds == {"Injected", "NotNeeded"}
-
-
 def granted(pair: Pair) -> list[str]:
     """Return the transfers that were granted since the last round."""
     return [
