@@ -6,13 +6,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Literal, get_args
+from typing import get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from epd_portable.connector.consumer import FailureCause
 from epd_portable.connector.pool import ReceivePool
-from epd_portable.connector.producer import Finished, Write
 from epd_portable.scheduling.encoder_cache import EncoderCacheManager
 from epd_portable.wire.descriptors import SlotDescriptor
 from epd_portable.wire.messages import (
@@ -30,10 +29,6 @@ SECONDS = (
     *(0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0),
 )
 _CODES = tuple(code.value for code in NackCode if code is not NackCode.RELEASED)
-
-OutputSource = Literal["encoder", "cache", "host"]
-"""Where an output comes from: it is computed now, it is in the encoder cache, or its copy in host
-memory was restored."""
 
 
 class Instruments:
@@ -68,57 +63,40 @@ class Instruments:
 
 
 class SenderMetrics(Instruments):
-    """Of the worker's process."""
+    """Of the worker's process.
+
+    Attributes:
+        transfers: By ``source``: ``encoder``, if the output is computed now; ``cache``, if the
+            encoder cache has it; ``host``, if its copy in host memory was restored.
+        ended: By ``result``: ``settled`` or ``failed``.
+    """
 
     def __init__(self, registry: CollectorRegistry | None = None) -> None:
         super().__init__(registry)
         counter = self._counter
-        self._transfers = counter(
+        self.transfers = counter(
             "epd_encode_transfers",
             "Transfers begun, by where the output comes from.",
             "source",
             ("encoder", "cache", "host"),
         )
-        self._ended = counter(
+        self.ended = counter(
             "epd_encode_transfers_ended",
             "Transfers that ended: the consumer has the item or does not need it, or it failed.",
             "result",
             ("settled", "failed"),
         )
-        self._sent_bytes = counter("epd_encode_sent_bytes", "Bytes written into slots.", "path")
-        self._write_failures = counter("epd_encode_write_failures", "Writes that failed.", "path")
-        self._write_s = self._seconds(
+        self.sent_bytes = counter("epd_encode_sent_bytes", "Bytes written into slots.", "path")
+        self.write_failures = counter("epd_encode_write_failures", "Writes that failed.", "path")
+        self.write_s = self._seconds(
             "epd_encode_write_seconds", "Duration of the writes that did not fail.", "path"
         )
-        self._in_flight = self._gauge(
+        self.in_flight = self._gauge(
             "epd_encode_transfers_in_flight", "Transfers that have not ended."
         )
-        self._kept_bytes = self._gauge(
+        self.kept_bytes = self._gauge(
             "epd_encode_kept_bytes", "Bytes of encoder outputs kept for transfers."
         )
-
-    def submitted(self, source: OutputSource) -> None:
-        """A transfer began of an output that is encoded now, or was there already."""
-        self._transfers.labels(source).inc()
-        self._in_flight.inc()
-
-    def written(self, write: Write, write_s: float) -> None:
-        """An item is in its slot, after so many seconds."""
-        self._sent_bytes.labels(write.path).inc(write.slot.nbytes)
-        self._write_s.labels(write.path).observe(write_s)
-
-    def write_failed(self, write: Write) -> None:
-        """A write ended with an error."""
-        self._write_failures.labels(write.path).inc()
-
-    def finished(self, finished: Finished) -> None:
-        """A transfer ended."""
-        self._ended.labels("failed" if finished.problem else "settled").inc()
-        self._in_flight.dec()
-
-    def kept(self, nbytes: int) -> None:
-        """Outputs of so many bytes are kept from now on; negative: not any more."""
-        self._kept_bytes.inc(nbytes)
 
 
 class ReceiverMetrics(Instruments):

@@ -129,7 +129,7 @@ class KeptOutputs:
             del self._users[order.mm_hash]
             output = self._outputs.pop(order.mm_hash, None)
             if output is not None:
-                self._metrics.kept(-output.tensor.nbytes)
+                self._metrics.kept_bytes.dec(output.tensor.nbytes)
                 self._store_output(order, output)
 
     def _keep(self, mm_hash: str, tensor: torch.Tensor, *, traced: bool) -> None:
@@ -143,7 +143,7 @@ class KeptOutputs:
         computed = self._copies.platform.record_event()
         computed_at: Future[float] = Future()
         self._outputs[mm_hash] = EncoderOutput(whole, computed, computed_at)
-        self._metrics.kept(whole.nbytes)
+        self._metrics.kept_bytes.inc(whole.nbytes)
 
         def reached(at_s: float) -> None:
             computed_at.set_result(at_s)

@@ -139,7 +139,9 @@ class Sender:
             logger.warning("transfer %s is under way already", order.transfer_id)
             return
         ready = self._outputs.add_order(order, output)
-        self._metrics.submitted("host" if restored else "cache" if ready else "encoder")
+        source = "host" if restored else "cache" if ready else "encoder"
+        self._metrics.transfers.labels(source).inc()
+        self._metrics.in_flight.inc()
         self._post(partial(self._submit, order, ready or missing))
 
     def output_ready(self, mm_hash: str, output: torch.Tensor) -> None:
@@ -288,7 +290,8 @@ class Sender:
             logger.warning("transfer %s ended: %s", finished.transfer_id, finished.problem)
         self._outputs.end_order(finished.transfer_id)
         self.progress.transfer_ended(finished.transfer_id)
-        self._metrics.finished(finished)
+        self._metrics.ended.labels("failed" if finished.problem else "settled").inc()
+        self._metrics.in_flight.dec()
 
     def _finish_write(self, result: WriteResult, now: float) -> None:
         write, error = result.write, result.error
@@ -296,9 +299,10 @@ class Sender:
             with self._surviving(write.transfer_id):
                 self._session.write_done(write.transfer_id, now, digest=result.digest)
                 self._act(self._session.take())  # The consumer waits; what is counted can.
-                self._metrics.written(write, result.write_s)
+                self._metrics.sent_bytes.labels(write.path).inc(write.slot.nbytes)
+                self._metrics.write_s.labels(write.path).observe(result.write_s)
             return
-        self._metrics.write_failed(write)
+        self._metrics.write_failures.labels(write.path).inc()
         if not isinstance(error, EPDError):
             logger.error("transfer %s: write failed", write.transfer_id, exc_info=error)
         if isinstance(error, UnsupportedError):

@@ -384,10 +384,10 @@ def test_an_error_nobody_foresaw_ends_the_transfer_that_it_concerns_and_is_told_
 def test_an_error_ends_no_other_transfer(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     sender = make_sender(path, wait_timeout_s=0.2)
 
-    def fail(finished: object) -> None:
+    def fail(result: str) -> None:
         raise ValueError("no such label")
 
-    monkeypatch.setattr(sender._metrics, "finished", fail)
+    monkeypatch.setattr(sender._metrics.ended, "labels", fail)
     for name in ("t-1", "t-2"):
         sender.submit(order(name, "cat", "tcp://127.0.0.1:9", 10), None)
     seen: set[str] = set()

@@ -17,7 +17,7 @@ exposition.publish()
 exposition.publish()
 from prometheus_client import Counter, Gauge
 from epd_portable.runners.metrics import SenderMetrics
-SenderMetrics().submitted("cache")
+SenderMetrics().transfers.labels("cache").inc()
 Counter("vllm:something", "of the engine").inc()
 """
 SERVER = f"""
