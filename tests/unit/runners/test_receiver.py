@@ -58,6 +58,11 @@ def test_a_slot_is_not_given_back_before_the_step_that_forgets_its_item_has_ende
     assert pool.free_bytes == pool.capacity_bytes
 
 
+def test_a_request_without_items_is_none_of_its_business(pair: Pair) -> None:
+    assert pair.pd.prefill.may_schedule("unknown", 0)
+    assert pair.pd.prefill.finished("unknown") is None
+
+
 def test_an_item_in_the_cache_is_held_at_once_and_its_transfer_is_not_needed(pair: Pair) -> None:
     pair.pd.arrive("r", CAT)
     pair.encode.submit(CAT, ready=True)

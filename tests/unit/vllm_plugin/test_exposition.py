@@ -17,7 +17,9 @@ exposition.publish()
 exposition.publish()
 from prometheus_client import Counter, Gauge
 from epd_portable.runners.metrics import SenderMetrics
-SenderMetrics().transfers.labels("cache").inc()
+metrics = SenderMetrics()
+metrics.transfers.labels("cache").inc()
+metrics.in_flight.inc()
 Counter("vllm:something", "of the engine").inc()
 """
 SERVER = f"""
