@@ -207,6 +207,8 @@ class Server(uvicorn.Server):
 class Serving:
     """An ASGI application on a loopback port."""
 
+    host = "127.0.0.1"
+
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
         self.port = 0
@@ -215,7 +217,7 @@ class Serving:
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        return f"http://{self.host}:{self.port}"
 
     async def start(self) -> None:
         listener = socket.socket()
@@ -258,12 +260,12 @@ class RouterServing(Serving):
 
     def __init__(self, router: Router) -> None:
         self.router = router
-        self.port = 0
+        self.host, self.port = router.settings.host, router.settings.port
         self._clients = Clients(router.serve)
         self._listening: asyncio.Server | None = None
 
     async def start(self) -> None:
-        listener = listen("127.0.0.1", self.port)
+        listener = listen(self.host, self.port)
         self.port = listener.getsockname()[1]
         await self.router.open()
         self._listening = await asyncio.get_running_loop().create_server(

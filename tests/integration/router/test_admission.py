@@ -12,7 +12,7 @@ import pytest
 from starlette.responses import JSONResponse, Response
 
 from tests.integration.router.conftest import Build, Topology
-from tests.integration.router.stand_in import DEADLINE_S, Received, forever
+from tests.integration.router.stand_in import DEADLINE_S, Received, answer, forever, streamed
 from tests.integration.router.test_access import KEY, OTHER_KEY, bearer, keys_file
 from tests.integration.router.test_requests import BLUE, RED, TEXT
 
@@ -76,12 +76,6 @@ async def line_up(t: Topology, *asked: dict[str, str]) -> list[asyncio.Task[http
     return tasks
 
 
-# -- nothing is dropped ----------------------------------------------------------------------------
-
-
-# -- beyond the queue ------------------------------------------------------------------------------
-
-
 async def test_beyond_the_queue_is_429_with_retry_after_and_the_key(build: Build) -> None:
     one_by_one = OneByOne()
     t = await build(behaviour=one_by_one, admission={"max_requests": 1, "max_waiting": 1})
@@ -105,9 +99,6 @@ async def test_beyond_the_queue_is_429_with_retry_after_and_the_key(build: Build
     assert [(await task).json()["name"] for task in (first, second)] == ["first", "second"]
     count = 'epd_router_admission_wait_seconds_count{priority="normal"}'
     assert (await t.metric(count), await t.metric(WAITING)) == (2, 0)
-
-
-# -- order -----------------------------------------------------------------------------------------
 
 
 async def test_priority_overtakes_by_header_and_by_field(build: Build) -> None:
@@ -155,9 +146,6 @@ async def test_two_keys_share_however_many_requests_one_of_them_has(
     await line_up(t, *many, *few)
     went = await one_by_one.answer_all(9)
     assert went[1:5] == ["many-0", "few-0", "many-1", "few-1"]
-
-
-# -- limits ----------------------------------------------------------------------------------------
 
 
 LONG = {"type": "text", "text": "a" * 100_000}
@@ -210,9 +198,6 @@ async def test_items_wait_for_no_encoder_where_there_is_none(build: Build) -> No
     assert [each.status_code for each in answers] == [200, 200]
 
 
-# -- nothing leaks ---------------------------------------------------------------------------------
-
-
 async def test_a_client_that_leaves_frees_its_place_in_the_queue(build: Build) -> None:
     one_by_one = OneByOne()
     t = await build(behaviour=one_by_one, admission={"max_requests": 1, "max_waiting": 1})
@@ -225,6 +210,19 @@ async def test_a_client_that_leaves_frees_its_place_in_the_queue(build: Build) -
     await waiting(t, 1)
     assert await one_by_one.answer_all(2) == ["first", "third"]
     assert (await third).status_code == 200
+
+
+async def test_a_client_that_leaves_its_answer_lets_the_next_one_in(build: Build) -> None:
+    begun = streamed(b"data: {}\n\n", asyncio.Event())
+    t = await build(behaviour=begun, admission={"max_requests": 1})
+    body = {"messages": [{"role": "user", "content": "hi"}], "stream": True}
+    async with t.client.stream("POST", "/v1/chat/completions", json=body) as response:
+        pieces_of_it = response.aiter_bytes()
+        assert await anext(pieces_of_it)
+        second = ask(t, "second")
+        await waiting(t, 1)
+        t.pd.behaviour = answer
+    assert (await second).status_code == 200
 
 
 async def test_those_that_wait_are_answered_when_the_router_stops(build: Build) -> None:

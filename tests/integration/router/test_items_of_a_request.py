@@ -17,9 +17,6 @@ GREEN = image(b"green")
 LEFT_OUT = "x-epd-items-left-out"
 
 
-# -- one after the other ---------------------------------------------------------------------------
-
-
 class Counting:
     """What encoders do; counts the jobs that they have at a time.
 
@@ -72,9 +69,6 @@ async def test_items_whose_encoder_failed_are_encoded_one_after_the_other_if_ask
     assert (await t.chat(RED, BLUE, GREEN)).status_code == 200
     await t.until_metric('epd_router_items_total{outcome="retried"}', 3)
     assert (works.jobs, works.most) == (3, most)
-
-
-# -- without some of them --------------------------------------------------------------------------
 
 
 async def test_a_request_is_answered_without_an_item_that_cannot_be_had_and_says_so(

@@ -39,13 +39,13 @@ from tests.integration.router.stand_in import (
     stream,
     until,
 )
+from tests.integration.router.test_access import KEY, bearer, keys_file
 from tests.integration.router.test_prefill import SPLIT, split
 from tests.integration.router.test_requests import BLUE, RED, TEXT
 from tests.unit.test_observability_files import EXPRESSIONS, selectors
 
 CLIENTS_TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 CLIENTS_SPAN = "00f067aa0ba902b7"
-KEY = "a-key-of-a-client-0123"
 
 
 @pytest.fixture(autouse=True)
@@ -71,9 +71,6 @@ def tokens(count: int, *, usage: int | None = None) -> Any:
 
 def of(topology: str, name: str) -> str:
     return f'epd_router_{name}{{topology="{topology}"}}'
-
-
-# -- metrics ---------------------------------------------------------------------------------------
 
 
 async def test_streams_are_timed_by_who_did_what(build: Build) -> None:
@@ -149,18 +146,13 @@ async def test_a_router_shows_all_that_the_dashboard_and_the_alert_rules_read_of
     assert len(read & shown) > 10
 
 
-# -- the access line -------------------------------------------------------------------------------
-
-
 async def test_each_request_gets_one_line_that_says_nothing_of_its_content(
     build: Build, tmp_path: Path
 ) -> None:
-    keys, log = tmp_path / "keys", tmp_path / "access.jsonl"
-    keys.write_text(KEY)
-    keys.chmod(0o600)
-    t = await build(encoders=1, api_keys_file=str(keys), access_log=str(log))
+    log = tmp_path / "access.jsonl"
+    t = await build(encoders=1, api_keys_file=keys_file(tmp_path, KEY), access_log=str(log))
     after_encoders(t)
-    t.client.headers["authorization"] = f"Bearer {KEY}"
+    t.client.headers.update(bearer(KEY))
     words = {"type": "text", "text": "my secret prompt"}
     response = await t.chat(RED, words, user="somebody")
     assert response.status_code == 200
@@ -220,9 +212,6 @@ def test_a_file_that_cannot_be_written_ends_the_start(build: Build, tmp_path: Pa
 
     with pytest.raises(ConfigError, match=r"router.access_log .*nowhere/log cannot be written"):
         AccessLog(str(tmp_path / "nowhere/log"))
-
-
-# -- spans -----------------------------------------------------------------------------------------
 
 
 async def traced(
@@ -355,8 +344,6 @@ def test_without_the_package_the_message_says_what_to_install(
     with pytest.raises(ConfigError, match=r"router.tracing.endpoint .* epd-portable\[otel\]"):
         observers(settings)
 
-
-# -- helpers ---------------------------------------------------------------------------------------
 
 CHAT = "/v1/chat/completions"
 

@@ -3,15 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import re
-import subprocess
-import sys
 import threading
-from collections.abc import Iterator
-from typing import Any
 
-import httpx
 import pytest
 
 from epd_portable.connector.curve import read_keys
@@ -19,35 +13,12 @@ from epd_portable.errors import LaunchError
 from epd_portable.launch.plan.ports import port_source
 from epd_portable.launch.plan.processes import RegistrarSettings
 from epd_portable.launch.run.registrar import Membership
+from tests.integration.router.conftest import Build, Topology
 from tests.integration.router.stand_in import DEADLINE_S, ControlEnd, StandIn
+from tests.integration.router.test_requests import TEXT
 from tests.keyring import secret_file
 
 NAME = "http://routers.example"
-
-
-class RouterProcess:
-    """A router of no instances of its own, which can be killed and started again."""
-
-    def __init__(self, host: str, port: int) -> None:
-        self.host, self.port = host, port
-        self.url = f"http://{host}:{port}"
-        self.start()
-
-    def start(self) -> None:
-        settings = {
-            **{"host": self.host, "port": self.port, "model": "demo", "instances": []},
-            **{"secret_file": secret_file(), "registration": True, "probe_interval_s": 0.1},
-        }
-        command = [sys.executable, "-m", "epd_portable.router", "--settings", json.dumps(settings)]
-        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-        assert self.process.stderr is not None
-        assert re.search(re.escape(self.url), self.process.stderr.readline())
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.wait()
-        assert self.process.stderr is not None
-        self.process.stderr.close()
 
 
 class Names:
@@ -64,12 +35,10 @@ class Names:
 
 
 @pytest.fixture
-def routers() -> Iterator[list[RouterProcess]]:
-    port = port_source("0000004b")()
-    started = [RouterProcess(host, port) for host in ("127.0.0.1", "127.0.0.2")]
-    yield started
-    for each in started:
-        each.kill()
+async def routers(build: Build) -> list[Topology]:
+    """Two routers of no instances of their own, at one port of two addresses."""
+    common = {"encoders": 0, "pds": 0, "registration": True, "port": port_source("0000004b")()}
+    return [await build(host=host, **common) for host in ("127.0.0.1", "127.0.0.2")]
 
 
 class Stop(threading.Event):
@@ -106,9 +75,9 @@ class Joined:
         self._thread = threading.Thread(target=self.membership.run, daemon=True)
         self._thread.start()
 
-    def looks(self, router: RouterProcess, said: str) -> list[float]:
+    def looks(self, router: Topology, said: str) -> list[float]:
         """Return how long was waited between looks at a router, once it did not wait for it."""
-        key = f"{NAME}:{router.port}", router.host, self._name
+        key = f"{NAME}:{router.settings.port}", router.settings.host, self._name
         _, thread = self.membership._registrars[key]
         found = re.findall(rf"^thread {thread.ident} waits (.+) s$", said, re.MULTILINE)
         return [float(each) for each in found if float(each) > 0.5]
@@ -120,75 +89,68 @@ class Joined:
         self._control.close()
 
 
-async def until_status(client: httpx.AsyncClient, url: str, status: int) -> None:
+async def until_status(router: Topology, status: int) -> None:
     async with asyncio.timeout(DEADLINE_S):
-        while (await client.get(f"{url}/health")).status_code != status:
+        while (await router.health()).status_code != status:
             await asyncio.sleep(0.02)
 
 
-async def chat(client: httpx.AsyncClient, router: RouterProcess) -> int:
-    body: dict[str, Any] = {"messages": [{"role": "user", "content": "hello"}]}
-    return (await client.post(f"{router.url}/v1/chat/completions", json=body)).status_code
-
-
-async def test_a_killed_router_learns_its_members_again_and_the_other_serves_meanwhile(
-    routers: list[RouterProcess], capfd: pytest.CaptureFixture[str]
+async def test_a_router_that_was_killed_learns_its_members_again_and_the_other_serves_meanwhile(
+    routers: list[Topology], capfd: pytest.CaptureFixture[str]
 ) -> None:
     pd = StandIn("pd-0@10.0.0.2", "prefill-decode")
     await pd.serving.start()
-    joined = Joined(pd, routers[0].port, Names("127.0.0.1", "127.0.0.2"))
     stays, killed = routers
-    async with httpx.AsyncClient(timeout=DEADLINE_S, trust_env=False) as client:
-        for each in routers:
-            await until_status(client, each.url, 200)
-        killed.kill()
-        assert await chat(client, stays) == 200
-        killed.start()
-        capfd.readouterr()
-        said = before = after = ""
-        async with asyncio.timeout(DEADLINE_S):
-            while not joined.looks(killed, after):
-                await asyncio.sleep(0.02)
-                said += capfd.readouterr().out
-                before, _, after = said.partition("again: the router has restarted")
-        # Within two seconds: at the first or the second look, with one second before each.
-        assert len(joined.looks(killed, before)) <= 1
-        assert set(joined.looks(killed, said)) == {1.0}
-        await until_status(client, killed.url, 200)
-        assert await chat(client, killed) == 200
-        await joined.leave()
-        # It has left both.
-        for each in routers:
-            await until_status(client, each.url, 503)
+    joined = Joined(pd, stays.settings.port, Names("127.0.0.1", "127.0.0.2"))
+    for each in routers:
+        await until_status(each, 200)
+    await killed.router.stop()
+    assert (await stays.chat(TEXT)).status_code == 200
+    await killed.start_router_again()
+    capfd.readouterr()
+    said = before = after = ""
+    async with asyncio.timeout(DEADLINE_S):
+        while not joined.looks(killed, after):
+            await asyncio.sleep(0.02)
+            said += capfd.readouterr().out
+            before, _, after = said.partition("again: the router has restarted")
+    # Within two seconds: at the first or the second look, with one second before each.
+    assert len(joined.looks(killed, before)) <= 1
+    assert set(joined.looks(killed, said)) == {1.0}
+    await until_status(killed, 200)
+    assert (await killed.chat(TEXT)).status_code == 200
+    await joined.leave()
+    # It has left both.
+    for each in routers:
+        await until_status(each, 503)
     await pd.serving.stop()
 
 
 async def test_routers_come_and_go_with_the_addresses_of_their_name(
-    routers: list[RouterProcess], capfd: pytest.CaptureFixture[str]
+    routers: list[Topology], capfd: pytest.CaptureFixture[str]
 ) -> None:
     pd = StandIn("pd-0@10.0.0.2", "prefill-decode")
     await pd.serving.start()
     names = Names()
     first, second = routers
-    joined = Joined(pd, first.port, names)
-    async with httpx.AsyncClient(timeout=DEADLINE_S, trust_env=False) as client:
-        assert joined.membership.states()[pd.name]["reason"] == "router.join has no address"
-        names.addresses = ["127.0.0.1"]
-        await until_status(client, first.url, 200)
-        assert (await client.get(f"{second.url}/health")).status_code == 503
-        names.addresses = ["127.0.0.1", "127.0.0.2"]
-        await until_status(client, second.url, 200)
-        # A router that is there keeps its members, whatever the name says.
-        names.addresses = ["127.0.0.1"]
-        assert await chat(client, second) == 200
-        second.kill()
-        said = ""
-        async with asyncio.timeout(DEADLINE_S):
-            while "routers.example" not in said or "has gone" not in said:
-                said += capfd.readouterr().out
-                await asyncio.sleep(0.02)
-        assert f"router {NAME}:{second.port} at 127.0.0.2 has gone" in said
-        assert await chat(client, first) == 200
-        await joined.leave()
-        await until_status(client, first.url, 503)
+    joined = Joined(pd, first.settings.port, names)
+    assert joined.membership.states()[pd.name]["reason"] == "router.join has no address"
+    names.addresses = ["127.0.0.1"]
+    await until_status(first, 200)
+    assert (await second.health()).status_code == 503
+    names.addresses = ["127.0.0.1", "127.0.0.2"]
+    await until_status(second, 200)
+    # A router that is there keeps its members, whatever the name says.
+    names.addresses = ["127.0.0.1"]
+    assert (await second.chat(TEXT)).status_code == 200
+    await second.router.stop()
+    said = ""
+    async with asyncio.timeout(DEADLINE_S):
+        while "routers.example" not in said or "has gone" not in said:
+            said += capfd.readouterr().out
+            await asyncio.sleep(0.02)
+    assert f"router {NAME}:{second.settings.port} at 127.0.0.2 has gone" in said
+    assert (await first.chat(TEXT)).status_code == 200
+    await joined.leave()
+    await until_status(first, 503)
     await pd.serving.stop()

@@ -60,7 +60,7 @@ class Instance:
         writer.close()
 
 
-Open = Callable[[Instance], Awaitable[str]]
+Open = Callable[..., Awaitable[tuple[Instance, str]]]
 
 
 @pytest.fixture
@@ -75,10 +75,13 @@ async def client() -> AsyncIterator[Upstream]:
 async def listening() -> AsyncIterator[Open]:
     servers: list[tuple[asyncio.Server, Instance]] = []
 
-    async def start(instance: Instance) -> str:
-        server = await asyncio.start_server(instance.serve, "127.0.0.1", 0)
+    async def start(*answers: bytes) -> tuple[Instance, str]:
+        instance = Instance(*answers)
+        server = await asyncio.start_server(
+            lambda *streams: instance.serve(*streams), "127.0.0.1", 0
+        )
         servers.append((server, instance))
-        return f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        return instance, f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
 
     yield start
     for server, instance in servers:
@@ -97,8 +100,7 @@ async def fault_of(asking: Awaitable[Any]) -> FailureKind:
 
 
 async def test_a_request_is_sent_as_it_should_be(client: Upstream, listening: Open) -> None:
-    instance = Instance(OK)
-    url = await listening(instance)
+    instance, url = await listening(OK)
     body = [b"ab", memoryview(b"cd")]
     status, headers, data = await client.ask(
         "POST", url + "/v1/x?q=1", body=body, headers={"x-a": "b"}, timeout_s=5
@@ -139,8 +141,7 @@ CHUNKED = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n2\r\nok\r\n0\r\
 async def test_a_connection_takes_one_request_after_the_other_if_it_can_be_kept(
     client: Upstream, listening: Open, answer: bytes, keeps: bool
 ) -> None:
-    instance = Instance(answer)
-    url = await listening(instance)
+    instance, url = await listening(answer)
     for _ in range(3):
         assert (await client.ask("POST", url, body=b"x", timeout_s=5))[2] in (b"ok", b"")
     assert (len(instance.requests), len(instance.connections)) == (3, 1 if keeps else 3)
@@ -151,8 +152,8 @@ async def test_connections_at_rest_are_closed_in_time(
 ) -> None:
     monkeypatch.setattr(upstream, "KEEPALIVE_S", 0.05)
     monkeypatch.setattr(upstream, "_SWEEP_EVERY_S", 0.02)
-    instance = Instance(OK)
-    await client.ask("GET", await listening(instance), timeout_s=5)
+    instance, url = await listening(OK)
+    await client.ask("GET", url, timeout_s=5)
     await asyncio.wait_for(instance.closed.wait(), 5)
 
 
@@ -160,8 +161,7 @@ async def test_connections_at_rest_are_closed_in_time(
 async def test_what_may_be_repeated_is_once_when_a_kept_connection_breaks(
     client: Upstream, listening: Open, method: str
 ) -> None:
-    instance = Instance(OK)
-    url = await listening(instance)
+    instance, url = await listening(OK)
     await client.ask(method, url, timeout_s=5)
 
     async def break_once(head: bytes, writer: asyncio.StreamWriter) -> None:
@@ -190,8 +190,7 @@ async def test_what_may_be_repeated_is_once_when_a_kept_connection_breaks(
 async def test_one_that_was_closed_while_at_rest_is_not_used(
     client: Upstream, listening: Open
 ) -> None:
-    instance = Instance(OK)
-    url = await listening(instance)
+    instance, url = await listening(OK)
     await client.ask("POST", url, timeout_s=5)
     instance.connections[0][1].close()
     while any(not each.transport.is_closing() for each in client._connections):
@@ -203,7 +202,8 @@ async def test_one_that_was_closed_while_at_rest_is_not_used(
 async def test_who_gives_up_when_the_answer_is_whole_leaves_the_connection_to_the_next(
     client: Upstream, listening: Open
 ) -> None:
-    instance, asked = Instance(OK), asyncio.Event()
+    instance, url = await listening(OK)
+    asked, turn = asyncio.Event(), asyncio.Event()
 
     async def say_nothing_at_first(head: bytes, writer: asyncio.StreamWriter) -> None:
         if asked.is_set():
@@ -211,7 +211,6 @@ async def test_who_gives_up_when_the_answer_is_whole_leaves_the_connection_to_th
         asked.set()
 
     instance.behave = say_nothing_at_first
-    url, turn = await listening(instance), asyncio.Event()
 
     async def next_one() -> int:
         await turn.wait()
@@ -237,8 +236,7 @@ async def test_a_connection_is_closed_that_could_bring_an_answer_that_is_not_wan
     async def nothing(head: bytes, writer: asyncio.StreamWriter) -> None:
         pass
 
-    instance = Instance(OK if ending == "unasked" else OK[:-1])
-    url = await listening(instance)
+    instance, url = await listening(OK if ending == "unasked" else OK[:-1])
     if ending == "cancelled":
         instance.behave = nothing
         asking = asyncio.create_task(client.request("POST", url))
@@ -266,9 +264,8 @@ async def test_an_instance_that_does_not_take_a_body_is_silent(
         reader._transport.pause_reading()  # type: ignore[attr-defined]
         await asyncio.Event().wait()
 
-    instance = Instance(OK)
+    instance, url = await listening(OK)
     instance.serve = stall  # type: ignore[method-assign]
-    url = await listening(instance)
     asking = client.request("POST", url, body=bytes(64 << 20), silent_s=0.1)
     assert await asyncio.wait_for(fault_of(asking), 10) is FailureKind.TIMEOUT
 
@@ -283,9 +280,8 @@ async def test_the_limits_of_time_hold(client: Upstream, listening: Open) -> Non
             writer.write(b"a")
             await asyncio.sleep(0.04)
 
-    instance = Instance(OK)
+    instance, url = await listening(OK)
     instance.behave = slowly
-    url = await listening(instance)
     # The silence is shorter than its limit again and again.
     assert await fault_of(client.ask("GET", url, timeout_s=0.3)) is FailureKind.TIMEOUT
     answer = await client.request("GET", url, silent_s=3.0)
@@ -308,9 +304,8 @@ async def test_a_limit_of_one_request_is_none_of_the_next(
             await asyncio.sleep(1.3)
         writer.write(OK)
 
-    instance = Instance(OK)
+    instance, url = await listening(OK)
     instance.behave = slowly
-    url = await listening(instance)
     await client.ask("GET", url, timeout_s=1.0)
     await client.ask("GET", url, timeout_s=5)
     assert len(instance.connections) == 1
@@ -318,8 +313,9 @@ async def test_a_limit_of_one_request_is_none_of_the_next(
 
 async def test_who_is_waited_for_here_is_not_silent(client: Upstream, listening: Open) -> None:
     nbytes = 8 * MAX_WAITING_BYTES
-    instance = Instance(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % nbytes + bytes(nbytes))
-    answer = await client.request("GET", await listening(instance), silent_s=1.0)
+    head = b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % nbytes
+    _, url = await listening(head + bytes(nbytes))
+    answer = await client.request("GET", url, silent_s=1.0)
     await asyncio.sleep(1.3)
     assert len(await answer.read()) == nbytes
 
