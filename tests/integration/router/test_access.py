@@ -204,3 +204,7 @@ async def test_forms_are_taken_from_who_may_send_them(build: Build) -> None:
         each.headers["content-type"].startswith("multipart/form-data; boundary=")
         for each in t.pd.received
     )
+
+
+def test_keys_are_compared_by_digest(tmp_path: Path) -> None:
+    assert KEY not in repr(vars(ApiKeys(keys_file(tmp_path, KEY))))

@@ -63,13 +63,9 @@ async def test_what_is_gone_is_answered_with_what_is_used_instead(
     assert instead in result.output
 
 
-async def test_one_that_is_not_there_is_still_down_at_the_limit(
-    build: Build, tmp_path: Path
-) -> None:
-    secret = str(tmp_path / "secret")
-    make_secret_file(secret)
-    t = await build(secret_file=secret, registration=True)
-    where = ("--router", t.router.url, "--secret-file", secret)
+async def test_one_that_is_not_there_is_still_down_at_the_limit(build: Build) -> None:
+    t = await build(registration=True)
+    where = ("--router", t.router.url, "--secret-file", t.settings.secret_file)
     instance = ("--role", "encode", "--url", "http://127.0.0.1:9")
     result = await run("join", "e", *where, *instance, "--timeout", "0.1")
     assert result.exit_code == 1

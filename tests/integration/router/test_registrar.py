@@ -9,17 +9,16 @@ import subprocess
 import threading
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import httpx
 
-from epd_portable.config.secret import Secret, make_secret_file
 from epd_portable.launch.plan.ports import port_source
 from epd_portable.launch.plan.processes import RegistrarSettings
 from epd_portable.launch.run.router_client import RouterClient, RouterClients
 from tests import warm
 from tests.integration.router.conftest import Build, Topology
 from tests.integration.router.stand_in import DEADLINE_S, StandIn, start_process
+from tests.keyring import secret, secret_file
 
 STOP = threading.Event()
 
@@ -30,7 +29,6 @@ class Registrar:
 
     process: warm.Child
     port: int
-    secret: Secret
     instances: list[StandIn]
 
     async def says(self, words: str) -> None:
@@ -60,16 +58,14 @@ class Registrar:
 
 
 @contextlib.asynccontextmanager
-async def registrar(
-    secret: str, *routers: Topology, port: int, count: int = 1
-) -> AsyncIterator[Registrar]:
+async def registrar(*routers: Topology, port: int, count: int = 1) -> AsyncIterator[Registrar]:
     """Run one whose instances are of another host."""
     instances = [StandIn(f"encode-{number}@10.0.0.2", "encode") for number in range(count)]
     for each in instances:
         await each.serving.start()
     settings = RegistrarSettings(
         routers=tuple(each.router.url for each in routers),
-        secret_file=secret,
+        secret_file=secret_file(),
         port=port,
         instances=tuple(
             {"name": each.name, "role": "encode", "url": each.serving.url} for each in instances
@@ -80,7 +76,7 @@ async def registrar(
     words = ("-m", "epd_portable.launch.run.registrar", "--settings", settings.as_json())
     process = start_process(*words, stdout=subprocess.PIPE)
     try:
-        yield Registrar(process, port, Secret.read(secret), instances)
+        yield Registrar(process, port, instances)
     finally:
         process.kill()
         await asyncio.to_thread(process.wait, DEADLINE_S)
@@ -90,19 +86,15 @@ async def registrar(
             await each.serving.stop()
 
 
-async def test_instances_join_stay_and_leave_with_their_launcher(
-    build: Build, tmp_path: Path
-) -> None:
-    secret = str(tmp_path / "secret")
-    make_secret_file(secret)
-    t = await build(secret_file=secret, registration=True)
-    async with registrar(secret, t, port=port_source("0000002b")()) as joined:
+async def test_instances_join_stay_and_leave_with_their_launcher(build: Build) -> None:
+    t = await build(registration=True)
+    async with registrar(t, port=port_source("0000002b")()) as joined:
         name = joined.instances[0].name
         await joined.says(f"{name} has joined")
         assert await joined.told() == (200, "up", "")
         await t.until_health(lambda seen: seen[name]["state"] == "up")
         # It tells what the router says, not what it was once told.
-        client = RouterClient(t.router.url, joined.secret)
+        client = RouterClient(t.router.url, secret())
         await asyncio.to_thread(client.drain, name, timeout_s=DEADLINE_S, until=STOP)
         await joined.until_told(503, "draining")
         await asyncio.to_thread(client.resume, name)
@@ -120,21 +112,17 @@ async def test_instances_join_stay_and_leave_with_their_launcher(
         await joined.end()
 
 
-async def test_instances_join_drain_and_leave_several_routers_alike(
-    build: Build, tmp_path: Path
-) -> None:
-    secret = str(tmp_path / "secret")
-    make_secret_file(secret)
-    routers = [await build(secret_file=secret, registration=True) for _ in range(2)]
-    async with registrar(secret, *routers, port=port_source("0000002d")(), count=2) as joined:
+async def test_instances_join_drain_and_leave_several_routers_alike(build: Build) -> None:
+    routers = [await build(registration=True) for _ in range(2)]
+    async with registrar(*routers, port=port_source("0000002d")(), count=2) as joined:
         names = [each.name for each in joined.instances]
         for each in routers:
             await each.until_health(
                 lambda seen: all(seen.get(name, {}).get("state") == "up" for name in names)
             )
         await joined.until_told(200, "up")
-        clients = [RouterClient(each.router.url, joined.secret) for each in routers]
-        both = RouterClients([each.router.url for each in routers], joined.secret)
+        clients = [RouterClient(each.router.url, secret()) for each in routers]
+        both = RouterClients([each.router.url for each in routers], secret())
         assert await asyncio.to_thread(
             both.each, lambda one: one.drain(names[0], timeout_s=DEADLINE_S, until=STOP)
         ) == [True, True]

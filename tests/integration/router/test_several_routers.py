@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import threading
+from collections.abc import AsyncIterator
 
 import pytest
 
@@ -39,6 +40,15 @@ async def routers(build: Build) -> list[Topology]:
     """Two routers of no instances of their own, at one port of two addresses."""
     common = {"encoders": 0, "pds": 0, "registration": True, "port": port_source("0000004b")()}
     return [await build(host=host, **common) for host in ("127.0.0.1", "127.0.0.2")]
+
+
+@pytest.fixture
+async def pd() -> AsyncIterator[StandIn]:
+    """An instance of another host."""
+    made = StandIn("pd-0@10.0.0.2", "prefill-decode")
+    await made.serving.start()
+    yield made
+    await made.serving.stop()
 
 
 class Stop(threading.Event):
@@ -96,10 +106,8 @@ async def until_status(router: Topology, status: int) -> None:
 
 
 async def test_a_router_that_was_killed_learns_its_members_again_and_the_other_serves_meanwhile(
-    routers: list[Topology], capfd: pytest.CaptureFixture[str]
+    routers: list[Topology], pd: StandIn, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    pd = StandIn("pd-0@10.0.0.2", "prefill-decode")
-    await pd.serving.start()
     stays, killed = routers
     joined = Joined(pd, stays.settings.port, Names("127.0.0.1", "127.0.0.2"))
     for each in routers:
@@ -123,14 +131,11 @@ async def test_a_router_that_was_killed_learns_its_members_again_and_the_other_s
     # It has left both.
     for each in routers:
         await until_status(each, 503)
-    await pd.serving.stop()
 
 
 async def test_routers_come_and_go_with_the_addresses_of_their_name(
-    routers: list[Topology], capfd: pytest.CaptureFixture[str]
+    routers: list[Topology], pd: StandIn, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    pd = StandIn("pd-0@10.0.0.2", "prefill-decode")
-    await pd.serving.start()
     names = Names()
     first, second = routers
     joined = Joined(pd, first.settings.port, names)
@@ -153,4 +158,3 @@ async def test_routers_come_and_go_with_the_addresses_of_their_name(
     assert (await first.chat(TEXT)).status_code == 200
     await joined.leave()
     await until_status(first, 503)
-    await pd.serving.stop()
