@@ -18,6 +18,7 @@ from tests.integration.router.stand_in import (
     DEADLINE_S,
     Behaviour,
     ControlEnd,
+    Received,
     RouterServing,
     Serving,
     StandIn,
@@ -57,6 +58,11 @@ class Topology:
     @property
     def control(self) -> ControlEnd:
         return self.controls[0]
+
+    def control_of(self, received: Received) -> ControlEnd:
+        """Return the control channel of the instance that got a request."""
+        pairs = zip(self.pds, self.controls, strict=True)
+        return next(end for pd, end in pairs if any(each is received for each in pd.received))
 
     async def chat(
         self, *parts: Any, headers: Mapping[str, str] | None = None, **fields: Any

@@ -96,8 +96,7 @@ async def test_who_holds_the_encoder_shares_the_items_of_a_request_with_others(
     (job,), (asked,) = encoder.received, computing.received
     (sent,), (awaited,) = job.params["transfers"], asked.params["transfers"]
     assert sent["transfer_id"] == awaited["transfer_id"]
-    control = next(c for c, pd in zip(t.controls, t.pds, strict=True) if pd is computing)
-    assert sent["consumer"] == control.address
+    assert sent["consumer"] == t.control_of(asked).address
     assert await t.metric('epd_router_items_total{outcome="local_first"}') == 1
 
 
@@ -121,17 +120,8 @@ async def test_an_item_whose_other_encoder_fails_is_encoded_where_it_is_needed(
             return await other(received)
         # It computes once it is told to encode the item by itself.
         (transfer,) = received.params["transfers"]
-        told = await asyncio.wait(
-            [
-                asyncio.create_task(each.receive_of(transfer["transfer_id"]))
-                for each in t.controls[:2]
-            ],
-            return_when=asyncio.FIRST_COMPLETED,
-        )
-        (message,) = (each.result() for each in told[0])
+        message = await t.control_of(received).receive_of(transfer["transfer_id"])
         assert isinstance(message, EncodeFailed)
-        for each in told[1]:
-            each.cancel()
         return await compute(received)
 
     for each in t.pds[:2]:

@@ -202,8 +202,7 @@ async def test_what_was_not_brought_once_is_not_expected_again(
     async def fails(received: Received) -> Response:
         if not received.params["transfers"][0].get("store"):
             return await answered(received)
-        control = t.controls[0 if received in t.pds[0].received else 1]
-        await control.refuse(received.params, NackCode.NOT_STORED, "gone")
+        await t.control_of(received).refuse(received.params, NackCode.NOT_STORED, "gone")
         await t.encoders[0].until(lambda encoder: len(encoder.received) == 1)
         return Response(status_code=500)
 
