@@ -1,4 +1,4 @@
-"""Hardware profiles: what one kind of server has, every number with its source."""
+"""Hardware profiles: what one kind of server has, every number with its source; where they are."""
 
 from __future__ import annotations
 
@@ -6,15 +6,20 @@ import re
 from pathlib import Path
 from typing import Annotated, Any, Generic, Literal, TypeVar
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, PrivateAttr, model_validator
 
+from epd_portable import envs
 from epd_portable.config.instance import PlatformName
+from epd_portable.config.load import SHIPPED
 from epd_portable.config.problems import checked, read_text
 from epd_portable.config.quantities import Section, Size
+from epd_portable.errors import ConfigError
 
 T = TypeVar("T")
 
 DECIMAL = {"G": 10**9, "T": 10**12}
+PROFILES = (Path("configs/hardware"), SHIPPED / "hardware")
+"""Where profiles are looked for last: in the working directory, and in the package."""
 
 
 def _in(unit: str, example: str) -> BeforeValidator:
@@ -94,6 +99,12 @@ class HardwareProfile(Section):
     avoid_ports: Ports | None = None
     software: dict[str, Figure[Version]] = Field(default_factory=dict)
     notes: list[str] = Field(default_factory=list)
+    _name: str = PrivateAttr(default="")
+
+    @property
+    def name(self) -> str:
+        """That of its file, without the ending."""
+        return self._name
 
     @property
     def usable_memory_bytes(self) -> int:
@@ -113,4 +124,44 @@ def load_profile(path: Path) -> HardwareProfile:
     Raises:
         ConfigError: The file cannot be read, or it lists every problem of its content.
     """
-    return checked(read_text(path), HardwareProfile, source=str(path))
+    profile = checked(read_text(path), HardwareProfile, source=str(path))
+    profile._name = path.stem
+    return profile
+
+
+def find_hardware(
+    name: str, platform: str | None, *, beside: Path | None = None
+) -> HardwareProfile:
+    """Read a profile.
+
+    Args:
+        name: A name such as ``910b-64g``, or the path of a file, which has a ``/`` or ends in
+            ``.yaml``.
+        beside: Topology file; the folder ``hardware`` beside it is looked into first, then
+            `PROFILES`.
+
+    Raises:
+        ConfigError: It is not there, wrong, or of another platform.
+    """
+    path, files = Path(name), _files(beside)
+    if "/" not in name and path.suffix != ".yaml":
+        if name not in files:
+            known = f"there are {', '.join(sorted(files))}" if files else "there is none"
+            raise ConfigError(
+                f"--hardware {name}: no such profile; {known}. Give one of them, or the path of a "
+                "file"
+            )
+        path = files[name]
+    profile = load_profile(path)
+    if platform not in (None, profile.platform):
+        raise ConfigError(
+            f"--hardware {path.stem} is a profile of platform {profile.platform}, and "
+            f"--platform (or {envs.EPD_PLATFORM.name}) says {platform}; leave --platform out, or "
+            "choose another profile"
+        )
+    return profile
+
+
+def _files(beside: Path | None) -> dict[str, Path]:
+    folders = (*([beside.parent / "hardware"] if beside else []), *PROFILES)
+    return {path.stem: path for each in reversed(folders) for path in each.glob("*.yaml")}

@@ -16,6 +16,7 @@ from typing import Any
 import click
 
 from epd_portable.config.document import dotted
+from epd_portable.config.hardware import find_hardware
 from epd_portable.config.roles import ROLES
 from epd_portable.config.schema import Topology
 from epd_portable.config.secret import Secret, make_secret_file
@@ -37,7 +38,6 @@ from epd_portable.launch.commands.command_line import (
 from epd_portable.launch.notices import Notice
 from epd_portable.launch.plan.check import inspect, plan_findings, store_finding
 from epd_portable.launch.plan.file_checks import named_files
-from epd_portable.launch.plan.hardware import find_hardware
 from epd_portable.launch.plan.machine import assumed_machine, probed_machine
 from epd_portable.launch.plan.ports import claim, is_free
 from epd_portable.launch.plan.processes import Plan, new_run_id, run_secret_file
@@ -287,7 +287,7 @@ def plan(as_json: bool, **options: Any) -> None:
 def check(platform: str | None, hardware: str | None, config: Path | None, as_json: bool) -> None:
     """Show what can be used here; users read `CHECK_HELP`."""
     expected = find_hardware(hardware, platform) if hardware else None
-    platform = expected.profile.platform if expected else platform
+    platform = expected.platform if expected else platform
     if config is not None and platform is None:
         raise ConfigError(f"--config {config}: name the --platform that it is planned for")
     findings = inspect([platform] if platform else list(TRAITS), expected)

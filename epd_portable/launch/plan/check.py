@@ -9,10 +9,10 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from epd_portable.config.hardware import HardwareProfile
 from epd_portable.config.store import StoreSection
 from epd_portable.connector.stores.base import make_store
 from epd_portable.errors import ConfigError, PlatformError, StoreError
-from epd_portable.launch.plan.hardware import Hardware
 from epd_portable.launch.plan.installed import ENGINES, installed_engines
 from epd_portable.launch.plan.kv import KV_CONNECTORS
 from epd_portable.launch.plan.machine import allowed_cores, has_shares, memory_nodes, quota_cores
@@ -42,7 +42,9 @@ class Finding:
     reason: str
 
 
-def inspect(platform_names: Sequence[str], expected: Hardware | None = None) -> list[Finding]:
+def inspect(
+    platform_names: Sequence[str], expected: HardwareProfile | None = None
+) -> list[Finding]:
     """Look at the installed engines, the platforms, their devices and their transfer paths.
 
     Imports torch where it is installed, and opens each device of a platform that can be used. With
@@ -91,7 +93,7 @@ def _cores() -> Finding:
     return Finding("cores", "cpu", quota is None or quota >= cores, reason)
 
 
-def _platform(name: str, expected: Hardware | None) -> Iterator[Finding]:
+def _platform(name: str, expected: HardwareProfile | None) -> Iterator[Finding]:
     """Look at a platform that can be used, and at its devices."""
     platform = platforms.get(name)
     if platform.traits.share_env is not None:
@@ -137,9 +139,9 @@ def _share(platform: Platform) -> Finding:
     return Finding("share", traits.name, True, reason)
 
 
-def compare(expected: Hardware, sizes: Sequence[int]) -> Finding:
+def compare(expected: HardwareProfile, sizes: Sequence[int]) -> Finding:
     """Say whether devices of these sizes, in bytes, are those of a profile."""
-    count, wanted = expected.profile.devices_per_node.value, expected.profile.usable_memory_bytes
+    count, wanted = expected.devices_per_node.value, expected.usable_memory_bytes
     differing = [size for size in sizes if abs(size - wanted) > MEMORY_TOLERANCE * wanted]
     problems = []
     if len(sizes) != count:

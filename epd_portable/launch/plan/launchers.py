@@ -117,8 +117,8 @@ def _resources(request: PlanRequest, plan: Plan) -> dict[str, float]:
     instances = sum(spec.role != "router" for spec in plan.processes)
     word = request.traits.ray_resource
     found: dict[str, float] = {word: instances if word == "CPU" else len(plan.devices)}
-    if request.hardware and request.hardware.profile.accelerator_type:
-        found[f"accelerator_type:{request.hardware.profile.accelerator_type}"] = _OF_A_KIND
+    if request.hardware and request.hardware.accelerator_type:
+        found[f"accelerator_type:{request.hardware.accelerator_type}"] = _OF_A_KIND
     return found
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
+from epd_portable.config.hardware import HardwareProfile
 from epd_portable.config.instance import InstanceConfig
 from epd_portable.config.roles import ENCODES, ROLES, SENDS_KV, TAKES_KV, Role
 from epd_portable.config.schema import Topology
@@ -28,7 +29,6 @@ from epd_portable.launch.plan.front import (
     core_argv,
     front_argv,
 )
-from epd_portable.launch.plan.hardware import Hardware
 from epd_portable.launch.plan.kv import KVConnector, kv_connector
 from epd_portable.launch.plan.model import ModelSource
 from epd_portable.launch.plan.placement import (
@@ -197,7 +197,7 @@ def make_plan(
     run_id: str,
     free_port: Callable[[], int],
     temp_dir: str,
-    hardware: Hardware | None = None,
+    hardware: HardwareProfile | None = None,
 ) -> Plan:
     """Decide processes, command lines, devices, cores and ports.
 
@@ -288,7 +288,7 @@ def make_plan(
         processes=tuple(processes),
         warnings=tuple(warnings),
         devices=devices,
-        hardware=f"{hardware.name}: {hardware.profile.device}" if hardware else "",
+        hardware=f"{hardware.name}: {hardware.device}" if hardware else "",
         kv=kv,
         store=f"{store.where}, at most {store.max_bytes >> 20} MiB" if store else "",
         front=f"{front}: {why}",
@@ -367,7 +367,7 @@ def _warnings(
     traits: PlatformTraits,
     machine: Machine,
     instances: Sequence[InstancePlacement],
-    hardware: Hardware | None,
+    hardware: HardwareProfile | None,
 ) -> list[str]:
     found = []
     if not machine.has_shares and any(topology.instances.of(role).share for role in ROLES):
@@ -382,8 +382,8 @@ def _warnings(
             "of the store outlives the run"
         )
     if hardware is not None:
-        found += memory_warnings(topology, traits, instances, hardware.profile.usable_memory_bytes)
-        avoid = hardware.profile.ports_to_avoid
+        found += memory_warnings(topology, traits, instances, hardware.usable_memory_bytes)
+        avoid = hardware.ports_to_avoid
         if topology.router.port in avoid:
             found.append(
                 f"router.port {topology.router.port}: on {hardware.name} other software takes "

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from epd_portable import envs
+from epd_portable.config.hardware import HardwareProfile, find_hardware
 from epd_portable.config.load import Check, load_topology, located
 from epd_portable.config.removed import REMOVED, removed
 from epd_portable.config.roles import ROLES, Role, group_of
@@ -20,7 +21,6 @@ from epd_portable.connector.stores.base import make_store
 from epd_portable.errors import ConfigError, EPDError, PortInUseError
 from epd_portable.launch.plan.addresses import own_address, require_addresses
 from epd_portable.launch.plan.file_checks import engine_settings
-from epd_portable.launch.plan.hardware import Hardware, find_hardware
 from epd_portable.launch.plan.machine import (
     allowed_cores,
     assumed_machine,
@@ -49,7 +49,7 @@ class PlanRequest:
     """
 
     traits: PlatformTraits
-    hardware: Hardware | None
+    hardware: HardwareProfile | None
     config: Path
     overrides: tuple[str, ...]
     role: Role | None = None
@@ -77,7 +77,7 @@ class PlanRequest:
         if port is not None:
             overrides = (*overrides, f"router.port={port}")
         found = find_hardware(hardware, platform, beside=config) if hardware else None
-        platform = found.profile.platform if found else platform
+        platform = found.platform if found else platform
         if platform is None:
             raise ConfigError(
                 "name a platform with --platform, or a hardware profile with --hardware"
@@ -96,7 +96,7 @@ class PlanRequest:
     def expected_machine(self, environ: Mapping[str, str]) -> Machine:
         """Return the machine of the profile, or this one; no device is touched."""
         if self.hardware:
-            devices = map(str, range(self.hardware.profile.devices_per_node.value))
+            devices = map(str, range(self.hardware.devices_per_node.value))
             return Machine(devices=tuple(devices), cores=allowed_cores())
         return assumed_machine(self.traits, environ)
 
@@ -141,7 +141,7 @@ class PlanRequest:
             ConfigError: The topology does not fit; names the place of the key.
         """
         launch = topology.launch
-        avoid = self.hardware.profile.ports_to_avoid if self.hardware else range(0)
+        avoid = self.hardware.ports_to_avoid if self.hardware else range(0)
         if launch.first_port is not None:
             free_port = ports_in_order(launch.first_port, reserved=avoid)
         else:

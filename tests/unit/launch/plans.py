@@ -6,9 +6,9 @@ import itertools
 import json
 from typing import Any
 
+from epd_portable.config.hardware import HardwareProfile
 from epd_portable.config.instance import InstanceConfig
 from epd_portable.config.load import parse_topology
-from epd_portable.launch.plan.hardware import Hardware
 from epd_portable.launch.plan.model import ModelSource
 from epd_portable.launch.plan.processes import Machine, Plan, ProcessSpec, make_plan
 from epd_portable.platforms.traits import TRAITS
@@ -22,7 +22,7 @@ def plan_of(
     platform: str = "cpu",
     *,
     model: ModelSource = MODEL,
-    hardware: Hardware | None = None,
+    hardware: HardwareProfile | None = None,
     devices: tuple[str, ...] | None = None,
     cores: tuple[int, ...] = (0, 1, 2, 3),
     **machine: Any,

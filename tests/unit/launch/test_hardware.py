@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import tempfile
 from pathlib import Path
 
 import pytest
 
-from epd_portable.config.hardware import HardwareProfile
-from epd_portable.config.problems import checked
+from epd_portable.config.hardware import HardwareProfile, find_hardware, load_profile
 from epd_portable.errors import ConfigError
 from epd_portable.launch.plan.check import compare
-from epd_portable.launch.plan.hardware import Hardware, find_hardware
 from epd_portable.launch.plan.processes import Plan
 from epd_portable.launch.plan.text import plan_table
 from tests.unit.launch.plans import plan_of
@@ -31,14 +29,23 @@ host_bytes_per_s: {{value: 16GB/s, {FIGURE}}}
 network_bytes_per_s: {{value: 25GB/s, {FIGURE}}}
 avoid_ports: {{first: 20000, last: 20009, {FIGURE}}}
 """
-X = Hardware(name="x", profile=checked(PROFILE, HardwareProfile, source="p.yaml"))
 
 
-def plan(extra: str, hardware: Hardware | None = X) -> Plan:
+def profile(text: str) -> HardwareProfile:
+    """Return the profile of a file x.yaml."""
+    with tempfile.TemporaryDirectory() as folder:
+        (path := Path(folder, "x.yaml")).write_text(text, "utf-8")
+        return load_profile(path)
+
+
+X = profile(PROFILE)
+
+
+def plan(extra: str, hardware: HardwareProfile | None = X) -> Plan:
     return plan_of(f"model: m\n{extra}", "npu", devices=("0", "1"), hardware=hardware)
 
 
-def warnings(extra: str, hardware: Hardware | None = X) -> list[str]:
+def warnings(extra: str, hardware: HardwareProfile | None = X) -> list[str]:
     return list(plan(extra, hardware).warnings)
 
 
@@ -127,8 +134,7 @@ def test_a_machine_is_compared_with_a_profile(sizes: list[int], usable: bool, re
 
 
 def test_what_torch_sees_counts_before_what_the_device_has() -> None:
-    text = f"{PROFILE}torch_memory_bytes: {{value: 9GiB, {FIGURE}}}"
-    seen = replace(X, profile=checked(text, HardwareProfile, source="p.yaml"))
+    seen = profile(f"{PROFILE}torch_memory_bytes: {{value: 9GiB, {FIGURE}}}")
     (warning,) = warnings("transfer: {pool_bytes: 9GiB}", hardware=seen)
     assert "8479 MiB that gpu_memory_utilization 0.92 gives to its engine (of 9216 MiB)" in warning
     assert compare(seen, [9 * GIB] * 2).usable
