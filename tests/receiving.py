@@ -6,11 +6,18 @@ import os
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from epd_portable.connector.pool import SharedMemory
-from epd_portable.connector.transport import LeaseFence, ReceiveMemory, ReceivingEnd
+from epd_portable.connector.transport import LeaseFence, ReceiveMemory, ReceivingEnd, SlotWrite
+from epd_portable.wire.descriptors import SlotDescriptor
 from tests.keyring import keys
+
+if TYPE_CHECKING:
+    import torch
+
+    from epd_portable.connector.copies import DeviceCopies
+    from epd_portable.platforms.base import DeviceEvent
 
 
 def receiving_end(memory: ReceiveMemory, **changes: Any) -> ReceivingEnd:
@@ -23,6 +30,24 @@ def receiving_end(memory: ReceiveMemory, **changes: Any) -> ReceivingEnd:
         "keys": keys(),
     }
     return ReceivingEnd(memory=lambda: memory, **{**given, **changes})
+
+
+def slot_write(
+    copies: DeviceCopies,
+    src: torch.Tensor,
+    slot: SlotDescriptor,
+    address: str,
+    seconds: float = 20.0,
+    computed: DeviceEvent | None = None,
+) -> SlotWrite:
+    """An output for a slot; computed when all that the device has to do now is done, by default."""
+    return SlotWrite(
+        src=src,
+        slot=slot,
+        computed=computed or copies.platform.record_event(),
+        address=address,
+        deadline_s=copies.clock() + seconds,
+    )
 
 
 def pool_name() -> str:

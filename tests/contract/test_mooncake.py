@@ -17,7 +17,7 @@ import torch
 
 from epd_portable.connector import sockets
 from epd_portable.connector.pool import SharedMemory
-from epd_portable.connector.transport import SlotWrite, Transport
+from epd_portable.connector.transport import Transport
 from epd_portable.connector.transports import mooncake
 from epd_portable.connector.transports.mooncake import MooncakeReceiver, _parse
 from epd_portable.errors import (
@@ -29,7 +29,7 @@ from epd_portable.errors import (
 from epd_portable.wire.descriptors import SlotDescriptor
 from tests.contract.pairs import Pair, Route
 from tests.contract.transport_consumer import DEADLINE_S, MIB, Consumer, digest
-from tests.receiving import receiving_end
+from tests.receiving import receiving_end, slot_write
 from tests.waiting import until
 
 pytestmark = pytest.mark.needs_mooncake
@@ -64,15 +64,7 @@ def write(
     slot: SlotDescriptor,
     seconds: float = 30.0,
 ) -> None:
-    transport.write(
-        SlotWrite(
-            src=src,
-            slot=slot,
-            computed=transport._copies.platform.record_event(),
-            address=consumer.address,
-            deadline_s=transport._copies.clock() + seconds,
-        )
-    )
+    transport.write(slot_write(transport._copies, src, slot, consumer.address, seconds))
 
 
 class PatientWrite:

@@ -26,11 +26,11 @@ from epd_portable.connector.copies import QueuedCopy
 from epd_portable.connector.pool import SHM_FOLDER
 from epd_portable.connector.transport import SlotWrite, Transport
 from epd_portable.errors import LeaseExpiredError, NoCommonPathError, TransportError
-from epd_portable.platforms.base import DeviceEvent
 from epd_portable.platforms.traits import TRAITS
 from epd_portable.wire.descriptors import SlotDescriptor
 from tests.contract.pairs import REFUSED, ROUTES, Route, encode_peer, parameters
 from tests.contract.transport_consumer import CONTEXT, DEADLINE_S, MIB, Consumer, digest
+from tests.receiving import slot_write
 from tests.waiting import until
 
 GUARD = 512
@@ -94,22 +94,6 @@ def nbytes(src: torch.Tensor) -> int:
     return src.numel() * src.element_size()
 
 
-def put_out(transport: Transport) -> DeviceEvent:
-    return transport._copies.platform.record_event()
-
-
-def slot_write(
-    transport: Transport, src: torch.Tensor, slot: SlotDescriptor, address: str, seconds: float
-) -> SlotWrite:
-    return SlotWrite(
-        src=src,
-        slot=slot,
-        computed=put_out(transport),
-        address=address,
-        deadline_s=transport._copies.clock() + seconds,
-    )
-
-
 def write(
     transport: Transport,
     consumer: Consumer,
@@ -117,7 +101,7 @@ def write(
     slot: SlotDescriptor,
     seconds: float = 30.0,
 ) -> None:
-    transport.write(slot_write(transport, src, slot, consumer.address, seconds))
+    transport.write(slot_write(transport._copies, src, slot, consumer.address, seconds))
 
 
 def within_guards(content: torch.Tensor) -> str:
@@ -266,7 +250,7 @@ def queue(
     slot: SlotDescriptor,
     seconds: float = 30.0,
 ) -> QueuedCopy | None:
-    return transport.queue(slot_write(transport, src, slot, consumer.address, seconds))
+    return transport.queue(slot_write(transport._copies, src, slot, consumer.address, seconds))
 
 
 @pytest.mark.parametrize("route", parameters(ONE_SIDED), indirect=True)
@@ -470,7 +454,7 @@ def test_an_address_that_is_none_is_an_error(
     src = source(transport, 10)
     slot = consumer.grant(0, nbytes(src))
     with pytest.raises(TransportError):
-        transport.write(slot_write(transport, src, slot, address, 1))
+        transport.write(slot_write(transport._copies, src, slot, address, 1))
     assert_serves(transport, consumer)
 
 
@@ -605,10 +589,9 @@ def _write_and_die(
 
     transport = route.transport(Ticking(die))
     src = source(transport, slot.nbytes // ROW_BYTES)
+    computed = transport._copies.platform.record_event()
     deadline_s = time.monotonic() + 30
     transport.write(
-        SlotWrite(
-            src=src, slot=slot, computed=put_out(transport), address=address, deadline_s=deadline_s
-        )
+        SlotWrite(src=src, slot=slot, computed=computed, address=address, deadline_s=deadline_s)
     )
     os.kill(os.getpid(), signal.SIGKILL)

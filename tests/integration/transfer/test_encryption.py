@@ -21,14 +21,14 @@ from epd_portable.connector.control import ControlClients, ControlServer
 from epd_portable.connector.copies import DeviceCopies
 from epd_portable.connector.curve import CurveKeys, is_off_host, read_keys
 from epd_portable.connector.pool import SharedMemory
-from epd_portable.connector.transport import LeaseFence, SlotWrite
+from epd_portable.connector.transport import LeaseFence
 from epd_portable.connector.transports.tcp import TcpReceiver, TcpTransport
 from epd_portable.errors import ConfigError, TransportTimeoutError
 from epd_portable.platforms import registry
 from epd_portable.wire.codec import encode
 from epd_portable.wire.descriptors import SlotDescriptor
 from epd_portable.wire.messages import Abort, Later
-from tests.receiving import pool_name, receiving_end
+from tests.receiving import pool_name, receiving_end, slot_write
 from tests.waiting import until
 
 OFF_HOST = "127.0.0.2"
@@ -240,15 +240,8 @@ def write(
     copies = DeviceCopies(registry.get("cpu"))
     transport = TcpTransport(copies, held)
     try:
-        transport.write(
-            SlotWrite(
-                src=torch.frombuffer(bytearray(WORDS), dtype=torch.uint8) if item is None else item,
-                slot=slot,
-                computed=copies.platform.record_event(),
-                address=address,
-                deadline_s=copies.clock() + limit_s,
-            )
-        )
+        src = torch.frombuffer(bytearray(WORDS), dtype=torch.uint8) if item is None else item
+        transport.write(slot_write(copies, src, slot, address, limit_s))
     finally:
         transport.close()
 

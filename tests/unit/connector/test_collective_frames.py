@@ -21,7 +21,7 @@ import torch
 from msgspec.msgpack import encode
 
 from epd_portable.connector.copies import DeviceCopies
-from epd_portable.connector.transport import RevokedFence, SlotWrite
+from epd_portable.connector.transport import RevokedFence
 from epd_portable.connector.transports import collective
 from epd_portable.connector.transports.collective import (
     MAX_FRAME_BYTES,
@@ -42,7 +42,7 @@ from epd_portable.platforms import registry
 from epd_portable.platforms.collectives import CollectiveGroup, Rendezvous
 from epd_portable.wire.descriptors import SlotDescriptor
 from tests.keyring import keys
-from tests.receiving import receiving_end
+from tests.receiving import receiving_end, slot_write
 from tests.unit.connector.spies import SpyEvent
 
 HOST = "127.0.0.1"
@@ -94,15 +94,8 @@ class Consumer:
         assert self.memory.tensor(128, 256).eq(7).all()
 
     def write(self, transport: CollectiveTransport, slot: SlotDescriptor, value: int) -> None:
-        transport.write(
-            SlotWrite(
-                src=torch.full((slot.nbytes,), value, dtype=torch.uint8),
-                slot=slot,
-                computed=self.copies.platform.record_event(),
-                address=self.receiver.address,
-                deadline_s=self.copies.clock() + DEADLINE_S,
-            )
-        )
+        src = torch.full((slot.nbytes,), value, dtype=torch.uint8)
+        transport.write(slot_write(self.copies, src, slot, self.receiver.address))
 
 
 def until(condition: Callable[[], bool], otherwise: Callable[[], object]) -> None:
@@ -363,14 +356,9 @@ def test_an_answer_of_nonsense_is_an_error(kind: str) -> None:
     with socket.create_server((HOST, 0)) as server:
         threading.Thread(target=_answer, args=(server, answer), daemon=True).start()
         with pytest.raises(error):
+            address = f"{HOST}:{server.getsockname()[1]}"
             transport.write(
-                SlotWrite(
-                    src=torch.ones(64, dtype=torch.uint8),
-                    slot=SLOT,
-                    computed=copies.platform.record_event(),
-                    address=f"{HOST}:{server.getsockname()[1]}",
-                    deadline_s=copies.clock() + 0.5,
-                )
+                slot_write(copies, torch.ones(64, dtype=torch.uint8), SLOT, address, 0.5)
             )
     transport.close()
 
@@ -413,30 +401,18 @@ def test_an_item_is_put_when_computed(consumer: Consumer, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(collective, "Put", put)
     transport = CollectiveTransport(consumer.copies, keys())
-    transport.write(
-        SlotWrite(
-            src=torch.full((SLOT.nbytes,), 7, dtype=torch.uint8),
-            slot=SLOT,
-            computed=SpyEvent(look),
-            address=consumer.receiver.address,
-            deadline_s=consumer.copies.clock() + DEADLINE_S,
-        )
-    )
+    src, address = torch.full((SLOT.nbytes,), 7, dtype=torch.uint8), consumer.receiver.address
+    transport.write(slot_write(consumer.copies, src, SLOT, address, computed=SpyEvent(look)))
     transport.close()
     assert happened == ["looked", "looked", "looked", "told"]
 
 
 def test_an_item_that_is_not_computed_holds_up_no_other(consumer: Consumer) -> None:
     transport = CollectiveTransport(consumer.copies, keys())
+    src, never = torch.zeros(SLOT.nbytes, dtype=torch.uint8), SpyEvent(lambda: False)
     with pytest.raises(TransportTimeoutError, match="device work was not complete"):
         transport.write(
-            SlotWrite(
-                src=torch.zeros(SLOT.nbytes, dtype=torch.uint8),
-                slot=SLOT,
-                computed=SpyEvent(lambda: False),
-                address=consumer.receiver.address,
-                deadline_s=consumer.copies.clock() + 0.05,
-            )
+            slot_write(consumer.copies, src, SLOT, consumer.receiver.address, 0.05, never)
         )
     consumer.write(transport, SLOT, 7)
     transport.close()

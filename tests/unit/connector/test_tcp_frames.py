@@ -14,7 +14,7 @@ import zmq
 from epd_portable.connector.copies import DeviceCopies
 from epd_portable.connector.curve import secure_client
 from epd_portable.connector.pool import SharedMemory
-from epd_portable.connector.transport import LeaseFence, SlotWrite
+from epd_portable.connector.transport import LeaseFence
 from epd_portable.connector.transports.tcp import (
     CHUNK_BYTES,
     MAX_ANSWER_BYTES,
@@ -25,7 +25,7 @@ from epd_portable.errors import TransportTimeoutError
 from epd_portable.platforms import registry
 from epd_portable.wire.descriptors import SlotDescriptor
 from tests.keyring import keys
-from tests.receiving import pool_name, receiving_end
+from tests.receiving import pool_name, receiving_end, slot_write
 
 NBYTES = 4096
 FILL = 0xA5
@@ -46,14 +46,9 @@ class Consumer:
         copies = DeviceCopies(registry.get("cpu"))
         transport = TcpTransport(copies, keys())
         try:
+            src = torch.ones(slot.nbytes, dtype=torch.uint8)
             transport.write(
-                SlotWrite(
-                    src=torch.ones(slot.nbytes, dtype=torch.uint8),
-                    slot=slot,
-                    computed=copies.platform.record_event(),
-                    address=address or self.receiver.address,
-                    deadline_s=copies.clock() + limit_s,
-                )
+                slot_write(copies, src, slot, address or self.receiver.address, limit_s)
             )
         finally:
             transport.close()
