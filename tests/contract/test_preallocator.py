@@ -38,40 +38,6 @@ def test_claims_are_reserved_in_order_until_the_first_that_does_not_fit(desk: De
     assert desk.reserve() == [], "c would fit, but b was first"
 
 
-@pytest.mark.parametrize(("cache_embeds", "pool_bytes"), [(6, 100), (100, 6)])
-def test_whichever_is_short_cache_or_pool_stops_the_queue(
-    make_desk: MakeDesk, cache_embeds: int, pool_bytes: int
-) -> None:
-    desk = make_desk(cache_embeds=cache_embeds, pool_bytes=pool_bytes)
-    desk.claim("a", "a", 4)
-    desk.claim("b", "b", 4)
-    desk.claim("c", "c", 2)
-    assert desk.reserve() == ["a"]
-    desk.leave("a")
-    assert desk.cache.num_free_slots == cache_embeds
-    assert desk.pool.free_bytes == pool_bytes
-
-
-def test_items_to_encode_here_have_their_place_in_the_same_order(desk: Desk) -> None:
-    desk.claim("r", "a", 6)
-    local = desk.claim_local("s", "b", 6)
-    desk.claim("t", "c", 1)
-    assert desk.reserve() == ["a"], "c would fit, but b was first"
-    assert not local.served
-    assert not desk.may_encode("s")
-    desk.leave("r")
-    assert desk.reserve() == ["c"]
-    assert state(desk, "b") is State.LOCAL
-    assert desk.cache.num_free_slots == 3
-    assert desk.may_encode("s")
-
-
-def test_an_item_has_the_place_of_its_first_occurrence_in_the_prompt(desk: Desk) -> None:
-    desk.claim("r", "second", 6, 1)
-    desk.claim("r", "first", 6, 0)
-    assert desk.reserve() == ["first"]
-
-
 def test_what_a_running_request_waits_for_comes_before_what_others_wait_for(desk: Desk) -> None:
     desk.claim("seated", "held", 6)
     desk.reserve()
@@ -140,51 +106,7 @@ def test_who_computes_and_waits_for_room_gets_that_of_requests_that_were_not_sta
     assert desk.reserve() == ["waits"]
 
 
-def test_a_blocked_queue_is_one_in_which_somebody_waits(desk: Desk) -> None:
-    desk.claim("r", "a", 6)
-    desk.claim("s", "b", 6)
-    desk.claim("t", "c", 6)
-    desk.reserve()
-    assert desk.cache.is_blocked
-    desk.leave("r")
-    assert desk.reserve() == ["b"]
-    desk.leave("t")
-    assert not desk.cache.is_blocked
-
-
-def test_two_requests_never_block_each_other_with_half_of_what_each_needs(desk: Desk) -> None:
-    desk.claim("r", "r1", 5, 0)
-    desk.claim("r", "r2", 5, 1)
-    desk.claim("s", "s1", 5, 0)
-    desk.claim("s", "s2", 5, 1)
-    assert desk.reserve() == ["r1", "r2"]
-    for name in ("r1", "r2"):
-        desk.deliver(name)
-    desk.leave("r")
-    for _ in range(4):
-        desk.reserve()
-        desk.step()
-    assert all(state(desk, name) is State.RESERVED for name in ("s1", "s2"))
-    desk.leave("s")
-    desk.assert_everything_is_back()
-
-
 # -- items that several requests want ------------------------------------------------------------
-
-
-def test_an_item_that_several_requests_await_is_reserved_once_at_the_first_place(
-    desk: Desk,
-) -> None:
-    desk.claim("r", "shared", 6)
-    desk.claim("r", "big", 4, 1)
-    desk.claim("s", "shared", 6)
-    assert desk.reserve() == ["shared", "big"]
-    desk.deliver("shared")
-    assert desk.cache.holders("shared") == {"r", "s"}
-    assert desk.cache.check_and_update_cache(desk.request("s"), 0)
-    desk.leave("r")
-    assert desk.cache.holders("shared") == {"s"}
-    assert desk.cache.num_freeable_slots == 4
 
 
 def test_nobody_holds_a_present_entry_while_somebody_waits_before_it(desk: Desk) -> None:
@@ -315,19 +237,6 @@ def test_entries_that_occupy_no_slot_are_not_evicted_for_slots(make_desk: MakeDe
     assert "local" in desk.cache
 
 
-def test_a_lost_slot_puts_the_claim_back_at_its_own_place(desk: Desk) -> None:
-    desk.claim("r", "a", 5)
-    desk.claim("s", "b", 5)
-    desk.claim("t", "c", 5)
-    assert desk.reserve() == ["a", "b"]
-    desk.grant("a")
-    desk.lose_slot("a")
-    assert desk.cache.num_free_slots == 5
-    assert desk.reserve() == [], "its slot is not back yet, and c must wait"
-    desk.release()
-    assert desk.reserve() == ["a"]
-
-
 def test_an_item_whose_former_slot_is_still_read_gets_another_only_after_that(
     desk: Desk,
 ) -> None:
@@ -345,20 +254,6 @@ def test_an_item_whose_former_slot_is_still_read_gets_another_only_after_that(
     desk.assert_everything_is_back()
 
 
-def test_a_slot_that_was_granted_is_free_when_nobody_writes_it_any_more(desk: Desk) -> None:
-    desk.claim("r", "a", 6)
-    desk.reserve()
-    desk.grant("a")
-    desk.leave("r")
-    assert desk.ended == ["t-r"]
-    assert desk.cache.num_free_slots == 10
-    assert desk.pool.free_bytes == 4
-    desk.claim("s", "b", 6)
-    assert desk.reserve() == []
-    desk.release()
-    assert desk.reserve() == ["b"]
-
-
 def test_an_item_that_was_not_reserved_does_not_land(desk: Desk) -> None:
     with pytest.raises(KeyError):
         desk.cache.finalize_allocation("a")
@@ -370,22 +265,6 @@ def test_an_item_that_was_not_reserved_does_not_land(desk: Desk) -> None:
 # -- leaving -------------------------------------------------------------------------------------
 
 
-def test_an_item_is_given_up_only_when_its_last_request_leaves(desk: Desk) -> None:
-    desk.claim("r", "a", 5, 0)
-    desk.claim("r", "a", 5, 1)
-    desk.claim("s", "a", 5, 0)
-    desk.reserve()
-    desk.leave("r")
-    assert state(desk, "a") is State.RESERVED
-    assert desk.ended == []
-    desk.leave("s")
-    assert desk.ended == ["t-r", "t-s"]
-    assert "a" not in desk.cache.items
-    assert desk.cache.num_free_slots == desk.pool.free_bytes == 10
-    desk.leave("s")
-    assert desk.cache.num_free_slots == 10
-
-
 def test_a_request_that_claims_its_own_item_again_waits_once(desk: Desk) -> None:
     claim = desk.claim("r", "a", 5)
     assert desk.claim("r", "a", 5) is claim
@@ -393,32 +272,6 @@ def test_a_request_that_claims_its_own_item_again_waits_once(desk: Desk) -> None
     assert desk.who("r").waits
     desk.reserve()
     assert desk.cache.num_free_slots == 5
-
-
-def test_the_leaving_of_a_request_that_never_asked_for_it_changes_nothing(desk: Desk) -> None:
-    desk.claim("r", "a", 5)
-    desk.reserve()
-    desk.who("stranger")
-    desk.leave("stranger")
-    assert desk.cache.holders("a") == frozenset(), "no entry yet"
-    assert desk.cache.items["a"].holders == {"r"}
-    assert desk.ended == []
-
-
-def test_an_item_that_occurs_twice_is_held_until_the_last_occurrence_is_computed(
-    desk: Desk,
-) -> None:
-    desk.claim("r", "a", 5, 0)
-    desk.claim("r", "a", 5, 1)
-    desk.reserve()
-    desk.deliver("a")
-    assert desk.cache.get_cached_input_ids(desk.request("r")) == {0, 1}
-    desk.compute_past("r", 0)
-    assert desk.cache.num_freeable_slots == 5
-    assert desk.cache.get_cached_input_ids(desk.request("r")) == {1}
-    desk.compute_past("r", 1)
-    assert desk.cache.num_freeable_slots == 10
-    assert desk.cache.get_cached_input_ids(desk.request("r")) == set()
 
 
 def test_a_request_that_is_unknown_holds_nothing(desk: Desk) -> None:
@@ -452,17 +305,6 @@ def test_an_item_without_transfers_is_encoded_here(desk: Desk) -> None:
     assert desk.cache.get_cached_input_ids(desk.request("r")) == {0}
     desk.leave("r")
     desk.assert_everything_is_back()
-
-
-def test_what_one_request_encodes_others_have(desk: Desk) -> None:
-    desk.claim_local("r", "a", 6)
-    desk.claim_local("s", "a", 6)
-    desk.reserve()
-    assert desk.cache.num_free_slots == 4
-    assert desk.may_encode("r") and desk.may_encode("s")
-    desk.encode("s")
-    assert not desk.may_encode("r")
-    assert desk.cache.check_and_update_cache(desk.request("r"), 0)
 
 
 def test_a_transfer_that_comes_while_an_item_is_to_be_encoded_here_is_in_vain(
@@ -500,16 +342,6 @@ def test_who_cannot_encode_an_item_is_told_when_who_could_leaves(desk: Desk) -> 
     desk.reserve()
     assert set(desk.who("s").lost) == {"a"}
     assert "a" not in desk.cache.items
-    assert desk.cache.num_free_slots == 10
-
-
-def test_room_that_was_set_aside_is_given_back_by_who_leaves_last(desk: Desk) -> None:
-    desk.claim_local("r", "a", 6)
-    desk.claim_local("s", "a", 6)
-    desk.reserve()
-    desk.leave("r")
-    assert desk.cache.num_free_slots == 4
-    desk.leave("s")
     assert desk.cache.num_free_slots == 10
 
 
