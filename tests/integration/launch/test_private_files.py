@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import stat
 from collections.abc import Callable, Iterator
@@ -11,16 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
 
 from epd_portable.config.secret import Secret
 from epd_portable.errors import ConfigError, LaunchError
-from epd_portable.launch.cli import _run_folder, main
+from epd_portable.launch.cli import _run_folder
 from epd_portable.launch.plan.processes import run_secret_file
 from epd_portable.launch.run.log_files import make_private_folder, open_log, use_log_folder
 
 Launch = Callable[..., Any]
-CONFIG = str(Path(__file__).parents[3] / "configs" / "1e1pd.yaml")
 
 
 @pytest.fixture(params=[0o000, 0o022, 0o777], ids=oct)
@@ -117,13 +114,3 @@ def test_somebody_elses_folder_is_not_used(tmp_path: Path) -> None:
     ):
         pytest.fail("it was")
     assert (tmp_path / "run").exists()
-
-
-def test_a_plan_names_the_place_of_a_secret_and_makes_none() -> None:
-    done = CliRunner().invoke(main, ["plan", "--platform", "cpu", "--config", CONFIG, "--json"])
-    assert done.exit_code == 0, done.output
-    front = json.loads(done.stdout)["processes"][-1]["argv"]
-    settings = json.loads(front[front.index("--settings") + 1])
-    place = Path(settings["secret_file"])
-    assert place.name == "secret"
-    assert not place.parent.exists()
