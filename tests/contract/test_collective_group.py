@@ -32,9 +32,6 @@ from epd_portable.platforms.collectives_torch import RendezvousHost
 from tests.contract.remote_ranks import OtherRank
 from tests.waiting import until
 
-# torch_npu says this once a process, at whichever test comes first.
-pytestmark = pytest.mark.filterwarnings("ignore:Cannot create tensor with internal format")
-
 AMPLE_S = 20.0
 SHORT_S = 0.2
 MakeGroups = Callable[[], Sequence[CollectiveGroup]]

@@ -54,8 +54,6 @@ if stop == "while sending":
     group.send(box, 120)
 halt()
 """
-# torch_npu says this once a process, at whichever test comes first.
-pytestmark = pytest.mark.filterwarnings("ignore:Cannot create tensor with internal format")
 
 AMPLE_S = 120.0
 SHORT_S = 3.0

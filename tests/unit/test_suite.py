@@ -78,7 +78,7 @@ def test_every_folder_of_tests_is_in_the_suite_once_and_every_need_can_be_met(fu
     words = [word for each in pieces for word in each.argv]
     root = suite.ROOT / "tests"
     # In environments of their own: pieces that call a script, and jobs beside the suite.
-    elsewhere = {"npu_sim", "clients", "devices", "cuda", "first_hour"}
+    elsewhere = {"npu_sim", "clients", "devices", "first_hour"}
     for path in root.iterdir():
         if path.is_dir() and any(path.rglob("test_*.py")) and path.name not in elsewhere:
             listed = [word for word in words if word == f"tests/{path.name}"]
