@@ -399,7 +399,7 @@ async def test_a_gateway_is_told_of_the_instances_that_it_allows_or_refused(
     build: Build, tmp_path: Path
 ) -> None:
     t = await build(pds=2, admission={"max_requests": 1, "max_waiting": 0})
-    known = [f"127.0.0.1:{pd.serving.port}" for pd in t.pds]
+    known = [pd.address for pd in t.pds]
     socket = tmp_path / "picker/picker.sock"
     assert not socket.stat().st_mode & 0o022
 
@@ -519,7 +519,7 @@ async def test_a_gateway_that_goes_on_by_itself_is_heard_of(build: Build, tmp_pa
     written = envoy.bootstrap(
         settings, endpoints=folder / "endpoints.json", picker=folder / "picker.sock"
     )
-    allowed = [f"127.0.0.1:{pd.serving.port}" for pd in t.pds[1:]]
+    allowed = [pd.address for pd in t.pds[1:]]
     async with asking(gateway(written, allowed), tmp_path) as client:
         body = {"messages": [{"role": "user", "content": [TEXT]}]}
         asked = 0
@@ -529,7 +529,7 @@ async def test_a_gateway_that_goes_on_by_itself_is_heard_of(build: Build, tmp_pa
     assert [len(pd.received) for pd in t.pds] == [0, 1, asked]
     line = 'epd_router_fallbacks_total{phase="answer",fallback="retried"}'
     assert await t.metric(line) == 1
-    assert f"127.0.0.1:{t.pds[2].serving.port} answers in place of pd-1" in fronted(t).log
+    assert f"{t.pds[2].address} answers in place of pd-1" in fronted(t).log
 
 
 async def test_whoever_opens_another_port_tells_strangers_nothing(build: Build) -> None:

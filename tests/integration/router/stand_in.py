@@ -317,6 +317,10 @@ class StandIn:
         self._arrived = asyncio.Condition()
         self.serving = Serving(Starlette(routes=routes))
 
+    @property
+    def address(self) -> str:
+        return f"{self.serving.host}:{self.serving.port}"
+
     async def _answer_probe(self, request: Request) -> Response:
         return await self.health()
 

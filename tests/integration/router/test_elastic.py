@@ -66,7 +66,7 @@ async def test_who_a_hop_names_encodes_whatever_the_sizes(
     build: Build, tmp_path: Path, header: str | None
 ) -> None:
     t = await started(build, hop_keys_file=keys_file(tmp_path, "h" * 20))
-    encoder = f"127.0.0.1:{t.encoders[0].serving.port}"
+    encoder = t.encoders[0].address
     named = {ENCODERS: encoder, MAPPING: json.dumps(dict.fromkeys("0123", encoder))}
     headers = {KEY: "h" * 20, **({header: named[header]} if header else {})}
     answered = await t.chat(*map(picture, range(1, 5)), headers=headers)

@@ -25,7 +25,7 @@ from epd_portable.router.hops import (
     REFS,
 )
 from tests.integration.router.conftest import Build, Topology
-from tests.integration.router.stand_in import Received, StandIn, answer, once, refuse
+from tests.integration.router.stand_in import Received, answer, once, refuse
 from tests.integration.router.test_access import bearer, keys_file
 from tests.integration.router.test_failures import until_told_to_encode
 from tests.integration.router.test_prefill import ASKED_FOR_KV, KV, compute
@@ -47,10 +47,6 @@ async def topology(build: Build, tmp_path: Path, *roles: str, **settings: Any) -
         if pd.role == "prefill":
             pd.behaviour = compute
     return t
-
-
-def at(instance: StandIn) -> str:
-    return f"127.0.0.1:{instance.serving.port}"
 
 
 async def ask(
@@ -75,8 +71,8 @@ async def test_who_is_named_gets_the_request_and_its_items(build: Build, tmp_pat
             t.pds[number % 2],
             (t.encoders[number % 3], t.encoders[2 - number % 3]),
         )
-        mapping = {"0": at(first), "1": at(second)}
-        headers = {PREFILLER: at(pd), MAPPING: json.dumps(mapping)}
+        mapping = {"0": first.address, "1": second.address}
+        headers = {PREFILLER: pd.address, MAPPING: json.dumps(mapping)}
         before = (len(pd.received), len(first.received))
         answered = await ask(t, RED, BLUE, TEXT, headers=headers)
         assert answered.status_code == 200
@@ -98,7 +94,7 @@ async def test_items_are_shared_out_among_the_encoders_that_are_named(
     t = await topology(build, tmp_path)
     named = t.encoders[1:]
     for _ in range(ROUNDS):
-        headers = {name: ", ".join(map(at, named))}
+        headers = {name: ", ".join(each.address for each in named)}
         answered = await ask(t, RED, BLUE, TEXT, headers=headers)
         assert answered.status_code == 200
         await until_idle(t)
@@ -121,7 +117,7 @@ async def test_when_those_that_are_named_fail_others_are_asked(
     t.encoders[0].behaviour = t.pds[0].behaviour = refuse(500)
     t.encoders[1].behaviour = t.encoders[2].behaviour = encode
     t.pds[1].behaviour = once(encoded)
-    headers = {PREFILLER: at(t.pds[0]), ENCODERS: at(t.encoders[0])}
+    headers = {PREFILLER: t.pds[0].address, ENCODERS: t.encoders[0].address}
     answered = await ask(t, RED, headers=headers)
     assert answered.status_code == 200
     assert len(t.pds[1].received) == 1
@@ -137,9 +133,9 @@ async def test_who_holds_a_key_is_told_what_the_headers_of_a_hop_decided(
     headers = {
         **bearer("c" * 20),
         EXPLAIN_HEADER: "1",
-        PREFILLER: at(t.pds[1]),
-        MAPPING: json.dumps({"0": at(t.encoders[2])}),
-        REFS: json.dumps([{"image_index": 1, "encoder_host": at(t.encoders[1])}]),
+        PREFILLER: t.pds[1].address,
+        MAPPING: json.dumps({"0": t.encoders[2].address}),
+        REFS: json.dumps([{"image_index": 1, "encoder_host": t.encoders[1].address}]),
     }
     answered = await ask(t, RED, BLUE, TEXT, headers=headers)
     decode, encode, other, *_ = json.loads(answered.headers[EXPLAIN_HEADER])
@@ -173,7 +169,7 @@ async def test_a_client_is_not_heard(build: Build, tmp_path: Path, key: str | No
 
 async def test_what_a_hop_cannot_mean_is_refused(build: Build, tmp_path: Path) -> None:
     t = await topology(build, tmp_path)
-    pd, encoder = at(t.pds[0]), at(t.encoders[0])
+    pd, encoder = t.pds[0].address, t.encoders[0].address
     cases: list[tuple[dict[str, str], int, str]] = [
         ({PREFILLER: "10.0.0.1:80"}, 403, "not_an_instance"),
         ({ENCODERS: f"{encoder},{encoder}0"}, 403, "not_an_instance"),
@@ -196,10 +192,10 @@ async def test_what_a_hop_cannot_mean_is_refused(build: Build, tmp_path: Path) -
 async def test_an_output_that_is_somewhere_is_asked_for_there(build: Build, tmp_path: Path) -> None:
     t = await topology(build, tmp_path)
     for encoder in t.encoders:
-        refs = json.dumps([{"encoder_host": at(encoder)}])
+        refs = json.dumps([{"encoder_host": encoder.address}])
         assert (await ask(t, RED, headers={REFS: refs})).status_code == 200
     assert jobs(t) == [1, 1, 1]
-    told = await ask(t, BLUE, headers={ENCODERS: at(t.encoders[2])})
+    told = await ask(t, BLUE, headers={ENCODERS: t.encoders[2].address})
     # What it was told it may say again.
     assert (await ask(t, RED, BLUE, headers={REFS: told.headers[REFS]})).status_code == 200
     assert jobs(t)[2] >= 3
@@ -227,11 +223,11 @@ async def test_an_encoder_model_is_one_by_label(build: Build, tmp_path: Path) ->
     # Nobody else encodes for one that fails, but whoever answers.
     t.encoders[2].behaviour = refuse(500)
     t.pd.behaviour = until_told_to_encode(t)
-    headers = {MODEL: "b", PREFILLER: at(t.pd)}
+    headers = {MODEL: "b", PREFILLER: t.pd.address}
     assert (await ask(t, RED, headers=headers)).status_code == 200
     await t.until_metric('epd_router_fallbacks_total{phase="encode",fallback="local"}', 1)
     assert jobs(t)[:2] == [0, 0]
-    for headers in ({MODEL: "c"}, {MODEL: "b", ENCODERS: at(t.encoders[0])}):
+    for headers in ({MODEL: "c"}, {MODEL: "b", ENCODERS: t.encoders[0].address}):
         refused = await ask(t, RED, headers=headers)
         assert refused.json()["error"]["code"] == "invalid_hop_header"
 
@@ -244,11 +240,11 @@ async def test_beside_a_prefill_instance_it_coordinates_for_a_picker_and_a_decod
     assert (await t.health()).status_code == 200
     for number in range(2):
         prefill, encoder = t.pds[number], t.encoders[number]
-        headers = {PREFILLER: at(prefill), ENCODERS: at(encoder)}
+        headers = {PREFILLER: prefill.address, ENCODERS: encoder.address}
         fields = {"kv_transfer_params": ASKED_FOR_KV, "max_tokens": 1}
         answered = await ask(t, RED, TEXT, headers=headers, **fields)
         assert answered.json()["kv_transfer_params"] == KV
-        assert answered.headers[PREFILLER] == at(prefill)
+        assert answered.headers[PREFILLER] == prefill.address
         (asked,) = prefill.received
         assert asked.body["kv_transfer_params"] == ASKED_FOR_KV
         (transfer,) = asked.params["transfers"]
@@ -270,6 +266,6 @@ async def test_kv_that_a_hop_has_goes_to_the_instance_that_answers(
     assert t.pds[1].received[0].body["kv_transfer_params"] == KV
     # As the one orchestrator it says who prefills.
     t.pds[1].behaviour = answer
-    told = await ask(t, RED, TEXT, headers={PREFILLER: at(t.pds[0])})
-    assert told.headers[PREFILLER] == at(t.pds[0])
+    told = await ask(t, RED, TEXT, headers={PREFILLER: t.pds[0].address})
+    assert told.headers[PREFILLER] == t.pds[0].address
     assert t.pds[1].received[1].body["kv_transfer_params"] == KV

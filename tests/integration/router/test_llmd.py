@@ -27,7 +27,6 @@ from epd_portable.router.hops import ENCODERS
 from epd_portable.router.settings import InstanceSettings
 from tests.integration.envoy.test_picker import asking
 from tests.integration.router.conftest import Build
-from tests.integration.router.stand_in import StandIn
 from tests.integration.router.test_access import keys_file
 from tests.integration.router.test_requests import RED, TEXT
 
@@ -149,10 +148,6 @@ async def played_picker(named: dict[str, str]) -> AsyncIterator[int]:
     await server.stop(None)
 
 
-def at(instance: StandIn) -> str:
-    return f"127.0.0.1:{instance.serving.port}"
-
-
 @pytest.mark.needs_envoy
 async def test_who_is_chosen_in_front_gets_the_request_and_its_items(
     build: Build, tmp_path: Path
@@ -163,7 +158,7 @@ async def test_who_is_chosen_in_front_gets_the_request_and_its_items(
     [host] = http["route_config"]["virtual_hosts"]
     key = host["request_headers_to_add"][0]["header"]["value"]
     t = await build(encoders=3, pds=2, hop_keys_file=keys_file(tmp_path, key))
-    named = {DESTINATION: f"{at(t.pds[1])},{at(t.pds[0])}", ENCODERS: at(t.encoders[2])}
+    named = {DESTINATION: f"{t.pds[1].address},{t.pds[0].address}", ENCODERS: t.encoders[2].address}
     listener["address"]["socket_address"].update(address="127.0.0.1", port_value=free_port())
     async with played_picker(named) as port:
         ports = {"epp": port, "router": t.router.port}
@@ -173,7 +168,7 @@ async def test_who_is_chosen_in_front_gets_the_request_and_its_items(
             address["port_value"] = ports[cluster["name"]]
         async with asking(config, tmp_path) as client:
             body = {"messages": [{"role": "user", "content": [RED, TEXT]}]}
-            forged = {"x-encoder-image-mapping": f'{{"0": "{at(t.encoders[0])}"}}'}
+            forged = {"x-encoder-image-mapping": f'{{"0": "{t.encoders[0].address}"}}'}
             for _ in range(4):
                 answered = await client.post("/v1/chat/completions", json=body, headers=forged)
                 assert answered.status_code == 200

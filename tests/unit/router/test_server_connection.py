@@ -339,25 +339,6 @@ async def test_what_is_no_request_is_refused_after_those_before_it(data: bytes) 
     assert end.transport.closing
 
 
-async def test_what_is_no_request_waits_for_the_answer_that_is_under_way() -> None:
-    going = asyncio.Event()
-
-    async def serve(request: ClientRequest) -> None:
-        request.begin_answer(200, {"content-type": "text/plain"})
-        request.write(b"a")
-        await going.wait()
-        request.write(b"b")
-        request.end_answer()
-
-    end = End(serve)
-    await end.send(b"GET / HTTP/1.1\r\n\r\nno request\r\n\r\n")
-    assert not end.transport.closing
-    going.set()
-    await end.rest()
-    got = Answers(end.transport.written)
-    assert (got.statuses, got.bodies[0]) == ([200, 400], b"ab")
-
-
 @settings(max_examples=200, deadline=None)
 @given(st.binary(max_size=200), st.integers(1, 50))
 async def test_no_bytes_raise(data: bytes, most: int) -> None:
@@ -435,33 +416,6 @@ async def test_a_request_is_free_as_soon_as_it_has_ended(leaves: bool) -> None:
         assert served[0]() is None
     finally:
         gc.enable()
-
-
-async def test_what_is_sent_to_who_has_gone_is_nothing() -> None:
-    sent = []
-
-    async def serve(request: ClientRequest) -> None:
-        request.begin_answer(200, {})
-        end.leave()
-        sent.append(request.write(b"x"))
-        await request.writable()
-        request.end_answer()
-
-    end = End(serve)
-    await end.send(GET)
-    assert sent == [True]
-    assert not end.transport.written
-
-
-async def test_an_answer_that_is_left_without_an_end_breaks_off() -> None:
-    async def serve(request: ClientRequest) -> None:
-        request.begin_answer(200, {})
-        request.write(b"half")
-
-    end = End(serve)
-    await end.send(GET)
-    assert end.transport.closing
-    assert not end.transport.written.endswith(b"0\r\n\r\n")
 
 
 CHUNKS = (b"transfer-encoding: chunked\r\n", b"2\r\nhi\r\n0\r\n\r\n")
