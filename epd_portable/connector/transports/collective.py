@@ -66,8 +66,12 @@ _POLL_S = 0.1
 _STOP_GRACE_S = 5.0
 
 
-class Join(msgspec.Struct, frozen=True, tag="join"):
-    """The producer asks for a group of this name; answered with the port of the meeting point."""
+class Join(msgspec.Struct, frozen=True, tag="join 2"):
+    """The producer asks for a group of this name; answered with the port of the meeting point.
+
+    The tag changes with the words of groups: gloo ends a process that is told more than it expects,
+    and while a topology is updated two versions of this package run side by side.
+    """
 
     name: str
 

@@ -11,6 +11,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
+from epd_portable.scheduling.preallocator import EncoderCachePreallocator
 from epd_portable.scheduling.two_levels import TwoLevelCache
 from tests.unit.builders import encoder_cache, request
 
@@ -81,8 +82,9 @@ def test_without_preallocation_it_answers_as_vllm_s_own_manager(
     assert ours.get_freed_mm_hashes() == theirs.get_freed_mm_hashes()
 
 
-def test_it_has_every_method_that_vllm_s_own_manager_has_but_the_factory() -> None:
+@pytest.mark.parametrize("ours", [TwoLevelCache, EncoderCachePreallocator])
+def test_each_has_every_method_that_vllm_s_own_manager_has_but_the_factory(ours: type) -> None:
     original = vllm_manager()
     theirs = {name for name in vars(original) if not name.startswith("_")}
-    assert theirs - {"create_manager"} <= set(dir(TwoLevelCache))
+    assert theirs - {"create_manager"} <= set(dir(ours))
     assert encoder_cache(1).get_manager_metadata() is None
