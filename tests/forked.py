@@ -26,6 +26,7 @@ import multiprocessing.popen_fork
 import multiprocessing.resource_tracker
 import multiprocessing.util
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -169,6 +170,10 @@ def _become(
     os.environ.clear()
     os.environ.update(env)
     show(argv, env)
+    for number in signal.valid_signals():
+        if callable(signal.getsignal(number)):  # Of the process that it was forked from.
+            usual = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+            signal.signal(number, usual)
     _forget()
     for descriptor in _descriptors() - _of_libraries - {0, 1, 2}:
         with contextlib.suppress(OSError):  # That of the listing itself.

@@ -120,7 +120,7 @@ class Pair:
 
 
 Start = Callable[[Sequence[str]], Split]
-"""Starts a topology with these settings, which lives as long as the folder's tests."""
+"""Starts a topology with these settings, which lives as long as the module's tests."""
 
 
 @contextmanager
@@ -233,7 +233,7 @@ def reference_url(fork: Popen, tmp_path_factory: pytest.TempPathFactory) -> Iter
         yield server.url
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def start(fork: Popen, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
     """Start topologies whose processes are forked from one that has imported vLLM."""
     with ExitStack() as stack:

@@ -14,9 +14,9 @@ import pytest
 from tests.e2e.conftest import (
     Pair,
     Split,
-    Start,
     every_instance_is_up,
     router_of,
+    running,
 )
 from tests.e2e.engines import RESTART_S, both_serve, forget_items, wait_until
 from tests.e2e.one_pair.limits import ITEM_BYTES, POOL_ITEMS, QUEUE, SEATS, STEP
@@ -24,26 +24,26 @@ from tests.forked import Popen
 
 
 @pytest.fixture(scope="package")
-def engines(start: Start, tmp_path_factory: pytest.TempPathFactory) -> Split:
-    return start(
-        [
-            # Routers ask it in one module only.
-            "store.kind=file",
-            f"store.path={tmp_path_factory.mktemp('store')}",
-            "store.timeout_ms=10000",
-            "engine_args.dtype=float32",
-            f"transfer.pool_bytes={POOL_ITEMS * ITEM_BYTES}",
-            # Beside other work; a test waits for the lease to end.
-            "transfer.wait_timeout_s=120",
-            "transfer.lease_s=8",
-            f"instances.encode.max_queued_items={QUEUE}",
-            f"instances.encode.engine_args.max_num_batched_tokens={STEP}",
-            "instances.encode.engine_args.worker_cls=tests.e2e.workers.SlowEncodeWorker",
-            f"instances.prefill_decode.engine_args.max_num_seqs={SEATS}",
-            "instances.prefill_decode.engine_args.worker_cls=tests.e2e.workers.SteeredPDWorker",
-            "env.VLLM_SERVER_DEV_MODE='1'",
-        ],
-    )
+def engines(fork: Popen, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Split]:
+    settings = [
+        # Routers ask it in one module only.
+        "store.kind=file",
+        f"store.path={tmp_path_factory.mktemp('store')}",
+        "store.timeout_ms=10000",
+        "engine_args.dtype=float32",
+        f"transfer.pool_bytes={POOL_ITEMS * ITEM_BYTES}",
+        # Beside other work; a test waits for the lease to end.
+        "transfer.wait_timeout_s=120",
+        "transfer.lease_s=8",
+        f"instances.encode.max_queued_items={QUEUE}",
+        f"instances.encode.engine_args.max_num_batched_tokens={STEP}",
+        "instances.encode.engine_args.worker_cls=tests.e2e.workers.SlowEncodeWorker",
+        f"instances.prefill_decode.engine_args.max_num_seqs={SEATS}",
+        "instances.prefill_decode.engine_args.worker_cls=tests.e2e.workers.SteeredPDWorker",
+        "env.VLLM_SERVER_DEV_MODE='1'",
+    ]
+    with running(tmp_path_factory.mktemp("engines"), settings, popen=fork) as split:
+        yield split
 
 
 @pytest.fixture(scope="module")
