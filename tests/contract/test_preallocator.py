@@ -364,20 +364,6 @@ def test_a_preempted_request_keeps_its_room_until_it_is_finished(desk: Desk) -> 
     assert not desk.cache.unsettled
 
 
-def test_after_a_reset_who_held_an_entry_waits_for_room_again(desk: Desk) -> None:
-    desk.claim("r", "a", 4)
-    desk.claim("r", "on its way", 3, 1)
-    desk.reserve()
-    desk.deliver("a")
-    desk.cache.reset()
-    assert "a" not in desk.cache
-    assert desk.cache.get_cached_input_ids(desk.request("r")) == set()
-    assert desk.cache.get_freed_mm_hashes() == ["a"]
-    assert state(desk, "on its way") is State.RESERVED
-    desk.reserve()
-    assert desk.may_encode("r", 0)
-
-
 def test_a_reset_loses_what_cannot_be_encoded_here(desk: Desk) -> None:
     desk.claim("r", "a", 4, metadata_only=True)
     desk.reserve()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
@@ -89,22 +88,6 @@ def test_an_item_that_does_not_come_is_encoded_here_or_fails_its_requests(
     assert_everything_is_back(pair.pd)
 
 
-def test_a_producer_killed_during_its_write_gives_its_slot_back_when_it_is_gone(
-    pair: Pair,
-) -> None:
-    pair.pd.arrive("r", CAT)
-    pair.encode.submit(CAT, ready=True)
-    pair.round()
-    assert pair.encode.writes
-    pair.pd.clock.now += LEASE_S + LEASE_MARGIN_S
-    pair.pd.step()
-    assert pair.pd.pool.free_bytes < pair.pd.pool.capacity_bytes, "it may still write"
-    pair.pd.mailbox.gone.add(pair.encode.session_id)
-    pair.pd.step()
-    assert pair.pd.pool.free_bytes == pair.pd.pool.capacity_bytes
-    assert pair.pd.encode_here("r", 0)
-
-
 def test_workers_hear_of_a_grant_that_was_taken_back_before_its_slot_is_free() -> None:
     """They write it themselves on this path."""
     pair = Pair(PrefillSide(path="tcp"))
@@ -151,96 +134,6 @@ def test_an_encoder_that_says_during_such_a_step_that_it_works_on_keeps_its_slot
     pair.encode.session.output_ready("cat")
     assert [placement.mm_hash for placement in pair.settle()] == ["cat"]
     assert sources(pair.pd, "r") == {"cat": "transfer"}
-
-
-# -- a request that is cancelled at every point --------------------------------------------------
-
-
-def _expected(pair: Pair) -> None:
-    """Do nothing: the request has only arrived."""
-
-
-def _announced(pair: Pair) -> None:
-    pair.encode.submit(CAT)
-    pair.to_pd()
-
-
-def _granted(pair: Pair) -> None:
-    pair.encode.submit(CAT)
-    pair.to_pd()
-    pair.pd.step()
-
-
-def _grant_known(pair: Pair) -> None:
-    _granted(pair)
-    pair.to_encode()
-
-
-def _writing(pair: Pair) -> None:
-    _grant_known(pair)
-    pair.encode.session.output_ready("cat")
-    pair.encode.poll()
-    assert pair.encode.writes
-
-
-def _written(pair: Pair) -> None:
-    _writing(pair)
-    pair.encode.finish_write("t-cat")
-    pair.to_pd()
-
-
-def _landed(pair: Pair) -> None:
-    _written(pair)
-    pair.pd.receiver.take_in()
-
-
-def _placed(pair: Pair) -> None:
-    _written(pair)
-    assert len(pair.pd.step()) == 1
-
-
-def _lease_expired(pair: Pair) -> None:
-    _writing(pair)
-    pair.pd.clock.now += LEASE_S + LEASE_MARGIN_S
-    pair.pd.step()
-
-
-def _deadline_passed(pair: Pair) -> None:
-    _granted(pair)
-    pair.pd.clock.now += TIMEOUT_S
-    pair.pd.step()
-
-
-POINTS = [
-    _expected,
-    _announced,
-    _granted,
-    _grant_known,
-    _writing,
-    _written,
-    _landed,
-    _placed,
-    _lease_expired,
-    _deadline_passed,
-]
-
-
-@pytest.mark.parametrize("copies", [False, True], ids=["views", "copies"])
-@pytest.mark.parametrize("path", ["shm", "tcp"])
-@pytest.mark.parametrize("reach", POINTS, ids=lambda point: point.__name__.strip("_"))
-def test_everything_is_back_after_a_request_was_cancelled_when_its_item_was(
-    reach: Callable[[Pair], None], path: str, copies: bool
-) -> None:
-    pair = Pair(PrefillSide(path=path, copies=copies))
-    pair.pd.arrive("r", CAT)
-    reach(pair)
-    pair.pd.finish("r")
-    pair.settle()
-    assert len(pair.encode.session) == 0 or not pair.encode.writes
-    pair.pd.clock.now += TIMEOUT_S
-    pair.settle()
-    assert len(pair.encode.session) == 0
-    assert_everything_is_back(pair.pd)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
