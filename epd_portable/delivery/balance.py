@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import math
 from collections import deque
-from dataclasses import dataclass
 
 from epd_portable.config.roles import PAIR_LABEL
 from epd_portable.delivery.instances import EndpointPool, Instance
@@ -24,18 +23,6 @@ LEAST_S = 0.5
 SPARE = 0.15
 """Part of a device's work that must be there beyond what further encoders take, if elastic."""
 TICK_S = 1.0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Balanced:
-    """What should be.
-
-    Attributes:
-        encoders: Devices that should encode.
-    """
-
-    encoders: int
-    reason: str
 
 
 class Balance:
@@ -58,8 +45,8 @@ class Balance:
 
     def decide(
         self, now_s: float, encoders: int, encode_owed_s: float, answer_owed_s: float
-    ) -> Balanced:
-        """Return how many should encode, of ``encoders`` that do; call it every `TICK_S`.
+    ) -> tuple[int, str]:
+        """Return how many should encode, of ``encoders`` that do, and why; call it every `TICK_S`.
 
         A change is what makes the fuller side least full.
         """
@@ -91,7 +78,7 @@ class Balance:
             f"{fuller_s(encoders):.1f} s for each of the fuller side with {encoders} of "
             f"{self._devices} that encode, {fuller_s(wanted):.1f} s with {wanted}"
         )
-        return Balanced(encoders=wanted, reason=reason)
+        return wanted, reason
 
 
 def _each_s(work_s: float, count: int) -> float:
@@ -151,20 +138,20 @@ class Switching:
         encoders = sum(not each.parked for each in only_encode)
         encode_owed_s = sum(each.pending_encode_s for each in usable)
         answer_owed_s = sum(each.owed_s for each in usable) - encode_owed_s
-        found = self._balance.decide(now_s, encoders, encode_owed_s, answer_owed_s)
+        wanted, reason = self._balance.decide(now_s, encoders, encode_owed_s, answer_owed_s)
         if self._acts:
             least = len(only_encode) - len(pairs)
-            change = min(max(found.encoders, least), len(only_encode)) - encoders
-            self._switch(pairs, change, found.reason)
-        elif found.encoders not in (encoders, self._said):
+            change = min(max(wanted, least), len(only_encode)) - encoders
+            self._switch(pairs, change, reason)
+        elif wanted not in (encoders, self._said):
             logger.debug(
                 "dry run: %d of %d should only encode, and %d do: %s",
-                found.encoders,
+                wanted,
                 devices,
                 encoders,
-                found.reason,
+                reason,
             )
-        self._said = found.encoders
+        self._said = wanted
 
     def _switch(self, pairs: list[tuple[Instance, Instance]], change: int, reason: str) -> None:
         """Let so many more encode, or fewer; those first that have least to end."""

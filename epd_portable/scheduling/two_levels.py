@@ -12,7 +12,7 @@ The scheduler decides all of it; each step brings the worker its `HostOrders`.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import dataclass, field
 
 from epd_portable.scheduling.encoder_cache import EncoderCacheManager, MultiModalRequest
@@ -35,20 +35,6 @@ class HostOrders:
     restored: list[str] = field(default_factory=list)
     dropped: list[str] = field(default_factory=list)
     kept: list[str] = field(default_factory=list)
-
-
-@dataclass
-class HostReport:
-    """What a worker says of its copies that the scheduler does not know.
-
-    Attributes:
-        lost: Items whose copies could not be made.
-        missing: Items that could not be restored, or not be encoded: the encoder cache does not
-            have them either.
-    """
-
-    lost: set[str] = field(default_factory=set)
-    missing: set[str] = field(default_factory=set)
 
 
 class TwoLevelCache(EncoderCacheManager):
@@ -116,16 +102,21 @@ class TwoLevelCache(EncoderCacheManager):
         self._dropped, self._restored, self._kept = [], [], []
         return orders
 
-    def take_report(self, report: HostReport) -> list[Item]:
+    def take_report(self, *, lost: Set[str] = frozenset(), missing: Set[str]) -> list[Item]:
         """Forget copies that a worker does not have, and entries; return what these were.
 
         What a worker says may be old, and the item encoded again meanwhile: then it is encoded once
         more when it is asked for.
+
+        Args:
+            lost: Items whose copies could not be made.
+            missing: Items that could not be restored, or not be encoded: the encoder cache does not
+                have them either.
         """
-        for mm_hash in report.lost | report.missing:
+        for mm_hash in lost | missing:
             self._copied_bytes -= self._copies.pop(mm_hash, 0)
             self._dropped.append(mm_hash)
-        gone = [self.items[mm_hash] for mm_hash in report.missing if mm_hash in self]
+        gone = [self.items[mm_hash] for mm_hash in missing if mm_hash in self]
         for item in gone:
             item.holders.clear()
             self._rest(item)

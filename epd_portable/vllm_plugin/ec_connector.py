@@ -42,7 +42,7 @@ from epd_portable.runners.stream_clock import StreamClock
 from epd_portable.scheduling.answers import WithheldAnswers
 from epd_portable.scheduling.encode_queue import EncodeQueue, StepLimits
 from epd_portable.scheduling.encoder_cache import EncoderCacheManager
-from epd_portable.scheduling.two_levels import FILLED, HostReport, TwoLevelCache
+from epd_portable.scheduling.two_levels import FILLED, TwoLevelCache
 from epd_portable.vllm_plugin import compat, exposition
 from epd_portable.vllm_plugin.metadata import ItemMetadata
 from epd_portable.vllm_plugin.reports import Kind, StepMetadata, from_names, to_names
@@ -227,7 +227,8 @@ class EncodeScheduler(SchedulerConnector):
             self._grow(int(nbytes))
         for step in report["computed"]:
             self.answers.computed(int(step))
-        for item in self._cache.take_report(HostReport(report["copy lost"], report["missing"])):
+        gone = self._cache.take_report(lost=report["copy lost"], missing=report["missing"])
+        for item in gone:
             self._dispatcher.kept.lost(item)
 
     def take_unavailable_requests(self, **kwargs: Any) -> set[str]:

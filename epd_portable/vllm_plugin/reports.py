@@ -21,8 +21,9 @@ from epd_portable.scheduling.two_levels import HostOrders
 
 Kind = Literal["room", "computed", "copy lost", "missing", "encoded", "not encoded"]
 """Of an encode instance: the bytes that its encoder cache may fill, once; the last step that its
-device has computed; and what is not there that its scheduler counts on (see `HostReport`). Of a PD
-instance: items that were encoded beside what a step itself encodes, or could not be."""
+device has computed; and what is not there that its scheduler counts on, see
+`TwoLevelCache.take_report`. Of a PD instance: items that were encoded beside what a step itself
+encodes, or could not be."""
 
 
 def to_names(report: Mapping[Kind, Iterable[str]]) -> set[str]:

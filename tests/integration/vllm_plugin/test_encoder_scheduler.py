@@ -13,7 +13,6 @@ import pytest
 from epd_portable.config.instance import InstanceConfig
 from epd_portable.demo import MODEL_DIR
 from epd_portable.launch.plan.engine import CONNECTOR, ROLE_ARGS, SCHEDULER_CLS
-from epd_portable.scheduling.two_levels import HostReport
 from epd_portable.vllm_plugin.reports import to_names
 from epd_portable.wire.params import EncodeParams, EncodeTransfer, to_params
 from tests.keyring import secret, secret_file
@@ -124,7 +123,8 @@ class Engine:
         self,
         *transferred: str,
         computed: int | None = None,
-        report: HostReport | None = None,
+        lost: str = "",
+        missing: str = "",
         room_bytes: int = 0,
     ) -> dict[str, list[str]]:
         """Run one step; return the items that each request has encoded in it.
@@ -132,7 +132,8 @@ class Engine:
         Args:
             transferred: Transfers whose end the worker reports with it.
             computed: The last step that is, as the worker reports with it.
-            report: What the worker reports of its copies with it.
+            lost: Item of whose copy the worker reports with it that it could not be made.
+            missing: Item of which it reports that it is not there.
             room_bytes: What it reports that the encoder cache may fill.
         """
         from vllm.v1.outputs import ECConnectorOutput, make_empty_encoder_model_runner_output
@@ -159,8 +160,8 @@ class Engine:
                 {
                     "computed": () if computed is None else (str(computed),),
                     "room": (str(room_bytes),) if room_bytes else (),
-                    "copy lost": report.lost if report else (),
-                    "missing": report.missing if report else (),
+                    "copy lost": (lost,) if lost else (),
+                    "missing": (missing,) if missing else (),
                 }
             ),
         )
@@ -249,7 +250,7 @@ def test_an_item_whose_copy_is_lost_is_encoded_again(name: str) -> None:
     engine = Engine(config_on("npu", host_cache_bytes=1 << 30))
     engine.arrive("a", (name, 600))
     assert engine.step() == {"a": [name]}
-    engine.step(f"{name} to a", computed=1, report=HostReport(lost={name}))
+    engine.step(f"{name} to a", computed=1, lost=name)
     engine.arrive("again", (name, 600))
     assert engine.step() == {}, "it is in the first level"
     engine.arrive("b", ("dog", 600))
@@ -274,7 +275,7 @@ def test_an_item_that_could_not_be_restored_is_encoded_when_it_is_asked_for_agai
     assert engine.step() == {}
     assert engine.copies.restored == ["cat"]
     engine.arrive("b", ("cat", 600))
-    assert engine.step(report=HostReport(missing={"cat"})) == {}
+    assert engine.step(missing="cat") == {}
     assert engine.cache.num_freeable_slots == engine.cache.cache_size, "nothing is there"
     engine.arrive("c", ("cat", 600))
     assert engine.step("cat to a", "cat to b") == {"c": ["cat"]}

@@ -32,7 +32,6 @@ from epd_portable.config.instance import InstanceConfig
 from epd_portable.connector.producer import ProducerSession
 from epd_portable.demo import MODEL_DIR
 from epd_portable.launch.plan.engine import CONNECTOR, ROLE_ARGS, SCHEDULER_CLS
-from epd_portable.scheduling.two_levels import HostReport
 from epd_portable.vllm_plugin.reports import Kind, to_names
 from epd_portable.wire.descriptors import SlotDescriptor
 from epd_portable.wire.messages import (
@@ -194,7 +193,9 @@ class Worker:
     users: Counter[str] = field(default_factory=Counter)
     unmade: list[str] = field(default_factory=list)
     """Copies that turn out to be lost after a while."""
-    report: HostReport = field(default_factory=HostReport)
+    told_lost: set[str] = field(default_factory=set)
+    told_missing: set[str] = field(default_factory=set)
+    """To be told with the next step, as are copies that are lost."""
     told: set[str] = field(default_factory=set)
     """Items of which the scheduler knows that their copies, or they, are not there."""
     not_encoded: Counter[str] = field(default_factory=Counter)
@@ -218,7 +219,7 @@ class Worker:
                 raise Violation(f"{name} is restored, and its copy was told to be lost")
             if output is None or (self.faults and self.rng.random() < 0.1):
                 self.missing.add(name)
-                self.report.missing.add(name)
+                self.told_missing.add(name)
             elif output != self.weights:
                 raise Violation(f"{name} is restored from a copy of other weights")
             else:
@@ -246,7 +247,7 @@ class Worker:
         for name in encoded:
             if short and self.rng.random() < 0.7:
                 self.missing.add(name)
-                self.report.missing.add(name)
+                self.told_missing.add(name)
                 self.session.output_ready(name)  # Which fails when the consumer waits.
                 self.not_encoded[name] += 1
                 continue
@@ -271,7 +272,7 @@ class Worker:
     def poll(self) -> list[tuple[str, AnyMessage]]:
         """Let transfers go on; return what is said to consumers."""
         if self.unmade and self.rng.random() < 0.1:
-            self.report.lost.add(self.unmade.pop(0))
+            self.told_lost.add(self.unmade.pop(0))
         actions = self.session.poll(self.clock())
         for write in actions.writes:
             if write.mm_hash in self.outputs and self.rng.random() > 0.02 * self.faults:
@@ -544,20 +545,20 @@ class World:
             output = type(output)(req_ids=[], req_id_to_index={})
         worker = self.worker
         report: dict[Kind, set[str]] = {
-            "copy lost": worker.report.lost,
-            "missing": worker.report.missing,
+            "copy lost": worker.told_lost,
+            "missing": worker.told_missing,
         }
         if self.room and self.rng.random() < 0.2:
             width = int(self.scheduler.vllm_config.model_config.get_inputs_embeds_size())
             report["room"], self.room = {str(self.room * width * 4)}, 0
             self.seen["caches grown"] += 1
-        self.seen["copies lost"] += len(worker.report.lost)
-        self.seen["items missing"] += len(worker.report.missing)
-        worker.told |= worker.report.lost | worker.report.missing
+        self.seen["copies lost"] += len(worker.told_lost)
+        self.seen["items missing"] += len(worker.told_missing)
+        worker.told |= worker.told_lost | worker.told_missing
         for transfer_id, (_, name) in list(self.kept.items()):
-            if name in worker.report.missing:
+            if name in worker.told_missing:
                 del self.kept[transfer_id]  # What is not there keeps no room.
-        worker.report = HostReport()
+        worker.told_lost, worker.told_missing = set(), set()
         if self.shape.device and worker.computed and self.rng.random() < 0.8:
             report["computed"] = {str(worker.computed)}
         ended, worker.ended = worker.ended, set()

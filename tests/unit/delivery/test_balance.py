@@ -18,7 +18,7 @@ def decided(balance: Balance, encoders: int, encode_s: float, answer_s: float) -
     found = []
     for now in range(3):
         balance.note(now, encode_s, answer_s)
-        found.append(balance.decide(now, encoders, 0.0, 0.0).encoders)
+        found.append(balance.decide(now, encoders, 0.0, 0.0)[0])
     return found
 
 
@@ -50,11 +50,11 @@ def test_work_counts_for_a_window_and_for_as_long_as_it_is_owed() -> None:
     found = balance(4)
     found.note(0.0, 9.0, 3.0)
     found.decide(0.0, 1, 0.0, 0.0)
-    assert found.decide(1.0, 1, 0.0, 0.0).encoders == 3
+    assert found.decide(1.0, 1, 0.0, 0.0)[0] == 3
     late_s = WINDOW_S + 0.1
     for owed_s, encoders in ((0.0, 1), (9.0, 3)):
         found.decide(late_s, 1, owed_s, 3.0)
-        assert found.decide(late_s, 1, owed_s, 3.0).encoders == encoders
+        assert found.decide(late_s, 1, owed_s, 3.0)[0] == encoders
 
 
 @pytest.mark.parametrize("elastic", [False, True])

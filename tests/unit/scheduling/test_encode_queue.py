@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from epd_portable.scheduling.encode_queue import EncodeQueue, KeptRoom, StepLimits
 from epd_portable.scheduling.items import Item
-from epd_portable.scheduling.two_levels import HostReport, TwoLevelCache
+from epd_portable.scheduling.two_levels import TwoLevelCache
 
 
 @dataclass(frozen=True)
@@ -296,7 +296,7 @@ def test_what_could_not_be_encoded_keeps_no_share_until_its_transfer_ends() -> N
     desk.arrive("b", ("emu", 1), to=B)
     desk.arrive("a1", ("cat", 4), to=A)
     assert desk.step() == ["b", "a1"]
-    (cat,) = desk.cache.take_report(HostReport(missing={"cat"}))
+    (cat,) = desk.cache.take_report(missing={"cat"})
     desk.kept.lost(cat)
     desk.arrive("a2", ("cat", 4), to=A)
     assert desk.step() == ["a2"], "a keeps nothing, and its share is four"

@@ -97,7 +97,7 @@ class Switched(Simulation):
         owed_s = [
             sum(each.pending_encode_s for each in kind) for kind in (self.every, self._engines)
         ]
-        wanted = self.balance.decide(now, have, *owed_s).encoders
+        wanted, _ = self.balance.decide(now, have, *owed_s)
         loads = [each.load for each in self.every] if wanted < have else self._loads
         for _ in range(abs(wanted - have)):
             able = [i for i, encodes in enumerate(self.encodes) if encodes is (wanted < have)]
