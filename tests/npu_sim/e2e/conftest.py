@@ -11,10 +11,10 @@ import pytest
 
 from tests.e2e.conftest import (
     ENGINE_MODULES,
+    VIDEOS,
     Split,
-    fork,  # noqa: F401 - a fixture
     forking,
-    reference_url,  # noqa: F401 - a fixture
+    reference,
     running,
 )
 from tests.forked import Popen
@@ -35,6 +35,26 @@ MODULES = (
     "vllm_ascend.worker.worker",
     "vllm_ascend.worker.model_runner_v1",
 )
+
+
+ON_CPU = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "VLLM_PLUGINS": "epd_portable_media_guard"}
+"""Of a process that imports vLLM, which has chosen its platform then."""
+
+
+@pytest.fixture(scope="session")
+def fork() -> Iterator[Popen]:
+    """Start engines on the CPU."""
+    with forking(env=ON_CPU) as popen:
+        yield popen
+
+
+@pytest.fixture(scope="session")
+def reference_url(fork: Popen, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Plain vLLM in float32, started once for all modules."""
+    folder = tmp_path_factory.mktemp("reference")
+    with reference(folder, fork, dtype="float32", **VIDEOS) as server:
+        assert "device_config=cpu" in (folder / "reference.log").read_text()
+        yield server.url
 
 
 @pytest.fixture(scope="session")
