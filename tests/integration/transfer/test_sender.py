@@ -29,6 +29,7 @@ from tests.integration.transfer.encode_side import (
     output,
 )
 from tests.keyring import secret_file
+from tests.unit.runners.harness import counted
 from tests.waiting import until
 
 pytestmark = pytest.mark.parametrize(
@@ -174,6 +175,7 @@ def test_a_write_that_raises_ends_its_transfer_and_no_other(
     begin(sender, pd, "s", "dog")
     ended(sender, pd, "t-s")
     assert pd.placed == ["dog"]
+    assert counted(sender._metrics._registry)["epd_encode_write_failures_total{path=shm}"] == 1
     assert_nothing_is_kept(sender)
 
 

@@ -145,14 +145,22 @@ def test_who_stands_in_front_of_a_file_is_checked_with_its_reason(
     assert "partial_results" in front["reason"]
 
 
-def test_fixed_ports_are_those_of_the_plan(tmp_path: Path) -> None:
+def test_fixed_ports_are_those_of_the_plan_which_says_why_they_cannot_be_used(
+    tmp_path: Path,
+) -> None:
     config = tmp_path / "t.yaml"
-    config.write_text("model: demo\nlaunch: {first_port: 1100}\n")
-    words = ["plan", "--platform", "npu", "--config", str(config), "--json"]
+    config.write_text(
+        "model: demo\nrouter: {port: 1100, admin_port: 1103}\nlaunch: {first_port: 1100}\n"
+    )
+    words = ["plan", "--platform", "cpu", "--config", str(config), "--json"]
     plans = [json.loads(CliRunner().invoke(launch.main, words).stdout) for _ in range(2)]
     assert plans[0]["run_id"] != plans[1]["run_id"]
     for plan in plans:
         assert [spec["ports"] for spec in plan["processes"][:2]] == [
-            {},
-            {"control": 1100, "data": 1101},
+            {"http": 1100},
+            {"http": 1101, "control": 1102, "data": 1103},
         ]
+        (refusal,) = (each for each in plan["warnings"] if "launch.first_port 1100" in each)
+        assert refusal.startswith("up refuses this here: launch.first_port 1100: instances take")
+        assert "1100 (http of encode-0) is router.port as well" in refusal
+        assert "1103 (data of prefill_decode-0) is router.admin_port as well" in refusal

@@ -37,7 +37,10 @@ class MemoryStore(Store):
         error: Is raised by everything.
         asked: How often it was asked for anything.
         discarded: Keys.
+        evicts: How many others it says to have removed with each call that writes.
     """
+
+    evicts = 0
 
     def __init__(self, *entries: Entry) -> None:
         self.entries = {each.key: (each.head, bytes(each.payload)) for each in entries}
@@ -60,7 +63,7 @@ class MemoryStore(Store):
     def save_caches(self, entries: Sequence[Entry]) -> int:
         self._answer()
         self.entries |= {each.key: (each.head, bytes(each.payload)) for each in entries}
-        return 0
+        return self.evicts
 
     def load_cache(self, key: str, into: memoryview) -> bytes | None:
         self._answer()

@@ -59,12 +59,13 @@ class Side:
 
 def test_outputs_are_written_sealed_under_their_keys() -> None:
     side = Side(MemoryStore())
+    side.store.evicts = 2
     side.writer.save_caches(output("cat"))
     side.close()
     head, payload = side.store.entries[key("cat")]
     SEAL.check(SEAL.open(head, key("cat")), memoryview(payload))
     assert (side.count("writes_total"), side.count("written_bytes_total")) == (1, SPEC.nbytes)
-    assert side.count("queued_bytes") == 0
+    assert (side.count("evictions_total"), side.count("queued_bytes")) == (2, 0)
 
 
 def test_what_is_there_is_not_copied_nor_written_again() -> None:
