@@ -162,7 +162,7 @@ class Replica:
 
 
 async def _content(answer: httpx.Response) -> AsyncIterator[bytes]:
-    """Yield an answer as it comes; the request ends with it, or when nobody reads on."""
+    """Yield an answer as it comes; the request ends with it, or when it is not read on."""
     try:
         async for piece in answer.aiter_raw():
             yield piece

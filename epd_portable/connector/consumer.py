@@ -241,8 +241,8 @@ class ConsumerSession:
         self._watch(transfer)
         early = self._early.pop(transfer_id, None)
         if self._ended.pop(transfer_id, False):
-            nobody = Writer(transfer_id=transfer_id, sender=b"", attempt=0)
-            self._given_up(transfer, nobody, "missing", "it ended before its request came")
+            unknown = Writer(transfer_id=transfer_id, sender=b"", attempt=0)
+            self._given_up(transfer, unknown, "missing", "it ended before its request came")
         elif known is not None and known.writer is not None:
             detail = (
                 f"announced {known.item.mm_hash} {known.item.tensor}, expected {item.mm_hash} "

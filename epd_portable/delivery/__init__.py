@@ -1,1 +1,1 @@
-"""What is decided of requests and their items, whoever brings the bytes: without I/O."""
+"""Decisions on requests and items, of the router and of the engine front; without I/O."""

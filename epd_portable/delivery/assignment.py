@@ -32,7 +32,7 @@ ItemT = TypeVar("ItemT", bound=RequestItem)
 Reason = Literal["idle", "queue", "parked"]
 """Why an item is encoded by the PD instance by choice.
 
-``idle``: it computes for nobody, and encoders would need `IDLE_THRESHOLD` times as long. ``queue``:
+``idle``: it computes nothing, and encoders would need `IDLE_THRESHOLD` times as long. ``queue``:
 it does compute, but they would need `BUSY_THRESHOLD` times as long.
 ``parked``: encoders are, and answers come from their devices meanwhile.
 """

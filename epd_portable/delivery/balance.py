@@ -19,7 +19,7 @@ WINDOW_S = 3.0
 DEAD_BAND = 1.15
 """The fuller side must have so many times as much as it would have after a change."""
 LEAST_S = 0.5
-"""Less work than that needs nobody."""
+"""Less work than that needs no instance."""
 SPARE = 0.15
 """Part of a device's work that must be there beyond what further encoders take, if elastic."""
 TICK_S = 1.0

@@ -452,7 +452,7 @@ class Instance:
         self._changed()
 
     def park(self, parked: bool) -> None:
-        """Let it have new work only where nobody else is usable, or take that back."""
+        """Let it have new work only where no other is usable, or take that back."""
         if parked != self.parked:
             self.parked = parked
             self._changed()

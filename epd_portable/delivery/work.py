@@ -39,7 +39,7 @@ class Work:
 
     Attributes:
         came_s: Seconds of work that came, by role, modality and size; a prompt's is ``text``, and
-            an item's belongs to ``encode``, whoever encodes it. What was not known then is 0.
+            an item's belongs to ``encode``, wherever it is encoded. What was not known then is 0.
     """
 
     def __init__(self) -> None:

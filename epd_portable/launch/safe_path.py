@@ -28,6 +28,6 @@ def safe_cwd(private: Path, version: tuple[int, ...] = sys.version_info[:2]) -> 
     """Return where to start a process; ``None`` where `safe_environ` is enough.
 
     Args:
-        private: A folder in which nobody else can write.
+        private: A folder in which no other user can write.
     """
     return None if version >= (3, 11) else private

@@ -73,8 +73,8 @@ class Attempt:
         deliveries: Of the items that it does not encode by itself.
         encoded: Called when no item is with an encoder any more; perhaps twice.
         held: What is counted, and who must not leave, until the answer begins.
-        over: Set when no item is needed any more: the PD instance has begun its answer, or nobody
-            waits for one. A job that is cancelled in the moment in which its encoder goes down, or
+        over: Set when no item is needed any more: the PD instance has begun its answer, or none
+            is waited for. A job that is cancelled in the moment in which its encoder goes down, or
             in which a time ends, may learn of that only; this it sees in any case.
         awaited: Items that the PD instance can do nothing without.
         turn: Held by the encode job that runs, where they run one after the other.
@@ -160,7 +160,7 @@ class EncodeJobs:
             await self._ask_for_local_encoding(delivery, outcome.reason, attempt)
 
     async def _bring(self, delivery: Delivery, attempt: Attempt) -> ItemResult | EncodeFailure:
-        """Try the store and encoders; return what became of the item, or why nobody brings it."""
+        """Try the store and encoders; return what became of the item, or why none brings it."""
         deadline_s = time.monotonic() + self.settings.wait_timeout_s
         encoder = delivery.encoder
 

@@ -38,7 +38,7 @@ ENCODER_MODEL_LABEL = "llm-d.ai/encoder-model"
 MAX_NAMED = 1024
 T = TypeVar("T")
 OTHERWISE = "what the hop says beside it counts, else the router chooses"
-"""What is done where a header names nobody who can have it."""
+"""What is done where a header names no usable instance."""
 
 
 class EmbeddingRef(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -301,9 +301,9 @@ class HopSelection(Selection):
         Raises:
             RequestError: There is none.
         """
-        everybody = self.instances.of_duty("encode")
-        found = [each for each in everybody if _has_model(each, self._hints.model)]
-        if everybody and not found:
+        encoders = self.instances.of_duty("encode")
+        found = [each for each in encoders if _has_model(each, self._hints.model)]
+        if encoders and not found:
             message = f"no encode instance has the model {self._hints.model!r} in its label "
             raise wrong_header(MODEL, message + ENCODER_MODEL_LABEL)
         return found

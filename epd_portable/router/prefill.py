@@ -61,7 +61,7 @@ _OF_ANSWERS = frozenset(
     )
 )
 """Fields that say how much is generated and how it is told: a prefill instance generates one token,
-which nobody sees."""
+which no client sees."""
 
 
 class _KvParams(msgspec.Struct):

@@ -332,7 +332,7 @@ class Receiver:
                 self.requested.append(transfer_id)
 
     def needs_another(self, transfer: Transfer) -> bool:
-        """See `TransferEvents`: where it cannot be encoded here, and somebody can be told."""
+        """See `TransferEvents`: it cannot be encoded here, and there is an encoder to tell."""
         return not transfer.item.is_here and any(
             transfer.item.mm_hash in record.metadata_only and (record.reply_to or record.by_front)
             for record in self._owners(transfer)

@@ -7,7 +7,7 @@ as on an encode instance. Three rules keep instances that encode for each other 
 each other:
 
 - Transfers to others keep no more than half of the encoder cache.
-- A job waits for nobody: what another instance is to bring here is not passed on.
+- A job waits for no instance: what another instance is to bring here is not passed on.
 - Whom an item was promised to hears at once that it does not come, and encodes it by itself.
 """
 

@@ -52,8 +52,8 @@ class EncoderCacheManager:
         num_free_slots: Room that nothing uses.
         num_freeable_slots: That, and the room of idle entries.
         items: Everything that has room or waits for it, by ``mm_hash``.
-        changes: Items that became entries (``True``) or went, until somebody takes it; ``None``
-            where nobody does.
+        changes: Items that became entries (``True``) or went, until they are taken; ``None`` where
+            they are not.
     """
 
     def __init__(self, cache_size: int) -> None:

@@ -21,7 +21,7 @@ What holds after every call:
   reset, it has computed the first of two occurrences, or the prefix cache covers what it holds.
   Then the last claim behind it gives its room back: of requests that wait for more, its own among
   them, or, if it computes, of all that were not started (`_make_way`). A claim that cannot
-  have its item again gives way last, when nothing else will give room, and nobody is asked for a
+  have its item again gives way last, when nothing else will give room, and none is asked for a
   slot that was granted.
 
 Together: whenever the first claim waits, a request that came before computes, a transfer with a

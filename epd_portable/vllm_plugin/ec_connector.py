@@ -453,7 +453,7 @@ class WorkerConnector(EPDConnector):
         """Let the encoder compute some items, by ``mm_hash``.
 
         An encode instance that has no memory for them says so and goes on, and each is encoded by
-        whoever needs it.
+        the instance that needs it.
 
         Raises:
             EngineError: This instance is to encode nothing.
@@ -573,7 +573,7 @@ class EncodeWorker(WorkerConnector):
     ) -> None:
         """See `EPDConnector`."""
         self._missing.discard(mm_hash)
-        # A part that stays long would keep all that was computed with it, which nobody counts.
+        # A part that stays long would keep all that was computed with it, which is not counted.
         output = encoder_cache[mm_hash] = alone(encoder_cache[mm_hash])
         self._sender.output_ready(mm_hash, output)
         if self._copies is not None:

@@ -74,7 +74,7 @@ class Front(AsyncLLM):
         if state is not None:
             if state.queue is not None:
                 state.queue.put(error)
-            # With it its siblings, where several answers were asked for: nobody takes theirs.
+            # With it its siblings, where several answers were asked for: theirs are not read.
             whole = state.parent_req.request_id if state.parent_req else request_id
             ended = self.output_processor.abort_requests((whole,), internal=True)
             self.engine_core.give_up(each for each in ended if each != request_id)

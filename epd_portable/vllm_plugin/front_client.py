@@ -101,7 +101,7 @@ class UnavailableError(GracefulHTTPError):
 
 
 class FullError(GracefulHTTPError):
-    """Encode engines have as many items as they take, and nobody else encodes: 429."""
+    """Encode engines have as many items as they take, and no other engine encodes: 429."""
 
     def __init__(self) -> None:
         message = "every encode engine has max_queued_items items: try again in a few seconds"
@@ -149,7 +149,7 @@ class OpenRequest:
 
     Attributes:
         core: As vLLM made it, with all media; videos may be divided.
-        here: Identifiers of items that whoever answers must encode.
+        here: Identifiers of items that the answering engine must encode.
         engine_id: Its id there, at its present try.
         sent: It is with an engine.
         decided: It has begun, has ended, or must be sent again.
@@ -177,7 +177,7 @@ class OpenRequest:
     task: asyncio.Task[None] | None = None
 
     def decide(self) -> None:
-        """Let go whoever waits for it: it is `decided`."""
+        """Release what waits for it: it is `decided`."""
         self.decided.set()
         for requested in self.requested.values():
             requested.set()
@@ -292,7 +292,7 @@ class SplitClient(AsyncMPClient):
     # -- requests ---------------------------------------------------------------------------------
 
     def _choose_engine(self, one: OpenRequest, before: FrontEngine | None) -> FrontEngine:
-        """Return who is to answer: whoever was, if it is up; refuse what nobody has room for."""
+        """Return the engine that is to answer: the one before, if it is up; refuse without room."""
         if self._is_draining:
             raise UnavailableError("this server is being stopped")
         blocks = _blocks(one.core)
@@ -393,7 +393,7 @@ class SplitClient(AsyncMPClient):
             with while_up(engine.instance.working()) as use:
                 use.owe_answer(one.tokens)
                 await engine.add(self._for_engine(one.core, engine_id, transfers, one.held))
-                # Further parts of a session go to nobody else.
+                # Further parts of a session go to the same engine.
                 one.begun = one.core.resumable
                 one.sent.set()
                 if here_s or not one.awaited:
@@ -429,7 +429,7 @@ class SplitClient(AsyncMPClient):
         return seconds * len(self.settings.sockets)
 
     def _assign(self, one: OpenRequest, engine: FrontEngine) -> list[Assignment[FrontItem]]:
-        """Return who brings each item to whoever answers."""
+        """Return which engine brings each item to the one that answers."""
         core, pd = one.core, engine.instance
         if core.sampling_params is None or core.resumable:
             return []

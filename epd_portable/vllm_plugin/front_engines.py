@@ -62,7 +62,7 @@ class FrontEngine:
         index: Its label in vLLM's metrics.
         client: vLLM's client of its present life; ``None`` while it is down.
         holds: Items in its encoder cache, as far as it has said (`CacheNews`).
-        computes_for: Requests that it computes, whoever sent them, by its last report; vLLM tells
+        computes_for: Requests that it computes, of all senders, by its last report; vLLM tells
             one API server how many, others whether there are any.
     """
 

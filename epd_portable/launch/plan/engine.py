@@ -89,7 +89,7 @@ class Engine:
     def arguments(self, **others: JsonValue) -> list[str]:
         """Return vLLM's arguments of the engine alone, without those of a server.
 
-        Of the arguments for one name the most specific wins: `others`, then those that nobody may
+        Of the arguments for one name the most specific wins: `others`, then those that may not be
         set, those of the instance's group, of its role, of the whole topology, and the launcher's.
         """
         traits, ranks = self.traits, self.group.tensor_parallel_size

@@ -151,7 +151,7 @@ def probed_machine(traits: PlatformTraits, environ: Mapping[str, str]) -> Machin
 
 
 def require_shm(pool_bytes: int, pools: int) -> None:
-    """Check that the receive pools fit into ``/dev/shm``; a full one kills whoever writes to it.
+    """Check that the receive pools fit into ``/dev/shm``; a full one kills writers.
 
     Raises:
         ConfigError: They do not.

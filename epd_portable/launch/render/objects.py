@@ -133,7 +133,7 @@ def autoscaler(
 
 
 def network_policy(name: str, labels: Mapping[str, str], *allowed: Object) -> Object:
-    """Return what lets nobody in at Pods with these labels but by one of some rules."""
+    """Return a policy that admits to Pods with these labels by some rules only."""
     spec = {
         "podSelector": {"matchLabels": dict(labels)},
         "policyTypes": ["Ingress"],

@@ -133,7 +133,7 @@ class Rendering:
         return self.request.with_settings(*settings).load()
 
     def warnings(self) -> Iterator[str]:
-        """Yield what must be mounted into the Pods by whoever applies the files."""
+        """Yield what must be mounted into the Pods before the files are applied."""
         topology = self.topology()
         named = {f"router.{key}": getattr(topology.router, key) for key in _FILES}
         if topology.router.gateway_networks and not self.gateway:

@@ -201,7 +201,7 @@ class AdmissionControl:
         limit: float = bound.limit
         if bound.duty is not None:
             usable = [each for tier in self._instances.tiers(bound.duty) for each in tier]
-            # One that is parked serves only where nobody else can.
+            # One that is parked serves only where no other can.
             serving = [each for each in usable if not each.parked] or usable
             limit *= sum(each.weight for each in serving)
         return max(int(limit), 1) if limit else None
