@@ -175,7 +175,9 @@ def test_a_write_that_raises_ends_its_transfer_and_no_other(
     begin(sender, pd, "s", "dog")
     ended(sender, pd, "t-s")
     assert pd.placed == ["dog"]
-    assert counted(sender._metrics._registry)["epd_encode_write_failures_total{path=shm}"] == 1
+    seen = counted(sender._metrics._registry)
+    assert seen["epd_encode_write_failures_total{path=shm}"] == 1
+    assert seen["epd_encode_write_seconds_count{path=shm}"] == 1
     assert_nothing_is_kept(sender)
 
 
