@@ -103,7 +103,6 @@ class Scheduler(ABC):
                     "requests": len(self.requests),
                     "cache.items": len(self.cache.items),
                     "cache.used": self.cache.cache_size - self.cache.num_free_slots,
-                    "cache.inputs": len(self.cache._inputs),
                     **self.state(),
                 }
             self._front.send({**common, **worker})
@@ -178,7 +177,11 @@ class EncodeScheduler(Scheduler):
 
     def state(self) -> dict[str, int]:
         dispatcher = self._dispatcher
-        return {"waiting": len(dispatcher._waiting), "sending": len(dispatcher.kept)}
+        return {
+            "cache.inputs": len(self.cache._inputs),
+            "waiting": len(dispatcher._waiting),
+            "sending": len(dispatcher.kept),
+        }
 
 
 class PDScheduler(Scheduler):

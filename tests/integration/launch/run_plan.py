@@ -27,7 +27,8 @@ def main() -> None:
         processes=specs,
         warnings=(),
     )
-    lifecycle.FIRST_PAUSE_S, lifecycle.LONGEST_PAUSE_S = raw["pauses_s"]
+    if "pauses_s" in raw:
+        lifecycle.FIRST_PAUSE_S, lifecycle.LONGEST_PAUSE_S = raw["pauses_s"]
     supervisor = Supervisor(
         plan,
         Launch.model_validate(raw["launch"]),
