@@ -308,7 +308,7 @@ def test_a_password_comes_from_a_file_and_is_never_told(tmp_path: Path) -> None:
 
 @pytest.mark.needs_redis
 def test_a_server_with_tls_is_asked_only_if_it_proves_who_it_is(tmp_path: Path) -> None:
-    cert, private = map(str, make_certificate(tmp_path))
+    cert, private = map(str, make_certificate(tmp_path, names="IP:127.0.0.1"))
     plain, port = (port_source(secrets.token_hex(4))() for _ in range(2))
     server = RedisServer(
         tmp_path,
