@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
-from typing import Annotated, Any, Generic, Literal, TypeVar
+from typing import Annotated, Generic, Literal, TypeVar
 
-from pydantic import BeforeValidator, Field, PrivateAttr, model_validator
+from pydantic import Field, PrivateAttr, model_validator
 
 from epd_portable import envs
 from epd_portable.config.instance import PlatformName
@@ -17,29 +16,12 @@ from epd_portable.errors import ConfigError
 
 T = TypeVar("T")
 
-DECIMAL = {"G": 10**9, "T": 10**12}
 PROFILES = (Path("configs/hardware"), SHIPPED / "hardware")
 """Where profiles are looked for last: in the working directory, and in the package."""
 
 
-def _in(unit: str, example: str) -> BeforeValidator:
-    """Return what reads ``25GB/s`` or ``312TFLOPS``; all else is left to the type check."""
-
-    def scaled(value: Any) -> Any:
-        if not isinstance(value, str):
-            return value
-        match = re.fullmatch(rf"(\d+(?:\.\d+)?)\s*([GT]){unit}", value.strip())
-        if match is None:
-            raise ValueError(f"{value!r} has no such unit; write it as in {example}")
-        return round(float(match[1]) * DECIMAL[match[2]])
-
-    return BeforeValidator(scaled)
-
-
 Count = Annotated[int, Field(ge=1, le=1024)]
 Bytes = Annotated[Size, Field(gt=0)]
-Rate = Annotated[int, _in("B/s", "25GB/s or 2.039TB/s"), Field(gt=0)]
-Flops = Annotated[int, _in("FLOPS", "312TFLOPS"), Field(gt=0)]
 Version = Annotated[str, Field(min_length=1)]
 Quality = Literal["datasheet", "measured", "secondary", "derived"]
 
@@ -91,11 +73,6 @@ class HardwareProfile(Section):
     devices_per_node: Figure[Count]
     memory_bytes: Figure[Bytes]
     torch_memory_bytes: Figure[Bytes] | None = None
-    memory_bytes_per_s: Figure[Rate]
-    bf16_flops: Figure[Flops]
-    pair_bytes_per_s: Figure[Rate]
-    host_bytes_per_s: Figure[Rate]
-    network_bytes_per_s: Figure[Rate]
     avoid_ports: Ports | None = None
     software: dict[str, Figure[Version]] = Field(default_factory=dict)
     notes: list[str] = Field(default_factory=list)

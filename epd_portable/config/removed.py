@@ -1,6 +1,7 @@
 """Keys of files, and variables, that are gone, and what to use instead.
 
-Most are keys of topology files; some of the stage times that ``epd-bench plan`` reads.
+Most are keys of topology files; some of hardware profiles, and of the stage times that ``epd-bench
+plan`` reads.
 """
 
 from __future__ import annotations
@@ -14,13 +15,18 @@ REMOVED: Mapping[str, str] = MappingProxyType(
         "EPD_MAX_QUEUED_ITEMS": "use instances.encode.max_queued_items",
         "EPD_SECRET_FILE": "use --secret-file",
         "EPD_STORE_PASSWORD": "use store.password_file",
+        "bf16_flops": "nothing was planned by it",
         "engine.encode_turn_s": "engines are simulated to encode in their steps",
         "front_end.shares_core": "API servers are simulated on cores of their own",
+        "host_bytes_per_s": "nothing was planned by it",
         "instances.encode.max_queued_bytes": "it is eight times router.max_body_bytes",
         "launch.log_files": "three files of each log are kept; launch.log_max_bytes limits them",
         "launch.probe_interval_s": "launch.hung_after_s determines it",
         "launch.restart": "a process restarts after 1 s, doubling to 30 s",
         "launch.warm_up": "instances are always warmed up",
+        "memory_bytes_per_s": "nothing was planned by it",
+        "network_bytes_per_s": "nothing was planned by it",
+        "pair_bytes_per_s": "nothing was planned by it",
         "router": "what the router takes is not simulated",
         "router.admission.encode.max_pixels": "use router.admission.encode.max_items",
         "router.admission.max_pixels": "use router.admission.max_items or max_bytes",

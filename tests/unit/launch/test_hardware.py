@@ -22,11 +22,6 @@ platform: npu
 device: Device X
 devices_per_node: {{value: 2, {FIGURE}}}
 memory_bytes: {{value: 10GiB, {FIGURE}}}
-memory_bytes_per_s: {{value: 1TB/s, {FIGURE}}}
-bf16_flops: {{value: 300TFLOPS, {FIGURE}}}
-pair_bytes_per_s: {{value: 32GB/s, {FIGURE}}}
-host_bytes_per_s: {{value: 16GB/s, {FIGURE}}}
-network_bytes_per_s: {{value: 25GB/s, {FIGURE}}}
 avoid_ports: {{first: 20000, last: 20009, {FIGURE}}}
 """
 
