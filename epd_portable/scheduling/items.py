@@ -286,6 +286,16 @@ def order(claim: Claim) -> Order:
     return (claim.claimant.rank, claim.place)
 
 
+def is_encoded_by_none(held: Sequence[Claim]) -> bool:
+    """Return whether some hold an item's room in vain, which others of them must encode.
+
+    One that has computed past it, if only by the prefix cache, does not.
+    """
+    return any(claim.metadata_only for claim in held) and all(
+        claim.metadata_only or claim.place == COMPUTED for claim in held
+    )
+
+
 class ClaimQueue:
     """Claims that wait, by `order`.
 

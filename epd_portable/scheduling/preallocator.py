@@ -45,6 +45,7 @@ from epd_portable.scheduling.items import (
     PromptItem,
     SlotSource,
     State,
+    is_encoded_by_none,
     order,
 )
 from epd_portable.wire.descriptors import SlotDescriptor, TensorSpec
@@ -203,8 +204,7 @@ class EncoderCachePreallocator(EncoderCacheManager):
     def take_woken(self) -> list[str]:
         """Return requests of which an item came, got room or was lost since the last call.
 
-        The first in the order is always among them, since what it waits for may be another's seat,
-        and those that could encode an item for it.
+        With the first in the order, which may wait for a seat, and those that could encode for it.
         """
         first = self._queue.first
         if first is not None:
@@ -262,15 +262,13 @@ class EncoderCachePreallocator(EncoderCacheManager):
     def accept(self, mm_hash: str, tensor: TensorSpec) -> Item | None:
         """Reserve room for an announced item that no request has asked for.
 
-        Not while a claim waits. Such an item lands or ends at a deadline, and once landed it is
-        evicted like every idle entry, so it delays no request for good.
+        Not while a claim waits. Such an item has a deadline, and is evicted like every idle entry.
 
         Args:
             tensor: What is announced, ``(num_embeds, width)``; it `fits_at_all`.
 
         Returns:
-            The item, with room and a slot; ``None`` if there is no room, or it is here, or early
-            items are not accepted.
+            The item, with room and a slot; ``None`` if it is here, or gets none.
         """
         if not self.accepts_early or self.is_blocked:
             return None
@@ -291,8 +289,8 @@ class EncoderCachePreallocator(EncoderCacheManager):
     def may_bring(self, item: Item, transfer_id: str) -> bool:
         """Return whether a transfer may use an item's slot.
 
-        That of a request which waits for its turn, and cannot do without the item, brings it to
-        no request that has, or had, a transfer too: the item may be evicted before that turn.
+        That of a request which waits, and cannot do without the item, brings it to none that has,
+        or had, a transfer too: it may be evicted before that turn.
         """
         return transfer_id not in item.kept_transfers or any(
             each.metadata_only and not each.transfer_id for each in self._held(item)
@@ -379,10 +377,8 @@ class EncoderCachePreallocator(EncoderCacheManager):
     # -- what vLLM's scheduler calls -------------------------------------------------------------
 
     def reset(self) -> None:
-        """See `EncoderCacheManager.reset`; holders of entries queue for them again.
-
-        What is encoded in the background meanwhile workers may have forgotten when that is told.
-        """
+        """See `EncoderCacheManager.reset`; holders of entries queue for them again."""
+        # Workers may have forgotten these when they tell that they are encoded.
         encoding = (each for each in self.items.values() if each.state is State.ENCODING)
         self._outdated.update(each.mm_hash for each in encoding)
         for item in [each for each in self.items.values() if each.is_here]:
@@ -485,6 +481,8 @@ class EncoderCachePreallocator(EncoderCacheManager):
         if place != claim.place:
             claim.place = place
             self._push(claim)
+            if claim.item.state is State.LOCAL:
+                self._settle(claim.item)
 
     def _push(self, claim: Claim) -> None:
         """Note that a claim has another place in the order; it is queued there if it waits."""
@@ -522,6 +520,8 @@ class EncoderCachePreallocator(EncoderCacheManager):
             self._is_here(item)
         elif item.state is State.RESERVED:
             self._deliveries.room_given(item)
+        elif item.state is State.LOCAL:
+            self._settle(item)
         return True
 
     def _keep(self, claim: Claim) -> None:
@@ -556,8 +556,8 @@ class EncoderCachePreallocator(EncoderCacheManager):
     def _make_way(self, first: Claim) -> bool:
         """Let the last claim behind the first give its room back; return whether one did.
 
-        For running requests, those give way that have all their room and were not started: they may
-        wait for its seat.
+        For running requests, those that were not started and have all their room: they may wait for
+        its seat.
         """
         lacks_slot = first.by_transfer and self.can_preallocate(first.item.num_embeds)
         if lacks_slot and (self._slot_returns or first.item.mm_hash in self._resident):
@@ -623,7 +623,7 @@ class EncoderCachePreallocator(EncoderCacheManager):
             in_vain = (
                 not any(claim.by_transfer for claim in held)
                 if item.state is State.RESERVED
-                else item.state is State.LOCAL and all(claim.metadata_only for claim in held)
+                else item.state is State.LOCAL and is_encoded_by_none(held)
             )
             if in_vain:
                 self._wait_again(item)
@@ -666,8 +666,7 @@ class EncoderCachePreallocator(EncoderCacheManager):
     def _end_vain_transfers(self, item: Item) -> list[Claim]:
         """End the transfers of an item that is here, but one for each request that waits its turn.
 
-        A request whose own transfer has brought the item to another takes over one that an encoder
-        has ready.
+        A request whose own transfer brought it to another takes over one that an encoder has ready.
 
         Returns:
             Claims for which there is none.

@@ -579,3 +579,25 @@ def test_an_item_that_its_request_cannot_have_again_is_kept_while_others_are_abo
     assert "c" in desk.given + desk.reserve()
     desk.leave("r")
     desk.assert_everything_is_back()
+
+
+@pytest.mark.parametrize("covered_before", [False, True])
+def test_an_item_is_not_left_to_a_request_that_the_prefix_cache_covers(
+    desk: Desk, covered_before: bool
+) -> None:
+    """It encodes what it needs, and nothing more; who cannot has a transfer of its own."""
+    desk.claim_local("r", "a", 4)
+    desk.reserve()
+    assert desk.may_encode("r")
+    if not covered_before:
+        desk.claim("s", "a", 4, metadata_only=True)
+        assert desk.reserve() == []
+    desk.cache.moved(desk.who("r"), 1, running=False)
+    if covered_before:
+        desk.claim("s", "a", 4, metadata_only=True)
+    assert desk.reserve() == ["a"]
+    desk.deliver("a")
+    assert desk.cache.may_start(desk.who("s"))
+    desk.cache.moved(desk.who("r"), 0, running=False)  # It covers it no more.
+    desk.reserve()
+    assert desk.cache.may_start(desk.who("r"))
