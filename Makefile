@@ -33,7 +33,7 @@ check: env  ## Check format, lint, types and import layers
 unit: env  ## Run the unit tests (half a minute, no engine)
 	$(BIN)/python -m pytest -n 2 --dist=loadfile --no-loadscope-reorder tests/unit
 
-test: env  ## Run the checks and what of the tests fits a quarter of an hour on two cores
+test: env  ## Run the checks and what of the tests fits twelve minutes on two cores
 	@ci/system_packages.sh
 	@$(PYTHON) -m ci.suite
 
