@@ -15,6 +15,7 @@ import ipaddress
 import json
 import logging
 import tempfile
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -125,8 +126,9 @@ async def serve(settings: RouterSettings, options: argparse.Namespace, stop: Sto
     Raises:
         ConfigError: An address or a file of the settings cannot be used, or Envoy ended.
     """
-    with tempfile.TemporaryDirectory(prefix="epd-picker-") as temporary:
-        folder: Path = options.folder or Path(temporary)
+    given: Path | None = options.folder
+    with nullcontext(given) if given else tempfile.TemporaryDirectory("", "epd-picker-") as place:
+        folder = Path(place)
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         server = grpc.aio.server(options=[("grpc.max_receive_message_length", -1)])
         address = options.listen
