@@ -286,10 +286,10 @@ def order(claim: Claim) -> Order:
     return (claim.claimant.rank, claim.place)
 
 
-def is_encoded_by_none(held: Sequence[Claim]) -> bool:
-    """Return whether some hold an item's room in vain, which others of them must encode.
+def no_holder_encodes(held: Sequence[Claim]) -> bool:
+    """Return whether some holders of a `State.LOCAL` item wait for another to encode it in vain.
 
-    One that has computed past it, if only by the prefix cache, does not.
+    Those with metadata only cannot; one that is past the item, if by the prefix cache, does not.
     """
     return any(claim.metadata_only for claim in held) and all(
         claim.metadata_only or claim.place == COMPUTED for claim in held

@@ -45,7 +45,7 @@ from epd_portable.scheduling.items import (
     PromptItem,
     SlotSource,
     State,
-    is_encoded_by_none,
+    no_holder_encodes,
     order,
 )
 from epd_portable.wire.descriptors import SlotDescriptor, TensorSpec
@@ -556,8 +556,8 @@ class EncoderCachePreallocator(EncoderCacheManager):
     def _make_way(self, first: Claim) -> bool:
         """Let the last claim behind the first give its room back; return whether one did.
 
-        For running requests, those that were not started and have all their room: they may wait for
-        its seat.
+        To a running request those give way as well that have all their room and were not started:
+        they may wait for its seat.
         """
         lacks_slot = first.by_transfer and self.can_preallocate(first.item.num_embeds)
         if lacks_slot and (self._slot_returns or first.item.mm_hash in self._resident):
@@ -623,7 +623,7 @@ class EncoderCachePreallocator(EncoderCacheManager):
             in_vain = (
                 not any(claim.by_transfer for claim in held)
                 if item.state is State.RESERVED
-                else item.state is State.LOCAL and is_encoded_by_none(held)
+                else item.state is State.LOCAL and no_holder_encodes(held)
             )
             if in_vain:
                 self._wait_again(item)
