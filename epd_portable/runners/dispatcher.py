@@ -112,9 +112,9 @@ class Dispatcher:
             return None
         return EncodeOutcome(instance=self._instance, items=items, namespace=self._namespace)
 
-    def consumers(self, request_id: str) -> frozenset[str]:
-        """Return the consumers of a request's items that have no room yet."""
-        return frozenset(order.consumer for order in self._waiting.get(request_id, ()))
+    def consumer(self, request_id: str) -> str:
+        """Return whom a request's items are for, of several the first; empty for nobody."""
+        return min((order.consumer for order in self._waiting.get(request_id, ())), default="")
 
     def take_orders(self, scheduled: Iterable[str]) -> list[TransferOrder]:
         """Return the orders whose items got room by this step, for the worker."""

@@ -3,7 +3,7 @@
 A request starts when *all* its items fit together into what one step may compute and into the
 encoder cache; until then it waits. Items that are in the cache already need room there but are not
 computed. Outputs leave when all of a step are computed, so a step does not start more requests than
-make the encoder fast.
+make the encoder fast. The prompt of a single large item may take several steps.
 
 An item's room is kept until its consumer, a PD instance, has it; one that is slow or dead, or whose
 client left, keeps it for long. So room is shared among consumers, and this always holds:
@@ -20,9 +20,7 @@ client left, keeps it for long. So room is shared among consumers, and this alwa
   shares have become smaller because another consumer came. So every request starts, provided that
   transfers end.
 
-A request that no empty instance could hold whole would wait for ever. It is encoded in parts: its
-next items start under the same rules, as many as its consumer may take, and those of other
-consumers go on meanwhile. Only a single item beyond a limit is hopeless.
+A request that no empty instance could encode would wait for ever: it fails.
 """
 
 from __future__ import annotations
@@ -30,7 +28,7 @@ from __future__ import annotations
 import heapq
 import logging
 from collections import Counter, OrderedDict
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Container
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -70,9 +68,6 @@ class StepLimits:
     together: int
     tokens: int
 
-
-_NO_CONSUMER = ("",)
-"""Stands for the consumers of requests that have none."""
 
 Outcome = Literal["starts", "full", "short", "not entitled"]
 """Of an attempt: it starts; the step computes no more; the cache has no room; or the consumer keeps
@@ -146,7 +141,7 @@ class KeptRoom:
 
 @dataclass(slots=True, eq=False)
 class _Line:
-    """Requests of one consumer that have not ended, in the order of their arrival."""
+    """Requests of one consumer that wait, in the order of their arrival."""
 
     seen_s: float
     requests: dict[int, _Arrival] = field(default_factory=dict)
@@ -157,19 +152,15 @@ class _Arrival:
     """A request from its arrival until all of it is encoded.
 
     Attributes:
-        consumers: Whom its items are for.
+        consumer: Whom its items are for.
         sizes: Embeddings of each distinct item.
-        whole: An empty instance could hold all of it.
-        in_parts: It has started, and is not encoded yet.
     """
 
     number: int
     request: EncodeRequest
-    consumers: tuple[str, ...]
+    consumer: str
     sizes: dict[str, int]
     total: int
-    whole: bool
-    in_parts: bool = False
 
 
 @dataclass(slots=True)
@@ -183,7 +174,6 @@ class _Step:
         short: An entitled request waits for room.
         counted: Items that are encoded in this step.
         charged: Items that are kept from this step on, with their consumers.
-        behind: What follows in the lines of those that start, by consumer.
     """
 
     tokens: int
@@ -194,8 +184,7 @@ class _Step:
     share: int
     short: bool = False
     counted: set[str] = field(default_factory=set)
-    charged: dict[str, set[str]] = field(default_factory=dict)
-    behind: dict[str, Iterator[_Arrival]] = field(default_factory=dict)
+    charged: set[tuple[str, str]] = field(default_factory=set)
 
 
 class EncodeQueue:
@@ -217,48 +206,50 @@ class EncodeQueue:
         self._kept = kept
         self._remember_s = remember_s
         self._number = 0
-        self._arrivals: dict[str, _Arrival] = {}
+        self._waiting: dict[str, _Arrival] = {}
         self._lines: OrderedDict[str, _Line] = OrderedDict()
         """By consumer; the one that was seen last is the last."""
         self._admitted: dict[str, _Arrival] = {}
+        self._started: dict[str, _Arrival] = {}
+        """Those whose prompts take more steps."""
         self._hopeless: set[str] = set()
 
-    def arrived(self, request: EncodeRequest, consumers: Iterable[str], now: float) -> None:
-        """Queue a request that has items."""
+    def arrived(self, request: EncodeRequest, consumer: str, now: float) -> None:
+        """Queue a request that has items, for one consumer; empty for none."""
         sizes = {
             feature.identifier: request.get_num_encoder_embeds(index)
             for index, feature in enumerate(request.mm_features)
         }
-        names = tuple(sorted(set(consumers))) or _NO_CONSUMER
-        lines = [self._seen(name, now) for name in names]
-        largest, total = max(sizes.values()), sum(sizes.values())
-        most = min(self._limits.embeddings, self._cache.cache_size)
-        whole = total <= most and request.num_prompt_tokens <= self._limits.tokens
+        line, total = self._seen(consumer, now), sum(sizes.values())
         self._number += 1
-        arrival = _Arrival(self._number, request, names, sizes, total, whole)
-        self._arrivals[request.request_id] = arrival
-        if largest > most:
+        arrival = _Arrival(self._number, request, consumer, sizes, total)
+        self._waiting[request.request_id] = arrival
+        limits, cache_size = self._limits, self._cache.cache_size
+        too_long = request.num_prompt_tokens > limits.tokens and len(sizes) > 1
+        if total > min(limits.embeddings, cache_size) or too_long:
             logger.error(
-                "request %s fails: one of its items has %d embeddings, and a step of this encode "
-                "instance computes %d and its encoder cache holds %d; raise max_num_batched_tokens "
-                "in engine_args, or send a smaller item",
+                "request %s fails: its %d items have %d embeddings in a prompt of %d tokens; a "
+                "step of this encode instance computes %d embeddings and %d tokens, and its "
+                "encoder cache holds %d; send one item in each encode request, a smaller item, or "
+                "raise max_num_batched_tokens in engine_args",
                 request.request_id,
-                largest,
-                self._limits.embeddings,
-                self._cache.cache_size,
+                len(sizes),
+                total,
+                request.num_prompt_tokens,
+                limits.embeddings,
+                limits.tokens,
+                cache_size,
             )
             self._hopeless.add(request.request_id)
-            return
-        for line in lines:
+        else:
             line.requests[arrival.number] = arrival
 
     def withdraw(self, request_id: str) -> None:
         """The request has finished, or was aborted."""
         self._hopeless.discard(request_id)
         self._admitted.pop(request_id, None)
-        arrival = self._arrivals.pop(request_id, None)
-        if arrival is not None:
-            self._leave(arrival)
+        self._started.pop(request_id, None)
+        self._leave(request_id)
 
     def admit(self, now: float) -> None:
         """Choose the requests that start in the step that is about to be scheduled.
@@ -267,61 +258,48 @@ class EncodeQueue:
         of one evicts none of another.
         """
         self._forget(now)
-        self._cache.limits = {}
-        step = _Step(
-            tokens=self._limits.tokens,
-            embeddings=self._limits.embeddings,
-            together=self._limits.together,
-            room=self._cache.num_freeable_slots,
-            kept=self._kept.by_consumer(),
-            share=self._cache.cache_size // max(1, len(self._lines)),
-        )
-        held: set[str] = set()
-        firsts = (next(iter(line.requests.values()), None) for line in self._lines.values())
-        for arrival in self._in_order({each for each in firsts if each is not None}, step):
-            if len(arrival.consumers) > 1 and not held.isdisjoint(arrival.consumers):
-                outcome: Outcome = "not entitled"
-            else:
-                outcome = self._try(arrival, step)
+        step = self._next_step()
+        lines = [iter(line.requests.values()) for line in self._lines.values()]
+        firsts = [(each.number, each, line) for line in lines if (each := next(line, None))]
+        heapq.heapify(firsts)
+        while firsts:
+            _, arrival, line = heapq.heappop(firsts)
+            outcome = self._try(arrival, step)
             if outcome == "full":
                 return
-            if outcome != "starts":
-                held.update(arrival.consumers)
-                if outcome == "short" and not step.short:
-                    step.short = True
-                    step.share = self._share_beside(arrival, step)
+            if outcome == "starts" and (behind := next(line, None)):
+                heapq.heappush(firsts, (behind.number, behind, line))
+            elif outcome == "short" and not step.short:
+                step.short = True
+                step.share = self._share_beside(arrival, step)
 
     @property
     def is_empty(self) -> bool:
-        """Whether no request waits or is encoded in parts."""
-        return not self._arrivals
+        """Whether no request waits or takes more steps."""
+        return not (self._waiting or self._started)
 
     def may_start(self, request_id: str) -> bool:
         """Return whether the engine may schedule a request in this step."""
-        return request_id not in self._arrivals or request_id in self._admitted
+        return request_id not in self._waiting or request_id in self._admitted
 
     def scheduled(self, request_ids: Container[str]) -> None:
         """The step has been scheduled; the engine may have left out some that were admitted."""
         for request_id, arrival in self._admitted.items():
-            request = arrival.request
-            if request_id not in request_ids:
-                if not request.num_computed_tokens:
-                    self._cache.free(request)
-            elif request.num_computed_tokens >= request.num_prompt_tokens:
-                del self._arrivals[request_id]
-                self._leave(arrival)
-            elif not arrival.in_parts:
-                # What it holds already would keep room from what it needs before.
-                self._cache.free(request)
-                arrival.in_parts = True
-                self._warn_of_parts(arrival)
+            if request_id in request_ids:
+                self._leave(request_id)
+                self._started[request_id] = arrival
+            else:
+                self._cache.free(arrival.request)
         self._admitted.clear()
+        for request_id, arrival in list(self._started.items()):
+            if arrival.request.num_computed_tokens >= arrival.request.num_prompt_tokens:
+                del self._started[request_id]
 
     def take_hopeless(self) -> set[str]:
         """Return requests that can never be encoded, for the engine to fail; each once."""
         hopeless, self._hopeless = self._hopeless, set()
         for request_id in hopeless:
-            del self._arrivals[request_id]
+            del self._waiting[request_id]
         return hopeless
 
     # -- lines -----------------------------------------------------------------------------------
@@ -343,37 +321,32 @@ class EncodeQueue:
             else:
                 del self._lines[consumer]
 
-    def _leave(self, arrival: _Arrival) -> None:
-        for consumer in arrival.consumers:
-            if consumer in self._lines:
-                self._lines[consumer].requests.pop(arrival.number, None)
-
-    def _followers(self, arrival: _Arrival, step: _Step) -> Iterator[tuple[int, _Arrival]]:
-        """Yield the requests behind one that starts, each with its number."""
-        for consumer in arrival.consumers:
-            if consumer not in step.behind:
-                step.behind[consumer] = iter(self._lines[consumer].requests.values())
-                next(step.behind[consumer])
-            follower = next(step.behind[consumer], None)
-            if follower is not None:
-                yield follower.number, follower
+    def _leave(self, request_id: str) -> None:
+        arrival = self._waiting.pop(request_id, None)
+        if arrival is not None and arrival.consumer in self._lines:
+            self._lines[arrival.consumer].requests.pop(arrival.number, None)
 
     # -- what starts -----------------------------------------------------------------------------
 
-    def _in_order(self, arrivals: Iterable[_Arrival], step: _Step) -> Iterator[_Arrival]:
-        """Yield requests by their number, and those behind each that was admitted; each once."""
-        queue = [(each.number, each) for each in arrivals]
-        heapq.heapify(queue)
-        last = 0
-        while queue:
-            number, arrival = heapq.heappop(queue)
-            if number == last:
-                continue
-            last = number
-            yield arrival
-            if arrival.request.request_id in self._admitted:
-                for follower in self._followers(arrival, step):
-                    heapq.heappush(queue, follower)
+    def _next_step(self) -> _Step:
+        """Return what a step has beside the requests that have started before it."""
+        step = _Step(
+            tokens=self._limits.tokens,
+            embeddings=self._limits.embeddings,
+            together=self._limits.together,
+            room=self._cache.num_freeable_slots,
+            kept=self._kept.by_consumer(),
+            share=self._cache.cache_size // max(1, len(self._lines)),
+        )
+        for request_id, arrival in self._started.items():
+            request = arrival.request
+            step.tokens -= request.num_prompt_tokens - request.num_computed_tokens
+            for mm_hash, size in arrival.sizes.items():
+                if request_id not in self._cache.holders(mm_hash):
+                    step.embeddings -= size
+                    step.together -= size
+                    step.room -= size
+        return step
 
     def _share_beside(self, first: _Arrival, step: _Step) -> int:
         """Return what others may keep while the first entitled request waits for room.
@@ -382,30 +355,21 @@ class EncodeQueue:
         """
         beyond = {consumer: kept for consumer, kept in step.kept.items() if kept > step.share}
         size = self._cache.cache_size - sum(beyond.values())
-        sharing = max(1, len(self._lines) - len(beyond.keys() - set(first.consumers)))
-        parts = first.in_parts or not first.whole
-        needed = self._part(first)[0] if parts else first.total
-        if needed > size:  # It waits for them in any case.
+        sharing = max(1, len(self._lines) - len(beyond.keys() - {first.consumer}))
+        if first.total > size:  # It waits for them in any case.
             return max(0, size) // sharing
-        return (size - max(needed, size // sharing)) // max(1, sharing - 1)
+        return (size - max(first.total, size // sharing)) // max(1, sharing - 1)
 
     def _try(self, arrival: _Arrival, step: _Step) -> Outcome:
-        """Admit a request, or the next part of it, if it is entitled to start and fits."""
-        if arrival.in_parts:
-            return self._try_part(arrival, step)
-        outcome = self._try_whole(arrival, step)
-        if outcome != "starts" and not arrival.whole:
-            return self._try_part(arrival, step)
-        return outcome
-
-    def _try_whole(self, arrival: _Arrival, step: _Step) -> Outcome:
-        # Where room is short, what is kept already must not be kept for longer.
-        charges = {} if step.short else self._charges(arrival, step)
-        for consumer in arrival.consumers:
-            kept, more = step.kept[consumer], charges.get(consumer, arrival.total)
-            if more and kept + more > step.share and (kept or step.short):
-                return "not entitled"
-        request = arrival.request
+        """Admit a request if it is entitled to start and fits."""
+        request, consumer = arrival.request, arrival.consumer
+        kept, more = step.kept[consumer], self._more(arrival, step)
+        if more and kept + more > step.share and (kept or step.short):
+            return "not entitled"
+        tokens = min(request.num_prompt_tokens, self._limits.tokens)
+        most = step.embeddings
+        if self._admitted or self._started:
+            most = min(most, step.together)
         wanted = idle = 0
         for mm_hash, size in arrival.sizes.items():
             item = self._cache.items.get(mm_hash)
@@ -413,7 +377,7 @@ class EncodeQueue:
                 wanted += 0 if mm_hash in step.counted else size
             elif not item.holders:
                 idle += size
-        if request.num_prompt_tokens > step.tokens or wanted > self._most(step):
+        if tokens > step.tokens or wanted > max(0, most):
             return "full"
         if idle + wanted > step.room:
             return "short"
@@ -421,86 +385,22 @@ class EncodeQueue:
             if not self._cache.hold_entry(request, index):
                 step.counted.add(feature.identifier)
         self._admitted[request.request_id] = arrival
-        step.tokens -= request.num_prompt_tokens
+        step.tokens -= tokens
         step.embeddings -= wanted
         step.together -= wanted
         step.room -= idle + wanted
-        for consumer in arrival.consumers:
-            step.kept[consumer] += charges.get(consumer, arrival.total)
-            for mm_hash in arrival.sizes:
-                step.charged.setdefault(mm_hash, set()).add(consumer)
+        step.kept[consumer] += more
+        step.charged.update((consumer, mm_hash) for mm_hash in arrival.sizes)
         return "starts"
 
-    def _charges(self, arrival: _Arrival, step: _Step) -> dict[str, int]:
-        """Return how much more each consumer of a request keeps if that starts.
-
-        Those that keep none of it are left out.
-        """
-        charges: dict[str, int] = {}
+    def _more(self, arrival: _Arrival, step: _Step) -> int:
+        """Return how much more the consumer of a request keeps if that starts."""
+        if step.short:  # What is kept already must not be kept for longer.
+            return arrival.total
+        more = 0
         for mm_hash, size in arrival.sizes.items():
             item = self._cache.items.get(mm_hash)
-            charged = step.charged.get(mm_hash, ())
-            for consumer in arrival.consumers:
-                if consumer in charged or (item and self._kept.keeps(consumer, item)):
-                    charges[consumer] = charges.get(consumer, arrival.total) - size
-        return charges
-
-    def _try_part(self, arrival: _Arrival, step: _Step) -> Outcome:
-        """Admit as many of a request's next items as its consumers may take."""
-        request = arrival.request
-        first, wanted = self._part(arrival)
-        most = step.room
-        for consumer in arrival.consumers:
-            kept = step.kept[consumer]
-            share = step.share - kept
-            if not kept and not step.short:
-                share = max(share, first)
-            if first > max(0, share):
-                return "not entitled"
-            most = min(most, share)
-        if not step.tokens or first > self._most(step):
-            return "full"
-        if first > max(0, most):
-            return "short"
-        self._admitted[request.request_id] = arrival
-        self._cache.limits[request.request_id] = most
-        step.tokens -= min(step.tokens, request.num_prompt_tokens - request.num_computed_tokens)
-        taken = max(0, min(most, wanted, step.embeddings))
-        step.embeddings -= taken
-        step.together -= taken
-        step.room -= taken
-        for consumer in arrival.consumers:
-            step.kept[consumer] += taken
-        return "starts"
-
-    def _most(self, step: _Step) -> int:
-        """Return how many embeddings the next that starts may compute."""
-        return max(0, min(step.together, step.embeddings)) if self._admitted else step.embeddings
-
-    def _part(self, arrival: _Arrival) -> tuple[int, int]:
-        """Return how much the next of a request's remaining items takes, and all of them."""
-        request = arrival.request
-        rest = dict.fromkeys(
-            feature.identifier
-            for feature in request.mm_features
-            if feature.mm_position.offset + feature.mm_position.length > request.num_computed_tokens
-        )
-        held = self._cache.holders
-        sizes = [arrival.sizes[each] for each in rest if request.request_id not in held(each)]
-        return (sizes[0], sum(sizes)) if sizes else (0, 0)
-
-    def _warn_of_parts(self, arrival: _Arrival) -> None:
-        request = arrival.request
-        logger.warning(
-            "request %s is encoded in parts: its %d items have %d embeddings in a prompt of %d "
-            "tokens, and a step of this encode instance computes %d embeddings and %d tokens, and "
-            "its encoder cache holds %d; raise max_num_batched_tokens in engine_args, or send "
-            "fewer items in one encode request",
-            request.request_id,
-            len(request.mm_features),
-            arrival.total,
-            request.num_prompt_tokens,
-            self._limits.embeddings,
-            self._limits.tokens,
-            self._cache.cache_size,
-        )
+            charged = (arrival.consumer, mm_hash) in step.charged
+            if not (charged or (item and self._kept.keeps(arrival.consumer, item))):
+                more += size
+        return more

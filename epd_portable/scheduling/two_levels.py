@@ -44,10 +44,6 @@ class TwoLevelCache(EncoderCacheManager):
         cache_size: Of the first level, in embeddings, until `grow`.
         host_bytes: Of the second; 0 for none.
         nbytes_of: Returns the bytes of a request's item, by its index.
-
-    Attributes:
-        limits: Room that requests which are encoded in parts may take in the step that is
-            scheduled, by their ids; `EncodeQueue` says it.
     """
 
     def __init__(
@@ -66,7 +62,6 @@ class TwoLevelCache(EncoderCacheManager):
         self._dropped: list[str] = []
         self._restored: list[str] = []
         self._kept: list[str] = []
-        self.limits: dict[str, int] = {}
 
     def grow(self, cache_size: int) -> None:
         """Make the first level as large as this; it never becomes smaller."""
@@ -89,7 +84,7 @@ class TwoLevelCache(EncoderCacheManager):
                 if self._make_room(num_embeds):
                     self._enter(Item(mm_hash, num_embeds))
                     self._restored.append(mm_hash)
-        return self._hold_input(request, input_id)
+        return self.check_and_update_cache(request, input_id)
 
     def take_orders(self) -> HostOrders:
         """Return what the worker must do in the step that was just scheduled."""
@@ -126,16 +121,13 @@ class TwoLevelCache(EncoderCacheManager):
     # -- what vLLM's scheduler calls -------------------------------------------------------------
 
     def check_and_update_cache(self, request: MultiModalRequest, input_id: int) -> bool:
-        """Return whether the item has an entry that the request may hold, and let it."""
-        limit = self.limits.get(request.request_id)
-        mm_hash = request.mm_features[input_id].identifier
-        if limit is not None and mm_hash in self:
-            item = self.items[mm_hash]
-            more = 0 if request.request_id in item.holders else item.num_embeds
-            if more > limit:
-                return False
-            self.limits[request.request_id] = limit - more
-        return self._hold_input(request, input_id)
+        """Return whether the item has an entry, which the request holds from now on."""
+        item = self.items.get(request.mm_features[input_id].identifier)
+        if item is None or not item.is_here:
+            return False
+        self._hold(item, request.request_id)
+        self._inputs.setdefault(request.request_id, set()).add(input_id)
+        return True
 
     def can_allocate(
         self,
@@ -153,10 +145,7 @@ class TwoLevelCache(EncoderCacheManager):
         """
         num_embeds = request.get_num_encoder_embeds(input_id)
         together = num_embeds + num_embeds_to_schedule
-        most = self.limits.get(request.request_id, self.cache_size)
-        return (
-            num_embeds <= encoder_compute_budget and together <= most and self._make_room(together)
-        )
+        return num_embeds <= encoder_compute_budget and self._make_room(together)
 
     def allocate(self, request: MultiModalRequest, input_id: int) -> None:
         """Make the entry of an item that is encoded in this step, and have a copy kept.
@@ -169,7 +158,7 @@ class TwoLevelCache(EncoderCacheManager):
             assert item.num_embeds <= self.num_free_slots, "allocate without can_allocate"
             self._enter(item)
             self._copy(mm_hash, self._nbytes_of(request, input_id))
-        self._hold_input(request, input_id)
+        self.check_and_update_cache(request, input_id)
 
     def get_cached_input_ids(self, request: MultiModalRequest) -> set[int]:
         """Return the indices of the request's items that it holds."""
@@ -201,15 +190,6 @@ class TwoLevelCache(EncoderCacheManager):
         self._copied_bytes = 0
 
     # --------------------------------------------------------------------------------------------
-
-    def _hold_input(self, request: MultiModalRequest, input_id: int) -> bool:
-        """Let a request hold the entry of an item; return whether there is one."""
-        item = self.items.get(request.mm_features[input_id].identifier)
-        if item is None or not item.is_here:
-            return False
-        self._hold(item, request.request_id)
-        self._inputs.setdefault(request.request_id, set()).add(input_id)
-        return True
 
     def _enter(self, item: Item) -> None:
         self.items[item.mm_hash] = item

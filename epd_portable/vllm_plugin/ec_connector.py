@@ -186,9 +186,9 @@ class EncodeScheduler(SchedulerConnector):
         )
         return self._cache
 
-    def consumers(self, request_id: str) -> frozenset[str]:
-        """Return the addresses that the items of a request are for."""
-        return self._dispatcher.consumers(request_id)
+    def consumer(self, request_id: str) -> str:
+        """Return the address that the items of a request are for; empty for none."""
+        return self._dispatcher.consumer(request_id)
 
     def request_arrived(self, request: Request) -> None:
         """Remember the transfers that a request asks for."""

@@ -32,8 +32,8 @@ def encoder_scheduler(base: type) -> type:
         def add_request(self, request: Any) -> None:
             super().add_request(request)
             if request.mm_features:
-                consumers = self.ec_connector.consumers(request.request_id)
-                self.encode_queue.arrived(request, consumers, time.monotonic())
+                consumer = self.ec_connector.consumer(request.request_id)
+                self.encode_queue.arrived(request, consumer, time.monotonic())
 
         def schedule(self, *args: Any, **kwargs: Any) -> Any:
             self.encode_queue.admit(time.monotonic())
@@ -68,7 +68,7 @@ def encoder_scheduler(base: type) -> type:
             return super().has_requests() or bool(self.ec_connector.answers)
 
         def _drop_early_tokens(self, model_runner_output: Any) -> None:
-            """Keep requests that are encoded in parts from ending with the first part."""
+            """Keep requests whose prompts take several steps from ending with the first."""
             for request_id, index in model_runner_output.req_id_to_index.items():
                 request = self.requests.get(request_id)
                 if request and request.num_computed_tokens < request.num_prompt_tokens:

@@ -576,7 +576,7 @@ class World:
         asked = self.asked.pop(request_id)
         self.seen[f"requests that ended: {how}"] += 1
         self.seen["requests with several items"] += len(asked.names) > 1
-        self.seen["requests in parts"] += asked.steps > 1
+        self.seen["requests of several steps"] += asked.steps > 1
         self.trace.append(f"{self.clock.now:.2f} {request_id} ended: {how}")
 
     # -- what must hold ----------------------------------------------------------------------------

@@ -69,13 +69,13 @@ def test_room_is_kept_for_the_transfer_beyond_the_request(desk: Desk) -> None:
 
 def test_what_is_kept_is_told_by_consumer_until_the_transfers_end(desk: Desk) -> None:
     r = desk.arrive("r", "ab", {"ta": "a", "tb": "b"})
-    assert desk.dispatcher.consumers("r") == {"tcp://pd"}
-    assert desk.dispatcher.consumers("another") == frozenset()
+    assert desk.dispatcher.consumer("r") == "tcp://pd"
+    assert desk.dispatcher.consumer("another") == ""
     for input_id in (0, 1):
         desk.cache.allocate(r, input_id)
     assert not desk.dispatcher.kept.by_consumer()
     desk.take("r")
-    assert desk.dispatcher.consumers("r") == frozenset()
+    assert desk.dispatcher.consumer("r") == ""
     assert desk.dispatcher.kept.by_consumer() == {"tcp://pd": 2}
     desk.dispatcher.transfers_ended(["ta", "unknown"])
     assert desk.dispatcher.kept.by_consumer() == {"tcp://pd": 1}
