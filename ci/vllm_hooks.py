@@ -71,8 +71,8 @@ _FRONT_CLIENT = ("vllm_plugin/front_client.py",)
 _VIDEO_PARTS = ("vllm_plugin/video_parts.py",)
 _FRONT_ENGINES = ("vllm_plugin/front_engines.py",)
 _ENGINE_CORE = ("vllm_plugin/engine_core.py",)
-_FIRST = ("runners/host.py", "runners/first.py")
-_SECOND = ("runners/host.py", "runners/second.py")
+_FIRST = ("runners/first.py", "runners/generators.py")
+_SECOND = ("runners/second.py",)
 _SCHEDULER_CLASS = "v1.core.sched.scheduler.Scheduler"
 _RUNNER = "v1.worker.gpu_model_runner.GPUModelRunner"
 _SECOND_RUNNER = "v1.worker.gpu.model_runner.GPUModelRunner"
@@ -199,7 +199,7 @@ HOOKS: tuple[Relied, ...] = (
     _row("v1.request.RequestStatus", _CONNECTOR, "RUNNING"),
     _row(
         "v1.core.sched.output.SchedulerOutput",
-        (*_CONNECTOR, *_ENCODE_ONLY, *_EXECUTOR, "runners/host.py"),
+        (*_CONNECTOR, *_ENCODE_ONLY, *_EXECUTOR, "runners/first.py"),
         "total_num_scheduled_tokens num_scheduled_tokens scheduled_encoder_inputs "
         "scheduled_new_reqs free_encoder_mm_hashes finished_req_ids ec_connector_metadata",
     ),

@@ -8,28 +8,31 @@ here, and workers learn of revoked grants in every step.
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from epd_portable.runners.generators import mark_generators
 
-if TYPE_CHECKING:
-    from epd_portable.runners.host import RunnerHost, StepOutput
-
-    _Base = RunnerHost
-else:
-    _Base = object
+_GPUModelRunner: Any = object
+"""vLLM's, or the platform's subclass of it: the worker puts the mixins before it."""
 
 
-class TracedRunner(_Base):
-    """Traces the tokens of every step and the items that the encoder computes in it."""
+class TracedRunner(_GPUModelRunner):
+    """Traces the tokens of every step and the items that the encoder computes in it.
 
-    def execute_model(self, scheduler_output: StepOutput, *args: Any, **kwargs: Any) -> Any:
+    Attributes:
+        epd: The worker half of the connector (`epd_portable.vllm_plugin.ec_connector`); set by the
+            worker before the first step.
+    """
+
+    epd: Any
+
+    def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         """Run one step of the engine."""
         if scheduler_output.total_num_scheduled_tokens:
             self.epd.trace("step", tokens=dict(scheduler_output.num_scheduled_tokens))
         return super().execute_model(scheduler_output, *args, **kwargs)
 
-    def _execute_mm_encoder(self, scheduler_output: StepOutput) -> Any:
+    def _execute_mm_encoder(self, scheduler_output: Any) -> Any:
         inputs = scheduler_output.scheduled_encoder_inputs
         if not inputs:
             return super()._execute_mm_encoder(scheduler_output)
@@ -51,7 +54,7 @@ class EncoderRunnerMixin(TracedRunner):
     encoder works.
     """
 
-    def execute_model(self, scheduler_output: StepOutput, *args: Any, **kwargs: Any) -> Any:
+    def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         """Run one step of the engine, with tokens or without."""
         self.epd.begin_step(scheduler_output.ec_connector_metadata, self.encoder_cache)
         output = super().execute_model(scheduler_output, *args, **kwargs)
@@ -65,7 +68,7 @@ class PDRunnerMixin(TracedRunner):
     is computed while the item is on its way, so prompts are computed in parts.
     """
 
-    def execute_model(self, scheduler_output: StepOutput, *args: Any, **kwargs: Any) -> Any:
+    def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         """Run one step of the engine, with tokens or without."""
         self.epd.begin_step(scheduler_output.ec_connector_metadata, self.encoder_cache)
         if scheduler_output.total_num_scheduled_tokens:
@@ -80,7 +83,7 @@ class PDRunnerMixin(TracedRunner):
         with self.epd.turn():
             return super().sample_tokens(*args, **kwargs)
 
-    def _update_states(self, scheduler_output: StepOutput) -> Any:
+    def _update_states(self, scheduler_output: Any) -> Any:
         # Makes the generators of new requests and the batch, before anything is drawn (0.26 to
         # 0.32); vLLM sets back those of requests that are computed in part.
         corrections = super()._update_states(scheduler_output)

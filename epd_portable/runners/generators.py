@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 if TYPE_CHECKING:
     from typing_extensions import Self
-
-    from epd_portable.runners.host import RunnerHost
 
 
 class RewindableGenerator(torch.Generator):
@@ -44,7 +42,7 @@ class RewindableGenerator(torch.Generator):
         return self.set_state(self._marked)
 
 
-def mark_generators(runner: RunnerHost) -> None:
+def mark_generators(runner: Any) -> None:
     """Let vLLM take back what it draws in the step that begins; changes nothing where torch can.
 
     Args:

@@ -9,20 +9,22 @@ tell the event trace, and what vLLM does not do in all versions.
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from epd_portable.runners.host import SecondRunnerHost, StepOutput
-
-    _Base = SecondRunnerHost
-else:
-    _Base = object
+_GPUModelRunner: Any = object
+"""vLLM's, or the platform's subclass of it: the worker puts the mixins before it."""
 
 
-class SecondRunnerMixin(_Base):
-    """Traces the tokens of every step and the items that the encoder computes in it."""
+class SecondRunnerMixin(_GPUModelRunner):
+    """Traces the tokens of every step and the items that the encoder computes in it.
 
-    def execute_model(self, scheduler_output: StepOutput, *args: Any, **kwargs: Any) -> Any:
+    Attributes:
+        epd: As of `epd_portable.runners.first.TracedRunner`.
+    """
+
+    epd: Any
+
+    def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         """Run one step of the engine, or of a profile, which has no metadata of ours."""
         real = scheduler_output.ec_connector_metadata is not None
         if real and scheduler_output.total_num_scheduled_tokens:
@@ -54,7 +56,7 @@ class SecondRunnerMixin(_Base):
 class OrderingSecondRunnerMixin(SecondRunnerMixin):
     """Announces items before they are encoded, where vLLM has no hook for that (0.28 and 0.29)."""
 
-    def execute_model(self, scheduler_output: StepOutput, *args: Any, **kwargs: Any) -> Any:
+    def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         """Run one step of the engine, with tokens or without, or of a profile."""
         metadata = scheduler_output.ec_connector_metadata
         if metadata is not None:
@@ -72,7 +74,7 @@ class EncodeSecondRunnerMixin(SecondRunnerMixin):
 
     _writes_inputs = True
 
-    def execute_model(self, scheduler_output: StepOutput, *args: Any, **kwargs: Any) -> Any:
+    def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         """Run one step of the engine, with tokens or without."""
         self._writes_inputs = scheduler_output.total_num_scheduled_tokens > 0
         return super().execute_model(scheduler_output, *args, **kwargs)

@@ -17,14 +17,10 @@ from epd_portable.errors import EngineError
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
 
-    from epd_portable.runners.host import SecondRunnerHost
-
-    _Base = SecondRunnerHost
-else:
-    _Base = object
+_GPUModelRunner: Any = object
 
 
-class EncodeOnlyMixin(_Base):
+class EncodeOnlyMixin(_GPUModelRunner):
     """Keeps the items of requests, and encodes them; ignores the rest of a step."""
 
     def get_kv_cache_spec(self) -> dict[str, Any]:
@@ -43,7 +39,7 @@ class EncodeOnlyMixin(_Base):
                 "leave it out, or set VLLM_USE_V2_MODEL_RUNNER=0"
             )
         self.kv_cache_config = kv_cache_config
-        self.kv_caches = []
+        self.kv_caches: list[Any] = []
 
     def capture_model(self, **kwargs: Any) -> int:
         """Return that captured graphs take no memory: there are none."""

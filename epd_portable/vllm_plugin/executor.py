@@ -39,11 +39,14 @@ def concerns_workers(output: Any) -> bool:
     return any(output) if isinstance(output, list) else bool(output)
 
 
-class _ExecutorMixin:
+_Executor: Any = object
+
+
+class _ExecutorMixin(_Executor):
     def execute_model(self, scheduler_output: SchedulerOutput, non_block: bool = False) -> Any:
         """Run one step; an empty one is not sent to the workers."""
         if concerns_workers(scheduler_output):
-            return super().execute_model(scheduler_output, non_block=non_block)  # type: ignore[misc]
+            return super().execute_model(scheduler_output, non_block=non_block)
         if not non_block:
             return EMPTY_MODEL_RUNNER_OUTPUT
         done: Future[Any] = Future()

@@ -31,7 +31,10 @@ from epd_portable.vllm_plugin.video_parts import place_by_whole_videos
 _NIXL_WAIT_US = 1000
 
 
-class _WorkerMixin:
+_Worker: Any = object
+
+
+class _WorkerMixin(_Worker):
     """Swaps the runner's class once the platform has made it.
 
     The runner is chosen deep inside ``init_device`` on all platforms (vLLM 0.26 to 0.33,
@@ -44,52 +47,52 @@ class _WorkerMixin:
 
     def init_device(self) -> None:
         with timers_late() if self._on_cores() else nullcontext():
-            super().init_device()  # type: ignore[misc]
+            super().init_device()
         connector = get_ec_transfer()
-        runner: Any = self.model_runner  # type: ignore[attr-defined]
-        second = self.vllm_config.use_v2_model_runner  # type: ignore[attr-defined]
+        runner: Any = self.model_runner
+        second = self.vllm_config.use_v2_model_runner
         encodes, chosen = connector.is_producer, type(runner)
         first = (EncoderRunnerMixin if encodes else PDRunnerMixin,)
         mixins = _second_mixins(runner, encodes=encodes) if second else first
         bases = (*mixins, chosen)
         runner.__class__ = type(f"EPD{chosen.__name__}", bases, {})
         runner.epd = connector
-        self._slab_bytes = connector.open_worker(runner.device, self.rank)  # type: ignore[attr-defined]
+        self._slab_bytes = connector.open_worker(runner.device, self.rank)
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
-        super().load_model(*args, **kwargs)  # type: ignore[misc]
+        super().load_model(*args, **kwargs)
         if self._slab_bytes:
             # vLLM would take it for free memory, and fill it with KV blocks.
-            self.model_runner.model_memory_usage += self._slab_bytes  # type: ignore[attr-defined]
-        model = self.model_runner.get_model()  # type: ignore[attr-defined]
+            self.model_runner.model_memory_usage += self._slab_bytes
+        model = self.model_runner.get_model()
         # Parts that belong to another stage stay on the meta device.
         loaded = {
             name: sum(part.numel() for part in child.parameters() if not part.is_meta)
             for name, child in model.named_children()
         }
-        second = self.vllm_config.use_v2_model_runner  # type: ignore[attr-defined]
-        ahead = self.vllm_config.scheduler_config.async_scheduling  # type: ignore[attr-defined]
+        second = self.vllm_config.use_v2_model_runner
+        ahead = self.vllm_config.scheduler_config.async_scheduling
         trace("model.loaded", parameters=loaded, runner=2 if second else 1, ahead=bool(ahead))
         connector = get_ec_transfer()
         if not connector.is_producer:
             place_by_whole_videos(model)
-            connector.use_encoder(model, self.model_runner.device)  # type: ignore[attr-defined]
+            connector.use_encoder(model, self.model_runner.device)
         else:
-            self._measured = compat.small_dummies(self.vllm_config)  # type: ignore[attr-defined]
+            self._measured = compat.small_dummies(self.vllm_config)
 
     def get_kv_cache_spec(self) -> Any:
         # The first that vLLM asks for once it has measured the encoder (0.32 and 0.33).
         self._measured()
-        return super().get_kv_cache_spec()  # type: ignore[misc]
+        return super().get_kv_cache_spec()
 
     def initialize_from_config(self, *args: Any, **kwargs: Any) -> None:
         connector = get_ec_transfer()
         if connector.is_producer and compat.version() >= compat.PROFILES_ENCODER:
             # vLLM measures memory only for KV, of which there is none.
-            connector.measure_room(self.model_runner.profile_run)  # type: ignore[attr-defined]
+            connector.measure_room(self.model_runner.profile_run)
         with cores_kept(), self._nixl_waits():
-            super().initialize_from_config(*args, **kwargs)  # type: ignore[misc]
-        trace("kv_cache.ready", layers=len(self.model_runner.kv_caches))  # type: ignore[attr-defined]
+            super().initialize_from_config(*args, **kwargs)
+        trace("kv_cache.ready", layers=len(self.model_runner.kv_caches))
 
     @contextmanager
     def _nixl_waits(self) -> Iterator[None]:
@@ -98,7 +101,7 @@ class _WorkerMixin:
         NIXL's Python lets the progress thread ask without a pause (1.5.1), which takes a core from
         an idle instance. It wakes for events; what comes without one is seen after `_NIXL_WAIT_US`.
         """
-        config = self.vllm_config.kv_transfer_config  # type: ignore[attr-defined]
+        config = self.vllm_config.kv_transfer_config
         if not self._on_cores() or config is None or config.kv_connector != "NixlConnector":
             yield
             return
@@ -124,7 +127,7 @@ class _WorkerMixin:
 
     def shutdown(self) -> None:
         get_ec_transfer().shutdown()
-        super().shutdown()  # type: ignore[misc]
+        super().shutdown()
 
 
 def _second_mixins(runner: Any, *, encodes: bool) -> tuple[type, ...]:

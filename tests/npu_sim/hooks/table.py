@@ -129,7 +129,7 @@ RUNNER = [
     *reaches(
         "ec_connector.py: save_caches", NPU_RUNNER, "maybe_save_ec_to_connector", "save_caches"
     ),
-    *attributes("host.py: RunnerHost", NPU_RUNNER, "encoder_cache requests"),
+    *attributes("first.py: TracedRunner", NPU_RUNNER, "encoder_cache requests"),
 ]
 
 
