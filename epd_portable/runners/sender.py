@@ -28,7 +28,7 @@ from epd_portable.runners.cores import on_all_cores
 from epd_portable.runners.metrics import SenderMetrics
 from epd_portable.runners.outputs import KeptOutputs
 from epd_portable.runners.stream_clock import StepProgress, StreamClock
-from epd_portable.runners.writers import STUCK_AFTER_S, WriteResult, Writers
+from epd_portable.runners.writers import WriteResult, Writers
 from epd_portable.wire.descriptors import PathEndpoint, PeerDescriptor
 
 if TYPE_CHECKING:
@@ -88,8 +88,7 @@ class Sender:
             copies,
             keys,
             self._outputs,
-            on_result=self._written_in_pool,
-            on_copied=self._written_by_device,
+            on_result=self._written,
             on_death=self._note_death,
         )
         self._session = ProducerSession(peer, wait_timeout_s=config.wait_timeout_s)
@@ -213,13 +212,7 @@ class Sender:
 
     # -- the writers' threads --------------------------------------------------------------------
 
-    def _written_in_pool(self, result: WriteResult) -> None:
-        try:
-            self._post(partial(self._finish_write, result))
-        except Exception as error:  # The thread was not woken, but the result is found soon.
-            self._log_once(error)
-
-    def _written_by_device(self, result: WriteResult) -> None:
+    def _written(self, result: WriteResult) -> None:
         self._inbox.append(partial(self._finish_write, result))
         self._take_turn(blocking=True)
 
@@ -260,14 +253,6 @@ class Sender:
                 if result is not None:
                     self._finish_write(result, time.monotonic())
             self._act(self._session.take())
-        for write in self._writers.take_stuck(now):
-            logger.error(
-                "transfer %s: its write has not ended %.0f s after its lease; item %s and its slot "
-                "stay taken until it does; if its device is stuck restart the instance",
-                write.transfer_id,
-                STUCK_AFTER_S,
-                write.mm_hash,
-            )
 
     def _submit(self, order: TransferOrder, ready: bool, now: float) -> None:
         with self._surviving(order.transfer_id):

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
@@ -32,8 +33,8 @@ if TYPE_CHECKING:
     from epd_portable.connector.curve import CurveKeys
 
 _WRITERS = 4
-STUCK_AFTER_S = 30.0
-"""A write that goes on for so long after its lease is reported, and abandoned when closing."""
+CLOSE_S = 30.0
+"""A write that goes on for so long when closing is abandoned."""
 _COMPUTED_WAIT_S = 1.0
 """Longest time from the end of a copy until the end of the computation before it is reported."""
 
@@ -55,13 +56,15 @@ class WriteResult:
     error: Exception | None = None
 
 
+Work = Callable[[], WriteResult]
+
+
 class Writers:
     """Carries out writes; owns the transports, the pool's threads and the watcher.
 
     Args:
-        on_result: Called with a result by a thread of the pool.
-        on_copied: Called with a result by the watcher.
-        on_death: Called when the watcher ends by an error that nothing foresaw.
+        on_result: Called with each result by one of its threads.
+        on_death: Called when one ends by an error that nothing foresaw.
     """
 
     def __init__(
@@ -72,14 +75,12 @@ class Writers:
         outputs: KeptOutputs,
         *,
         on_result: Callable[[WriteResult], None],
-        on_copied: Callable[[WriteResult], None],
         on_death: Callable[[BaseException], None],
     ) -> None:
         self._copies = copies
         self._keys = keys
         self._outputs = outputs
         self._on_result = on_result
-        self._on_copied = on_copied
         self._on_death = on_death
         self._digests = EPD_PAYLOAD_DIGEST.get()
         paths = [path.name for path in registry.offered_by(config)]
@@ -87,24 +88,16 @@ class Writers:
         self._in_place = {path for path in paths if registry.copies_in_place(path, platform)}
         self._queues = {path for path in paths if registry.queues_copies(path, platform)}
         self._transports: dict[str, Transport] = {}
-        self._writing: dict[str, Write] = {}
-        """Under way; those that were reported to be stuck are left out."""
         self._lock = threading.Lock()
-        self._blocking: SimpleQueue[Write | None] = SimpleQueue()
-        self._queued: SimpleQueue[tuple[Write, QueuedCopy, Future[float], float] | None] = (
-            SimpleQueue()
-        )
-        """Copies that the device makes, each with the times at which its output was computed, and
-        at which it was asked to."""
+        self._blocking: SimpleQueue[Work | None] = SimpleQueue()
+        self._queued: SimpleQueue[Work | None] = SimpleQueue()
         self._copied_s = 0.0
         """When the copy stream ended the last copy that the watcher has waited for."""
         self._threads = [
-            threading.Thread(target=self._write_blocking, name=f"epd-writer-{number}", daemon=True)
-            for number in range(_WRITERS)
+            self._thread(f"epd-writer-{number}", self._blocking) for number in range(_WRITERS)
         ]
         if self._queues:
-            watcher = threading.Thread(target=self._watch, name="epd-watcher", daemon=True)
-            self._threads.append(watcher)
+            self._threads.append(self._thread("epd-watcher", self._queued))
 
     @property
     def are_immediate(self) -> bool:
@@ -122,8 +115,6 @@ class Writers:
         Returns:
             The result, if it has ended; otherwise a callback gets it.
         """
-        with self._lock:
-            self._writing[write.transfer_id] = write
         if write.path in self._in_place and write.slot.nbytes <= CHUNK_BYTES:
             return self._write(write)
         if write.path in self._queues and not self._digests:
@@ -132,25 +123,17 @@ class Writers:
                 output = self._outputs.output_for(write.transfer_id)
                 copy = self.transport(write.path).queue(_slot_write(write, output))
             except Exception as error:
-                return self._end(WriteResult(write=write, error=error))
+                return WriteResult(write=write, error=error)
             if copy is not None:
                 try:
                     _trace_begun(write)
                 finally:  # Whatever happens, the end of the copy must be waited for.
-                    self._queued.put((write, copy, output.computed_at, begin_s))
+                    self._queued.put(
+                        partial(self._finish_copy, write, copy, output.computed_at, begin_s)
+                    )
                 return None
-        self._blocking.put(write)
+        self._blocking.put(partial(self._write, write))
         return None
-
-    def take_stuck(self, now: float) -> list[Write]:
-        """Return writes that go on long after their lease; each once."""
-        with self._lock:
-            stuck = [
-                each for each in self._writing.values() if now > each.deadline_s + STUCK_AFTER_S
-            ]
-            for write in stuck:
-                del self._writing[write.transfer_id]
-        return stuck
 
     def transport(self, path: str) -> Transport:
         """Return the transport of a path; loads it the first time."""
@@ -164,29 +147,34 @@ class Writers:
         for _ in range(_WRITERS):
             self._blocking.put(None)
         self._queued.put(None)
-        deadline_s = time.monotonic() + STUCK_AFTER_S
+        deadline_s = time.monotonic() + CLOSE_S
         for thread in self._threads:
             thread.join(max(0.0, deadline_s - time.monotonic()))
         if not any(thread.is_alive() for thread in self._threads):
             for transport in self._transports.values():
                 transport.close()
 
-    # -- a thread of the pool, or the caller's ---------------------------------------------------
+    def _thread(self, name: str, queue: SimpleQueue[Work | None]) -> threading.Thread:
+        def run() -> None:
+            try:
+                self._copies.platform.set_device(self._copies.index)
+                while (work := queue.get()) is not None:
+                    self._on_result(work())
+            except BaseException as error:
+                self._on_death(error)
+                raise
 
-    def _write_blocking(self) -> None:
-        while (write := self._blocking.get()) is not None:
-            self._on_result(self._write(write))
+        return threading.Thread(target=run, name=name, daemon=True)
 
     def _write(self, write: Write) -> WriteResult:
         try:
             digest, write_s = self._carry_out(write)
         except Exception as error:
-            return self._end(WriteResult(write=write, error=error))
-        return self._end(WriteResult(write=write, write_s=write_s, digest=digest))
+            return WriteResult(write=write, error=error)
+        return WriteResult(write=write, write_s=write_s, digest=digest)
 
     def _carry_out(self, write: Write) -> tuple[str, float]:
         """Write an output; return its digest, if that is asked for, and the duration in seconds."""
-        self._copies.platform.set_device(self._copies.index)
         output = self._outputs.output_for(write.transfer_id)
         digest = ""
         if self._digests:
@@ -200,22 +188,6 @@ class Writers:
         write_s, end_s = _duration(output.computed_at, begin_s)
         _trace_written(write, write_s, end_s)
         return digest, write_s
-
-    def _end(self, result: WriteResult) -> WriteResult:
-        with self._lock:
-            self._writing.pop(result.write.transfer_id, None)
-        return result
-
-    # -- the watcher -----------------------------------------------------------------------------
-
-    def _watch(self) -> None:
-        try:
-            self._copies.platform.set_device(self._copies.index)
-            while (queued := self._queued.get()) is not None:
-                self._on_copied(self._end(self._finish_copy(*queued)))
-        except BaseException as error:
-            self._on_death(error)
-            raise
 
     def _finish_copy(
         self, write: Write, copy: QueuedCopy, computed_at: Future[float], begin_s: float

@@ -17,7 +17,7 @@ from epd_portable.connector.copies import DeviceCopies
 from epd_portable.connector.transport import Transport
 from epd_portable.errors import PlatformError, TransportError
 from epd_portable.runners import writers as writers_module
-from epd_portable.runners.sender import _BUSY_POLL_S, _IDLE_POLL_S, Sender
+from epd_portable.runners.sender import _IDLE_POLL_S, Sender
 from tests.contract.pairs import Pair, Route
 from tests.held_device import HeldPlatform
 from tests.integration.transfer.conftest import DEADLINE_S, PrefillSide
@@ -297,7 +297,6 @@ def stuck(
 ) -> Iterator[threading.Event]:
     """A write that is under way, far beyond its lease, until the event is set."""
     monkeypatch.setattr(writers_module, "CHUNK_BYTES", 0)
-    monkeypatch.setattr(writers_module, "STUCK_AFTER_S", 0.1 - LEASE_S)
     let_go, begun = threading.Event(), threading.Event()
     transport = sender._writers.transport("shm")
     real = transport.write
@@ -314,25 +313,10 @@ def stuck(
     let_go.set()
 
 
-def test_a_write_that_is_stuck_is_told_of_once_and_keeps_what_it_uses_until_it_ends(
-    sender: Sender, pd: PrefillSide, stuck: threading.Event, caplog: pytest.LogCaptureFixture
-) -> None:
-    for _ in range(2):
-        pd.step_until(lambda: "its write has not ended" in caplog.text)
-        time.sleep(2 * _BUSY_POLL_S)
-    assert caplog.text.count("transfer t-r: its write has not ended") == 1
-    assert pd.free_bytes < pd.pool_bytes
-    assert len(sender._outputs) == 1
-    stuck.set()
-    ended(sender, pd, "t-r")
-    assert pd.placed == ["cat"]
-    assert_nothing_is_kept(sender)
-
-
 def test_closing_leaves_a_write_alone_that_is_stuck_and_the_memory_that_it_uses(
     sender: Sender, stuck: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(writers_module, "STUCK_AFTER_S", 0.1)
+    monkeypatch.setattr(writers_module, "CLOSE_S", 0.1)
     closed: list[bool] = []
     monkeypatch.setattr(sender._writers.transport("shm"), "close", lambda: closed.append(True))
     sender.close()

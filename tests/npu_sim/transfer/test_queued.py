@@ -37,7 +37,7 @@ def encode(route: Route, pd: PrefillSide) -> Iterator[Encode]:
     arrives(pd, "before")
     pd.step_until(lambda: pd.free_bytes == pd.pool_bytes)
     made.wait_until_ended("t-before")
-    assert steps(made) == [("queued", "epd-writer"), ("written", "epd-sender")]
+    assert steps(made) == [("queued", "epd-writer"), ("written", "epd-writer")]
     yield made
     made.close()
 
@@ -94,7 +94,7 @@ def test_a_copy_for_which_its_caller_would_be_blocked_is_made_by_a_writer(
     grant(encode, pd, "cat")
     assert encode.put_out_all(["cat"], TOKENS, int(LATE_S * 1e6)) < LATE_S
     arrives(pd, "cat")
-    assert steps(encode) == [("queued", "epd-writer"), ("written", "epd-sender")]
+    assert steps(encode) == [("queued", "epd-writer"), ("written", "epd-writer")]
 
 
 def test_who_puts_items_out_waits_for_none_and_each_is_said_to_be_written_when_its_copy_has_ended(
