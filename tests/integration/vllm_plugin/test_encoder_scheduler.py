@@ -322,36 +322,6 @@ def test_a_consumer_that_takes_nothing_leaves_the_share_of_another(engine: Engin
     assert engine.empty()
 
 
-def test_a_request_in_parts_whose_consumer_takes_nothing_holds_up_nobody_else(
-    engine: Engine,
-) -> None:
-    engine.arrive("b0", ("ant", 10), to="tcp://b")
-    engine.arrive("a", *((f"item-{number}", 250) for number in range(6)), to="tcp://a")
-    assert engine.step() == {"b0": ["ant"]}
-    assert engine.step("ant to b0") == {"a": ["item-0", "item-1"]}
-    for number in range(1, 5):
-        engine.arrive(f"b{number}", (f"cat-{number}", 500), to="tcp://b")
-        assert engine.step() == {f"b{number}": [f"cat-{number}"]}
-        engine.step(f"cat-{number} to b{number}")
-    assert engine.ended.keys() == {"b0", "b1", "b2", "b3", "b4"}
-    engine.step("item-0 to a", "item-1 to a")
-    assert engine.step() == {"a": ["item-2", "item-3"]}
-    engine.step("item-2 to a", "item-3 to a")
-    assert engine.step() == {"a": ["item-4", "item-5"]}
-    engine.step("item-4 to a", "item-5 to a")
-    assert "a" in engine.ended
-    assert engine.empty()
-
-
-def test_a_prompt_longer_than_a_step_is_passed_in_several(engine: Engine) -> None:
-    engine.arrive("a", ("cat", 300), ("dog", 300), text=500)
-    encoded = [engine.step() for _ in range(3)]
-    assert [items for step in encoded for items in step.values()] == [["cat"], ["dog"]]
-    assert set(engine.ended) == {"a"}
-    engine.step("cat to a", "dog to a")
-    assert engine.empty()
-
-
 def test_an_item_that_no_step_can_compute_fails_its_request_and_holds_up_nobody(
     engine: Engine,
 ) -> None:
@@ -363,17 +333,16 @@ def test_an_item_that_no_step_can_compute_fails_its_request_and_holds_up_nobody(
     assert engine.empty()
 
 
-def test_requests_aborted_while_they_wait_or_go_in_parts_leave_nothing(engine: Engine) -> None:
+def test_requests_aborted_while_they_wait_leave_nothing(engine: Engine) -> None:
     from vllm.v1.request import RequestStatus
 
-    engine.arrive("a", *((f"item-{number}", 400) for number in range(5)))
-    engine.arrive("b", ("cat", 600))
-    engine.arrive("c", ("dog", 600))
-    engine.step()
-    engine.scheduler.finish_requests(["a", "b"], RequestStatus.FINISHED_ABORTED)
-    assert engine.step("item-0 to a") == {}
+    for name, item in (("a", "ant"), ("b", "cat"), ("c", "dog")):
+        engine.arrive(name, (item, 600))
+    assert engine.step() == {"a": ["ant"]}
+    engine.scheduler.finish_requests(["b"], RequestStatus.FINISHED_ABORTED)
+    assert engine.step("ant to a") == {}
     assert engine.step() == {"c": ["dog"]}
-    engine.step("item-1 to a", "dog to c")
+    engine.step("dog to c")
     assert engine.empty()
 
 
