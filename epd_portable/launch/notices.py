@@ -10,6 +10,7 @@ Event = Literal[
     "starting",
     "stage",
     "waiting",
+    "joined",
     "ready",
     "exited",
     "ending",
@@ -23,6 +24,7 @@ Event = Literal[
     "warning",
     "stopping",
     "draining",
+    "left",
     "stopped",
 ]
 """What can happen; docs/operations.md says what each means."""

@@ -6,7 +6,6 @@ Pure: devices, cores and free ports come in as arguments, so one file plans alik
 from __future__ import annotations
 
 import dataclasses
-import json
 import secrets
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -95,7 +94,6 @@ class ProcessSpec:
         shm_name: Its file in ``/dev/shm``, removed before each start; empty for none.
         tls_cert_file: The certificate that it shows, if it speaks HTTPS.
         after: Instances on its devices that must be up before it is started.
-        router_urls: Base addresses of the routers that know the instances, where it is none itself.
         preload: Modules of those that are forked from one process that has imported them; empty
             where it is started by itself.
     """
@@ -112,7 +110,6 @@ class ProcessSpec:
     shm_name: str = ""
     tls_cert_file: str = ""
     after: tuple[str, ...] = ()
-    router_urls: tuple[str, ...] = ()
     preload: tuple[str, ...] = ()
 
 
@@ -123,7 +120,9 @@ class Plan:
     Attributes:
         run_id: Hexadecimal; part of every shared name of this run.
         url: Base address for OpenAI clients.
-        processes: Instances first, the router last, or the registrar in its place.
+        processes: Instances first, the router last, if there is one.
+        joins: Base addresses of the routers elsewhere that instances join.
+        members: `InstanceSettings` of these instances, as plain JSON values.
         devices: Those that have instances; none on platforms that have cores only.
         hardware: Profile and device that it is planned for; empty for this machine.
         kv: What brings KV from prefill to decode instances.
@@ -137,6 +136,8 @@ class Plan:
     url: str
     processes: tuple[ProcessSpec, ...]
     warnings: tuple[str, ...]
+    joins: tuple[str, ...] = ()
+    members: tuple[dict[str, Any], ...] = ()
     devices: tuple[UsedDevice, ...] = ()
     hardware: str = ""
     kv: KVConnector | None = None
@@ -147,30 +148,6 @@ class Plan:
         """Return the plan as plain JSON values."""
         kv = {"name": self.kv.name, "connector": self.kv.cls} if self.kv else None
         return dataclasses.asdict(self) | {"kv": kv}
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RegistrarSettings:
-    """Settings of `epd_portable.launch.run.registrar`.
-
-    Attributes:
-        routers: Their base addresses.
-        port: Of the loopback address, for ``/health``.
-        instances: `InstanceSettings` of each, as the router takes them.
-        join_timeout_s: Longest time that a router may take to warm an instance up.
-        leave_timeout_s: Longest wait for open requests of an instance that leaves.
-    """
-
-    routers: tuple[str, ...]
-    secret_file: str
-    port: int
-    instances: tuple[Mapping[str, Any], ...]
-    join_timeout_s: float
-    leave_timeout_s: float
-
-    def as_json(self) -> str:
-        """Return the argument ``--settings``."""
-        return json.dumps(dataclasses.asdict(self))
 
 
 def new_run_id() -> str:
@@ -259,6 +236,7 @@ def make_plan(
         ),
     ]
     url = _public_url(topology)
+    members: tuple[dict[str, Any], ...] = ()
     if front == "engine":
         processes.append(_front(engines, placements))
         if traits.forks_engines:
@@ -277,7 +255,7 @@ def make_plan(
         ]
         if router.join:
             url = router.join[0]
-            processes.append(_registrar(topology, backends, secret_file, free_port()))
+            members = tuple(each.model_dump(mode="json") for each in backends)
         else:
             processes.append(_router(topology, model, backends, secret_file, placements.rest))
     return Plan(
@@ -287,6 +265,8 @@ def make_plan(
         url=f"{url}/v1",
         processes=tuple(processes),
         warnings=tuple(warnings),
+        joins=tuple(router.join),
+        members=members,
         devices=devices,
         hardware=f"{hardware.name}: {hardware.device}" if hardware else "",
         kv=kv,
@@ -500,29 +480,6 @@ def _router(
         ports={"http": router.port} | ({"admin": admin_port} if admin_port else {}),
         cores=(rest,) if rest and router.envoy is not True else (),
         tls_cert_file=tls_cert_file,
-    )
-
-
-def _registrar(
-    topology: Topology, backends: Sequence[InstanceSettings], secret_file: str, port: int
-) -> ProcessSpec:
-    settings = RegistrarSettings(
-        routers=tuple(topology.router.join),
-        secret_file=secret_file,
-        port=port,
-        instances=tuple(each.model_dump(mode="json") for each in backends),
-        join_timeout_s=topology.launch.startup_timeout_s,
-        leave_timeout_s=topology.router.drain_s,
-    )
-    module = "epd_portable.launch.run.registrar"
-    return ProcessSpec(
-        name="registrar",
-        role="router",
-        argv=(sys.executable, "-m", module, "--settings", settings.as_json()),
-        env={"EPD_INSTANCE": "registrar"},
-        url=_base_url("127.0.0.1", port),
-        ports={"health": port},
-        router_urls=tuple(topology.router.join),
     )
 
 

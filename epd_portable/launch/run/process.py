@@ -11,13 +11,11 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from http import HTTPStatus
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
 
 from epd_portable import envs
-from epd_portable.config.secret import Secret
 from epd_portable.errors import LaunchError
 from epd_portable.launch.plan.processes import ProcessSpec
 from epd_portable.launch.run.fork_server import Forked, ForkServer
@@ -104,19 +102,9 @@ class Child:
         """Return the exit status, negative for a signal, or ``None`` while it runs."""
         return self._process.poll()
 
-    def is_ready(self, *, timeout_s: float, secret: Secret | None) -> bool:
-        """Return whether ``GET /health`` answers 200 in time.
-
-        With the secret, by which it answers in full, a router must have every instance up; one
-        that was given none is ready before some have joined.
-        """
-        if self.spec.role != "router" or secret is None:
-            return self._health(timeout_s)[0] == HTTPStatus.OK
-        status, instances = self._health(timeout_s, secret)
-        if not instances:
-            return instances is not None
-        all_up = all(each["state"] == "up" for each in instances)
-        return status == HTTPStatus.OK and all_up
+    def is_ready(self, *, timeout_s: float) -> bool:
+        """Return whether ``GET /health`` answers 200 in time."""
+        return self._health(timeout_s) == HTTPStatus.OK
 
     def is_well(self, *, timeout_s: float) -> bool:
         """Return whether a process that was ready still answers ``GET /health`` as it should.
@@ -126,40 +114,24 @@ class Child:
         """
         if urlsplit(self.spec.url).path:
             # Silence says nothing of the engine: the front must have the time to speak of it.
-            status, _ = self._health(timeout_s, query=f"?within_s={timeout_s / 2:g}")
+            status = self._health(timeout_s, f"?within_s={timeout_s / 2:g}")
             return status != HTTPStatus.SERVICE_UNAVAILABLE
-        status, _ = self._health(timeout_s)
-        if self.spec.role == "router":
-            return status is not None
-        return status == HTTPStatus.OK
+        status = self._health(timeout_s)
+        return status is not None if self.spec.role == "router" else status == HTTPStatus.OK
 
-    def problems(self, *, timeout_s: float, secret: Secret) -> list[str]:
-        """Return what went wrong when a router warmed its instances up."""
-        if self.spec.role != "router":
-            return []
-        _, instances = self._health(timeout_s, secret)
-        return [each["problem"] for each in instances or () if each.get("problem")]
-
-    def _health(
-        self, timeout_s: float, secret: Secret | None = None, query: str = ""
-    ) -> tuple[int | None, list[dict[str, Any]] | None]:
-        """Return the status of ``GET /health``, and what a router says there of its instances."""
+    def _health(self, timeout_s: float, query: str = "") -> int | None:
+        """Return the status of ``GET /health``; ``None`` without an answer in time."""
         cert_file = self.spec.tls_cert_file
         try:
-            answer = httpx.get(
+            return httpx.get(
                 f"{self.spec.url}/health{query}",
-                headers={"authorization": secret.sign("GET", "/health")} if secret else {},
                 timeout=timeout_s,
                 trust_env=False,
                 # Read each time: it may be renewed. Without one it is plain HTTP.
                 verify=trusting(cert_file) if cert_file else False,
-            )
+            ).status_code
         except (httpx.HTTPError, OSError):
-            return None, None
-        try:
-            return answer.status_code, list(answer.json()["instances"].values())
-        except (ValueError, KeyError, TypeError):
-            return answer.status_code, None
+            return None
 
     def output(self) -> str:
         """Return the end of what this start has written so far, at most 256 KiB.

@@ -1,237 +1,194 @@
-"""``python -m epd_portable.launch.run.registrar``: registers instances at routers elsewhere.
+"""Registers a launcher's instances at the routers that ``router.join`` names, and lets them leave.
 
-The launcher starts it in place of a router when ``router.join`` names some. It registers each
-instance at each address of each of them once that is healthy, keeps it registered, and lets all
-leave at SIGTERM, before the launcher ends them. Its ``GET /health`` has the form of a router's,
-with what routers last said of each instance, and answers 200 when all are up at all of them.
+Each instance has a thread for each address of each router: a router that does not answer keeps no
+other one waiting. What routers say of instances is kept, and whatever changes is said.
 """
 
 from __future__ import annotations
 
-import functools
-import json
-import signal
-import sys
 import threading
-from collections.abc import Callable, Mapping
-from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
-
-import httpx
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
 
 from epd_portable.config.secret import Secret
 from epd_portable.errors import LaunchError
+from epd_portable.launch.notices import Notice
 from epd_portable.launch.plan.addresses import addresses_of
-from epd_portable.launch.plan.processes import RegistrarSettings
 from epd_portable.launch.run.router_client import RouterClient
 
-_PROBE_TIMEOUT_S = 5.0
 _LOOK_EVERY_S = 1.0
 
 
 class Registrar:
-    """Keeps one instance registered at one router.
-
-    Args:
-        instance: Fields of `InstanceSettings`.
-        is_named: Returns whether ``router.join`` still leads to that router.
-        stop: Lets the instance leave.
-
-    Attributes:
-        seen: What the router last said of the instance: ``state``, ``reason``, ``problem``. Before
-            it knows the instance the state is ``starting``, and ``gone`` once it was removed.
-    """
-
-    def __init__(
-        self,
-        instance: Mapping[str, Any],
-        router: RouterClient,
-        settings: RegistrarSettings,
-        is_named: Callable[[], bool],
-        stop: threading.Event,
-    ) -> None:
-        self.name: str = instance["name"]
-        self.seen = {"state": "starting", "reason": "", "problem": ""}
-        self._instance = instance
-        self._router = router
-        self._settings = settings
-        self._is_named = is_named
-        self._stop = stop
-        self._registered = ""  # the router process that has the instance
-
-    def run(self) -> None:
-        """Register when it is healthy, and again with every restart of the router; then leave.
-
-        Returns without it when the router is neither named any more nor there.
-        """
-        said = ""
-        while not self._stop.is_set():
-            try:
-                self._look()
-                said = ""
-            except LaunchError as error:
-                if not self._is_named():
-                    self._print(f": router {self._router} has gone")
-                    return
-                if str(error) != said:
-                    said = str(error)
-                    self._print(f": {said}")
-            self._stop.wait(_LOOK_EVERY_S)
-        if self._registered:
-            try:
-                self._router.leave(self.name, timeout_s=self._settings.leave_timeout_s)
-                self._print(f" has left {self._router}")
-            except LaunchError as error:
-                self._print(f": {error}")
-
-    def _look(self) -> None:
-        router, seen = self._router.find_instance(self.name)
-        if self._registered and seen is not None:
-            self._note(seen)
-        elif self._registered == router:
-            self._removed()
-            self._registered = ""
-        elif self._is_healthy():  # A router forgets unhealthy ones.
-            again = " again: the router has restarted" if self._registered else ""
-            self._registered = self._router.register(self._instance)
-            timeout_s = self._settings.join_timeout_s
-            self._note(self._router.wait_up(self.name, timeout_s=timeout_s, until=self._stop))
-            self._print(f" has joined {self._router}{again}")
-
-    def _removed(self) -> None:
-        """Return at once if the router has removed an instance that was away for too long.
-
-        A healthy one was removed on purpose, and is not registered again.
-        """
-        reason = f"router {self._router} has removed {self.name}"
-        self.seen = {"state": "gone", "reason": reason, "problem": ""}
-        print(reason, flush=True)
-        if self._is_healthy():
-            self._print(" joins again when it is started again")
-            self._stop.wait()
-
-    def _note(self, seen: Mapping[str, Any]) -> None:
-        self.seen = {key: seen[key] for key in ("state", "reason", "problem")}
-
-    def _is_healthy(self) -> bool:
-        url = f"{self._instance['url']}/health"
-        try:
-            answer = httpx.get(url, timeout=_PROBE_TIMEOUT_S, trust_env=False)
-        except httpx.HTTPError:
-            return False
-        return answer.status_code == HTTPStatus.OK
-
-    def _print(self, text: str) -> None:
-        print(f"{self.name}{text}", flush=True)
-
-
-class Membership:
     """Every instance at every router that ``router.join`` leads to, also as its names change.
 
     Args:
-        stop: Lets all instances leave.
+        instances: Fields of `InstanceSettings` of each.
+        routers: Base addresses of routers, or of names that several of them have.
+        is_up: Returns whether an instance answers; a router forgets one that does not.
+        join_timeout_s: Longest time that a router may take to warm an instance up.
+        leave_timeout_s: Longest wait for open requests of an instance that leaves.
+        say: Called from several threads.
         resolve: Returns the addresses of a router's URL; raises `LaunchError` if there are none.
+
+    Attributes:
+        leaving: Set to let all instances leave.
     """
 
     def __init__(
         self,
-        settings: RegistrarSettings,
-        stop: threading.Event,
+        instances: Sequence[Mapping[str, Any]],
+        routers: Sequence[str],
+        secret: Secret,
+        *,
+        is_up: Callable[[str], bool],
+        join_timeout_s: float,
+        leave_timeout_s: float,
+        say: Callable[[Notice], None],
         resolve: Callable[[str], list[str]] = addresses_of,
     ) -> None:
-        self._settings = settings
-        self._stop = stop
+        self.leaving = threading.Event()
+        self.is_up = is_up
+        self.join_timeout_s = join_timeout_s
+        self.leave_timeout_s = leave_timeout_s
+        self.say = say
+        self._instances = instances
+        self._routers = routers
+        self._secret = secret
         self._resolve = resolve
-        self._secret = Secret.read(settings.secret_file)
         self._addresses: dict[str, list[str]] = {}
-        self._registrars: dict[tuple[str, str, str], tuple[Registrar, threading.Thread]] = {}
+        self._memberships: dict[tuple[str, str, str], Membership] = {}
+        self._thread = threading.Thread(target=self._run, daemon=True)
 
-    def run(self) -> None:
-        """Follow the names of the routers until the stop, and return when all have left."""
+    def start(self) -> None:
+        """Begin to register instances."""
+        self._thread.start()
+
+    def has_ended(self) -> bool:
+        """Return whether all have left."""
+        return not self._thread.is_alive()
+
+    def states(self) -> dict[str, str]:
+        """Return the state of each instance at routers; at several, of one where it is not up."""
+        shown: dict[str, str] = {}
+        for each in tuple(self._memberships.values()):
+            if shown.get(each.instance, "up") == "up":
+                shown[each.instance] = each.state
+        return {each["name"]: shown.get(each["name"], "starting") for each in self._instances}
+
+    def is_named(self, url: str, address: str) -> bool:
+        """Return whether a router's URL still has an address."""
+        return address in self._addresses[url]
+
+    def _run(self) -> None:
+        """Follow the names of the routers until all are to leave, and return when they have."""
         said: dict[str, str] = {}
-        while not self._stop.is_set():
-            for url in self._settings.routers:
+        while not self.leaving.is_set():
+            for url in self._routers:
                 try:
                     self._addresses[url] = self._resolve(url)
                     said.pop(url, None)
                 except LaunchError as error:  # Routers that were known may still be there.
                     if said.get(url) != str(error):
                         said[url] = str(error)
-                        print(f"router {url}: {error}", flush=True)
+                        self.say(Notice("warning", f"router {url}: {error}"))
             self._follow()
-            self._stop.wait(_LOOK_EVERY_S)
-        for _, thread in self._registrars.values():
-            thread.join()
-
-    def states(self) -> dict[str, dict[str, str]]:
-        """Return what is seen of each instance; of several routers that of one without it."""
-        shown: dict[str, dict[str, str]] = {}
-        for each, _ in tuple(self._registrars.values()):
-            if shown.get(each.name, {"state": "up"})["state"] == "up":
-                shown[each.name] = each.seen
-        nowhere = {"state": "starting", "reason": "router.join has no address", "problem": ""}
-        return {each["name"]: shown.get(each["name"], nowhere) for each in self._settings.instances}
+            self.leaving.wait(_LOOK_EVERY_S)
+        for each in self._memberships.values():
+            each.join()
 
     def _follow(self) -> None:
-        """Start a registrar for whatever is new, and forget those that have returned."""
-        for key, (_, thread) in tuple(self._registrars.items()):
-            if not thread.is_alive():
-                del self._registrars[key]
+        """Register whatever is new, and forget routers that have gone."""
+        for key, membership in tuple(self._memberships.items()):
+            if not membership.is_alive():
+                del self._memberships[key]
         for url, addresses in self._addresses.items():
             for address in addresses:
-                for instance in self._settings.instances:
+                for instance in self._instances:
                     key = (url, address, instance["name"])
-                    if key not in self._registrars:
-                        self._start(key, instance)
-
-    def _start(self, key: tuple[str, str, str], instance: Mapping[str, Any]) -> None:
-        url, address, _ = key
-        registrar = Registrar(
-            instance,
-            RouterClient(url, self._secret, address=address),
-            self._settings,
-            lambda: address in self._addresses[url],
-            self._stop,
-        )
-        thread = threading.Thread(target=registrar.run, daemon=True)
-        self._registrars[key] = registrar, thread
-        thread.start()
+                    if key not in self._memberships:
+                        router = RouterClient(url, self._secret, address=address)
+                        self._memberships[key] = Membership(self, instance, router, url, address)
+                        self._memberships[key].start()
 
 
-class _Health(BaseHTTPRequestHandler):
-    def __init__(self, membership: Membership, *args: Any) -> None:
-        self._membership = membership
-        super().__init__(*args)
+class Membership(threading.Thread):
+    """One instance at one router, which is ``url`` at ``address``.
 
-    def do_GET(self) -> None:
-        shown = self._membership.states()
-        all_up = all(each["state"] == "up" for each in shown.values())
-        status = HTTPStatus.OK if all_up else HTTPStatus.SERVICE_UNAVAILABLE
-        body = json.dumps({"instances": shown}).encode()
-        self.send_response(status if self.path == "/health" else HTTPStatus.NOT_FOUND)
-        self.send_header("content-type", "application/json")
-        self.send_header("content-length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
+    Attributes:
+        instance: Its name.
+        state: What the router last said. ``starting`` before the router knows the instance, and
+            ``gone`` once it was removed there.
+    """
 
-    def log_message(self, format: str, *args: Any) -> None:
-        """Say nothing: it is asked every few seconds."""
+    def __init__(
+        self,
+        registrar: Registrar,
+        instance: Mapping[str, Any],
+        router: RouterClient,
+        url: str,
+        address: str,
+    ) -> None:
+        super().__init__(daemon=True)
+        self.instance: str = instance["name"]
+        self.state = "starting"
+        self._registrar = registrar
+        self._settings = instance
+        self._router = router
+        self._place = url, address
+        self._registered = ""  # the router process that has the instance
 
+    def run(self) -> None:
+        """Register when it is up, and again with every restart of the router; then leave.
 
-def main() -> None:
-    """Run until SIGTERM or SIGINT."""
-    settings = RegistrarSettings(**json.loads(sys.argv[sys.argv.index("--settings") + 1]))
-    stop = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stop.set())
-    membership = Membership(settings, stop)
-    handler = functools.partial(_Health, membership)
-    server = ThreadingHTTPServer(("127.0.0.1", settings.port), handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    membership.run()
-    server.shutdown()
+        Returns without it when the router is neither named any more nor there.
+        """
+        leaving, said = self._registrar.leaving, ""
+        while not leaving.is_set():
+            try:
+                self._look()
+                said = ""
+            except LaunchError as error:
+                if not self._registrar.is_named(*self._place):
+                    self._warn(f"router {self._router} has gone")
+                    return
+                if str(error) != said:
+                    said = str(error)
+                    self._warn(said)
+            leaving.wait(_LOOK_EVERY_S)
+        if self._registered:
+            try:
+                timeout_s = self._registrar.leave_timeout_s
+                self._router.leave(self.instance, timeout_s=timeout_s)
+                self._say("left", f"has left {self._router}")
+            except LaunchError as error:
+                self._warn(str(error))
 
+    def _look(self) -> None:
+        router, seen = self._router.find_instance(self.instance)
+        is_up = self._registrar.is_up(self.instance)
+        if self._registered and seen is not None:
+            self.state = seen["state"]
+        elif self._registered == router:
+            self._registered, self.state = "", "gone"
+            self._warn(f"router {self._router} has removed it")
+            if is_up:  # On purpose: one that is down is removed after a while.
+                self._warn("joins again when its launcher is started again")
+                self._registrar.leaving.wait()
+        elif is_up:
+            again = " again: the router has restarted" if self._registered else ""
+            self._registered = self._router.register(self._settings)
+            seen = self._router.wait_up(
+                self.instance,
+                timeout_s=self._registrar.join_timeout_s,
+                until=self._registrar.leaving,
+            )
+            self.state = seen["state"]
+            self._say("joined", f"has joined {self._router}{again}")
 
-if __name__ == "__main__":
-    main()
+    def _warn(self, text: str) -> None:
+        self._registrar.say(Notice("warning", f"{self.instance}: {text}"))
+
+    def _say(self, event: Literal["joined", "left"], text: str) -> None:
+        fields = {"instance": self.instance, "router": str(self._router)}
+        self._registrar.say(Notice(event, f"{self.instance} {text}", fields))

@@ -20,6 +20,8 @@ T = TypeVar("T")
 
 _TIMEOUT = httpx.Timeout(30.0, connect=5.0)
 _LOOK_EVERY_S = 0.2
+_MOST_ROUTERS = 64
+"""Asked at the same time."""
 
 
 def trusting(cert_file: str) -> ssl.SSLContext:
@@ -48,8 +50,10 @@ class RouterClient:
         self._url = url.rstrip("/").removesuffix("/v1")
         self._address = address
         try:
-            # For all requests: to read the system's certificates takes 30 ms of CPU.
-            self._verify = trusting(cert_file) if cert_file else httpx.create_ssl_context()
+            self._verify: ssl.SSLContext | bool = False
+            if cert_file or self._url.startswith("https"):
+                # For all requests: to read the system's certificates takes 30 ms of CPU.
+                self._verify = trusting(cert_file) if cert_file else httpx.create_ssl_context()
         except OSError as error:
             raise LaunchError(f"certificate {cert_file} cannot be used: {error}") from error
         self._secret = secret
@@ -198,5 +202,5 @@ class RouterClients:
             for url in self._urls
             for address in addresses_of(url)
         ]
-        with ThreadPoolExecutor(len(clients)) as pool:
+        with ThreadPoolExecutor(_MOST_ROUTERS) as pool:
             return list(pool.map(call, clients))

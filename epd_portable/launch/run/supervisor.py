@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import signal
 import time
@@ -10,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from epd_portable.config.schema import Launch
 from epd_portable.config.secret import Secret
@@ -37,7 +39,8 @@ from epd_portable.launch.run.process import (
     describe_exit,
     start_fork_server,
 )
-from epd_portable.launch.run.router_client import RouterClients
+from epd_portable.launch.run.registrar import Registrar
+from epd_portable.launch.run.router_client import RouterClient, RouterClients
 from epd_portable.launch.run.running import ProcessRecord, RunRecord, start_ticks, write_record
 from epd_portable.launch.run.update import RollingUpdate
 
@@ -96,6 +99,18 @@ class Supervisor:
         after = {name: spec.after for name, spec in self._specs.items()}
         self._lifecycle = Lifecycle(self._specs, launch, after)
         self._probes = Probes()
+        self._routers = self._router_clients()
+        self._registrar: Registrar | None = None
+        if plan.joins:
+            self._registrar = Registrar(
+                plan.members,
+                plan.joins,
+                secret,
+                is_up=lambda name: name in self._lifecycle.up(),
+                join_timeout_s=launch.startup_timeout_s,
+                leave_timeout_s=drain_s,
+                say=self._say,
+            )
         self._update: RollingUpdate | None = None
         self._stop_requests = 0
         self._hangups = 0
@@ -133,16 +148,29 @@ class Supervisor:
             return
         self._perform(self._lifecycle.start_all(time.monotonic()))
         while self._lifecycle.phase is Phase.STARTING and not self._stop_requests:
-            self._step()
-            for notice in progress.notices(self._stages(), time.monotonic()):
-                self._say(notice)
-        if self._lifecycle.phase is Phase.SERVING and not self._stop_requests:
-            for child in self._children.values():
-                for problem in child.problems(
-                    timeout_s=_START_PROBE_TIMEOUT_S, secret=self._secret
-                ):
-                    self._say(Notice("warning", f"serving all the same: {problem}"))
+            self._step(progress)
+        if self._registrar is not None:
+            self._join_routers(self._registrar, progress)
+        if not self._stop_requests:
+            for problem in self._problems():
+                self._say(Notice("warning", f"serving all the same: {problem}"))
             self._say(self._ready(elapsed_s=time.monotonic() - started_at))
+
+    def _join_routers(self, registrar: Registrar, progress: Progress) -> None:
+        """Register all instances, and return when they are up at every router."""
+        registrar.start()
+        end = time.monotonic() + self._launch.startup_timeout_s
+        while not self._stop_requests:
+            missing = [name for name, state in registrar.states().items() if state != "up"]
+            if not missing:
+                return
+            if time.monotonic() >= end:
+                raise LaunchError(
+                    f"{missing[0]} is not up at {', '.join(self._plan.joins)} "
+                    f"{self._launch.startup_timeout_s:g} s after its start "
+                    "(launch.startup_timeout_s)"
+                )
+            self._step(progress)
 
     def _preload(self, progress: Progress) -> None:
         """Wait until processes can be forked; if that is not to be, they start by themselves."""
@@ -193,6 +221,8 @@ class Supervisor:
         self._probes.close()
         if self._update:
             self._update.give_up()
+        if self._registrar is not None:
+            self._registrar.leaving.set()
         if asked and self._lifecycle.phase is Phase.SERVING:
             self._drain(until=lambda: self._stop_requests > asked)
         self._note_shared_memory()
@@ -215,28 +245,25 @@ class Supervisor:
             self._say(Notice("stopped", "stopped"))
 
     def _drain(self, *, until: Callable[[], bool]) -> None:
-        """Ask the routers to end, and wait until they have; instances that they use go on."""
+        """Wait until routers have ended, or instances have left them; these go on meanwhile."""
         routers = [
             child
             for child in self._children.values()
             if child.spec.role == "router" and child.exit_status() is None
         ]
-        if not routers:
-            return
         text = f"open requests may take {self._drain_s:g} s to end (router.drain_s)"
         self._say(Notice("draining", text, {"drain_s": self._drain_s}))
         for router in routers:
             sessions.send_signal(router.session, signal.SIGTERM)
         end = time.monotonic() + self._drain_s + DRAIN_MARGIN_S
-        while (
-            any(router.exit_status() is None for router in routers)
-            and time.monotonic() < end
-            and not until()
-        ):
+        while time.monotonic() < end and not until():
+            has_left = self._registrar is None or self._registrar.has_ended()
+            if has_left and all(router.exit_status() is not None for router in routers):
+                return
             self._keep_guarded()
             time.sleep(_STEP_S)
 
-    def _step(self) -> None:
+    def _step(self, progress: Progress | None = None) -> None:
         now = time.monotonic()
         for name, child in list(self._children.items()):
             status = child.exit_status()
@@ -259,6 +286,9 @@ class Supervisor:
                 self._update = None
         self._write_record(self._lifecycle.phase.value)
         self._keep_guarded()
+        if progress is not None:
+            for notice in progress.notices(self._stages(), time.monotonic()):
+                self._say(notice)
         time.sleep(_STEP_S)
 
     def _is_due(self, what: str, now: float, every_s: float) -> bool:
@@ -280,12 +310,8 @@ class Supervisor:
             else:
                 self._perform(self._lifecycle.silent(name, asked_at, now))
         if self._is_due("start probe", now, _START_PROBE_EVERY_S):
-            secret = self._secret if self._lifecycle.phase is Phase.STARTING else None
             for name in self._lifecycle.pending():
-                self._probes.ask(
-                    self._children[name],
-                    lambda child: child.is_ready(timeout_s=_START_PROBE_TIMEOUT_S, secret=secret),
-                )
+                self._probes.ask(self._children[name], self._is_ready)
         hung_after_s = self._launch.hung_after_s
         every_s = min(PROBE_EVERY_S, hung_after_s / PROBES)
         if hung_after_s and self._is_due("probe", now, every_s):
@@ -294,6 +320,26 @@ class Supervisor:
                 self._probes.ask(
                     self._children[name], lambda child: child.is_well(timeout_s=timeout_s)
                 )
+
+    def _is_ready(self, child: Child) -> bool:
+        """Return whether a process has started; a router with the topology has all instances up."""
+        if child.spec.role != "router" or self._lifecycle.phase is not Phase.STARTING:
+            return child.is_ready(timeout_s=_START_PROBE_TIMEOUT_S)
+        with contextlib.suppress(LaunchError):
+            return all(each["state"] == "up" for each in self._seen_by_routers())
+        return False
+
+    def _problems(self) -> list[str]:
+        """Return what went wrong when routers warmed our instances up."""
+        with contextlib.suppress(LaunchError):
+            seen = self._seen_by_routers()
+            return [each["problem"] for each in seen if each["problem"]]
+        return []
+
+    def _seen_by_routers(self) -> list[dict[str, Any]]:
+        """Return what routers say of instances of ours."""
+        seen = itertools.chain.from_iterable(self._routers.each(RouterClient.instances))
+        return [each for each in seen if each["name"] in self._specs]
 
     def _hung_up(self) -> None:
         """Stop if the terminal was closed, but not under nohup; otherwise begin an update."""
@@ -310,15 +356,17 @@ class Supervisor:
             self._update = RollingUpdate(
                 self._instances,
                 lifecycle=self._lifecycle,
-                routers=self._routers(),
+                routers=self._routers,
                 launch=self._launch,
                 drain_s=self._drain_s,
             )
 
-    def _routers(self) -> RouterClients:
-        router = next(spec for spec in self._plan.processes if spec.role == "router")
-        urls = router.router_urls or (router.url,)
-        return RouterClients(urls, self._secret, cert_file=router.tls_cert_file)
+    def _router_clients(self) -> RouterClients:
+        """Return the routers elsewhere that instances join, or the one of the plan."""
+        routers = [spec for spec in self._plan.processes if spec.role == "router"]
+        urls = self._plan.joins or [spec.url for spec in routers]
+        cert_file = routers[0].tls_cert_file if routers else ""
+        return RouterClients(urls, self._secret, cert_file=cert_file)
 
     def _keep_guarded(self) -> None:
         if not self._guard.alive:
@@ -395,6 +443,9 @@ class Supervisor:
             name: latest_stage(child.output()) if name in pending else "ready"
             for name, child in self._children.items()
         }
+        for name, state in self._registrar.states().items() if self._registrar else ():
+            if stages.get(name) == "ready" and state != "up":
+                stages[name] = "joins its routers"
         for name, others in self._lifecycle.waiting().items():
             stages[name] = f"waits for {' and '.join(others)} on its device"
         return stages

@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -314,18 +314,20 @@ def launch(tmp_path: Path) -> Iterator[Callable[..., Run]]:
         drain_s: float = 30.0,
         secret: str = "0" * 64,
         as_json: bool = False,
+        joins: Sequence[str] = (),
         pauses_s: tuple[float, float] = (1.0, 30.0),
         until: str = "ready:",
         **launch: Any,
     ) -> Run:
         """Start a topology, and return when it says ``until``.
 
-        ``specs`` are further fields of processes, by their names, ``pauses_s`` the shortest and
-        the longest before a restart, all others keys of ``launch``.
+        ``specs`` are further fields of processes, by their names, ``joins`` the routers that all
+        join, ``pauses_s`` the shortest and the longest before a restart, all others keys of
+        ``launch``.
         """
         launch = {"stop_grace_s": 2.0, **launch}
         settings = {"drain_s": drain_s, "secret": secret, "as_json": as_json}
-        settings["pauses_s"] = pauses_s
+        settings |= {"joins": joins, "pauses_s": pauses_s}
         runs.append(Run(tmp_path, servers, launch, popen or {}, specs or {}, **settings))
         runs[-1].wait_for(until)
         return runs[-1]

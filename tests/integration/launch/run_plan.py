@@ -26,6 +26,8 @@ def main() -> None:
         url=next((f"{spec.url}/v1" for spec in specs if spec.role == "router"), "nowhere"),
         processes=specs,
         warnings=(),
+        joins=tuple(raw["joins"]),
+        members=tuple({"name": spec.name, "role": spec.role, "url": spec.url} for spec in specs),
     )
     if "pauses_s" in raw:
         lifecycle.FIRST_PAUSE_S, lifecycle.LONGEST_PAUSE_S = raw["pauses_s"]

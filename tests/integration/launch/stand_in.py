@@ -28,8 +28,10 @@ class Answer(BaseHTTPRequestHandler):
         global status
         match self.path.split("/")[1:]:
             case ["health"]:
-                seen = {"state": options.state, "problem": options.problem}
-                self.say(status, json.dumps({"instances": {"encode-0": seen}}))
+                self.say(status, "")
+            case ["epd", "instances"]:
+                seen = {"name": "encode-0", "state": options.state, "problem": options.problem}
+                self.say(status, json.dumps({"router": "x", "instances": [seen]}))
             case ["metrics"]:
                 self.say(200, f"stand_in_status {status}\n")
             case ["become", number]:

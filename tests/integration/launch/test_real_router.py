@@ -17,6 +17,7 @@ import pytest
 
 from epd_portable.config.secret import make_secret_file
 from epd_portable.launch.plan.ports import port_source
+from epd_portable.launch.run.router_client import RouterClient
 from tests.integration.launch.conftest import Asked, Run, complete
 
 PDS = ("pd-0", "pd-1")
@@ -68,6 +69,29 @@ def test_an_open_request_is_answered_after_the_stop_signal(
     run.wait_for("open requests may take 30 s to end (router.drain_s)")
     assert "pid" in asked.ended()
     run.ends_well()
+
+
+def test_instances_of_another_launcher_join_are_updated_and_leave(
+    routed: Callable[..., Run], launch: Callable[..., Run], tmp_path: Path
+) -> None:
+    there = routed({"pd-0": []}, router={"registration": True})
+    url, name = f"http://127.0.0.1:{there.ports['router']}", "encode-7"
+    router = RouterClient(url, there.secret)
+    joining = {"joins": [url], "secret": (tmp_path / "secret").read_text().strip()}
+    here = launch({name: []}, **joining)
+    assert any(f"{name} has joined {url}" in line for line in here.lines)
+    assert router.find_instance(name)[1]["state"] == "up"
+    here.process.send_signal(signal.SIGHUP)
+    here.wait_for(f"updated {name}")
+    here.stop()
+    assert f"{name} has left {url}" in here.all_lines()
+    assert router.find_instance(name)[1] is None
+    # Without a router it is not ready, and says so.
+    there.stop()
+    here = launch({name: []}, **joining, startup_timeout_s=2.0, until="failed:")
+    assert f"{name} is not up at {url} 2 s after its start" in here.lines[-1]
+    assert any(f"{name}: router {url} cannot be reached" in line for line in here.lines)
+    here.ends_well(1)
 
 
 def test_a_router_alone_is_ready_before_instances_join(tmp_path: Path) -> None:

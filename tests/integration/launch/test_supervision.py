@@ -93,7 +93,7 @@ def test_a_router_that_says_nothing_of_its_instances_is_not_ready(
     ("servers", "settings", "said"),
     [
         (
-            {"router": ["--state=warming"]},
+            {"encode-0": [], "router": ["--state=warming"]},
             {"startup_timeout_s": 1.5},
             "router is not healthy 1.5 s after its start (launch.startup_timeout_s)",
         ),

@@ -301,19 +301,18 @@ def test_a_store_reaches_every_instance_and_the_router_and_is_shown() -> None:
     assert "epd-launch secret" in warning
 
 
-def test_instances_that_join_have_names_of_their_host_and_a_registrar_for_a_router() -> None:
+def test_instances_that_join_have_names_of_their_host_and_no_router() -> None:
     plan = plan_of(JOINING, "cuda", devices=("0", "1"))
     names = ["encode-0@10.0.0.2", "encode-1@10.0.0.2"]
-    assert [process.name for process in plan.processes] == [*names, "registrar"]
+    assert [process.name for process in plan.processes] == names
     assert plan.url == "http://10.0.0.1:8000/v1"
-    encode, _, registrar = plan.processes
+    encode, _ = plan.processes
     assert instance(encode)["instance"] == names[0]
-    settings = json.loads(registrar.argv[-1])
-    found = [(each["name"], each["role"], each["url"]) for each in settings["instances"]]
+    found = [(each["name"], each["role"], each["url"]) for each in plan.members]
     assert found[0] == (names[0], "encode", encode.url)
     assert encode.url.startswith("http://10.0.0.2:")
-    assert settings["routers"] == [*registrar.router_urls] == ["http://10.0.0.1:8000"]
-    assert registrar.url.startswith("http://127.0.0.1:")
+    assert plan.joins == ("http://10.0.0.1:8000",)
+    assert "instances join http://10.0.0.1:8000" in plan_table(plan)
 
 
 @pytest.mark.parametrize("envoy", [True, ["10.1.0.0/16", "fd00::/8"]])
