@@ -22,8 +22,7 @@ from epd_portable.platforms.base import (
     check_host_range,
 )
 from epd_portable.platforms.collectives import CollectiveGroup, Rendezvous
-from epd_portable.platforms.collectives_device import DataBackend, DeviceSide, Turns
-from epd_portable.platforms.collectives_torch import TorchCollectiveGroup
+from epd_portable.platforms.collectives_device import DeviceCollectiveGroup, Turns
 
 _environment_lock = threading.Lock()
 
@@ -63,7 +62,7 @@ class AcceleratorPlatform(Platform):
     Subclasses name the runtime and supply what the two runtimes do differently.
     """
 
-    _turns: Turns | None = None
+    turns: Turns | None = None
     """For a collective library that can make only one communicator at a time in a process."""
 
     def __init__(self) -> None:
@@ -77,11 +76,11 @@ class AcceleratorPlatform(Platform):
         """``torch.cuda`` or ``torch.npu``; `PlatformUnavailableError` if it cannot be loaded."""
 
     @abstractmethod
-    def _data_backend(self, store: Store, rank: int, size: int) -> DataBackend:
-        """Make the backend that moves device tensors."""
+    def data_backend(self, store: Store, rank: int, size: int) -> Any:
+        """Make a backend of torch.distributed that moves device tensors; talks to no peer yet."""
 
     @abstractmethod
-    def _end_work(self, work: Any) -> None:
+    def end_work(self, work: Any) -> None:
         """Let go of completed work of that backend; raises ``RuntimeError`` if it failed."""
 
     @abstractmethod
@@ -259,21 +258,9 @@ class AcceleratorPlatform(Platform):
     def new_group(self, rendezvous: Rendezvous, *, index: int, timeout_s: float) -> CollectiveGroup:
         """Join a group that moves device tensors by the platform's own backend."""
         self.set_device(index)
-        device = self.device(index)
-        return TorchCollectiveGroup(
-            rendezvous,
-            device=device,
-            timeout_s=timeout_s,
-            device_side=DeviceSide(
-                make_backend=self._data_backend,
-                use_device=lambda: self._runtime.set_device(device),
-                end_work=self._end_work,
-                on_failure=self._group_failed,
-                turns=self._turns,
-            ),
-        )
+        return DeviceCollectiveGroup(rendezvous, platform=self, index=index, timeout_s=timeout_s)
 
-    def _group_failed(self) -> None:
+    def group_failed(self) -> None:
         """Note that a group of this process lost its peer, or was late, while a tensor moved."""
 
     @contextmanager

@@ -1,4 +1,4 @@
-"""How a group moves device tensors: by a backend of its own, kept on deadlines.
+"""Groups that move device tensors: by a backend of their own, kept on deadlines.
 
 NCCL and HCCL block without a limit of ours while they make a communicator, and while they take one
 down whose kernel still waits for a dead peer. Both happen in threads that a caller waits for no
@@ -16,99 +16,96 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, Protocol
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed import BroadcastOptions, Store  # type: ignore[attr-defined]
+from torch.distributed import BroadcastOptions, PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from epd_portable.errors import PlatformError, TransportError, TransportTimeoutError
-from epd_portable.platforms.collectives import Deadline, finish_within
+from epd_portable.platforms.collectives import Deadline, Rendezvous, finish_within
+from epd_portable.platforms.collectives_torch import TorchCollectiveGroup
+
+if TYPE_CHECKING:
+    from epd_portable.platforms.accelerator import AcceleratorPlatform
 
 logger = logging.getLogger(__name__)
 
 _WORK_POLL_S = 20e-6
 _RELEASE_WAIT_S = 2.0
-WORD_LENGTH = 2
-"""Numbers in a control word."""
 
 
-class DataBackend(Protocol):
-    """A torch.distributed backend whose work completes on a device, such as NCCL or HCCL."""
+class DeviceCollectiveGroup(TorchCollectiveGroup):
+    """A group of two devices of a platform, which supplies the library's backend."""
 
-    def broadcast(self, tensors: list[torch.Tensor], options: Any) -> Any:
-        """Queue a broadcast from ``options.rootRank``; returns torch's ``Work``."""
+    def __init__(
+        self, rendezvous: Rendezvous, *, platform: AcceleratorPlatform, index: int, timeout_s: float
+    ) -> None:
+        self._platform = platform
+        self._backend: Any = None
+        super().__init__(rendezvous, device=platform.device(index), timeout_s=timeout_s)
 
-    def abort(self) -> None:
-        """Stop kernels that wait for a peer, where the library can."""
+    def _connect(self, rendezvous: Rendezvous, store: TCPStore, deadline: Deadline) -> None:
+        """Make the communicator, and use it once in both directions."""
+        place = PrefixStore(f"{rendezvous.name}/tensors", store)
+        turn: AbstractContextManager[None] = nullcontext()
+        if self._platform.turns is not None:
+            turn = self._platform.turns.with_peer(
+                lambda word: self._put(word, deadline), lambda: self._get(deadline), deadline
+            )
+        with turn:
+            try:
+                self._backend = self._platform.data_backend(place, self.rank, 2)
+            except RuntimeError as error:
+                raise PlatformError(f"no collectives on {self.device}: {error}") from error
 
+            def meet() -> None:
+                self._platform.set_device(self.device.index)
+                box = torch.zeros(1, device=self.device)
+                for root in (0, 1):
+                    self._broadcast(box, root, deadline)
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DeviceSide:
-    """What a platform supplies to groups of one of its devices.
+            with self._translated(deadline):
+                finish_within(deadline, meet, "epd-connect")
+        self._flush(deadline)
 
-    Attributes:
-        make_backend: Makes a backend from a store, a rank and the size 2; talks to no peer yet.
-        use_device: Makes the device the calling thread's current one.
-        end_work: Lets go of completed work; raises ``RuntimeError`` if it failed.
-        on_failure: Called when work on the device failed, or was late.
-        turns: Taken to make a communicator; ``None`` where a process can make several at once.
-    """
+    def _move(self, tensor: torch.Tensor, deadline: Deadline, *, out: bool) -> None:
+        with self._translated(deadline):
+            self._platform.set_device(self.device.index)
+            self._broadcast(tensor, self.rank if out else 1 - self.rank, deadline)
 
-    make_backend: Callable[[Store, int, int], DataBackend]
-    use_device: Callable[[], None]
-    end_work: Callable[[Any], None]
-    on_failure: Callable[[], None]
-    turns: Turns | None = None
+    def _broadcast(self, tensor: torch.Tensor, root: int, deadline: Deadline) -> None:
+        """Queue a broadcast and block until the device has done it; torch's own wait does not."""
+        options = BroadcastOptions()
+        options.rootRank = root
+        options.rootTensor = 0
+        work = self._open_backend().broadcast([tensor], options)
+        try:
+            while not work.is_completed():
+                self._open_backend()
+                if deadline.passed():
+                    raise RuntimeError("device work was not complete at the deadline")
+                time.sleep(_WORK_POLL_S)
+            self._platform.end_work(work)
+        except RuntimeError:
+            self._platform.group_failed()
+            raise
 
+    def _open_backend(self) -> Any:
+        if self._backend is None:
+            raise TransportError("the group was closed while a call was under way")
+        return self._backend
 
-class DeviceLink:
-    """Moves tensors between this rank and one other.
-
-    Args:
-        store: Of this pair alone.
-        rank: 0 or 1.
-
-    Raises:
-        RuntimeError: The library makes no backend.
-    """
-
-    def __init__(self, side: DeviceSide, store: Store, rank: int) -> None:
-        self._side = side
-        self._rank = rank
-        self._backend: DataBackend | None = side.make_backend(store, rank, 2)
-
-    def connect(self, device: torch.device, deadline: Deadline) -> None:
-        """Make the communicator, and use it once in both directions; raises as `move`."""
-
-        def meet() -> None:
-            self._side.use_device()
-            box = torch.zeros(1, device=device)
-            for root in (0, 1):
-                self._broadcast(box, root, deadline)
-
-        finish_within(deadline, meet, "epd-connect")
-
-    def move(self, tensor: torch.Tensor, deadline: Deadline, *, out: bool) -> None:
-        """Give a tensor to the other rank, or fill it from there; returns when the device is done.
-
-        Raises:
-            RuntimeError: The work failed, or is not complete at the deadline.
-            TransportError: The link was closed meanwhile.
-        """
-        self._side.use_device()
-        self._broadcast(tensor, self._rank if out else 1 - self._rank, deadline)
-
-    def close(self) -> None:
+    def _release(self) -> None:
         """Let go of the backend; returns after 2 s at most, whatever the library does."""
+        super()._release()
         backend, self._backend = self._backend, None
         if backend is None:
             return
         # The list holds the last reference, so that the thread drops it and not the caller.
         held = [backend]
         del backend
-        thread = threading.Thread(target=_release, args=(held,), name="epd-release", daemon=True)
+        thread = threading.Thread(target=_abort, args=(held,), name="epd-release", daemon=True)
         thread.start()
         thread.join(_RELEASE_WAIT_S)
         if thread.is_alive():
@@ -117,30 +114,8 @@ class DeviceLink:
                 "back when its own timeout has passed"
             )
 
-    def _broadcast(self, tensor: torch.Tensor, root: int, deadline: Deadline) -> None:
-        """Queue a broadcast and block until the device has done it; torch's own wait does not."""
-        options = BroadcastOptions()
-        options.rootRank = root
-        options.rootTensor = 0
-        work = self._open().broadcast([tensor], options)
-        try:
-            while not work.is_completed():
-                self._open()
-                if deadline.passed():
-                    raise RuntimeError("device work was not complete at the deadline")
-                time.sleep(_WORK_POLL_S)
-            self._side.end_work(work)
-        except RuntimeError:
-            self._side.on_failure()
-            raise
 
-    def _open(self) -> DataBackend:
-        if self._backend is None:
-            raise TransportError("the group was closed while a call was under way")
-        return self._backend
-
-
-def _release(held: list[DataBackend]) -> None:
+def _abort(held: list[Any]) -> None:
     try:
         held[0].abort()
     except RuntimeError as error:

@@ -1,8 +1,8 @@
 """Groups over torch.distributed, made and torn down at run time.
 
 They do not touch torch's default process group, so they are independent of the engine's own groups.
-Words travel over gloo on every platform; tensors over gloo on CPU, and over the links of
-:mod:`.collectives_device` elsewhere.
+Words travel over gloo on every platform; tensors over gloo on CPU, and as
+:mod:`.collectives_device` does it elsewhere.
 
 A mismatch in a collective library ends in a hang, a crash or wrong bytes. So the two ends of a call
 compare the number of bytes first, by words, and a mismatch is an error at both ends; a kernel that
@@ -15,7 +15,7 @@ import socket
 import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from datetime import timedelta
 from enum import IntEnum
 from typing import Any
@@ -41,8 +41,9 @@ from epd_portable.platforms.collectives import (
     Rendezvous,
     finish_within,
 )
-from epd_portable.platforms.collectives_device import WORD_LENGTH, DeviceLink, DeviceSide
 
+WORD_LENGTH = 2
+"""Numbers in a control word."""
 _WORD_TAG = 1
 _DATA_TAG = 2
 _BACKLOG = 128
@@ -97,7 +98,6 @@ class TorchCollectiveGroup(CollectiveGroup):
 
     Args:
         timeout_s: Seconds until both ranks must have joined; positive.
-        device_side: For tensors that are not in host memory.
 
     Raises:
         TransportTimeoutError: The other rank did not join within ``timeout_s``.
@@ -105,14 +105,7 @@ class TorchCollectiveGroup(CollectiveGroup):
         PlatformError: The platform has no collectives.
     """
 
-    def __init__(
-        self,
-        rendezvous: Rendezvous,
-        *,
-        device: torch.device,
-        timeout_s: float,
-        device_side: DeviceSide | None = None,
-    ) -> None:
+    def __init__(self, rendezvous: Rendezvous, *, device: torch.device, timeout_s: float) -> None:
         self.rank = rendezvous.rank
         self._peer = 1 - self.rank
         self.device = device
@@ -132,13 +125,11 @@ class TorchCollectiveGroup(CollectiveGroup):
                 "epd-meet",
             )
         self._put_words: deque[tuple[torch.Tensor, Any]] = deque()
-        self._link: DeviceLink | None = None
-        if device_side is not None:
-            try:
-                self._connect(rendezvous, store, device_side, deadline)
-            except EPDError:
-                self.close()
-                raise
+        try:
+            self._connect(rendezvous, store, deadline)
+        except EPDError:
+            self.close()
+            raise
 
     def send(self, tensor: torch.Tensor, timeout_s: float) -> None:
         """See :meth:`CollectiveGroup.send`."""
@@ -214,32 +205,17 @@ class TorchCollectiveGroup(CollectiveGroup):
             if self._closed_because:
                 return
             self._closed_because = reason
+        self._release()
+
+    def _release(self) -> None:
         # gloo closes its connections when the last reference goes; it has no other way.
         self._put_words.clear()
         self._gloo = None
-        if self._link is not None:
-            self._link.close()
 
     # -- channels --------------------------------------------------------------------------------
 
-    def _connect(
-        self, rendezvous: Rendezvous, store: TCPStore, side: DeviceSide, deadline: Deadline
-    ) -> None:
-        """Link this rank's device with the other's."""
-        place = PrefixStore(f"{rendezvous.name}/tensors", store)
-        turn: AbstractContextManager[None] = nullcontext()
-        if side.turns is not None:
-            turn = side.turns.with_peer(
-                lambda word: self._put(word, deadline), lambda: self._get(deadline), deadline
-            )
-        with turn:
-            try:
-                self._link = DeviceLink(side, place, self.rank)
-            except RuntimeError as error:
-                raise PlatformError(f"no collectives on {self.device}: {error}") from error
-            with self._translated(deadline):
-                self._link.connect(self.device, deadline)
-        self._flush(deadline)
+    def _connect(self, rendezvous: Rendezvous, store: TCPStore, deadline: Deadline) -> None:
+        """Make what moves tensors, if gloo does not; the ranks have met."""
 
     def _open(self) -> Any:
         """Return gloo, which another thread's ``close()`` may have taken away."""
@@ -275,11 +251,8 @@ class TorchCollectiveGroup(CollectiveGroup):
 
     def _move(self, tensor: torch.Tensor, deadline: Deadline, *, out: bool) -> None:
         with self._translated(deadline):
-            if self._link is not None:
-                self._link.move(tensor, deadline, out=out)
-            else:
-                begin = self._open().send if out else self._open().recv
-                begin([tensor], self._peer, _DATA_TAG).wait(_delta(deadline))
+            begin = self._open().send if out else self._open().recv
+            begin([tensor], self._peer, _DATA_TAG).wait(_delta(deadline))
 
     @contextmanager
     def _translated(self, deadline: Deadline, peer: str = "") -> Iterator[None]:

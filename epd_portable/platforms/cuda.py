@@ -14,7 +14,6 @@ from torch.multiprocessing import reductions
 from epd_portable.errors import PlatformError, UnsupportedError
 from epd_portable.platforms.accelerator import AcceleratorPlatform, errors_spare_the_process
 from epd_portable.platforms.base import Availability, ShareHandle
-from epd_portable.platforms.collectives_device import DataBackend
 from epd_portable.platforms.traits import TRAITS
 
 _HOST_REGISTER_PORTABLE = 1
@@ -97,17 +96,18 @@ class CudaPlatform(AcceleratorPlatform):
         tensor: torch.Tensor = reductions.rebuild_cuda_tensor(*arguments)  # type: ignore[no-untyped-call]
         return tensor
 
-    def _data_backend(self, store: Store, rank: int, size: int) -> DataBackend:
+    def data_backend(self, store: Store, rank: int, size: int) -> Any:
+        """See `AcceleratorPlatform`."""
         backend_cls = torch.distributed.ProcessGroupNCCL
         options = backend_cls.Options()
         # Deadlines are kept by the group; NCCL's own would end the process.
         options._timeout = _NEVER
         options.config.max_ctas = _NCCL_CHANNELS
         with errors_spare_the_process("TORCH_NCCL_ASYNC_ERROR_HANDLING"):
-            backend: DataBackend = backend_cls(store, rank, size, options)  # type: ignore[assignment]
-        return backend
+            return backend_cls(store, rank, size, options)
 
-    def _end_work(self, work: Any) -> None:
+    def end_work(self, work: Any) -> None:
+        """See `AcceleratorPlatform`."""
         # NCCL's work is completed when it failed, too. It refuses to be asked which (torch 2.11 to
         # 2.13); the wait, which does not block any more, raises what went wrong.
         work.wait()

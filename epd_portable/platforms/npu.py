@@ -22,7 +22,7 @@ from epd_portable.errors import PlatformError, PlatformUnavailableError, Unsuppo
 from epd_portable.platforms.accelerator import AcceleratorPlatform, errors_spare_the_process
 from epd_portable.platforms.base import Availability, ShareHandle
 from epd_portable.platforms.collectives import CollectiveGroup, Rendezvous
-from epd_portable.platforms.collectives_device import DataBackend, Turns
+from epd_portable.platforms.collectives_device import Turns
 from epd_portable.platforms.traits import TRAITS
 
 # HCCL takes twice this much device memory for a communicator, by default 2 x 200 MB: so a group of
@@ -45,7 +45,7 @@ class NpuPlatform(AcceleratorPlatform):
     # torch_npu 2.13 appends a release function to a list of the process each time it has made a
     # communicator, without a lock: two at the same moment corrupt the list, which ends the process
     # there or when it exits. A communicator that the engine makes meanwhile is not covered.
-    _turns = Turns()
+    turns = Turns()
 
     def __init__(self) -> None:
         super().__init__()
@@ -181,23 +181,25 @@ class NpuPlatform(AcceleratorPlatform):
             self._groups_left -= 1
         return super().new_group(rendezvous, index=index, timeout_s=timeout_s)
 
-    def _group_failed(self) -> None:
+    def group_failed(self) -> None:
+        """Count from now on what is left, see `_GROUPS_AFTER_FAILURE`."""
         if self._groups_left is None:
             self._groups_left = _GROUPS_AFTER_FAILURE
             for tensor in self._opened.values():
                 _keep(tensor)
 
-    def _data_backend(self, store: Store, rank: int, size: int) -> DataBackend:
+    def data_backend(self, store: Store, rank: int, size: int) -> Any:
+        """See `AcceleratorPlatform`."""
         backend_cls = _torch_npu()._C._distributed_c10d.ProcessGroupHCCL
         options = backend_cls.Options()
         # Deadlines are kept by the group; HCCL's own would end the process.
         options._timeout = _NEVER
         options.hccl_config = {"hccl_buffer_size": _HCCL_BUFFER_MB}
         with errors_spare_the_process(*_ERROR_MODE):
-            backend: DataBackend = backend_cls(store, rank, size, options)
-        return backend
+            return backend_cls(store, rank, size, options)
 
-    def _end_work(self, work: Any) -> None:
+    def end_work(self, work: Any) -> None:
+        """See `AcceleratorPlatform`."""
         if not work.is_success():
             raise RuntimeError("HCCL says that the work failed")
         # Complete already; the call lets go of the tensor, which HCCL keeps until then.

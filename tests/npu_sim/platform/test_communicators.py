@@ -119,7 +119,7 @@ def place(host: RendezvousHost, rank: int) -> Rendezvous:
 def test_a_group_that_waits_too_long_for_others_of_its_process_is_an_error_at_its_deadline(
     npu: Platform, host: RendezvousHost
 ) -> None:
-    turns = NpuPlatform._turns
+    turns = NpuPlatform.turns
     assert turns is not None
     with closing(RankProcess()) as other, ThreadPoolExecutor(1) as pool:
         assert turns._lock.acquire(timeout=SHORT_S)
