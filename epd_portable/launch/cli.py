@@ -18,7 +18,6 @@ import click
 from epd_portable.config.document import dotted
 from epd_portable.config.hardware import find_hardware
 from epd_portable.config.roles import ROLES
-from epd_portable.config.schema import Topology
 from epd_portable.config.secret import Secret, make_secret_file
 from epd_portable.errors import ConfigError
 from epd_portable.launch.commands import members, render, status
@@ -36,12 +35,12 @@ from epd_portable.launch.commands.command_line import (
     warn,
 )
 from epd_portable.launch.notices import Notice
-from epd_portable.launch.plan.check import inspect, plan_findings, store_finding
+from epd_portable.launch.plan.check import inspect
 from epd_portable.launch.plan.file_checks import named_files
 from epd_portable.launch.plan.machine import assumed_machine, probed_machine
 from epd_portable.launch.plan.ports import claim, is_free
-from epd_portable.launch.plan.processes import Plan, new_run_id, run_secret_file
-from epd_portable.launch.plan.request import PlanRequest, refusals
+from epd_portable.launch.plan.processes import new_run_id, run_secret_file
+from epd_portable.launch.plan.request import PlanRequest, refusals, store_warnings
 from epd_portable.launch.plan.text import findings_table, plan_table
 from epd_portable.launch.run.log_files import make_private_folder, use_log_folder
 from epd_portable.launch.run.running import RUN_FOLDER
@@ -141,7 +140,6 @@ CHECK_HELP = """Show the platforms, devices and transfer paths that can be used;
 \b
   epd-launch check
   epd-launch check --hardware 910b-64g
-  epd-launch check --platform cpu --config configs/1e1pd.yaml
 
 Exit status: 0 when a platform can be used (with --platform: that one) and, with --hardware,
 matches the profile; otherwise 1; 2 on bad input. Warnings do not count.
@@ -212,9 +210,7 @@ def _serve(request: PlanRequest, log_dir: Path | None, *, as_json: bool) -> None
         lines = "".join(f"\n  {error}" for error in refused)
         raise ConfigError(f"{len(refused)} problems of this machine{lines}")
     say = printer(as_json=as_json)
-    if topology.store is not None and not (found := store_finding(topology.store)).usable:
-        say(Notice("warning", f"store: {found.reason}"))
-    for warning in plan.warnings:
+    for warning in (*plan.warnings, *store_warnings(topology.store)):
         say(Notice("warning", warning))
     logs = log_dir or Path(f"{temp_dir}-logs")
     use_log_folder(logs)
@@ -255,15 +251,17 @@ def plan(as_json: bool, **options: Any) -> None:
     """Show a plan; users read `PLAN_HELP`."""
     request = PlanRequest.from_options(**options)
     topology = request.load()
-    result = _plan_only(request, topology)
-    refused: list[str] = []
+    run_id, machine = new_run_id(), request.expected_machine(os.environ)
+    result = request.plan(topology, run_id, machine, temp_dir=_temp_dir(run_id))
+    warnings = [*result.warnings]
     if not request.hardware:
         # A machine that is not here has other files and ports.
         missing = named_files(topology.model_dump())
-        refused += [f"{dotted(path)}: {problem}" for path, problem in missing]
+        refused = [f"{dotted(path)}: {problem}" for path, problem in missing]
         refused += map(str, refusals(topology, result, is_free))
-    warnings = (*result.warnings, *(f"up refuses this here: {problem}" for problem in refused))
-    result = dataclasses.replace(result, warnings=warnings)
+        warnings += [f"up refuses this here: {problem}" for problem in refused]
+        warnings += store_warnings(topology.store)
+    result = dataclasses.replace(result, warnings=tuple(warnings))
     if not as_json:
         warn(warnings)
     show(plan_table(result), as_json=as_json, **result.as_json())
@@ -276,39 +274,18 @@ def plan(as_json: bool, **options: Any) -> None:
     metavar="PROFILE",
     help="Compare the devices with a hardware profile: a name such as h200, or a file.",
 )
-@click.option(
-    "--config",
-    type=click.Path(dir_okay=False, path_type=Path),
-    metavar="FILE",
-    help="Also show warnings for this topology, such as too few CPU cores or a store that does not "
-    "answer; needs --platform.",
-)
 @json_option
-def check(platform: str | None, hardware: str | None, config: Path | None, as_json: bool) -> None:
+def check(platform: str | None, hardware: str | None, as_json: bool) -> None:
     """Show what can be used here; users read `CHECK_HELP`."""
     expected = find_hardware(hardware, platform) if hardware else None
     platform = expected.platform if expected else platform
-    if config is not None and platform is None:
-        raise ConfigError(f"--config {config}: name the --platform that it is planned for")
     findings = inspect([platform] if platform else list(TRAITS), expected)
-    if config is not None:
-        request = PlanRequest.from_options(platform=platform, config=config)
-        topology = request.load()
-        findings += plan_findings(config.name, _plan_only(request, topology))
-        if topology.store is not None:
-            findings.append(store_finding(topology.store))
     found = [dataclasses.asdict(finding) for finding in findings]
     show(findings_table(findings), as_json=as_json, findings=found)
     platforms = [finding.usable for finding in findings if finding.kind == "platform"]
     compared = [finding.usable for finding in findings if finding.kind == "hardware"]
     if not any(platforms) or not all(compared):
         sys.exit(FAILED)
-
-
-def _plan_only(request: PlanRequest, topology: Topology) -> Plan:
-    """Plan without a device."""
-    run_id, machine = new_run_id(), request.expected_machine(os.environ)
-    return request.plan(topology, run_id, machine, temp_dir=_temp_dir(run_id))
 
 
 def _temp_dir(run_id: str) -> Path:

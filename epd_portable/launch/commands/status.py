@@ -7,7 +7,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 import yaml
@@ -22,9 +22,7 @@ from epd_portable.launch.commands.command_line import (
 )
 from epd_portable.launch.plan.text import columns, ports_text
 from epd_portable.launch.run.log_files import Tail
-from epd_portable.launch.run.running import RUN_FOLDER, RunRecord, find_runs, kept_logs
-
-T = TypeVar("T")
+from epd_portable.launch.run.running import RunRecord, find_runs
 
 _LOOK_EVERY_S = 0.3
 
@@ -44,8 +42,6 @@ Exit status: 0 when one runs, 1 when none does; on a cluster, 1 unless all of it
 """
 
 LOGS_HELP = """Show the end of the logs of a running topology, of all processes or of INSTANCE.
-
-Where none runs, it shows the logs that the last failed one has left in the temporary folder.
 
 \b
   epd-launch logs -f encode-0
@@ -132,23 +128,17 @@ def logs(
             _show(tails, lines, as_json=as_json, ended=(lambda: "") if follow else None)
         return
     run = _choose_run(run_id)
-    if run is not None:
-        paths, whose = {each.name: Path(each.log) for each in run.processes}, f"run {run.run_id}"
-    else:
-        folder = _kept_logs(run_id)
-        click.echo(f"it does not run; logs that were left: {folder}", err=True)
-        paths, whose = {path.stem: path for path in sorted(folder.glob("*.log"))}, str(folder)
 
     def ended() -> str:
-        assert run is not None
         goes_on = run.run_id in {each.run_id for each in _running()}
         return "" if goes_on else f"run {run.run_id} has ended"
 
-    tails = {key: Tail(path) for key, path in _named(paths, instance, whose).items()}
-    _show(tails, lines, as_json=as_json, ended=ended if follow and run is not None else None)
+    tails = {each.name: Tail(Path(each.log)) for each in run.processes}
+    tails = _named(tails, instance, f"run {run.run_id}")
+    _show(tails, lines, as_json=as_json, ended=ended if follow else None)
 
 
-def _named(logs: Mapping[str, T], instance: str | None, whose: str) -> Mapping[str, T]:
+def _named(logs: dict[str, Tail], instance: str | None, whose: str) -> dict[str, Tail]:
     """Return all logs, or that of one process."""
     if instance is None:
         return logs
@@ -182,28 +172,17 @@ def _show(
         time.sleep(_LOOK_EVERY_S)
 
 
-def _choose_run(run_id: str | None) -> RunRecord | None:
-    """Return the run that is meant; ``None`` if it does not run, or none does."""
+def _choose_run(run_id: str | None) -> RunRecord:
+    """Return the run that is meant."""
     runs = {run.run_id: run for run in _running()}
-    if run_id is not None:
-        return runs.get(run_id)
-    if len(runs) > 1:
+    if run_id is None and len(runs) > 1:
         raise ConfigError(f"several topologies run: choose one with --run, of {', '.join(runs)}")
-    return next(iter(runs.values()), None)
-
-
-def _kept_logs(run_id: str | None) -> Path:
-    """Return the folder with the logs that a failed run has left, by default the last one."""
-    temp_dir = Path(tempfile.gettempdir())
-    name = f"{RUN_FOLDER}{run_id}-logs"
-    for folder in kept_logs(temp_dir):
-        if run_id is None or folder.name == name:
-            return folder
-    which = "no topology of yours runs here" if run_id is None else f"there is no run {run_id}"
-    raise LaunchError(
-        f"{which}, and no failed one has left logs in {temp_dir}; those of --log-dir are where "
-        "that says"
-    )
+    run = next(iter(runs.values()), None) if run_id is None else runs.get(run_id)
+    if run is None:
+        raise LaunchError(
+            "no topology of yours runs here" if run_id is None else f"run {run_id} does not run"
+        )
+    return run
 
 
 def run_table(run: RunRecord) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import itertools
 import os
@@ -10,13 +9,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from epd_portable.config.hardware import HardwareProfile
-from epd_portable.config.store import StoreSection
-from epd_portable.connector.stores.base import make_store
-from epd_portable.errors import ConfigError, PlatformError, StoreError
+from epd_portable.errors import PlatformError
 from epd_portable.launch.plan.installed import ENGINES, installed_engines
 from epd_portable.launch.plan.kv import KV_CONNECTORS
 from epd_portable.launch.plan.machine import allowed_cores, has_shares, memory_nodes, quota_cores
-from epd_portable.launch.plan.processes import Plan
 from epd_portable.platforms import registry as platforms
 from epd_portable.platforms.base import LimitsCompute, Platform
 
@@ -29,8 +25,8 @@ class Finding:
     """One line of the report.
 
     Attributes:
-        kind: ``engine``, ``cores``, ``platform``, ``share``, ``hardware``, ``device``, ``path``,
-            ``kv``, ``store``, ``front`` or ``plan``.
+        kind: ``engine``, ``cores``, ``platform``, ``share``, ``hardware``, ``device``, ``path``
+            or ``kv``.
         name: A device as ``platform:index``, a path as ``platform/path`` between two of its
             instances, or ``producer→consumer/path`` between platforms.
         reason: What was found, or what is missing.
@@ -66,23 +62,6 @@ def inspect(
     for producer, consumer in itertools.product(usable, repeat=2):
         findings += _paths(producer, consumer)
     return findings
-
-
-def plan_findings(name: str, plan: Plan) -> Iterator[Finding]:
-    """Say who stands in front of what a file asks for, and whether all of it goes well here."""
-    front, _, why = plan.front.partition(": ")
-    yield Finding("front", front, True, why)
-    reason = "; ".join(plan.warnings) or "nothing asks for more than there is"
-    yield Finding("plan", name, not plan.warnings, reason)
-
-
-def store_finding(section: StoreSection) -> Finding:
-    """Say whether a store answers."""
-    try:
-        with contextlib.closing(make_store(section)) as store:
-            return Finding("store", section.where, True, store.check())
-    except (ConfigError, StoreError) as error:
-        return Finding("store", section.where, False, str(error))
 
 
 def _cores() -> Finding:

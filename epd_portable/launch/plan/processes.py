@@ -41,7 +41,6 @@ from epd_portable.launch.plan.placement import (
 from epd_portable.launch.plan.sharing import (
     UsedDevice,
     check_sharing,
-    memory_warnings,
     shared_with,
     sharing_warnings,
     starts_after,
@@ -228,7 +227,7 @@ def make_plan(
     warnings = [
         *placements.warnings,
         *sharing_warnings(devices),
-        *_warnings(topology, traits, machine, instances, hardware),
+        *_warnings(topology, machine, hardware),
         *core_warnings(
             {spec.name: (spec.cores, _threads(spec)) for spec in processes},
             quota_cores=machine.quota_cores,
@@ -342,13 +341,7 @@ def _threads(spec: ProcessSpec) -> int:
     return int(given) if given.isdecimal() else 1
 
 
-def _warnings(
-    topology: Topology,
-    traits: PlatformTraits,
-    machine: Machine,
-    instances: Sequence[InstancePlacement],
-    hardware: HardwareProfile | None,
-) -> list[str]:
+def _warnings(topology: Topology, machine: Machine, hardware: HardwareProfile | None) -> list[str]:
     found = []
     if not machine.has_shares and any(topology.instances.of(role).share for role in ROLES):
         found.append(
@@ -362,7 +355,6 @@ def _warnings(
             "of the store outlives the run"
         )
     if hardware is not None:
-        found += memory_warnings(topology, traits, instances, hardware.usable_memory_bytes)
         avoid = hardware.ports_to_avoid
         if topology.router.port in avoid:
             found.append(

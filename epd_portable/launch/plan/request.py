@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import json
@@ -17,8 +18,9 @@ from epd_portable.config.load import Check, load_topology, located
 from epd_portable.config.removed import REMOVED, removed
 from epd_portable.config.roles import ROLES, Role, group_of
 from epd_portable.config.schema import AUTO, Topology
+from epd_portable.config.store import StoreSection
 from epd_portable.connector.stores.base import make_store
-from epd_portable.errors import ConfigError, EPDError, PortInUseError
+from epd_portable.errors import ConfigError, EPDError, PortInUseError, StoreError
 from epd_portable.launch.plan.addresses import own_address, require_addresses
 from epd_portable.launch.plan.file_checks import engine_settings
 from epd_portable.launch.plan.machine import (
@@ -233,6 +235,17 @@ def refusals(topology: Topology, plan: Plan, free: Callable[[int, str], bool]) -
         except EPDError as error:
             found.append(error)
     return found
+
+
+def store_warnings(section: StoreSection | None) -> list[str]:
+    """Return why a store does not answer."""
+    if section is not None:
+        try:
+            with contextlib.closing(make_store(section)) as store:
+                store.check()
+        except (ConfigError, StoreError) as error:
+            return [f"store: {error}"]
+    return []
 
 
 def _require_fixed_ports(

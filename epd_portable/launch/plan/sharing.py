@@ -15,7 +15,6 @@ from pydantic import JsonValue
 
 from epd_portable.config.roles import ENCODES, ROLES, TAKES_ITEMS, Role, group_of
 from epd_portable.config.schema import Topology
-from epd_portable.connector import registry
 from epd_portable.errors import ConfigError
 from epd_portable.launch.plan.placement import InstancePlacement
 from epd_portable.platforms.traits import PlatformTraits
@@ -161,37 +160,6 @@ def sharing_warnings(devices: Sequence[UsedDevice]) -> list[str]:
                     f"instances.{group_of(tenant.role)}.engine_args"
                 )
     return warnings
-
-
-def memory_warnings(
-    topology: Topology,
-    traits: PlatformTraits,
-    instances: Sequence[InstancePlacement],
-    memory_bytes: int,
-) -> list[str]:
-    """Return on which devices, of so much memory, a receive pool leaves its engine nothing.
-
-    A pool in device memory is on the device of the first rank of each instance that gets items.
-    vLLM finds it there when it measures, and subtracts it from the engine's part.
-    """
-    if not traits.needs_device_copy or not registry.may_use_device_memory(topology.transfer.path):
-        return []
-    pool = topology.transfer.pool_bytes
-    warnings = []
-    for each in instances:
-        part = _utilization(topology, each.role)
-        engine = round(part * memory_bytes)
-        if topology.gets_items(each.role) and pool >= engine:
-            warnings.append(
-                f"device {each.devices[0]}: the receive pool of {each.name} wants {_mib(pool)} of "
-                f"the {_mib(engine)} that gpu_memory_utilization {part:g} gives to its engine (of "
-                f"{_mib(memory_bytes)}); lower transfer.pool_bytes"
-            )
-    return warnings
-
-
-def _mib(nbytes: int) -> str:
-    return f"{nbytes / (1 << 20):.0f} MiB"
 
 
 def _utilization(topology: Topology, role: Role) -> float:

@@ -149,14 +149,3 @@ def _is_locked(folder: Path) -> bool:
     finally:
         os.close(descriptor)
     return False
-
-
-def kept_logs(temp_dir: Path) -> list[Path]:
-    """Return the log folders that failed runs have left in a temporary folder, newest first."""
-    found: list[tuple[int, Path]] = []
-    for folder in temp_dir.glob(f"{RUN_FOLDER}*-logs"):
-        with contextlib.suppress(OSError):
-            seen = folder.lstat()
-            if stat.S_ISDIR(seen.st_mode) and seen.st_uid == os.geteuid():
-                found.append((seen.st_mtime_ns, folder))
-    return [folder for _, folder in sorted(found, reverse=True)]

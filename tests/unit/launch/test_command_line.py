@@ -133,18 +133,6 @@ def test_a_plan_warns_of_what_up_refuses(tmp_path: Path) -> None:
     )
 
 
-def test_who_stands_in_front_of_a_file_is_checked_with_its_reason(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(launch, "inspect", lambda *_: [])
-    config = tmp_path / "t.yaml"
-    config.write_text("model: demo\nrouter: {partial_results: true}\n")
-    words = ["check", "--platform", "cpu", "--config", str(config), "--json"]
-    front, plan = json.loads(CliRunner().invoke(launch.main, words).stdout)["findings"]
-    assert (front["kind"], front["name"], plan["kind"]) == ("front", "router", "plan")
-    assert "partial_results" in front["reason"]
-
-
 def test_fixed_ports_are_those_of_the_plan_which_says_why_they_cannot_be_used(
     tmp_path: Path,
 ) -> None:

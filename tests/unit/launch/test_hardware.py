@@ -64,35 +64,6 @@ def test_a_profile_is_found_beside_the_topology_file_then_here_then_in_the_packa
         find_hardware("h2000", None)
 
 
-@pytest.mark.parametrize("path", ["auto", "ipc", "collective"])
-def test_a_pool_that_leaves_its_engine_nothing_is_warned_of_with_all_figures(path: str) -> None:
-    text = f"""
-transfer: {{pool_bytes: 5GiB, path: {path}}}
-engine_args: {{gpu_memory_utilization: 0.9}}
-instances: {{prefill_decode: {{engine_args: {{gpu_memory_utilization: 0.5}}}}}}
-"""
-    assert warnings(text) == [
-        "device 1: the receive pool of prefill_decode-0 wants 5120 MiB of the 5120 MiB that "
-        "gpu_memory_utilization 0.5 gives to its engine (of 10240 MiB); lower transfer.pool_bytes"
-    ]
-
-
-@pytest.mark.parametrize("path", ["shm", "tcp"])
-def test_a_pool_in_host_memory_takes_nothing_of_a_device(path: str) -> None:
-    assert warnings(f"transfer: {{pool_bytes: 40GiB, path: {path}}}") == []
-
-
-def test_only_the_first_rank_of_an_instance_keeps_a_pool() -> None:
-    text = """
-transfer: {pool_bytes: 10GiB}
-instances:
-  encode: {devices: [1], engine_args: {gpu_memory_utilization: 0.04}}
-  prefill_decode: {devices: [0, 1], tensor_parallel_size: 2}
-"""
-    found = [line for line in warnings(text) if "receive pool" in line]
-    assert [line.partition(":")[0] for line in found] == ["device 0"]
-
-
 def test_a_public_port_that_other_software_takes_is_warned_of() -> None:
     assert warnings("router: {port: 20009}\ntransfer: {path: shm}") == [
         "router.port 20009: on x other software takes ports 20000 to 20009; choose one outside them"
@@ -130,6 +101,4 @@ def test_a_machine_is_compared_with_a_profile(sizes: list[int], usable: bool, re
 
 def test_what_torch_sees_counts_before_what_the_device_has() -> None:
     seen = profile(f"{PROFILE}torch_memory_bytes: {{value: 9GiB, {FIGURE}}}")
-    (warning,) = warnings("transfer: {pool_bytes: 9GiB}", hardware=seen)
-    assert "8479 MiB that gpu_memory_utilization 0.92 gives to its engine (of 9216 MiB)" in warning
     assert compare(seen, [9 * GIB] * 2).usable
