@@ -1,67 +1,31 @@
-"""Hardware profiles: what one kind of server has, every number with its source; where they are."""
+"""Hardware profiles: what one kind of server has, for plans and to compare a machine with."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Generic, Literal, TypeVar
+from typing import Annotated, Any
 
-from pydantic import Field, PrivateAttr, model_validator
+from pydantic import BeforeValidator, Field, PrivateAttr, field_validator
 
 from epd_portable import envs
 from epd_portable.config.instance import PlatformName
 from epd_portable.config.load import SHIPPED
 from epd_portable.config.problems import checked, read_text
-from epd_portable.config.quantities import Section, Size
+from epd_portable.config.quantities import Port, Section, Size
 from epd_portable.errors import ConfigError
 
-T = TypeVar("T")
-
-PROFILES = (Path("configs/hardware"), SHIPPED / "hardware")
-"""Where profiles are looked for last: in the working directory, and in the package."""
+PROFILES = SHIPPED / "hardware"
 
 
-Count = Annotated[int, Field(ge=1, le=1024)]
-Bytes = Annotated[Size, Field(gt=0)]
-Version = Annotated[str, Field(min_length=1)]
-Quality = Literal["datasheet", "measured", "secondary", "derived"]
+def _bare(value: Any) -> Any:
+    if isinstance(value, dict):
+        raise ValueError("write the value alone, and where it comes from as a comment")
+    return value
 
 
-class Sourced(Section):
-    """How far a number can be trusted.
-
-    Attributes:
-        quality: ``datasheet``: the vendor states it. ``measured``: published measurements.
-            ``secondary``: a third party states it. ``derived``: arithmetic on other numbers.
-        source: Where it can be read, or the arithmetic; all but ``derived`` need an address.
-    """
-
-    quality: Quality
-    source: Annotated[str, Field(min_length=10)]
-
-    @model_validator(mode="after")
-    def _has_an_address(self) -> Sourced:
-        if self.quality != "derived" and "https://" not in self.source:
-            raise ValueError(f"source of a {self.quality} number must hold an https:// address")
-        return self
-
-
-class Figure(Sourced, Generic[T]):
-    """One number, in the unit that its key ends with, and where it comes from."""
-
-    value: T
-
-
-class Ports(Sourced):
-    """A range of ports, both ends included."""
-
-    first: Annotated[int, Field(ge=1, le=65535)]
-    last: Annotated[int, Field(ge=1, le=65535)]
-
-    @model_validator(mode="after")
-    def _is_in_order(self) -> Ports:
-        if self.first > self.last:
-            raise ValueError(f"first {self.first} is above last {self.last}; swap them")
-        return self
+Count = Annotated[int, BeforeValidator(_bare), Field(ge=1, le=1024)]
+Bytes = Annotated[Size, BeforeValidator(_bare), Field(gt=0)]
+PortRange = Annotated[list[Port], BeforeValidator(_bare), Field(min_length=2, max_length=2)]
 
 
 class HardwareProfile(Section):
@@ -70,13 +34,18 @@ class HardwareProfile(Section):
     platform: PlatformName
     device: Annotated[str, Field(min_length=1)]
     accelerator_type: Annotated[str, Field(min_length=1)] | None = None
-    devices_per_node: Figure[Count]
-    memory_bytes: Figure[Bytes]
-    torch_memory_bytes: Figure[Bytes] | None = None
-    avoid_ports: Ports | None = None
-    software: dict[str, Figure[Version]] = Field(default_factory=dict)
-    notes: list[str] = Field(default_factory=list)
+    devices_per_node: Count
+    memory_bytes: Bytes
+    torch_memory_bytes: Bytes | None = None
+    avoid_ports: PortRange | None = None
     _name: str = PrivateAttr(default="")
+
+    @field_validator("avoid_ports")
+    @classmethod
+    def _is_in_order(cls, ports: list[int] | None) -> list[int] | None:
+        if ports and ports[0] > ports[1]:
+            raise ValueError(f"{ports[0]} is above {ports[1]}; swap them")
+        return ports
 
     @property
     def name(self) -> str:
@@ -86,13 +55,12 @@ class HardwareProfile(Section):
     @property
     def usable_memory_bytes(self) -> int:
         """What an engine divides on one device."""
-        return (self.torch_memory_bytes or self.memory_bytes).value
+        return self.torch_memory_bytes or self.memory_bytes
 
     @property
     def ports_to_avoid(self) -> range:
         """Empty where the profile names none."""
-        ports = self.avoid_ports
-        return range(ports.first, ports.last + 1) if ports else range(0)
+        return range(self.avoid_ports[0], self.avoid_ports[1] + 1) if self.avoid_ports else range(0)
 
 
 def load_profile(path: Path) -> HardwareProfile:
@@ -106,29 +74,25 @@ def load_profile(path: Path) -> HardwareProfile:
     return profile
 
 
-def find_hardware(
-    name: str, platform: str | None, *, beside: Path | None = None
-) -> HardwareProfile:
+def find_hardware(name: str, platform: str | None) -> HardwareProfile:
     """Read a profile.
 
     Args:
-        name: A name such as ``910b-64g``, or the path of a file, which has a ``/`` or ends in
-            ``.yaml``.
-        beside: Topology file; the folder ``hardware`` beside it is looked into first, then
-            `PROFILES`.
+        name: One of the package, such as ``910b-64g``, or the path of a file, which has a ``/`` or
+            ends in ``.yaml``.
 
     Raises:
         ConfigError: It is not there, wrong, or of another platform.
     """
-    path, files = Path(name), _files(beside)
+    path = Path(name)
     if "/" not in name and path.suffix != ".yaml":
-        if name not in files:
-            known = f"there are {', '.join(sorted(files))}" if files else "there is none"
+        path = PROFILES / f"{name}.yaml"
+        if not path.is_file():
+            known = ", ".join(sorted(each.stem for each in PROFILES.glob("*.yaml")))
             raise ConfigError(
-                f"--hardware {name}: no such profile; {known}. Give one of them, or the path of a "
-                "file"
+                f"--hardware {name}: no such profile; there are {known}. Give one of them, or the "
+                "path of a file"
             )
-        path = files[name]
     profile = load_profile(path)
     if platform not in (None, profile.platform):
         raise ConfigError(
@@ -137,8 +101,3 @@ def find_hardware(
             "choose another profile"
         )
     return profile
-
-
-def _files(beside: Path | None) -> dict[str, Path]:
-    folders = (*([beside.parent / "hardware"] if beside else []), *PROFILES)
-    return {path.stem: path for each in reversed(folders) for path in each.glob("*.yaml")}

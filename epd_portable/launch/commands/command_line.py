@@ -244,9 +244,7 @@ def topology_options(command: F) -> F:
         click.option(
             "--hardware",
             metavar="PROFILE",
-            help="Check the plan against a hardware profile: a name such as 910b-64g, looked up in "
-            "the folder hardware beside the topology file, in configs/hardware and in the package; "
-            "or a file.",
+            help="Check the plan against a hardware profile: a name such as 910b-64g, or a file.",
         ),
         click.option(
             "--config",

@@ -120,7 +120,7 @@ def _share(platform: Platform) -> Finding:
 
 def compare(expected: HardwareProfile, sizes: Sequence[int]) -> Finding:
     """Say whether devices of these sizes, in bytes, are those of a profile."""
-    count, wanted = expected.devices_per_node.value, expected.usable_memory_bytes
+    count, wanted = expected.devices_per_node, expected.usable_memory_bytes
     differing = [size for size in sizes if abs(size - wanted) > MEMORY_TOLERANCE * wanted]
     problems = []
     if len(sizes) != count:

@@ -78,7 +78,7 @@ class PlanRequest:
             overrides = (*overrides, f"model={json.dumps(model)}")
         if port is not None:
             overrides = (*overrides, f"router.port={port}")
-        found = find_hardware(hardware, platform, beside=config) if hardware else None
+        found = find_hardware(hardware, platform) if hardware else None
         platform = found.platform if found else platform
         if platform is None:
             raise ConfigError(
@@ -98,7 +98,7 @@ class PlanRequest:
     def expected_machine(self, environ: Mapping[str, str]) -> Machine:
         """Return the machine of the profile, or this one; no device is touched."""
         if self.hardware:
-            devices = map(str, range(self.hardware.devices_per_node.value))
+            devices = map(str, range(self.hardware.devices_per_node))
             return Machine(devices=tuple(devices), cores=allowed_cores())
         return assumed_machine(self.traits, environ)
 
