@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import textwrap
+from collections.abc import Mapping
 from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError
@@ -26,18 +27,23 @@ class Mix(BaseModel):
     output: PositiveInt = Field(150, description="tokens of an answer")
 
     def __str__(self) -> str:
-        """Return it as `read_keys` takes it."""
-        values = self.model_dump().items()
-        return ",".join(f"{name}={slashed(value)}" for name, value in values)
+        """Return all keys as `read_keys` takes them."""
+        return as_typed(self.model_dump())
 
 
 M = TypeVar("M", bound=Mix)
 
 
-def slashed(value: Any) -> str:
+def as_typed(values: Mapping[str, Any]) -> str:
+    """Return keys and values as `read_keys` takes them."""
+    return ",".join(f"{name}={_slashed(value)}" for name, value in values.items())
+
+
+def _slashed(value: Any) -> str:
     """Return one value, or several with slashes between."""
-    several = value if isinstance(value, tuple) else (value,)
-    return "/".join(f"{each:g}" for each in several)
+    if isinstance(value, tuple):
+        return "/".join(map(_slashed, value))
+    return value if isinstance(value, str) else f"{value:g}"
 
 
 def read_keys(
@@ -76,7 +82,7 @@ def describe_keys(kind: type[Mix]) -> str:
     """Return a line, or more, of ``--help`` for each key."""
     lines = []
     for name, field in kind.model_fields.items():
-        default = f" [default: {slashed(field.default)}]" if field.default else ""
+        default = f" [default: {_slashed(field.default)}]" if field.default else ""
         lines += textwrap.wrap(
             f"{field.description}{default}",
             width=98,

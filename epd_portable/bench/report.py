@@ -25,6 +25,9 @@ from epd_portable.launch.commands.command_line import SCHEMA_VERSION
 Plain: TypeAlias = "str | int | float | bool | Sequence[Plain] | dict[str, Plain] | None"
 """What JSON can hold."""
 
+Row: TypeAlias = "Mapping[str, str]"
+"""Cells of a table by their columns."""
+
 _LOAD_BEFORE = round(os.getloadavg()[0], 2)
 """Of the last minute, when nothing was started yet."""
 _DISTRIBUTIONS = (
@@ -40,28 +43,13 @@ _DISTRIBUTIONS = (
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Table:
-    """One table of a page; the first column is text, the others are numbers."""
-
-    title: str
-    columns: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-
-    @classmethod
-    def of(cls, title: str, rows: Iterable[Mapping[str, str]]) -> Table:
-        """Return a table of rows that have the same columns, at least one."""
-        found = list(rows)
-        return cls(
-            title=title, columns=tuple(found[0]), rows=tuple(tuple(row.values()) for row in found)
-        )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Report:
     """A whole measurement.
 
     Attributes:
         conditions: Where and when, see `conditions`.
+        tables: Rows by the title of their table, all with the same columns; those of the first
+            are text, those of the others numbers.
         command: The command line that made it, for people to repeat.
         summary: The figures of the tables and more, for programs.
         samples: Everything from which they were computed.
@@ -70,7 +58,7 @@ class Report:
 
     title: str
     conditions: dict[str, Plain]
-    tables: tuple[Table, ...]
+    tables: Mapping[str, Sequence[Row]]
     summary: Plain
     samples: Sequence[Plain]
     notes: tuple[str, ...] = ()
@@ -107,7 +95,12 @@ def _processor() -> str:
 
 def to_json(report: Report) -> str:
     """Return everything; one line a sample, times to a nanosecond."""
-    whole = _rounded({"schema_version": SCHEMA_VERSION, **dataclasses.asdict(report)})
+    tables = [
+        {"title": title, "columns": [*rows[0]], "rows": [[*row.values()] for row in rows]}
+        for title, rows in report.tables.items()
+    ]
+    said = {"schema_version": SCHEMA_VERSION, **dataclasses.asdict(report), "tables": tables}
+    whole = _rounded(said)
     assert isinstance(whole, dict)
     samples = whole.pop("samples")
     assert isinstance(samples, list)
@@ -134,8 +127,9 @@ def to_markdown(report: Report) -> str:
         "",
     ]
     lines += [*(f"- {note}" for note in report.notes), ""]
-    for table in report.tables:
-        lines += [f"### {table.title}", "", *_table(table), ""]
+    for title, rows in report.tables.items():
+        cells = (rows[0], ["---", *["---:"] * (len(rows[0]) - 1)], *(row.values() for row in rows))
+        lines += [f"### {title}", "", *(f"| {' | '.join(each)} |" for each in cells), ""]
     return "\n".join(lines)
 
 
@@ -162,8 +156,3 @@ def _rounded(value: Plain) -> Plain:
     if isinstance(value, list | tuple):
         return [_rounded(inner) for inner in value]
     return value
-
-
-def _table(table: Table) -> list[str]:
-    rule = ["---", *("---:" for _ in table.columns[1:])]
-    return ["| " + " | ".join(row) + " |" for row in (table.columns, rule, *table.rows)]

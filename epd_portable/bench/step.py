@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from epd_portable.bench.console import new_secret, progress
-from epd_portable.bench.report import Report, Table, conditions
+from epd_portable.bench.report import Report, conditions
 from epd_portable.bench.servers import free_port
 from epd_portable.bench.stand_in import DTYPE, WIDTH, StandInRequest
 from epd_portable.bench.stats import quantile
@@ -88,7 +88,7 @@ def make_report(cases: Sequence[StepCase]) -> Report:
             "that asks is Python's, as vLLM's is.",
             "Ratio: that work by as many calls of a function that only answers yes.",
         ),
-        tables=(Table.of("Times in µs", map(_row, cases)),),
+        tables={"Times in µs": [*map(_row, cases)]},
         summary={},
         samples=[dataclasses.asdict(case) for case in cases],
     )

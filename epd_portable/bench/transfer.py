@@ -10,16 +10,14 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import os
-import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 
-from epd_portable.bench import child_process
-from epd_portable.bench.child_process import ChildProcess
 from epd_portable.bench.console import new_secret, progress
-from epd_portable.bench.report import Report, Table, conditions, format_bytes
+from epd_portable.bench.end_process import EndProcess, start_end
+from epd_portable.bench.report import Report, Row, conditions, format_bytes
 from epd_portable.bench.servers import free_port
 from epd_portable.bench.stand_in import TOKEN_BYTES, VALUES, Command, CommandDone
 from epd_portable.bench.stats import paired_ratio, quantile
@@ -139,13 +137,13 @@ def measure(
                 **common,
             )
             pairs[path] = _Pair(
-                stack.enter_context(_end("produce", producer)),
-                stack.enter_context(_end("consume", consumer)),
+                stack.enter_context(start_end("produce", producer, os.environ)),
+                stack.enter_context(start_end("consume", consumer, os.environ)),
                 consumer,
             )
         for pair in pairs.values():
             for end in (pair.producer, pair.consumer):
-                end.receive(CommandDone, _START_TIMEOUT_S)
+                end.receive(_START_TIMEOUT_S)
         numbers = itertools.count()
         for turn in range(-WARM_UP_ROUNDS, repeat):
             begin_s = time.monotonic()
@@ -162,8 +160,8 @@ def measure(
 class _Pair:
     """The two ends of a path, in processes of `epd_portable.bench.ends`."""
 
-    producer: ChildProcess
-    consumer: ChildProcess
+    producer: EndProcess
+    consumer: EndProcess
     consumer_config: InstanceConfig
 
     def move(self, case: TransferCase, number: int) -> tuple[CommandDone, CommandDone]:
@@ -178,14 +176,9 @@ class _Pair:
         )
         for end in (self.consumer, self.producer):
             end.send(command)
-        placed = self.consumer.receive(CommandDone, _WAIT_TIMEOUT_S * 2)
-        sent = self.producer.receive(CommandDone, _WAIT_TIMEOUT_S * 2)
+        placed = self.consumer.receive(_WAIT_TIMEOUT_S * 2)
+        sent = self.producer.receive(_WAIT_TIMEOUT_S * 2)
         return sent, placed
-
-
-def _end(role: str, config: InstanceConfig) -> AbstractContextManager[ChildProcess]:
-    argv = [sys.executable, "-m", "epd_portable.bench.ends", role, config.model_dump_json()]
-    return child_process.start(config.instance, argv, env={**os.environ, "OMP_NUM_THREADS": "1"})
 
 
 def describe_place(platform: PlatformName, runtime: str, devices: int) -> str:
@@ -201,13 +194,11 @@ def describe_place(platform: PlatformName, runtime: str, devices: int) -> str:
 def make_report(cases: Sequence[TransferCase], place: str, left_out: Mapping[str, str]) -> Report:
     """Return the page; `left_out` are paths that were not measured, with the reason."""
     paths = list(dict.fromkeys(case.path for case in cases))
-    tables: dict[str, Iterable[dict[str, str]]] = {
-        "Against memcpy of the same bytes": map(_against_memcpy, cases)
-    }
+    tables = {"Against memcpy of the same bytes": [*map(_against_memcpy, cases)]}
     if len(paths) > 1:
-        tables["By another path, each item by that of the same round"] = (
+        tables["By another path, each item by that of the same round"] = [
             _between(case, cases, paths) for case in cases
-        )
+        ]
     reasons = "; ".join(f"{path} ({reason})" for path, reason in left_out.items())
     entries = map(registry.entry, paths)
     modules = {
@@ -229,13 +220,13 @@ def make_report(cases: Sequence[TransferCase], place: str, left_out: Mapping[str
             "pairs with their quartiles. Other times are medians over all rounds; placing is the "
             "part since the step that places the item began.",
         ),
-        tables=tuple(Table.of(title, rows) for title, rows in tables.items()),
+        tables=tables,
         summary={"place": place, "left_out": dict(left_out)},
         samples=[dataclasses.asdict(case) for case in cases],
     )
 
 
-def _against_memcpy(case: TransferCase) -> dict[str, str]:
+def _against_memcpy(case: TransferCase) -> Row:
     median_s = quantile(case.total_s, 0.5)
     return {
         _NAME: str(case),
@@ -249,9 +240,7 @@ def _against_memcpy(case: TransferCase) -> dict[str, str]:
     }
 
 
-def _between(
-    case: TransferCase, cases: Sequence[TransferCase], paths: Sequence[str]
-) -> dict[str, str]:
+def _between(case: TransferCase, cases: Sequence[TransferCase], paths: Sequence[str]) -> Row:
     """Return the row of a case by each path."""
     row = {_NAME: str(case)} | {f"by {path}": "–" for path in paths}
     for peer in cases:

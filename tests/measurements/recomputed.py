@@ -275,8 +275,10 @@ def _counts(turns: Sequence[Document]) -> str:
 
 
 def _cpu_s(turn: Document) -> float:
-    used = [seconds for roles in turn["cpu_s"].values() for seconds in roles.values()]
-    return float(sum(used)) / _requests([turn])
+    used_s = 0.0
+    for used in turn["cpu_s"].values():
+        used_s += sum(used.values()) if isinstance(used, dict) else used
+    return used_s / _requests([turn])
 
 
 def _grew(turn: Document) -> bool:

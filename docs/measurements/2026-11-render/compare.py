@@ -116,10 +116,10 @@ def main(router: str, launcher: str, render: str, server: str, file: str) -> Non
     made = report.Report(
         title="Pictures that come again, with and without a render call",
         conditions=report.conditions(MEASURED),
-        tables=(
-            report.Table.of("With a render call by without it", render_calls(document)),
-            report.Table.of("CPU time of a request, ms", render_calls_cpu(document)),
-        ),
+        tables={
+            "With a render call by without it": [*render_calls(document)],
+            "CPU time of a request, ms": [*render_calls_cpu(document)],
+        },
         summary=None,
         samples=samples,
         command=shlex.join(["python", *sys.argv]),

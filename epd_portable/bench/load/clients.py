@@ -1,10 +1,8 @@
-"""The clients: a process of their own that sends requests at their times.
+"""The clients: send requests at their times and read the answers.
 
-``python -m epd_portable.bench.load.clients DESCRIPTOR`` is a `ChildProcess`: it reads an `Order`,
-answers once all bodies are written, begins to send when it is asked again, and answers with
-`Answers`.
-Streams are taken apart after the last has ended. How much CPU time the clients took and how late
-they sent is part of every result: clients that are the bottleneck show.
+Bodies are written before the first is sent, and streams taken apart after the last has ended. How
+much CPU time the clients took and how late they sent is part of every result: clients that are the
+bottleneck show.
 """
 
 from __future__ import annotations
@@ -16,16 +14,14 @@ import io
 import itertools
 import json
 import mimetypes
-import os
 import random
-import sys
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import httptools
-import msgspec
 import uvloop
 
 from epd_portable.bench.load.plan import LoadPicture, LoadRequest
@@ -38,26 +34,12 @@ _READ_BYTES = 1 << 16
 _WORDS = ("red", "green", "blue", "circle", "square", "star", "above", "below", "left", "right")
 
 
-class Order(msgspec.Struct, frozen=True, kw_only=True):
-    """What the clients do: requests in the order of their times, to each base address in turn.
-
-    Attributes:
-        clients: So many send, each its next request when it has its answer, whatever the times;
-            0 sends every request at its time.
-    """
-
-    requests: tuple[LoadRequest, ...]
-    urls: tuple[str, ...]
-    model: str
-    clients: int = 0
-
-
-class LoadAnswer(msgspec.Struct, frozen=True, kw_only=True):
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoadAnswer:
     """What became of a request; times in seconds.
 
     Attributes:
-        sent_s: When it was sent, from the beginning of the round.
-        late_s: How much later that was than it was due.
+        late_s: How much later it was sent than it was due.
         ttft_s: From the sending to the first token; negative for none.
         tpot_s: For each token after it.
         itl_s: Times between two pieces of the answer.
@@ -66,7 +48,6 @@ class LoadAnswer(msgspec.Struct, frozen=True, kw_only=True):
         problem: Why it does not count as answered; empty if it does.
     """
 
-    sent_s: float
     late_s: float
     ttft_s: float
     tpot_s: float
@@ -77,15 +58,17 @@ class LoadAnswer(msgspec.Struct, frozen=True, kw_only=True):
     problem: str
 
 
-class Answers(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of an order.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Answers:
+    """What became of the requests of a turn.
 
     Attributes:
+        answers: In the order of the requests.
         cpu_s: CPU time of the clients while they sent.
         wall_s: From the beginning to the last end.
     """
 
-    answers: tuple[LoadAnswer, ...]
+    answers: Sequence[LoadAnswer]
     cpu_s: float
     wall_s: float
 
@@ -114,24 +97,16 @@ def part_of(picture: LoadPicture) -> dict[str, object]:
     return {"type": f"{kind}_url", f"{kind}_url": {"url": f"data:{name};base64,{encoded}"}}
 
 
-def body_of(request: LoadRequest, model: str) -> bytes:
+def body_of(request: LoadRequest, model: str, words_per_token: float) -> bytes:
     """Return a streamed chat request."""
-
-    def text(seed: str, words: int) -> str:
-        return " ".join(random.Random(seed).choices(_WORDS, k=words)) if words else seed
-
-    content = [part_of(each) for each in request.pictures]
-    messages: list[dict[str, object]] = []
-    for seed in request.texts:
-        content.append({"type": "text", "text": text(seed, request.words)})
-        messages.append({"role": "user", "content": content})
-        # What a side had answered would differ between sides.
-        answer = text(f"{seed} answer", request.output_tokens)
-        messages.append({"role": "assistant", "content": answer})
-        content = []
+    text = request.text
+    if request.text_tokens:
+        words = max(1, round(request.text_tokens * words_per_token))
+        text = " ".join(random.Random(text).choices(_WORDS, k=words))
+    content = [*map(part_of, request.pictures), {"type": "text", "text": text}]
     body = {
         "model": model,
-        "messages": messages[:-1],
+        "messages": [{"role": "user", "content": content}],
         "temperature": 0,
         "max_tokens": request.output_tokens,
         # Answers of one length, and every token with a text by which it is seen to arrive.
@@ -193,10 +168,9 @@ def _events(pieces: Sequence[tuple[float, bytes]]) -> Iterator[tuple[float, byte
 class _Exchange:
     """One request, and its response as it comes."""
 
-    def __init__(self, request: LoadRequest, model: str, url: str) -> None:
-        self._request = request
+    def __init__(self, request: LoadRequest, body: bytes, url: str) -> None:
+        self.request = request
         self._address = urlsplit(url)
-        body = body_of(request, model)
         head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: {self._address.netloc}\r\n"
         head += "content-type: application/json\r\nconnection: close\r\n"
         self._message = f"{head}content-length: {len(body)}\r\n\r\n".encode() + body
@@ -234,16 +208,15 @@ class _Exchange:
         finally:
             writer.close()
 
-    def answer(self, begin_s: float) -> LoadAnswer:
+    def answer(self) -> LoadAnswer:
         """Return what became of it."""
-        times, usage, problem = read_stream(self._pieces, output_tokens=self._request.output_tokens)
+        times, usage, problem = read_stream(self._pieces, output_tokens=self.request.output_tokens)
         if (status := self._parser.get_status_code()) != 200:
             said = b"".join(piece for _, piece in self._pieces)[:300]
             problem = f"status {status}: {said.decode(errors='replace')}"
         tokens = usage.get("completion_tokens", 0)
         gaps = [after - before for before, after in itertools.pairwise(times)]
         return LoadAnswer(
-            sent_s=self._sent_s - begin_s,
             late_s=self._sent_s - self._due_s,
             ttft_s=times[0] - self._sent_s if times else -1.0,
             tpot_s=sum(gaps) / max(tokens - 1, 1),
@@ -255,48 +228,62 @@ class _Exchange:
         )
 
 
-async def _send(exchanges: Sequence[_Exchange], order: Order, begin_s: float) -> None:
-    if order.clients:
-        left = iter(exchanges)
+class Clients:
+    """Send requests once, in the order of their times, to each base address in turn.
+
+    Args:
+        model: Name of the model there.
+        words_per_token: By which the lengths of texts are chosen.
+        clients: So many send, each its next request when it has its answer, whatever the times;
+            0 sends every request at its time.
+    """
+
+    def __init__(
+        self,
+        requests: Sequence[LoadRequest],
+        urls: Sequence[str],
+        model: str,
+        *,
+        words_per_token: float,
+        clients: int,
+    ) -> None:
+        self._clients = clients
+        self._exchanges = [
+            _Exchange(request, body_of(request, model, words_per_token), url)
+            for request, url in zip(requests, itertools.cycle(urls), strict=False)
+        ]
+
+    def send(self) -> Answers:
+        """Send all requests, and return when the last has its answer."""
+        gc.freeze()
+        gc.disable()
+        try:
+            cpu_s, begin_s = time.thread_time(), time.monotonic()
+            uvloop.run(self._send_all() if self._clients else self._send_in_time(begin_s))
+            cpu_s, wall_s = time.thread_time() - cpu_s, time.monotonic() - begin_s
+        finally:
+            gc.enable()
+            gc.unfreeze()
+        answers = [each.answer() for each in self._exchanges]
+        return Answers(answers=answers, cpu_s=cpu_s, wall_s=wall_s)
+
+    async def _send_all(self) -> None:
+        left = iter(self._exchanges)
 
         async def ask_on() -> None:
             for exchange in left:
                 await exchange.run(time.monotonic())
 
-        await asyncio.gather(*(ask_on() for _ in range(order.clients)))
-        return
-    tasks = []
-    for exchange, request in zip(exchanges, order.requests, strict=True):
-        due_s = begin_s + request.at_s
-        # Timers of an event loop are not exact enough.
-        if (wait_s := due_s - time.monotonic() - _SPIN_S) > 0:
-            await asyncio.sleep(wait_s)
-        while time.monotonic() < due_s:
-            await asyncio.sleep(0)
-        tasks.append(asyncio.create_task(exchange.run(due_s)))
-    await asyncio.gather(*tasks)
+        await asyncio.gather(*(ask_on() for _ in range(self._clients)))
 
-
-def main(descriptor: int) -> None:
-    """Carry out the order that comes by standard input."""
-    order = msgspec.json.decode(sys.stdin.buffer.readline(), type=Order)
-    exchanges = [
-        _Exchange(request, order.model, order.urls[index % len(order.urls)])
-        for index, request in enumerate(order.requests)
-    ]
-    gc.freeze()
-    gc.disable()
-    os.write(descriptor, b"null\n")
-    if not sys.stdin.buffer.readline():
-        return
-    cpu_s, begin_s = time.process_time(), time.monotonic()
-    uvloop.run(_send(exchanges, order, begin_s))
-    cpu_s, wall_s = time.process_time() - cpu_s, time.monotonic() - begin_s
-    answers = tuple(each.answer(begin_s) for each in exchanges)
-    done = Answers(answers=answers, cpu_s=cpu_s, wall_s=wall_s)
-    with open(descriptor, "wb") as file:
-        file.write(msgspec.json.encode(done) + b"\n")
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    async def _send_in_time(self, begin_s: float) -> None:
+        tasks = []
+        for exchange in self._exchanges:
+            due_s = begin_s + exchange.request.at_s
+            # Timers of an event loop are not exact enough.
+            if (wait_s := due_s - time.monotonic() - _SPIN_S) > 0:
+                await asyncio.sleep(wait_s)
+            while time.monotonic() < due_s:
+                await asyncio.sleep(0)
+            tasks.append(asyncio.create_task(exchange.run(due_s)))
+        await asyncio.gather(*tasks)

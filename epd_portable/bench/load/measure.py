@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import os
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
-from epd_portable.bench import child_process, console
+from epd_portable.bench import console
 from epd_portable.bench.load import usage
-from epd_portable.bench.load.clients import Answers, LoadAnswer, Order
+from epd_portable.bench.load.clients import Clients, LoadAnswer
 from epd_portable.bench.load.plan import LoadPoint, LoadRequest
 from epd_portable.bench.load.servers import RunningSide, start_side
 from epd_portable.bench.load.setting import LoadSetting
 from epd_portable.bench.load.turns import Turn, make_turn
-from epd_portable.bench.servers import start_on_cores
 from epd_portable.errors import ConfigError, MeasurementError
-from epd_portable.launch.safe_path import safe_environ
+from epd_portable.launch.run.process import on_cores
 
 ATTEMPTS = 3
 """A point has at most so many times its rounds, refused ones included."""
@@ -94,32 +90,39 @@ class Measurement:
                 with start_side(side, self._setting) as running:
                     self._warm_up(running, due, number)
                     self.results.turns += [
-                        self._measure_turn(running, point, number) for point in due
+                        self._measure_turn(running, point, number, requests)
+                        for point, requests in due.items()
                     ]
             self._keep(self.results)
         return self.results
 
-    def _due(self, number: int) -> list[LoadPoint]:
-        """Return the points that lack rounds, and whose files have lines for one more."""
-        found = []
+    def _due(self, number: int) -> dict[LoadPoint, Sequence[LoadRequest]]:
+        """Return the requests of a round, of points that lack one and whose files have the lines.
+
+        Raises:
+            MeasurementError: A point has none.
+        """
+        found: dict[LoadPoint, Sequence[LoadRequest]] = {}
         for point in self._plan.points:
             if self.results.count(point) < self._plan.rounds:
                 with contextlib.suppress(ConfigError):
-                    self._plan.requests(point, number)
-                    found.append(point)
+                    found[point] = self._plan.requests(point, number)
+        for point, requests in found.items():
+            if not requests:
+                raise MeasurementError(
+                    f"{point.key}: no request comes in {self._plan.seconds:g} s: raise --seconds"
+                )
         return found
 
-    def _measure_turn(self, running: RunningSide, point: LoadPoint, number: int) -> Turn:
-        requests = self._plan.requests(point, number, self.results.words_per_token)
-        if not requests:
-            raise MeasurementError(
-                f"{point.key}: no request comes in {self._plan.seconds:g} s: raise --seconds"
-            )
+    def _measure_turn(
+        self, running: RunningSide, point: LoadPoint, number: int, requests: Sequence[LoadRequest]
+    ) -> Turn:
         parts = running.parts
-        with self._clients(running, requests, point.clients or point.prompts) as send:
-            counted, cpu_s = usage.read_counters(parts), usage.read_cpu_s(parts)
-            done = send()
-            cpu_s = usage.cpu_s_since(usage.read_cpu_s(parts), cpu_s)
+        clients = self._clients(running, requests, point.clients or point.prompts)
+        counted, cpu_s = usage.read_counters(parts), usage.read_cpu_s(parts)
+        with on_cores(self._setting.allotment.rest):
+            done = clients.send()
+        cpu_s = usage.cpu_s_since(usage.read_cpu_s(parts), cpu_s)
         turn = make_turn(
             requests,
             done,
@@ -138,11 +141,11 @@ class Measurement:
         )
         return turn
 
-    def _warm_up(self, running: RunningSide, points: Sequence[LoadPoint], number: int) -> None:
+    def _warm_up(self, running: RunningSide, points: Iterable[LoadPoint], number: int) -> None:
         """Send requests that do not count; learn from the first ones how long a token is."""
         if not self.results.words_per_token:
             probes = [
-                LoadRequest(at_s=0.0, texts=(f"probe {words}",), words=words, output_tokens=2)
+                LoadRequest(at_s=0.0, text=f"probe {words}", text_tokens=words, output_tokens=2)
                 for words in (1, 1 + _PROBE_WORDS)
             ]
             short, long = self._send_one_by_one(running, probes)
@@ -154,7 +157,7 @@ class Measurement:
             # Of a window that has a request of each kind, at whatever rate.
             plan = dataclasses.replace(self._plan, seconds=200 / point.rate)
             made_up = point.model_copy(update={"file": ""})
-            whole = plan.requests(made_up, -1 - number, self.results.words_per_token)
+            whole = plan.requests(made_up, -1 - number)
             for kind in ("text", "pictures"):
                 requests += [each for each in whole if each.kind == kind][:count]
         console.progress(f"{running.name}: warm-up")
@@ -163,8 +166,7 @@ class Measurement:
     def _send_one_by_one(
         self, running: RunningSide, requests: Sequence[LoadRequest]
     ) -> Sequence[LoadAnswer]:
-        with self._clients(running, requests, 1) as send:
-            answers = send().answers
+        answers = self._clients(running, requests, 1).send().answers
         problem = next((answer.problem for answer in answers if answer.problem), "")
         if problem:
             raise MeasurementError(f"{running.name}, at its warm-up: {problem}")
@@ -172,31 +174,11 @@ class Measurement:
 
     def _clients(
         self, running: RunningSide, requests: Sequence[LoadRequest], clients: int
-    ) -> contextlib.AbstractContextManager[Callable[[], Answers]]:
-        order = Order(
-            requests=tuple(requests), urls=running.urls, model=running.model, clients=clients
+    ) -> Clients:
+        return Clients(
+            requests,
+            running.urls,
+            running.model,
+            words_per_token=self.results.words_per_token or 1.0,
+            clients=clients,
         )
-        cores = frozenset(self._setting.allotment.rest)
-        return start_clients(order, cores=cores, folder=self._setting.folder)
-
-
-@contextlib.contextmanager
-def start_clients(
-    order: Order, *, cores: frozenset[int], folder: Path
-) -> Iterator[Callable[[], Answers]]:
-    """Start the clients on these cores, and yield what lets them send once all bodies are written.
-
-    Raises:
-        MeasurementError: They ended too soon; their message is in the standard error output.
-    """
-    argv = [sys.executable, "-m", "epd_portable.bench.load.clients"]
-    popen, env = start_on_cores(cores, folder), safe_environ(os.environ)
-
-    def send() -> Answers:
-        clients.send(None)
-        return clients.receive(Answers)
-
-    with child_process.start("the clients", argv, env=env, popen=popen) as clients:
-        clients.send(order)
-        clients.receive(type(None))
-        yield send

@@ -10,21 +10,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-import msgspec
-from pydantic import Field, NonNegativeInt, PositiveInt
+from pydantic import Field, NonNegativeInt
 
-from epd_portable.bench.mix import Mix, Share, checked_mix, read_keys, slashed
+from epd_portable.bench.mix import Mix, Share, as_typed, checked_mix, read_keys
 from epd_portable.errors import ConfigError
 
 REPEATED = 8
 """Size of the set that repeated pictures come from."""
-CONVERSATIONS = 16
-"""Conversations at a time: a turn is sent so many requests after the one before it."""
 _SEVERAL = ("rate", "prompts", "pictures", "size")
 _ROW = '{"prompt": "…", "images": ["…"]}'
 
 
-class LoadPicture(msgspec.Struct, frozen=True, kw_only=True):
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoadPicture:
     """A picture of a request.
 
     Attributes:
@@ -38,19 +36,20 @@ class LoadPicture(msgspec.Struct, frozen=True, kw_only=True):
     frames: int = 0
 
 
-class LoadRequest(msgspec.Struct, frozen=True, kw_only=True):
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoadRequest:
     """One request.
 
     Attributes:
         at_s: When it is sent, from the beginning of the round.
-        texts: Seeds of the texts of a conversation so far; each but the last has an answer.
-        words: Of each text; 0 where the seeds are the texts themselves.
-        pictures: In front of the first text.
+        text: The text; what it is made from by chance where it is to have `text_tokens`.
+        text_tokens: Length of a text that is made up; 0 where it is not.
+        pictures: In front of the text.
     """
 
     at_s: float
-    texts: tuple[str, ...]
-    words: int
+    text: str
+    text_tokens: int
     output_tokens: int
     pictures: tuple[LoadPicture, ...] = ()
 
@@ -71,9 +70,6 @@ class LoadPoint(Mix):
     repeat: Share = Field(
         0.0, description=f"part of the pictures that come from a set of {REPEATED}"
     )
-    turns: PositiveInt = Field(
-        1, description="turns of a conversation, each sent with all before it"
-    )
     clients: NonNegativeInt = Field(
         0,
         description="a closed loop: so many ask, each once it has its answer, as often in all as "
@@ -91,20 +87,8 @@ class LoadPoint(Mix):
 
     @property
     def key(self) -> str:
-        """A name that no other point of a measurement has."""
-        pictures = "text only"
-        if self.file:
-            pictures = Path(self.file).name
-        elif self.share:
-            again = f", {self.repeat:.0%} repeated" if self.repeat else ""
-            frames = f"{self.frames} frames × " if self.frames else ""
-            pictures = f"{self.share:.0%} × {slashed(self.pictures)} × {frames}"
-            pictures += f"{slashed(self.size)} px{again}"
-        turns = f", {self.turns} turns" if self.turns > 1 else ""
-        clients = f"{self.clients} clients, " if self.clients else ""
-        arrive = f"{self.prompts} at once" if self.prompts else f"{self.rate:g}/s"
-        text = "" if self.file else f"{self.text}+"
-        return f"{clients}{arrive}, {pictures}{turns}, {text}{self.output} tokens"
+        """Its name: the keys that were set, as they are typed."""
+        return as_typed(self.model_dump(exclude_unset=True))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -125,21 +109,11 @@ class LoadPlan:
     ttft_s: float = math.inf
     tpot_s: float = math.inf
 
-    @property
-    def limits(self) -> str:
-        """Limits in words; empty for none."""
-        both = (("TTFT", self.ttft_s), ("TPOT", self.tpot_s))
-        return " and ".join(
-            f"{name} ≤ {limit_s * 1000:g} ms" for name, limit_s in both if limit_s < math.inf
-        )
-
-    def requests(
-        self, point: LoadPoint, number: int, words_per_token: float = 1.0
-    ) -> tuple[LoadRequest, ...]:
+    def requests(self, point: LoadPoint, number: int) -> tuple[LoadRequest, ...]:
         """Return the requests of a round, the same for every side and in no other round.
 
         The share of requests with pictures is exact: a share that is left to chance would differ
-        between rounds. Of conversations `CONVERSATIONS` go on at a time; the last may be cut off.
+        between rounds.
         """
         seed = f"{point.key} {number}"
         draw = random.Random(seed)
@@ -152,29 +126,23 @@ class LoadPlan:
             return tuple(
                 LoadRequest(
                     at_s=at_s,
-                    texts=(row["prompt"],),
-                    words=0,
+                    text=row["prompt"],
+                    text_tokens=0,
                     output_tokens=point.output,
                     pictures=tuple(LoadPicture(seed=each, size=0) for each in row["images"]),
                 )
                 for at_s, row in zip(times, self._rows(point, number), strict=True)
             )
-        places = [_place(index, point.turns) for index in range(len(times))]
-        count = 1 + max((conversation for conversation, _ in places), default=-1)
-        chosen = set(draw.sample(range(count), round(point.share * count)))
-        pictures = [
-            _pictures(point, draw, f"{seed} {index}") if index in chosen else ()
-            for index in range(count)
-        ]
+        chosen = set(draw.sample(range(len(times)), round(point.share * len(times))))
         return tuple(
             LoadRequest(
                 at_s=at_s,
-                texts=tuple(f"{seed} {conversation} {turn}" for turn in range(last + 1)),
-                words=max(1, round(point.text * words_per_token)),
+                text=f"{seed} {index}",
+                text_tokens=point.text,
                 output_tokens=point.output,
-                pictures=pictures[conversation],
+                pictures=_pictures(point, draw, f"{seed} {index}") if index in chosen else (),
             )
-            for at_s, (conversation, last) in zip(times, places, strict=True)
+            for index, at_s in enumerate(times)
         )
 
     def _rows(self, point: LoadPoint, number: int) -> list[dict[str, Any]]:
@@ -202,13 +170,6 @@ class LoadPlan:
                 "--rounds"
             )
         return rows
-
-
-def _place(index: int, turns: int) -> tuple[int, int]:
-    """Return the conversation of a request, and which turn of it the request is."""
-    group, place = divmod(index, CONVERSATIONS * turns)
-    turn, number = divmod(place, CONVERSATIONS)
-    return group * CONVERSATIONS + number, turn
 
 
 def _pictures(point: LoadPoint, draw: random.Random, seed: str) -> tuple[LoadPicture, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
@@ -10,9 +10,8 @@ import msgspec
 
 from epd_portable.bench.load.measure import LoadResults, Rounds
 from epd_portable.bench.load.setting import LoadSetting
-from epd_portable.bench.load.sides import LoadSide
 from epd_portable.bench.load.turns import KINDS, QUANTITIES, Turn, ratio
-from epd_portable.bench.report import Report, Table, conditions
+from epd_portable.bench.report import Report, Row, conditions
 from epd_portable.bench.stats import Ratio, quantile
 
 _COMPARED = (
@@ -33,8 +32,6 @@ _NONE = "–"
 _FEW_PICTURES = 30
 """Figures of fewer requests with pictures say little."""
 
-Row = dict[str, str]
-
 
 def make_report(results: LoadResults, setting: LoadSetting) -> Report:
     """Return the report of what is there so far."""
@@ -44,25 +41,20 @@ def make_report(results: LoadResults, setting: LoadSetting) -> Report:
         f"{first} by the other sides": _ratios(rounds, first, others),
         "Times in ms, medians of the rounds: p50 / p90 / p99": _times(rounds),
         "As vllm bench serve says it, medians of the rounds": _serving(rounds),
-        "Goodput and throughput, medians of the rounds; and failures": _goodput(rounds, first),
         "CPU time, and memory after a turn": _usage(rounds),
         "What became of the pictures, as the router counts them, and what caches saved": _pictures(
             rounds
         ),
-        "The measuring itself": _clients(rounds),
     }
     sides = ", ".join(f"{side.name} ({side.what})" for side in setting.sides)
     return Report(
         title=f"Under load: {sides}",
         conditions=conditions(_MEASURED),
         notes=_notes(results, rounds, setting),
-        tables=tuple(
-            Table.of(title, rows) for title, found in tables.items() if (rows := list(found))
-        ),
+        tables={title: rows for title, found in tables.items() if (rows := list(found))},
         summary={
             "sides": {side.name: side.what for side in setting.sides},
             "points": [point.key for point in plan.points],
-            "limits": plan.limits,
             "words_per_token": results.words_per_token,
             "platform": setting.platform,
         },
@@ -92,7 +84,7 @@ def _notes(results: LoadResults, rounds: Rounds, setting: LoadSetting) -> tuple[
         "Ratios are the first side by another, each figure of a round by the same figure of the "
         "same round: below 1 the first side is sooner, or takes less; bold is where it loses. "
         "Given is the median of the rounds, with the lowest and the highest.",
-        f"{setting.allotment} {_stock_and_tuned(setting.sides)}Every side is asked the same "
+        f"{setting.allotment} Every side is asked the same "
         "requests in the same round, in turns; no request is asked twice. A side that is started "
         "here is up for its turns, alone.",
         "TTFT: from the sending to the first token. TPOT: time per token after it. Longest ITL: "
@@ -100,8 +92,6 @@ def _notes(results: LoadResults, rounds: Rounds, setting: LoadSetting) -> tuple[
         "Times are medians of the rounds' quantiles. Above what a side can serve they grow with "
         "the window.",
     ]
-    if limits := setting.plan.limits:
-        notes.append(f"Goodput counts answers with {limits}: each answer by itself.")
     for side in setting.sides:
         turns = [turn for turn in results.turns if turn.side == side.name and turn.failed]
         if failed := sum(turn.failed for turn in turns):
@@ -118,19 +108,6 @@ def _notes(results: LoadResults, rounds: Rounds, setting: LoadSetting) -> tuple[
             f"{len(refused)} turns were refused; their rounds do not count: {'; '.join(refused)}"
         )
     return tuple(notes)
-
-
-def _stock_and_tuned(sides: Sequence[LoadSide]) -> str:
-    """Say how plain vLLM runs; empty where none does."""
-    stock = ", ".join(side.name for side in sides if side.plain and not side.tuned)
-    tuned = ", ".join(side.name for side in sides if side.tuned)
-    said = f"Stock, as vLLM runs by itself: {stock}. " if stock else ""
-    if tuned:
-        said += (
-            "Tuned, on a CPU with the executor, threads and freedom of API servers that epd-launch "
-            f"gives its own instances: {tuned}. "
-        )
-    return said
 
 
 def _each(rounds: Rounds) -> Iterator[tuple[str, list[Turn]]]:
@@ -213,18 +190,6 @@ def _milliseconds(value_s: float | None, digits: int) -> str:
     return _NONE if value_s is None else f"{value_s * 1000:.{digits}f}"
 
 
-def _goodput(rounds: Rounds, first: str) -> Iterator[Row]:
-    for point, by_side in rounds.items():
-        for side, turns in by_side.items():
-            by_first = ratio(by_side[first], turns, lambda turn: turn.goodput)
-            yield {
-                "load: side": f"{point}: {side}",
-                f"goodput, {first} by side": _NONE if side == first else str(by_first or _NONE),
-                "goodput, requests/s": f"{_median(turns, lambda turn: turn.goodput):.2f}",
-                "failed": str(sum(turn.failed for turn in turns)),
-            }
-
-
 def _serving(rounds: Rounds) -> Iterator[Row]:
     for name, turns in _each(rounds):
         figures = {
@@ -238,26 +203,24 @@ def _serving(rounds: Rounds) -> Iterator[Row]:
 
 def _usage(rounds: Rounds) -> Iterator[Row]:
     for name, turns in _each(rounds):
-        used: defaultdict[str, float] = defaultdict(float)
+        used_s: Counter[str] = Counter()
         memory: Counter[str] = Counter()
         for turn in turns:
-            for part, roles in turn.cpu_s.items():
-                for role, seconds in roles.items():
-                    used[part if role == part else f"{part} {role}"] += seconds
+            used_s.update(turn.cpu_s)
             memory |= Counter(turn.memory_bytes)
-        whole_s, count = sum(used.values()), _count(turns, "all")
+        whole_s, count = sum(used_s.values()), _count(turns, "all")
         wall_s = sum(turn.wall_s for turn in turns)
-        busy = Counter[str]()
-        for turn in turns:
-            busy.update({part: sum(roles.values()) / wall_s for part, roles in turn.cpu_s.items()})
+        shares = (
+            f"{process} {seconds / count * 1000:.0f} ({seconds / wall_s:.2f})"
+            for process, seconds in used_s.items()
+            if seconds >= 0.005 * whole_s
+        )
         if whole_s:
-            ms = (f"{n} {s / count * 1000:.0f}" for n, s in used.items() if s >= 0.005 * whole_s)
             yield {
                 "load: side": name,
                 "s in all": f"{whole_s:.1f}",
                 "ms per request": f"{whole_s / count * 1000:.0f}",
-                "by process, ms per request": ", ".join(ms),
-                "cores busy": ", ".join(f"{part} {cores:.2f}" for part, cores in busy.items()),
+                "by process, ms per request (cores busy)": ", ".join(shares),
                 "PSS at most, MiB": ", ".join(f"{n} {b / 2**20:.0f}" for n, b in memory.items()),
             }
 
@@ -279,19 +242,4 @@ def _pictures(rounds: Rounds) -> Iterator[Row]:
             "encoder runs": f"{runs:g}" if runs else _NONE,
             "prompt tokens": f"{tokens:g}" if tokens else _NONE,
             "found in a prefix cache": f"{hits / tokens:.1%}" if tokens else _NONE,
-        }
-
-
-def _clients(rounds: Rounds) -> Iterator[Row]:
-    for name, turns in _each(rounds):
-        late = (max(turn.late_s[q] for turn in turns) for q in ("p50", "p99"))
-        share = sum(turn.client_cpu_s for turn in turns) / sum(turn.wall_s for turn in turns)
-        tokens = _median(turns, lambda turn: turn.prompt_tokens)
-        yield {
-            "load: side": name,
-            "sent late in the worst round, p50 / p99, ms": " / ".join(
-                _milliseconds(each, 1) for each in late
-            ),
-            "clients, share of a core": f"{share:.0%}",
-            "prompt tokens of a text, p50": f"{tokens:.0f}",
         }

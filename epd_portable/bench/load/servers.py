@@ -10,6 +10,7 @@ launcher would let them run.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -30,6 +31,7 @@ from epd_portable.bench.servers import Server
 from epd_portable.config.groups import Instances
 from epd_portable.errors import MeasurementError
 from epd_portable.launch.plan.engine import ROLE_ARGS, cpu_env
+from epd_portable.launch.plan.placement import ranks_of
 from epd_portable.launch.run import fork_server
 from epd_portable.launch.run.process import bind_threads
 from epd_portable.launch.run.running import find_runs
@@ -118,13 +120,17 @@ def _report(side: LoadSide, line: str) -> None:
 
 def _topology(side: LoadSide, setting: LoadSetting) -> Server:
     assert side.file is not None
-    bound = [
-        f"instances.{name}.cores={cores}" for name, cores in setting.cores_of(side).items() if cores
-    ]
+    bound = []
+    if setting.allotment.binds_cores:
+        units = iter(setting.allotment.units[side.name])
+        for name in Instances.model_fields:
+            ranks = ranks_of(getattr(setting.topologies[side.name].instances, name))
+            cores = [int(core) for own in itertools.islice(units, ranks) for core in own]
+            bound += [f"instances.{name}.cores={cores}"] if cores else []
     return servers.topology(
         side.file,
         platform=setting.platform,
-        log_dir=setting.folder_of(side) / "logs",
+        log_dir=setting.folder / side.name / "logs",
         settings=(*setting.settings, *side.settings, *bound),
         report=partial(_report, side),
     )
@@ -172,7 +178,7 @@ def _plain_engine(
     """Return one server of plain vLLM on these cores or devices."""
     topology, traits = setting.topologies[side.name], TRAITS[setting.platform]
     arguments: dict[str, JsonValue] = {**topology.engine_args, **more_args}
-    folder = setting.folder_of(side)
+    folder = setting.folder / side.name
     cores = frozenset[int]()
     if traits.visible_devices_env is not None:
         env = {traits.visible_devices_env: ",".join(units)}
@@ -198,7 +204,7 @@ def _plain_engine(
 
 def example_proxy(side: LoadSide, setting: LoadSetting, encode: str, prefill_decode: str) -> Server:
     """Return the proxy of vLLM's example in front of two instances."""
-    port, folder = servers.free_port(), setting.folder_of(side)
+    port, folder = servers.free_port(), setting.folder / side.name
     argv = [sys.executable, str(setting.upstream_proxy), "--host", "127.0.0.1", "--port", str(port)]
     argv += ["--encode-servers-urls", encode, "--prefill-servers-urls", "disable"]
     argv += ["--decode-servers-urls", prefill_decode]

@@ -37,14 +37,10 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
         side: Name of the side.
         requests: How many, by kind.
         problem: Of the first that failed.
-        good: Answers within the limits.
-        window_s: From the beginning to the last sending; to the last end where all came at once.
         wall_s: From the beginning to the last end.
-        tokens: Of all answers that count.
         times_s: Quantiles of those, by kind and quantity.
         serving: What ``vllm bench serve`` says of them, by its names.
         late_s: Quantiles of how late requests were sent.
-        prompt_tokens: Median of the texts.
         memory_bytes: By part of the side, right after.
         counted: What the side's own metrics counted.
         refused: Why the round does not count; empty if it does.
@@ -56,14 +52,10 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
     requests: dict[str, int]
     failed: int
     problem: str
-    good: int
-    window_s: float
     wall_s: float
-    tokens: int
     times_s: dict[str, dict[str, dict[str, float]]]
     serving: dict[str, float]
     late_s: dict[str, float]
-    prompt_tokens: float
     pictures: int
     distinct_pictures: int
     cpu_s: CPUSeconds
@@ -78,14 +70,9 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
         return sum(self.requests.values())
 
     @property
-    def goodput(self) -> float:
-        """Answers within the limits, per second of sending."""
-        return self.good / self.window_s
-
-    @property
     def cpu_s_per_request(self) -> float:
         """CPU time of all processes of the side."""
-        return sum(sum(roles.values()) for roles in self.cpu_s.values()) / self.count
+        return sum(self.cpu_s.values()) / self.count
 
     def quantile(self, kind: str, quantity: str, name: str) -> float | None:
         """Return a quantile in seconds; ``None`` if no request of the kind was answered."""
@@ -115,31 +102,20 @@ def make_turn(
         kind: [answer for answer in found if not answer.problem] for kind, found in answers.items()
     }
     problems = [answer.problem for answer in done.answers if answer.problem]
-    window_s = done.wall_s
-    if any(request.at_s for request in requests):  # Not all at once.
-        window_s = max(answer.sent_s for answer in done.answers) or done.wall_s
     late_s = _quantiles([answer.late_s for answer in done.answers])
     pictures = [picture for request in requests for picture in request.pictures]
     return Turn(
         requests={kind: len(found) for kind, found in answers.items() if kind != "all"},
         failed=len(problems),
         problem=problems[0] if problems else "",
-        good=sum(
-            answer.ttft_s <= plan.ttft_s and answer.tpot_s <= plan.tpot_s for answer in ended["all"]
-        ),
-        window_s=round(window_s, 6),
         wall_s=round(done.wall_s, 6),
-        tokens=sum(answer.tokens for answer in ended["all"]),
         times_s={
             kind: {name: _quantiles(list(map(pick, found))) for name, pick in QUANTITIES.items()}
             for kind, found in ended.items()
             if found
         },
-        serving=_serving(ended["all"], done.wall_s),
+        serving=_serving(ended["all"], done.wall_s, plan),
         late_s=late_s,
-        prompt_tokens=quantile(
-            [answer.prompt_tokens for answer in ended.get("text") or ended["all"]] or [0], 0.5
-        ),
         pictures=len(pictures),
         distinct_pictures=len({(picture.seed, picture.size) for picture in pictures}),
         client_cpu_s=done.cpu_s,
@@ -148,11 +124,13 @@ def make_turn(
     )
 
 
-def _serving(answers: Sequence[LoadAnswer], wall_s: float) -> dict[str, float]:
+def _serving(answers: Sequence[LoadAnswer], wall_s: float, plan: LoadPlan) -> dict[str, float]:
     output = sum(answer.tokens for answer in answers)
+    good = sum(answer.ttft_s <= plan.ttft_s and answer.tpot_s <= plan.tpot_s for answer in answers)
     found = {
         "duration, s": wall_s,
         "requests/s": len(answers) / wall_s,
+        "goodput, requests/s": good / wall_s,
         "output tokens/s": output / wall_s,
         "all tokens/s": (output + sum(answer.prompt_tokens for answer in answers)) / wall_s,
     }

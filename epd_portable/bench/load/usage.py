@@ -32,8 +32,8 @@ _TITLES = {"VLLM::EngineCore": "engine core", "VLLM::Worker": "worker"}
 _ROOTS = {"vllm.entrypoints": "API server", "vllm_plugin.engine_core": "engine core"}
 """What the first process of a part is, by the module that it runs."""
 
-CPUSeconds = dict[str, dict[str, float]]
-"""CPU time by part of a side and by what its processes are."""
+CPUSeconds = dict[str, float]
+"""CPU time by part of a side and what its processes are, as ``encode-0 engine core``."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,23 +57,17 @@ def read_cpu_s(parts: Sequence[Part]) -> CPUSeconds:
     """Return the CPU time that all processes have used so far."""
     found: CPUSeconds = {}
     for part in parts:
-        used = found.setdefault(part.name, {})
         for process, role in _processes(part):
+            name = part.name if role == part.name else f"{part.name} {role}"
             with contextlib.suppress(OSError):  # It has ended.
                 clock = ~process.pid << 3 | _SCHEDULED_CLOCK
-                used[role] = used.get(role, 0.0) + time.clock_gettime(clock)
+                found[name] = found.get(name, 0.0) + time.clock_gettime(clock)
     return found
 
 
 def cpu_s_since(after: CPUSeconds, before: CPUSeconds) -> CPUSeconds:
     """Return the difference of two readings."""
-    return {
-        name: {
-            role: max(0.0, seconds - before.get(name, {}).get(role, 0.0))
-            for role, seconds in roles.items()
-        }
-        for name, roles in after.items()
-    }
+    return {name: max(0.0, used_s - before.get(name, 0.0)) for name, used_s in after.items()}
 
 
 def read_memory_bytes(parts: Sequence[Part]) -> dict[str, int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from epd_portable.bench.report import Plain, Report, Table, conditions
+from epd_portable.bench.report import Plain, Report, conditions
 from epd_portable.bench.sizing.search import (
     LatencyLimits,
     RatedDeployment,
@@ -33,7 +33,7 @@ def make_report(
     return Report(
         title="Sizing",
         conditions=conditions(_MEASURED),
-        tables=(Table.of("Highest rate within the limits, by how the devices are used", rows),),
+        tables={"Highest rate within the limits, by how the devices are used": rows},
         summary={
             "workload": question.workload.model_dump(mode="json"),
             "stages": question.times.model_dump(mode="json"),

@@ -9,14 +9,12 @@ from __future__ import annotations
 import contextlib
 import os
 import subprocess
-import sys
 import uuid
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from epd_portable.bench import child_process
-from epd_portable.bench.child_process import ChildProcess
+from epd_portable.bench.end_process import EndProcess, start_end
 from epd_portable.config.instance import InstanceConfig
 
 ROOT = Path(__file__).parents[3]
@@ -93,8 +91,7 @@ def _run(command: str) -> None:
 
 def end(
     host: Host, role: str, config: InstanceConfig, env: Mapping[str, str]
-) -> contextlib.AbstractContextManager[ChildProcess]:
+) -> contextlib.AbstractContextManager[EndProcess]:
     """Start one of `epd_portable.bench.ends` on a host; nothing of it is left afterwards."""
-    argv = [sys.executable, "-m", "epd_portable.bench.ends", role, config.model_dump_json()]
-    own = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **env}
-    return child_process.start(config.instance, [*host.enter, *argv], env=own)
+    own = {**os.environ, "PYTHONPATH": str(ROOT), **env}
+    return start_end(role, config, own, enter=host.enter)

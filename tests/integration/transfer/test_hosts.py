@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from epd_portable.bench.stand_in import TOKEN_BYTES, Command, CommandDone
+from epd_portable.bench.stand_in import TOKEN_BYTES, Command
 from epd_portable.config.instance import InstanceConfig
 from epd_portable.connector import registry
 from epd_portable.connector.pool import SHM_FOLDER
@@ -62,7 +62,7 @@ def test_an_item_goes_from_one_host_to_another(tmp_path: Path, path: str) -> Non
             for host, role, config in ((there, "consume", consumer), (here, "produce", producer))
         ]
         for each in ends:
-            each.receive(CommandDone, DEADLINE_S)
+            each.receive(DEADLINE_S)
         for number, num_tokens in enumerate(ITEMS, start=1):
             command = Command(
                 name=f"item-{number}",
@@ -75,7 +75,7 @@ def test_an_item_goes_from_one_host_to_another(tmp_path: Path, path: str) -> Non
             for each in ends:
                 each.send(command)
             for each in ends:  # The consumer has compared what came with what was sent.
-                each.receive(CommandDone, DEADLINE_S)
+                each.receive(DEADLINE_S)
     lines = [line for file in tmp_path.glob("*.jsonl") for line in file.read_text().splitlines()]
     events = map(json.loads, lines)
     taken = {each["path"] for each in events if each["event"] == "transfer.written"}

@@ -49,27 +49,27 @@ def test_a_page_begins_with_its_command_and_says_where_it_ran_and_what_was_left_
 
 
 def test_transfers_are_shown_against_memcpy_and_by_another_path_round_by_round() -> None:
-    ratios, between = transfer_page().tables
-    assert ratios.columns[:5] == (
-        between.columns[0],
-        "ratio",
-        "median, ms",
-        "p90, ms",
-        "placing, ms",
-    )
-    assert ratios.rows[0][:5] == (
-        *("tcp, 1 MiB, granted before", "2.00 (2.00–2.00)"),
-        *("15.00", "19.00", "6.000"),
-    )
-    assert [row[0] for row in ratios.rows[1:]] == [
+    ratios, between = transfer_page().tables.values()
+    name = "path, size, grant"
+    assert [*ratios[0].items()][:5] == [
+        (name, "tcp, 1 MiB, granted before"),
+        ("ratio", "2.00 (2.00–2.00)"),
+        ("median, ms", "15.00"),
+        ("p90, ms", "19.00"),
+        ("placing, ms", "6.000"),
+    ]
+    assert [row[name] for row in ratios[1:]] == [
         "shm, 4 KiB, granted before",
         "shm, 4 KiB, granted after",
         "shm, 1 MiB, granted before",
     ]
-    assert between.columns[1:] == ("by tcp", "by shm")
-    assert [row[1:] for row in between.rows[:2]] == [("–", "1.00 (1.00–1.00)"), ("–", "–")]
-    page = transfer_page(case("shm", 4096, 1, 5), case("tcp", 4096, 3, 15))
-    assert [row[1:] for row in page.tables[1].rows] == [
+    assert [*between[0]] == [name, "by tcp", "by shm"]
+    assert [(row["by tcp"], row["by shm"]) for row in between[:2]] == [
+        ("–", "1.00 (1.00–1.00)"),
+        ("–", "–"),
+    ]
+    _, between = transfer_page(case("shm", 4096, 1, 5), case("tcp", 4096, 3, 15)).tables.values()
+    assert [(row["by shm"], row["by tcp"]) for row in between] == [
         ("–", "0.33 (0.33–0.33)"),
         ("3.00 (3.00–3.00)", "–"),
     ]
@@ -78,6 +78,10 @@ def test_transfers_are_shown_against_memcpy_and_by_another_path_round_by_round()
 
 def test_json_holds_every_sample_and_the_summary() -> None:
     data = json.loads(report.to_json(transfer_page()))
+    ratios, _ = data["tables"]
+    assert ratios["title"] == "Against memcpy of the same bytes"
+    assert ratios["rows"][0][:2] == ["tcp, 1 MiB, granted before", "2.00 (2.00–2.00)"]
+    assert len(ratios["columns"]) == len(ratios["rows"][0])
     assert data["samples"][0]["total_s"] == [0.01, 0.02]
     assert data["samples"][0]["placing_s"] == [0.004, 0.008]
     assert data["command"] == COMMAND
@@ -86,17 +90,17 @@ def test_json_holds_every_sample_and_the_summary() -> None:
 
 
 def test_steps_are_shown_by_case_with_the_ratio_to_asking_alone_first() -> None:
-    (table,) = step.make_report(
+    [table] = step.make_report(
         [
             StepCase(decoding=256, items=32, waiting=waiting, step_s=steps_s, asking_s=[10e-6] * 3)
             for waiting, steps_s in ((0, [20e-6, 30e-6, 40e-6]), (1000, [40e-6, 50e-6, 90e-6]))
         ]
-    ).tables
-    assert table.columns[:3] == ("decoding × items", "waiting", "ratio")
-    assert table.rows == (
-        ("256 × 32", "0", "3.00", "30.0", "38.0", "10.0"),
-        ("256 × 32", "1000", "5.00", "50.0", "82.0", "10.0"),
-    )
+    ).tables.values()
+    assert [*table[0]][:3] == ["decoding × items", "waiting", "ratio"]
+    assert [[*row.values()] for row in table] == [
+        ["256 × 32", "0", "3.00", "30.0", "38.0", "10.0"],
+        ["256 × 32", "1000", "5.00", "50.0", "82.0", "10.0"],
+    ]
 
 
 def test_tables_are_printed_even_when_a_file_cannot_be_written(

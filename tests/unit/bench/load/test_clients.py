@@ -4,13 +4,11 @@ import json
 import re
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from epd_portable.bench.load.clients import Order, read_stream
-from epd_portable.bench.load.measure import start_clients
+from epd_portable.bench.load.clients import Clients, read_stream
 from epd_portable.bench.load.plan import LoadRequest
 from epd_portable.bench.servers import free_port
 from tests.servers import serving
@@ -60,16 +58,14 @@ def test_an_answer_that_is_not_as_asked_for_has_a_problem(data: bytes, words: st
     assert re.search(words, read_stream([(1.0, data)], output_tokens=2)[2])
 
 
-def test_a_server_that_is_not_there_is_named_in_the_answer(tmp_path: Path) -> None:
-    request = LoadRequest(at_s=0.0, texts=("a",), words=1, output_tokens=2)
+def test_a_server_that_is_not_there_is_named_in_the_answer() -> None:
+    request = LoadRequest(at_s=0.0, text="a", text_tokens=1, output_tokens=2)
     url = f"http://127.0.0.1:{free_port()}"
-    order = Order(requests=(request,), urls=(url,), model="m")
-    with start_clients(order, cores=frozenset(), folder=tmp_path) as send:
-        (answer,) = send().answers
+    (answer,) = Clients([request], [url], "m", words_per_token=1.0, clients=0).send().answers
     assert url.removeprefix("http://") in answer.problem and "Refused" in answer.problem
 
 
-def test_clients_of_a_closed_loop_have_one_request_each_at_a_time(tmp_path: Path) -> None:
+def test_clients_of_a_closed_loop_have_one_request_each_at_a_time() -> None:
     pair = threading.Barrier(2)
     open_requests: list[object] = []
     most: list[int] = []
@@ -86,12 +82,10 @@ def test_clients_of_a_closed_loop_have_one_request_each_at_a_time(tmp_path: Path
         def log_message(self, *_: object) -> None:
             pass
 
-    requests = tuple(
-        LoadRequest(at_s=9.0, texts=(str(n),), words=1, output_tokens=2) for n in range(6)
-    )
+    requests = [
+        LoadRequest(at_s=9.0, text=str(n), text_tokens=1, output_tokens=2) for n in range(6)
+    ]
     with serving(ThreadingHTTPServer(("127.0.0.1", 0), Server)) as url:
-        order = Order(requests=requests, urls=(url,), model="m", clients=2)
-        with start_clients(order, cores=frozenset(), folder=tmp_path) as send:
-            answers = send().answers
+        answers = Clients(requests, [url], "m", words_per_token=1.0, clients=2).send().answers
     assert [answer.problem.partition(":")[0] for answer in answers] == ["status 503"] * 6
     assert most == [2] * 6

@@ -11,7 +11,6 @@ import pytest
 from epd_portable.bench.load.clients import body_of
 from epd_portable.bench.load.command import load_command
 from epd_portable.bench.load.plan import (
-    CONVERSATIONS,
     REPEATED,
     LoadPlan,
     LoadPoint,
@@ -30,9 +29,9 @@ def plan(seconds: float = 100.0) -> LoadPlan:
     return LoadPlan(points=(POINT,), seconds=seconds, rounds=1)
 
 
-def requests(number: int = 0, words_per_token: float = 1.0, **point: object) -> list[LoadRequest]:
+def requests(number: int = 0, **point: object) -> list[LoadRequest]:
     asked = LoadPoint(**{"rate": 2.0, **point})  # type: ignore[arg-type]
-    return list(plan().requests(asked, number, words_per_token))
+    return list(plan().requests(asked, number))
 
 
 def seeds(found: list[LoadRequest]) -> list[str]:
@@ -50,7 +49,7 @@ def test_arrivals_are_those_of_a_poisson_process() -> None:
 def test_a_round_is_the_same_in_every_process_and_no_other_round_is() -> None:
     assert requests(1) == requests(1)
     assert [each.at_s for each in requests(1)] != [each.at_s for each in requests(2)]
-    assert [round(each.at_s, 3) for each in requests(0)[:3]] == [0.503, 0.779, 2.038]
+    assert [round(each.at_s, 3) for each in requests(0)[:3]] == [0.267, 0.874, 0.895]
 
 
 def test_a_mix_has_exactly_its_share_of_pictures() -> None:
@@ -65,33 +64,21 @@ def test_a_mix_has_exactly_its_share_of_pictures() -> None:
 
 def test_no_text_and_no_picture_is_sent_twice_but_those_of_the_repeated_set() -> None:
     found = [*requests(1, share=1.0, pictures=(2,)), *requests(2, share=1.0, pictures=(2,))]
-    assert len({each.texts for each in found}) == len(found)
+    assert len({each.text for each in found}) == len(found)
     assert len(set(seeds(found))) == 2 * len(found)
     first, second = (set(seeds(requests(n, share=1.0, pictures=(4,), repeat=0.5))) for n in (1, 2))
     assert len(first & second) == REPEATED
 
 
 def test_the_length_of_a_text_is_given_in_tokens() -> None:
-    assert {each.words for each in requests(words_per_token=0.5, text=400)} == {200}
-
-
-def test_turns_of_a_conversation_are_sent_with_all_before_them() -> None:
-    found = requests(turns=3, share=0.5, text=10)
-    first, second, third = found[0], found[CONVERSATIONS], found[2 * CONVERSATIONS]
-    assert (second.texts[:-1], third.texts[:-1]) == (first.texts, second.texts)
-    assert first.pictures == third.pictures
-    assert len(first.texts) == len(found[3 * CONVERSATIONS].texts) == 1
-    bodies = [json.loads(body_of(each, "m"))["messages"] for each in (first, second)]
-    assert [[each["role"] for each in messages] for messages in bodies] == [
-        ["user"],
-        ["user", "assistant", "user"],
-    ]
-    assert bodies[1][:1] == bodies[0]
+    (each, *_) = requests(share=0.0, text=400)
+    [message] = json.loads(body_of(each, "m", 0.5))["messages"]
+    assert len(message["content"][0]["text"].split()) == 200
 
 
 def test_a_body_has_its_pictures_before_its_text_and_asks_for_a_length() -> None:
     (each, *_) = requests(share=1.0, pictures=(2,), size=(28,), text=9, output=5)
-    body = json.loads(body_of(each, "some/model"))
+    body = json.loads(body_of(each, "some/model", 1.0))
     (message,) = body["messages"]
     assert [part["type"] for part in message["content"]] == ["image_url", "image_url", "text"]
     assert (body["model"], body["max_tokens"], body["ignore_eos"]) == ("some/model", 5, True)
@@ -103,9 +90,9 @@ def test_a_body_has_its_pictures_before_its_text_and_asks_for_a_length() -> None
 
 def test_videos_are_their_frames_in_place_of_pictures() -> None:
     (point,) = read_points(["rate=2,share=1,pictures=2,size=28,frames=3,text=9,output=5"])
-    assert point.key == "2/s, 100% × 2 × 3 frames × 28 px, 9+5 tokens"
+    assert point.key == "share=1,pictures=2,size=28,text=9,output=5,rate=2,frames=3"
     (each, *_) = plan().requests(point, 0)
-    [message] = json.loads(body_of(each, "m"))["messages"]
+    [message] = json.loads(body_of(each, "m", 1.0))["messages"]
     first, second, _ = message["content"]
     assert [first["type"], second["type"]] == ["video_url", "video_url"]
     frames = []
@@ -123,16 +110,16 @@ def test_a_point_is_as_the_one_before_it_but_for_what_it_names() -> None:
         [
             "rate=2/6,share=0.3,pictures=1/4,size=112,text=9,output=8",
             "rate=1,pictures=2,repeat=0.5",
-            "share=0,turns=8",
-            "rate=3,turns=1,clients=4",
+            "share=0",
+            "rate=3,clients=4",
         ]
     )
     assert [point.key for point in found] == [
-        "2/s, 30% × 1/4 × 112 px, 9+8 tokens",
-        "6/s, 30% × 1/4 × 112 px, 9+8 tokens",
-        "1/s, 30% × 2 × 112 px, 50% repeated, 9+8 tokens",
-        "1/s, text only, 8 turns, 9+8 tokens",
-        "4 clients, 3/s, text only, 9+8 tokens",
+        "share=0.3,pictures=1/4,size=112,text=9,output=8,rate=2",
+        "share=0.3,pictures=1/4,size=112,text=9,output=8,rate=6",
+        "share=0.3,pictures=2,size=112,text=9,output=8,rate=1,repeat=0.5",
+        "share=0,pictures=2,size=112,text=9,output=8,rate=1,repeat=0.5",
+        "share=0,pictures=2,size=112,text=9,output=8,rate=3,repeat=0.5,clients=4",
     ]
 
 
@@ -172,13 +159,13 @@ def test_so_many_prompts_come_at_once_and_none_of_a_file_is_asked_twice(tmp_path
         for point in points
         for request in asked.requests(point, number)
     ]
-    assert [request.texts for request in found] == [(f"question {n}",) for n in range(10)]
+    assert [request.text for request in found] == [f"question {n}" for n in range(10)]
     assert {(each.at_s, each.output_tokens, each.kind) for each in found} == {(0.0, 7, "pictures")}
-    [message] = json.loads(body_of(found[3], "demo"))["messages"]
+    [message] = json.loads(body_of(found[3], "demo", 1.0))["messages"]
     shown, said = message["content"]
     assert shown["image_url"]["url"] == "data:image/png;base64,YSBjYXQ="
     assert said["text"] == "question 3"
-    assert points[0].key == "2 at once, asked.jsonl, 7 tokens"
+    assert points[0].key == f"output=7,prompts=2,file={file}"
     with pytest.raises(ConfigError, match="round 3 asks for lines 11 to 12"):
         asked.requests(points[0], 2)
     # Known before a side is started: none of these is there.

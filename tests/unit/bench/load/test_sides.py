@@ -136,16 +136,15 @@ def test_what_a_process_uses_is_read_until_it_has_ended() -> None:
     argv = [sys.executable, "-c", "import sys; sys.stdin.read()"]
     with subprocess.Popen(argv, stdin=subprocess.PIPE) as process:
         part = usage.Part(name="engine-0", pid=process.pid)
-        assert usage.read_cpu_s([part])["engine-0"]["engine-0"] > 0
+        assert usage.read_cpu_s([part])["engine-0"] > 0
         assert usage.read_memory_bytes([part])["engine-0"] > 0
         process.communicate()
-    assert usage.read_cpu_s([part]) == {"engine-0": {}}
+    assert usage.read_cpu_s([part]) == {}
 
 
 def test_what_was_used_since_a_reading_is_the_difference() -> None:
-    before = {"a": {"x": 1.0, "gone": 5.0}}
-    after = {"a": {"x": 3.0}, "new": {"y": 2.0}}
-    assert usage.cpu_s_since(after, before) == {"a": {"x": 2.0}, "new": {"y": 2.0}}
+    before, after = {"a": 1.0, "gone": 5.0}, {"a": 3.0, "new": 2.0}
+    assert usage.cpu_s_since(after, before) == {"a": 2.0, "new": 2.0}
 
 
 METRICS = """
