@@ -591,9 +591,7 @@ TABLES: dict[tuple[str, str], Callable[[Document], Iterator[Row]]] = {
     ("Wall time", "what"): router_figures,
     ("Counted", "what"): router_figures,
     ("The measuring itself", "case, side"): router_measuring,
-    ("ours by the other sides", "load"): beside_other_sides,
-    ("epd by the other sides", "load"): beside_other_sides,
-    ("front by the other sides", "load"): beside_other_sides,
+    (r"\w+ by the other sides", "load"): beside_other_sides,
     ("Times in ms", "load: side: requests"): times_under_load,
     ("CPU time", "load: side"): cpu_under_load,
     ("Memory after a turn", "side: part"): memory_under_load,
@@ -612,4 +610,4 @@ TABLES: dict[tuple[str, str], Callable[[Document], Iterator[Row]]] = {
     ("Where so many processes of the router are full", "processes"): full_routers,
     ("Limits of the package", "limit"): as_written,
 }
-"""By the beginning of a table's heading, and the name of its first column."""
+"""By a pattern of the beginning of a table's heading, and the name of its first column."""

@@ -35,7 +35,7 @@ def documents(name: str) -> dict[str, recomputed.Document]:
 def of_samples(table: PageTable, document: recomputed.Document) -> list[recomputed.Row]:
     """Return rows as the samples give them; cells that no sample shows are those of the file."""
     for (heading, first), compute in recomputed.TABLES.items():
-        if table.heading.startswith(heading) and table.columns[0] == first:
+        if re.match(heading, table.heading) and table.columns[0] == first:
             try:
                 found = list(compute(document))
             except KeyError:  # A file of another kind.
@@ -44,7 +44,7 @@ def of_samples(table: PageTable, document: recomputed.Document) -> list[recomput
                 dict(zip(each["columns"], map(pages.plain, row), strict=True))
                 for each in document.get("tables", ())
                 for row in each["rows"]
-                if each["columns"][0] == first and each["title"].startswith(heading)
+                if each["columns"][0] == first and re.match(heading, each["title"])
             ]
             beside = {row[first] + row.get("by", ""): row for row in written}
             return [beside.get(row[first] + row.get("by", ""), {}) | row for row in found]
