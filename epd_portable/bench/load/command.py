@@ -57,8 +57,8 @@ Three rates, with a picture in one of ten requests, and four pictures in three o
     --model shape --point rate=2/6/10,share=0.1 --point rate=2,share=0.3,pictures=4 --json l.json
 
 Sides are measured in turns, each started for its own. Every side gets the same cores or devices
-and, in every round, the same requests; the first of one round is the last of the next. Rounds in which
-the clients sent requests late are refused and measured again.
+and, in every round, the same requests; the first of one round is the last of the next. Rounds in
+which the clients sent requests late are refused and measured again.
 
 \b
 Benchmarks that others describe; other options take the place of theirs:
