@@ -217,9 +217,9 @@ class ProducerSession:
         """Return everything to be done now."""
         for transfer in list(self._transfers.values()):
             self._advance(transfer, now)
-        return self.take()
+        return self.take_actions()
 
-    def take(self) -> Actions:
+    def take_actions(self) -> Actions:
         """Return the actions that follow from reports since the last call, as of `write_done`.
 
         Saves a `poll` of all transfers between the end of a write and *written*.

@@ -56,7 +56,7 @@ class CacheEstimate:
 
     Attributes:
         items: Encoder outputs, by name.
-        blocks: See `Need.blocks`.
+        blocks: Of prompts, each as a hash of it and of all before it.
     """
 
     __slots__ = ("_with_first", "blocks", "items")

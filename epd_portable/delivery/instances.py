@@ -579,8 +579,8 @@ class EndpointPool:
         """Return the instance of that name."""
         return self._instances.get(name)
 
-    def has(self, instance: Instance) -> bool:
-        """Return whether it has not left, however many of its name there were."""
+    def __contains__(self, instance: Instance) -> bool:
+        """Return whether an instance has not left, however many of its name there were."""
         return self._instances.get(instance.name) is instance
 
     def take_report(self, name: str, report: LoadReport) -> None:
@@ -674,7 +674,7 @@ class EndpointPool:
     def _place(self, instance: Instance) -> None:
         """Put an instance into the tiers in which it belongs."""
         tiers = []
-        if instance.usable and self.has(instance):
+        if instance.usable and instance in self:
             tiers = [self._tiers[duty][not instance.preferred] for duty in instance.duties]
         if tiers == instance._tiers:
             return

@@ -249,7 +249,7 @@ class EncodeJobs:
         limit_s = min(self._job_s, deadline_s - started_s)
         try:
             with while_up(encoder.working(item.item_uuid)), encoder.encoding(self.times.of(item)):
-                status, given, body = await self.upstream.ask(
+                status, given, body = await self.upstream.fetch(
                     "POST",
                     encoder.url + CHAT_PATH,
                     body=delivery.body,

@@ -96,7 +96,7 @@ class Endpoints:
     def _changed(self, instance: Instance) -> None:
         if self._duties.isdisjoint(instance.duties):
             return
-        if not self._instances.has(instance):
+        if instance not in self._instances:
             self.unseen.discard(instance)
             if self._addresses.pop(instance, None):
                 self._write()
@@ -116,7 +116,7 @@ class Endpoints:
         except OSError as error:
             logger.error("%s at %s answers nothing: %s", instance.name, instance.url, error)
             return
-        if not self._instances.has(instance):
+        if instance not in self._instances:
             return
         self._addresses[instance] = str(found[0][4][0]), int(found[0][4][1])
         self._write()

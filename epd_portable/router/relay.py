@@ -138,7 +138,7 @@ class Relay(Forwarder):
             if is_stream:
                 first = await first_event(answer)
                 reply = failed_stream(first)
-                take, end = events.take, events.end_answer
+                take, end = events.take_piece, events.end_answer
             else:
                 first = await answer.read(MAX_HELD_BYTES if succeeded and not call.items else None)
                 reply = Reply(answer.status, headers, first) if answer.over else None
@@ -261,7 +261,7 @@ class WholeEvents:
         begin = max(passed.rfind(b"\n\n"), passed.rfind(b"\r\n\r\n"))
         return passed[begin + 1 :].lstrip().startswith(_LAST_EVENTS)
 
-    def take(self, data: bytes) -> bool:
+    def take_piece(self, data: bytes) -> bool:
         """Take a piece of the stream; return whether the client takes more at once."""
         if self._held:
             data = self._held + data

@@ -196,7 +196,7 @@ class _PolicySelection(Selection):
     def note_request(self, pd: Instance, items: Iterable[MediaItem]) -> int:
         request = self._request("decode")
         [cached] = request.cached_tokens([pd])
-        if self.instances.has(pd):
+        if pd in self.instances:
             pd.cached.items.use(item.item_uuid for item in items)
             pd.cached.use_prefix(request.blocks)
         return request.prompt.tokens - cached
@@ -204,7 +204,7 @@ class _PolicySelection(Selection):
     def note_encode_job(self, item: MediaItem, encoder: Instance, *, failed: bool = False) -> None:
         if failed:
             encoder.cached.items.pop(item.item_uuid, None)
-        elif self.instances.has(encoder):
+        elif encoder in self.instances:
             encoder.cached.items.use((item.item_uuid,))
 
     def _choose(

@@ -52,7 +52,7 @@ from epd_portable.router.contents.body import (
     read_call,
 )
 from epd_portable.router.contents.cut_text import Data
-from epd_portable.router.contents.media import Find
+from epd_portable.router.contents.media import FindMedia
 from epd_portable.router.contents.media_urls import MediaFetcher
 from epd_portable.router.exchange import Exchange
 from epd_portable.router.fleet.control import ControlChannels
@@ -347,11 +347,11 @@ class Router:
         if self._fetcher is None:
             return await _parsed(path, data, rules)
         with self._fetcher.of_request() as linked:
-            call = await _parsed(path, data, rules, linked.find)
+            call = await _parsed(path, data, rules, linked.find_media)
             if linked.wanted:
                 client.note_read()
                 fetched_bytes = await linked.fetch()
-                call = await _parsed(path, data, rules, linked.find, fetched_bytes)
+                call = await _parsed(path, data, rules, linked.find_media, fetched_bytes)
                 body.count(len(data) + linked.nbytes)
             return call
 
@@ -481,7 +481,7 @@ def observers(settings: RouterSettings) -> list[Listener]:
 
 
 async def _parsed(
-    path: str, data: Data, rules: Rules, find: Find | None = None, fetched_bytes: int = 0
+    path: str, data: Data, rules: Rules, find: FindMedia | None = None, fetched_bytes: int = 0
 ) -> Call:
     if len(data) + fetched_bytes < IN_THREAD_BYTES:
         return read_call(path, data, rules, find)

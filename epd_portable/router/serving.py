@@ -100,17 +100,17 @@ class Stopping:
         self.asked = asyncio.Event()
         self.at_once = asyncio.Event()
 
-    def ask(self) -> None:
+    def request_stop(self) -> None:
         """Let answers that have begun end; asked a second time, end them."""
         if self.asked.is_set():
             self.at_once.set()
         self.asked.set()
 
     def on_signals(self) -> None:
-        """Ask on every SIGTERM and SIGINT."""
+        """Request it on every SIGTERM and SIGINT."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self.ask)
+            loop.add_signal_handler(number, self.request_stop)
 
 
 async def serve(router: Router, listeners: list[socket.socket], stop: Stopping) -> None:

@@ -265,7 +265,7 @@ class WarmUp:
         request_id = f"warm-up-{uuid.uuid4().hex}"
         try:
             with while_up(instance.working()):
-                status, _, answer = await self.upstream.ask(
+                status, _, answer = await self.upstream.fetch(
                     "POST",
                     instance.url + CHAT_PATH,
                     body=body,

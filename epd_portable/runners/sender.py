@@ -252,7 +252,7 @@ class Sender:
                 result = self._writers.start(write)
                 if result is not None:
                     self._finish_write(result, time.monotonic())
-            self._act(self._session.take())
+            self._act(self._session.take_actions())
 
     def _submit(self, order: TransferOrder, ready: bool, now: float) -> None:
         with self._surviving(order.transfer_id):
@@ -283,7 +283,7 @@ class Sender:
         if error is None:
             with self._surviving(write.transfer_id):
                 self._session.write_done(write.transfer_id, now, digest=result.digest)
-                self._act(self._session.take())  # The consumer waits; what is counted can.
+                self._act(self._session.take_actions())  # The consumer waits; what is counted can.
                 self._metrics.sent_bytes.labels(write.path).inc(write.slot.nbytes)
                 self._metrics.write_s.labels(write.path).observe(result.write_s)
             return

@@ -102,7 +102,7 @@ class Admission:
         self.requests = 0
         self._pace = Pace()
 
-    def take(
+    def add_part(
         self, visit: Visit, *, items: int = 0, nbytes: int = 0, now_s: float
     ) -> Refusal | None:
         """Count more items and bytes of a request; a refused part is not counted."""

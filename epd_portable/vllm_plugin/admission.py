@@ -148,7 +148,7 @@ class AdmissionMiddleware(Collector):
         if self._answers and not outline.is_encode_job():
             return read
         items = max(count_items(outline), 1) - visit.items
-        if refusal := self._take(visit, items=items, nbytes=len(read) - visit.nbytes):
+        if refusal := self._add_part(visit, items=items, nbytes=len(read) - visit.nbytes):
             return refusal
         self._admission.found(visit, pixels_of(outline))
         self._changed()
@@ -159,11 +159,11 @@ class AdmissionMiddleware(Collector):
         announced = request.headers.get("content-length", "")
         known = int(announced) if announced.isdecimal() else 0
         arriving = request.stream()
-        if refusal := self._take(visit, items=1, nbytes=known):
+        if refusal := self._add_part(visit, items=1, nbytes=known):
             return await _drained(request, arriving, refusal)
         pieces: list[bytes] = []
         async for piece in arriving:
-            if not announced and (refusal := self._take(visit, nbytes=len(piece))):
+            if not announced and (refusal := self._add_part(visit, nbytes=len(piece))):
                 pieces.clear()
                 return await _drained(request, arriving, refusal)
             pieces.append(piece)
@@ -193,8 +193,8 @@ class AdmissionMiddleware(Collector):
             self._answers = bool(instance.control_address)
             self._is_configured = True
 
-    def _take(self, visit: Visit, *, items: int = 0, nbytes: int = 0) -> Refusal | None:
-        return self._admission.take(visit, items=items, nbytes=nbytes, now_s=time.monotonic())
+    def _add_part(self, visit: Visit, *, items: int = 0, nbytes: int = 0) -> Refusal | None:
+        return self._admission.add_part(visit, items=items, nbytes=nbytes, now_s=time.monotonic())
 
     def collect(self) -> Iterable[Metric]:
         """Yield what is queued and what was refused (Prometheus)."""

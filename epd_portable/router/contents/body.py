@@ -15,7 +15,7 @@ from epd_portable.delivery.replies import JSON, RETRY_AFTER_S
 from epd_portable.errors import RequestError
 from epd_portable.media.limits import MediaLimits, check_settings
 from epd_portable.router.contents.cut_text import Bytes, CutText, Data, Segments, decode, opens
-from epd_portable.router.contents.media import Find, MediaItem, MediaReader, Part
+from epd_portable.router.contents.media import FindMedia, MediaItem, MediaReader, Part
 from epd_portable.wire.params import EncodedItem, EncodeParams, EncodeTransfer, PrefillParams
 
 CHAT_PATH = "/v1/chat/completions"
@@ -358,7 +358,7 @@ def check_json(headers: Mapping[str, str]) -> None:
         )
 
 
-def read_call(path: str, data: Data, rules: Rules, find: Find | None = None) -> Call:
+def read_call(path: str, data: Data, rules: Rules, find: FindMedia | None = None) -> Call:
     """Read the body of a request.
 
     Of bodies for which there is no reader, only what could harm others is looked at.
@@ -456,7 +456,7 @@ def _check_fields(path: str, fields: _Fields) -> None:
 
 
 def _reader(
-    call: Call, fields: _Fields, settings: _Fields, rules: Rules, find: Find | None
+    call: Call, fields: _Fields, settings: _Fields, rules: Rules, find: FindMedia | None
 ) -> MediaReader:
     """Return what finds the items of a call, and keys them by all that they depend on."""
     _check_commas(call.cut, MAX_MESSAGES_COMMAS)

@@ -87,7 +87,7 @@ class MediaItem(msgspec.Struct, frozen=True, kw_only=True):
     pixels: int = 0
 
 
-Find = Callable[[Bytes, str], Bytes | None]
+FindMedia = Callable[[Bytes, str], Bytes | None]
 """Returns base64 text of what is at a URL in UTF-8; ``None`` if it has to be fetched first. Gets
 its place in the request, too; raises `RequestError` for what is not fetched."""
 
@@ -128,7 +128,7 @@ class MediaReader:
     """
 
     def __init__(
-        self, cut: CutText, *, salt: bytes = b"", max_items: int, find: Find | None = None
+        self, cut: CutText, *, salt: bytes = b"", max_items: int, find: FindMedia | None = None
     ) -> None:
         self._cut = cut
         self._salt = salt

@@ -263,8 +263,8 @@ class LinkedItems:
         self.wanted = False
         self.nbytes = 0
 
-    def find(self, url: Bytes, where: str) -> Bytes | None:
-        """Return base64 text; see `epd_portable.router.contents.media.Find`.
+    def find_media(self, url: Bytes, where: str) -> Bytes | None:
+        """Return base64 text; see `epd_portable.router.contents.media.FindMedia`.
 
         What is not there is on its way at once; this may be called in another thread.
         """

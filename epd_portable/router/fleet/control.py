@@ -229,7 +229,7 @@ async def _follow_by_http(instance: Instance, upstream: Upstream) -> None:
         with contextlib.suppress(UpstreamError, msgspec.MsgspecError):
             # Its health is for probes.
             url = f"{instance.url}{LOAD_PATH}?{urlencode(known)}"
-            status, _, body = await upstream.ask("GET", url, timeout_s=LOAD_TIMEOUT_S)
+            status, _, body = await upstream.fetch("GET", url, timeout_s=LOAD_TIMEOUT_S)
             if status == 200:
                 load = msgspec.json.decode(body, type=LoadReport)
         if load is None:

@@ -42,7 +42,7 @@ class HealthProbes:
     async def look(self, instance: Instance) -> None:
         """Ask an instance once, and let it know what was seen."""
         note = await self._see(instance)
-        if self._instances.has(instance):
+        if instance in self._instances:
             note()
 
     def watch(self, instance: Instance) -> Coroutine[None, None, None]:
@@ -92,7 +92,7 @@ class HealthProbes:
         """Ask an instance once; return what lets it know what was seen."""
         try:
             url = instance.url + "/health"
-            status, _, _ = await self._upstream.ask("GET", url, timeout_s=self._timeout_s)
+            status, _, _ = await self._upstream.fetch("GET", url, timeout_s=self._timeout_s)
         except UpstreamError as error:
             if error.kind is FailureKind.UNAVAILABLE:
                 return lambda: None

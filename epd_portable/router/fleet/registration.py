@@ -315,7 +315,7 @@ class Registration:
 
     async def _forget(self, instance: Instance) -> None:
         """Drop an instance and end what watches it; the lock of its name is held."""
-        if not self._instances.has(instance):
+        if instance not in self._instances:
             return
         # Before anything is awaited: who asks for it meanwhile hears that it is not there.
         self._instances.remove(instance.name)

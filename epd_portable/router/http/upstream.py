@@ -147,15 +147,15 @@ class Upstream:
         idle = self._take_idle(origin)
         if idle is not None:
             try:
-                return await idle.ask(head, segments, silent_s, due_at)
+                return await idle.send_request(head, segments, silent_s, due_at)
             except UpstreamError as error:
                 stale = error.kind is FailureKind.LOST and not idle.heard
                 if not stale or method != "GET":
                     raise
         connection = await self._connect(origin, connect_s, due_at)
-        return await connection.ask(head, segments, silent_s, due_at)
+        return await connection.send_request(head, segments, silent_s, due_at)
 
-    async def ask(
+    async def fetch(
         self,
         method: str,
         url: str,
@@ -466,7 +466,7 @@ class _Connection(asyncio.Protocol):
 
     # A request.
 
-    async def ask(
+    async def send_request(
         self, head: bytes, body: Segments, silent_s: float, due_at: float
     ) -> InstanceAnswer:
         """Send a request; see `Upstream.request`. ``due_at`` is by the event loop's clock."""

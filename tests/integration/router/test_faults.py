@@ -90,7 +90,7 @@ async def port(build: Build) -> AsyncIterator[tuple[Topology, int]]:
     stop = Stopping()
     serving = asyncio.create_task(serve(Router(t.settings), [listener], stop))
     yield t, listener.getsockname()[1]
-    stop.ask()
+    stop.request_stop()
     await serving
 
 

@@ -90,7 +90,7 @@ async def get(fetcher: MediaFetcher, *urls: str) -> list[bytes]:
     """Do as the router does for one request."""
 
     def find(linked: LinkedItems) -> list[Any]:
-        return [linked.find(url.encode(), WHERE) for url in urls]
+        return [linked.find_media(url.encode(), WHERE) for url in urls]
 
     with fetcher.of_request() as linked:
         found = find(linked)
@@ -415,9 +415,9 @@ async def test_what_comes_while_a_request_is_read_is_put_in_when_it_is_read_agai
     fetcher = world.fetcher()
     await get(fetcher, world.url())
     with fetcher.of_request() as linked:
-        assert linked.find(world.url().encode(), WHERE) is None
+        assert linked.find_media(world.url().encode(), WHERE) is None
         await asyncio.sleep(0)
-        assert linked.find(world.url().encode(), WHERE) is not None
+        assert linked.find_media(world.url().encode(), WHERE) is not None
         assert linked.wanted
         assert await linked.fetch() == len(base64.b64encode(PNG))
         assert linked.nbytes == 0

@@ -279,7 +279,7 @@ class Worker:
                 self.session.write_done(write.transfer_id, self.clock())
             else:
                 self.session.write_failed(write.transfer_id, "a fault", self.clock())
-        more = self.session.take()
+        more = self.session.take_actions()
         for finished in actions.finished + more.finished:
             self.ended.add(finished.transfer_id)
             self.users[finished.mm_hash] -= 1

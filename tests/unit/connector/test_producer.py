@@ -151,7 +151,7 @@ def test_written_and_its_digest_can_be_had_without_a_poll(desk: Desk) -> None:
     desk.reach("writing")
     desk.session.write_done("t", desk.now, digest="d1")
     said = msgspec.structs.replace(WRITTEN, digest="d1")
-    assert desk.session.take() == Actions(messages=[(PD, said)])
+    assert desk.session.take_actions() == Actions(messages=[(PD, said)])
     assert desk.messages(RESEND_S - 0.1) == []
     assert desk.messages(0.1) == [said]
 

@@ -429,7 +429,7 @@ def test_who_uses_an_instance_hears_that_it_went_down_or_was_removed() -> None:
         work.on_down(lambda: heard.append(instance.reason))
         instances.remove("i-0")
     assert heard == ["first", "late", "has left"]
-    assert not instances.has(instance)
+    assert instance not in instances
     assert instances.add(named("i-0")).load == 0
 
 

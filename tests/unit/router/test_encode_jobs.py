@@ -58,7 +58,7 @@ class Scene:
         of_router = RouterSettings(port=0, model="demo", instances=(*ENCODERS, PD))
         self._jobs = EncodeJobs(of_router, cast(Upstream, self), self.control, RetryBudget(), None)
 
-    async def ask(self, *_: Any, **__: Any) -> tuple[int, dict[str, str], bytes]:
+    async def fetch(self, *_: Any, **__: Any) -> tuple[int, dict[str, str], bytes]:
         self.asked.set()
         await self.answer.wait()
         return self._statuses.pop(0), {}, b"{}"

@@ -36,14 +36,14 @@ class Fetched:
         self.text = text
         self.wanted: list[str] = []
 
-    def find(self, url: Bytes, where: str) -> Bytes | None:
+    def find_media(self, url: Bytes, where: str) -> Bytes | None:
         name = bytes(url).decode()
         self.wanted.append(f"{name} at {where}")
         return self.text if name in self.there else None
 
 
 def read(path: str, linked: Fetched | None, rules: Rules = RULES, **body: Any) -> Call:
-    return read_call(path, json.dumps(body).encode(), rules, linked.find if linked else None)
+    return read_call(path, json.dumps(body).encode(), rules, linked.find_media if linked else None)
 
 
 def block(url: str = URL) -> dict[str, Any]:
@@ -120,7 +120,7 @@ def test_anthropics_images_are_inlined_and_all_else_stays(path: str) -> None:
 def test_anthropics_messages_without_urls_reach_the_instance_byte_for_byte() -> None:
     body = {"messages": said(block(INLINED), {"type": "text", "text": "x"}), "max_tokens": 1}
     data = json.dumps(body).encode()
-    call = read_call(MESSAGES_PATH, data, RULES, Fetched().find)
+    call = read_call(MESSAGES_PATH, data, RULES, Fetched().find_media)
     assert call.for_pd(None) == [data]
 
 

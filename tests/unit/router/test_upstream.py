@@ -102,11 +102,11 @@ async def fault_of(asking: Awaitable[Any]) -> FailureKind:
 async def test_a_request_is_sent_as_it_should_be(client: Upstream, listening: Open) -> None:
     instance, url = await listening(OK)
     body = [b"ab", memoryview(b"cd")]
-    status, headers, data = await client.ask(
+    status, headers, data = await client.fetch(
         "POST", url + "/v1/x?q=1", body=body, headers={"x-a": "b"}, timeout_s=5
     )
     assert (status, headers, data) == (200, {"content-length": "2"}, b"ok")
-    await client.ask("GET", url, timeout_s=5)
+    await client.fetch("GET", url, timeout_s=5)
     first, second = instance.requests
     host = url.removeprefix("http://").encode()
     common = b"host: %b\r\naccept-encoding: identity\r\nx-token: t\r\n" % host
@@ -119,7 +119,7 @@ async def test_a_request_is_sent_as_it_should_be(client: Upstream, listening: Op
 @pytest.mark.parametrize("value", ["a\r\nb: c", "a\nb: c", "a\rb"])
 async def test_a_header_cannot_become_two(client: Upstream, value: str) -> None:
     with pytest.raises(ValueError, match="headers"):
-        await client.ask("GET", "http://127.0.0.1:1/", headers={"a": value}, timeout_s=1)
+        await client.fetch("GET", "http://127.0.0.1:1/", headers={"a": value}, timeout_s=1)
 
 
 CHUNKED = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n2\r\nok\r\n0\r\nt: x\r\n\r\n"
@@ -143,7 +143,7 @@ async def test_a_connection_takes_one_request_after_the_other_if_it_can_be_kept(
 ) -> None:
     instance, url = await listening(answer)
     for _ in range(3):
-        assert (await client.ask("POST", url, body=b"x", timeout_s=5))[2] in (b"ok", b"")
+        assert (await client.fetch("POST", url, body=b"x", timeout_s=5))[2] in (b"ok", b"")
     assert (len(instance.requests), len(instance.connections)) == (3, 1 if keeps else 3)
 
 
@@ -153,7 +153,7 @@ async def test_connections_at_rest_are_closed_in_time(
     monkeypatch.setattr(upstream, "KEEPALIVE_S", 0.05)
     monkeypatch.setattr(upstream, "_SWEEP_EVERY_S", 0.02)
     instance, url = await listening(OK)
-    await client.ask("GET", url, timeout_s=5)
+    await client.fetch("GET", url, timeout_s=5)
     await asyncio.wait_for(instance.closed.wait(), 5)
 
 
@@ -162,7 +162,7 @@ async def test_what_may_be_repeated_is_once_when_a_kept_connection_breaks(
     client: Upstream, listening: Open, method: str
 ) -> None:
     instance, url = await listening(OK)
-    await client.ask(method, url, timeout_s=5)
+    await client.fetch(method, url, timeout_s=5)
 
     async def break_once(head: bytes, writer: asyncio.StreamWriter) -> None:
         if len(instance.connections) == 1:
@@ -175,15 +175,15 @@ async def test_what_may_be_repeated_is_once_when_a_kept_connection_breaks(
 
     instance.behave = break_once
     if method == "GET":
-        assert (await client.ask(method, url, timeout_s=5))[2] == b"ok"
+        assert (await client.fetch(method, url, timeout_s=5))[2] == b"ok"
     else:
         # It may have been taken.
-        assert await fault_of(client.ask(method, url, timeout_s=5)) is FailureKind.LOST
+        assert await fault_of(client.fetch(method, url, timeout_s=5)) is FailureKind.LOST
     assert len(instance.requests) == (3 if method == "GET" else 2)
     # On a new connection nothing is repeated.
     instance.behave = break_always
     before = len(instance.requests)
-    assert await fault_of(Upstream().ask(method, url, timeout_s=5)) is FailureKind.LOST
+    assert await fault_of(Upstream().fetch(method, url, timeout_s=5)) is FailureKind.LOST
     assert len(instance.requests) == before + 1
 
 
@@ -191,11 +191,11 @@ async def test_one_that_was_closed_while_at_rest_is_not_used(
     client: Upstream, listening: Open
 ) -> None:
     instance, url = await listening(OK)
-    await client.ask("POST", url, timeout_s=5)
+    await client.fetch("POST", url, timeout_s=5)
     instance.connections[0][1].close()
     while any(not each.transport.is_closing() for each in client._connections):
         await asyncio.sleep(0.01)
-    await client.ask("POST", url, timeout_s=5)
+    await client.fetch("POST", url, timeout_s=5)
     assert len(instance.requests) == 2
 
 
@@ -214,10 +214,10 @@ async def test_who_gives_up_when_the_answer_is_whole_leaves_the_connection_to_th
 
     async def next_one() -> int:
         await turn.wait()
-        return (await client.ask("POST", url, timeout_s=5))[0]
+        return (await client.fetch("POST", url, timeout_s=5))[0]
 
     after = asyncio.create_task(next_one())
-    first = asyncio.create_task(client.ask("POST", url, timeout_s=5))
+    first = asyncio.create_task(client.fetch("POST", url, timeout_s=5))
     await asyncio.wait_for(asked.wait(), 5)
     (connection,) = client._connections
     # All in one turn of the event loop: the next one runs before the first hears of anything.
@@ -283,7 +283,7 @@ async def test_the_limits_of_time_hold(client: Upstream, listening: Open) -> Non
     instance, url = await listening(OK)
     instance.behave = slowly
     # The silence is shorter than its limit again and again.
-    assert await fault_of(client.ask("GET", url, timeout_s=0.3)) is FailureKind.TIMEOUT
+    assert await fault_of(client.fetch("GET", url, timeout_s=0.3)) is FailureKind.TIMEOUT
     answer = await client.request("GET", url, silent_s=3.0)
     assert (await answer.read()) == b"a" * 99
 
@@ -306,8 +306,8 @@ async def test_a_limit_of_one_request_is_none_of_the_next(
 
     instance, url = await listening(OK)
     instance.behave = slowly
-    await client.ask("GET", url, timeout_s=1.0)
-    await client.ask("GET", url, timeout_s=5)
+    await client.fetch("GET", url, timeout_s=1.0)
+    await client.fetch("GET", url, timeout_s=5)
     assert len(instance.connections) == 1
 
 
@@ -328,7 +328,7 @@ async def test_who_takes_no_connection_is_refused_or_silent(client: Upstream, li
     fault = await fault_of(asking)
     assert fault is FailureKind.UNREACHABLE or (limit == "total_s" and fault is FailureKind.TIMEOUT)
     assert time.monotonic() - started < 5
-    refused = client.ask("GET", "http://127.0.0.1:1/", timeout_s=5)
+    refused = client.fetch("GET", "http://127.0.0.1:1/", timeout_s=5)
     assert await fault_of(refused) is FailureKind.UNREACHABLE
 
 
@@ -355,7 +355,7 @@ async def asked(body: bytes = b"") -> tuple[_Connection, asyncio.Task[InstanceAn
     connection = _Connection(pool, pool._origin("http://x"))
     pool._connections.add(connection)
     connection.connection_made(Transport())
-    task = asyncio.create_task(connection.ask(b"", (body,), 9, float("inf")))
+    task = asyncio.create_task(connection.send_request(b"", (body,), 9, float("inf")))
     await asyncio.sleep(0)
     return connection, task
 

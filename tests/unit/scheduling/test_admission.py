@@ -19,7 +19,7 @@ def admission(items: int = 4, nbytes: int = 100) -> Admission:
 
 def enter(desk: Admission, items: int = 1, nbytes: int = 1, now_s: float = 0.0) -> Visit:
     visit = Visit()
-    assert desk.take(visit, items=items, nbytes=nbytes, now_s=now_s) is None
+    assert desk.add_part(visit, items=items, nbytes=nbytes, now_s=now_s) is None
     return visit
 
 
@@ -35,7 +35,7 @@ def test_requests_are_taken_on_up_to_the_limits_and_again_when_others_left(
 ) -> None:
     desk = admission()
     first, _ = enter(desk, nbytes=30), enter(desk, nbytes=30)
-    refusal = desk.take(Visit(), **more, now_s=0.0)
+    refusal = desk.add_part(Visit(), **more, now_s=0.0)
     assert refusal is not None
     assert (refusal.what, refusal.queued, refusal.limit, refusal.wanted) == told
     for _ in range(2):
@@ -47,7 +47,7 @@ def test_a_request_that_grows_is_refused_when_it_passes_the_limit_and_leaves_who
     desk = admission()
     enter(desk, nbytes=60)
     visit = enter(desk, nbytes=30)
-    refusal = desk.take(visit, nbytes=20, now_s=0.0)
+    refusal = desk.add_part(visit, nbytes=20, now_s=0.0)
     assert refusal is not None
     assert (refusal.queued, refusal.wanted) == (60, 50)
     assert desk.nbytes == 90
@@ -59,12 +59,12 @@ def test_a_request_that_grows_is_refused_when_it_passes_the_limit_and_leaves_who
 def test_a_request_that_is_too_large_alone_is_told_no_time(more: dict[str, int]) -> None:
     desk = admission()
     enter(desk)
-    refusal = desk.take(Visit(), **more, now_s=0.0)
+    refusal = desk.add_part(Visit(), **more, now_s=0.0)
     assert refusal is not None and refusal.wait_s is None
 
 
 def wait(desk: Admission, now_s: float, items: int = 1) -> float:
-    refusal = desk.take(Visit(), items=items, now_s=now_s)
+    refusal = desk.add_part(Visit(), items=items, now_s=now_s)
     assert refusal is not None and refusal.wait_s is not None
     return refusal.wait_s
 
@@ -107,7 +107,7 @@ def test_limits_hold_and_everything_is_given_back(steps: list[tuple[int, int, bo
         if leaves and inside:
             desk.leave(inside.pop(0), now_s=now_s)
         visit = Visit()
-        desk.take(visit, items=items, nbytes=nbytes, now_s=now_s)
+        desk.add_part(visit, items=items, nbytes=nbytes, now_s=now_s)
         inside.append(visit)
         assert desk.items == sum(each.items for each in inside) <= 4
         assert desk.nbytes == sum(each.nbytes for each in inside) <= 100
