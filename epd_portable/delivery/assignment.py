@@ -92,7 +92,7 @@ def assign_items(
     """
     stored = stored or {}
     asked = [item for item in items if item.item_uuid not in {*stored, *left_here, *held}]
-    encoders = choose_encoders(asked, choose)
+    encoders = choose_encoders(asked, choose, times)
     chosen = [encoder for encoder in encoders.values() if encoder is not None]
     here: Collection[str] = ()
     reason: Reason | None = None
@@ -143,7 +143,9 @@ def or_own(
 
 
 def choose_encoders(
-    items: Sequence[ItemT], choose: Callable[[ItemT, Collection[str]], Instance | None]
+    items: Sequence[ItemT],
+    choose: Callable[[ItemT, Collection[str]], Instance | None],
+    times: EncodeTimes,
 ) -> dict[str, Instance | None]:
     """Return who should have each of some items, by ``item_uuid``."""
     found = {}
@@ -153,6 +155,7 @@ def choose_encoders(
             if encoder is not None:
                 # Not in flight yet, but the next item's choice must see it.
                 reserved.enter_context(encoder.working(item.item_uuid))
+                reserved.enter_context(encoder.encoding(times.of(item)))
     return found
 
 

@@ -9,14 +9,11 @@ the first one holds go to no encoder, unless it has lost them meanwhile and asks
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import copy
 import logging
 import time
-from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field, replace
-from functools import partial
 from http import HTTPStatus
 from pathlib import Path
 from types import SimpleNamespace
@@ -135,14 +132,6 @@ class FrontItem:
         return self.modality == "video" and is_part(self.item_uuid)
 
 
-@dataclass(frozen=True, slots=True)
-class _Busy:
-    """What an engine does for all API servers."""
-
-    pending_encode_s: float
-    computes_for: int
-
-
 @dataclass(eq=False, slots=True)
 class OpenRequest:
     """One open request.
@@ -150,9 +139,7 @@ class OpenRequest:
     Attributes:
         core: As vLLM made it, with all media; videos may be divided.
         here: Identifiers of items that the answering engine must encode.
-        engine_id: Its id there, at its present try.
-        sent: It is with an engine.
-        decided: It has begun, has ended, or must be sent again.
+        decided: Its present try has begun, has ended, or must be sent again.
         begun: A part of the answer is out: no other engine can give the rest.
         again: Why it must be sent again.
         awaited: Items whose encode jobs have not ended.
@@ -163,9 +150,6 @@ class OpenRequest:
 
     core: EngineCoreRequest
     here: set[str] = field(default_factory=set)
-    engine: FrontEngine | None = None
-    engine_id: str = ""
-    sent: asyncio.Event = field(default_factory=asyncio.Event)
     decided: asyncio.Event = field(default_factory=asyncio.Event)
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     begun: bool = False
@@ -207,6 +191,7 @@ class SplitClient(AsyncMPClient):
         self.engines = Engines(settings.engines, paths, index, config, outputs=self._take_outputs)
         self.engine_ranks_managed = [each.index for each in self.engines.by_name.values()]
         self._pool = self.engines.pool
+        self._servers = len(settings.sockets)
         self._can_encode = settings.can_encode
         self._is_elastic = settings.can_encode and settings.elastic_encode
         self.switching = Switching(self._pool, elastic=self._is_elastic, acts=settings.switch_roles)
@@ -216,7 +201,6 @@ class SplitClient(AsyncMPClient):
         self._open: dict[str, OpenRequest] = {}
         self._at_engines: dict[str, OpenRequest] = {}  # by the id of its present try
         self._jobs: dict[str, asyncio.Future[FinishReason]] = {}
-        self._requested: dict[str, asyncio.Event] = {}  # By transfer, of all open requests.
         self.metrics = FrontMetrics(self._pool)
         self._is_draining = False
         self._times = EncodeTimes()
@@ -262,16 +246,12 @@ class SplitClient(AsyncMPClient):
         Raises:
             GracefulHTTPError: No engine can, or they have too much.
         """
-        one = self._open.get(request.request_id)
-        if one is not None:  # A further part of a session.
-            await one.sent.wait()
-            if one.engine is not None:
-                with contextlib.suppress(WentDownError):  # Which ends the session.
-                    await one.engine.add(self._for_engine(request, one.engine_id, {}))
-            return
-        if self._parts.most > 1 and not request.resumable:
-            request = self._parts.divide(request)
-        one = OpenRequest(request)
+        if request.resumable:
+            raise GracefulHTTPError(
+                "streaming-input sessions are not served: send the request as a whole",
+                HTTPStatus.BAD_REQUEST,
+            )
+        one = OpenRequest(self._parts.divide(request) if self._parts.most > 1 else request)
         engine = self._choose_engine(one, None)
         self._retries.count_request()
         self._pool.work.prompt_came(engine.instance.role, one.tokens)
@@ -324,18 +304,11 @@ class SplitClient(AsyncMPClient):
         count, nearest = max(known, key=lambda pair: pair[0], default=(0, None))
         return nearest if count else None
 
-    def _choose_encoder(
-        self, item: FrontItem, exclude: Collection[str], given: Mapping[str, float] | None = None
-    ) -> Instance | None:
-        """Return who should encode an item.
-
-        Args:
-            given: Seconds that are to be given to encoders, by name, beside what they have.
-        """
+    def _choose_encoder(self, item: FrontItem, exclude: Collection[str]) -> Instance | None:
+        """Return who should encode an item."""
 
         def busy(encoder: Instance) -> tuple[float, float]:
-            pending_s = encoder.pending_encode_s + (given or {}).get(encoder.name, 0.0)
-            return pending_s / encoder.weight, encoder.load / encoder.weight
+            return encoder.pending_encode_s / encoder.weight, encoder.load / encoder.weight
 
         full = [each.name for each in self.engines.by_name.values() if each.is_full]
         # The first token waits for the last part of a video.
@@ -369,23 +342,27 @@ class SplitClient(AsyncMPClient):
 
         Each try has an id of its own: vLLM may handle the abort of an earlier one late.
         """
+        one.again = ""
+        one.decided.clear()
+        ways = self._assign(one, engine)
+        if engine_id == one.core.request_id:
+            self._count(ways)
         client = engine.client
         if client is None:
             one.again = f"engine {engine.name} is down"
             return
-        one.engine, one.engine_id, one.again = engine, engine_id, ""
-        one.decided.clear()
-        ways = self._assign(one, engine)
         # Whoever is an encoder encodes by itself what it holds no more.
         by_transfer = ("encoder",) if engine.instance.role in ENCODES else ("encoder", "held")
         brought = [each for each in ways if each.by in by_transfer]
-        here_s = sum(self._times.of(each.item) for each in ways if each.by == "local_first")
+        # API servers share engines: what one gives them meanwhile, each does.
+        here_s = self._servers * sum(
+            self._times.of(each.item) for each in ways if each.by == "local_first"
+        )
         transfers = {
             each.item.item_uuid: new_transfer(each.item, engine.instance.control, self.secret)
             for each in brought
         }
         one.requested = {each.transfer_id: asyncio.Event() for each in transfers.values()}
-        self._requested |= one.requested
         one.held = {each.item.item_uuid for each in ways if each.by == "held"}
         one.awaited = {each.item.item_uuid for each in brought if each.by == "encoder"}
         self._at_engines[engine_id] = one
@@ -393,12 +370,9 @@ class SplitClient(AsyncMPClient):
             with while_up(engine.instance.working()) as use:
                 use.owe_answer(one.tokens)
                 await engine.add(self._for_engine(one.core, engine_id, transfers, one.held))
-                # Further parts of a session go to the same engine.
-                one.begun = one.core.resumable
-                one.sent.set()
                 if here_s or not one.awaited:
                     use.compute()
-                with engine.instance.encoding(self._times_all(here_s)):
+                with engine.instance.encoding(here_s):
                     async with anyio.create_task_group() as items:
                         for each in brought:
                             transfer = transfers[each.item.item_uuid]
@@ -418,55 +392,39 @@ class SplitClient(AsyncMPClient):
             elif not one.ended.is_set():
                 self._put_end(one, engine)
         finally:
-            for transfer_id in one.requested:
-                del self._requested[transfer_id]
             del self._at_engines[engine_id]
             if not one.ended.is_set():
                 await engine.abort(client, engine_id)
 
-    def _times_all(self, seconds: float) -> float:
-        """Return what all API servers give an engine meanwhile, if they do as this one does."""
-        return seconds * len(self.settings.sockets)
-
     def _assign(self, one: OpenRequest, engine: FrontEngine) -> list[Assignment[FrontItem]]:
         """Return which engine brings each item to the one that answers."""
-        core, pd = one.core, engine.instance
-        if core.sampling_params is None or core.resumable:
+        if one.core.sampling_params is None:
             return []
         items: dict[str, FrontItem] = {}
-        for feature in core.mm_features or ():
+        for feature in one.core.mm_features or ():
             items.setdefault(feature.identifier, FrontItem(feature))
-        own = pd if pd.role in ENCODES else None
-        given: defaultdict[str, float] = defaultdict(float)
-        others = partial(self._choose_encoder, given=given)
-
-        def choose(item: FrontItem, exclude: Collection[str]) -> Instance | None:
-            pick = others if own is None else or_own(own, others)
-            if (encoder := pick(item, exclude)) is not None:
-                given[encoder.name] += self._times.of(item)
-            return encoder
-
-        elastic = self._is_elastic and own is None
-        ways = assign_items(
+        own = engine.instance if engine.instance.role in ENCODES else None
+        return assign_items(
             [*items.values()],
-            _Busy(pd.pending_encode_s, max(pd.computes_for, engine.computes_for)),
-            choose,
+            engine,
+            self._choose_encoder if own is None else or_own(own, self._choose_encoder),
             self._times,
             left_here=one.here,
             held=engine.holds,
-            elastic_threshold=BUSY_THRESHOLD if elastic else None,
+            elastic_threshold=BUSY_THRESHOLD if self._is_elastic and own is None else None,
             own=own,
         )
-        if not one.sent.is_set():
-            for each in ways:
-                if each.by == "held":
-                    continue
-                self._pool.work.item_came(each.item, self._times.of(each.item))
-                if each.by != "encoder":
-                    self.metrics.items.labels(each.by).inc()
-                if each.elastic:
-                    self.metrics.elastic.labels(each.elastic).inc()
-        return ways
+
+    def _count(self, ways: Iterable[Assignment[FrontItem]]) -> None:
+        """Count the items of a request that has just come."""
+        for each in ways:
+            if each.by == "held":
+                continue
+            self._pool.work.item_came(each.item, self._times.of(each.item))
+            if each.by != "encoder":
+                self.metrics.items.labels(each.by).inc()
+            if each.elastic:
+                self.metrics.elastic.labels(each.elastic).inc()
 
     def _for_engine(
         self,
@@ -515,7 +473,7 @@ class SplitClient(AsyncMPClient):
         memory for the item never does.
         """
         item, encoder = way.item, way.encoder
-        requested = self._requested[transfer.transfer_id]
+        requested = one.requested[transfer.transfer_id]
         if way.by == "held":
             await requested.wait()
             if one.decided.is_set():
@@ -535,7 +493,7 @@ class SplitClient(AsyncMPClient):
             job = f"{transfer.transfer_id}-{encoder.name}"
             try:
                 with while_up(encoder.working(item.item_uuid)):
-                    with encoder.encoding(self._times_all(self._times.of(item))):
+                    with encoder.encoding(self._servers * self._times.of(item)):
                         failure = await self._encode(one, item, transfer, encoder, job)
                     if failure is None:
                         one.awaited.discard(item.item_uuid)
@@ -599,7 +557,7 @@ class SplitClient(AsyncMPClient):
     def _take_outputs(self, engine: FrontEngine, outputs: EngineCoreOutputs) -> None:
         outputs.engine_index = engine.index
         if (stats := outputs.scheduler_stats) is not None:
-            engine.computes_for = stats.num_running_reqs
+            engine.running = stats.num_running_reqs
         outputs.outputs = [each for each in outputs.outputs if self._take_output(engine, each)]
         self._outputs.put_nowait(outputs)
 
@@ -608,9 +566,9 @@ class SplitClient(AsyncMPClient):
             engine.holds.discard(mm_hash)
             if is_here:
                 engine.holds.add(mm_hash)
-        for transfer_id in news.requested:
-            if requested := self._requested.get(transfer_id):
-                requested.set()
+        for one in self._at_engines.values() if news.requested else ():
+            for transfer_id in one.requested.keys() & news.requested:
+                one.requested[transfer_id].set()
 
     def _take_output(self, engine: FrontEngine, output: EngineCoreOutput) -> bool:
         """Return whether an output is a part of an answer."""

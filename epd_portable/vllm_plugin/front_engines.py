@@ -62,8 +62,8 @@ class FrontEngine:
         index: Its label in vLLM's metrics.
         client: vLLM's client of its present life; ``None`` while it is down.
         holds: Items in its encoder cache, as far as it has said (`CacheNews`).
-        computes_for: Requests that it computes, of all senders, by its last report; vLLM tells
-            one API server how many, others whether there are any.
+        running: Requests that it computes, of all senders, by its last report; vLLM tells one API
+            server how many, others whether there are any.
     """
 
     def __init__(self, settings: EngineSettings, instance: Instance, index: int) -> None:
@@ -72,7 +72,17 @@ class FrontEngine:
         self.index = index
         self.client: Any = None
         self.holds: set[str] = set()
-        self.computes_for = 0
+        self.running = 0
+
+    @property
+    def pending_encode_s(self) -> float:
+        """Seconds of encoding that it was given and has not done."""
+        return self.instance.pending_encode_s
+
+    @property
+    def computes_for(self) -> int:
+        """Requests whose tokens wait while it encodes."""
+        return max(self.instance.computes_for, self.running)
 
     @property
     def name(self) -> str:
@@ -317,7 +327,7 @@ class Engines:
             engine.instance.seen_gone("its process was started again")
         engine.client = client
         engine.holds = set()
-        engine.computes_for = 0
+        engine.running = 0
         engine.instance.seen_well()
         try:
             async with asyncio.TaskGroup() as life:

@@ -174,18 +174,13 @@ async def test_what_clients_write_for_the_connector_is_dropped(make: Make) -> No
     assert front.engines["pd-0"].last.sampling_params.extra_args == {"other": 1}
 
 
-async def test_parts_of_a_session_go_to_its_engine_and_its_death_ends_it(make: Make) -> None:
-    front = make("pd-0", "pd-1")
-    for extra in ({}, {"ec_transfer_params": {"transfers": []}}):
-        part = request("r", "", **extra)
-        part.resumable = True
+async def test_a_session_of_streaming_input_is_refused(make: Make) -> None:
+    front = make("pd-0")
+    part = request("r", "")
+    part.resumable = True
+    with pytest.raises(GracefulHTTPError, match="send the request as a whole") as refused:
         await front.client.add_request_async(part)
-        await settle()
-    (name,) = (each for each in CONTROL if front.engines[each].requests)
-    assert front.engines[name].last.sampling_params.extra_args is None
-    front.goes(name)
-    await settle()
-    assert await front.answers() == [("r", [], FAILED)]
+    assert refused.value.http_status == 400
     assert front.is_empty()
 
 
@@ -297,7 +292,7 @@ async def test_an_item_that_the_engine_holds_costs_no_job(make: Make) -> None:
     await front.says("pd-0", "r", 7, end=ENDED)
     assert await front.answers() == [("r", [7], ENDED)]
     assert front.items() == {"encoded": 1, "not_needed": 1}
-    assert front.is_empty() and not front.client._requested
+    assert front.is_empty()
 
 
 async def test_an_item_that_the_engine_has_lost_is_encoded_when_it_asks(make: Make) -> None:

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from epd_portable.config.choice import parse_choice
-from epd_portable.delivery.assignment import choose_encoders
+from epd_portable.delivery.assignment import EncodeTimes, choose_encoders
 from epd_portable.delivery.instances import EndpointPool
 from epd_portable.router.choice.policy import Policy
 from epd_portable.router.choice.selection_types import MAX_EXPLANATION_BYTES, Decision, Explanation
@@ -107,7 +107,7 @@ def test_no_id_of_a_request_leads_to_an_instance(pds: int, by_policy: bool) -> N
 def test_items_of_one_request_are_shared_among_encoders() -> None:
     for one in (selector(fleet(encoders=2)), EndpointSelector(fleet(encoders=2))):
         items = [picture(str(n)) for n in range(8)]
-        found = [*choose_encoders(items, begun(one).choose_encoder).values()]
+        found = [*choose_encoders(items, begun(one).choose_encoder, EncodeTimes()).values()]
         assert {Counter(found)[each] for each in set(found)} <= {3, 4, 5}
 
 
