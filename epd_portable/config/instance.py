@@ -5,7 +5,7 @@ It travels as vLLM's ``ec_connector_extra_config``, so it holds plain JSON value
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
@@ -49,7 +49,6 @@ class InstanceConfig(BaseModel):
         pool: Name of the PD instance's receive pool in ``/dev/shm``; empty on encode.
         path: Transfer path asked for, or ``auto``.
         wait_timeout_s: Longest wait of a request for one item.
-        preallocation: Whether announced items get room with their request, or before it.
         lease_s: Longest time from a grant to the end of its write.
         host: Address of this machine on which a PD instance listens.
         secret_file: File with the secret of the deployment or of the launcher's run; without one
@@ -72,7 +71,6 @@ class InstanceConfig(BaseModel):
     pool: str = ""
     pool_bytes: int = Field(default=0, ge=0)
     path: str = "auto"
-    preallocation: Literal["sync", "async"] = "sync"
     wait_timeout_s: float = Field(default=30.0, gt=0)
     lease_s: float = Field(default=10.0, gt=0)
     host: str = "127.0.0.1"

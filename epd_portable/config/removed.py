@@ -59,6 +59,7 @@ REMOVED: Mapping[str, str] = MappingProxyType(
         "store.layout": "only instances of this package read entries",
         "store.queue_bytes": "it is 256 MiB",
         "transfer.kv_connector": "each platform has one, which epd-launch plan names",
+        "transfer.preallocation": "items get room when their requests have arrived",
     }
 )
 """By dotted key, a section for all keys within it, or by name."""

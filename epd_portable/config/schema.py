@@ -44,7 +44,6 @@ class TransferSection(Section):
     path: PathName = "auto"
     media: Literal["concurrent", "metadata"] = "concurrent"
     pool_bytes: Annotated[Size, Field(ge=4 << 10)] = 1 << 30
-    preallocation: Literal["sync", "async"] = "sync"
     wait_timeout_s: Seconds = 30.0
     lease_s: Seconds = 10.0
     trusted_network: bool = False

@@ -52,12 +52,11 @@ MAX_REFUSED = 8
 LEASE_MARGIN_S = 1.0
 """The producer's lease begins when the grant arrives; the consumer's ends this much later."""
 
-FailureCause = Literal["timeout", "unavailable", "cancelled", "refused", "retried", "missing"]
+FailureCause = Literal["timeout", "unavailable", "cancelled", "refused", "retried"]
 """Why a transfer failed. ``timeout``: not written within the lease, or not delivered in time.
 ``unavailable``: no encoder will deliver it. ``cancelled``: by its encoder, or its request does not
 need it any more. ``refused``: its encoder was refused after a slot was granted to it, or too many
-were. ``retried``: another encoder announced it after a slot was granted to one. ``missing``: it was
-accepted before its request, and had ended when that came."""
+were. ``retried``: another encoder announced it after a slot was granted to one."""
 
 
 @dataclass(slots=True, eq=False)
@@ -69,7 +68,6 @@ class Transfer:
         deadline_s: When it has failed.
         writer: The announced attempt.
         grant: The slot that the writer was granted.
-        asked: A request waits for it; ``False`` if it was accepted before its request.
         refused: Answers to attempts that were refused.
     """
 
@@ -82,7 +80,6 @@ class Transfer:
     grant: Grant | None = None
     granted_s: float = 0.0
     lease_end_s: float = 0.0
-    asked: bool = True
     refused: dict[Writer, Abort | Nack] = field(default_factory=dict)
 
     @property
@@ -112,12 +109,11 @@ class Transfer:
 
 @dataclass(slots=True)
 class _Early:
-    """An announcement whose request is to come; ``offered`` if it fits and was not passed over."""
+    """An announcement whose request is to come."""
 
     expires_s: float
     sender: bytes
     message: Announce
-    offered: bool
 
     @property
     def writer(self) -> Writer:
@@ -211,55 +207,25 @@ class ConsumerSession:
         self._next_due_s = math.inf
         """No transfer is due before."""
         self._early: OrderedDict[str, _Early] = OrderedDict()
-        self._ended: OrderedDict[str, bool] = OrderedDict()
-        """Whether each ended before a request asked for it."""
+        self._ended: OrderedDict[str, None] = OrderedDict()
         self._quarantine = Quarantine(is_gone, ask_every_s=lease_s)
 
-    def expect(
-        self, transfer_id: str, item: Item, now: float, *, encoder: str = "", asked: bool = True
-    ) -> None:
-        """Expect an item by a transfer; the arguments are attributes of `Transfer`.
+    def expect(self, transfer_id: str, item: Item, now: float, *, encoder: str = "") -> None:
+        """Expect an item by a transfer of a request, which others may share.
 
-        The request of a transfer that was accepted before expects it again. If its item is another
-        one, the encoder is refused. If the transfer has ended before, it fails at once.
+        ``encoder`` is an attribute of `Transfer`.
         """
         self._now = now
         deadline_s = now + self._wait_timeout_s
-        known = self._transfers.get(transfer_id)
-        if known is not None and known.item is item:
-            known.deadline_s, known.asked = deadline_s, asked
-            self._watch(known)
-            for answer in list(known.refused.values()):
-                if isinstance(answer, Nack):
-                    self._events.refused(known, answer)
+        if (known := self._transfers.get(transfer_id)) is not None:
+            known.deadline_s = deadline_s
             return
-        if known is not None:
-            self._fail(known, "refused", "its request describes the item differently")
-            del self._ended[transfer_id]
-        transfer = Transfer(transfer_id, item, encoder, deadline_s, asked=asked)
+        transfer = Transfer(transfer_id, item, encoder, deadline_s)
         self._transfers[transfer_id] = item.transfers[transfer_id] = transfer
         self._watch(transfer)
-        early = self._early.pop(transfer_id, None)
-        if self._ended.pop(transfer_id, False):
-            unknown = Writer(transfer_id=transfer_id, sender=b"", attempt=0)
-            self._given_up(transfer, unknown, "missing", "it ended before its request came")
-        elif known is not None and known.writer is not None:
-            detail = (
-                f"announced {known.item.mm_hash} {known.item.tensor}, expected {item.mm_hash} "
-                f"{item.tensor}"
-            )
-            self._turn_away(transfer, known.writer, NackCode.UNEXPECTED, detail)
-        elif early is not None:
+        self._ended.pop(transfer_id, None)
+        if (early := self._early.pop(transfer_id, None)) is not None:
             self._announced(early.sender, early.message, transfer)
-
-    def early(self) -> list[Announce]:
-        """Return announcements that fit this instance and that no request expects, in order."""
-        return [each.message for each in self._early.values() if each.offered]
-
-    def pass_over(self, transfer_id: str) -> None:
-        """Leave an announcement out of `early`; it waits for its request."""
-        if transfer_id in self._early:
-            self._early[transfer_id].offered = False
 
     def decline(self, transfer_id: str) -> None:
         """Answer *not needed* to the announcement of a transfer, whenever it comes."""
@@ -354,7 +320,7 @@ class ConsumerSession:
             self._send(sender, transfer.refused[writer])
         elif writer in self._quarantine:
             return  # It is asked to stop already.
-        elif not self._fits(message):
+        elif message.producer.fingerprint != self._fingerprint:
             detail = (
                 f"{message.producer.instance} serves something else: give both instances the same "
                 "model, revision, dtype and multimodal processor settings"
@@ -376,9 +342,6 @@ class ConsumerSession:
             self._grant_if_free(transfer)
             if transfer.grant is None and transfer.writer == writer:
                 self._send(sender, writer.message(Later))
-
-    def _fits(self, message: Announce) -> bool:
-        return message.producer.fingerprint == self._fingerprint
 
     def _turn_away(self, transfer: Transfer, writer: Writer, code: NackCode, detail: str) -> None:
         """Refuse one encoder for good; another may still deliver the item."""
@@ -531,9 +494,7 @@ class ConsumerSession:
             return
         if self._verify_transfer(message):
             expires_s = self._now + self._wait_timeout_s
-            self._early[message.transfer_id] = _Early(
-                expires_s, sender, message, offered=self._fits(message)
-            )
+            self._early[message.transfer_id] = _Early(expires_s, sender, message)
 
     def _forget_early(self, transfer_id: str) -> None:
         early = self._early.pop(transfer_id, None)
@@ -547,10 +508,10 @@ class ConsumerSession:
     def _end(self, transfer: Transfer) -> None:
         del self._transfers[transfer.transfer_id]
         del transfer.item.transfers[transfer.transfer_id]
-        self._remember(transfer.transfer_id, unasked=not transfer.asked)
+        self._remember(transfer.transfer_id)
 
-    def _remember(self, transfer_id: str, *, unasked: bool = False) -> None:
-        self._ended[transfer_id] = unasked
+    def _remember(self, transfer_id: str) -> None:
+        self._ended[transfer_id] = None
         while len(self._ended) > MAX_ENDED:
             self._ended.popitem(last=False)
 

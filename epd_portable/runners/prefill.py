@@ -76,7 +76,7 @@ class PrefillRequests:
             if mm_hash in record.claims and not record.claims[mm_hash].item.is_here
         ]
         trace("request.arrived", request=request_id, awaited=awaited)
-        self._receiver.advance()
+        self._cache.advance()
         for claim in record.claims.values():
             if claim.item.is_here and (claim.served or is_own(claim.item, record)):
                 record.note(outcome_of(claim.item, record))
@@ -103,7 +103,7 @@ class PrefillRequests:
             if self._cache.claim(record, place) is None:
                 self._cache.leave(record)
                 return None
-        self._receiver.advance()
+        self._cache.advance()
         return record
 
     def part_arrived(self, request_id: str) -> None:

@@ -27,7 +27,6 @@ from epd_portable.scheduling.items import Claim, Claimant, Item, Origin, State
 from epd_portable.scheduling.preallocator import EncoderCachePreallocator
 from epd_portable.wire.descriptors import SlotDescriptor
 from epd_portable.wire.messages import (
-    Announce,
     AnyMessage,
     Grant,
     LoadReport,
@@ -116,7 +115,6 @@ class Receiver:
             cache_size,
             self.pool,
             self._session,
-            accepts_early=config.preallocation == "async",
             encode_together=encode_together,
             encode=self._encode,
         )
@@ -160,14 +158,6 @@ class Receiver:
             nack = Nack(transfer_id=transfer_id, code=code, detail=detail)
             self._endpoint.send(record.reply_to, nack)
 
-    def advance(self) -> None:
-        """Give out room: to requests, then to items that are announced before theirs."""
-        self.cache.advance()
-        if self.cache.accepts_early and not self.cache.is_blocked:
-            for announce in self._session.early():
-                if not self._accept(announce):
-                    break
-
     # -- steps -----------------------------------------------------------------------------------
 
     def before_step(self) -> None:
@@ -185,7 +175,7 @@ class Receiver:
         self._has_news.clear()
         if self.cache.unsettled:
             trace("turn")
-        self.advance()
+        self.cache.advance()
         self.metrics.room(self.pool, self.cache)
 
     def rest(self, timeout_s: float) -> None:
@@ -199,7 +189,7 @@ class Receiver:
     def step_done(self) -> None:
         """The oldest step under way has ended: the slots that waited for it are free."""
         self.orders.step_done()
-        self.advance()
+        self.cache.advance()
         self.metrics.room(self.pool, self.cache)
 
     # -- messages --------------------------------------------------------------------------------
@@ -224,7 +214,7 @@ class Receiver:
         self._session.tick(now)
         self._loads.tick(now)
         self._expire(now)
-        self.advance()
+        self.cache.advance()
         if received:
             self._has_news.set()
 
@@ -370,24 +360,4 @@ class Receiver:
             EncodeOrder(mm_hash=place.mm_hash, modality=place.modality, media=place.media)
         )
         record.note_local(place.mm_hash)
-        return True
-
-    def _accept(self, announce: Announce) -> bool:
-        """Give an item room before its request; return whether those behind it may have some."""
-        tensor = announce.tensor
-        if announce.mm_hash in self.cache.items or not self.cache.fits_at_all(
-            tensor.shape[0], tensor.nbytes
-        ):
-            self._session.pass_over(announce.transfer_id)
-            return True
-        item = self.cache.accept(announce.mm_hash, tensor)
-        if item is None:
-            return False
-        self._session.expect(announce.transfer_id, item, self.clock(), asked=False)
-        trace(
-            "item.accepted",
-            mm_hash=announce.mm_hash,
-            transfer=announce.transfer_id,
-            nbytes=tensor.nbytes,
-        )
         return True

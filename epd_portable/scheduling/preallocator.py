@@ -63,8 +63,6 @@ class EncoderCachePreallocator(EncoderCacheManager):
         cache_size: Room in encoder embeddings.
         slots: Supply of receive slots.
         deliveries: Transfers of the items; called when room is given or not wanted.
-        accepts_early: Whether announced items get room before a request asks for them
-            (``transfer.preallocation: async``).
         encode_together: Upper bound of embeddings that one request encodes in one step, unless a
             single item is larger; 0 for no bound.
         encode: Starts to encode the item of a claim in the background; ``False`` if a step must.
@@ -81,12 +79,10 @@ class EncoderCachePreallocator(EncoderCacheManager):
         slots: SlotSource,
         deliveries: Deliveries,
         *,
-        accepts_early: bool = False,
         encode_together: int = 0,
         encode: Callable[[Claim], bool] = lambda claim: False,
     ) -> None:
         super().__init__(cache_size)
-        self.accepts_early = accepts_early
         self._encode_together = encode_together
         self._encode = encode
         self.requests: dict[str, Claimant] = {}
@@ -258,33 +254,6 @@ class EncoderCachePreallocator(EncoderCacheManager):
         while (claim := self._queue.first) is not None:
             if not self._serve(claim) and not self._make_way(claim):
                 return
-
-    def accept(self, mm_hash: str, tensor: TensorSpec) -> Item | None:
-        """Reserve room for an announced item that no request has asked for.
-
-        Not while a claim waits. Such an item has a deadline, and is evicted like every idle entry.
-
-        Args:
-            tensor: What is announced, ``(num_embeds, width)``; it `fits_at_all`.
-
-        Returns:
-            The item, with room and a slot; ``None`` if it is here, or gets none.
-        """
-        if not self.accepts_early or self.is_blocked:
-            return None
-        if mm_hash in self.items or mm_hash in self._resident:
-            return None
-        item = Item(mm_hash, tensor.shape[0], tensor)
-        self.items[mm_hash] = item
-        if not self._reserve(item):
-            del self.items[mm_hash]
-            return None
-        return item
-
-    @property
-    def is_blocked(self) -> bool:
-        """Whether a claim waits for room."""
-        return self._queue.first is not None
 
     def may_bring(self, item: Item, transfer_id: str) -> bool:
         """Return whether a transfer may use an item's slot.

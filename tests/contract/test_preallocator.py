@@ -1,27 +1,17 @@
-"""What either preallocator does for requests: one suite over both."""
+"""What the preallocator does for requests: each rule by itself."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 import pytest
 
 from epd_portable.scheduling.items import State
 from tests.unit.builders import request
-from tests.unit.scheduling.desk import KINDS, Desk, tensor
-
-MakeDesk = Callable[..., Desk]
-
-
-@pytest.fixture(params=KINDS)
-def make_desk(request: pytest.FixtureRequest) -> MakeDesk:
-    """Return desks with the preallocator under test; arguments are those of `Desk`."""
-    return lambda **sizes: Desk(request.param, **sizes)
+from tests.unit.scheduling.desk import Desk, tensor
 
 
 @pytest.fixture
-def desk(make_desk: MakeDesk) -> Desk:
-    return make_desk()
+def desk() -> Desk:
+    return Desk()
 
 
 def state(desk: Desk, mm_hash: str) -> State:
@@ -184,10 +174,10 @@ def test_an_item_that_is_awaited_under_another_description_is_refused(desk: Desk
 # -- slots ---------------------------------------------------------------------------------------
 
 
-def test_an_idle_resident_is_evicted_when_slots_are_short_and_its_slot_is_used_a_step_later(
-    make_desk: MakeDesk,
-) -> None:
-    desk = make_desk(cache_embeds=100, pool_bytes=10)
+def test_an_idle_resident_is_evicted_when_slots_are_short_and_its_slot_is_used_a_step_later() -> (
+    None
+):
+    desk = Desk(cache_embeds=100, pool_bytes=10)
     desk.claim("r", "old", 8)
     desk.reserve()
     desk.deliver("old")
@@ -203,8 +193,8 @@ def test_an_idle_resident_is_evicted_when_slots_are_short_and_its_slot_is_used_a
     assert desk.reserve() == ["new"]
 
 
-def test_no_more_is_evicted_while_slots_are_on_their_way_back(make_desk: MakeDesk) -> None:
-    desk = make_desk(cache_embeds=100, pool_bytes=10)
+def test_no_more_is_evicted_while_slots_are_on_their_way_back() -> None:
+    desk = Desk(cache_embeds=100, pool_bytes=10)
     for name in ("one", "two"):
         desk.claim(name, name, 5)
         desk.reserve()
@@ -224,8 +214,8 @@ def test_no_more_is_evicted_while_slots_are_on_their_way_back(make_desk: MakeDes
     assert "two" in desk.cache
 
 
-def test_entries_that_occupy_no_slot_are_not_evicted_for_slots(make_desk: MakeDesk) -> None:
-    desk = make_desk(cache_embeds=100, pool_bytes=10)
+def test_entries_that_occupy_no_slot_are_not_evicted_for_slots() -> None:
+    desk = Desk(cache_embeds=100, pool_bytes=10)
     desk.claim_local("r", "local", 5)
     desk.reserve()
     desk.encode("r")
@@ -473,10 +463,8 @@ def test_an_item_takes_the_room_of_what_comes_later_in_its_own_prompt(desk: Desk
 
 
 @pytest.mark.parametrize("known", [False, True], ids=["written", "taken back"])
-def test_what_cannot_be_had_again_is_kept_while_a_producer_is_asked_for_a_slot(
-    make_desk: MakeDesk, known: bool
-) -> None:
-    desk = make_desk(cache_embeds=3, pool_bytes=3)
+def test_what_cannot_be_had_again_is_kept_while_a_producer_is_asked_for_a_slot(known: bool) -> None:
+    desk = Desk(cache_embeds=3, pool_bytes=3)
     for place, (mm_hash, size) in enumerate([("a", 2), ("b", 1)]):
         desk.claim("r", mm_hash, size, place, metadata_only=True)
     assert desk.reserve() == ["a", "b"]
@@ -504,36 +492,6 @@ def test_what_could_never_fit_is_known_at_once(desk: Desk) -> None:
     assert not desk.cache.fits_at_all(11, 1)
     assert not desk.cache.fits_at_all(1, 11)
     assert desk.cache.fits_at_all(10), "encoded here, it needs no slot"
-
-
-def test_nothing_is_accepted_that_is_here_on_its_way_or_not_yet_forgotten(desk: Desk) -> None:
-    desk.claim("r", "a", 5)
-    assert desk.accept("a", 5) is None
-    desk.reserve()
-    assert desk.accept("a", 5) is None
-    desk.deliver("a")
-    desk.leave("r")
-    assert desk.accept("a", 5) is None
-    desk.cache.reset()
-    assert desk.accept("a", 5) is None, "workers may still read its slot"
-    assert "a" not in desk.cache.items
-    desk.step()
-    assert (desk.accept("a", 5) is not None) == (desk.kind == "async")
-
-
-@pytest.mark.parametrize("by_transfer", [True, False], ids=["a transfer", "encoding here"])
-def test_nothing_is_accepted_while_a_request_waits_for_room(desk: Desk, by_transfer: bool) -> None:
-    desk.claim("r", "a", 6)
-    desk.claim("s", "b", 6, by_transfer=by_transfer)
-    desk.reserve()
-    assert desk.accept("early", 1) is None
-    assert "early" not in desk.cache.items
-    assert desk.cache.num_free_slots == 4
-
-
-def test_what_could_never_fit_is_not_accepted(desk: Desk) -> None:
-    assert desk.accept("huge", 11) is None
-    assert "huge" not in desk.cache.items
 
 
 def test_an_item_that_only_others_could_have_again_is_kept_while_room_comes_back(

@@ -122,8 +122,6 @@ class Topology:
                 lease_s=lease_s,
                 secret_file=secret_file(),
                 store=store,
-                # Both kinds, in turn.
-                preallocation="async" if name.endswith("-1") else "sync",
             )
             self.urls[name] = f"http://127.0.0.1:{http}"
             role = "prefill-decode" if receives else "encode"

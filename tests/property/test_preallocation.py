@@ -59,18 +59,16 @@ prompts = st.lists(animals, min_size=1, max_size=3)
 
 
 class Preallocation(RuleBasedStateMachine):
-    kind = "sync"
     copies = False
     background = False
     seen: ClassVar[Counter[str]]
 
     def __init__(self) -> None:
         super().__init__()
-        self.desk = Desk(self.kind, CACHE_EMBEDS, POOL_BYTES, background=self.background)
+        self.desk = Desk(CACHE_EMBEDS, POOL_BYTES, background=self.background)
         self.cache = self.desk.cache
         self.count = 0
         self.prompts: dict[str, dict[int, Wish]] = {}
-        self.accepted: set[str] = set()
         self.resident: dict[str, SlotDescriptor] = {}
         """Of items that have landed, until the workers have forgotten them."""
         self.under_way: deque[dict[str, SlotDescriptor]] = deque()
@@ -114,7 +112,6 @@ class Preallocation(RuleBasedStateMachine):
             if known.holders or known.wanted or known.state is State.ENCODING:
                 assert self.cache.open(wish.name, tensor(wish.size)) is None
                 return
-            self.accepted.discard(wish.name)
             self.seen["replaced"] += 1
         self.prompts[name][place] = wish
         by_transfer = wish.kind != "local" and not again
@@ -122,7 +119,6 @@ class Preallocation(RuleBasedStateMachine):
         self.desk.claim(
             name, wish.name, wish.size, place, by_transfer=by_transfer, metadata_only=metadata_only
         )
-        self.accepted.discard(wish.name)
 
     @precondition(lambda self: self.prompts)
     @rule(data=st.data())
@@ -215,16 +211,6 @@ class Preallocation(RuleBasedStateMachine):
 
     # -- transfers ---------------------------------------------------------------------------------
 
-    @precondition(lambda self: self.kind == "async" or not self.count % 4)
-    @rule(wish=animals)
-    def announce(self, wish: Wish) -> None:
-        known = wish.name in self.cache.items or wish.name in self.resident
-        if self.desk.accept(wish.name, wish.size) is not None:
-            assert not known
-            assert not self.waiting(), "a request waits for room"
-            self.accepted.add(wish.name)
-            self.seen["accepted"] += 1
-
     @rule()
     def reserve(self) -> None:
         before = self.waiting()
@@ -308,7 +294,6 @@ class Preallocation(RuleBasedStateMachine):
         assert mm_hash not in self.resident, "its former slot would be lost"
         self.desk.deliver(mm_hash)
         self.resident[mm_hash] = slot
-        self.accepted.discard(mm_hash)
         self.seen["landed"] += 1
 
     @precondition(lambda self: self.items(State.ENCODING))
@@ -340,7 +325,6 @@ class Preallocation(RuleBasedStateMachine):
         if was_granted:
             self.cache.lost_slot(item)
         self.cache.lost_transfer(item, "nobody delivers it")
-        self.accepted.discard(item.mm_hash)
 
     @precondition(lambda self: self.desk.writing)
     @rule()
@@ -448,9 +432,9 @@ class Preallocation(RuleBasedStateMachine):
             if self.prompts[name]:
                 assert self.cache.get_cached_input_ids(self.desk.request(name)) == here
         names = set(self.prompts)
-        for mm_hash, item in self.cache.items.items():
+        for item in self.cache.items.values():
             assert item.holders | set(item.wanted) <= names
-            assert self._is_wanted(item) or item.is_here or mm_hash in self.accepted
+            assert self._is_wanted(item) or item.is_here
 
     def _is_wanted(self, item: Item) -> bool:
         if item.state is State.LOCAL:
@@ -461,7 +445,7 @@ class Preallocation(RuleBasedStateMachine):
 
     @invariant()
     def whether_somebody_waits_is_known(self) -> None:
-        assert self.cache.is_blocked == bool(self.waiting())
+        assert (self.cache._queue.first is not None) == bool(self.waiting())
 
     def teardown(self) -> None:
         """Let everybody have what they wait for, and go: whoever waits is served."""
@@ -473,7 +457,7 @@ class Preallocation(RuleBasedStateMachine):
                     self._leave(name)
         assert not self.prompts, "somebody was never served"
         for item in list(self.cache.items.values()):
-            assert item.is_here or item.mm_hash in self.accepted
+            assert item.is_here
             self._give_up(item)  # at its deadline
         self._finish_steps()
         self.cache.reset()
@@ -491,23 +475,16 @@ class Preallocation(RuleBasedStateMachine):
 
 
 @pytest.mark.parametrize(
-    ("number", "kind", "copies", "background"),
-    [
-        (11, "sync", False, False),
-        (12, "sync", True, False),
-        (16, "async", False, True),
-        (14, "async", True, False),
-    ],
+    ("number", "copies", "background"), [(11, False, False), (12, True, False), (16, False, True)]
 )
 def test_whatever_is_asked_room_is_never_lost_given_twice_or_given_out_of_turn(
-    number: int, kind: str, copies: bool, background: bool
+    number: int, copies: bool, background: bool
 ) -> None:
     seen: Counter[str] = Counter()
-    how = {"kind": kind, "copies": copies, "background": background, "seen": seen}
+    how = {"copies": copies, "background": background, "seen": seen}
     machine = type("Machine", (Preallocation,), how)
     run_state_machine_as_test(seeded(number, machine), settings=budget(EXAMPLES, steps=STEPS))
     assert seen["steps"] > EXAMPLES * STEPS / 2, seen
     usual = {"reserved", "waited", "landed", "encoded here", "started", "lost", "replaced"}
     assert usual <= set(+seen), seen
-    assert bool(seen["accepted"]) == (kind == "async"), seen
     assert bool(seen["not encoded"]) == background, seen

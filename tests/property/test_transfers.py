@@ -26,7 +26,7 @@ from epd_portable.scheduling.items import State
 from epd_portable.wire.messages import EncodeFailed, Grant
 from tests.property.budget import budget, seeded
 from tests.property.world import Encoder, Item, Parcel, Pd, tokens, write_unit
-from tests.unit.runners.harness import LEASE_S, TIMEOUT_S, PrefillSide, assert_everything_is_back
+from tests.unit.runners.harness import LEASE_S, TIMEOUT_S, assert_everything_is_back
 
 SIZES = {"cat": 1, "dog": 2, "emu": 3, "fox": 4}
 PDS, ENCODERS = ("p", "q"), ("a", "b", "unfit")
@@ -387,20 +387,12 @@ class Transfers(RuleBasedStateMachine):
 
 
 @pytest.mark.parametrize(
-    ("number", "path", "copies", "preallocation"),
-    [
-        (1, "shm", False, "sync"),
-        (2, "shm", True, "sync"),
-        (3, "tcp", False, "sync"),
-        (4, "tcp", True, "sync"),
-        (5, "shm", False, "async"),
-        (6, "tcp", True, "async"),
-    ],
+    ("number", "path", "copies"),
+    [(1, "shm", False), (2, "shm", True), (3, "tcp", False), (4, "tcp", True)],
 )
 def test_whatever_happens_no_byte_goes_astray_and_nothing_stays_held(
-    number: int, path: str, copies: bool, preallocation: str, monkeypatch: pytest.MonkeyPatch
+    number: int, path: str, copies: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(PrefillSide, "preallocation", preallocation)
     monkeypatch.setattr(consumer, "MAX_ENDED", MAX_ENDED)
     monkeypatch.setattr(consumer, "MAX_EARLY", MAX_EARLY)
     seen: Counter[str] = Counter()

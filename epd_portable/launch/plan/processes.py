@@ -391,7 +391,6 @@ def _instance(
         instance=placement.name,
         platform=traits.name,
         path=transfer.path,
-        preallocation=transfer.preallocation,
         wait_timeout_s=transfer.wait_timeout_s,
         lease_s=transfer.lease_s,
         host=host,

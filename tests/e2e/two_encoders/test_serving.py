@@ -12,8 +12,8 @@ import pytest
 
 from epd_portable.demo.pictures import HELD_OUT_SEEDS, QUESTIONS, Picture, QuestionKind, draw
 from epd_portable.envs import EPD_RUN_ID
-from tests.e2e.asking import ask, ask_streamed, assert_close, body, picture, post, text
-from tests.e2e.cases import REPEATED, SINGLE
+from tests.e2e.asking import ask, ask_all, ask_streamed, assert_close, body, picture, post, text
+from tests.e2e.cases import ASK, REPEATED, SINGLE
 from tests.e2e.collector import Collector
 from tests.e2e.engines import shared_memory, wait_until
 from tests.e2e.two_encoders.deployment import ENCODERS, PD, Deployment
@@ -120,3 +120,13 @@ def alive(process: psutil.Process) -> bool:
         return bool(process.status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
         return False
+
+
+def test_requests_at_once_are_answered_as_by_one_process(deployment: Deployment) -> None:
+    contents: list[Any] = [[picture(seed), ASK] for seed in range(400, 406)]
+    contents += [[picture(seed), text("and"), picture(seed + 1), ASK] for seed in range(403, 408)]
+    contents += ["How are you?", [text("Twice:"), picture(409), picture(409), ASK]]
+    for content, answer in zip(contents, ask_all(deployment.split.url, contents), strict=True):
+        assert_close(answer, ask(deployment.pair.reference_url, content))
+        assert set(answer.sources) <= {"transfer", "encoder_cache"}
+    assert deployment.split.encoded_by("prefill_decode") == []

@@ -270,7 +270,7 @@ class PDScheduler(Scheduler):
         session, cache = receiver._session, receiver.cache
         return {
             "pool.used": receiver.pool.capacity_bytes - receiver.pool.free_bytes,
-            "waiting": int(cache.is_blocked),
+            "waiting": int(any(each.waits for each in cache.requests.values())),
             "resident": len(cache._resident),
             "retiring": cache._retiring,
             "transfers": len(session._transfers),

@@ -170,7 +170,6 @@ def _config(shape: Shape) -> Any:
         **config.ec_transfer_config.ec_connector_extra_config,
         "platform": "cuda" if shape.copies else "cpu",
         "pool_bytes": pool_bytes(shape),
-        "preallocation": shape.preallocation,
         "wait_timeout_s": shape.wait_timeout_s,
         "lease_s": shape.lease_s,
         "can_encode": shape.can_encode,

@@ -28,7 +28,6 @@ class Shape:
         known_gone: The instance can see that an encoder's process has ended.
     """
 
-    preallocation: Literal["sync", "async"]
     copies: bool
     beside: bool
     can_encode: bool
@@ -199,7 +198,6 @@ def draw(rng: Random) -> Shape:
     longest = 12 + 5 * largest
     need = -(-(longest + (500 if long_answers else 12) + 4 + 2 * lookahead) // block) + 2
     shape = Shape(
-        preallocation=rng.choice(["sync", "async"]),
         copies=copies,
         beside=beside,
         can_encode=can_encode,
@@ -231,7 +229,6 @@ def draw(rng: Random) -> Shape:
         # Nothing excuses a refusal: only room for the items is short, which transfers alone bring.
         shape = replace(
             shape,
-            preallocation="sync",
             beside=False,
             can_encode=False,
             blocks=need * 8,

@@ -289,15 +289,12 @@ class World:
             or request_id in self._saw_reset
             # Who computes again needs items again, and may have to take those of others.
             or bool(self.engine.recomputed)
-            # An item that was accepted before its request may go before its turn, too.
-            or self.shape.preallocation == "async"
             or self._is_over  # Whoever asks then looks at what comes of it.
             or self._cannot_keep(running.prompt, bare)
         )
         if not bare or not excused:
             raise Violation(
-                f"{request_id} was refused, and nothing had failed; "
-                f"{self.shape.preallocation}, bare: {sorted(bare)}"
+                f"{request_id} was refused, and nothing had failed; bare: {sorted(bare)}"
             )
 
     def _cannot_keep(self, prompt: Prompt, bare: set[str]) -> bool:

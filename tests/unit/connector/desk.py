@@ -113,10 +113,9 @@ class Desk:
         mm_hash: str = "item",
         *,
         encoder: str = "",
-        asked: bool = True,
     ) -> None:
         item = self.item(mm_hash)
-        self.session.expect(transfer_id, item, self.now, encoder=encoder, asked=asked)
+        self.session.expect(transfer_id, item, self.now, encoder=encoder)
 
     def give_room(self, generation: int = 1, mm_hash: str = "item") -> None:
         """Reserve a slot for an item."""

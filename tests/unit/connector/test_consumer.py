@@ -82,7 +82,7 @@ def test_an_item_without_room_is_later_until_it_has_room(desk: Desk) -> None:
 @pytest.mark.parametrize("message", [released(), abort(), announce(transfer_id="forged")])
 def test_messages_of_an_unknown_transfer_change_nothing(desk: Desk, message: AnyMessage) -> None:
     desk.receive(A, message, message)
-    assert (desk.said(), desk.events, desk.session.early()) == ([], [], [])
+    assert (desk.said(), desk.events) == ([], [])
 
 
 def test_written_for_a_transfer_that_is_forgotten_is_not_needed(desk: Desk) -> None:
@@ -114,73 +114,31 @@ def test_other_messages_leave_a_grant_alone(desk: Desk, sender: bytes, message: 
 # -- before and after the request ----------------------------------------------------------------
 
 
-def test_who_announces_early_is_reported_once_and_only_where_it_fits(desk: Desk) -> None:
+def test_an_early_announcement_waits_for_its_request(desk: Desk) -> None:
     unfit = announce(transfer_id="v", producer=peer("encode-c", fingerprint="other"))
     desk.receive(A, announce(), announce(), announce(transfer_id="u", mm_hash="other"), unfit)
-    assert desk.session.early() == [announce(), announce(transfer_id="u", mm_hash="other")]
+    assert desk.said() == []
     desk.expect("v")
     assert desk.said() == ["a v nack incompatible"]
-    desk.session.pass_over("t")
-    assert [early.transfer_id for early in desk.session.early()] == ["u"]
     desk.session.decline("u")
     assert desk.said() == ["a u not_needed"]
-    assert desk.session.early() == []
     desk.give_room()
     desk.expect()
-    desk.session.pass_over("t")
-    assert desk.said() == ["a t grant 1"], "passed over, it waits for its request"
+    assert desk.said() == ["a t grant 1"]
 
 
-def test_an_accepted_transfer_goes_on_until_its_request_s_deadline(desk: Desk) -> None:
+def test_a_transfer_that_two_requests_name_goes_on_until_the_later_deadline(desk: Desk) -> None:
     desk.receive(A, announce())
     desk.give_room()
-    desk.expect(asked=False)
+    desk.expect()
     for number in range(11):
         if number == 5:
             desk.expect()
-        assert desk.said() == ["a t grant 1"], "the deadline is the request's"
+        assert desk.said() == ["a t grant 1"]
         desk.now += LEASE_S / 2
         desk.receive(A, announce())
     desk.receive(A, written())
     assert desk.landings() == ["encode-a"]
-
-
-def test_a_transfer_that_ended_before_its_request_came_fails_when_that_comes(desk: Desk) -> None:
-    desk.receive(A, announce())
-    desk.expect(asked=False)
-    desk.receive(A, abort())
-    desk.expect()
-    assert [event[3] for event in desk.events] == ["cancelled", "missing"]
-    desk.expect()
-    assert len(desk.events) == 2, "a request may name it once more, and another delivers it"
-    desk.give_room()
-    desk.receive(B, announce(B), written())
-    assert desk.landings() == ["encode-b"]
-
-
-def test_a_request_for_another_item_refuses_the_encoder(desk: Desk) -> None:
-    desk.receive(A, announce())
-    desk.give_room()
-    desk.expect(asked=False)
-    desk.said()
-    desk.expect(mm_hash="another")
-    failed, refused = desk.events
-    assert failed == ("failed", "t", 1, "refused", "last")
-    assert refused == ("refused", "t", "unexpected")
-    assert desk.said() == ["a t nack unexpected", "a t abort"]
-    assert not desk.item().transfers
-    desk.give_room(2, "another")
-    desk.receive(B, announce(B, mm_hash="another"))
-    assert desk.said() == ["b t grant 2"]
-
-
-def test_a_request_hears_of_encoders_that_were_refused_before_it_came(desk: Desk) -> None:
-    desk.expect(asked=False)
-    desk.receive(A, announce(mm_hash="another"))
-    desk.receive(B, announce(B), announce(B, attempt=1))
-    assert desk.events == [("refused", "t", "unexpected")]
-    desk.expect()
-    assert desk.events == [("refused", "t", "unexpected")] * 2, "taking over is no refusal"
 
 
 def test_who_announces_what_no_request_asks_for_is_not_needed_in_the_end(desk: Desk) -> None:

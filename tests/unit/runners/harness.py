@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
 from unittest import mock
 
 from prometheus_client import CollectorRegistry
@@ -95,14 +94,11 @@ class PrefillSide:
     """A `Receiver` and the encoder cache, called as the engine calls them.
 
     Attributes:
-        preallocation: Of sides that are not told.
         computed: Tokens that requests have computed, where the engine asks in every step whether
             they may be scheduled.
         encodings: Items that workers were told to encode beside the steps.
         requested: Transfers of which the front, where there is one, was told to ask an encoder.
     """
-
-    preallocation: Literal["sync", "async"] = "sync"
 
     def __init__(
         self,
@@ -112,7 +108,6 @@ class PrefillSide:
         copies: bool = False,
         can_encode: bool = True,
         path: str = "shm",
-        preallocation: Literal["sync", "async"] | None = None,
         lookahead: int = 0,
     ) -> None:
         self.clock = Clock()
@@ -126,7 +121,6 @@ class PrefillSide:
             wait_timeout_s=TIMEOUT_S,
             lease_s=LEASE_S,
             can_encode=can_encode,
-            preallocation=preallocation or self.preallocation,
         )
         with mock.patch.object(
             receiver_module, "ConsumerEndpoint", lambda *args, **kwargs: self.mailbox
@@ -349,4 +343,4 @@ def assert_everything_is_back(pd: PrefillSide) -> None:
     assert not pd.cache._resident
     assert not pd.cache.requests
     assert not pd.cache.unsettled
-    assert not pd.cache.is_blocked
+    assert not any(each.waits for each in pd.cache.requests.values())

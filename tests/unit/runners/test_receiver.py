@@ -17,9 +17,6 @@ from tests.unit.runners.harness import (
     sources,
 )
 
-pytestmark = pytest.mark.usefixtures("either_preallocation")
-
-
 # -- the straight way ----------------------------------------------------------------------------
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal
 
 import pytest
 
@@ -113,16 +112,12 @@ def test_once_lost_it_is_not_encoded_here_and_its_request_fails(
 
 @pytest.mark.parametrize("reply_to", ["router", ""], ids=["router", "front"])
 @pytest.mark.parametrize("lose", [_not_written, _late])
-@pytest.mark.parametrize("preallocation", ["sync", "async"])
 def test_what_its_encoder_gives_up_comes_from_another(
-    lose: Callable[[Pair, Item], None], reply_to: str, preallocation: Literal["sync", "async"]
+    lose: Callable[[Pair, Item], None], reply_to: str
 ) -> None:
-    pair = Pair(PrefillSide(preallocation=preallocation))
-    if preallocation == "async":  # It has failed when its request comes.
-        lose(pair, BARE)
+    pair = Pair()
     pair.pd.arrive("r", BARE, reply_to=reply_to)
-    if preallocation == "sync":
-        lose(pair, BARE)
+    lose(pair, BARE)
     pair.settle()
     told = [m.code for m in pair.to_router if isinstance(m, Nack) and m.attempt == 0]
     assert (told, pair.pd.requested) == (
@@ -130,15 +125,6 @@ def test_what_its_encoder_gives_up_comes_from_another(
     )
     deliver(pair, BARE)
     assert pair.pd.failed == set()
-    assert sources(pair.pd, "r") == {"cat": "transfer"}
-    assert_everything_is_back(pair.pd)
-
-
-def test_what_has_come_before_its_request_is_asked_of_nobody() -> None:
-    pair = Pair(PrefillSide(preallocation="async"))
-    deliver(pair, BARE)
-    pair.pd.arrive("r", BARE)
-    assert failures(pair) == {}
     assert sources(pair.pd, "r") == {"cat": "transfer"}
     assert_everything_is_back(pair.pd)
 

@@ -22,9 +22,6 @@ from tests.unit.runners.harness import (
     sources,
 )
 
-pytestmark = pytest.mark.usefixtures("either_preallocation")
-
-
 # -- failures ------------------------------------------------------------------------------------
 
 

@@ -16,30 +16,24 @@ from tests.unit.runners.harness import (
     sources,
 )
 
-pytestmark = pytest.mark.usefixtures("either_preallocation")
-
-
 # -- shared items --------------------------------------------------------------------------------
 
 
 def test_a_refused_early_announcement_does_not_end_a_transfer_that_begins_after_it(
     pair: Pair,
 ) -> None:
-    """Two tokens are expected, announced were three: that transfer fails, accepted or not."""
+    """Two tokens are expected, announced were three: that transfer fails."""
     pair.encode.submit(Item("cat", 3, "t-cat"))
     pair.round()
     pair.pd.arrive("r", CAT)
     other = Item("cat", transfer_id="t-other")
     pair.pd.arrive("s", other)
-    pair.pd.finish("r")  # who would encode it here, if it was accepted
+    pair.pd.finish("r")
     pair.encode.submit(other, ready=True)
-    by_transfer = pair.pd.preallocation == "sync"
-    assert len(pair.settle()) == by_transfer
-    assert "t-other" not in pair.encode.ended or by_transfer
-    assert pair.pd.encode_here("s", 0)
-    pair.settle()
+    assert len(pair.settle()) == 1
     assert "t-other" in pair.encode.ended
-    assert sources(pair.pd, "s") == {"cat": "transfer" if by_transfer else "local"}
+    assert pair.pd.encode_here("s", 0)
+    assert sources(pair.pd, "s") == {"cat": "transfer"}
     assert_everything_is_back(pair.pd)
 
 

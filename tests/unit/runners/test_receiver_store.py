@@ -27,8 +27,6 @@ from tests.unit.runners.harness import (
     spec,
 )
 
-pytestmark = pytest.mark.usefixtures("either_preallocation")
-
 BARE = Item("cat", transfer_id="t-cat", has_media=False, sent_with_media=False)
 
 

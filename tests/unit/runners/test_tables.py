@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Iterator
 
-import pytest
-
 from epd_portable.connector.consumer import MAX_ENDED
 from epd_portable.runners.dispatcher import Dispatcher
 from epd_portable.wire.messages import EncodeFailed, NotWanted
@@ -97,7 +95,6 @@ def serve(pair: Pair, items: list[Item]) -> None:
     pair.settle()
 
 
-@pytest.mark.usefixtures("either_preallocation")
 def test_requests_that_have_ended_leave_nothing_that_grows() -> None:
     pair = Pair(PrefillSide(pool_tokens=4 * AT_ONCE, cache_tokens=4 * AT_ONCE))
     for first in range(0, REQUESTS, AT_ONCE):

@@ -10,8 +10,6 @@ from epd_portable.scheduling.preallocator import EncoderCachePreallocator
 from epd_portable.wire.descriptors import SlotDescriptor, TensorSpec
 from tests.unit.builders import FakeRequest, request
 
-KINDS = ["sync", "async"]
-
 
 def tensor(size: int) -> TensorSpec:
     """Return an output of ``size`` embeddings in as many bytes."""
@@ -30,16 +28,14 @@ class Desk:
     """
 
     def __init__(
-        self, kind: str, cache_embeds: int = 10, pool_bytes: int = 10, *, background: bool = False
+        self, cache_embeds: int = 10, pool_bytes: int = 10, *, background: bool = False
     ) -> None:
-        self.kind = kind
         self.pool = ReceivePool("pool", pool_bytes, 1)
         self.background = background
         self.cache = EncoderCachePreallocator(
             cache_embeds,
             self.pool,
             self,
-            accepts_early=kind == "async",
             encode=lambda claim: self.background,
         )
         self.given: list[str] = []
@@ -186,15 +182,6 @@ class Desk:
     def leave(self, request_id: str) -> None:
         self.cache.leave(self._people[request_id])
 
-    def accept(self, mm_hash: str, size: int) -> Item | None:
-        """Offer an item that nobody asks for; an accepted one has a transfer called ``t-`` it."""
-        item = self.cache.accept(mm_hash, tensor(size))
-        if item is not None:
-            item.transfers[f"t-{mm_hash}"] = f"t-{mm_hash}"
-        return item
-
-    # -- steps -------------------------------------------------------------------------------------
-
     def reserve(self) -> list[str]:
         """Give out room; return the items that got a slot."""
         self.given.clear()
@@ -229,4 +216,4 @@ class Desk:
         assert self.pool.free_bytes == self.pool.capacity_bytes
         assert self.cache.num_free_slots == self.cache.num_freeable_slots == self.cache.cache_size
         assert not self.cache.items
-        assert not self.cache.is_blocked
+        assert not any(each.waits for each in self.cache.requests.values())
