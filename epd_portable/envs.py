@@ -55,12 +55,6 @@ def _percentage(text: str) -> int | None:
     return number
 
 
-def _yes_or_no(text: str) -> bool:
-    if text not in ("0", "1"):
-        raise ValueError("expected 0 or 1")
-    return text == "1"
-
-
 def _text(name: str, meaning: str) -> Variable[str]:
     return Variable(name, "", str, meaning)
 
@@ -90,13 +84,6 @@ EPD_COMPUTE_SHARE = Variable(
     _percentage,
     "Percent of an Ascend device's cores that a worker uses; set by epd-launch.",
 )
-EPD_PAYLOAD_DIGEST = Variable(
-    "EPD_PAYLOAD_DIGEST",
-    False,
-    _yes_or_no,
-    "1 on encode instances sends a digest with every item, which its receivers check.",
-)
-
 TABLE: tuple[Variable[Any], ...] = tuple(
     each for each in globals().copy().values() if isinstance(each, Variable)
 )

@@ -16,7 +16,6 @@
     │   ├── TransportTimeoutError
     │   ├── LeaseExpiredError            the consumer took the slot back
     │   ├── PeerLostError                the other end is gone
-    │   ├── CorruptPayloadError          the bytes that arrived are not those that were sent
     │   └── NoCommonPathError            no transfer path that both ends have
     ├── StoreError                   a store of encoder outputs did not do what it was asked
     │   ├── StoreFullError               it has no room; reading goes on
@@ -99,10 +98,6 @@ class LeaseExpiredError(TransportError):
 
 class PeerLostError(TransportError):
     """The other end of a transfer is gone."""
-
-
-class CorruptPayloadError(TransportError):
-    """The bytes that arrived are not those that were sent."""
 
 
 class NoCommonPathError(TransportError):

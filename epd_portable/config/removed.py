@@ -13,6 +13,7 @@ REMOVED: Mapping[str, str] = MappingProxyType(
     {
         "EPD_MAX_QUEUED_BYTES": "it is eight times router.max_body_bytes",
         "EPD_MAX_QUEUED_ITEMS": "use instances.encode.max_queued_items",
+        "EPD_PAYLOAD_DIGEST": "items travel without digests; compare answers instead",
         "EPD_SECRET_FILE": "use --secret-file",
         "EPD_STORE_PASSWORD": "use store.password_file",
         "bf16_flops": "nothing was planned by it",

@@ -127,11 +127,8 @@ class TransferEvents(Protocol):
         """Return whether a transfer may use the slot of its item."""
         ...
 
-    def landed(self, transfer: Transfer, grant: Grant, *, transfer_s: float, digest: str) -> None:
-        """An item is in its slot, ``transfer_s`` after the grant, and the transfer is over.
-
-        The digest is of the written bytes; empty if they are not to be checked.
-        """
+    def landed(self, transfer: Transfer, grant: Grant, *, transfer_s: float) -> None:
+        """An item is in its slot, ``transfer_s`` after the grant, and the transfer is over."""
         ...
 
     def failed(
@@ -426,7 +423,7 @@ class ConsumerSession:
         self._fence.forbid(grant.slot)
         self._end(transfer)
         transfer_s = self._now - transfer.granted_s
-        self._events.landed(transfer, grant, transfer_s=transfer_s, digest=message.digest)
+        self._events.landed(transfer, grant, transfer_s=transfer_s)
         self._send(sender, injected)  # Last: requests wait for the item, and none for this.
 
     def _fail_due(self, transfer: Transfer) -> None:

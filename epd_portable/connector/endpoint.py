@@ -11,7 +11,6 @@ from epd_portable.config.secret import Secret
 from epd_portable.connector import registry
 from epd_portable.connector.control import ControlServer
 from epd_portable.connector.curve import CurveKeys
-from epd_portable.connector.digest import digest_of_bytes
 from epd_portable.connector.pool import SharedMemory
 from epd_portable.connector.sessions import host_identity, new_session, process_is_gone
 from epd_portable.connector.stores.base import make_store
@@ -19,7 +18,6 @@ from epd_portable.connector.stores.entry import Seal
 from epd_portable.connector.stores.loader import IDENTITY, StoreLoader
 from epd_portable.connector.transport import LeaseFence, ReceivingEnd
 from epd_portable.connector.worker_endpoint import read_publication
-from epd_portable.envs import EPD_PAYLOAD_DIGEST
 from epd_portable.wire.descriptors import PathEndpoint, PeerDescriptor, TensorSpec
 from epd_portable.wire.messages import Announce, AnyMessage, Nack, NackCode
 from epd_portable.wire.params import ExpectedTransfer
@@ -149,7 +147,6 @@ class ConsumerEndpoint:
             self._memory,
             timeout_s=section.timeout_s,
             wake=self.control.wake,
-            digest=digest_of_bytes if EPD_PAYLOAD_DIGEST.get() else lambda data: "",
         )
         opened.callback(loader.close)
         return loader

@@ -110,7 +110,6 @@ class _Transfer:
     grant: Grant | None = None
     lease_end_s: float = 0.0
     next_send_s: float = 0.0
-    digest: str = ""
     problem: str | None = None
     """How it ends when the write that is under way has ended, whose result does not matter."""
     last_message: AnyMessage | None = None
@@ -182,10 +181,9 @@ class ProducerSession:
         elif isinstance(message, Nack):
             self._end(transfer, f"{message.code.value}: {message.detail}")
 
-    def write_done(self, transfer_id: str, now: float, *, digest: str = "") -> None:
-        """A `Write` is complete; ``digest`` is for `Written`."""
+    def write_done(self, transfer_id: str, now: float) -> None:
+        """A `Write` is complete."""
         transfer = self._transfers[transfer_id]
-        transfer.digest = digest
         if transfer.problem is not None:
             self._close(transfer, transfer.problem)
         else:
@@ -255,7 +253,6 @@ class ProducerSession:
                 transfer_id=order.transfer_id,
                 attempt=transfer.attempt,
                 generation=transfer.grant.slot.generation,
-                digest=transfer.digest,
             )
         else:
             question = Announce(

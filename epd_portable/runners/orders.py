@@ -51,8 +51,7 @@ class OrderBook:
         Items that workers copy are placed in whatever step comes next, so that the copy begins at
         once. Their slots are free when a step that computes has ended since, because that waits for
         the copies in all ranks; or, if an item was evicted before, when the workers forget it: no
-        step computes with what they read of its slot from then on. Where the workers check what is
-        in a slot, it must not have changed, and a step that computes places it.
+        step computes with what they read of its slot from then on.
 
         Slots that were taken back from their producers pass through the workers too, which may be
         about to write them, and are free when this step has ended.
@@ -98,7 +97,7 @@ class OrderBook:
         for item, placement in self._placements:
             if item.state is not State.LANDED:
                 continue
-            if computes or (self._copies and not placement.digest):
+            if computes or self._copies:
                 item.state = State.PRESENT
                 placements.append(placement)
             else:

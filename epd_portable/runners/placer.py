@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from epd_portable.connector.digest import check_digest
-from epd_portable.errors import CorruptPayloadError
-from epd_portable.log import trace
 from epd_portable.runners.background import EncodeOrder
 from epd_portable.runners.stream_clock import StreamClock
 from epd_portable.wire.descriptors import SlotDescriptor, TensorSpec
@@ -21,9 +17,6 @@ if TYPE_CHECKING:
     from epd_portable.platforms.base import DeviceEvent
 
 
-logger = logging.getLogger(__name__)
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Placement:
     """One item to place in this step.
@@ -33,14 +26,12 @@ class Placement:
         slot: Where its bytes are.
         in_device_memory: The slot is in the instance's slab, not in its pool's file.
         tensor: What the bytes are.
-        digest: Of what was written there; empty if not to be checked.
     """
 
     mm_hash: str
     slot: SlotDescriptor
     in_device_memory: bool
     tensor: TensorSpec
-    digest: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,9 +80,6 @@ class Placer:
         Raises:
             CapacityError: The device has no room for the items. It ends the engine, as when an
                 encoder has no room for its output: the other ranks have placed the item.
-            CorruptPayloadError: A slot does not hold what was written into it (only where encode
-                instances send digests, ``EPD_PAYLOAD_DIGEST``). It ends the engine: the request
-                cannot be answered rightly, and more may have been overwritten.
         """
         self._endpoint.revoke(orders.revoked)
         if orders.placements:
@@ -101,9 +89,6 @@ class Placer:
             self._copied = None
 
     def _place(self, placements: list[Placement], encoder_cache: dict[str, torch.Tensor]) -> None:
-        for item in placements:
-            if item.digest:
-                self._check(item)
         if self._copies.platform.traits.needs_device_copy:
             self._copy(placements, encoder_cache)
         else:
@@ -116,18 +101,6 @@ class Placer:
     def close(self) -> None:
         """Let the copies of the last step be traced."""
         self._clock.close()
-
-    def _check(self, item: Placement) -> None:
-        """Compare a slot with what its producer wrote, before anything reads it."""
-        slot = item.slot
-        what = f"item {item.mm_hash} in slot {slot.generation} at {slot.offset} of {slot.pool}"
-        try:
-            check_digest(self._bytes(item), item.digest, what)
-        except CorruptPayloadError as error:
-            logger.critical("%s", error)
-            trace("item.corrupt", mm_hash=item.mm_hash, generation=slot.generation)
-            raise
-        trace("item.checked", mm_hash=item.mm_hash, digest=item.digest)
 
     def _bytes(self, item: Placement) -> torch.Tensor:
         """Return ``(nbytes,)`` uint8 that is the item's slot."""

@@ -259,7 +259,7 @@ class Receiver:
         """See `TransferEvents`."""
         return self.cache.may_bring(item, transfer_id)
 
-    def landed(self, transfer: Transfer, grant: Grant, *, transfer_s: float, digest: str) -> None:
+    def landed(self, transfer: Transfer, grant: Grant, *, transfer_s: float) -> None:
         """See `TransferEvents`."""
         item, now = transfer.item, self.clock()
         assert item.tensor is not None and transfer.producer is not None
@@ -275,7 +275,6 @@ class Receiver:
             slot=grant.slot,
             in_device_memory=registry.in_device_memory(grant.path, self._platform),
             tensor=item.tensor,
-            digest=digest,
         )
         self.orders.place(item, placement)
         trace(

@@ -282,7 +282,7 @@ class Sender:
         write, error = result.write, result.error
         if error is None:
             with self._surviving(write.transfer_id):
-                self._session.write_done(write.transfer_id, now, digest=result.digest)
+                self._session.write_done(write.transfer_id, now)
                 self._act(self._session.take_actions())  # The consumer waits; what is counted can.
                 self._metrics.sent_bytes.labels(write.path).inc(write.slot.nbytes)
                 self._metrics.write_s.labels(write.path).observe(result.write_s)

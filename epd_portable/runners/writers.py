@@ -20,10 +20,8 @@ from typing import TYPE_CHECKING
 
 from epd_portable.connector import registry
 from epd_portable.connector.copies import CHUNK_BYTES, QueuedCopy
-from epd_portable.connector.digest import digest_of
 from epd_portable.connector.producer import Write
 from epd_portable.connector.transport import SlotWrite, Transport
-from epd_portable.envs import EPD_PAYLOAD_DIGEST
 from epd_portable.log import trace
 from epd_portable.runners.outputs import EncoderOutput, KeptOutputs
 
@@ -46,13 +44,11 @@ class WriteResult:
     Attributes:
         write: Which.
         write_s: Its duration from when the output was computed.
-        digest: Of the payload, where that is asked for (``EPD_PAYLOAD_DIGEST``).
         error: What it failed with.
     """
 
     write: Write
     write_s: float = 0.0
-    digest: str = ""
     error: Exception | None = None
 
 
@@ -82,7 +78,6 @@ class Writers:
         self._outputs = outputs
         self._on_result = on_result
         self._on_death = on_death
-        self._digests = EPD_PAYLOAD_DIGEST.get()
         paths = [path.name for path in registry.offered_by(config)]
         platform = copies.platform.name
         self._in_place = {path for path in paths if registry.copies_in_place(path, platform)}
@@ -117,7 +112,7 @@ class Writers:
         """
         if write.path in self._in_place and write.slot.nbytes <= CHUNK_BYTES:
             return self._write(write)
-        if write.path in self._queues and not self._digests:
+        if write.path in self._queues:
             begin_s = time.monotonic()
             try:
                 output = self._outputs.output_for(write.transfer_id)
@@ -168,26 +163,20 @@ class Writers:
 
     def _write(self, write: Write) -> WriteResult:
         try:
-            digest, write_s = self._carry_out(write)
+            write_s = self._carry_out(write)
         except Exception as error:
             return WriteResult(write=write, error=error)
-        return WriteResult(write=write, write_s=write_s, digest=digest)
+        return WriteResult(write=write, write_s=write_s)
 
-    def _carry_out(self, write: Write) -> tuple[str, float]:
-        """Write an output; return its digest, if that is asked for, and the duration in seconds."""
+    def _carry_out(self, write: Write) -> float:
+        """Write an output; return how many seconds that took."""
         output = self._outputs.output_for(write.transfer_id)
-        digest = ""
-        if self._digests:
-            host = self._copies.to_host(
-                output.tensor, after=output.computed, deadline_s=write.deadline_s
-            )
-            digest = digest_of(host)
         _trace_begun(write)
         begin_s = time.monotonic()
         self.transport(write.path).write(_slot_write(write, output))
         write_s, end_s = _duration(output.computed_at, begin_s)
         _trace_written(write, write_s, end_s)
-        return digest, write_s
+        return write_s
 
     def _finish_copy(
         self, write: Write, copy: QueuedCopy, computed_at: Future[float], begin_s: float

@@ -127,11 +127,9 @@ class Written(Message, frozen=True, kw_only=True, tag="written"):
 
     Attributes:
         generation: See `SlotDescriptor.generation`.
-        digest: Digest of the item's bytes, for the consumer to check; empty for no check.
     """
 
     generation: int
-    digest: Word = ""
 
 
 class Injected(Message, frozen=True, kw_only=True, tag="injected"):

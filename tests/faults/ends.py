@@ -101,7 +101,6 @@ class Consumer:
         self.receiver.before_step()
         freed = self.cache.get_freed_mm_hashes()
         orders = self.receiver.orders.take_orders(freed, computes=True)
-        assert all(item.digest for item in orders.placements)
         self._placer.carry_out(orders, self.outputs)
         for mm_hash in freed:
             self.outputs.pop(mm_hash, None)

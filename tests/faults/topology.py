@@ -28,7 +28,6 @@ from epd_portable.launch.run import sessions
 from epd_portable.router.settings import InstanceSettings, RouterSettings
 from tests.faults import census
 from tests.faults.census import Census
-from tests.faults.payloads import WITH_DIGESTS, Payloads
 from tests.faults.points import Faults
 from tests.faults.small.pictures import Picture
 from tests.keyring import secret_file
@@ -96,7 +95,6 @@ class Topology:
         self.temp_dir = folder / "temp"
         self.log_dir = folder / "logs"
         self.trace_dir = folder / "trace"
-        self.payloads = Payloads(self.trace_dir)
         self.temp_dir.mkdir(parents=True)
         self.log_dir.mkdir()
         self.faults = Faults(folder / "faults")
@@ -188,7 +186,6 @@ class Topology:
                 "PYTHONPATH": f"{Faults.HOOKS}:{ROOT}",
                 "EPD_TRACE_DIR": str(self.trace_dir),
                 "OMP_NUM_THREADS": "1",
-                **WITH_DIGESTS,
                 **(env or {}),
             },
         )
@@ -332,4 +329,3 @@ class Topology:
             self._reader.join()
             assert self.process.stdout is not None
             self.process.stdout.close()
-        self.payloads.check()

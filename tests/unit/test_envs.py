@@ -32,7 +32,7 @@ def test_no_other_module_reads_a_variable_of_ours_past_the_table() -> None:
 
 @pytest.mark.parametrize("variable", envs.TABLE, ids=lambda variable: variable.name)
 def test_an_unset_or_empty_variable_has_its_default(
-    variable: envs.Variable[str] | envs.Variable[bool],
+    variable: envs.Variable[str] | envs.Variable[int | None],
 ) -> None:
     assert variable.get({}) == variable.get({variable.name: ""}) == variable.default
 
@@ -41,10 +41,3 @@ def test_a_value_is_parsed_and_a_wrong_one_is_named() -> None:
     assert envs.EPD_LOG_LEVEL.get({"EPD_LOG_LEVEL": "debug"}) == "DEBUG"
     with pytest.raises(ConfigError, match=r"EPD_LOG_LEVEL='loud': expected DEBUG"):
         envs.EPD_LOG_LEVEL.get({"EPD_LOG_LEVEL": "loud"})
-
-
-@pytest.mark.parametrize(("text", "value"), [("1", True), ("0", False)])
-def test_a_switch_is_on_or_off(text: str, value: bool) -> None:
-    assert envs.EPD_PAYLOAD_DIGEST.get({"EPD_PAYLOAD_DIGEST": text}) is value
-    with pytest.raises(ConfigError, match=r"EPD_PAYLOAD_DIGEST='yes': expected 0 or 1"):
-        envs.EPD_PAYLOAD_DIGEST.get({"EPD_PAYLOAD_DIGEST": "yes"})

@@ -87,7 +87,6 @@ class StoreLoader:
         namespace: Of the engine, see `Seal.namespace`.
         timeout_s: Longest time from the grant of a slot to its *written*.
         wake: Has the receiver take its turn.
-        digest: Returns the digest for *written*; empty for no check.
         breaker: Opens when the store does not answer.
     """
 
@@ -101,7 +100,6 @@ class StoreLoader:
         *,
         timeout_s: float,
         wake: Callable[[], None],
-        digest: Callable[[memoryview], str] = lambda data: "",
         breaker: CircuitBreaker | None = None,
         metrics: StoreMetrics | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -115,7 +113,6 @@ class StoreLoader:
         self._memory = memory
         self._timeout_s = timeout_s
         self._wake = wake
-        self._digest = digest
         self._breaker = breaker or CircuitBreaker()
         self._metrics = metrics or StoreMetrics("pd")
         self._clock = clock
@@ -200,13 +197,13 @@ class StoreLoader:
 
     # --------------------------------------------------------------------------------------------
 
-    def _end(self, load: _Load, result: Ask, text: str) -> None:
-        """A thread has ended a load; ``text`` is the digest of a hit, else the reason."""
+    def _end(self, load: _Load, result: Ask, reason: str) -> None:
+        """A thread has ended a load; ``reason`` is empty for a hit."""
         assert load.slot is not None
         del self._loads[load.attempt]
         if not load.too_slow:
             if result == "error":
-                self._open_breaker(text)
+                self._open_breaker(reason)
             elif result != "unavailable" and self._breaker.close():
                 logger.info("items are loaded from the store again")
         self._metrics.breaker(self._breaker)
@@ -215,7 +212,7 @@ class StoreLoader:
             return
         self._metrics.asked(result)
         if result != "hit":
-            self._outbox += [_not_stored(load, text), _released(load)]
+            self._outbox += [_not_stored(load, reason), _released(load)]
             return
         self._metrics.loaded_bytes.inc(load.tensor.nbytes)
         self._outbox.append(
@@ -223,7 +220,6 @@ class StoreLoader:
                 transfer_id=load.transfer_id,
                 attempt=load.attempt,
                 generation=load.slot.generation,
-                digest=text,
             )
         )
 
@@ -240,13 +236,13 @@ class StoreLoader:
             self._wake()
 
     def _attempt(self, load: _Load) -> tuple[Ask, str]:
-        """Fill a slot; return the result with the digest of a hit, else the reason."""
+        """Fill a slot; return the result, with its reason unless it is a hit."""
         if load.given_up:
             return "unavailable", "it is not needed any more"
         if not self._breaker.allows():
             return "unavailable", _BREAKER_OPEN
         try:
-            digest = self._fill(load)
+            found = self._fill(load)
         except CorruptEntryError as error:
             return "corrupt", str(error)
         except StoreError as error:
@@ -254,19 +250,19 @@ class StoreLoader:
         except Exception as error:
             logger.exception("item %s could not be loaded", load.mm_hash)
             return "error", repr(error)
-        if digest is None:
+        if not found:
             return "miss", f"entry {load.key} is not in the store any more"
-        return "hit", digest
+        return "hit", ""
 
-    def _fill(self, load: _Load) -> str | None:
-        """Fill a slot; return the digest of its bytes, or ``None`` if there is no entry."""
+    def _fill(self, load: _Load) -> bool:
+        """Fill a slot; return whether there is an entry."""
         assert load.slot is not None
         begin_s = time.monotonic()
         into = self._memory.buffer(load.slot.offset, load.slot.nbytes)
         try:
             raw = self._store.load_cache(load.key, into)
             if raw is None:
-                return None
+                return False
             head = self._seal.open(raw, load.key)
             if (head.mm_hash, head.tensor) != (load.mm_hash, load.tensor):
                 raise CorruptEntryError(
@@ -284,7 +280,7 @@ class StoreLoader:
             nbytes=into.nbytes,
             load_s=time.monotonic() - begin_s,
         )
-        return self._digest(into)
+        return True
 
 
 def _not_stored(load: _Load, detail: str) -> Nack:

@@ -4,14 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import pytest
 import torch
-from torch import Tensor
 
 from epd_portable.connector.pool import SharedMemory
-from epd_portable.errors import CorruptPayloadError
-from epd_portable.runners.placer import WorkerOrders
-from tests.contract.pairs import Route
 from tests.integration.transfer.conftest import EncodeSide, PrefillSide
 from tests.integration.transfer.encode_side import WIDTH, output
 
@@ -111,35 +106,3 @@ def test_a_video_that_the_pool_cannot_hold_comes_part_by_part(
         assert pd.prefill.may_schedule("r", item.end - 1), "the prompt is computed that far"
     assert sorted(pd.placed) == [*parts], "each came once"
     assert [each.source for each in pd.finish("r").items] == ["transfer"] * 4
-
-
-def test_an_item_sent_with_a_digest_is_used_only_if_its_slot_still_holds_what_was_written(
-    make_pd: Callable[..., PrefillSide], route: Route, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("EPD_PAYLOAD_DIGEST", "1")
-    encode = EncodeSide(route.path, route.pair.encode)
-    pd = make_pd()
-    carry_out = pd.placer.carry_out
-
-    def carry_out_with_one_bit_changed(orders: WorkerOrders, cache: dict[str, Tensor]) -> None:
-        for item in orders.placements:
-            assert item.digest
-            memory = pd.endpoint.slab if item.in_device_memory else pd.endpoint.host
-            byte = memory.tensor(item.slot.offset + 5, 1)
-            byte.bitwise_xor_(1)
-        carry_out(orders, cache)
-
-    try:
-        for name in ("cat", "dog"):
-            pd.arrive(name, name, 300)
-            encode.tell("order", f"t-{name}", name, pd.address, 300)
-            encode.tell("output", name, 300)
-            if name == "cat":
-                pd.step_until(lambda: pd.placed == ["cat"])
-                assert torch.equal(pd.encoder_cache["cat"].cpu(), output("cat", 300))
-                monkeypatch.setattr(pd.placer, "carry_out", carry_out_with_one_bit_changed)
-        with pytest.raises(CorruptPayloadError, match="item dog in slot"):
-            pd.step_until(lambda: "dog" in pd.placed)
-        assert "dog" not in pd.encoder_cache
-    finally:
-        encode.close()

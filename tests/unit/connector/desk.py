@@ -63,12 +63,12 @@ class Desk:
     def may_bring(self, item: Item, transfer_id: str) -> bool:
         return True
 
-    def landed(self, transfer: Transfer, grant: Grant, *, transfer_s: float, digest: str) -> None:
+    def landed(self, transfer: Transfer, grant: Grant, *, transfer_s: float) -> None:
         item = transfer.item
         assert transfer.producer is not None
         assert item.slot == grant.slot
         name = transfer.producer.instance
-        self.events.append(("landed", transfer.transfer_id, name, grant.path, transfer_s, digest))
+        self.events.append(("landed", transfer.transfer_id, name, grant.path, transfer_s))
         item.state, item.slot = State.LANDED, None
         self.session.not_wanted(item)
 
@@ -176,10 +176,8 @@ def announce(
     )
 
 
-def written(
-    generation: int = 1, transfer_id: str = "t", attempt: int = 0, digest: str = ""
-) -> Written:
-    return Written(transfer_id=transfer_id, attempt=attempt, generation=generation, digest=digest)
+def written(generation: int = 1, transfer_id: str = "t", attempt: int = 0) -> Written:
+    return Written(transfer_id=transfer_id, attempt=attempt, generation=generation)
 
 
 def released(transfer_id: str = "t", attempt: int = 0) -> Nack:

@@ -60,9 +60,9 @@ def test_an_announced_item_is_granted_its_slot_and_lands_when_it_is_written(desk
     assert desk.allowed()
     assert desk.item().state is State.GRANTED
     desk.now += 2.5
-    desk.receive(A, written(digest="crc"))
+    desk.receive(A, written())
     assert [type(message) for _, message in desk.sent] == [Grant, Injected], "nothing waits"
-    assert desk.events == [("landed", "t", "encode-a", "shm", 2.5, "crc")]
+    assert desk.events == [("landed", "t", "encode-a", "shm", 2.5)]
     assert not desk.allowed()
     assert not desk.item().transfers
 

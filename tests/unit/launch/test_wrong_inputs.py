@@ -281,8 +281,8 @@ def test_a_password_in_an_address_is_never_shown() -> None:
             ],
         ),
         (
-            "model: demo\nenv:\n  EPD_PAYLOAD_DIGEST: 'yes'\n",
-            ["env.EPD_PAYLOAD_DIGEST (line 3)", "expected 0 or 1"],
+            "model: demo\nenv:\n  EPD_LOG_LEVEL: loud\n",
+            ["env.EPD_LOG_LEVEL (line 3)", "expected DEBUG"],
         ),
     ],
 )

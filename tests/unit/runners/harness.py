@@ -267,12 +267,12 @@ class EncodeSide:
             self.writes[write.transfer_id] = write
         self.ended += [finished.transfer_id for finished in actions.finished]
 
-    def finish_write(self, transfer_id: str, problem: str = "", digest: str = "") -> Write:
+    def finish_write(self, transfer_id: str, problem: str = "") -> Write:
         write = self.writes.pop(transfer_id)
         if problem:
             self.session.write_failed(transfer_id, problem, self.clock())
         else:
-            self.session.write_done(transfer_id, self.clock(), digest=digest)
+            self.session.write_done(transfer_id, self.clock())
         return write
 
 

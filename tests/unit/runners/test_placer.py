@@ -11,10 +11,9 @@ import torch
 
 from epd_portable.config.instance import InstanceConfig
 from epd_portable.connector.copies import DeviceCopies
-from epd_portable.connector.digest import digest_of
 from epd_portable.connector.pool import SharedMemory
 from epd_portable.connector.worker_endpoint import WorkerEndpoint
-from epd_portable.errors import CapacityError, CorruptPayloadError
+from epd_portable.errors import CapacityError
 from epd_portable.platforms import registry
 from epd_portable.platforms.base import DeviceEvent, MemoryInfo, Platform
 from epd_portable.platforms.cpu import CpuPlatform
@@ -98,23 +97,6 @@ def test_a_device_without_room_places_nothing_and_says_how_much_is_missing_and_w
     placer.carry_out(orders, encoder_cache)
     assert encoder_cache["cat"].eq(1).all()
     assert encoder_cache["dog"].eq(2).all()
-
-
-def test_an_item_whose_slot_holds_other_bytes_is_never_placed_and_nor_is_its_step(
-    memory: SharedMemory, caplog: pytest.LogCaptureFixture
-) -> None:
-    source = torch.ones(3, 5)
-    good = replace(arrive(memory, "cat", source), digest=digest_of(source))
-    bad = replace(arrive(memory, "dog", source, offset=512), digest=digest_of(source))
-    memory.tensor(512 + 59, 1).fill_(7)
-    encoder_cache: dict[str, torch.Tensor] = {}
-    placer = make_placer(memory, registry.get("cpu"))
-    with pytest.raises(CorruptPayloadError, match=r"item dog in slot 512 at 512"):
-        placer.carry_out(WorkerOrders(placements=[good, bad]), encoder_cache)
-    assert not encoder_cache
-    assert [record.levelname for record in caplog.records] == ["CRITICAL"]
-    placer.carry_out(WorkerOrders(placements=[good]), encoder_cache)
-    assert torch.equal(encoder_cache["cat"], source)
 
 
 def test_a_trace_of_what_is_placed_costs_the_device_no_event_of_its_own(
