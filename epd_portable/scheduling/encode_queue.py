@@ -368,7 +368,7 @@ class EncodeQueue:
             return "not entitled"
         tokens = min(request.num_prompt_tokens, self._limits.tokens)
         most = step.embeddings
-        if self._admitted or self._started:
+        if self._admitted or step.together < self._limits.together:
             most = min(most, step.together)
         wanted = idle = 0
         for mm_hash, size in arrival.sizes.items():

@@ -322,6 +322,17 @@ def test_a_consumer_that_takes_nothing_leaves_the_share_of_another(engine: Engin
     assert engine.empty()
 
 
+def test_the_prompt_of_one_item_may_be_longer_than_a_step(engine: Engine) -> None:
+    engine.arrive("a", ("film", 600), text=500)
+    engine.arrive("b", ("cat", 300), to="tcp://b")
+    assert engine.step() == {"a": ["film"]}
+    assert not engine.ended
+    assert engine.step() == {"b": ["cat"]}, "beside the rest of a's prompt"
+    assert engine.ended.keys() == {"a", "b"}
+    engine.step("film to a", "cat to b")
+    assert engine.empty()
+
+
 def test_an_item_that_no_step_can_compute_fails_its_request_and_holds_up_nobody(
     engine: Engine,
 ) -> None:
@@ -333,14 +344,15 @@ def test_an_item_that_no_step_can_compute_fails_its_request_and_holds_up_nobody(
     assert engine.empty()
 
 
-def test_requests_aborted_while_they_wait_leave_nothing(engine: Engine) -> None:
+def test_requests_aborted_while_they_wait_or_go_on_leave_nothing(engine: Engine) -> None:
     from vllm.v1.request import RequestStatus
 
-    for name, item in (("a", "ant"), ("b", "cat"), ("c", "dog")):
-        engine.arrive(name, (item, 600))
-    assert engine.step() == {"a": ["ant"]}
-    engine.scheduler.finish_requests(["b"], RequestStatus.FINISHED_ABORTED)
-    assert engine.step("ant to a") == {}
+    engine.arrive("a", ("film", 600), text=500)
+    engine.arrive("b", ("cat", 600))
+    engine.arrive("c", ("dog", 600))
+    engine.step()
+    engine.scheduler.finish_requests(["a", "b"], RequestStatus.FINISHED_ABORTED)
+    assert engine.step("film to a") == {}
     assert engine.step() == {"c": ["dog"]}
     engine.step("dog to c")
     assert engine.empty()
