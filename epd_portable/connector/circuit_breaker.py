@@ -80,22 +80,16 @@ class CircuitBreaker:
             self.failures, self._is_open, self._asking = 0, False, False
             return was_open
 
-    def failed(self, *, may_open: bool = True) -> bool:
+    def failed(self) -> bool:
         """Count a failure, and open it, or open it again; return whether it was closed."""
         with self._lock:
             self.failures += 1
             was_closed = not self._is_open
-            enough = self.failures >= self._threshold and may_open
+            enough = self.failures >= self._threshold
             if enough and (was_closed or self._asking):
                 self._open()
             self._asking = False
             return was_closed and self._is_open
-
-    def readmit(self) -> None:
-        """End an opening early: one more failure starts another."""
-        with self._lock:
-            self.failures = min(self.failures, self._threshold - 1)
-            self._is_open = False
 
     def _open(self) -> None:
         now = self._clock()

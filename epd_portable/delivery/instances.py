@@ -31,10 +31,10 @@ logger = logging.getLogger(__name__)
 MAX_INSTANCES = 10_000
 FEW = 16
 """Up to so many instances the loads of all are compared, else those of two."""
-FAILURES_UNTIL_EJECTED = 5
-"""Failed requests in a row after which an instance gets none for a while."""
-FIRST_EJECTION_S = 5.0
-LONGEST_EJECTION_S = 60.0
+MOST_FAILURES = 5
+"""Failed requests in a row after which an instance is suspected for longer, whatever it answers."""
+FIRST_SUSPICION_S = 5.0
+LONGEST_SUSPICION_S = 60.0
 PROBES_UNTIL_DOWN = 3
 """Failed probes in a row after which an instance is down: a busy one may miss one."""
 
@@ -164,8 +164,8 @@ class Instance:
     """One instance; down until a probe succeeds, joining until it is warmed up.
 
     A failed request makes a healthy instance suspected: others are preferred until it has answered
-    a probe or a request. Several in a row eject it: others are preferred for a while, whatever it
-    answers. Only probes take it down.
+    a probe or a request; after several in a row for a while, whatever it answers. Only probes take
+    it down.
 
     It is a `Candidate` of `epd_portable.router.choice`.
 
@@ -175,10 +175,9 @@ class Instance:
         registered: It came while the router ran, and is forgotten when it stays away.
         answered_at: When it has answered a request last; minus infinity for never.
         is_warmed_up: Whether clients' requests may be sent to this life of it.
-        suspected: A request failed, and it has answered nothing since.
-        ejected: Requests failed in a row.
+        suspected: A request failed, and it has answered nothing since that counts.
         parked: Others have what both compute on; see `park`.
-        reason: Why it is down, suspected or ejected.
+        reason: Why it is down or suspected.
         problem: What went wrong when it was warmed up, or empty.
     """
 
@@ -202,15 +201,14 @@ class Instance:
         self.healthy = False
         self.is_warmed_up = not warm_up
         self.suspected = False
-        self.ejected = False
         self.parked = False
         self.draining = False
         self.reason = "not probed yet"
         self.problem = ""
         self.breaker = CircuitBreaker(
-            threshold=FAILURES_UNTIL_EJECTED,
-            first_s=FIRST_EJECTION_S,
-            longest_s=LONGEST_EJECTION_S,
+            threshold=MOST_FAILURES,
+            first_s=FIRST_SUSPICION_S,
+            longest_s=LONGEST_SUSPICION_S,
             clock=owner.clock,
             chance=lambda: 0.5,
         )
@@ -227,7 +225,6 @@ class Instance:
         self._report: LoadReport | None = None
         self._load_at_report = self._missed_probes = 0
         self._heard_at = self._missed_at = self._reported_at = 0.0
-        self._ejection: asyncio.TimerHandle | None = None
         self._shown: tuple[object, ...] = ()
 
     @property
@@ -247,7 +244,7 @@ class Instance:
     @property
     def preferred(self) -> bool:
         """Whether it is chosen before those that are not."""
-        return self.usable and not (self.suspected or self.ejected or self.parked)
+        return self.usable and not (self.suspected or self.parked)
 
     @property
     def pending_encode_s(self) -> float:
@@ -340,7 +337,7 @@ class Instance:
     def seen_well(self) -> None:
         """It answered a probe."""
         self._missed_probes = 0
-        if self.healthy and not self.suspected:
+        if self.healthy and not (self.suspected and self.breaker.allows()):
             return
         self.suspected = False
         self.healthy = True
@@ -392,9 +389,8 @@ class Instance:
     def answered(self) -> None:
         """It answered a request as it should."""
         self.answered_at = self._clock()
-        if self.breaker.failures:
+        if self.breaker.failures and self.breaker.state != "open":
             self.breaker.close()
-        if self.suspected:
             self.suspected = False
             self._changed()
 
@@ -403,34 +399,15 @@ class Instance:
         if not self.healthy or failure is FailureKind.UNAVAILABLE:
             return
         self.suspected = True
-        may_eject = self.usable and not self.ejected
-        may_eject = may_eject and all(map(self._owner.may_eject, self.duties))
-        ejected = self.breaker.failed(may_open=may_eject)
+        opened = self.breaker.failed()
         self.reason = f"{_WORDS[failure]}, {self.breaker.failures} in a row"
         if failure is FailureKind.UNREACHABLE:
             # It need not be silent for long to be taken for gone.
             self._missed_probes = PROBES_UNTIL_DOWN - 1
             self._missed_at = self._clock()
-        if ejected:
-            for_s = self.breaker.open_s
-            self.ejected = True
-            self._ejection = asyncio.get_running_loop().call_later(for_s, self.readmit)
-            logger.warning(
-                "instance %s gets nothing for %g s: it %s", self.name, for_s, self.reason
-            )
+        if opened:
+            logger.warning("others than %s are preferred: it %s", self.name, self.reason)
         self._changed()
-
-    def readmit(self) -> None:
-        """End its ejection; one more failure starts another."""
-        self._end_ejection()
-        self.breaker.readmit()
-        self._changed()
-
-    def _end_ejection(self) -> None:
-        self.ejected = False
-        if self._ejection is not None:
-            self._ejection.cancel()
-            self._ejection = None
 
     # What is decided about it.
 
@@ -443,7 +420,6 @@ class Instance:
     def drain(self) -> None:
         """Send it nothing more."""
         self.draining = True
-        self._end_ejection()
         self._changed()
 
     def resume(self) -> None:
@@ -471,7 +447,6 @@ class Instance:
         if self.healthy:
             self.breaker.close()
             self.suspected = False
-            self._end_ejection()
         self.healthy = False
         self.reason = reason
         # What comes back may be another process.
@@ -481,7 +456,7 @@ class Instance:
 
     def _changed(self) -> None:
         """Make known what it is since something about it has changed."""
-        if self.healthy and not (self.suspected or self.ejected):
+        if self.healthy and not self.suspected:
             self.reason = "parked" if self.parked else ""
         self._owner._place(self)
         if self.healthy and not self._up.is_set():
@@ -495,7 +470,7 @@ class Instance:
         if not self.healthy:
             for use in tuple(self._uses):
                 use._went_down()
-        names = ("state", "healthy", "suspected", "ejected", "parked", "reason", "problem")
+        names = ("state", "healthy", "suspected", "parked", "reason", "problem")
         if (shown := tuple(getattr(self, name) for name in names)) != self._shown:
             self._shown = shown
             self._owner._notify(self)
@@ -664,13 +639,6 @@ class EndpointPool:
                 return self.chance.choice([e for e in some if e.load / e.weight == least])
         return None
 
-    def may_eject(self, duty: Duty) -> bool:
-        """Return whether one more may be ejected: at most half of the usable ones."""
-        return 2 * (len(self._ejected(duty)) + 1) <= sum(map(len, self._tiers[duty]))
-
-    def _ejected(self, duty: Duty) -> list[Instance]:
-        return [instance for instance in self._tiers[duty][1].members if instance.ejected]
-
     def _place(self, instance: Instance) -> None:
         """Put an instance into the tiers in which it belongs."""
         tiers = []
@@ -683,16 +651,6 @@ class EndpointPool:
         instance._tiers = tiers
         for tier in tiers:
             tier.add(instance)
-        for duty in () if tiers else instance.duties:
-            self._keep_half(duty)
-
-    def _keep_half(self, duty: Duty) -> None:
-        """Readmit ejected ones, the first first, until they are at most half of the usable."""
-        ejected = sorted(self._ejected(duty), key=lambda instance: instance.breaker.until)
-        for instance in ejected:
-            if 2 * len(self._ejected(duty)) <= sum(map(len, self._tiers[duty])):
-                break
-            instance.readmit()
 
     def _notify(self, instance: Instance) -> None:
         for callback in self._watchers:

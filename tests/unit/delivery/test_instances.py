@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from epd_portable.delivery.instances import (
-    FAILURES_UNTIL_EJECTED,
     FEW,
-    FIRST_EJECTION_S,
-    LONGEST_EJECTION_S,
+    FIRST_SUSPICION_S,
+    LONGEST_SUSPICION_S,
+    MOST_FAILURES,
     PROBES_UNTIL_DOWN,
     EndpointPool,
     Instance,
@@ -85,7 +85,7 @@ def fails(failure: FailureKind) -> Callable[[Instance], None]:
 
 UP = [WELL, WARMED_UP]
 ERROR, REFUSED, CUT = map(fails, (FailureKind.ERROR, FailureKind.UNREACHABLE, FailureKind.LOST))
-EJECTED = [*UP, *[ERROR] * FAILURES_UNTIL_EJECTED]
+FAILING = [*UP, *[ERROR] * MOST_FAILURES]
 
 HISTORIES: dict[str, tuple[list[Callable[[Instance], Any]], str, bool, bool]] = {
     "nobody has seen it": ([], "down", False, False),
@@ -106,10 +106,10 @@ HISTORIES: dict[str, tuple[list[Callable[[Instance], Any]], str, bool, bool]] = 
     "it refuses a connection": ([*UP, REFUSED], "up", False, True),
     "it misses a probe after refusing": ([*UP, REFUSED, SILENT], "down", False, True),
     "it answers an error": ([*UP, ERROR], "up", False, True),
-    "errors in a row": ([*EJECTED, WELL, ANSWERED], "up", False, True),
+    "errors in a row": ([*FAILING, WELL, ANSWERED], "up", False, True),
     "errors with answers between": ([*UP, *[ERROR, ANSWERED] * 20], "up", True, True),
-    "an ejected one ends": ([*EJECTED, GONE, WELL, WARMED_UP], "up", True, True),
-    "an ejected one drains": ([*EJECTED, DRAIN], "draining", False, True),
+    "a failing one ends": ([*FAILING, GONE, WELL, WARMED_UP], "up", True, True),
+    "a failing one drains": ([*FAILING, DRAIN], "draining", False, True),
     "it drains": ([*UP, DRAIN], "draining", False, True),
     "it resumes": ([*UP, DRAIN, RESUME], "up", True, True),
     "it resumes as another process": ([*UP, DRAIN, GONE, WELL, RESUME], "joining", False, False),
@@ -131,7 +131,7 @@ async def test_how_an_instance_is_after(history: str) -> None:
         is_warmed_up,
     )
     assert instance.usable == (state == "up")
-    assert bool(instance.reason) == (not instance.healthy or instance.suspected or instance.ejected)
+    assert bool(instance.reason) == (not instance.healthy or instance.suspected)
     waiting = [asyncio.ensure_future(wait()) for wait in (instance.wait_up, instance.wait_down)]
     await asyncio.sleep(0)
     assert [task.done() for task in waiting] == [instance.healthy, not instance.healthy]
@@ -139,65 +139,30 @@ async def test_how_an_instance_is_after(history: str) -> None:
         task.cancel()
 
 
-async def test_ejected_ones_come_back_when_they_would_be_more_than_half_of_the_usable() -> None:
-    instances = of(6)
-    first, second, third, fourth, *others = instances.all
-    for ejected in (first, second, third, fourth):
-        for event in EJECTED:
-            event(ejected)
-    assert [each.ejected for each in instances.all] == 3 * [True] + 3 * [False]
-    GONE(others[0])
-    assert [each.ejected for each in instances.all] == [False, *2 * [True], *3 * [False]]
-    DRAIN(second)
-    GONE(fourth)
-    RESUME(second)
-    assert [each.ejected for each in instances.all] == [False, False, True, *3 * [False]]
-    instances.remove(others[1].name)
-    instances.remove(second.name)
-    assert third.ejected
-    instances.remove(first.name)
-    assert not third.ejected
-
-
-async def test_ejection_ends_and_grows_with_each_failure_after_it() -> None:
+def test_after_several_failures_suspicion_lasts_for_longer_with_each() -> None:
     clock = Clock()
-    instances = EndpointPool(clock=clock)
-    for name in "abc":
-        WELL(instances.add(named(name)))
-    instance = found(instances, "a")
+    instance = EndpointPool(clock=clock).add(named("a"))
+    WELL(instance)
     lasted: list[float] = []
     for _ in range(6):
-        for _ in range(1 if lasted else FAILURES_UNTIL_EJECTED):
-            assert not instance.ejected
+        for _ in range(1 if lasted else MOST_FAILURES):
             ERROR(instance)
-        assert instance._ejection is not None
-        lasted.append(instance._ejection.when() - asyncio.get_running_loop().time())
+        for event in (WELL, ANSWERED, WELL):
+            event(instance)
+            assert instance.suspected
+        lasted.append(instance.breaker.until - clock.now)
         clock.now += lasted[-1]
-        instance.readmit()
         WELL(instance)
         assert instance.preferred
-    assert lasted == pytest.approx([FIRST_EJECTION_S * 2**n for n in range(4)] + 2 * [60], abs=0.2)
-    clock.now += LONGEST_EJECTION_S + 1
+    assert lasted == pytest.approx([FIRST_SUSPICION_S * 2**n for n in range(4)] + 2 * [60], abs=0.2)
+    clock.now += LONGEST_SUSPICION_S + 1
     ANSWERED(instance)
-    for _ in range(FAILURES_UNTIL_EJECTED - 1):
+    for _ in range(MOST_FAILURES - 1):
         ERROR(instance)
-        assert not instance.ejected
+        WELL(instance)
+        assert instance.preferred
     ERROR(instance)
-    assert instance.breaker.until - clock.now == pytest.approx(FIRST_EJECTION_S, abs=0.2)
-
-
-async def test_an_ejected_one_comes_back_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("epd_portable.delivery.instances.FIRST_EJECTION_S", 0.01)
-    instances = of(2)
-    instance = found(instances, "i-0")
-    for event in EJECTED:
-        event(instance)
-    WELL(instance)
-    back = asyncio.Event()
-    instances.watch(lambda changed: back.set() if changed.preferred else None)
-    assert not instance.preferred
-    await asyncio.wait_for(back.wait(), 10)
-    assert instance.preferred
+    assert instance.breaker.until - clock.now == pytest.approx(FIRST_SUSPICION_S, abs=0.2)
 
 
 class Lives(RuleBasedStateMachine):
@@ -205,13 +170,9 @@ class Lives(RuleBasedStateMachine):
 
     @initialize()
     def begin(self) -> None:
-        self.loop = asyncio.new_event_loop()
         self.instances = EndpointPool(clock=Clock(), chance=random.Random(7))
         self.works: list[Any] = []
         self.count = 0
-
-    def teardown(self) -> None:
-        self.loop.close()
 
     def pick(self, number: int) -> Instance | None:
         everybody = self.instances.all
@@ -230,21 +191,13 @@ class Lives(RuleBasedStateMachine):
     @rule(
         number=st.integers(0, 99),
         happens=st.sampled_from(
-            [[WELL], UP, UP, EJECTED, [SILENT], [GONE], [REFUSED], [DRAIN], [RESUME], [ANSWERED]]
+            [[WELL], UP, UP, FAILING, [SILENT], [GONE], [REFUSED], [DRAIN], [RESUME], [ANSWERED]]
         ),
     )
     def live(self, number: int, happens: list[Callable[[Instance], Any]]) -> None:
-        async def lived() -> None:
-            if instance := self.pick(number):
-                for event in happens:
-                    event(instance)
-
-        self.loop.run_until_complete(lived())
-
-    @rule(number=st.integers(0, 99))
-    def let_back(self, number: int) -> None:
-        if (instance := self.pick(number)) and instance.ejected:
-            instance.readmit()
+        if instance := self.pick(number):
+            for event in happens:
+                event(instance)
 
     @rule(key=st.text(max_size=3))
     def work(self, key: str) -> None:
@@ -273,12 +226,6 @@ class Lives(RuleBasedStateMachine):
                 assert (instance is None) == (not usable)
                 if instance is not None:
                     assert instance in ([i for i in left if i.preferred] or usable)
-
-    @invariant()
-    def at_most_half_of_the_usable_are_ejected(self) -> None:
-        for duty in ("encode", "answer"):
-            usable = [i for i in self.instances.of_duty(duty) if i.usable]
-            assert 2 * sum(i.ejected for i in usable) <= len(usable)
 
     @invariant()
     def everything_in_flight_is_counted(self) -> None:
