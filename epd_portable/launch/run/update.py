@@ -59,12 +59,13 @@ class RollingUpdate:
         self._steps = self._renew_all()
 
     def step(self) -> list[Action]:
-        """Return what is to be done now."""
+        """Return what is to be done now; with the last of it the update has ended."""
         try:
             return next(self._steps)
-        except StopIteration:
+        except StopIteration as end:
             self.give_up()
-            return []
+            last: list[Action] = end.value
+            return last
 
     def give_up(self) -> None:
         """Ask the router nothing more."""
@@ -72,7 +73,7 @@ class RollingUpdate:
         self._given_up.set()
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    def _renew_all(self) -> Steps[None]:
+    def _renew_all(self) -> Steps[list[Action]]:
         names = [spec.name for spec in self._instances]
         text = f"updating {', '.join(names)}, one after the other"
         yield [Notice("updating", text, {"instances": names})]
@@ -86,9 +87,8 @@ class RollingUpdate:
                     f"updated: {', '.join(updated) or 'none'}"
                 )
                 fields = {"instance": spec.name, "reason": str(error), "instances": updated}
-                yield [Notice("update_failed", text, fields)]
-                return
-        yield [Notice("updated", f"updated {', '.join(names)}", {"instances": names})]
+                return [Notice("update_failed", text, fields)]
+        return [Notice("updated", f"updated {', '.join(names)}", {"instances": names})]
 
     def _renew(self, spec: ProcessSpec) -> Steps[None]:
         name = spec.name
