@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import os
 import signal
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -112,6 +113,7 @@ class Supervisor:
                 say=self._say,
             )
         self._update: RollingUpdate | None = None
+        self._deciding = threading.Lock()  # An update runs in its own thread.
         self._stop_requests = 0
         self._hangups = 0
         self._had_terminal = _has_terminal()
@@ -219,7 +221,7 @@ class Supervisor:
             self._say(Notice("stopping", "stopping"))
         self._write_record("stopping")
         self._probes.close()
-        if self._update:
+        if self._update is not None:
             self._update.give_up()
         if self._registrar is not None:
             self._registrar.leaving.set()
@@ -264,6 +266,14 @@ class Supervisor:
             time.sleep(_STEP_S)
 
     def _step(self, progress: Progress | None = None) -> None:
+        with self._deciding:
+            self._look_after_all()
+        if progress is not None:
+            for notice in progress.notices(self._stages(), time.monotonic()):
+                self._say(notice)
+        time.sleep(_STEP_S)
+
+    def _look_after_all(self) -> None:
         now = time.monotonic()
         for name, child in list(self._children.items()):
             status = child.exit_status()
@@ -280,16 +290,8 @@ class Supervisor:
         if self._hangups:
             self._hangups = 0
             self._hung_up()
-        if self._update:
-            self._perform(self._update.step())
-            if self._update.ended:
-                self._update = None
         self._write_record(self._lifecycle.phase.value)
         self._keep_guarded()
-        if progress is not None:
-            for notice in progress.notices(self._stages(), time.monotonic()):
-                self._say(notice)
-        time.sleep(_STEP_S)
 
     def _is_due(self, what: str, now: float, every_s: float) -> bool:
         due = now >= self._next_at.get(what, 0.0)
@@ -348,18 +350,27 @@ class Supervisor:
             self._stop_requests += not self._outlives_terminal
         elif self._lifecycle.phase is not Phase.SERVING:
             self._say(Notice("update_refused", "no update while the topology starts"))
-        elif self._update:
+        elif self._update is not None and not self._update.ended:
             text = "an update is under way; ask again when it has ended"
             self._say(Notice("update_refused", text))
         else:
             self._forks = False
             self._update = RollingUpdate(
                 self._instances,
-                lifecycle=self._lifecycle,
                 routers=self._routers,
-                launch=self._launch,
                 drain_s=self._drain_s,
+                patience_s=self._launch.stop_grace_s + self._launch.startup_timeout_s,
+                up=self._lifecycle.up,
+                renew=self._renew,
+                say=self._say,
             )
+            self._update.start()
+
+    def _renew(self, name: str) -> None:
+        """End an instance and start it again; one that has died meanwhile is started for that."""
+        with self._deciding:
+            if name in self._lifecycle.up():
+                self._perform(self._lifecycle.renew(name, time.monotonic()))
 
     def _router_clients(self) -> RouterClients:
         """Return the routers elsewhere that instances join, or the one of the plan."""
