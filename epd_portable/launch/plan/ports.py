@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import socket
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 
 from epd_portable.errors import ConfigError, LaunchError, PortInUseError
 
@@ -76,7 +76,7 @@ def require_free(port: int, host: str, *, key: str = "router.port") -> None:
 def port_source(
     run_id: str,
     *,
-    reserved: Collection[int] = (),
+    reserved: Collection[int | None] = (),
     host: str = "127.0.0.1",
     free: Callable[[int, str], bool] = claim,
 ) -> Callable[[], int]:
@@ -98,11 +98,10 @@ def port_source(
     return next_port
 
 
-def ports_in_order(first: int, *, reserved: Collection[int] = ()) -> Callable[[], int]:
+def ports_in_order(first: int, *, reserved: Collection[int | None] = ()) -> Callable[[], int]:
     """Return what returns the ports from ``launch.first_port`` on, the same ones every time.
 
-    Other software of such machines takes the ``reserved`` ones. It raises `ConfigError` where there
-    is none above the last.
+    But for ``reserved`` ones. It raises `ConfigError` where there is none above the last.
     """
 
     def ports() -> Iterator[int]:
@@ -113,29 +112,3 @@ def ports_in_order(first: int, *, reserved: Collection[int] = ()) -> Callable[[]
         )
 
     return ports().__next__
-
-
-def clash_of_ports(
-    first: int,
-    uses: Mapping[int, str],
-    public: Mapping[str, int],
-    is_usable: Callable[[int], bool],
-) -> str:
-    """Return which `ports_in_order` cannot be used, and what to do; empty if all can.
-
-    ``uses`` says what each is for, ``public`` has those of the router by their keys.
-    """
-    keys = {port: key for key, port in public.items()}
-    found = [f"{port} ({uses[port]}) is {keys[port]} as well" for port in uses if port in keys]
-    found += [
-        f"{port} ({use}) is in use by another process or run"
-        for port, use in uses.items()
-        if port not in keys and not is_usable(port)
-    ]
-    if not found:
-        return ""
-    return (
-        f"launch.first_port {first}: instances take {min(uses)} to {max(uses)}, and "
-        f"{'; '.join(found)}; `epd-launch status` shows what runs here; choose another "
-        "first_port, or leave it out"
-    )

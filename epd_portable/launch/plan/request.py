@@ -17,7 +17,7 @@ from epd_portable.config.hardware import HardwareProfile, find_hardware
 from epd_portable.config.load import Check, load_topology, located
 from epd_portable.config.removed import REMOVED, removed
 from epd_portable.config.roles import ROLES, Role, group_of
-from epd_portable.config.schema import AUTO, Topology
+from epd_portable.config.schema import AUTO, Launch, Topology
 from epd_portable.config.store import StoreSection
 from epd_portable.connector.stores.base import make_store
 from epd_portable.errors import ConfigError, EPDError, PortInUseError, StoreError
@@ -31,7 +31,6 @@ from epd_portable.launch.plan.machine import (
 )
 from epd_portable.launch.plan.model import ModelSource, resolve_model
 from epd_portable.launch.plan.ports import (
-    clash_of_ports,
     port_source,
     ports_in_order,
     require_free,
@@ -142,12 +141,12 @@ class PlanRequest:
         Raises:
             ConfigError: The topology does not fit; names the place of the key.
         """
-        launch = topology.launch
-        avoid = self.hardware.ports_to_avoid if self.hardware else range(0)
+        launch, router = topology.launch, topology.router
+        avoid = self.hardware.ports_to_avoid if self.hardware else ()
+        reserved = {router.port, router.admin_port, *avoid}
         if launch.first_port is not None:
-            free_port = ports_in_order(launch.first_port, reserved=avoid)
+            free_port = ports_in_order(launch.first_port, reserved=reserved)
         else:
-            reserved = frozenset({*public_ports(topology).values(), *avoid})
             free_port = port_source(run_id, reserved=reserved, host=launch.host)
         return self._make_plan(
             topology,
@@ -199,42 +198,59 @@ def counts_of(part: Mapping[Role, int]) -> Iterator[str]:
         yield f"instances.{group_of(role)}.count={part.get(role, 0)}"
 
 
-def public_ports(topology: Topology) -> dict[str, int]:
-    """Return the ports of what stands in front, by their keys."""
-    router = topology.router
-    ports = {"router.port": router.port, "router.admin_port": router.admin_port}
-    return {key: port for key, port in ports.items() if port is not None}
-
-
 def refusals(topology: Topology, plan: Plan, free: Callable[[int, str], bool]) -> list[EPDError]:
     """Return why this machine cannot run a plan at this moment.
 
     ``free`` says whether a port of a host can be used, where the file fixes those of instances.
     """
-    router, store, launch, kv = topology.router, topology.store, topology.launch, plan.kv
-    counts = topology.instances.counts
-    pools = sum(count for role, count in counts.items() if topology.gets_items(role))
-    demands: list[Callable[[], None]] = []
-    if (first := launch.first_port) is not None:
-        demands.append(lambda: _require_fixed_ports(first, topology, plan, free))
-    if router.join:
-        demands.append(lambda: require_addresses(router.join))
-    else:
-        demands.append(lambda: require_free(router.port, router.host))
-    demands.append(lambda: require_shm(topology.transfer.pool_bytes, pools))
-    if (admin_port := router.admin_port) is not None:
-        demands.append(lambda: require_free(admin_port, router.host, key="router.admin_port"))
-    if kv is not None:
-        demands.append(lambda: require_module(kv.module, needed_by=kv.cls, install=kv.install))
-    if store is not None:
-        demands.append(lambda: make_store(store).close())  # Imports the store's library.
+    router, launch, kv = topology.router, topology.launch, plan.kv
     found: list[EPDError] = []
-    for demand in demands:
-        try:
-            demand()
-        except EPDError as error:
-            found.append(error)
+    if launch.first_port is not None:
+        with _noted(found):
+            _require_fixed_ports(launch, plan, free)
+    with _noted(found):
+        if router.join:
+            require_addresses(router.join)
+        else:
+            require_free(router.port, router.host)
+    with _noted(found):
+        counts = topology.instances.counts
+        pools = sum(count for role, count in counts.items() if topology.gets_items(role))
+        require_shm(topology.transfer.pool_bytes, pools)
+    if router.admin_port is not None:
+        with _noted(found):
+            require_free(router.admin_port, router.host, key="router.admin_port")
+    if kv is not None:
+        with _noted(found):
+            require_module(kv.module, needed_by=kv.cls, install=kv.install)
+    if topology.store is not None:
+        with _noted(found):
+            make_store(topology.store).close()  # Imports the store's library.
     return found
+
+
+@contextlib.contextmanager
+def _noted(found: list[EPDError]) -> Iterator[None]:
+    try:
+        yield
+    except EPDError as error:
+        found.append(error)
+
+
+def _require_fixed_ports(launch: Launch, plan: Plan, free: Callable[[int, str], bool]) -> None:
+    taken = [
+        f"{port} ({purpose} of {spec.name})"
+        for spec in plan.processes
+        if spec.role != "router"
+        for purpose, port in spec.ports.items()
+        if not free(port, launch.host)
+    ]
+    if taken:
+        raise PortInUseError(
+            f"launch.first_port {launch.first_port}: {', '.join(taken)} is in use by another "
+            "process or run; `epd-launch status` shows what runs here; choose another first_port, "
+            "or leave it out"
+        )
 
 
 def store_warnings(section: StoreSection | None) -> list[str]:
@@ -246,17 +262,3 @@ def store_warnings(section: StoreSection | None) -> list[str]:
         except (ConfigError, StoreError) as error:
             return [f"store: {error}"]
     return []
-
-
-def _require_fixed_ports(
-    first: int, topology: Topology, plan: Plan, free: Callable[[int, str], bool]
-) -> None:
-    uses = {
-        port: f"{purpose} of {spec.name}"
-        for spec in plan.processes
-        if spec.role != "router"
-        for purpose, port in spec.ports.items()
-    }
-    host, public = topology.launch.host, public_ports(topology)
-    if clash := clash_of_ports(first, uses, public, lambda port: free(port, host)):
-        raise PortInUseError(clash)

@@ -12,7 +12,6 @@ from epd_portable.errors import ConfigError, LaunchError
 from epd_portable.launch.plan.ports import (
     FIRST_PORT,
     LAST_PORT,
-    clash_of_ports,
     is_free,
     port_source,
     ports_in_order,
@@ -54,16 +53,10 @@ def test_an_address_of_another_machine_is_refused() -> None:
         require_free(8000, "192.0.2.1")
 
 
-def test_ports_that_are_fixed_are_the_same_every_time_and_those_that_are_taken_are_named() -> None:
+def test_ports_that_are_fixed_are_the_same_every_time() -> None:
     ports = ports_in_order(21000, reserved=frozenset({21001}))
     assert [ports() for _ in range(3)] == [21000, 21002, 21003]
     ports = ports_in_order(65535)
     assert ports() == 65535
     with pytest.raises(ConfigError, match=r"launch\.first_port 65535 leaves too few ports"):
         ports()
-    uses = {21000: "http of encode-0", 21001: "http of pd-0"}
-    assert clash_of_ports(21000, uses, {"router.port": 8000}, lambda port: True) == ""
-    said = clash_of_ports(21000, uses, {"router.port": 21000}, lambda port: port != 21001)
-    assert said.startswith("launch.first_port 21000: instances take 21000 to 21001, and ")
-    assert "21000 (http of encode-0) is router.port as well" in said
-    assert "21001 (http of pd-0) is in use by another process or run" in said
