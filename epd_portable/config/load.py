@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from epd_portable.config.choice import with_file
-from epd_portable.config.document import Key, KeyPath, overlaid, read_override, read_yaml
+from epd_portable.config.document import KeyPath, overlaid, read_override, read_yaml
 from epd_portable.config.instance import PLATFORMS, PlatformName, platform_names
 from epd_portable.config.problems import (
     all_problems,
@@ -23,14 +23,12 @@ from epd_portable.config.problems import (
     validated,
     with_place,
 )
-from epd_portable.config.roles import group_of, role_named
 from epd_portable.config.schema import Topology
 from epd_portable.errors import ConfigError
 
 SHIPPED = Path(__file__).resolve().parents[1] / "configs"
 """The folder ``configs`` of the repository, also in an installed package."""
 OVERLAYS = "platform"
-GROUPS = "instances"
 MISSING: dict[KeyPath, str] = {("model",): "; give a Hugging Face id, a folder or 'demo'"}
 
 Check = Callable[[Mapping[str, Any]], Iterable[tuple[KeyPath, str]]]
@@ -76,8 +74,6 @@ def parse_topology(
     data, problems = read_yaml(text, source)
     overlays = _split_overlays(data, problems)
     changes = [change for each in overrides if (change := _read_change(each, problems))]
-    data, *changes = (_with_group_names(each, problems) for each in (data, *changes))
-    overlays = {name: _with_group_names(each, problems) for name, each in overlays.items()}
     topology: Topology | None = None
     for name in dict.fromkeys([platform, *overlays]):
         whole = functools.reduce(overlaid, [overlays.get(name, {}), *changes], data)
@@ -151,26 +147,3 @@ def _split_overlays(data: dict[str, Any], problems: list[str]) -> dict[str, dict
             overlays[name] = content
     data.pop(OVERLAYS, None)
     return overlays
-
-
-def _with_group_names(data: dict[str, Any], problems: list[str]) -> dict[str, Any]:
-    """Return data in which every role has the name that the schema knows.
-
-    A role that is there by two names is added to ``problems``.
-    """
-    section = data.get(GROUPS)
-    if not isinstance(section, dict):
-        return data
-    known: dict[str, Key] = {}
-    for key in section:
-        role = role_named(key)
-        name = group_of(role) if role else key
-        if (first := known.get(name)) is not None:
-            problems.append(
-                f"{GROUPS}.{first} ({first.where}) and {GROUPS}.{key} mean the same role; keep one"
-            )
-        known[name] = key
-    groups = {
-        Key(name, written=key.written, where=key.where): section[key] for name, key in known.items()
-    }
-    return {**data, GROUPS: groups}

@@ -12,7 +12,6 @@ from typing import Any
 from epd_portable import envs
 from epd_portable.config.document import KeyPath, dotted
 from epd_portable.config.groups import engine_argument_problem
-from epd_portable.config.load import GROUPS
 from epd_portable.config.removed import REMOVED, removed
 from epd_portable.config.roles import SENDS_KV, TAKES_KV, group_of
 from epd_portable.config.secret import Secret
@@ -85,10 +84,10 @@ def _sections(
     data: Mapping[str, Any], key: str
 ) -> Iterator[tuple[Mapping[str, Any], KeyPath, Mapping[str, Any]]]:
     """Yield the groups that it is for, the path and the content of each section ``key``."""
-    instances = data.get(GROUPS)
+    instances = data.get("instances")
     groups = instances if isinstance(instances, dict) else {}
     holders = [((), data, groups)] + [
-        ((GROUPS, name), group, {name: group}) for name, group in groups.items()
+        (("instances", name), group, {name: group}) for name, group in groups.items()
     ]
     for path, holder, of in holders:
         section = holder.get(key) if isinstance(holder, dict) else None

@@ -65,16 +65,33 @@ def test_overrides_win_over_the_overlay_and_the_last_over_the_first() -> None:
             "transfer: media is concurrent, and instances.prefill_decode.encoder is false",
         ),
         (
-            "instances:\n  all: {cuont: 2}",
-            "instances.all.cuont (line 3): unknown key; did you mean count?",
+            "instances:\n  encode: {cuont: 2}",
+            "instances.encode.cuont (line 3): unknown key; did you mean count?",
+        ),
+        (
+            "instances: {encode-prefill: {}}",
+            "instances.encode-prefill (line 2): unknown key; did you mean encode_prefill?",
+        ),
+        (
+            "instances: {both: {}}",
+            "instances.both (line 2): unknown key; known are encode, prefill, decode",
         ),
         ("instances: {prefill: {}}", "no instance answers requests"),
         ("instances: {decode: {}}", "decode instances have nobody to prefill for them"),
         ("instances: {encode_prefill: {}}", "no instance answers requests"),
         ("instances: {encode: {}, decode: {}}", "encode instances have nobody to encode for"),
-        ("instances: {pd: {encoder: false}, epd: {}}", "prefill_decode.encoder is false"),
-        ("instances: {encode: {count: 0}, pd: {count: 0}}", "no instance answers requests"),
-        ("instances: {p: {}, pd: {}}", "compute for decode instances, and there are none"),
+        (
+            "instances: {prefill_decode: {encoder: false}, encode_prefill_decode: {}}",
+            "prefill_decode.encoder is false",
+        ),
+        (
+            "instances: {encode: {count: 0}, prefill_decode: {count: 0}}",
+            "no instance answers requests",
+        ),
+        (
+            "instances: {prefill: {}, prefill_decode: {}}",
+            "compute for decode instances, and there are none",
+        ),
         ("router: {zzz: 1}", "router.zzz (line 2): unknown key; known are host, port, join, envoy"),
         (
             "engine_args: {x: 2024-01-01}",
@@ -133,11 +150,13 @@ def test_names_that_only_look_like_those_of_the_launcher_are_left_alone() -> Non
     [
         ("{}", {"encode": 1, "prefill_decode": 1}),
         ("{encode: {count: 2}}", {"encode": 2, "prefill_decode": 1}),
-        ("{e: {}, p: {}, d: {count: 2}}", {"encode": 1, "prefill": 1, "decode": 2}),
-        ("{ep: {}, d: {}}", {"encode_prefill": 1, "decode": 1}),
-        ("{encode-prefill: {}, decode: {}}", {"encode_prefill": 1, "decode": 1}),
-        ("{all: {count: 2}}", {"encode_prefill_decode": 2}),
-        ("{epd: {}, both: {}}", {"encode_prefill_decode": 1, "prefill_decode": 1}),
+        ("{encode: {}, prefill: {}, decode: {count: 2}}", {"encode": 1, "prefill": 1, "decode": 2}),
+        ("{encode_prefill: {}, decode: {}}", {"encode_prefill": 1, "decode": 1}),
+        ("{encode_prefill_decode: {count: 2}}", {"encode_prefill_decode": 2}),
+        (
+            "{encode_prefill_decode: {}, prefill_decode: {}}",
+            {"encode_prefill_decode": 1, "prefill_decode": 1},
+        ),
     ],
 )
 def test_roles_are_those_that_are_named(instances: str, counts: dict[str, int]) -> None:
@@ -145,10 +164,10 @@ def test_roles_are_those_that_are_named(instances: str, counts: dict[str, int]) 
     assert {name: group.count for name, group in found if group.count} == counts
 
 
-def test_a_role_has_its_short_name_in_overlays_and_overrides_too() -> None:
+def test_overrides_are_laid_over_overlays_and_these_over_the_file() -> None:
     overlay = "platform: {cpu: {instances: {prefill: {count: 2}}}}"
-    text = f"model: demo\ninstances: {{p: {{}}, d: {{}}}}\n{overlay}"
-    topology = parse_topology(text, "cpu", overrides=["instances.d.count=3"])
+    text = f"model: demo\ninstances: {{prefill: {{}}, decode: {{}}}}\n{overlay}"
+    topology = parse_topology(text, "cpu", overrides=["instances.decode.count=3"])
     assert (topology.instances.prefill.count, topology.instances.decode.count) == (2, 3)
 
 
@@ -166,13 +185,13 @@ def test_a_file_of_the_package_is_found_from_anywhere_and_a_file_of_ones_own_goe
 
 
 def test_a_file_of_encoders_alone_joins_the_router_of_another_host() -> None:
-    text = "model: demo\ninstances: {e: {count: 2}, pd: {count: 0}}\n"
+    text = "model: demo\ninstances: {encode: {count: 2}, prefill_decode: {count: 0}}\n"
     join = "router: {join: http://10.0.0.1:8000/}\n"
     assert any("nobody to encode for" in line for line in problems(text))
     assert any("set secret_file" in line for line in problems(text + join))
     secret = "secret_file: /tmp/secret\n"
     assert parse_topology(text + join + secret, "cpu").router.join == ["http://10.0.0.1:8000"]
-    none = "model: demo\ninstances: {e: {count: 0}, pd: {count: 0}}\n"
+    none = "model: demo\ninstances: {encode: {count: 0}, prefill_decode: {count: 0}}\n"
     assert any("none to join" in line for line in problems(none + join + secret))
     # Without a router elsewhere it is one that instances join.
     assert not any(parse_topology(none + secret, "cpu").instances.counts.values())
@@ -185,9 +204,10 @@ def test_a_file_of_encoders_alone_joins_the_router_of_another_host() -> None:
     "text",
     [
         # The other half may be on other hosts, or a hop answers.
-        "secret_file: /tmp/secret\ninstances: {d: {}}",
-        "instances: {e: {count: 2}, p: {}}\nrouter: {hop_keys_file: keys}",
-        "instances: {e: {}, p: {}, d: {}, epd: {}}\nrouter: {envoy: true}",
+        "secret_file: /tmp/secret\ninstances: {decode: {}}",
+        "instances: {encode: {count: 2}, prefill: {}}\nrouter: {hop_keys_file: keys}",
+        "instances: {encode: {}, prefill: {}, decode: {}, encode_prefill_decode: {}}\n"
+        "router: {envoy: true}",
         "transfer: {media: metadata}\ninstances: {prefill_decode: {encoder: false}}",
     ],
 )
@@ -233,12 +253,12 @@ def test_no_text_makes_anything_but_a_topology_or_a_complaint(text: str) -> None
 @pytest.mark.parametrize(
     ("text", "role", "gets"),
     [
-        ("instances: {ep: {}, d: {}}", "encode-prefill", False),
-        ("instances: {ep: {count: 2}, d: {}}", "encode-prefill", True),
-        ("instances: {ep: {}, e: {}, d: {}}", "encode-prefill", True),
-        ("instances: {all: {}}\nsecret_file: s", "encode-prefill-decode", True),
-        ("instances: {p: {}, d: {}}", "prefill", True),
-        ("instances: {ep: {count: 2}, d: {}}", "decode", False),
+        ("instances: {encode_prefill: {}, decode: {}}", "encode-prefill", False),
+        ("instances: {encode_prefill: {count: 2}, decode: {}}", "encode-prefill", True),
+        ("instances: {encode_prefill: {}, encode: {}, decode: {}}", "encode-prefill", True),
+        ("instances: {encode_prefill_decode: {}}\nsecret_file: s", "encode-prefill-decode", True),
+        ("instances: {prefill: {}, decode: {}}", "prefill", True),
+        ("instances: {encode_prefill: {count: 2}, decode: {}}", "decode", False),
     ],
 )
 def test_who_encodes_gets_items_where_somebody_else_encodes(

@@ -14,7 +14,7 @@ from epd_portable.errors import ConfigError
 from epd_portable.launch.plan.kv import KV_CONNECTORS, kv_connector
 from epd_portable.platforms.traits import TRAITS
 
-SPLIT = "instances: {p: {}, d: {}}"
+SPLIT = "instances: {prefill: {}, decode: {}}"
 
 
 def topology(*lines: str, platform: Any = "cpu") -> Topology:
@@ -26,8 +26,8 @@ def test_ranks_are_held_against_what_a_connector_brings_together(
     prefill: int, decode: int, fits: bool
 ) -> None:
     wanted = topology(
-        f"instances: {{p: {{tensor_parallel_size: {prefill}}}, "
-        f"d: {{tensor_parallel_size: {decode}}}}}"
+        f"instances: {{prefill: {{tensor_parallel_size: {prefill}}}, "
+        f"decode: {{tensor_parallel_size: {decode}}}}}"
     )
     assert kv_connector(wanted, TRAITS["cuda"]) is not None
     if fits:

@@ -281,7 +281,9 @@ def test_a_plan_names_who_encodes() -> None:
     both = "model: demo\ninstances: {encode: {}, encode_prefill: {count: 2}, decode: {}}\n"
     text = plan_table(plan_of(both))
     assert "items are encoded by encode-0, encode_prefill-0, encode_prefill-1\n" in text
-    assert "items are encoded" not in plan_table(plan_of("model: demo\ninstances: {p: {}, d: {}}"))
+    assert "items are encoded" not in plan_table(
+        plan_of("model: demo\ninstances: {prefill: {}, decode: {}}")
+    )
 
 
 STORE = "\nstore: {kind: redis, url: 'redis://me@cache:6379', password_file: /s/word}"

@@ -178,23 +178,26 @@ def test_a_wrong_value_is_answered_with_its_key_its_place_and_the_remedy(
     ("platform", "file", "key", "remedy"),
     [
         (
-            *("cuda", "instances: {e: {env: {CUDA_VISIBLE_DEVICES: '3'}}}"),
-            *("instances.e.env.CUDA_VISIBLE_DEVICES", "list devices instead"),
+            *("cuda", "instances: {encode: {env: {CUDA_VISIBLE_DEVICES: '3'}}}"),
+            *("instances.encode.env.CUDA_VISIBLE_DEVICES", "list devices instead"),
         ),
         (
-            *("cuda", "instances: {e: {share: 30, env: {CUDA_MPS_ACTIVE_THREAD_PERCENTAGE: '1'}}}"),
-            *("instances.e.env.CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "write share beside count"),
+            *(
+                "cuda",
+                "instances: {encode: {share: 30, env: {CUDA_MPS_ACTIVE_THREAD_PERCENTAGE: '1'}}}",
+            ),
+            *("instances.encode.env.CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "write share beside count"),
         ),
         (
-            *("npu", "instances: {e: {share: 30}}\nenv: {EPD_COMPUTE_SHARE: '1'}"),
+            *("npu", "instances: {encode: {share: 30}}\nenv: {EPD_COMPUTE_SHARE: '1'}"),
             *("env.EPD_COMPUTE_SHARE", "write share beside count"),
         ),
         (
-            *("cpu", "instances: {p: {}, d: {env: {VLLM_NIXL_SIDE_CHANNEL_PORT: '1'}}}"),
-            *("instances.d.env.VLLM_NIXL_SIDE_CHANNEL_PORT", "remove it"),
+            *("cpu", "instances: {prefill: {}, decode: {env: {VLLM_NIXL_SIDE_CHANNEL_PORT: '1'}}}"),
+            *("instances.decode.env.VLLM_NIXL_SIDE_CHANNEL_PORT", "remove it"),
         ),
         (
-            *("cpu", "instances: {p: {}, d: {}}\nengine_args: {kv_transfer_config: {}}"),
+            *("cpu", "instances: {prefill: {}, decode: {}}\nengine_args: {kv_transfer_config: {}}"),
             *("engine_args.kv_transfer_config", "its settings are under transfer"),
         ),
     ],
@@ -251,10 +254,6 @@ def test_a_password_in_an_address_is_never_shown() -> None:
         (
             "model: demo\nplatform: {cuda: 3}\n",
             ["platform.cuda (line 2): expected a mapping of top-level keys"],
-        ),
-        (
-            "model: demo\ninstances: {pd: {}, prefill_decode: {}}\n",
-            ["instances.pd (line 2) and instances.prefill_decode mean the same role; keep one"],
         ),
         (
             "model: demo\ntransfer: {pool_bytes: 2 GB}\n"
