@@ -71,7 +71,8 @@ class RollingUpdate(threading.Thread):
             last = self._renew_all()
         finally:
             self.ended = True
-        self._say(last)
+        if not self._given_up.is_set():
+            self._say(last)
 
     def _renew_all(self) -> Notice:
         names = [spec.name for spec in self._instances]
