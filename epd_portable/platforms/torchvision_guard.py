@@ -22,7 +22,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Sequence
-from importlib.abc import Loader, MetaPathFinder
+from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -31,32 +31,32 @@ if TYPE_CHECKING:
     import torch
 
 _LOG = logging.getLogger(__name__)
-# torchvision imports this submodule right after it has tried its compiled part.
-_VISION_TRIGGER = "torchvision._meta_registrations"
 _OPERATORS = ("nms", "qnms")
 _SCHEMA = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
-
-_Function = Callable[..., Any]
 
 _declared: torch.library.Library | None = None
 """Keeps the declarations: torch drops them with their library."""
 
 
 class MediaGuard(MetaPathFinder):
-    """Watches for the moments that matter in the imports of the three libraries."""
+    """Mends the modules that try a library's compiled part, as soon as each has been run."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         """Return the module as the usual finder would, or ``None`` to let the usual one go on."""
-        if fullname == _VISION_TRIGGER:
-            _declare_missing_operators()
-        elif fullname in _LOADING_FUNCTIONS:
-            spec = PathFinder.find_spec(fullname, path, target)
-            if spec is not None and spec.loader is not None:
-                spec.loader = _WrappingLoader(spec.loader, *_LOADING_FUNCTIONS[fullname])
-            return spec
-        return None
+        if fullname not in _MENDS:
+            return None
+        spec = PathFinder.find_spec(fullname, path, target)
+        if spec is not None and spec.loader is not None:
+            run = spec.loader.exec_module
+
+            def run_and_mend(module: ModuleType) -> None:
+                run(module)
+                _MENDS[fullname](module)
+
+            spec.loader.exec_module = run_and_mend  # type: ignore[method-assign]
+        return spec
 
 
 def install() -> None:
@@ -66,9 +66,10 @@ def install() -> None:
     sys.meta_path.insert(0, MediaGuard())
 
 
-def _declare_missing_operators() -> None:
+def _declare_missing_operators(extension: Any) -> None:
+    """Declare what ``torchvision`` describes next."""
     global _declared
-    if sys.modules["torchvision.extension"]._has_ops():
+    if extension._has_ops():
         _LOG.debug("torchvision's operators are loaded: left untouched")
         return
 
@@ -89,7 +90,10 @@ def _declare_missing_operators() -> None:
     )
 
 
-def _answer_no(load: _Function) -> _Function:
+def _answer_no(utils: Any) -> None:
+    if (load := getattr(utils, "_load_lib", None)) is None:
+        return
+
     def load_or_say_no(library: str) -> Any:
         try:
             return load(library)
@@ -97,10 +101,13 @@ def _answer_no(load: _Function) -> _Function:
             _LOG.debug("torchaudio is used without its compiled part: %s", error)
             return False
 
-    return load_or_say_no
+    utils._load_lib = load_or_say_no
 
 
-def _raise_import_error(load: _Function) -> _Function:
+def _raise_import_error(utils: Any) -> None:
+    if (load := getattr(utils, "load_image_library", None)) is None:
+        return
+
     def load_or_be_absent() -> Any:
         try:
             return load()
@@ -108,33 +115,11 @@ def _raise_import_error(load: _Function) -> _Function:
             _LOG.debug("torchcodec cannot be used: %s", error)
             raise ImportError(f"torchcodec's compiled part does not load: {error}") from error
 
-    return load_or_be_absent
+    utils.load_image_library = load_or_be_absent
 
 
-_LOADING_FUNCTIONS: dict[str, tuple[str, Callable[[_Function], _Function]]] = {
-    "torchaudio._extension.utils": ("_load_lib", _answer_no),
-    "torchcodec._internally_replaced_utils": ("load_image_library", _raise_import_error),
+_MENDS: dict[str, Callable[[Any], None]] = {
+    "torchvision.extension": _declare_missing_operators,
+    "torchaudio._extension.utils": _answer_no,
+    "torchcodec._internally_replaced_utils": _raise_import_error,
 }
-"""Modules with the function that loads a compiled part, if they have it, and what wraps that."""
-
-
-class _WrappingLoader(Loader):
-    """Runs a module as its own loader does, then wraps one of its functions."""
-
-    def __init__(
-        self, inner: Loader, function: str, wrap: Callable[[_Function], _Function]
-    ) -> None:
-        self._inner = inner
-        self._function = function
-        self._wrap = wrap
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        return self._inner.create_module(spec)
-
-    def exec_module(self, module: ModuleType) -> None:
-        self._inner.exec_module(module)
-        module.__loader__ = self._inner
-        if module.__spec__ is not None:
-            module.__spec__.loader = self._inner
-        if hasattr(module, self._function):
-            setattr(module, self._function, self._wrap(getattr(module, self._function)))
