@@ -19,7 +19,6 @@ from epd_portable.platforms.base import (
     MemoryInfo,
     Platform,
     ShareHandle,
-    check_host_range,
 )
 from epd_portable.platforms.collectives import CollectiveGroup, Rendezvous
 from epd_portable.platforms.collectives_device import DeviceCollectiveGroup, Turns
@@ -67,7 +66,6 @@ class AcceleratorPlatform(Platform):
 
     def __init__(self) -> None:
         self._copy_streams: dict[int, Any] = {}
-        self._pinned: dict[int, int] = {}
         self._lock = threading.Lock()
 
     @property
@@ -85,7 +83,7 @@ class AcceleratorPlatform(Platform):
 
     @abstractmethod
     def _register_host(self, address: int, nbytes: int) -> None:
-        """Page-lock a range; :meth:`pin_host` has checked it."""
+        """Page-lock a range."""
 
     @abstractmethod
     def _unregister_host(self, address: int) -> None:
@@ -160,31 +158,14 @@ class AcceleratorPlatform(Platform):
             tensor.record_stream(self._runtime.current_stream(tensor.device))
 
     def pin_host(self, address: int, nbytes: int) -> None:
-        """Register the range; the runtimes disagree on overlaps, so those are found here."""
-        check_host_range(address, nbytes)
-        with self._lock:
-            for start, size in self._pinned.items():
-                if start < address + nbytes and address < start + size:
-                    raise PlatformError(
-                        f"{self.name}: {nbytes} bytes at {address:#x} overlap the {size} bytes at "
-                        f"{start:#x}, which are pinned already; unpin those first"
-                    )
-            with self._translated(f"pin {nbytes} bytes at {address:#x}"):
-                self._register_host(address, nbytes)
-            self._pinned[address] = nbytes
+        """Register the range."""
+        with self._translated(f"pin {nbytes} bytes at {address:#x}"):
+            self._register_host(address, nbytes)
 
     def unpin_host(self, address: int) -> None:
         """Unregister the range that starts at ``address``."""
-        check_host_range(address)
-        with self._lock:
-            if address not in self._pinned:
-                raise PlatformError(
-                    f"{self.name}: nothing is pinned at {address:#x}; pass the start of a range "
-                    "that pin_host() took"
-                )
-            with self._translated(f"unpin {address:#x}"):
-                self._unregister_host(address)
-            del self._pinned[address]
+        with self._translated(f"unpin {address:#x}"):
+            self._unregister_host(address)
 
     def can_access_peer(self, index: int, peer: int) -> bool:
         """Ask the runtime."""

@@ -212,7 +212,6 @@ class Platform(ABC):
             address: Start; a multiple of the page size, as ``mmap`` returns it.
 
         Raises:
-            ValueError: ``address`` or ``nbytes`` is not positive.
             UnsupportedError: The installed runtime cannot; copies still work, but they block.
             PlatformError: Refused, for example because a part of the range is pinned already.
         """
@@ -222,7 +221,6 @@ class Platform(ABC):
         """Undo `pin_host`; no copy from or to the range may be under way.
 
         Raises:
-            ValueError: ``address`` is not positive.
             PlatformError: Nothing was pinned at ``address``.
         """
 
@@ -298,11 +296,3 @@ class LimitsCompute(Protocol):
             percent: Of each kind of unit, 1 to 100; at least one unit is left.
         """
         ...
-
-
-def check_host_range(address: int, nbytes: int = 1) -> None:
-    """Raise `ValueError` if an argument of `Platform.pin_host` is not positive."""
-    if address <= 0:
-        raise ValueError(f"address {address:#x} is no host memory; pass the start of a mapping")
-    if nbytes <= 0:
-        raise ValueError(f"a range of {nbytes} bytes; it must hold at least one")

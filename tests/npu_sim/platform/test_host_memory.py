@@ -82,25 +82,13 @@ def test_a_range_can_be_pinned_again_after_it_was_unpinned(
         platform.unpin_host(shared[0])
 
 
-@pytest.mark.parametrize(("shift", "nbytes"), [(0, NBYTES), (4096, 4096), (-4096, NBYTES)], ids=str)
-def test_a_range_that_overlaps_a_pinned_one_is_refused(
-    platform: Platform, shared: tuple[int, torch.Tensor], shift: int, nbytes: int
-) -> None:
-    platform.pin_host(shared[0], NBYTES)
-    try:
-        with pytest.raises(PlatformError, match=r"which are pinned already; unpin those first"):
-            platform.pin_host(shared[0] + shift, nbytes)
-    finally:
-        platform.unpin_host(shared[0])
-
-
 def test_unpinning_what_is_not_pinned_is_an_error(
     platform: Platform, shared: tuple[int, torch.Tensor]
 ) -> None:
-    with pytest.raises(PlatformError, match="nothing is pinned at"):
+    with pytest.raises(PlatformError, match="refused to unregister"):
         platform.unpin_host(shared[0])
     platform.pin_host(shared[0], NBYTES)
-    with pytest.raises(PlatformError, match="nothing is pinned at"):
+    with pytest.raises(PlatformError, match="refused to unregister"):
         platform.unpin_host(shared[0] + 4096)
     platform.unpin_host(shared[0])
 
@@ -110,7 +98,7 @@ def test_what_the_runtime_refuses_is_an_error_that_names_the_range(platform: Pla
     address = device_memory.data_ptr()
     with pytest.raises(PlatformError, match=f"{NBYTES} bytes at {address:#x}"):
         platform.pin_host(address, NBYTES)
-    with pytest.raises(PlatformError, match="nothing is pinned at"):
+    with pytest.raises(PlatformError, match="refused to unregister"):
         platform.unpin_host(address)
 
 

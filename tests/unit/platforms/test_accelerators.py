@@ -65,12 +65,6 @@ def test_a_missing_device_is_refused_with_its_variable(monkeypatch: pytest.Monke
         CudaPlatform().device(0)
 
 
-@pytest.mark.parametrize(("address", "nbytes"), [(0, 4096), (4096, 0)])
-def test_an_impossible_range_is_not_pinned(platform: Platform, address: int, nbytes: int) -> None:
-    with pytest.raises(ValueError, match=r"no host memory|at least one"):
-        platform.pin_host(address, nbytes)
-
-
 def test_threads_leave_the_error_mode_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("EPD_TEST_MODE", raising=False)
     inside = threading.Event()
