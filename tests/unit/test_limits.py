@@ -63,8 +63,8 @@ IN_THE_CODE = {
     "a health probe waits": setting("probe_timeout_s"),
     "failed health probes": str(instances.PROBES_UNTIL_DOWN),
     "failed requests in a row": (
-        f"{instances.FAILURES_UNTIL_EJECTED}, for {instances.FIRST_EJECTION_S:g} s to "
-        f"{instances.LONGEST_EJECTION_S:g} s"
+        f"{instances.MOST_FAILURES}, for {instances.FIRST_SUSPICION_S:g} s to "
+        f"{instances.LONGEST_SUSPICION_S:g} s"
     ),
     "instances of one router": str(instances.MAX_INSTANCES),
     "headers of a request": (
