@@ -228,7 +228,7 @@ class _Exchange:
         )
 
 
-class Clients:
+class LoadClients:
     """Send requests once, in the order of their times, to each base address in turn.
 
     Args:

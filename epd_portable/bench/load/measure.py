@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from epd_portable.bench import console
 from epd_portable.bench.load import usage
-from epd_portable.bench.load.clients import Clients, LoadAnswer
+from epd_portable.bench.load.clients import LoadAnswer, LoadClients
 from epd_portable.bench.load.plan import LoadPoint, LoadRequest
 from epd_portable.bench.load.servers import RunningSide, start_side
 from epd_portable.bench.load.setting import LoadSetting
@@ -174,8 +174,8 @@ class Measurement:
 
     def _clients(
         self, running: RunningSide, requests: Sequence[LoadRequest], clients: int
-    ) -> Clients:
-        return Clients(
+    ) -> LoadClients:
+        return LoadClients(
             requests,
             running.urls,
             running.model,

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from epd_portable.bench.load.clients import Clients, read_stream
+from epd_portable.bench.load.clients import LoadClients, read_stream
 from epd_portable.bench.load.plan import LoadRequest
 from epd_portable.bench.servers import free_port
 from tests.servers import serving
@@ -61,7 +61,7 @@ def test_an_answer_that_is_not_as_asked_for_has_a_problem(data: bytes, words: st
 def test_a_server_that_is_not_there_is_named_in_the_answer() -> None:
     request = LoadRequest(at_s=0.0, text="a", text_tokens=1, output_tokens=2)
     url = f"http://127.0.0.1:{free_port()}"
-    (answer,) = Clients([request], [url], "m", words_per_token=1.0, clients=0).send().answers
+    (answer,) = LoadClients([request], [url], "m", words_per_token=1.0, clients=0).send().answers
     assert url.removeprefix("http://") in answer.problem and "Refused" in answer.problem
 
 
@@ -86,6 +86,6 @@ def test_clients_of_a_closed_loop_have_one_request_each_at_a_time() -> None:
         LoadRequest(at_s=9.0, text=str(n), text_tokens=1, output_tokens=2) for n in range(6)
     ]
     with serving(ThreadingHTTPServer(("127.0.0.1", 0), Server)) as url:
-        answers = Clients(requests, [url], "m", words_per_token=1.0, clients=2).send().answers
+        answers = LoadClients(requests, [url], "m", words_per_token=1.0, clients=2).send().answers
     assert [answer.problem.partition(":")[0] for answer in answers] == ["status 503"] * 6
     assert most == [2] * 6
