@@ -24,8 +24,7 @@ from epd_portable.delivery.replies import Reply, error_reply
 from epd_portable.errors import RequestError
 from epd_portable.media.addresses import Network
 from epd_portable.router import envoy, ext_proc
-from epd_portable.router.client_exchange import ClientExchange, ClientGoneError, IncomingRequest
-from epd_portable.router.contents.body import Call
+from epd_portable.router.client_exchange import ClientGoneError, IncomingRequest
 from epd_portable.router.contents.cut_text import Segments
 from epd_portable.router.encode_jobs import Attempt
 from epd_portable.router.ext_proc import (
@@ -308,10 +307,9 @@ class Consultation(IncomingRequest, Forwarder):
             chosen = selection.choose_pd([*tried, *unlisted])
         return chosen
 
-    async def forward(
-        self, call: Call, attempt: Attempt, body: Segments, out: ClientExchange
-    ) -> int:
+    async def forward(self, attempt: Attempt, body: Segments) -> int:
         """Have Envoy send a request and pass the answer on; see `Forwarder`."""
+        call, out = attempt.call, attempt.out
         if self._sent:
             await self._send_again(attempt, body)
         else:
@@ -321,7 +319,7 @@ class Consultation(IncomingRequest, Forwarder):
             await self._send_first(attempt, body)
         answer = await self._first_of_answer_and_again(attempt)
         attempt.note_answer_began()
-        pd = self._answering(attempt.pd, out)
+        pd = self._answering(attempt)
         status = int(answer[":status"])
         if status >= 500:
             await self._check_failure(attempt, pd, status, by_envoy=FROM_INSTANCE not in answer)
@@ -414,8 +412,9 @@ class Consultation(IncomingRequest, Forwarder):
             f"instance {attempt.pd.name} was lost, or answered 5xx",
         )
 
-    def _answering(self, asked: Instance, out: ClientExchange) -> Instance:
+    def _answering(self, attempt: Attempt) -> Instance:
         """Return who answers: a gateway's own retry may have led elsewhere."""
+        asked, out = attempt.pd, attempt.out
         if not self._served or self._named.get(self._served) is asked:
             return asked
         asked.failed(FailureKind.LOST)

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,12 +19,13 @@ from epd_portable.delivery.assignment import EncodeFailure, EncodeTimes, EncodeT
 from epd_portable.delivery.fallbacks import RequestPhase, RetryBudget
 from epd_portable.delivery.instances import Instance, Use, WentDownError, while_up
 from epd_portable.log import trace
-from epd_portable.router.contents.body import CHAT_PATH, size
+from epd_portable.router.client_exchange import ClientExchange
+from epd_portable.router.contents.body import CHAT_PATH, Call, size
 from epd_portable.router.contents.cut_text import Segments, decode_if_valid
 from epd_portable.router.contents.media import MediaItem
 from epd_portable.router.fleet.control import ControlChannels, Inbox
 from epd_portable.router.http.upstream import Upstream, UpstreamError
-from epd_portable.router.observability.record import Leg, RequestRecord
+from epd_portable.router.observability.record import Leg
 from epd_portable.router.selector import Selection
 from epd_portable.router.settings import RouterSettings
 from epd_portable.wire.outcomes import FailureKind, Fallback, ItemResult
@@ -67,11 +68,13 @@ class Delivery:
 
 @dataclass(slots=True, kw_only=True)
 class Attempt:
-    """One try of a request, while it runs.
+    """One try of a request at one instance, while it runs.
 
     Attributes:
-        deliveries: Of the items that it does not encode by itself.
-        encoded: Called when no item is with an encoder any more; perhaps twice.
+        call: What the instance is asked.
+        out: The client, and what is noted of its request.
+        deliveries: Of the items that the instance does not encode by itself.
+        headers: Of the request to the instance.
         held: What is counted, and who must not leave, until the answer begins.
         over: Set when no item is needed any more: the PD instance has begun its answer, or none
             is waited for. A job that is cancelled in the moment in which its encoder goes down, or
@@ -80,13 +83,13 @@ class Attempt:
         turn: Held by the encode job that runs, where they run one after the other.
     """
 
+    call: Call
+    out: ClientExchange
     use: Use
     deliveries: tuple[Delivery, ...]
     headers: Mapping[str, str]
     inbox: Inbox
     selection: Selection
-    record: RequestRecord
-    encoded: Callable[[], None] = lambda: None
     held: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
     over: asyncio.Event = field(default_factory=asyncio.Event)
     awaited: int = 0
@@ -102,19 +105,19 @@ class Attempt:
         self.use.compute()
         self.over.set()
         self.held.close()
-        self.encoded()
+        self.out.encoded()
 
     def note_item_ready(self) -> None:
         """Count an item that was encoded, or that the PD instance is to encode."""
         self.awaited -= 1
         if not (self.awaited or self.over.is_set()):
             self.use.compute()
-            self.encoded()
+            self.out.encoded()
 
     def note_fallback(self, kind: FailureKind, another: Instance | None) -> None:
         """Note what is done about an item that was not encoded."""
         possible: tuple[Fallback, ...] = ("retried",) if another else ()
-        self.record.fall_back(RequestPhase.ENCODE, kind, possible)
+        self.out.record.fall_back(RequestPhase.ENCODE, kind, possible)
 
 
 @dataclass(slots=True)
@@ -146,16 +149,16 @@ class EncodeJobs:
         try:
             outcome = await self._bring(delivery, attempt)
         except asyncio.CancelledError:
-            attempt.record.end_item(item, "cancelled")
+            attempt.out.record.end_item(item, "cancelled")
             raise
         except Exception as error:
             problem = EncodeFailure(kind=FailureKind.ERROR, reason=repr(error))
             delivery.set_metadata(problem)
             raise
         if not isinstance(outcome, EncodeFailure):
-            attempt.record.end_item(item, outcome)
+            attempt.out.record.end_item(item, outcome)
         elif not delivery.set_metadata(outcome):
-            attempt.record.end_item(item, "local")
+            attempt.out.record.end_item(item, "local")
             attempt.note_item_ready()
             await self._ask_for_local_encoding(delivery, outcome.reason, attempt)
 
@@ -226,14 +229,14 @@ class EncodeJobs:
     ) -> EncodeFailure | None:
         """Run one encode job, and note it; return why it failed, or ``None``."""
         attempt.selection.note_encode_job(delivery.item, encoder)
-        job = attempt.record.job(delivery.item, encoder.name, size(delivery.body))
+        job = attempt.out.record.job(delivery.item, encoder.name, size(delivery.body))
         end = "cancelled"
         try:
             failure = await self._ask(delivery, encoder, attempt, job, deadline_s)
             end = "encoded" if failure is None else failure.kind.value
             return failure
         finally:
-            attempt.record.end_job(delivery.item, job, end)
+            attempt.out.record.end_job(delivery.item, job, end)
 
     async def _ask(
         self, delivery: Delivery, encoder: Instance, attempt: Attempt, job: Leg, deadline_s: float

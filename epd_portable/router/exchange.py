@@ -42,6 +42,7 @@ from epd_portable.router.fleet.control import ControlChannels
 from epd_portable.router.hops import HopSelection
 from epd_portable.router.http.upstream import Upstream
 from epd_portable.router.observability.metrics import Metrics
+from epd_portable.router.observability.record import Leg
 from epd_portable.router.prefill import choose_prefill, for_prefill, kv_of, with_kv
 from epd_portable.router.relay import Forwarder, Relay, phase_of
 from epd_portable.router.selector import EndpointSelector, Selection
@@ -55,9 +56,11 @@ _log_failure = say_failure(logger, "delivery of an item failed")
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class RequestState:
-    """One request between its tries; ``call`` is what the next one asks."""
+    """One request from its first try to its last; ``call`` is what the next one asks."""
 
     call: Call
+    out: ClientExchange
+    forwarder: Forwarder
     selection: Selection
     stored: Mapping[str, StoredItem]
     tries: RequestTries
@@ -132,7 +135,6 @@ class Exchange:
         record = out.record
         record.note_items(call.items)
         self._retries.count_request()
-        forwarder = forwarder or self.relay
         selection = self._selector.start_selection(call, out.for_instances, out.explanation)
         if out.named is not None:
             selection = HopSelection(out.named, selection)
@@ -143,15 +145,21 @@ class Exchange:
             partial_results=call.takes_metadata and self._settings.partial_results,
         )
         stored = await self._store.find_items(call.items) if self._store is not None else {}
-        state = RequestState(call=call, selection=selection, stored=stored, tries=tries)
+        state = RequestState(
+            call=call,
+            out=out,
+            forwarder=forwarder or self.relay,
+            selection=selection,
+            stored=stored,
+            tries=tries,
+        )
         while True:
             try:
-                plan = self._plan(state, forwarder, out)
-                prefilled = await self._prefilled(state, plan, out)
+                plan = self._plan(state)
+                prefilled = await self._prefilled(state, plan)
                 if prefilled is not None:
                     with record.leg("answer", plan.pd.name) as leg:
-                        headers = leg.headers(out.for_instances)
-                        await self._try(forwarder.forward, prefilled, plan, selection, headers, out)
+                        await self._try(state, plan, prefilled, leg, state.forwarder.forward)
                 return
             except RequestFailure as failed:
                 if record.gone:
@@ -161,16 +169,15 @@ class Exchange:
                 fallback = record.fall_back(failed.phase, failed.kind, possible)
                 logger.warning("request %s: %s (%s)", out.request_id, failed, fallback)
                 if tries.go_on(failed, fallback):
-                    self._change_call(state, failed, fallback, out)
+                    self._change_call(state, failed, fallback)
                 elif failed.reply is not None and fallback == "error":
                     return out.send_reply(failed.reply)
                 else:
                     raise final_error(failed, fallback) from failed
 
-    def _change_call(
-        self, state: RequestState, failed: RequestFailure, fallback: Fallback, out: ClientExchange
-    ) -> None:
+    def _change_call(self, state: RequestState, failed: RequestFailure, fallback: Fallback) -> None:
         """Let the next try go with the original media, or without items that cannot be had."""
+        out = state.out
         if fallback == "original_media":
             renamed = state.call.renamed()
             out.record.rename(state.call.items, renamed.items)
@@ -184,7 +191,7 @@ class Exchange:
 
     # Who does what of it.
 
-    def _plan(self, state: RequestState, forwarder: Forwarder, out: ClientExchange) -> RequestPlan:
+    def _plan(self, state: RequestState) -> RequestPlan:
         """Choose who answers, who prefills, and who brings every item.
 
         Raises:
@@ -192,7 +199,7 @@ class Exchange:
                 encoder.
         """
         selection, tries = state.selection, state.tries
-        pd = tries.choose_pd(functools.partial(forwarder.choose, selection))
+        pd = tries.choose_pd(functools.partial(state.forwarder.choose, selection))
         if pd is None:
             states = "; ".join(
                 f"{each.name}: {each.reason or each.state}"
@@ -201,22 +208,22 @@ class Exchange:
             message = f"no prefill+decode instance can serve ({states or 'none is there'})"
             raise RequestFailure(FailureKind.UNAVAILABLE, RequestPhase.ANSWER, message)
         if pd.role not in TAKES_KV or not state.call.fields:
-            return self._plan_items(state, pd, out)
+            return self._plan_items(state, pd)
         prefill, place = choose_prefill(state.call, selection, pd, tries, self._without_kv)
         self._metrics.prefills.labels(place).inc()
         if place == "unavailable":
-            out.record.fall_back(RequestPhase.PREFILL, FailureKind.UNAVAILABLE)
+            state.out.record.fall_back(RequestPhase.PREFILL, FailureKind.UNAVAILABLE)
         if prefill is None:
-            return self._plan_items(state, pd, out)
-        return RequestPlan(pd=pd, prefill=self._plan_items(state, prefill, out))
+            return self._plan_items(state, pd)
+        return RequestPlan(pd=pd, prefill=self._plan_items(state, prefill))
 
-    def _plan_items(self, state: RequestState, pd: Instance, out: ClientExchange) -> RequestPlan:
+    def _plan_items(self, state: RequestState, pd: Instance) -> RequestPlan:
         """Choose who brings every item to an instance.
 
         Raises:
             RequestFailure: Items go as metadata only, and one has no encoder.
         """
-        call, record = state.call, out.record
+        call, record = state.call, state.out.record
         if pd.role not in TAKES_ITEMS:
             for item in call.items:
                 record.end_item(item, "local_first")
@@ -291,9 +298,7 @@ class Exchange:
 
     # One try.
 
-    async def _prefilled(
-        self, state: RequestState, plan: RequestPlan, out: ClientExchange
-    ) -> Call | None:
+    async def _prefilled(self, state: RequestState, plan: RequestPlan) -> Call | None:
         """Have the prompt computed, if the plan says so, and return what then is to be answered.
 
         Nothing is, if the request was refused.
@@ -305,19 +310,18 @@ class Exchange:
             return state.call
         pd, answered = plan.prefill.pd, None
 
-        async def forward(call: Call, attempt: Attempt, body: Segments, out: ClientExchange) -> int:
+        async def forward(attempt: Attempt, body: Segments) -> int:
             nonlocal answered
-            reply = await self.relay.whole_reply(call, attempt, body)
+            reply = await self.relay.whole_reply(attempt, body)
             if reply.status >= 400:
-                out.send_reply(reply)
+                attempt.out.send_reply(reply)
             else:
-                answered = with_kv(state.call, kv_of(reply, call, pd, self._without_kv))
+                answered = with_kv(state.call, kv_of(reply, attempt.call, pd, self._without_kv))
             return reply.status
 
         try:
-            with out.record.leg("prefill", pd.name) as leg:
-                call, headers = for_prefill(state.call), leg.headers(out.for_instances)
-                await self._try(forward, call, plan.prefill, state.selection, headers, out)
+            with state.out.record.leg("prefill", pd.name) as leg:
+                await self._try(state, plan.prefill, for_prefill(state.call), leg, forward)
         except RequestFailure as failed:
             state.tries.prefills.append(pd.name)
             if failed.kind not in ("lost", "unreachable", "error", "timeout"):
@@ -327,19 +331,18 @@ class Exchange:
 
     async def _try(
         self,
-        forward: Callable[[Call, Attempt, Segments, ClientExchange], Awaitable[int]],
-        call: Call,
+        state: RequestState,
         plan: RequestPlan,
-        selection: Selection,
-        headers: Mapping[str, str],
-        out: ClientExchange,
+        call: Call,
+        leg: Leg,
+        forward: Callable[[Attempt, Segments], Awaitable[int]],
     ) -> None:
         """Start the encode jobs and the request, and have the answer passed on.
 
         Raises:
             RequestFailure: There is no answer, or only a part of it.
         """
-        pd = plan.pd
+        pd, out = plan.pd, state.out
         transfers = [each.transfer.transfer_id for each in plan.deliveries]
         try:
             with (
@@ -348,17 +351,17 @@ class Exchange:
                 contextlib.ExitStack() as held,
             ):
                 attempt = Attempt(
+                    call=call,
+                    out=out,
                     use=use,
                     deliveries=plan.deliveries,
-                    headers=headers,
+                    headers=leg.headers(out.for_instances),
                     inbox=inbox,
-                    selection=selection,
-                    record=out.record,
-                    encoded=out.encoded,
+                    selection=state.selection,
                     held=held,
                     awaited=len(plan.deliveries),
                 )
-                tokens = selection.note_request(pd, () if plan.prefill else call.items)
+                tokens = state.selection.note_request(pd, () if plan.prefill else call.items)
                 use.owe_answer(tokens)
                 if not any(leg.failed for leg in out.record.legs):
                     self._instances.work.prompt_came(pd.role, tokens)
@@ -379,11 +382,11 @@ class Exchange:
                     body = call.for_pd(self._params(attempt, metadata), metadata or None)
                     trace(
                         "pd_request",
-                        request_id=headers["x-request-id"],
+                        request_id=out.request_id,
                         instance=pd.name,
                         nbytes=size(body),
                     )
-                    status = await forward(call, attempt, body, out)
+                    status = await forward(attempt, body)
                     if status >= 400:
                         self._give_up(attempt, tasks)
                     elif not plan.here_s:

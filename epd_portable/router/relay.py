@@ -13,7 +13,6 @@ from epd_portable.delivery.fallbacks import RequestFailure, RequestPhase
 from epd_portable.delivery.instances import Instance
 from epd_portable.delivery.replies import JSON, Reply
 from epd_portable.router.client_exchange import EVENTS, ClientExchange
-from epd_portable.router.contents.body import Call
 from epd_portable.router.contents.cut_text import Segments, decode_if_valid
 from epd_portable.router.encode_jobs import Attempt
 from epd_portable.router.http.upstream import InstanceAnswer, Upstream, UpstreamError
@@ -51,9 +50,7 @@ class Forwarder(Protocol):
         """Return who should answer a request, but for the names in ``tried``."""
         return selection.choose_pd(tried)
 
-    async def forward(
-        self, call: Call, attempt: Attempt, body: Segments, out: ClientExchange
-    ) -> int:
+    async def forward(self, attempt: Attempt, body: Segments) -> int:
         """Send a request, pass the answer on to its end, and return the answer's status.
 
         Calls `Attempt.note_answer_began` as soon as the instance has begun to answer.
@@ -72,23 +69,21 @@ class Relay(Forwarder):
     upstream: Upstream
     metrics: Metrics
 
-    async def forward(
-        self, call: Call, attempt: Attempt, body: Segments, out: ClientExchange
-    ) -> int:
+    async def forward(self, attempt: Attempt, body: Segments) -> int:
         """See `Forwarder`."""
-        answer = await self.send(call, attempt, body)
+        answer = await self.send(attempt, body)
         try:
-            return await self._pass_on(call, answer, attempt, out)
+            return await self._pass_on(answer, attempt)
         finally:
             answer.close()
 
-    async def send(self, call: Call, attempt: Attempt, body: Segments) -> InstanceAnswer:
+    async def send(self, attempt: Attempt, body: Segments) -> InstanceAnswer:
         """Send a request, and return the answer as soon as its headers are there.
 
         Raises:
             RequestFailure: There is none.
         """
-        pd = attempt.pd
+        call, pd = attempt.call, attempt.pd
         try:
             return await self.upstream.request(
                 call.method,
@@ -101,13 +96,13 @@ class Relay(Forwarder):
         except UpstreamError as error:
             raise connection_failure(pd, error, RequestPhase.ANSWER) from error
 
-    async def whole_reply(self, call: Call, attempt: Attempt, body: Segments) -> Reply:
+    async def whole_reply(self, attempt: Attempt, body: Segments) -> Reply:
         """Send a request, and return all of its answer, of which no client has anything yet.
 
         Raises:
             RequestFailure: There is none, or it is a 5xx.
         """
-        answer = await self.send(call, attempt, body)
+        answer = await self.send(attempt, body)
         try:
             whole = await answer.read()
         except UpstreamError as error:
@@ -119,15 +114,13 @@ class Relay(Forwarder):
         await self.check_reply(reply, attempt)
         return self.without_outcome(reply)
 
-    async def _pass_on(
-        self, call: Call, answer: InstanceAnswer, attempt: Attempt, out: ClientExchange
-    ) -> int:
+    async def _pass_on(self, answer: InstanceAnswer, attempt: Attempt) -> int:
         """Pass an answer on, once it is known to be no 5xx; return the status that it has.
 
         Raises:
             RequestFailure: It is one, or it ended too early.
         """
-        pd = attempt.pd
+        call, pd, out = attempt.call, attempt.pd, attempt.out
         given = answer.headers
         headers = {name: given[name] for name in ANSWER_HEADERS if name in given}
         succeeded = answer.status < 400
