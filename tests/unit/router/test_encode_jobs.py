@@ -10,17 +10,19 @@ import pytest
 
 from epd_portable.delivery.fallbacks import RetryBudget
 from epd_portable.delivery.instances import EndpointPool
+from epd_portable.router.client_exchange import ClientExchange
 from epd_portable.router.contents.body import Call
 from epd_portable.router.contents.media import MediaItem
 from epd_portable.router.encode_jobs import Attempt, Delivery, EncodeJobs
 from epd_portable.router.fleet.control import ControlChannels, Inbox
+from epd_portable.router.http.server_connection import ClientRequest
 from epd_portable.router.http.upstream import Upstream
-from epd_portable.router.observability.record import RequestRecord
 from epd_portable.router.selector import Selection
 from epd_portable.router.settings import RouterSettings
 from epd_portable.wire.params import EncodeTransfer
 from tests.keyring import keys
 from tests.unit.router.test_selector import settings
+from tests.unit.router.transport import Transport
 
 DEADLINE_S = 5.0
 ENCODERS = [settings(f"encode-{n}", "encode") for n in range(2)]
@@ -45,15 +47,21 @@ class Scene:
             encoder=self.encoders[0],
             body=[b"{}"],
         )
-        self.record = RequestRecord("r", "/v1/chat/completions")
+        call = Call.untouched("POST", "/v1/chat/completions", b"{}")
+        asked = ClientRequest(
+            Transport(), 80, "POST", call.path.encode(), {}, version="1.1", keeps=True
+        )
+        client = ClientExchange(asked, (), {})
+        self.record = client.record
         self.record.note_items([self.delivery.item])
         self.attempt = Attempt(
+            call=call,
+            out=client,
             use=pool.add(PD).working(),
             deliveries=(self.delivery,),
             headers={"x-request-id": "r"},
             inbox=Inbox(),
-            selection=Selection(pool, Call.untouched("POST", "/", b"{}"), "r", None),
-            record=self.record,
+            selection=Selection(pool, call, "r", None),
         )
         of_router = RouterSettings(port=0, model="demo", instances=(*ENCODERS, PD))
         self._jobs = EncodeJobs(of_router, cast(Upstream, self), self.control, RetryBudget(), None)

@@ -494,6 +494,25 @@ async def test_connections_on_which_no_request_comes_are_closed(
     assert end.transport.closing
 
 
+async def test_a_connection_whose_body_is_none_ends_with_the_answer_that_has_begun() -> None:
+    async def serve(request: ClientRequest) -> None:
+        request.begin_answer(200, {})
+        request.write(b"first")
+        await go_on.wait()
+        request.write(b"last")
+        request.end_answer()
+
+    go_on = asyncio.Event()
+    end = End(serve)
+    await end.send(CHUNKED.partition(b"4;")[0])
+    await end.send(b"no chunk\r\n")
+    assert not end.transport.closing
+    go_on.set()
+    await end.rest()
+    assert Answers(end.transport.written).bodies == [b"firstlast"]
+    assert end.transport.closing
+
+
 async def test_a_client_that_takes_nothing_of_the_end_is_dropped() -> None:
     end = End(echo)
     dropped = []
