@@ -31,34 +31,15 @@ LAUNCHER_OWNED_ARGS = {
 }
 """Engine arguments that the launcher writes itself or refuses, and what to do instead."""
 
-_SHORT_ARGS = {
-    "tp": "tensor_parallel_size",
-    "pp": "pipeline_parallel_size",
-    "pcp": "prefill_context_parallel_size",
-}
-"""vLLM's one-dash names of such arguments; those of data parallelism all begin with ``dp``."""
-
-
-def _owned(name: str) -> str | None:
-    """Return the name in `LAUNCHER_OWNED_ARGS` that an argument means, however it is written.
-
-    vLLM completes unambiguous beginnings of names.
-    """
-    plain = re.split(r"[.=\s]", name.strip(" -").lower().replace("-", "_"), maxsplit=1)[0]
-    if plain.startswith(("data_parallel_", "dp")):
-        return "data_parallel_size"
-    plain = _SHORT_ARGS.get(plain, plain)
-    return next((owned for owned in LAUNCHER_OWNED_ARGS if plain and owned.startswith(plain)), None)
-
 
 def engine_argument_problem(name: str) -> str:
     """Return why a name cannot be that of an engine argument here; empty if it can."""
-    if owned := _owned(name):
-        return f"{name} cannot be set here: {LAUNCHER_OWNED_ARGS[owned]}"
     if not re.fullmatch(r"[a-z][a-z0-9_]*", name):
         wanted = re.sub(r"[^a-z0-9]+", "_", name.lower().strip("-"))
         return f"write {wanted}: names of engine arguments have underscores, no dashes"
-    return ""
+    owned = "data_parallel_size" if name.startswith("data_parallel_") else name
+    remedy = LAUNCHER_OWNED_ARGS.get(owned)
+    return f"{name} cannot be set here: {remedy}" if remedy else ""
 
 
 def _check_engine_arg_name(name: str) -> str:
