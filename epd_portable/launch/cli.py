@@ -202,7 +202,7 @@ def _serve(request: PlanRequest, log_dir: Path | None, *, as_json: bool) -> None
     machine_of = probed_machine if any(topology.instances.counts.values()) else assumed_machine
     machine = machine_of(request.traits, os.environ)
     temp_dir = _temp_dir(run_id)
-    plan = request.plan(topology, run_id, machine, temp_dir=temp_dir)
+    plan = request.plan(topology, run_id, machine, temp_dir=str(temp_dir))
     refused = refusals(topology, plan, claim)
     if len(refused) == 1:
         raise refused[0]
@@ -252,7 +252,7 @@ def plan(as_json: bool, **options: Any) -> None:
     request = PlanRequest.from_options(**options)
     topology = request.load()
     run_id, machine = new_run_id(), request.expected_machine(os.environ)
-    result = request.plan(topology, run_id, machine, temp_dir=_temp_dir(run_id))
+    result = request.plan(topology, run_id, machine, temp_dir=str(_temp_dir(run_id)))
     warnings = [*result.warnings]
     if not request.hardware:
         # A machine that is not here has other files and ports.

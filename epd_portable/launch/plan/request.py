@@ -10,7 +10,6 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from epd_portable import envs
 from epd_portable.config.hardware import HardwareProfile, find_hardware
@@ -134,27 +133,30 @@ class PlanRequest:
         run_id: str,
         machine: Machine,
         *,
-        temp_dir: Path,
+        temp_dir: str,
+        model: ModelSource | None = None,
+        free_port: Callable[[], int] | None = None,
     ) -> Plan:
-        """Make the plan.
+        """Make the plan, for this machine where model and ports are left out.
 
         Raises:
             ConfigError: The topology does not fit; names the place of the key.
         """
-        launch, router = topology.launch, topology.router
-        avoid = self.hardware.ports_to_avoid if self.hardware else ()
-        reserved = {router.port, router.admin_port, *avoid}
-        if launch.first_port is not None:
-            free_port = ports_in_order(launch.first_port, reserved=reserved)
-        else:
-            free_port = port_source(run_id, reserved=reserved, host=launch.host)
-        return self._make_plan(
-            topology,
-            machine=machine,
-            run_id=run_id,
-            free_port=free_port,
-            temp_dir=str(temp_dir),
-        )
+        try:
+            return make_plan(
+                topology,
+                model=model
+                or resolve_model(topology.model, served_name=topology.served_model_name),
+                traits=self.traits,
+                machine=machine,
+                run_id=run_id,
+                free_port=free_port or self._free_ports(topology, run_id),
+                temp_dir=temp_dir,
+                hardware=self.hardware,
+            )
+        except ConfigError as error:
+            name = self.traits.name
+            raise located(error, self.config, name, overrides=self.overrides) from error
 
     def plan_elsewhere(self, first_port: int) -> tuple[Topology, Plan]:
         """Plan a launcher of another machine, which finds the model and ports by itself.
@@ -163,33 +165,23 @@ class PlanRequest:
             ConfigError: The file is wrong, or the topology does not fit.
         """
         topology = self.load()
-        model = ModelSource(
-            argument=topology.model,
-            served_name=topology.served_model_name or topology.model,
-            is_folder=False,
-        )
-        return topology, self._make_plan(
+        name = topology.served_model_name or topology.model
+        return topology, self.plan(
             topology,
-            model=model,
-            machine=self.expected_machine({}),
-            run_id="00000000",
-            free_port=itertools.count(first_port).__next__,
+            "00000000",
+            self.expected_machine({}),
             temp_dir="/tmp",
+            model=ModelSource(argument=topology.model, served_name=name, is_folder=False),
+            free_port=itertools.count(first_port).__next__,
         )
 
-    def _make_plan(
-        self, topology: Topology, *, model: ModelSource | None = None, **where: Any
-    ) -> Plan:
-        """Make a plan; an error names the place of the key that it is about."""
-        try:
-            if model is None:
-                model = resolve_model(topology.model, served_name=topology.served_model_name)
-            return make_plan(
-                topology, model=model, traits=self.traits, hardware=self.hardware, **where
-            )
-        except ConfigError as error:
-            name = self.traits.name
-            raise located(error, self.config, name, overrides=self.overrides) from error
+    def _free_ports(self, topology: Topology, run_id: str) -> Callable[[], int]:
+        launch, router = topology.launch, topology.router
+        avoid = self.hardware.ports_to_avoid if self.hardware else ()
+        reserved = {router.port, router.admin_port, *avoid}
+        if launch.first_port is not None:
+            return ports_in_order(launch.first_port, reserved=reserved)
+        return port_source(run_id, reserved=reserved, host=launch.host)
 
 
 def counts_of(part: Mapping[Role, int]) -> Iterator[str]:

@@ -123,7 +123,7 @@ def test_arguments_that_the_launcher_writes_or_does_not_support_are_refused(
 ) -> None:
     wrong = f"engine_args: {{{name!r}: 2}}"
     _, *lines = problems(f"model: demo\n{wrong}\ninstances: {{encode: {{{wrong}}}}}")
-    assert [f"{name} cannot be set here: {reason}" in line for line in lines] == [True, True]
+    assert [reason in line for line in lines] == [True, True]
 
 
 def test_names_that_only_look_like_those_of_the_launcher_are_left_alone() -> None:
