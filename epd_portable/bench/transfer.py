@@ -81,7 +81,7 @@ def choose_paths(
     described = registry.describe(platform, platform)
     reasons = {name: reason for name, usable, reason in described if not usable}
     for entry in registry.offered(registry.AUTO, platform):
-        in_group = entry.capabilities.same_platform and not entry.capabilities.one_sided
+        in_group = entry.same_platform and not entry.one_sided
         if in_group and TRAITS[platform].needs_device_copy and devices < 2:
             reasons[entry.name] = "each of the two ends of a group needs a device of its own"
     usable = [entry.name for entry in registry.paths() if entry.name not in reasons]

@@ -23,7 +23,6 @@ from epd_portable.connector.transport import (
     PathReceiver,
     ReceivingEnd,
     Transport,
-    TransportCapabilities,
 )
 from epd_portable.errors import ConfigError, NoCommonPathError
 from epd_portable.platforms.traits import TRAITS
@@ -45,7 +44,7 @@ STORE = "store"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PathEntry:
-    """One transfer path.
+    """One transfer path, and what it can do, known without loading it.
 
     Attributes:
         name: In configuration, messages and metrics.
@@ -53,6 +52,15 @@ class PathEntry:
         receiver: The same for the consumer's end; empty if none is needed.
         in_worker: Rank 0's worker of the consumer opens the receiving end, not its scheduler.
         summary: Half a sentence.
+        same_host: Both ends must share ``/dev/shm``.
+        same_platform: Both ends must be devices of one platform.
+        devices_only: Both ends must have device memory.
+        device_memory: Slots are in device memory, on platforms that have any.
+        zero_copy: On CPU the injected tensor is the written memory itself.
+        one_sided: The consumer's workers take no part in the transfer.
+        plain_off_host: Bytes between hosts are not encrypted.
+        fenced: A write after the end of its lease cannot touch the slot: the consumer's own process
+            does the last step.
         library: Module that must be installed.
         extra: Extra of this package that installs the library.
         system_library: System library that the module needs, as the linker looks for it.
@@ -69,8 +77,15 @@ class PathEntry:
     transport: str
     receiver: str = ""
     in_worker: bool = False
-    capabilities: TransportCapabilities
     summary: str
+    same_host: bool = False
+    same_platform: bool = False
+    devices_only: bool = False
+    device_memory: bool = False
+    zero_copy: bool = False
+    one_sided: bool = False
+    plain_off_host: bool = False
+    fenced: bool = False
     library: str = ""
     extra: str = ""
     system_library: str = ""
@@ -82,38 +97,38 @@ class PathEntry:
     @property
     def is_copy(self) -> bool:
         """Whether a write is a mere copy between memories of one host."""
-        can = self.capabilities
-        return can.same_host and can.one_sided and not can.fenced
+        return self.same_host and self.one_sided and not self.fenced
 
 
 _TRANSPORTS = "epd_portable.connector.transports"
-_BY_LIBRARY = TransportCapabilities(zero_copy=True, one_sided=True, plain_off_host=True)
 
 PATHS: tuple[PathEntry, ...] = (
     PathEntry(
         name="ipc",
         transport=f"{_TRANSPORTS}.mapped:IpcTransport",
         in_worker=True,
-        capabilities=TransportCapabilities(
-            same_host=True,
-            same_platform=True,
-            devices_only=True,
-            device_memory=True,
-            one_sided=True,
-        ),
+        same_host=True,
+        same_platform=True,
+        devices_only=True,
+        device_memory=True,
+        one_sided=True,
         summary="the producer's device copies into the memory of the consumer's",
     ),
     PathEntry(
         name="shm",
         transport=f"{_TRANSPORTS}.mapped:ShmTransport",
-        capabilities=TransportCapabilities(same_host=True, zero_copy=True, one_sided=True),
+        same_host=True,
+        zero_copy=True,
+        one_sided=True,
         summary="the producer copies into the consumer's pool in /dev/shm",
     ),
     PathEntry(
         name="nixl",
         transport=f"{_TRANSPORTS}.nixl:NixlTransport",
         receiver=f"{_TRANSPORTS}.nixl:NixlReceiver",
-        capabilities=_BY_LIBRARY,
+        zero_copy=True,
+        one_sided=True,
+        plain_off_host=True,
         summary="NIXL writes into the consumer's registered pool, by RDMA where there is any",
         library="nixl",
         extra="kv",
@@ -123,7 +138,9 @@ PATHS: tuple[PathEntry, ...] = (
         name="mooncake",
         transport=f"{_TRANSPORTS}.mooncake:MooncakeTransport",
         receiver=f"{_TRANSPORTS}.mooncake:MooncakeReceiver",
-        capabilities=_BY_LIBRARY,
+        zero_copy=True,
+        one_sided=True,
+        plain_off_host=True,
         summary="Mooncake writes into the consumer's registered pool, by RDMA where there is any",
         library="mooncake",
         extra="mooncake",
@@ -138,20 +155,19 @@ PATHS: tuple[PathEntry, ...] = (
         transport=f"{_TRANSPORTS}.collective:CollectiveTransport",
         receiver=f"{_TRANSPORTS}.collective:CollectiveReceiver",
         in_worker=True,
-        capabilities=TransportCapabilities(
-            same_platform=True,
-            device_memory=True,
-            zero_copy=True,
-            plain_off_host=True,
-            fenced=True,
-        ),
+        same_platform=True,
+        device_memory=True,
+        zero_copy=True,
+        plain_off_host=True,
+        fenced=True,
         summary="a group of the two workers sends and receives",
     ),
     PathEntry(
         name="tcp",
         transport=f"{_TRANSPORTS}.tcp:TcpTransport",
         receiver=f"{_TRANSPORTS}.tcp:TcpReceiver",
-        capabilities=TransportCapabilities(one_sided=True, fenced=True),
+        one_sided=True,
+        fenced=True,
         summary="chunks over ZMQ, copied into the pool by the consumer",
     ),
 )
@@ -231,35 +247,35 @@ def open_receivers(
 
 def paths_within_host() -> frozenset[str]:
     """Return the paths whose ends share ``/dev/shm``."""
-    return frozenset(path.name for path in paths() if path.capabilities.same_host)
+    return frozenset(path.name for path in paths() if path.same_host)
 
 
 def fenced_paths() -> frozenset[str]:
     """Return the paths whose late writes cannot touch a slot."""
-    return frozenset(path.name for path in paths() if path.capabilities.fenced)
+    return frozenset(path.name for path in paths() if path.fenced)
 
 
 def in_device_memory(name: str, platform: str) -> bool:
     """Return whether slots of a path are in the slab of a consumer of that platform."""
     if name == STORE:
         return False
-    return entry(name).capabilities.device_memory and TRAITS[platform].needs_device_copy
+    return entry(name).device_memory and TRAITS[platform].needs_device_copy
 
 
 def may_use_device_memory(asked: str) -> bool:
     """Return whether receivers keep a pool in device memory with this ``transfer.path``."""
-    return asked == AUTO or entry(asked).capabilities.device_memory
+    return asked == AUTO or entry(asked).device_memory
 
 
 def needs_devices(asked: str) -> bool:
     """Return whether ``transfer.path`` names a path that opens another process's device memory."""
-    return asked != AUTO and entry(asked).capabilities.devices_only
+    return asked != AUTO and entry(asked).devices_only
 
 
 def copies_in_place(name: str, platform: str) -> bool:
     """Return whether a producer writes with a copy in host memory, which waits for nothing."""
     path = entry(name)
-    on_host = not (path.capabilities.devices_only or TRAITS[platform].needs_device_copy)
+    on_host = not (path.devices_only or TRAITS[platform].needs_device_copy)
     return on_host and path.is_copy
 
 
@@ -285,7 +301,7 @@ def offered(
         wanted = entry(asked)
         if problem := _problem(wanted, platform) or _missing(wanted):
             raise ConfigError(f"transfer.path {asked!r}: {problem}; write {AUTO}")
-        if wanted.capabilities.plain_off_host and not plain:
+        if wanted.plain_off_host and not plain:
             raise ConfigError(
                 f"transfer.path {asked!r}: it does not encrypt what leaves the host; write {AUTO} "
                 "or tcp, or transfer.trusted_network: true where the network is private"
@@ -298,7 +314,7 @@ def offered(
         and not _missing(path)
         and not _reserved(path, platform)
         and (off_host or not path.between_hosts)
-        and (plain or not path.capabilities.plain_off_host)
+        and (plain or not path.plain_off_host)
     )
 
 
@@ -338,7 +354,7 @@ def describe(producer: str, consumer: str) -> list[tuple[str, bool, str]]:
     described = []
     for path in paths():
         problem = _problem_between(path, producer, consumer) or _missing(path)
-        if not problem and path.capabilities.same_host and not os.access(SHM_FOLDER, os.W_OK):
+        if not problem and path.same_host and not os.access(SHM_FOLDER, os.W_OK):
             problem = f"{SHM_FOLDER} cannot be written"
         remark = _reserved(path, producer)
         if not remark and path.between_hosts:
@@ -358,7 +374,7 @@ def _reason_against(path: PathEntry, producer: PeerDescriptor, consumer: PeerDes
     for end in (producer, consumer):
         if path.name not in {endpoint.path for endpoint in end.paths}:
             return _reserved(path, end.platform) or f"not offered by {end.instance}"
-    if path.capabilities.same_host and producer.host != consumer.host:
+    if path.same_host and producer.host != consumer.host:
         return f"{producer.instance} and {consumer.instance} do not share {SHM_FOLDER}"
     return ""
 
@@ -367,7 +383,7 @@ def _problem(path: PathEntry, platform: str) -> str:
     """Why a platform does not have a path."""
     if platform not in TRAITS:
         return f"{platform!r} is no platform that this version knows"
-    if path.capabilities.devices_only and not TRAITS[platform].needs_device_copy:
+    if path.devices_only and not TRAITS[platform].needs_device_copy:
         return f"{platform} has no device memory"
     return ""
 
@@ -381,7 +397,7 @@ def _problem_between(
     """Why a path does not connect two platforms."""
     if problem := _problem(path, producer) or _problem(path, consumer):
         return problem
-    if path.capabilities.same_platform and producer != consumer:
+    if path.same_platform and producer != consumer:
         return f"{names[0]} is on {producer}, {names[1]} on {consumer}"
     sends, receives = _protocol(path, producer), _protocol(path, consumer)
     if sends != receives:
@@ -410,7 +426,7 @@ def _missing(path: PathEntry) -> str:
 
 def _reserved(path: PathEntry, platform: str) -> str:
     """Why a platform offers a path only when it is asked for."""
-    if not path.capabilities.one_sided and not TRAITS[platform].needs_device_copy:
+    if not path.one_sided and not TRAITS[platform].needs_device_copy:
         return f"on {platform} only when asked for: without device memory tcp does, and encrypts"
     if path.protocol and _protocol(path, platform) not in path.tried:
         return f"on {platform} only when asked for: it was never run there"
@@ -424,8 +440,8 @@ def _copies(path: PathEntry, producer: str, consumer: str) -> str:
         for word, platform in (("from", producer), ("to", consumer))
     }
     if not any(ends.values()):
-        return "nothing is copied after that" if path.capabilities.zero_copy else "in host memory"
-    if path.capabilities.device_memory:
+        return "nothing is copied after that" if path.zero_copy else "in host memory"
+    if path.device_memory:
         return "device memory only"
     copies = " and ".join(f"one {word} the device" for word, device in ends.items() if device)
     return f"copies: {copies}"

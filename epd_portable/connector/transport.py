@@ -25,32 +25,6 @@ MAX_REVOKED = 4096
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TransportCapabilities:
-    """What one path can do, known without loading it.
-
-    Attributes:
-        same_host: Both ends must share ``/dev/shm``.
-        same_platform: Both ends must be devices of one platform.
-        devices_only: Both ends must have device memory.
-        device_memory: Slots are in device memory, on platforms that have any.
-        zero_copy: On CPU the injected tensor is the written memory itself.
-        one_sided: The consumer's workers take no part in the transfer.
-        plain_off_host: Bytes between hosts are not encrypted.
-        fenced: A write after the end of its lease cannot touch the slot: the consumer's own process
-            does the last step.
-    """
-
-    same_host: bool = False
-    same_platform: bool = False
-    devices_only: bool = False
-    device_memory: bool = False
-    zero_copy: bool = False
-    one_sided: bool = False
-    plain_off_host: bool = False
-    fenced: bool = False
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class SlotWrite:
     """One encoder output for one granted slot.
 

@@ -362,13 +362,10 @@ class EncoderCachePreallocator(EncoderCacheManager):
         claimant = self.requests.get(request.request_id)
         if claimant is None:
             return False
-        mm_hash = request.mm_features[input_id].identifier
-        place = claimant.items[input_id] if claimant.items else None
-        if place is not None and place.end <= claimant.num_computed_tokens:
-            # The engine has taken computed tokens back of a request that it need not ask for.
+        if claimant.items and claimant.items[input_id].end <= claimant.num_computed_tokens:
+            # The engine has taken computed tokens back: it asks before the next step.
             self.unsettled.add(claimant.request_id)
-            self.moved(claimant, place.begin, running=claimant.running)
-        claim = claimant.claims.get(mm_hash)
+        claim = claimant.claims.get(request.mm_features[input_id].identifier)
         return claim is not None and claim.served and claim.item.is_here
 
     def get_cached_input_ids(self, request: MultiModalRequest) -> set[int]:

@@ -37,7 +37,7 @@ class Pair:
 
     def refusal(self, path: str) -> str:
         """What the registry must say against a path; empty if the pair can take it."""
-        can = paths.entry(path).capabilities
+        can = paths.entry(path)
         hosts = [each for each in (self.encode, self.prefill) if not TRAITS[each].needs_device_copy]
         if can.devices_only and hosts:
             return f"{path}: {hosts[0]} has no device memory"
@@ -76,13 +76,13 @@ class Route:
 
     @property
     def fenced(self) -> bool:
-        return paths.entry(self.path).capabilities.fenced
+        return paths.entry(self.path).fenced
 
     @property
     def needs_nobody(self) -> bool:
         """Whether a write to a pool succeeds whose owner was killed: nobody reads it."""
         entry = paths.entry(self.path)
-        return not entry.receiver and not entry.capabilities.device_memory
+        return not entry.receiver and not entry.device_memory
 
     @property
     def in_one_piece(self) -> bool:
@@ -95,7 +95,7 @@ class Route:
     @property
     def queues(self) -> bool:
         """Whether the producer's device makes the whole write by itself."""
-        passes_host = not paths.entry(self.path).capabilities.device_memory
+        passes_host = not paths.entry(self.path).device_memory
         blocks = passes_host and TRAITS[self.pair.encode].foreign_pages_block
         return paths.queues_copies(self.path, self.pair.encode) and not blocks
 

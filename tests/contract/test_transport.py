@@ -240,7 +240,7 @@ def test_one_transport_serves_two_consumers(
 # -- copies that a device makes by itself --------------------------------------------------------
 
 # Not `collective`: torch_npu makes few groups in a process in which one has failed.
-ONE_SIDED = [each for each in ROUTES if registry.entry(each.path).capabilities.one_sided]
+ONE_SIDED = [each for each in ROUTES if registry.entry(each.path).one_sided]
 
 
 def queue(
