@@ -88,25 +88,21 @@ def _each_s(work_s: float, count: int) -> float:
 
 
 class Switching:
-    """Gives new work to one of the two instances of a pair, by `Balance`; or only says so.
+    """Gives new work to one of the two instances of a pair, by `Balance`.
 
     A pair is an encode and a prefill-decode instance on the same devices or cores; the latter's
     `PAIR_LABEL` names the former. What was given ends where it is: an encoder that is parked ends
     its items before the other answers, and open answers go on beside items that come.
 
     Args:
-        pool: The instances. Without pairs each is taken for a device that could be either.
         elastic: See `Balance`; so it is wherever one that answers is an encoder, too.
-        acts: Whether work is sent by what is decided; else the log says it at level DEBUG.
     """
 
-    def __init__(self, pool: EndpointPool, *, elastic: bool, acts: bool) -> None:
+    def __init__(self, pool: EndpointPool, *, elastic: bool) -> None:
         self._pool = pool
         self._elastic = elastic
-        self._acts = acts
         self._kind = (0, False)
         self._next_s = self._encode_s = self._answer_s = 0.0
-        self._said = -1
 
     def tick(self, now_s: float) -> None:
         """Look, if it is time to."""
@@ -139,19 +135,9 @@ class Switching:
         encode_owed_s = sum(each.pending_encode_s for each in usable)
         answer_owed_s = sum(each.owed_s for each in usable) - encode_owed_s
         wanted, reason = self._balance.decide(now_s, encoders, encode_owed_s, answer_owed_s)
-        if self._acts:
-            least = len(only_encode) - len(pairs)
-            change = min(max(wanted, least), len(only_encode)) - encoders
-            self._switch(pairs, change, reason)
-        elif wanted not in (encoders, self._said):
-            logger.debug(
-                "dry run: %d of %d should only encode, and %d do: %s",
-                wanted,
-                devices,
-                encoders,
-                reason,
-            )
-        self._said = wanted
+        least = len(only_encode) - len(pairs)
+        change = min(max(wanted, least), len(only_encode)) - encoders
+        self._switch(pairs, change, reason)
 
     def _switch(self, pairs: list[tuple[Instance, Instance]], change: int, reason: str) -> None:
         """Let so many more encode, or fewer; those first that have least to end."""

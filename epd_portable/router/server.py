@@ -164,7 +164,7 @@ class Router:
         self.metrics = Metrics(self.instances, llmd_names=settings.metrics_names == "llmd")
         takes_media = settings.local_encode and settings.media == "concurrent"
         elastic = takes_media and settings.elastic_encode
-        self._switching = Switching(self.instances, elastic=elastic, acts=settings.switch_roles)
+        self._switching = Switching(self.instances, elastic=elastic)
         self.listeners: list[Listener] = [self.metrics, *observers(settings)]
         self._control = ControlChannels(CurveKeys.derive(secret))
         self._store: StoreLookup | None = None
@@ -437,7 +437,8 @@ class Router:
         again_s = min(SWEEP_EVERY_S, shortest / 4)
         self._sweeping = asyncio.get_running_loop().call_later(again_s, self._sweep)
         self._give_up_slow_clients(time.monotonic())
-        self._switching.tick(time.monotonic())
+        if settings.switch_roles:
+            self._switching.tick(time.monotonic())
 
     def _give_up_slow_clients(self, now: float) -> None:
         for client in tuple(self.in_flight):

@@ -11,8 +11,8 @@ from typing import get_args
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from epd_portable.connector.consumer import FailureCause
-from epd_portable.connector.pool import ReceivePool
 from epd_portable.scheduling.encoder_cache import EncoderCacheManager
+from epd_portable.scheduling.slots import ReceivePool
 from epd_portable.wire.descriptors import SlotDescriptor
 from epd_portable.wire.messages import (
     AnyMessage,

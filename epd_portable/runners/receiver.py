@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 from epd_portable.connector import registry
 from epd_portable.connector.consumer import ConsumerSession, FailureCause, Transfer
 from epd_portable.connector.endpoint import ConsumerEndpoint
-from epd_portable.connector.pool import ReceivePool
 from epd_portable.connector.transport import LeaseFence
 from epd_portable.errors import TransportError
 from epd_portable.log import trace
@@ -25,6 +24,7 @@ from epd_portable.runners.placer import Placement
 from epd_portable.runners.prompt import outcome_of
 from epd_portable.scheduling.items import Claim, Claimant, Item, Origin, State
 from epd_portable.scheduling.preallocator import EncoderCachePreallocator
+from epd_portable.scheduling.slots import ReceivePool
 from epd_portable.wire.descriptors import SlotDescriptor
 from epd_portable.wire.messages import (
     AnyMessage,

@@ -330,23 +330,6 @@ def _is_current(entry: tuple[Order, int, Claim]) -> bool:
     return entry[-1].waits and entry[0] == order(entry[-1])
 
 
-class SlotSource(Protocol):
-    """A bounded supply of receive slots."""
-
-    @property
-    def capacity_bytes(self) -> int:
-        """Bytes of the whole supply."""
-        ...
-
-    def take_slot(self, nbytes: int) -> SlotDescriptor | None:
-        """Return a slot of at least ``nbytes``, or ``None`` when none is free."""
-        ...
-
-    def give_back(self, slot: SlotDescriptor) -> None:
-        """Make a slot free again."""
-        ...
-
-
 class Deliveries(Protocol):
     """The transfers that bring items from elsewhere."""
 

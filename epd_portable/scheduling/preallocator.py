@@ -43,11 +43,11 @@ from epd_portable.scheduling.items import (
     Deliveries,
     Item,
     PromptItem,
-    SlotSource,
     State,
     no_holder_encodes,
     order,
 )
+from epd_portable.scheduling.slots import ReceivePool
 from epd_portable.wire.descriptors import SlotDescriptor, TensorSpec
 
 _UNDER_WAY = (State.GRANTED, State.ENCODING)
@@ -61,7 +61,6 @@ class EncoderCachePreallocator(EncoderCacheManager):
 
     Args:
         cache_size: Room in encoder embeddings.
-        slots: Supply of receive slots.
         deliveries: Transfers of the items; called when room is given or not wanted.
         encode_together: Upper bound of embeddings that one request encodes in one step, unless a
             single item is larger; 0 for no bound.
@@ -76,7 +75,7 @@ class EncoderCachePreallocator(EncoderCacheManager):
     def __init__(
         self,
         cache_size: int,
-        slots: SlotSource,
+        slots: ReceivePool,
         deliveries: Deliveries,
         *,
         encode_together: int = 0,

@@ -115,7 +115,8 @@ async def serve(
     client = SplitClient(config, settings, index)
     await client.engines.listen()
     loop = asyncio.get_running_loop()
-    loop.call_soon(switch, loop, client.switching)
+    if settings.switch_roles:
+        loop.call_soon(switch, loop, client.switching)
 
     def when_up(*_: Any, renderer: Any = None, **__: Any) -> SplitClient:
         if renderer is not None:

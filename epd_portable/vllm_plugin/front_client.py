@@ -177,7 +177,7 @@ class SplitClient(AsyncMPClient):
     Attributes:
         fail: Ends a request that has not begun with an error.
         metrics: What it counts.
-        switching: To be called every second.
+        switching: To be called every second, if roles are to switch.
     """
 
     def __init__(self, config: VllmConfig, settings: FrontSettings, index: int = 0) -> None:
@@ -194,7 +194,7 @@ class SplitClient(AsyncMPClient):
         self._servers = len(settings.sockets)
         self._can_encode = settings.can_encode
         self._is_elastic = settings.can_encode and settings.elastic_encode
-        self.switching = Switching(self._pool, elastic=self._is_elastic, acts=settings.switch_roles)
+        self.switching = Switching(self._pool, elastic=self._is_elastic)
         self._metadata = ItemMetadata(config)
         self._parts = VideoParts(config, len(self._pool.of_duty("encode")))
         self._outputs: asyncio.Queue[EngineCoreOutputs] = asyncio.Queue()

@@ -65,29 +65,6 @@ def test_who_encodes_all_alone_or_not_at_all_is_no_error(elastic: bool) -> None:
     assert decided(balance(2, elastic=elastic), 2, 9.0, 0.0)[-1] == 1
 
 
-def test_a_dry_run_says_what_it_would_do_and_why_once(caplog: pytest.LogCaptureFixture) -> None:
-    logger = "epd_portable.delivery.balance"
-    caplog.set_level(logging.DEBUG, logger)
-    pool = EndpointPool()
-    for name, role in (("e", "encode"), ("a", "prefill-decode"), ("b", "prefill-decode")):
-        control = "" if role == "encode" else "tcp://h:1"
-        settings = InstanceSettings(name=name, role=role, url=f"http://{name}:1", control=control)
-        pool.add(settings).seen_well()
-    dry_run = Switching(pool, elastic=True, acts=False)
-    for second in range(6):
-        pool.work.came_s["encode", "image", 18] += 4.8
-        pool.work.came_s["prefill-decode", "text", 9] += 1.0
-        for part_s in (0.0, 0.5):
-            dry_run.tick(second + part_s)
-    said = [record.getMessage() for record in caplog.records if record.name == logger]
-    assert len(said) == 1, said
-    assert said[0].startswith("dry run: 2 of 3 should only encode, and 1 do: encode 4.8 s")
-    for second in range(6, 20):
-        pool.work.came_s["prefill-decode", "text", 9] += 1.0
-        dry_run.tick(second)
-    assert "dry run: 0 of 3 should only encode" in caplog.messages[-1]
-
-
 class Fleet:
     """Devices whose instances are up, and what comes to them in a second; ``x`` does all of it."""
 
@@ -104,7 +81,7 @@ class Fleet:
                 labels={PAIR_LABEL: pair} if pair else {},
             )
             self.pool.add(settings).seen_well()
-        self.switching = Switching(self.pool, elastic=elastic, acts=True)
+        self.switching = Switching(self.pool, elastic=elastic)
         self.seconds = itertools.count()
 
     def come(self, encode_s: float, answer_s: float, seconds: int = 12) -> set[str]:

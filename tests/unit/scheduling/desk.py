@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from epd_portable.connector.pool import ReceivePool
 from epd_portable.scheduling.items import Claim, Claimant, Item, PromptItem, State
 from epd_portable.scheduling.preallocator import EncoderCachePreallocator
+from epd_portable.scheduling.slots import ReceivePool
 from epd_portable.wire.descriptors import SlotDescriptor, TensorSpec
 from tests.unit.builders import FakeRequest, request
 
