@@ -21,7 +21,6 @@ MUST_HAPPEN = {
     "items restored",
     "items without memory",
     "items without memory twice",
-    "requests in parts",
     "requests that ended: cancelled",
     "requests that ended: stop",
     "requests with several items",
