@@ -2,8 +2,7 @@
 
 Starts one encode and one prefill+decode instance and what stands in front of them, asks about a
 picture that it draws and prints the answer; then asks plain vLLM in one process the same and
-compares tokens and log-probabilities. On a CPU with room for both, plain vLLM starts while the
-front does.
+compares tokens and log-probabilities.
 """
 
 from __future__ import annotations
@@ -12,21 +11,17 @@ import argparse
 import sys
 import tempfile
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
-from psutil import virtual_memory
 
 from epd_portable.bench import servers
 from epd_portable.config.instance import PLATFORMS
 from epd_portable.config.load import load_topology
 from epd_portable.demo.pictures import QUESTIONS, Picture, QuestionKind, draw
 from epd_portable.errors import EPDError
-from epd_portable.platforms.traits import TRAITS
 
 QUESTION = QUESTIONS[QuestionKind.DESCRIBE]
 LOGPROB_TOLERANCE = 0.1
@@ -34,10 +29,6 @@ LOGPROB_TOLERANCE = 0.1
 COMPARED_TOKENS = 5
 _MAX_TOKENS = 24
 _TIMEOUT_S = 120.0
-_ENGINES_ARE_UP = "prefill_decode-0: engine is ready"
-"""The last that takes both cores for long; what stands in front follows."""
-_ROOM_BYTES = 6 << 30
-"""Free memory with which plain vLLM fits in addition to the topology: 3.2 GB, and as much again."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -152,34 +143,20 @@ def ask_both(
         env={"TORCH_COMPILE_DISABLE": "1"} if topology.engine_args.get("enforce_eager") else {},
         report=_say,
     )
-    # Devices with memory of their own are the topology's, as long as it runs.
-    shares_memory = not TRAITS[platform].needs_device_copy
-    fits_together = shares_memory and virtual_memory().available >= _ROOM_BYTES
-    with ExitStack() as ended, ThreadPoolExecutor() as pool:
-        started: Future[servers.Server] | None = None
-
-        def follow(line: str) -> None:
-            nonlocal started
-            _say(line)
-            if fits_together and started is None and line.endswith(_ENGINES_ARE_UP):
-                _say("starting plain vLLM in one process as well, for comparison")
-                started = pool.submit(ended.enter_context, reference)
-
-        _say("starting 1 encode + 1 prefill+decode instance of vLLM")
-        with servers.topology(
-            config,
-            platform=platform,
-            log_dir=folder / "split",
-            settings=settings,
-            report=follow,
-        ) as server:
-            split = request_answer(server.url, picture)
-            _show(picture, split)
-            _say("stopping the topology")
-        if started is None:
-            _say("starting plain vLLM in one process, for comparison")
-            started = pool.submit(ended.enter_context, reference)
-        return split, request_answer(started.result().url, picture)
+    _say("starting 1 encode + 1 prefill+decode instance of vLLM")
+    with servers.topology(
+        config,
+        platform=platform,
+        log_dir=folder / "split",
+        settings=settings,
+        report=_say,
+    ) as server:
+        split = request_answer(server.url, picture)
+        _show(picture, split)
+        _say("stopping the topology")
+    _say("starting plain vLLM in one process, for comparison")
+    with reference as server:
+        return split, request_answer(server.url, picture)
 
 
 def _show(picture: Picture, split: Completion) -> None:
