@@ -28,8 +28,8 @@ _LOOK_EVERY_S = 0.3
 
 STATUS_HELP = """Show your topologies that run on this machine, with all their processes.
 
-It reads what each launcher has written into the folder of its run, and asks Linux which of these
-processes still run. It sees launchers of the same user and temporary folder (TMPDIR) only.
+It reads what each launcher that runs writes into the folder of its run. It sees launchers of the
+same user and temporary folder (TMPDIR) only.
 
 \b
 A scrape configuration for Prometheus; ports change with a restart unless launch.first_port is set:
@@ -64,7 +64,7 @@ def status(as_json: bool, prometheus: bool, cluster: str | None, name: str) -> N
         return
     runs = _running()
     if as_json:
-        print_json(runs=[run.as_json() for run in runs])
+        print_json(runs=[run.model_dump(mode="json") for run in runs])
     elif prometheus:
         click.echo(yaml.safe_dump(scrape_configuration(runs), sort_keys=False), nl=False)
     else:
@@ -83,7 +83,9 @@ def _status_there(address: str, name: str, *, as_json: bool, prometheus: bool) -
         )
     elif as_json:
         launchers = {
-            key: {"host": seen[0], "run": seen[1] and seen[1].as_json()} if seen else None
+            key: {"host": seen[0], "run": seen[1] and seen[1].model_dump(mode="json")}
+            if seen
+            else None
             for key, seen in found.items()
         }
         print_json(launchers=launchers)
@@ -187,13 +189,10 @@ def _choose_run(run_id: str | None) -> RunRecord:
 
 def run_table(run: RunRecord) -> str:
     """Return lines about a run, its launcher and each of its processes."""
-    phase = run.phase if run.lives else "its launcher is gone, what is left of it is being ended"
-    head = f"run {run.run_id}: {phase}, {run.url}, model {run.model}, {run.platform}"
+    head = f"run {run.run_id}: {run.phase}, {run.url}, model {run.model}, {run.platform}"
     if run.config:
         head += f", {run.config}"
-    launcher = f"launcher pid {run.pid}"
-    if run.uptime_s is not None:
-        launcher += f", up {_duration(run.uptime_s)}"
+    launcher = f"launcher pid {run.pid}, up {_duration(run.uptime_s)}"
     rows = [("process", "role", "state", "pid", "up", "restarts", "url", "ports", "log")]
     rows += [
         (

@@ -21,7 +21,6 @@ from epd_portable.launch.plan.processes import ProcessSpec
 from epd_portable.launch.run.fork_server import Forked, ForkServer
 from epd_portable.launch.run.log_files import open_log
 from epd_portable.launch.run.router_client import trusting
-from epd_portable.launch.run.running import start_ticks
 from epd_portable.launch.run.sessions import SHM, members
 from epd_portable.launch.safe_path import safe_cwd, safe_environ
 
@@ -47,7 +46,7 @@ class Child:
 
     Attributes:
         session: Id of the session that holds the process and its children.
-        started_ticks: See `start_ticks`.
+        started_s: Unix time of its start.
         mapped: Files of shared memory that its processes were seen to map.
     """
 
@@ -88,7 +87,7 @@ class Child:
             except OSError as error:
                 raise LaunchError(f"cannot start {spec.argv[0]}: {error}") from error
         self.session = self._process.pid
-        self.started_ticks = start_ticks(self.session)
+        self.started_s = time.time()
 
     def spread_api_server(self) -> None:
         """Let API servers run on their further cores too; an instance's engines keep theirs."""

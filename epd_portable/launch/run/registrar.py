@@ -58,7 +58,7 @@ class Registrar:
         self._resolve = resolve
         self._addresses: dict[str, list[str]] = {}
         self._memberships: dict[tuple[str, str, str], Membership] = {}
-        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread = threading.Thread(target=self._run, name="epd-join", daemon=True)
 
     def start(self) -> None:
         """Begin to register instances."""
@@ -129,7 +129,7 @@ class Membership(threading.Thread):
         url: str,
         address: str,
     ) -> None:
-        super().__init__(daemon=True)
+        super().__init__(name="epd-join", daemon=True)
         self.instance: str = instance["name"]
         self.state = "starting"
         self._registrar = registrar

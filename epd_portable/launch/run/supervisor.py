@@ -42,7 +42,7 @@ from epd_portable.launch.run.process import (
 )
 from epd_portable.launch.run.registrar import Registrar
 from epd_portable.launch.run.router_client import RouterClient, RouterClients
-from epd_portable.launch.run.running import ProcessRecord, RunRecord, start_ticks, write_record
+from epd_portable.launch.run.running import ProcessRecord, RunRecord, write_record
 from epd_portable.launch.run.update import RollingUpdate
 
 _STEP_S = 0.1
@@ -491,7 +491,7 @@ class Supervisor:
             url=self._plan.url,
             config=self._config,
             pid=os.getpid(),
-            started_ticks=start_ticks(os.getpid()),
+            started_s=self._started,
             processes=tuple(
                 ProcessRecord(
                     name=name,
@@ -501,7 +501,7 @@ class Supervisor:
                     ports=self._specs[name].ports,
                     log=str((self._log_dir / f"{name}.log").absolute()),
                     pid=child.session if (child := self._children.get(name)) else None,
-                    started_ticks=child.started_ticks if child else 0,
+                    started_s=child.started_s if child else None,
                     restarts=max(0, self._starts[name] - 1),
                 )
                 for name, state in self._lifecycle.states().items()
