@@ -1,6 +1,6 @@
 """What runs here: each launcher writes it into the folder of its run, and commands read it.
 
-A launcher keeps its record up to date as long as it lives, and holds the lock on its folder as long.
+As long as a launcher lives it keeps its record up to date, and holds the lock on its folder.
 """
 
 from __future__ import annotations

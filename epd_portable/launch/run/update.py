@@ -2,25 +2,16 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
 import time
 from collections.abc import Callable, Sequence
 
-from epd_portable.config.roles import DUTIES, Duty
 from epd_portable.errors import LaunchError
 from epd_portable.launch.notices import Notice
 from epd_portable.launch.plan.processes import ProcessSpec
-from epd_portable.launch.run.router_client import RouterClient, RouterClients
+from epd_portable.launch.run.router_client import RouterClients
 
 _LOOK_EVERY_S = 0.1
-
-MEANWHILE: dict[Duty, str] = {
-    "encode": "requests with media fall back to what can encode without it",
-    "prefill": "decode instances prefill their requests themselves",
-    "answer": "requests are answered 503",
-}
-"""What happens while the only instance for something is away."""
 
 
 class RollingUpdate(threading.Thread):
@@ -91,7 +82,6 @@ class RollingUpdate(threading.Thread):
         if not self._wait_until(lambda: others <= {*self._up()}):
             away = ", ".join(sorted(others.difference(self._up())))
             raise LaunchError(f"{away} must be healthy before, and is not")
-        self._warn_if_alone(spec)
         idle = self._routers.each(
             lambda one: one.drain(name, timeout_s=self._drain_s, until=self._given_up)
         )
@@ -109,18 +99,6 @@ class RollingUpdate(threading.Thread):
         self._routers.each(
             lambda one: one.wait_up(name, timeout_s=self._patience_s, until=self._given_up)
         )
-
-    def _warn_if_alone(self, spec: ProcessSpec) -> None:
-        """Warn what its absence means, unless another one of its duty is up."""
-        assert spec.role != "router"
-        duty = DUTIES[spec.role]
-        seen = itertools.chain.from_iterable(self._routers.each(RouterClient.instances))
-        if not any(
-            (DUTIES[each["role"]], each["state"]) == (duty, "up") and each["name"] != spec.name
-            for each in seen
-        ):
-            text = f"{spec.name} is the only {spec.role} instance that is up; while it is away "
-            self._say(Notice("warning", text + MEANWHILE[duty]))
 
     def _wait_until(self, condition: Callable[[], bool]) -> bool:
         """Wait for a condition; return whether it became true in time."""
