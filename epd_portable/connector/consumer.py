@@ -153,10 +153,6 @@ class TransferEvents(Protocol):
         """Return whether an item whose encoder gives it up is to come from another one."""
         ...
 
-    def revoked(self, slot: SlotDescriptor) -> None:
-        """The grant of an item that is not wanted any more ends; see `released`."""
-        ...
-
     def released(self, slot: SlotDescriptor) -> None:
         """A slot whose grant failed or was revoked can not be written any more."""
         ...
@@ -242,6 +238,12 @@ class ConsumerSession:
         """Whether slots are quarantined."""
         return len(self._quarantine) > 0
 
+    def count_transfers(self) -> tuple[int, int]:
+        """Return how many transfers have a slot to be written, and how many announced ones none."""
+        transfers = self._transfers.values()
+        granted = sum(each.grant is not None for each in transfers)
+        return granted, sum(each.writer is not None for each in transfers) - granted
+
     def announced(self, item: Item) -> list[str]:
         """Return the transfers of an item that encoders have announced."""
         return [key for key, each in item.transfers.items() if each.writer is not None]
@@ -250,9 +252,7 @@ class ConsumerSession:
         """End the transfers of an item except ``but``; a slot that was granted is quarantined."""
         for transfer in [each for key, each in item.transfers.items() if key not in but]:
             slot = self._revoke(transfer, "not needed any more")
-            if slot is not None:
-                self._events.revoked(slot)
-            elif transfer.writer is not None:
+            if slot is None and transfer.writer is not None:
                 self._not_needed(transfer.writer)
             self._end(transfer)
         self._report_released()

@@ -13,15 +13,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from epd_portable.connector.consumer import FailureCause
 from epd_portable.scheduling.encoder_cache import EncoderCacheManager
 from epd_portable.scheduling.slots import ReceivePool
-from epd_portable.wire.descriptors import SlotDescriptor
-from epd_portable.wire.messages import (
-    AnyMessage,
-    Grant,
-    Later,
-    Nack,
-    NackCode,
-    NotNeeded,
-)
+from epd_portable.wire.messages import NackCode
 from epd_portable.wire.params import ItemOutcome, Source
 
 SECONDS = (
@@ -105,8 +97,6 @@ class ReceiverMetrics(Instruments):
     def __init__(self, registry: CollectorRegistry | None = None) -> None:
         super().__init__(registry)
         counter, seconds, gauge = self._counter, self._seconds, self._gauge
-        self._granted: set[int] = set()
-        self._told_to_wait: set[str] = set()
         self._room: tuple[int, int, int] | None = None
         self._items = counter(
             "epd_pd_items",
@@ -117,30 +107,29 @@ class ReceiverMetrics(Instruments):
         self._fallbacks = counter(
             "epd_pd_fallbacks", "Items encoded here although a transfer was expected."
         )
-        self._requests_failed = counter(
+        self.requests_failed = counter(
             "epd_pd_requests_failed", "Requests that could not be answered.", "code", _CODES
         )
-        self._grants = counter("epd_pd_grants", "Slots granted.", "path")
-        self._not_needed = counter(
+        self.not_needed = counter(
             "epd_pd_not_needed", "Answers that an item is there already or not wanted."
         )
-        self._refusals = counter(
+        self.refusals = counter(
             "epd_pd_refusals",
             "Encoders that were refused, or gave up what another is to bring.",
             "code",
             _CODES,
         )
-        self._transfers_failed = counter(
+        self.transfers_failed = counter(
             "epd_pd_transfers_failed",
             "Transfers that ended without their item.",
             "cause",
             get_args(FailureCause),
         )
-        self._received_bytes = counter("epd_pd_received_bytes", "Bytes received.", "path")
-        self._transfer_s = seconds(
+        self.received_bytes = counter("epd_pd_received_bytes", "Bytes received.", "path")
+        self.transfer_s = seconds(
             "epd_pd_transfer_seconds", "From the grant of a slot to the news of its write.", "path"
         )
-        self._wait_s = seconds(
+        self.wait_s = seconds(
             "epd_pd_item_wait_seconds", "From a request's arrival to that of an item it awaited."
         )
         self._in_flight = gauge("epd_pd_transfers_in_flight", "Slots granted and not yet written.")
@@ -159,49 +148,6 @@ class ReceiverMetrics(Instruments):
             "Room in it that is not available: requests hold the entry, or an item is awaited.",
         )
 
-    def sent(self, message: AnyMessage) -> None:
-        """A message goes to a producer."""
-        if isinstance(message, Grant):
-            generation = message.slot.generation
-            if generation not in self._granted:
-                self._grants.labels(message.path).inc()
-            self._granted.add(generation)
-            self._in_flight.set(len(self._granted))
-            self._wait_ended(message.transfer_id)
-        elif isinstance(message, Later):
-            self._told_to_wait.add(message.transfer_id)
-            self._waiting.set(len(self._told_to_wait))
-        elif isinstance(message, NotNeeded):
-            self._not_needed.inc()
-            self._wait_ended(message.transfer_id)
-
-    def landed(self, grant: Grant, nbytes: int, transfer_s: float) -> None:
-        """An item is in its slot."""
-        self._received_bytes.labels(grant.path).inc(nbytes)
-        self._transfer_s.labels(grant.path).observe(transfer_s)
-        self.ended(grant.slot)
-
-    def waited(self, wait_s: float) -> None:
-        """A request has an item that it awaited, this long after it arrived."""
-        self._wait_s.observe(wait_s)
-
-    def failed(self, transfer_id: str, cause: FailureCause, slot: SlotDescriptor | None) -> None:
-        """A transfer ended without its item."""
-        self._transfers_failed.labels(cause).inc()
-        self._wait_ended(transfer_id)
-        self.ended(slot)
-
-    def refused(self, nack: Nack) -> None:
-        """An encoder was refused; its transfer goes on without it."""
-        self._refusals.labels(nack.code.value).inc()
-        self._wait_ended(nack.transfer_id)
-
-    def ended(self, slot: SlotDescriptor | None) -> None:
-        """A slot, if there was one, is granted no more."""
-        if slot is not None:
-            self._granted.discard(slot.generation)
-            self._in_flight.set(len(self._granted))
-
     def request_ended(self, items: Iterable[ItemOutcome], expected: Mapping[str, object]) -> None:
         """A request ended, well or not.
 
@@ -214,9 +160,10 @@ class ReceiverMetrics(Instruments):
             if item.source == "local" and item.mm_hash in expected:
                 self._fallbacks.inc()
 
-    def request_failed(self, code: NackCode) -> None:
-        """A request cannot be answered."""
-        self._requests_failed.labels(code.value).inc()
+    def note_transfers(self, granted: int, waiting: int) -> None:
+        """Note how many transfers have a slot to be written, and how many wait for one."""
+        self._in_flight.set(granted)
+        self._waiting.set(waiting)
 
     def room(self, pool: ReceivePool, cache: EncoderCacheManager) -> None:
         """Note how much room is taken; cheap if that has not changed, as after most steps."""
@@ -230,7 +177,3 @@ class ReceiverMetrics(Instruments):
         self._cache.set(cache.cache_size)
         self._cache_used.set(cache.cache_size - free)
         self._cache_held.set(cache.cache_size - freeable)
-
-    def _wait_ended(self, transfer_id: str) -> None:
-        self._told_to_wait.discard(transfer_id)
-        self._waiting.set(len(self._told_to_wait))

@@ -299,7 +299,7 @@ class PrefillRequests:
             code: Why, for the router.
             detail: Why, for people: value, limit and remedy.
         """
-        self._receiver.metrics.request_failed(code)
+        self._receiver.metrics.requests_failed.labels(code.value).inc()
         self._unavailable.add(record.request_id)
         self._cache.fail(record)
         self._receiver.decline(record)

@@ -33,6 +33,7 @@ from epd_portable.wire.messages import (
     LoadWanted,
     Nack,
     NackCode,
+    NotNeeded,
 )
 from epd_portable.wire.params import ExpectedTransfer
 
@@ -215,6 +216,7 @@ class Receiver:
         self._loads.tick(now)
         self._expire(now)
         self.cache.advance()
+        self.metrics.note_transfers(*self._session.count_transfers())
         if received:
             self._has_news.set()
 
@@ -240,7 +242,8 @@ class Receiver:
 
     def _send(self, identity: bytes, message: AnyMessage) -> None:
         self._endpoint.send(identity, message)
-        self.metrics.sent(message)
+        if isinstance(message, NotNeeded):
+            self.metrics.not_needed.inc()
 
     def _expire(self, now: float) -> None:
         """Let requests await items no longer than they may, by whosever transfers these come."""
@@ -288,8 +291,9 @@ class Receiver:
         for record in self._records(item):
             wait_s = now - record.arrived_s
             record.note(outcome_of(item, record, wait_s=wait_s))
-            self.metrics.waited(wait_s)
-        self.metrics.landed(grant, item.tensor.nbytes, transfer_s)
+            self.metrics.wait_s.observe(wait_s)
+        self.metrics.received_bytes.labels(grant.path).inc(item.tensor.nbytes)
+        self.metrics.transfer_s.labels(grant.path).observe(transfer_s)
 
     def failed(
         self,
@@ -303,7 +307,7 @@ class Receiver:
         item = transfer.item
         logger.warning("item %s by transfer %s: %s", item.mm_hash, transfer.transfer_id, reason)
         trace("item.failed", mm_hash=item.mm_hash, transfer=transfer.transfer_id, reason=reason)
-        self.metrics.failed(transfer.transfer_id, cause, slot)
+        self.metrics.transfers_failed.labels(cause).inc()
         if slot is not None:
             self.cache.lost_slot(item)
         self.cache.lost_transfer(item, reason)
@@ -314,7 +318,7 @@ class Receiver:
         """See `TransferEvents`; router or front may ask another encoder."""
         mm_hash, transfer_id = transfer.item.mm_hash, transfer.transfer_id
         logger.warning("item %s by transfer %s: %s", mm_hash, transfer_id, nack.detail)
-        self.metrics.refused(nack)
+        self.metrics.refusals.labels(nack.code.value).inc()
         for record in self._owners(transfer):
             self.send_nack(record, transfer_id, nack.code, nack.detail)
             if record.by_front:
@@ -326,10 +330,6 @@ class Receiver:
             transfer.item.mm_hash in record.metadata_only and (record.reply_to or record.by_front)
             for record in self._owners(transfer)
         )
-
-    def revoked(self, slot: SlotDescriptor) -> None:
-        """See `TransferEvents`."""
-        self.metrics.ended(slot)
 
     def released(self, slot: SlotDescriptor) -> None:
         """See `TransferEvents`."""

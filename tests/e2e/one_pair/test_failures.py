@@ -72,7 +72,6 @@ def test_both_instances_count_every_item_and_its_bytes(pair: Pair) -> None:
         assert ask(pair.split.url, [picture(seed), ASK]).sources == ["transfer"]
     assert seen("ec_consumer") == {
         'epd_pd_items_total{source="transfer"}': 3,
-        'epd_pd_grants_total{path="shm"}': 3,
         'epd_pd_received_bytes_total{path="shm"}': 3 * ITEM_BYTES,
     }
     sent = {
@@ -101,7 +100,6 @@ def test_an_encoder_that_stands_still_loses_its_lease_and_costs_no_answer(pair: 
     assert dict(counted) == {
         'epd_pd_items_total{source="local"}': 1,
         "epd_pd_fallbacks_total": 1,
-        'epd_pd_grants_total{path="shm"}': 1,
         'epd_pd_transfers_failed_total{cause="timeout"}': 1,
     }
     assert ask(pair.split.url, [picture(31), ASK]).sources == ["transfer"]

@@ -68,7 +68,6 @@ def test_both_ends_count_the_same_items_and_bytes(
     assert counted(encode_registry) == sent
     received = {
         'epd_pd_items_total{source="transfer"}': 2,
-        f'epd_pd_grants_total{{path="{path}"}}': 2,
         f'epd_pd_received_bytes_total{{path="{path}"}}': 350 * TOKEN_BYTES,
     }
     assert counted(pd.registry).items() >= received.items()
@@ -90,7 +89,6 @@ def test_a_killed_producer_counts(
     seen = counted(pd.registry)
     assert seen.pop("epd_pd_pool_bytes") == pd.pool_bytes
     assert seen == {
-        f'epd_pd_grants_total{{path="{path}"}}': 1,
         'epd_pd_transfers_failed_total{cause="timeout"}': 1,
         'epd_pd_items_total{source="local"}': 1,
         "epd_pd_fallbacks_total": 1,

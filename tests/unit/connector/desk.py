@@ -96,9 +96,6 @@ class Desk:
     def needs_another(self, transfer: Transfer) -> bool:
         return False
 
-    def revoked(self, slot: SlotDescriptor) -> None:
-        self.events.append(("revoked", slot.generation))
-
     def released(self, slot: SlotDescriptor) -> None:
         self.events.append(("released", slot.generation))
 
