@@ -21,11 +21,14 @@ Modality = Literal["image", "video", "audio"]
 PIXELS_PER_BYTE = 4
 """Of a file, on average: a photograph as JPEG has some two bits for each pixel."""
 PIXELS_PER_TOKEN = 1024
-"""Of the prompt, where a configuration says nothing else."""
-PICTURE_PIXELS = 640 * 360
-"""Of one picture whose pixels are not known."""
-_UNKNOWN_PIXELS: Mapping[Modality, int] = {"video": 20 * PICTURE_PIXELS, "audio": 139 * 1024}
-"""What an item of another modality counts for then."""
+"""Of the prompt."""
+_PICTURE_PIXELS = 640 * 360
+_UNKNOWN_PIXELS: Mapping[Modality, int] = {
+    "image": _PICTURE_PIXELS,
+    "video": 20 * _PICTURE_PIXELS,
+    "audio": 139 * PIXELS_PER_TOKEN,
+}
+"""What an item counts for whose pixels are not known."""
 FRAMES_PER_S = 60
 """Films may have so many frames for each second that they may play."""
 TILE_PIXELS = 448 * 448
@@ -101,14 +104,9 @@ def estimated_pixels(modality: Modality, text_bytes: int) -> int:
     return 0 if modality == "audio" else text_bytes * 3 // 4 * PIXELS_PER_BYTE
 
 
-def estimated_tokens(
-    item: RequestItem,
-    pixels_per_token: int = PIXELS_PER_TOKEN,
-    picture_pixels: int = PICTURE_PIXELS,
-) -> int:
+def estimated_tokens(item: RequestItem) -> int:
     """Return how many tokens an item is taken for, at least one; for weighing load only."""
-    unknown = _UNKNOWN_PIXELS.get(item.modality, picture_pixels)
-    return max(1, (item.pixels or unknown) // pixels_per_token)
+    return max(1, (item.pixels or _UNKNOWN_PIXELS[item.modality]) // PIXELS_PER_TOKEN)
 
 
 def check_settings(limits: MediaLimits, name: str, raw: msgspec.Raw | None) -> int:

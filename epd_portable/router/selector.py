@@ -249,7 +249,7 @@ class _PolicySelection(Selection):
                     most=policy.most_blocks,
                     salt=prompt_salt(self.call),
                     items={
-                        b'"%b"' % item.item_uuid.encode(): policy.item_tokens(item)
+                        b'"%b"' % item.item_uuid.encode(): estimated_tokens(item)
                         for item in self.call.items
                     },
                 )

@@ -12,7 +12,7 @@ from pydantic import ConfigDict, ValidationError
 
 from epd_portable.config.problems import in_one_line
 from epd_portable.errors import ConfigError
-from epd_portable.router.choice import deciders, filters, prefix, profile, scorers
+from epd_portable.router.choice import deciders, filters, profile, scorers
 from epd_portable.router.choice.parameters import WITHOUT_EFFECT, Parameters
 from epd_portable.router.choice.selection_types import Decider, Filter, ScorePicker, Scorer
 
@@ -34,11 +34,11 @@ BUILT_IN: Mapping[str, type[Parameters]] = {
     "approx-prefix-cache-producer": scorers.PrefixCache,
     "precise-prefix-cache-producer": scorers.PrefixCache,
     "mm-embeddings-cache-producer": scorers.EmbeddingsCache,
-    "token-producer": prefix.ItemTokens,
     **dict.fromkeys(
         (
-            *("inflight-load-producer", "session-id-producer", "metrics-data-source"),
-            *("core-metrics-extractor", "endpoint-notification-source", "disagg-headers-handler"),
+            *("inflight-load-producer", "session-id-producer", "token-producer"),
+            *("metrics-data-source", "core-metrics-extractor", "endpoint-notification-source"),
+            "disagg-headers-handler",
         ),
         _Source,
     ),

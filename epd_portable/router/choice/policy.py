@@ -11,7 +11,7 @@ from epd_portable.errors import ConfigError
 from epd_portable.router.choice.catalogue import REDUCED, check_types, make_plugin
 from epd_portable.router.choice.deciders import Handler, MultimodalDecider
 from epd_portable.router.choice.parameters import Parameters
-from epd_portable.router.choice.prefix import BYTES_A_TOKEN, ItemTokens
+from epd_portable.router.choice.prefix import BYTES_A_TOKEN
 from epd_portable.router.choice.profile import C, PluginFailures, Profile
 from epd_portable.router.choice.scorers import ConsistentHashScorer, EmbeddingsCache, PrefixCache
 from epd_portable.router.choice.selection_types import (
@@ -47,7 +47,6 @@ class Policy:
         encode_timeout_s: Longest time of an encode job, if the configuration says one.
         wants_blocks: Whether prompts are to be cut into blocks.
         wants_loads: Whether instances are to report how busy they are.
-        item_tokens: Returns how many tokens an item is taken for.
         profile_header: Header by which a request may name a profile, in lower case; or empty.
     """
 
@@ -86,7 +85,6 @@ class Policy:
         self.cache_sizes = kept = CacheSizes()
         kept.items = _first((each.items for each in self._made(EmbeddingsCache)), kept.items)
         kept.blocks = _first((each.lruCapacityPerServer for each in prefixes), kept.blocks)
-        self.item_tokens = _first(self._made(ItemTokens), ItemTokens()).of
         timeouts = (each.encoderTimeout for each in self._made(MultimodalDecider))
         timeout_ms = _first(timeouts, 0)
         self.encode_timeout_s = timeout_ms / 1000 if timeout_ms else None

@@ -1,16 +1,10 @@
-"""A prompt as a chain of blocks, equal as far as two prompts begin alike; tokens of items. Pure."""
+"""A prompt as a chain of blocks, equal as far as two prompts begin alike. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Literal
-
-from pydantic import ConfigDict, JsonValue
-
-from epd_portable.media.limits import PIXELS_PER_TOKEN, RequestItem, estimated_tokens
-from epd_portable.router.choice.parameters import Count, Parameters
 
 Piece = bytes | memoryview
 
@@ -95,53 +89,3 @@ def chain(
         extra += sum(tokens for _, tokens in begins)
         nbytes += size
     return Prompt(tuple(names), tuple(ends), nbytes + extra * BYTES_A_TOKEN)
-
-
-# Tokens that items are taken for.
-
-
-class _Resolution(Parameters):
-    width: Count = 640
-    height: Count = 360
-
-
-class _Dynamic(Parameters):
-    factor: Count = PIXELS_PER_TOKEN
-
-
-class _Static(Parameters):
-    staticToken: Count = 1
-
-
-class _OfPictures(Parameters):
-    mode: Literal["dynamic", "static"] = "dynamic"
-    defaultResolution: _Resolution = _Resolution()
-    dynamic: _Dynamic = _Dynamic()
-    static: _Static = _Static()
-
-
-class _Estimate(Parameters):
-    image: _OfPictures = _OfPictures()
-    video: JsonValue = None
-    audio: JsonValue = None
-
-
-class ItemTokens(Parameters):
-    """``token-producer``: how many tokens pictures are taken for; all else has no effect here."""
-
-    model_config = ConfigDict(extra="allow")
-
-    estimate: _Estimate = _Estimate()
-
-    def ignored(self, given: Iterable[str]) -> list[str]:
-        """See `Parameters`."""
-        nested = self.estimate.model_fields_set - {"image"}
-        return super().ignored(given) + [f"estimate.{name}" for name in sorted(nested)]
-
-    def of(self, item: RequestItem) -> int:
-        """Return how many tokens an item is taken for; at least one."""
-        image = self.estimate.image
-        if item.modality == "image" and image.mode == "static":
-            return image.static.staticToken
-        size = image.defaultResolution
-        return estimated_tokens(item, image.dynamic.factor, size.width * size.height)

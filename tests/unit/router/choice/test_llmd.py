@@ -10,6 +10,7 @@ import pytest
 
 from epd_portable.config.choice import ChoiceSection, parse_choice, with_file
 from epd_portable.errors import ConfigError
+from epd_portable.media.limits import estimated_tokens
 from epd_portable.router.choice.catalogue import make_plugin
 from epd_portable.router.choice.policy import Policy
 from epd_portable.router.choice.prefix import chain
@@ -118,7 +119,6 @@ def test_the_guides_file_picks_as_llm_d_does(
       until the answer begins.
     - ``queue-scorer`` gives 1 to the shortest queue and 0 to the longest.
     - ``max-score-picker`` takes the highest score; equals share what comes, here by chance.
-    - Pictures have width x height / ``factor`` tokens, of ``defaultResolution`` if nobody can tell.
     """
     found, picked = guide(), set()
     for number in range(24):
@@ -132,14 +132,14 @@ def test_the_guides_file_has_items_encoded_apart_and_nothing_prefilled_apart() -
     found = guide()
     assert found.why_together(to_encode(pixels=1), pd("a")) == ""
     assert found.why_together(asked("prefill"), pd("a")) == "the handler decides so"
-    assert found.notes == []
+    assert found.notes == ["plug-in token-producer: estimate has no effect in this router"]
 
 
 @pytest.mark.parametrize(
     ("item", "tokens"),
     [
         (Picture(pixels=1280 * 720), 900),
-        (Picture(pixels=0), 900),
+        (Picture(pixels=0), 225),
         (Picture(pixels=100), 1),
         (Picture(pixels=2048), 2),
         (Picture(modality="video", pixels=0), 4500),
@@ -147,7 +147,7 @@ def test_the_guides_file_has_items_encoded_apart_and_nothing_prefilled_apart() -
     ],
 )
 def test_items_are_as_many_tokens_as_llm_d_takes_them_for(item: Picture, tokens: int) -> None:
-    assert guide().item_tokens(item) == tokens
+    assert estimated_tokens(item) == tokens
 
 
 def test_a_picture_weighs_where_it_stands_in_the_prompt() -> None:
@@ -241,7 +241,7 @@ SCHEDULED = "schedulingProfiles: [{name: decode, plugins: []}]\nplugins:\n"
         ("{type: inflight-load-producer, parameters: {addEstimatedOutputTokens: true}}",
          "addEstimatedOutputTokens has"),
         ("{type: token-producer, parameters: {modelName: x, estimate: {video: {}}}}",
-         "modelName, estimate.video have"),
+         "estimate, modelName have"),
         ("{type: token-load-scorer, parameters: {nonTextTokenWeight: 2}}",
          "nonTextTokenWeight has"),
         ("{type: approx-prefix-cache-producer, parameters: {autoTune: true}}", "autoTune has"),
