@@ -18,7 +18,7 @@ from epd_portable.config.secret import Secret
 from epd_portable.config.store import StoreSection
 from epd_portable.errors import ConfigError
 from epd_portable.launch.plan.engine import owned_variables
-from epd_portable.launch.plan.installed import argument_problem, installed_arguments
+from epd_portable.launch.plan.installed import installed_arguments
 from epd_portable.platforms.traits import PlatformTraits
 from epd_portable.router.ingress.access import ApiKeys
 
@@ -45,12 +45,12 @@ def engine_settings(traits: PlatformTraits, data: Mapping[str, Any]) -> Found:
                 except ConfigError as error:
                     yield (*path, name), str(error)
     for groups, path, section in _sections(data, "engine_args"):
-        for name in section:
+        for name, value in section.items():
             if name == "kv_transfer_config" and not KV_GROUPS.isdisjoint(groups):
                 yield (*path, name), "the launcher writes it; its settings are under transfer"
-            elif engine_argument_problem(name):
+            elif not arguments or engine_argument_problem(name):
                 continue  # What the schema refuses is reported by it.
-            elif problem := argument_problem(name, arguments):
+            elif problem := arguments.problem(name, value):
                 yield (*path, name), problem
 
 

@@ -6,23 +6,32 @@ import importlib
 import importlib.util
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from epd_portable.launch.plan import installed
 from epd_portable.launch.plan.installed import (
-    argument_problem,
+    EngineArguments,
     installed_arguments,
     read_arguments,
 )
 
 ENGINE = """
-from vllm.config import get
+from vllm.config import Dtype, get
 
 class EngineArgs:
     model: str = "x"
     max_model_len: int = get("max_model_len")
+    share: float = 0.9
     eager: bool = False
+    chunked: bool | None = None
+    dtype: Dtype = "auto"
+    level: Literal["low", "high"] | None = None
+    limits: dict[str, int] = get("limits")
+    config: CompilationConfig = get("config")
+    token: bool | str | None = None
+    names: list[str] | None = None
 
     def add_cli_args(parser):
         parser.add_argument("--by-hand", "-b", type=int)
@@ -45,17 +54,34 @@ def package(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "value", "said"),
     [
-        *((name, "") for name in ("max_model_len", "eager", "no_eager")),
-        *((name, "") for name in ("by_hand", "root_path", "headless")),
-        ("max_modle_len", "has no such argument; did you mean max_model_len?"),
-        ("zzz", "has no such argument"),
+        *(
+            (name, value, "")
+            for name, value in [
+                *(("max_model_len", 4096), ("max_model_len", "4k"), ("max_model_len", "auto")),
+                *(("share", 1), ("share", "0.5"), ("eager", False), ("no_eager", True)),
+                *(("chunked", None), ("dtype", "float16"), ("dtype", ["not", "simple"])),
+                *(("level", "xyz"), ("limits", {"image": 2}), ("limits", "image=2")),
+                *(("config", 3), ("token", True), ("token", "hf_x"), ("names", ["a"])),
+                *(("by_hand", "anything"), ("root_path", "/x"), ("headless", True)),
+            ]
+        ),
+        ("max_modle_len", 1, "has no such argument; did you mean max_model_len?"),
+        ("zzz", 1, "has no such argument"),
+        ("max_model_len", 1.5, "wants a whole number here, got 1.5"),
+        ("max_model_len", True, "wants a whole number here, got True"),
+        ("share", "half", "wants a number here, got 'half'"),
+        ("eager", "true", "wants true or false here, got 'true'"),
+        ("limits", 3, "wants a mapping here, got 3"),
+        ("root_path", ["/x"], "wants a text here, got ['/x']"),
     ],
 )
-def test_what_an_engine_does_not_take_is_said(package: Path, name: str, said: str) -> None:
-    problem = argument_problem(name, read_arguments(package))
-    assert problem.startswith("vLLM ") == bool(said) and problem.endswith(said)
+def test_what_an_engine_does_not_take_is_said(
+    package: Path, name: str, value: Any, said: str
+) -> None:
+    engine = EngineArguments(engine="vLLM 0", known=read_arguments(package))
+    assert engine.problem(name, value) == (said and f"vLLM 0 {said}")
 
 
 @pytest.mark.parametrize(
@@ -74,7 +100,7 @@ def test_nothing_is_known_of_an_engine_of_another_form(
         (package / file).unlink()
     else:
         (package / file).write_text(text)
-    assert not read_arguments(package)
+    assert read_arguments(package) == {}
 
 
 def test_the_installed_engine_is_read_and_not_imported() -> None:
@@ -82,7 +108,9 @@ def test_the_installed_engine_is_read_and_not_imported() -> None:
     before = set(sys.modules)
     installed_arguments.cache_clear()
     found = installed_arguments()
-    assert {"max_model_len", "gpu_memory_utilization", "middleware", "headless"} <= found
+    assert found is not None
+    assert {"max_model_len", "gpu_memory_utilization", "middleware", "headless"} <= set(found.known)
+    assert found.problem("gpu_memory_utilization", 0.5) == ""
     assert not {name for name in set(sys.modules) - before if name.startswith("vllm.engine")}
 
 
@@ -94,6 +122,7 @@ def test_every_option_of_the_installed_engine_is_known() -> None:
     place = f"vllm.entrypoints.{'launchers' if here else 'openai'}.cli_args"
     parsers = importlib.import_module("vllm.utils.argparse_utils")
     found = installed_arguments()
+    assert found is not None
     parser = importlib.import_module(place).make_arg_parser(parsers.FlexibleArgumentParser())
     names = {
         option[2:].replace("-", "_")
@@ -101,7 +130,11 @@ def test_every_option_of_the_installed_engine_is_known() -> None:
         for option in action.option_strings
         if option.startswith("--")
     }
-    missing = {name for name in names - {"help"} if argument_problem(name, found)}
+    missing = {
+        name
+        for name in names - {"help"}
+        if name not in found.known and name.removeprefix("no_") not in found.known
+    }
     assert not missing
 
 

@@ -19,13 +19,20 @@ from epd_portable.bench import cli as bench
 from epd_portable.config.secret import make_secret_file
 from epd_portable.launch import cli as launch
 from epd_portable.launch.plan import file_checks
+from epd_portable.launch.plan.installed import EngineArguments
 
 COMMANDS = {"epd-launch": launch.main, "epd-bench": bench.main}
 PLAN = "epd-launch plan --platform cpu --config t.yaml"
 UP = "epd-launch --platform cpu --config t.yaml"
 JOIN = "epd-launch join a --router http://h:1 --secret-file s"
-ARGUMENTS = frozenset(
-    {"gpu_memory_utilization", "max_model_len", "enforce_eager", "limit_mm_per_prompt"}
+ENGINE = EngineArguments(
+    engine="vLLM 0.32.0",
+    known={
+        "gpu_memory_utilization": frozenset({"float"}),
+        "max_model_len": frozenset({"int"}),
+        "enforce_eager": frozenset({"bool"}),
+        "limit_mm_per_prompt": frozenset({"dict"}),
+    },
 )
 
 
@@ -34,7 +41,7 @@ def pinned(tmp_path: Path) -> Iterator[None]:
     """Work in a folder, beside an engine whose arguments are known."""
     with (
         contextlib.chdir(tmp_path),
-        mock.patch.object(file_checks, "installed_arguments", lambda: ARGUMENTS),
+        mock.patch.object(file_checks, "installed_arguments", lambda: ENGINE),
         mock.patch.object(tempfile, "tempdir", str(tmp_path)),
         mock.patch.dict("os.environ"),
     ):
@@ -142,9 +149,13 @@ def test_a_wrong_command_line_is_answered_with_what_to_write(
         ("env.EPD_STORE_PASSWORD=x", "use store.password_file"),
         ("env.A-B=x", "has not the form that it needs"),
         ("engine_args.gpu_memory_utilisation=0.5", "did you mean gpu_memory_utilization?"),
+        ("engine_args.gpu_memory_utilization=half", "wants a number here, got 'half'"),
+        ("engine_args.max_model_len=4x", "wants a whole number here, got '4x'"),
+        ('engine_args.enforce_eager="yes"', "wants true or false here, got 'yes'"),
         ("engine_args.max-model-len=3", "write max_model_len"),
         ("engine_args.port=3", "the public one is router.port"),
         ("engine_args=[]", "expected a mapping of keys and values, got a list"),
+        ("engine_args.limit_mm_per_prompt=3", "wants a mapping here, got 3"),
         ("launch.host=0.0.0.0", "write the one that others reach this machine by"),
         ("launch.host=10.0.0.1", "set secret_file"),
         ("launch.first_port=65535", "65535 is the highest; lower it"),
@@ -263,7 +274,7 @@ def test_a_password_in_an_address_is_never_shown() -> None:
                 "instances.encoder (line 2): unknown key; did you mean encode?",
                 "secret_file (line 3): cannot be read: No such file or directory",
                 "env.TMPDIR (line 4): TMPDIR is set by the launcher; remove it",
-                "engine_args.gpu_memory_utilisation (line 5): vLLM",
+                "engine_args.gpu_memory_utilisation (line 5): vLLM 0.32.0 has no such argument",
                 "launch.warm_up (line 6): is gone: instances are always warmed up",
                 "line 8: model is written twice; keep one",
             ],
