@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Sequence
 from urllib.parse import urlsplit
 
 from epd_portable.errors import ConfigError, LaunchError
@@ -27,22 +26,6 @@ def addresses_of(url: str) -> list[str]:
         raise LaunchError(f"{host} has no address: {error}") from error
     v4 = {str(address[0]) for family, *_, address in found if family == socket.AF_INET}
     return sorted(v4 or {str(address[0]) for *_, address in found})
-
-
-def require_addresses(routers: Sequence[str]) -> None:
-    """Check that the names of routers have addresses.
-
-    Raises:
-        ConfigError: One has none.
-    """
-    for url in routers:
-        try:
-            addresses_of(url)
-        except LaunchError as error:
-            raise ConfigError(
-                f"router.join {url}: {error}; write the name or address of a router, or of a "
-                "headless Service of routers"
-            ) from error
 
 
 def own_address() -> str:

@@ -20,7 +20,7 @@ from epd_portable.config.schema import AUTO, Launch, Topology
 from epd_portable.config.store import StoreSection
 from epd_portable.connector.stores.base import make_store
 from epd_portable.errors import ConfigError, EPDError, PortInUseError, StoreError
-from epd_portable.launch.plan.addresses import own_address, require_addresses
+from epd_portable.launch.plan.addresses import own_address
 from epd_portable.launch.plan.file_checks import engine_settings
 from epd_portable.launch.plan.machine import (
     allowed_cores,
@@ -200,10 +200,8 @@ def refusals(topology: Topology, plan: Plan, free: Callable[[int, str], bool]) -
     if launch.first_port is not None:
         with _noted(found):
             _require_fixed_ports(launch, plan, free)
-    with _noted(found):
-        if router.join:
-            require_addresses(router.join)
-        else:
+    if not router.join:
+        with _noted(found):
             require_free(router.port, router.host)
     with _noted(found):
         counts = topology.instances.counts

@@ -16,7 +16,6 @@ from click.testing import CliRunner, Result
 
 from epd_portable import envs
 from epd_portable.bench import cli as bench
-from epd_portable.config.secret import make_secret_file
 from epd_portable.launch import cli as launch
 from epd_portable.launch.plan import file_checks
 from epd_portable.launch.plan.installed import EngineArguments
@@ -314,18 +313,6 @@ def test_what_this_machine_lacks_is_listed_at_once() -> None:
         both = run(f"{UP} --port {port} --set transfer.pool_bytes=9000TiB").output
     assert "2 problems of this machine" in both
     assert "transfer.pool_bytes: " in both and "docker run --shm-size" in both
-
-
-def test_a_router_whose_name_has_no_address_is_refused() -> None:
-    make_secret_file("s")
-    file = (
-        "model: demo\nsecret_file: s\nrouter: {join: 'http://none.invalid:8000'}\n"
-        "launch: {host: 127.0.0.2}\n"
-    )
-    for command in (UP, "epd-launch instance --role encode --platform cpu --config t.yaml"):
-        text = run(command, file).output
-        assert "router.join http://none.invalid:8000: none.invalid has no address" in text
-        assert "write the name or address of a router" in text
 
 
 def test_wrong_variables_are_answered_by_name() -> None:
