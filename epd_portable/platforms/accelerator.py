@@ -182,20 +182,14 @@ class AcceleratorPlatform(Platform):
                 the right to take file descriptors from this process, which containers do not give;
                 on Ascend they would open it under a device that it is not on.
         """
-        if tensor.device.type != self.device_type:
-            raise ValueError(f"tensor is on {tensor.device}, not on a {self.device_type} device")
-        if not tensor.is_contiguous():
-            raise ValueError("tensor is not contiguous; pass tensor.contiguous()")
         with self._translated(f"share memory of {tensor.device}"):
             _, arguments = reductions.reduce_tensor(tensor.detach())  # type: ignore[no-untyped-call]
-        (_, shape, stride, offset, _, _, index, memory, storage_bytes, storage_offset_bytes) = (
-            arguments[:10]
-        )
-        (_, ref_counter, ref_counter_offset, event, event_sync_required) = arguments[10:]
+        (_, _, _, offset, _, _, index, memory, size, start) = arguments[:10]
+        (_, counter, counter_offset, event, event_sync_required) = arguments[10:]
         with self._translated(f"share memory of {tensor.device}"):
             # torch would keep the memory until an opener reports that it let go, which one that was
             # killed, or that never came, does not.
-            self._release_counter(ref_counter, ref_counter_offset)
+            self._release_counter(counter, counter_offset)
         if memory[1:2] == _EXPANDABLE_SEGMENT:
             raise UnsupportedError(
                 "device memory in expandable segments cannot be shared: set "
@@ -205,36 +199,21 @@ class AcceleratorPlatform(Platform):
         return ShareHandle(
             device_type=self.device_type,
             device_uuid=self._uuid(index),
-            dtype=str(tensor.dtype).removeprefix("torch."),
-            shape=tuple(shape),
-            stride=tuple(stride),
+            nbytes=tensor.numel(),
             offset=offset,
-            storage_bytes=storage_bytes,
-            storage_offset_bytes=storage_offset_bytes,
-            memory=memory,
-            ref_counter=ref_counter,
-            ref_counter_offset=ref_counter_offset,
-            event=event,
-            event_sync_required=event_sync_required,
+            storage=(memory, size, start, counter, counter_offset, event, event_sync_required),
         )
 
     def open_tensor(self, handle: ShareHandle) -> torch.Tensor:
         """Import the storage and make a tensor over it."""
         if handle.device_type != self.device_type:
             raise ValueError(f"a handle of {handle.device_type} memory, opened on {self.name}")
-        dtype = getattr(torch, handle.dtype, None)
-        if not isinstance(dtype, torch.dtype):
-            raise ValueError(f"a handle of dtype {handle.dtype!r}, which torch does not know")
-        view = (torch.Size(handle.shape), handle.stride, handle.offset)
-        memory = (handle.memory, handle.storage_bytes, handle.storage_offset_bytes)
-        counter = (handle.ref_counter, handle.ref_counter_offset)
-        event = (handle.event, handle.event_sync_required)
-        storage_cls = torch.storage.TypedStorage
+        memory, counter = handle.storage[:3], handle.storage[3:]
+        view = (torch.Size([handle.nbytes]), (1,), handle.offset)
+        kind = (torch.storage.TypedStorage, torch.uint8)
         index = self._index_to_open(handle)
         with self._translated(f"open memory of device {handle.device_uuid}, if it is still there"):
-            return self._rebuild(
-                (torch.Tensor, *view, storage_cls, dtype, index, *memory, False, *counter, *event)
-            )
+            return self._rebuild((torch.Tensor, *view, *kind, index, *memory, False, *counter))
 
     def new_group(self, rendezvous: Rendezvous, *, index: int, timeout_s: float) -> CollectiveGroup:
         """Join a group that moves device tensors by the platform's own backend."""

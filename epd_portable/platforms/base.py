@@ -54,38 +54,25 @@ class MemoryInfo:
 
 
 class ShareHandle(msgspec.Struct, frozen=True, kw_only=True):
-    """Names a device tensor of one process so that another on the same host can open it.
+    """Names device memory of one process so that another on the same host can open it.
 
-    Plain data: it holds no reference, so the exporter must keep the tensor until every opener has
+    Plain data: it holds no reference, so the exporter must keep the memory until every opener has
     let go of it.
 
     Attributes:
         device_uuid: The physical device; empty when the runtime does not name it.
-        dtype: torch's name of the dtype, for example ``bfloat16``.
-        stride: In elements.
-        offset: First element in the storage, in elements.
-        storage_bytes: Size of the storage.
-        storage_offset_bytes: Start of the storage in its allocation.
-        memory: The runtime's handle of the allocation.
-        ref_counter: Name of torch's counter of openers in shared memory.
-        ref_counter_offset: Which of the counters under that name.
-        event: The runtime's handle of the event behind which the content is complete.
-        event_sync_required: Whether an opener must wait for that event.
+        offset: First byte in the storage.
+        storage: What torch needs to open the storage: handle of its allocation, size, and start in
+            it; name of the counter of openers in shared memory, and which of the counters under
+            that name; handle of the event behind which the content is complete, and whether an
+            opener must wait for it.
     """
 
     device_type: str
     device_uuid: str
-    dtype: str
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
+    nbytes: int
     offset: int
-    storage_bytes: int
-    storage_offset_bytes: int
-    memory: bytes
-    ref_counter: bytes
-    ref_counter_offset: int
-    event: bytes
-    event_sync_required: bool
+    storage: tuple[bytes, int, int, bytes, int, bytes, bool]
 
 
 class DeviceEvent(ABC):
@@ -230,23 +217,22 @@ class Platform(ABC):
 
     @abstractmethod
     def share_tensor(self, tensor: torch.Tensor) -> ShareHandle:
-        """Make a device tensor openable by other processes of this host, any number of them.
+        """Make device memory openable by other processes of this host, any number of them.
 
-        Does not wait for work that fills the tensor. Costs the storage a little for the rest of its
-        life, so share a slab once rather than each of its parts.
+        Does not wait for work that fills it. Costs the storage a little for the rest of its life,
+        so share a slab once rather than each of its parts.
 
         Args:
-            tensor: Contiguous, on a device of this platform. The caller keeps it alive until the
-                last opener has let go; openers do not keep it.
+            tensor: ``(nbytes,)`` uint8 on a device of this platform. The caller keeps it alive
+                until the last opener has let go; openers do not keep it.
 
         Raises:
             UnsupportedError: The platform has no device memory to share.
-            ValueError: ``tensor`` is elsewhere, or not contiguous.
         """
 
     @abstractmethod
     def open_tensor(self, handle: ShareHandle) -> torch.Tensor:
-        """Return a tensor over the memory that another process shared; both may write it.
+        """Return ``(nbytes,)`` uint8, the memory that another process shared; both may write it.
 
         May be called again with the same handle. The tensor counts as one of the device that the
         memory is on, or, where the runtime opens memory of a peer under any device, of the current

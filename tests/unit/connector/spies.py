@@ -80,21 +80,13 @@ class SharingPlatform(CpuPlatform):
         return ShareHandle(
             device_type="cpu",
             device_uuid="",
-            dtype="uint8",
-            shape=tuple(tensor.shape),
-            stride=tensor.stride(),
+            nbytes=tensor.numel(),
             offset=0,
-            storage_bytes=tensor.numel(),
-            storage_offset_bytes=0,
-            memory=str(len(self.shared) - 1).encode(),
-            ref_counter=b"",
-            ref_counter_offset=0,
-            event=b"",
-            event_sync_required=False,
+            storage=(str(len(self.shared) - 1).encode(), 0, 0, b"", 0, b"", False),
         )
 
     def open_tensor(self, handle: ShareHandle) -> torch.Tensor:
         if self.problem is not None:
             raise self.problem
         self.opened += 1
-        return self.shared[int(handle.memory)]
+        return self.shared[int(handle.storage[0])]

@@ -71,23 +71,11 @@ class TwoGpus(CudaPlatform):
     )
 
 
-def handle(**changes: Any) -> ShareHandle:
-    values: dict[str, Any] = {
-        "device_type": "cuda",
-        "device_uuid": "uuid-1",
-        "dtype": "uint8",
-        "shape": (8,),
-        "stride": (1,),
-        "offset": 0,
-        "storage_bytes": 8,
-        "storage_offset_bytes": 0,
-        "memory": b"\x02c" + bytes(64),
-        "ref_counter": b"",
-        "ref_counter_offset": 0,
-        "event": b"",
-        "event_sync_required": False,
-    }
-    return ShareHandle(**(values | changes))
+def handle(device_uuid: str = "uuid-1") -> ShareHandle:
+    storage = (b"\x02c" + bytes(64), 8, 0, b"", 0, b"", False)
+    return ShareHandle(
+        device_type="cuda", device_uuid=device_uuid, nbytes=8, offset=0, storage=storage
+    )
 
 
 def test_memory_is_opened_on_the_device_of_its_uuid(monkeypatch: pytest.MonkeyPatch) -> None:
