@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -18,6 +20,8 @@ from epd_portable.launch.run.supervisor import Supervisor
 
 def main() -> None:
     raw = json.loads(Path(sys.argv[1]).read_text("utf-8"))
+    folder = os.open(raw["temp_dir"], os.O_RDONLY)
+    fcntl.flock(folder, fcntl.LOCK_EX)  # By it others know that the launcher lives.
     specs = tuple(ProcessSpec(**{**spec, "argv": tuple(spec["argv"])}) for spec in raw["processes"])
     plan = Plan(
         run_id=raw["run_id"],

@@ -29,13 +29,6 @@ def test_a_second_signal_ends_the_grace(routed: Routed) -> None:
     assert "error" in asked.ended()
 
 
-def test_a_router_that_is_dead_is_not_waited_for(routed: Routed) -> None:
-    run = routed(ENGINE, pauses_s=(60.0, 60.0))
-    os.kill(run.pid_of("router"), signal.SIGKILL)
-    run.wait_for("restarting it in 60 s")
-    run.stop()
-
-
 def test_nothing_is_left_when_the_launcher_is_killed_while_it_drains(routed: Routed) -> None:
     run = routed({"pd-0": ["--shm={shm}", "--renamed"]}, PATIENT, drain_s=600.0)
     Asked(run, 60.0)

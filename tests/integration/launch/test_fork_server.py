@@ -21,6 +21,7 @@ from epd_portable.launch.run import fork_server as fork_server_module
 from epd_portable.launch.run.fork_server import ForkServer
 from epd_portable.launch.run.process import Child, start_fork_server
 from tests.integration.launch.conftest import Run, spec_of, until
+from tests.integration.launch.test_update import drained
 
 STAND_IN = "tests.integration.launch.stand_in"
 PRELOAD = ("epd_portable.envs", "statistics")
@@ -172,11 +173,18 @@ def test_what_cannot_be_imported_or_forked_starts_by_itself(
     assert fork_server(run) is None
 
 
-def test_an_update_runs_what_is_installed_then(routed: Callable[..., Run]) -> None:
+def test_an_update_runs_what_is_installed_then_also_of_what_is_alone_in_its_role(
+    routed: Callable[..., Run],
+) -> None:
     names = ("encode-0", "pd-0")
     specs = {"encode-0": {"preload": PRELOAD}}
     run = routed({name: stand_in(name) for name in names}, specs=specs)
     assert fork_server(run) is not None
+    first = run.pid_of("pd-0")
     run.process.send_signal(signal.SIGHUP)
     run.wait_for("updated encode-0, pd-0")
     assert fork_server(run) is None
+    assert run.pid_of("pd-0") != first
+    assert drained(run) == [*names]
+    # To be asked to end was no death.
+    assert not any("restarting" in line for line in run.lines)

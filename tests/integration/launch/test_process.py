@@ -176,15 +176,21 @@ def test_an_engine_that_does_not_respond_is_not_well_and_a_silent_front_says_not
 
     class Front(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            asked.append(float(self.path.rpartition("?within_s=")[2]))
+            asked.append(float(self.path.partition("?within_s=")[2] or "nan"))
             if not silent:
-                self.send_response(503)
+                self.send_response(status)
                 self.end_headers()
 
     with serving(ThreadingHTTPServer(("127.0.0.1", 0), Front)) as url:
-        engine = child_of(tmp_path, "-c", "", url=f"{url}/epd/instances/encode-0")
-        until(lambda: engine.exit_status() is not None)
-        silent = False
+        alone, engine = (
+            child_of(tmp_path, "-c", "", url=url + path) for path in ("", "/epd/instances/encode-0")
+        )
+        until(lambda: None not in (alone.exit_status(), engine.exit_status()))
+        silent, status = False, 500
+        assert not alone.is_well(timeout_s=DEADLINE_S)
+        status = 503
+        assert not alone.is_well(timeout_s=DEADLINE_S)
+        asked.clear()
         assert not engine.is_well(timeout_s=DEADLINE_S)
         silent = True
         assert engine.is_well(timeout_s=0.5)

@@ -19,17 +19,6 @@ Launch = Callable[..., Any]
 FAST_RESTART = (0.2, 0.8)
 
 
-def test_no_process_has_the_folder_in_which_another_counts(
-    launch: Launch, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Engines that share one show each other's metrics as theirs."""
-    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", "/of/another")
-    monkeypatch.setenv(envs.EPD_METRICS_DIR.name, "/of/another")
-    run = launch({"encode-0": [], "router": []})
-    for name in ("encode-0", "router"):
-        assert b"/of/another" not in Path(f"/proc/{run.pid_of(name)}/environ").read_bytes()
-
-
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core only")
 def test_an_api_server_gets_further_cores_when_it_is_up_and_again_when_it_is_up_again(
     launch: Launch, tmp_path: Path
@@ -62,23 +51,16 @@ def test_an_api_server_gets_further_cores_when_it_is_up_and_again_when_it_is_up_
 @pytest.mark.parametrize(
     ("signum", "options", "said"),
     [
-        (signal.SIGINT, [], "ready:"),
-        (signal.SIGTERM, ["--hang"], "encode-0: loading the model"),
+        (signal.SIGINT, ["--hang"], "encode-0: loading the model"),
         (signal.SIGTERM, ["--stubborn", "--child"], "ready:"),
     ],
-    ids=["serving", "starting", "deaf"],
+    ids=["starting", "deaf"],
 )
 def test_a_stop_signal_ends_everything_with_status_0(
     launch: Launch, signum: signal.Signals, options: list[str], said: str
 ) -> None:
     servers = {"encode-0": ["--shm={shm}", *options], "router": []}
     launch(servers, stop_grace_s=0.5, until=said).stop(signum)
-
-
-def test_what_went_wrong_when_the_router_warmed_up_is_said(launch: Launch) -> None:
-    run = launch({"encode-0": [], "router": ["--problem=encode-0 answered a first request 501"]})
-    (line,) = (line for line in run.lines if "serving all the same" in line)
-    assert "encode-0 answered a first request 501" in line
 
 
 def test_a_router_that_says_nothing_of_its_instances_is_not_ready(
@@ -120,11 +102,21 @@ def test_what_does_not_start_ends_everything_with_its_reason_on_one_line(
 
 
 def test_a_death_while_serving_is_answered_with_a_restart_on_the_same_port(
-    launch: Launch,
+    launch: Launch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = launch({"encode-0": ["--child", "--shm={shm}"], "router": []}, pauses_s=FAST_RESTART)
+    for name in ("PROMETHEUS_MULTIPROC_DIR", envs.EPD_METRICS_DIR.name):
+        monkeypatch.setenv(name, "/of/another")
+    problem = "encode-0 answered a first request 501"
+    run = launch(
+        {"encode-0": ["--child", "--shm={shm}"], "router": [f"--problem={problem}"]},
+        pauses_s=FAST_RESTART,
+    )
+    # What went wrong when the router warmed up is said.
+    assert any("serving all the same" in line and problem in line for line in run.lines)
     router = run.pid_of("router")
     first = run.pid_of("encode-0")
+    for pid in (router, first):  # Engines that share a folder show each other's metrics.
+        assert b"/of/another" not in Path(f"/proc/{pid}/environ").read_bytes()
     os.kill(first, signal.SIGKILL)
     assert run.wait_for("restarting") == (
         f"encode-0 was killed by SIGKILL (log: {run.log_dir / 'encode-0.log'}); "
@@ -157,12 +149,9 @@ def test_what_cannot_be_started_again_is_tried_again_and_the_rest_serves(launch:
     run.stop()
 
 
-@pytest.mark.parametrize("kill", [os.kill, os.killpg], ids=["launcher", "its whole session"])
-def test_nothing_is_left_when_the_launcher_is_killed(
-    launch: Launch, kill: Callable[[int, int], None]
-) -> None:
+def test_nothing_is_left_when_the_whole_session_of_the_launcher_is_killed(launch: Launch) -> None:
     run = launch({"encode-0": ["--shm={shm}", "--child", "--renamed"], "router": ["--stubborn"]})
     assert not run.nothing_left()
-    kill(run.process.pid, signal.SIGKILL)
+    os.killpg(run.process.pid, signal.SIGKILL)
     run.process.wait(30)
     run.until(run.nothing_left, "the guard has cleaned up")
