@@ -66,7 +66,7 @@ def inspect(
 
 def _cores() -> Finding:
     cores, quota = len(allowed_cores()), quota_cores()
-    reason = f"{cores} cores on {len(memory_nodes()) or 1} memory node(s)"
+    reason = f"{cores} cores on {memory_nodes() or 1} memory node(s)"
     if quota is not None and quota < cores:
         reason += f", and the time of {quota:g} of them by the container's limit"
     return Finding("cores", "cpu", quota is None or quota >= cores, reason)

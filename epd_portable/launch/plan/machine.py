@@ -53,17 +53,10 @@ def quota_cores(root: Path = Path("/")) -> float | None:
     return min(found, default=None)
 
 
-def memory_nodes(root: Path = Path("/")) -> tuple[tuple[int, ...], ...]:
-    """Return the CPU cores of each memory (NUMA) node that has some."""
-    nodes = []
-    for file in sorted((root / "sys/devices/system/node").glob("node[0-9]*/cpulist")):
-        cores: list[int] = []
-        for part in filter(None, file.read_text().strip().split(",")):
-            first, _, last = part.partition("-")
-            cores += range(int(first), int(last or first) + 1)
-        if cores:
-            nodes.append(tuple(cores))
-    return tuple(nodes)
+def memory_nodes(root: Path = Path("/")) -> int:
+    """Return how many memory (NUMA) nodes have CPU cores; 0 if that is not known."""
+    files = (root / "sys/devices/system/node").glob("node[0-9]*/cpulist")
+    return sum(bool(file.read_text().strip()) for file in files)
 
 
 def has_compiler(traits: PlatformTraits, environ: Mapping[str, str]) -> bool:
@@ -100,8 +93,6 @@ def assumed_machine(traits: PlatformTraits, environ: Mapping[str, str]) -> Machi
     return Machine(
         devices=devices,
         cores=allowed_cores(),
-        quota_cores=quota_cores(),
-        nodes=memory_nodes(),
         has_compiler=has_compiler(traits, environ),
         has_shares=has_shares(traits, environ),
     )

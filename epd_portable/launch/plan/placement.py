@@ -259,39 +259,6 @@ def cores_of(placed: Iterable[InstancePlacement], *, of_encoders: bool) -> Cores
     return tuple(sorted({core for each in chosen for rank in each.cores for core in rank}))
 
 
-def core_warnings(
-    bound: Mapping[str, tuple[Sequence[Cores], int]],
-    *,
-    quota_cores: float | None,
-    nodes: Sequence[Cores],
-) -> list[str]:
-    """Return what is wrong with cores that ranks were given; see `Machine` of the limits.
-
-    ``bound`` has by instance the cores of each of its ranks, and how many threads each rank has.
-    """
-    warnings = []
-    for name, (ranks, threads) in bound.items():
-        for own in ranks:
-            if threads > len(own):
-                warnings.append(
-                    f"{name}: {threads} threads on {len(own)} CPU cores ({_ranges(own)}) slow each "
-                    "other down: lower OMP_NUM_THREADS in env, or leave it out"
-                )
-            if sum(not set(node).isdisjoint(own) for node in nodes) > 1:
-                warnings.append(
-                    f"{name}: its CPU cores ({_ranges(own)}) are of several memory nodes, "
-                    f"{'; '.join(map(_ranges, nodes))}: list instances.*.cores by node"
-                )
-    used = {core for ranks, _ in bound.values() for own in ranks for core in own}
-    if quota_cores is not None and quota_cores < len(used):
-        warnings.append(
-            f"this container may take the time of {quota_cores:g} CPU cores, and instances are "
-            f"bound to {len(used)}: they are stopped in the middle of steps; raise its limit "
-            "(docker run --cpus), or list fewer cores"
-        )
-    return warnings
-
-
 def _ranges(cores: Sequence[int]) -> str:
     """Write cores the way Linux does: ``0-3,8``."""
     parts: list[list[int]] = []

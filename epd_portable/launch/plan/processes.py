@@ -34,7 +34,6 @@ from epd_portable.launch.plan.placement import (
     Cores,
     InstancePlacement,
     Placements,
-    core_warnings,
     cores_of,
     place_instances,
 )
@@ -66,17 +65,12 @@ class Machine:
     Attributes:
         devices: Device indices or UUIDs; ``None`` when they are not known.
         cores: CPU cores that this process may use.
-        quota_cores: CPU time that this process and its children may take together, in cores;
-            ``None`` for no limit.
-        nodes: Cores of each memory (NUMA) node; empty where they are not known.
         has_compiler: Whether engines find what they compile kernels with, where they need it.
         has_shares: Whether the service runs that keeps instances to their ``share`` of a device.
     """
 
     devices: tuple[str, ...] | None
     cores: tuple[int, ...]
-    quota_cores: float | None = None
-    nodes: tuple[tuple[int, ...], ...] = ()
     has_compiler: bool = True
     has_shares: bool = True
 
@@ -228,11 +222,6 @@ def make_plan(
         *placements.warnings,
         *sharing_warnings(devices),
         *_warnings(topology, machine, hardware),
-        *core_warnings(
-            {spec.name: (spec.cores, _threads(spec)) for spec in processes},
-            quota_cores=machine.quota_cores,
-            nodes=machine.nodes,
-        ),
     ]
     url = _public_url(topology)
     members: tuple[dict[str, Any], ...] = ()
@@ -333,12 +322,6 @@ def _check_host(topology: Topology, traits: PlatformTraits) -> None:
             "hosts must hold too (epd-launch secret FILE makes one)"
         )
     offered(transfer.path, traits.name, plain=transfer.trusted_network)
-
-
-def _threads(spec: ProcessSpec) -> int:
-    """Return how many threads each rank has, as far as the environment says so."""
-    given = spec.env.get("OMP_NUM_THREADS", "")
-    return int(given) if given.isdecimal() else 1
 
 
 def _warnings(topology: Topology, machine: Machine, hardware: HardwareProfile | None) -> list[str]:

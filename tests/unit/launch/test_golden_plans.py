@@ -59,8 +59,6 @@ def pinned() -> Iterator[None]:
         mock.patch.object(machine, "allowed_cores", lambda: tuple(range(16))),
         mock.patch.object(machine, "has_compiler", lambda *_: True),
         mock.patch.object(machine, "has_shares", lambda *_: True),
-        mock.patch.object(machine, "quota_cores", lambda: None),
-        mock.patch.object(machine, "memory_nodes", lambda: (tuple(range(16)),)),
         mock.patch.object(tempfile, "gettempdir", lambda: "/tmp"),
         mock.patch.dict("os.environ"),
     ):

@@ -13,7 +13,6 @@ from epd_portable.config.roles import Role
 from epd_portable.errors import ConfigError
 from epd_portable.launch.plan.placement import (
     Placements,
-    core_warnings,
     place_on_cores,
     place_on_devices,
 )
@@ -109,25 +108,6 @@ def test_api_servers_use_the_cores_of_encoders_and_what_is_left() -> None:
         ({}, 5, [[(4,)], [(0, 1, 4)]]),
     ):
         assert of_each(place_on_cores(groups({}, pd), range(count)), "api_cores") == expected
-
-
-@pytest.mark.parametrize(
-    ("ranks", "threads", "quota", "said"),
-    [
-        ([(0, 1)], 2, None, []),
-        ([(0, 1)], 3, None, ["3 threads on 2 CPU cores (0-1)"]),
-        ([(1, 2)], 1, None, ["(1-2) are of several memory nodes, 0-1; 2-3"]),
-        ([(0,), (1,)], 1, 1.5, ["the time of 1.5 CPU cores, and instances are bound to 2"]),
-        ([(0,), (1,)], 1, 2.0, []),
-        ([], 8, 0.5, []),
-    ],
-)
-def test_cores_that_are_not_what_they_seem_are_warned_of(
-    ranks: list[tuple[int, ...]], threads: int, quota: float | None, said: list[str]
-) -> None:
-    bound = {"encode-0": (ranks, threads)}
-    warnings = core_warnings(bound, quota_cores=quota, nodes=((0, 1), (2, 3)))
-    assert all(each in told for each, told in zip(said, warnings, strict=True))
 
 
 @given(
