@@ -9,7 +9,7 @@ from epd_portable.config.roles import ENCODES
 from epd_portable.launch.plan.check import Finding
 from epd_portable.launch.plan.engine import CPU_KV_GIB
 from epd_portable.launch.plan.processes import Plan, ProcessSpec
-from epd_portable.launch.plan.sharing import Tenant, UsedDevice
+from epd_portable.launch.plan.sharing import UsedDevice
 from epd_portable.platforms.traits import TRAITS
 from epd_portable.scheduling.two_levels import FILLED
 
@@ -38,15 +38,8 @@ def plan_table(plan: Plan) -> str:
         lines += ["", f"KV goes to decode instances by {plan.kv.cls}"]
     if plan.store:
         lines += ["", f"encoder outputs are kept by {plan.store}"]
-    alone = []
-    for device in plan.devices:
-        if device.is_shared:
-            lines += ["", *_shared(device, TRAITS[plan.platform].share_by)]
-        else:
-            (tenant,) = device.tenants
-            alone.append((f"  device {device.device}", tenant.name, *_memory(tenant)))
-    if alone:
-        lines += ["", "devices with one instance each, which start at once:", *columns(alone)]
+    if plan.devices:
+        lines += ["", *_devices(plan.devices, TRAITS[plan.platform].share_by)]
     for spec in plan.processes:
         if spec.role == "encode" and (space := spec.env.get(CPU_KV_GIB)):
             cache = f"{FILLED:.0%} of {CPU_KV_GIB}={space} (GiB), for it has no KV cache"
@@ -69,29 +62,24 @@ def findings_table(findings: Sequence[Finding]) -> str:
     return "\n".join(columns([("what", "name", "usable", "why"), *rows]))
 
 
-def _shared(shared: UsedDevice, share_by: str) -> list[str]:
+def _devices(devices: Sequence[UsedDevice], share_by: str) -> list[str]:
+    """Return what each instance takes of its devices; those on one start one after the other."""
     rows = []
-    for tenant in shared.tenants:
-        compute = "takes turns" if tenant.share is None else f"{tenant.share}% of its compute"
-        rows.append((f"  {tenant.name}", *_memory(tenant), compute))
-    lines = [
-        f"device {shared.device} is shared; engines measure its memory while they start, so they "
-        "start one after the other:",
-        *columns(rows),
-    ]
-    if any(tenant.share for tenant in shared.tenants):
-        lines.append(f"  kept to their compute by {share_by}; not run on hardware")
+    for device in devices:
+        for tenant in device.tenants:
+            given = "what is left of it"
+            if tenant.kv_cache_bytes is not None:
+                given = f"{tenant.kv_cache_bytes} bytes"
+            cache = f"the KV cache takes {given}"
+            if tenant.role == "encode":
+                cache = f"the encoder cache takes {FILLED:.0%} of {given}"
+            compute = f"{tenant.share}% of its compute" if tenant.share else ""
+            memory = f"{tenant.utilization:.0%} of its memory"
+            rows.append((f"device {device.device}", tenant.name, memory, cache, compute))
+    lines = columns(rows)
+    if any(tenant.share for device in devices for tenant in device.tenants):
+        lines.append(f"instances are kept to their compute by {share_by}; not run on hardware")
     return lines
-
-
-def _memory(tenant: Tenant) -> tuple[str, str]:
-    given = "what is left of it"
-    if tenant.kv_cache_bytes is not None:
-        given = f"{tenant.kv_cache_bytes} bytes"
-    cache = f"the KV cache takes {given}"
-    if tenant.role == "encode":
-        cache = f"the encoder cache takes {FILLED:.0%} of {given}"
-    return f"{tenant.utilization:.0%} of its memory", cache
 
 
 def _place(spec: ProcessSpec) -> str:

@@ -63,12 +63,9 @@ def test_instances_on_devices_of_their_own_start_at_once() -> None:
     made = plan("")
     assert (after(made), shared(made), made.warnings) == ({}, (), ())
     text = plan_table(made)
-    assert "devices with one instance each, which start at once:" in text
     assert "92% of its memory  the encoder cache takes 75% of what is left of it\n" in text
-    assert (
-        "  device 1  prefill_decode-0  92% of its memory  the KV cache takes what is left" in text
-    )
-    assert "start at once:" not in plan_table(plan("", "cpu"))
+    assert "device 1  prefill_decode-0  92% of its memory  the KV cache takes what is left" in text
+    assert "device 0" not in plan_table(plan("", "cpu"))
 
 
 @pytest.mark.parametrize(
@@ -162,14 +159,11 @@ def test_only_instances_between_which_items_go_make_a_group(
 
 def test_a_plan_for_people_shows_order_memory_and_reason() -> None:
     text = plan_table(plan(ONE_DEVICE))
-    assert "device 0 is shared; engines measure its memory while they start" in text
-    assert "  prefill_decode-0  60% of its memory  the KV cache takes 1024 bytes  " in text
+    assert "device 0  prefill_decode-0  60% of its memory  the KV cache takes 1024 bytes" in text
     takes = "the encoder cache takes 75% of what is left of it"
-    assert f"  encode-0          20% of its memory  {takes}  takes turns" in text
-    assert "start at once:" not in text
+    assert f"device 0  encode-0          20% of its memory  {takes}" in text
     starts = [line.split()[-2:] for line in text.splitlines() if line.startswith("encode-0 ")]
     assert starts == [["after", "prefill_decode-0"]]
-    assert "is shared" not in plan_table(plan(""))
 
 
 SHARES = ONE_DEVICE.replace("encode: {", "encode: {share: 30, ").replace(
