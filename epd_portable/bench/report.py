@@ -140,14 +140,6 @@ def write(report: Report, file: Path | None) -> None:
         file.write_text(to_json(report), encoding="utf-8")
 
 
-def format_bytes(nbytes: int) -> str:
-    """Return a size with the largest binary unit that divides it, as in ``64 KiB``."""
-    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if nbytes % size == 0:
-            return f"{nbytes // size} {unit}"
-    return f"{nbytes} B"
-
-
 def _rounded(value: Plain) -> Plain:
     if isinstance(value, float):
         return round(value, 9)

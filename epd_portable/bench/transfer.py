@@ -17,11 +17,12 @@ from dataclasses import dataclass, field
 
 from epd_portable.bench.console import new_secret, progress
 from epd_portable.bench.end_process import EndProcess, start_end
-from epd_portable.bench.report import Report, Row, conditions, format_bytes
+from epd_portable.bench.report import Report, Row, conditions
 from epd_portable.bench.servers import free_port
 from epd_portable.bench.stand_in import TOKEN_BYTES, VALUES, Command, CommandDone
 from epd_portable.bench.stats import paired_ratio, quantile
 from epd_portable.config.instance import InstanceConfig, PlatformName
+from epd_portable.config.quantities import UNITS
 from epd_portable.connector import registry
 from epd_portable.errors import ConfigError
 from epd_portable.platforms.traits import TRAITS
@@ -64,7 +65,9 @@ class TransferCase:
     def __str__(self) -> str:
         """Return it as tables name it."""
         when = "granted before" if self.encode_s else "granted after"
-        return f"{self.path}, {format_bytes(self.nbytes)}, {when}"
+        # Items are multiples of 4 KiB.
+        unit = next(each for each in ("GiB", "MiB", "KiB") if self.nbytes % UNITS[each] == 0)
+        return f"{self.path}, {self.nbytes // UNITS[unit]} {unit}, {when}"
 
 
 def choose_paths(
