@@ -17,13 +17,11 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from epd_portable.connector.quarantine import Quarantine, Writer
-from epd_portable.connector.registry import PathChooser
-from epd_portable.connector.transport import LeaseFence
 from epd_portable.errors import NoCommonPathError
 from epd_portable.log import trace
 from epd_portable.scheduling.items import Item, State
@@ -42,6 +40,9 @@ from epd_portable.wire.messages import (
     NotWanted,
     Written,
 )
+
+if TYPE_CHECKING:
+    from epd_portable.connector.endpoint import ConsumerEndpoint
 
 MAX_ENDED = 4096
 """Ended transfers that are remembered."""
@@ -153,6 +154,10 @@ class TransferEvents(Protocol):
         """Return whether an item whose encoder gives it up is to come from another one."""
         ...
 
+    def not_needed(self, transfer_id: str) -> None:
+        """An encoder is told that its item is there already, or not wanted."""
+        ...
+
     def released(self, slot: SlotDescriptor) -> None:
         """A slot whose grant failed or was revoked can not be written any more."""
         ...
@@ -162,37 +167,21 @@ class ConsumerSession:
     """All transfers to one PD instance.
 
     Args:
-        send: Sends a message to a ZMQ identity.
-        choose: Returns the path for a producer, see `PathChooser`.
-        verify_transfer: Returns whether the router wants an announced transfer before its request.
-        is_gone: Returns whether a producer's process has certainly ended.
-        fence: Lets writes through to leased slots only.
-        fenced_paths: Paths whose writes go through the fence; their slots need no quarantine.
+        endpoint: Sends messages, and knows producers and their paths.
         wait_timeout_s: Longest wait for one item.
         lease_s: Longest time from a grant to its *written*; renewed while the producer encodes.
     """
 
     def __init__(
         self,
-        *,
-        send: Callable[[bytes, AnyMessage], None],
+        endpoint: ConsumerEndpoint,
         events: TransferEvents,
-        choose: PathChooser,
-        fingerprint: str,
-        verify_transfer: Callable[[Announce], bool],
-        is_gone: Callable[[PeerDescriptor], bool],
-        fence: LeaseFence,
-        fenced_paths: frozenset[str],
+        *,
         wait_timeout_s: float,
         lease_s: float,
     ) -> None:
-        self._send = send
+        self._endpoint = endpoint
         self._events = events
-        self._choose = choose
-        self._fingerprint = fingerprint
-        self._verify_transfer = verify_transfer
-        self._fence = fence
-        self._fenced_paths = fenced_paths
         self._wait_timeout_s = wait_timeout_s
         self._lease_s = lease_s
         self._now = 0.0
@@ -201,7 +190,7 @@ class ConsumerSession:
         """No transfer is due before."""
         self._early: OrderedDict[str, _Early] = OrderedDict()
         self._ended: OrderedDict[str, None] = OrderedDict()
-        self._quarantine = Quarantine(is_gone, ask_every_s=lease_s)
+        self._quarantine = Quarantine(endpoint.is_gone, ask_every_s=lease_s)
 
     def expect(self, transfer_id: str, item: Item, now: float, *, encoder: str = "") -> None:
         """Expect an item by a transfer of a request, which others may share.
@@ -303,7 +292,7 @@ class ConsumerSession:
             self._next_due_s = min(left, default=math.inf)
         if len(self._quarantine):
             for sender, question in self._quarantine.poll(now):
-                self._send(sender, question)
+                self._endpoint.send(sender, question)
             self._report_released()
         while self._early:
             transfer_id, early = next(iter(self._early.items()))
@@ -314,10 +303,10 @@ class ConsumerSession:
     def _announced(self, sender: bytes, message: Announce, transfer: Transfer) -> None:
         writer = _writer_of(sender, message)
         if writer in transfer.refused:
-            self._send(sender, transfer.refused[writer])
+            self._endpoint.send(sender, transfer.refused[writer])
         elif writer in self._quarantine:
             return  # It is asked to stop already.
-        elif message.producer.fingerprint != self._fingerprint:
+        elif message.producer.fingerprint != self._endpoint.fingerprint:
             detail = (
                 f"{message.producer.instance} serves something else: give both instances the same "
                 "model, revision, dtype and multimodal processor settings"
@@ -327,7 +316,7 @@ class ConsumerSession:
             self._turn_away(transfer, writer, NackCode.UNEXPECTED, detail)
         elif transfer.writer == writer and transfer.grant is not None:
             transfer.lease_end_s = self._now + self._lease_s + LEASE_MARGIN_S
-            self._send(sender, transfer.grant)
+            self._endpoint.send(sender, transfer.grant)
         else:
             if transfer.writer not in (writer, None):
                 reason = f"{message.producer.instance} took over"
@@ -338,12 +327,12 @@ class ConsumerSession:
             transfer.writer, transfer.producer = writer, message.producer
             self._grant_if_free(transfer)
             if transfer.grant is None and transfer.writer == writer:
-                self._send(sender, writer.message(Later))
+                self._endpoint.send(sender, writer.message(Later))
 
     def _turn_away(self, transfer: Transfer, writer: Writer, code: NackCode, detail: str) -> None:
         """Refuse one encoder for good; another may still deliver the item."""
         nack = writer.message(Nack, code=code, detail=detail)
-        self._send(writer.sender, nack)
+        self._endpoint.send(writer.sender, nack)
         self._events.refused(transfer, nack)
         self._refuse(transfer, writer, nack)
 
@@ -387,7 +376,7 @@ class ConsumerSession:
         writer, producer, item = transfer.writer, transfer.producer, transfer.item
         assert writer is not None and producer is not None and item.slot is not None
         try:
-            endpoint = self._choose(producer)
+            endpoint = self._endpoint.choose(producer)
         except NoCommonPathError as error:
             self._turn_away(transfer, writer, NackCode.NO_COMMON_PATH, str(error))
             return
@@ -402,29 +391,31 @@ class ConsumerSession:
             lease_s=self._lease_s,
         )
         self._watch(transfer)
-        self._fence.allow(item.slot)
-        self._send(writer.sender, transfer.grant)
+        self._endpoint.fence.allow(item.slot)
+        self._endpoint.send(writer.sender, transfer.grant)
 
     def _written(self, sender: bytes, message: Written, transfer: Transfer | None) -> None:
         writer = _writer_of(sender, message)
         injected = writer.message(Injected)
         if transfer is None:
             if message.transfer_id in self._ended:
-                self._send(sender, injected)
+                self._endpoint.send(sender, injected)
             else:  # Forgotten, or granted by a former life of this process.
                 self._not_needed(writer)
             return
         if writer in transfer.refused:
-            self._send(sender, transfer.refused[writer])
+            self._endpoint.send(sender, transfer.refused[writer])
         grant = transfer.grant
         fits = grant is not None and grant.slot.generation == message.generation
         if transfer.writer != writer or grant is None or not fits:
             return
-        self._fence.forbid(grant.slot)
+        self._endpoint.fence.forbid(grant.slot)
         self._end(transfer)
         transfer_s = self._now - transfer.granted_s
         self._events.landed(transfer, grant, transfer_s=transfer_s)
-        self._send(sender, injected)  # Last: requests wait for the item, and none for this.
+        self._endpoint.send(
+            sender, injected
+        )  # Last: requests wait for the item, and none for this.
 
     def _fail_due(self, transfer: Transfer) -> None:
         if self._transfers.get(transfer.transfer_id) is not transfer:
@@ -471,10 +462,10 @@ class ConsumerSession:
         assert writer is not None and producer is not None
         transfer.grant = None
         transfer.item.slot = None
-        self._fence.forbid(grant.slot)
+        self._endpoint.fence.forbid(grant.slot)
         self._quarantine.add(writer, grant.slot, producer, reason)
-        if grant.path in self._fenced_paths:
-            self._send(writer.sender, writer.message(Abort, reason=reason))
+        if grant.path in self._endpoint.fenced_paths:
+            self._endpoint.send(writer.sender, writer.message(Abort, reason=reason))
             self._quarantine.release(writer)
         return grant.slot
 
@@ -483,13 +474,14 @@ class ConsumerSession:
             self._events.released(slot)
 
     def _not_needed(self, writer: Writer) -> None:
-        self._send(writer.sender, writer.message(NotNeeded))
+        self._endpoint.send(writer.sender, writer.message(NotNeeded))
+        self._events.not_needed(writer.transfer_id)
 
     def _keep_early(self, sender: bytes, message: Announce) -> None:
         """Keep an announcement until its request comes; its producer sends one that is not kept."""
         if message.transfer_id in self._early or len(self._early) >= MAX_EARLY:
             return
-        if self._verify_transfer(message):
+        if self._endpoint.verify_transfer(message):
             expires_s = self._now + self._wait_timeout_s
             self._early[message.transfer_id] = _Early(expires_s, sender, message)
 

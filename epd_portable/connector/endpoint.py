@@ -35,11 +35,13 @@ class ConsumerEndpoint:
     """Opens what a PD instance needs to receive, and closes it.
 
     Args:
-        fence: Lets writes through to leased slots only.
+        fingerprint: Of what producers must agree on.
         namespace: Of the store's entries that may be loaded.
 
     Attributes:
         control: Its control channel, for a thread to wait at.
+        fence: Lets writes through to leased slots only.
+        fenced_paths: Paths whose writes go through it.
 
     Raises:
         ConfigError: There is no secret.
@@ -53,10 +55,12 @@ class ConsumerEndpoint:
         *,
         fingerprint: str,
         pool_bytes: int,
-        fence: LeaseFence,
         namespace: str = "",
     ) -> None:
         session = new_session()
+        self.fingerprint = fingerprint
+        self.fence = LeaseFence()
+        self.fenced_paths = registry.fenced_paths()
         self._config = config
         self._namespace = namespace
         self._secret = Secret.read(config.secret_file)
@@ -73,7 +77,7 @@ class ConsumerEndpoint:
                 host=host_identity(),
                 device=f"{config.platform}:{config.device_index}",
                 fingerprint=fingerprint,
-                paths=tuple(self._open_paths(fence, opened)),
+                paths=tuple(self._open_paths(opened)),
             )
             self._loader = self._make_loader(opened)
             self._opened = opened.pop_all()
@@ -151,9 +155,7 @@ class ConsumerEndpoint:
         opened.callback(loader.close)
         return loader
 
-    def _open_paths(
-        self, fence: LeaseFence, opened: contextlib.ExitStack
-    ) -> Iterable[PathEndpoint]:
+    def _open_paths(self, opened: contextlib.ExitStack) -> Iterable[PathEndpoint]:
         config = self._config
         paths = registry.offered_by(config)
         if any(path.in_worker for path in paths):
@@ -163,7 +165,7 @@ class ConsumerEndpoint:
             platform=config.platform,
             host=config.host,
             data_address=config.data_address,
-            fence=fence,
+            fence=self.fence,
             keys=self._keys,
         )
         here = (path for path in paths if not path.in_worker)

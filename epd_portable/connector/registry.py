@@ -35,9 +35,6 @@ if TYPE_CHECKING:
 
 AUTO = extensions.AUTO
 
-PathChooser = Callable[[PeerDescriptor], PathEndpoint]
-"""Returns the path for a producer and the consumer's address on it, or `NoCommonPathError`."""
-
 STORE = "store"
 """Stands for a path's name where the store's loader writes an item."""
 

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 from epd_portable.connector import registry
 from epd_portable.connector.consumer import ConsumerSession, FailureCause, Transfer
 from epd_portable.connector.endpoint import ConsumerEndpoint
-from epd_portable.connector.transport import LeaseFence
 from epd_portable.errors import TransportError
 from epd_portable.log import trace
 from epd_portable.platforms.traits import TRAITS, PlatformTraits
@@ -27,13 +26,11 @@ from epd_portable.scheduling.preallocator import EncoderCachePreallocator
 from epd_portable.scheduling.slots import ReceivePool
 from epd_portable.wire.descriptors import SlotDescriptor
 from epd_portable.wire.messages import (
-    AnyMessage,
     Grant,
     LoadReport,
     LoadWanted,
     Nack,
     NackCode,
-    NotNeeded,
 )
 from epd_portable.wire.params import ExpectedTransfer
 
@@ -92,25 +89,14 @@ class Receiver:
         self._platform = config.platform
         self._wait_timeout_s = config.wait_timeout_s
         self.pool = ReceivePool(config.pool, config.pool_bytes, traits.slot_alignment_bytes)
-        fence = LeaseFence()
         self._endpoint = ConsumerEndpoint(
             config,
             fingerprint=fingerprint,
             pool_bytes=self.pool.capacity_bytes,
-            fence=fence,
             namespace=namespace,
         )
         self._session = ConsumerSession(
-            send=self._send,
-            events=self,
-            choose=self._endpoint.choose,
-            fingerprint=fingerprint,
-            verify_transfer=self._endpoint.verify_transfer,
-            is_gone=self._endpoint.is_gone,
-            fence=fence,
-            fenced_paths=registry.fenced_paths(),
-            wait_timeout_s=config.wait_timeout_s,
-            lease_s=config.lease_s,
+            self._endpoint, self, wait_timeout_s=config.wait_timeout_s, lease_s=config.lease_s
         )
         self.cache = EncoderCachePreallocator(
             cache_size,
@@ -123,7 +109,7 @@ class Receiver:
         self.requested: list[str] = []
         self._deadlines: deque[tuple[float, str]] = deque()
         """Of requests, with their ids; those that have ended go in time."""
-        self._loads = LoadReports(load or LoadReport, self._send)
+        self._loads = LoadReports(load or LoadReport, self._endpoint.send)
         self.lock = threading.RLock()
         self.thread: threading.Thread | None = None
         self._closing = False
@@ -240,11 +226,6 @@ class Receiver:
             logger.critical("the thread epd-receiver ends: no item comes here any more")
             raise
 
-    def _send(self, identity: bytes, message: AnyMessage) -> None:
-        self._endpoint.send(identity, message)
-        if isinstance(message, NotNeeded):
-            self.metrics.not_needed.inc()
-
     def _expire(self, now: float) -> None:
         """Let requests await items no longer than they may, by whosever transfers these come."""
         while self._deadlines and now >= self._deadlines[0][0]:
@@ -330,6 +311,10 @@ class Receiver:
             transfer.item.mm_hash in record.metadata_only and (record.reply_to or record.by_front)
             for record in self._owners(transfer)
         )
+
+    def not_needed(self, transfer_id: str) -> None:
+        """See `TransferEvents`."""
+        self.metrics.not_needed.inc()
 
     def released(self, slot: SlotDescriptor) -> None:
         """See `TransferEvents`."""

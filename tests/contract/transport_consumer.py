@@ -177,8 +177,9 @@ class Instance:
         self.address = ""
         if setup.rank == 0:
             scheduler = ConsumerEndpoint(
-                config, fingerprint=FINGERPRINT, pool_bytes=setup.pool_bytes, fence=self._fence
+                config, fingerprint=FINGERPRINT, pool_bytes=setup.pool_bytes
             )
+            self._fence = scheduler.fence
             opened.callback(scheduler.close)
             offered = [entry.name for entry in paths.offered(route.path, route.pair.encode)]
             self.address = scheduler.choose(encode_peer(route.pair.encode, offered)).address

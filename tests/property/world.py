@@ -127,7 +127,7 @@ class Pd:
 
     def is_leased(self, write: Write) -> bool:
         """Ask the fence, as receivers of fenced paths do."""
-        with self.side.receiver._session._fence.writing(write.slot) as leased:
+        with self.side.receiver._session._endpoint.fence.writing(write.slot) as leased:
             return leased
 
 

@@ -20,7 +20,6 @@ from epd_portable.connector.control import ControlClients, ControlServer
 from epd_portable.connector.curve import OVERHEAD_BYTES, receive_parts, secure_client
 from epd_portable.connector.endpoint import ConsumerEndpoint
 from epd_portable.connector.pool import SHM_FOLDER
-from epd_portable.connector.transport import LeaseFence
 from epd_portable.errors import TransportError
 from epd_portable.wire.codec import MAX_MESSAGE_BYTES, encode
 from epd_portable.wire.messages import Abort, Announce, AnyMessage, Later
@@ -288,7 +287,7 @@ def test_a_failed_endpoint_leaves_nothing(
         config = InstanceConfig(
             instance="pd", platform="cpu", pool=pool, path="tcp", **(addresses | changed)
         )
-        return ConsumerEndpoint(config, fingerprint="", pool_bytes=4096, fence=LeaseFence())
+        return ConsumerEndpoint(config, fingerprint="", pool_bytes=4096)
 
     with pytest.raises(TransportError):
         open_endpoint(**{taken: server.address})
@@ -307,7 +306,7 @@ def test_only_what_the_router_signed_is_verified(tmp_path: Path) -> None:
         control_address=address,
         secret_file=secret_file(),
     )
-    endpoint = ConsumerEndpoint(config, fingerprint="", pool_bytes=4096, fence=LeaseFence())
+    endpoint = ConsumerEndpoint(config, fingerprint="", pool_bytes=4096)
     proof = Secret.read(secret_file()).sign_transfer("t", "item", address)
     signed = Announce(
         transfer_id="t", mm_hash="x", tensor=SPEC, producer=peer(), item_uuid="item", proof=proof

@@ -29,7 +29,8 @@ class Desk:
         reasons: Of failures, for the log.
     """
 
-    fenced: frozenset[str] = frozenset()
+    fingerprint: str = FINGERPRINT
+    fenced_paths: frozenset[str] = frozenset()
     path: PathEndpoint | None = field(default_factory=lambda: PathEndpoint(path="shm"))
     now: float = 100.0
     items: dict[str, Item] = field(default_factory=dict)
@@ -40,23 +41,23 @@ class Desk:
 
     def __post_init__(self) -> None:
         self.fence = LeaseFence()
-        self.session = ConsumerSession(
-            send=lambda identity, message: self.sent.append((identity, message)),
-            events=self,
-            choose=self._choose,
-            fingerprint=FINGERPRINT,
-            verify_transfer=lambda announce: announce.transfer_id != "forged",
-            is_gone=lambda producer: producer.session in self.gone,
-            fence=self.fence,
-            fenced_paths=self.fenced,
-            wait_timeout_s=TIMEOUT_S,
-            lease_s=LEASE_S,
-        )
+        self.session = ConsumerSession(self, self, wait_timeout_s=TIMEOUT_S, lease_s=LEASE_S)
 
-    def _choose(self, producer: PeerDescriptor) -> PathEndpoint:
+    # -- the endpoint ------------------------------------------------------------------------------
+
+    def send(self, identity: bytes, message: AnyMessage) -> None:
+        self.sent.append((identity, message))
+
+    def choose(self, producer: PeerDescriptor) -> PathEndpoint:
         if self.path is None:
             raise NoCommonPathError("no path")
         return self.path
+
+    def verify_transfer(self, message: Announce) -> bool:
+        return message.transfer_id != "forged"
+
+    def is_gone(self, producer: PeerDescriptor) -> bool:
+        return producer.session in self.gone
 
     # -- what becomes of transfers -----------------------------------------------------------------
 
@@ -96,6 +97,9 @@ class Desk:
     def needs_another(self, transfer: Transfer) -> bool:
         return False
 
+    def not_needed(self, transfer_id: str) -> None:
+        pass
+
     def released(self, slot: SlotDescriptor) -> None:
         self.events.append(("released", slot.generation))
 
@@ -132,7 +136,7 @@ class Desk:
         sent, self.sent = self.sent, []
         return [f"{to.decode()[-1]} {each.transfer_id} {words(each)}" for to, each in sent]
 
-    def granted(self) -> None:
+    def get_grant(self) -> None:
         """Expect, reserve and announce."""
         self.expect()
         self.give_room()

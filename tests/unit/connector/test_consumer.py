@@ -104,7 +104,7 @@ def test_written_for_a_transfer_that_is_forgotten_is_not_needed(desk: Desk) -> N
     ],
 )
 def test_other_messages_leave_a_grant_alone(desk: Desk, sender: bytes, message: AnyMessage) -> None:
-    desk.granted()
+    desk.get_grant()
     desk.receive(sender, message)
     assert (desk.said(), desk.events) == ([], [])
     desk.receive(A, written())
@@ -184,7 +184,7 @@ def test_transfers_of_an_item_end_but_those_that_are_still_wanted(desk: Desk) ->
 
 @pytest.mark.parametrize("ends", ["failed", "lease"])
 def test_a_slot_that_was_granted_is_not_granted_to_a_sibling(desk: Desk, ends: str) -> None:
-    desk.granted()
+    desk.get_grant()
     desk.now += 1
     desk.expect("u")
     desk.receive(B, announce(B, transfer_id="u"))
@@ -198,7 +198,7 @@ def test_a_slot_that_was_granted_is_not_granted_to_a_sibling(desk: Desk, ends: s
 
 
 def test_another_encoder_takes_a_granted_transfer_over_with_another_slot(desk: Desk) -> None:
-    desk.granted()
+    desk.get_grant()
     desk.receive(B, announce(B))
     assert desk.said() == ["b t later", "a t abort"]
     assert desk.events == [("failed", "t", 1, "retried", "others left")]
@@ -212,7 +212,7 @@ def test_another_encoder_takes_a_granted_transfer_over_with_another_slot(desk: D
 
 
 def test_a_restarted_encoder_takes_its_own_transfer_over(desk: Desk) -> None:
-    desk.granted()
+    desk.get_grant()
     desk.gone.add(PEERS[A].session)
     desk.receive(b"2", announce(producer=peer("encode-a", session="encode-a-life-2")))
     assert desk.said() == ["2 t later"], "the former life is not asked any more"
@@ -222,7 +222,7 @@ def test_a_restarted_encoder_takes_its_own_transfer_over(desk: Desk) -> None:
 
 
 def test_a_release_is_of_the_slot_of_its_attempt(desk: Desk) -> None:
-    desk.granted()
+    desk.get_grant()
     desk.receive(A, abort())
     desk.expect()
     desk.give_room(2)
@@ -235,7 +235,7 @@ def test_a_release_is_of_the_slot_of_its_attempt(desk: Desk) -> None:
 
 
 def test_an_attempt_that_is_asked_to_stop_is_granted_nothing(desk: Desk) -> None:
-    desk.granted()
+    desk.get_grant()
     desk.receive(ROUTER, NOT_ENCODED)
     desk.said()
     desk.expect()
@@ -279,7 +279,7 @@ def test_an_unfit_encoder_is_refused(desk: Desk, changed: dict[str, Any], code: 
 
 
 def test_a_granted_encoder_that_announces_something_else_loses_its_slot(desk: Desk) -> None:
-    desk.granted()
+    desk.get_grant()
     desk.receive(B, announce(B, tensor=OTHER_SPEC))
     assert desk.said() == ["b t nack unexpected"]
     assert desk.allowed(), "it is another one's"
@@ -303,7 +303,7 @@ def test_the_router_ends_it(desk: Desk, announced: bool, message: AnyMessage, ca
 
 
 def test_an_abort_by_the_producer_fails_the_transfer_and_releases_its_slot(desk: Desk) -> None:
-    desk.granted()
+    desk.get_grant()
     desk.receive(A, abort())
     assert desk.said() == []
     assert desk.events == [("failed", "t", 1, "cancelled", "last"), ("released", 1)]
@@ -327,7 +327,7 @@ def test_a_transfer_that_is_not_granted_fails_at_its_deadline(desk: Desk, announ
 
 
 def test_a_lease_that_runs_out_quarantines_the_slot_until_the_producer_answers(desk: Desk) -> None:
-    desk.granted()
+    desk.get_grant()
     desk.said(LEASE_S + LEASE_MARGIN_S - 0.1)
     assert desk.events == []
     assert desk.said(0.1) == ["a t abort"]
@@ -345,7 +345,7 @@ def test_a_lease_that_runs_out_quarantines_the_slot_until_the_producer_answers(d
 
 
 def test_announcing_again_renews_the_lease_but_not_beyond_the_deadline(desk: Desk) -> None:
-    desk.granted()
+    desk.get_grant()
     for _ in range(5):
         desk.now += LEASE_S / 2
         desk.receive(A, announce())
@@ -366,7 +366,7 @@ def test_announcing_again_renews_the_lease_but_not_beyond_the_deadline(desk: Des
     ids=["a later life", "another instance", "another machine", "itself"],
 )
 def test_a_later_life_frees_slots(desk: Desk, other: PeerDescriptor, is_later_life: bool) -> None:
-    desk.granted()
+    desk.get_grant()
     desk.said(LEASE_S + LEASE_MARGIN_S)
     desk.receive(b"other", announce(transfer_id="u", mm_hash="other", producer=other))
     desk.said(SETTLED_S - 1)
@@ -378,8 +378,8 @@ def test_a_later_life_frees_slots(desk: Desk, other: PeerDescriptor, is_later_li
 @pytest.mark.parametrize("ends", ["lease", "not wanted"])
 @pytest.mark.parametrize("fenced", [False, True])
 def test_only_a_fenced_slot_is_free_at_once(ends: str, fenced: bool) -> None:
-    desk = Desk(fenced=frozenset({"tcp"}), path=PathEndpoint(path="tcp" if fenced else "shm"))
-    desk.granted()
+    desk = Desk(fenced_paths=frozenset({"tcp"}), path=PathEndpoint(path="tcp" if fenced else "shm"))
+    desk.get_grant()
     if ends == "not wanted":
         desk.session.not_wanted(desk.item())
     assert desk.said(LEASE_S + LEASE_MARGIN_S if ends == "lease" else 0.0) == ["a t abort"]

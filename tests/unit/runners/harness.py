@@ -14,7 +14,9 @@ from unittest import mock
 from prometheus_client import CollectorRegistry
 
 from epd_portable.config.instance import InstanceConfig
+from epd_portable.connector import registry
 from epd_portable.connector.producer import ProducerSession, TransferOrder, Write
+from epd_portable.connector.transport import LeaseFence
 from epd_portable.platforms.traits import TRAITS
 from epd_portable.runners import receiver as receiver_module
 from epd_portable.runners.metrics import ReceiverMetrics
@@ -49,6 +51,9 @@ class Mailbox:
     outbox: list[tuple[bytes, AnyMessage]] = field(default_factory=list)
     gone: set[str] = field(default_factory=set)
     forged: set[str] = field(default_factory=set)
+    fingerprint: str = FINGERPRINT
+    fence: LeaseFence = field(default_factory=LeaseFence)
+    fenced_paths: frozenset[str] = registry.fenced_paths()
 
     def receive(self) -> list[tuple[bytes, AnyMessage]]:
         received, self.inbox = self.inbox, []
