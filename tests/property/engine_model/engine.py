@@ -18,6 +18,7 @@ from prometheus_client import CollectorRegistry
 
 from epd_portable.config.instance import InstanceConfig
 from epd_portable.config.secret import Secret
+from epd_portable.connector.registry import fenced_paths
 from epd_portable.connector.transport import LeaseFence
 from epd_portable.demo import MODEL_DIR
 from epd_portable.errors import NoCommonPathError
@@ -47,8 +48,9 @@ ROUTER = "router"
 class Post:
     """Stands for `ConsumerEndpoint`, that is for sockets and shared memory."""
 
-    fence: LeaseFence
     fingerprint: str
+    fence: LeaseFence = field(default_factory=LeaseFence)
+    fenced_paths: frozenset[str] = fenced_paths()
     paths: dict[str, str] = field(default_factory=dict)
     """Of each encoder; with others there is none in common."""
     inbox: list[tuple[bytes, AnyMessage]] = field(default_factory=list)
@@ -198,8 +200,8 @@ def _seams(shape: Shape, clock: Clock, made: dict[str, Any]) -> Iterator[None]:
         def listen(self) -> None:
             """Messages are taken in when the model says so."""
 
-    def open_post(*args: Any, fence: LeaseFence, fingerprint: str, **kwargs: Any) -> Post:
-        made["post"] = Post(fence, fingerprint)
+    def open_post(*args: Any, fingerprint: str, **kwargs: Any) -> Post:
+        made["post"] = Post(fingerprint)
         return made["post"]
 
     def budget(*args: Any) -> Budget:
