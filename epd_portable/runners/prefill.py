@@ -9,10 +9,8 @@ from typing import TYPE_CHECKING
 
 from epd_portable.log import trace
 from epd_portable.runners.prompt import (
-    is_own,
     match_transfers,
     metadata_only_items,
-    outcome_of,
 )
 from epd_portable.runners.receiver import Receiver
 from epd_portable.scheduling.items import Claimant, PromptItem
@@ -77,9 +75,6 @@ class PrefillRequests:
         ]
         trace("request.arrived", request=request_id, awaited=awaited)
         self._cache.advance()
-        for claim in record.claims.values():
-            if claim.item.is_here and (claim.served or is_own(claim.item, record)):
-                record.note(outcome_of(claim.item, record))
         self._has_front |= record.by_front
         self._receiver.requested += [
             transfers[mm_hash].transfer_id

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from epd_portable.connector.registry import STORE
-from epd_portable.scheduling.items import Claimant, Item, PromptItem
+from epd_portable.scheduling.items import PromptItem
 from epd_portable.wire.params import (
     EncodeTransfer,
     ExpectedTransfer,
-    ItemOutcome,
     PrefillParams,
 )
 
@@ -72,33 +70,3 @@ def engine_names(
         if len(ours) == len(theirs):
             names.update(zip(theirs, ours, strict=True))
     return names
-
-
-def is_own(item: Item, record: Claimant) -> bool:
-    """Return whether the request's own transfer brought an item."""
-    own = record.transfers.get(item.mm_hash)
-    return (
-        own is not None and item.origin is not None and own.transfer_id == item.origin.transfer_id
-    )
-
-
-def outcome_of(item: Item, record: Claimant, wait_s: float | None = None) -> ItemOutcome:
-    """Return how a request has an item that is here.
-
-    Args:
-        wait_s: How long it has waited for it; ``None`` if the item was here when it came.
-    """
-    origin = item.origin
-    if origin is None or not (is_own(item, record) or wait_s is not None):
-        return ItemOutcome(mm_hash=item.mm_hash, source="encoder_cache")
-    assert item.tensor is not None
-    stored = origin.path == STORE
-    return ItemOutcome(
-        mm_hash=item.mm_hash,
-        source="store" if stored else "transfer",
-        encoder="" if stored else origin.encoder,
-        path="" if stored else origin.path,
-        nbytes=item.tensor.nbytes,
-        wait_ms=round((wait_s or 0.0) * 1000, 3),
-        transfer_ms=round(origin.transfer_s * 1000, 3),
-    )

@@ -20,8 +20,7 @@ from epd_portable.runners.load_reports import LoadReports
 from epd_portable.runners.metrics import ReceiverMetrics
 from epd_portable.runners.orders import OrderBook
 from epd_portable.runners.placer import Placement
-from epd_portable.runners.prompt import outcome_of
-from epd_portable.scheduling.items import Claim, Claimant, Item, Origin, State
+from epd_portable.scheduling.items import Claim, Claimant, Item, State
 from epd_portable.scheduling.preallocator import EncoderCachePreallocator
 from epd_portable.scheduling.slots import ReceivePool
 from epd_portable.wire.descriptors import SlotDescriptor
@@ -32,7 +31,7 @@ from epd_portable.wire.messages import (
     Nack,
     NackCode,
 )
-from epd_portable.wire.params import ExpectedTransfer
+from epd_portable.wire.params import ExpectedTransfer, ItemOutcome
 
 if TYPE_CHECKING:
     from epd_portable.config.instance import InstanceConfig
@@ -247,12 +246,6 @@ class Receiver:
         """See `TransferEvents`."""
         item, now = transfer.item, self.clock()
         assert item.tensor is not None and transfer.producer is not None
-        item.origin = Origin(
-            transfer_id=transfer.transfer_id,
-            encoder=transfer.producer.instance,
-            path=grant.path,
-            transfer_s=transfer_s,
-        )
         self.cache.landed(item)
         placement = Placement(
             mm_hash=item.mm_hash,
@@ -269,9 +262,20 @@ class Receiver:
             nbytes=item.tensor.nbytes,
             transfer_s=transfer_s,
         )
+        stored = grant.path == registry.STORE
         for record in self._records(item):
             wait_s = now - record.arrived_s
-            record.note(outcome_of(item, record, wait_s=wait_s))
+            record.note(
+                ItemOutcome(
+                    mm_hash=item.mm_hash,
+                    source="store" if stored else "transfer",
+                    encoder="" if stored else transfer.producer.instance,
+                    path="" if stored else grant.path,
+                    nbytes=item.tensor.nbytes,
+                    wait_ms=round(1000 * wait_s, 3),
+                    transfer_ms=round(1000 * transfer_s, 3),
+                )
+            )
             self.metrics.wait_s.observe(wait_s)
         self.metrics.received_bytes.labels(grant.path).inc(item.tensor.nbytes)
         self.metrics.transfer_s.labels(grant.path).observe(transfer_s)

@@ -50,23 +50,6 @@ class State(enum.Enum):
     """It is in the workers' encoder caches, or computed by the step that was scheduled."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Origin:
-    """How an item came here from elsewhere.
-
-    Attributes:
-        transfer_id: The transfer that brought it.
-        encoder: Instance that wrote it.
-        path: By which path.
-        transfer_s: From the grant of its slot to the news of its write.
-    """
-
-    transfer_id: str
-    encoder: str
-    path: str
-    transfer_s: float
-
-
 @dataclass(slots=True, eq=False)
 class Item:
     """One encoder output, by the engine's name for it.
@@ -79,7 +62,6 @@ class Item:
         wanted: Claims that are not served, by request.
         transfers: On their way here, by ``transfer_id``.
         slot: Where it is written, from its reservation until it is in the workers' hands.
-        origin: How it came here; ``None`` if it was encoded here, or has not come yet.
     """
 
     mm_hash: str
@@ -90,7 +72,6 @@ class Item:
     wanted: dict[str, Claim] = field(default_factory=dict)
     transfers: dict[str, Any] = field(default_factory=dict)
     slot: SlotDescriptor | None = None
-    origin: Origin | None = None
 
     @property
     def kept_transfers(self) -> set[str]:

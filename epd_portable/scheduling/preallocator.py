@@ -120,7 +120,7 @@ class EncoderCachePreallocator(EncoderCacheManager):
         if item is not None and item.tensor != tensor:
             if item.holders or item.wanted or item.state is State.ENCODING:
                 return None
-            self._drop(item)
+            self._evict(item)
             item = None
         if item is None:
             item = self.items[mm_hash] = Item(mm_hash, tensor.shape[0], tensor)
@@ -279,7 +279,6 @@ class EncoderCachePreallocator(EncoderCacheManager):
             return self.not_encoded(mm_hash)
         item = self.items[mm_hash]
         item.state = State.PRESENT
-        item.origin = None
         if not item.holders:
             self._rest(item)
         self._is_here(item)
@@ -407,7 +406,6 @@ class EncoderCachePreallocator(EncoderCacheManager):
         item = self.items[request.mm_features[input_id].identifier]
         if item.state is State.LOCAL:
             item.state = State.PRESENT
-            item.origin = None
             self._is_here(item)
 
     def free_encoder_input(self, request: MultiModalRequest, input_id: int) -> None:
@@ -607,14 +605,6 @@ class EncoderCachePreallocator(EncoderCacheManager):
         self.depreallocate(item.mm_hash)
         self._forget_if_unused(item)
         self._stirred = True
-
-    def _drop(self, item: Item) -> None:
-        """Forget an unused item, whatever its state."""
-        self._deliveries.not_wanted(item)
-        if item.is_here:
-            self._evict(item)
-        else:
-            self._give_room_back(item)
 
     def _is_here(self, item: Item) -> None:
         """Let all holders of an item compute with it.

@@ -165,6 +165,7 @@ def test_an_announcement_of_an_item_that_is_there_is_answered_not_needed() -> No
     pair.encode.submit(Item("cat", transfer_id="t-again"), ready=True)
     pair.settle()
     assert events(pair.pd)["epd_pd_not_needed_total"] == 1
+    pair.pd.computed["again"] = 3
     pair.pd.finish("again")
     assert events(pair.pd)["epd_pd_items_total{source=encoder_cache}"] == 1
 
