@@ -6,6 +6,7 @@ Hooks by version are listed in `epd_portable.vllm_plugin.compat`.
 from __future__ import annotations
 
 import logging
+import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -39,7 +40,6 @@ from epd_portable.runners.receiver import Receiver
 from epd_portable.runners.sender import Sender
 from epd_portable.runners.shared_encoder import SharedEncoder
 from epd_portable.runners.stream_clock import StreamClock
-from epd_portable.scheduling.answers import WithheldAnswers
 from epd_portable.scheduling.encode_queue import EncodeQueue, StepLimits
 from epd_portable.scheduling.encoder_cache import EncoderCacheManager
 from epd_portable.scheduling.two_levels import FILLED, TwoLevelCache
@@ -156,7 +156,7 @@ class EncodeScheduler(SchedulerConnector):
     """The scheduler half of an encode instance: a `Dispatcher` and its `EncodeQueue`.
 
     Attributes:
-        answers: Of steps that the device has not computed yet.
+        computed_step: The last that is known to be computed, see `StepMetadata.step`.
         queue: Decides which requests may start.
     """
 
@@ -164,11 +164,11 @@ class EncodeScheduler(SchedulerConnector):
     _dispatcher: Dispatcher
     _cache: TwoLevelCache
     _step = 0
+    computed_step = 0
 
     def attach(self, scheduler: Any) -> EncoderCacheManager:
         """See `SchedulerConnector`."""
         config = self._config
-        self.answers: WithheldAnswers[Any] = WithheldAnswers()
         self._cache = TwoLevelCache(
             scheduler.encoder_cache_manager.cache_size,
             config.host_cache_bytes,
@@ -186,16 +186,16 @@ class EncodeScheduler(SchedulerConnector):
         )
         return self._cache
 
-    def consumer(self, request_id: str) -> str:
-        """Return the address that the items of a request are for; empty for none."""
-        return self._dispatcher.consumer(request_id)
-
     def request_arrived(self, request: Request) -> None:
-        """Remember the transfers that a request asks for."""
-        params = _read(EncodeParams, request) if request.mm_features else None
+        """Queue a request that has items, and remember the transfers that it asks for."""
+        if not request.mm_features:
+            return
+        params = _read(EncodeParams, request)
         if params is not None:
             items = self._metadata.encoded_items(request)
             self._dispatcher.request_arrived(request.request_id, items, params)
+        consumer = self._dispatcher.consumer(request.request_id)
+        self.queue.arrived(request, consumer, time.monotonic())
 
     def ensure_cache_available(
         self, request: Request, num_computed_tokens: int, **kwargs: Any
@@ -211,7 +211,9 @@ class EncodeScheduler(SchedulerConnector):
         if computes and TRAITS[self._config.platform].needs_device_copy:
             self._step += 1  # It is computed later than it is queued.
         orders = self._dispatcher.take_orders(scheduler_output.num_scheduled_tokens)
-        waits = bool(self.answers) or (self._dispatcher.busy and not self.queue.is_empty)
+        waits = self._step > self.computed_step or (
+            self._dispatcher.busy and not self.queue.is_empty
+        )
         return StepMetadata(
             orders=orders,
             copies=self._cache.take_orders(),
@@ -226,7 +228,7 @@ class EncodeScheduler(SchedulerConnector):
         for nbytes in report["room"]:
             self._grow(int(nbytes))
         for step in report["computed"]:
-            self.answers.computed(int(step))
+            self.computed_step = max(self.computed_step, int(step))
         gone = self._cache.take_report(lost=report["copy lost"], missing=report["missing"])
         for item in gone:
             self._dispatcher.kept.lost(item)

@@ -7,6 +7,7 @@ request may start; `EncodeQueue` decides.
 from __future__ import annotations
 
 import time
+from collections import deque
 from functools import cache
 from typing import Any
 
@@ -28,12 +29,8 @@ def encoder_scheduler(base: type) -> type:
             # longer than a step. Nothing is generated here, so a chunk harms nothing.
             self.scheduler_config.enable_chunked_prefill = True
             self.encode_queue = self.ec_connector.queue
-
-        def add_request(self, request: Any) -> None:
-            super().add_request(request)
-            if request.mm_features:
-                consumer = self.ec_connector.consumer(request.request_id)
-                self.encode_queue.arrived(request, consumer, time.monotonic())
+            self._withheld: deque[tuple[int, int, Any]] = deque()
+            """Answers with their steps and clients, in their order."""
 
         def schedule(self, *args: Any, **kwargs: Any) -> Any:
             self.encode_queue.admit(time.monotonic())
@@ -52,20 +49,17 @@ def encoder_scheduler(base: type) -> type:
 
             vLLM's other outputs go out at once.
             """
-            answers = self.ec_connector.answers
-            if step or answers:
-                given = {client: each.outputs for client, each in outputs.items()}
-                ready = answers.pass_on(step, given)
-                for client in outputs.keys() | ready.keys():
-                    outputs.setdefault(client, EngineCoreOutputs()).outputs = ready.get(client, [])
-            if trace.on:
-                for each in outputs.values():
-                    for answer in each.outputs:
-                        trace("encode.answered", request=answer.request_id)
+            for client, each in outputs.items():
+                self._withheld.extend((step, client, answer) for answer in each.outputs)
+                each.outputs = []
+            while self._withheld and self._withheld[0][0] <= self.ec_connector.computed_step:
+                _, client, answer = self._withheld.popleft()
+                outputs.setdefault(client, EngineCoreOutputs()).outputs.append(answer)
+                trace("encode.answered", request=answer.request_id)
             return outputs
 
         def has_requests(self) -> bool:
-            return super().has_requests() or bool(self.ec_connector.answers)
+            return super().has_requests() or bool(self._withheld)
 
         def _drop_early_tokens(self, model_runner_output: Any) -> None:
             """Keep requests whose prompts take several steps from ending with the first."""

@@ -408,4 +408,4 @@ def test_an_answer_whose_step_is_computed_when_it_ends_goes_out_at_once(on_devic
     on_device.arrive("a", ("cat", 100))
     on_device.step(computed=1)
     assert set(on_device.ended) == {"a"}
-    assert not on_device.scheduler.ec_connector.answers
+    assert not on_device.scheduler._withheld
