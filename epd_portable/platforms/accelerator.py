@@ -167,13 +167,6 @@ class AcceleratorPlatform(Platform):
         with self._translated(f"unpin {address:#x}"):
             self._unregister_host(address)
 
-    def can_access_peer(self, index: int, peer: int) -> bool:
-        """Ask the runtime."""
-        self.device(index)
-        self.device(peer)
-        with self._translated(f"ask device {index} about {peer}"):
-            return index == peer or bool(self._runtime.can_device_access_peer(index, peer))
-
     def share_tensor(self, tensor: torch.Tensor) -> ShareHandle:
         """Export the tensor's storage.
 

@@ -212,10 +212,6 @@ class Platform(ABC):
         """
 
     @abstractmethod
-    def can_access_peer(self, index: int, peer: int) -> bool:
-        """Whether device ``index`` can read and write the memory of device ``peer``."""
-
-    @abstractmethod
     def share_tensor(self, tensor: torch.Tensor) -> ShareHandle:
         """Make device memory openable by other processes of this host, any number of them.
 

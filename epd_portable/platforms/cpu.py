@@ -91,12 +91,6 @@ class CpuPlatform(Platform):
     def unpin_host(self, address: int) -> None:
         """Do nothing."""
 
-    def can_access_peer(self, index: int, peer: int) -> bool:
-        """Return ``True`` for the one device."""
-        self.device(index)
-        self.device(peer)
-        return True
-
     def share_tensor(self, tensor: torch.Tensor) -> ShareHandle:
         """Refuse: a CPU tensor is shared by placing it in shared memory, not by a handle."""
         raise UnsupportedError("cpu: there is no device memory to share; use the shm transfer path")

@@ -85,8 +85,7 @@ def _platform(name: str, expected: HardwareProfile | None) -> Iterator[Finding]:
         reason += f": {connector.install}"
     yield Finding("kv", f"{name}/{connector.name}", has_module, reason)
     sizes: list[int] = []
-    count = platform.device_count()
-    for index in range(count):
+    for index in range(platform.device_count()):
         try:
             memory = platform.memory_info(index)
         except PlatformError as error:
@@ -94,9 +93,6 @@ def _platform(name: str, expected: HardwareProfile | None) -> Iterator[Finding]:
             continue
         sizes.append(memory.total_bytes)
         reason = f"{_gib(memory.free_bytes)} of {_gib(memory.total_bytes)} are free"
-        peers = [peer for peer in range(count) if peer != index]
-        if reached := [peer for peer in peers if platform.can_access_peer(index, peer)]:
-            reason += f"; reaches {', '.join(f'{name}:{peer}' for peer in reached)}"
         yield Finding("device", f"{name}:{index}", True, reason)
     if expected:
         yield compare(expected, sizes)

@@ -61,10 +61,10 @@ def test_devices_memory_and_paths_are_listed() -> None:
     assert status == 0
     assert found["engine", "vllm-ascend"][0] == "yes"
     assert found["platform", "npu"][1].endswith("2 devices")
-    for index, other in ((0, 1), (1, 0)):
+    for index in (0, 1):
         usable, why = found["device", f"npu:{index}"]
         assert usable == "yes"
-        assert why.endswith(f"of 2.00 GiB are free; reaches npu:{other}")
+        assert why.endswith("of 2.00 GiB are free")
     usable, why = found["share", "npu"]
     assert (usable, why.endswith("of 20 cube cores, 40 vector cores")) == ("yes", True)
     paths = {name: usable for (what, name), (usable, _) in found.items() if what == "path"}

@@ -24,8 +24,6 @@ def test_a_device_that_is_not_there_is_refused_by_every_call(npu: Platform, inde
         npu.set_device,
         npu.memory_info,
         npu.stream,
-        lambda index: npu.can_access_peer(0, index),
-        lambda index: npu.can_access_peer(index, 0),
     )
     for call in calls:
         with pytest.raises(PlatformUnavailableError, match=f"npu device {index} of 2"):
@@ -66,10 +64,6 @@ torch.npu.empty_cache()
 assert npu.memory_info(1) == before
 """
     )
-
-
-def test_every_device_reaches_itself_and_its_peers(npu: Platform) -> None:
-    assert all(npu.can_access_peer(index, peer) for index in (0, 1) for peer in (0, 1))
 
 
 def test_memory_of_the_allocator_is_aligned_for_copies_and_for_slots(npu: Platform) -> None:
