@@ -30,7 +30,7 @@ def main() -> None:
         url=next((f"{spec.url}/v1" for spec in specs if spec.role == "router"), "nowhere"),
         processes=specs,
         warnings=(),
-        joins=tuple(raw["joins"]),
+        joins=tuple(raw.get("joins", ())),
         members=tuple({"name": spec.name, "role": spec.role, "url": spec.url} for spec in specs),
     )
     if "pauses_s" in raw:
