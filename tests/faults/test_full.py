@@ -166,6 +166,7 @@ def test_a_launcher_whose_output_cannot_be_written_goes_on_and_restarts(tmp_path
         "log_dir": str(tmp_path),
         "temp_dir": str(tmp_path / "temp"),
     }
+    (tmp_path / "temp").mkdir()
     (tmp_path / "plan.json").write_text(json.dumps(plan))
     launcher = subprocess.Popen(
         [sys.executable, "-m", "tests.integration.launch.run_plan", tmp_path / "plan.json"],
