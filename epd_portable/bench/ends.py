@@ -96,7 +96,7 @@ class Consumer:
 
     def close(self) -> None:
         """Stop receiving."""
-        self._placer.close()
+        self._placer.clock.close()
         self._receiver.close()
         self._endpoint.close()
 

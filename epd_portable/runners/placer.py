@@ -58,12 +58,15 @@ class Placer:
     before goes on. In the next step that computes, the current stream waits for the copies; the
     host never does (but see `PlatformTraits.foreign_pages_block`: it may be blocked while it queues
     them).
+
+    Attributes:
+        clock: Of the worker's device.
     """
 
     def __init__(self, copies: DeviceCopies, endpoint: WorkerEndpoint) -> None:
         self._copies = copies
         self._endpoint = endpoint
-        self._clock = StreamClock(copies, "epd-placed")
+        self.clock = StreamClock(copies, "epd-computed")
         self._copied: DeviceEvent | None = None
         """Behind all copies that the current stream has not waited for."""
 
@@ -96,11 +99,7 @@ class Placer:
                 encoder_cache[item.mm_hash] = _shaped(self._bytes(item), item.tensor)
         for item in placements:
             fields = {"mm_hash": item.mm_hash, "nbytes": item.slot.nbytes}
-            self._clock.trace("item.placed", behind=self._copied, **fields)
-
-    def close(self) -> None:
-        """Let the copies of the last step be traced."""
-        self._clock.close()
+            self.clock.trace("item.placed", behind=self._copied, **fields)
 
     def _bytes(self, item: Placement) -> torch.Tensor:
         """Return ``(nbytes,)`` uint8 that is the item's slot."""

@@ -163,20 +163,15 @@ class Writers:
 
     def _write(self, write: Write) -> WriteResult:
         try:
-            write_s = self._carry_out(write)
+            output = self._outputs.output_for(write.transfer_id)
+            _trace_begun(write)
+            begin_s = time.monotonic()
+            self.transport(write.path).write(_slot_write(write, output))
+            write_s, end_s = _duration(output.computed_at, begin_s)
+            _trace_written(write, write_s, end_s)
         except Exception as error:
             return WriteResult(write=write, error=error)
         return WriteResult(write=write, write_s=write_s)
-
-    def _carry_out(self, write: Write) -> float:
-        """Write an output; return how many seconds that took."""
-        output = self._outputs.output_for(write.transfer_id)
-        _trace_begun(write)
-        begin_s = time.monotonic()
-        self.transport(write.path).write(_slot_write(write, output))
-        write_s, end_s = _duration(output.computed_at, begin_s)
-        _trace_written(write, write_s, end_s)
-        return write_s
 
     def _finish_copy(
         self, write: Write, copy: QueuedCopy, computed_at: Future[float], begin_s: float

@@ -369,13 +369,6 @@ class PDScheduler(SchedulerConnector):
         outcome = self.requests.finished(request.request_id, request.num_computed_tokens)
         return False, None if outcome is None else to_params(outcome)
 
-    def take_answers(self) -> dict[str, dict[str, Any] | None]:
-        """Return the answers of encode jobs that have ended, by request."""
-        ended = self.encoder.take_ended()
-        return {
-            each: None if outcome is None else to_params(outcome) for each, outcome in ended.items()
-        }
-
 
 class WorkerConnector(EPDConnector):
     """The worker half.
@@ -611,10 +604,9 @@ class PDWorker(WorkerConnector):
         self._copies, self._rank = copies, rank
         endpoint = WorkerEndpoint(self._config, copies, rank)
         self._opened.callback(endpoint.close)
-        self._clock = StreamClock(copies, "epd-computed")
-        self._opened.callback(self._clock.close)
         self._placer = Placer(copies, endpoint)
-        self._opened.callback(self._placer.close)
+        self._clock = self._placer.clock
+        self._opened.callback(self._clock.close)
         return endpoint.slab_bytes
 
     def use_encoder(self, model: Any, device: torch.device) -> None:

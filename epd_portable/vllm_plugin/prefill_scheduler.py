@@ -150,8 +150,8 @@ def prefill_scheduler(base: type) -> type:
 
         def _answer_jobs(self, outputs: dict[int, Any]) -> None:
             """Answer encode jobs that have ended, as an encode instance does: with no token."""
-            for request_id, params in self.ec_connector.take_answers().items():
-                job = self._jobs.pop(request_id)
+            for request_id, outcome in self._encoder.take_ended().items():
+                job, params = self._jobs.pop(request_id), outcome and to_params(outcome)
                 answer = EngineCoreOutput(
                     request_id=request_id, new_token_ids=[], finish_reason=FinishReason.STOP
                 )

@@ -118,5 +118,5 @@ def test_a_trace_of_what_is_placed_costs_the_device_no_event_of_its_own(
     ]
     placer = make_placer(memory, platform)
     placer.carry_out(WorkerOrders(placements=items), {})
-    placer.close()
+    placer.clock.close()
     assert [len(recorded), seen] == [1, ["item.placed"] * 2]
