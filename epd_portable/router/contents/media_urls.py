@@ -103,7 +103,7 @@ class _Fetch:
 
     Attributes:
         waiting: Requests that wait for it.
-        nbytes: That it takes while it is kept.
+        nbytes: That it takes while it is kept; 0 before.
         until: When it is not kept any more.
     """
 
@@ -111,7 +111,7 @@ class _Fetch:
     task: asyncio.Task[FetchedFile]
     waiting: int = 0
     nbytes: int = 0
-    until: float = 0.0
+    until: float = math.inf
 
     @property
     def file(self) -> FetchedFile | None:
@@ -142,13 +142,12 @@ class MediaFetcher:
         self._settings = settings
         self._metrics = metrics
         self._files = WebFiles(settings, body, resolve)
-        self._under_way: dict[str, _Fetch] = {}
-        self._kept: collections.OrderedDict[str, _Fetch] = collections.OrderedDict()
+        self._fetches: collections.OrderedDict[str, _Fetch] = collections.OrderedDict()
         self._kept_bytes = 0
 
     async def close(self) -> None:
         """End what is on its way."""
-        tasks = [fetch.task for fetch in self._under_way.values()]
+        tasks = [fetch.task for fetch in self._fetches.values()]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -176,19 +175,18 @@ class MediaFetcher:
 
     def join(self, target: WebTarget) -> _Fetch:
         """Return a file that is kept, or wait with others for the one that is on its way."""
-        key, source = target.url, "cache"
-        fetch = self._kept.get(key)
+        key = target.url
+        fetch = self._fetches.get(key)
         if fetch is not None and fetch.until < time.monotonic():
             self._drop(fetch)
             fetch = None
         if fetch is not None:
-            self._kept.move_to_end(key)
-        elif (fetch := self._under_way.get(key)) is not None:
-            source = "joined"
+            source = "cache" if fetch.nbytes else "joined"
+            self._fetches.move_to_end(key)
         else:
             source = "fetch"
             task = asyncio.get_running_loop().create_task(self._fetch(target))
-            fetch = self._under_way[key] = _Fetch(key, task)
+            fetch = self._fetches[key] = _Fetch(key, task)
             task.add_done_callback(functools.partial(self._ended, fetch))
         self._metrics.media_urls.labels(source).inc()
         fetch.waiting += 1
@@ -200,29 +198,26 @@ class MediaFetcher:
         if not fetch.waiting and not fetch.task.done():
             fetch.task.cancel()
             # Who comes in this moment must not join what ends.
-            self._under_way.pop(fetch.key, None)
+            self._fetches.pop(fetch.key, None)
 
     def _ended(self, fetch: _Fetch, _: asyncio.Task[FetchedFile]) -> None:
         """Keep a file, if it was obtained, may be kept, and there is room."""
-        if self._under_way.get(fetch.key) is fetch:
-            del self._under_way[fetch.key]
-        if (file := fetch.file) is None:
+        if self._fetches.get(fetch.key) is not fetch:  # Given up.
             return
-        keep_s = min(CACHE_S, file.keep_s)
-        nbytes = len(file.text) + len(fetch.key) + OVERHEAD_BYTES
+        file = fetch.file
+        keep_s = 0.0 if file is None else min(CACHE_S, file.keep_s)
+        nbytes = 0 if file is None else len(file.text) + len(fetch.key) + OVERHEAD_BYTES
         if keep_s <= 0 or nbytes > self._settings.cache_bytes:
+            self._drop(fetch)
             return
-        if fetch.key in self._kept:
-            self._drop(self._kept[fetch.key])
         fetch.nbytes, fetch.until = nbytes, time.monotonic() + keep_s
-        self._kept[fetch.key] = fetch
         self._kept_bytes += nbytes
         while self._kept_bytes > self._settings.cache_bytes:
-            self._drop(next(iter(self._kept.values())))
+            self._drop(next(each for each in self._fetches.values() if each.nbytes))
 
-    def _drop(self, kept: _Fetch) -> None:
-        del self._kept[kept.key]
-        self._kept_bytes -= kept.nbytes
+    def _drop(self, fetch: _Fetch) -> None:
+        del self._fetches[fetch.key]
+        self._kept_bytes -= fetch.nbytes
 
     async def _fetch(self, target: WebTarget) -> FetchedFile:
         """Fetch a file, and count how that ended."""

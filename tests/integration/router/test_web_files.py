@@ -436,13 +436,16 @@ async def test_what_one_gives_up_is_fetched_for_the_others(world: World) -> None
 async def test_what_all_give_up_is_not_fetched_to_its_end(world: World) -> None:
     world.site.pages["/a.png"] = slowly(plain(PNG), 1, 0.5)
     fetcher = world.fetcher()
-    asked = [asyncio.create_task(get(fetcher, world.url())) for _ in range(2)]
-    await until(lambda: bool(world.site.heads))
-    for each in asked:
-        each.cancel()
-    await until(lambda: world.site.closed_early == 1)
-    world.site.pages["/a.png"] = plain(PNG)
+    with fetcher.of_request() as one, fetcher.of_request() as other:
+        for each in (one, other):
+            assert each.find_media(world.url().encode(), WHERE) is None
+        await until(lambda: bool(world.site.heads))
+        world.site.pages["/a.png"] = plain(PNG)
+    # Who comes in this moment does not join what ends.
     assert await get(fetcher, world.url()) == [PNG]
+    await until(lambda: world.site.closed_early == 1)
+    cancelled = 'epd_router_media_fetches_total{result="cancelled"} 1.0'
+    assert cancelled in world.metrics.exposition().decode()
 
 
 @pytest.mark.parametrize(
