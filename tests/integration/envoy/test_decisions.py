@@ -14,7 +14,6 @@ from tests.integration.router.test_hops import (
     test_a_cache_key_leads_items_in_place_of_their_content,
     test_a_client_is_not_heard,
     test_an_output_that_is_somewhere_is_asked_for_there,
-    test_beside_a_prefill_instance_it_coordinates_for_a_picker_and_a_decode_side,
     test_items_are_shared_out_among_the_encoders_that_are_named,
     test_kv_that_a_hop_has_goes_to_the_instance_that_answers,
     test_what_a_hop_cannot_mean_is_refused,

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, TypeAlias
 
 import pytest
 from starlette.responses import JSONResponse, Response
 
-from epd_portable.delivery.instances import PROBES_UNTIL_DOWN
 from epd_portable.wire import codec
 from epd_portable.wire.messages import Abort, EncodeFailed, NackCode
 from tests.integration.router.conftest import Build, Topology
@@ -25,7 +23,6 @@ from tests.integration.router.stand_in import (
     in_turn,
     refuse,
     refusing,
-    stream,
     streamed,
     until,
 )
@@ -65,23 +62,6 @@ ITEM_FAILURES: dict[str, tuple[int, Settings, list[Behaviour], int, str, str]] =
 }
 
 
-async def test_a_client_that_leaves_a_stream_ends_it_at_the_instance(build: Build) -> None:
-    t = await build()
-
-    async def pieces() -> AsyncIterator[bytes]:
-        try:
-            yield b"data: {}\n\n"
-            await asyncio.Event().wait()
-        finally:
-            await t.pd.count_abort()
-
-    t.pd.behaviour = stream(pieces)
-    body = {"prompt": "x", "stream": True}
-    async with t.client.stream("POST", "/v1/completions", json=body) as response:
-        assert await anext(response.aiter_bytes())
-    await t.pd.until(lambda pd: pd.aborted == 1)
-
-
 @pytest.mark.parametrize("case", ITEM_FAILURES)
 async def test_an_item_that_an_encoder_does_not_encode_is_retried_or_encoded_locally(
     build: Build, case: str
@@ -113,15 +93,6 @@ async def test_an_item_that_an_encoder_does_not_encode_is_retried_or_encoded_loc
     known = t.router.router.instances.of_duty("encode")
     assert all(each.healthy for each in known)
     assert failure not in ("full", "refused") or not any(e.breaker.failures for e in known)
-
-
-async def test_a_connection_that_an_encoder_refuses_is_no_lost_one(build: Build) -> None:
-    t = await build(probe_interval_s=60)
-    t.pd.behaviour = until_told_to_encode(t)
-    await t.encoders[0].serving.stop()
-    assert (await t.chat(RED)).status_code == 200
-    assert await t.metric('epd_router_encode_jobs_total{end="unreachable"}') == 1
-    assert await t.metric('epd_router_fallbacks_total{phase="encode",failure="unreachable"}') == 1
 
 
 @pytest.mark.parametrize("in_pieces", [False, True])
@@ -167,36 +138,6 @@ async def test_an_encoder_that_dies_after_its_job_may_not_have_written(build: Bu
     await t.encoders[0].serving.stop()
 
     assert "went down" in (await chat).json()["reason"]
-
-
-async def test_an_answer_that_comes_keeps_its_instance_from_counting_as_gone(build: Build) -> None:
-    t = await build(encoders=0, pds=2)
-    probes = {pd.name: 0 for pd in t.pds}
-
-    def failing(name: str) -> Callable[[], Awaitable[Response]]:
-        async def health() -> Response:
-            probes[name] += 1
-            return Response(status_code=503)
-
-        return health
-
-    def pieces_of(name: str) -> Callable[[], AsyncIterator[bytes]]:
-        async def pieces() -> AsyncIterator[bytes]:
-            first = probes[name]
-            while probes[name] < first + 4 * PROBES_UNTIL_DOWN:
-                yield b'data: {"choices":[{"delta":{"content":"x"}}]}\n\n'
-                await asyncio.sleep(0.01)
-            yield b"data: [DONE]\n\n"
-
-        return pieces
-
-    for pd in t.pds:
-        pd.behaviour = stream(pieces_of(pd.name))
-        pd.health = failing(pd.name)
-    response = await t.chat(TEXT, stream=True)
-    assert response.text.endswith("data: [DONE]\n\n")
-    # And then nothing comes any more.
-    await t.until_health(lambda instances: not any(each["healthy"] for each in instances.values()))
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,6 @@ from tests.integration.router.stand_in import (
     DEADLINE_S,
     Received,
     RouterServing,
-    answer,
     forever,
     stream,
     until,
@@ -35,30 +34,6 @@ async def opened(t: Topology) -> tuple[asyncio.StreamReader, asyncio.StreamWrite
 
 
 # Instances.
-
-
-async def test_one_cut_connection_is_no_death(build: Build) -> None:
-    t = await build()
-    second = asyncio.Event()
-
-    async def generate(received: Received) -> Response:
-        if received.params and not second.is_set():
-            await second.wait()
-        return await answer(received)
-
-    t.pd.behaviour = generate
-    picture = asyncio.create_task(t.chat(RED))
-    await t.pd.until(lambda pd: bool(pd.received))
-    await t.encoders[0].until(lambda encoder: bool(encoder.received))
-    await asyncio.sleep(0.05)
-    # All connections to the encoder break, and nothing else.
-    t.encoders[0].serving.drop_connections()
-    await asyncio.sleep(0.3)
-    second.set()
-    assert (await picture).status_code == 200
-    assert len(t.encoders[0].received) == 1
-    health = (await t.health()).json()["instances"]["encode-0"]
-    assert health["state"] == "up"
 
 
 # Clients.

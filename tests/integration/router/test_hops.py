@@ -28,7 +28,7 @@ from tests.integration.router.conftest import Build, Topology
 from tests.integration.router.stand_in import Received, answer, once, refuse
 from tests.integration.router.test_access import bearer, keys_file
 from tests.integration.router.test_failures import until_told_to_encode
-from tests.integration.router.test_prefill import ASKED_FOR_KV, KV, compute
+from tests.integration.router.test_prefill import KV, compute
 from tests.integration.router.test_requests import BLUE, RED, TEXT
 
 HOP_KEY = "h" * 20
@@ -230,30 +230,6 @@ async def test_an_encoder_model_is_one_by_label(build: Build, tmp_path: Path) ->
     for headers in ({MODEL: "c"}, {MODEL: "b", ENCODERS: t.encoders[0].address}):
         refused = await ask(t, RED, headers=headers)
         assert refused.json()["error"]["code"] == "invalid_hop_header"
-
-
-async def test_beside_a_prefill_instance_it_coordinates_for_a_picker_and_a_decode_side(
-    build: Build, tmp_path: Path
-) -> None:
-    """Placement of the first proposal's option 4: the decode side asks for KV, and answers."""
-    t = await topology(build, tmp_path, "prefill", "prefill")
-    assert (await t.health()).status_code == 200
-    for number in range(2):
-        prefill, encoder = t.pds[number], t.encoders[number]
-        headers = {PREFILLER: prefill.address, ENCODERS: encoder.address}
-        fields = {"kv_transfer_params": ASKED_FOR_KV, "max_tokens": 1}
-        answered = await ask(t, RED, TEXT, headers=headers, **fields)
-        assert answered.json()["kv_transfer_params"] == KV
-        assert answered.headers[PREFILLER] == prefill.address
-        (asked,) = prefill.received
-        assert asked.body["kv_transfer_params"] == ASKED_FOR_KV
-        (transfer,) = asked.params["transfers"]
-        (job,) = encoder.received
-        (sent,) = job.params["transfers"]
-        assert sent["transfer_id"] == transfer["transfer_id"]
-        assert sent["consumer"] == t.controls[number].address
-    refused = await ask(t, RED, TEXT, headers={})
-    assert refused.status_code == 503
 
 
 async def test_kv_that_a_hop_has_goes_to_the_instance_that_answers(

@@ -83,17 +83,9 @@ async def test_a_router_without_instances_serves_those_that_join(
     (transfer,) = encoder.received[0].params["transfers"]
     assert transfer["consumer"] == bodies[1]["control"]
     assert pd.received[0].params["transfers"][0]["encoder"] == "e"
-
-
-async def test_a_newcomer_is_heard_on_its_control_channel(
-    build: Build, newcomers: Newcomers
-) -> None:
-    t = await build(encoders=1, pds=0, registration=True)
-    body = await newcomers.start("p", "prefill-decode")
-    await t.client.post(INSTANCES, json=body, auth=AUTH)
-    (control,) = newcomers.controls
-    newcomers.instances[0].behaviour = refusing(
-        control, NackCode.TOO_LARGE, "9 bytes, at most 8", refuse(500)
+    # A newcomer is heard on its control channel.
+    pd.behaviour = refusing(
+        newcomers.controls[0], NackCode.TOO_LARGE, "9 bytes, at most 8", refuse(500)
     )
     response = await t.chat(RED)
     assert (response.status_code, "9 bytes" in response.text) == (413, True)
@@ -325,27 +317,6 @@ async def test_one_that_has_left_is_not_there_though_what_watches_it_has_not_end
             assert asked.status_code == 404
     finally:
         ended.set()
-
-
-async def test_an_encoder_stays_until_the_answer_that_needs_its_item_has_begun(
-    build: Build,
-) -> None:
-    """Its job is answered before the item is written."""
-    t = await build(registration=True)
-    release = asyncio.Event()
-    t.pd.behaviour = once(release)
-    running = asyncio.create_task(t.chat(RED))
-    await t.encoders[0].until(lambda encoder: len(encoder.received) == 1)
-    await t.pd.until(lambda pd: len(pd.received) == 1)
-    await t.client.delete(f"{INSTANCES}/encode-0", auth=AUTH)
-
-    async with asyncio.timeout(DEADLINE_S):
-        while (await shown(t))["encode-0"]["in_flight"]:
-            await asyncio.sleep(0.01)
-    assert (await shown(t))["encode-0"]["state"] == "draining"
-    release.set()
-    assert (await running).status_code == 200
-    await until_gone(t, "encode-0")
 
 
 async def test_one_that_registers_again_while_it_leaves_stays(

@@ -99,18 +99,6 @@ async def look(probed: Probed, instance: Instance) -> None:
     await probed.probes.look(instance)
 
 
-async def test_one_that_comes_is_asked_and_then_every_interval(probed: Probed) -> None:
-    await probed.start(0, interval_s=0.05)
-    instance, server = await probed.come()
-    await asyncio.wait_for(instance.wait_up(), DEADLINE_S)
-    await server.until_asked(4)
-    probed.tasks[0].cancel()
-    await asyncio.sleep(0.2)
-    before = server.count
-    await asyncio.sleep(0.4)
-    assert server.count == before
-
-
 async def test_one_that_answers_requests_is_not_asked(probed: Probed) -> None:
     now = [100.0]
     probed.instances = EndpointPool(clock=lambda: now[0])

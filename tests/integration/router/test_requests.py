@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import AsyncIterator
 from typing import Any
 
-import pytest
 from starlette.responses import JSONResponse, Response
 
-from epd_portable.router import client_exchange
 from epd_portable.wire.params import EncodeParams, PrefillParams, read_params
 from tests.integration.router.conftest import Build
-from tests.integration.router.stand_in import DEADLINE_S, JSON, Received
+from tests.integration.router.stand_in import JSON, Received
 from tests.keyring import secret
 
 
@@ -82,29 +79,6 @@ async def test_bad_input_is_answered_in_openais_form(build: Build) -> None:
     response = await t.client.post("/v1/chat/completions", content=b"not json", headers=JSON)
     assert (response.status_code, response.json()["error"]["code"]) == (400, "invalid_json")
     assert t.pd.received == []
-
-
-@pytest.mark.parametrize("announced", [True, False], ids=["content-length", "chunked"])
-async def test_a_body_of_100_mb_is_refused_with_the_limit(
-    build: Build, announced: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # A client that is still sending when it is refused is read to its end.
-    monkeypatch.setattr(client_exchange, "DRAIN_TIMEOUT_S", DEADLINE_S)
-    t = await build(max_body_bytes=1 << 20)
-    piece = b"x" * (1 << 20)
-
-    async def body() -> AsyncIterator[bytes]:
-        for _ in range(100):
-            yield piece
-
-    headers = JSON | ({"content-length": str(100 << 20)} if announced else {})
-    response = await t.client.post("/v1/chat/completions", content=body(), headers=headers)
-
-    assert response.status_code == 413
-    assert "at most 1048576 bytes" in response.json()["error"]["message"]
-    assert "max_body_bytes" in response.json()["error"]["message"]
-    assert t.pd.received == []
-    assert (await t.client.get("/health")).status_code == 200
 
 
 async def test_unknown_paths_and_methods_are_answered_in_json(build: Build) -> None:
