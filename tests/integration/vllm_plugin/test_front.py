@@ -184,24 +184,6 @@ async def test_a_session_of_streaming_input_is_refused(make: Make) -> None:
     assert front.is_empty()
 
 
-@pytest.mark.parametrize("how", ["error", "gone", "gone after its answer"])
-async def test_an_item_that_one_encoder_loses_comes_from_another(make: Make, how: str) -> None:
-    front = make("e-0", "e-1", "pd-0")
-    await front.ask("a")
-    first = front.with_job()
-    (transfer,) = front.engines[first].params["transfers"]
-    if how != "gone":
-        end = FAILED if how == "error" else ENDED
-        await front.says(first, front.engines[first].last.request_id, end=end)
-    if how != "error":
-        front.goes(first)
-        await settle()
-    second = front.with_job()
-    assert second != first
-    assert front.engines[second].params["transfers"] == (transfer,)
-    assert [*front.engines["pd-0"].requests] == ["r"]
-
-
 async def test_each_encoder_gets_a_part_of_a_video(make: Make) -> None:
     front = make("e-0", "e-1", "e-2", "pd-0", max_queued_items=9)
     await front.ask("C")
@@ -262,22 +244,6 @@ async def test_without_a_second_encoder_a_video_is_whole(make: Make) -> None:
     assert [each.mm_features[0].identifier for each in front.jobs("e-0")] == ["C"]
 
 
-async def test_an_item_that_no_encoder_brings_is_encoded_where_it_is_needed(make: Make) -> None:
-    front = make("e-0", "pd-0")
-    await front.ask("a")
-    front.goes("e-0")
-    await settle()
-    pd = front.engines["pd-0"]
-    assert pd.aborted == ["r"]
-    assert pd.last.request_id != "r"
-    assert "pixel_values" in pd.last.mm_features[0].data
-    assert pd.params is None
-    await front.says("pd-0", "r", 5)  # of the try that was given up
-    await front.says("pd-0", pd.last.request_id, 7, end=ENDED)
-    assert await front.answers() == [("r", [7], ENDED)]
-    assert front.is_empty()
-
-
 async def test_an_item_that_the_engine_holds_costs_no_job(make: Make) -> None:
     front = make("e-0", "pd-0")
     await front.tells("pd-0", a=True, b=True)
@@ -293,34 +259,6 @@ async def test_an_item_that_the_engine_holds_costs_no_job(make: Make) -> None:
     assert await front.answers() == [("r", [7], ENDED)]
     assert front.items() == {"encoded": 1, "not_needed": 1}
     assert front.is_empty()
-
-
-async def test_an_item_that_the_engine_has_lost_is_encoded_when_it_asks(make: Make) -> None:
-    front = make("e-0", "pd-0")
-    await front.tells("pd-0", a=True)
-    await front.ask("a")
-    (transfer,) = front.engines["pd-0"].params["transfers"]
-    assert not front.jobs("e-0")
-    await front.tells("pd-0", transfer["transfer_id"], a=False)
-    assert front.engines["e-0"].params["transfers"][0]["transfer_id"] == transfer["transfer_id"]
-    await front.says("e-0", front.engines["e-0"].last.request_id, end=ENDED)
-    await front.says("pd-0", "r", 7, end=ENDED)
-    assert front.items() == {"encoded": 1}
-    assert front.is_empty()
-
-
-async def test_an_item_that_is_lost_when_no_encoder_is_up_is_encoded_where_it_is_needed(
-    make: Make,
-) -> None:
-    front = make("e-0", "pd-0")
-    await front.tells("pd-0", a=True)
-    await front.ask("a")
-    (transfer,) = front.engines["pd-0"].params["transfers"]
-    front.goes("e-0")
-    await front.tells("pd-0", transfer["transfer_id"], a=False)
-    assert front.engines["pd-0"].params is None
-    assert "pixel_values" in front.engines["pd-0"].last.mm_features[0].data
-    assert front.items() == {"local": 1}
 
 
 async def test_an_encoder_that_answers_gets_the_media_of_what_it_holds(make: Make) -> None:
@@ -412,29 +350,6 @@ async def test_full_encoders_get_nothing_more(make: Make) -> None:
     assert "pixel_values" in front.engines["pd-0"].last.mm_features[0].data
 
 
-async def test_what_has_not_begun_goes_to_another_engine_and_what_has_begun_ends(
-    make: Make,
-) -> None:
-    front = make("e-0", "pd-0", "pd-1")
-    for name in ("r", "s"):
-        await front.ask("a", name=name)
-    (first,) = (name for name in CONTROL if "r" in front.engines[name].requests)
-    other = next(name for name in CONTROL if name != first)
-    assert [*front.engines[other].requests] == ["s"]
-    await front.ask("b", name="t")
-    await front.says(first, "r", 5)
-    third = first if "t" in front.engines[first].requests else other
-    for name in (first, other):
-        front.goes(name)
-    front.comes(third)
-    await settle()
-    assert ("r", [], FAILED) in await front.answers()
-    front.goes(third)
-    await settle()
-    assert front.failed.keys() <= {"s", "t"}
-    assert all(each.http_status == 503 for each in front.failed.values())  # type: ignore[attr-defined]
-
-
 async def test_a_request_moves_to_the_engine_that_is_left(make: Make) -> None:
     front = make("e-0", "pd-0", "pd-1")
     await front.ask("a")
@@ -504,44 +419,6 @@ async def test_a_call_of_all_engines_does_not_wait_for_one_that_goes(make: Make)
     front.goes("pd-0")
     with pytest.raises(GracefulHTTPError, match="no engine that answers is up"):
         await front.client.call_utility_all_async("reset")
-    assert front.is_empty()
-
-
-async def test_an_engine_that_goes_after_its_answer_ends_it_once(make: Make) -> None:
-    front = make("e-0", "pd-0")
-    await front.ask("a")
-    await front.says("pd-0", "r", 7, end=ENDED)
-    front.goes("pd-0")
-    await settle()
-    assert await front.answers() == [("r", [7], ENDED)]
-    assert front.is_empty()
-
-
-@pytest.mark.parametrize("stage", ["encoding", "encoded", "answering"])
-async def test_a_request_that_is_given_up_leaves_nothing(make: Make, stage: str) -> None:
-    front = make("e-0", "pd-0")
-    await front.ask("a")
-    job = front.engines["e-0"].last.request_id
-    if stage != "encoding":
-        await front.says("e-0", job, end=ENDED)
-    if stage == "answering":
-        await front.says("pd-0", "r", 5)
-    await front.client.abort_requests_async(["r"])
-    await settle()
-    assert front.engines["pd-0"].aborted == ["r"]
-    assert front.engines["e-0"].aborted == ([job] if stage == "encoding" else [])
-    assert front.is_empty()
-
-
-async def test_an_engine_that_fails_a_request_gets_it_once_more_with_its_media(make: Make) -> None:
-    front = make("e-0", "pd-0")
-    await front.ask("a")
-    await front.says("pd-0", "r", end=FAILED)
-    pd = front.engines["pd-0"]
-    assert "pixel_values" in pd.last.mm_features[0].data
-    for _ in range(2):
-        await front.says("pd-0", pd.last.request_id, end=FAILED)
-    assert front.failed["r"].http_status == 503  # type: ignore[attr-defined]
     assert front.is_empty()
 
 
