@@ -17,7 +17,6 @@ from tests.integration.router.test_hops import (
     test_items_are_shared_out_among_the_encoders_that_are_named,
     test_kv_that_a_hop_has_goes_to_the_instance_that_answers,
     test_what_a_hop_cannot_mean_is_refused,
-    test_when_those_that_are_named_fail_others_are_asked,
     test_who_is_named_gets_the_request_and_its_items,
 )
 from tests.integration.router.test_membership import (
@@ -34,10 +33,8 @@ from tests.integration.router.test_prefill import (
     test_a_lost_decode_instance_is_followed_by_another_with_kv_of_its_own,
     test_a_prefill_instance_that_is_gone_costs_no_answer,
     test_a_prompt_is_computed_by_one_instance_and_answered_by_the_other,
-    test_a_prompt_that_is_refused_the_second_time_is_refused,
     test_a_silent_decode_instance_is_given_up_however_long_the_prefill_took,
     test_a_silent_prefill_instance_costs_no_answer,
-    test_an_item_whose_other_encoder_fails_is_encoded_where_it_is_needed,
     test_another_prefill_instance_is_asked_and_then_the_decode_instance,
     test_items_go_to_the_prefill_instance_and_media_to_both,
     test_prompts_of_other_interfaces_are_computed_apart_too,

@@ -14,7 +14,6 @@ from tests.integration.router.test_access import (
     test_what_became_of_items_is_told_to_those_who_may_know,
 )
 from tests.integration.router.test_admission import (
-    test_a_client_that_leaves_frees_its_place_in_the_queue,
     test_beyond_the_queue_is_429_with_retry_after_and_the_key,
     test_priority_overtakes_by_header_and_by_field,
 )

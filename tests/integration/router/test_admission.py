@@ -198,20 +198,6 @@ async def test_items_wait_for_no_encoder_where_there_is_none(build: Build) -> No
     assert [each.status_code for each in answers] == [200, 200]
 
 
-async def test_a_client_that_leaves_frees_its_place_in_the_queue(build: Build) -> None:
-    one_by_one = OneByOne()
-    t = await build(behaviour=one_by_one, admission={"max_requests": 1, "max_waiting": 1})
-    ask(t, "first")
-    await one_by_one.until(1)
-    (second,) = await line_up(t, {"name": "second"})
-    second.cancel()
-    await waiting(t, 0)
-    third = ask(t, "third")
-    await waiting(t, 1)
-    assert await one_by_one.answer_all(2) == ["first", "third"]
-    assert (await third).status_code == 200
-
-
 async def test_a_client_that_leaves_its_answer_lets_the_next_one_in(build: Build) -> None:
     begun = streamed(b"data: {}\n\n", asyncio.Event())
     t = await build(behaviour=begun, admission={"max_requests": 1})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,7 +9,6 @@ from typing import Any
 
 import httpx
 import pytest
-from starlette.responses import Response
 
 from epd_portable.router.choice.selection_types import EXPLAIN_HEADER
 from epd_portable.router.hops import (
@@ -25,7 +23,7 @@ from epd_portable.router.hops import (
     REFS,
 )
 from tests.integration.router.conftest import Build, Topology
-from tests.integration.router.stand_in import Received, answer, once, refuse
+from tests.integration.router.stand_in import answer, refuse
 from tests.integration.router.test_access import bearer, keys_file
 from tests.integration.router.test_failures import until_told_to_encode
 from tests.integration.router.test_prefill import KV, compute
@@ -102,26 +100,6 @@ async def test_items_are_shared_out_among_the_encoders_that_are_named(
     # A repeated picture meets the same one.
     for encoder in named:
         assert len(encoder.received) in (0, ROUNDS, 2 * ROUNDS)
-
-
-async def test_when_those_that_are_named_fail_others_are_asked(
-    build: Build, tmp_path: Path
-) -> None:
-    t = await topology(build, tmp_path)
-    encoded = asyncio.Event()
-
-    async def encode(received: Received) -> Response:
-        encoded.set()
-        return await answer(received)
-
-    t.encoders[0].behaviour = t.pds[0].behaviour = refuse(500)
-    t.encoders[1].behaviour = t.encoders[2].behaviour = encode
-    t.pds[1].behaviour = once(encoded)
-    headers = {PREFILLER: t.pds[0].address, ENCODERS: t.encoders[0].address}
-    answered = await ask(t, RED, headers=headers)
-    assert answered.status_code == 200
-    assert len(t.pds[1].received) == 1
-    assert sum(jobs(t)[1:]) > 0
 
 
 async def test_who_holds_a_key_is_told_what_the_headers_of_a_hop_decided(

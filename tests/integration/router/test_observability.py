@@ -176,13 +176,17 @@ async def test_each_request_gets_one_line_that_says_nothing_of_its_content(
     assert log.stat().st_mode & 0o777 == 0o600
 
 
-async def test_a_line_says_what_went_wrong_and_that_a_client_left(
+async def test_a_line_and_spans_say_what_went_wrong_and_that_a_client_left(
     build: Build, tmp_path: Path
 ) -> None:
     log = tmp_path / "access.jsonl"
-    t = await build(encoders=1, encoding=refuse(500), access_log=str(log))
-    after_encoders(t)
+    t, exporter = await traced(build, encoders=1, encoding=refuse(500), access_log=str(log))
     assert (await t.chat(RED)).status_code == 200
+    spans = await finished(exporter, 3)
+    assert not spans["encode"].status.is_ok
+    assert attributes(spans["encode"])["epd.end"] == "error"
+    (noted,) = [event for event in spans[CHAT].events if event.name == "fallback"]
+    assert dict(noted.attributes or {})["epd.fallback"] == "local"
     (line,) = map(json.loads, (await lines(log, 1)).splitlines())
     (step,) = line["fallbacks"]
     assert (step["phase"], step["failure"], step["fallback"]) == ("encode", "error", "local")
@@ -248,16 +252,6 @@ async def test_a_request_is_a_tree_of_spans_below_the_clients_own(build: Build) 
             f"00-{CLIENTS_TRACE}-{span.context.span_id:016x}-01"
         )
         assert received.headers["tracestate"] == "vendor=1"
-
-
-async def test_spans_say_what_failed(build: Build) -> None:
-    t, exporter = await traced(build, encoders=1, encoding=refuse(500))
-    assert (await t.chat(RED)).status_code == 200
-    spans = await finished(exporter, 3)
-    assert not spans["encode"].status.is_ok
-    assert attributes(spans["encode"])["epd.end"] == "error"
-    (step,) = [event for event in spans[CHAT].events if event.name == "fallback"]
-    assert dict(step.attributes or {})["epd.fallback"] == "local"
 
 
 async def test_a_client_that_is_not_sampled_makes_no_spans_and_one_without_a_trace_gets_its_own(

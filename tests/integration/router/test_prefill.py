@@ -9,14 +9,12 @@ from typing import Any
 import pytest
 from starlette.responses import JSONResponse, Response
 
-from epd_portable.wire.messages import EncodeFailed
 from tests.integration.router.conftest import Build, Topology
 from tests.integration.router.stand_in import (
     Behaviour,
     Received,
     answer,
     forever,
-    full,
     in_turn,
     refuse,
     says,
@@ -107,29 +105,6 @@ async def test_whoever_is_not_busier_encodes_its_own_items(build: Build) -> None
     assert all(pd.received for pd in t.pds)
     assert not any(received.params for each in t.pds for received in each.received)
     assert not t.encoders[0].received
-
-
-@pytest.mark.parametrize("other", [refuse(500), full(20_000)], ids=["fails", "is full"])
-async def test_an_item_whose_other_encoder_fails_is_encoded_where_it_is_needed(
-    build: Build, other: Behaviour
-) -> None:
-    t = await split(build, "encode-prefill", "encode-prefill", "decode")
-
-    async def fails_as_encoder(received: Received) -> Response:
-        if "consumer" in str(received.params):
-            return await other(received)
-        # It computes once it is told to encode the item by itself.
-        (transfer,) = received.params["transfers"]
-        message = await t.control_of(received).receive_of(transfer["transfer_id"])
-        assert isinstance(message, EncodeFailed)
-        return await compute(received)
-
-    for each in t.pds[:2]:
-        each.behaviour = fails_as_encoder
-    assert (await t.chat(RED, BLUE)).status_code == 200
-    jobs = [r for pd in t.pds for r in pd.received if "consumer" in str(r.params)]
-    assert len(jobs) == 1
-    await t.until_metric('epd_router_items_total{outcome="local"}', 1)
 
 
 RESPONSES, COMPLETIONS, CHAT = "/v1/responses", "/v1/completions", "/v1/chat/completions"
@@ -313,16 +288,6 @@ async def test_a_lost_decode_instance_is_followed_by_another_with_kv_of_its_own(
     told = [pd.received[0].body["kv_transfer_params"]["remote_block_ids"] for pd in t.pds[1:]]
     assert sorted(told) == [[[1] * 100], [[2] * 200]]
     assert await t.metric(fallback("retried", "answer")) == 1
-
-
-async def test_a_prompt_that_is_refused_the_second_time_is_refused(build: Build) -> None:
-    t = await split(build, "prefill", "decode", "decode")
-    in_turn(t.pds[1:], refuse(500))
-    in_turn(t.pds[:1], compute, refuse(400, "the prompt is too long"))
-    answered = await t.chat(TEXT)
-    assert answered.status_code == 400
-    assert answered.json()["error"]["message"] == "the prompt is too long"
-    assert sum(len(pd.received) for pd in t.pds[1:]) == 1
 
 
 async def test_without_a_decode_instance_nobody_answers(build: Build) -> None:
