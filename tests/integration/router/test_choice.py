@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import tomllib
+from starlette.responses import Response
 
 from epd_portable.config.load import parse_topology
 from epd_portable.errors import ConfigError
@@ -22,7 +23,12 @@ from epd_portable.wire.messages import LoadReport
 from epd_portable.wire.params import EncodeParams, read_params
 from tests.integration.router.conftest import Build, Topology
 from tests.integration.router.stand_in import (
+    DEADLINE_S,
     ControlEnd,
+    Received,
+    answer,
+    once,
+    streamed,
     until,
 )
 from tests.integration.router.test_access import KEY, bearer, keys_file
@@ -206,6 +212,49 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.syspath_prepend(str(site))
     monkeypatch.delitem(sys.modules, "zones", raising=False)
     return site
+
+
+async def test_prompts_count_where_they_are_not_cached_until_the_answer_begins(
+    build: Build, tmp_path: Path
+) -> None:
+    limit = {"queueThresholdTokens": 1000}
+    scorer = {"type": "token-load-scorer", "parameters": limit}
+    choice = configured(scorer, decode={"token-load-scorer": 1})
+    goes_on, ends = asyncio.Event(), asyncio.Event()
+    begins = streamed(b"data: {}\n\n", ends)
+
+    async def waits(received: Received) -> Response:
+        streams = received.body.get("stream")
+        return await (once(goes_on, begins) if streams else answer)(received)
+
+    t = await build(
+        encoders=0, behaviour=waits, choice=choice, api_keys_file=keys_file(tmp_path, KEY)
+    )
+    long = {"type": "text", "text": "x" * 2000}
+    short = [{"role": "user", "content": "short"}]
+
+    async def load() -> int:
+        """Return the tokens in flight, and those of the short request."""
+        [choice] = await explained(t, "/v1/chat/completions", messages=short)
+        return round(1000 * (1 - choice["scores"]["pd-0"]["total"]))
+
+    new = await load()
+    own = await load()
+    assert 0 == own < new < 20
+    async with asyncio.TaskGroup() as group:
+        first = group.create_task(t.chat(long, stream=True, headers=bearer(KEY)))
+        await t.pd.until(lambda pd: len(pd.received) == 3)
+        assert 500 <= await load() < 520
+        # The same prompt again is one that the instance has.
+        second = group.create_task(t.chat(long, stream=True, headers=bearer(KEY)))
+        await t.pd.until(lambda pd: len(pd.received) == 5)
+        assert 500 <= await load() < 520
+        goes_on.set()
+        async with asyncio.timeout(DEADLINE_S):
+            while await load():
+                await asyncio.sleep(0.01)
+        assert not first.done() and not second.done()
+        ends.set()
 
 
 async def test_a_header_names_the_profile_where_the_configuration_lets_it(

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, TypeAlias
 
 import pytest
 from starlette.responses import JSONResponse, Response
 
+from epd_portable.delivery.instances import PROBES_UNTIL_DOWN
 from epd_portable.wire import codec
 from epd_portable.wire.messages import Abort, EncodeFailed, NackCode
 from tests.integration.router.conftest import Build, Topology
@@ -23,6 +25,7 @@ from tests.integration.router.stand_in import (
     in_turn,
     refuse,
     refusing,
+    stream,
     streamed,
     until,
 )
@@ -44,6 +47,8 @@ def until_told_to_encode(t: Topology) -> Behaviour:
 
 
 SOON, BRIEF = {"encode_timeout_s": 1.0}, {"wait_timeout_s": 0.5}
+AMPLE = {"wait_timeout_s": 3.0}
+"""Leaves a second try, which begins after half of it, more than a second on a busy machine."""
 FULL = "encoders full: encode-0; last: answered 429"
 ITEM_FAILURES: dict[str, tuple[int, Settings, list[Behaviour], int, str, str]] = {
     "another one after a 500": (2, {}, [refuse(500), answer], 2, "error", "retried"),
@@ -55,6 +60,7 @@ ITEM_FAILURES: dict[str, tuple[int, Settings, list[Behaviour], int, str, str]] =
     "all are full for a while": (2, {}, [*[full(60)] * 6, answer], 7, "full", "encoded"),
     "full without a time": (1, {}, [refuse(429), answer], 2, "full", "encoded"),
     "full for long": (1, BRIEF, [full(60_000)], 1, "full", FULL),
+    "full until the deadline": (1, AMPLE, [full(1_800), forever], 2, "full", FULL),
 }
 
 
@@ -84,7 +90,7 @@ async def test_an_item_that_an_encoder_does_not_encode_is_retried_or_encoded_loc
     steps = f'epd_router_fallbacks_total{{phase="encode",failure="{failure}",fallback='
     assert await t.metric(steps + '"local"}') == (not brought)
     assert await t.metric(steps + '"retried"}') == len(asked) - 1
-    # Who is full, or refuses a picture, is well.
+    # Who is full, or refuses a picture, is well; so is who had the time that others left.
     assert isinstance(t.router, RouterServing)
     known = t.router.router.instances.of_duty("encode")
     assert all(each.healthy for each in known)
@@ -134,6 +140,36 @@ async def test_an_encoder_that_dies_after_its_job_may_not_have_written(build: Bu
     await t.encoders[0].serving.stop()
 
     assert "went down" in (await chat).json()["reason"]
+
+
+async def test_an_answer_that_comes_keeps_its_instance_from_counting_as_gone(build: Build) -> None:
+    t = await build(encoders=0, pds=2)
+    probes = {pd.name: 0 for pd in t.pds}
+
+    def failing(name: str) -> Callable[[], Awaitable[Response]]:
+        async def health() -> Response:
+            probes[name] += 1
+            return Response(status_code=503)
+
+        return health
+
+    def pieces_of(name: str) -> Callable[[], AsyncIterator[bytes]]:
+        async def pieces() -> AsyncIterator[bytes]:
+            first = probes[name]
+            while probes[name] < first + 4 * PROBES_UNTIL_DOWN:
+                yield b'data: {"choices":[{"delta":{"content":"x"}}]}\n\n'
+                await asyncio.sleep(0.01)
+            yield b"data: [DONE]\n\n"
+
+        return pieces
+
+    for pd in t.pds:
+        pd.behaviour = stream(pieces_of(pd.name))
+        pd.health = failing(pd.name)
+    response = await t.chat(TEXT, stream=True)
+    assert response.text.endswith("data: [DONE]\n\n")
+    # And then nothing comes any more.
+    await t.until_health(lambda instances: not any(each["healthy"] for each in instances.values()))
 
 
 @pytest.mark.parametrize(

@@ -111,32 +111,30 @@ RESPONSES, COMPLETIONS, CHAT = "/v1/responses", "/v1/completions", "/v1/chat/com
 MESSAGES = [{"role": "user", "content": "Hello"}]
 
 
-@pytest.mark.parametrize(
-    ("path", "fields", "suited"),
-    [
-        *((CHAT, {"messages": MESSAGES, name: 2}, False) for name in ("n", "prompt_logprobs")),
-        *(
-            (CHAT, {"messages": MESSAGES, name: True}, False)
-            for name in ("echo", "use_beam_search")
-        ),
-        *((COMPLETIONS, {"prompt": prompt}, True) for prompt in ("Hello", [1, 2, 3])),
-        *((COMPLETIONS, {"prompt": prompt}, False) for prompt in (["a", "b"], [[1], [2]])),
-        ("/tokenize", {"prompt": "Hello"}, False),
-        (RESPONSES, {"input": "Hello", "previous_response_id": "r"}, False),
-        (RESPONSES, {"input": "Hello", "background": True}, False),
-        (RESPONSES, {"input": "Hello", "tools": [{"type": "web_search"}]}, False),
-        (RESPONSES, {"input": "Hello", "tools": [1]}, False),
-    ],
-    ids=str,
-)
-async def test_only_one_prompt_with_one_answer_is_prefilled_elsewhere(
-    build: Build, path: str, fields: dict[str, Any], suited: bool
-) -> None:
+ONE_PROMPT_WITH_ONE_ANSWER: list[tuple[str, dict[str, Any], bool]] = [
+    *((CHAT, {"messages": MESSAGES, name: 2}, False) for name in ("n", "prompt_logprobs")),
+    *((CHAT, {"messages": MESSAGES, name: True}, False) for name in ("echo", "use_beam_search")),
+    *((COMPLETIONS, {"prompt": prompt}, True) for prompt in ("Hello", [1, 2, 3])),
+    *((COMPLETIONS, {"prompt": prompt}, False) for prompt in (["a", "b"], [[1], [2]])),
+    ("/tokenize", {"prompt": "Hello"}, False),
+    (RESPONSES, {"input": "Hello", "previous_response_id": "r"}, False),
+    (RESPONSES, {"input": "Hello", "background": True}, False),
+    (RESPONSES, {"input": "Hello", "tools": [{"type": "web_search"}]}, False),
+    (RESPONSES, {"input": "Hello", "tools": [1]}, False),
+]
+"""Paths, bodies, and whether it is that."""
+
+
+async def test_only_one_prompt_with_one_answer_is_prefilled_elsewhere(build: Build) -> None:
     t = await split(build)
-    assert (await t.client.post(path, json=fields)).status_code == 200
-    assert bool(t.pds[0].received) is suited
-    assert ("kv_transfer_params" in t.pds[1].received[0].body) is suited
-    assert await t.metric(count("unsuited")) == (not suited)
+    for path, fields, suited in ONE_PROMPT_WITH_ONE_ANSWER:
+        for pd in t.pds:
+            pd.received.clear()
+        before = await t.metric(count("unsuited"))
+        assert (await t.client.post(path, json=fields)).status_code == 200
+        assert bool(t.pds[0].received) is suited, fields
+        assert ("kv_transfer_params" in t.pds[1].received[0].body) is suited, fields
+        assert await t.metric(count("unsuited")) == before + (not suited)
 
 
 ASKED: dict[str, dict[str, Any]] = {

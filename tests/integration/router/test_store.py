@@ -14,9 +14,9 @@ from epd_portable.connector.stores.base import make_store
 from epd_portable.connector.stores.entry import Seal
 from epd_portable.connector.stores.file import FileStore
 from epd_portable.wire.descriptors import TensorSpec
-from epd_portable.wire.messages import NackCode
+from epd_portable.wire.messages import EncodeFailed, NackCode
 from tests.integration.router.conftest import Build, Topology
-from tests.integration.router.stand_in import Behaviour, Received, refuse, until
+from tests.integration.router.stand_in import Behaviour, Received, once, refuse, refusing, until
 from tests.integration.router.test_metadata import GRID, describe, kinds, parts
 from tests.integration.router.test_requests import BLUE, RED, TEXT
 from tests.keyring import secret
@@ -112,6 +112,24 @@ async def test_an_item_that_the_pd_instance_cannot_load_is_encoded(
     assert job.params["transfers"][0]["transfer_id"] == transfers(t)[0]["transfer_id"]
     assert asked.params["transfers"][0]["media"] is (media == "concurrent")
     assert await t.metric('epd_router_fallbacks_total{failure="missing",fallback="retried"}') == 1
+
+
+async def test_without_an_encoder_either_the_pd_instance_is_told_to_encode(
+    build: Build, section: StoreSection
+) -> None:
+    t, name = await learned(build, section)
+    keep(section, name)
+    await t.encoders[0].serving.stop()
+    await t.until_health(lambda seen: seen["encode-0"]["state"] != "healthy")
+    told = asyncio.Event()
+    t.pd.behaviour = refusing(t.control, NackCode.NOT_STORED, "gone", once(told, answered))
+    chat = asyncio.create_task(t.chat(RED))
+    message = None
+    while not isinstance(message, EncodeFailed):
+        _, message = await t.control.receive()
+    told.set()
+    assert (await chat).status_code == 200
+    assert await t.metric('epd_router_fallbacks_total{phase="encode",fallback="local"}') == 1
 
 
 async def test_an_item_without_its_media_that_nobody_brings_goes_with_its_media(

@@ -164,19 +164,6 @@ async def test_a_streamed_request_that_fails_at_once_gets_a_status_and_ends_its_
     await t.encoders[0].until(lambda encoder: encoder.aborted == 1)
 
 
-async def test_an_event_that_comes_in_pieces_is_whole_for_the_client(build: Build) -> None:
-    t = await build(encoders=0)
-
-    async def pieces() -> AsyncIterator[bytes]:
-        for byte in (EVENT * 3)[:-1]:
-            yield bytes([byte])
-            await asyncio.sleep(0)
-        yield b"\n"
-
-    t.pd.behaviour = stream(pieces)
-    assert (await t.chat(TEXT, stream=True)).content == EVENT * 3
-
-
 LONG_ANSWER = b'{"choices": "' + b"a" * (2 << 20)
 
 

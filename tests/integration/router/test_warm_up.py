@@ -192,6 +192,26 @@ async def test_a_silent_partner_holds_nobody_up(
     await t.until_health(lambda seen: not any("problem" in each for each in seen.values()))
 
 
+async def test_one_that_goes_down_while_it_meets_others_is_introduced_to_them_again(
+    build: Build,
+) -> None:
+    answer = transferring()
+
+    async def waits_over_items(received: Received) -> Response:
+        if received.params:
+            await asyncio.Event().wait()
+        return await answer(received)
+
+    t = await build(warm_up=True, behaviour=waits_over_items)
+    await t.pd.until(lambda pd: len(pd.received) == 3)
+    await t.pd.serving.stop()
+    t.pd.behaviour = answer
+    await t.until_health(lambda seen: seen["pd-0"]["state"] == "down")
+    await t.pd.serving.start()
+    await t.until_health(is_up)
+    assert [r.params is None for r in t.pd.received[3:]] == [True, True, False]
+
+
 async def test_one_that_drains_is_introduced_when_it_resumes(build: Build) -> None:
     t = await build(encoders=2, warm_up=True, behaviour=transferring())
     await t.until_health(is_up)

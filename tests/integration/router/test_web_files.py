@@ -198,44 +198,40 @@ HOSTILE_ANSWERS: dict[str, tuple[bytes | Answer, int, str]] = {
 }
 
 
-@pytest.mark.parametrize("name", HOSTILE_ANSWERS)
-async def test_a_hostile_answer_is_refused(world: World, name: str) -> None:
+async def test_a_hostile_answer_is_refused(world: World) -> None:
     for page, (answer, _, _) in HOSTILE_ANSWERS.items():
         if isinstance(answer, bytes):
             answer = answer.replace(b"{port}", str(world.site.port).encode())
         world.site.pages[f"/{page}"] = answer
     chain = {"/two": moved("/three"), "/three": moved("/four"), "/four": moved("/ok")}
     world.site.pages |= {"/ok": plain(PNG), **chain}
-    _, status, words = HOSTILE_ANSWERS[name]
-
-    refused = await refusal(world.fetcher(max_bytes=1 << 20), world.url(f"/{name}"))
-
-    assert words in str(refused)
-    assert refused.status == status
-    # Nothing of what is there, and no address of a network.
-    for secret in ("secret", "IHDR", "10.0.0", "ESMTP"):
-        assert secret not in str(refused)
+    fetcher = world.fetcher(max_bytes=1 << 20)
+    for name, (_, status, words) in HOSTILE_ANSWERS.items():
+        refused = await refusal(fetcher, world.url(f"/{name}"))
+        assert (words in str(refused), refused.status) == (True, status), (name, refused)
+        # Nothing of what is there, and no address of a network.
+        for secret in ("secret", "IHDR", "10.0.0", "ESMTP"):
+            assert secret not in str(refused), name
 
 
-@pytest.mark.parametrize("host", INSIDE)
-async def test_a_name_that_leads_inside_is_not_connected_to(world: World, host: str) -> None:
-    refused = await refusal(world.fetcher(), world.url(host=host))
-    assert "not public" in str(refused)
-    assert not any(address in str(refused) for address in INSIDE[host])
-    assert (refused.status, refused.code) == (400, "media_url_refused")
+async def test_a_name_that_leads_inside_is_not_connected_to(world: World) -> None:
+    fetcher = world.fetcher()
+    for host, addresses in INSIDE.items():
+        refused = await refusal(fetcher, world.url(host=host))
+        assert "not public" in str(refused), host
+        assert not any(address in str(refused) for address in addresses)
+        assert (refused.status, refused.code) == (400, "media_url_refused")
     assert not world.site.heads
 
 
-@pytest.mark.parametrize(
-    "host", ["127.0.0.1", "[::1]", "10.0.0.1", "[::ffff:10.0.0.1]", "169.254.169.254", "0.0.0.0"]
-)
-async def test_an_address_inside_is_not_connected_to_even_if_it_is_listed(
-    world: World, host: str
-) -> None:
-    fetcher = world.fetcher(allowed_domains=[f"{host}:{world.site.port}"], allowed_networks=[])
-    plain_host = host.strip("[]")
-    world.names |= {plain_host: [plain_host], str(ipaddress.ip_address(plain_host)): [plain_host]}
-    assert "not public" in str(await refusal(fetcher, world.url(host=host)))
+async def test_an_address_inside_is_not_connected_to_even_if_it_is_listed(world: World) -> None:
+    hosts = ("127.0.0.1", "[::1]", "10.0.0.1", "[::ffff:10.0.0.1]", "169.254.169.254", "0.0.0.0")
+    listed = [f"{host}:{world.site.port}" for host in hosts]
+    fetcher = world.fetcher(allowed_domains=listed, allowed_networks=[])
+    for host in hosts:
+        address = host.strip("[]")
+        world.names |= {address: [address], str(ipaddress.ip_address(address)): [address]}
+        assert "not public" in str(await refusal(fetcher, world.url(host=host))), host
     assert not world.site.heads
 
 
