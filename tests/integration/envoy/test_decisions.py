@@ -35,6 +35,7 @@ from tests.integration.router.test_prefill import (
     test_a_prompt_is_computed_by_one_instance_and_answered_by_the_other,
     test_a_silent_decode_instance_is_given_up_however_long_the_prefill_took,
     test_a_silent_prefill_instance_costs_no_answer,
+    test_an_item_whose_other_encoder_is_full_is_encoded_where_it_is_needed,
     test_another_prefill_instance_is_asked_and_then_the_decode_instance,
     test_items_go_to_the_prefill_instance_and_media_to_both,
     test_prompts_of_other_interfaces_are_computed_apart_too,

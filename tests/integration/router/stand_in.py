@@ -21,7 +21,7 @@ import zmq
 import zmq.asyncio
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
@@ -300,8 +300,6 @@ class StandIn:
     health: Callable[[], Awaitable[Response]] = well
     received: list[Received] = field(default_factory=list)
     aborted: int = 0
-    metrics: str = ""
-    metrics_asked: int = 0
     load: LoadReport | None = None
     """What an encode instance says of itself, if anything."""
     serving: Serving = field(init=False)
@@ -309,7 +307,6 @@ class StandIn:
     def __post_init__(self) -> None:
         routes = [
             Route("/health", self._answer_probe),
-            Route("/metrics", self._expose),
             Route(LOAD_PATH, self._tell_load),
             Route("/v1/models", lambda _: JSONResponse({"data": [{"id": "demo"}]})),
             Route("/{path:path}", self._generate, methods=["GET", "POST"]),
@@ -328,10 +325,6 @@ class StandIn:
         if self.load is None:
             return Response(status_code=404)
         return Response(msgspec.json.encode(self.load), media_type="application/json")
-
-    async def _expose(self, request: Request) -> Response:
-        self.metrics_asked += 1
-        return PlainTextResponse(self.metrics)
 
     async def _generate(self, request: Request) -> Response:
         received = Received(

@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 from starlette.responses import JSONResponse, Response
 
+from epd_portable.wire.messages import EncodeFailed
 from tests.integration.router.conftest import Build, Topology
 from tests.integration.router.stand_in import (
     Behaviour,
     Received,
     answer,
     forever,
+    full,
     in_turn,
     refuse,
     says,
@@ -105,6 +107,28 @@ async def test_whoever_is_not_busier_encodes_its_own_items(build: Build) -> None
     assert all(pd.received for pd in t.pds)
     assert not any(received.params for each in t.pds for received in each.received)
     assert not t.encoders[0].received
+
+
+async def test_an_item_whose_other_encoder_is_full_is_encoded_where_it_is_needed(
+    build: Build,
+) -> None:
+    t = await split(build, "encode-prefill", "encode-prefill", "decode")
+
+    async def full_as_encoder(received: Received) -> Response:
+        if "consumer" in str(received.params):
+            return await full(20_000)(received)
+        # It computes once it is told to encode the item by itself.
+        (transfer,) = received.params["transfers"]
+        message = await t.control_of(received).receive_of(transfer["transfer_id"])
+        assert isinstance(message, EncodeFailed)
+        return await compute(received)
+
+    for each in t.pds[:2]:
+        each.behaviour = full_as_encoder
+    assert (await t.chat(RED, BLUE)).status_code == 200
+    jobs = [r for pd in t.pds for r in pd.received if "consumer" in str(r.params)]
+    assert len(jobs) == 1
+    await t.until_metric('epd_router_items_total{outcome="local"}', 1)
 
 
 RESPONSES, COMPLETIONS, CHAT = "/v1/responses", "/v1/completions", "/v1/chat/completions"
