@@ -419,6 +419,16 @@ async def test_what_comes_while_a_request_is_read_is_put_in_when_it_is_read_agai
         assert linked.nbytes == 0
 
 
+async def test_what_one_gives_up_is_fetched_for_the_others(world: World) -> None:
+    world.site.pages["/a.png"] = slowly(plain(PNG), 50, 0.05)
+    fetcher = world.fetcher()
+    first, second = (asyncio.create_task(get(fetcher, world.url())) for _ in range(2))
+    await until(lambda: bool(world.site.heads))
+    first.cancel()
+    assert await second == [PNG]
+    assert first.cancelled()
+
+
 async def test_what_all_give_up_is_not_fetched_to_its_end(world: World) -> None:
     world.site.pages["/a.png"] = slowly(plain(PNG), 1, 0.5)
     fetcher = world.fetcher()
