@@ -81,6 +81,20 @@ async def test_nothing_is_asked_before_an_encoder_has_said_what_it_writes(
     assert await t.metric('epd_router_store_items_total{result="unavailable"}') == 2
 
 
+async def test_nothing_is_asked_while_encoders_write_different_things(
+    build: Build, section: StoreSection
+) -> None:
+    t, name = await learned(build, section, encoders=2)
+    keep(section, name)
+    for encoder in t.encoders:
+        encoder.behaviour = describe(namespace=SEAL.namespace(encoder.name))
+    for number in range(40):
+        await t.chat({**RED, "image_url": {"url": f"data:image/png;base64,{number:04d}"}})
+    skipped = await t.metric('epd_router_store_items_total{result="unavailable"}')
+    await t.chat(RED)
+    assert await t.metric('epd_router_store_items_total{result="unavailable"}') == skipped + 1
+
+
 def not_stored(t: Topology, then: Behaviour | None = None) -> Behaviour:
     """A PD instance that cannot load what it is told to, and answers when an encoder was asked."""
 
@@ -177,6 +191,27 @@ async def test_an_entry_that_does_not_say_it_is_of_no_use_without_media(
     assert not transfers(t)[0].get("store")
     assert kinds(t.pd.received[-1]) == ["image_embeds"], "as the encoder says it"
     assert await t.metric('epd_router_fallbacks_total{fallback="original_media"}') == 0
+
+
+async def test_what_was_not_brought_once_is_not_expected_again(
+    build: Build, section: StoreSection
+) -> None:
+    t, name = await learned(build, section, pds=2)
+    keep(section, name)
+
+    async def fails(received: Received) -> Response:
+        if not received.params["transfers"][0].get("store"):
+            return await answered(received)
+        await t.control_of(received).refuse(received.params, NackCode.NOT_STORED, "gone")
+        await t.encoders[0].until(lambda encoder: len(encoder.received) == 1)
+        return Response(status_code=500)
+
+    for pd in t.pds:
+        pd.behaviour = fails
+    assert (await t.chat(RED)).status_code == 200
+    [first], [second] = (pd.received for pd in t.pds)
+    stores = [each.params["transfers"][0].get("store", "") for each in (first, second)]
+    assert sorted(map(bool, stores)) == [False, True]
 
 
 async def test_a_forged_head_is_counted_and_removed(build: Build, section: StoreSection) -> None:
