@@ -204,6 +204,15 @@ async def test_a_failed_request_is_answered_with_the_reason_from_the_control_cha
     assert ("retry-after" in response.headers) is retry
 
 
+async def test_without_another_encoder_a_refusal_leads_to_local_encoding(build: Build) -> None:
+    t = await build()
+    told = until_told_to_encode(t)
+    t.pd.behaviour = refusing(t.control, NackCode.NO_COMMON_PATH, "no path from there", told)
+    response = await t.chat(RED)
+    assert "refused: 'no path from there'" in response.json()["reason"]
+    assert await t.metric('epd_router_fallbacks_total{phase="encode",fallback="local"}') == 1
+
+
 @pytest.mark.parametrize("code", [NackCode.INCOMPATIBLE, NackCode.NO_COMMON_PATH])
 async def test_other_refusals_do_not_hide_the_instances_own_error(
     build: Build, code: NackCode
