@@ -422,6 +422,18 @@ async def test_a_call_of_all_engines_does_not_wait_for_one_that_goes(make: Make)
     assert front.is_empty()
 
 
+async def test_an_engine_that_fails_a_request_gets_it_once_more_with_its_media(make: Make) -> None:
+    front = make("e-0", "pd-0")
+    await front.ask("a")
+    await front.says("pd-0", "r", end=FAILED)
+    pd = front.engines["pd-0"]
+    assert "pixel_values" in pd.last.mm_features[0].data
+    for _ in range(2):
+        await front.says("pd-0", pd.last.request_id, end=FAILED)
+    assert front.failed["r"].http_status == 503  # type: ignore[attr-defined]
+    assert front.is_empty()
+
+
 async def test_a_tick_of_switching_that_fails_is_logged_and_the_next_comes(
     make: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
