@@ -75,15 +75,9 @@ async def test_who_a_hop_names_encodes_whatever_the_sizes(
     assert (here == 0) is bool(header)
 
 
-@pytest.mark.parametrize(
-    "settings", [{"elastic_encode": False}, {"local_encode": False}, {"media": "metadata"}]
-)
-async def test_it_can_be_switched_off(build: Build, settings: dict[str, Any]) -> None:
-    if "elastic_encode" in settings:
-        t = await build(encoding=one_by_one(), **settings)
-        await t.chat(picture(0))
-    else:
-        t = await started(build, **settings)
+@pytest.mark.parametrize("settings", [{"local_encode": False}, {"media": "metadata"}])
+async def test_who_has_no_media_encodes_none(build: Build, settings: dict[str, Any]) -> None:
+    t = await started(build, **settings)
     await t.chat(*map(picture, range(1, 5)))
     assert await t.metric('epd_router_items_total{outcome="local_first"}') == 0
 
