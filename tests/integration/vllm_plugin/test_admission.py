@@ -224,17 +224,6 @@ async def test_an_answer_counts_until_its_last_piece() -> None:
         await e.until_empty()
 
 
-async def test_an_application_that_fails_gives_everything_back() -> None:
-    async with instance() as e:
-
-        async def fail(received: Received) -> Response:
-            raise RuntimeError("broken")
-
-        e.engine.behaviour = fail
-        assert (await e.post(e.body())).status_code == 500
-        await e.until_empty()
-
-
 async def test_health_and_whatever_generates_nothing_is_never_refused() -> None:
     async with instance(items=1) as e:
         busy = e.begin(e.body())
