@@ -152,8 +152,6 @@ def settings(choice: object) -> RouterSettings:
     return RouterSettings.model_validate({**given, "secret_file": secret_file()})
 
 
-# Prompts that others compute.
-
 SPLIT = configured(
     *("prefix-cache-scorer", "queue-scorer"),
     {"type": "prefix-based-pd-decider", "parameters": {"nonCachedTokens": 100}},
@@ -192,9 +190,6 @@ async def test_long_prompts_are_computed_apart_where_their_beginning_is(
     assert stays["winner"] == "pd-2"
     assert await t.metric('epd_router_prefills_total{where="local_first"}') == 2
     assert await t.metric('epd_router_prefills_total{where="disaggregated"}') == 4
-
-
-# A plug-in of a user, installed as on the page.
 
 
 @pytest.fixture

@@ -33,12 +33,6 @@ async def opened(t: Topology) -> tuple[asyncio.StreamReader, asyncio.StreamWrite
     return await asyncio.open_connection("127.0.0.1", t.router.port)
 
 
-# Instances.
-
-
-# Clients.
-
-
 @pytest.mark.parametrize("ticks", [True, False])
 async def test_a_body_that_does_not_come_is_refused_in_time(
     build: Build, ticks: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -96,9 +90,6 @@ async def test_a_client_that_takes_nothing_loses_its_connection(port: Any) -> No
         await until(lambda: not is_open())
 
 
-# Bodies.
-
-
 @pytest.mark.parametrize("path", ["/epd/instances", "/epd/nothing"])
 async def test_bodies_for_the_operators_addresses_are_small_and_come_in_time(
     build: Build, path: str
@@ -111,9 +102,6 @@ async def test_bodies_for_the_operators_addresses_are_small_and_come_in_time(
     answered = await asyncio.wait_for(reader.read(), DEADLINE_S)
     assert answered.startswith(b"HTTP/1.1 408")
     writer.close()
-
-
-# Two endings at once.
 
 
 def inside(t: Topology) -> Router:

@@ -156,20 +156,18 @@ def widths(hf_config: Any, measured: dict[str, int] | None = None) -> dict[str, 
     }
 
 
-def test_outputs_are_as_wide_as_the_language_model() -> None:
+def test_outputs_are_as_wide_as_the_language_model_unless_they_were_measured() -> None:
     without_levels = SimpleNamespace(vision_config=SimpleNamespace(deepstack_visual_indexes=None))
     for hf_config in (SimpleNamespace(), without_levels):
         assert widths(hf_config) == {"image": 64, "video": 64, "audio": 64}
+    measured = {"image": 100}
+    assert widths(SimpleNamespace(), measured) == {"image": 100, "video": 64, "audio": 64}
 
 
 def test_deepstack_levels_lie_beside_what_is_seen_but_not_beside_what_is_heard() -> None:
     vision = SimpleNamespace(vision_config=SimpleNamespace(deepstack_visual_indexes=[0, 1]))
     for hf_config in (vision, SimpleNamespace(thinker_config=vision)):
         assert widths(hf_config) == {"image": 192, "video": 192, "audio": 64}
-
-
-def test_a_measured_width_counts_more_than_a_derived_one() -> None:
-    assert widths(SimpleNamespace(), {"image": 100}) == {"image": 100, "video": 64, "audio": 64}
 
 
 def test_the_width_is_measured_with_small_items_whatever_the_model_allows() -> None:

@@ -57,17 +57,12 @@ GRID = torch.tensor([1, 4, 4])
 PIXELS = torch.zeros(16, 8)
 
 
-def test_a_picture_is_described_by_its_grid(metadata: Any) -> None:
+def test_a_picture_is_described_by_its_grid_which_alone_is_none(metadata: Any) -> None:
     item = feature(pixel_values=PIXELS, image_grid_thw=GRID)
     assert metadata.of(item) == {"image_grid_thw": [1, 4, 4]}
     assert metadata.has_media(item)
-
-
-def test_a_grid_alone_is_no_picture(metadata: Any) -> None:
     assert not metadata.has_media(feature(image_grid_thw=GRID))
-
-
-def test_what_lies_in_another_process_counts_as_a_picture(metadata: Any) -> None:
+    # What lies in another process counts.
     assert metadata.has_media(feature())
 
 
