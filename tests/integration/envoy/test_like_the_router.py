@@ -18,6 +18,7 @@ from tests.integration.router.test_admission import (
     test_priority_overtakes_by_header_and_by_field,
 )
 from tests.integration.router.test_failures import (
+    test_a_client_that_leaves_a_stream_ends_it_at_the_instance,
     test_a_request_is_not_sent_to_every_pd_instance_in_turn,
     test_a_silent_pd_instance_does_not_hang_the_client,
     test_other_refusals_do_not_hide_the_instances_own_error,
@@ -29,7 +30,6 @@ from tests.integration.router.test_items_of_a_request import (
 )
 from tests.integration.router.test_not_wanted import (
     build_connected,
-    test_a_client_that_leaves_a_stream_ends_it_and_wants_its_items_no_more,
     test_a_client_that_leaves_before_the_instance_was_asked_wants_its_items_no_more,
     test_a_client_that_leaves_wants_its_items_no_more,
     test_what_is_sent_again_by_other_transfers_is_not_wanted_by_the_first,

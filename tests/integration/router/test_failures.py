@@ -46,6 +46,23 @@ def until_told_to_encode(t: Topology) -> Behaviour:
     return behave
 
 
+async def test_a_client_that_leaves_a_stream_ends_it_at_the_instance(build: Build) -> None:
+    t = await build()
+
+    async def pieces() -> AsyncIterator[bytes]:
+        try:
+            yield b"data: {}\n\n"
+            await asyncio.Event().wait()
+        finally:
+            await t.pd.count_abort()
+
+    t.pd.behaviour = stream(pieces)
+    body = {"prompt": "x", "stream": True}
+    async with t.client.stream("POST", "/v1/completions", json=body) as response:
+        assert await anext(response.aiter_bytes())
+    await t.pd.until(lambda pd: pd.aborted == 1)
+
+
 SOON, BRIEF = {"encode_timeout_s": 1.0}, {"wait_timeout_s": 0.5}
 AMPLE = {"wait_timeout_s": 3.0}
 """Leaves a second try, which begins after half of it, more than a second on a busy machine."""
