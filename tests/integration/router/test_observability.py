@@ -94,7 +94,7 @@ async def test_usage_says_how_many_tokens_there_are_before_events_do(build: Buil
 async def test_the_proposals_names_show_the_same_counts(
     build: Build, status: int, end: str, reason: str
 ) -> None:
-    t = await build(encoders=1, encoding=refuse(status), metrics_names="llmd", wait_timeout_s=6.0)
+    t = await build(encoders=1, encoding=refuse(status), metrics_names="llmd", wait_timeout_s=3.0)
     after_encoders(t)
     assert (await t.chat(RED)).status_code == 200
     t.encoders[0].behaviour = answer

@@ -261,21 +261,26 @@ async def test_an_address_that_nobody_answers_at_is_followed_by_the_next(world: 
     assert (refused.status, refused.code) == (502, "media_url_failed")
 
 
-@pytest.mark.parametrize(
-    "answer",
-    [slowly(plain(PNG), 1), slowly(OK.encode(), 1), slowly(plain(bytes(10_000)), 100), slowly(b"")],
-    ids=["trickles", "head", "body", "nothing"],
-)
-async def test_who_is_slow_is_given_up(world: World, answer: Answer) -> None:
-    async def and_waits(writer: asyncio.StreamWriter) -> None:
-        await answer(writer)
-        await asyncio.sleep(60)
+async def test_who_is_slow_is_given_up(world: World) -> None:
+    def then_waits(answer: Answer) -> Answer:
+        async def page(writer: asyncio.StreamWriter) -> None:
+            await answer(writer)
+            await asyncio.sleep(60)
 
-    world.site.pages["/a.png"] = and_waits
-    refused = await refusal(world.fetcher(timeout_s=1.0), world.url())
-    assert (refused.status, refused.code) == (504, "media_url_timeout")
-    assert "within 1 s" in str(refused)
-    await until(lambda: world.site.closed_early == 1)
+        return page
+
+    slow = {
+        "/trickles": slowly(plain(PNG), 1),
+        "/head": slowly(OK.encode(), 1),
+        "/body": slowly(plain(bytes(10_000)), 100),
+        "/nothing": slowly(b""),
+    }
+    world.site.pages |= {path: then_waits(answer) for path, answer in slow.items()}
+    fetcher = world.fetcher(timeout_s=1.0)
+    for refused in await asyncio.gather(*(refusal(fetcher, world.url(path)) for path in slow)):
+        assert (refused.status, refused.code) == (504, "media_url_timeout")
+        assert "within 1 s" in str(refused)
+    await until(lambda: world.site.closed_early == len(slow))
 
 
 FAILING = {
