@@ -40,7 +40,7 @@ async def test_a_body_that_does_not_come_is_refused_in_time(
     if not ticks:
         # What the router does every second beside that fails.
         monkeypatch.setattr(Switching, "tick", lambda *_: 1 / 0)
-    t = await build(encoders=0, body_timeout_s=0.3)
+    t = await build(encoders=0, body_timeout_s=0.3, switch_roles=not ticks)
     reader, writer = await opened(t)
     writer.write(CHAT + b"content-length: 100\r\n\r\n{")
     answered = await asyncio.wait_for(reader.read(), DEADLINE_S)
