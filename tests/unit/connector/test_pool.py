@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 from epd_portable.connector.pool import SharedMemory
 from epd_portable.errors import CapacityError, ConfigError
@@ -16,12 +15,6 @@ from tests.receiving import pool_name, shared_memory
 def memory() -> Iterator[SharedMemory]:
     with shared_memory(4096) as made:
         yield made
-
-
-def test_two_mappings_show_the_same_bytes(memory: SharedMemory) -> None:
-    other = SharedMemory.open(memory.path.name)
-    other.tensor(64, 3).copy_(torch.tensor([1, 2, 3], dtype=torch.uint8))
-    assert memory.tensor(63, 5).tolist() == [0, 1, 2, 3, 0]
 
 
 def test_only_the_owner_may_read_the_pool(memory: SharedMemory) -> None:

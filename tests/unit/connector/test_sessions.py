@@ -96,8 +96,3 @@ def test_a_pid_that_belongs_to_another_process_since_is_gone() -> None:
 
 def test_a_process_of_another_pid_namespace_is_not_certainly_gone() -> None:
     assert not process_is_gone("999999999-1-1-abc")
-
-
-@pytest.mark.parametrize("session", ["", "router", "x-1-2-3", "1"])
-def test_a_session_of_another_form_is_not_certainly_gone(session: str) -> None:
-    assert not process_is_gone(session)

@@ -50,12 +50,6 @@ def test_a_range_outside_is_refused_at_both_ends(
             end.tensor(offset, nbytes)
 
 
-@pytest.mark.parametrize("address", ["", "nonsense", "~~~~~", "\ud800", "0" * 10_000])
-def test_a_text_that_is_no_address_is_an_error(platform: SharingPlatform, address: str) -> None:
-    with pytest.raises(TransportError, match="names no device memory"):
-        OpenedSlab(platform, address)
-
-
 def test_a_slab_of_an_ended_process_is_lost(platform: SharingPlatform, slab: DeviceSlab) -> None:
     pid, start, namespace, rest = new_session().split("-")
     ended = "-".join([pid, str(int(start) + 1), namespace, rest])
@@ -65,27 +59,39 @@ def test_a_slab_of_an_ended_process_is_lost(platform: SharingPlatform, slab: Dev
         OpenedSlab(platform, address)
 
 
-def test_memory_of_a_live_process_is_refused(platform: SharingPlatform, slab: DeviceSlab) -> None:
-    platform.problem = PlatformError("invalid resource handle")
-    with pytest.raises(UnsupportedError, match=r"which lives.*invalid resource handle.*tcp"):
-        OpenedSlab(platform, slab.address)
-
-
-def test_memory_that_is_refused_because_its_process_has_just_ended_is_a_lost_peer(
-    platform: SharingPlatform, slab: DeviceSlab, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("problem", "ends", "error", "said"),
+    [
+        (
+            PlatformError("invalid resource handle"),
+            [False, False],
+            *(UnsupportedError, r"which lives.*invalid resource handle.*tcp"),
+        ),
+        # Its process has just ended.
+        (PlatformError("no such memory"), [False, True], PeerLostError, "is gone: no such memory"),
+        (
+            ValueError("a handle of npu memory, opened on cuda"),
+            [False, False],
+            *(TransportError, r"of npu memory.*set transfer\.path"),
+        ),
+    ],
+    ids=["of a live process", "of one that ends", "of another platform"],
+)
+def test_memory_that_cannot_be_opened_is_refused_or_lost(
+    platform: SharingPlatform,
+    slab: DeviceSlab,
+    monkeypatch: pytest.MonkeyPatch,
+    problem: Exception,
+    ends: list[bool],
+    error: type[Exception],
+    said: str,
 ) -> None:
-    platform.problem = PlatformError("no such memory")
-    looks = iter([False, True])
+    platform.problem = problem
+    looks = iter(ends)
     monkeypatch.setattr(slab_module, "process_is_gone", lambda session: next(looks))
-    with pytest.raises(PeerLostError, match="is gone: no such memory"):
+    with pytest.raises(error, match=said) as caught:
         OpenedSlab(platform, slab.address)
-
-
-def test_memory_of_another_platform_is_refused(platform: SharingPlatform, slab: DeviceSlab) -> None:
-    platform.problem = ValueError("a handle of npu memory, opened on cuda")
-    with pytest.raises(TransportError, match=r"of npu memory.*set transfer\.path") as caught:
-        OpenedSlab(platform, slab.address)
-    assert not isinstance(caught.value, PeerLostError)
+    assert isinstance(caught.value, PeerLostError) == (error is PeerLostError)
 
 
 def test_a_full_device_says_so(platform: SharingPlatform, monkeypatch: pytest.MonkeyPatch) -> None:

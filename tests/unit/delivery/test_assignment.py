@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import random
 
 import pytest
@@ -11,6 +12,7 @@ from epd_portable.delivery.assignment import (
     EncodeTimes,
     EncodeTries,
     assign_items,
+    count_local_first,
     or_own,
 )
 from epd_portable.delivery.fallbacks import (
@@ -28,6 +30,7 @@ from epd_portable.wire.outcomes import FailureKind
 from epd_portable.wire.params import EncodedItem
 
 PD = InstanceSettings(name="pd", role="prefill-decode", url="http://pd", control="tcp://h:1")
+PIXELS, TIME_S = 448 * 448, 0.25
 LOST, FULL, REFUSED = FailureKind.LOST, FailureKind.FULL, FailureKind.REFUSED
 
 
@@ -35,22 +38,42 @@ def pictures(*names: str, pixels: int = 0) -> list[MediaItem]:
     return [MediaItem(item_uuid=n, modality="image", part={}, pixels=pixels) for n in names]
 
 
+def equal(count: int, pixels: int = PIXELS) -> list[MediaItem]:
+    return pictures(*map(str, range(count)), pixels=pixels)
+
+
 class Scene:
+    """Encoders, which need a quarter of a second for a picture of usual size, and a PD instance."""
+
     def __init__(self, encoders: int = 2) -> None:
         self.pool = EndpointPool(chance=random.Random(7))
         self.pd = self.pool.add(PD)
         self.pd.seen_well()
-        for number in range(encoders):
-            made = InstanceSettings(name=f"e{number}", role="encode", url=f"http://e{number}")
-            self.pool.add(made).seen_well()
+        self.encoders = [
+            self.pool.add(InstanceSettings(name=f"e{n}", role="encode", url=f"http://e{n}"))
+            for n in range(encoders)
+        ]
+        for each in self.encoders:
+            each.seen_well()
         self.times = EncodeTimes()
+        self.times.observe(equal(1)[0], TIME_S)
         self.budget = RetryBudget()
+        self._running = contextlib.ExitStack()
 
     def choose(self, item: MediaItem, exclude: object) -> Instance | None:
         return self.pool.choose_encoder(item.item_uuid, exclude)  # type: ignore[arg-type]
 
     def assign(self, items: list[MediaItem], **more: object) -> list[Assignment[MediaItem]]:
         return assign_items(items, self.pd, self.choose, self.times, **more)  # type: ignore[arg-type]
+
+    def has(self, instance: Instance, items: int) -> None:
+        for _ in range(items):
+            self._running.enter_context(instance.encoding(TIME_S))
+
+    def first_here(self, items: list[MediaItem], threshold: float = 4.0) -> tuple[int, str]:
+        encoders = [self.encoders[n % len(self.encoders)] for n in range(len(items))]
+        times_s = [self.times.of(item) for item in items]
+        return count_local_first(times_s, encoders, self.pd, threshold=threshold)
 
     def tries(self, deadline_s: float = 30.0) -> EncodeTries:
         (item,) = pictures("p")
@@ -101,8 +124,7 @@ def test_without_an_encoder_items_are_encoded_where_they_are_needed(
 
 
 def test_the_first_items_are_encoded_here_only_where_that_is_wanted() -> None:
-    scene, items = Scene(encoders=1), pictures(*"abcd", pixels=1000)
-    scene.times.observe(items[0], 0.25)
+    scene, items = Scene(encoders=1), equal(4)
     assert {each.by for each in scene.assign(items)} == {"encoder"}
     found = scene.assign(items, elastic_threshold=4.0)
     assert [(each.by, each.elastic) for each in found[:1]] == [("local_first", "idle")]
@@ -111,10 +133,8 @@ def test_the_first_items_are_encoded_here_only_where_that_is_wanted() -> None:
 
 def test_items_of_known_sizes_are_encoded_here_while_every_encoder_is_parked() -> None:
     scene = Scene()
-    (known,), (other,) = pictures("a", pixels=1000), pictures("b", pixels=100_000)
-    scene.times.observe(known, 0.25)
-    parked = scene.pool.get("e0")
-    assert parked is not None
+    (known,), (other,) = pictures("a", pixels=PIXELS), pictures("b", pixels=1000)
+    parked, _ = scene.encoders
     parked.park(True)
     assert {each.encoder.name for each in scene.assign([known, other]) if each.encoder} == {"e1"}
     scene.pool.remove("e1")
@@ -295,8 +315,7 @@ def test_who_encodes_shares_the_items_of_its_request_with_those_as_idle_as_it_is
 
 def test_who_encodes_leaves_an_item_to_another_only_if_that_is_less_busy() -> None:
     scene = Scene(1)
-    encoder = scene.pool.get("e0")
-    assert encoder is not None
+    (encoder,) = scene.encoders
     (own,) = sharing(scene, pictures("a"))
     assert own.by == "local_first"
     with scene.pd.working():
@@ -318,3 +337,66 @@ def test_an_instance_with_two_duties_is_chosen_for_both_and_leaves_both() -> Non
         assert pool.choose_encoder("a") is both
     pool.remove("both")
     assert pool.choose_encoder("a") is None is pool.choose_least_loaded()
+
+
+# Elastic encoding.
+
+
+def test_a_size_that_was_not_seen_is_taken_for_the_next_one() -> None:
+    times = Scene().times
+    for factor, expected_s in ((0.5, TIME_S), (1, TIME_S), (2, TIME_S), (0.2, 0.0), (5, 0.0)):
+        assert times.of(equal(1, int(PIXELS * factor))[0]) == expected_s
+
+
+@pytest.mark.parametrize(
+    ("encoders", "count", "threshold", "here"),
+    [
+        (1, 1, 4.0, 0),
+        (1, 2, 4.0, 0),
+        (1, 3, 4.0, 1),
+        (1, 4, 4.0, 1),
+        (1, 8, 4.0, 2),
+        (2, 6, 4.0, 1),
+        (2, 6, 1.0, 2),
+    ],
+)
+def test_pictures_of_one_request_are_shared_with_an_idle_instance(
+    encoders: int, count: int, threshold: float, here: int
+) -> None:
+    assert Scene(encoders).first_here(equal(count), threshold) == (here, "idle")
+
+
+def test_a_picture_behind_a_queue_is_encoded_at_once_by_an_idle_instance() -> None:
+    scene = Scene(encoders=1)
+    scene.has(scene.encoders[0], 2)
+    assert scene.first_here(equal(1)) == (1, "idle")
+    # Unless that has such work, too.
+    scene.has(scene.pd, 2)
+    assert scene.first_here(equal(1)) == (0, "idle")
+
+
+def test_an_instance_that_computes_for_others_helps_only_with_a_long_queue() -> None:
+    scene = Scene(encoders=1)
+    scene.has(scene.encoders[0], 3)
+    with scene.pd.working() as work:
+        work.compute()
+        assert scene.first_here(equal(1)) == (0, "queue")
+        scene.has(scene.encoders[0], 1)
+        assert scene.first_here(equal(1)) == (1, "queue")
+        assert scene.first_here(equal(1), threshold=6.0) == (0, "queue")
+
+
+def test_nothing_is_chosen_by_times_that_nobody_has_seen() -> None:
+    scene = Scene(encoders=1)
+    scene.has(scene.encoders[0], 10)
+    assert scene.first_here(equal(4, 64 * PIXELS)) == (0, "idle")
+
+
+def test_times_follow_what_is_seen_by_kind() -> None:
+    times, [small], [large] = EncodeTimes(), equal(1), equal(1, 16 * PIXELS)
+    for small_s in (0.1, 0.3):
+        for _ in range(50):
+            times.observe(small, small_s)
+            times.observe(large, 1.0)
+        assert times.of(small) == pytest.approx(small_s, rel=1e-3)
+        assert times.of(large) == pytest.approx(1.0)

@@ -17,6 +17,7 @@ import os
 import re
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -112,7 +113,13 @@ def test_a_shipped_topology_plans_without_warnings_on_every_target(
 ) -> None:
     planned = plan_for(topology, target)
     assert planned["warnings"] == []
-    assert planned["processes"]
+    processes = planned["processes"]
+    assert processes[-1]["role"] == "router"
+    ports = [port for process in processes for port in process["ports"].values()]
+    assert len(ports) == len(set(ports))
+    used = Counter(device for process in processes for device in process["devices"])
+    tenants = {each["device"]: len(each["tenants"]) for each in planned["devices"]}
+    assert tenants == (used if target != "cpu" else {})
 
 
 PLACE = r"\.processes\[\d+\]\."

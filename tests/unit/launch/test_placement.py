@@ -5,8 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from epd_portable.config.groups import InstanceGroup
 from epd_portable.config.roles import Role
@@ -108,28 +106,3 @@ def test_api_servers_use_the_cores_of_encoders_and_what_is_left() -> None:
         ({}, 5, [[(4,)], [(0, 1, 4)]]),
     ):
         assert of_each(place_on_cores(groups({}, pd), range(count)), "api_cores") == expected
-
-
-@given(
-    counts=st.tuples(st.integers(1, 4), st.integers(1, 4)),
-    widths=st.tuples(st.integers(1, 3), st.integers(1, 3)),
-    cores=st.sets(st.integers(0, 200), min_size=1, max_size=64),
-)
-def test_every_rank_gets_cores_of_its_own_or_none_is_bound_and_that_is_said(
-    counts: tuple[int, int], widths: tuple[int, int], cores: set[int]
-) -> None:
-    wish = groups(
-        {"count": counts[0], "tensor_parallel_size": widths[0]},
-        {"count": counts[1], "tensor_parallel_size": widths[1]},
-    )
-    result = place_on_cores(wish, sorted(cores))
-    assert [len(group) for group in of_each(result, "name")] == list(counts)
-    ranks = [rank for each in result.instances for rank in each.cores]
-    expected = sum(c * w for c, w in zip(counts, widths, strict=True))
-    enough = len(cores) >= expected
-    assert len(ranks) == (expected if enough else 0)
-    used = [core for rank in ranks for core in rank]
-    assert all(ranks) and set(used) <= cores and len(used) == len(set(used))
-    assert bool(result.warnings) == (not enough)
-    assert set(result.rest) == (cores - set(used) if enough else set())
-    assert len({len(rank) for rank in ranks}) <= 1

@@ -9,7 +9,6 @@ from epd_portable.media.addresses import (
     AddressPolicy,
     Domains,
     MediaUrlError,
-    WebTarget,
     is_web,
     read_url,
     redirected,
@@ -276,8 +275,3 @@ def test_a_redirect_is_not_followed(location: str, words: str) -> None:
 def test_what_begins_as_a_url_of_the_web() -> None:
     assert all(map(is_web, [b"http://x", b"HTTPS://x", b"https:x", b"http:"]))
     assert not any(map(is_web, [b"", b"httpx://", b" http://x", b"data:image/png", b"file:///x"]))
-
-
-def test_hosts_are_never_read_in_two_ways() -> None:
-    a, b = read_url("http://EXAMPLE.com./x"), read_url("http://example.com:80/x#y")
-    assert a == b == WebTarget(scheme="http", host="example.com", port=80, path="/x")

@@ -30,12 +30,6 @@ def test_what_a_planner_imports_leaves_torch_out(module: str) -> None:
     assert result.stdout.strip() == "[]", result.stderr
 
 
-def test_the_link_at_the_top_refuses_to_be_a_second_package() -> None:
-    result = run("import platforms")
-    assert result.returncode != 0
-    assert "import epd_portable.platforms" in result.stderr.splitlines()[-1]
-
-
 def test_asking_every_platform_on_this_machine_creates_no_device_context() -> None:
     result = warm.nursery().run(
         "-c",

@@ -75,6 +75,13 @@ def test_a_broken_torch_is_the_reason_of_every_platform_and_is_tried_once(tmp_pa
     ), result.stderr
 
 
+@pytest.mark.parametrize("name", list(TRAITS))
+def test_alignments_are_powers_of_two_that_a_cache_line_divides(name: str) -> None:
+    for nbytes in (TRAITS[name].slot_alignment_bytes, TRAITS[name].slab_alignment_bytes):
+        assert nbytes % 64 == 0
+        assert nbytes & (nbytes - 1) == 0
+
+
 def test_the_contract_has_at_most_fifteen_methods() -> None:
     methods = [
         name

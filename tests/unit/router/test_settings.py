@@ -37,6 +37,8 @@ def test_settings_come_as_json_or_from_a_file(tmp_path: Path) -> None:
         ("{", ["--settings", "JSON"]),
         (text(prot=1), ["prot", "not permitted"]),
         (text(port=70000), ["port", "65535"]),
+        (text(port=-1, model=""), ["port", "model"]),
+        (text(workers=2), ["router.workers is gone: use router.envoy"]),
         (text(instances=[ENCODE], registration=False), ["prefill-decode", "at least one"]),
         (text(instances=[PD, PD]), ["['p']", "more than once"]),
         (text(instances=[{**PD, "control": ""}]), ["'p'", "no control address"]),
@@ -61,11 +63,6 @@ def test_a_role_may_have_a_short_name(name: str, role: str) -> None:
     assert instance.role == role
 
 
-def test_every_problem_is_reported_at_once() -> None:
-    with pytest.raises(ConfigError, match=r"port.*model|model.*port"):
-        load_settings(text(port=-1, model=""))
-
-
 def test_labels_and_weights_are_kept_within_bounds() -> None:
     given = {**PD, "weight": 2, "labels": {"zone": "east"}}
     settings = load_settings(text(instances=[given]))
@@ -78,8 +75,3 @@ def test_labels_and_weights_are_kept_within_bounds() -> None:
     ):
         with pytest.raises(ConfigError, match=f"instances.0.{next(iter(wrong))}"):
             load_settings(text(instances=[{**PD, **wrong}]))
-
-
-def test_a_key_that_is_gone_is_answered_with_what_is_used_instead() -> None:
-    with pytest.raises(ConfigError, match=r"router\.workers is gone: use router\.envoy"):
-        load_settings(text(workers=2))

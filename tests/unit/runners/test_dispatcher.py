@@ -53,34 +53,25 @@ def test_an_item_is_ordered_when_it_gets_room_and_once(desk: Desk) -> None:
     assert desk.take("r") == []
 
 
-def test_room_is_kept_for_the_transfer_beyond_the_request(desk: Desk) -> None:
-    r = desk.arrive("r", "a", {"ta": "a"})
-    desk.cache.allocate(r, 0)
-    desk.take("r")
-    desk.dispatcher.request_finished("r")
-    desk.cache.free(r)
-    assert desk.dispatcher.busy
-    assert desk.cache.num_freeable_slots == 9
-    desk.dispatcher.transfers_ended(["ta", "unknown"])
-    desk.dispatcher.transfers_ended(["ta"])
-    assert not desk.dispatcher.busy
-    assert desk.cache.num_freeable_slots == 10
-
-
-def test_what_is_kept_is_told_by_consumer_until_the_transfers_end(desk: Desk) -> None:
+def test_room_is_kept_for_each_consumer_beyond_the_request_until_the_transfers_end(
+    desk: Desk,
+) -> None:
     r = desk.arrive("r", "ab", {"ta": "a", "tb": "b"})
-    assert desk.dispatcher.consumer("r") == "tcp://pd"
-    assert desk.dispatcher.consumer("another") == ""
+    dispatcher, kept = desk.dispatcher, desk.dispatcher.kept
+    assert (dispatcher.consumer("r"), dispatcher.consumer("another")) == (CONSUMER, "")
     for input_id in (0, 1):
         desk.cache.allocate(r, input_id)
-    assert not desk.dispatcher.kept.by_consumer()
+    assert not kept.by_consumer()
     desk.take("r")
-    assert desk.dispatcher.consumer("r") == ""
-    assert desk.dispatcher.kept.by_consumer() == {"tcp://pd": 2}
-    desk.dispatcher.transfers_ended(["ta", "unknown"])
-    assert desk.dispatcher.kept.by_consumer() == {"tcp://pd": 1}
-    desk.dispatcher.transfers_ended(["ta", "tb"])
-    assert not desk.dispatcher.kept.by_consumer()
+    dispatcher.request_finished("r")
+    desk.cache.free(r)
+    assert dispatcher.consumer("r") == ""
+    assert (kept.by_consumer(), desk.cache.num_freeable_slots) == ({CONSUMER: 2}, 8)
+    dispatcher.transfers_ended(["ta", "unknown"])
+    assert (kept.by_consumer(), dispatcher.busy) == ({CONSUMER: 1}, True)
+    dispatcher.transfers_ended(["ta", "tb"])
+    assert not kept.by_consumer() and not dispatcher.busy
+    assert desk.cache.num_freeable_slots == 10
 
 
 def test_a_transfer_without_an_item_is_left_out(desk: Desk) -> None:

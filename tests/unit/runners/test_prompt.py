@@ -44,31 +44,27 @@ def matched(names: str, transfers: str) -> dict[str, str]:
     return {k: v.transfer_id for k, v in match_transfers(items(names), params).items()}
 
 
-def test_transfers_are_matched_by_hash_whatever_their_order() -> None:
-    assert matched("aba", "ba") == {"a": "ta", "b": "tb"}
-
-
-def test_an_item_without_a_transfer_has_none() -> None:
-    assert matched("abc", "b") == {"b": "tb"}
-    assert match_transfers(items("a"), None) == {}
-
-
-def test_items_under_the_engine_s_own_names_are_matched_by_order() -> None:
-    assert matched("xyx", "AB") == {"x": "tA", "y": "tB"}
-
-
-def test_each_modality_has_an_order_of_its_own() -> None:
-    assert matched("xyvw", "AVBW") == {"x": "tA", "y": "tB", "v": "tV", "w": "tW"}
-
-
-def test_items_that_the_engine_calls_by_the_router_s_names_are_left_out_of_the_order() -> None:
-    assert matched("axvy", "BaVC") == {"a": "ta", "x": "tB", "y": "tC", "v": "tV"}
-
-
-def test_nothing_is_matched_by_order_where_the_numbers_differ() -> None:
-    """As with a video whose sound the engine holds for a clip of its own."""
-    assert matched("xyv", "AV") == {"v": "tV"}
-    assert matched("xv", "ABV") == {"v": "tV"}
+@pytest.mark.parametrize(
+    ("names", "transfers", "found"),
+    [
+        ("aba", "ba", {"a": "ta", "b": "tb"}),
+        ("abc", "b", {"b": "tb"}),
+        ("a", "", {}),
+        # Under the engine's own names by order, which each modality has of its own.
+        ("xyx", "AB", {"x": "tA", "y": "tB"}),
+        ("xyvw", "AVBW", {"x": "tA", "y": "tB", "v": "tV", "w": "tW"}),
+        # What the engine calls by the router's names is left out of the order.
+        ("axvy", "BaVC", {"a": "ta", "x": "tB", "y": "tC", "v": "tV"}),
+        # Nothing where the numbers differ, as with a video whose sound the engine holds for a clip.
+        ("xyv", "AV", {"v": "tV"}),
+        ("xv", "ABV", {"v": "tV"}),
+    ],
+)
+def test_transfers_are_matched_by_hash_and_then_by_order(
+    names: str, transfers: str, found: dict[str, str]
+) -> None:
+    assert matched(names, transfers) == found
+    assert match_transfers(items(names), None) == {}
 
 
 # -- what of an item cannot be encoded here ------------------------------------------------------
@@ -111,24 +107,23 @@ def record(*ends: tuple[str, int]) -> Claimant:
     )
 
 
-def test_the_next_item_is_the_first_that_is_not_wholly_computed_in_whatever_order_it_is_asked() -> (
-    None
-):
-    r = record(("a", 2), ("b", 4))
+@pytest.mark.parametrize(
+    ("ends", "computed", "nexts"),
+    [
+        # In whatever order it is asked.
+        ([("a", 2), ("b", 4)], (0, 1, 2, 3, 4, 0, 2), [0, 0, 1, 1, 2, 0, 1]),
+        # Of items that lie within one another, the outer until both are computed.
+        ([("video", 8), ("its sound", 4), ("picture", 9)], (0, 4, 7, 8, 9), [0, 0, 0, 2, 3]),
+    ],
+)
+def test_the_next_item_is_the_first_that_is_not_wholly_computed(
+    ends: list[tuple[str, int]], computed: tuple[int, ...], nexts: list[int]
+) -> None:
+    r = record(*ends)
     found = []
-    for r.num_computed_tokens in (0, 1, 2, 3, 4, 0, 2):
+    for r.num_computed_tokens in computed:
         found.append(r.next_item)
-    assert found == [0, 0, 1, 1, 2, 0, 1]
-
-
-def test_of_items_that_lie_within_one_another_the_next_is_the_outer_until_both_are_computed() -> (
-    None
-):
-    r = record(("video", 8), ("its sound", 4), ("picture", 9))
-    found = []
-    for r.num_computed_tokens in (0, 4, 7, 8, 9):
-        found.append(r.next_item)
-    assert found == [0, 0, 0, 2, 3]
+    assert found == nexts
 
 
 @pytest.mark.parametrize(

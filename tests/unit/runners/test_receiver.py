@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 
 from epd_portable.scheduling.items import State
-from epd_portable.wire.messages import EncodeFailed, Later
+from epd_portable.wire.messages import EncodeFailed, Grant, Later
 from tests.unit.runners.harness import (
     CAT,
     DOG,
+    TIMEOUT_S,
     TOKEN_BYTES,
     Item,
     Pair,
@@ -187,31 +188,6 @@ def test_a_request_that_is_preempted_beyond_an_item_needs_it_again(evicted: bool
     assert_everything_is_back(pair.pd)
 
 
-def test_a_request_takes_nothing_from_one_that_the_same_step_computes_already() -> None:
-    """Both were preempted; s was the last of them, and so is the first to be asked."""
-    pd = PrefillSide(cache_tokens=4)
-    pd.arrive("r", Item("a", 3))
-    assert pd.encode_here("r", 0)
-    assert pd.prefill.may_schedule("r", 4)
-    pd.arrive("s", Item("x", 2), Item("y", 4))
-    assert pd.encode_here("s", 0)
-    pd.computed.update(r=4, s=1)
-    pd.step()
-    for request_id in "rs":
-        pd.cache.free(pd.requests[request_id])
-    pd.receiver.before_step()
-    assert pd.prefill.may_schedule("s", 1, running=False)
-    assert pd.cache.check_and_update_cache(pd.requests["s"], 0)
-    assert not pd.prefill.may_schedule("r", 1, running=False), "s has the room that it needs"
-    assert "x" in pd.cache
-    assert "x" not in pd.cache.get_freed_mm_hashes(), "the step that reads it would forget it"
-    pd.receiver.before_step()
-    assert pd.prefill.may_schedule("r", 1, running=False), "between steps, s makes way"
-    for request_id in "rs":
-        pd.finish(request_id)
-    assert_everything_is_back(pd)
-
-
 def test_progress_counts_items_that_lie_wholly_in_what_is_computed(pair: Pair) -> None:
     pair.pd.arrive("r", CAT, DOG, CAT)  # 1-2 cat, 4-5 dog, 7-8 cat
     record = pair.pd.receiver.cache.requests["r"]
@@ -284,6 +260,91 @@ def test_an_item_evicted_while_its_placement_waits_for_tokens_is_not_placed(pair
     pair.pd.forget_everything()
     assert placed(pair, computes=True) == []
     assert pair.pd.pool.free_bytes == pair.pd.pool.capacity_bytes
+
+
+# -- shared items --------------------------------------------------------------------------------
+
+
+def test_a_refused_early_announcement_does_not_end_a_transfer_that_begins_after_it(
+    pair: Pair,
+) -> None:
+    """Two tokens are expected, announced were three: that transfer fails."""
+    pair.encode.submit(Item("cat", 3, "t-cat"))
+    pair.round()
+    pair.pd.arrive("r", CAT)
+    other = Item("cat", transfer_id="t-other")
+    pair.pd.arrive("s", other)
+    pair.pd.finish("r")
+    pair.encode.submit(other, ready=True)
+    assert len(pair.settle()) == 1
+    assert "t-other" in pair.encode.ended
+    assert pair.pd.encode_here("s", 0)
+    assert sources(pair.pd, "s") == {"cat": "transfer"}
+    assert_everything_is_back(pair.pd)
+
+
+def test_a_request_does_not_wait_beyond_its_deadline_for_the_transfers_of_later_ones(
+    pair: Pair,
+) -> None:
+    pair.pd.arrive("r", CAT)
+    for number in range(2):
+        pair.pd.clock.now += TIMEOUT_S / 3
+        pair.pd.arrive(f"s{number}", Item("cat", transfer_id=f"t-{number}"))
+        pair.settle()
+    assert not pair.pd.encode_here("r", 0)
+    pair.pd.clock.now += TIMEOUT_S / 3
+    pair.settle()
+    assert pair.pd.encode_here("r", 0)
+    assert pair.pd.encode_here("s1", 0)
+
+
+# -- a pool that is too small for all ------------------------------------------------------------
+
+
+def test_slots_that_come_back_with_a_step_serve_the_next_in_that_step() -> None:
+    pair = Pair(PrefillSide(pool_tokens=2))
+    pair.pd.arrive("r", CAT)
+    pair.pd.arrive("s", DOG)
+    for item in (CAT, DOG):
+        pair.encode.submit(item, ready=True)
+    pair.settle()
+    pair.pd.finish("r")
+    receiver, cache = pair.pd.receiver, pair.pd.cache
+    receiver.take_in()
+    assert granted(pair) == []
+    receiver.orders.take_orders(cache.get_freed_mm_hashes(), computes=True)
+    receiver.step_done()
+    assert granted(pair) == ["t-dog"], "without another message or step"
+
+
+def granted(pair: Pair) -> list[str]:
+    """Return the transfers that were granted since the last round."""
+    return [
+        message.transfer_id for _, message in pair.pd.mailbox.outbox if isinstance(message, Grant)
+    ]
+
+
+@pytest.mark.parametrize("can_encode", [True, False])
+def test_the_deadline_of_a_request_ends_no_transfer_of_a_later_one(can_encode: bool) -> None:
+    pair = Pair(PrefillSide(can_encode=can_encode))
+    old = Item("cat", 2, "t-old", can_encode, can_encode)
+    new = Item("cat", 2, "t-new", can_encode, can_encode)
+    pair.pd.arrive("old", old)
+    pair.round()
+    pair.pd.clock.now += TIMEOUT_S - 1.0
+    pair.pd.arrive("new", new)
+    pair.encode.submit(new, ready=True)
+    pair.round()
+    pair.round()
+    assert list(pair.encode.writes) == ["t-new"]
+    pair.pd.clock.now += 1.0
+    pair.round()
+    assert pair.encode.ended == []
+    placed = [placement.mm_hash for placement in pair.settle()]
+    assert placed == ["cat"]
+    assert pair.pd.failed == set()
+    assert sources(pair.pd, "old") == sources(pair.pd, "new") == {"cat": "transfer"}
+    assert_everything_is_back(pair.pd)
 
 
 # -- rest ----------------------------------------------------------------------------------------
