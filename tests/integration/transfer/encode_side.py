@@ -11,13 +11,11 @@ import sys
 
 import torch
 
-from epd_portable import envs
 from epd_portable.config.instance import InstanceConfig
 from epd_portable.connector.copies import DeviceCopies
 from epd_portable.connector.producer import TransferOrder
 from epd_portable.platforms import registry
 from epd_portable.runners.sender import Sender
-from epd_portable.vllm_plugin import exposition
 from epd_portable.wire.descriptors import TensorSpec
 from tests.keyring import secret_file
 
@@ -61,8 +59,6 @@ def make_sender(
 
 
 def main(path: str, platform: str, name: str = "encode-0") -> None:
-    if envs.EPD_METRICS_DIR.get():
-        exposition.publish()
     sender = make_sender(path, platform=platform, name=name)
     device = registry.get(platform).device(0)
     print("ready", flush=True)

@@ -51,15 +51,6 @@ def clients() -> Iterator[ControlClients]:
     made.close()
 
 
-def test_messages_go_both_ways(server: ControlServer, clients: ControlClients) -> None:
-    question = Abort(transfer_id="t", reason="why")
-    clients.send(server.address, question)
-    assert until(server.receive) == [(b"client", question)]
-    answer = Later(transfer_id="t")
-    server.send(b"client", answer)
-    assert until(lambda: heard(clients)) == [(server.address, answer)]
-
-
 def test_nonsense_is_dropped(server: ControlServer, clients: ControlClients) -> None:
     context = zmq.Context()
     peer = context.socket(zmq.DEALER)

@@ -77,6 +77,10 @@ def test_an_output_is_kept_until_its_transfers_end(sender: Sender, pd: PrefillSi
     begin(sender, pd)
     ended(sender, pd, "t-r")
     assert pd.placed == ["cat"]
+    counts = counted(sender._metrics._registry)
+    assert counts["epd_encode_transfers_total{source=cache}"] == 1
+    assert counts["epd_encode_transfers_ended_total{result=settled}"] == 1
+    assert counts["epd_encode_sent_bytes_total{path=shm}"] == output("cat", 10).nbytes
     sender.submit(order("t-late", "cat", pd.address, 10), output("cat", 10))
     assert len(sender._outputs) == 1
     pd.receiver._session.decline("t-late")

@@ -9,6 +9,7 @@ import pytest
 
 from epd_portable.bench import console, report, step, transfer
 from epd_portable.bench.stand_in import CommandDone
+from epd_portable.bench.stats import paired_ratio
 from epd_portable.bench.step import StepCase
 from epd_portable.bench.transfer import TransferCase
 from epd_portable.errors import MeasurementError
@@ -110,3 +111,8 @@ def test_tables_are_printed_even_when_a_file_cannot_be_written(
     with pytest.raises(MeasurementError, match="name another file"):
         console.finish(transfer_page(), tmp_path / "file" / "t.json")
     assert COMMAND in capsys.readouterr().out
+
+
+def test_series_of_different_lengths_are_no_pairs() -> None:
+    with pytest.raises(ValueError, match="longer"):
+        paired_ratio([1.0], [1.0, 2.0])

@@ -8,7 +8,7 @@ import pytest
 
 from epd_portable.errors import ConfigError
 from epd_portable.launch.plan.processes import Plan
-from epd_portable.launch.plan.sharing import Tenant, UsedDevice
+from epd_portable.launch.plan.sharing import UsedDevice
 from epd_portable.launch.plan.text import plan_table
 from tests.unit.launch.plans import plan_of
 
@@ -33,30 +33,6 @@ def shared(made: Plan) -> tuple[UsedDevice, ...]:
 
 def after(made: Plan) -> dict[str, tuple[str, ...]]:
     return {spec.name: spec.after for spec in made.processes if spec.after}
-
-
-@pytest.mark.parametrize("platform", ["cuda", "npu"])
-def test_on_a_shared_device_who_measures_its_memory_starts_first(platform: str) -> None:
-    made = plan(ONE_DEVICE, platform)
-    assert after(made) == {"encode-0": ("prefill_decode-0",)}
-    first = Tenant(
-        name="prefill_decode-0",
-        role="prefill-decode",
-        utilization=0.6,
-        kv_cache_bytes=1024,
-        measures=False,
-        share=None,
-    )
-    then = Tenant(
-        name="encode-0",
-        role="encode",
-        utilization=0.2,
-        kv_cache_bytes=None,
-        measures=False,
-        share=None,
-    )
-    assert shared(made) == (UsedDevice(device="0", tenants=(first, then)),)
-    assert made.warnings == ()
 
 
 def test_instances_on_devices_of_their_own_start_at_once() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-import time
 from collections.abc import Iterator
 
 import pytest
@@ -89,33 +88,6 @@ def test_items_are_encoded_one_by_one_while_the_caller_goes_on(
     assert placed["a"].tolist() == [[3.0] * 3] * 2
     assert background.take_ended() == (set(), {"a"})
     assert background.take_ended() == (set(), set()), "once"
-
-
-def test_steps_and_modules_compute_in_turns_and_never_at_once(
-    tower: Tower, background: BackgroundEncoder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(background_module, "TURN_S", 0.0)
-    happened: list[str] = []
-
-    def steps() -> None:
-        for number in range(3):
-            with background.step():
-                happened.append(f"step {number} after {len(tower.begun)} blocks")
-                # Nothing is encoded now, however long it takes.
-                time.sleep(0.02)
-                assert tower.begun == list(range(number + 1))
-
-    background.submit(encoding("a"))
-    until(lambda: tower.begun == [0])
-    engine = threading.Thread(target=steps)
-    engine.start()
-    for number in range(3):
-        until(lambda number=number: len(tower.begun) == number + 1)
-        assert len(happened) == number, "a step waits for the block"
-        until(lambda: background.turns._stepping)
-        tower.may.release()
-    engine.join()
-    assert happened == [f"step {number} after {number + 1} blocks" for number in range(3)]
 
 
 def test_an_encoder_that_waits_for_a_step_is_next_though_another_step_comes_at_once(

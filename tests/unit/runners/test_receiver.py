@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from epd_portable.scheduling.items import State
-from epd_portable.wire.messages import EncodeFailed, Grant, Later
+from epd_portable.wire.messages import Grant, Later
 from tests.unit.runners.harness import (
     CAT,
     DOG,
@@ -120,17 +120,6 @@ def test_an_item_is_needed_as_many_tokens_early_as_the_engine_looks_ahead(lookah
     pd.arrive("r", DOG, CAT)  # 1-2 dog, 4-5 cat
     needed = [not pd.prefill.may_schedule("r", computed, running=False) for computed in (0, 3)]
     assert needed == [lookahead >= 1, lookahead >= 1]
-
-
-def test_an_awaited_item_is_not_encoded_here_until_its_transfer_failed(pair: Pair) -> None:
-    pair.pd.arrive("r", CAT)
-    assert not pair.pd.encode_here("r", 0)
-    pair.pd.mailbox.inbox.append((b"router", EncodeFailed(transfer_id="t-cat", reason="")))
-    pair.round()
-    assert pair.pd.prefill.may_schedule("r", 1)
-    assert pair.pd.encode_here("r", 0)
-    assert sources(pair.pd, "r") == {"cat": "local"}
-    assert_everything_is_back(pair.pd)
 
 
 def test_an_item_that_the_prefix_cache_covers_is_given_up(pair: Pair) -> None:

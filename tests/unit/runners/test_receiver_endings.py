@@ -101,36 +101,26 @@ def test_workers_hear_of_a_grant_that_was_taken_back_before_its_slot_is_free() -
     assert pool.free_bytes == pool.capacity_bytes
 
 
-def test_what_was_written_during_a_step_that_outlasts_its_lease_is_used(pair: Pair) -> None:
-    pair.pd.arrive("r", CAT)
-    pair.encode.submit(CAT, ready=True)
-    pair.round()
-    pair.pd.receiver.take_in()
-    pair.pd.receiver.orders.take_orders([], computes=True)
-    pair.encode.finish_write("t-cat")
-    pair.to_pd()
-    pair.pd.clock.now += LEASE_S + LEASE_MARGIN_S
-    pair.pd.receiver.step_done()
-    assert [placement.mm_hash for placement in pair.settle()] == ["cat"]
-    assert sources(pair.pd, "r") == {"cat": "transfer"}
-    assert_everything_is_back(pair.pd)
-
-
-def test_an_encoder_that_says_during_such_a_step_that_it_works_on_keeps_its_slot(
-    pair: Pair,
+@pytest.mark.parametrize("written", [True, False], ids=["has written", "works on"])
+def test_what_an_encoder_says_during_a_step_that_outlasts_its_lease_counts(
+    pair: Pair, written: bool
 ) -> None:
     pair.pd.arrive("r", CAT)
-    pair.encode.submit(CAT)
+    pair.encode.submit(CAT, ready=written)
     pair.round()
     pair.pd.receiver.take_in()
     pair.pd.receiver.orders.take_orders([], computes=True)
     pair.pd.clock.now += LEASE_S / 2
+    if written:
+        pair.encode.finish_write("t-cat")
     pair.to_pd()
     pair.pd.clock.now += LEASE_S / 2 + LEASE_MARGIN_S
     pair.pd.receiver.step_done()
-    pair.encode.session.output_ready("cat")
+    if not written:
+        pair.encode.session.output_ready("cat")
     assert [placement.mm_hash for placement in pair.settle()] == ["cat"]
     assert sources(pair.pd, "r") == {"cat": "transfer"}
+    assert_everything_is_back(pair.pd)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")

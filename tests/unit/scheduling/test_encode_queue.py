@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import hypothesis.strategies as st
 import pytest
-from hypothesis import given, settings
+from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from epd_portable.scheduling.encode_queue import EncodeQueue, KeptRoom, StepLimits
@@ -101,17 +101,6 @@ class Desk:
             transfer = f"{mm_hash} of {request_id}"
             self.cache.deallocate(mm_hash, transfer)
             self.kept.give_back(transfer)
-
-
-def test_a_request_waits_whole_until_transfers_give_room_back() -> None:
-    desk = Desk()
-    desk.arrive("a", ("cat", 4), ("dog", 4))
-    desk.arrive("b", ("emu", 2), ("fox", 4))
-    assert desk.step() == ["a"]
-    assert desk.step() == []
-    desk.transferred("a", "cat")
-    assert desk.step() == ["b"]
-    assert "emu" in desk.cache and "cat" not in desk.cache
 
 
 @pytest.mark.parametrize("limits", [{"embeddings": 6}, {"tokens": 6}])
@@ -302,40 +291,6 @@ def test_what_could_not_be_encoded_keeps_no_share_until_its_transfer_ends() -> N
     desk.transferred("b", "emu")
     assert desk.cache.num_freeable_slots == 8
     assert not desk.kept
-
-
-@settings(max_examples=200, deadline=None)
-@given(
-    consumers=st.integers(2, 4),
-    events=st.lists(
-        st.one_of(
-            st.tuples(st.integers(0, 3), st.integers(1, 6)),  # A request: for whom, how large.
-            st.integers(0, 3),  # The oldest transfer to this one ends.
-        ),
-        max_size=60,
-    ),
-)
-def test_whoever_asks_for_no_more_than_its_share_waits_for_nobody_else(
-    consumers: int, events: list[tuple[int, int] | int]
-) -> None:
-    desk = Desk(cache=12, embeddings=1000)
-    names, share = "abcd"[:consumers], 12 // consumers
-    opened: dict[str, list[str]] = {name: [] for name in names}
-    for name in names:
-        desk.arrive(name, (name, 1), to=name)
-    for number, event in enumerate([0, *events]):
-        if isinstance(event, tuple):
-            who, name = names[event[0] % consumers], f"{names[event[0] % consumers]}{number}"
-            desk.arrive(name, (name, min(event[1], share)), to=who)
-        elif opened[names[event % consumers]]:
-            name = opened[names[event % consumers]].pop(0)
-            desk.transferred(name, name)
-        for name in desk.step():
-            opened[name[0]].append(name)
-        kept = desk.kept.by_consumer()
-        waiting = {name[0]: desk.requests[name].total for name in reversed(desk.requests)}
-        for consumer, size in waiting.items():
-            assert kept[consumer] + size > share, "only its own room holds it up"
 
 
 class Sharing(RuleBasedStateMachine):

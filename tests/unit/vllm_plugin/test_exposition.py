@@ -43,12 +43,16 @@ def environ(tmp_path: Path) -> dict[str, str]:
     return {**os.environ, "TMPDIR": str(tmp_path)}
 
 
-def page(environ: dict[str, str], program: str = SERVER) -> list[str]:
+def run(environ: dict[str, str], program: str) -> subprocess.CompletedProcess[str]:
     done = subprocess.run(
         [sys.executable, "-c", program], env=environ, capture_output=True, text=True, timeout=60
     )
     assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()
+    return done
+
+
+def page(environ: dict[str, str], program: str = SERVER) -> list[str]:
+    return run(environ, program).stdout.splitlines()
 
 
 def test_the_page_adds_up_what_the_processes_count_and_keeps_its_own_series(
@@ -89,10 +93,5 @@ def test_a_folder_that_vllm_serves_by_itself_is_used_instead(
 def test_a_process_whose_engine_has_no_page_for_it_says_so_and_counts_for_itself(
     environ: dict[str, str], tmp_path: Path
 ) -> None:
-    program = WORKER.replace("exposition.serve()", "")
-    done = subprocess.run(
-        [sys.executable, "-c", program], env=environ, capture_output=True, text=True, timeout=60
-    )
-    assert done.returncode == 0, done.stderr
-    assert "VLLM_PLUGINS" in done.stderr
+    assert "VLLM_PLUGINS" in run(environ, WORKER.replace("exposition.serve()", "")).stderr
     assert list(tmp_path.iterdir()) == []

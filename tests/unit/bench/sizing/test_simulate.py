@@ -4,8 +4,6 @@ from statistics import fmean
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from epd_portable.bench.mix import Mix
 from epd_portable.bench.sizing.simulate import Deployment, Outcome, Simulation
@@ -41,52 +39,6 @@ def mean_ttft_s(deployment: Deployment, demand: Mix, **options: Any) -> float:
 def with_pictures(arrival_s: float, count: int, output: int = 1) -> SimulatedRequest:
     items = [PictureItem(pixels=448**2, embeddings=256) for _ in range(count)]
     return SimulatedRequest(arrival_s=arrival_s, text_tokens=44, output_tokens=output, items=items)
-
-
-@settings(max_examples=60, deadline=None)
-@given(
-    encoders=st.integers(0, 4),
-    engines=st.integers(1, 20),
-    elastic=st.sampled_from([None, 1.0, 4.0]),
-    demand=st.builds(
-        Mix,
-        share=st.floats(0, 1),
-        pictures=st.sampled_from([(1,), (1, 4)]),
-        size=st.sampled_from([(112,), (448, 1024)]),
-        output=st.sampled_from([1, 30]),
-    ),
-    rate=st.floats(0.1, 1000),
-    seed=st.integers(0, 1000),
-)
-def test_every_request_ends_once_and_every_picture_is_encoded_once(
-    encoders: int,
-    engines: int,
-    elastic: float | None,
-    demand: Mix,
-    rate: float,
-    seed: int,
-) -> None:
-    times = stage_times(
-        front_end={"request_s": 0.001, "picture_s": 0.01},
-        engine={"max_num_batched_tokens": 300, "max_num_seqs": 4, "max_encoder_tokens": 100},
-    )
-    outcome, requests = simulate(
-        Deployment(encoders=encoders, engines=engines),
-        demand,
-        rate=rate,
-        count=100,
-        elastic=elastic,
-        times=times,
-        seed=seed,
-    )
-    assert sum(kind.count for kind in outcome.kinds.values()) == 90, "the first are warm-up"
-    for request in requests:
-        assert request.arrival_s < request.first_token_s <= request.end_s
-        assert all(item.encoded for item in request.items)
-    if encoders:
-        pictures = sum(len(request.items) for request in requests)
-        assert outcome.transferred + outcome.local_items == pictures
-    assert all(0 <= share <= 1 + 1e-9 for share in outcome.busy.values())
 
 
 def test_the_same_seed_gives_the_same_outcome_and_another_one_another() -> None:
