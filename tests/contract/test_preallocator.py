@@ -559,3 +559,21 @@ def test_an_item_is_not_left_to_a_request_that_the_prefix_cache_covers(
     desk.cache.moved(desk.who("r"), 0, running=False)  # It covers it no more.
     desk.reserve()
     assert desk.cache.may_start(desk.who("r"))
+
+
+def test_what_could_not_be_encoded_after_a_reset_is_encoded_beside_the_steps_the_next_time() -> (
+    None
+):
+    desk = Desk(background=True)
+    desk.claim("r", "a", 4, by_transfer=False)
+    desk.reserve()
+    assert state(desk, "a") is State.ENCODING
+    desk.cache.reset()
+    desk.cache.not_encoded("a")
+    assert state(desk, "a") is State.LOCAL
+    desk.leave("r")
+    desk.claim("s", "a", 4, by_transfer=False)
+    desk.reserve()
+    assert state(desk, "a") is State.ENCODING
+    desk.cache.encoded("a")
+    assert state(desk, "a") is State.PRESENT
