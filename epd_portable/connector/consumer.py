@@ -190,7 +190,7 @@ class ConsumerSession:
         """No transfer is due before."""
         self._early: OrderedDict[str, _Early] = OrderedDict()
         self._ended: OrderedDict[str, None] = OrderedDict()
-        self._quarantine = Quarantine(endpoint.is_gone, ask_every_s=lease_s)
+        self._quarantine = Quarantine(endpoint.is_gone, events.released, ask_every_s=lease_s)
 
     def expect(self, transfer_id: str, item: Item, now: float, *, encoder: str = "") -> None:
         """Expect an item by a transfer of a request, which others may share.
@@ -244,7 +244,6 @@ class ConsumerSession:
             if slot is None and transfer.writer is not None:
                 self._not_needed(transfer.writer)
             self._end(transfer)
-        self._report_released()
 
     def receive(self, sender: bytes, message: AnyMessage, now: float) -> None:
         """Process a message of a ZMQ identity; ignores those that make no sense here."""
@@ -264,7 +263,6 @@ class ConsumerSession:
             writer = _writer_of(sender, message)
             if message.code is NackCode.RELEASED:
                 self._quarantine.release(writer)
-                self._report_released()
             elif message.code is not NackCode.NOT_STORED or transfer is None:
                 return
             elif writer not in transfer.refused:
@@ -293,7 +291,6 @@ class ConsumerSession:
         if len(self._quarantine):
             for sender, question in self._quarantine.poll(now):
                 self._endpoint.send(sender, question)
-            self._report_released()
         while self._early:
             transfer_id, early = next(iter(self._early.items()))
             if early.expires_s > now:
@@ -353,9 +350,9 @@ class ConsumerSession:
         if len(transfer.refused) > MAX_REFUSED:
             reason = f"{len(transfer.refused)} attempts were refused (at most {MAX_REFUSED})"
             self._end(transfer)
-            self._report_failure(transfer, slot, "refused", reason)
+            self._events.failed(transfer, slot, cause="refused", reason=reason)
         elif slot is not None:
-            self._report_failure(transfer, slot, cause, reason)
+            self._events.failed(transfer, slot, cause=cause, reason=reason)
 
     def _aborted(self, writer: Writer, message: Abort, transfer: Transfer | None) -> None:
         early = self._early.get(writer.transfer_id)
@@ -364,7 +361,6 @@ class ConsumerSession:
         if transfer is not None and transfer.writer == writer:
             self._given_up(transfer, writer, "cancelled", message.reason)
         self._quarantine.release(writer)
-        self._report_released()
 
     def _grant_if_free(self, transfer: Transfer) -> None:
         """Grant an item's reserved slot to an announced transfer, if that may bring the item."""
@@ -446,13 +442,7 @@ class ConsumerSession:
     def _fail(self, transfer: Transfer, cause: FailureCause, reason: str) -> None:
         slot = self._revoke(transfer, reason)
         self._end(transfer)
-        self._report_failure(transfer, slot, cause, reason)
-
-    def _report_failure(
-        self, transfer: Transfer, slot: SlotDescriptor | None, cause: FailureCause, reason: str
-    ) -> None:
         self._events.failed(transfer, slot, cause=cause, reason=reason)
-        self._report_released()
 
     def _revoke(self, transfer: Transfer, reason: str) -> SlotDescriptor | None:
         """Quarantine the slot that a transfer was granted, if any, and return it."""
@@ -468,10 +458,6 @@ class ConsumerSession:
             self._endpoint.send(writer.sender, writer.message(Abort, reason=reason))
             self._quarantine.release(writer)
         return grant.slot
-
-    def _report_released(self) -> None:
-        for slot in self._quarantine.take_released():
-            self._events.released(slot)
 
     def _not_needed(self, writer: Writer) -> None:
         self._endpoint.send(writer.sender, writer.message(NotNeeded))

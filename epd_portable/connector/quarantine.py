@@ -56,14 +56,22 @@ class Writer:
 class Quarantine:
     """Asks producers to release slots, and keeps the slots until they have or are gone.
 
-    ``is_gone`` returns whether a producer's process has certainly ended.
+    Args:
+        is_gone: Returns whether a producer's process has certainly ended.
+        released: Called with each slot that is kept no more.
     """
 
-    def __init__(self, is_gone: Callable[[PeerDescriptor], bool], *, ask_every_s: float) -> None:
+    def __init__(
+        self,
+        is_gone: Callable[[PeerDescriptor], bool],
+        released: Callable[[SlotDescriptor], None],
+        *,
+        ask_every_s: float,
+    ) -> None:
         self._is_gone = is_gone
         self._ask_every_s = ask_every_s
         self._entries: dict[Writer, _Entry] = {}
-        self._released: list[SlotDescriptor] = []
+        self._released = released
 
     def __len__(self) -> int:
         """Return the number of slots that are kept."""
@@ -84,7 +92,7 @@ class Quarantine:
         """The producer does not write for this attempt any more; unknown ones are ignored."""
         entry = self._entries.pop(writer, None)
         if entry is not None:
-            self._released.append(entry.slot)
+            self._released(entry.slot)
 
     def note_life(self, peer: PeerDescriptor, now: float) -> None:
         """A producer has sent a message: former lives of its instance are gone."""
@@ -103,8 +111,3 @@ class Quarantine:
                 entry.next_ask_s = now + self._ask_every_s
                 questions.append((writer.sender, writer.message(Abort, reason=entry.reason)))
         return questions
-
-    def take_released(self) -> list[SlotDescriptor]:
-        """Return the slots that were released since the last call."""
-        released, self._released = self._released, []
-        return released

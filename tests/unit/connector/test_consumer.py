@@ -386,6 +386,6 @@ def test_only_a_fenced_slot_is_free_at_once(ends: str, fenced: bool) -> None:
     assert desk.item().slot is None
     assert not desk.allowed()
     failed = [] if ends == "not wanted" else [("failed", "t", 1, "timeout", "last")]
-    assert desk.events == [*failed, *([("released", 1)] if fenced else [])]
+    assert {*desk.events} == {*failed, *([("released", 1)] if fenced else [])}
     desk.receive(A, released())
-    assert desk.events == [*failed, ("released", 1)]
+    assert {*desk.events} == {*failed, ("released", 1)}
