@@ -312,7 +312,6 @@ class Transfers(RuleBasedStateMachine):
             owned = [item.slot for item in cache.items.values() if item.slot is not None]
             owned += cache._resident.values()
             owned += (entry.slot for entry in session._quarantine._entries.values())
-            owned += session._quarantine._released
             owned += receiver.orders._taken_back
             assert sorted(slot.generation for slot in owned) == sorted(pd.side.pool._used)
 
