@@ -15,9 +15,7 @@ from pathlib import Path
 
 from epd_portable.errors import ConfigError
 
-OTHER_FORMATS = ("*.bin", "*.pt", "*.pth", "*.gguf")
 _SAMPLE_BYTES = 64
-_BLOCKS, _BLOCK_BYTES = 256, 4096
 _MAX_HEADER_BYTES = 100 << 20
 _EXPERT = ".experts."
 """Values of tensors with such names are not sampled: there are thousands, of language models."""
@@ -27,21 +25,16 @@ def identity(folder: Path) -> str:
     """Return a digest of the weights in a folder, 16 digits.
 
     Raises:
-        ConfigError: There are none in a known format, or a file is damaged.
+        ConfigError: There are none in ``*.safetensors``, or a file is damaged.
     """
-    found = sorted(folder.glob("*.safetensors"))
     try:
-        if found:
-            parts = sorted(part for path in found for part in _tensors(path))
-        else:
-            files = sorted(path for form in OTHER_FORMATS for path in folder.glob(form))
-            parts = [_file(path) for path in files]
+        parts = sorted(part for path in folder.glob("*.safetensors") for part in _tensors(path))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"the weights in {folder} cannot be told from others: {error}") from error
     if not parts:
         raise ConfigError(
-            f"the weights in {folder} cannot be told from others: there is no *.safetensors nor "
-            f"{', '.join(OTHER_FORMATS)}; leave store out of the configuration"
+            f"the weights in {folder} cannot be told from others: there is no *.safetensors; "
+            "convert them, or leave store out of the configuration"
         )
     return hashlib.blake2b(b"".join(parts), digest_size=8).hexdigest()
 
@@ -66,12 +59,3 @@ def _tensors(path: Path) -> Iterator[bytes]:
                         raise ValueError(f"{path} ends within {name}")
                     digest.update(data)
             yield digest.digest()
-
-
-def _file(path: Path) -> bytes:
-    size = path.stat().st_size
-    digest = hashlib.blake2b(f"{path.name} {size}".encode(), digest_size=16)
-    with path.open("rb") as file:
-        for number in range(_BLOCKS):
-            digest.update(os.pread(file.fileno(), _BLOCK_BYTES, number * size // _BLOCKS))
-    return digest.digest()

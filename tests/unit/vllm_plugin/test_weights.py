@@ -59,18 +59,6 @@ def test_another_dtype_is_other_weights(tmp_path: Path) -> None:
     assert of(tmp_path / "a", MODEL) != of(tmp_path / "b", MODEL, "I32")
 
 
-def test_files_of_other_formats_are_told_apart_by_blocks(tmp_path: Path) -> None:
-    found = set()
-    for number, place in enumerate((0, 500_000, 999_999)):
-        folder = tmp_path / str(number)
-        folder.mkdir()
-        data = bytearray(1_000_000)
-        data[place] = 1
-        (folder / "pytorch_model.bin").write_bytes(data)
-        found.add(identity(folder))
-    assert len(found) == 3
-
-
 def test_a_folder_without_weights_or_with_half_of_them_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="there is no"):
         identity(tmp_path)
