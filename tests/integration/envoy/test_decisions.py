@@ -25,8 +25,7 @@ from tests.integration.router.test_membership import (
     test_one_that_leaves_finishes_its_work_and_gets_no_more,
 )
 from tests.integration.router.test_metadata import (
-    test_an_item_that_is_too_large_is_not_sent_again,
-    test_the_engine_s_own_name_of_an_item_is_expected_at_the_pd_instance,
+    test_the_pd_instance_is_asked_after_the_encoders_and_without_media,
 )
 from tests.integration.router.test_prefill import (
     test_a_client_that_leaves_ends_the_prefill,

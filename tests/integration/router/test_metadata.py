@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from starlette.responses import JSONResponse, Response
 
-from epd_portable.wire.messages import NackCode
 from tests.integration.router.conftest import Build, Topology
 from tests.integration.router.stand_in import (
     Behaviour,
@@ -73,17 +72,6 @@ async def test_the_pd_instance_is_asked_after_the_encoders_and_without_media(bui
     assert await t.metric('epd_router_fallbacks_total{fallback="original_media"}') == 0
 
 
-async def test_the_engine_s_own_name_of_an_item_is_expected_at_the_pd_instance(
-    build: Build,
-) -> None:
-    t = await bare(build)
-    t.encoders[0].behaviour = describe(name="engine's")
-    await t.chat(RED)
-    [received] = t.pd.received
-    assert [transfer["item_uuid"] for transfer in received.params["transfers"]] == ["engine's"]
-    assert parts(received)[0]["uuid"] == parts(t.encoders[0].received[0])[0]["uuid"]
-
-
 SILENT: dict[str, Behaviour] = {
     "refuses it": refuse(400),
     "fails": refuse(500),
@@ -126,30 +114,6 @@ async def test_a_modality_without_metadata_does_not_hold_up_the_others(build: Bu
     assert [transfer["media"] for transfer in second.params["transfers"]] == [False, True]
 
 
-def lost_once(t: Topology, code: NackCode = NackCode.UNAVAILABLE) -> Behaviour:
-    """A PD instance that loses an item that came without its media."""
-
-    async def behave(received: Received) -> Response:
-        if "image_embeds" not in kinds(received):
-            return JSONResponse({"choices": [], "seen": kinds(received)})
-        await t.control.refuse(received.params, code, "gone: 7 > 5; send it again")
-        return JSONResponse({"error": {"message": "internal"}}, status_code=500)
-
-    return behave
-
-
-async def test_a_request_that_lost_an_item_is_sent_once_more_with_its_media(build: Build) -> None:
-    t = await bare(build)
-    t.pd.behaviour = lost_once(t)
-    response = await t.chat(RED, BLUE)
-    assert response.status_code == 200
-    assert response.json()["seen"] == ["image_url", "image_url"]
-    assert len(t.pd.received) == 2
-    assert len({t_["transfer_id"] for r in t.pd.received for t_ in r.params["transfers"]}) == 4
-    assert await t.metric('epd_router_fallbacks_total{fallback="original_media"}') == 1
-    assert await t.metric('epd_router_fallbacks_total{fallback="unavailable"}') == 0
-
-
 async def test_whoever_encodes_too_waits_for_a_full_encoder_if_it_would_need_the_media(
     build: Build,
 ) -> None:
@@ -159,14 +123,6 @@ async def test_whoever_encodes_too_waits_for_a_full_encoder_if_it_would_need_the
     assert len(jobs) == 2
     [received] = t.pd.received
     assert sorted(kinds(received)) == ["image_embeds", "image_url"]
-
-
-async def test_an_item_that_is_too_large_is_not_sent_again(build: Build) -> None:
-    t = await bare(build)
-    t.pd.behaviour = lost_once(t, NackCode.TOO_LARGE)
-    response = await t.chat(RED)
-    assert response.status_code == 413
-    assert len(t.pd.received) == 1
 
 
 @pytest.mark.parametrize(

@@ -422,6 +422,16 @@ async def test_a_call_of_all_engines_does_not_wait_for_one_that_goes(make: Make)
     assert front.is_empty()
 
 
+async def test_an_engine_that_goes_after_its_answer_ends_it_once(make: Make) -> None:
+    front = make("e-0", "pd-0")
+    await front.ask("a")
+    await front.says("pd-0", "r", 7, end=ENDED)
+    front.goes("pd-0")
+    await settle()
+    assert await front.answers() == [("r", [7], ENDED)]
+    assert front.is_empty()
+
+
 async def test_an_engine_that_fails_a_request_gets_it_once_more_with_its_media(make: Make) -> None:
     front = make("e-0", "pd-0")
     await front.ask("a")
