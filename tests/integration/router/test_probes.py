@@ -137,18 +137,6 @@ async def test_one_that_fails_while_it_is_asked_is_asked_once_more(probed: Probe
     await probed.servers[0].until_asked(3)
 
 
-async def test_a_refused_connection_takes_it_down_at_once(probed: Probed) -> None:
-    await probed.start(interval_s=3600)
-    await look(probed, probed.first)
-    await probed.servers[0].stop()
-    await look(probed, probed.first)
-    assert not probed.first.healthy
-    assert "health probe" in probed.first.reason
-    await probed.servers[0].start()
-    await look(probed, probed.first)
-    assert probed.first.healthy
-
-
 FAILING = [b"", b"no HTTP at all\r\n\r\n", UNAVAILABLE, UNAVAILABLE.replace(b"503", b"500")]
 
 
