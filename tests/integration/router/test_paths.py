@@ -111,16 +111,14 @@ async def test_a_client_names_no_item_and_no_transfer_at_any_path(build: Build) 
             assert "of-another" not in json.dumps(received.body[field]), path
 
 
-async def test_media_are_not_taken_where_nobody_looks_at_them(build: Build) -> None:
+async def test_media_are_not_taken_where_nobody_looks_at_them_nor_encoded_to_be_shown(
+    build: Build,
+) -> None:
     t = await build()
     refused = await t.client.post("/v1/systemone", json={"state": "x", "images": [PICTURE]})
     assert (refused.status_code, refused.json()["error"]["code"]) == (400, "unsupported_part")
     assert t.pd.received == []
     assert (await t.client.post("/v1/systemone", json={"state": "x"})).status_code == 200
-
-
-async def test_what_is_shown_of_a_prompt_is_not_encoded(build: Build) -> None:
-    t = await build()
     content = [{"type": "input_image", "image_url": PICTURE}]
     shown = await t.client.post("/v1/responses/render", json={"input": [{"content": content}]})
     assert shown.status_code == 200

@@ -22,10 +22,8 @@ from epd_portable.wire.params import CacheNews, to_params
 from tests.integration.vllm_plugin.played_front import (
     CONTROL,
     client_of,
-    content_of,
     feature,
     request,
-    seen_of,
 )
 
 pytestmark = pytest.mark.needs_vllm
@@ -184,25 +182,6 @@ async def test_a_session_of_streaming_input_is_refused(make: Make) -> None:
     assert front.is_empty()
 
 
-async def test_each_encoder_gets_a_part_of_a_video(make: Make) -> None:
-    front = make("e-0", "e-1", "e-2", "pd-0", max_queued_items=9)
-    await front.ask("C")
-    parts = ["C#0-1", "C#1-3", "C#3-5"]
-    jobs = [front.jobs(each)[0].mm_features[0] for each in ("e-0", "e-1", "e-2")]
-    assert {each.identifier for each in jobs} == {*parts}
-    assert all(content_of(each) == seen_of(each.identifier) for each in jobs)
-    sent = front.engines["pd-0"].last.mm_features
-    assert [each.identifier for each in sent] == parts
-    assert [set(each.data) for each in sent] == [{"video_grid_thw"}] * 3
-    # The token behind a pair of frames belongs to it, text before it does not.
-    places = [each.mm_position for each in sent]
-    assert [(each.offset, each.length) for each in places] == [(1, 6), (7, 12), (19, 12)]
-    assert [each.get_num_embeds() for each in places] == [4, 8, 8]
-    await front.ask("a", "C", "A", name="s")
-    sent = front.engines["pd-0"].last.mm_features
-    assert [each.identifier for each in sent] == ["a", *parts, "A"]
-
-
 async def test_a_part_that_is_lost_is_asked_of_another_encoder_alone_and_then_encoded_here(
     make: Make,
 ) -> None:
@@ -301,15 +280,6 @@ async def test_an_engine_that_answers_takes_no_more_jobs_for_others_than_it_may(
     own = next(name for name, each in front.engines.items() if "r" in each.requests)
     other = ({*front.engines} - {own}).pop()
     assert [each.mm_features[0].identifier for each in front.jobs(other)] == ["b"]
-
-
-async def test_an_item_that_an_encoder_cannot_encode_is_not_asked_of_it_again(make: Make) -> None:
-    front = make("e-0", "pd-0")
-    await front.ask("a")
-    job = front.engines["e-0"].last.request_id
-    await front.says("e-0", job, end=FAILED)
-    assert [*front.engines["e-0"].requests] == [job]
-    assert "pixel_values" in front.engines["pd-0"].last.mm_features[0].data
 
 
 async def test_an_item_that_its_encoder_gives_up_is_asked_of_another(make: Make) -> None:
