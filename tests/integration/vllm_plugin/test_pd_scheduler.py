@@ -7,7 +7,6 @@ out of the engine's way.
 from __future__ import annotations
 
 import queue
-import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -23,7 +22,7 @@ from epd_portable.demo import MODEL_DIR
 from epd_portable.launch.plan.engine import CONNECTOR, SCHEDULER_CLS
 from epd_portable.platforms.traits import TRAITS
 from epd_portable.vllm_plugin.reports import to_names
-from epd_portable.wire.messages import EncodeFailed, LoadReport, LoadWanted
+from epd_portable.wire.messages import LoadReport, LoadWanted
 from epd_portable.wire.params import ExpectedTransfer, PrefillParams, to_params
 from tests.keyring import keys, secret_file
 from tests.waiting import until
@@ -488,34 +487,6 @@ def test_an_engine_whose_requests_wait_rests_once_a_turn_before_it_looks_for_new
         # On a busy machine the turn may be as old as vLLM's sleep is long before that begins.
         first, *between, last = turns.turn()
         assert (first, sorted(between), last) == ("step", ["rest", "sleep"], "new request")
-
-
-def test_a_rest_ends_with_a_message_and_the_next_turn_computes(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    connector = engine.scheduler.ec_connector
-    long_rest_s, rest = DEADLINE_S, connector.receiver.rest
-    monkeypatch.setattr(connector.receiver, "rest", lambda timeout_s: rest(long_rest_s))
-    engine.arrive("r", pixels=True, transfer=True, text=0)
-    turns = Turns(engine, monkeypatch)
-    router = ControlClients("router", keys())
-
-    def tell() -> None:
-        failed = EncodeFailed(transfer_id="to r", reason="no encoder")
-        router.send(connector._config.control_address, failed)
-
-    timer = threading.Timer(0.2, tell)
-    timer.start()
-    try:
-        begin_s = time.monotonic()
-        assert "rest" in turns.turn()
-        assert time.monotonic() - begin_s < long_rest_s
-        turns.turn()
-        assert turns.computed == {"r": ITEM + TEXT}
-        assert engine.encoded == [("r", 0)]
-    finally:
-        timer.join()
-        router.close()
 
 
 def test_a_router_that_wants_to_know_is_told_how_busy_the_engine_is(engine: Engine) -> None:
