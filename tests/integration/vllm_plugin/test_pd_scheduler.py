@@ -32,7 +32,6 @@ pytestmark = pytest.mark.needs_vllm
 TEXT, ITEM = 20, 16
 BLOCK = 16
 WAIT_S = 5.0
-DEADLINE_S = 30.0
 
 
 @pytest.fixture
