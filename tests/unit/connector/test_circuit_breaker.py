@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import pytest
+
 from epd_portable.connector.circuit_breaker import CircuitBreaker
 from tests.unit.builders import Clock
 
@@ -26,7 +28,8 @@ def test_one_failure_opens_it_and_time_lets_one_ask() -> None:
     assert breaker.allows(), "it begins with the shortest time again"
 
 
-def test_every_failed_try_doubles_the_time_up_to_the_longest() -> None:
+@pytest.mark.parametrize("answers", [False, True], ids=["never", "now and then"])
+def test_every_failed_try_doubles_the_time_up_to_the_longest(answers: bool) -> None:
     clock = Clock()
     breaker = made(clock)
     breaker.failed()
@@ -35,18 +38,8 @@ def test_every_failed_try_doubles_the_time_up_to_the_longest() -> None:
         assert not breaker.allows()
         clock.now += 0.02 * expected_s
         assert breaker.allows()
-        assert not breaker.failed()
-
-
-def test_a_store_that_answers_now_and_then_rests_for_longer_all_the_same() -> None:
-    clock = Clock()
-    breaker = made(clock)
-    for expected_s in (1.0, 2.0, 4.0):
-        assert breaker.failed()
-        clock.now += 0.99 * expected_s
-        assert not breaker.allows()
-        clock.now += 0.02 * expected_s
-        assert breaker.allows() and breaker.close()
+        assert not answers or breaker.close()
+        assert breaker.failed() is answers
 
 
 def test_failures_of_those_who_asked_before_it_opened_change_nothing() -> None:

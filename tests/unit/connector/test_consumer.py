@@ -67,24 +67,6 @@ def test_an_announced_item_is_granted_its_slot_and_lands_when_it_is_written(desk
     assert not desk.item().transfers
 
 
-def test_an_item_without_room_is_later_until_it_has_room(desk: Desk) -> None:
-    desk.expect()
-    for _ in range(2):
-        desk.receive(A, announce())
-        assert desk.said() == ["a t later"]
-        assert desk.said(1.0) == []
-    desk.receive(A, written())
-    assert desk.said() == []
-    desk.give_room(3)
-    assert desk.said() == ["a t grant 3"]
-
-
-@pytest.mark.parametrize("message", [released(), abort(), announce(transfer_id="forged")])
-def test_messages_of_an_unknown_transfer_change_nothing(desk: Desk, message: AnyMessage) -> None:
-    desk.receive(A, message, message)
-    assert (desk.said(), desk.events) == ([], [])
-
-
 def test_written_for_a_transfer_that_is_forgotten_is_not_needed(desk: Desk) -> None:
     desk.receive(A, written(attempt=7))
     assert desk.sent == [(A, NotNeeded(transfer_id="t", attempt=7))]

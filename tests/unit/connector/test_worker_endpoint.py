@@ -18,6 +18,7 @@ from epd_portable.connector.sessions import new_session
 from epd_portable.connector.worker_endpoint import Publication, WorkerEndpoint, read_publication
 from epd_portable.errors import TransportError, UnsupportedError
 from epd_portable.platforms import registry
+from epd_portable.platforms.base import Platform
 from epd_portable.wire.descriptors import PathEndpoint
 from tests.receiving import pool_name
 from tests.unit.connector.spies import SharingPlatform
@@ -31,26 +32,29 @@ def pool() -> Iterator[str]:
         left.unlink()
 
 
-def endpoint(pool: str, path: str = "collective", rank: int = 0, **options: Any) -> WorkerEndpoint:
+def endpoint(
+    pool: str,
+    path: str = "collective",
+    rank: int = 0,
+    platform: Platform | None = None,
+    **options: Any,
+) -> WorkerEndpoint:
     config = InstanceConfig(
         instance="prefill_decode-0",
-        platform="cpu",
+        platform="cuda" if platform else "cpu",
         pool=pool,
         pool_bytes=8192,
         path=path,
         **options,
     )
-    return WorkerEndpoint(config, DeviceCopies(registry.get("cpu")), rank)
+    return WorkerEndpoint(config, DeviceCopies(platform or registry.get("cpu")), rank)
 
 
 def on_device(
     pool: str, platform: SharingPlatform, rank: int = 0, path: str = "ipc"
 ) -> WorkerEndpoint:
     """Return a worker whose slots are in device memory."""
-    config = InstanceConfig(
-        instance="prefill_decode-0", platform="cuda", pool=pool, pool_bytes=8192, path=path
-    )
-    return WorkerEndpoint(config, DeviceCopies(platform), rank)
+    return endpoint(pool, path, rank, platform)
 
 
 def publish(pool: str, publication: Publication) -> Path:

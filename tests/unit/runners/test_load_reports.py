@@ -23,18 +23,12 @@ class Engine:
         return self.told
 
 
-def test_nobody_is_told_and_nothing_is_read_until_a_router_wants_to_know() -> None:
+def test_a_load_is_read_and_told_when_it_has_changed_not_too_often_and_now_and_then() -> None:
     e = Engine()
-    assert e.tick(1.0) == []
-    assert e.read == 0
-    e.reports.subscribe(b"r", 1.0)
-    assert e.tick(1.0) == [(b"r", 0)]
-
-
-def test_a_load_is_told_when_it_has_changed_not_too_often_and_now_and_then() -> None:
-    e = Engine()
+    assert e.tick(-1.0) == []
+    assert e.read == 0, "no router wants to know"
     e.reports.subscribe(b"r", 0.0)
-    e.tick(0.0)
+    assert e.tick(0.0) == [(b"r", 0)]
     e.waiting = 1
     assert e.tick(LOAD_EVERY_S / 2) == []
     assert e.tick(LOAD_EVERY_S) == [(b"r", 1)]

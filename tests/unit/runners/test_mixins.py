@@ -3,11 +3,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from epd_portable.runners.first import EncoderRunnerMixin, PDRunnerMixin
+from epd_portable.runners.second import OrderingSecondRunnerMixin, SecondRunnerMixin
 
 
 @dataclass
@@ -23,21 +25,18 @@ class Output:
     ec_connector_output: Any = None
 
 
-class Runner:
-    """A model runner that notes what is called; its outputs are shared, as vLLM's are."""
-
-    shared = Output()
+class Noting:
+    """Notes what a mixin tells the connector, and what a model runner is called for."""
 
     def __init__(self) -> None:
-        self.calls: list[object] = []
-        self.encoder_cache: dict[str, Any] = {}
-        self.requests: dict[str, Any] = {}
+        self.calls: list[Any] = []
+        self.outputs: dict[str, Any] = {}
         self.epd = self
         self.report: object = None
         self.traced: list[tuple[str, dict[str, object]]] = []
 
     def begin_step(self, metadata: object, encoder_cache: dict[str, Any]) -> None:
-        assert encoder_cache is self.encoder_cache
+        assert encoder_cache is self.outputs
         self.calls.append(("begin", metadata))
 
     def encoding(self, items: list[str]) -> Any:
@@ -56,6 +55,17 @@ class Runner:
         self.calls.append("turn")
         yield
         self.calls.append("over")
+
+
+class Runner(Noting):
+    """A model runner whose outputs are shared, as vLLM's are."""
+
+    shared = Output()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder_cache = self.outputs
+        self.requests: dict[str, Any] = {}
 
     def sample_tokens(self, structure: object) -> object:
         self.calls.append(structure)
@@ -97,8 +107,32 @@ class Request:
     mm_features: list[Item]
 
 
-def mixed(mixin: type) -> Any:
-    return type("Mixed", (mixin, Runner), {})()
+class SecondRunner(Noting):
+    """A model runner of vLLM's second kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        features = [SimpleNamespace(identifier=name) for name in "xy"]
+        self.encoder_cache = SimpleNamespace(
+            encoder_outputs=self.outputs, mm_features={"a": features}
+        )
+        self.model_state: Any = None
+
+    def load_model(self, *args: object) -> str:
+        self.model_state = SimpleNamespace(execute_mm_encoder=self._encode)
+        return "loaded"
+
+    def _encode(self, inputs: dict[str, list[int]]) -> str:
+        self.calls.append(inputs)
+        return "encoded"
+
+    def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> str:
+        self.calls.append(("model", args, kwargs))
+        return "output"
+
+
+def mixed(mixin: type, runner: type = Runner) -> Any:
+    return type("Mixed", (mixin, runner), {})()
 
 
 CASES = [(EncoderRunnerMixin, 0), (EncoderRunnerMixin, 3), (PDRunnerMixin, 0)]
@@ -155,3 +189,49 @@ def test_a_step_goes_on_without_what_could_not_be_encoded_if_the_connector_says_
 
 def fail(*_: object) -> None:
     raise MemoryError
+
+
+# -- the second runner ---------------------------------------------------------------------------
+
+
+def step(metadata: object, tokens: int = 0) -> Any:
+    return SimpleNamespace(
+        ec_connector_metadata=metadata,
+        total_num_scheduled_tokens=tokens,
+        num_scheduled_tokens={"a": tokens},
+    )
+
+
+@pytest.mark.parametrize("mixin", [SecondRunnerMixin, OrderingSecondRunnerMixin])
+def test_the_tokens_of_a_step_are_traced_but_not_those_of_a_profile(mixin: type) -> None:
+    runner = mixed(mixin, SecondRunner)
+    assert runner.execute_model(step("metadata", 3), "kept", flag=True) == "output"
+    runner.execute_model(step("metadata", 0))
+    runner.execute_model(step(None, 7))
+    assert runner.traced == [("step", {"tokens": {"a": 3}})]
+    assert ("model", ("kept",), {"flag": True}) in runner.calls
+
+
+def test_the_items_that_its_encoder_computes_are_traced() -> None:
+    runner = mixed(SecondRunnerMixin, SecondRunner)
+    assert runner.load_model() == "loaded"
+    assert runner.model_state.execute_mm_encoder({}) == "encoded"
+    assert runner.traced == []
+    assert runner.model_state.execute_mm_encoder({"a": [1, 0]}) == "encoded"
+    items = {"items": ["y", "x"]}
+    assert runner.traced == [("encoding", items)]
+    assert runner.calls == [{}, {"a": [1, 0]}]
+
+
+@pytest.mark.parametrize("tokens", [0, 3])
+def test_where_vllm_has_no_hook_orders_are_submitted_before_the_step(tokens: int) -> None:
+    runner = mixed(OrderingSecondRunnerMixin, SecondRunner)
+    runner.execute_model(step("metadata", tokens))
+    runner.execute_model(step(None, 3))
+    assert [call[0] for call in runner.calls] == ["begin", "model", "model"]
+
+
+def test_where_vllm_has_one_orders_are_left_to_it() -> None:
+    runner = mixed(SecondRunnerMixin, SecondRunner)
+    runner.execute_model(step("metadata", 3))
+    assert [call[0] for call in runner.calls] == ["model"]

@@ -62,21 +62,12 @@ def test_messages_that_arrive_twice_are_counted_once() -> None:
     assert events(pair.pd) == RECEIVED
 
 
-def test_an_announcement_that_finds_no_room_waits_once_and_is_granted_later() -> None:
-    pair = Pair(PrefillSide(pool_tokens=2))
-    for request_id, item in (("first", CAT), ("second", DOG)):
-        pair.pd.arrive(request_id, item)
-        pair.encode.submit(item)
-    pair.round()
-    pair.pd.clock.now += 2.0
-    pair.round()
-    assert events(pair.pd)["epd_pd_transfers_waiting"] == 1, "it asked twice"
+def _served(pair: Pair) -> None:
     pair.encode.session.output_ready("cat")
     pair.settle()
     pair.pd.finish("first")
     pair.pd.clock.now += 2.0
     pair.settle()
-    assert "epd_pd_transfers_waiting" not in events(pair.pd)
 
 
 def _client_gone(pair: Pair) -> None:
@@ -96,14 +87,18 @@ def _refused(pair: Pair) -> None:
     pair.encode.outbox.clear()
 
 
-@pytest.mark.parametrize("end", [_client_gone, _too_late, _refused])
-def test_a_transfer_that_ends_while_it_waits_waits_no_more(end: Callable[[Pair], None]) -> None:
+@pytest.mark.parametrize("end", [_served, _client_gone, _too_late, _refused])
+def test_an_announcement_that_finds_no_room_waits_once_until_its_transfer_is_granted_or_ends(
+    end: Callable[[Pair], None],
+) -> None:
     pair = Pair(PrefillSide(pool_tokens=2))
     for request_id, item in (("first", CAT), ("second", DOG)):
         pair.pd.arrive(request_id, item)
         pair.encode.submit(item)
     pair.round()
-    assert events(pair.pd)["epd_pd_transfers_waiting"] == 1
+    pair.pd.clock.now += 2.0
+    pair.round()
+    assert events(pair.pd)["epd_pd_transfers_waiting"] == 1, "it asked twice"
     end(pair)
     pair.round()
     assert "epd_pd_transfers_waiting" not in events(pair.pd)

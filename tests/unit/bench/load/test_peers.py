@@ -5,8 +5,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from epd_portable.bench.load.plan import LoadPlan, LoadPoint
 from epd_portable.bench.load.servers import example_proxy, plain_engines
 from epd_portable.bench.load.setting import LoadSetting
@@ -108,22 +106,3 @@ def test_the_example_has_vllms_own_connector_and_the_named_proxy(tmp_path: Path)
     assert value(proxy.argv, "--encode-servers-urls") == encode.url
     assert value(proxy.argv, "--decode-servers-urls") == prefill_decode.url
     assert proxy.url.endswith(value(proxy.argv, "--port"))
-
-
-def test_on_cuda_without_a_compiler_plain_vllm_is_told_what_the_launchers_instances_are(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (name, told), *_ = TRAITS["cuda"].env_without_compiler
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
-    nvcc = tmp_path / "bin" / "nvcc"
-    absent = not any(Path(place).exists() for place in TRAITS["cuda"].compiler)
-
-    def variable(platform: str, *overrides: str) -> str | None:
-        return plain(platform, ("0",), tmp_path, *overrides, tuned=True).env.get(name)
-
-    assert (variable("cuda") == told) == absent
-    assert variable("cuda", f'env.{name}="own"') == "own"
-    nvcc.parent.mkdir()
-    nvcc.touch(mode=0o755)
-    assert variable("cuda") is None and variable("cpu") is None
