@@ -61,23 +61,6 @@ def test_a_request_without_items_is_none_of_its_business(pair: Pair) -> None:
     assert pair.pd.prefill.finished("unknown") is None
 
 
-def test_an_item_in_the_cache_is_held_at_once_and_its_transfer_is_not_needed(pair: Pair) -> None:
-    pair.pd.arrive("r", CAT)
-    pair.encode.submit(CAT, ready=True)
-    pair.settle()
-    pair.pd.finish("r")
-    again = Item("cat", transfer_id="t-again")
-    pair.pd.arrive("s", again)
-    pair.encode.submit(again, ready=True)
-    assert pair.settle() == []
-    assert pair.encode.ended == ["t-cat", "t-again"]
-    assert pair.pd.cache.holders("cat") == {"s"}
-    assert pair.pd.cache.num_freeable_slots == 98, "a held item is not idle"
-    pair.pd.computed["s"] = 3
-    assert sources(pair.pd, "s") == {"cat": "encoder_cache"}
-    assert_everything_is_back(pair.pd)
-
-
 # -- what may be computed ------------------------------------------------------------------------
 
 

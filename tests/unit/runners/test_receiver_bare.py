@@ -143,20 +143,6 @@ def test_lost_it_is_not_missed_if_the_prefix_cache_covers_it(case: tuple[Pair, I
     assert_everything_is_back(pair.pd)
 
 
-@pytest.mark.parametrize("running", [False, True])
-def test_lost_it_fails_its_request_before_the_text_in_front_of_it_is_computed(
-    case: tuple[Pair, Item], running: bool
-) -> None:
-    pair, item = case
-    pair.pd.arrive("r", item)
-    _given_up_by_the_router(pair, item)
-    pair.pd.receiver.take_in()
-    assert pair.pd.prefill.take_unavailable() == set(), "the engine has not asked"
-    assert not pair.pd.prefill.may_schedule("r", 0, running=running)
-    assert pair.pd.prefill.take_unavailable() == {"r"}
-    assert failures(pair) == {"t-cat": NackCode.UNAVAILABLE}
-
-
 def test_a_failed_request_says_what_it_lost_why_and_what_to_do() -> None:
     pair = Pair()
     pair.pd.arrive("r", BARE)
@@ -178,23 +164,4 @@ def test_without_its_media_it_waits_for_who_encodes_it_here() -> None:
     assert sources(pair.pd, "s") == {"cat": "local"}
     pair.pd.computed["r"] = 3
     assert sources(pair.pd, "r") == {"cat": "encoder_cache"}
-    assert_everything_is_back(pair.pd)
-
-
-@pytest.mark.parametrize("transfer_id", ["", "t-cat"])
-def test_without_its_media_it_loses_what_nobody_is_left_to_encode(transfer_id: str) -> None:
-    """But if a transfer of its own is under way, it waits for that."""
-    pair = Pair()
-    pair.pd.arrive("s", Item("cat"))
-    pair.pd.arrive("r", Item("cat", transfer_id=transfer_id, has_media=False))
-    pair.pd.step()
-    assert pair.pd.failed == set()
-    pair.pd.finish("s")
-    pair.pd.step()
-    if transfer_id:
-        deliver(pair, BARE)
-        assert sources(pair.pd, "r") == {"cat": "transfer"}
-    else:
-        assert pair.pd.failed == {"r"}
-        pair.pd.finish("r")
     assert_everything_is_back(pair.pd)

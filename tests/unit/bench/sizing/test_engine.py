@@ -45,32 +45,12 @@ def picture(**changes: Any) -> PictureItem:
     return PictureItem(pixels=448 * 448, embeddings=256, **changes)
 
 
-def test_a_text_alone_takes_its_prefill_and_a_step_for_each_further_token() -> None:
-    run = Run(stage_times())
-    request = run.text(5.0, 900, output=11)
-    run.timeline.run()
-    assert request.ttft_s == pytest.approx(0.1 + 0.9)
-    assert request.tpot_s == pytest.approx(0.02)
-    assert run.engine.steps == 11
-
-
 def test_a_prompt_longer_than_a_step_is_computed_in_chunks() -> None:
     run = Run(stage_times(engine={"max_num_batched_tokens": 1000}))
     request = run.text(0.0, 2500)
     run.timeline.run()
     assert run.engine.steps == 3
     assert request.ttft_s == pytest.approx(3 * 0.1 + 2.5)
-
-
-def test_who_comes_while_others_generate_begins_with_the_next_step() -> None:
-    run = Run(stage_times())
-    early = run.text(0.0, 100, output=100)  # first token at 0.2, then a step of 0.02 each
-    late = run.text(0.5 + 0.011, 100, output=2)
-    run.timeline.run()
-    # The step under way ends at 0.52; then one with both: 0.1 + 0.1 and a sequence of 0.01.
-    assert late.first_token_s == pytest.approx(0.52 + 0.21)
-    assert late.end_s == pytest.approx(0.73 + 0.03)
-    assert early.end_s == pytest.approx(0.2 + 97 * 0.02 + 0.21 + 0.03)
 
 
 def test_no_more_requests_compute_than_there_are_places() -> None:

@@ -76,13 +76,6 @@ def test_an_answer_is_owed_for_as_long_as_it_takes_and_is_its_share_of_the_engin
     assert waits.owed_s["answer"] < 0.01 * 1.2 * 0.8
 
 
-def test_one_process_stalls_tokens_while_it_encodes_and_a_split_does_not() -> None:
-    demand = Mix(share=0.2, text=44, output=40)
-    replica, split = (simulate(each, demand, rate=0.5)[0] for each in (REPLICA, SPLIT))
-    assert replica.kinds["text"].tpot_p95 > 1.2 * split.kinds["text"].tpot_p95
-    assert replica.kinds["text"].ttft_p95 > 1.5 * split.kinds["text"].ttft_p95
-
-
 def test_two_pictures_are_encoded_at_once_when_the_engine_may_encode_one() -> None:
     def ttft_s(threshold: float | None) -> float:
         request = with_pictures(1.0, 2)
