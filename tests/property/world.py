@@ -87,6 +87,7 @@ class Pd:
         for placement in self.side.step(computes=computes):
             self.placed += 1
             self.placed_early += not computes
+            self.side.encoded.discard(placement.mm_hash)
             self.check(placement)
             self.resident.append(placement)
             self.unread[placement.mm_hash] = placement
@@ -109,7 +110,8 @@ class Pd:
     def is_entry(self, mm_hash: str) -> bool:
         """Tell whether the workers have what was placed, and may compute with it."""
         item = self.side.cache.items.get(mm_hash)
-        return item is not None and item.state is State.PRESENT and item.origin is not None
+        is_here = item is not None and item.state is State.PRESENT
+        return is_here and mm_hash not in self.side.encoded
 
     def check(self, placement: Placement) -> None:
         """Assert that a slot holds its own item, written under its own grant."""

@@ -101,6 +101,7 @@ class PrefillSide:
     Attributes:
         computed: Tokens that requests have computed, where the engine asks in every step whether
             they may be scheduled.
+        encoded: Items that steps have encoded.
         encodings: Items that workers were told to encode beside the steps.
         requested: Transfers of which the front, where there is one, was told to ask an encoder.
     """
@@ -118,6 +119,7 @@ class PrefillSide:
         self.clock = Clock()
         self.registry = CollectorRegistry()
         self.mailbox = Mailbox(path=path)
+        self.encoded: set[str] = set()
         config = InstanceConfig(
             instance="prefill_decode-0",
             platform="cpu",
@@ -222,6 +224,7 @@ class PrefillSide:
             return False
         self.cache.allocate(engine_request, input_id)
         mm_hash = engine_request.mm_features[input_id].identifier
+        self.encoded.add(mm_hash)
         self.prefill.encoded_here(request_id, mm_hash)
         return True
 
