@@ -1,10 +1,13 @@
-"""Small values that tests of transfers are made of."""
+"""Small values that tests of transfers and of fleets are made of."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
+from epd_portable.config.roles import Role
+from epd_portable.router.settings import InstanceSettings
 from epd_portable.scheduling.two_levels import TwoLevelCache
 from epd_portable.wire.descriptors import (
     PathEndpoint,
@@ -70,3 +73,9 @@ def request(request_id: str, *items: tuple[str, int]) -> FakeRequest:
 def encoder_cache(cache_size: int) -> TwoLevelCache:
     """Return the encoder cache of an encode instance, without copies in host memory."""
     return TwoLevelCache(cache_size, 0, lambda request, index: 1)
+
+
+def instance_settings(name: str, role: Role = "encode", **more: Any) -> InstanceSettings:
+    """Return what a router is told of an instance."""
+    control = "" if role == "encode" else "tcp://h:1"
+    return InstanceSettings(name=name, role=role, url=f"http://{name}:1", control=control, **more)

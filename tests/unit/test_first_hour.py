@@ -8,7 +8,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 import zipfile
 from itertools import pairwise
 from pathlib import Path
@@ -22,9 +21,9 @@ from ci.first_hour import CALL_AGAIN, PIECES, REHEARSALS, TARGETS, Hour, Stage, 
 from epd_portable.bench.load.plan import read_points
 from epd_portable.bench.load.sides import read_sides
 from tests.first_hour.reference import url_of
+from tests.waiting import until
 
 ROOT = Path(__file__).resolve().parents[2]
-DEADLINE_S = 10.0
 
 
 def stage(name: str, script: str, limit_s: float = 60.0, **options: Any) -> Stage:
@@ -71,10 +70,7 @@ def test_a_stage_that_takes_too_long_is_ended_with_its_children_and_tried_again(
     assert (told["long"]["status"], told["long"]["figures"]) == (None, {"half": 1})
     assert Hour(tmp_path, [long], "cpu").due == [long]
     child = (tmp_path / "child").read_text().strip()
-    end_s = time.monotonic() + DEADLINE_S
-    while runs(child):
-        assert time.monotonic() < end_s, "a child of the stage goes on"
-        time.sleep(0.01)
+    until(lambda: not runs(child))
 
 
 def test_a_call_ends_in_time_and_the_next_one_waits_for_what_goes_on(tmp_path: Path) -> None:

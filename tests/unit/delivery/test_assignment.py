@@ -25,11 +25,11 @@ from epd_portable.delivery.fallbacks import (
 )
 from epd_portable.delivery.instances import EndpointPool, Instance
 from epd_portable.router.contents.media import MediaItem
-from epd_portable.router.settings import InstanceSettings
 from epd_portable.wire.outcomes import FailureKind
 from epd_portable.wire.params import EncodedItem
+from tests.unit.builders import instance_settings
 
-PD = InstanceSettings(name="pd", role="prefill-decode", url="http://pd", control="tcp://h:1")
+PD = instance_settings("pd", "prefill-decode")
 PIXELS, TIME_S = 448 * 448, 0.25
 LOST, FULL, REFUSED = FailureKind.LOST, FailureKind.FULL, FailureKind.REFUSED
 
@@ -49,10 +49,7 @@ class Scene:
         self.pool = EndpointPool(chance=random.Random(7))
         self.pd = self.pool.add(PD)
         self.pd.seen_well()
-        self.encoders = [
-            self.pool.add(InstanceSettings(name=f"e{n}", role="encode", url=f"http://e{n}"))
-            for n in range(encoders)
-        ]
+        self.encoders = [self.pool.add(instance_settings(f"e{n}")) for n in range(encoders)]
         for each in self.encoders:
             each.seen_well()
         self.times = EncodeTimes()
@@ -328,8 +325,7 @@ def test_who_encodes_leaves_an_item_to_another_only_if_that_is_less_busy() -> No
 
 def test_an_instance_with_two_duties_is_chosen_for_both_and_leaves_both() -> None:
     pool = EndpointPool()
-    role = {"role": "encode-prefill-decode", "url": "http://x", "control": "tcp://h:1"}
-    both = pool.add(InstanceSettings(name="both", **role))  # type: ignore[arg-type]
+    both = pool.add(instance_settings("both", "encode-prefill-decode"))
     both.seen_well()
     assert pool.choose_encoder("a") is both is pool.choose_least_loaded()
     assert pool.of_duty("encode") == [both] == pool.of_duty("answer")

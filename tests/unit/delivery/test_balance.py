@@ -10,7 +10,7 @@ import pytest
 from epd_portable.config.roles import PAIR_LABEL, Role
 from epd_portable.delivery.balance import WINDOW_S, Balance, Switching
 from epd_portable.delivery.instances import EndpointPool, Instance
-from epd_portable.router.settings import InstanceSettings
+from tests.unit.builders import instance_settings
 
 
 def decided(balance: Balance, encoders: int, encode_s: float, answer_s: float) -> list[int]:
@@ -73,14 +73,8 @@ class Fleet:
         for name, pair in roles.items():
             kinds: dict[str, Role] = {"e": "encode", "x": "encode-prefill-decode"}
             role = kinds.get(name[0], "prefill-decode")
-            settings = InstanceSettings(
-                name=name,
-                role=role,
-                url=f"http://{name}:1",
-                control="" if role == "encode" else "tcp://h:1",
-                labels={PAIR_LABEL: pair} if pair else {},
-            )
-            self.pool.add(settings).seen_well()
+            labels = {PAIR_LABEL: pair} if pair else {}
+            self.pool.add(instance_settings(name, role, labels=labels)).seen_well()
         self.switching = Switching(self.pool, elastic=elastic)
         self.seconds = itertools.count()
 

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from epd_portable.config.roles import Role
 from epd_portable.delivery.instances import (
     FEW,
     FIRST_SUSPICION_S,
@@ -21,8 +22,8 @@ from epd_portable.delivery.instances import (
     Instance,
 )
 from epd_portable.delivery.ring import LOAD_BOUND
-from epd_portable.router.settings import InstanceSettings, Role
 from epd_portable.wire.outcomes import FailureKind
+from tests.unit.builders import instance_settings
 
 
 class Clock:
@@ -34,16 +35,11 @@ class Clock:
         return self.now
 
 
-def named(name: str, role: Role = "encode") -> InstanceSettings:
-    control = "tcp://h:1" if role == "prefill-decode" else ""
-    return InstanceSettings(name=name, role=role, url=f"http://{name}:1", control=control)
-
-
 def of(count: int, role: Role = "encode") -> EndpointPool:
     """Return instances that are all up."""
     instances = EndpointPool(clock=Clock(), chance=random.Random(7))
     for number in range(count):
-        instances.add(named(f"i-{number}", role)).seen_well()
+        instances.add(instance_settings(f"i-{number}", role)).seen_well()
     return instances
 
 
@@ -122,7 +118,7 @@ HISTORIES: dict[str, tuple[list[Callable[[Instance], Any]], str, bool, bool]] = 
 async def test_how_an_instance_is_after(history: str) -> None:
     happens, state, preferred, is_warmed_up = HISTORIES[history]
     instances = of(3)
-    instance = instances.add(named("e"), warm_up=True)
+    instance = instances.add(instance_settings("e"), warm_up=True)
     for event in happens:
         event(instance)
     assert (instance.state, instance.preferred, instance.is_warmed_up) == (
@@ -141,7 +137,7 @@ async def test_how_an_instance_is_after(history: str) -> None:
 
 def test_after_several_failures_suspicion_lasts_for_longer_with_each() -> None:
     clock = Clock()
-    instance = EndpointPool(clock=clock).add(named("a"))
+    instance = EndpointPool(clock=clock).add(instance_settings("a"))
     WELL(instance)
     lasted: list[float] = []
     for _ in range(6):
@@ -181,7 +177,7 @@ class Lives(RuleBasedStateMachine):
     @rule(role=st.sampled_from(["encode", "prefill-decode"]), warm_up=st.booleans())
     def come(self, role: Role, warm_up: bool) -> None:
         self.count += 1
-        self.instances.add(named(f"i-{self.count}", role), warm_up=warm_up)
+        self.instances.add(instance_settings(f"i-{self.count}", role), warm_up=warm_up)
 
     @rule(number=st.integers(0, 99))
     def go(self, number: int) -> None:
@@ -251,7 +247,7 @@ def test_when_an_encoder_leaves_only_its_items_move_and_they_come_back_with_it(
 ) -> None:
     instances = EndpointPool()
     for number in numbers:
-        WELL(instances.add(named(f"i-{number}")))
+        WELL(instances.add(instance_settings(f"i-{number}")))
     before = {f"item-{n}": chosen(instances, f"item-{n}") for n in range(50)}
     gone = found(instances, data.draw(st.sampled_from([f"i-{n}" for n in sorted(numbers)])))
     GONE(gone)
@@ -377,7 +373,7 @@ def test_who_uses_an_instance_hears_that_it_went_down_or_was_removed() -> None:
         instances.remove("i-0")
     assert heard == ["first", "late", "has left"]
     assert instance not in instances
-    assert instances.add(named("i-0")).load == 0
+    assert instances.add(instance_settings("i-0")).load == 0
 
 
 def test_watchers_hear_of_changes_only() -> None:

@@ -14,7 +14,7 @@ from epd_portable.router.contents.body import Call
 from epd_portable.router.ingress.admission import LONGEST_RETRY_S, AdmissionControl, priority_of
 from epd_portable.router.observability.metrics import Metrics
 from epd_portable.wire.outcomes import FailureKind
-from tests.unit.router.test_selector import settings
+from tests.unit.builders import instance_settings
 
 TEXT = Call.untouched("POST", "/v1/chat/completions", b"{}")
 
@@ -54,7 +54,7 @@ class Door:
         return going
 
     def add(self, name: str, *, weight: float = 1.0) -> Instance:
-        instance = self.fleet.add(settings(name, "prefill-decode", weight=weight))
+        instance = self.fleet.add(instance_settings(name, "prefill-decode", weight=weight))
         instance.seen_well()
         return instance
 

@@ -21,12 +21,12 @@ from epd_portable.router.selector import Selection
 from epd_portable.router.settings import RouterSettings
 from epd_portable.wire.params import EncodeTransfer
 from tests.keyring import keys
-from tests.unit.router.test_selector import settings
+from tests.unit.builders import instance_settings
 from tests.unit.router.transport import Transport
 
 DEADLINE_S = 5.0
-ENCODERS = [settings(f"encode-{n}", "encode") for n in range(2)]
-PD = settings("pd-0", "prefill-decode")
+ENCODERS = [instance_settings(f"encode-{n}", "encode") for n in range(2)]
+PD = instance_settings("pd-0", "prefill-decode")
 
 
 class Scene:

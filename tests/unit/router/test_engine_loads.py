@@ -5,12 +5,13 @@ from epd_portable.router import serving
 from epd_portable.router.fleet.control import ControlChannels
 from epd_portable.wire.messages import LoadReport
 from tests.keyring import keys
-from tests.unit.router.test_selector import fleet, settings
+from tests.unit.builders import instance_settings
+from tests.unit.router.test_selector import fleet
 
 
 async def test_a_report_counts_until_it_is_old_or_its_instance_goes_down() -> None:
     instances, now = EndpointPool(clock=lambda: now[0]), [100.0]
-    instances.add(settings("pd0", "prefill-decode")).seen_well()
+    instances.add(instance_settings("pd0", "prefill-decode")).seen_well()
     pd = instances.of_duty("answer")[0]
     assert pd.reported is None
     report = LoadReport(waiting=2, running=3, kv_used=0.5)

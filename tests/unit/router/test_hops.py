@@ -21,7 +21,8 @@ from epd_portable.router.hops import (
 )
 from epd_portable.router.prefill import asks_for_kv
 from epd_portable.router.selector import EndpointSelector
-from tests.unit.router.test_selector import NOTHING, fleet, picture, settings
+from tests.unit.builders import instance_settings
+from tests.unit.router.test_selector import NOTHING, fleet, picture
 
 ITEMS = (picture("p0"), picture("p1"))
 CALL = msgspec.structs.replace(NOTHING, items=ITEMS)
@@ -93,7 +94,7 @@ def test_how_many_a_header_leaves_is_explained() -> None:
     labels = {ENCODER_MODEL_LABEL: "b"}
     instances = EndpointPool()
     for name, more in (("e0", {"labels": labels}), ("e1", {"labels": {ENCODER_MODEL_LABEL: "a"}})):
-        instances.add(settings(name, "encode", **more)).seen_well()
+        instances.add(instance_settings(name, "encode", **more)).seen_well()
     asked = Asked(instances, model="b")
     asked.selection.choose_encoder(ITEMS[0], ())
     asked.selection.choose_encoder(ITEMS[0], ["e0"])
@@ -105,7 +106,7 @@ def test_how_many_a_header_leaves_is_explained() -> None:
 
 def test_a_prefill_instance_that_is_named_is_explained_to_who_has_it_compute() -> None:
     instances = fleet(pds=1)
-    instances.add(settings("pre", "prefill")).seen_well()
+    instances.add(instance_settings("pre", "prefill")).seen_well()
     assert asks_for_kv(ASKS_FOR_KV)
     asked = Asked(instances, ASKS_FOR_KV, prefiller="pre:1")
     asked.selection.choose_pd(())

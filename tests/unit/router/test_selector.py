@@ -19,7 +19,7 @@ from epd_portable.router.choice.selection_types import MAX_EXPLANATION_BYTES, De
 from epd_portable.router.contents.body import Call, Rules, read_call
 from epd_portable.router.contents.media import MediaItem
 from epd_portable.router.selector import EndpointSelector, Selection
-from epd_portable.router.settings import InstanceSettings, Role
+from tests.unit.builders import instance_settings
 
 AFFINITY = """
 plugins:
@@ -46,17 +46,12 @@ schedulingProfiles:
 NOTHING: Call = Call.untouched("POST", "/v1/chat/completions", b"{}")
 
 
-def settings(name: str, role: Role, **more: Any) -> InstanceSettings:
-    control = "" if role == "encode" else "tcp://h:1"
-    return InstanceSettings(name=name, role=role, url=f"http://{name}:1", control=control, **more)
-
-
 def fleet(encoders: int = 0, pds: int = 0) -> EndpointPool:
     instances = EndpointPool(chance=random.Random(7))
     for number in range(encoders):
-        instances.add(settings(f"e{number}", "encode")).seen_well()
+        instances.add(instance_settings(f"e{number}", "encode")).seen_well()
     for number in range(pds):
-        instances.add(settings(f"pd{number}", "prefill-decode")).seen_well()
+        instances.add(instance_settings(f"pd{number}", "prefill-decode")).seen_well()
     return instances
 
 
@@ -141,7 +136,7 @@ def test_what_an_instance_had_is_forgotten_when_it_goes_down_or_leaves() -> None
     assert len({begun(policy, f"k{n}", call).choose_pd(()) for n in range(9)}) == 1
     # One that has left while it was asked is no trouble.
     begun(policy, call=call).note_request(first, [picture("p")])
-    again = instances.add(settings(first.name, "prefill-decode"))
+    again = instances.add(instance_settings(first.name, "prefill-decode"))
     again.seen_well()
     assert again in {begun(policy, f"k{n}", call).choose_pd(()) for n in range(30)}
 
@@ -168,8 +163,8 @@ def test_those_that_are_preferred_are_chosen_first_and_excluded_ones_never() -> 
 def test_by_default_an_instance_of_twice_the_weight_gets_twice_as_much() -> None:
     instances = EndpointPool()
     for name, weight in (("small", 1.0), ("large", 2.0)):
-        instances.add(settings(name, "prefill-decode", weight=weight)).seen_well()
-        instances.add(settings(f"e-{name}", "encode", weight=weight)).seen_well()
+        instances.add(instance_settings(name, "prefill-decode", weight=weight)).seen_well()
+        instances.add(instance_settings(f"e-{name}", "encode", weight=weight)).seen_well()
     one = EndpointSelector(instances)
     with contextlib.ExitStack() as working:
         for number in range(300):

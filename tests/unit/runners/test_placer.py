@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import os
-import uuid
 from collections.abc import Iterator
 from dataclasses import replace
 from unittest.mock import Mock
@@ -20,13 +18,13 @@ from epd_portable.platforms.cpu import CpuPlatform
 from epd_portable.runners import stream_clock
 from epd_portable.runners.placer import Placement, Placer, WorkerOrders
 from epd_portable.wire.descriptors import SlotDescriptor, TensorSpec
+from tests.receiving import shared_memory
 
 
 @pytest.fixture
 def memory() -> Iterator[SharedMemory]:
-    made = SharedMemory.create(f"epd-test-{os.getpid()}-{uuid.uuid4().hex}", 4096)
-    yield made
-    made.unlink()
+    with shared_memory() as made:
+        yield made
 
 
 def make_placer(memory: SharedMemory, platform: Platform) -> Placer:
