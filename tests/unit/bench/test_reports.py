@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import re
 from pathlib import Path
 
@@ -75,19 +74,6 @@ def test_transfers_are_shown_against_memcpy_and_by_another_path_round_by_round()
         ("3.00 (3.00–3.00)", "–"),
     ]
     assert len(transfer_page(case("shm", 4096)).tables) == 1
-
-
-def test_json_holds_every_sample_and_the_summary() -> None:
-    data = json.loads(report.to_json(transfer_page()))
-    ratios, _ = data["tables"]
-    assert ratios["title"] == "Against memcpy of the same bytes"
-    assert ratios["rows"][0][:2] == ["tcp, 1 MiB, granted before", "2.00 (2.00–2.00)"]
-    assert len(ratios["columns"]) == len(ratios["rows"][0])
-    assert data["samples"][0]["total_s"] == [0.01, 0.02]
-    assert data["samples"][0]["placing_s"] == [0.004, 0.008]
-    assert data["command"] == COMMAND
-    assert [each["path"] for each in data["samples"]] == ["tcp", "shm", "shm", "shm"]
-    assert data["conditions"]["versions"]["epd-portable"]
 
 
 def test_steps_are_shown_by_case_with_the_ratio_to_asking_alone_first() -> None:

@@ -13,7 +13,6 @@ from epd_portable.connector.producer import (
     Finished,
     ProducerSession,
     TransferOrder,
-    Write,
 )
 from epd_portable.wire.messages import (
     Abort,
@@ -112,24 +111,6 @@ def desk(monkeypatch: pytest.MonkeyPatch) -> Desk:
     """Return a desk whose submissions are attempts 0, 1, 2 and so on."""
     monkeypatch.setattr(secrets, "randbits", lambda _: 0)
     return Desk()
-
-
-def test_a_write_begins_when_both_the_grant_and_the_output_are_there(desk: Desk) -> None:
-    desk.reach("granted")
-    assert desk.poll().writes == []
-    begin_s = desk.now
-    desk.session.output_ready("item")
-    write = Write(
-        transfer_id="t",
-        mm_hash="item",
-        slot=slot(1),
-        path="shm",
-        address="there",
-        deadline_s=begin_s + LEASE_S,
-    )
-    assert desk.poll(1.0).writes == [write]
-    desk.receive(grant())
-    assert desk.poll().writes == []
 
 
 def test_an_output_is_for_every_transfer_of_its_item_only(desk: Desk) -> None:

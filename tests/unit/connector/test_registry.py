@@ -4,7 +4,6 @@ import subprocess
 import sys
 from collections.abc import Callable
 
-import msgspec
 import pytest
 
 from epd_portable.connector import registry
@@ -197,22 +196,6 @@ def test_between_hosts_nixl_comes_before_what_copies_through_sockets(platform: s
     assert registry.choose(*same).endpoint.path == ("shm" if platform == "cpu" else "ipc")
     encrypted = registry.offered("auto", platform, plain=False, off_host=True)
     assert not {"nixl", "mooncake"} & {entry.name for entry in encrypted}
-
-
-@pytest.mark.parametrize("without", ["encode-0", "pd-0"])
-@pytest.mark.parametrize("platform", ["cpu", "cuda"])
-def test_between_hosts_mooncake_comes_after_nixl(platform: str, without: str) -> None:
-    ends = [on(platform, name, off_host=True, host=name) for name in ("encode-0", "pd-0")]
-    choice = registry.choose(
-        *(
-            msgspec.structs.replace(end, paths=tuple(p for p in end.paths if p.path != "nixl"))
-            if end.instance == without
-            else end
-            for end in ends
-        )
-    )
-    assert choice.endpoint.path == "mooncake"
-    assert choice.refused[-1] == Refused(path="nixl", reason=f"not offered by {without}")
 
 
 def test_a_missing_library_is_named_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

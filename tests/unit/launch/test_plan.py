@@ -176,15 +176,6 @@ def test_who_encodes_for_others_bounds_their_jobs_as_encode_instances_do(role: s
     assert instance(found)["max_queued_items"] == 7
 
 
-def test_limits_of_media_reach_the_router_and_the_instances() -> None:
-    limits = {"max_item_pixels": 1, "max_request_pixels": 2, "max_media_seconds": 4.5}
-    memory = 1 << 30
-    plan = plan_of(TEXT + f"router: {limits | {'max_media_memory_bytes': memory}}")
-    for spec in plan.processes[:2]:
-        assert instance(spec)["media_limits"] == limits | {"max_memory_bytes": memory}
-    assert limits.items() <= router(plan).model_dump().items()
-
-
 def test_weights_labels_and_the_choice_reach_the_router() -> None:
     groups = "instances: {encode: {weight: 2.5, labels: {zone: east}}}\n"
     profile = "schedulingProfiles: [{name: decode, plugins: []}]"
