@@ -180,6 +180,14 @@ def test_a_transfer_that_fails_here_ends_with_its_write(desk: Desk, state: str) 
 # -- duplicates, late, unknown and foreign messages ----------------------------------------------
 
 
+def test_submitting_a_transfer_twice_changes_nothing(desk: Desk) -> None:
+    desk.reach("asking")
+    desk.submit(ready=True)
+    assert desk.messages() == []
+    desk.receive(grant())
+    assert desk.poll().writes == []
+
+
 @pytest.mark.parametrize("consumer", [PD, OTHER])
 @pytest.mark.parametrize(
     "message",

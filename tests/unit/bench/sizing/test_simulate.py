@@ -92,7 +92,9 @@ def test_an_engine_that_computes_for_others_encodes_only_what_would_take_so_much
     def local(threshold: float) -> int:
         early, late = with_pictures(0.0, 1, output=1000), with_pictures(2.0, 4)
         simulation = Simulation(stage_times(), SPLIT, elastic_threshold=threshold, seed=1)
-        return simulation.run([early, late]).local_items
+        outcome = simulation.run([early, late])
+        assert outcome.local_items + outcome.transferred == 5
+        return outcome.local_items
 
     # Four encodes of 0.5 s in a row against one, then three against two.
     assert [local(threshold) for threshold in (1.0, 2.0, 5.0)] == [2, 1, 0]
