@@ -75,6 +75,7 @@ def test_what_does_not_fit_the_devices_is_refused(pd: dict[str, Any], complaint:
         ({}, {}, range(8), [[((0, 1, 2, 3),)], [((4, 5, 6, 7),)]], (), []),
         ({"cores": [0]}, {"cores": [2]}, range(4), [[((0,),)], [((2,),)]], (1, 3), []),
         ({"cores": [7]}, {}, range(8), [[((7,),)], [((0, 1, 2, 3, 4, 5, 6),)]], (), []),
+        ({}, {}, [4, 6], [[((4,),)], [((6,),)]], (), []),
         ({}, {"count": 3}, [4, 6], [[()], [(), (), ()]], (), ["4 ranks for 2 CPU cores (4,6)"]),
         ({"cores": [4]}, TWO, [4, 6], [[((4,),)], [((6,), (6,))]], (), ["2 ranks for 1 CPU cores"]),
         ({"cores": [0]}, {"cores": [0, 1]}, [0, 1], None, (), ["core 0 is in the list of more"]),
