@@ -225,26 +225,6 @@ def test_items_stay_in_the_memory_that_the_worker_has_for_them(
     assert engine.empty()
 
 
-def test_an_item_whose_room_was_taken_comes_back_from_host_memory() -> None:
-    engine = Engine(config_on("cpu", host_cache_bytes=1 << 30))
-    engine.arrive("a", ("cat", 600))
-    assert engine.step() == {"a": ["cat"]}
-    assert engine.copies.kept == ["cat"]
-    engine.arrive("b", ("dog", 600))
-    assert engine.step("cat to a") == {}
-    assert engine.step() == {"b": ["dog"]}
-    assert "cat" not in engine.cache
-    engine.arrive("c", ("cat", 600))
-    assert engine.step("dog to b") == {}
-    assert engine.step() == {}, "no encoder runs"
-    assert engine.copies.restored == ["cat"]
-    assert engine.sending[-1] == "cat to c"
-    assert set(engine.ended) == {"a", "b", "c"}
-    engine.step("cat to c")
-    assert engine.empty()
-    engine.scheduler.shutdown()
-
-
 @pytest.mark.parametrize("name", ["cat", "7"])
 def test_an_item_whose_copy_is_lost_is_encoded_again(name: str) -> None:
     engine = Engine(config_on("npu", host_cache_bytes=1 << 30))
