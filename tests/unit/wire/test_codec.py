@@ -1,10 +1,14 @@
 from __future__ import annotations
 
+import json
+
 import msgspec
 import pytest
+import torch
 
 from epd_portable.errors import IncompatiblePeerError, ProtocolError
 from epd_portable.wire import codec
+from epd_portable.wire.descriptors import DTYPE_BYTES, TensorSpec
 from epd_portable.wire.messages import (
     MAX_REASON,
     PROTOCOL_VERSION,
@@ -22,6 +26,16 @@ from epd_portable.wire.messages import (
     NotNeeded,
     NotWanted,
     Written,
+)
+from epd_portable.wire.params import (
+    EncodeParams,
+    EncodeTransfer,
+    ExpectedTransfer,
+    ItemOutcome,
+    PrefillOutcome,
+    PrefillParams,
+    read_params,
+    to_params,
 )
 from tests.unit.builders import SPEC, peer, slot
 
@@ -112,3 +126,49 @@ def test_unknown_fields_of_a_later_minor_change_are_ignored() -> None:
     body = {"kind": "later", "transfer_id": "t", "new": 1}
     data = msgspec.msgpack.encode([PROTOCOL_VERSION, "life", body])
     assert codec.decode(data) == (Later(transfer_id="t"), "life")
+
+
+# -- descriptors -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPE_BYTES)
+def test_a_spec_has_the_bytes_of_the_tensor(dtype: str) -> None:
+    tensor = torch.empty((3, 5), dtype=getattr(torch, dtype))
+    assert TensorSpec(shape=(3, 5), dtype=dtype).nbytes == tensor.numel() * tensor.element_size()
+
+
+@pytest.mark.parametrize("shape", [(), (0, 4), (4, -1)])
+def test_a_shape_without_elements_is_refused(shape: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="must be positive"):
+        TensorSpec(shape=shape, dtype="float32")
+
+
+def test_an_unknown_dtype_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match=r"'torch\.float32'.*float32"):
+        TensorSpec(shape=(1, 1), dtype="torch.float32")
+
+
+# -- parameters ------------------------------------------------------------------------------------
+
+ENCODE = EncodeParams(
+    transfers=(EncodeTransfer(transfer_id="t", item_uuid="h", consumer="tcp://x"),)
+)
+PREFILL = PrefillParams(
+    transfers=(ExpectedTransfer(transfer_id="t", item_uuid="h", encoder="encode-0"),), reply_to="me"
+)
+
+
+def test_params_survive_json() -> None:
+    assert read_params(json.loads(json.dumps(to_params(ENCODE))), EncodeParams) == ENCODE
+    assert read_params(json.loads(json.dumps(to_params(PREFILL))), PrefillParams) == PREFILL
+
+
+def test_an_outcome_names_only_what_is_known() -> None:
+    item = ItemOutcome(mm_hash="h", source="local")
+    params = to_params(PrefillOutcome(instance="pd-0", items=(item,), mm_inputs_total=1))
+    assert json.loads(json.dumps(params)) == {
+        "instance": "pd-0",
+        "items": [{"mm_hash": "h", "source": "local"}],
+        "mm_inputs_done": 0,
+        "mm_inputs_total": 1,
+    }
