@@ -1,9 +1,11 @@
-"""The router, the launcher and what they share start on a machine that has no torch."""
+"""What may be imported where: the router and the launcher without torch, nothing by two names."""
 
 from __future__ import annotations
 
+import importlib
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -41,3 +43,22 @@ def test_module_and_its_submodules_import_where_torch_is_absent(module: str) -> 
 
 def test_the_probe_notices_an_import_of_torch() -> None:
     assert "ModuleNotFoundError" in failure_of(IMPORT_EVERYTHING, "torch")
+
+
+# -- links at the top of the repository, and the one name behind them ------------------------------
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.parametrize("name", ["platforms", "runners"])
+def test_a_link_at_the_top_points_into_the_package_and_survives_a_clone(name: str) -> None:
+    link = ROOT / name
+    assert link.is_symlink()
+    assert link.readlink() == Path("epd_portable", name)
+    assert (link / "__init__.py").is_file()
+
+
+@pytest.mark.parametrize("name", ["platforms", "runners"])
+def test_a_linked_package_refuses_its_second_name(name: str) -> None:
+    with pytest.raises(ImportError, match=f"epd_portable.{name}"):
+        importlib.import_module(name)

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from epd_portable.errors import PlatformUnavailableError, UnsupportedError
-from epd_portable.platforms.base import MemoryInfo, Platform
+from epd_portable.errors import PlatformUnavailableError, TransportTimeoutError, UnsupportedError
+from epd_portable.platforms.base import DeviceEvent, MemoryInfo, Platform
 from epd_portable.platforms.cpu import CpuPlatform
 
 
@@ -58,3 +58,26 @@ def test_what_is_left_of_a_part_of_the_memory_is_never_more_than_is_free() -> No
     assert after.left_of(0.5, before) == 20
     assert after.left_of(0.2, before) == 0
     assert MemoryInfo(free_bytes=30, total_bytes=100).left_of(0.95, before) == 30
+
+
+class NeverEvent(DeviceEvent):
+    """Does not pass, however often it is asked."""
+
+    asked = 0
+
+    def wait(self) -> None:
+        raise AssertionError("synchronize must not queue a wait")
+
+    def block(self) -> None:
+        raise AssertionError("synchronize must keep its deadline")
+
+    def done(self) -> bool:
+        self.asked += 1
+        return False
+
+
+def test_synchronize_gives_up_at_its_deadline_and_asks_few_times_each_millisecond() -> None:
+    event = NeverEvent()
+    with pytest.raises(TransportTimeoutError, match=r"not complete after 0\.2 s"):
+        event.synchronize(timeout_s=0.2)
+    assert event.asked < 2 * 200
