@@ -46,7 +46,7 @@ class Child:
 
     Attributes:
         session: Id of the session that holds the process and its children.
-        started_s: Unix time of its start.
+        started_s: ``time.monotonic`` at its start, the same clock for all processes of a machine.
         mapped: Files of shared memory that its processes were seen to map.
     """
 
@@ -87,7 +87,7 @@ class Child:
             except OSError as error:
                 raise LaunchError(f"cannot start {spec.argv[0]}: {error}") from error
         self.session = self._process.pid
-        self.started_s = time.time()
+        self.started_s = time.monotonic()
 
     def spread_api_server(self) -> None:
         """Let API servers run on their further cores too; an instance's engines keep theirs."""

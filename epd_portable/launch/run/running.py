@@ -30,7 +30,7 @@ class ProcessRecord(BaseModel):
         ports: All that it listens on, by purpose.
         log: Path of its log file.
         pid: Of the one that runs now.
-        started_s: Unix time of its start.
+        started_s: ``time.monotonic`` at its start, the same clock for all processes of a machine.
     """
 
     name: str
@@ -47,7 +47,7 @@ class ProcessRecord(BaseModel):
     @property
     def uptime_s(self) -> float | None:
         """How long it has run."""
-        return None if self.started_s is None else round(time.time() - self.started_s, 1)
+        return None if self.started_s is None else round(time.monotonic() - self.started_s, 1)
 
 
 class RunRecord(BaseModel):
@@ -57,7 +57,7 @@ class RunRecord(BaseModel):
         phase: ``starting``, ``serving`` or ``stopping``.
         config: Topology file; empty where it is not known.
         pid: Of the launcher.
-        started_s: Unix time of its start.
+        started_s: ``time.monotonic`` at its start, the same clock for all processes of a machine.
         processes: All of the plan, in its order.
     """
 
@@ -75,7 +75,7 @@ class RunRecord(BaseModel):
     @property
     def uptime_s(self) -> float:
         """How long the launcher has run."""
-        return round(time.time() - self.started_s, 1)
+        return round(time.monotonic() - self.started_s, 1)
 
 
 def write_record(folder: Path, record: RunRecord) -> None:

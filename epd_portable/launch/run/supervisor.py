@@ -118,7 +118,7 @@ class Supervisor:
         self._hangups = 0
         self._had_terminal = _has_terminal()
         self._outlives_terminal = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-        self._started = time.time()
+        self._started, self._started_s = time.time(), time.monotonic()
         self._next_at: dict[str, float] = {}
         self._record: RunRecord | None = None
         self._warned: set[str] = set()
@@ -491,7 +491,7 @@ class Supervisor:
             url=self._plan.url,
             config=self._config,
             pid=os.getpid(),
-            started_s=self._started,
+            started_s=self._started_s,
             processes=tuple(
                 ProcessRecord(
                     name=name,

@@ -66,7 +66,7 @@ def record(*processes: ProcessRecord, **changes: Any) -> RunRecord:
         url="http://127.0.0.1:8000/v1",
         config="t.yaml",
         pid=os.getpid(),
-        started_s=time.time() - 3600.0,
+        started_s=time.monotonic() - 3600.0,
         processes=processes,
     )
     return made.model_copy(update=changes)
@@ -77,7 +77,7 @@ def ask(*words: str) -> Result:
 
 
 def test_a_run_is_found_as_long_as_its_launcher_lives(folder: Path) -> None:
-    now = time.time()
+    now = time.monotonic()
     write_record(folder, record(process(pid=7, started_s=now - 60.0, restarts=2)))
     result = ask("status")
     assert result.exit_code == 0
