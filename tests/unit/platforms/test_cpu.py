@@ -28,6 +28,11 @@ def test_a_second_device_is_refused(platform: Platform, index: int) -> None:
             call(index)
 
 
+def test_it_tells_the_hosts_memory(platform: Platform) -> None:
+    info = platform.memory_info(0)
+    assert 0 < info.free_bytes <= info.total_bytes
+
+
 @pytest.mark.parametrize(
     ("dtype", "supported"),
     [

@@ -82,6 +82,13 @@ def test_alignments_are_powers_of_two_that_a_cache_line_divides(name: str) -> No
         assert nbytes & (nbytes - 1) == 0
 
 
+def test_traits_cannot_be_changed() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        TRAITS["cpu"].name = "gpu"  # type: ignore[misc]
+    with pytest.raises(TypeError):
+        TRAITS["tpu"] = TRAITS["cpu"]  # type: ignore[index]
+
+
 def test_the_contract_has_at_most_fifteen_methods() -> None:
     methods = [
         name
