@@ -43,6 +43,36 @@ def test_a_device_copies_in_one_piece_behind_the_computation(platform: SpyPlatfo
     assert computed.waits == 1
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_copy_has_ended_when_its_event_has_passed(platform: SpyPlatform, fails: bool) -> None:
+    passed = iter([False, False, True])
+    ended: list[bool] = []
+
+    def look() -> bool:
+        assert not ended
+        if fails:
+            raise PlatformError("device work failed")
+        return next(passed)
+
+    platform.event = SpyEvent(look)
+    src = torch.ones(2)
+    copy = DeviceCopies(platform).queue(
+        torch.zeros(8, dtype=torch.uint8),
+        src,
+        after=PassedEvent(),
+        deadline_s=NEVER_S,
+        ended=lambda: ended.append(True),
+    )
+    assert ended == []
+    if fails:
+        with pytest.raises(PlatformError):
+            copy.finish()
+    else:
+        copy.finish()
+        assert next(passed, None) is None
+    assert ended == [True]
+
+
 def test_a_copy_without_an_event_is_waited_for_before_the_error(platform: SpyPlatform) -> None:
     looks = iter(range(3))
     platform.refusals, platform.event = 1, SpyEvent(lambda: next(looks) == 2)
