@@ -48,6 +48,7 @@ def test_the_same_seed_gives_the_same_outcome_and_another_one_another() -> None:
     )
     assert one == two
     assert one != other
+    assert sum(kind.count for kind in one.values()) == 450, "the first are warm-up"
 
 
 def test_pictures_at_one_encoder_wait_as_long_as_theory_says() -> None:
