@@ -10,18 +10,15 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
-from torch.distributed import Store  # type: ignore[attr-defined]
 from torch.multiprocessing import reductions
 
 from epd_portable.errors import PlatformError, PlatformUnavailableError, UnsupportedError
 from epd_portable.platforms.base import (
     DeviceEvent,
     MemoryInfo,
-    Platform,
     ShareHandle,
 )
-from epd_portable.platforms.collectives import CollectiveGroup, Rendezvous
-from epd_portable.platforms.collectives_device import DeviceCollectiveGroup, Turns
+from epd_portable.platforms.collectives_device import CollectivePlatform
 
 _environment_lock = threading.Lock()
 
@@ -55,14 +52,11 @@ def _ask_device(question: Callable[[], object]) -> object:
         raise PlatformError(f"device work failed: {error}") from error
 
 
-class AcceleratorPlatform(Platform):
+class AcceleratorPlatform(CollectivePlatform):
     """A platform whose devices have memory and streams of their own.
 
     Subclasses name the runtime and supply what the two runtimes do differently.
     """
-
-    turns: Turns | None = None
-    """For a collective library that can make only one communicator at a time in a process."""
 
     def __init__(self) -> None:
         self._copy_streams: dict[int, Any] = {}
@@ -72,14 +66,6 @@ class AcceleratorPlatform(Platform):
     @abstractmethod
     def _runtime(self) -> Any:
         """``torch.cuda`` or ``torch.npu``; `PlatformUnavailableError` if it cannot be loaded."""
-
-    @abstractmethod
-    def data_backend(self, store: Store, rank: int, size: int) -> Any:
-        """Make a backend of torch.distributed that moves device tensors; talks to no peer yet."""
-
-    @abstractmethod
-    def end_work(self, work: Any) -> None:
-        """Let go of completed work of that backend; raises ``RuntimeError`` if it failed."""
 
     @abstractmethod
     def _register_host(self, address: int, nbytes: int) -> None:
@@ -207,14 +193,6 @@ class AcceleratorPlatform(Platform):
         index = self._index_to_open(handle)
         with self._translated(f"open memory of device {handle.device_uuid}, if it is still there"):
             return self._rebuild((torch.Tensor, *view, *kind, index, *memory, False, *counter))
-
-    def new_group(self, rendezvous: Rendezvous, *, index: int, timeout_s: float) -> CollectiveGroup:
-        """Join a group that moves device tensors by the platform's own backend."""
-        self.set_device(index)
-        return DeviceCollectiveGroup(rendezvous, platform=self, index=index, timeout_s=timeout_s)
-
-    def group_failed(self) -> None:
-        """Note that a group of this process lost its peer, or was late, while a tensor moved."""
 
     @contextmanager
     def _translated(self, attempt: str) -> Iterator[None]:

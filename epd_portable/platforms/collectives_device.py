@@ -15,19 +15,28 @@ import os
 import secrets
 import threading
 import time
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch.distributed import BroadcastOptions, PrefixStore, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import (  # type: ignore[attr-defined]
+    BroadcastOptions,
+    PrefixStore,
+    Store,
+    TCPStore,
+)
 
 from epd_portable.errors import PlatformError, TransportError, TransportTimeoutError
-from epd_portable.platforms.collectives import Deadline, Rendezvous, finish_within
+from epd_portable.platforms.base import Platform
+from epd_portable.platforms.collectives import (
+    CollectiveGroup,
+    Deadline,
+    Rendezvous,
+    finish_within,
+)
 from epd_portable.platforms.collectives_torch import TorchCollectiveGroup
-
-if TYPE_CHECKING:
-    from epd_portable.platforms.accelerator import AcceleratorPlatform
 
 logger = logging.getLogger(__name__)
 
@@ -35,11 +44,34 @@ _WORK_POLL_S = 20e-6
 _RELEASE_WAIT_S = 2.0
 
 
+class CollectivePlatform(Platform):
+    """A platform whose devices exchange tensors by a collective library of their own."""
+
+    turns: Turns | None = None
+    """For a collective library that can make only one communicator at a time in a process."""
+
+    @abstractmethod
+    def data_backend(self, store: Store, rank: int, size: int) -> Any:
+        """Make a backend of torch.distributed that moves device tensors; talks to no peer yet."""
+
+    @abstractmethod
+    def end_work(self, work: Any) -> None:
+        """Let go of completed work of that backend; raises ``RuntimeError`` if it failed."""
+
+    def new_group(self, rendezvous: Rendezvous, *, index: int, timeout_s: float) -> CollectiveGroup:
+        """Join a group that moves device tensors by the platform's own backend."""
+        self.set_device(index)
+        return DeviceCollectiveGroup(rendezvous, platform=self, index=index, timeout_s=timeout_s)
+
+    def group_failed(self) -> None:
+        """Note that a group of this process lost its peer, or was late, while a tensor moved."""
+
+
 class DeviceCollectiveGroup(TorchCollectiveGroup):
     """A group of two devices of a platform, which supplies the library's backend."""
 
     def __init__(
-        self, rendezvous: Rendezvous, *, platform: AcceleratorPlatform, index: int, timeout_s: float
+        self, rendezvous: Rendezvous, *, platform: CollectivePlatform, index: int, timeout_s: float
     ) -> None:
         self._platform = platform
         self._backend: Any = None
