@@ -166,16 +166,17 @@ class Membership(threading.Thread):
 
     def _look(self) -> None:
         router, seen = self._router.find_instance(self.instance)
-        is_up = self._registrar.is_up(self.instance)
         if self._registered and seen is not None:
             self.state = seen["state"]
         elif self._registered == router:
             self._registered, self.state = "", "gone"
+            # One that is down, or hangs, is removed after a while.
+            on_purpose = self._registrar.is_up(self.instance)
             self._warn(f"router {self._router} has removed it")
-            if is_up:  # On purpose: one that is down is removed after a while.
+            if on_purpose:
                 self._warn("joins again when its launcher is started again")
                 self._registrar.leaving.wait()
-        elif is_up:
+        elif self._registrar.is_up(self.instance):
             again = " again: the router has restarted" if self._registered else ""
             self._registered = self._router.register(self._settings)
             seen = self._router.wait_up(

@@ -107,7 +107,7 @@ class Supervisor:
                 plan.members,
                 plan.joins,
                 secret,
-                is_up=lambda name: name in self._lifecycle.up(),
+                is_up=self._answers,
                 join_timeout_s=launch.startup_timeout_s,
                 leave_timeout_s=drain_s,
                 say=self._say,
@@ -330,6 +330,11 @@ class Supervisor:
         with contextlib.suppress(LaunchError):
             return all(each["state"] == "up" for each in self._seen_by_routers())
         return False
+
+    def _answers(self, name: str) -> bool:
+        """Return whether an instance answers now; one that hangs still counts as up."""
+        child = self._children.get(name)
+        return child is not None and child.is_ready(timeout_s=_START_PROBE_TIMEOUT_S)
 
     def _problems(self) -> list[str]:
         """Return what went wrong when routers warmed our instances up."""

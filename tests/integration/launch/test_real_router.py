@@ -80,6 +80,13 @@ def test_instances_of_another_launcher_join_are_updated_and_leave(
     assert router.find_instance(name)[1]["state"] == "up"
     here.process.send_signal(signal.SIGHUP)
     here.wait_for(f"updated {name}")
+    # One that hangs, and is removed for that, joins again when it answers.
+    pid = here.pid_of(name)
+    os.kill(pid, signal.SIGSTOP)
+    router.leave(name, timeout_s=60)
+    here.wait_for(f"{name}: router {url} has removed it")
+    os.kill(pid, signal.SIGCONT)
+    here.wait_for(f"{name} has joined {url}")
     here.stop()
     assert f"{name} has left {url}" in here.all_lines()
     assert router.find_instance(name)[1] is None
