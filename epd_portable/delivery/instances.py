@@ -353,6 +353,8 @@ class Instance:
             self._fall(f"health probe: {problem}")
             return
         self.suspected = True
+        if self.breaker.state == "half_open":
+            self.breaker.failed()  # No request has to show it: none may come.
         self.reason = f"health probe: {problem}"
         self._count_missed(f"{PROBES_UNTIL_DOWN} health probes failed: {problem}")
         self._changed()

@@ -151,6 +151,11 @@ def test_after_several_failures_suspicion_lasts_for_longer_with_each() -> None:
         WELL(instance)
         assert instance.preferred
     assert lasted == pytest.approx([FIRST_SUSPICION_S * 2**n for n in range(4)] + 2 * [60], abs=0.2)
+    # A probe that fails before a request has shown how it is begins another one, which ends, too.
+    instance.seen_failing("status 503")
+    clock.now += LONGEST_SUSPICION_S + 1
+    WELL(instance)
+    assert instance.preferred
     clock.now += LONGEST_SUSPICION_S + 1
     ANSWERED(instance)
     for _ in range(MOST_FAILURES - 1):
