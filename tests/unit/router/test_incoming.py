@@ -20,6 +20,7 @@ class Arriving:
 
     def __init__(self, sizes: Iterable[int], headers: dict[str, str]) -> None:
         self.headers = headers
+        self.dropped = False
         self._sizes = list(sizes)
 
     async def body(self, count: Callable[[int], None]) -> bytearray:
@@ -34,6 +35,7 @@ class Arriving:
     async def drop_body(self) -> None:
         if not self._sizes:
             await asyncio.Event().wait()
+        self.dropped = True
 
 
 async def read(held: HeldBytes, sizes: Iterable[int]) -> int:
@@ -47,6 +49,18 @@ async def test_a_client_that_sends_for_too_long_is_refused_meanwhile(
     monkeypatch.setattr(client_exchange, "DRAIN_TIMEOUT_S", 0.0)
     with Body(HeldBytes(MEBIBYTE), 10) as body, pytest.raises(RequestError, match="11 bytes"):
         await read_body(cast(Any, Arriving([], {"content-length": "11"})), body)
+
+
+@pytest.mark.parametrize("waits", [False, True])
+async def test_a_client_is_refused_when_it_has_sent_all_unless_it_waits_to_be_asked(
+    waits: bool,
+) -> None:
+    headers = {"content-length": "11"} | ({"expect": "100-Continue"} if waits else {})
+    request = Arriving([11], headers)
+    with Body(HeldBytes(MEBIBYTE), 10) as body, pytest.raises(RequestError, match="11 bytes"):
+        await read_body(cast(Any, request), body)
+    # Else it would find its connection broken, and not the answer.
+    assert request.dropped is not waits
 
 
 async def test_the_sum_is_bounded_and_falls_when_bodies_are_done_with() -> None:
