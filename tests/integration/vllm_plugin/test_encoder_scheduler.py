@@ -389,3 +389,8 @@ def test_an_answer_whose_step_is_computed_when_it_ends_goes_out_at_once(on_devic
     on_device.step(computed=1)
     assert set(on_device.ended) == {"a"}
     assert not on_device.scheduler._withheld
+    on_device.arrive("b", ("dog", 100))
+    on_device.step(computed=2)
+    on_device.step(computed=1)
+    connector = on_device.scheduler.ec_connector
+    assert connector.computed_step == 2, "steps that are reported have no order"
