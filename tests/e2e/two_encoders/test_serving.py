@@ -76,6 +76,16 @@ def test_at_least_95_percent_of_unseen_pictures_are_described_exactly(
     assert len(wrong) <= 0.05 * len(asked), wrong[:10]
 
 
+def test_requests_at_once_are_answered_as_by_one_process(deployment: Deployment) -> None:
+    contents: list[Any] = [[picture(seed), ASK] for seed in range(400, 406)]
+    contents += [[picture(seed), text("and"), picture(seed + 1), ASK] for seed in range(403, 408)]
+    contents += ["How are you?", [text("Twice:"), picture(409), picture(409), ASK]]
+    for content, answer in zip(contents, ask_all(deployment.split.url, contents), strict=True):
+        assert_close(answer, ask(deployment.pair.reference_url, content))
+        assert set(answer.sources) <= {"transfer", "encoder_cache"}
+    assert deployment.split.encoded_by("prefill_decode") == []
+
+
 def test_a_killed_launcher_leaves_no_process_no_port_and_no_shared_memory(
     deployment: Deployment,
 ) -> None:
@@ -120,13 +130,3 @@ def alive(process: psutil.Process) -> bool:
         return bool(process.status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
         return False
-
-
-def test_requests_at_once_are_answered_as_by_one_process(deployment: Deployment) -> None:
-    contents: list[Any] = [[picture(seed), ASK] for seed in range(400, 406)]
-    contents += [[picture(seed), text("and"), picture(seed + 1), ASK] for seed in range(403, 408)]
-    contents += ["How are you?", [text("Twice:"), picture(409), picture(409), ASK]]
-    for content, answer in zip(contents, ask_all(deployment.split.url, contents), strict=True):
-        assert_close(answer, ask(deployment.pair.reference_url, content))
-        assert set(answer.sources) <= {"transfer", "encoder_cache"}
-    assert deployment.split.encoded_by("prefill_decode") == []
