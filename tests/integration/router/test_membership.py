@@ -301,6 +301,26 @@ async def test_one_that_has_left_is_not_there_though_what_watches_it_has_not_end
         ended.set()
 
 
+async def test_an_encoder_stays_until_the_answer_that_needs_its_item_has_begun(
+    build: Build,
+) -> None:
+    """Its job is answered before the item is written."""
+    t = await build(registration=True)
+    release = asyncio.Event()
+    t.pd.behaviour = once(release)
+    running = asyncio.create_task(t.chat(RED))
+    await t.encoders[0].until(lambda encoder: len(encoder.received) == 1)
+    await t.pd.until(lambda pd: len(pd.received) == 1)
+    await t.client.delete(f"{INSTANCES}/encode-0", auth=AUTH)
+    async with asyncio.timeout(DEADLINE_S):
+        while (await shown(t))["encode-0"]["in_flight"]:
+            await asyncio.sleep(0.01)
+    assert (await shown(t))["encode-0"]["state"] == "draining"
+    release.set()
+    assert (await running).status_code == 200
+    await until_gone(t, "encode-0")
+
+
 async def test_one_that_registers_again_while_it_leaves_stays(
     build: Build, newcomers: Newcomers
 ) -> None:

@@ -402,6 +402,21 @@ async def test_an_engine_that_goes_after_its_answer_ends_it_once(make: Make) -> 
     assert front.is_empty()
 
 
+@pytest.mark.parametrize("stage", ["encoding", "answering"])
+async def test_a_request_that_is_given_up_leaves_nothing(make: Make, stage: str) -> None:
+    front = make("e-0", "pd-0")
+    await front.ask("a")
+    job = front.engines["e-0"].last.request_id
+    if stage == "answering":
+        await front.says("e-0", job, end=ENDED)
+        await front.says("pd-0", "r", 5)
+    await front.client.abort_requests_async(["r"])
+    await settle()
+    assert front.engines["pd-0"].aborted == ["r"]
+    assert front.engines["e-0"].aborted == ([job] if stage == "encoding" else [])
+    assert front.is_empty()
+
+
 async def test_an_engine_that_fails_a_request_gets_it_once_more_with_its_media(make: Make) -> None:
     front = make("e-0", "pd-0")
     await front.ask("a")
