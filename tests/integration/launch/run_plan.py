@@ -31,7 +31,15 @@ def main() -> None:
         processes=specs,
         warnings=(),
         joins=tuple(raw.get("joins", ())),
-        members=tuple({"name": spec.name, "role": spec.role, "url": spec.url} for spec in specs),
+        members=tuple(
+            {
+                "name": spec.name,
+                "role": spec.role,
+                "url": spec.url,
+                "control": "tcp://127.0.0.1:1" if spec.role == "prefill-decode" else "",
+            }
+            for spec in specs
+        ),
     )
     if "pauses_s" in raw:
         lifecycle.FIRST_PAUSE_S, lifecycle.LONGEST_PAUSE_S = raw["pauses_s"]

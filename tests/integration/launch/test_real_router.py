@@ -72,7 +72,7 @@ def test_instances_of_another_launcher_join_are_updated_and_leave(
     routed: Callable[..., Run], launch: Callable[..., Run], tmp_path: Path
 ) -> None:
     there = routed({"pd-0": []}, router={"registration": True})
-    url, name = f"http://127.0.0.1:{there.ports['router']}", "encode-7"
+    url, name = f"http://127.0.0.1:{there.ports['router']}", "pd-7"
     router = RouterClient(url, there.secret)
     joining = {"joins": [url], "secret": (tmp_path / "secret").read_text().strip()}
     here = launch({name: []}, **joining)
@@ -87,7 +87,12 @@ def test_instances_of_another_launcher_join_are_updated_and_leave(
     here.wait_for(f"{name}: router {url} has removed it")
     os.kill(pid, signal.SIGCONT)
     here.wait_for(f"{name} has joined {url}")
+    # What it works on ends before it does.
+    here.until(lambda: router.find_instance(name)[1]["state"] == "up", "it is up")
+    asked = [Asked(there, 3.0) for _ in range(2)]
+    here.until(lambda: all(each["in_flight"] for each in router.instances()), "each has one")
     here.stop()
+    assert {each.ended()["pid"] for each in asked} == {pid, there.pid_of("pd-0")}
     assert f"{name} has left {url}" in here.all_lines()
     assert router.find_instance(name)[1] is None
     # Without a router it is not ready, and says so.
