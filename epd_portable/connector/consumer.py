@@ -186,6 +186,10 @@ class ConsumerSession:
         self._lease_s = lease_s
         self._now = 0.0
         self._transfers: dict[str, Transfer] = {}
+        self._announced: set[Transfer] = set()
+        """Those with a writer."""
+        self._granted: set[Transfer] = set()
+        """Of these, those with a grant."""
         self._next_due_s = math.inf
         """No transfer is due before."""
         self._early: OrderedDict[str, _Early] = OrderedDict()
@@ -207,7 +211,7 @@ class ConsumerSession:
         self._watch(transfer)
         self._ended.pop(transfer_id, None)
         if (early := self._early.pop(transfer_id, None)) is not None:
-            self._announced(early.sender, early.message, transfer)
+            self._take_announcement(early.sender, early.message, transfer)
 
     def decline(self, transfer_id: str) -> None:
         """Answer *not needed* to the announcement of a transfer, whenever it comes."""
@@ -229,9 +233,7 @@ class ConsumerSession:
 
     def count_transfers(self) -> tuple[int, int]:
         """Return how many transfers have a slot to be written, and how many announced ones none."""
-        transfers = self._transfers.values()
-        granted = sum(each.grant is not None for each in transfers)
-        return granted, sum(each.writer is not None for each in transfers) - granted
+        return len(self._granted), len(self._announced) - len(self._granted)
 
     def announced(self, item: Item) -> list[str]:
         """Return the transfers of an item that encoders have announced."""
@@ -252,7 +254,7 @@ class ConsumerSession:
         if isinstance(message, Announce):
             self._quarantine.note_life(message.producer, now)
             if transfer is not None:
-                self._announced(sender, message, transfer)
+                self._take_announcement(sender, message, transfer)
             elif message.transfer_id in self._ended:
                 self._not_needed(_writer_of(sender, message))
             else:
@@ -297,7 +299,7 @@ class ConsumerSession:
                 break
             self._forget_early(transfer_id)
 
-    def _announced(self, sender: bytes, message: Announce, transfer: Transfer) -> None:
+    def _take_announcement(self, sender: bytes, message: Announce, transfer: Transfer) -> None:
         writer = _writer_of(sender, message)
         if writer in transfer.refused:
             self._endpoint.send(sender, transfer.refused[writer])
@@ -322,6 +324,7 @@ class ConsumerSession:
                 if self._transfers.get(transfer.transfer_id) is not transfer:
                     return  # That was one too many.
             transfer.writer, transfer.producer = writer, message.producer
+            self._announced.add(transfer)
             self._grant_if_free(transfer)
             if transfer.grant is None and transfer.writer == writer:
                 self._endpoint.send(sender, writer.message(Later))
@@ -347,6 +350,7 @@ class ConsumerSession:
         if transfer.writer == writer:
             slot = self._revoke(transfer, reason)
             transfer.writer = transfer.producer = None
+            self._announced.discard(transfer)
         if len(transfer.refused) > MAX_REFUSED:
             reason = f"{len(transfer.refused)} attempts were refused (at most {MAX_REFUSED})"
             self._end(transfer)
@@ -386,6 +390,7 @@ class ConsumerSession:
             address=endpoint.address,
             lease_s=self._lease_s,
         )
+        self._granted.add(transfer)
         self._watch(transfer)
         self._endpoint.fence.allow(item.slot)
         self._endpoint.send(writer.sender, transfer.grant)
@@ -451,6 +456,7 @@ class ConsumerSession:
             return None
         assert writer is not None and producer is not None
         transfer.grant = None
+        self._granted.discard(transfer)
         transfer.item.slot = None
         self._endpoint.fence.forbid(grant.slot)
         self._quarantine.add(writer, grant.slot, producer, reason)
@@ -483,6 +489,8 @@ class ConsumerSession:
     def _end(self, transfer: Transfer) -> None:
         del self._transfers[transfer.transfer_id]
         del transfer.item.transfers[transfer.transfer_id]
+        self._announced.discard(transfer)
+        self._granted.discard(transfer)
         self._remember(transfer.transfer_id)
 
     def _remember(self, transfer_id: str) -> None:
