@@ -342,10 +342,6 @@ class Transfers(RuleBasedStateMachine):
             assert len(session._ended) <= MAX_ENDED
             assert len(session._early) <= MAX_EARLY
             assert all(session._next_due_s <= each.due_s for each in session._transfers.values())
-            transfers = session._transfers.values()
-            granted = sum(each.grant is not None for each in transfers)
-            announced = sum(each.writer is not None for each in transfers)
-            assert session.count_transfers() == (granted, announced - granted)
             for transfer in session._transfers.values():
                 self.seen["refused"] += len(transfer.refused)
                 assert len(transfer.refused) <= consumer.MAX_REFUSED

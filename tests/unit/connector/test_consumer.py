@@ -185,6 +185,7 @@ def test_another_encoder_takes_a_granted_transfer_over_with_another_slot(desk: D
     desk.receive(B, announce(B))
     assert desk.said() == ["b t later", "a t abort"]
     assert desk.events == [("failed", "t", 1, "retried", "others left")]
+    assert desk.session.count_transfers() == (0, 1)
     desk.give_room(2)
     assert desk.said() == ["b t grant 2"]
     desk.receive(A, announce(A))
