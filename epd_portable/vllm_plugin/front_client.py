@@ -200,6 +200,7 @@ class SplitClient(AsyncMPClient):
         self._outputs: asyncio.Queue[EngineCoreOutputs] = asyncio.Queue()
         self._open: dict[str, OpenRequest] = {}
         self._at_engines: dict[str, OpenRequest] = {}  # by the id of its present try
+        self._requested: dict[str, asyncio.Event] = {}  # by transfer, of all of these
         self._jobs: dict[str, asyncio.Future[FinishReason]] = {}
         self.metrics = FrontMetrics(self._pool)
         self._is_draining = False
@@ -363,6 +364,7 @@ class SplitClient(AsyncMPClient):
             for each in brought
         }
         one.requested = {each.transfer_id: asyncio.Event() for each in transfers.values()}
+        self._requested |= one.requested
         one.held = {each.item.item_uuid for each in ways if each.by == "held"}
         one.awaited = {each.item.item_uuid for each in brought if each.by == "encoder"}
         self._at_engines[engine_id] = one
@@ -393,6 +395,8 @@ class SplitClient(AsyncMPClient):
                 self._put_end(one, engine)
         finally:
             del self._at_engines[engine_id]
+            for transfer_id in one.requested:
+                del self._requested[transfer_id]
             if not one.ended.is_set():
                 await engine.abort(client, engine_id)
 
@@ -566,9 +570,9 @@ class SplitClient(AsyncMPClient):
             engine.holds.discard(mm_hash)
             if is_here:
                 engine.holds.add(mm_hash)
-        for one in self._at_engines.values() if news.requested else ():
-            for transfer_id in one.requested.keys() & news.requested:
-                one.requested[transfer_id].set()
+        for transfer_id in news.requested:
+            if requested := self._requested.get(transfer_id):
+                requested.set()
 
     def _take_output(self, engine: FrontEngine, output: EngineCoreOutput) -> bool:
         """Return whether an output is a part of an answer."""
