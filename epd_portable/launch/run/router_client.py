@@ -18,7 +18,8 @@ from epd_portable.launch.plan.addresses import addresses_of
 
 T = TypeVar("T")
 
-_TIMEOUT = httpx.Timeout(30.0, connect=5.0)
+_TIMEOUT_S = 30.0
+_CONNECT_TIMEOUT_S = 5.0
 _LOOK_EVERY_S = 0.2
 _MOST_ROUTERS = 64
 """Asked at the same time."""
@@ -63,9 +64,10 @@ class RouterClient:
         named = self._address and self._address != httpx.URL(self._url).host
         return f"{self._url} at {self._address}" if named else self._url
 
-    def instances(self) -> list[dict[str, Any]]:
+    def instances(self, *, timeout_s: float = _TIMEOUT_S) -> list[dict[str, Any]]:
         """Return what the router says of each of its instances."""
-        found: list[dict[str, Any]] = self._request("GET", "/epd/instances")["instances"]
+        answer = self._request("GET", "/epd/instances", timeout_s=timeout_s)
+        found: list[dict[str, Any]] = answer["instances"]
         return found
 
     def find_instance(self, name: str) -> tuple[str, dict[str, Any] | None]:
@@ -144,13 +146,19 @@ class RouterClient:
                 return seen, False
 
     def _request(
-        self, method: str, path: str, content: Mapping[str, Any] | None = None
+        self,
+        method: str,
+        path: str,
+        content: Mapping[str, Any] | None = None,
+        *,
+        timeout_s: float = _TIMEOUT_S,
     ) -> dict[str, Any]:
         data = json.dumps(content).encode() if content is not None else b""
+        timeout = httpx.Timeout(timeout_s, connect=min(timeout_s, _CONNECT_TIMEOUT_S))
         try:
             url = httpx.URL(self._url + path)
             signature = self._secret.sign(method, url.raw_path.decode(), data)
-            with httpx.Client(timeout=_TIMEOUT, trust_env=False, verify=self._verify) as client:
+            with httpx.Client(timeout=timeout, trust_env=False, verify=self._verify) as client:
                 answer = client.request(
                     method,
                     url.copy_with(host=self._address) if self._address else url,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import os
 import signal
@@ -345,7 +346,8 @@ class Supervisor:
 
     def _seen_by_routers(self) -> list[dict[str, Any]]:
         """Return what routers say of instances of ours."""
-        seen = itertools.chain.from_iterable(self._routers.each(RouterClient.instances))
+        ask = functools.partial(RouterClient.instances, timeout_s=_START_PROBE_TIMEOUT_S)
+        seen = itertools.chain.from_iterable(self._routers.each(ask))
         return [each for each in seen if each["name"] in self._specs]
 
     def _hung_up(self) -> None:
