@@ -113,6 +113,7 @@ class Supervisor:
                 leave_timeout_s=drain_s,
                 say=self._say,
             )
+        self._has_joined = False
         self._update: RollingUpdate | None = None
         self._deciding = threading.Lock()  # An update runs in its own thread.
         self._stop_requests = 0
@@ -154,6 +155,7 @@ class Supervisor:
             self._step(progress)
         if self._registrar is not None:
             self._join_routers(self._registrar, progress)
+        self._has_joined = True
         if not self._stop_requests:
             for problem in self._problems():
                 self._say(Notice("warning", f"serving all the same: {problem}"))
@@ -291,8 +293,14 @@ class Supervisor:
         if self._hangups:
             self._hangups = 0
             self._hung_up()
-        self._write_record(self._lifecycle.phase.value)
+        self._write_record(self._phase.value)
         self._keep_guarded()
+
+    @property
+    def _phase(self) -> Phase:
+        """That of the topology, which starts until its instances are up at routers elsewhere."""
+        phase = self._lifecycle.phase
+        return Phase.STARTING if phase is Phase.SERVING and not self._has_joined else phase
 
     def _is_due(self, what: str, now: float, every_s: float) -> bool:
         due = now >= self._next_at.get(what, 0.0)
@@ -355,7 +363,7 @@ class Supervisor:
         if self._had_terminal and not _has_terminal():
             self._had_terminal = False
             self._stop_requests += not self._outlives_terminal
-        elif self._lifecycle.phase is not Phase.SERVING:
+        elif self._phase is not Phase.SERVING:
             self._say(Notice("update_refused", "no update while the topology starts"))
         elif self._update is not None and not self._update.ended:
             text = "an update is under way; ask again when it has ended"

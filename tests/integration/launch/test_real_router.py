@@ -97,7 +97,10 @@ def test_instances_of_another_launcher_join_are_updated_and_leave(
     assert router.find_instance(name)[1] is None
     # Without a router it is not ready, and says so.
     there.stop()
-    here = launch({name: []}, **joining, startup_timeout_s=2.0, until="failed:")
+    here = launch({name: []}, **joining, startup_timeout_s=2.0, until="cannot be reached")
+    here.process.send_signal(signal.SIGHUP)
+    here.wait_for("no update while the topology starts")
+    here.wait_for("failed:")
     assert f"{name} is not up at {url} 2 s after its start" in here.lines[-1]
     assert any(f"{name}: router {url} cannot be reached" in line for line in here.lines)
     here.ends_well(1)
