@@ -89,7 +89,8 @@ def test_work_is_owed_from_when_it_is_sent_until_it_is_done(pair: Pair) -> None:
         series["prompts"] = "prefill_tokens_total{"
         return {name: total(page, f"epd_router_{line}}}") for name, line in series.items()}
 
-    ask(pair.split.url, [picture(440), ASK])  # From then on it is known what both take.
+    ask(pair.split.url, [picture(440), ASK])
+    wait_until(lambda: seen()["items"] == 0, "it is known what both take")
     before = seen()
     computed = metric(pair.split.pid, "ec_consumer", "vllm:prompt_tokens_total")
     with ThreadPoolExecutor(QUEUE) as pool:
