@@ -414,9 +414,8 @@ class ConsumerSession:
         self._end(transfer)
         transfer_s = self._now - transfer.granted_s
         self._events.landed(transfer, grant, transfer_s=transfer_s)
-        self._endpoint.send(
-            sender, injected
-        )  # Last: requests wait for the item, and none for this.
+        # Last: requests wait for the item, and none for this.
+        self._endpoint.send(sender, injected)
 
     def _fail_due(self, transfer: Transfer) -> None:
         if self._transfers.get(transfer.transfer_id) is not transfer:
