@@ -70,6 +70,8 @@ def start_end(
             stdin=subprocess.PIPE,
             stdout=_STDERR,
             pass_fds=(answers,),
+            # A signal to the whole group would end it before it removes its pool.
+            start_new_session=True,
         )
         os.close(answers)
         assert process.stdin is not None

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from tests import warm
 from tests.contract.pairs import PATHS
+from tests.waiting import until
 
 
 @pytest.mark.parametrize(
@@ -37,3 +42,13 @@ def test_a_transfer_is_measured_and_reported(tmp_path: Path, asked: tuple[str, .
             assert 0 < placing_s < total_s < 60
     assert all(f"| {path}, 64 KiB, granted" in result.stdout for path, _ in measured)
     assert ("ipc (cpu has no device memory)" in result.stdout) is (not asked)
+
+
+def test_a_signal_to_its_group_ends_it_and_leaves_nothing() -> None:
+    argv = [sys.executable, "-m", "epd_portable.bench.cli", "transfer", "--path", "shm"]
+    command = subprocess.Popen(argv, stderr=subprocess.DEVNULL, start_new_session=True)
+    pools = Path("/dev/shm")
+    until(lambda: any(pools.glob(f"epd-bench-{command.pid}-*")))
+    os.killpg(command.pid, signal.SIGTERM)
+    assert command.wait(60) == 128 + signal.SIGTERM
+    assert not [*pools.glob(f"epd-bench-{command.pid}-*")]
