@@ -19,10 +19,10 @@ What holds after every call:
   can go on without room that waits for others, and what waits for room waits for running requests.
 - A claim behind the first may have room all the same: the first was preempted, its entry was
   reset, it has computed the first of two occurrences, or the prefix cache covers what it holds.
-  Then the last claim behind it gives its room back: of requests that wait for more, its own among
-  them, or, if it computes, of all that were not started (`_make_way`). A claim that cannot
-  have its item again gives way last, when nothing else will give room, and none is asked for a
-  slot that was granted.
+  Then the last claim behind it gives its room back: of requests that cannot go on (`has_all`), its
+  own among them, or, if it computes, of all that were not started (`_make_way`). A claim that
+  cannot have its item again gives way last, when nothing else will give room, and none is asked for
+  a slot that was granted.
 
 Together: whenever the first claim waits, a request that came before computes, a transfer with a
 deadline, here or to another instance, or an encoder is under way, a slot comes back with the next
@@ -529,7 +529,7 @@ class EncoderCachePreallocator(EncoderCacheManager):
         behind = [
             claim
             for claimant in self._with_room.values()
-            if (claimant.waits if claimant.running == running else running)
+            if (not claimant.has_all if claimant.running == running else running)
             for claim in claimant.claims.values()
             if claim.served and order(claim) > order(first)
         ]

@@ -5,12 +5,10 @@ a trace of those that fail; `tests.property.test_engine_model` tries some in eve
 
 What is real: vLLM's ``Scheduler`` and ``AsyncScheduler`` with their prefix cache, preemption and
 steps ahead; everything of ours in the scheduler's process; and the encoders' half of the protocol
-(`ProducerSession`). What is modelled: the network, the router, the clock, and memory that remembers
-what was written where (`memory`). Modules, in the order in which they are best read:
+(`ProducerSession`). Instance, encoders and memory come from `tests.kit`. What is modelled besides:
+the network, the router and the clock. Modules, in the order in which they are best read:
 
-- `shapes`: what a seed draws: how large everything is, and what its requests ask for.
-- `memory`: the receive pool, and the worker, which reads it.
-- `engine`: vLLM's scheduler around both, stepped as vLLM's engine core does.
-- `peers`: encoders, router and network.
+- `shapes`: sizes and prompts that a seed draws.
+- `peers`: router and network.
 - `world`: a run: what happens when, and what must hold.
 """

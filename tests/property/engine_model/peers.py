@@ -1,4 +1,4 @@
-"""Encoders, the router, and the network between them and the instance."""
+"""The router, and the network between encoders, router and instance."""
 
 from __future__ import annotations
 
@@ -10,16 +10,10 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import NamedTuple
 
-import msgspec
-
-from epd_portable.connector.producer import ProducerSession, TransferOrder, Write
-from epd_portable.connector.transport import LeaseFence
-from epd_portable.wire.descriptors import PathEndpoint, PeerDescriptor, TensorSpec
+from epd_portable.wire.descriptors import TensorSpec
 from epd_portable.wire.messages import AnyMessage
-from tests.property.engine_model.engine import ADDRESS
-from tests.property.engine_model.memory import TORN, PoolMemory
+from tests.kit.encoder import Encoder
 from tests.property.engine_model.shapes import Shape
-from tests.unit.builders import Clock
 
 JOB_TURNS = 40
 """For which the router's calls to encoders go on when their request is answered."""
@@ -84,138 +78,6 @@ class Network:
             found.append(heapq.heappop(self._under_way))
         self.history.extend(found)
         return found
-
-
-@dataclass
-class _Writing:
-    write: Write
-    turns: int
-    problem: str = ""
-
-
-class Encoder:
-    """One encode instance through all its lives.
-
-    A stopped one does nothing and hears nothing until it goes on; a killed one leaves its writes
-    in the middle, and is another one afterwards.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        rng: Random,
-        shape: Shape,
-        clock: Clock,
-        pool: PoolMemory,
-        fence: LeaseFence,
-        revoked: set[int],
-        *,
-        fingerprint: str,
-    ) -> None:
-        self.name = name
-        self._rng, self._shape, self._clock = rng, shape, clock
-        self._pool, self._fence, self._revoked = pool, fence, revoked
-        self.fingerprint = fingerprint
-        self.is_perfect = not shape.faults
-        self.life = 0
-        self.writes_ended = 0
-        self.start()
-
-    def start(self) -> None:
-        """Begin another life."""
-        self.life += 1
-        self.session_id = f"{self.name}-life-{self.life}"
-        self.is_stopped = False
-        self.inbox: list[AnyMessage] = []
-        self._computing: dict[str, int] = {}
-        self._outputs: set[str] = set()
-        self._writing: dict[str, _Writing] = {}
-        self.session = ProducerSession(
-            PeerDescriptor(
-                instance=self.name,
-                session=self.session_id,
-                host="host",
-                device="cpu:0",
-                fingerprint=self.fingerprint,
-                paths=(PathEndpoint(path="shm"),),
-            ),
-            wait_timeout_s=self._shape.wait_timeout_s,
-        )
-
-    @property
-    def identity(self) -> bytes:
-        return self.session_id.encode()
-
-    def submit(self, transfer_id: str, name: str, tensor: TensorSpec) -> None:
-        """An item is to be encoded, and brought to the instance."""
-        if not self.is_perfect and self._rng.random() < 0.02:
-            wrong = (tensor.shape[0] + 1, *tensor.shape[1:])
-            tensor = msgspec.structs.replace(tensor, shape=wrong)
-        order = TransferOrder(
-            transfer_id=transfer_id, mm_hash=name, consumer=ADDRESS, tensor=tensor, item_uuid=name
-        )
-        self.session.submit(order, ready=name in self._outputs, now=self._clock.now)
-        if name not in self._outputs:
-            self._computing.setdefault(name, self._rng.choice([0, 0, 1, 3, 10]))
-
-    def turn(self) -> list[AnyMessage]:
-        """Go on for a turn; return what it sends."""
-        if self.is_stopped:
-            return []
-        now = self._clock.now
-        for message in self.inbox:
-            self.session.receive(ADDRESS, message, now)
-        self.inbox.clear()
-        for name, left in list(self._computing.items()):
-            self._computing[name] = left - 1
-            if left <= 0:
-                del self._computing[name]
-                self._outputs.add(name)
-                self.session.output_ready(name)
-        for transfer_id, writing in list(self._writing.items()):
-            self._write(transfer_id, writing)
-        actions = self.session.poll(now)
-        for write in actions.writes:
-            self._begin(write)
-        return [message for _, message in actions.messages]
-
-    def _begin(self, write: Write) -> None:
-        rng = self._rng
-        writing = _Writing(write, rng.choice([0, 0, 1, 2, 6, 30]))
-        if not self.is_perfect and rng.random() < 0.1:
-            writing.problem = "the write failed"
-        self._writing[write.transfer_id] = writing
-        self._put(writing, TORN)
-        if writing.turns == 0:
-            self._write(write.transfer_id, writing)
-
-    def _write(self, transfer_id: str, writing: _Writing) -> None:
-        writing.turns -= 1
-        if writing.turns >= 0:
-            return
-        del self._writing[transfer_id]
-        if not writing.problem:
-            self._put(writing, writing.write.mm_hash)
-        self.writes_ended += 1
-        if writing.problem:
-            self.session.write_failed(transfer_id, writing.problem, self._clock.now)
-        else:
-            self.session.write_done(transfer_id, self._clock.now)
-
-    def _put(self, writing: _Writing, content: str) -> None:
-        slot = writing.write.slot
-        is_leased = True
-        if writing.write.path == "tcp":
-            # The receiver in the instance's own process does it, and looks at the lease.
-            with self._fence.writing(slot) as is_leased:
-                pass
-        elif writing.write.path == "collective":
-            # The worker does, which knows only of grants that were taken back.
-            is_leased = slot.generation not in self._revoked
-        if is_leased:
-            self._pool.write(slot, content)
-        else:
-            writing.problem = "the slot is not leased any more"
 
 
 @dataclass

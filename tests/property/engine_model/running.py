@@ -7,7 +7,7 @@ import traceback
 from collections import Counter
 from dataclasses import dataclass
 
-from tests.property.engine_model.memory import Violation
+from tests.kit.memory import Violation
 from tests.property.engine_model.world import World
 
 

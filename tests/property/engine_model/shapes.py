@@ -2,101 +2,31 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from random import Random
-from typing import Literal
 
-PLACEHOLDER = 7
-"""Token in the place of an item."""
-MAX_MODEL_LEN = 1024
+from tests.kit.sizes import PLACEHOLDER, Prompt, Sizes, Wish
+
+WAIT_TIMEOUT_S = 30.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shape:
+class Shape(Sizes):
     """The instance and its peers.
 
     Attributes:
-        copies: Workers copy items out of their slots, as on devices.
-        beside: The instance encodes beside its steps.
-        ahead: A step is scheduled before the output of the one before it is there.
-        lookahead: Tokens that a drafter reads ahead.
-        cache: Embeddings that the encoder cache holds.
-        pool: Embeddings that the receive pool holds.
-        items: Embeddings of each item, by name.
+        paths: Between the instance and each encoder.
         faults: Something may fail; otherwise all goes well.
         lost: Part of the messages that are lost.
         known_gone: The instance can see that an encoder's process has ended.
     """
 
-    copies: bool
-    beside: bool
-    can_encode: bool
-    ahead: bool
-    policy: Literal["fcfs", "priority"]
-    block: int
-    blocks: int
-    seats: int
-    tokens: int
-    encoder_tokens: int
-    whole_items: bool
-    reserves_all: bool
-    prefix_caching: bool
-    lookahead: int
-    cache: int
-    pool: int
-    items: dict[str, int]
     paths: tuple[str, ...]
     faults: bool
     lost: float
     known_gone: bool
     requests: int
     long_answers: bool
-
-    @property
-    def wait_timeout_s(self) -> float:
-        return 30.0 if self.faults else 3000.0
-
-    @property
-    def lease_s(self) -> float:
-        return 10.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Wish:
-    """How a request asks for one item.
-
-    Attributes:
-        moved: By a transfer of its own.
-        media: The request holds the item's media.
-    """
-
-    moved: bool
-    media: bool
-
-
-@dataclass(frozen=True, kw_only=True)
-class Prompt:
-    """What a request asks.
-
-    Attributes:
-        places: ``(name, offset, length)`` of its items, which may come more than once.
-        wishes: By name.
-    """
-
-    tokens: list[int]
-    places: list[tuple[str, int, int]]
-    wishes: dict[str, Wish]
-    answer: int
-    priority: int
-    text_ends: list[int] = field(default_factory=list)
-
-    @property
-    def size(self) -> int:
-        return len(self.tokens) + self.answer
-
-    def bare(self, can_encode: bool) -> set[str]:
-        """Return the items that the instance cannot encode for this request."""
-        return {name for name, wish in self.wishes.items() if not (can_encode and wish.media)}
 
 
 Segment = str | list[int]
@@ -220,6 +150,7 @@ def draw(rng: Random) -> Shape:
             rng.choice(["shm", "shm", "tcp", "collective"]) for _ in range(rng.randint(1, 3))
         ),
         faults=faults,
+        wait_timeout_s=WAIT_TIMEOUT_S if faults else 100 * WAIT_TIMEOUT_S,
         lost=rng.choice([0.0, 0.0, 0.05, 0.3]) if faults else 0.0,
         known_gone=rng.random() < 0.5,
         requests=rng.randint(2, 14),
@@ -238,6 +169,7 @@ def draw(rng: Random) -> Shape:
             cache=largest,
             pool=largest * (1 if copies else 2),
             faults=False,
+            wait_timeout_s=100 * WAIT_TIMEOUT_S,
             lost=0.0,
         )
     if shape.policy == "priority" and shape.can_encode:

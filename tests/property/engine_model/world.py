@@ -10,11 +10,12 @@ from random import Random
 
 from epd_portable.wire.descriptors import TensorSpec
 from epd_portable.wire.messages import Grant
+from tests.kit.encoder import Encoder
+from tests.kit.engine import ROUTER, Engine, Running, embed_bytes
+from tests.kit.memory import PoolMemory, Violation, Worker
+from tests.kit.sizes import PLACEHOLDER, Prompt, Wish
 from tests.property.engine_model import shapes
-from tests.property.engine_model.engine import ROUTER, Engine, Running, embed_bytes
-from tests.property.engine_model.memory import PoolMemory, Violation, Worker
-from tests.property.engine_model.peers import Encoder, Job, Network, Router
-from tests.property.engine_model.shapes import Prompt, Wish
+from tests.property.engine_model.peers import Job, Network, Router
 from tests.unit.builders import Clock
 
 TURN_S = 0.05
@@ -54,6 +55,7 @@ class World:
                 self.engine.post.fence,
                 self.worker.revoked,
                 fingerprint="other" if shape.faults and rng.random() < 0.1 else "same",
+                is_perfect=not shape.faults,
             )
             for number in range(len(shape.paths))
         ]
@@ -225,8 +227,7 @@ class World:
         while self._todo and self._todo[0][0] <= self.network.turn:
             heapq.heappop(self._todo)[-1]()
         self.go_on()
-        has_work = self.engine.unfinished or self.engine.jobs or self.worker.is_sending
-        if has_work or not self.engine.is_quiet:
+        if self.engine.has_work:
             self.engine.turn(self.go_on, may_invalidate=may_invalidate)
             self.carry()
         requested, self.engine.requested = self.engine.requested, []
@@ -426,7 +427,7 @@ class World:
             size = min(size, self.shape.tokens - 2 * self.shape.lookahead)
         name = f"probe-{next(self._numbers)}"
         prompt = Prompt(
-            tokens=[1] + [shapes.PLACEHOLDER] * size + [1],
+            tokens=[1] + [PLACEHOLDER] * size + [1],
             places=[(name, 1, size)],
             wishes={name: Wish(moved=True, media=False)},
             answer=1,

@@ -35,8 +35,8 @@ from epd_portable.wire.params import (
     to_params,
 )
 from tests.keyring import secret_file
-from tests.property.engine_model.memory import Read, Violation, Work, Worker
-from tests.property.engine_model.shapes import MAX_MODEL_LEN, PLACEHOLDER, Prompt, Shape
+from tests.kit.memory import Read, Violation, Work, Worker
+from tests.kit.sizes import MAX_MODEL_LEN, PLACEHOLDER, Prompt, Sizes
 from tests.unit.builders import Clock
 
 ADDRESS = "tcp://pd:1"
@@ -146,43 +146,43 @@ def embed_bytes() -> int:
     return int(_base()[0].model_config.get_inputs_embeds_size()) * 4
 
 
-def pool_bytes(shape: Shape) -> int:
+def pool_bytes(sizes: Sizes) -> int:
     """Return the size of the receive pool: whole slots of its platform's alignment."""
-    alignment = 512 if shape.copies else 64
-    return -(-shape.pool * embed_bytes() // alignment) * alignment
+    alignment = 512 if sizes.copies else 64
+    return -(-sizes.pool * embed_bytes() // alignment) * alignment
 
 
-def _config(shape: Shape) -> Any:
+def _config(sizes: Sizes) -> Any:
     config = copy.copy(_base()[0])
     for name in ("scheduler_config", "cache_config", "parallel_config", "ec_transfer_config"):
         setattr(config, name, copy.copy(getattr(config, name)))
     scheduling = config.scheduler_config
-    scheduling.max_num_seqs = shape.seats
-    scheduling.max_num_batched_tokens = shape.tokens
+    scheduling.max_num_seqs = sizes.seats
+    scheduling.max_num_batched_tokens = sizes.tokens
     scheduling.max_num_scheduled_tokens = None
-    scheduling.policy = shape.policy
-    scheduling.async_scheduling = shape.ahead
-    scheduling.disable_chunked_mm_input = shape.whole_items
-    scheduling.scheduler_reserve_full_isl = shape.reserves_all
-    config.cache_config.enable_prefix_caching = shape.prefix_caching
-    config.cache_config.num_gpu_blocks = shape.blocks
+    scheduling.policy = sizes.policy
+    scheduling.async_scheduling = sizes.ahead
+    scheduling.disable_chunked_mm_input = sizes.whole_items
+    scheduling.scheduler_reserve_full_isl = sizes.reserves_all
+    config.cache_config.enable_prefix_caching = sizes.prefix_caching
+    config.cache_config.num_gpu_blocks = sizes.blocks
     # With several ranks items are encoded in steps, as on devices, and not beside them.
-    config.parallel_config.world_size = 1 if shape.beside else 2
+    config.parallel_config.world_size = 1 if sizes.beside else 2
     config.ec_transfer_config.ec_connector_extra_config = {
         **config.ec_transfer_config.ec_connector_extra_config,
-        "platform": "cuda" if shape.copies else "cpu",
-        "pool_bytes": pool_bytes(shape),
-        "wait_timeout_s": shape.wait_timeout_s,
-        "lease_s": shape.lease_s,
-        "can_encode": shape.can_encode,
+        "platform": "cuda" if sizes.copies else "cpu",
+        "pool_bytes": pool_bytes(sizes),
+        "wait_timeout_s": sizes.wait_timeout_s,
+        "lease_s": sizes.lease_s,
+        "can_encode": sizes.can_encode,
     }
-    if shape.lookahead:
-        config.speculative_config = Drafter(shape.lookahead)
+    if sizes.lookahead:
+        config.speculative_config = Drafter(sizes.lookahead)
     return config
 
 
 @contextmanager
-def _seams(shape: Shape, clock: Clock, made: dict[str, Any]) -> Iterator[None]:
+def _seams(sizes: Sizes, clock: Clock, made: dict[str, Any]) -> Iterator[None]:
     """Let the connector have the model's clock and post, and no thread of its own."""
     from vllm.v1.core.sched import scheduler as vllm_scheduler
 
@@ -205,7 +205,7 @@ def _seams(shape: Shape, clock: Clock, made: dict[str, Any]) -> Iterator[None]:
         return made["post"]
 
     def budget(*args: Any) -> Budget:
-        return Budget(max(shape.encoder_tokens, *shape.items.values()), shape.cache)
+        return Budget(max(sizes.encoder_tokens, *sizes.items.values()), sizes.cache)
 
     patches = (
         (receivers, "ConsumerEndpoint", open_post),
@@ -240,7 +240,7 @@ class Engine:
     """An engine core's turns: it schedules, executes, and takes in what came out.
 
     Args:
-        shape: Of the instance.
+        sizes: Of the instance.
         rng: Decides what is left open: how late the worker is, which drafts are accepted.
         clock: Everybody's.
         worker: Makes the worker, given where requests' items are.
@@ -248,7 +248,7 @@ class Engine:
     """
 
     def __init__(
-        self, shape: Shape, rng: Random, clock: Clock, worker: Worker, note: Callable[..., None]
+        self, sizes: Sizes, rng: Random, clock: Clock, worker: Worker, note: Callable[..., None]
     ) -> None:
         from vllm.sampling_params import SamplingParams
         from vllm.utils.hashing import sha256
@@ -258,25 +258,25 @@ class Engine:
         from epd_portable.vllm_plugin.scheduler import make_scheduler
 
         init_none_hash(sha256)
-        self._hasher = get_request_block_hasher(shape.block, sha256)
+        self._hasher = get_request_block_hasher(sizes.block, sha256)
         self._sampling = functools.cache(
             lambda answer: SamplingParams(max_tokens=answer, ignore_eos=True)
         )
-        self._shape, self._rng, self._clock, self._worker = shape, rng, clock, worker
+        self._sizes, self._rng, self._clock, self._worker = sizes, rng, clock, worker
         self._seen = worker.seen
         self._note = note
         made: dict[str, Any] = {}
-        with _seams(shape, clock, made):
+        with _seams(sizes, clock, made):
             self.scheduler = make_scheduler(
-                vllm_config=_config(shape),
+                vllm_config=_config(sizes),
                 kv_cache_config=KVCacheConfig(
-                    num_blocks=shape.blocks,
+                    num_blocks=sizes.blocks,
                     kv_cache_tensors=[],
                     kv_cache_groups=[
                         KVCacheGroupSpec(
                             ["layer"],
                             FullAttentionSpec(
-                                block_size=shape.block,
+                                block_size=sizes.block,
                                 num_kv_heads=1,
                                 head_size=8,
                                 dtype=torch.float32,
@@ -285,12 +285,14 @@ class Engine:
                     ],
                 ),
                 structured_output_manager=_base()[1],
-                block_size=shape.block,
+                block_size=sizes.block,
                 log_stats=False,
             )
         self.post: Post = made["post"]
         self._receiver, self._registry = made["receiver"], made["registry"]
         self._flying: deque[Work] = deque()
+        self._unloaded = ""
+        """Request whose KV was not loaded, as the next step reports."""
         self.unfinished: dict[str, Running] = {}
         self.jobs: set[str] = set()
         """Encode jobs for others that have not ended."""
@@ -409,6 +411,10 @@ class Engine:
             self.recomputed |= {each.request_id for each in self.scheduler.running}
         self.scheduler.reset_prefix_cache(reset_running_requests=running)
 
+    def invalidate(self, request_id: str) -> None:
+        """The next step reports that the first block of a request's KV was not loaded."""
+        self._unloaded = request_id
+
     def take_in(self) -> None:
         """Messages are taken in, as between any two of the engine's doings."""
         with self._receiver.lock:
@@ -437,7 +443,7 @@ class Engine:
         self._flying.append(work)
         if rng.random() < 0.4:
             self._execute_all()
-        ahead = self._shape.ahead and len(self._flying) < 2
+        ahead = self._sizes.ahead and len(self._flying) < 2
         if ahead and planned.total_num_scheduled_tokens and rng.random() < 0.85:
             return
         meanwhile()
@@ -445,7 +451,7 @@ class Engine:
 
     def _work(self, planned: Any) -> Work:
         reads, counts = [], planned.num_scheduled_tokens
-        ahead = self._shape.lookahead
+        ahead = self._sizes.lookahead
         for request_id, count in counts.items():
             running = self.unfinished[request_id]
             self.tokens += count
@@ -509,6 +515,9 @@ class Engine:
             self._worker.execute(work)
         names = list(work.planned.num_scheduled_tokens)
         invalid = self._invalid_blocks(work) if may_invalidate else set()
+        if self._unloaded in work.planned.num_scheduled_tokens:
+            blocks = self.scheduler.kv_cache_manager.get_block_ids(self._unloaded)
+            invalid, self._unloaded = {blocks[0][0]}, ""
         sent = self._worker.take_sent()
         output = ModelRunnerOutput(
             req_ids=names,
@@ -546,7 +555,7 @@ class Engine:
                     self.recomputed.add(each)
                     self._seen["requests rolled back"] += 1
                     self._note("rolled back", each, running.request.num_computed_tokens)
-        if self._shape.lookahead and not self._shape.ahead:
+        if self._sizes.lookahead and not self._sizes.ahead:
             self._draft(names)
 
     def _entries(self) -> set[str]:
@@ -570,7 +579,7 @@ class Engine:
     def _draft(self, names: list[str]) -> None:
         from vllm.v1.outputs import DraftTokenIds
 
-        drafts = [[1] * self._shape.lookahead for _ in names]
+        drafts = [[1] * self._sizes.lookahead for _ in names]
         self.scheduler.update_draft_token_ids(DraftTokenIds(names, drafts))
 
     def _invalid_blocks(self, work: Work) -> set[int]:
@@ -585,9 +594,9 @@ class Engine:
             running = self.unfinished.get(name)
             if running is None or name in flying or running.request not in self.scheduler.running:
                 continue
-            if self._shape.ahead and name in work.samples:
+            if self._sizes.ahead and name in work.samples:
                 continue
-            blocks = (running.request.num_computed_tokens - count) // self._shape.block
+            blocks = (running.request.num_computed_tokens - count) // self._sizes.block
             if blocks > 0:
                 block = manager.get_block_ids(name)[0][self._rng.randrange(blocks)]
                 if manager.block_pool.blocks[block].ref_cnt == 1:
@@ -603,9 +612,10 @@ class Engine:
     # -- what it is like ---------------------------------------------------------------------------
 
     @property
-    def is_quiet(self) -> bool:
-        """Whether nothing is scheduled whose output is to come."""
-        return not self._flying
+    def has_work(self) -> bool:
+        """Whether requests, jobs or transfers have not ended, or output of a step is to come."""
+        waits = self.unfinished or self.jobs or self._worker.is_sending
+        return bool(waits or self._flying)
 
     def could_start(self, running: Running) -> bool:
         """Tell whether a request has a seat and KV memory, or could have both."""
@@ -614,16 +624,16 @@ class Engine:
             return False
         if running.request in scheduler.running:
             return True
-        need = -(-(running.prompt.size + 2 * self._shape.lookahead + 2) // self._shape.block) + 1
+        need = -(-(running.prompt.size + 2 * self._sizes.lookahead + 2) // self._sizes.block) + 1
         free = scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
-        return len(scheduler.running) < self._shape.seats and free >= need
+        return len(scheduler.running) < self._sizes.seats and free >= need
 
     @property
     def has_tokens_left(self) -> bool:
         """Whether a step holds an item beside all that decode, where it must hold it whole."""
-        spec = self._shape.lookahead
-        spare = self._shape.tokens - len(self.scheduler.running) * (1 + spec)
-        whole = self._shape.whole_items * (1 + spec + max(self._shape.items.values()))
+        spec = self._sizes.lookahead
+        spare = self._sizes.tokens - len(self.scheduler.running) * (1 + spec)
+        whole = self._sizes.whole_items * (1 + spec + max(self._sizes.items.values()))
         return spare >= 2 + spec + whole
 
     def hit(self, running: Running) -> int:
@@ -643,7 +653,7 @@ class Engine:
         """No slot of the receive pool is out."""
         used = self._registry.get_sample_value("epd_pd_pool_used_bytes")
         if used:
-            raise Violation(f"{used} of {pool_bytes(self._shape)} bytes of the pool are lost")
+            raise Violation(f"{used} of {pool_bytes(self._sizes)} bytes of the pool are lost")
 
     def close(self) -> None:
         self.scheduler.shutdown()
