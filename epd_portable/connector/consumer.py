@@ -66,6 +66,7 @@ class Transfer:
 
     Attributes:
         encoder: Instance that was asked first, for the log.
+        owners: Requests whose own transfer it is, and for which router or front see to it.
         deadline_s: When it has failed.
         writer: The announced attempt.
         grant: The slot that the writer was granted.
@@ -76,6 +77,7 @@ class Transfer:
     item: Item
     encoder: str
     deadline_s: float
+    owners: set[str] = field(default_factory=set)
     writer: Writer | None = None
     producer: PeerDescriptor | None = None
     grant: Grant | None = None
@@ -196,22 +198,32 @@ class ConsumerSession:
         self._ended: OrderedDict[str, None] = OrderedDict()
         self._quarantine = Quarantine(endpoint.is_gone, events.released, ask_every_s=lease_s)
 
-    def expect(self, transfer_id: str, item: Item, now: float, *, encoder: str = "") -> None:
+    def expect(
+        self, transfer_id: str, item: Item, now: float, *, owner: str, encoder: str = ""
+    ) -> None:
         """Expect an item by a transfer of a request, which others may share.
 
-        ``encoder`` is an attribute of `Transfer`.
+        ``owner`` is the request; ``encoder`` is an attribute of `Transfer`.
         """
         self._now = now
         deadline_s = now + self._wait_timeout_s
         if (known := self._transfers.get(transfer_id)) is not None:
             known.deadline_s = deadline_s
+            known.owners.add(owner)
             return
-        transfer = Transfer(transfer_id, item, encoder, deadline_s)
+        transfer = Transfer(transfer_id, item, encoder, deadline_s, owners={owner})
         self._transfers[transfer_id] = item.transfers[transfer_id] = transfer
         self._watch(transfer)
         self._ended.pop(transfer_id, None)
         if (early := self._early.pop(transfer_id, None)) is not None:
             self._take_announcement(early.sender, early.message, transfer)
+
+    def owner_left(self, transfer_id: str, owner: str) -> None:
+        """A request has ended whose own transfer it was; others may await the item by it."""
+        transfer = self._transfers.get(transfer_id)
+        if transfer is not None:
+            transfer.owners.discard(owner)
+            self._fail_if_abandoned(transfer)
 
     def decline(self, transfer_id: str) -> None:
         """Answer *not needed* to the announcement of a transfer, whenever it comes."""
@@ -270,6 +282,7 @@ class ConsumerSession:
             elif writer not in transfer.refused:
                 self._events.refused(transfer, message)
                 self._refuse(transfer, writer, message)
+                self._fail_if_abandoned(transfer)
         elif isinstance(message, EncodeFailed):
             if transfer is not None:
                 self._fail(transfer, "unavailable", message.reason)
@@ -320,6 +333,8 @@ class ConsumerSession:
             if transfer.writer not in (writer, None):
                 reason = f"{message.producer.instance} took over"
                 taken_over = transfer.writer.message(Abort, reason=reason)
+                if transfer.grant is None:
+                    self._endpoint.send(transfer.writer.sender, taken_over)
                 self._refuse(transfer, transfer.writer, taken_over, "retried")
                 if self._transfers.get(transfer.transfer_id) is not transfer:
                     return  # That was one too many.
@@ -335,6 +350,7 @@ class ConsumerSession:
         self._endpoint.send(writer.sender, nack)
         self._events.refused(transfer, nack)
         self._refuse(transfer, writer, nack)
+        self._fail_if_abandoned(transfer)
 
     def _refuse(
         self,
@@ -353,8 +369,7 @@ class ConsumerSession:
             self._announced.discard(transfer)
         if len(transfer.refused) > MAX_REFUSED:
             reason = f"{len(transfer.refused)} attempts were refused (at most {MAX_REFUSED})"
-            self._end(transfer)
-            self._events.failed(transfer, slot, cause="refused", reason=reason)
+            self._fail(transfer, "refused", reason, slot)
         elif slot is not None:
             self._events.failed(transfer, slot, cause=cause, reason=reason)
 
@@ -441,10 +456,28 @@ class ConsumerSession:
             self._events.refused(transfer, nack)
             self._refuse(transfer, writer, nack, cause)
         else:
+            if transfer.grant is None:
+                transfer.writer = None  # It has ended the attempt itself.
             self._fail(transfer, cause, reason)
 
-    def _fail(self, transfer: Transfer, cause: FailureCause, reason: str) -> None:
-        slot = self._revoke(transfer, reason)
+    def _fail_if_abandoned(self, transfer: Transfer) -> None:
+        """Fail a transfer that no encoder has announced, and that none will: its requests ended."""
+        known = self._transfers.get(transfer.transfer_id) is transfer
+        if known and transfer.writer is None and not transfer.owners:
+            reason = "its request has ended, and no encoder has announced it"
+            self._fail(transfer, "cancelled", reason)
+
+    def _fail(
+        self,
+        transfer: Transfer,
+        cause: FailureCause,
+        reason: str,
+        slot: SlotDescriptor | None = None,
+    ) -> None:
+        """End a transfer without its item; ``slot`` was revoked before."""
+        slot = slot or self._revoke(transfer, reason)
+        if slot is None and transfer.writer is not None:
+            self._not_needed(transfer.writer)
         self._end(transfer)
         self._events.failed(transfer, slot, cause=cause, reason=reason)
 

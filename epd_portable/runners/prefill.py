@@ -182,6 +182,7 @@ class PrefillRequests:
             if place.end <= num_computed_tokens:
                 record.note(ItemOutcome(mm_hash=place.mm_hash, source="encoder_cache"))
         self._cache.leave(record)
+        self._receiver.left(record)
         self._unavailable.discard(request_id)
         names = dict.fromkeys(place.mm_hash for place in record.items)
         items = tuple(record.outcomes[name] for name in names if name in record.outcomes)
@@ -236,7 +237,7 @@ class PrefillRequests:
             self._refuse(record, mm_hash, NackCode.UNAVAILABLE, detail)
             return False
         if transfer is not None and not again:
-            self._receiver.expect(transfer, claim.item)
+            self._receiver.expect(record, claim.item)
         return True
 
     def _refuse_crowd(self, record: Claimant) -> bool:

@@ -125,13 +125,20 @@ class Receiver:
             self._deadlines = deque(left)
         self._deadlines.append((record.arrived_s + self._wait_timeout_s, record.request_id))
 
-    def expect(self, transfer: ExpectedTransfer, item: Item) -> None:
-        """Expect an item by a request's transfer; load it if it is in a store."""
+    def expect(self, record: Claimant, item: Item) -> None:
+        """Expect an item by a request's own transfer; load it if it is in a store."""
         assert item.tensor is not None
-        now = self.clock()
-        self._session.expect(transfer.transfer_id, item, now, encoder=transfer.encoder)
+        now, transfer = self.clock(), record.transfers[item.mm_hash]
+        self._session.expect(
+            transfer.transfer_id, item, now, owner=record.request_id, encoder=transfer.encoder
+        )
         if transfer.store:
             self._session.receive(*self._endpoint.load(transfer, item.mm_hash, item.tensor), now)
+
+    def left(self, record: Claimant) -> None:
+        """A request has ended."""
+        for transfer in record.transfers.values():
+            self._session.owner_left(transfer.transfer_id, record.request_id)
 
     def decline(self, record: Claimant) -> None:
         """Answer *not needed* to whatever announces a transfer of a request."""

@@ -267,14 +267,17 @@ def order(claim: Claim) -> Order:
     return (claim.claimant.rank, claim.place)
 
 
-def no_holder_encodes(held: Sequence[Claim]) -> bool:
-    """Return whether some holders of a `State.LOCAL` item wait for another to encode it in vain.
+def encoded_in_vain(held: Sequence[Claim]) -> bool:
+    """Return whether holders of a `State.LOCAL` item wait in vain for one of them to encode it.
 
-    Those with metadata only cannot; one that is past the item, if by the prefix cache, does not.
+    Those with metadata only cannot; one that is past the item, if by the prefix cache, does not;
+    and one that was not started may wait for a seat that those have which need the item.
     """
-    return any(claim.metadata_only for claim in held) and all(
-        claim.metadata_only or claim.place == COMPUTED for claim in held
-    )
+    awaits = any(claim.metadata_only for claim in held)
+    encodes = [claim for claim in held if not claim.metadata_only and claim.place != COMPUTED]
+    computing = [claim for claim in held if claim.claimant.running]
+    seatless = computing and all(claim.metadata_only for claim in computing)
+    return awaits and (not encodes or bool(seatless))
 
 
 class ClaimQueue:

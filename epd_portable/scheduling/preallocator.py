@@ -44,7 +44,7 @@ from epd_portable.scheduling.items import (
     Item,
     PromptItem,
     State,
-    no_holder_encodes,
+    encoded_in_vain,
     order,
 )
 from epd_portable.scheduling.slots import ReceivePool
@@ -257,11 +257,13 @@ class EncoderCachePreallocator(EncoderCacheManager):
     def may_bring(self, item: Item, transfer_id: str) -> bool:
         """Return whether a transfer may use an item's slot.
 
-        That of a request which waits, and cannot do without the item, brings it to none that has,
-        or had, a transfer too: it may be evicted before that turn.
+        One of a request that waits, and cannot do without the item, brings it to none that has, or
+        had, another transfer: the item may be evicted before that turn. Requests of one body
+        (``n``) share theirs.
         """
         return transfer_id not in item.kept_transfers or any(
-            each.metadata_only and not each.transfer_id for each in self._held(item)
+            each.transfer_id == transfer_id or (each.metadata_only and not each.transfer_id)
+            for each in self._held(item)
         )
 
     def landed(self, item: Item) -> None:
@@ -290,9 +292,6 @@ class EncoderCachePreallocator(EncoderCacheManager):
         item = self.items[mm_hash]
         item.state = State.LOCAL
         self._changed.update(dict.fromkeys(item.holders))
-        computing = [claim for claim in self._held(item) if claim.claimant.running]
-        if computing and all(claim.metadata_only for claim in computing):
-            self._wait_again(item)  # Those that can encode it may wait for their seats.
         self._settle(item)
         self._stirred = True
 
@@ -586,7 +585,7 @@ class EncoderCachePreallocator(EncoderCacheManager):
             in_vain = (
                 not any(claim.by_transfer for claim in held)
                 if item.state is State.RESERVED
-                else item.state is State.LOCAL and no_holder_encodes(held)
+                else item.state is State.LOCAL and encoded_in_vain(held)
             )
             if in_vain:
                 self._wait_again(item)

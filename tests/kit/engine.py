@@ -649,9 +649,15 @@ class Engine:
                 "of the encoder cache are lost"
             )
 
+    def metric(self, name: str, **labels: str) -> float:
+        """Return a metric of the instance."""
+        value = self._registry.get_sample_value(name, labels)
+        assert value is not None, f"unknown metric: {name} {labels}"
+        return float(value)
+
     def check_slots(self) -> None:
         """No slot of the receive pool is out."""
-        used = self._registry.get_sample_value("epd_pd_pool_used_bytes")
+        used = self.metric("epd_pd_pool_used_bytes")
         if used:
             raise Violation(f"{used} of {pool_bytes(self._sizes)} bytes of the pool are lost")
 

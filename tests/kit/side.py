@@ -65,10 +65,19 @@ class Side:
     def ended(self) -> dict[str, str]:
         return {name: running.ended for name, running in self.engine.ended.items()}
 
+    def computed(self, request_id: str) -> int:
+        """Return how many tokens of a request are computed."""
+        return int(self.scheduler.requests[request_id].num_computed_tokens)
+
+    @property
+    def transfers_waiting(self) -> int:
+        """Transfers that are announced and have no slot, as metrics show them."""
+        return int(self.engine.metric("epd_pd_transfers_waiting"))
+
     # -- what happens ------------------------------------------------------------------------------
 
     def encoder(self, name: str = "encode-0", path: str = "shm") -> Encoder:
-        """Start an encode instance, and let it reach the pool by a path."""
+        """Start an encode instance, and let it reach the pool by a path; there may be none."""
         found = Encoder(
             name,
             self._rng,
@@ -79,7 +88,8 @@ class Side:
             self.worker.revoked,
         )
         self.encoders.append(found)
-        self.engine.post.paths[name] = path
+        if path:
+            self.engine.post.paths[name] = path
         return found
 
     def encode(self, encoder: Encoder, transfer_id: str, name: str) -> None:

@@ -9,7 +9,7 @@ from tests.kit.side import Side, bare, media
 pytestmark = pytest.mark.needs_vllm
 
 
-def test_first_item_gets_room_that_another_request_waits_for() -> None:
+def test_first_item_gets_space_that_others_hold_in_vain() -> None:
     side = Side(
         items={"x1": 8, "x2": 6, "y": 5}, cache=9, pool=11, seats=2, blocks=28, block=4, tokens=16
     )
@@ -29,4 +29,64 @@ def test_first_item_gets_room_that_another_request_waits_for() -> None:
     side.ask("C", 4)
     side.ask("D", media("x1"), 1)
     side.until_ended("A", "B", "C", "D", within_s=10.0)
+    side.close()
+
+
+def test_recomputed_item_is_not_awaited_from_seatless_request() -> None:
+    side = Side(items={"x": 6, "y": 8}, cache=8, pool=20, seats=1, tokens=8)
+    encoder = side.encoder()
+    side.ask("running", 1, bare("x"), 60, transfers={"x": "t-x"})
+    side.encode(encoder, "t-x", "x")
+    side.until(lambda: side.computed("running") >= 24, within_s=10.0)
+    side.ask("left", 1, media("y"), 1)  # Takes the place of x.
+    side.turns()
+    side.leave("left")
+    side.ask("waiting", 1, media("x"), 1)  # Would encode x, and has no seat.
+    side.turns()
+    side.roll_back("running")
+    side.ask("text", 4)
+    side.until_ended("running", "waiting", "text", within_s=10.0)
+    assert (side.ended["waiting"], side.ended["text"]) == ("length", "length")
+    side.close()
+
+
+@pytest.mark.parametrize("siblings", [1, 2, 3])
+def test_siblings_end_when_their_items_do_not_fit_together(siblings: int) -> None:
+    side = Side(items={"x1": 6, "x2": 5, "y": 2}, cache=9, pool=20, can_encode=False)
+    encoder = side.encoder()
+    names = [f"{number}_r" for number in range(siblings)]
+    for name in names:
+        transfers = {"x1": "t1", "x2": "t2"}
+        side.ask(name, 1, bare("x1"), 1, bare("x2"), 1, transfers=transfers)
+    side.ask("other", 1, bare("y"), 1, transfers={"y": "t3"})
+    for transfer_id, name in (("t1", "x1"), ("t2", "x2"), ("t3", "y")):
+        side.encode(encoder, transfer_id, name)
+    side.until_ended(*names, "other", within_s=10.0)
+    assert set(side.ended.values()) == {"length"}
+    side.close()
+
+
+def test_transfer_ends_when_its_client_leaves() -> None:
+    side = Side(items={"x": 4}, cache=16)
+    side.encoder()
+    side.ask("A", 1, bare("x"), 1, transfers={"x": "t-A"})  # Its job is queued at the encoder.
+    side.turns(2)
+    side.ask("B", 3, media("x"), 1)
+    side.turns(2)
+    side.leave("A")
+    side.until_ended("B", within_s=5.0)
+    side.close()
+
+
+def test_transfer_without_client_ends_when_encoder_is_refused() -> None:
+    side = Side(items={"x": 4, "y": 4}, cache=4)
+    encoder, other = side.encoder(path=""), side.encoder("encode-1")
+    side.ask("before", bare("y"), 1, transfers={"y": "t-y"})
+    side.ask("A", 1, bare("x"), 1, transfers={"x": "t-A"})
+    side.encode(encoder, "t-A", "x")
+    side.until(lambda: side.transfers_waiting == 1, within_s=5.0)  # There is no space yet.
+    side.ask("B", 3, media("x"), 1)
+    side.leave("A")
+    side.encode(other, "t-y", "y")
+    side.until_ended("B", within_s=5.0)
     side.close()

@@ -116,7 +116,7 @@ class Desk:
         encoder: str = "",
     ) -> None:
         item = self.item(mm_hash)
-        self.session.expect(transfer_id, item, self.now, encoder=encoder)
+        self.session.expect(transfer_id, item, self.now, owner="r", encoder=encoder)
 
     def give_room(self, generation: int = 1, mm_hash: str = "item") -> None:
         """Reserve a slot for an item."""
