@@ -31,7 +31,7 @@ from epd_portable.wire.messages import (
     Nack,
     NackCode,
 )
-from epd_portable.wire.params import ExpectedTransfer, ItemOutcome
+from epd_portable.wire.params import ItemOutcome
 
 if TYPE_CHECKING:
     from epd_portable.config.instance import InstanceConfig

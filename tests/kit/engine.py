@@ -19,12 +19,13 @@ from prometheus_client import CollectorRegistry
 from epd_portable.config.instance import InstanceConfig
 from epd_portable.config.secret import Secret
 from epd_portable.connector.registry import fenced_paths
+from epd_portable.connector.stores.loader import IDENTITY
 from epd_portable.connector.transport import LeaseFence
 from epd_portable.demo import MODEL_DIR
 from epd_portable.errors import NoCommonPathError
 from epd_portable.launch.plan.engine import CONNECTOR, SCHEDULER_CLS
 from epd_portable.vllm_plugin.reports import to_names
-from epd_portable.wire.descriptors import PathEndpoint, PeerDescriptor
+from epd_portable.wire.descriptors import PathEndpoint, PeerDescriptor, TensorSpec
 from epd_portable.wire.messages import Announce, AnyMessage
 from epd_portable.wire.params import (
     CacheNews,
@@ -37,6 +38,7 @@ from epd_portable.wire.params import (
 from tests.keyring import secret_file
 from tests.kit.memory import Read, Violation, Work, Worker
 from tests.kit.sizes import MAX_MODEL_LEN, PLACEHOLDER, Prompt, Sizes
+from tests.kit.store import Shelf, key
 from tests.unit.builders import Clock
 
 ADDRESS = "tcp://pd:1"
@@ -49,6 +51,7 @@ class Post:
     """Stands for `ConsumerEndpoint`, that is for sockets and shared memory."""
 
     fingerprint: str
+    shelf: Shelf | None = None
     fence: LeaseFence = field(default_factory=LeaseFence)
     fenced_paths: frozenset[str] = fenced_paths()
     paths: dict[str, str] = field(default_factory=dict)
@@ -59,12 +62,24 @@ class Post:
 
     def receive(self) -> list[tuple[bytes, AnyMessage]]:
         received, self.inbox = self.inbox, []
-        return received
+        return received if self.shelf is None else received + self.shelf.loader.receive()
+
+    def load(
+        self, transfer: ExpectedTransfer, mm_hash: str, tensor: TensorSpec
+    ) -> tuple[bytes, AnyMessage]:
+        assert self.shelf is not None
+        made = self.shelf.loader.load(transfer.transfer_id, transfer.store, mm_hash, tensor)
+        return IDENTITY, made
 
     def send(self, identity: bytes, message: AnyMessage) -> None:
-        self.outbox.append((identity, message))
+        if identity != IDENTITY:
+            self.outbox.append((identity, message))
+        elif self.shelf is not None:
+            self.shelf.send(message)
 
     def choose(self, producer: PeerDescriptor) -> PathEndpoint:
+        if self.shelf is not None and self.shelf.loader.is_its_own(producer):
+            return producer.paths[0]
         path = self.paths.get(producer.instance)
         if path is None:
             raise NoCommonPathError(f"none to {producer.instance}")
@@ -182,7 +197,7 @@ def _config(sizes: Sizes) -> Any:
 
 
 @contextmanager
-def _seams(sizes: Sizes, clock: Clock, made: dict[str, Any]) -> Iterator[None]:
+def _seams(sizes: Sizes, clock: Clock, shelf: Shelf | None, made: dict[str, Any]) -> Iterator[None]:
     """Let the connector have the model's clock and post, and no thread of its own."""
     from vllm.v1.core.sched import scheduler as vllm_scheduler
 
@@ -201,7 +216,7 @@ def _seams(sizes: Sizes, clock: Clock, made: dict[str, Any]) -> Iterator[None]:
             """Messages are taken in when the model says so."""
 
     def open_post(*args: Any, fingerprint: str, **kwargs: Any) -> Post:
-        made["post"] = Post(fingerprint)
+        made["post"] = Post(fingerprint, shelf)
         return made["post"]
 
     def budget(*args: Any) -> Budget:
@@ -245,10 +260,17 @@ class Engine:
         clock: Everybody's.
         worker: Makes the worker, given where requests' items are.
         note: Hears what happens, for the trace.
+        shelf: The store, if there is one.
     """
 
     def __init__(
-        self, sizes: Sizes, rng: Random, clock: Clock, worker: Worker, note: Callable[..., None]
+        self,
+        sizes: Sizes,
+        rng: Random,
+        clock: Clock,
+        worker: Worker,
+        note: Callable[..., None],
+        shelf: Shelf | None = None,
     ) -> None:
         from vllm.sampling_params import SamplingParams
         from vllm.utils.hashing import sha256
@@ -266,7 +288,7 @@ class Engine:
         self._seen = worker.seen
         self._note = note
         made: dict[str, Any] = {}
-        with _seams(sizes, clock, made):
+        with _seams(sizes, clock, shelf, made):
             self.scheduler = make_scheduler(
                 vllm_config=_config(sizes),
                 kv_cache_config=KVCacheConfig(
@@ -315,8 +337,12 @@ class Engine:
         prompt: Prompt,
         transfers: dict[str, str],
         on_demand: Collection[str] = (),
+        stored: Collection[str] = (),
     ) -> None:
-        """Add a request; ``transfers`` are those of its items, by name."""
+        """Add a request; ``transfers`` are those of its items, by name.
+
+        ``on_demand`` are transfers, and ``stored`` those that the store is to bring.
+        """
         from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
         from vllm.v1.request import Request
 
@@ -326,6 +352,7 @@ class Engine:
                 item_uuid=name,
                 media=prompt.wishes[name].media,
                 on_demand=transfer_id in on_demand,
+                store=key(name) if transfer_id in stored else "",
             )
             for name, transfer_id in transfers.items()
         )

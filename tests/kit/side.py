@@ -12,6 +12,7 @@ from tests.kit.encoder import Encoder
 from tests.kit.engine import ROUTER, Engine, embed_bytes
 from tests.kit.memory import PoolMemory, Worker
 from tests.kit.sizes import PLACEHOLDER, Prompt, Sizes, Wish
+from tests.kit.store import Shelf
 from tests.unit.builders import Clock
 
 TURN_S = 0.05
@@ -41,6 +42,7 @@ class Side:
 
     Attributes:
         engine: vLLM's scheduler with our connector.
+        store: Of encoder outputs; empty at first.
         worker: Fake memory of the workers; fails the test when a step computes with wrong bytes.
         ended: How requests ended (vLLM's finish reason, ``abort``), by id.
         told: Messages to the router.
@@ -52,7 +54,10 @@ class Side:
         self._rng = Random(0)
         self._pool = PoolMemory()
         self.worker = Worker(self._rng, self._pool, copies=self.sizes.copies, fails=False)
-        self.engine = Engine(self.sizes, self._rng, self.clock, self.worker, lambda *what: None)
+        self.store = Shelf(self.clock, self._pool, self._rng)
+        self.engine = Engine(
+            self.sizes, self._rng, self.clock, self.worker, lambda *what: None, self.store
+        )
         self.encoders: list[Encoder] = []
         self.told: list[AnyMessage] = []
 
@@ -73,6 +78,12 @@ class Side:
     def transfers_waiting(self) -> int:
         """Transfers that are announced and have no slot, as metrics show them."""
         return int(self.engine.metric("epd_pd_transfers_waiting"))
+
+    @property
+    def pool_used(self) -> float:
+        """Fraction of the receive pool that is in slots, as metrics show it."""
+        used = self.engine.metric("epd_pd_pool_used_bytes")
+        return used / self.engine.metric("epd_pd_pool_bytes")
 
     # -- what happens ------------------------------------------------------------------------------
 
@@ -104,6 +115,7 @@ class Side:
         answer: int = 1,
         transfers: Mapping[str, str] | None = None,
         on_demand: Collection[str] = (),
+        stored: Collection[str] = (),
     ) -> None:
         """Add a request.
 
@@ -111,6 +123,7 @@ class Side:
             parts: Of its prompt: items, and numbers of text tokens, which are all alike.
             transfers: Its transfers, by item.
             on_demand: Transfers that the side requests when it needs them.
+            stored: Transfers that the store is to bring.
         """
         tokens: list[int] = []
         places, wishes, transfers = [], {}, transfers or {}
@@ -123,7 +136,7 @@ class Side:
             wishes[part.name] = Wish(moved=part.name in transfers, media=part.media)
             tokens += [PLACEHOLDER] * size
         prompt = Prompt(tokens=tokens, places=places, wishes=wishes, answer=answer)
-        self.engine.add(request_id, prompt, dict(transfers), on_demand)
+        self.engine.add(request_id, prompt, dict(transfers), on_demand, stored)
 
     def leave(self, request_id: str) -> None:
         """The client of a request leaves; nothing else is sent."""
@@ -181,6 +194,7 @@ class Side:
 
     def _go_on(self) -> None:
         self._carry()
+        self.store.turn()
         for encoder in self.encoders:
             self.engine.post.inbox += [(encoder.identity, each) for each in encoder.turn()]
         self._carry()

@@ -12,7 +12,9 @@ So order, leases and quarantine of slots are those of every transfer. What diffe
                 │                   └── too slow ─▶ Nack(NOT_STORED), and Nack(RELEASED) when over
                 └── NotNeeded ─▶ end
 
-Threads fill slots; everything else happens in `send` and `receive`, in the receiver's turns.
+Threads fill slots; everything else happens in `send` and `receive`, in the receiver's turns. A slot
+that no thread has begun to fill is released at once, so that a store which blocks all threads holds
+no more slots than there are threads.
 """
 
 from __future__ import annotations
@@ -56,6 +58,7 @@ IDENTITY = b"\0store"
 """In place of a ZMQ identity; those of peers are printable."""
 _READERS = 2
 _BREAKER_OPEN = "the store has not answered lately, and is not asked"
+_BLOCKED = f"the store blocks all {_READERS} threads that read it"
 
 
 @dataclass(slots=True, eq=False)
@@ -66,7 +69,7 @@ class _Load:
         tensor: Shape and dtype that the entry must have.
         slot: Once granted, as is ``deadline_s``, when it has taken too long.
         given_up: It is not needed any more, but a thread still fills the slot.
-        too_slow: It was given up for that, and the breaker has been informed.
+        too_slow: It has taken too long, and the breaker has been informed.
     """
 
     transfer_id: str
@@ -119,7 +122,10 @@ class StoreLoader:
         self._numbers = itertools.count(1)
         self._loads: dict[int, _Load] = {}
         self._outbox: list[AnyMessage] = []
-        self._orders: SimpleQueue[_Load | None] = SimpleQueue()
+        self._orders: dict[int, _Load] = {}
+        """Those with a slot that no thread has begun to fill; oldest first, under ``_ordered``."""
+        self._ordered = threading.Condition()
+        self._closing = False
         self._ended: SimpleQueue[tuple[_Load, Ask, str]] = SimpleQueue()
         self._threads = [
             threading.Thread(target=self._run, name=f"epd-store-{number}", daemon=True)
@@ -143,9 +149,9 @@ class StoreLoader:
         if not key.startswith(f"{self._namespace}-"):
             self._metrics.asked("corrupt")
             return _not_stored(load, "its entry is of engines that serve something else")
-        if self._breaker.state == "open":
+        if reason := self._unavailable():
             self._metrics.asked("unavailable")
-            return _not_stored(load, _BREAKER_OPEN)
+            return _not_stored(load, reason)
         self._loads[load.attempt] = load
         return Announce(
             transfer_id=transfer_id,
@@ -160,15 +166,13 @@ class StoreLoader:
         load = self._loads.get(message.attempt)
         if isinstance(message, Grant):
             if load is not None and load.slot is None:
-                load.slot = message.slot
-                load.deadline_s = self._clock() + self._timeout_s
-                self._orders.put(load)
+                self._granted(load, message.slot)
         elif isinstance(message, Abort):
             if load is None or load.slot is None:
                 self._loads.pop(message.attempt, None)
                 self._outbox.append(_released(message))
             else:
-                load.given_up = True
+                self._give_up(load)
         elif isinstance(message, NotNeeded | Nack) and load is not None and load.slot is None:
             del self._loads[load.attempt]
 
@@ -177,25 +181,61 @@ class StoreLoader:
         while not self._ended.empty():
             self._end(*self._ended.get())
         now = self._clock()
-        for load in self._loads.values():
-            if load.slot is not None and not load.given_up and now >= load.deadline_s:
-                load.given_up = load.too_slow = True
-                reason = f"the store has not brought it in {self._timeout_s:g} s (store.timeout_ms)"
+        for load in list(self._loads.values()):
+            if load.slot is None or load.too_slow or now < load.deadline_s:
+                continue
+            load.too_slow = True
+            reason = f"the store has not brought it in {self._timeout_s:g} s (store.timeout_ms)"
+            self._open_breaker(reason)
+            if not load.given_up:
                 self._metrics.asked("error")
-                self._open_breaker(reason)
                 self._outbox.append(_not_stored(load, reason))
+                self._give_up(load)
         messages, self._outbox = self._outbox, []
         return [(IDENTITY, message) for message in messages]
 
     def close(self) -> None:
         """Stop; does not wait for a thread that a disk blocks."""
-        for _ in self._threads:
-            self._orders.put(None)
+        with self._ordered:
+            self._closing = True
+            self._ordered.notify_all()
         for thread in self._threads:
             thread.join(self._timeout_s)
         self._store.close()
 
     # --------------------------------------------------------------------------------------------
+
+    def _unavailable(self) -> str:
+        """Return why no item can be loaded now; an empty string if one can."""
+        blocked = sum(each.too_slow for each in self._loads.values())
+        if blocked >= _READERS:
+            return _BLOCKED
+        state = self._breaker.state
+        # One at a time tries a store that did not answer.
+        tried = any(each.slot and not each.given_up for each in self._loads.values())
+        return _BREAKER_OPEN if state == "open" or (state == "half_open" and tried) else ""
+
+    def _granted(self, load: _Load, slot: SlotDescriptor) -> None:
+        """Have a thread fill a slot, unless that cannot be any more since the announcement."""
+        if reason := self._unavailable():
+            del self._loads[load.attempt]
+            self._metrics.asked("unavailable")
+            self._outbox += [_not_stored(load, reason), _released(load)]
+            return
+        load.slot = slot
+        load.deadline_s = self._clock() + self._timeout_s
+        with self._ordered:
+            self._orders[load.attempt] = load
+            self._ordered.notify()
+
+    def _give_up(self, load: _Load) -> None:
+        """Release a slot, now or when the thread that fills it has ended."""
+        load.given_up = True
+        with self._ordered:
+            is_filled = self._orders.pop(load.attempt, None) is None
+        if not is_filled:
+            del self._loads[load.attempt]
+            self._outbox.append(_released(load))
 
     def _end(self, load: _Load, result: Ask, reason: str) -> None:
         """A thread has ended a load; ``reason`` is empty for a hit."""
@@ -231,14 +271,18 @@ class StoreLoader:
     # -- the threads -----------------------------------------------------------------------------
 
     def _run(self) -> None:
-        while (load := self._orders.get()) is not None:
+        while (load := self._next()) is not None:
             self._ended.put((load, *self._attempt(load)))
             self._wake()
 
+    def _next(self) -> _Load | None:
+        """Block until there is a slot to fill; return ``None`` at the end."""
+        with self._ordered:
+            self._ordered.wait_for(lambda: self._orders or self._closing)
+            return None if self._closing else self._orders.pop(next(iter(self._orders)))
+
     def _attempt(self, load: _Load) -> tuple[Ask, str]:
         """Fill a slot; return the result, with its reason unless it is a hit."""
-        if load.given_up:
-            return "unavailable", "it is not needed any more"
         if not self._breaker.allows():
             return "unavailable", _BREAKER_OPEN
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from epd_portable.wire.messages import NotWanted
 from tests.kit.side import Side, bare, media
 
 pytestmark = pytest.mark.needs_vllm
@@ -89,4 +90,47 @@ def test_transfer_without_client_ends_when_encoder_is_refused() -> None:
     side.leave("A")
     side.encode(other, "t-y", "y")
     side.until_ended("B", within_s=5.0)
+    side.close()
+
+
+def test_item_of_the_store_is_read() -> None:
+    side = Side(items={"x": 4}, cache=16)
+    side.store.entries.add("x")
+    side.ask("A", 1, bare("x"), 1, transfers={"x": "t-x"}, stored=["t-x"])
+    side.until_ended("A", within_s=5.0)
+    assert side.ended == {"A": "length"}
+    side.close()
+
+
+def test_store_loads_end_with_their_requests() -> None:
+    side = Side(items={"big": 8, "x": 8}, cache=8, seats=2)
+    side.ask("holds", 1, bare("big"), 1, transfers={"big": "t-big"})
+    for number in range(100):
+        request_id, transfer_id = f"r{number}", f"t{number}"
+        side.ask(request_id, 1, bare("x"), 1, transfers={"x": transfer_id}, stored=[transfer_id])
+        side.tell(NotWanted(transfer_id=transfer_id))
+        side.leave(request_id)
+    assert side.store.waiting == 0
+
+
+def test_blocked_store_takes_no_slots_from_encoders() -> None:
+    names = [f"s{number}" for number in range(8)]
+    side = Side(
+        items={"x": 2, **dict.fromkeys(names, 2)}, cache=200, pool=16, seats=64, can_encode=False
+    )
+    encoder = side.encoder()
+    side.store.is_blocked = True
+    for number in range(200):
+        name, transfer_id = names[number % 8], f"t{number}"
+        transfers = {name: transfer_id}
+        side.ask(f"r{number}", 1, bare(name), 1, transfers=transfers, stored=[transfer_id])
+        side.turns(5, seconds=0.1)
+        side.leave(f"r{number}")
+    side.ask("other", 1, bare("x"), 1, transfers={"x": "t-x"})
+    side.encode(encoder, "t-x", "x")
+    side.until_ended("other", within_s=5.0)
+    assert side.ended["other"] == "length"
+    assert side.pool_used <= (2 + 2 + 2) / 16  # Slots of two reads, and of x.
+    side.store.is_blocked = False
+    side.turns(100)
     side.close()

@@ -209,10 +209,12 @@ def test_after_a_while_one_tries_again_and_then_all(side: Callable[..., Side]) -
     one.clock.now += 1.01
     one.store.error = None
     one.store.gate.clear()
-    one.grant(one.announce("cat"))
-    one.grant(one.announce("dog"))
-    assert codes(one.heard()) == [NOT_STORED, RELEASED]
-    assert one.store.asked == 2, "only one asks"
+    announced = [one.announce("cat"), one.announce("dog")]
+    for each in announced:
+        one.grant(each)
+    assert codes(one.said()) == [NOT_STORED, RELEASED]
+    assert isinstance(one.loader.load("t-3", key("bird"), "bird", SPEC), Nack)
+    until(lambda: one.store.asked == 2)
     one.store.gate.set()
     assert [type(message) for message in one.heard()] == [Written]
     assert one.breaker.state == "closed"
@@ -248,3 +250,23 @@ def test_a_forgotten_slot_is_free(side: Callable[..., Side]) -> None:
     one = side()
     one.loader.send(Abort(transfer_id="t", attempt=99, reason="again"))
     assert codes(one.said()) == [RELEASED]
+
+
+def test_a_store_that_blocks_all_threads_holds_no_other_slot(side: Callable[..., Side]) -> None:
+    names = ["cat", "dog", "bird", "fish"]
+    one = side(*names)
+    one.store.gate.clear()
+    announced = [one.announce(name) for name in names]
+    for generation, each in enumerate(announced[:3], 1):
+        one.grant(each, generation=generation)
+    until(lambda: one.store.asked == 2)
+    one.clock.now += 1.01 * TIMEOUT_S
+    assert sorted(codes(one.said())) == sorted([*3 * [NOT_STORED], RELEASED])
+    one.clock.now += 3600.0
+    one.grant(announced[3], generation=4)
+    assert codes(one.said()) == [NOT_STORED, RELEASED]
+    assert isinstance(one.loader.load("t-5", key("cat"), "cat", SPEC), Nack)
+    one.store.gate.set()
+    assert codes(one.heard() + one.heard()) == [RELEASED, RELEASED]
+    one.grant(one.announce("cat"), generation=5)
+    assert [type(message) for message in one.heard()] == [Written]

@@ -1,0 +1,119 @@
+"""A store of encoder outputs: the loader's threads, without threads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+from unittest import mock
+
+from prometheus_client import CollectorRegistry
+
+from epd_portable.connector.circuit_breaker import CircuitBreaker
+from epd_portable.connector.stores import loader
+from epd_portable.connector.stores.metrics import StoreMetrics
+from epd_portable.wire.descriptors import PathEndpoint, PeerDescriptor
+from epd_portable.wire.messages import AnyMessage, Grant
+from tests.kit.memory import TORN, PoolMemory
+from tests.unit.builders import Clock
+
+NAMESPACE = "engines"
+TIMEOUT_S = 2.0
+READERS = loader._READERS
+
+
+@dataclass
+class _Reading:
+    load: Any
+    turns: int
+
+
+class _Closes:
+    """A store that nothing reads: `Shelf` does."""
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+class Shelf:
+    """`StoreLoader` over a store whose reads last as long as a test wants.
+
+    What it does not reproduce: entries' bytes and seals, and what happens between two turns.
+
+    Attributes:
+        entries: Items that the store has.
+        is_blocked: Reads do not end.
+        fails: Probability that a read fails.
+    """
+
+    def __init__(self, clock: Clock, pool: PoolMemory, rng: Random, *, fails: float = 0.0) -> None:
+        self.entries: set[str] = set()
+        self.is_blocked = False
+        self.fails = fails
+        self._pool, self._rng = pool, rng
+        self._reading: list[_Reading] = []
+        peer = PeerDescriptor(
+            instance="prefill_decode-0",
+            session="prefill_decode-0-life-1",
+            host="host",
+            device="cpu:0",
+            fingerprint="same",
+            paths=(PathEndpoint(path="shm"),),
+        )
+        with mock.patch.object(loader, "_READERS", 0):
+            self.loader = loader.StoreLoader(
+                _Closes(),  # type: ignore[arg-type]
+                None,  # type: ignore[arg-type]
+                peer,
+                NAMESPACE,
+                None,  # type: ignore[arg-type]
+                timeout_s=TIMEOUT_S,
+                wake=lambda: None,
+                breaker=CircuitBreaker(clock=clock, chance=lambda: 0.5),
+                metrics=StoreMetrics("pd", CollectorRegistry()),
+                clock=clock,
+            )
+
+    @property
+    def waiting(self) -> int:
+        """Loads that have not ended."""
+        return len(self.loader._loads)
+
+    def send(self, message: AnyMessage) -> None:
+        """Bring a message of the instance to the loader."""
+        if isinstance(message, Grant):
+            self._pool.granted(message.slot)
+        self.loader.send(message)
+
+    def turn(self) -> None:
+        """Let the threads go on for a turn."""
+        made = self.loader
+        while made._orders and len(self._reading) < READERS:
+            load = made._orders.pop(next(iter(made._orders)))
+            if made._breaker.allows():
+                self._put(load, TORN)
+                self._reading.append(_Reading(load, self._rng.choice([0, 0, 1, 3, 60])))
+            else:
+                made._ended.put((load, "unavailable", "the store has not answered lately"))
+        for each in list(self._reading):
+            each.turns -= 1
+            if each.turns < 0 and not self.is_blocked:
+                self._reading.remove(each)
+                self._end(each.load)
+
+    def _end(self, load: Any) -> None:
+        if self._rng.random() < self.fails:
+            self.loader._ended.put((load, self._rng.choice(["miss", "corrupt", "error"]), "fault"))
+        elif load.mm_hash in self.entries:
+            self._put(load, load.mm_hash)
+            self.loader._ended.put((load, "hit", ""))
+        else:
+            self.loader._ended.put((load, "miss", "the entry is gone"))
+
+    def _put(self, load: Any, content: str) -> None:
+        self._pool.write(load.slot, content)
+
+
+def key(name: str) -> str:
+    """Return the key of an item's entry."""
+    return f"{NAMESPACE}-{name}"
