@@ -253,8 +253,18 @@ HOOKS: tuple[Relied, ...] = (
     _row(
         "config.model.ModelConfig",
         _COMPAT,
-        "dtype hf_config is_encoder_decoder multimodal_config revision served_model_name "
-        "get_inputs_embeds_size",
+        "dtype hf_config is_encoder_decoder multimodal_config get_inputs_embeds_size",
+    ),
+    _row(
+        "config.model.ModelConfig",
+        ("vllm_plugin/agreement.py",),
+        "model hf_config_path hf_overrides config_format revision code_revision hf_token "
+        "trust_remote_code served_model_name multimodal_config quantization",
+    ),
+    _row(
+        "config.multimodal.MultiModalConfig",
+        ("vllm_plugin/agreement.py",),
+        "mm_processor_kwargs media_io_kwargs",
     ),
     *(
         _row(f"config.multimodal.{name}", _COMPAT, since=(0, 32))

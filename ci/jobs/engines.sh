@@ -18,6 +18,7 @@ for version in "${versions[@]}"; do
     "$venv/bin/python" -m pytest -p no:cacheprovider --full \
         tests/unit/test_hooks_diff.py::test_the_table_is_true_of_the_installed_release
     "$venv/bin/python" -m pytest -p no:cacheprovider \
-        tests/integration/vllm_plugin/test_second_runner.py tests/e2e/one_pair/test_equality_float32.py
+        tests/integration/vllm_plugin/test_second_runner.py \
+        tests/integration/vllm_plugin/test_published_configs.py tests/e2e/one_pair/test_equality_float32.py
 done
 rm -rf "$venv"

@@ -26,6 +26,7 @@ from epd_portable.errors import NoCommonPathError
 from epd_portable.log import trace
 from epd_portable.scheduling.items import Item, State
 from epd_portable.wire.descriptors import PeerDescriptor, SlotDescriptor
+from epd_portable.wire.fingerprint import differences
 from epd_portable.wire.messages import (
     Abort,
     Announce,
@@ -318,11 +319,8 @@ class ConsumerSession:
             self._endpoint.send(sender, transfer.refused[writer])
         elif writer in self._quarantine:
             return  # It is asked to stop already.
-        elif message.producer.fingerprint != self._endpoint.fingerprint:
-            detail = (
-                f"{message.producer.instance} serves something else: give both instances the same "
-                "model, revision, dtype and multimodal processor settings"
-            )
+        elif differing := differences(self._endpoint.fingerprint, message.producer.fingerprint):
+            detail = f"{message.producer.instance} differs in {differing}. Start both with the same"
             self._turn_away(transfer, writer, NackCode.INCOMPATIBLE, detail)
         elif detail := transfer.mismatch(message):
             self._turn_away(transfer, writer, NackCode.UNEXPECTED, detail)

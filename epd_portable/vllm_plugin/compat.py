@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import vllm
 
-from epd_portable.errors import ConfigError, EngineError
+from epd_portable.errors import EngineError
 from epd_portable.platforms.traits import TRAITS
-from epd_portable.vllm_plugin.weights import identity
 from epd_portable.wire.params import FIELD
 
 if TYPE_CHECKING:
@@ -254,51 +250,6 @@ def encoder_output_width(vllm_config: VllmConfig, modality: str) -> int:
     vision = getattr(getattr(whole, "thinker_config", whole), "vision_config", None)
     levels = getattr(vision, "deepstack_visual_indexes", None) or ()
     return width * (1 + len(levels))
-
-
-def fingerprint(vllm_config: VllmConfig) -> str:
-    """Return a digest of the settings that an encode and a PD instance must agree on."""
-    model = vllm_config.model_config
-    config = model.hf_config.to_dict()
-    for key in ("_name_or_path", "transformers_version"):
-        config.pop(key, None)
-    # With torch_shm as mm_tensor_ipc vLLM adds the device to those of producers (0.32), which does
-    # not change the outputs.
-    kwargs = dict(getattr(model.multimodal_config, "mm_processor_kwargs", None) or {})
-    kwargs.pop("device", None)
-    agreed = {
-        "model": model.served_model_name,
-        "config": config,
-        "revision": model.revision,
-        "dtype": dtype_name(vllm_config),
-        "mm_processor_kwargs": kwargs,
-    }
-    text = json.dumps(agreed, sort_keys=True, default=str)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def stored_as(vllm_config: VllmConfig) -> str:
-    """Return a digest of everything that entries of a store depend on, the weights included.
-
-    Raises:
-        ConfigError: The weights cannot be identified.
-    """
-    model = vllm_config.model_config
-    load_format = str(vllm_config.load_config.load_format)
-    commit = getattr(model.hf_config, "_commit_hash", None)
-    if load_format == "dummy":
-        weights = f"dummy {model.seed}"
-    elif os.path.isdir(model.model):
-        weights = identity(Path(model.model))
-    elif commit:
-        weights = f"commit {commit}"
-    else:
-        raise ConfigError(
-            f"store: which weights {model.model!r} has cannot be told, for it is no folder and no "
-            "commit of a hub; name a folder as model, or leave store out of the configuration"
-        )
-    text = json.dumps([fingerprint(vllm_config), weights, str(model.quantization)])
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def encodes_in_background(vllm_config: VllmConfig, instance: InstanceConfig) -> bool:

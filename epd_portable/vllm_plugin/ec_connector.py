@@ -43,7 +43,7 @@ from epd_portable.runners.stream_clock import StreamClock
 from epd_portable.scheduling.encode_queue import EncodeQueue, StepLimits
 from epd_portable.scheduling.encoder_cache import EncoderCacheManager
 from epd_portable.scheduling.two_levels import FILLED, TwoLevelCache
-from epd_portable.vllm_plugin import compat, exposition
+from epd_portable.vllm_plugin import agreement, compat, exposition
 from epd_portable.vllm_plugin.metadata import ItemMetadata
 from epd_portable.vllm_plugin.reports import Kind, StepMetadata, from_names, to_names
 from epd_portable.wire.descriptors import TensorSpec
@@ -102,8 +102,8 @@ class EPDConnector(ECConnectorBase):
         )
         if not self._config.can_encode:
             compat.check_metadata()
-        self._fingerprint = compat.fingerprint(vllm_config)
-        self._namespace = namespace_of(self._config, lambda: compat.stored_as(vllm_config))
+        self._fingerprint = agreement.fingerprint(vllm_config)
+        self._namespace = namespace_of(self._config, lambda: agreement.stored_as(vllm_config))
         self._in_background = compat.encodes_in_background(vllm_config, self._config)
         self._opened = ExitStack()
         exposition.publish()

@@ -89,8 +89,7 @@ class PeerDescriptor(msgspec.Struct, frozen=True, kw_only=True):
         session: Identifies one life of the process.
         host: Equal for ends that share a host and its ``/dev/shm``.
         device: Platform and index, for example ``cpu`` or ``npu:0``.
-        fingerprint: Digest of what both ends must agree on (model, revision, dtype, multimodal
-            processor settings).
+        fingerprint: See `epd_portable.wire.fingerprint`.
         paths: Paths of this end, in its own order of preference.
     """
 

@@ -203,7 +203,7 @@ def _seams(sizes: Sizes, clock: Clock, shelf: Shelf | None, made: dict[str, Any]
 
     from epd_portable.runners import receiver as receivers
     from epd_portable.runners.metrics import ReceiverMetrics
-    from epd_portable.vllm_plugin import compat, ec_connector, exposition
+    from epd_portable.vllm_plugin import agreement, ec_connector, exposition
 
     class Receiver(receivers.Receiver):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -227,7 +227,7 @@ def _seams(sizes: Sizes, clock: Clock, shelf: Shelf | None, made: dict[str, Any]
         (ec_connector, "Receiver", Receiver),
         (vllm_scheduler, "MultiModalBudget", budget),
         (exposition, "publish", lambda: None),
-        (compat, "fingerprint", lambda config: "same"),
+        (agreement, "fingerprint", lambda config: "same"),
     )
     for where, name, value in patches:
         patch = mock.patch.object(where, name, value)

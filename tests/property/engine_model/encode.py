@@ -161,7 +161,7 @@ def _seams(shape: Shape, clock: Clock) -> Iterator[None]:
     """Let the scheduler have the model's clock, and sizes that vLLM would ask the model for."""
     from vllm.v1.core.sched import scheduler as vllm_scheduler
 
-    from epd_portable.vllm_plugin import compat, encoder_scheduler, exposition
+    from epd_portable.vllm_plugin import agreement, encoder_scheduler, exposition
 
     budget = SimpleNamespace(
         encoder_compute_budget=shape.embeddings, encoder_cache_size=shape.cache
@@ -169,7 +169,7 @@ def _seams(shape: Shape, clock: Clock) -> Iterator[None]:
     with (
         mock.patch.object(vllm_scheduler, "MultiModalBudget", lambda *args: budget),
         mock.patch.object(exposition, "publish", lambda: None),
-        mock.patch.object(compat, "fingerprint", lambda config: "same"),
+        mock.patch.object(agreement, "fingerprint", lambda config: "same"),
         mock.patch.object(encoder_scheduler, "time", SimpleNamespace(monotonic=clock)),
     ):
         yield

@@ -2,13 +2,10 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 from epd_portable.errors import ConfigError
-from epd_portable.vllm_plugin import compat
 from epd_portable.vllm_plugin.weights import identity
 
 Tensors = dict[str, bytes]
@@ -71,26 +68,3 @@ def test_a_folder_without_weights_or_with_half_of_them_is_refused(tmp_path: Path
         (tmp_path / "model.safetensors").write_bytes(whole[:size])
         with pytest.raises(ConfigError, match="cannot be told"):
             identity(tmp_path)
-
-
-def fingerprint(kwargs: dict[str, Any] | None) -> str:
-    model = SimpleNamespace(
-        hf_config=SimpleNamespace(to_dict=lambda: {"hidden_size": 8}),
-        served_model_name="m",
-        revision=None,
-        dtype="torch.float16",
-        multimodal_config=SimpleNamespace(mm_processor_kwargs=kwargs),
-    )
-    config: Any = SimpleNamespace(model_config=model)
-    return compat.fingerprint(config)
-
-
-@pytest.mark.parametrize("kwargs", [None, {}, {"min_pixels": 4}])
-def test_where_a_producer_makes_pictures_ready_is_not_agreed_on(
-    kwargs: dict[str, Any] | None,
-) -> None:
-    assert fingerprint({**(kwargs or {}), "device": "cuda"}) == fingerprint(kwargs)
-
-
-def test_how_pictures_are_made_ready_is_agreed_on() -> None:
-    assert fingerprint({"min_pixels": 4}) != fingerprint(None)

@@ -1,0 +1,234 @@
+"""The compatibility fingerprint of an engine, and the identity of its entries in a store.
+
+Both depend on files and settings that users control, never on defaults of a library: engines with
+different releases of vLLM or transformers fill a configuration with different defaults.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from epd_portable.errors import ConfigError
+from epd_portable.vllm_plugin import compat
+from epd_portable.vllm_plugin.weights import identity
+from epd_portable.wire import fingerprint as fingerprints
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.config.model import ModelConfig
+
+CONFIG_FILES = ("config.json", "params.json", "hf_quant_config.json")
+"""The configuration in the format of transformers and of Mistral, and ModelOpt's quantization."""
+PROCESSOR_FILES = (
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
+)
+_VOLATILE = frozenset({"_name_or_path", "transformers_version", "_commit_hash", "chat_template"})
+"""Keys of these files, at any depth, that say nothing of encoder outputs."""
+_DEVICE_KEYS = frozenset({"device", "backend"})
+"""Media settings that vLLM adds on some devices; the place of the work does not change outputs."""
+_DEFAULT_REVISIONS = (None, "main", "master")
+_QUANTIZED = ("quantization_config", "compression_config")
+_PLAIN = re.compile(rf"[\w./-]{{1,{fingerprints.MAX_SHOWN}}}", re.ASCII)
+
+
+def fingerprint(vllm_config: VllmConfig) -> str:
+    """Return what an encode and a prefill+decode instance must agree on.
+
+    Raises:
+        ConfigError: The model has no configuration file that can be read.
+    """
+    model = vllm_config.model_config
+    folder = _config_folder(model)
+    config = _read(folder, CONFIG_FILES)
+    if not config.keys() & {"config.json", "params.json"}:
+        raise ConfigError(
+            f"model {model.model!r}: found neither config.json nor params.json in {folder}. "
+            "Engines compare these files: add one, or name its folder as hf_config_path"
+        )
+    processor_folder = folder if _is_gguf(model.model) else _folder(model, model.model)
+    processor = _read(processor_folder, PROCESSOR_FILES)
+    multimodal = model.multimodal_config
+    processor_kwargs = _without(getattr(multimodal, "mm_processor_kwargs", None) or {}, {"device"})
+    media_kwargs = {
+        modality: kept
+        for modality, given in (getattr(multimodal, "media_io_kwargs", None) or {}).items()
+        if (kept := _without(given or {}, _DEVICE_KEYS))
+    }
+    overrides = {
+        "hf_overrides": _named(getattr(model, "hf_overrides", None) or {}),
+        "config_format": str(_value(getattr(model, "config_format", "auto"))),
+    }
+    code = {}
+    if getattr(model, "trust_remote_code", False) and _has_code(config, processor):
+        code = _remote_code(model, (folder, processor_folder))
+    return fingerprints.join(
+        {
+            "model": _digest(model.served_model_name),
+            "revision": _revision(model),
+            "config": _digest(config),
+            "overrides": _digest(overrides),
+            "code": _digest(code) if code else "none",
+            "processor": _digest(processor),
+            "processor_kwargs": _digest([processor_kwargs, media_kwargs]),
+            "dtype": compat.dtype_name(vllm_config),
+        }
+    )
+
+
+def stored_as(vllm_config: VllmConfig) -> str:
+    """Return a digest of everything that entries of a store depend on, the weights included.
+
+    Raises:
+        ConfigError: The weights cannot be identified, or the model has no configuration file.
+    """
+    model = vllm_config.model_config
+    load_format = str(_value(vllm_config.load_config.load_format))
+    if load_format == "dummy":
+        weights = f"dummy {model.seed}"
+    elif os.path.isdir(model.model):
+        weights = identity(Path(model.model))
+    elif commit := _commit(_config_folder(model)):
+        weights = f"commit {commit}"
+    else:
+        raise ConfigError(
+            f"store: which weights {model.model!r} has cannot be told, for it is no folder and no "
+            "commit of a hub; name a folder as model, or leave store out of the configuration"
+        )
+    return _digest([fingerprint(vllm_config), weights, _quantization(model)], digits=16)
+
+
+def _config_folder(model: ModelConfig) -> Path:
+    """Return the folder of the configuration file that the engine reads."""
+    source = getattr(model, "hf_config_path", None) or model.model
+    if _is_gguf(source):
+        raise ConfigError(
+            f"model {model.model!r}: a GGUF file has no config.json. Engines compare that file: "
+            "name a folder or a repository that holds it as hf_config_path"
+        )
+    return _folder(model, source)
+
+
+def _folder(model: ModelConfig, source: str) -> Path:
+    """Return the folder with a model's small files; those of a hub are fetched if need be."""
+    if os.path.isdir(source):
+        return Path(source)
+    patterns = [*CONFIG_FILES, *PROCESSOR_FILES]
+    if getattr(model, "trust_remote_code", False):
+        patterns.append("*.py")
+    try:
+        if os.environ.get("VLLM_USE_MODELSCOPE", "").lower() == "true":
+            from modelscope import snapshot_download as from_modelscope
+
+            return Path(
+                from_modelscope(source, revision=model.revision, allow_file_pattern=patterns)
+            )
+        from huggingface_hub import snapshot_download
+
+        return Path(
+            snapshot_download(
+                source,
+                revision=model.revision,
+                token=getattr(model, "hf_token", None),
+                allow_patterns=patterns,
+            )
+        )
+    except Exception as error:
+        raise ConfigError(
+            f"model {source!r}: its configuration files cannot be read: {error}. Engines compare "
+            "these files: download the model, or name a folder as model"
+        ) from error
+
+
+def _read(folder: Path, names: tuple[str, ...]) -> dict[str, Any]:
+    """Return the content of those JSON files that are there, without volatile keys."""
+    found = {}
+    for name in names:
+        path = folder / name
+        try:
+            found[name] = _without_volatile(json.loads(path.read_bytes()))
+        except FileNotFoundError:
+            continue
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"{path}: cannot be read: {error}. Download the model again"
+            ) from error
+    return found
+
+
+def _without_volatile(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_volatile(each) for key, each in value.items() if key not in _VOLATILE}
+    return [_without_volatile(each) for each in value] if isinstance(value, list) else value
+
+
+def _without(given: Any, keys: frozenset[str] | set[str]) -> dict[str, Any]:
+    return {key: each for key, each in dict(given).items() if key not in keys}
+
+
+def _has_code(*files: dict[str, Any]) -> bool:
+    return any("auto_map" in each for found in files for each in found.values())
+
+
+def _remote_code(model: ModelConfig, folders: tuple[Path, Path]) -> dict[str, str]:
+    """Return a digest of each Python file of the checkpoint, and the revision of code elsewhere."""
+    paths = {path.name: path for folder in folders for path in folder.glob("*.py")}
+    digests = {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in paths.items()}
+    return {**digests, "revision": str(getattr(model, "code_revision", None) or "")}
+
+
+def _named(overrides: Any) -> Any:
+    """Return overrides as JSON values; a function or class is its qualified name."""
+    if isinstance(overrides, dict):
+        return {str(key): _named(each) for key, each in overrides.items()}
+    if callable(overrides):
+        return f"{overrides.__module__}.{overrides.__qualname__}"
+    return overrides
+
+
+def _revision(model: ModelConfig) -> str:
+    """Return the revision that the user has set; a hub's default is none."""
+    revision = model.revision
+    if revision in _DEFAULT_REVISIONS:
+        return "none"
+    text = str(revision)
+    return text if _PLAIN.fullmatch(text) else _digest(text)
+
+
+def _commit(folder: Path) -> str:
+    """Return the commit of a snapshot in a hub's cache, or an empty string."""
+    return folder.name if folder.parent.name == "snapshots" else ""
+
+
+def _quantization(model: ModelConfig) -> str:
+    """Return how the user has the weights quantized while they are loaded.
+
+    That of a checkpoint is in its files. vLLM replaces the name of its method by one of the device.
+    """
+    files = _read(_config_folder(model), CONFIG_FILES)
+    if "hf_quant_config.json" in files or any(
+        key in each for each in files.values() for key in _QUANTIZED
+    ):
+        return ""
+    return str(_value(model.quantization) or "")
+
+
+def _is_gguf(source: str) -> bool:
+    """Return whether a model is one GGUF file, by its path or as ``repository:type``."""
+    return source.endswith(".gguf") or (":" in source and "://" not in source)
+
+
+def _value(setting: Any) -> Any:
+    """Return the value of an enumeration's member; older releases of vLLM have them."""
+    return getattr(setting, "value", setting)
+
+
+def _digest(value: Any, *, digits: int = 12) -> str:
+    text = json.dumps(value, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:digits]
