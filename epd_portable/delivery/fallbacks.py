@@ -23,7 +23,7 @@ REQUESTS_PER_RETRY = 5
 that a failing topology does not get twice the work."""
 
 
-class RequestPhase(str, enum.Enum):
+class RequestPhase(enum.StrEnum):
     """How far a request has come."""
 
     ENCODE = "encode"

@@ -11,7 +11,7 @@ import io
 import math
 import random
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 
 from PIL import Image, ImageDraw
 
@@ -46,7 +46,7 @@ _SUPERSAMPLING = 4
 _Point = tuple[float, float]
 
 
-class QuestionKind(str, Enum):
+class QuestionKind(StrEnum):
     """What a question asks about a picture."""
 
     DESCRIBE = "describe"

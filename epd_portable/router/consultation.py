@@ -378,7 +378,7 @@ class Consultation(IncomingRequest, Forwarder):
             if self._answer.done():
                 raise TimeoutError
             context = await asyncio.wait_for(self.again.get(), AGAIN_WITHIN_S)
-        except (TimeoutError, asyncio.TimeoutError):
+        except TimeoutError:
             raise RequestFailure(
                 FailureKind.UNAVAILABLE,
                 RequestPhase.ANSWER,

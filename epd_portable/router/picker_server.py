@@ -86,7 +86,7 @@ def self_signed() -> tuple[bytes, bytes]:
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "epd-picker")])
     day = datetime.timedelta(days=1)
-    now = datetime.datetime.now(datetime.timezone.utc)
+    now = datetime.datetime.now(datetime.UTC)
     cert = (
         x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number())
         .not_valid_before(now - day)

@@ -57,7 +57,8 @@ from epd_portable.wire.params import (
 )
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
+    from typing import Self
+
     from vllm.config import VllmConfig
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request

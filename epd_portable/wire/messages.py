@@ -51,7 +51,7 @@ LOAD_PATH = "/epd/load"
 query, at the latest after `LOAD_HEARTBEAT_S`."""
 
 
-class NackCode(str, enum.Enum):
+class NackCode(enum.StrEnum):
     """Why a transfer, or a request's item, is refused for good."""
 
     INCOMPATIBLE = "incompatible"

@@ -9,7 +9,7 @@ import enum
 from typing import Literal, TypeAlias
 
 
-class FailureKind(str, enum.Enum):
+class FailureKind(enum.StrEnum):
     """Why something did not happen."""
 
     FULL = "full"

@@ -6,10 +6,10 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
-import tomllib
 
 ROOT = Path(__file__).resolve().parents[2]
 BLOCK = re.compile(r"^```(?:python|toml)\n# ([\w.: -]+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)

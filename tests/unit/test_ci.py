@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 import re
 import subprocess
+import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+
+from ci import venv
 
 ROOT = Path(__file__).resolve().parents[2]
 MATRIX: list[dict[str, Any]] = yaml.safe_load((ROOT / "ci/matrix.yaml").read_text("utf-8"))["jobs"]
@@ -85,3 +88,22 @@ def test_the_simulated_job_runs_every_one_of_its_tests() -> None:
     tests = [path.relative_to(ROOT).as_posix() for path in ROOT.glob("tests/npu_sim/**/test_*.py")]
     assert tests
     assert [test for test in tests if not test.startswith(named)] == []
+
+
+def test_engines_job_covers_the_releases_that_its_script_runs() -> None:
+    script = (ROOT / "ci/jobs/engines.sh").read_text("utf-8")
+    (default,) = re.findall(r"versions=\((\d.*)\)", script)
+    assert re.findall(r"\d+\.\d+\.\d+", RUNNING["engines"]["covers"]) == default.split()
+
+
+def test_oldest_python_is_equal_in_metadata_checks_and_jobs() -> None:
+    """mypy compares the standard library, ruff the syntax, with the release they are given."""
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
+    oldest = settings["project"]["requires-python"].removeprefix(">=")
+    assert settings["tool"]["mypy"]["python_version"] == oldest
+    assert settings["tool"]["ruff"]["target-version"] == f"py{oldest.replace('.', '')}"
+    assert ".".join(map(str, venv.OLDEST_PYTHON)) == oldest
+    assert {job["needs"][0] for job in MATRIX} == {f"python {oldest}"}
+    steps = [step for job in WORKFLOW["jobs"].values() for step in job["steps"]]
+    versions = {step["with"]["python-version"] for step in steps if "python" in step.get("uses", "")}
+    assert versions == {oldest}

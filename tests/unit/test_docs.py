@@ -10,13 +10,13 @@ import json
 import re
 import shlex
 import subprocess
+import tomllib
 import typing
 from collections.abc import Iterator
 from pathlib import Path
 
 import click
 import pytest
-import tomllib
 import yaml
 from click.testing import CliRunner
 from pydantic import BaseModel

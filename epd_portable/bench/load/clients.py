@@ -192,7 +192,7 @@ class _Exchange:
         self._due_s, self._sent_s = due_s, time.monotonic()
         try:
             await asyncio.wait_for(self._run(), TIMEOUT_S)
-        except asyncio.TimeoutError:
+        except TimeoutError:
             self._problem = f"no end in {TIMEOUT_S:g} s"
         except (OSError, httptools.HttpParserError) as error:
             self._problem = f"{self._address.netloc}: {error!r}"

@@ -10,7 +10,7 @@ import io
 import json
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -200,7 +200,7 @@ def _print_line(notice: Notice) -> None:
 
 
 def _print_object(notice: Notice) -> None:
-    time = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
+    time = datetime.now(UTC).isoformat(timespec="milliseconds")
     click.echo(one_line(time=time, event=notice.event, text=notice.text, **notice.fields))
 
 

@@ -40,13 +40,11 @@ class _Order(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         argv: ``python -m MODULE ARGUMENTS``.
-        cwd: ``None`` stays where the fork server is.
         cores: On which it may run.
     """
 
     argv: tuple[str, ...]
     env: dict[str, str]
-    cwd: str | None
     cores: list[int]
 
 
@@ -97,7 +95,6 @@ class ForkServer:
         commands: Sequence[Sequence[str]],
         *,
         env: Mapping[str, str],
-        cwd: Path | None,
         output: BinaryIO,
     ) -> None:
         self._pipe, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -107,7 +104,6 @@ class ForkServer:
                 [sys.executable, "-m", __name__, *modules, "-" * room],
                 # OpenBLAS starts threads when it is imported.
                 env={**env, "OPENBLAS_NUM_THREADS": "1", "ROOM": "-" * _MAX_NAME_BYTES},
-                cwd=cwd,
                 stdin=theirs.fileno(),
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -134,7 +130,6 @@ class ForkServer:
         argv: Sequence[str],
         *,
         env: Mapping[str, str],
-        cwd: Path | None,
         output: BinaryIO,
     ) -> Forked:
         """Start ``python -m MODULE …`` as the first process of a session of its own.
@@ -148,7 +143,6 @@ class ForkServer:
         order = _Order(
             argv=tuple(argv),
             env=dict(env),
-            cwd=str(cwd) if cwd else None,
             cores=sorted(os.sched_getaffinity(0)),
         )
         try:
@@ -250,8 +244,6 @@ def _become(order: _Order, log: int) -> _Order:
         os.dup2(descriptor, number)
     os.close(nothing)
     os.close(log)
-    if order.cwd is not None:
-        os.chdir(order.cwd)
     os.environ.clear()
     os.environ.update(order.env)
     # Ours read their variables when they are imported.

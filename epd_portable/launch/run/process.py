@@ -22,7 +22,7 @@ from epd_portable.launch.run.fork_server import Forked, ForkServer
 from epd_portable.launch.run.log_files import open_log
 from epd_portable.launch.run.router_client import trusting
 from epd_portable.launch.run.sessions import SHM, members
-from epd_portable.launch.safe_path import safe_cwd, safe_environ
+from epd_portable.launch.safe_path import safe_environ
 
 _TAIL_BYTES = 256 << 10
 _OF_ONE_ENGINE = ("PROMETHEUS_MULTIPROC_DIR", envs.EPD_METRICS_DIR.name)
@@ -69,16 +69,15 @@ class Child:
                 (SHM / spec.shm_name).unlink(missing_ok=True)
         with open_log(self.log) as output, on_cores(self._cores):
             self._log_start = output.tell()
-            env, cwd = _environment(environ, spec.env, run_id), safe_cwd(log_dir)
+            env = _environment(environ, spec.env, run_id)
             process: subprocess.Popen[bytes] | Forked | None = None
             if spec.preload and fork_server is not None and fork_server.is_ready():
                 with contextlib.suppress(OSError):  # It has just ended.
-                    process = fork_server.fork(spec.argv, env=env, cwd=cwd, output=output)
+                    process = fork_server.fork(spec.argv, env=env, output=output)
             try:
                 self._process = process or subprocess.Popen(
                     spec.argv,
                     env=env,
-                    cwd=cwd,
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=subprocess.STDOUT,
@@ -163,7 +162,6 @@ def start_fork_server(
                 forked[0].preload,
                 [spec.argv for spec in forked],
                 env=_environment(environ, {**forked[0].env, **_FORK_SERVER}, run_id),
-                cwd=safe_cwd(log_dir),
                 output=output,
             )
         except OSError as error:

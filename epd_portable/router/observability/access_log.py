@@ -6,7 +6,7 @@ items. ``model`` is what the client asked for, cut.
 
 from __future__ import annotations
 
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 
 import msgspec
 
@@ -64,7 +64,7 @@ def line_of(record: RequestRecord) -> dict[str, object]:
         }
 
     line: dict[str, object] = {
-        "time": datetime.fromtimestamp(record.began_s, timezone.utc).isoformat(),
+        "time": datetime.fromtimestamp(record.began_s, UTC).isoformat(),
         "request_id": record.id,
         "trace_id": record.traceparent[3:35],
         "client": record.client,

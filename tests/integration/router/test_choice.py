@@ -6,11 +6,11 @@ import asyncio
 import json
 import re
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
-import tomllib
 from starlette.responses import Response
 
 from epd_portable.config.load import parse_topology

@@ -14,6 +14,7 @@ import contextlib
 import re
 import shlex
 import tempfile
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,6 @@ import jsonschema
 import kubernetes_validate
 import promql_parser
 import pytest
-import tomllib
 import yaml
 from click.testing import CliRunner, Result
 
