@@ -17,6 +17,7 @@ import httpx
 from pydantic import JsonValue
 
 from epd_portable.errors import LaunchError, MeasurementError
+from epd_portable.launch.environment import child_environ
 from epd_portable.launch.plan.engine import render_arguments
 from epd_portable.launch.plan.machine import has_compiler
 from epd_portable.launch.plan.model import resolve_model
@@ -24,7 +25,6 @@ from epd_portable.launch.plan.ports import port_source
 from epd_portable.launch.run import sessions
 from epd_portable.launch.run.log_files import Tail
 from epd_portable.launch.run.process import on_cores
-from epd_portable.launch.safe_path import safe_environ
 from epd_portable.platforms.traits import TRAITS
 
 _POLL_S = 0.25
@@ -105,7 +105,7 @@ class Server:
         with self.log.open("ab") as output:
             self._process = self.popen(
                 self.argv,
-                env=safe_environ({**os.environ, **self.env}),
+                env=child_environ({**os.environ, **self.env}),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,

@@ -6,11 +6,11 @@ Which types of plug-ins there are and what their parameters mean is not known he
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 from pydantic import Field, JsonValue, field_validator, model_validator
 
+from epd_portable.config.folders import expanded
 from epd_portable.config.problems import checked, read_text
 from epd_portable.config.quantities import Section
 from epd_portable.errors import ConfigError
@@ -119,7 +119,7 @@ def with_file(section: ChoiceSection) -> ChoiceSection:
     """
     if section.file is None:
         return section
-    path = Path(section.file).expanduser()
+    path = expanded(section.file)
     return parse_choice(read_text(path), source=f"router.choice.file {path}")
 
 

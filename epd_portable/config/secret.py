@@ -15,8 +15,8 @@ import re
 import secrets
 import time
 from collections.abc import Callable
-from pathlib import Path
 
+from epd_portable.config.folders import expanded
 from epd_portable.errors import ConfigError, RequestError
 
 MIN_CHARACTERS = 32
@@ -36,7 +36,9 @@ _SIGNATURE = re.compile(
 
 
 def read_private_file(path: str, *, key: str, remedy: str = "") -> str:
-    """Return the text of a file that only its owner can read, without white space around it.
+    """Return the text of a file that others cannot read, without white space around it.
+
+    Its group may read one that belongs to root, as Kubernetes mounts Secrets into Pods of others.
 
     Args:
         path: The file; of larger ones the first `MAX_BYTES` are read.
@@ -47,8 +49,10 @@ def read_private_file(path: str, *, key: str, remedy: str = "") -> str:
         ConfigError: It cannot be read, or others can read or change it.
     """
     try:
-        with Path(path).expanduser().open("rb") as opened:
-            if (mode := os.fstat(opened.fileno()).st_mode & 0o777) & 0o077:
+        with expanded(path).open("rb") as opened:
+            found = os.fstat(opened.fileno())
+            others = 0o037 if found.st_uid == 0 != os.geteuid() else 0o077
+            if (mode := found.st_mode & 0o777) & others:
                 raise ConfigError(
                     f"{key} {path} has mode {mode:04o}: others can read or change it; chmod 600 "
                     f"{path}, and replace its content if they may have read it"
@@ -225,9 +229,7 @@ def make_secret_file(path: str) -> None:
         ConfigError: There is such a file, or it cannot be written.
     """
     try:
-        descriptor = os.open(
-            Path(path).expanduser(), os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode=0o600
-        )
+        descriptor = os.open(expanded(path), os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode=0o600)
     except FileExistsError as error:
         raise ConfigError(
             f"{path} exists and is left as it is; remove it first, or name another file"

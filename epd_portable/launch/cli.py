@@ -8,7 +8,6 @@ import fcntl
 import os
 import shutil
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from typing import Any
 import click
 
 from epd_portable.config.document import dotted
+from epd_portable.config.folders import temp_folder
 from epd_portable.config.hardware import find_hardware
 from epd_portable.config.roles import ROLES
 from epd_portable.config.secret import Secret, make_secret_file
@@ -289,7 +289,7 @@ def check(platform: str | None, hardware: str | None, as_json: bool) -> None:
 
 
 def _temp_dir(run_id: str) -> Path:
-    return Path(tempfile.gettempdir()) / f"{RUN_FOLDER}{run_id}"
+    return temp_folder() / f"{RUN_FOLDER}{run_id}"
 
 
 @contextlib.contextmanager

@@ -4,7 +4,7 @@ The image is the root file system of this machine. What podman 4.3 lacks is repl
 
 - emptyDir: ``medium`` and ``sizeLimit``; ``/dev/shm`` is a folder on disk
 - Deployment: one replica; no strategy, and no object that scales or protects it
-- Secret: a folder of this machine
+- Secret: a folder of this machine; its file belongs to root and to the group of ``fsGroup``
 - probes other than liveness, ``preStop`` and names of ports
 """
 
@@ -35,6 +35,8 @@ pytestmark = [pytest.mark.full, pytest.mark.needs_podman]
 ROOT = Path(__file__).resolve().parents[2]
 IMAGE = "localhost/epd-test:1"
 READY_S, END_S = 300, 90
+GROUP = 1000
+"""Of rendered Pods, as ``fsGroup``."""
 CONTAINERS = """
 [containers]
 default_ulimits = ["nofile=4096:4096", "nproc=4096:4096"]
@@ -80,15 +82,13 @@ def in_root_of_this_machine(pod: dict[str, Any], secrets: Path) -> None:
             volume["emptyDir"] = {}
         if volume.pop("secret", None):
             volume["hostPath"] = {"path": str(secrets)}
-    pod["volumes"].append({"name": "tmp", "emptyDir": {}})
-    container["volumeMounts"].append({"name": "tmp", "mountPath": "/tmp"})
     folders = {*("/usr", "/bin", "/lib", "/lib64"), sys.base_prefix, str(ROOT)}
     for number, path in enumerate(sorted(folders)):
         pod["volumes"].append({"name": f"root-{number}", "hostPath": {"path": path}})
         mount = {"name": f"root-{number}", "mountPath": path, "readOnly": True}
         container["volumeMounts"].append(mount)
     search = f"{Path(sys.executable).parent}:/usr/bin:/bin"
-    container["env"] = [{"name": "PATH", "value": search}, {"name": "HOME", "value": "/tmp"}]
+    container["env"] = [{"name": "PATH", "value": search}]
     del container["ports"]  # Published at this machine otherwise.
 
 
@@ -156,6 +156,8 @@ def test_a_pod_of_a_router_comes_back_and_ends_at_sigterm(
     secrets = tmp_path / "secrets"
     secrets.mkdir()
     make_secret_file(str(secrets / "secret"))
+    os.chown(secrets / "secret", 0, GROUP)
+    (secrets / "secret").chmod(0o440)
     file = rendered(tmp_path / "k8s", "roles", "routers.yaml", secrets)
     url, container = play(file), "epd-test-router-pod-0-epd"
     until_status(url, 503, container)  # No instance has joined.

@@ -105,5 +105,7 @@ def test_oldest_python_is_equal_in_metadata_checks_and_jobs() -> None:
     assert ".".join(map(str, venv.OLDEST_PYTHON)) == oldest
     assert {job["needs"][0] for job in MATRIX} == {f"python {oldest}"}
     steps = [step for job in WORKFLOW["jobs"].values() for step in job["steps"]]
-    versions = {step["with"]["python-version"] for step in steps if "python" in step.get("uses", "")}
+    versions = {
+        step["with"]["python-version"] for step in steps if "python" in step.get("uses", "")
+    }
     assert versions == {oldest}

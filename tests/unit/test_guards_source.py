@@ -330,3 +330,19 @@ def test_the_guard_sees_each_way(source: str) -> None:
 )
 def test_the_guard_leaves_the_rest_alone(source: str) -> None:
     assert not list(dangers(ast.parse(source)))
+
+
+FOLDERS = re.compile(r"\.expanduser\(|Path\.home\(|\bgetuser\(|tempfile\.gettempdir\(")
+FOLDERS_ALLOWED = {
+    "config/folders.py": "the one place that knows containers without a home",
+    "vllm_plugin/exposition.py": "in an engine, whose TMPDIR is the folder of the run",
+}
+
+
+def test_folders_of_the_user_come_from_one_module() -> None:
+    found = {
+        path.relative_to(PACKAGE).as_posix()
+        for path in modules()
+        if FOLDERS.search(path.read_text("utf-8"))
+    }
+    assert found == FOLDERS_ALLOWED.keys()

@@ -10,8 +10,9 @@ import tempfile
 from pathlib import Path
 
 from epd_portable.bench import console
+from epd_portable.config.folders import cache_folder
 from epd_portable.errors import MeasurementError
-from epd_portable.launch.safe_path import safe_environ
+from epd_portable.launch.environment import child_environ
 
 MODEL = "shape"
 NAME = "shape-12x384-6x512"
@@ -26,8 +27,7 @@ def cached_checkpoint() -> Path:
     Raises:
         MeasurementError: It cannot be made.
     """
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "epd-portable")
-    folder = cache / "shapes" / NAME
+    folder = cache_folder(os.environ) / "shapes" / NAME
     if folder.is_dir():
         return folder
     console.progress(f"making {folder}")
@@ -37,7 +37,7 @@ def cached_checkpoint() -> Path:
         made = Path(name, NAME)
         # A process of its own: neither torch nor a model's library is loaded into the measuring.
         argv = [sys.executable, "-m", "epd_portable.demo.shape", str(made), *_SHAPE.split()]
-        ended = subprocess.run(argv, env=safe_environ(os.environ), capture_output=True, text=True)
+        ended = subprocess.run(argv, env=child_environ(os.environ), capture_output=True, text=True)
         if ended.returncode:
             tail = "\n".join(ended.stderr.splitlines()[-15:])
             raise MeasurementError(f"{folder} could not be made:\n{tail}")

@@ -28,6 +28,7 @@ from epd_portable.bench.load.setting import LoadSetting
 from epd_portable.bench.load.sides import LoadSide, api_cores
 from epd_portable.bench.load.usage import Part
 from epd_portable.bench.servers import Server
+from epd_portable.config.folders import temp_folder
 from epd_portable.config.groups import Instances
 from epd_portable.errors import MeasurementError
 from epd_portable.launch.plan.engine import ROLE_ARGS, cpu_env
@@ -232,7 +233,7 @@ def _parts_of_topology(server: Server) -> Iterator[Part]:
 
     Engines behind the engine front have no server: the front's page has what they count.
     """
-    runs = find_runs(Path(tempfile.gettempdir()))
+    runs = find_runs(temp_folder())
     for process in next(run for run in runs if run.pid == server.pid).processes:
         assert process.pid is not None
         group = process.name.rpartition("-")[0]

@@ -20,6 +20,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from epd_portable.config.folders import expanded
 from epd_portable.config.store import StoreSection
 from epd_portable.connector.stores.base import Entry, Store
 from epd_portable.connector.stores.entry import MAX_HEAD_BYTES
@@ -52,7 +53,7 @@ class FileStore(Store):
 
     def __init__(self, section: StoreSection) -> None:
         assert section.path is not None
-        self._root = Path(section.path).expanduser()
+        self._root = expanded(section.path)
         self._folder = self._root / FOLDER
         self._max_bytes = section.max_bytes
         self._ttl_s = section.ttl_s

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 import click
 import yaml
 
+from epd_portable.config.folders import temp_folder
 from epd_portable.errors import ConfigError, LaunchError
 from epd_portable.launch.commands.cluster import cluster_options, on_cluster
 from epd_portable.launch.commands.command_line import (
@@ -240,4 +240,4 @@ def scrape_configuration(runs: Sequence[RunRecord]) -> dict[str, Any]:
 
 
 def _running() -> list[RunRecord]:
-    return find_runs(Path(tempfile.gettempdir()))
+    return find_runs(temp_folder())

@@ -16,8 +16,8 @@ from string import Template
 
 from epd_portable.connector.pool import SHM_FOLDER
 from epd_portable.errors import ConfigError, LaunchError, PlatformUnavailableError
+from epd_portable.launch.environment import child_environ
 from epd_portable.launch.plan.processes import Machine
-from epd_portable.launch.safe_path import safe_environ
 from epd_portable.platforms.traits import PlatformTraits
 
 _PROBE_LIMIT_S = 300.0
@@ -113,7 +113,7 @@ def probed_machine(traits: PlatformTraits, environ: Mapping[str, str]) -> Machin
     try:
         process = subprocess.run(
             [sys.executable, "-c", _PROBE, traits.name],
-            env=safe_environ(environ),
+            env=child_environ(environ),
             cwd="/",
             stdin=subprocess.DEVNULL,
             capture_output=True,

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 
+from epd_portable.config.folders import expanded
 from epd_portable.errors import ConfigError
 
 DEMO = "demo"
@@ -37,7 +38,7 @@ def resolve_model(model: str, *, served_name: str | None = None) -> ModelSource:
     if model == DEMO:
         folder = Path(str(files("epd_portable"))) / "demo" / "model"
     else:
-        folder = Path(model).expanduser()
+        folder = expanded(model)
     looks_like_folder = model == DEMO or model.startswith((".", "/", "~")) or folder.is_dir()
     if not looks_like_folder and HUB_ID.fullmatch(model):
         return ModelSource(argument=model, served_name=served_name or model, is_folder=False)

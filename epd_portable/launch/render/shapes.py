@@ -46,6 +46,19 @@ _ENDING_S = 5
 _PROBE_EVERY_S = 5
 _SHM_OF_ENGINES = 1 << 30
 """What engines put into ``/dev/shm`` beside the pools."""
+_USER = {
+    "runAsNonRoot": True,
+    "runAsUser": 1000,
+    "runAsGroup": 1000,
+    "fsGroup": 1000,
+    "seccompProfile": {"type": "RuntimeDefault"},
+}
+"""Of Pods; the group may read the Secret. With `_CONFINED`, Kubernetes' restricted standard."""
+_CONFINED = {
+    "allowPrivilegeEscalation": False,
+    "capabilities": {"drop": ["ALL"]},
+    "readOnlyRootFilesystem": True,
+}
 _OF_A_NODE: Role = "encode-prefill-decode"
 """What a launcher with all stages is to pickers that choose by role."""
 _FILES = ("tls_cert_file", "tls_key_file", "api_keys_file", "hop_keys_file", "access_log")
@@ -214,10 +227,12 @@ class Rendering:
         volumes: list[Object] = [
             {"name": "topology", "configMap": {"name": f"{self.name}-topology"}},
             {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": f"{shm_mib}Mi"}},
+            {"name": "tmp", "emptyDir": {}},
         ]
         mounts: list[Object] = [
             {"name": "topology", "mountPath": FOLDER, "readOnly": True},
             {"name": "shm", "mountPath": "/dev/shm"},
+            {"name": "tmp", "mountPath": "/tmp"},
         ]
         if _SECRET in settings:
             held = {"secretName": f"{self.name}-secret", "defaultMode": 0o400}
@@ -237,6 +252,7 @@ class Rendering:
             **_probes(topology, has_front=not role, has_instances=instances > 0),
             "lifecycle": {"preStop": {"exec": {"command": ["sleep", str(_UNROUTED_S)]}}},
             "resources": resources,
+            "securityContext": dict(_CONFINED),
             "volumeMounts": mounts,
         }
         digest = hashlib.sha256(read_text(or_shipped(self.request.config)).encode()).hexdigest()
@@ -251,6 +267,7 @@ class Rendering:
                 # Processes that the launcher leaves behind are reaped by the Pod's own.
                 "shareProcessNamespace": True,
                 "terminationGracePeriodSeconds": math.ceil(_UNROUTED_S + stop_s + _ENDING_S),
+                "securityContext": dict(_USER),
                 "containers": [container],
                 "volumes": volumes,
             },

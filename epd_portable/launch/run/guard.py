@@ -18,9 +18,9 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from epd_portable.errors import LaunchError
+from epd_portable.launch.environment import child_environ
 from epd_portable.launch.run.log_files import open_log
 from epd_portable.launch.run.sessions import end_processes, members, remove_shm
-from epd_portable.launch.safe_path import safe_environ
 
 
 class Guard:
@@ -44,7 +44,7 @@ class Guard:
         with open_log(log) as output:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "epd_portable.launch.run.guard", *settings],
-                env=safe_environ(os.environ),
+                env=child_environ(os.environ),
                 cwd="/",
                 stdin=subprocess.PIPE,
                 stdout=output,

@@ -11,12 +11,13 @@ import threading
 from pathlib import Path
 from typing import Any
 
+from epd_portable.config.folders import temp_folder
 from epd_portable.errors import LaunchError
+from epd_portable.launch.environment import child_environ
 from epd_portable.launch.plan.launchers import FOLDER, LauncherSpec
 from epd_portable.launch.plan.processes import new_run_id, shm_prefix
 from epd_portable.launch.run.guard import Guard
 from epd_portable.launch.run.running import RunRecord, find_runs
-from epd_portable.launch.safe_path import safe_environ
 
 _GRACE_S = 1.0
 """Of a launcher whose holder is gone; its own guard ends what it leaves."""
@@ -61,7 +62,7 @@ class HeldLauncher:
         environ = {name: value for name, value in os.environ.items() if name not in _NOT_ITS_OWN}
         self._process = subprocess.Popen(
             [sys.executable, "-m", "epd_portable.launch.cli", *argv, "--json"],
-            env=safe_environ(environ),
+            env=child_environ(environ),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             text=True,
@@ -91,7 +92,7 @@ class HeldLauncher:
 
     def record(self) -> RunRecord | None:
         """Return how its run is; ``None`` before it has written that down."""
-        found = find_runs(Path(tempfile.gettempdir()))
+        found = find_runs(temp_folder())
         return next((run for run in found if run.run_id == self.run_id), None)
 
     def stop(self) -> None:

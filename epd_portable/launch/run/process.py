@@ -16,13 +16,14 @@ from urllib.parse import urlsplit
 import httpx
 
 from epd_portable import envs
+from epd_portable.config.folders import cache_folder
 from epd_portable.errors import LaunchError
+from epd_portable.launch.environment import child_environ
 from epd_portable.launch.plan.processes import ProcessSpec
 from epd_portable.launch.run.fork_server import Forked, ForkServer
 from epd_portable.launch.run.log_files import open_log
 from epd_portable.launch.run.router_client import trusting
 from epd_portable.launch.run.sessions import SHM, members
-from epd_portable.launch.safe_path import safe_environ
 
 _TAIL_BYTES = 256 << 10
 _OF_ONE_ENGINE = ("PROMETHEUS_MULTIPROC_DIR", envs.EPD_METRICS_DIR.name)
@@ -199,10 +200,9 @@ def _environment(
     Kernels that torch compiles go into a folder that outlives the run. Folders of metrics are left
     out: every engine on the host would show what all of them count.
     """
-    cache = environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return safe_environ(
+    return child_environ(
         {
-            "TORCHINDUCTOR_CACHE_DIR": str(Path(cache, "epd-portable", "torchinductor")),
+            "TORCHINDUCTOR_CACHE_DIR": str(cache_folder(environ) / "torchinductor"),
             **{name: value for name, value in environ.items() if name not in _OF_ONE_ENGINE},
             **mine,
             "EPD_RUN_ID": run_id,

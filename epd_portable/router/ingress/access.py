@@ -8,8 +8,8 @@ import logging
 import os
 import time
 from collections.abc import Mapping
-from pathlib import Path
 
+from epd_portable.config.folders import expanded
 from epd_portable.config.secret import read_private_file
 from epd_portable.errors import ConfigError, RequestError
 
@@ -82,7 +82,7 @@ def _digest(shown: str) -> bytes:
 
 def _stamp(path: str) -> tuple[int, int, int]:
     try:
-        found = os.stat(Path(path).expanduser())
+        found = os.stat(expanded(path))
     except OSError:  # Reported when it is read.
         return 0, 0, 0
     return found.st_ino, found.st_size, found.st_mtime_ns

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import signal
+import subprocess
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -15,11 +16,13 @@ import httpx
 import psutil
 import pytest
 
+from tests import pod
 from tests.e2e import flags
 from tests.e2e.asking import ask, assert_equal, body, picture, post, text
-from tests.e2e.conftest import VIDEOS, Split, Start, encoders_held
+from tests.e2e.conftest import VIDEOS, Split, encoders_held, running
 from tests.e2e.engines import RESTART_S, counted, started, wait_until
 from tests.e2e.modalities.parts import frames
+from tests.forked import Popen
 from tests.metrics_page import total
 
 ASK = text("Describe the picture.")
@@ -27,11 +30,19 @@ ENGINES = ("encode-0", "encode-1", "prefill_decode-0")
 
 
 @pytest.fixture(scope="module")
-def front(start: Start) -> Split:
+def front(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Split]:
+    """Started as users start it, in a container as Kubernetes runs one, where that is allowed."""
     settings = ["front=auto", "engine_args.dtype=float32", "router.access_log=stderr"]
     settings += [f"engine_args.{key}={json.dumps(value)}" for key, value in VIDEOS.items()]
     steered = "instances.encode.engine_args.worker_cls=tests.e2e.workers.SlowEncodeWorker"
-    return start([*settings, "instances.encode.count=2", steered])
+    folder = tmp_path_factory.mktemp("front")
+    popen: Popen = subprocess.Popen
+    if why_not := pod.why_not(folder / "tried"):
+        print(f"no container here, the front starts outside: {why_not}")
+    else:
+        popen = pod.popen_in(folder)
+    with running(folder, [*settings, "instances.encode.count=2", steered], popen=popen) as split:
+        yield split
 
 
 def process(front: Split, name: str) -> psutil.Process:

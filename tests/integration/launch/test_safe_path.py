@@ -11,11 +11,11 @@ import pytest
 
 from epd_portable.config.instance import PlatformName
 from epd_portable.errors import LaunchError, PlatformUnavailableError
+from epd_portable.launch.environment import child_environ
 from epd_portable.launch.plan import machine
 from epd_portable.launch.plan.processes import new_run_id
 from epd_portable.launch.run.guard import Guard
 from epd_portable.launch.run.process import Child
-from epd_portable.launch.safe_path import safe_environ
 from epd_portable.platforms.traits import TRAITS
 from tests.integration.launch.conftest import child_of
 
@@ -131,6 +131,7 @@ def test_another_program_that_imports_the_package_keeps_its_path(
 
 
 def test_pythonpath_retains_the_folders_that_it_names() -> None:
-    assert safe_environ({"A": "b"}) == {"A": "b", "PYTHONSAFEPATH": "1"}
-    assert safe_environ({"PYTHONPATH": ":/x::.:"})["PYTHONPATH"] == f"/x:{os.getcwd()}"
-    assert "PYTHONPATH" not in safe_environ({"PYTHONPATH": ":", "PYTHONSAFEPATH": ""})
+    plain = child_environ({"A": "b"})
+    assert (plain["A"], plain["PYTHONSAFEPATH"]) == ("b", "1") and "PYTHONPATH" not in plain
+    assert child_environ({"PYTHONPATH": ":/x::.:"})["PYTHONPATH"] == f"/x:{os.getcwd()}"
+    assert "PYTHONPATH" not in child_environ({"PYTHONPATH": ":", "PYTHONSAFEPATH": ""})

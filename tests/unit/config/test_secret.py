@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import os
 import re
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +72,27 @@ def test_a_file_that_gives_no_secret_is_refused(
         Secret.read(path)
     with pytest.raises(ConfigError, match=r"there is no secret_file.*epd-launch secret FILE"):
         Secret.read("")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to root and a group")
+def test_secret_of_root_may_be_read_by_its_group() -> None:
+    """A Pod's Secret: ``fsGroup`` makes it a file of root with mode 0440."""
+    group = 1000
+    file = tempfile.NamedTemporaryFile()  # noqa: SIM115  # Folders of pytest are closed to others.
+    path = Path(file.name)
+    write(path, "s" * 40, 0o440)
+    os.chown(path, 0, group)
+    with pytest.raises(ConfigError, match="mode 0440"):
+        Secret.read(str(path))
+    ids, groups = os.getegid(), os.getgroups()
+    os.setegid(group)
+    os.seteuid(group)
+    try:
+        assert Secret.read(str(path)).instance_token() == Secret("s" * 40).instance_token()
+    finally:
+        os.seteuid(0)
+        os.setegid(ids)
+        os.setgroups(groups)
 
 
 TRANSFER = {"transfer_id": "t", "item": "cat", "consumer": "tcp://h:1"}
