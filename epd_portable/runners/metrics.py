@@ -110,6 +110,10 @@ class ReceiverMetrics(Instruments):
         self.requests_failed = counter(
             "epd_pd_requests_failed", "Requests that could not be answered.", "code", _CODES
         )
+        self.stalls = counter(
+            "epd_pd_stalls",
+            "Waits for items that nothing but the deadline of all claims ended: faults.",
+        )
         self.not_needed = counter(
             "epd_pd_not_needed", "Answers that an item is there already or not wanted."
         )

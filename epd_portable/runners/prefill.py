@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from epd_portable.log import trace
@@ -13,6 +13,7 @@ from epd_portable.runners.prompt import (
     metadata_only_items,
 )
 from epd_portable.runners.receiver import Receiver
+from epd_portable.runners.stalls import StallWatch, describe
 from epd_portable.scheduling.items import Claimant, PromptItem
 from epd_portable.wire.messages import NackCode
 from epd_portable.wire.params import CacheNews, ItemOutcome, PrefillOutcome, PrefillParams
@@ -42,6 +43,8 @@ class PrefillRequests:
         self._unavailable: set[str] = set()
         self._sleepers: list[str] = []
         self._has_front = False
+        self._next_look_s = 0.0
+        self._watch = StallWatch(receiver.cache, self._is_able, limit_s=2 * config.wait_timeout_s)
 
     def arrived(
         self, request_id: str, items: Sequence[PromptItem], params: PrefillParams | None
@@ -194,6 +197,55 @@ class PrefillRequests:
             mm_inputs_total=len(record.items),
         )
 
+    def find_stalled(self, *, computed: bool, starts: bool) -> str:
+        """Return a request that waits for its items in vain, or an empty string.
+
+        It is to be ended; see `StallWatch.look`.
+        """
+        now = self._receiver.clock()
+        record = self._watch.look(now, computed=computed, starts=starts)
+        if record is None:
+            return ""
+        self._receiver.metrics.stalls.inc()
+        state = describe(self._cache, self._receiver.pool)
+        logger.error("request %s waits for items in vain: %s", record.request_id, state)
+        return record.request_id
+
+    def end_stalled(self, request_id: str) -> None:
+        """End the wait of a request: it encodes by itself what others were to bring, or fails."""
+        record = self._records[request_id]
+        reason = (
+            f"no item has come to {self._config.instance} for {self._watch.limit_s:g} s "
+            "(twice transfer.wait_timeout_s)"
+        )
+        awaited = [claim for claim in record.claims.values() if not claim.expired]
+        for claim in awaited:
+            self._cache.expire(claim, reason)
+        if not any(claim.expired for claim in awaited):
+            names = ", ".join(record.claims)
+            detail = f"{reason}, and request {request_id} waits for {names}: send it again"
+            self._refuse(record, "", NackCode.UNAVAILABLE, detail)
+
+    def take_forgotten(self, sleepers: Iterable[str]) -> list[str]:
+        """Return requests that sleep though they can begin; there are none unless that is a fault.
+
+        Looks every `transfer.wait_timeout_s` only. To be called when `take_woken` was.
+        """
+        now = self._receiver.clock()
+        if now < self._next_look_s:
+            return []
+        self._next_look_s = now + self._config.wait_timeout_s
+        records = [self._records[each] for each in sleepers if each in self._records]
+        found = [
+            each.request_id
+            for each in records
+            if not each.failed and (each.lost or self._is_able(each))
+        ]
+        for request_id in found:
+            self._receiver.metrics.stalls.inc()
+            logger.error("request %s was not woken when it could begin", request_id)
+        return found
+
     def take_news(self) -> CacheNews | None:
         """Return what a front has not been told yet; ``None`` if that is nothing, or there is none.
 
@@ -261,7 +313,7 @@ class PrefillRequests:
         return False
 
     def _may_schedule(self, record: Claimant) -> bool:
-        computed, first = record.num_computed_tokens, record.next_item
+        first = record.next_item
         if first == len(record.items):
             if record.running:
                 self._cache.unsettled.discard(record.request_id)
@@ -271,20 +323,33 @@ class PrefillRequests:
         if record.items[first].mm_hash in record.lost:  # Text before it would be in vain.
             self._fail_lost(record, record.items[first].mm_hash)
             return False
-        for place in itertools.islice(record.items, first, None):
+        missing = self._missing(record)
+        if missing in record.lost:
+            self._fail_lost(record, missing)
+        return not missing
+
+    def _missing(self, record: Claimant) -> str:
+        """Return the first item that the next tokens of a request need, and that is not here.
+
+        Nor can it be encoded in the step that computes them; an empty string if there is none.
+        """
+        computed = record.num_computed_tokens
+        for place in itertools.islice(record.items, record.next_item, None):
             if computed + self._lookahead < place.begin:
                 break
             if place.end <= computed:
                 continue
             if place.mm_hash in record.lost:
-                self._fail_lost(record, place.mm_hash)
-                return False
+                return place.mm_hash
             claim = record.claims[place.mm_hash]
-            if not claim.served:
-                return False
-            if not (claim.item.is_here or self._cache.may_encode(claim.item, record.request_id)):
-                return False
-        return True
+            here = claim.item.is_here or self._cache.may_encode(claim.item, record.request_id)
+            if not (claim.served and here):
+                return place.mm_hash
+        return ""
+
+    def _is_able(self, record: Claimant) -> bool:
+        """Return whether a request could compute now, if it had a seat."""
+        return (record.running or self._cache.may_start(record)) and not self._missing(record)
 
     def _refuse(self, record: Claimant, mm_hash: str, code: NackCode, detail: str) -> None:
         """Let the scheduler end a request, and send the router a nack of one of its transfers.

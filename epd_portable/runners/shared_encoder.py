@@ -66,6 +66,11 @@ class SharedEncoder:
             self._current = None
         self._dispatcher.request_finished(request_id)
 
+    def fail(self, request_id: str, reason: str) -> None:
+        """End a job whose items will not come."""
+        if self._current is not None and self._current.request_id == request_id:
+            self._give_up(self._current, reason)
+
     def advance(self) -> None:
         """A step is about to be scheduled: end the job whose items are there, and begin others."""
         while self._current is not None or self._begin_next():

@@ -70,6 +70,7 @@ class EncoderCachePreallocator(EncoderCacheManager):
         requests: All that have items, by id.
         unsettled: Ids of those whose items are not all computed: the engine asks before it
             computes any of them further.
+        progress: Grows when an item comes, and when a request with items computes.
     """
 
     def __init__(
@@ -86,6 +87,7 @@ class EncoderCachePreallocator(EncoderCacheManager):
         self._encode = encode
         self.requests: dict[str, Claimant] = {}
         self.unsettled: set[str] = set()
+        self.progress = 0
         self.changes: dict[str, bool] = {}
         self._slots = slots
         self._deliveries = deliveries
@@ -158,6 +160,7 @@ class EncoderCachePreallocator(EncoderCacheManager):
         ):
             return []
         back = num_computed_tokens < claimant.num_computed_tokens
+        self.progress += running and not back
         claimant.num_computed_tokens = num_computed_tokens
         if claimant.running != running:  # Its rank is another.
             claimant.running = running
@@ -195,6 +198,13 @@ class EncoderCachePreallocator(EncoderCacheManager):
             for other in self._with_room.values()
             if other is not claimant and not other.running
         )
+
+    def contenders(self) -> list[Claimant]:
+        """Return requests that have room for items, and the first that waits for some; by rank."""
+        found, first = dict(self._with_room), self._queue.first
+        if first is not None:
+            found[first.claimant.request_id] = first.claimant
+        return sorted(found.values(), key=lambda each: each.rank)
 
     def take_woken(self) -> list[str]:
         """Return requests of which an item came, got room or was lost since the last call.
@@ -612,6 +622,7 @@ class EncoderCachePreallocator(EncoderCacheManager):
         that cannot do without it is kept from now on.
         """
         self.changes[item.mm_hash] = True
+        self.progress += 1
         self._changed.update(dict.fromkeys(item.holders))
         for claim in self._end_vain_transfers(item):
             if claim.metadata_only:

@@ -65,13 +65,28 @@ def prefill_scheduler(base: type) -> type:
         def schedule(self, *args: Any, **kwargs: Any) -> Any:
             with self._receiver.lock:
                 self._receiver.before_step()
+                self._end_stalled()
                 self._encoder.advance()
                 self._wake(self._prefill.take_woken())
+                self._wake(self._prefill.take_forgotten(self._asleep))
                 output = super().schedule(*args, **kwargs)
                 self._put_to_sleep(self._prefill.take_sleepers())
                 self._scheduled = output.num_scheduled_tokens
                 self._idle_since_s = None if self._scheduled else time.monotonic()
                 return output
+
+        def _end_stalled(self) -> None:
+            """End the wait of a request whose items will not come, if there is one."""
+            state = self.pause_state
+            if state == PauseState.PAUSED_ALL:
+                return
+            stalled = self._prefill.find_stalled(
+                computed=bool(self._scheduled), starts=state == PauseState.UNPAUSED
+            )
+            if stalled in self._jobs:
+                self._encoder.fail(stalled, "its items have not come")
+            elif stalled:
+                self._prefill.end_stalled(stalled)
 
         def _put_to_sleep(self, request_ids: list[str]) -> None:
             """Keep requests out of the queue that wait for their items.

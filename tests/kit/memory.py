@@ -95,6 +95,8 @@ class Worker:
         self._sending: list[str] = []
         self.revoked: set[int] = set()
         """Grants that were taken back: what the worker itself receives is not written for them."""
+        self.hangs = False
+        """Nothing is encoded in the background."""
         self.seen: Counter[str] = Counter()
 
     @property
@@ -118,7 +120,7 @@ class Worker:
         if orders.computes or self._rng.random() < 0.5:
             self._copy()
         self._encoding.extend(each.mm_hash for each in orders.encodings)
-        while self._encoding and self._rng.random() < 0.5:
+        while self._encoding and not self.hangs and self._rng.random() < 0.5:
             name = self._encoding.popleft()
             if self._fails and self._rng.random() < 0.2:
                 work.failed.add(name)

@@ -181,7 +181,8 @@ class Side:
         )
 
     def close(self) -> None:
-        """Check that all memory can be had again, and end the scheduler."""
+        """Check that all memory can be had again and nothing stalled, and end the scheduler."""
+        self.engine.check_stalls()
         self.engine.reset_encoder_cache()
         for number in range(3):
             self.ask(f"last-{number}", 1)

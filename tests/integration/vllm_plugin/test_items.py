@@ -134,3 +134,15 @@ def test_blocked_store_takes_no_slots_from_encoders() -> None:
     side.store.is_blocked = False
     side.turns(100)
     side.close()
+
+
+def test_requests_end_when_the_encoder_of_the_instance_hangs() -> None:
+    side = Side(items={"x": 4, "y": 4}, cache=4, beside=True)
+    side.worker.hangs = True
+    side.ask("A", 1, media("x"), 1)
+    side.ask("B", 1, media("y"), 1)  # There is no space beside x.
+    side.ask("text", 4, answer=200)
+    side.until_ended("A", "B", within_s=1500.0, seconds=1.0)
+    assert side.ended["A"] == side.ended["B"] == "error"
+    assert side.engine.metric("epd_pd_stalls_total") == 2
+    assert side.scheduler.requests.keys() <= {"text"}

@@ -360,6 +360,7 @@ class World:
             for each in waiting
             if each.request in engine.scheduler.running and engine.could_start(each)
         ]
+        self.engine.check_stalls()
         if is_idle:
             jobs = sorted(engine.jobs)
             raise Violation(f"{self._those_waiting()}, jobs {jobs}, wait for ever")
@@ -414,6 +415,7 @@ class World:
             )
         self.engine.check_room()
         self.engine.check_slots()
+        self.engine.check_stalls()
 
     def _let_time_pass(self, seconds: float) -> None:
         for _ in range(40):
