@@ -240,6 +240,9 @@ def _differences(hook: Relied, old: Release, new: Release) -> Iterator[tuple[str
                 yield f"{title}.{name}", f"is new, and abstract: {signature(found)}", []
             else:
                 yield f"{title}.{name} is new", "", [f"+{line}" for line in body(found)]
+    if hook.fields:
+        for name in sorted(_fields(owner) - set(hook.fields)):
+            yield f"{title}.{name}", "is a new field, of an owner that is read as a whole", []
     for method, callee in hook.reaches:
         reached = reaches(owner, method, callee)
         problem = "" if reached else "does not, nor do the methods that it calls"
@@ -252,6 +255,18 @@ def _methods(owner: griffe.Object) -> set[str]:
         for part in family(owner)
         for name, found in part.members.items()
         if isinstance(found, griffe.Function)
+    }
+
+
+def _fields(owner: griffe.Object) -> set[str]:
+    """Return the names that the body of a class, or of a base, declares with a type."""
+    return {
+        name
+        for part in family(owner)
+        for name, found in part.members.items()
+        if isinstance(found, griffe.Attribute)
+        and not found.has_labels("property")
+        and found.annotation is not None
     }
 
 

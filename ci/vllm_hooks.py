@@ -24,6 +24,8 @@ class Relied:
         reaches: Functions that a method (first word) must call, by itself or through methods of its
             own object (second word).
         implemented: Whether our class takes its place: every new method is told.
+        fields: Fields of a dataclass that is read as a whole, those of all releases: a field that
+            is not among them must be followed. Empty where only ``names`` are read.
         since: First version that must have it.
         until: First version that need not have it any more.
     """
@@ -33,6 +35,7 @@ class Relied:
     names: tuple[str, ...] = ()
     reaches: tuple[tuple[str, str], ...] = ()
     implemented: bool = False
+    fields: tuple[str, ...] = ()
     since: Version = (0, 0)
     until: Version = (99, 0)
 
@@ -42,14 +45,20 @@ class Relied:
 
 
 def _row(
-    owner: str, by: tuple[str, ...], names: str = "", reaches: Sequence[str] = (), **more: Any
+    owner: str,
+    by: tuple[str, ...],
+    names: str = "",
+    reaches: Sequence[str] = (),
+    fields: str = "",
+    **more: Any,
 ) -> Relied:
-    """Return a row; names are separated by spaces, those that a method reaches stand behind it."""
+    """Return a row; names and fields are separated by spaces, callees stand behind their method."""
     pairs = [each.partition(": ") for each in reaches]
     return Relied(
         owner=owner,
         by=by,
         names=tuple(names.split()),
+        fields=tuple(fields.split()),
         reaches=tuple((method, callee) for method, _, all_ in pairs for callee in all_.split()),
         **more,
     )
@@ -204,7 +213,28 @@ HOOKS: tuple[Relied, ...] = (
         "scheduled_new_reqs free_encoder_mm_hashes finished_req_ids ec_connector_metadata",
     ),
     _row("v1.core.sched.output.NewRequestData", _ENCODE_ONLY, "req_id mm_features"),
-    _row("v1.core.sched.output.CachedRequestData", _EXECUTOR),
+    # The executor decides by every field whether a step concerns the workers: a field that only
+    # describes how to compute tokens also belongs into `executor._HINTS`.
+    _row(
+        "v1.core.sched.output.SchedulerOutput",
+        _EXECUTOR,
+        "num_common_prefix_blocks",
+        fields="scheduled_new_reqs scheduled_cached_reqs num_scheduled_tokens "
+        "total_num_scheduled_tokens scheduled_spec_decode_tokens scheduled_encoder_inputs "
+        "num_common_prefix_blocks finished_req_ids free_encoder_mm_hashes preempted_req_ids "
+        "has_structured_output_requests pending_structured_output_tokens num_invalid_spec_tokens "
+        "kv_connector_metadata ec_connector_metadata new_block_ids_to_zero "
+        "num_spec_tokens_to_schedule scheduled_encoder_input_stats kv_cache_block_copies "
+        "ec_manager_metadata partial_tail_offloads has_sync_kv_loads kv_connector_block_state "
+        "block_table_updates aux_output_connector_metadata encoder_input_updates skip_drafts",
+    ),
+    _row(
+        "v1.core.sched.output.CachedRequestData",
+        _EXECUTOR,
+        "req_ids",
+        fields="req_ids resumed_req_ids new_token_ids all_token_ids new_block_ids "
+        "num_computed_tokens num_output_tokens",
+    ),
     _row("v1.outputs.ECConnectorOutput", _CONNECTOR, "finished_sending finished_recving"),
     _row(
         "v1.outputs.ModelRunnerOutput",

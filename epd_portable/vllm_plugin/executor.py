@@ -21,8 +21,11 @@ from epd_portable.scheduling.two_levels import HostOrders
 from epd_portable.vllm_plugin.reports import StepMetadata
 
 _LISTS = (SchedulerOutput, CachedRequestData, StepMetadata, HostOrders, WorkerOrders)
-_HINTS = frozenset({"num_common_prefix_blocks", "num_spec_tokens_to_schedule"})
-"""How to compute tokens; some versions of vLLM set them in empty steps, too."""
+_HINTS = frozenset({"num_common_prefix_blocks", "num_spec_tokens_to_schedule", "skip_drafts"})
+"""Fields that only describe how to compute tokens; some releases of vLLM set them in empty steps.
+
+``ci/vllm_hooks.py`` lists every field of `_LISTS`: a release with another one is reported there.
+"""
 
 
 def concerns_workers(output: Any) -> bool:

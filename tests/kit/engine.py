@@ -99,6 +99,8 @@ class Drafter:
     """vLLM's ``SpeculativeConfig``, as far as its scheduler asks: one of EAGLE's family."""
 
     num_speculative_tokens_per_batch_size = None
+    disable_eagle_block_drop = False
+    disable_lookahead_block_hashes = True
 
     def __init__(self, tokens: int) -> None:
         self.num_speculative_tokens = tokens
@@ -112,6 +114,8 @@ class Drafter:
 
     def use_eagle_block_drop(self) -> bool:
         return True
+
+    needs_eagle_block_drop = use_eagle_block_drop
 
     def use_dspark(self) -> bool:
         return False

@@ -43,6 +43,7 @@ HOOK = Relied(
     implemented=True,
 )
 FUNCTION = Relied(owner="v1.part.helper", by=("ours.py",))
+WHOLE = Relied(owner="v1.part.Part", by=("ours.py",), names=("limit",), fields=("limit", "past"))
 
 
 def release(folder: Path, name: str, *changes: tuple[str, str]) -> Release:
@@ -97,6 +98,14 @@ def test_what_must_be_followed_is_told_with_who_relies_on_it(
         return
     assert must in findings.must[0]
     assert all(line.endswith("[ours.py]") for line in findings.must)
+
+
+def test_new_field_must_be_followed_where_all_fields_are_read(tmp_path: Path) -> None:
+    change = ("limit: int = 3", "limit: int = 3\n    more: bool = False")
+    old, new = release(tmp_path, "0.1.0"), release(tmp_path, "0.2.0", change)
+    assert hooks_diff.compare(old, old, (WHOLE,)).must == []
+    (line,) = hooks_diff.compare(old, new, (WHOLE,)).must
+    assert line.startswith("vllm.v1.part.Part.more: is a new field")
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadat
 from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
+from ci.vllm_hooks import HOOKS
 from epd_portable.runners.placer import Placement, WorkerOrders
 from epd_portable.vllm_plugin import executor
 from epd_portable.vllm_plugin.reports import StepMetadata
@@ -24,7 +25,7 @@ class NothingButMetadata(KVConnectorMetadata):
     """Of a KV connector, whose workers look in every step for what has arrived."""
 
 
-HINTS = {"num_common_prefix_blocks", "num_spec_tokens_to_schedule"}
+HINTS = {"num_common_prefix_blocks", "num_spec_tokens_to_schedule", "skip_drafts"}
 
 
 def waiting() -> SchedulerOutput:
@@ -83,6 +84,14 @@ def test_what_no_version_of_vllm_sets_yet_reaches_workers_too() -> None:
         for each in fields(SchedulerOutput)
         if each.name not in HINTS
     )
+
+
+@pytest.mark.parametrize("read", [SchedulerOutput, CachedRequestData])
+def test_every_field_of_a_step_is_known(read: type[Any]) -> None:
+    known = {
+        name for hook in HOOKS if hook.owner.endswith(f".{read.__name__}") for name in hook.fields
+    }
+    assert {each.name for each in fields(read)} - known == set()
 
 
 @pytest.fixture

@@ -25,6 +25,7 @@ from epd_portable.vllm_plugin.reports import to_names
 from epd_portable.wire.messages import LoadReport, LoadWanted
 from epd_portable.wire.params import ExpectedTransfer, PrefillParams, to_params
 from tests.keyring import keys, secret_file
+from tests.property.engine_model.engine import Drafter
 from tests.waiting import until
 
 pytestmark = pytest.mark.needs_vllm
@@ -245,6 +246,29 @@ def test_with_its_media_an_item_is_encoded_here(engine: Engine) -> None:
     assert engine.step() == {"r": TEXT + ITEM + TEXT}
     assert engine.encoded == [("r", 0)]
     assert engine.ended == {"r": "length"}
+
+
+def test_empty_step_is_not_sent_when_drafts_are_made(
+    vllm_config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.v1.executor.multiproc_executor import MultiprocExecutor
+
+    from epd_portable.vllm_plugin import executor
+
+    sent: list[Any] = []
+    monkeypatch.setattr(MultiprocExecutor, "execute_model", lambda _, step, **__: sent.append(step))
+    monkeypatch.setattr(MultiprocExecutor, "shutdown", lambda _: None)
+    monkeypatch.setattr(type(vllm_config), "use_v2_model_runner", True)
+    vllm_config.speculative_config = Drafter(1)
+    engine = Engine(vllm_config)
+    engine.arrive("r", pixels=True, transfer=True)
+    assert engine.step(), "the text before the item"
+    empty = engine.scheduler.schedule()
+    assert not empty.num_scheduled_tokens
+    workers: Any = executor.EPDExecutor.__new__(executor.EPDExecutor)
+    assert workers.execute_model(empty).req_ids == []
+    assert sent == []
+    engine.scheduler.shutdown()
 
 
 def test_tokens_of_others_come_between_items_that_are_encoded_here(engine: Engine) -> None:
