@@ -32,17 +32,17 @@ class TracedRunner(_GPUModelRunner):
             self.epd.trace("step", tokens=dict(scheduler_output.num_scheduled_tokens))
         return super().execute_model(scheduler_output, *args, **kwargs)
 
-    def _execute_mm_encoder(self, scheduler_output: Any) -> Any:
+    def _execute_mm_encoder(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         inputs = scheduler_output.scheduled_encoder_inputs
         if not inputs:
-            return super()._execute_mm_encoder(scheduler_output)
+            return super()._execute_mm_encoder(scheduler_output, *args, **kwargs)
         items = [
             self.requests[request_id].mm_features[input_id].identifier
             for request_id, input_ids in inputs.items()
             for input_id in input_ids
         ]
         with self.epd.encoding(items):
-            return super()._execute_mm_encoder(scheduler_output)
+            return super()._execute_mm_encoder(scheduler_output, *args, **kwargs)
         return []  # There was no memory for them.
 
 
@@ -83,10 +83,10 @@ class PDRunnerMixin(TracedRunner):
         with self.epd.turn():
             return super().sample_tokens(*args, **kwargs)
 
-    def _update_states(self, scheduler_output: Any) -> Any:
+    def _update_states(self, *args: Any, **kwargs: Any) -> Any:
         # Makes the generators of new requests and the batch, before anything is drawn (0.26 to
         # 0.32); vLLM sets back those of requests that are computed in part.
-        corrections = super()._update_states(scheduler_output)
+        corrections = super()._update_states(*args, **kwargs)
         mark_generators(self)
         return corrections
 

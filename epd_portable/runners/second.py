@@ -37,16 +37,16 @@ class SecondRunnerMixin(_GPUModelRunner):
         state = self.model_state
         encode = state.execute_mm_encoder
 
-        def traced(inputs: dict[str, list[int]]) -> Any:
+        def traced(inputs: dict[str, list[int]], *args: Any, **kwargs: Any) -> Any:
             if not inputs:
-                return encode(inputs)
+                return encode(inputs, *args, **kwargs)
             items = [
                 self.encoder_cache.mm_features[request_id][input_id].identifier
                 for request_id, input_ids in inputs.items()
                 for input_id in input_ids
             ]
             with self.epd.encoding(items):
-                return encode(inputs)
+                return encode(inputs, *args, **kwargs)
             return None  # There was no memory for them.
 
         state.execute_mm_encoder = traced
@@ -79,9 +79,9 @@ class EncodeSecondRunnerMixin(SecondRunnerMixin):
         self._writes_inputs = scheduler_output.total_num_scheduled_tokens > 0
         return super().execute_model(scheduler_output, *args, **kwargs)
 
-    def input_tensor_semaphore(self) -> AbstractContextManager[None]:
+    def input_tensor_semaphore(self, *args: Any, **kwargs: Any) -> AbstractContextManager[None]:
         """Guard the buffers of inputs, in a step that writes them."""
         if not self._writes_inputs:
             return nullcontext()
-        guard: AbstractContextManager[None] = super().input_tensor_semaphore()
+        guard: AbstractContextManager[None] = super().input_tensor_semaphore(*args, **kwargs)
         return guard

@@ -143,7 +143,7 @@ class EncoderCacheManager:
 
     # -- what vLLM's scheduler calls -------------------------------------------------------------
 
-    def reset(self) -> None:
+    def reset(self, *args: Any, **kwargs: Any) -> None:
         """Forget every entry; preallocated room stays as it is.
 
         The workers forget at the same time, but `get_freed_mm_hashes` returns what went all the
@@ -155,19 +155,19 @@ class EncoderCacheManager:
             self._evict(item)
 
     def get_cached_num_encoder_embeds(
-        self, request: MultiModalRequest, input_id: int
+        self, request: MultiModalRequest, input_id: int, *args: Any, **kwargs: Any
     ) -> int | None:
         """Return the size of the item's entry, or ``None`` (called by vLLM 0.31 and later)."""
         item = self.items.get(request.mm_features[input_id].identifier)
         return item.num_embeds if item is not None and item.is_here else None
 
-    def get_freed_mm_hashes(self) -> list[str]:
+    def get_freed_mm_hashes(self, *args: Any, **kwargs: Any) -> list[str]:
         """Return the items that went since the last call and are not entries again."""
         freed = [mm_hash for mm_hash in self._freed if mm_hash not in self]
         self._freed.clear()
         return freed
 
-    def get_manager_metadata(self) -> None:
+    def get_manager_metadata(self, *args: Any, **kwargs: Any) -> None:
         """Tell the workers nothing of our own (called by vLLM 0.29 and later)."""
 
     # --------------------------------------------------------------------------------------------

@@ -33,6 +33,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable
+from typing import Any
 
 from epd_portable.scheduling.encoder_cache import EncoderCacheManager, MultiModalRequest
 from epd_portable.scheduling.items import (
@@ -352,7 +353,7 @@ class EncoderCachePreallocator(EncoderCacheManager):
 
     # -- what vLLM's scheduler calls -------------------------------------------------------------
 
-    def reset(self) -> None:
+    def reset(self, *args: Any, **kwargs: Any) -> None:
         """See `EncoderCacheManager.reset`; holders of entries queue for them again."""
         # Workers may have forgotten these when they tell that they are encoded.
         encoding = (each for each in self.items.values() if each.state is State.ENCODING)
@@ -364,7 +365,9 @@ class EncoderCachePreallocator(EncoderCacheManager):
             self._rest(item)
             self._evict(item)
 
-    def check_and_update_cache(self, request: MultiModalRequest, input_id: int) -> bool:
+    def check_and_update_cache(
+        self, request: MultiModalRequest, input_id: int, *args: Any, **kwargs: Any
+    ) -> bool:
         """Return whether the item is here and the request's claim on it is served."""
         claimant = self.requests.get(request.request_id)
         if claimant is None:
@@ -375,7 +378,9 @@ class EncoderCachePreallocator(EncoderCacheManager):
         claim = claimant.claims.get(request.mm_features[input_id].identifier)
         return claim is not None and claim.served and claim.item.is_here
 
-    def get_cached_input_ids(self, request: MultiModalRequest) -> set[int]:
+    def get_cached_input_ids(
+        self, request: MultiModalRequest, *args: Any, **kwargs: Any
+    ) -> set[int]:
         """Return the indices of the request's items that it holds and has not passed."""
         claimant = self.requests.get(request.request_id)
         if claimant is None:
@@ -394,6 +399,8 @@ class EncoderCachePreallocator(EncoderCacheManager):
         input_id: int,
         encoder_compute_budget: int,
         num_embeds_to_schedule: int,
+        *args: Any,
+        **kwargs: Any,
     ) -> bool:
         """Return whether the item is to be encoded here, in this step, and has room for that."""
         item = self.items.get(request.mm_features[input_id].identifier)
@@ -410,14 +417,18 @@ class EncoderCachePreallocator(EncoderCacheManager):
             return False
         return not self.requests[request_id].claims[item.mm_hash].metadata_only
 
-    def allocate(self, request: MultiModalRequest, input_id: int) -> None:
+    def allocate(
+        self, request: MultiModalRequest, input_id: int, *args: Any, **kwargs: Any
+    ) -> None:
         """The step that is being scheduled encodes the item; `can_allocate` said yes."""
         item = self.items[request.mm_features[input_id].identifier]
         if item.state is State.LOCAL:
             item.state = State.PRESENT
             self._is_here(item)
 
-    def free_encoder_input(self, request: MultiModalRequest, input_id: int) -> None:
+    def free_encoder_input(
+        self, request: MultiModalRequest, input_id: int, *args: Any, **kwargs: Any
+    ) -> None:
         """The request has computed past the item; its claim ends with the last occurrence."""
         claimant = self.requests.get(request.request_id)
         claim = claimant.claims.get(request.mm_features[input_id].identifier) if claimant else None
@@ -425,7 +436,7 @@ class EncoderCachePreallocator(EncoderCacheManager):
             passed = max(claim.inputs[input_id], claimant.num_computed_tokens)
             self.moved(claimant, passed, running=True)
 
-    def free(self, request: MultiModalRequest) -> None:
+    def free(self, request: MultiModalRequest, *args: Any, **kwargs: Any) -> None:
         """The request was preempted, or could not be started: it keeps the room that it has.
 
         vLLM calls this as well when a request has ended, and its claims are over.

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Set
 from dataclasses import dataclass, field
+from typing import Any
 
 from epd_portable.scheduling.encoder_cache import EncoderCacheManager, MultiModalRequest
 from epd_portable.scheduling.items import Item, State
@@ -120,7 +121,9 @@ class TwoLevelCache(EncoderCacheManager):
 
     # -- what vLLM's scheduler calls -------------------------------------------------------------
 
-    def check_and_update_cache(self, request: MultiModalRequest, input_id: int) -> bool:
+    def check_and_update_cache(
+        self, request: MultiModalRequest, input_id: int, *args: Any, **kwargs: Any
+    ) -> bool:
         """Return whether the item has an entry, which the request holds from now on."""
         item = self.items.get(request.mm_features[input_id].identifier)
         if item is None or not item.is_here:
@@ -135,6 +138,8 @@ class TwoLevelCache(EncoderCacheManager):
         input_id: int,
         encoder_compute_budget: int,
         num_embeds_to_schedule: int,
+        *args: Any,
+        **kwargs: Any,
     ) -> bool:
         """Return whether the item may be encoded here in this step; evicts idle entries for it.
 
@@ -147,7 +152,9 @@ class TwoLevelCache(EncoderCacheManager):
         together = num_embeds + num_embeds_to_schedule
         return num_embeds <= encoder_compute_budget and self._make_room(together)
 
-    def allocate(self, request: MultiModalRequest, input_id: int) -> None:
+    def allocate(
+        self, request: MultiModalRequest, input_id: int, *args: Any, **kwargs: Any
+    ) -> None:
         """Make the entry of an item that is encoded in this step, and have a copy kept.
 
         `can_allocate` said yes in this step.
@@ -160,11 +167,15 @@ class TwoLevelCache(EncoderCacheManager):
             self._copy(mm_hash, self._nbytes_of(request, input_id))
         self.check_and_update_cache(request, input_id)
 
-    def get_cached_input_ids(self, request: MultiModalRequest) -> set[int]:
+    def get_cached_input_ids(
+        self, request: MultiModalRequest, *args: Any, **kwargs: Any
+    ) -> set[int]:
         """Return the indices of the request's items that it holds."""
         return self._inputs.get(request.request_id, set())
 
-    def free_encoder_input(self, request: MultiModalRequest, input_id: int) -> None:
+    def free_encoder_input(
+        self, request: MultiModalRequest, input_id: int, *args: Any, **kwargs: Any
+    ) -> None:
         """The request has computed past the item; its hold ends with the item's last occurrence."""
         request_id = request.request_id
         mm_hash = request.mm_features[input_id].identifier
@@ -176,14 +187,14 @@ class TwoLevelCache(EncoderCacheManager):
             self._inputs.pop(request_id, None)
         self.deallocate(mm_hash, request_id)
 
-    def free(self, request: MultiModalRequest) -> None:
+    def free(self, request: MultiModalRequest, *args: Any, **kwargs: Any) -> None:
         """The request ended: give up everything it holds."""
         for input_id in list(self.get_cached_input_ids(request)):
             self.free_encoder_input(request, input_id)
 
-    def reset(self) -> None:
+    def reset(self, *args: Any, **kwargs: Any) -> None:
         """Forget every entry and every copy: other weights make other outputs."""
-        super().reset()
+        super().reset(*args, **kwargs)
         self._inputs.clear()
         self._dropped += self._copies
         self._copies.clear()

@@ -87,7 +87,9 @@ class EPDConnector(ECConnectorBase):
         role: Scheduler or worker half.
     """
 
-    def __new__(cls, vllm_config: VllmConfig, role: ECConnectorRole) -> Self:
+    def __new__(
+        cls, vllm_config: VllmConfig, role: ECConnectorRole, *args: Any, **kwargs: Any
+    ) -> Self:
         """Return an object of the class for this role and half."""
         half = cls
         if cls is EPDConnector:
@@ -95,8 +97,10 @@ class EPDConnector(ECConnectorBase):
         made: Self = super().__new__(half)
         return made
 
-    def __init__(self, vllm_config: VllmConfig, role: ECConnectorRole) -> None:
-        super().__init__(vllm_config, role)
+    def __init__(
+        self, vllm_config: VllmConfig, role: ECConnectorRole, *args: Any, **kwargs: Any
+    ) -> None:
+        super().__init__(vllm_config, role, *args, **kwargs)
         compat.check_supported(vllm_config)
         self._config = InstanceConfig.parse(
             vllm_config.ec_transfer_config.ec_connector_extra_config
@@ -109,30 +113,34 @@ class EPDConnector(ECConnectorBase):
         self._opened = ExitStack()
         exposition.publish()
 
-    def shutdown(self, **kwargs: Any) -> None:
+    def shutdown(self, *args: Any, **kwargs: Any) -> None:
         """Stop threads, close sockets, remove the pool."""
         self._opened.close()
 
     # -- hooks of vLLM ---------------------------------------------------------------------------
 
-    def has_cache_item(self, identifier: str, **kwargs: Any) -> bool:
+    def has_cache_item(self, identifier: str, *args: Any, **kwargs: Any) -> bool:
         """Return ``False``: an item that has arrived is in the scheduler's encoder cache."""
         return False
 
-    def update_state_after_alloc(self, request: Request, index: int, **kwargs: Any) -> None:
+    def update_state_after_alloc(
+        self, request: Request, index: int, *args: Any, **kwargs: Any
+    ) -> None:
         """An item is encoded on this instance."""
 
     def build_connector_meta(
-        self, scheduler_output: SchedulerOutput, **kwargs: Any
+        self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any
     ) -> StepMetadata:
         """Return what the worker half must do in this step."""
         return StepMetadata()
 
-    def start_load_caches(self, encoder_cache: dict[str, torch.Tensor], **kwargs: Any) -> None:
+    def start_load_caches(
+        self, encoder_cache: dict[str, torch.Tensor], *args: Any, **kwargs: Any
+    ) -> None:
         """The step of a PD instance begins."""
 
     def save_caches(
-        self, encoder_cache: dict[str, torch.Tensor], mm_hash: str, **kwargs: Any
+        self, encoder_cache: dict[str, torch.Tensor], mm_hash: str, *args: Any, **kwargs: Any
     ) -> None:
         """An encoder output was computed."""
 
@@ -148,8 +156,10 @@ class SchedulerConnector(EPDConnector):
     def request_arrived(self, request: Request) -> None:
         """A request was added to the scheduler."""
 
-    def __init__(self, vllm_config: VllmConfig, role: ECConnectorRole) -> None:
-        super().__init__(vllm_config, role)
+    def __init__(
+        self, vllm_config: VllmConfig, role: ECConnectorRole, *args: Any, **kwargs: Any
+    ) -> None:
+        super().__init__(vllm_config, role, *args, **kwargs)
         self._metadata = ItemMetadata(vllm_config)
 
 
@@ -199,13 +209,13 @@ class EncodeScheduler(SchedulerConnector):
         self.queue.arrived(request, consumer, time.monotonic())
 
     def ensure_cache_available(
-        self, request: Request, num_computed_tokens: int, **kwargs: Any
+        self, request: Request, num_computed_tokens: int, *args: Any, **kwargs: Any
     ) -> bool:
         """Return whether the request's items may be encoded."""
         return self.queue.may_start(request.request_id)
 
     def build_connector_meta(
-        self, scheduler_output: SchedulerOutput, **kwargs: Any
+        self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any
     ) -> StepMetadata:
         """See `EPDConnector`."""
         computes = scheduler_output.total_num_scheduled_tokens > 0
@@ -222,7 +232,9 @@ class EncodeScheduler(SchedulerConnector):
             rests=not computes and waits,
         )
 
-    def update_connector_output(self, connector_output: ECConnectorOutput, **kwargs: Any) -> None:
+    def update_connector_output(
+        self, connector_output: ECConnectorOutput, *args: Any, **kwargs: Any
+    ) -> None:
         """Take in what `EncodeWorker` reports."""
         self._dispatcher.transfers_ended(connector_output.finished_sending or ())
         report = from_names(connector_output.finished_recving)
@@ -234,12 +246,12 @@ class EncodeScheduler(SchedulerConnector):
         for item in gone:
             self._dispatcher.kept.lost(item)
 
-    def take_unavailable_requests(self, **kwargs: Any) -> set[str]:
+    def take_unavailable_requests(self, *args: Any, **kwargs: Any) -> set[str]:
         """Return requests whose items can never be encoded."""
         return self.queue.take_hopeless()
 
     def request_finished(
-        self, request: Request, **kwargs: Any
+        self, request: Request, *args: Any, **kwargs: Any
     ) -> tuple[bool, dict[str, Any] | None]:
         """Return what the request's items are; never delays the freeing of its blocks."""
         self.queue.withdraw(request.request_id)
@@ -327,7 +339,7 @@ class PDScheduler(SchedulerConnector):
             self.requests.arrived(request.request_id, items, params)
 
     def ensure_cache_available(
-        self, request: Request, num_computed_tokens: int, **kwargs: Any
+        self, request: Request, num_computed_tokens: int, *args: Any, **kwargs: Any
     ) -> bool:
         """Return whether the request's next token can be computed."""
         if request.request_id not in self._cache.unsettled:
@@ -335,12 +347,14 @@ class PDScheduler(SchedulerConnector):
         running = request.status is RequestStatus.RUNNING
         return self.requests.may_schedule(request.request_id, num_computed_tokens, running=running)
 
-    def update_state_after_alloc(self, request: Request, index: int, **kwargs: Any) -> None:
+    def update_state_after_alloc(
+        self, request: Request, index: int, *args: Any, **kwargs: Any
+    ) -> None:
         """See `EPDConnector`."""
         self.requests.encoded_here(request.request_id, request.mm_features[index].identifier)
 
     def build_connector_meta(
-        self, scheduler_output: SchedulerOutput, **kwargs: Any
+        self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any
     ) -> StepMetadata:
         """See `EPDConnector`."""
         receipts = self.receiver.orders.take_orders(
@@ -349,7 +363,9 @@ class PDScheduler(SchedulerConnector):
         )
         return StepMetadata(orders=self.encoder.take_orders(), receipts=receipts)
 
-    def update_connector_output(self, connector_output: ECConnectorOutput, **kwargs: Any) -> None:
+    def update_connector_output(
+        self, connector_output: ECConnectorOutput, *args: Any, **kwargs: Any
+    ) -> None:
         """Take in what `PDWorker` reports."""
         if connector_output.finished_sending:
             self.encoder.transfers_ended(connector_output.finished_sending)
@@ -359,12 +375,12 @@ class PDScheduler(SchedulerConnector):
         for mm_hash in report["not encoded"]:
             self._cache.not_encoded(mm_hash)
 
-    def take_unavailable_requests(self, **kwargs: Any) -> set[str]:
+    def take_unavailable_requests(self, *args: Any, **kwargs: Any) -> set[str]:
         """Return requests whose items cannot be obtained."""
         return self.requests.take_unavailable()
 
     def request_finished(
-        self, request: Request, **kwargs: Any
+        self, request: Request, *args: Any, **kwargs: Any
     ) -> tuple[bool, dict[str, Any] | None]:
         """Return where the request's items came from; never delays the freeing of its blocks."""
         outcome = self.requests.finished(request.request_id, request.num_computed_tokens)
@@ -380,8 +396,10 @@ class WorkerConnector(EPDConnector):
 
     _clock: StreamClock
 
-    def __init__(self, vllm_config: VllmConfig, role: ECConnectorRole) -> None:
-        super().__init__(vllm_config, role)
+    def __init__(
+        self, vllm_config: VllmConfig, role: ECConnectorRole, *args: Any, **kwargs: Any
+    ) -> None:
+        super().__init__(vllm_config, role, *args, **kwargs)
         self._by_hooks: bool = vllm_config.use_v2_model_runner
 
     def open_worker(self, device: torch.device, rank: int) -> int:
@@ -436,7 +454,7 @@ class WorkerConnector(EPDConnector):
             return None
         return ECConnectorOutput(finished_sending=sent, finished_recving=received)
 
-    def get_finished(self, finished_req_ids: set[str], **kwargs: Any) -> Ended:
+    def get_finished(self, finished_req_ids: set[str], *args: Any, **kwargs: Any) -> Ended:
         """Return what has ended by the end of a step; `reports` says how."""
         return self._take_ended()
 
@@ -477,8 +495,10 @@ class EncodeWorker(WorkerConnector):
     _room_bytes = 0
     """Of the encoder cache, until the scheduler knows."""
 
-    def __init__(self, vllm_config: VllmConfig, role: ECConnectorRole) -> None:
-        super().__init__(vllm_config, role)
+    def __init__(
+        self, vllm_config: VllmConfig, role: ECConnectorRole, *args: Any, **kwargs: Any
+    ) -> None:
+        super().__init__(vllm_config, role, *args, **kwargs)
         self._missing: set[str] = set()
         """Items that the scheduler takes for entries, and that are not there."""
         self._unreported: set[str] = set()
@@ -557,7 +577,7 @@ class EncodeWorker(WorkerConnector):
             self._note_missing(items)
 
     def start_save_caches(
-        self, *, encoder_cache: dict[str, torch.Tensor] | None = None, **kwargs: Any
+        self, *args: Any, encoder_cache: dict[str, torch.Tensor] | None = None, **kwargs: Any
     ) -> None:
         """A step begins (0.30 and later)."""
         if self._by_hooks:
@@ -565,7 +585,7 @@ class EncodeWorker(WorkerConnector):
             self.begin_step(self._step_metadata(), encoder_cache)
 
     def save_caches(
-        self, encoder_cache: dict[str, torch.Tensor], mm_hash: str, **kwargs: Any
+        self, encoder_cache: dict[str, torch.Tensor], mm_hash: str, *args: Any, **kwargs: Any
     ) -> None:
         """See `EPDConnector`."""
         self._missing.discard(mm_hash)
@@ -575,7 +595,7 @@ class EncodeWorker(WorkerConnector):
         if self._copies is not None:
             self._copies.output_ready(mm_hash, output)
 
-    def get_finished(self, finished_req_ids: set[str], **kwargs: Any) -> Ended:
+    def get_finished(self, finished_req_ids: set[str], *args: Any, **kwargs: Any) -> Ended:
         """See `WorkerConnector`; the first runner drops it, and its mixin asks `end_step`."""
         return self._take_ended() if self._by_hooks else (None, None)
 
@@ -656,7 +676,9 @@ class PDWorker(WorkerConnector):
         """See `WorkerConnector`."""
         return self._encoder.step()
 
-    def start_load_caches(self, encoder_cache: dict[str, torch.Tensor], **kwargs: Any) -> None:
+    def start_load_caches(
+        self, encoder_cache: dict[str, torch.Tensor], *args: Any, **kwargs: Any
+    ) -> None:
         """See `EPDConnector`."""
         if self._by_hooks:
             self.begin_step(self._step_metadata(), encoder_cache)

@@ -23,7 +23,7 @@ _GPUModelRunner: Any = object
 class EncodeOnlyMixin(_GPUModelRunner):
     """Keeps the items of requests, and encodes them; ignores the rest of a step."""
 
-    def get_kv_cache_spec(self) -> dict[str, Any]:
+    def get_kv_cache_spec(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Return that there is no KV cache."""
         return {}
 
@@ -41,7 +41,7 @@ class EncodeOnlyMixin(_GPUModelRunner):
         self.kv_cache_config = kv_cache_config
         self.kv_caches: list[Any] = []
 
-    def capture_model(self, **kwargs: Any) -> int:
+    def capture_model(self, *args: Any, **kwargs: Any) -> int:
         """Return that captured graphs take no memory: there are none."""
         return 0
 
@@ -49,10 +49,10 @@ class EncodeOnlyMixin(_GPUModelRunner):
         nothing = torch.empty(0, device=self.device)
         return nothing, nothing
 
-    def _dummy_sampler_run(self, hidden_states: torch.Tensor) -> None:
+    def _dummy_sampler_run(self, *args: Any, **kwargs: Any) -> None:
         """Sample nothing."""
 
-    def _dummy_pooler_run(self, hidden_states: torch.Tensor) -> None:
+    def _dummy_pooler_run(self, *args: Any, **kwargs: Any) -> None:
         """Pool nothing."""
 
     @torch.inference_mode()

@@ -23,8 +23,8 @@ def encoder_scheduler(base: type) -> type:
     class EncoderScheduler(base):
         """See the module."""
 
-        def __init__(self, **kwargs: Any) -> None:
-            super().__init__(**kwargs)
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
             # Without KV cache vLLM turns chunks off; up to 0.31 it then never schedules a prompt
             # longer than a step. Nothing is generated here, so a chunk harms nothing.
             self.scheduler_config.enable_chunked_prefill = True
@@ -38,10 +38,14 @@ def encoder_scheduler(base: type) -> type:
             self.encode_queue.scheduled(output.num_scheduled_tokens)
             return output
 
-        def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
+        def update_from_output(
+            self, scheduler_output: Any, model_runner_output: Any, *args: Any, **kwargs: Any
+        ) -> Any:
             if compat.version() < compat.ENDS_ENCODED:
                 self._drop_early_tokens(model_runner_output)
-            outputs = super().update_from_output(scheduler_output, model_runner_output)
+            outputs = super().update_from_output(
+                scheduler_output, model_runner_output, *args, **kwargs
+            )
             return self._withhold(scheduler_output.ec_connector_metadata.step, outputs)
 
         def _withhold(self, step: int, outputs: dict[int, Any]) -> dict[int, Any]:
@@ -58,8 +62,8 @@ def encoder_scheduler(base: type) -> type:
                 trace("encode.answered", request=answer.request_id)
             return outputs
 
-        def has_requests(self) -> bool:
-            return super().has_requests() or bool(self._withheld)
+        def has_requests(self, *args: Any, **kwargs: Any) -> bool:
+            return super().has_requests(*args, **kwargs) or bool(self._withheld)
 
         def _drop_early_tokens(self, model_runner_output: Any) -> None:
             """Keep requests whose prompts take several steps from ending with the first."""

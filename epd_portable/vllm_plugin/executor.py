@@ -46,10 +46,12 @@ _Executor: Any = object
 
 
 class _ExecutorMixin(_Executor):
-    def execute_model(self, scheduler_output: SchedulerOutput, non_block: bool = False) -> Any:
+    def execute_model(
+        self, scheduler_output: SchedulerOutput, non_block: bool = False, *args: Any, **kwargs: Any
+    ) -> Any:
         """Run one step; an empty one is not sent to the workers."""
         if concerns_workers(scheduler_output):
-            return super().execute_model(scheduler_output, non_block=non_block)
+            return super().execute_model(scheduler_output, non_block, *args, **kwargs)
         if not non_block:
             return EMPTY_MODEL_RUNNER_OUTPUT
         done: Future[Any] = Future()

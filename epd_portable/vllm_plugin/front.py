@@ -58,13 +58,13 @@ class Front(AsyncLLM):
         self.engine_core.fail = self._fail
         process = self.renderer._process_mm_uuids
         # A client's name for an item could be that of another client's picture.
-        self.renderer._process_mm_uuids = lambda data, items, uuids, request: process(
-            data, items, parse_mm_uuids(None), request
+        self.renderer._process_mm_uuids = lambda data, items, uuids, *args, **kwargs: process(
+            data, items, parse_mm_uuids(None), *args, **kwargs
         )
 
-    async def _add_request(self, request: Any, *args: Any) -> None:
+    async def _add_request(self, request: Any, *args: Any, **kwargs: Any) -> None:
         try:
-            await super()._add_request(request, *args)
+            await super()._add_request(request, *args, **kwargs)
         except BaseException:
             await self.abort(request.request_id, internal=True)
             raise

@@ -209,7 +209,7 @@ class SplitClient(AsyncMPClient):
 
     # -- what vLLM's AsyncLLM calls ---------------------------------------------------------------
 
-    def shutdown(self, timeout: float | None = None) -> None:
+    def shutdown(self, timeout: float | None = None, *args: Any, **kwargs: Any) -> None:
         """Let open requests end, and then every engine; from another thread than the loop's.
 
         Args:
@@ -224,15 +224,15 @@ class SplitClient(AsyncMPClient):
         self.resources.engine_dead = True
         self.engines.close()
 
-    async def get_output_async(self) -> EngineCoreOutputs:
+    async def get_output_async(self, *args: Any, **kwargs: Any) -> EngineCoreOutputs:
         """Return what one of the engines has put out."""
         return await self._outputs.get()
 
-    async def call_utility_async(self, method: str, *args: Any) -> Any:
+    async def call_utility_async(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Call every engine that is up; return what the first that answers requests says."""
         return (await self.call_utility_all_async(method, *args))[0]
 
-    async def call_utility_all_async(self, method: str, *args: Any) -> list[Any]:
+    async def call_utility_all_async(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
         """Call every engine that is up; return what those that answer requests say."""
         engines = list(self.engines.by_name.values())
         results = await asyncio.gather(*(each.call(method, *args) for each in engines))
@@ -241,7 +241,9 @@ class SplitClient(AsyncMPClient):
             return found
         raise UnavailableError("no engine that answers is up")
 
-    async def add_request_async(self, request: EngineCoreRequest) -> None:
+    async def add_request_async(
+        self, request: EngineCoreRequest, *args: Any, **kwargs: Any
+    ) -> None:
         """Have a request served; its outputs come as those of one engine.
 
         Raises:
@@ -259,7 +261,7 @@ class SplitClient(AsyncMPClient):
         self._open[request.request_id] = one
         one.task = asyncio.create_task(self._serve(one, engine))
 
-    async def abort_requests_async(self, request_ids: list[str]) -> None:
+    async def abort_requests_async(self, request_ids: list[str], *args: Any, **kwargs: Any) -> None:
         """End requests, wherever they are."""
         self.give_up(request_ids)
 

@@ -205,13 +205,13 @@ class _Bounded(MediaConnector):
 
     limits: MediaLimits
 
-    def load_from_url(self, url: str, media_io: Any, **kwargs: Any) -> Any:
+    def load_from_url(self, url: str, media_io: Any, *args: Any, **kwargs: Any) -> Any:
         """See vLLM's ``MediaConnector``."""
-        return super().load_from_url(url, self._bounded(media_io), **kwargs)
+        return super().load_from_url(url, self._bounded(media_io), *args, **kwargs)
 
-    async def load_from_url_async(self, url: str, media_io: Any, **kwargs: Any) -> Any:
+    async def load_from_url_async(self, url: str, media_io: Any, *args: Any, **kwargs: Any) -> Any:
         """See vLLM's ``MediaConnector``."""
-        return await super().load_from_url_async(url, self._bounded(media_io), **kwargs)
+        return await super().load_from_url_async(url, self._bounded(media_io), *args, **kwargs)
 
     def _bounded(self, media_io: Any) -> _BoundedIO:
         return _BoundedIO(media_io, self.limits, _budget.get() or PixelBudget(self.limits))
@@ -227,32 +227,32 @@ class _BoundedIO(MediaIO[Any]):
         if hasattr(inner, "video_loader"):
             inner.video_loader = _bounded_films(type(inner.video_loader), limits, budget)()
 
-    def get_max_bytes(self) -> int | None:
+    def get_max_bytes(self, *args: Any, **kwargs: Any) -> int | None:
         """See vLLM's ``MediaIO``."""
-        most: int | None = self._inner.get_max_bytes()
+        most: int | None = self._inner.get_max_bytes(*args, **kwargs)
         return most
 
-    def load_bytes(self, data: bytes) -> Any:
+    def load_bytes(self, data: bytes, *args: Any, **kwargs: Any) -> Any:
         """See vLLM's ``MediaIO``."""
-        return self._load(self._inner.load_bytes, data)
+        return self._load(self._inner.load_bytes, data, *args, **kwargs)
 
-    def load_base64(self, media_type: str, data: str) -> Any:
+    def load_base64(self, media_type: str, data: str, *args: Any, **kwargs: Any) -> Any:
         """See vLLM's ``MediaIO``."""
         frames = data.count(",") + 1
         if frames > self._limits.max_video_frames:
             raise _too_large(
                 f"a list of {frames} frames", self._limits.max_video_frames, "max_media_seconds"
             )
-        return self._load(self._inner.load_base64, media_type, data)
+        return self._load(self._inner.load_base64, media_type, data, *args, **kwargs)
 
-    def load_file(self, filepath: Path) -> Any:
+    def load_file(self, filepath: Path, *args: Any, **kwargs: Any) -> Any:
         """See vLLM's ``MediaIO``."""
-        return self._load(self._inner.load_file, filepath)
+        return self._load(self._inner.load_file, filepath, *args, **kwargs)
 
-    def _load(self, load: Callable[..., Any], *args: Any) -> Any:
+    def _load(self, load: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         token = _budget.set(self._budget)
         try:
-            return load(*args)
+            return load(*args, **kwargs)
         except Image.DecompressionBombError as error:
             raise _bomb(error, self._limits) from error
         except MemoryError as error:

@@ -29,26 +29,26 @@ def prefill_scheduler(base: type) -> type:
     class PrefillScheduler(base):
         """See the module."""
 
-        def __init__(self, **kwargs: Any) -> None:
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
             self._asleep: dict[str, Any] = {}
             self._jobs: dict[str, Any] = {}
             self._idle_since_s: float | None = None
             self._scheduled: Collection[str] = ()
             self._counts = (0, 0)
             self._told_busy: dict[int, bool] = {}  # by API server
-            super().__init__(**kwargs)
+            super().__init__(*args, **kwargs)
             self._receiver = self.ec_connector.receiver
             self._prefill = self.ec_connector.requests
             self._encoder = self.ec_connector.encoder
             self._receiver.listen()
 
-        def add_request(self, request: Any) -> None:
+        def add_request(self, request: Any, *args: Any, **kwargs: Any) -> None:
             with self._receiver.lock:
                 self._told_busy.setdefault(request.client_index, False)
                 if self.ec_connector.job_arrived(request):
                     self._jobs[request.request_id] = request
                 else:
-                    super().add_request(request)
+                    super().add_request(request, *args, **kwargs)
 
         def finish_requests(self, request_ids: Any, *args: Any, **kwargs: Any) -> Any:
             names = {request_ids} if isinstance(request_ids, str) else request_ids
@@ -112,8 +112,8 @@ def prefill_scheduler(base: type) -> type:
             skipped = getattr(self, "skipped_waiting", None)
             return [self.waiting] if skipped is None else [self.waiting, skipped]
 
-        def get_request_counts(self) -> tuple[int, int]:
-            running, waiting = super().get_request_counts()
+        def get_request_counts(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
+            running, waiting = super().get_request_counts(*args, **kwargs)
             return running, waiting + len(self._asleep) + len(self._jobs)
 
         def _count_computed(self) -> tuple[int, int]:
@@ -131,9 +131,13 @@ def prefill_scheduler(base: type) -> type:
             kv_used = round(self.kv_cache_manager.usage, 2)
             return LoadReport(waiting=waiting, running=running, kv_used=kv_used)
 
-        def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
+        def update_from_output(
+            self, scheduler_output: Any, model_runner_output: Any, *args: Any, **kwargs: Any
+        ) -> Any:
             with self._receiver.lock:
-                outputs = super().update_from_output(scheduler_output, model_runner_output)
+                outputs = super().update_from_output(
+                    scheduler_output, model_runner_output, *args, **kwargs
+                )
                 self._receiver.step_done()
                 self._answer_jobs(outputs)
                 self._tell_servers(outputs)
@@ -193,19 +197,19 @@ def prefill_scheduler(base: type) -> type:
                 stats.num_running_reqs, stats.num_waiting_reqs = counts[0], counts[1] - skipped
             return stats
 
-        def reset_encoder_cache(self) -> None:
+        def reset_encoder_cache(self, *args: Any, **kwargs: Any) -> None:
             with self._receiver.lock:
-                super().reset_encoder_cache()
+                super().reset_encoder_cache(*args, **kwargs)
 
         def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> Any:
             with self._receiver.lock:
                 return super().reset_prefix_cache(*args, **kwargs)
 
-        def has_requests(self) -> bool:
+        def has_requests(self, *args: Any, **kwargs: Any) -> bool:
             # To vLLM a paused engine is idle, whatever waits: `pause` waits until it is.
             asleep = self._asleep or self._jobs
             waiting = asleep and self.pause_state == PauseState.UNPAUSED
-            found = bool(super().has_requests() or waiting)
+            found = bool(super().has_requests(*args, **kwargs) or waiting)
             if found:
                 self._rest()
             return found

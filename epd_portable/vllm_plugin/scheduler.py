@@ -19,10 +19,14 @@ from epd_portable.vllm_plugin.prefill_scheduler import prefill_scheduler
 
 def make_scheduler(**kwargs: Any) -> Any:
     """Return the scheduler for an engine; takes the arguments of vLLM's scheduler class."""
-    config = kwargs["vllm_config"]
-    base = _attached(config.scheduler_config.async_scheduling)
-    encodes = config.ec_transfer_config.is_ec_producer
-    return (encoder_scheduler if encodes else prefill_scheduler)(base)(**kwargs)
+    return scheduler_class(kwargs["vllm_config"])(**kwargs)
+
+
+def scheduler_class(vllm_config: Any) -> type:
+    """Return the scheduler's class for an engine's role and kind of scheduling."""
+    base = _attached(vllm_config.scheduler_config.async_scheduling)
+    encodes = vllm_config.ec_transfer_config.is_ec_producer
+    return (encoder_scheduler if encodes else prefill_scheduler)(base)
 
 
 @cache
@@ -44,8 +48,8 @@ def _attached(asynchronous: bool) -> type:
 
         encoder_cache_manager: Any
 
-        def __init__(self, **kwargs: Any) -> None:
-            super().__init__(**kwargs)
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
             if self.ec_connector is None or not hasattr(self.ec_connector, "attach"):
                 raise EngineError(
                     "the EPD scheduler needs its connector: pass --ec-transfer-config with "
@@ -53,11 +57,13 @@ def _attached(asynchronous: bool) -> type:
                 )
             self.encoder_cache_manager = self.ec_connector.attach(self)
 
-        def add_request(self, request: Any) -> None:
-            super().add_request(request)
+        def add_request(self, request: Any, *args: Any, **kwargs: Any) -> None:
+            super().add_request(request, *args, **kwargs)
             self.ec_connector.request_arrived(request)
 
-        def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
+        def update_from_output(
+            self, scheduler_output: Any, model_runner_output: Any, *args: Any, **kwargs: Any
+        ) -> Any:
             if compat.version() < compat.FEEDS_CONNECTOR_OUTPUT:
                 report = getattr(model_runner_output, "ec_connector_output", None)
                 if report is not None:
@@ -65,6 +71,8 @@ def _attached(asynchronous: bool) -> type:
             if compat.version() < compat.FAILS_UNAVAILABLE:
                 unavailable = self.ec_connector.take_unavailable_requests()
                 self.grammar_compile_error_reqs.update(unavailable)
-            return super().update_from_output(scheduler_output, model_runner_output)
+            return super().update_from_output(
+                scheduler_output, model_runner_output, *args, **kwargs
+            )
 
     return EPDScheduler

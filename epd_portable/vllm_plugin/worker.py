@@ -45,9 +45,9 @@ class _WorkerMixin(_Worker):
     _measured: Callable[[], None] = staticmethod(lambda: None)
     """Undoes `compat.small_dummies`, which `load_model` applies in an encode instance."""
 
-    def init_device(self) -> None:
+    def init_device(self, *args: Any, **kwargs: Any) -> None:
         with timers_late() if self._on_cores() else nullcontext():
-            super().init_device()
+            super().init_device(*args, **kwargs)
         connector = get_ec_transfer()
         runner: Any = self.model_runner
         second = self.vllm_config.use_v2_model_runner
@@ -80,10 +80,10 @@ class _WorkerMixin(_Worker):
         else:
             self._measured = compat.small_dummies(self.vllm_config)
 
-    def get_kv_cache_spec(self) -> Any:
+    def get_kv_cache_spec(self, *args: Any, **kwargs: Any) -> Any:
         # The first that vLLM asks for once it has measured the encoder (0.32 and 0.33).
         self._measured()
-        return super().get_kv_cache_spec()
+        return super().get_kv_cache_spec(*args, **kwargs)
 
     def initialize_from_config(self, *args: Any, **kwargs: Any) -> None:
         connector = get_ec_transfer()
@@ -125,9 +125,9 @@ class _WorkerMixin(_Worker):
     def _on_cores(self) -> bool:
         return self._traits.visible_devices_env is None
 
-    def shutdown(self) -> None:
+    def shutdown(self, *args: Any, **kwargs: Any) -> None:
         get_ec_transfer().shutdown()
-        super().shutdown()
+        super().shutdown(*args, **kwargs)
 
 
 def _second_mixins(runner: Any, *, encodes: bool) -> tuple[type, ...]:
