@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import logging
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -21,6 +23,8 @@ if TYPE_CHECKING:
 
     from epd_portable.config.instance import InstanceConfig
     from epd_portable.platforms.base import Platform
+
+logger = logging.getLogger(__name__)
 
 Version = tuple[int, int]
 
@@ -166,13 +170,36 @@ def check_dtype(vllm_config: VllmConfig, platform: Platform) -> None:
         )
 
 
+def check_runner(runner: Any, *, second: bool) -> None:
+    """Raise `EngineError` if a platform's model runner is not derived from the one of vLLM."""
+    module = "vllm.v1.worker.gpu.model_runner" if second else "vllm.v1.worker.gpu_model_runner"
+    kind = importlib.import_module(module).GPUModelRunner
+    if not isinstance(runner, kind):
+        made = type(runner)
+        raise EngineError(
+            f"model runner {made.__module__}.{made.__name__}: not derived from "
+            f"{module}.GPUModelRunner, which epd-portable extends. Set "
+            f"VLLM_USE_V2_MODEL_RUNNER={int(not second)}, or report it with the engine's version"
+        )
+
+
 def encodes_only(runner: Any) -> bool:
-    """Return whether an encode instance's second runner leaves the language model out by itself."""
+    """Return whether an encode instance's second runner is vLLM's own one without language model.
+
+    A platform's class over it is logged, and its steps are those of `EncodeOnlyMixin`: its buffers
+    and warm-up are its own, and need parts that an encode instance does not have.
+    """
     if version() < ENCODE_ONLY_RUNNER:
         return bool(runner.is_encoder_only)
     from vllm.v1.worker.mm_encoder_model_runner import MMEncoderModelRunner
 
-    return isinstance(runner, MMEncoderModelRunner)
+    made = type(runner)
+    if made is not MMEncoderModelRunner and isinstance(runner, MMEncoderModelRunner):
+        logger.info(
+            "model runner %s.%s: its steps are replaced by those of epd-portable",
+            *(made.__module__, made.__name__),
+        )
+    return made is MMEncoderModelRunner
 
 
 def dtype_name(vllm_config: VllmConfig) -> str:

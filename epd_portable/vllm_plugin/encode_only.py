@@ -1,8 +1,9 @@
-"""The second model runner of an encode instance, where the platform's own is a whole one.
+"""The second model runner of an encode instance, where the platform's own is not vLLM's.
 
 vLLM makes a runner without language model for such an instance (``MMEncoderModelRunner``, 0.29 to
-0.33), on CUDA only. vllm-ascend 0.30 makes a whole one, which does not start without the weights
-that an encode instance leaves out: it warms up with them, and its block tables want a KV cache.
+0.33), on CUDA. vllm-ascend 0.30 makes a whole one, which does not start without the weights that an
+encode instance leaves out: it warms up with them, and its block tables want a KV cache. Its
+development branch has one over vLLM's (``NPUEncoderModelRunner``), with these block tables.
 """
 
 from __future__ import annotations

@@ -51,6 +51,7 @@ class _WorkerMixin(_Worker):
         connector = get_ec_transfer()
         runner: Any = self.model_runner
         second = self.vllm_config.use_v2_model_runner
+        compat.check_runner(runner, second=second)
         encodes, chosen = connector.is_producer, type(runner)
         first = (EncoderRunnerMixin if encodes else PDRunnerMixin,)
         mixins = _second_mixins(runner, encodes=encodes) if second else first

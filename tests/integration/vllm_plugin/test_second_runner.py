@@ -6,8 +6,9 @@ one runs in ``tests/npu_sim/e2e/test_second_runner.py``.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +19,7 @@ from epd_portable.connector.copies import DeviceCopies
 from epd_portable.connector.producer import TransferOrder
 from epd_portable.errors import EngineError
 from epd_portable.platforms import registry
+from epd_portable.platforms.traits import TRAITS
 from epd_portable.runners.background import EncodeOrder, StepEncoder
 from epd_portable.runners.host_copies import HostCopies
 from epd_portable.runners.placer import WorkerOrders
@@ -345,6 +347,102 @@ def test_a_step_without_language_model_encodes_what_it_was_told(
     assert (host.cache, runner.encoder_cache.mm_features) == ({}, {})
     assert output.ec_connector_output.finished_sending == {"transfer"}
     assert output.req_ids == []
+
+
+class WorkerOfPlatform:
+    """A platform's worker, which chooses the runner `chosen`."""
+
+    chosen: Any
+    rank = 0
+    vllm_config = SimpleNamespace(use_v2_model_runner=True)
+
+    def init_device(self) -> None:
+        self.model_runner = self.chosen.__new__(self.chosen)
+        self.model_runner.device = torch.device("cpu")
+
+
+@pytest.fixture
+def started(hooking: Any, host: Host, monkeypatch: pytest.MonkeyPatch) -> Callable[[type], Any]:
+    """Return what makes the model runner of an instance whose platform chooses a class."""
+    from epd_portable.vllm_plugin import worker
+
+    path = f"{worker.__name__}.EPDWorkerOfPlatform"
+    base = f"{__name__}:{WorkerOfPlatform.__name__}"
+    traits = replace(TRAITS["npu"], worker_cls=path, worker_base=base)
+    monkeypatch.setattr(worker, "TRAITS", {"npu": traits})
+    monkeypatch.setattr(worker, "get_ec_transfer", lambda: hooking.ec_connector)
+    monkeypatch.setattr(type(hooking.ec_connector), "open_worker", lambda *_: 0)
+    monkeypatch.setattr(type(hooking.ec_connector), "trace", lambda *_, **__: None)
+
+    def start(chosen: type) -> Any:
+        monkeypatch.setattr(WorkerOfPlatform, "chosen", chosen, raising=False)
+        monkeypatch.delattr(worker, "EPDWorkerOfPlatform", raising=False)
+        made = worker.EPDWorkerOfPlatform()  # type: ignore[attr-defined]
+        made.init_device()
+        runner = made.model_runner
+        runner.lora_config = None
+        runner.encoder_cache = resolve(CACHE)()
+        runner.encoder_cache.encoder_outputs = host.cache
+        runner.ec_connector = hooking
+        runner.model_state = SimpleNamespace(
+            execute_mm_encoder=lambda inputs: host.cache.update(y=torch.zeros(2, 3))
+        )
+        return runner
+
+    return start
+
+
+def of_platform(name: str, base: type) -> type:
+    """Return a platform's runner, named as vllm-ascend names its own; its buffers want KV."""
+
+    def initialize_kv_cache(self: Any, kv_cache_config: Any) -> None:
+        raise IndexError("block tables of no KV cache")
+
+    whole = resolve(RUNNER)
+    body = {"initialize_kv_cache": initialize_kv_cache}
+    bases = (whole,) if base is whole else (base, type("NPUModelRunner", (whole,), body))
+    return type(name, bases, body if base is whole else {})
+
+
+@pytest.mark.parametrize("encodes", [True], indirect=True, ids=["encode"])
+@pytest.mark.parametrize("second", [True], indirect=True, ids=["second"])
+@pytest.mark.parametrize("name", ["NPUModelRunner", "NPUEncoderModelRunner"])
+def test_platforms_runner_encodes_without_kv_cache(
+    started: Callable[[type], Any], host: Host, encodes: bool, second: bool, name: str
+) -> None:
+    from epd_portable.vllm_plugin import compat
+    from epd_portable.vllm_plugin.reports import StepMetadata
+
+    base = resolve(RUNNER)
+    if "Encoder" in name:
+        if compat.version() < compat.ENCODE_ONLY_RUNNER:
+            pytest.skip("this vLLM has no runner without language model")
+        base = resolve(ENCODE_RUNNER)
+    runner = started(of_platform(name, base))
+    runner.initialize_kv_cache("none")
+    output = runner.execute_model(
+        SimpleNamespace(
+            ec_connector_metadata=StepMetadata(),
+            finished_req_ids=set(),
+            free_encoder_mm_hashes=[],
+            scheduled_new_reqs=[],
+            total_num_scheduled_tokens=5,
+            num_scheduled_tokens={"a": 5},
+            scheduled_encoder_inputs={},
+        )
+    )
+    assert ("ready", "y") in host.calls
+    assert output.ec_connector_output.finished_sending == {"transfer"}
+
+
+@pytest.mark.parametrize("encodes", [True], indirect=True, ids=["encode"])
+@pytest.mark.parametrize("second", [True], indirect=True, ids=["second"])
+def test_runner_of_unknown_kind_is_refused(
+    started: Callable[[type], Any], encodes: bool, second: bool
+) -> None:
+    unknown = type("NPUEncoderModelRunner", (), {"device": None})
+    with pytest.raises(EngineError, match=r"NPUEncoderModelRunner.*VLLM_USE_V2_MODEL_RUNNER=0"):
+        started(unknown)
 
 
 def test_adapters_of_an_encoder_are_refused() -> None:
