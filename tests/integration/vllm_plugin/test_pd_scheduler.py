@@ -25,7 +25,7 @@ from epd_portable.vllm_plugin.reports import to_names
 from epd_portable.wire.messages import LoadReport, LoadWanted
 from epd_portable.wire.params import ExpectedTransfer, PrefillParams, to_params
 from tests.keyring import keys, secret_file
-from tests.property.engine_model.engine import Drafter
+from tests.kit.engine import Drafter
 from tests.waiting import until
 
 pytestmark = pytest.mark.needs_vllm
