@@ -11,7 +11,6 @@
     │   └── UnsupportedError             this platform cannot do what was asked, ever
     ├── EngineError                  the installed vLLM is not one that the plug-in knows
     ├── ProtocolError                a peer's message cannot be understood or is not allowed now
-    │   └── IncompatiblePeerError        another protocol version, model or dtype at the other end
     ├── TransportError               the bytes of an item did not arrive
     │   ├── TransportTimeoutError
     │   ├── LeaseExpiredError            the consumer took the slot back
@@ -78,10 +77,6 @@ class EngineError(EPDError):
 
 class ProtocolError(EPDError):
     """A peer's message cannot be understood, or is not allowed in the present state."""
-
-
-class IncompatiblePeerError(ProtocolError):
-    """The other end speaks another protocol version or serves another model or dtype."""
 
 
 class TransportError(EPDError):

@@ -30,8 +30,8 @@ from epd_portable.wire.fingerprint import differences
 from epd_portable.wire.messages import (
     Abort,
     Announce,
-    AnyMessage,
     EncodeFailed,
+    Foreign,
     Grant,
     Injected,
     Later,
@@ -39,6 +39,7 @@ from epd_portable.wire.messages import (
     NackCode,
     NotNeeded,
     NotWanted,
+    Received,
     Written,
 )
 
@@ -117,7 +118,7 @@ class _Early:
 
     expires_s: float
     sender: bytes
-    message: Announce
+    message: Announce | Foreign
 
     @property
     def writer(self) -> Writer:
@@ -216,7 +217,11 @@ class ConsumerSession:
         self._transfers[transfer_id] = item.transfers[transfer_id] = transfer
         self._watch(transfer)
         self._ended.pop(transfer_id, None)
-        if (early := self._early.pop(transfer_id, None)) is not None:
+        if (early := self._early.pop(transfer_id, None)) is None:
+            return
+        if isinstance(early.message, Foreign):
+            self._refuse_foreign(early.sender, early.message, transfer)
+        else:
             self._take_announcement(early.sender, early.message, transfer)
 
     def owner_left(self, transfer_id: str, owner: str) -> None:
@@ -260,7 +265,7 @@ class ConsumerSession:
                 self._not_needed(transfer.writer)
             self._end(transfer)
 
-    def receive(self, sender: bytes, message: AnyMessage, now: float) -> None:
+    def receive(self, sender: bytes, message: Received, now: float) -> None:
         """Process a message of a ZMQ identity; ignores those that make no sense here."""
         self._now = now
         transfer = self._transfers.get(message.transfer_id)
@@ -271,6 +276,11 @@ class ConsumerSession:
             elif message.transfer_id in self._ended:
                 self._not_needed(_writer_of(sender, message))
             else:
+                self._keep_early(sender, message)
+        elif isinstance(message, Foreign):
+            if message.kind == "announce" and transfer is not None:
+                self._refuse_foreign(sender, message, transfer)
+            elif message.kind == "announce" and message.transfer_id not in self._ended:
                 self._keep_early(sender, message)
         elif isinstance(message, Written):
             self._written(sender, message, transfer)
@@ -312,6 +322,15 @@ class ConsumerSession:
             if early.expires_s > now:
                 break
             self._forget_early(transfer_id)
+
+    def _refuse_foreign(self, sender: bytes, message: Foreign, transfer: Transfer) -> None:
+        """Let an encoder with another protocol version, which was answered, take no part."""
+        writer = _writer_of(sender, message)
+        if writer not in transfer.refused:
+            detail = f"{transfer.encoder or 'the encoder'}: {message.problem}"
+            nack = writer.message(Nack, code=NackCode.INCOMPATIBLE, detail=detail)
+            self._events.refused(transfer, nack)
+            self._refuse(transfer, writer, nack)
 
     def _take_announcement(self, sender: bytes, message: Announce, transfer: Transfer) -> None:
         writer = _writer_of(sender, message)
@@ -499,17 +518,17 @@ class ConsumerSession:
         self._endpoint.send(writer.sender, writer.message(NotNeeded))
         self._events.not_needed(writer.transfer_id)
 
-    def _keep_early(self, sender: bytes, message: Announce) -> None:
+    def _keep_early(self, sender: bytes, message: Announce | Foreign) -> None:
         """Keep an announcement until its request comes; its producer sends one that is not kept."""
         if message.transfer_id in self._early or len(self._early) >= MAX_EARLY:
             return
-        if self._endpoint.verify_transfer(message):
+        if isinstance(message, Foreign) or self._endpoint.verify_transfer(message):
             expires_s = self._now + self._wait_timeout_s
             self._early[message.transfer_id] = _Early(expires_s, sender, message)
 
     def _forget_early(self, transfer_id: str) -> None:
         early = self._early.pop(transfer_id, None)
-        if early is not None:
+        if early is not None and isinstance(early.message, Announce):
             self._not_needed(early.writer)
 
     def _watch(self, transfer: Transfer) -> None:
@@ -529,5 +548,5 @@ class ConsumerSession:
             self._ended.popitem(last=False)
 
 
-def _writer_of(sender: bytes, message: AnyMessage) -> Writer:
+def _writer_of(sender: bytes, message: Received) -> Writer:
     return Writer(transfer_id=message.transfer_id, sender=sender, attempt=message.attempt)

@@ -32,7 +32,7 @@ from epd_portable.connector.registry import paths_within_host
 from epd_portable.errors import ConfigError, ProtocolError, TransportError
 from epd_portable.log import trace
 from epd_portable.wire import codec
-from epd_portable.wire.messages import AnyMessage, Grant, Written
+from epd_portable.wire.messages import AnyMessage, Foreign, Grant, Received, Written
 
 logger = logging.getLogger(__name__)
 
@@ -109,13 +109,29 @@ def _arrived(
     alarm.ring()  # More may have come, and the edge is consumed.
 
 
-def _decoded(parts: Sequence[bytes], sender: object) -> tuple[AnyMessage, str] | None:
+def _decoded(parts: Sequence[bytes], sender: object) -> tuple[Received, str] | None:
     """Return a message and its session; ``None``, with a warning, for other bytes."""
     try:
         return codec.decode(*parts)
     except ProtocolError as error:
         logger.warning("control message from %r dropped: %r", sender, str(error))
         return None
+
+
+class _ForeignPeers:
+    """Peers with another protocol version, to log each once."""
+
+    def __init__(self) -> None:
+        self._logged: set[object] = set()
+
+    def log(self, peer: object, message: Foreign) -> None:
+        """Log a peer's version, unless that was logged before."""
+        if (peer, message.protocol) in self._logged:
+            return
+        if len(self._logged) >= MAX_AT_ONCE:
+            self._logged.clear()
+        self._logged.add((peer, message.protocol))
+        logger.warning("control messages from %r are refused: %s", peer, message.problem)
 
 
 class ControlServer:
@@ -132,6 +148,7 @@ class ControlServer:
     def __init__(self, address: str, session: str, keys: CurveKeys, pool: str = "") -> None:
         self._session = session
         self._inbox = DatagramInbox(pool) if pool else None
+        self._foreign = _ForeignPeers()
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         # A peer that connects again has lost its former connection.
@@ -168,12 +185,13 @@ class ControlServer:
         """End a `wait` in another thread; does nothing after `close`."""
         self._alarm.ring()
 
-    def receive(self) -> list[tuple[bytes, AnyMessage]]:
+    def receive(self) -> list[tuple[bytes, Received]]:
         """Return ``(identity, message)`` of messages that have arrived; other bytes are logged.
 
-        At most `MAX_AT_ONCE`; the rest comes with the next call.
+        At most `MAX_AT_ONCE`; the rest comes with the next call. Those of another protocol version
+        are refused, too.
         """
-        received: list[tuple[bytes, AnyMessage]] = []
+        received: list[tuple[bytes, Received]] = []
         while self._inbox is not None and len(received) < MAX_AT_ONCE:
             data = self._inbox.receive()
             if data is None:
@@ -185,9 +203,21 @@ class ControlServer:
         for identity, *parts in _arrived(self._socket, self._alarm, parts=2, limit=limit):
             if decoded := _decoded(parts, identity):
                 received.append((identity, decoded[0]))
+        for identity, message in received:
+            if isinstance(message, Foreign):
+                self._refuse(identity, message)
         if not received:  # Peers that wait for an answer come first.
             self._gate.log_refusals()
         return received
+
+    def _refuse(self, identity: bytes, message: Foreign) -> None:
+        """Refuse a message of another version, in that version."""
+        self._foreign.log(identity, message)
+        if message.awaits_reply:
+            refusal = message.refusal()
+            data = codec.encode(refusal, session=self._session, protocol=message.protocol)
+            self._socket.send_multipart([identity, data], flags=zmq.NOBLOCK)
+            self._alarm.look_again(self._socket)
 
     def send(self, identity: bytes, message: AnyMessage) -> None:
         """Send to a peer.
@@ -224,6 +254,7 @@ class ControlClients:
         self._sockets = Connections(self._connect, self._leave)
         self._addresses: dict[zmq.Socket[bytes], str] = {}
         self._near: dict[str, DatagramOutbox] = {}
+        self._foreign = _ForeignPeers()
 
     def send(self, address: str, message: AnyMessage) -> None:
         """Send to the consumer that listens on ``address``; connects if need be.
@@ -245,12 +276,12 @@ class ControlClients:
         """Return when messages may have arrived, after `wake`, or when the time is over."""
         self._alarm.wait(timeout_s)
 
-    def receive(self) -> list[tuple[str, AnyMessage]]:
+    def receive(self) -> list[tuple[str, Received]]:
         """Return ``(address, message)`` of messages that have arrived; other bytes are logged.
 
         At most `MAX_AT_ONCE` of each consumer; the rest comes with the next call.
         """
-        received = []
+        received: list[tuple[str, Received]] = []
         for target, address in self._addresses.items():
             for parts in _arrived(target, self._alarm, parts=1, limit=MAX_AT_ONCE):
                 if decoded := _decoded(parts, address):
@@ -258,6 +289,8 @@ class ControlClients:
                     received.append((address, message))
                     if isinstance(message, Grant):
                         self._granted(address, message)
+                    elif isinstance(message, Foreign):
+                        self._foreign.log(address, message)
         return received
 
     def wake(self) -> None:

@@ -19,7 +19,7 @@ from epd_portable.connector.stores.loader import IDENTITY, StoreLoader
 from epd_portable.connector.transport import LeaseFence, ReceivingEnd
 from epd_portable.connector.worker_endpoint import read_publication
 from epd_portable.wire.descriptors import PathEndpoint, PeerDescriptor, TensorSpec
-from epd_portable.wire.messages import Announce, AnyMessage, Nack, NackCode
+from epd_portable.wire.messages import Announce, AnyMessage, Nack, NackCode, Received
 from epd_portable.wire.params import ExpectedTransfer
 
 if TYPE_CHECKING:
@@ -82,10 +82,10 @@ class ConsumerEndpoint:
             self._loader = self._make_loader(opened)
             self._opened = opened.pop_all()
 
-    def receive(self) -> list[tuple[bytes, AnyMessage]]:
+    def receive(self) -> list[tuple[bytes, Received]]:
         """Return ``(identity, message)`` of control messages that have arrived."""
         received = self.control.receive()
-        return received if self._loader is None else received + self._loader.receive()
+        return received if self._loader is None else [*received, *self._loader.receive()]
 
     def load(
         self, transfer: ExpectedTransfer, mm_hash: str, tensor: TensorSpec

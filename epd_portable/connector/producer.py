@@ -26,12 +26,14 @@ from epd_portable.wire.messages import (
     Abort,
     Announce,
     AnyMessage,
+    Foreign,
     Grant,
     Injected,
     Later,
     Nack,
     NackCode,
     NotNeeded,
+    Received,
     Written,
 )
 
@@ -156,7 +158,7 @@ class ProducerSession:
             if transfer.order.mm_hash == mm_hash:
                 transfer.ready = True
 
-    def receive(self, consumer: str, message: AnyMessage, now: float) -> None:
+    def receive(self, consumer: str, message: Received, now: float) -> None:
         """Process a message from the address of a consumer; ignores those that make no sense."""
         transfer = self._transfers.get(message.transfer_id)
         if transfer is None or (transfer.order.consumer, transfer.attempt) != (
@@ -180,6 +182,8 @@ class ProducerSession:
             self._end(transfer)
         elif isinstance(message, Nack):
             self._end(transfer, f"{message.code.value}: {message.detail}")
+        elif isinstance(message, Foreign):
+            self._end(transfer, f"{NackCode.INCOMPATIBLE.value}: {message.problem}")
 
     def write_done(self, transfer_id: str, now: float) -> None:
         """A `Write` is complete."""

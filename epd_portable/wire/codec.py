@@ -12,9 +12,9 @@ from typing import Any
 
 import msgspec
 
-from epd_portable.errors import IncompatiblePeerError, ProtocolError, TransportError
+from epd_portable.errors import ProtocolError, TransportError
 from epd_portable.wire.descriptors import Name
-from epd_portable.wire.messages import PROTOCOL_VERSION, AnyMessage
+from epd_portable.wire.messages import PROTOCOL_VERSION, AnyMessage, Foreign, Received
 
 MAX_MESSAGE_BYTES = 16 * 1024
 """A larger control message is refused before it is decoded."""
@@ -63,22 +63,23 @@ def address_reader(expected: Any, path: str) -> Callable[[str], Any]:
 _encoder = msgspec.msgpack.Encoder()
 _read_envelope = reader(Envelope, "a control message")
 _read_body = reader(AnyMessage, "a control message")
+_read_header = reader(Foreign, "a control message of another version")
 
 
-def encode(message: AnyMessage, *, session: str) -> bytes:
-    """Return the bytes of one message."""
+def encode(message: AnyMessage, *, session: str, protocol: int | None = None) -> bytes:
+    """Return the bytes of one message; ``protocol`` is that of the peer, for `Foreign.refusal`."""
     body = msgspec.Raw(_encoder.encode(message))
-    return _encoder.encode(Envelope(protocol=PROTOCOL_VERSION, session=session, body=body))
+    protocol = PROTOCOL_VERSION if protocol is None else protocol
+    return _encoder.encode(Envelope(protocol=protocol, session=session, body=body))
 
 
-def decode(*parts: bytes) -> tuple[AnyMessage, str]:
-    """Return a message and the session that sent it.
+def decode(*parts: bytes) -> tuple[Received, str]:
+    """Return a message, or the header of one of another version, and the session that sent it.
 
     Args:
         parts: Of a ZMQ message; there must be one.
 
     Raises:
-        IncompatiblePeerError: The sender speaks another version of the protocol.
         ProtocolError: The bytes are no message.
     """
     if len(parts) != 1:
@@ -90,9 +91,7 @@ def decode(*parts: bytes) -> tuple[AnyMessage, str]:
         )
     envelope: Envelope = _read_envelope(data)
     if envelope.protocol != PROTOCOL_VERSION:
-        raise IncompatiblePeerError(
-            f"peer speaks protocol {envelope.protocol}, this process {PROTOCOL_VERSION}: "
-            "run the same version of epd-portable at both ends"
-        )
+        header: Foreign = _read_header(memoryview(envelope.body))
+        return msgspec.structs.replace(header, protocol=envelope.protocol), envelope.session
     message: AnyMessage = _read_body(memoryview(envelope.body))
     return message, envelope.session

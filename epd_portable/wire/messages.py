@@ -17,6 +17,10 @@
 Every message but the last two names its transfer and the producer's attempt at it; one that arrives
 twice or out of order changes nothing. Explanations are cut to `MAX_REASON` characters; a message
 with a name beyond its limit is refused.
+
+Three things are equal in every version of the protocol, so that two versions that cannot exchange
+items refuse each other at once: the `codec.Envelope`, the fields of `Foreign` in every message, and
+`Nack`. A receiver refuses a message of another version by a `Nack` in the version of its sender.
 """
 
 from __future__ import annotations
@@ -203,6 +207,42 @@ class NotWanted(Message, frozen=True, kw_only=True, tag="not_wanted"):
     """
 
 
+class Foreign(msgspec.Struct, frozen=True, kw_only=True):
+    """The header of a message of another protocol version, whose rest cannot be read.
+
+    Attributes:
+        kind: Tag of the message.
+        protocol: Version of the sender.
+    """
+
+    kind: Word = ""
+    transfer_id: Name = ""
+    attempt: int = 0
+    protocol: int = 0
+
+    @property
+    def problem(self) -> str:
+        """Both versions, and what to do."""
+        return (
+            f"protocol {self.protocol} at the sender, {PROTOCOL_VERSION} at the receiver. Run one "
+            "release of epd-portable at both"
+        )
+
+    @property
+    def awaits_reply(self) -> bool:
+        """Whether its sender sends it again until it is answered."""
+        return self.kind in ("announce", "written")
+
+    def refusal(self) -> Nack:
+        """Return what its sender is to be answered, in its version."""
+        return Nack(
+            transfer_id=self.transfer_id,
+            attempt=self.attempt,
+            code=NackCode.INCOMPATIBLE,
+            detail=self.problem,
+        )
+
+
 AnyMessage = (
     Announce
     | Grant
@@ -217,6 +257,9 @@ AnyMessage = (
     | LoadWanted
     | LoadReport
 )
+
+
+Received = AnyMessage | Foreign
 
 
 def _cut(message: Message, name: str) -> None:

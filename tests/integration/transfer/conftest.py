@@ -21,6 +21,7 @@ from epd_portable.runners.prefill import PrefillRequests
 from epd_portable.runners.receiver import Receiver
 from epd_portable.scheduling.items import PromptItem
 from epd_portable.wire.descriptors import TensorSpec
+from epd_portable.wire.messages import PROTOCOL_VERSION
 from epd_portable.wire.params import ExpectedTransfer, PrefillOutcome, PrefillParams
 from tests import warm
 from tests.contract.pairs import ROUTES, Route, parameters
@@ -37,7 +38,12 @@ class PrefillSide:
     """A PD instance without an engine: a real receiver and placer, stepped by the test."""
 
     def __init__(
-        self, route: Route, folder: Path, pool_bytes: int = 1 << 20, lease_s: float = LEASE_S
+        self,
+        route: Route,
+        folder: Path,
+        pool_bytes: int = 1 << 20,
+        lease_s: float = LEASE_S,
+        wait_timeout_s: float = TIMEOUT_S,
     ) -> None:
         pair = route.pair
         platform = registry.get(pair.prefill)
@@ -55,7 +61,7 @@ class PrefillSide:
             pool=self.pool,
             pool_bytes=pool_bytes,
             path=route.path,
-            wait_timeout_s=TIMEOUT_S,
+            wait_timeout_s=wait_timeout_s,
             lease_s=lease_s,
             secret_file=secret_file(),
         )
@@ -83,11 +89,21 @@ class PrefillSide:
     def pool_bytes(self) -> int:
         return self.receiver.pool.capacity_bytes
 
-    def arrive(self, request_id: str, mm_hash: str, num_tokens: int) -> None:
+    def arrive(
+        self, request_id: str, mm_hash: str, num_tokens: int, *, by_front: bool = False
+    ) -> None:
         """A request with one item arrives, whose transfer is ``t-<request id>``."""
-        self.arrive_with(request_id, num_tokens, {mm_hash: f"t-{request_id}"})
+        transfers = {mm_hash: f"t-{request_id}"}
+        self.arrive_with(request_id, num_tokens, transfers, by_front=by_front)
 
-    def arrive_with(self, request_id: str, num_tokens: int, transfers: dict[str, str]) -> None:
+    def arrive_with(
+        self,
+        request_id: str,
+        num_tokens: int,
+        transfers: dict[str, str],
+        *,
+        by_front: bool = False,
+    ) -> None:
         """A request arrives with items of one size, given as transfers by ``mm_hash``."""
         self.requests[request_id] = request(
             request_id, *((mm_hash, num_tokens) for mm_hash in transfers)
@@ -107,7 +123,8 @@ class PrefillSide:
             ExpectedTransfer(transfer_id=transfer_id, item_uuid=mm_hash)
             for mm_hash, transfer_id in transfers.items()
         )
-        self.prefill.arrived(request_id, items, PrefillParams(transfers=expected))
+        params = PrefillParams(transfers=expected, by_front=by_front)
+        self.prefill.arrived(request_id, items, params)
 
     def granted(self, transfer_id: str) -> bool:
         """Whether a producer may write by this transfer."""
@@ -152,13 +169,23 @@ class PrefillSide:
 class EncodeSide:
     """An encode worker in a process of its own."""
 
-    def __init__(self, path: str, platform: str, name: str = "encode-0") -> None:
+    def __init__(
+        self,
+        path: str,
+        platform: str,
+        name: str = "encode-0",
+        *,
+        protocol: int = PROTOCOL_VERSION,
+        wait_timeout_s: float = TIMEOUT_S,
+    ) -> None:
         self.process = warm.start(
             "-m",
             "tests.integration.transfer.encode_side",
             path,
             platform,
             name,
+            str(protocol),
+            str(wait_timeout_s),
             # torch_npu over the simulated runtime starts no thread when it is imported.
             cold=platform == "cuda",
             stdin=subprocess.PIPE,
@@ -166,14 +193,21 @@ class EncodeSide:
         )
         self._answer()
 
-    def tell(self, verb: str, *words: object) -> None:
+    def tell(self, verb: str, *words: object) -> str:
         assert self.process.stdin is not None
         print(json.dumps({verb: words}), file=self.process.stdin, flush=True)
-        self._answer()
+        return self._answer()
 
-    def _answer(self) -> None:
+    def ended(self) -> list[str]:
+        """Return the transfers that have ended since the last call."""
+        found: list[str] = json.loads(self.tell("ended"))
+        return found
+
+    def _answer(self) -> str:
         assert self.process.stdout is not None
-        assert self.process.stdout.readline(), "the encode side has ended"
+        line = self.process.stdout.readline()
+        assert line, "the encode side has ended"
+        return str(line)
 
     def close(self) -> None:
         assert self.process.stdin is not None and self.process.stdout is not None

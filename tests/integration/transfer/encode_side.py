@@ -1,7 +1,8 @@
-"""An encode worker without an engine: ``python encode_side.py <path> <platform> <name>``.
+"""An encode worker without an engine: ``encode_side.py PATH PLATFORM NAME PROTOCOL TIMEOUT_S``.
 
 Obeys JSON lines: ``{"order": [transfer_id, mm_hash, consumer, num_tokens]}`` announces an item,
-``{"output": [mm_hash, num_tokens]}`` puts it out. Each is answered with a line.
+``{"output": [mm_hash, num_tokens]}`` puts it out, ``{"ended": []}`` returns the transfers that have
+ended since. Each is answered with a line.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from epd_portable.connector.copies import DeviceCopies
 from epd_portable.connector.producer import TransferOrder
 from epd_portable.platforms import registry
 from epd_portable.runners.sender import Sender
+from epd_portable.wire import codec, messages
 from epd_portable.wire.descriptors import TensorSpec
 from tests.keyring import secret_file
 
@@ -58,12 +60,27 @@ def make_sender(
     return Sender(config, FINGERPRINT, DeviceCopies(registry.get(platform)))
 
 
-def main(path: str, platform: str, name: str = "encode-0") -> None:
-    sender = make_sender(path, platform=platform, name=name)
+def use_protocol(version: int) -> None:
+    """Let this process be of another version of the control protocol."""
+    messages.PROTOCOL_VERSION = codec.PROTOCOL_VERSION = version
+
+
+def main(
+    path: str,
+    platform: str,
+    name: str = "encode-0",
+    protocol: str = str(messages.PROTOCOL_VERSION),
+    timeout_s: str = str(TIMEOUT_S),
+) -> None:
+    use_protocol(int(protocol))
+    sender = make_sender(path, float(timeout_s), platform=platform, name=name)
     device = registry.get(platform).device(0)
     print("ready", flush=True)
     for line in sys.stdin:
         ((verb, words),) = json.loads(line).items()
+        if verb == "ended":
+            print(json.dumps(sorted(sender.progress.take_ended())), flush=True)
+            continue
         if verb == "order":
             sender.submit(order(*words), None)
         else:

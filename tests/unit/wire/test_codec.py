@@ -6,7 +6,7 @@ import msgspec
 import pytest
 import torch
 
-from epd_portable.errors import IncompatiblePeerError, ProtocolError
+from epd_portable.errors import ProtocolError
 from epd_portable.wire import codec
 from epd_portable.wire.descriptors import DTYPE_BYTES, TensorSpec
 from epd_portable.wire.messages import (
@@ -16,6 +16,7 @@ from epd_portable.wire.messages import (
     Announce,
     AnyMessage,
     EncodeFailed,
+    Foreign,
     Grant,
     Injected,
     Later,
@@ -71,10 +72,34 @@ def test_every_kind_of_message_is_tested_above() -> None:
     assert {type(message) for message in MESSAGES} == set(AnyMessage.__args__)
 
 
-def test_another_version_of_the_protocol_is_refused_before_the_body_is_read() -> None:
-    data = msgspec.msgpack.encode([PROTOCOL_VERSION + 1, "life", {"kind": "of the future"}])
-    with pytest.raises(IncompatiblePeerError, match=f"protocol {PROTOCOL_VERSION + 1}"):
-        codec.decode(data)
+OTHER = PROTOCOL_VERSION + 1
+
+
+def test_message_of_another_version_gives_its_header() -> None:
+    body = {"kind": "announce", "transfer_id": "t", "attempt": 7, "fields": {"of": "the future"}}
+    message, session = codec.decode(msgspec.msgpack.encode([OTHER, "life", body]))
+    wanted = Foreign(kind="announce", transfer_id="t", attempt=7, protocol=OTHER)
+    assert (message, session) == (wanted, "life")
+    assert f"protocol {OTHER} at the sender, {PROTOCOL_VERSION} at the receiver" in wanted.problem
+
+
+def test_refusal_has_the_same_bytes_in_every_version() -> None:
+    foreign = Foreign(kind="announce", transfer_id="t", attempt=7, protocol=OTHER)
+    body = {
+        "kind": "nack",
+        "transfer_id": "t",
+        "attempt": 7,
+        "code": "incompatible",
+        "detail": foreign.problem,
+    }
+    data = codec.encode(foreign.refusal(), session="life", protocol=OTHER)
+    assert data == msgspec.msgpack.encode([OTHER, "life", body])
+
+
+@pytest.mark.parametrize("body", [1, ["announce"], {"kind": 1}, {"transfer_id": "t" * 513}])
+def test_message_of_another_version_without_header_is_refused(body: object) -> None:
+    with pytest.raises(ProtocolError):
+        codec.decode(msgspec.msgpack.encode([OTHER, "life", body]))
 
 
 @pytest.mark.parametrize(
