@@ -383,7 +383,7 @@ HOOKS: tuple[Relied, ...] = (
     _row(
         "v1.engine.core_client.AsyncMPClient",
         (*_FRONT_CLIENT, *_FRONT_ENGINES),
-        "call_utility_all_async",
+        "call_utility_all_async get_kv_event_sources",
         since=(0, 32),
     ),
     _row("v1.engine.core_client.EngineCoreClient", _FRONT, "make_async_mp_client", since=(0, 30)),

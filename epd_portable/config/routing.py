@@ -114,7 +114,7 @@ class RouterSection(Section):
     item_outcomes: bool = False
     max_body_bytes: Annotated[Size, Field(ge=1024)] = 64 << 20
     max_bodies_bytes: Annotated[Size, Field(ge=1024)] = 1 << 30
-    max_media_items: Annotated[int, Field(ge=1)] = 64
+    max_media_items: Annotated[int, Field(ge=1)] = _MEDIA_LIMITS.max_items
     max_item_pixels: Annotated[int, Field(ge=1)] = _MEDIA_LIMITS.max_item_pixels
     max_request_pixels: Annotated[int, Field(ge=1)] = _MEDIA_LIMITS.max_request_pixels
     max_media_seconds: Seconds = _MEDIA_LIMITS.max_media_seconds

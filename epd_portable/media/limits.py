@@ -66,7 +66,8 @@ class MediaLimits:
     """What media may become when they are decoded.
 
     Attributes:
-        max_item_pixels: Of one picture, or one frame of a film.
+        max_items: Images, videos and audio clips of one request.
+        max_item_pixels: Of one image, or one frame of a video.
         max_request_pixels: Of all items of a request together: of films the frames that are taken.
         max_media_seconds: Of one film or clip of sound.
         max_memory_bytes: Memory of an API server beyond what it has when it starts to serve.
@@ -74,6 +75,7 @@ class MediaLimits:
 
     __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
 
+    max_items: int = 64
     max_item_pixels: int = 64 << 20
     max_request_pixels: int = 256 << 20
     max_media_seconds: float = 600.0
@@ -88,6 +90,7 @@ class MediaLimits:
     def among(cls, settings: Any) -> MediaLimits:
         """Return the limits in the router's section of a topology file."""
         return cls(
+            max_items=settings.max_media_items,
             max_item_pixels=settings.max_item_pixels,
             max_request_pixels=settings.max_request_pixels,
             max_media_seconds=settings.max_media_seconds,

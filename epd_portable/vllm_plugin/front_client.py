@@ -86,7 +86,6 @@ class FrontSettings(msgspec.Struct, frozen=True, kw_only=True):
     access_log: str | None = None
     max_body_bytes: int = 64 << 20
     max_bodies_bytes: int = 1 << 30
-    max_media_items: int = 64
     body_timeout_s: float = BODY_TIMEOUT_S
 
 
@@ -240,6 +239,15 @@ class SplitClient(AsyncMPClient):
         if found := [each for engine, said in pairs for each in said if not engine.encodes_only]:
             return found
         raise UnavailableError("no engine that answers is up")
+
+    def get_kv_event_sources(self) -> dict[int, Any]:
+        """Return where engines that are up publish KV events, by engine; since vLLM 0.31."""
+        return {
+            each.index: source
+            for each in self.engines.by_name.values()
+            if each.client is not None
+            for source in each.client.get_kv_event_sources().values()
+        }
 
     async def add_request_async(
         self, request: EngineCoreRequest, *args: Any, **kwargs: Any

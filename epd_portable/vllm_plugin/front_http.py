@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any, cast, get_args
 
 import anyio
+import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST, REGISTRY
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
@@ -34,7 +35,6 @@ from epd_portable.delivery.replies import (
 from epd_portable.errors import ConfigError, RequestError
 from epd_portable.log import access_log
 from epd_portable.media.limits import MediaLimits, check_settings
-from epd_portable.vllm_plugin.admission import count_items, outline_of
 from epd_portable.vllm_plugin.front_client import SplitClient
 from epd_portable.vllm_plugin.front_engines import Engines
 from epd_portable.vllm_plugin.instance_token import instance_of
@@ -223,18 +223,29 @@ class FrontMiddleware:
         raise body_timeout(settings.body_timeout_s)
 
     def _check(self, body: bytes) -> None:
-        """Refuse more media than allowed, and settings that enlarge them; nothing is decoded."""
-        outline = outline_of(body)
-        most = self._settings.max_media_items
-        if (count := count_items(outline)) > most:
-            raise RequestError(
-                f"this request has {count} images, videos and audio clips: at most {most} are "
-                "allowed; send fewer, or raise router.max_media_items",
-                status=400,
-                code="too_many_items",
-            )
-        for name in ("mm_processor_kwargs", "media_io_kwargs"):
-            check_settings(self._limits, name, getattr(outline, name))
+        """Refuse settings that enlarge media; nothing is decoded."""
+        for name, raw in msgspec.structs.asdict(_settings_of(body)).items():
+            check_settings(self._limits, name, raw)
+
+
+class _MediaSettings(msgspec.Struct):
+    """Settings of a request for its media; other fields are skipped."""
+
+    mm_processor_kwargs: msgspec.Raw = msgspec.Raw()
+    media_io_kwargs: msgspec.Raw = msgspec.Raw()
+
+
+def _settings_of(body: bytes) -> _MediaSettings:
+    """Return the settings in a body; none for a body that vLLM cannot read."""
+    with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return msgspec.json.decode(body, type=_MediaSettings)
+    # vLLM reads more than JSON: other encodings, a byte order mark, NaN.
+    with contextlib.suppress(ValueError, RecursionError):
+        read = json.loads(body)
+        if isinstance(read, dict):
+            given = {name: read[name] for name in _MediaSettings.__struct_fields__ if name in read}
+            return _MediaSettings(**{n: msgspec.Raw(json.dumps(v)) for n, v in given.items()})
+    return _MediaSettings()
 
 
 def _line_of(scope: Scope, visit: _Visit, duration_s: float) -> str:

@@ -3,9 +3,9 @@
 ``--middleware epd_portable.vllm_plugin.media_bounds.MediaBoundsMiddleware``: vLLM puts the class
 around its application (0.26 to 0.33). When the server starts, it
 
-- lets Pillow open `IMAGE_FORMATS` only, in a bounded number of reads, up to ``max_item_pixels``;
-- puts a subclass of vLLM's media connector in its place, which counts the pixels of each request,
-  frames of films included, before they are decoded;
+- lets Pillow open `IMAGE_FORMATS` only, up to ``max_item_pixels``, with bounded headers and pixels;
+- puts a subclass of vLLM's media connector in its place, which counts the items and the pixels of
+  each request, frames of films included, before they are decoded;
 - limits the memory of the process, if ``max_memory_bytes`` is set.
 
 What is refused raises `ValueError`, which vLLM answers with 400. The pixels of a film's frame and
@@ -35,17 +35,27 @@ from vllm.multimodal.media import MEDIA_CONNECTOR_REGISTRY, MediaConnector
 from vllm.multimodal.media.base import MediaIO
 
 from epd_portable.media.limits import MediaLimits
+from epd_portable.vllm_plugin import avif
 from epd_portable.vllm_plugin.instance_token import instance_of
 
 logger = logging.getLogger(__name__)
 
-IMAGE_FORMATS = frozenset({"BMP", "GIF", "ICO", "JPEG", "JPEG2000", "PNG", "PPM", "TIFF", "WEBP"})
-"""Pillow's names of the formats that are opened. AVIF is not among them: what its decoder makes
-room for is a number inside the stream, which Pillow does not show."""
+IMAGE_FORMATS = frozenset(
+    {
+        *("AVIF", "BLP", "BMP", "DDS", "DIB", "GIF", "ICNS", "ICO", "IM", "JPEG", "JPEG2000"),
+        *("MSP", "PCX", "PNG", "PPM", "QOI", "SGI", "SPIDER", "TGA", "TIFF", "WEBP", "XBM"),
+    }
+)
+"""Pillow's names of the formats that are opened: those that it writes and vLLM reads."""
 FEWEST_READS = 4096
-BYTES_A_READ = 1024
-"""A picture is read in so many reads, and one more for each so many bytes of its file. Headers made
+BYTES_A_READ = 64
+"""Reads of an image's headers: a fixed number, and one for each so many bytes of the file. Headers
 of single bytes or empty chunks would otherwise take seconds."""
+READS_A_PIXEL = 4
+"""Further reads for each pixel of a format that Pillow decodes in Python."""
+PYTHON_PIXELS = 32
+"""Pixels in the request's budget for each pixel that Pillow decodes in Python: QOI, 16-bit PPM,
+run-length BMP and others take a microsecond a pixel."""
 _UNREADABLE = (
     *(SyntaxError, EOFError, LookupError, ArithmeticError, TypeError, AttributeError),
     *(AssertionError, OSError, struct.error, zlib.error, cv2.error),
@@ -57,13 +67,29 @@ class MediaRefusedError(ValueError):
     """A media file is not decoded; vLLM answers 400 with the message."""
 
 
-class PixelBudget:
-    """Counts the pixels that one request has decoded: at most ``max_request_pixels``."""
+class RequestBudget:
+    """Counts the media of one request: at most ``max_items`` and ``max_request_pixels``."""
 
     def __init__(self, limits: MediaLimits) -> None:
         self._limits = limits
+        self._items = 0
         self._pixels = 0
         self._lock = threading.Lock()
+
+    def add_item(self) -> None:
+        """Count an item before it is fetched or decoded."""
+        with self._lock:
+            self._items += 1
+        self.check_items()
+
+    def check_items(self) -> None:
+        """Raise `MediaRefusedError` if the request has too many items."""
+        if self._items > self._limits.max_items:
+            raise _too_large(
+                f"this request has {self._items} images, videos and audio clips or more",
+                self._limits.max_items,
+                "max_media_items",
+            )
 
     def charge(self, pixels: int) -> None:
         """Count pixels before they are decoded; `MediaRefusedError` if there are too many."""
@@ -78,11 +104,11 @@ class PixelBudget:
             )
 
 
-_budget: ContextVar[PixelBudget | None] = ContextVar("epd_pixel_budget", default=None)
+_budget: ContextVar[RequestBudget | None] = ContextVar("epd_request_budget", default=None)
 
 
 class MediaBoundsMiddleware:
-    """Bounds the process when its server starts, and gives each request a `PixelBudget`.
+    """Bounds the process when its server starts, and gives each request a `RequestBudget`.
 
     Args:
         limits: ``None`` reads them from the instance's settings when the server starts.
@@ -98,7 +124,7 @@ class MediaBoundsMiddleware:
             self._limits = self._limits or instance_of(scope).media_limits
             bound_process(self._limits)
         elif self._limits is not None:
-            _budget.set(PixelBudget(self._limits))
+            _budget.set(RequestBudget(self._limits))
         await self._app(scope, receive, send)
 
 
@@ -158,22 +184,29 @@ def _bounded_factory(factory: Factory, limits: MediaLimits) -> Factory:
 
     def open_bounded(file: IO[bytes], filename: str | bytes) -> ImageFile.ImageFile:
         data = file.getvalue() if isinstance(file, io.BytesIO) else file.read()
+        counted = _CountedReads(data)
         try:
-            image = factory(_CountedReads(data), filename)
+            image = factory(counted, filename)
         except Image.DecompressionBombError as error:
             raise _bomb(error, limits) from error
         tags: Any = getattr(image, "tag_v2", {})
         tile = int(tags.get(322, 0)) * int(tags.get(323, 0))
         if max(image.width * image.height, tile) > limits.max_item_pixels:
             raise _too_large(
-                f"a picture of {image.width} × {image.height} pixels"
+                f"an image of {image.width} × {image.height} pixels"
                 + (f" in tiles of {tile}" if tile else ""),
                 limits.max_item_pixels,
                 "max_item_pixels",
             )
+        pixels = image.width * image.height
+        in_python = any(each[0] in Image.DECODERS for each in getattr(image, "tile", ()))
         budget = _budget.get()
         if budget is not None:
-            budget.charge(image.width * image.height)
+            budget.charge(pixels * PYTHON_PIXELS if in_python else pixels)
+        if in_python:
+            counted.allow(READS_A_PIXEL * pixels)
+        if image.format == "AVIF":
+            image._decoder = avif.FrameDecoder(data, pixels)  # type: ignore[attr-defined]
         return image
 
     open_bounded.bounded = factory  # type: ignore[attr-defined]
@@ -181,22 +214,31 @@ def _bounded_factory(factory: Factory, limits: MediaLimits) -> Factory:
 
 
 class _CountedReads(io.BytesIO):
-    """A file that is read in a bounded number of reads, and a few times as a whole at most."""
+    """A file with a bounded number of reads, and of bytes that they return in all."""
 
     def __init__(self, data: bytes) -> None:
         super().__init__(data)
         self._reads = FEWEST_READS + len(data) // BYTES_A_READ
         self._nbytes = 4 * len(data) + (1 << 20)
+        self._ends = FEWEST_READS
+
+    def allow(self, reads: int) -> None:
+        """Allow further reads."""
+        self._reads += reads
 
     def read(self, size: int | None = -1) -> bytes:
         """Return what is there; raises `MediaRefusedError` beyond the bounds."""
         data = super().read(size)
         self._reads -= 1
         self._nbytes -= len(data)
+        self._ends -= not data
         if self._reads < 0 or self._nbytes < 0:
             raise MediaRefusedError(
-                "a picture whose headers are in too many parts: save it anew without metadata"
+                "an image of too many small parts for its pixels and bytes: save it again without "
+                "metadata"
             )
+        if self._ends < 0:
+            raise MediaRefusedError("an image that ends before its pixels: send the whole file")
         return data
 
 
@@ -214,13 +256,15 @@ class _Bounded(MediaConnector):
         return await super().load_from_url_async(url, self._bounded(media_io), *args, **kwargs)
 
     def _bounded(self, media_io: Any) -> _BoundedIO:
-        return _BoundedIO(media_io, self.limits, _budget.get() or PixelBudget(self.limits))
+        budget = _budget.get() or RequestBudget(self.limits)
+        budget.add_item()
+        return _BoundedIO(media_io, self.limits, budget)
 
 
 class _BoundedIO(MediaIO[Any]):
     """One of vLLM's media loaders, within a budget; runs in vLLM's threads."""
 
-    def __init__(self, inner: Any, limits: MediaLimits, budget: PixelBudget) -> None:
+    def __init__(self, inner: Any, limits: MediaLimits, budget: RequestBudget) -> None:
         self._inner = inner
         self._limits = limits
         self._budget = budget
@@ -250,6 +294,8 @@ class _BoundedIO(MediaIO[Any]):
         return self._load(self._inner.load_file, filepath, *args, **kwargs)
 
     def _load(self, load: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        # vLLM begins to load all items of a request before it takes notice of the first refusal.
+        self._budget.check_items()
         token = _budget.set(self._budget)
         try:
             return load(*args, **kwargs)
@@ -268,7 +314,7 @@ class _BoundedIO(MediaIO[Any]):
             if not isinstance(error.__cause__ or error, UnidentifiedImageError):
                 raise
             raise MediaRefusedError(
-                "a picture of no format that is decoded: send " + ", ".join(sorted(IMAGE_FORMATS))
+                "an image of no format that is decoded: send " + ", ".join(sorted(IMAGE_FORMATS))
             ) from error
         except _UNREADABLE as error:
             raise MediaRefusedError(f"this file cannot be decoded: {error}") from error
@@ -276,7 +322,7 @@ class _BoundedIO(MediaIO[Any]):
             _budget.reset(token)
 
 
-def _bounded_films(loader: type[Any], limits: MediaLimits, budget: PixelBudget) -> type[Any]:
+def _bounded_films(loader: type[Any], limits: MediaLimits, budget: RequestBudget) -> type[Any]:
     """Return a video loader of vLLM's that refuses a film before it makes room for its frames."""
 
     class BoundedFilms(loader):

@@ -166,5 +166,4 @@ def _settings(engines: Sequence[Engine]) -> dict[str, object]:
         "access_log": router.access_log,
         "max_body_bytes": router.max_body_bytes,
         "max_bodies_bytes": bodies,
-        "max_media_items": router.max_media_items,
     }

@@ -30,15 +30,14 @@ from vllm.multimodal.media import MEDIA_CONNECTOR_REGISTRY  # noqa: E402
 
 from epd_portable.media.limits import MediaLimits  # noqa: E402
 from epd_portable.vllm_plugin import media_bounds  # noqa: E402
+from tests.unit.media import samples  # noqa: E402
 from tests.unit.media.samples import chunk, png  # noqa: E402
 
 SMALL = MediaLimits(max_item_pixels=LIMIT, max_request_pixels=4 * LIMIT, max_media_seconds=10)
 
 
 def saved(kind: str, side: int = SIDE, **options: object) -> bytes:
-    file = io.BytesIO()
-    Image.new("RGB", (side, side)).save(file, kind, **options)
-    return file.getvalue()
+    return samples.saved(Image.new("RGB", (side, side)), kind, **options)
 
 
 def fli(beginning: bytes, side: int = 9000) -> bytes:
@@ -120,11 +119,17 @@ def pictures() -> Iterator[tuple[str, bytes]]:
     yield "FLI as TIFF", fli(b"II*\0\x11\xaf\0\0")
     yield "TGA", run_length_tga(b"\0\0\x0a" + bytes(9))
     yield "TGA as HEIC", disguised_tga()
-    for kind in ("TGA", "PCX", "SGI", "DDS", "IM", "MSP", "SPIDER", "AVIF", "ICNS"):
-        mode = {"MSP": "1", "SPIDER": "F"}.get(kind, "RGB")
-        file = io.BytesIO()
-        Image.new(mode, (64, 64)).save(file, kind)
-        yield f"small {kind}", file.getvalue()
+    yield "large AVIF", saved("AVIF", 1100, speed=10)
+    avif = bytearray(saved("AVIF", speed=10))
+    place = avif.index(b"ispe") + 8
+    assert avif[place : place + 8] == struct.pack(">II", SIDE, SIDE)
+    avif[place : place + 8] = struct.pack(">II", 16, 16)
+    yield "AVIF, 16 × 16 in its boxes", bytes(avif)
+    yield "cut AVIF", saved("AVIF", 64)[:-20]
+    yield "QOI", saved("QOI", 500)
+    yield "DDS without pixels", saved("DDS", 300)[:128]
+    bitmap = samples.run_length_bmp(Image.new("L", (64, 64)))
+    yield "BMP of ends of lines", bitmap[: 54 + 1024] + b"\0\0" * 100_000
     frame = b"\xff\xc0\0\x0b\x08\0\1\0\1\1\1\x11\0\xff\xda\0\0"
     yield "JPEG of junk between markers", b"\xff\xd8\xff\xe0\0\2" + bytes(650_000) + frame
     yield "JPEG of fill bytes", b"\xff\xd8\xff\xe0\0\2" + b"\xff" * 650_000 + frame[1:]

@@ -46,8 +46,10 @@ def test_hostile_files_are_refused_before_they_cost_anything() -> None:
         ("large PNG in an icon", "9000000 pixels.*router.max_item_pixels"),
         ("TIFF of one large tile", "tiles of 169208064: .*router.max_item_pixels"),
         ("FLI as PNM", "no format that is decoded.*PNG"),
-        ("small AVIF", "no format that is decoded.*PNG"),
-        ("JPEG of fill bytes", "headers are in too many parts"),
+        ("AVIF, 16 × 16 in its boxes", "memory and time for 256 pixels"),
+        ("QOI", "8000000 pixels or more.*router.max_request_pixels"),
+        ("DDS without pixels", "ends before its pixels|not enough image data"),
+        ("JPEG of fill bytes", "too many small parts"),
         ("MP4, 16 × 16 in its boxes", "6480000 pixels or more.*router.max_request_pixels"),
         ("MP4 that plays too long", "30.0 s: at most 10 .*router.max_media_seconds"),
         ("MP4 of too many frames", "700 frames: at most 600 .*router.max_media_seconds"),
@@ -62,6 +64,30 @@ def test_what_is_refused_says_what_would_be_allowed(name: str, words: str) -> No
     assert re.search(words, found()[name]["outcome"]), found()[name]
 
 
+@cache
+def formats() -> list[dict[str, str]]:
+    """Return what vLLM's connector makes of files of each format, as it is and within bounds."""
+    command = ("-m", "tests.integration.vllm_plugin.media_formats")
+    run = warm.over_vllm().run(*command, timeout=300)
+    assert run.returncode == 0, run.stderr[-2000:]
+    return [json.loads(line) for line in run.stdout.splitlines() if line.startswith('{"name"')]
+
+
+def test_images_of_every_format_are_read_as_vllm_does_without_bounds() -> None:
+    assert len(formats()) > 200
+    for each in formats():
+        assert each["bounded"] == each["plain"], each
+
+
+def test_every_format_that_pillow_writes_and_vllm_reads_is_tried() -> None:
+    from epd_portable.vllm_plugin.media_bounds import IMAGE_FORMATS
+
+    read = {each["name"].split()[0] for each in formats() if each["plain"] != "refused"}
+    assert read >= IMAGE_FORMATS | {"MPO"}
+    refused = {each["name"].split()[0] for each in formats() if each["plain"] == "refused"}
+    assert refused == {"EPS", "PALM", "PDF", "HEIC", "text", "nothing"}
+
+
 def test_the_process_goes_on_with_files_within_its_limits() -> None:
     assert {name: found()[name]["outcome"] for name in GOOD} == dict.fromkeys(GOOD, "loaded")
 
@@ -69,7 +95,7 @@ def test_the_process_goes_on_with_files_within_its_limits() -> None:
 async def test_each_request_has_a_budget_of_its_own() -> None:
     from epd_portable.vllm_plugin import media_bounds
 
-    seen: list[media_bounds.PixelBudget | None] = []
+    seen: list[media_bounds.RequestBudget | None] = []
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         seen.append(media_bounds._budget.get())

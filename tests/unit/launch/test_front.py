@@ -25,7 +25,7 @@ KEPT = {
     "item_outcomes": ("item_outcomes: true", '"item_outcomes": true'),
     "max_body_bytes": ("max_body_bytes: 1MiB", '"max_body_bytes": 1048576'),
     "max_bodies_bytes": ("max_bodies_bytes: 2GiB", '"max_bodies_bytes": 2147483648'),
-    "max_media_items": ("max_media_items: 3", '"max_media_items": 3'),
+    "max_media_items": ("max_media_items: 3", '"max_items": 3'),
     "max_item_pixels": ("max_item_pixels: 1234", '"max_item_pixels": 1234'),
     "max_request_pixels": ("max_request_pixels: 567890", '"max_request_pixels": 567890'),
     "max_media_seconds": ("max_media_seconds: 77", '"max_media_seconds": 77.0'),
