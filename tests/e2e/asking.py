@@ -130,6 +130,13 @@ def assert_equal(
     assert max(differences[:first]) <= tolerance
 
 
+def assert_brought(answer: Answer, content: Sequence[Any] | str, *sources: str) -> None:
+    """Check that the items of a request came from these sources, and that a text has none."""
+    has_items = not isinstance(content, str) and any(part["type"] != "text" for part in content)
+    assert bool(answer.items) == has_items, answer.items
+    assert set(answer.sources) <= set(sources)
+
+
 def assert_close(split: Answer, reference: Answer) -> None:
     """Check two answers in bfloat16, whose rounding may decide between tokens that are as likely.
 

@@ -9,7 +9,15 @@ import httpx
 import pytest
 
 from epd_portable.launch.plan import installed
-from tests.e2e.asking import ask, ask_all, ask_streamed, assert_equal, picture, text
+from tests.e2e.asking import (
+    ask,
+    ask_all,
+    ask_streamed,
+    assert_brought,
+    assert_equal,
+    picture,
+    text,
+)
 from tests.e2e.cases import ASK, REPEATED, SINGLE, mixed_32
 from tests.e2e.conftest import Pair
 from tests.e2e.engines import metric
@@ -27,7 +35,7 @@ SMOKE = ("one picture", "one picture twice", "text, picture, text, picture")
 def assert_answer_is_that_of_one_process(pair: Pair, content: Any) -> None:
     split, reference = ask(pair.split.url, content), ask(pair.reference_url, content)
     assert_equal(split, reference)
-    assert set(split.sources) <= {"transfer"}
+    assert_brought(split, content, "transfer")
 
 
 class FloatSmoke:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.asking import ask, assert_equal
+from tests.e2e.asking import ask, assert_brought, assert_equal
 from tests.e2e.cases import SINGLE
 from tests.e2e.conftest import Pair
 from tests.e2e.equality import SMOKE
@@ -30,7 +30,7 @@ class TwoRanks:
     def test_an_answer_of_two_ranks_is_that_of_one_process(self, pair: Pair, content: Any) -> None:
         split = ask(pair.split.url, content)
         assert_equal(split, ask(pair.reference_url, content))
-        assert set(split.sources) <= {"transfer"}
+        assert_brought(split, content, "transfer")
 
     def test_every_item_was_transferred_once_and_placed_by_both_ranks(self, pair: Pair) -> None:
         """Runs last: it looks back at everything above."""

@@ -21,7 +21,7 @@ import pytest
 from epd_portable.launch.plan.machine import has_shares
 from epd_portable.platforms import registry
 from epd_portable.platforms.traits import TRAITS
-from tests.e2e.asking import ask, ask_all, assert_close, assert_equal, picture
+from tests.e2e.asking import ask, ask_all, assert_brought, assert_close, assert_equal, picture
 from tests.e2e.cases import ASK, SINGLE
 from tests.e2e.conftest import Pair, Split, running
 from tests.e2e.engines import instance
@@ -185,7 +185,7 @@ class TestInBfloat16(Items):
     def test_an_answer_is_as_likely_as_that_of_one_process(self, pair: Pair, content: Any) -> None:
         split = ask(pair.split.url, content)
         assert_close(split, ask(pair.reference_url, content))
-        assert set(split.sources) <= {"transfer"}
+        assert_brought(split, content, "transfer")
 
 
 @by(FLOAT32)

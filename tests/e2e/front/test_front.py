@@ -246,7 +246,7 @@ FORMS: dict[str, tuple[str, Any, str]] = {
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_items_beyond_the_limit_are_refused_when_vllm_reads_them(front: Split, form: str) -> None:
+def test_items_beyond_the_limit_are_refused_in_each_form(front: Split, form: str) -> None:
     path, part, encoding = FORMS[form]
 
     def send(count: int) -> httpx.Response:
@@ -264,7 +264,7 @@ def test_items_beyond_the_limit_are_refused_when_vllm_reads_them(front: Split, f
     assert "at most 64" in words and "router.max_media_items" in words
 
 
-def test_requests_of_every_shape_get_what_one_process_makes_of_them(
+def test_requests_of_each_shape_get_plain_vllms_response(
     front: Split, reference_url: str, subtests: pytest.Subtests
 ) -> None:
     rows = list(shapes.requests())
@@ -280,7 +280,7 @@ def test_requests_of_every_shape_get_what_one_process_makes_of_them(
 
 
 @pytest.mark.parametrize("kind", samples.UNUSUAL)
-def test_unusual_image_files_are_read_as_one_process_does(
+def test_unusual_image_files_are_read_as_by_plain_vllm(
     front: Split, reference_url: str, kind: str
 ) -> None:
     data = samples.UNUSUAL[kind](draw(400).image)
@@ -296,9 +296,7 @@ def shared(seed: int) -> list[dict[str, Any]]:
     return [picture(seed), ASK]
 
 
-def test_refused_requests_leave_those_alone_that_wait_for_their_items(
-    front: Split, reference_url: str
-) -> None:
+def test_refused_requests_do_not_affect_waiting_ones(front: Split, reference_url: str) -> None:
     """The refused ones come while the item is encoded, and have ended before it is there."""
     refused = dict(enumerate(shapes.REFUSED.values(), 410))
     with ThreadPoolExecutor(len(refused)) as pool, encoders_held(front) as held_s:
@@ -312,9 +310,7 @@ def test_refused_requests_leave_those_alone_that_wait_for_their_items(
         assert_equal(each.result(), ask(reference_url, shared(seed)))
 
 
-def test_refused_requests_leave_those_alone_that_come_with_and_after_them(
-    front: Split, reference_url: str
-) -> None:
+def test_refused_requests_do_not_affect_concurrent_ones(front: Split, reference_url: str) -> None:
     refused = dict(enumerate(shapes.REFUSED.values(), 510))
     with ThreadPoolExecutor(16) as pool:
         sent = {

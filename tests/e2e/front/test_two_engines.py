@@ -39,10 +39,10 @@ def front(start: Start) -> Split:
 
 
 @contextmanager
-def load(front: Split) -> Iterator[list[httpx.Response]]:
-    """Let three clients ask without a pause, and check what is right."""
+def load(front: Split, reference_url: str) -> Iterator[list[httpx.Response]]:
+    """Let three clients send requests without a pause, and compare with plain vLLM."""
     contents = [[picture(seed), ASK] for seed in range(6)] + ["Hello", "Who are you?"]
-    expected = [words(post(front.url, body(each))) for each in contents]
+    expected = [words(post(reference_url, body(each))) for each in contents]
     seen: list[httpx.Response] = []
     end, number = threading.Event(), itertools.count()
 
@@ -107,7 +107,7 @@ def test_new_work_turns_between_two_engines_on_one_core(front: Split, reference_
             assert words(post(reference_url, request)) == said
 
 
-def test_an_update_loses_nothing(front: Split) -> None:
+def test_an_update_loses_nothing(front: Split, reference_url: str) -> None:
     pids = {name: process(front, name).pid for name in NAMES}
 
     def is_new(name: str) -> bool:
@@ -116,7 +116,7 @@ def test_an_update_loses_nothing(front: Split) -> None:
         except AssertionError:
             return False
 
-    with load(front) as seen:
+    with load(front, reference_url) as seen:
         os.kill(front.pid, signal.SIGHUP)
         for name in NAMES:
             wait_until(lambda name=name: is_new(name), f"{name} is new", within_s=RESTART_S)
@@ -124,8 +124,8 @@ def test_an_update_loses_nothing(front: Split) -> None:
     assert {reply.status_code for reply in seen} == {200}
 
 
-def test_requests_of_a_killed_engine_go_to_the_other(front: Split) -> None:
-    with load(front) as seen, killed(front, "prefill_decode-1"):
+def test_requests_of_a_killed_engine_go_to_the_other(front: Split, reference_url: str) -> None:
+    with load(front, reference_url) as seen, killed(front, "prefill_decode-1"):
         count = len(seen)
         wait_until(lambda: len(seen) > count + 20, "the other answers")
     # Only what had begun to answer is lost.

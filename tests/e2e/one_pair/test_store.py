@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.e2e.asking import Answer, ask, assert_equal, picture, text
+from tests.e2e.asking import Answer, ask, assert_brought, assert_equal, picture, text
 from tests.e2e.conftest import Pair, Split, every_instance_is_up, router_of
 from tests.e2e.engines import (
     RESTART_S,
@@ -63,7 +63,7 @@ def check_all_from_store(split: Split, first: list[Answer]) -> None:
     begin_s = time.monotonic()
     for content, before in zip(CONTENTS, first, strict=True):
         answer = ask(split.url, content)
-        assert set(answer.sources) <= {"store", "encoder_cache"}
+        assert_brought(answer, content, "store", "encoder_cache")
         assert answer.tokens == before.tokens
         assert_equal(answer, before)
     encoded = {

@@ -12,7 +12,17 @@ import pytest
 
 from epd_portable.demo.pictures import HELD_OUT_SEEDS, QUESTIONS, Picture, QuestionKind, draw
 from epd_portable.envs import EPD_RUN_ID
-from tests.e2e.asking import ask, ask_all, ask_streamed, assert_close, body, picture, post, text
+from tests.e2e.asking import (
+    ask,
+    ask_all,
+    ask_streamed,
+    assert_brought,
+    assert_close,
+    body,
+    picture,
+    post,
+    text,
+)
 from tests.e2e.cases import ASK, REPEATED, SINGLE
 from tests.e2e.collector import Collector
 from tests.e2e.engines import shared_memory, wait_until
@@ -82,7 +92,7 @@ def test_requests_at_once_are_answered_as_by_one_process(deployment: Deployment)
     contents += ["How are you?", [text("Twice:"), picture(409), picture(409), ASK]]
     for content, answer in zip(contents, ask_all(deployment.split.url, contents), strict=True):
         assert_close(answer, ask(deployment.pair.reference_url, content))
-        assert set(answer.sources) <= {"transfer", "encoder_cache"}
+        assert_brought(answer, content, "transfer", "encoder_cache")
     assert deployment.split.encoded_by("prefill_decode") == []
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.asking import ask, assert_close
+from tests.e2e.asking import ask, assert_brought, assert_close
 from tests.e2e.cases import SINGLE
 from tests.e2e.conftest import Pair, reference
 from tests.forked import Popen
@@ -36,4 +36,4 @@ def test_an_answer_is_as_likely_as_that_of_one_process(pair: Pair, content: Any)
     split = ask(pair.split.url, content)
     assert_close(split, ask(pair.reference_url, content))
     assert {item["path"] for item in split.items} <= {"shm"}
-    assert set(split.sources) <= {"transfer"}
+    assert_brought(split, content, "transfer")

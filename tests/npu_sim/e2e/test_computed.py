@@ -61,7 +61,9 @@ def test_encode_jobs_are_answered_behind_the_computation_and_in_its_order(pair: 
     assert len(begun) == len(ended)
     for begun_s, ended_s in zip(begun, ended, strict=True):
         assert ended_s - begun_s > 20 * OPERATOR_US / 1e6, "that is the time to queue it"
-    for write in pair.split.events("transfer.written"):
+    writes = pair.split.events("transfer.written")
+    assert len(writes) == PICTURES
+    for write in writes:
         assert write["write_s"] < min(e - b for b, e in zip(begun, ended, strict=True))
 
 

