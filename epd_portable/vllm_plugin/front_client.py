@@ -240,13 +240,13 @@ class SplitClient(AsyncMPClient):
             return found
         raise UnavailableError("no engine that answers is up")
 
-    def get_kv_event_sources(self) -> dict[int, Any]:
+    def get_kv_event_sources(self, *args: Any, **kwargs: Any) -> dict[int, Any]:
         """Return where engines that are up publish KV events, by engine; since vLLM 0.31."""
         return {
             each.index: source
             for each in self.engines.by_name.values()
             if each.client is not None
-            for source in each.client.get_kv_event_sources().values()
+            for source in each.client.get_kv_event_sources(*args, **kwargs).values()
         }
 
     async def add_request_async(
