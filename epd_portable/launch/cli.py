@@ -203,7 +203,7 @@ def _serve(request: PlanRequest, log_dir: Path | None, *, as_json: bool) -> None
     machine = machine_of(request.traits, os.environ)
     temp_dir = _temp_dir(run_id)
     plan = request.plan(topology, run_id, machine, temp_dir=str(temp_dir))
-    refused = refusals(topology, plan, claim)
+    refused = refusals(topology, plan, claim, os.environ)
     if len(refused) == 1:
         raise refused[0]
     if refused:
@@ -258,7 +258,7 @@ def plan(as_json: bool, **options: Any) -> None:
         # A machine that is not here has other files and ports.
         missing = named_files(topology.model_dump())
         refused = [f"{dotted(path)}: {problem}" for path, problem in missing]
-        refused += map(str, refusals(topology, result, is_free))
+        refused += map(str, refusals(topology, result, is_free, os.environ))
         warnings += [f"up refuses this here: {problem}" for problem in refused]
         warnings += store_warnings(topology.store)
     result = dataclasses.replace(result, warnings=tuple(warnings))

@@ -57,13 +57,18 @@ def body(content: Sequence[dict[str, Any]] | str, **extra: Any) -> dict[str, Any
     return {**fixed, "messages": messages, **extra}
 
 
+KEY = "sk-of-tests-0123456789"
+AUTHORIZED = {"authorization": f"Bearer {KEY}"}
+"""Sent with each request; servers without keys do not read it."""
+
+
 def post(
     url: str, request: dict[str, Any], *, headers: dict[str, str] | None = None
 ) -> httpx.Response:
     return httpx.post(
         f"{url}/v1/chat/completions",
         json=request,
-        headers=headers,
+        headers={**AUTHORIZED, **(headers or {})},
         timeout=TIMEOUT_S,
         trust_env=False,
     )
@@ -92,6 +97,7 @@ def ask_streamed(url: str, content: Sequence[dict[str, Any]] | str, **extra: Any
         "POST",
         f"{url}/v1/chat/completions",
         json=body(content, stream=True, **extra),
+        headers=AUTHORIZED,
         timeout=TIMEOUT_S,
         trust_env=False,
     ) as response:

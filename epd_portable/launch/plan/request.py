@@ -35,6 +35,7 @@ from epd_portable.launch.plan.ports import (
     require_free,
 )
 from epd_portable.launch.plan.processes import Machine, Plan, make_plan
+from epd_portable.launch.plan.variables import variable_problems
 from epd_portable.platforms.traits import TRAITS, PlatformTraits
 
 
@@ -190,13 +191,18 @@ def counts_of(part: Mapping[Role, int]) -> Iterator[str]:
         yield f"instances.{group_of(role)}.count={part.get(role, 0)}"
 
 
-def refusals(topology: Topology, plan: Plan, free: Callable[[int, str], bool]) -> list[EPDError]:
+def refusals(
+    topology: Topology,
+    plan: Plan,
+    free: Callable[[int, str], bool],
+    environ: Mapping[str, str],
+) -> list[EPDError]:
     """Return why this machine cannot run a plan at this moment.
 
     ``free`` says whether a port of a host can be used, where the file fixes those of instances.
     """
     router, launch, kv = topology.router, topology.launch, plan.kv
-    found: list[EPDError] = []
+    found: list[EPDError] = [ConfigError(text) for text in variable_problems(plan, environ)]
     if launch.first_port is not None:
         with _noted(found):
             _require_fixed_ports(launch, plan, free)

@@ -264,6 +264,8 @@ class Rendering:
             },
             "spec": {
                 "automountServiceAccountToken": False,
+                # Variables of Services would be taken for those of vLLM and of this package.
+                "enableServiceLinks": False,
                 # Processes that the launcher leaves behind are reaped by the Pod's own.
                 "shareProcessNamespace": True,
                 "terminationGracePeriodSeconds": math.ceil(_UNROUTED_S + stop_s + _ENDING_S),

@@ -10,7 +10,7 @@ import httpx
 
 from epd_portable.demo.pictures import draw
 from epd_portable.wire.params import FIELD
-from tests.e2e.asking import TIMEOUT_S, text
+from tests.e2e.asking import AUTHORIZED, TIMEOUT_S, text
 from tests.e2e.modalities.parts import frames
 
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
@@ -168,10 +168,10 @@ def answer(url: str, path: str, body: Any) -> tuple[int, Any]:
     """Return the status and what is the same in every answer of one server to a request."""
     sent: dict[str, Any] = {"timeout": TIMEOUT_S, "trust_env": False}
     if body is None:
-        got = httpx.get(url + path, **sent)
+        got = httpx.get(url + path, headers=AUTHORIZED, **sent)
     else:
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
-        headers = {"content-type": "application/json"}
+        headers = {"content-type": "application/json", **AUTHORIZED}
         got = httpx.post(url + path, content=content, headers=headers, **sent)
     lines = [line.removeprefix("data: ") for line in got.text.splitlines() if line[:6] == "data: "]
     if not lines:

@@ -21,6 +21,8 @@ from epd_portable.demo.pictures import draw
 from tests import pod
 from tests.e2e import flags
 from tests.e2e.asking import (
+    AUTHORIZED,
+    KEY,
     TIMEOUT_S,
     answer_of,
     ask,
@@ -54,7 +56,8 @@ def front(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Split]:
         print(f"no container here, the front starts outside: {why_not}")
     else:
         popen = pod.popen_in(folder)
-    with running(folder, [*settings, "instances.encode.count=2", steered], popen=popen) as split:
+    settings += ["instances.encode.count=2", steered]
+    with running(folder, settings, env={"VLLM_API_KEY": KEY}, popen=popen) as split:
         yield split
 
 
@@ -113,6 +116,16 @@ def test_it_answers_as_one_process_does(front: Split, reference_url: str, count:
     assert ours.tokens == theirs.tokens
     assert ours.logprobs == pytest.approx(theirs.logprobs, abs=1e-4)
     assert ours.sources == ["transfer"] * count
+
+
+def test_vllm_api_key_guards_the_front_as_plain_vllm(front: Split) -> None:
+    """All other tests send the key: no part of the topology needs it."""
+    for path, expected in {"/v1/models": 401, "/health": 200, "/metrics": 200}.items():
+        answer = httpx.get(front.url + path, timeout=30, trust_env=False)
+        assert answer.status_code == expected
+    wrong = {"authorization": "Bearer wrong"}
+    assert post(front.url, body([picture(3), ASK]), headers=wrong).status_code == 401
+    assert ask(front.url, [picture(3), ASK]).sources == ["transfer"]
 
 
 def test_two_engines_encode_a_video_and_its_first_part_is_computed_before_the_next_is_there(
@@ -254,7 +267,7 @@ def test_items_beyond_the_limit_are_refused_in_each_form(front: Split, form: str
         if path == shapes.BATCH:
             request["messages"] = [request["messages"]]
         content = json.dumps(request).encode(encoding)
-        headers = {"content-type": "application/json"}
+        headers = {"content-type": "application/json", **AUTHORIZED}
         return httpx.post(front.url + path, content=content, headers=headers, timeout=TIMEOUT_S)
 
     most = 64
@@ -376,7 +389,7 @@ def test_work_is_owed_from_when_it_is_sent_until_it_is_done(front: Split) -> Non
 
 
 def test_requests_that_clients_give_up_leave_nothing(front: Split) -> None:
-    with httpx.Client(trust_env=False) as client:
+    with httpx.Client(headers=AUTHORIZED, trust_env=False) as client:
         for seed, timeout_s in enumerate((0.01, 0.03, 0.06, 0.1, 0.2)):
             request = body(both(60 + seed), max_tokens=500, ignore_eos=True)
             with pytest.raises(httpx.ReadTimeout):
@@ -403,7 +416,8 @@ def test_encode_engines_may_be_killed_under_load(front: Split, reference_url: st
 def test_a_killed_engine_ends_what_has_begun_and_refuses_the_rest(front: Split) -> None:
     url = f"{front.url}/v1/chat/completions"
     request = body([picture(30), ASK], stream=True, max_tokens=2000, ignore_eos=True)
-    with httpx.stream("POST", url, json=request, timeout=60, trust_env=False) as stream:
+    options: Any = {"headers": AUTHORIZED, "timeout": 60, "trust_env": False}
+    with httpx.stream("POST", url, json=request, **options) as stream:
         lines = stream.iter_lines()
         next(lines)
         with killed(front, "prefill_decode-0"):
