@@ -5,7 +5,8 @@
     EPDError
     ├── ConfigError                  a configuration file, option or variable is wrong
     ├── LaunchError                  an instance could not be started or did not become ready
-    │   └── PortInUseError
+    │   ├── PortInUseError
+    │   └── RefusedError             another process refuses, and will until a setting is changed
     ├── PlatformError
     │   ├── PlatformUnavailableError     asked for, but its runtime or device is not here
     │   └── UnsupportedError             this platform cannot do what was asked, ever
@@ -31,7 +32,7 @@ from __future__ import annotations
 
 import re
 
-_PASSWORD = re.compile(r"(://[^\s:/@]*):(?!\d+(?:[/?#\s,;)\]}'\"]|$))[^@\n]*@(?:\S*@)?")
+_PASSWORD = re.compile(r"(://[^\s:/@]*):(?!\d+(?:[/?#\s,;)\]}'\"]|:\s|$))[^@\n]*@(?:\S*@)?")
 """What stands between the name of a user and the last @ before a host: no port."""
 
 
@@ -53,6 +54,10 @@ class ConfigError(EPDError):
 
 class LaunchError(EPDError):
     """An instance could not be started or did not become ready."""
+
+
+class RefusedError(LaunchError):
+    """Another process refuses what is asked of it, and will until a setting is changed."""
 
 
 class PortInUseError(LaunchError):

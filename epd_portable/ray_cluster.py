@@ -18,6 +18,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import ray
+from ray import ObjectRef
 from ray.actor import ActorHandle
 from ray.exceptions import RayError, RayTaskError
 from ray.util import get_node_ip_address, list_named_actors
@@ -31,11 +32,13 @@ from epd_portable.launch.plan.request import PlanRequest, counts_of
 from epd_portable.launch.run.held import HeldLauncher
 from epd_portable.launch.run.log_files import Tail
 from epd_portable.launch.run.running import RunRecord
+from epd_portable.launch.run.wait import Wait
 
 ROUTER = "router"
 _AGAIN_AFTER_S = 5.0
 _SAY_EVERY_S = 10.0
 _ANSWERS_WITHIN_S = 10.0
+_SAID_WITHIN_S = 2.0
 _CALLS = 8
 """At the same time to one actor: some last as long as a start."""
 
@@ -61,6 +64,10 @@ class HeldActor:
         self._launcher.wait_ready()
         return self._host
 
+    def said(self) -> str:
+        """Return the host, and what the launcher reports last."""
+        return f"on {self._host}: {self._launcher.said}"
+
     def record(self) -> tuple[str, RunRecord | None]:
         """Return the host, and how the run is there; ``None`` before it has begun."""
         return self._host, self._launcher.record()
@@ -68,6 +75,10 @@ class HeldActor:
     def read(self, tail: Tail, lines: int | None) -> tuple[list[str], Tail]:
         """Return the last lines of a log, or the new ones, and its place."""
         return (tail.new() if lines is None else tail.last(lines)), tail
+
+    def stops_s(self) -> float:
+        """Return how long `stop` takes at most."""
+        return self._launcher.stops_s
 
     def stop(self) -> None:
         """End the launcher; nothing of it is left."""
@@ -181,8 +192,13 @@ def _await_ready(
     specs: Sequence[LauncherSpec],
     say: Callable[[Notice], None],
 ) -> None:
-    """Return when all launchers are ready; say what is waited for meanwhile."""
+    """Return when all launchers are ready; report what each waits for meanwhile.
+
+    Raises:
+        LaunchError: One has ended, or has no node in time.
+    """
     needs = {spec.name: spec.resources for spec in specs}
+    wait = Wait("not all launchers have a node", specs[0].node_s, limit="launch.startup_timeout_s")
     waiting = {actor.ready.remote(): name for name, actor in actors.items()}
     while waiting:
         done, _ = ray.wait(list(waiting), timeout=_SAY_EVERY_S)
@@ -190,12 +206,32 @@ def _await_ready(
             name = waiting.pop(answer)
             say(Notice("stage", f"{name} is ready on {_answer(name, answer)}", {"name": name}))
         if not done:
-            text = "; ".join(f"{name} ({_amounts(needs[name])})" for name in waiting.values())
-            say(Notice("waiting", f"waiting for {text}", {"names": list(waiting.values())}))
+            names = list(waiting.values())
+            said = _answered({name: actors[name].said.remote() for name in names}, _SAID_WITHIN_S)
+            away = {name: _without_node(needs[name]) for name in names if name not in said}
+            text = "; ".join(f"{name} {why}" for name, why in (said | away).items())
+            say(Notice("waiting", f"waiting for {text}", {"names": names}))
+            if away:
+                wait.go_on(text)
 
 
-def _amounts(resources: Mapping[str, float]) -> str:
-    return ", ".join(f"{name} {amount:g}" for name, amount in resources.items())
+def _without_node(needs: Mapping[str, float]) -> str:
+    """Return why a launcher has no node, as far as Ray shows it."""
+    wanted = ", ".join(f"{name} {amount:g}" for name, amount in needs.items())
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    fit = any(all(node.get(name, 0) >= each for name, each in needs.items()) for node in nodes)
+    return f"(no node has {wanted}{' free' if fit else ': add one, or ask for less'})"
+
+
+def _answered(asked: Mapping[str, ObjectRef], timeout_s: float) -> dict[str, Any]:
+    """Return what actors answer within a time; one without a node does not."""
+    done, _ = ray.wait(list(asked.values()), num_returns=len(asked), timeout=timeout_s)
+    found = {}
+    for name, answer in asked.items():
+        if answer in done:
+            with _unless_lost():
+                found[name] = ray.get(answer)
+    return found
 
 
 def _answer(name: str, answer: Any) -> Any:
@@ -220,12 +256,7 @@ def actors() -> dict[str, ActorHandle]:
 def records() -> dict[str, tuple[str, RunRecord | None] | None]:
     """Return the node and the run of each launcher; ``None`` for one that has no node now."""
     asked = {name: actor.record.remote() for name, actor in actors().items()}
-    answered, _ = ray.wait(list(asked.values()), num_returns=len(asked), timeout=_ANSWERS_WITHIN_S)
-    found: dict[str, tuple[str, RunRecord | None] | None] = dict.fromkeys(asked)
-    for name, answer in asked.items():
-        with _unless_lost():
-            found[name] = ray.get(answer) if answer in answered else None
-    return found
+    return dict.fromkeys(asked) | _answered(asked, _ANSWERS_WITHIN_S)
 
 
 @contextlib.contextmanager
@@ -267,14 +298,19 @@ class RemoteTail(Tail):
 
     def _ask(self, count: int | None) -> list[str]:
         lines: list[str]
-        lines, self._tail = ray.get(self._actor.read.remote(self._tail, count))
+        asked = self._actor.read.remote(self._tail, count)
+        lines, self._tail = ray.get(asked, timeout=_ANSWERS_WITHIN_S)
         return lines
 
 
 def stop() -> None:
     """End the topology: first the router, which waits for open requests; nothing is left of it."""
-    for actor in actors().values():
-        with _unless_lost():  # Else there is nothing to end.
-            ray.get(actor.record.remote(), timeout=_ANSWERS_WITHIN_S)
-            ray.get(actor.stop.remote())
+    there = actors()
+    stops_s = _answered(
+        {name: actor.stops_s.remote() for name, actor in there.items()}, _ANSWERS_WITHIN_S
+    )
+    for name, actor in there.items():
+        if name in stops_s:  # Else there is nothing to end.
+            with _unless_lost():
+                ray.get(actor.stop.remote(), timeout=stops_s[name])
         ray.kill(actor)

@@ -14,7 +14,7 @@ from epd_portable.bench.stand_in import TOKEN_BYTES
 from epd_portable.config.extensions import BUILT_IN_PATHS
 from epd_portable.config.instance import PlatformName
 from epd_portable.config.quantities import parse_size
-from epd_portable.launch.commands.command_line import CommandLine, PlatformType
+from epd_portable.launch.commands.command_line import CommandLine, PlatformType, stopping_at_sigterm
 from epd_portable.platforms import registry
 
 DEFAULT_SIZES = ("4KiB", "64KiB", "1MiB", "4MiB", "16MiB", "64MiB")
@@ -129,7 +129,7 @@ def transfer_command(
     json_file: Path | None,
 ) -> None:
     """Measure transfers; users read `TRANSFER_HELP`."""
-    with console.stopping_at_sigterm():
+    with stopping_at_sigterm():
         found = registry.get(platform)
         devices = found.device_count()
         place = transfer.describe_place(platform, found.availability().reason, devices)
@@ -161,7 +161,7 @@ Exit status: 0; 1 when something failed; 2 on bad input.
 @console.json_option
 def step_command(steps: int, json_file: Path | None) -> None:
     """Measure steps; users read `STEP_HELP`."""
-    with console.stopping_at_sigterm():
+    with stopping_at_sigterm():
         console.finish(step.make_report(step.measure(steps)), json_file)
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import signal
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -39,16 +37,6 @@ def finish(made: report.Report, json_file: Path | None) -> None:
 def progress(line: str) -> None:
     """Print a progress line."""
     click.echo(line, err=True)
-
-
-@contextlib.contextmanager
-def stopping_at_sigterm() -> Iterator[None]:
-    """Let SIGTERM end the block as Ctrl-C does: servers under measurement are not left behind."""
-    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 @contextlib.contextmanager

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -263,6 +264,45 @@ def test_a_topology_is_started_and_ended_from_a_machine_outside_the_cluster(
     finally:
         stopped = launch(f"epd-launch stop {there}")
     assert stopped.stdout == "epd has ended\n"
+
+
+def test_up_ends_with_the_reason_when_the_router_refuses(cluster: Any) -> None:
+    port = port_source("000000a5")()
+    config = ROOT / "configs" / "1e1pd.yaml"
+    up = f"epd-launch up --cluster auto --platform cpu --config {config} --port {port}"
+    settings = " ".join([*SETTINGS, "--set", "router.instance_networks=[10.0.0.0/8]"])
+    refused = launch(f"{up} {settings}")
+    assert refused.returncode == 1
+    assert "pair-0: encode-0@pair-0 cannot join: router http://127.0.0.2:" in refused.stderr
+    assert "is in no network of router.instance_networks (10.0.0.0/8)" in refused.stderr
+    assert launch("epd-launch status --cluster auto").returncode == 1
+
+
+@pytest.mark.parametrize(("signum", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_up_ends_clean_at_a_signal_while_it_waits_for_a_node(
+    cluster: Any, signum: signal.Signals, status: int
+) -> None:
+    port = port_source("000000a6")()
+    words = ["up", "--cluster", "auto", "--platform", "cuda", "--port", str(port)]
+    words += ["--config", str(ROOT / "configs" / "1e1pd.yaml")]
+    with subprocess.Popen(
+        [str(BIN / "epd-launch"), *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        assert process.stdout is not None
+        lines = iter(process.stdout.readline, "")
+        assert "(no node has GPU 2: add one, or ask for less)" in next(
+            line for line in lines if "waiting for pair-0" in line
+        )
+        assert ours()
+        process.send_signal(signum)
+        last = "".join(lines)
+    assert process.returncode == status, last
+    assert "***" not in last and "Traceback" not in last
+    assert launch("epd-launch status --cluster auto").returncode == 1
 
 
 def test_a_request_passes_the_proxy_of_serve_and_a_replica_once(

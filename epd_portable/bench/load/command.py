@@ -25,7 +25,7 @@ from epd_portable.config.instance import PlatformName
 from epd_portable.config.load import load_topology
 from epd_portable.config.schema import Topology
 from epd_portable.errors import ConfigError, MeasurementError
-from epd_portable.launch.commands.command_line import PlatformType
+from epd_portable.launch.commands.command_line import PlatformType, stopping_at_sigterm
 from epd_portable.launch.plan.file_checks import engine_settings
 from epd_portable.launch.plan.machine import allowed_cores, assumed_machine
 from epd_portable.platforms.traits import TRAITS
@@ -192,7 +192,7 @@ def load_command(
     settings = overrides if model is None else (*overrides, f"model={json.dumps(model)}")
     topologies = _load_topologies(sides, platform, settings)
     allotment = _allot(platform, sides, topologies)
-    with console.stopping_at_sigterm(), tempfile.TemporaryDirectory(prefix="epd-bench-") as folder:
+    with stopping_at_sigterm(), tempfile.TemporaryDirectory(prefix="epd-bench-") as folder:
         setting = LoadSetting(
             plan=plan,
             sides=sides,

@@ -11,6 +11,7 @@ from epd_portable.bench.mix import Mix, checked_mix, describe_keys, read_keys
 from epd_portable.bench.sizing.report import make_report
 from epd_portable.bench.sizing.search import LatencyLimits, SizingQuestion, search
 from epd_portable.bench.sizing.stages import load_stages
+from epd_portable.launch.commands.command_line import stopping_at_sigterm
 
 MOST_DEVICES = 256
 """Of a search, which tries every split."""
@@ -117,7 +118,7 @@ def plan_command(
     json_file: Path | None,
 ) -> None:
     """Say how many instances of what kind; users read `HELP`."""
-    with console.stopping_at_sigterm():
+    with stopping_at_sigterm():
         limits = LatencyLimits(
             ttft_s=ttft_p95,
             ttft_pictures_s=ttft_p95_pictures or ttft_p95,

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import click
 
 from epd_portable.errors import ConfigError
-from epd_portable.launch.commands.command_line import json_option, show
+from epd_portable.launch.commands.command_line import json_option, show, stopping_at_sigterm
 from epd_portable.launch.notices import Notice
 from epd_portable.launch.plan.request import PlanRequest
 
@@ -47,15 +47,18 @@ def cluster_options(command: F) -> F:
 @contextlib.contextmanager
 def on_cluster(address: str, name: str) -> Iterator[ModuleType]:
     """Connect to a cluster; yield `epd_portable.ray_cluster`."""
-    # Else Ray prints what it learns of nodes among what a command prints.
+    # Else Ray prints what it learns of nodes among what a command prints, and ends at SIGTERM with
+    # a dump, without what was started.
     os.environ.update(RAY_DEDUP_LOGS="1", RAY_DEDUP_LOGS_SKIP_REGEX=".")
+    os.environ["RAY_DISABLE_FAILURE_SIGNAL_HANDLER"] = "1"
     try:
         ray_cluster = importlib.import_module("epd_portable.ray_cluster")
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"--cluster {address}: {error.name} is not installed; pip install 'epd-portable[ray]'"
         ) from error
-    with ray_cluster.connected(address, name):
+    # Ray has set a handler of its own by then.
+    with ray_cluster.connected(address, name), stopping_at_sigterm():
         yield ray_cluster
 
 

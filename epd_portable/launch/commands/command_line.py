@@ -8,10 +8,12 @@ import functools
 import importlib.metadata
 import io
 import json
+import signal
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
+from types import FrameType
 from typing import Any, TypeVar
 
 import click
@@ -34,7 +36,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 SCHEMA_VERSION = 1
 """Of all that commands print as JSON, errors included; grows when a field changes or goes."""
 
-FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
+FAILED, BAD_INPUT, INTERRUPTED, TERMINATED = 1, 2, 130, 143
 """Exit statuses beside 0."""
 _HELP = {"help_option_names": ["-h", "--help"]}
 _BAD_INPUT = (ConfigError, PlatformUnavailableError, PortInUseError)
@@ -142,6 +144,27 @@ class CommandLine(click.Group):
         else:
             click.echo(without_passwords(text.rstrip("\n")), err=True)
         return code
+
+
+@contextlib.contextmanager
+def stopping_at_sigterm() -> Iterator[None]:
+    """Let SIGTERM end the block as Ctrl-C does: what it has started is ended."""
+    asked = False
+
+    def stop(signum: int, frame: FrameType | None) -> None:
+        nonlocal asked
+        asked = True
+        raise KeyboardInterrupt  # Ray passes on no other exception of a signal's handler.
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    except KeyboardInterrupt:
+        if asked:
+            sys.exit(TERMINATED)
+        raise
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def address(*schemes: str) -> Callable[[click.Context, click.Parameter, str], str]:

@@ -24,6 +24,8 @@ _OF_A_KIND = 0.001
 """Of a node's resource that only says of what kind its devices are."""
 FOLDER = "/epd-folder"
 """Stands for the folder that a launcher's files are written to."""
+_WAITS_OF_A_START = 3
+"""For the fork server, processes, and routers elsewhere: each ``launch.startup_timeout_s``."""
 _DRAIN_MARGIN_S = 30.0
 """What a launcher takes at a stop beside the graces of its file."""
 
@@ -63,6 +65,8 @@ class LauncherSpec:
         files: Texts of files that it reads, by name.
         resources: What it needs of one node, by Ray's words.
         room_s: See `MostOwed`.
+        node_s: Longest wait for a node.
+        start_s: Longest time that a start takes there.
         stop_s: Longest time that a stop takes.
     """
 
@@ -71,6 +75,8 @@ class LauncherSpec:
     files: Mapping[str, str]
     resources: Mapping[str, float]
     room_s: Mapping[Role, float]
+    node_s: float
+    start_s: float
     stop_s: float
 
     @classmethod
@@ -108,6 +114,8 @@ class LauncherSpec:
             files=files,
             resources=_resources(request, plan) if resources is None else resources,
             room_s=(most or MostOwed()).room_s(plan),
+            node_s=topology.launch.startup_timeout_s,
+            start_s=_WAITS_OF_A_START * topology.launch.startup_timeout_s,
             stop_s=topology.router.drain_s + topology.launch.stop_grace_s + _DRAIN_MARGIN_S,
         )
 

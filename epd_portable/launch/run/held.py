@@ -18,10 +18,12 @@ from epd_portable.launch.plan.launchers import FOLDER, LauncherSpec
 from epd_portable.launch.plan.processes import new_run_id, shm_prefix
 from epd_portable.launch.run.guard import Guard
 from epd_portable.launch.run.running import RunRecord, find_runs
+from epd_portable.launch.run.wait import Wait
 
 _GRACE_S = 1.0
 """Of a launcher whose holder is gone; its own guard ends what it leaves."""
 _CLEAN_UP_S = 60.0
+_LOOK_EVERY_S = 1.0
 _NOT_ITS_OWN = ("OMP_NUM_THREADS",)
 """Variables by which a cluster limits the holder's process, not the engines."""
 
@@ -34,13 +36,17 @@ class HeldLauncher:
 
     Attributes:
         run_id: Of its run, once it is known.
+        said: Text of its last notice.
+        stops_s: Longest time that `stop` takes.
         url: Base address for clients, once it is ready.
     """
 
     def __init__(self, spec: LauncherSpec, *settings: str) -> None:
         self._stop_s = spec.stop_s
-        self.run_id = self.url = ""
+        self.stops_s = spec.stop_s + 2 * _CLEAN_UP_S
+        self.run_id = self.url = self.said = ""
         self._failure = ""
+        self._start_s = spec.start_s
         self._asked = False
         self._ready = threading.Event()
         self._ended = threading.Event()
@@ -75,9 +81,11 @@ class HeldLauncher:
         """Wait until it is ready.
 
         Raises:
-            LaunchError: It has ended before; says why.
+            LaunchError: It has ended before, or does neither in time; says why.
         """
-        self._ready.wait()
+        wait = Wait("the launcher is not ready", self._start_s)
+        while not self._ready.wait(_LOOK_EVERY_S):
+            wait.go_on(self.said)
         self.require()
 
     def wait_ended(self) -> bool:
@@ -101,7 +109,12 @@ class HeldLauncher:
         self._process.terminate()
         self._ended.wait(self._stop_s)
         self._guard.close(timeout_s=_CLEAN_UP_S)
-        self._process.wait()
+        try:
+            self._process.wait(_CLEAN_UP_S)
+        except subprocess.TimeoutExpired as error:
+            raise LaunchError(
+                f"launcher {self._process.pid} does not end, not even killed"
+            ) from error
 
     def _read(self) -> None:
         """Print its notices, and note what they say, until it has ended."""
@@ -118,7 +131,8 @@ class HeldLauncher:
                 case "ready":
                     self.url = notice["url"].removesuffix("/v1")
                     self._ready.set()
-            print(notice["text"], flush=True)
+            self.said = notice["text"]
+            print(self.said, flush=True)
         status = self._process.wait()
         self._failure = self._failure or f"the launcher has ended with status {status}"
         self._ended.set()

@@ -17,6 +17,8 @@ from epd_portable.launch.plan.addresses import addresses_of
 from epd_portable.launch.run.router_client import RouterClient
 
 _LOOK_EVERY_S = 1.0
+_JOINING_S = 0.2
+"""Between looks at a router that warms an instance up."""
 
 
 class Registrar:
@@ -26,7 +28,6 @@ class Registrar:
         instances: Fields of `InstanceSettings` of each.
         routers: Base addresses of routers, or of names that several of them have.
         is_up: Returns whether an instance answers; a router forgets one that does not.
-        join_timeout_s: Longest time that a router may take to warm an instance up.
         leave_timeout_s: Longest wait for open requests of an instance that leaves.
         say: Called from several threads.
         resolve: Returns the addresses of a router's URL; raises `LaunchError` if there are none.
@@ -42,14 +43,12 @@ class Registrar:
         secret: Secret,
         *,
         is_up: Callable[[str], bool],
-        join_timeout_s: float,
         leave_timeout_s: float,
         say: Callable[[Notice], None],
         resolve: Callable[[str], list[str]] = addresses_of,
     ) -> None:
         self.leaving = threading.Event()
         self.is_up = is_up
-        self.join_timeout_s = join_timeout_s
         self.leave_timeout_s = leave_timeout_s
         self.say = say
         self._instances = instances
@@ -57,6 +56,7 @@ class Registrar:
         self._secret = secret
         self._resolve = resolve
         self._addresses: dict[str, list[str]] = {}
+        self._unresolved: dict[str, LaunchError] = {}
         self._memberships: dict[tuple[str, str, str], Membership] = {}
         self._thread = threading.Thread(target=self._run, name="epd-join", daemon=True)
 
@@ -76,22 +76,32 @@ class Registrar:
                 shown[each.instance] = each.state
         return {each["name"]: shown.get(each["name"], "starting") for each in self._instances}
 
+    def problems(self) -> dict[str, LaunchError | None]:
+        """Return the instances that are not up at every router, each with the last reason."""
+        found: dict[str, LaunchError | None] = {}
+        for each in tuple(self._memberships.values()):
+            if each.state != "up":
+                found[each.instance] = found.get(each.instance) or each.problem
+        for name, state in self.states().items():
+            if state != "up" and not found.get(name):
+                found[name] = next(iter(self._unresolved.values()), None)
+        return found
+
     def is_named(self, url: str, address: str) -> bool:
         """Return whether a router's URL still has an address."""
         return address in self._addresses[url]
 
     def _run(self) -> None:
         """Follow the names of the routers until all are to leave, and return when they have."""
-        said: dict[str, str] = {}
         while not self.leaving.is_set():
             for url in self._routers:
                 try:
                     self._addresses[url] = self._resolve(url)
-                    said.pop(url, None)
+                    self._unresolved.pop(url, None)
                 except LaunchError as error:  # Routers that were known may still be there.
-                    if said.get(url) != str(error):
-                        said[url] = str(error)
+                    if str(self._unresolved.get(url)) != str(error):
                         self.say(Notice("warning", f"router {url}: {error}"))
+                    self._unresolved[url] = error
             self._follow()
             self.leaving.wait(_LOOK_EVERY_S)
         for each in self._memberships.values():
@@ -119,6 +129,7 @@ class Membership(threading.Thread):
         instance: Its name.
         state: What the router last said. ``starting`` before the router knows the instance, and
             ``gone`` once it was removed there.
+        problem: Why it is not up, as of the last look; `RefusedError` where it would not change.
     """
 
     def __init__(
@@ -132,30 +143,31 @@ class Membership(threading.Thread):
         super().__init__(name="epd-join", daemon=True)
         self.instance: str = instance["name"]
         self.state = "starting"
+        self.problem: LaunchError | None = None
         self._registrar = registrar
         self._settings = instance
         self._router = router
         self._place = url, address
         self._registered = ""  # the router process that has the instance
+        self._joins: str | None = None  # end of the notice once it is up there
 
     def run(self) -> None:
         """Register when it is up, and again with every restart of the router; then leave.
 
         Returns without it when the router is neither named any more nor there.
         """
-        leaving, said = self._registrar.leaving, ""
+        leaving = self._registrar.leaving
         while not leaving.is_set():
             try:
                 self._look()
-                said = ""
             except LaunchError as error:
                 if not self._registrar.is_named(*self._place):
                     self._warn(f"router {self._router} has gone")
                     return
-                if str(error) != said:
-                    said = str(error)
-                    self._warn(said)
-            leaving.wait(_LOOK_EVERY_S)
+                if str(error) != str(self.problem):
+                    self._warn(str(error))
+                self.problem = error
+            leaving.wait(_LOOK_EVERY_S if self._joins is None else _JOINING_S)
         if self._registered:
             try:
                 timeout_s = self._registrar.leave_timeout_s
@@ -167,7 +179,11 @@ class Membership(threading.Thread):
     def _look(self) -> None:
         router, seen = self._router.find_instance(self.instance)
         if self._registered and seen is not None:
+            if seen["state"] == "up" and self._joins is not None:
+                self._say("joined", f"has joined {self._router}{self._joins}")
+                self._joins = None
             self.state = seen["state"]
+            self.problem = LaunchError(seen["reason"]) if seen["reason"] else None
         elif self._registered == router:
             self._registered, self.state = "", "gone"
             # One that is down, or hangs, is removed after a while.
@@ -178,14 +194,8 @@ class Membership(threading.Thread):
                 self._registrar.leaving.wait()
         elif self._registrar.is_up(self.instance):
             again = " again: the router has restarted" if self._registered else ""
-            self._registered = self._router.register(self._settings)
-            seen = self._router.wait_up(
-                self.instance,
-                timeout_s=self._registrar.join_timeout_s,
-                until=self._registrar.leaving,
-            )
-            self.state = seen["state"]
-            self._say("joined", f"has joined {self._router}{again}")
+            self._registered, self._joins = self._router.register(self._settings), again
+            self.problem = None
 
     def _warn(self, text: str) -> None:
         self._registrar.say(Notice("warning", f"{self.instance}: {text}"))

@@ -13,14 +13,17 @@ from typing import Any, TypeVar
 import httpx
 
 from epd_portable.config.secret import Secret
-from epd_portable.errors import LaunchError
+from epd_portable.errors import LaunchError, RefusedError
 from epd_portable.launch.plan.addresses import addresses_of
+from epd_portable.launch.run.wait import Wait
 
 T = TypeVar("T")
 
 _TIMEOUT_S = 30.0
 _CONNECT_TIMEOUT_S = 5.0
 _LOOK_EVERY_S = 0.2
+_FINAL = frozenset({400, 401, 403, 404})
+"""Statuses of refusals that only another setting changes. A name is free again later (409)."""
 _MOST_ROUTERS = 64
 """Asked at the same time."""
 
@@ -36,7 +39,8 @@ def trusting(cert_file: str) -> ssl.SSLContext:
 class RouterClient:
     """Sends signed requests to one router.
 
-    Methods raise `LaunchError` if it cannot be reached, or refuses.
+    Methods raise `LaunchError` if it cannot be reached, or refuses; that is `RefusedError` if it
+    would refuse again.
 
     Args:
         url: Base address of the router, with or without ``/v1``.
@@ -89,12 +93,13 @@ class RouterClient:
         Raises:
             LaunchError: It is not up in time.
         """
-        seen, is_up = self._wait(name, lambda seen: seen["state"] == "up", timeout_s, until)
-        if not is_up and not until.is_set():
-            raise LaunchError(
-                f"{name} is still {seen['state']} after {timeout_s:g} s"
-                f"{seen['reason'] and ': ' + seen['reason']}; the router goes on trying"
-            )
+        seen = self._look(name)
+        wait = Wait(f"{name} is not up at router {self}, which goes on trying,", timeout_s)
+        while seen["state"] != "up":
+            wait.go_on(f"{seen['state']}{seen['reason'] and ': ' + seen['reason']}")
+            if until.wait(_LOOK_EVERY_S):
+                break
+            seen = self._look(name)
         return seen
 
     def drain(self, name: str, *, timeout_s: float, until: threading.Event) -> bool:
@@ -103,8 +108,11 @@ class RouterClient:
         ``until`` ends the wait.
         """
         self._request("POST", f"/epd/instances/{name}/drain")
-        _, is_idle = self._wait(name, lambda seen: bool(seen["idle"]), timeout_s, until)
-        return is_idle
+        deadline_s = time.monotonic() + timeout_s
+        while not self._look(name)["idle"]:
+            if time.monotonic() >= deadline_s or until.wait(_LOOK_EVERY_S):
+                return False
+        return True
 
     def resume(self, name: str) -> None:
         """Undo `drain`: the instance gets requests as soon as it is healthy."""
@@ -117,33 +125,18 @@ class RouterClient:
             LaunchError: It still works on some after the time.
         """
         seen: dict[str, Any] | None = self._request("DELETE", f"/epd/instances/{name}")
-        deadline_s = time.monotonic() + timeout_s
+        wait = Wait(f"{name} gets no new requests, and has not left router {self}", timeout_s)
         while seen is not None:
-            if time.monotonic() >= deadline_s:
-                raise LaunchError(
-                    f"{name} gets nothing more, and works on {seen['in_flight']} requests still "
-                    f"after {timeout_s:g} s: ask again before you end it"
-                )
+            wait.go_on(f"{seen['in_flight']} requests are open. Repeat before you end it.")
             time.sleep(_LOOK_EVERY_S)
             _, seen = self.find_instance(name)
 
-    def _wait(
-        self,
-        name: str,
-        condition: Callable[[dict[str, Any]], bool],
-        timeout_s: float,
-        until: threading.Event,
-    ) -> tuple[dict[str, Any], bool]:
-        """Return what the router last said of an instance, and whether that is what is wanted."""
-        deadline_s = time.monotonic() + timeout_s
-        while True:
-            _, seen = self.find_instance(name)
-            if seen is None:
-                raise LaunchError(f"router {self} does not know {name} any more")
-            if condition(seen):
-                return seen, True
-            if time.monotonic() >= deadline_s or until.wait(_LOOK_EVERY_S):
-                return seen, False
+    def _look(self, name: str) -> dict[str, Any]:
+        """Return what the router reports of an instance that it has."""
+        _, seen = self.find_instance(name)
+        if seen is None:
+            raise LaunchError(f"router {self} does not know {name} any more")
+        return seen
 
     def _request(
         self,
@@ -183,7 +176,8 @@ class RouterClient:
                 f"router {self} answered {answer.status_code}, and not as a router does: is it "
                 f"one? It said {answer.text[:200]!r}"
             ) from error
-        raise LaunchError(f"router {self}: {reason}")
+        final = answer.status_code in _FINAL
+        raise (RefusedError if final else LaunchError)(f"router {self}: {reason}")
 
 
 class RouterClients:

@@ -17,7 +17,7 @@ from typing import Any
 
 from epd_portable.config.schema import Launch
 from epd_portable.config.secret import Secret
-from epd_portable.errors import LaunchError
+from epd_portable.errors import LaunchError, RefusedError
 from epd_portable.launch.notices import Notice
 from epd_portable.launch.plan.processes import Plan, shm_prefix
 from epd_portable.launch.plan.text import columns, ports_text
@@ -45,6 +45,7 @@ from epd_portable.launch.run.registrar import Registrar
 from epd_portable.launch.run.router_client import RouterClient, RouterClients
 from epd_portable.launch.run.running import ProcessRecord, RunRecord, write_record
 from epd_portable.launch.run.update import RollingUpdate
+from epd_portable.launch.run.wait import Wait
 
 _STEP_S = 0.1
 _START_PROBE_EVERY_S = 0.5
@@ -109,11 +110,11 @@ class Supervisor:
                 plan.joins,
                 secret,
                 is_up=self._answers,
-                join_timeout_s=launch.startup_timeout_s,
                 leave_timeout_s=drain_s,
                 say=self._say,
             )
         self._has_joined = False
+        self._away = ""  # why instances are not up at the topology's own router
         self._update: RollingUpdate | None = None
         self._deciding = threading.Lock()  # An update runs in its own thread.
         self._stop_requests = 0
@@ -162,19 +163,23 @@ class Supervisor:
             self._say(self._ready(elapsed_s=time.monotonic() - started_at))
 
     def _join_routers(self, registrar: Registrar, progress: Progress) -> None:
-        """Register all instances, and return when they are up at every router."""
+        """Register all instances, and return when they are up at every router.
+
+        Raises:
+            LaunchError: A router refuses one for good, or they are not up in time.
+        """
         registrar.start()
-        end = time.monotonic() + self._launch.startup_timeout_s
-        while not self._stop_requests:
-            missing = [name for name, state in registrar.states().items() if state != "up"]
-            if not missing:
-                return
-            if time.monotonic() >= end:
-                raise LaunchError(
-                    f"{missing[0]} is not up at {', '.join(self._plan.joins)} "
-                    f"{self._launch.startup_timeout_s:g} s after its start "
-                    "(launch.startup_timeout_s)"
-                )
+        wait = Wait(
+            f"instances are not up at {', '.join(self._plan.joins)}",
+            self._launch.startup_timeout_s,
+            limit="launch.startup_timeout_s",
+        )
+        while not self._stop_requests and (problems := registrar.problems()):
+            for name, problem in problems.items():
+                if isinstance(problem, RefusedError):
+                    raise LaunchError(f"{name} cannot join: {problem}") from problem
+            name, problem = next(iter(problems.items()))
+            wait.go_on(f"{name}{f': {problem}' if problem else ''}")
             self._step(progress)
 
     def _preload(self, progress: Progress) -> None:
@@ -336,9 +341,14 @@ class Supervisor:
         """Return whether a process has started; a router with the topology has all instances up."""
         if child.spec.role != "router" or self._lifecycle.phase is not Phase.STARTING:
             return child.is_ready(timeout_s=_START_PROBE_TIMEOUT_S)
-        with contextlib.suppress(LaunchError):
-            return all(each["state"] == "up" for each in self._seen_by_routers())
-        return False
+        try:
+            away = [each for each in self._seen_by_routers() if each["state"] != "up"]
+        except LaunchError as error:
+            self._away = str(error)
+            return False
+        reasons = [f"{each['name']}: {each['reason']}" for each in away if each["reason"]]
+        self._away = "; ".join(reasons)
+        return not away
 
     def _answers(self, name: str) -> bool:
         """Return whether an instance answers now; one that hangs still counts as up."""
@@ -469,9 +479,12 @@ class Supervisor:
             name: latest_stage(child.output()) if name in pending else "ready"
             for name, child in self._children.items()
         }
-        for name, state in self._registrar.states().items() if self._registrar else ():
-            if stages.get(name) == "ready" and state != "up":
-                stages[name] = "joins its routers"
+        late = [name for name, stage in stages.items() if stage != "ready"]
+        if self._away and late and all(self._specs[name].role == "router" for name in late):
+            stages |= {name: f"{stages[name]}: {self._away}" for name in late}
+        for name, problem in self._registrar.problems().items() if self._registrar else ():
+            if stages.get(name) == "ready":
+                stages[name] = f"joins its routers{f': {problem}' if problem else ''}"
         for name, others in self._lifecycle.waiting().items():
             stages[name] = f"waits for {' and '.join(others)} on its device"
         return stages

@@ -30,7 +30,9 @@ class Answer(BaseHTTPRequestHandler):
             case ["health"]:
                 self.say(status, "")
             case ["epd", "instances"]:
-                seen = {"name": "encode-0", "state": options.state, "problem": options.problem}
+                state, problem = options.state, options.problem
+                reason = "" if state == "up" else state
+                seen = {"name": "encode-0", "state": state, "reason": reason, "problem": problem}
                 self.say(status, json.dumps({"router": "x", "instances": [seen]}))
             case ["metrics"]:
                 self.say(200, f"stand_in_status {status}\n")

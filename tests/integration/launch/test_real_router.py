@@ -101,9 +101,52 @@ def test_instances_of_another_launcher_join_are_updated_and_leave(
     here.process.send_signal(signal.SIGHUP)
     here.wait_for("no update while the topology starts")
     here.wait_for("failed:")
-    assert f"{name} is not up at {url} 2 s after its start" in here.lines[-1]
+    assert f"instances are not up at {url} after 2 s (launch.startup_timeout_s)" in here.lines[-1]
+    assert f"{name}: router {url} cannot be reached" in here.lines[-1]
     assert any(f"{name}: router {url} cannot be reached" in line for line in here.lines)
     here.ends_well(1)
+
+
+@pytest.mark.parametrize(
+    ("networks", "secret", "reason"),
+    [
+        (["10.0.0.0/8"], "", "is in no network of router.instance_networks (10.0.0.0/8)"),
+        (["loopback"], "1" * 64, "made with another secret_file than this router's"),
+    ],
+    ids=["network", "secret"],
+)
+def test_launcher_ends_with_the_reason_when_a_router_refuses_for_good(
+    routed: Callable[..., Run],
+    launch: Callable[..., Run],
+    tmp_path: Path,
+    networks: list[str],
+    secret: str,
+    reason: str,
+) -> None:
+    there = routed({"pd-0": []}, router={"registration": True, "instance_networks": networks})
+    url = f"http://127.0.0.1:{there.ports['router']}"
+    shared = secret or (tmp_path / "secret").read_text().strip()
+    here = launch({"pd-7": []}, joins=[url], secret=shared, until="failed:")
+    assert f"pd-7 cannot join: router {url}: " in here.lines[-1]
+    assert reason in here.lines[-1]
+    here.ends_well(1)
+
+
+def test_launcher_reports_a_refusal_that_can_heal_and_waits_for_it(
+    routed: Callable[..., Run], launch: Callable[..., Run], tmp_path: Path
+) -> None:
+    there = routed({"pd-0": [], "pd-1": []}, router={"registration": True})
+    url = f"http://127.0.0.1:{there.ports['router']}"
+    shared = (tmp_path / "secret").read_text().strip()
+    here = launch({"pd-0": []}, joins=[url], secret=shared, until="pd-0: joins its routers: ")
+    assert f"instance 'pd-0' is at {there_url(there)} and healthy: take another" in here.lines[-1]
+    RouterClient(url, there.secret).leave("pd-0", timeout_s=60)
+    here.wait_for("ready:")
+    here.stop()
+
+
+def there_url(run: Run) -> str:
+    return f"http://127.0.0.1:{run.ports['pd-0']}"
 
 
 def test_a_router_alone_is_ready_before_instances_join(tmp_path: Path) -> None:

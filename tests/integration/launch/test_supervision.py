@@ -101,6 +101,11 @@ def test_what_does_not_start_ends_everything_with_its_reason_on_one_line(
     run.ends_well(1)
 
 
+def test_progress_has_the_reason_for_which_the_router_waits(launch: Launch) -> None:
+    run = launch({"encode-0": [], "router": ["--state=down"]}, until=": encode-0: down")
+    run.stop()
+
+
 def test_a_death_while_serving_is_answered_with_a_restart_on_the_same_port(
     launch: Launch, monkeypatch: pytest.MonkeyPatch
 ) -> None:

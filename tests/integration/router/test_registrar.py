@@ -69,7 +69,6 @@ class Joining:
             urls,
             secret(),
             is_up=lambda name: True,
-            join_timeout_s=DEADLINE_S,
             leave_timeout_s=DEADLINE_S,
             say=lambda notice: self.said.append(notice.text),
             **names,
