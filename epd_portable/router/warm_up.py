@@ -32,10 +32,11 @@ from epd_portable.log import trace
 from epd_portable.router.contents.body import CHAT_PATH, Call, Rules, read_call
 from epd_portable.router.contents.cut_text import Segments, decode_if_valid
 from epd_portable.router.encode_jobs import item_of, read_outcome
-from epd_portable.router.fleet.control import ControlChannels
+from epd_portable.router.fleet.control import ControlChannels, Inbox
 from epd_portable.router.http.upstream import Upstream, UpstreamError
 from epd_portable.router.prefill import for_prefill, read_kv, with_kv
 from epd_portable.router.settings import RouterSettings
+from epd_portable.wire.messages import Nack, NackCode
 from epd_portable.wire.outcomes import FailureKind
 from epd_portable.wire.params import EncodeTransfer, ItemOutcome, PrefillOutcome, PrefillParams
 
@@ -212,7 +213,8 @@ class WarmUp:
             call = read_call(CHAT_PATH, body, Rules(max_items=1))
             transfer = new_transfer(call.items[0], pd.control, self.secret)
             try:
-                outcome = await self._send_item(call, transfer, encoder, pd)
+                with self.control.expect([transfer.transfer_id]) as inbox:
+                    outcome = await self._send_item(call, transfer, encoder, pd, inbox)
             except BaseException:
                 self.control.not_wanted(pd.name, [transfer.transfer_id])
                 raise
@@ -226,7 +228,12 @@ class WarmUp:
         )
 
     async def _send_item(
-        self, call: Call, transfer: EncodeTransfer, encoder: Instance, pd: Instance
+        self,
+        call: Call,
+        transfer: EncodeTransfer,
+        encoder: Instance,
+        pd: Instance,
+        inbox: Inbox,
     ) -> ItemOutcome | None:
         """Send encode job and request; return how the PD instance had the call's only item."""
         (item,) = call.items
@@ -240,15 +247,34 @@ class WarmUp:
             metadata = described
         expected = expected_transfer(transfer, encoder.name, metadata)
         request = call.for_pd(
-            PrefillParams(transfers=(expected,)), {item.item_uuid: metadata} if metadata else None
+            PrefillParams(transfers=(expected,), reply_to=self.control.identity),
+            {item.item_uuid: metadata} if metadata else None,
         )
-        answer = decode_if_valid(await self._ask(pd, request), _Answer)
+        asked = asyncio.ensure_future(self._ask(pd, request))
+        refused = asyncio.ensure_future(self._refused(transfer, pd, inbox))
+        try:
+            await asyncio.wait((asked, refused), return_when=asyncio.FIRST_COMPLETED)
+            if refused.done() and not asked.done():
+                detail = refused.result().detail
+                raise _RefusedError(f"{pd.name} refuses the items of {encoder.name}: {detail}")
+            answer = decode_if_valid(await asked, _Answer)
+        finally:
+            asked.cancel()
+            refused.cancel()
         if answer is None:
             raise _RefusedError(
                 f"{pd.name} answered its first item with no answer that can be read"
             )
         items = answer.ec_transfer_params.items if answer.ec_transfer_params else ()
         return next((each for each in items if each.mm_hash == expected.item_uuid), None)
+
+    async def _refused(self, transfer: EncodeTransfer, pd: Instance, inbox: Inbox) -> Nack:
+        """Return when the two instances do not fit; the PD instance does without other items."""
+        while True:
+            nack = await inbox.encoder_refused(transfer.transfer_id)
+            if nack.code is NackCode.INCOMPATIBLE:
+                return nack
+            self.control.encode_failed(pd.name, transfer.transfer_id, nack.detail)
 
     async def _transfer_kv(self, prefill: Instance, decode: Instance) -> None:
         """Have a text computed by one instance and answered by the other."""

@@ -33,7 +33,7 @@ from vllm.v1.engine.utils import EngineHandshakeMetadata, EngineZmqAddresses
 from vllm.v1.executor import Executor
 
 from epd_portable.config.instance import InstanceConfig
-from epd_portable.vllm_plugin import compat
+from epd_portable.vllm_plugin import agreement, compat
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +56,8 @@ def main() -> None:
     fronts = [_connect(path) for path in json.loads(paths)]
     places = [_meet(front, name) for front in fronts]
     address = f"{places[0]}-handshake"
-    for function, given in ((_end_with, (fronts,)), (_shake_hands, (address, places, fronts))):
+    shaken = (address, places, fronts, agreement.fingerprint(config))
+    for function, given in ((_end_with, (fronts,)), (_shake_hands, shaken)):
         threading.Thread(target=function, args=given, name="epd-front", daemon=True).start()
     EngineCoreProc.run_engine_core(
         vllm_config=config,
@@ -88,8 +89,13 @@ def _meet(front: socket.socket, name: str) -> str:
         return lines.readline().strip()
 
 
-def _shake_hands(address: str, places: Sequence[str], fronts: Sequence[socket.socket]) -> None:
-    """Give the engine its clients' addresses, and tell each server when it is ready."""
+def _shake_hands(
+    address: str,
+    places: Sequence[str],
+    fronts: Sequence[socket.socket],
+    fingerprint: str = "",
+) -> None:
+    """Give the engine its clients' addresses, and report to each server when it is ready."""
     addresses = EngineZmqAddresses(
         inputs=[f"{place}-in" for place in places], outputs=[f"{place}-out" for place in places]
     )
@@ -100,7 +106,7 @@ def _shake_hands(address: str, places: Sequence[str], fronts: Sequence[socket.so
         handshake.send_multipart([identity, msgspec.msgpack.encode(welcome)])
         handshake.recv_multipart()  # ready
     for front in fronts:
-        front.sendall(b"ready\n")
+        front.sendall(f"ready {fingerprint}\n".encode())
 
 
 def _end_with(fronts: Sequence[socket.socket]) -> None:

@@ -25,10 +25,11 @@ from vllm.v1.engine.core_client import AsyncMPClient
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.executor import Executor
 
-from epd_portable.config.roles import Role
+from epd_portable.config.roles import ENCODES, Role
 from epd_portable.delivery.instances import EndpointPool, Instance, WentDownError, while_up
 from epd_portable.delivery.metrics import InstanceCollector, InstanceStats, PoolStats, stats_of
 from epd_portable.log import say_failure
+from epd_portable.wire.fingerprint import differences
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -62,6 +63,7 @@ class FrontEngine:
         index: Its label in vLLM's metrics.
         client: vLLM's client of its present life; ``None`` while it is down.
         holds: Items in its encoder cache, as far as it has said (`CacheNews`).
+        fingerprint: See `epd_portable.wire.fingerprint`; empty before its first life.
         running: Requests that it computes, of all senders, by its last report; vLLM tells one API
             server how many, others whether there are any.
     """
@@ -72,6 +74,7 @@ class FrontEngine:
         self.index = index
         self.client: Any = None
         self.holds: set[str] = set()
+        self.fingerprint = ""
         self.running = 0
 
     @property
@@ -300,8 +303,10 @@ class Engines:
     ) -> None:
         place = f"ipc://{self._path}-{engine.name}-{next(self._numbers)}"
         writer.write(f"{place}\n".encode())
-        if not await reader.readline():
+        if not (ready := await reader.readline()):
             return  # It has ended before it was ready.
+        engine.fingerprint = ready.decode().strip().partition(" ")[2]
+        self._compare_fingerprints()
         config = self._config
         if self._complete or engine.encodes_only:
             # vLLM's client adds up what its engines say.
@@ -319,6 +324,21 @@ class Engines:
             client_index=self._index,
         )
         await self._serve(engine, client, reader.read())
+
+    def _compare_fingerprints(self) -> None:
+        """Note of each engine that encodes whose engines refuse its items, and why."""
+        known = [each for each in self.by_name.values() if each.fingerprint]
+        for sender in known:
+            found = [
+                f"{each.name} refuses its items, which differ in {differing}"
+                for each in known
+                if sender.instance.role in ENCODES and each is not sender and not each.encodes_only
+                if (differing := differences(each.fingerprint, sender.fingerprint))
+            ]
+            problem = "; ".join(found)
+            if problem and problem != sender.instance.problem:
+                logger.warning("%s: %s", sender.name, problem)
+            sender.instance.note(problem)
 
     async def _serve(
         self, engine: FrontEngine, client: AsyncMPClient, gone: Awaitable[object]

@@ -203,7 +203,8 @@ def run_table(run: RunRecord) -> str:
         )
         for each in run.processes
     ]
-    return "\n".join([head, launcher, *columns(rows)])
+    problems = [f"{each.name}: {each.problem}" for each in run.processes if each.problem]
+    return "\n".join([head, launcher, *columns(rows), *problems])
 
 
 def _duration(seconds: float) -> str:

@@ -31,6 +31,7 @@ class ProcessRecord(BaseModel):
         log: Path of its log file.
         pid: Of the one that runs now.
         started_s: ``time.monotonic`` at its start, the same clock for all processes of a machine.
+        problem: What went wrong when it met other instances, as the front reports it, or empty.
     """
 
     name: str
@@ -42,6 +43,7 @@ class ProcessRecord(BaseModel):
     pid: int | None = None
     started_s: float | None = None
     restarts: int = 0
+    problem: str = ""
 
     @computed_field  # type: ignore[prop-decorator]
     @property

@@ -10,7 +10,8 @@ import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -56,6 +57,7 @@ PROBES = 24
 _LOG_FILES = 3
 _ROTATE_EVERY_S = 0.5
 _NOTE_EVERY_S = 3.0
+_PROBLEMS_EVERY_S = 10.0
 _ORPHAN_GRACE_S = 1.0
 DRAIN_MARGIN_S = 5.0
 """What a router may take longer than its own grace, to close what is left."""
@@ -102,6 +104,9 @@ class Supervisor:
         after = {name: spec.after for name, spec in self._specs.items()}
         self._lifecycle = Lifecycle(self._specs, launch, after)
         self._probes = Probes()
+        self._problem_thread = ThreadPoolExecutor(1, thread_name_prefix="epd-problems")
+        self._problem_look: Future[dict[str, str]] | None = None
+        self._problems_noted: dict[str, str] = {}
         self._routers = self._router_clients()
         self._registrar: Registrar | None = None
         if plan.joins:
@@ -158,8 +163,8 @@ class Supervisor:
             self._join_routers(self._registrar, progress)
         self._has_joined = True
         if not self._stop_requests:
-            for problem in self._problems():
-                self._say(Notice("warning", f"serving all the same: {problem}"))
+            with contextlib.suppress(LaunchError):
+                self._note_problems(self._problems())
             self._say(self._ready(elapsed_s=time.monotonic() - started_at))
 
     def _join_routers(self, registrar: Registrar, progress: Progress) -> None:
@@ -229,6 +234,7 @@ class Supervisor:
             self._say(Notice("stopping", "stopping"))
         self._write_record("stopping")
         self._probes.close()
+        self._problem_thread.shutdown(wait=False, cancel_futures=True)
         if self._update is not None:
             self._update.give_up()
         if self._registrar is not None:
@@ -298,6 +304,8 @@ class Supervisor:
         if self._hangups:
             self._hangups = 0
             self._hung_up()
+        if self._phase is Phase.SERVING:
+            self._look_for_problems(now)
         self._write_record(self._phase.value)
         self._keep_guarded()
 
@@ -355,12 +363,29 @@ class Supervisor:
         child = self._children.get(name)
         return child is not None and child.is_ready(timeout_s=_START_PROBE_TIMEOUT_S)
 
-    def _problems(self) -> list[str]:
-        """Return what went wrong when routers warmed our instances up."""
-        with contextlib.suppress(LaunchError):
-            seen = self._seen_by_routers()
-            return [each["problem"] for each in seen if each["problem"]]
-        return []
+    def _problems(self) -> dict[str, str]:
+        """Return what went wrong when our instances met others, by their names."""
+        found: dict[str, str] = {}
+        for each in self._seen_by_routers():
+            if each["problem"]:
+                found.setdefault(each["name"], each["problem"])
+        return found
+
+    def _note_problems(self, problems: Mapping[str, str]) -> None:
+        """Report problems that are new; `status` shows all."""
+        for name, problem in problems.items():
+            if self._problems_noted.get(name) != problem:
+                self._say(Notice("warning", f"serving all the same: {problem}"))
+        self._problems_noted = dict(problems)
+
+    def _look_for_problems(self, now: float) -> None:
+        """Take in what routers report, and ask again: an update may bring another release."""
+        if self._problem_look is not None and self._problem_look.done():
+            with contextlib.suppress(LaunchError):
+                self._note_problems(self._problem_look.result())
+            self._problem_look = None
+        if self._problem_look is None and self._is_due("problems", now, _PROBLEMS_EVERY_S):
+            self._problem_look = self._problem_thread.submit(self._problems)
 
     def _seen_by_routers(self) -> list[dict[str, Any]]:
         """Return what routers say of instances of ours."""
@@ -531,6 +556,7 @@ class Supervisor:
                     pid=child.session if (child := self._children.get(name)) else None,
                     started_s=child.started_s if child else None,
                     restarts=max(0, self._starts[name] - 1),
+                    problem=self._problems_noted.get(name, ""),
                 )
                 for name, state in self._lifecycle.states().items()
             ),

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
 
+from epd_portable.launch.commands.status import run_table
 from epd_portable.launch.run.running import STATE_FILE, ProcessRecord, RunRecord
 from tests.integration.launch.conftest import Run
 
@@ -49,6 +50,14 @@ def test_a_run_tells_where_its_instances_are_and_what_became_of_them(launch: Lau
     os.kill(again.pid, signal.SIGKILL)
     run.wait_for("`epd-launch status` shows this run as it was")
     run.wait_for("encode-0 is back")
+    run.stop()
+
+
+def test_status_shows_why_items_are_refused(launch: Launch) -> None:
+    problem = "pd-0 refuses the items of encode-0: encode-0 differs in the dtype (--dtype)"
+    run = launch({**SERVERS, "router": [f"--problem={problem}"]})
+    run.until(lambda: of(run, "encode-0").problem == problem, "the record has the reason")
+    assert run_table(read(run)).splitlines()[-1] == f"encode-0: {problem}"
     run.stop()
 
 

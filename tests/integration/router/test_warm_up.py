@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
+from epd_portable.wire.messages import NackCode
 from tests.integration.router.conftest import Build, Topology
 from tests.integration.router.stand_in import Behaviour, Received, once, refuse
 from tests.integration.router.test_metadata import describe
@@ -126,6 +127,24 @@ async def test_what_does_not_answer_as_it_should_is_named_and_serves_all_the_sam
     health = await t.until_health(is_up)
     problems = [instance.get("problem", "") for instance in health.json()["instances"].values()]
     assert any(words in problem for problem in problems)
+
+
+async def test_refused_pair_is_named_with_its_reason_at_once(build: Build) -> None:
+    built: asyncio.Future[Topology] = asyncio.get_running_loop().create_future()
+    never = asyncio.Event()
+    detail = "encode-0 differs in the dtype (--dtype)"
+
+    async def refusing_items(received: Received) -> Response:
+        if received.params:
+            t = await built
+            await t.control.refuse(received.params, NackCode.INCOMPATIBLE, detail)
+            await never.wait()
+        return await transferring()(received)
+
+    built.set_result(await build(warm_up=True, behaviour=refusing_items))
+    health = await built.result().until_health(is_up)
+    problems = [each.get("problem", "") for each in health.json()["instances"].values()]
+    assert f"pd-0 refuses the items of encode-0: {detail}" in problems
 
 
 async def test_one_that_dies_over_its_first_request_gets_them_again_when_it_is_back(

@@ -39,10 +39,11 @@ IDENTITY = (0).to_bytes(2, "little")
 class Engine:
     """Meets every server as `engine_core` does, and answers each request with one token."""
 
-    def __init__(self, paths: list[str], name: str) -> None:
+    def __init__(self, paths: list[str], name: str, fingerprint: str = "") -> None:
         self.asked: list[tuple[int, str]] = []
         self.fronts = [engine_core._connect(path) for path in paths]
         self._places = [engine_core._meet(front, name) for front in self.fronts]
+        self._fingerprint = fingerprint
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
@@ -55,7 +56,7 @@ class Engine:
 
     def _run(self) -> None:
         address = f"{self._places[0]}-handshake"
-        given = (address, self._places, self.fronts)
+        given = (address, self._places, self.fronts, self._fingerprint)
         shaking = threading.Thread(target=engine_core._shake_hands, args=given)
         shaking.start()
         with zmq.Context() as context:
@@ -101,12 +102,12 @@ class Front:
     servers: list[SplitClient]
     engines: list[Engine]
 
-    async def start(self) -> Engine:
-        """Start ``pd-0``; return when both know of it."""
+    async def start(self, name: str = "pd-0", fingerprint: str = "") -> Engine:
+        """Start an engine; return when both know of it."""
         sockets = self.servers[0].settings.sockets
-        self.engines.append(await asyncio.to_thread(Engine, sockets, "pd-0"))
+        self.engines.append(await asyncio.to_thread(Engine, sockets, name, fingerprint))
         for each in self.servers:
-            await each.engines.by_name["pd-0"].instance.wait_up()
+            await each.engines.by_name[name].instance.wait_up()
         return self.engines[-1]
 
 
@@ -137,6 +138,23 @@ async def test_each_server_gets_the_answers_of_its_own_requests(front: Front) ->
         assert (answer.request_id, answer.new_token_ids) == (f"r-{index}", [index])
         assert each.engines.by_name["pd-0"].holds == {f"r-{index}"}
     assert sorted(engine.asked) == [(0, "r-0"), (1, "r-1")]
+
+
+async def test_engine_whose_items_are_refused_says_why_at_start(front: Front) -> None:
+    await front.start("pd-0", "dtype=bfloat16 processor=a")
+    encoder = await front.start("e-0", "dtype=float16 processor=a")
+    e, pd = await front.servers[0].engines.seen()
+    assert e["problem"] == (
+        "pd-0 refuses its items, which differ in the dtype (--dtype): float16 at the sender, "
+        "bfloat16 at the receiver"
+    )
+    assert pd["problem"] == ""
+    await asyncio.to_thread(encoder.end)
+    front.engines.remove(encoder)
+    for each in front.servers:
+        await each.engines.by_name["e-0"].instance.wait_down()
+    await front.start("e-0", "dtype=bfloat16 processor=a")
+    assert [each["problem"] for each in await front.servers[0].engines.seen()] == ["", ""]
 
 
 async def test_what_one_server_is_told_of_an_engine_holds_at_each(front: Front) -> None:

@@ -134,6 +134,30 @@ def test_a_plan_warns_of_what_up_refuses(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"encode": {"dtype": "float16"}}, "dtype differs between encode and prefill-decode"),
+        ({"prefill_decode": {"mm_processor_kwargs": {"min_pixels": 4}}}, "mm_processor_kwargs"),
+        ({"encode": {"mm_processor_kwargs": {"device": "cuda"}}}, ""),
+        ({"encode": {"max_num_seqs": 4}}, ""),
+    ],
+)
+def test_plan_warns_of_arguments_by_which_items_are_refused(
+    settings: dict[str, dict[str, object]], named: str
+) -> None:
+    sets = [
+        f"--set=instances.{role}.engine_args.{name}={json.dumps(value)}"
+        for role, args in settings.items()
+        for name, value in args.items()
+    ]
+    config = str(ROOT / "configs" / "1e1pd.yaml")
+    words = ["plan", "--platform", "cpu", "--config", config, "--json", *sets]
+    result = CliRunner().invoke(launch.main, words)
+    found = [each for each in json.loads(result.stdout)["warnings"] if "refuse each other" in each]
+    assert [named in each for each in found] == [True] * bool(named)
+
+
 def test_fixed_ports_are_those_of_the_plan_which_says_why_they_cannot_be_used(
     tmp_path: Path,
 ) -> None:
