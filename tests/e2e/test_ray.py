@@ -266,15 +266,37 @@ def test_a_topology_is_started_and_ended_from_a_machine_outside_the_cluster(
     assert stopped.stdout == "epd has ended\n"
 
 
+class Up:
+    """``epd-launch up`` with the shipped pair, which is left alone until it waits for it."""
+
+    def __init__(self, run_id: str, *words: str) -> None:
+        command = [str(BIN / "epd-launch"), "up", "--cluster", "auto", *words]
+        command += ["--config", str(ROOT / "configs" / "1e1pd.yaml")]
+        self._process = subprocess.Popen(
+            [*command, "--port", str(port_source(run_id)())],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        assert self._process.stdout is not None
+        self._lines = iter(self._process.stdout.readline, "")
+        self.waiting = next(line for line in self._lines if "waiting for pair-0" in line)
+        assert ours()
+
+    def end(self, signum: signal.Signals | None = None) -> tuple[int, str]:
+        """Return its exit status and its further lines."""
+        if signum is not None:
+            self._process.send_signal(signum)
+        return self._process.wait(DEADLINE_S * 2), "".join(self._lines)
+
+
 def test_up_ends_with_the_reason_when_the_router_refuses(cluster: Any) -> None:
-    port = port_source("000000a5")()
-    config = ROOT / "configs" / "1e1pd.yaml"
-    up = f"epd-launch up --cluster auto --platform cpu --config {config} --port {port}"
-    settings = " ".join([*SETTINGS, "--set", "router.instance_networks=[10.0.0.0/8]"])
-    refused = launch(f"{up} {settings}")
-    assert refused.returncode == 1
-    assert "pair-0: encode-0@pair-0 cannot join: router http://127.0.0.2:" in refused.stderr
-    assert "is in no network of router.instance_networks (10.0.0.0/8)" in refused.stderr
+    refused = ("--set", "router.instance_networks=[10.0.0.0/8]")
+    status, said = Up("000000a5", "--platform", "cpu", *SETTINGS, *refused).end()
+    assert status == 1
+    assert "pair-0: encode-0@pair-0 cannot join: router http://127.0.0.2:" in said
+    assert "is in no network of router.instance_networks (10.0.0.0/8)" in said
     assert launch("epd-launch status --cluster auto").returncode == 1
 
 
@@ -282,26 +304,11 @@ def test_up_ends_with_the_reason_when_the_router_refuses(cluster: Any) -> None:
 def test_up_ends_clean_at_a_signal_while_it_waits_for_a_node(
     cluster: Any, signum: signal.Signals, status: int
 ) -> None:
-    port = port_source("000000a6")()
-    words = ["up", "--cluster", "auto", "--platform", "cuda", "--port", str(port)]
-    words += ["--config", str(ROOT / "configs" / "1e1pd.yaml")]
-    with subprocess.Popen(
-        [str(BIN / "epd-launch"), *words],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    ) as process:
-        assert process.stdout is not None
-        lines = iter(process.stdout.readline, "")
-        assert "(no node has GPU 2: add one, or ask for less)" in next(
-            line for line in lines if "waiting for pair-0" in line
-        )
-        assert ours()
-        process.send_signal(signum)
-        last = "".join(lines)
-    assert process.returncode == status, last
-    assert "***" not in last and "Traceback" not in last
+    up = Up("000000a6", "--platform", "cuda")
+    assert "(no node has GPU 2: add one, or ask for less)" in up.waiting
+    ended, said = up.end(signum)
+    assert ended == status, said
+    assert "***" not in said and "Traceback" not in said
     assert launch("epd-launch status --cluster auto").returncode == 1
 
 
