@@ -262,6 +262,19 @@ def test_an_unfit_encoder_is_refused(desk: Desk, changed: dict[str, Any], code: 
     assert desk.landings() == ["encode-b"]
 
 
+def test_refused_fingerprint_is_answered_with_the_parts_that_differ() -> None:
+    desk = Desk(fingerprint="config=a dtype=bfloat16")
+    desk.expect()
+    desk.receive(A, announce(producer=peer("encode-a", fingerprint="config=b dtype=float16")))
+    ((_, nack),) = desk.sent
+    assert isinstance(nack, Nack)
+    assert nack.detail == (
+        "encode-a differs in the configuration files of the checkpoint (config.json, params.json), "
+        "the dtype (--dtype): float16 at the sender, bfloat16 at the receiver. Start both with the "
+        "same"
+    )
+
+
 def test_a_granted_encoder_that_announces_something_else_loses_its_slot(desk: Desk) -> None:
     desk.get_grant()
     desk.receive(B, announce(B, tensor=OTHER_SPEC))
