@@ -202,27 +202,31 @@ class ConsumerSession:
 
     def expect(
         self, transfer_id: str, item: Item, now: float, *, owner: str, encoder: str = ""
-    ) -> None:
+    ) -> bool:
         """Expect an item by a transfer of a request, which others may share.
 
         ``owner`` is the request; ``encoder`` is an attribute of `Transfer`.
+
+        Returns:
+            Whether it is the first request of the transfer, and the transfer has not ended before.
         """
         self._now = now
         deadline_s = now + self._wait_timeout_s
         if (known := self._transfers.get(transfer_id)) is not None:
             known.deadline_s = deadline_s
             known.owners.add(owner)
-            return
+            return False
+        if transfer_id in self._ended:
+            return False
         transfer = Transfer(transfer_id, item, encoder, deadline_s, owners={owner})
         self._transfers[transfer_id] = item.transfers[transfer_id] = transfer
         self._watch(transfer)
-        self._ended.pop(transfer_id, None)
-        if (early := self._early.pop(transfer_id, None)) is None:
-            return
-        if isinstance(early.message, Foreign):
+        early = self._early.pop(transfer_id, None)
+        if early is not None and isinstance(early.message, Foreign):
             self._refuse_foreign(early.sender, early.message, transfer)
-        else:
+        elif early is not None:
             self._take_announcement(early.sender, early.message, transfer)
+        return True
 
     def owner_left(self, transfer_id: str, owner: str) -> None:
         """A request has ended whose own transfer it was; others may await the item by it."""

@@ -236,11 +236,7 @@ class PrefillRequests:
             return []
         self._next_look_s = now + self._config.wait_timeout_s
         records = [self._records[each] for each in sleepers if each in self._records]
-        found = [
-            each.request_id
-            for each in records
-            if not each.failed and (each.lost or self._is_able(each))
-        ]
+        found = [each.request_id for each in records if not each.failed and self._is_able(each)]
         for request_id in found:
             self._receiver.metrics.stalls.inc()
             logger.error("request %s was not woken when it could begin", request_id)
@@ -289,7 +285,7 @@ class PrefillRequests:
             self._refuse(record, mm_hash, NackCode.UNAVAILABLE, detail)
             return False
         if transfer is not None and not again:
-            self._receiver.expect(record, claim.item)
+            self._receiver.expect(claim)
         return True
 
     def _refuse_crowd(self, record: Claimant) -> bool:
@@ -348,8 +344,9 @@ class PrefillRequests:
         return ""
 
     def _is_able(self, record: Claimant) -> bool:
-        """Return whether a request could compute now, if it had a seat."""
-        return (record.running or self._cache.may_start(record)) and not self._missing(record)
+        """Return whether a request could compute now, or would be failed, if it had a seat."""
+        may_start = record.running or self._cache.may_start(record)
+        return may_start and self._missing(record) in ("", *record.lost)
 
     def _refuse(self, record: Claimant, mm_hash: str, code: NackCode, detail: str) -> None:
         """Let the scheduler end a request, and send the router a nack of one of its transfers.

@@ -125,14 +125,20 @@ class Receiver:
             self._deadlines = deque(left)
         self._deadlines.append((record.arrived_s + self._wait_timeout_s, record.request_id))
 
-    def expect(self, record: Claimant, item: Item) -> None:
-        """Expect an item by a request's own transfer; load it if it is in a store."""
+    def expect(self, claim: Claim) -> None:
+        """Expect an item by a request's own transfer; load it if it is in a store.
+
+        Where requests of one body share the transfer, it may have ended for the first of them.
+        """
+        record, item, now = claim.claimant, claim.item, self.clock()
         assert item.tensor is not None
-        now, transfer = self.clock(), record.transfers[item.mm_hash]
-        self._session.expect(
+        transfer = record.transfers[item.mm_hash]
+        is_new = self._session.expect(
             transfer.transfer_id, item, now, owner=record.request_id, encoder=transfer.encoder
         )
-        if transfer.store:
+        if transfer.transfer_id not in item.transfers:
+            self.cache.retain_for(claim)
+        elif is_new and transfer.store:
             self._session.receive(*self._endpoint.load(transfer, item.mm_hash, item.tensor), now)
 
     def left(self, record: Claimant) -> None:
@@ -311,7 +317,8 @@ class Receiver:
         mm_hash, transfer_id = transfer.item.mm_hash, transfer.transfer_id
         logger.warning("item %s by transfer %s: %s", mm_hash, transfer_id, nack.detail)
         self.metrics.refusals.labels(nack.code.value).inc()
-        for record in self._owners(transfer):
+        # Requests of one body share it.
+        for record in {each.reply_to: each for each in self._owners(transfer)}.values():
             self.send_nack(record, transfer_id, nack.code, nack.detail)
             if record.by_front:
                 self.requested.append(transfer_id)

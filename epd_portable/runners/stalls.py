@@ -33,7 +33,7 @@ class StallWatch:
     no stall, nor are long answers.
 
     Args:
-        able: Returns whether a request could compute now, if it had a seat.
+        able: Returns whether a request could compute now, or would be failed, if it had a seat.
         limit_s: Longest time without progress.
     """
 

@@ -146,6 +146,11 @@ class EncoderCachePreallocator(EncoderCacheManager):
         self._find_place(claim)
         return claim
 
+    def retain_for(self, claim: Claim) -> None:
+        """No transfer of its own will bring a request its item: it holds the entry from now on."""
+        if claim.metadata_only and claim.waits and claim.item.is_here:
+            self._keep(claim)
+
     def moved(self, claimant: Claimant, num_computed_tokens: int, *, running: bool) -> list[Claim]:
         """Note how far a request is computed, or would be if it began now.
 

@@ -362,8 +362,10 @@ class Engine:
         )
         sampling = copy.copy(self._sampling(prompt.answer))
         if expected:
-            params = PrefillParams(transfers=expected, reply_to=ROUTER, by_front=True)
-            if self.told is None:
+            front = self._sizes.front
+            reply_to = "" if front else ROUTER
+            params = PrefillParams(transfers=expected, reply_to=reply_to, by_front=front)
+            if front and self.told is None:
                 self.told, self._untold = set(), self._entries()
             sampling.extra_args = {"ec_transfer_params": to_params(params)}
         request = Request(

@@ -22,6 +22,7 @@ class Sizes:
         cache: Embeddings that the encoder cache holds.
         pool: Embeddings that the receive pool holds.
         items: Embeddings of each item, by name.
+        front: Requests come from an engine front; otherwise from a router.
     """
 
     items: dict[str, int]
@@ -30,6 +31,7 @@ class Sizes:
     copies: bool = False
     beside: bool = False
     can_encode: bool = True
+    front: bool = True
     ahead: bool = False
     policy: Literal["fcfs", "priority"] = "fcfs"
     block: int = 4
@@ -52,10 +54,12 @@ class Wish:
     Attributes:
         moved: By a transfer of its own.
         media: The request holds the item's media.
+        stored: The store is to bring it; see ``moved``.
     """
 
     moved: bool
     media: bool
+    stored: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

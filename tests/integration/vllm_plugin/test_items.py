@@ -67,6 +67,19 @@ def test_siblings_end_when_their_items_do_not_fit_together(siblings: int) -> Non
     side.close()
 
 
+def test_sibling_encodes_when_its_transfer_ended_before_it_came() -> None:
+    side = Side(items={"x": 6, "y": 5}, cache=9, pool=20, block=16)
+    encoder = side.encoder()
+    side.ask("before", media("x"), 1)
+    side.until_ended("before", within_s=5.0)  # So the first sibling needs no transfer of x.
+    for name in ("0_r", "1_r"):
+        side.ask(name, 1, media("x"), 1, media("y"), 1, transfers={"x": "t1", "y": "t2"})
+    side.encode(encoder, "t2", "y")
+    side.until_ended("0_r", "1_r", within_s=10.0)
+    assert side.ended["0_r"] == side.ended["1_r"] == "length"
+    side.close()
+
+
 def test_transfer_ends_when_its_client_leaves() -> None:
     side = Side(items={"x": 4}, cache=16)
     side.encoder()

@@ -100,6 +100,7 @@ class Router:
         encoders: All.
         later: Calls something in so many turns.
         tell: Sends a message to the instance.
+        front: It is an engine front.
     """
 
     def __init__(
@@ -108,8 +109,11 @@ class Router:
         encoders: list[Encoder],
         later: Callable[[int, Callable[[], None]], None],
         tell: Callable[[AnyMessage], None],
+        *,
+        front: bool,
     ) -> None:
         self._rng, self._encoders, self._later, self._tell = rng, encoders, later, tell
+        self._front = front
         self.jobs: dict[str, Job] = {}
 
     def ask(self, job: Job) -> None:
@@ -149,7 +153,10 @@ class Router:
                 self._later(self._rng.randint(0, 30), lambda job=job: self.ask(job))
 
     def request_ended(self, request_id: str, *, well: bool) -> None:
-        """Nobody wants its items any more; of an answered one others may, for a while."""
+        """Nobody wants its items any more; of an answered one others may, for a while.
+
+        A front sends no word of it to the instance.
+        """
         from epd_portable.wire.messages import NotWanted
 
         for job in [each for each in self.jobs.values() if each.request_id == request_id]:
@@ -157,4 +164,5 @@ class Router:
                 self._later(JOB_TURNS, lambda job=job: self.jobs.pop(job.transfer_id, None))
             else:
                 del self.jobs[job.transfer_id]
-                self._tell(NotWanted(transfer_id=job.transfer_id))
+                if not self._front:
+                    self._tell(NotWanted(transfer_id=job.transfer_id))

@@ -8,6 +8,8 @@ from random import Random
 from tests.kit.sizes import PLACEHOLDER, Prompt, Sizes, Wish
 
 WAIT_TIMEOUT_S = 30.0
+TOO_LARGE = "too large"
+"""An item that the instance cannot hold, or cannot receive."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,12 +21,16 @@ class Shape(Sizes):
         faults: Something may fail; otherwise all goes well.
         lost: Part of the messages that are lost.
         known_gone: The instance can see that an encoder's process has ended.
+        store: There is one.
+        siblings: Some requests ask for several answers (``n``).
     """
 
     paths: tuple[str, ...]
     faults: bool
     lost: float
     known_gone: bool
+    store: bool
+    siblings: bool
     requests: int
     long_answers: bool
 
@@ -83,7 +89,10 @@ class Prompts:
     def _wish(self) -> Wish:
         rng = self._rng
         if not self._shape.can_encode:
-            return Wish(moved=True, media=rng.random() < 0.5)
+            stored = self._shape.store and rng.random() < 0.4
+            return Wish(moved=True, media=rng.random() < 0.5, stored=stored)
+        if self._shape.store and rng.random() < 0.4:
+            return Wish(moved=True, media=rng.random() < 0.5, stored=True)
         return rng.choice(
             [
                 Wish(moved=True, media=True),
@@ -155,6 +164,9 @@ def draw(rng: Random) -> Shape:
         known_gone=rng.random() < 0.5,
         requests=rng.randint(2, 14),
         long_answers=long_answers,
+        front=rng.random() < 0.6,
+        store=rng.random() < 0.3,
+        siblings=rng.random() < 0.4,
     )
     if rng.random() < 0.2:
         # Nothing excuses a refusal: only room for the items is short, which transfers alone bring.
@@ -176,9 +188,12 @@ def draw(rng: Random) -> Shape:
         # vLLM preempts requests then that it has scheduled in the same step, does not encode their
         # items after all, and lets others compute with these (0.32): nobody is preempted here.
         shape = replace(shape, blocks=shape.seats * need + shape.blocks)
+    beyond = rng.choice([shape.cache, shape.pool]) + 1
+    if rng.random() < 0.15 and not shape.whole_items and beyond + 2 <= longest_prompt(shape):
+        shape = replace(shape, items={**items, TOO_LARGE: beyond})
     return shape
 
 
 def longest_prompt(shape: Shape) -> int:
     """Return how many tokens a prompt may have."""
-    return 12 + 5 * max(shape.items.values())
+    return 12 + 5 * max(size for name, size in shape.items.items() if name != TOO_LARGE)

@@ -14,6 +14,7 @@ from tests.kit.encoder import Encoder
 from tests.kit.engine import ROUTER, Engine, Running, embed_bytes
 from tests.kit.memory import PoolMemory, Violation, Worker
 from tests.kit.sizes import PLACEHOLDER, Prompt, Wish
+from tests.kit.store import Shelf
 from tests.property.engine_model import shapes
 from tests.property.engine_model.peers import Job, Network, Router
 from tests.unit.builders import Clock
@@ -43,7 +44,9 @@ class World:
         self._traced = traced
         self.pool = PoolMemory()
         self.worker = Worker(rng, self.pool, copies=shape.copies, fails=shape.faults)
-        self.engine = Engine(shape, rng, self.clock, self.worker, self.note)
+        self.store = Shelf(self.clock, self.pool, rng, fails=0.15 if shape.faults else 0.0)
+        self.store.entries = {name for name in shape.items if rng.random() < 0.8}
+        self.engine = Engine(shape, rng, self.clock, self.worker, self.note, self.store)
         self.network = Network(rng, shape)
         self.encoders = [
             Encoder(
@@ -69,6 +72,7 @@ class World:
             self.encoders,
             self.later,
             lambda message: self.network.send(ROUTER.encode(), message, to_instance=True),
+            front=shape.front,
         )
         self.prompts = shapes.Prompts(rng, shape, shapes.longest_prompt(shape))
         self._todo: list[tuple[int, int, Callable[[], None]]] = []
@@ -77,6 +81,10 @@ class World:
         """Requests that were here when a cache was reset: they need again what they had."""
         self._on_demand: set[str] = set()
         """Transfers whose jobs wait until the instance asks."""
+        self._stored: set[str] = set()
+        """Transfers that the store is to bring: their jobs wait until it has not."""
+        self._families: dict[str, set[str]] = {}
+        """Requests that have not ended of each body, by all of them."""
         self._count = self._waiting_to_come = 0
         self._judged: set[str] = set()
         self._is_over = False
@@ -141,18 +149,30 @@ class World:
             self.router.jobs[transfer_id] = job
             if encoder is not None:
                 job.asked = [each.name for each in self.encoders if each is not encoder]
-            elif rng.random() < 0.3:
+            elif wish.stored:
+                self._stored.add(transfer_id)
+                continue
+            elif shape.front and rng.random() < 0.3:
                 # Held or not: the instance asks if it is not.
                 self._on_demand.add(transfer_id)
                 continue
             elif shape.faults and not self._is_over and rng.random() < 0.1:
                 continue  # The job is lost, and nobody says so.
             self.later(rng.choice([0, 0, 1, 5, 15]), lambda job=job: self.router.ask(job))
-        self.later(rng.choice([0, 0, 2, 8]), lambda: self._add(request_id, prompt, transfers))
-        self._waiting_to_come += 1
+        family = {request_id}
+        if shape.siblings and not shape.front and encoder is None and rng.random() < 0.4:
+            family |= {f"{request_id}.{number}" for number in range(1, rng.choice([2, 3]))}
+            self.seen["requests for several answers"] += 1
+        self._families.update(dict.fromkeys(family, family))
+        delay = rng.choice([0, 0, 2, 8])
+        for name in sorted(family):
+            self.later(delay, lambda name=name: self._add(name, prompt, transfers, family))
+        self._waiting_to_come += len(family)
         return request_id
 
-    def _add(self, request_id: str, prompt: Prompt, transfers: dict[str, str]) -> None:
+    def _add(
+        self, request_id: str, prompt: Prompt, transfers: dict[str, str], family: set[str]
+    ) -> None:
         self._waiting_to_come -= 1
         self.note(
             "arrives",
@@ -164,10 +184,12 @@ class World:
             prompt.wishes,
         )
         on_demand = self._on_demand & {*transfers.values()}
-        self.engine.add(request_id, prompt, transfers, on_demand)
+        stored = self._stored & {*transfers.values()}
+        self.engine.add(request_id, prompt, transfers, on_demand, stored)
         self.seen["items on demand"] += len(on_demand)
-        if not self._is_over and self.rng.random() < 0.08:
-            self.later(self.rng.choice([0, 1, 3, 10, 40]), lambda: self._cancel(request_id))
+        self.seen["items looked for in the store"] += len(stored)
+        if not self._is_over and request_id == min(family) and self.rng.random() < 0.08:
+            self.later(self.rng.choice([0, 1, 3, 10, 40]), lambda: self._cancel(family))
 
     def _ask_to_encode(self, job: str) -> None:
         name, size = self.rng.choice(sorted(self.shape.items.items()))
@@ -176,8 +198,8 @@ class World:
         if self.rng.random() < 0.1:
             self.later(self.rng.choice([0, 1, 3, 10]), lambda: self.engine.abort_job(job))
 
-    def _cancel(self, request_id: str) -> None:
-        if request_id in self.engine.unfinished:
+    def _cancel(self, family: set[str]) -> None:
+        for request_id in sorted(family & self.engine.unfinished.keys()):
             self.note("cancelled", request_id)
             self.engine.abort(request_id)
 
@@ -203,6 +225,9 @@ class World:
             self.note(encoder.name, "stops" if encoder.is_stopped else "goes on")
         if rng.random() < 0.01:
             self._kill(encoder)
+        if self.shape.store and rng.random() < 0.02:
+            self.store.is_blocked = not self.store.is_blocked
+            self.seen["stores that hang or go on"] += 1
         if rng.random() < 0.05:
             self.network.repeat()
         if rng.random() < 0.01:
@@ -235,8 +260,8 @@ class World:
             self.seen["items asked for"] += 1
             self.note("asks for", transfer_id)
             job = self.router.jobs.get(transfer_id)
-            if job and not job.asked:
-                assert transfer_id in self._on_demand
+            if job:
+                assert job.asked or transfer_id in self._on_demand | self._stored
                 self.later(self.rng.choice([0, 0, 1, 5]), lambda job=job: self.router.ask(job))
         for request_id in [each for each in self.engine.ended if each not in self._judged]:
             self._judge(self.engine.ended[request_id])
@@ -248,6 +273,7 @@ class World:
     def go_on(self) -> None:
         """Let everybody but the engine go on; it is in the middle of a turn, maybe."""
         self.carry()
+        self.store.turn()
         for encoder in self.encoders:
             for message in encoder.turn():
                 self.network.send(encoder.identity, message, to_instance=True)
@@ -281,7 +307,18 @@ class World:
         request_id = running.request_id
         self._judged.add(request_id)
         self.seen[f"requests that ended: {running.ended}"] += 1
-        self.router.request_ended(request_id, well=running.ended not in ("abort", "error"))
+        family = self._families[request_id]
+        family.discard(request_id)
+        if not family:
+            well = running.ended not in ("abort", "error")
+            self.router.request_ended(request_id.partition(".")[0], well=well)
+        if shapes.TOO_LARGE in running.prompt.wishes and running.ended != "abort":
+            self.seen["items that are too large"] += 1
+            wish = running.prompt.wishes[shapes.TOO_LARGE]
+            size = self.shape.items[shapes.TOO_LARGE]
+            if running.ended != "error" and (wish.moved or size > self.shape.cache):
+                raise Violation(f"{request_id} was answered, and its item is too large")
+            return
         if running.ended != "error":
             return
         bare = running.prompt.bare(self.shape.can_encode)
@@ -291,18 +328,19 @@ class World:
             # Who computes again needs items again, and may have to take those of others.
             or bool(self.engine.recomputed)
             or self._is_over  # Whoever asks then looks at what comes of it.
-            or self._cannot_keep(running.prompt, bare)
+            or self._cannot_keep(running.prompt, bare, siblings="." in request_id or bool(family))
         )
         if not bare or not excused:
             raise Violation(
                 f"{request_id} was refused, and nothing had failed; bare: {sorted(bare)}"
             )
 
-    def _cannot_keep(self, prompt: Prompt, bare: set[str]) -> bool:
+    def _cannot_keep(self, prompt: Prompt, bare: set[str], *, siblings: bool) -> bool:
         """Tell whether a request may have to give up a bare item for another one of its own.
 
-        Between two of the item's places; or because the prefix cache covered the other one, and
-        then did not. A slot that is kept may leave the pool in two pieces.
+        Between two of the item's places; because the prefix cache covered the other one, and then
+        did not; or for a sibling, which is ahead of it. A slot that is kept may leave the pool in
+        two pieces.
         """
         shape = self.shape
 
@@ -313,7 +351,8 @@ class World:
             )
 
         names = [name for name, _, _ in prompt.places]
-        if shape.prefix_caching and len(set(names)) > 1 and not fit(set(names)):
+        covers = shape.prefix_caching or siblings
+        if covers and len(set(names)) > 1 and not fit(set(names)):
             return True
         return any(
             not fit(set(names[names.index(name) : len(names) - names[::-1].index(name)]))
@@ -387,6 +426,7 @@ class World:
         """All room and all slots can be had again."""
         self.note("all requests have ended")
         self.network.recover()
+        self.store.is_blocked, self.store.fails = False, 0.0
         self._is_over = True
         for encoder in self.encoders:
             encoder.is_perfect = True
@@ -416,6 +456,8 @@ class World:
         self.engine.check_room()
         self.engine.check_slots()
         self.engine.check_stalls()
+        if self.store.waiting:
+            raise Violation(f"{self.store.waiting} loads of the store have not ended")
 
     def _let_time_pass(self, seconds: float) -> None:
         for _ in range(40):
