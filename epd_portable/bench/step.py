@@ -32,6 +32,7 @@ _WARM_UP = 20
 _MEASURED = (
     "epd_portable.runners.prefill",
     "epd_portable.runners.receiver",
+    "epd_portable.runners.stalls",
     "epd_portable.scheduling.encoder_cache",
     "epd_portable.scheduling.preallocator",
 )
@@ -149,11 +150,13 @@ class _Engine:
         begin_s = time.perf_counter()
         with receiver.lock:
             receiver.before_step()
+            prefill.find_stalled(computed=True, starts=True)
             for request in self.running:
                 may_schedule(request, request.num_computed_tokens)
             for request_id in self.asleep.intersection(prefill.take_woken()):
                 self.asleep.discard(request_id)
                 prefill.may_schedule(request_id, 0, running=False)
+            prefill.take_forgotten(self.asleep)
             self.asleep.update(prefill.take_sleepers())
             receiver.orders.take_orders(receiver.cache.get_freed_mm_hashes(), computes=True)
         with receiver.lock:

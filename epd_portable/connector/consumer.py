@@ -340,8 +340,6 @@ class ConsumerSession:
         writer = _writer_of(sender, message)
         if writer in transfer.refused:
             self._endpoint.send(sender, transfer.refused[writer])
-        elif writer in self._quarantine:
-            return  # It is asked to stop already.
         elif differing := differences(self._endpoint.fingerprint, message.producer.fingerprint):
             detail = f"{message.producer.instance} differs in {differing}. Start both with the same"
             self._turn_away(transfer, writer, NackCode.INCOMPATIBLE, detail)

@@ -77,10 +77,6 @@ class Quarantine:
         """Return the number of slots that are kept."""
         return len(self._entries)
 
-    def __contains__(self, writer: Writer) -> bool:
-        """Return whether a slot of this writer is kept."""
-        return writer in self._entries
-
     def add(
         self, writer: Writer, slot: SlotDescriptor, producer: PeerDescriptor, reason: str
     ) -> None:
