@@ -221,10 +221,11 @@ class ConsumerSession:
         transfer = Transfer(transfer_id, item, encoder, deadline_s, owners={owner})
         self._transfers[transfer_id] = item.transfers[transfer_id] = transfer
         self._watch(transfer)
-        early = self._early.pop(transfer_id, None)
-        if early is not None and isinstance(early.message, Foreign):
+        if (early := self._early.pop(transfer_id, None)) is None:
+            return True
+        if isinstance(early.message, Foreign):
             self._refuse_foreign(early.sender, early.message, transfer)
-        elif early is not None:
+        else:
             self._take_announcement(early.sender, early.message, transfer)
         return True
 
@@ -295,9 +296,7 @@ class ConsumerSession:
             elif message.code is not NackCode.NOT_STORED or transfer is None:
                 return
             elif writer not in transfer.refused:
-                self._events.refused(transfer, message)
-                self._refuse(transfer, writer, message)
-                self._fail_if_abandoned(transfer)
+                self._left_to_others(transfer, writer, message)
         elif isinstance(message, EncodeFailed):
             if transfer is not None:
                 self._fail(transfer, "unavailable", message.reason)
@@ -333,8 +332,7 @@ class ConsumerSession:
         if writer not in transfer.refused:
             detail = f"{transfer.encoder or 'the encoder'}: {message.problem}"
             nack = writer.message(Nack, code=NackCode.INCOMPATIBLE, detail=detail)
-            self._events.refused(transfer, nack)
-            self._refuse(transfer, writer, nack)
+            self._left_to_others(transfer, writer, nack)
 
     def _take_announcement(self, sender: bytes, message: Announce, transfer: Transfer) -> None:
         writer = _writer_of(sender, message)
@@ -367,6 +365,10 @@ class ConsumerSession:
         """Refuse one encoder for good; another may still deliver the item."""
         nack = writer.message(Nack, code=code, detail=detail)
         self._endpoint.send(writer.sender, nack)
+        self._left_to_others(transfer, writer, nack)
+
+    def _left_to_others(self, transfer: Transfer, writer: Writer, nack: Nack) -> None:
+        """An attempt has failed for good; another encoder may deliver the item, if one is asked."""
         self._events.refused(transfer, nack)
         self._refuse(transfer, writer, nack)
         self._fail_if_abandoned(transfer)
