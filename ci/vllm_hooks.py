@@ -212,7 +212,11 @@ HOOKS: tuple[Relied, ...] = (
         "total_num_scheduled_tokens num_scheduled_tokens scheduled_encoder_inputs "
         "scheduled_new_reqs free_encoder_mm_hashes finished_req_ids ec_connector_metadata",
     ),
-    _row("v1.core.sched.output.NewRequestData", _ENCODE_ONLY, "req_id mm_features"),
+    _row(
+        "v1.core.sched.output.NewRequestData",
+        (*_ENCODE_ONLY, "vllm_plugin/media_again.py"),
+        "req_id mm_features",
+    ),
     # The executor decides by every field whether a step concerns the workers: a field that only
     # describes how to compute tokens also belongs into `executor._HINTS`.
     _row(

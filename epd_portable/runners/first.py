@@ -28,6 +28,8 @@ class TracedRunner(_GPUModelRunner):
 
     def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         """Run one step of the engine."""
+        for media in scheduler_output.ec_connector_metadata.media:
+            media.put(self.requests[media.request_id].mm_features)
         if scheduler_output.total_num_scheduled_tokens:
             self.epd.trace("step", tokens=dict(scheduler_output.num_scheduled_tokens))
         return super().execute_model(scheduler_output, *args, **kwargs)

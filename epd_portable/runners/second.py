@@ -26,9 +26,12 @@ class SecondRunnerMixin(_GPUModelRunner):
 
     def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         """Run one step of the engine, or of a profile, which has no metadata of ours."""
-        real = scheduler_output.ec_connector_metadata is not None
-        if real and scheduler_output.total_num_scheduled_tokens:
-            self.epd.trace("step", tokens=dict(scheduler_output.num_scheduled_tokens))
+        metadata = scheduler_output.ec_connector_metadata
+        if metadata is not None:
+            for media in metadata.media:
+                media.put(self.encoder_cache.mm_features[media.request_id])
+            if scheduler_output.total_num_scheduled_tokens:
+                self.epd.trace("step", tokens=dict(scheduler_output.num_scheduled_tokens))
         return super().execute_model(scheduler_output, *args, **kwargs)
 
     def load_model(self, *args: Any, **kwargs: Any) -> Any:

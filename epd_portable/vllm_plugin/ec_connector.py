@@ -44,6 +44,7 @@ from epd_portable.scheduling.encode_queue import EncodeQueue, StepLimits
 from epd_portable.scheduling.encoder_cache import EncoderCacheManager
 from epd_portable.scheduling.two_levels import FILLED, TwoLevelCache
 from epd_portable.vllm_plugin import agreement, compat, exposition
+from epd_portable.vllm_plugin.media_again import MediaOfWorkers
 from epd_portable.vllm_plugin.metadata import ItemMetadata
 from epd_portable.vllm_plugin.reports import Kind, StepMetadata, from_names, to_names
 from epd_portable.wire.descriptors import TensorSpec
@@ -308,6 +309,7 @@ class PDScheduler(SchedulerConnector):
         secret = Secret.read(self._config.secret_file)
         self._dispatcher = Dispatcher(self._cache, secret, self._config.instance)
         self.encoder = SharedEncoder(self._dispatcher, self.requests, self._cache)
+        self._media = MediaOfWorkers(scheduler.requests)
         return self._cache
 
     def job_arrived(self, request: Request) -> bool:
@@ -352,6 +354,7 @@ class PDScheduler(SchedulerConnector):
     ) -> None:
         """See `EPDConnector`."""
         self.requests.encoded_here(request.request_id, request.mm_features[index].identifier)
+        self._media.encodes(request.request_id, index)
 
     def build_connector_meta(
         self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any
@@ -361,7 +364,11 @@ class PDScheduler(SchedulerConnector):
             scheduler_output.free_encoder_mm_hashes,
             computes=scheduler_output.total_num_scheduled_tokens > 0,
         )
-        return StepMetadata(orders=self.encoder.take_orders(), receipts=receipts)
+        return StepMetadata(
+            orders=self.encoder.take_orders(),
+            receipts=receipts,
+            media=self._media.missing(scheduler_output.scheduled_new_reqs),
+        )
 
     def update_connector_output(
         self, connector_output: ECConnectorOutput, *args: Any, **kwargs: Any
@@ -383,6 +390,7 @@ class PDScheduler(SchedulerConnector):
         self, request: Request, *args: Any, **kwargs: Any
     ) -> tuple[bool, dict[str, Any] | None]:
         """Return where the request's items came from; never delays the freeing of its blocks."""
+        self._media.forget(request.request_id)
         outcome = self.requests.finished(request.request_id, request.num_computed_tokens)
         return False, None if outcome is None else to_params(outcome)
 

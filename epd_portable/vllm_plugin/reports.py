@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorMetadata
 
@@ -40,6 +40,25 @@ def from_names(names: Iterable[str] | None) -> dict[Kind, set[str]]:
     return report
 
 
+@dataclass(frozen=True, kw_only=True)
+class ItemMedia:
+    """The media of a request's item that a step encodes, where workers have the item without.
+
+    Attributes:
+        request_id: Of a request that workers know from a step before.
+        index: Of the item in the request.
+        data: vLLM's ``MultiModalKwargsItem``.
+    """
+
+    request_id: str
+    index: int
+    data: Any
+
+    def put(self, features: list[Any]) -> None:
+        """Put it into the request's features that a model runner has."""
+        features[self.index] = replace(features[self.index], data=self.data)
+
+
 @dataclass
 class StepMetadata(ECConnectorMetadata):
     """What the scheduler half sends to the worker half with each step.
@@ -52,6 +71,7 @@ class StepMetadata(ECConnectorMetadata):
             computed.
         copies: Encode instance: what becomes of the copies in host memory.
         receipts: PD instance: items that have arrived, grants that were taken back.
+        media: PD instance: media of items that the step encodes, which workers do not have.
     """
 
     orders: list[TransferOrder] = field(default_factory=list)
@@ -59,3 +79,4 @@ class StepMetadata(ECConnectorMetadata):
     rests: bool = False
     copies: HostOrders = field(default_factory=HostOrders)
     receipts: WorkerOrders = field(default_factory=WorkerOrders)
+    media: list[ItemMedia] = field(default_factory=list)

@@ -314,6 +314,8 @@ class Engine:
                 block_size=sizes.block,
                 log_stats=False,
             )
+        if sizes.second:
+            self.scheduler.use_v2_model_runner = True
         self.post: Post = made["post"]
         self._receiver, self._registry = made["receiver"], made["registry"]
         self._flying: deque[Work] = deque()

@@ -19,6 +19,7 @@ class Sizes:
         beside: The instance encodes in the background, between its steps.
         ahead: A step is scheduled before the output of the one before it is there.
         lookahead: Tokens that a drafter reads ahead.
+        second: Steps are for vLLM's second model runner.
         cache: Embeddings that the encoder cache holds.
         pool: Embeddings that the receive pool holds.
         items: Embeddings of each item, by name.
@@ -43,6 +44,7 @@ class Sizes:
     reserves_all: bool = True
     prefix_caching: bool = True
     lookahead: int = 0
+    second: bool = False
     wait_timeout_s: float = 30.0
     lease_s: float = 10.0
 

@@ -12,12 +12,23 @@ from epd_portable.runners.first import EncoderRunnerMixin, PDRunnerMixin
 from epd_portable.runners.second import OrderingSecondRunnerMixin, SecondRunnerMixin
 
 
+class Metadata(str):
+    """Of a step."""
+
+    __slots__ = ("media",)
+
+    def __new__(cls) -> Metadata:
+        made = super().__new__(cls, "metadata")
+        made.media: list[Any] = []
+        return made
+
+
 @dataclass
 class Step:
     total_num_scheduled_tokens: int = 0
     num_scheduled_tokens: dict[str, int] = field(default_factory=dict)
     scheduled_encoder_inputs: dict[str, list[int]] = field(default_factory=dict)
-    ec_connector_metadata: str = "metadata"
+    ec_connector_metadata: Metadata = field(default_factory=Metadata)
 
 
 @dataclass
@@ -191,6 +202,28 @@ def fail(*_: object) -> None:
     raise MemoryError
 
 
+@dataclass
+class Media:
+    request_id: str
+
+    def put(self, features: list[Any]) -> None:
+        features[0] = "with media"
+
+
+@pytest.mark.parametrize("mixin", [PDRunnerMixin, SecondRunnerMixin])
+def test_runner_has_media_before_its_step_encodes(mixin: type) -> None:
+    features: list[Any] = ["bare"]
+    runner = mixed(mixin, SecondRunner if mixin is SecondRunnerMixin else Runner)
+    if mixin is SecondRunnerMixin:
+        runner.encoder_cache.mm_features["a"] = features
+    else:
+        runner.requests["a"] = SimpleNamespace(mm_features=features)
+    planned = Step(total_num_scheduled_tokens=3, num_scheduled_tokens={"a": 3})
+    planned.ec_connector_metadata.media.append(Media("a"))
+    runner.execute_model(planned)
+    assert features == ["with media"]
+
+
 # -- the second runner ---------------------------------------------------------------------------
 
 
@@ -205,8 +238,8 @@ def step(metadata: object, tokens: int = 0) -> Any:
 @pytest.mark.parametrize("mixin", [SecondRunnerMixin, OrderingSecondRunnerMixin])
 def test_the_tokens_of_a_step_are_traced_but_not_those_of_a_profile(mixin: type) -> None:
     runner = mixed(mixin, SecondRunner)
-    assert runner.execute_model(step("metadata", 3), "kept", flag=True) == "output"
-    runner.execute_model(step("metadata", 0))
+    assert runner.execute_model(step(Metadata(), 3), "kept", flag=True) == "output"
+    runner.execute_model(step(Metadata(), 0))
     runner.execute_model(step(None, 7))
     assert runner.traced == [("step", {"tokens": {"a": 3}})]
     assert ("model", ("kept",), {"flag": True}) in runner.calls
@@ -226,12 +259,12 @@ def test_the_items_that_its_encoder_computes_are_traced() -> None:
 @pytest.mark.parametrize("tokens", [0, 3])
 def test_where_vllm_has_no_hook_orders_are_submitted_before_the_step(tokens: int) -> None:
     runner = mixed(OrderingSecondRunnerMixin, SecondRunner)
-    runner.execute_model(step("metadata", tokens))
+    runner.execute_model(step(Metadata(), tokens))
     runner.execute_model(step(None, 3))
     assert [call[0] for call in runner.calls] == ["begin", "model", "model"]
 
 
 def test_where_vllm_has_one_orders_are_left_to_it() -> None:
     runner = mixed(SecondRunnerMixin, SecondRunner)
-    runner.execute_model(step("metadata", 3))
+    runner.execute_model(step(Metadata(), 3))
     assert [call[0] for call in runner.calls] == ["model"]
