@@ -221,6 +221,8 @@ def _quantization(model: ModelConfig) -> str:
 
 def _is_gguf(source: str) -> bool:
     """Return whether a model is one GGUF file, by its path or as ``repository:type``."""
+    if os.path.isdir(source):
+        return False
     return source.endswith(".gguf") or (":" in source and "://" not in source)
 
 

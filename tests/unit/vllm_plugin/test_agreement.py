@@ -207,6 +207,11 @@ def test_hf_config_path_is_read_for_gguf(folder: Path, tmp_path: Path) -> None:
     assert given == agreement.fingerprint(engine(folder))
 
 
+def test_folder_with_a_colon_is_no_gguf(folder: Path) -> None:
+    before = agreement.fingerprint(engine(folder))
+    assert agreement.fingerprint(engine(folder.rename(folder.with_name("model:v2")))) == before
+
+
 @pytest.mark.parametrize("broken", ["absent", "invalid", "not cached"])
 def test_model_without_readable_files_is_refused(folder: Path, hub: Path, broken: str) -> None:
     model: Path | str = folder
