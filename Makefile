@@ -49,8 +49,8 @@ faults: env  ## Run the whole fault suite: every fault at every point with every
 engines:  ## Compare the split with one process on other versions of vLLM (minutes each)
 	ci/jobs/engines.sh
 
-hooks: env  ## Say what VERSION=… of vLLM changed of what the plug-in relies on, and what must follow
-	@$(if $(VERSION),,$(error name a release: make hooks VERSION=0.34.0))$(BIN)/python -m ci.hooks_diff $(VERSION)
+hooks: env  ## Report the work for release VERSION=… of vLLM: hooks, smoke test, limits (minutes)
+	@$(if $(VERSION),,$(error name a release: make hooks VERSION=0.34.0))$(BIN)/python -m ci.release $(VERSION)
 
 perf:  ## Measure under load beside plain vLLM (idle machine)
 	ci/jobs/perf.sh

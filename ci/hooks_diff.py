@@ -1,4 +1,4 @@
-"""Say what a release of vLLM changed of what the plug-in relies on: ``make hooks VERSION=0.34.0``.
+"""Say what a release of vLLM changed of what the plug-in relies on; `ci.release` calls it.
 
 Fetches the release's wheel (its CPU build where there is one), reads the sources without running
 them, and compares every row of ``ci/vllm_hooks.py`` with another release: signatures, fields, and
@@ -305,8 +305,11 @@ def installed(folder: Path) -> Release:
     raise ReleaseError("no vLLM is installed here: run `make env`, or name a release with --base")
 
 
-def fetched(version: str, folder: Path) -> Release:
-    """Fetch a release with pip, whatever machine it was built for, and unpack what is read.
+def download(version: str, folder: Path) -> tuple[str, Path]:
+    """Fetch a release with pip, whatever machine it was built for.
+
+    Returns:
+        The project that has it, the build for CPU if there is one, and its wheel in ``folder``.
 
     Raises:
         ReleaseError: Neither project has that release.
@@ -314,18 +317,27 @@ def fetched(version: str, folder: Path) -> Release:
     said = ""
     for project in PROJECTS:
         print(f"hooks: fetching {project} {version} (up to 600 MB) …", file=sys.stderr, flush=True)
-        with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
-            command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
-            command += ["--only-binary=:all:", "--python-version=3.12", "--dest", temporary]
-            command += [f"--platform={tag}" for tag in WHEEL_TAGS]
-            done = subprocess.run(
-                [*command, f"{project}=={version}"], capture_output=True, text=True, check=False
-            )
-            if done.returncode == 0:
-                (wheel,) = Path(temporary).glob("*.whl")
-                return unpacked(wheel, version, folder)
-            said = (done.stderr.strip().splitlines() or ["pip said nothing"])[-1]
+        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
+        command += ["--only-binary=:all:", "--python-version=3.12", "--dest", str(folder)]
+        command += [f"--platform={tag}" for tag in WHEEL_TAGS]
+        done = subprocess.run(
+            [*command, f"{project}=={version}"], capture_output=True, text=True, check=False
+        )
+        if done.returncode == 0:
+            (wheel,) = folder.glob("*.whl")
+            return project, wheel
+        said = (done.stderr.strip().splitlines() or ["pip said nothing"])[-1]
     raise ReleaseError(f"vLLM {version}: neither of {', '.join(PROJECTS)} can be had: {said}")
+
+
+def fetched(version: str, folder: Path) -> Release:
+    """Fetch a release, and unpack what is read.
+
+    Raises:
+        ReleaseError: Neither project has that release.
+    """
+    with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
+        return unpacked(download(version, Path(temporary))[1], version, folder)
 
 
 def unpacked(wheel: Path, version: str, folder: Path) -> Release:
