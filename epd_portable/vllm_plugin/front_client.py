@@ -315,8 +315,11 @@ class SplitClient(AsyncMPClient):
         count, nearest = max(known, key=lambda pair: pair[0], default=(0, None))
         return nearest if count else None
 
-    def _choose_encoder(self, item: FrontItem, exclude: Collection[str]) -> Instance | None:
-        """Return who should encode an item."""
+    def _choose_encoder(
+        self, item: FrontItem, exclude: Collection[str], taker: str
+    ) -> Instance | None:
+        """Return who should encode an item for an engine; not one whose items that refuses."""
+        exclude = [*exclude, *self.engines.by_name[taker].misfits]
 
         def busy(encoder: Instance) -> tuple[float, float]:
             return encoder.pending_encode_s / encoder.weight, encoder.load / encoder.weight
@@ -418,10 +421,14 @@ class SplitClient(AsyncMPClient):
         for feature in one.core.mm_features or ():
             items.setdefault(feature.identifier, FrontItem(feature))
         own = engine.instance if engine.instance.role in ENCODES else None
+
+        def choose(item: FrontItem, exclude: Collection[str]) -> Instance | None:
+            return self._choose_encoder(item, exclude, engine.name)
+
         return assign_items(
             [*items.values()],
             engine,
-            self._choose_encoder if own is None else or_own(own, self._choose_encoder),
+            choose if own is None else or_own(own, choose),
             self._times,
             left_here=one.here,
             held=engine.holds,
@@ -496,10 +503,12 @@ class SplitClient(AsyncMPClient):
             one.held.discard(item.item_uuid)
             one.awaited.add(item.item_uuid)
             self._pool.work.item_came(item, self._times.of(item))
-            encoder = self._choose_encoder(item, [use.instance.name])
+            encoder = self._choose_encoder(item, [use.instance.name], use.instance.name)
         first = encoder
         tries = EncodeTries(
-            lambda exclude: self._choose_encoder(item, [*exclude, use.instance.name]),
+            lambda exclude: self._choose_encoder(
+                item, [*exclude, use.instance.name], use.instance.name
+            ),
             self._retries,
             deadline_s=time.monotonic() + self.settings.wait_timeout_s,
         )

@@ -64,6 +64,7 @@ class FrontEngine:
         client: vLLM's client of its present life; ``None`` while it is down.
         holds: Items in its encoder cache, as far as it has said (`CacheNews`).
         fingerprint: See `epd_portable.wire.fingerprint`; empty before its first life.
+        misfits: Engines whose items it refuses.
         running: Requests that it computes, of all senders, by its last report; vLLM tells one API
             server how many, others whether there are any.
     """
@@ -75,6 +76,7 @@ class FrontEngine:
         self.client: Any = None
         self.holds: set[str] = set()
         self.fingerprint = ""
+        self.misfits: set[str] = set()
         self.running = 0
 
     @property
@@ -326,15 +328,15 @@ class Engines:
         await self._serve(engine, client, reader.read())
 
     def _compare_fingerprints(self) -> None:
-        """Note of each engine that encodes whose engines refuse its items, and why."""
+        """Note of each engine that encodes which engines refuse its items, and why."""
         known = [each for each in self.by_name.values() if each.fingerprint]
-        for sender in known:
-            found = [
-                f"{each.name} refuses its items, which differ in {differing}"
-                for each in known
-                if sender.instance.role in ENCODES and each is not sender and not each.encodes_only
-                if (differing := differences(each.fingerprint, sender.fingerprint))
-            ]
+        for sender in (each for each in known if each.instance.role in ENCODES):
+            found = []
+            for receiver in (each for each in known if not each.encodes_only):
+                receiver.misfits.discard(sender.name)
+                if differing := differences(receiver.fingerprint, sender.fingerprint):
+                    receiver.misfits.add(sender.name)
+                    found.append(f"{receiver.name} refuses its items, which differ in {differing}")
             problem = "; ".join(found)
             if problem and problem != sender.instance.problem:
                 logger.warning("%s: %s", sender.name, problem)

@@ -298,6 +298,20 @@ async def test_an_item_that_its_encoder_gives_up_is_asked_of_another(make: Make)
     assert front.is_empty()
 
 
+@pytest.mark.parametrize("fits", ["e-1", ""])
+async def test_encoder_whose_items_are_refused_gets_no_job(make: Make, fits: str) -> None:
+    front = make("e-0", "e-1", "pd-0")
+    front.client.engines.by_name["pd-0"].misfits = {"e-0", "e-1"} - {fits}
+    for number in range(4):
+        await front.ask(f"item {number}", name=f"r{number}")
+    jobs = {name: len(front.jobs(name)) for name in ("e-0", "e-1")}
+    # The queue of an encoder in these tests has two places.
+    assert jobs == {"e-0": 0, "e-1": 2 if fits else 0}
+    features = [each.mm_features[0] for each in front.engines["pd-0"].requests.values()]
+    with_pixels = ["pixel_values" in each.data for each in features]
+    assert with_pixels == ([False, False, True, True] if fits else [True] * 4)
+
+
 async def test_without_an_encoder_beside_them_it_is_refused(make: Make) -> None:
     front = make("e-0", "pd-0", can_encode=False)
     await front.ask("a", "b")
