@@ -52,14 +52,15 @@ def questions() -> list[Any]:
 
 
 class Load:
-    """Clients that ask the same questions again and again, whose right answers are known."""
+    """Clients that send the same requests again and again, whose responses plain vLLM gave."""
 
-    def __init__(self, split: Split) -> None:
+    def __init__(self, split: Split, reference_url: str) -> None:
         self._split = split
         self._contents = questions()
         self._next = itertools.count()
         self._end = threading.Event()
-        self.expected = [self._ask(content).json() for content in self._contents]
+        asked = [post(reference_url, body(content)) for content in self._contents]
+        self.expected = [each.json() for each in asked]
         self.seen: list[tuple[int, httpx.Response]] = []
         self._clients = [threading.Thread(target=self._go_on) for _ in range(CLIENTS)]
 
@@ -176,8 +177,10 @@ def test_an_instance_that_is_busy_for_others_gets_less_where_it_is_asked_how_bus
     assert by_rings["prefill_decode-0"] > 0, by_rings
 
 
-def test_one_of_each_is_killed_under_a_mixed_load_and_comes_back(split: Split) -> None:
-    load = Load(split)
+def test_one_of_each_is_killed_under_a_mixed_load_and_comes_back(
+    split: Split, reference_url: str
+) -> None:
+    load = Load(split, reference_url)
     with load.going_on():
         load.more()
         for name in ("encode-1", "prefill_decode-0"):
@@ -191,9 +194,9 @@ def test_one_of_each_is_killed_under_a_mixed_load_and_comes_back(split: Split) -
 
 
 def test_all_instances_are_started_anew_under_a_mixed_load_and_no_answer_is_lost(
-    split: Split,
+    split: Split, reference_url: str
 ) -> None:
-    load = Load(split)
+    load = Load(split, reference_url)
     before = {name: named(split.pid, name).pid for name in NAMES}
     with load.going_on():
         load.more()

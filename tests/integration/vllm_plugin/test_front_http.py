@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
@@ -136,8 +137,13 @@ async def test_of_a_body_without_the_key_nothing_is_read(serve: Serve) -> None:
 
 
 async def test_lines_about_requests_go_to_a_file_of_this_user_until_its_disk_is_full(
-    serve: Serve, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    serve: Serve,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    # The module nixl clears it for the whole process, where another test has imported that.
+    monkeypatch.setattr(logging, "raiseExceptions", True)
     log = tmp_path / "log"
     http, _ = serve(access_log=str(log))
     await http.post(CHAT, content=b"x")
