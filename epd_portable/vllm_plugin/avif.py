@@ -31,10 +31,10 @@ class FrameDecoder:
         self._failure = ""
 
     def get_frame(self, number: int) -> tuple[bytes, int, int, int]:
-        """Return the pixels of the first frame, and a time scale, time and duration of none.
+        """Return the pixels of the first frame, a time scale of 1, and 0 as time and duration.
 
         Raises:
-            OSError: It cannot be decoded, or not within the limits; again without another try.
+            OSError: Invalid, or beyond the limits. Later calls raise it without a new process.
         """
         if not self._failure:
             script = [avif_frame.__file__, str(Path(PIL.__file__).parents[1]), str(self._pixels)]
@@ -46,13 +46,13 @@ class FrameDecoder:
                     timeout=_LATEST_FACTOR * avif_frame.cpu_limit_s(self._pixels),
                 )
             except subprocess.TimeoutExpired:
-                self._failure = "it takes too long"
+                self._failure = "timed out"
             else:
                 if done.returncode == 0:
                     return done.stdout, 1, 0, 0
-                lines = done.stderr.decode(errors="replace").splitlines() or ["no reason"]
+                lines = done.stderr.decode(errors="replace").splitlines() or ["no message"]
                 self._failure = f"{lines[-1]} (status {done.returncode})"
         raise OSError(
-            f"this AVIF cannot be decoded with memory and time for {self._pixels} pixels, the size "
-            f"that it states: {self._failure}"
+            f"AVIF image: not decoded with memory and time for {self._pixels} pixels, the size of "
+            f"its container: {self._failure}. Send it in another format"
         )

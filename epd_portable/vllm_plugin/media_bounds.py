@@ -234,11 +234,10 @@ class _CountedReads(io.BytesIO):
         self._ends -= not data
         if self._reads < 0 or self._nbytes < 0:
             raise MediaRefusedError(
-                "an image of too many small parts for its pixels and bytes: save it again without "
-                "metadata"
+                "image: more reads than its bytes and pixels allow. Save it again without metadata"
             )
         if self._ends < 0:
-            raise MediaRefusedError("an image that ends before its pixels: send the whole file")
+            raise MediaRefusedError("image: truncated. Send the whole file")
         return data
 
 
@@ -294,7 +293,7 @@ class _BoundedIO(MediaIO[Any]):
         return self._load(self._inner.load_file, filepath, *args, **kwargs)
 
     def _load(self, load: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        # vLLM begins to load all items of a request before it takes notice of the first refusal.
+        # vLLM starts to load all items of a request before it raises the first refusal.
         self._budget.check_items()
         token = _budget.set(self._budget)
         try:
@@ -314,7 +313,7 @@ class _BoundedIO(MediaIO[Any]):
             if not isinstance(error.__cause__ or error, UnidentifiedImageError):
                 raise
             raise MediaRefusedError(
-                "an image of no format that is decoded: send " + ", ".join(sorted(IMAGE_FORMATS))
+                "image: unknown format. Send " + ", ".join(sorted(IMAGE_FORMATS))
             ) from error
         except _UNREADABLE as error:
             raise MediaRefusedError(f"this file cannot be decoded: {error}") from error

@@ -1,4 +1,4 @@
-"""Requests of many shapes: what plain vLLM makes of each is what the front must make of it."""
+"""Request shapes: the front and plain vLLM must give equal statuses and equal bodies."""
 
 from __future__ import annotations
 
@@ -20,17 +20,21 @@ FUNCTION = {"name": "f", "parameters": {"type": "object", "properties": {}}}
 _FIXED: dict[str, Any] = {"model": "demo", "temperature": 0, "max_tokens": 3}
 
 REFUSED: dict[str, dict[str, Any]] = {
-    "a regular expression that is none": {"structured_outputs": {"regex": "[a-z"}},
-    "a grammar that is none": {"structured_outputs": {"grammar": "root ::= ((("}},
-    "a schema of no type": {"structured_outputs": {"json": {"type": "nothing"}}},
-    "a response of no type": {"response_format": {"type": "json_schema", "json_schema": {
-        "name": "s", "schema": {"type": "nothing"}}}},
+    "an invalid regular expression": {"structured_outputs": {"regex": "[a-z"}},
+    "an invalid grammar": {"structured_outputs": {"grammar": "root ::= ((("}},
+    "a schema of an unknown type": {"structured_outputs": {"json": {"type": "nothing"}}},
+    "a response format of an unknown type": {
+        "response_format": {
+            "type": "json_schema",
+            "json_schema": {"name": "s", "schema": {"type": "nothing"}},
+        }
+    },
     "bias beyond the vocabulary": {"logit_bias": {"10000000": 1}},
     "tokens beyond the vocabulary": {"allowed_token_ids": [10**7]},
     "too many log-probabilities": {"top_logprobs": 1000, "logprobs": True},
-    "more tokens at least than at most": {"min_tokens": 900},
-    "parameters that are no object": {"vllm_xargs": {"kv_transfer_params": "x"}},
-}  # fmt: skip
+    "min_tokens above max_tokens": {"min_tokens": 900},
+    "parameters of a wrong type": {"vllm_xargs": {"kv_transfer_params": "x"}},
+}
 """Settings that vLLM refuses after it has read the media, or in the engine."""
 
 EXTRAS: dict[str, dict[str, Any]] = {
@@ -38,8 +42,8 @@ EXTRAS: dict[str, dict[str, Any]] = {
     "scalars for the engine": {"vllm_xargs": {"a": 1, "b": "c", "d": 0.5, "e": True}},
     "lists for the engine": {"vllm_xargs": {"a": [1, "b", 0.5], "b": []}},
     "objects for the engine": {"vllm_xargs": {"a": {"b": 1}}},
-    "names of ours for the engine": {"vllm_xargs": {"ec_transfer_params": "x", "items": ["x"]}},
-    "an integer that no engine reads": {"vllm_xargs": {"a": 2**70}},
+    "reserved names for the engine": {"vllm_xargs": {"ec_transfer_params": "x", "items": ["x"]}},
+    "an integer of 70 bits": {"vllm_xargs": {"a": 2**70}},
     "parameters of transfers": {"kv_transfer_params": {"a": [1]}, "ec_transfer_params": {"b": 2}},
     "transfers of a client": {"ec_transfer_params": {"transfers": [{"transfer_id": "t"}]}},
     "null for all": dict.fromkeys(
@@ -150,12 +154,12 @@ def requests() -> Iterator[tuple[str, str, Any]]:
 
 
 def bodies(request: dict[str, Any]) -> Iterator[tuple[str, bytes]]:
-    """Yield a request in texts that vLLM reads, and in some that it refuses."""
+    """Yield a request as texts that vLLM accepts, and as texts that it refuses."""
     words = json.dumps(request, ensure_ascii=False)
     yield "a byte order mark", b"\xef\xbb\xbf" + words.encode()
     for encoding in ("utf-8", "utf-16", "utf-32-le", "latin-1"):
         yield encoding, words.encode(encoding)
-    yield "a number that is none", words.replace(": 0", ": NaN", 1).encode()
+    yield "NaN", words.replace(": 0", ": NaN", 1).encode()
     yield "one key twice", words.replace('"temp', '"model": "other", "temp').encode()
     yield "one key twice, the other way", words[:-1].encode() + b', "model": "other"}'
     yield "a string as a number", words.replace(": 3", ': "3"', 1).encode()
@@ -165,7 +169,7 @@ def bodies(request: dict[str, Any]) -> Iterator[tuple[str, bytes]]:
 
 
 def answer(url: str, path: str, body: Any) -> tuple[int, Any]:
-    """Return the status and what is the same in every answer of one server to a request."""
+    """Return the status of a response, and its body without names and times."""
     sent: dict[str, Any] = {"timeout": TIMEOUT_S, "trust_env": False}
     if body is None:
         got = httpx.get(url + path, headers=AUTHORIZED, **sent)
@@ -182,7 +186,7 @@ def answer(url: str, path: str, body: Any) -> tuple[int, Any]:
 
 
 def _essence(words: str) -> Any:
-    """Return names of fields, types of values, and the words of an answer."""
+    """Return names of fields, types of values, and generated text."""
     try:
         read = json.loads(words)
     except ValueError:
