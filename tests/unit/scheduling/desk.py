@@ -216,4 +216,4 @@ class Desk:
         assert self.pool.free_bytes == self.pool.capacity_bytes
         assert self.cache.num_free_slots == self.cache.num_freeable_slots == self.cache.cache_size
         assert not self.cache.items
-        assert not any(each.waits for each in self.cache.requests.values())
+        assert not self.cache.requests
