@@ -149,6 +149,7 @@ def requests() -> Iterator[tuple[str, str, Any]]:
     both = [[{"role": "user", "content": [_part(url()), ASK]}], [{"role": "user", "content": "x"}]]
     yield "a batch", BATCH, {**_FIXED, "messages": both}
     yield "tokens", COMPLETIONS, {**_FIXED, "prompt": [[1, 2], [3]]}
+    yield "POST /health", "/health", {}
     for path in ("/v1/models", "/version", "/load", "/kv_event_sources", "/v1/nothing"):
         yield f"GET {path}", path, None
 

@@ -225,6 +225,11 @@ async def test_an_engine_that_does_not_respond_is_told_of_in_the_time_that_the_l
         assert answer.status_code == 503
 
 
+async def test_other_methods_than_get_of_health_are_vllms(serve: Serve) -> None:
+    http, _ = serve()
+    assert (await http.post("/health", content=b"xy")).text == "2"
+
+
 async def test_instances_are_for_holders_of_the_secret(serve: Serve) -> None:
     http, client = serve()
 
