@@ -53,16 +53,18 @@ RUNS_ON_CPU = {
 SMOKE = tuple(
     f"tests/integration/vllm_plugin/test_{name}.py"
     for name in (
-        *("executor", "later_arguments", "second_runner", "encoder_scheduler", "pd_scheduler"),
-        *("items", "media_again"),
+        *("executor", "second_runner", "encoder_scheduler", "pd_scheduler", "items"),
+        "media_again",
     )
 )
+"""What needs no library of the release beyond those of ``.venv``."""
 SITE = """from epd_portable.platforms import torchvision_guard
 
 torchvision_guard.install()
 """
 """Imported first by each process: from 0.33 on vLLM imports transformers before its plug-ins."""
 LINES = 30
+"""Of the smoke test's output in the report."""
 
 
 @dataclass(frozen=True, kw_only=True)
