@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import vllm
 
-from epd_portable.errors import EngineError
+from epd_portable.errors import EngineError, ProtocolError
 from epd_portable.platforms.traits import TRAITS
-from epd_portable.wire.params import FIELD
+from epd_portable.wire.params import FIELD, ParamsT, read_params
 
 if TYPE_CHECKING:
     import torch
@@ -279,6 +279,11 @@ def encoder_output_width(vllm_config: VllmConfig, modality: str) -> int:
     return width * (1 + len(levels))
 
 
+def widest_output(vllm_config: VllmConfig) -> int:
+    """Return the largest last dimension of the encoder's outputs."""
+    return max(encoder_output_width(vllm_config, each) for each in ("image", "video", "audio"))
+
+
 def encodes_in_background(vllm_config: VllmConfig, instance: InstanceConfig) -> bool:
     """Return whether a prefill+decode instance encodes between its steps, in a thread.
 
@@ -381,3 +386,13 @@ def transfer_params(request: Any) -> dict[str, Any] | None:
     else:
         params = request.ec_transfer_params
     return params if isinstance(params, dict) else None
+
+
+def read_transfer_params(kind: type[ParamsT], request: Any) -> ParamsT | None:
+    """Return a request's transfer parameters; ``None`` if it has none that can be read."""
+    raw = transfer_params(request)
+    try:
+        return None if raw is None else read_params(raw, kind)
+    except ProtocolError as error:
+        logger.error("request %s is served without transfer: %s", request.request_id, error)
+        return None

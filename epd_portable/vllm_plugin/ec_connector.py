@@ -27,7 +27,7 @@ from epd_portable.connector.producer import TransferOrder
 from epd_portable.connector.stores.entry import namespace_of
 from epd_portable.connector.stores.writer import open_writer
 from epd_portable.connector.worker_endpoint import WorkerEndpoint
-from epd_portable.errors import EngineError, ProtocolError
+from epd_portable.errors import EngineError
 from epd_portable.platforms.traits import TRAITS
 from epd_portable.runners.background import BackgroundEncoder, EncodeOrder, StepEncoder
 from epd_portable.runners.cores import limit_compute
@@ -50,10 +50,8 @@ from epd_portable.vllm_plugin.reports import Kind, StepMetadata, from_names, to_
 from epd_portable.wire.descriptors import TensorSpec
 from epd_portable.wire.params import (
     EncodeParams,
-    ParamsT,
     PrefillParams,
     is_encode_job,
-    read_params,
     to_params,
 )
 
@@ -202,7 +200,7 @@ class EncodeScheduler(SchedulerConnector):
         """Queue a request that has items, and remember the transfers that it asks for."""
         if not request.mm_features:
             return
-        params = _read(EncodeParams, request)
+        params = compat.read_transfer_params(EncodeParams, request)
         if params is not None:
             items = self._metadata.encoded_items(request)
             self._dispatcher.request_arrived(request.request_id, items, params)
@@ -262,10 +260,7 @@ class EncodeScheduler(SchedulerConnector):
     def _grow(self, nbytes: int) -> None:
         """Give the encoder cache as many embeddings as fit, of the widest that the model has."""
         before = self._cache.cache_size
-        width = max(
-            compat.encoder_output_width(self._vllm_config, modality)
-            for modality in ("image", "video", "audio")
-        )
+        width = compat.widest_output(self._vllm_config)
         one = TensorSpec(shape=(1, width), dtype=compat.dtype_name(self._vllm_config))
         self._cache.grow(nbytes // one.nbytes)
         logger.info(
@@ -316,7 +311,7 @@ class PDScheduler(SchedulerConnector):
         """Take a request in if it is an encode job: vLLM's scheduler is not to see it then."""
         if not (request.mm_features and is_encode_job(compat.transfer_params(request))):
             return False
-        params = _read(EncodeParams, request)
+        params = compat.read_transfer_params(EncodeParams, request)
         if params is None:
             return False
         self._dispatcher.request_arrived(
@@ -334,7 +329,7 @@ class PDScheduler(SchedulerConnector):
         if getattr(request, "resumable", False):
             self.requests.part_arrived(request.request_id)
         else:
-            params = _read(PrefillParams, request)
+            params = compat.read_transfer_params(PrefillParams, request)
             # Of a prompt whose KV comes no item is encoded before a step is known to need it.
             in_background = self._in_background and not compat.awaits_kv(request)
             items = self._metadata.prompt_items(request, with_media=in_background)
@@ -703,13 +698,3 @@ _HALVES: dict[tuple[bool, ECConnectorRole], type[EPDConnector]] = {
     (False, ECConnectorRole.SCHEDULER): PDScheduler,
     (False, ECConnectorRole.WORKER): PDWorker,
 }
-
-
-def _read(kind: type[ParamsT], request: Request) -> ParamsT | None:
-    """Return a request's transfer parameters; ``None`` if it has none that can be read."""
-    raw = compat.transfer_params(request)
-    try:
-        return None if raw is None else read_params(raw, kind)
-    except ProtocolError as error:
-        logger.error("request %s is served without transfer: %s", request.request_id, error)
-        return None
