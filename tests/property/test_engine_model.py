@@ -29,12 +29,15 @@ MUST_HAPPEN = {
     "items asked for",
     "items encoded beside a step",
     "items encoded in a step",
+    "items looked for in the store",
     "items placed",
     "items read",
+    "items that are too large",
     "prefix hits that end before all items",
     "prefix hits that end behind all items",
     "prefix hits that end between items",
     "prefix hits that end inside an item",
+    "requests for several answers",
     "requests preempted",
     "requests rolled back",
     "requests that ended: abort",
@@ -42,6 +45,7 @@ MUST_HAPPEN = {
     "requests that ended: length",
     "resets of the encoder cache",
     "resets of the prefix cache",
+    "stores that hang or go on",
 }
 
 
