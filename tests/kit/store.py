@@ -79,6 +79,12 @@ class Shelf:
         """Loads that have not ended."""
         return len(self.loader._loads)
 
+    @property
+    def idle_slots(self) -> int:
+        """Slots that no thread fills, of loads that are over."""
+        filled = [each.load for each in self._reading]
+        return sum(each.given_up and each not in filled for each in self.loader._loads.values())
+
     def send(self, message: AnyMessage) -> None:
         """Bring a message of the instance to the loader."""
         if isinstance(message, Grant):

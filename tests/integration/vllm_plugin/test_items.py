@@ -143,6 +143,7 @@ def test_blocked_store_takes_no_slots_from_encoders() -> None:
     side.encode(encoder, "t-x", "x")
     side.until_ended("other", within_s=5.0)
     assert side.ended["other"] == "length"
+    assert side.store.idle_slots == 0
     assert side.pool_used <= (2 + 2 + 2) / 16  # Slots of two reads, and of x.
     side.store.is_blocked = False
     side.turns(100)

@@ -266,6 +266,8 @@ class World:
         for request_id in [each for each in self.engine.ended if each not in self._judged]:
             self._judge(self.engine.ended[request_id])
         self._watch()
+        if self.store.idle_slots:
+            raise Violation("the store holds slots that no thread fills")
         looks = (self.engine.unfinished or self.engine.jobs) and self.network.turn % 16 == 0
         if looks and not self.engine.scheduler.has_requests():
             raise Violation("the engine takes itself for idle")
