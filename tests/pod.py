@@ -42,7 +42,8 @@ def enter(folder: Path, *, place: str = "/tmp", seen: Path | None = None, **env:
     """
     folder.mkdir(exist_ok=True)
     return [
-        *("unshare", "--user", "--map-root-user", "--mount", "sh", "-c", MOUNTS, "sh"),
+        *("unshare", "--user", "--map-root-user", "--mount", "--propagation", "slave"),
+        *("sh", "-c", MOUNTS, "sh"),
         *(place, str(folder), str(seen or folder)),
         *("unshare", "--user", f"--map-user={USER}", f"--map-group={USER}", "env"),
         *(f"--unset={name}" for name in UNSET),
