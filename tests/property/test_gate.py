@@ -35,10 +35,11 @@ amounts = st.tuples(st.just(1), st.integers(0, 4), st.integers(0, 8))
 class AtTheGate(RuleBasedStateMachine):
     """Asks the gate as admission does: after every change it admits, and turns one away."""
 
-    max_waiting: ClassVar[int] = 8
+    turned_away_ever: ClassVar[int] = 0
 
-    @initialize(first=st.tuples(limits, limits, limits))
-    def open(self, first: tuple[Limit, Limit, Limit]) -> None:
+    @initialize(first=st.tuples(limits, limits, limits), max_waiting=st.integers(1, 4))
+    def open(self, first: tuple[Limit, Limit, Limit], max_waiting: int) -> None:
+        self.max_waiting = max_waiting
         self.limits = list(first)
         self.gate = Gate(first, max_waiting=self.max_waiting)
         self.entered = 0
@@ -103,6 +104,7 @@ class AtTheGate(RuleBasedStateMachine):
             assert surplus.priority == max(each.priority for each in self.waiting)
             self.waiting.remove(surplus)
             self.turned_away += 1
+            AtTheGate.turned_away_ever += 1
 
     @precondition(lambda self: self.going)
     @rule(data=st.data())
@@ -164,6 +166,7 @@ class AtTheGate(RuleBasedStateMachine):
 @pytest.mark.filterwarnings("ignore::hypothesis.errors.NonInteractiveExampleWarning")
 def test_the_gate_holds_its_limits_and_its_order() -> None:
     run_state_machine_as_test(seeded(1, AtTheGate), settings=budget(EXAMPLES, steps=STEPS))
+    assert AtTheGate.turned_away_ever > EXAMPLES, "max_waiting was never exceeded"
 
 
 @budget(200)
