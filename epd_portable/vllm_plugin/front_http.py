@@ -37,7 +37,7 @@ from epd_portable.log import access_log
 from epd_portable.media.limits import MediaLimits, check_settings
 from epd_portable.vllm_plugin.front_client import SplitClient
 from epd_portable.vllm_plugin.front_engines import Engines
-from epd_portable.vllm_plugin.instance_token import endpoint, instance_of
+from epd_portable.vllm_plugin.instance_token import instance_of
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +83,9 @@ class FrontMiddleware:
                 return
         if scope["type"] != "http" or self._client is None:
             await self._app(scope, receive, send)
-        elif endpoint(scope) == ("GET", "/health") or scope["path"].startswith(_CONTROL):
+        elif (scope["method"], scope["path"]) == ("GET", "/health") or scope["path"].startswith(
+            _CONTROL
+        ):
             await (await self._answer(scope))(scope, receive, send)
         elif scope["path"] == "/metrics" and len(self._settings.sockets) > 1:
             page = await self._client.engines.page()
