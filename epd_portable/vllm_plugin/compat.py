@@ -304,7 +304,9 @@ def encodes_in_background(vllm_config: VllmConfig, instance: InstanceConfig) -> 
 
 def awaits_kv(request: Request) -> bool:
     """Return whether another instance has computed a request's prompt, and its KV is to be read."""
-    return bool((request.kv_transfer_params or {}).get("do_remote_prefill"))
+    # Clients of vLLM before 0.32 may send any value by ``vllm_xargs``.
+    params = request.kv_transfer_params
+    return isinstance(params, dict) and bool(params.get("do_remote_prefill"))
 
 
 def encode(model: Any, modality: str, media: Any, device: torch.device) -> torch.Tensor:

@@ -113,13 +113,14 @@ class Engine:
         transfer: bool = False,
         text: int = TEXT,
         items: int = 1,
-        kv: bool = False,
+        kv: Any = False,
         resumable: bool = False,
         server: int = 0,
     ) -> None:
         """Add a request of ``text`` tokens of text, items and text.
 
-        Its KV may be elsewhere, and it may be a part of a session.
+        Its KV may be elsewhere, or a client may have sent a value of another type in that place;
+        and it may be a part of a session.
         """
         from vllm import SamplingParams
         from vllm.multimodal.inputs import (
@@ -141,7 +142,8 @@ class Engine:
         }
         name = f"item of {request_id}"
         expected = ExpectedTransfer(transfer_id=f"to {request_id}", item_uuid=name, media=pixels)
-        extra: dict[str, Any] = {"kv_transfer_params": {"do_remote_prefill": True}} if kv else {}
+        elsewhere = {"do_remote_prefill": True} if kv is True else kv
+        extra: dict[str, Any] = {"kv_transfer_params": elsewhere} if kv else {}
         if transfer:
             extra["ec_transfer_params"] = to_params(PrefillParams(transfers=(expected,)))
         self.scheduler.add_request(
@@ -301,6 +303,16 @@ def test_an_item_of_a_prompt_whose_kv_comes_is_encoded_by_a_step_that_needs_it_o
     engine.arrive("r", pixels=True, kv=True)
     engine.step_until(lambda: bool(engine.ended))
     assert (engine.encoded, engine.encoded_beside) == ([("r", 0)], [])
+    assert engine.ended == {"r": "length"}
+
+
+@pytest.mark.parametrize("kv", ["x", 1, ["x"]])
+def test_kv_parameters_of_a_wrong_type_end_no_engine(engine_beside: Engine, kv: Any) -> None:
+    """As vLLM before 0.32 passes them on from ``vllm_xargs``."""
+    engine = engine_beside
+    engine.arrive("r", pixels=True, kv=kv)
+    engine.step_until(lambda: bool(engine.ended))
+    assert engine.encoded_beside == ["item of r"]
     assert engine.ended == {"r": "length"}
 
 
