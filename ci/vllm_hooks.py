@@ -94,7 +94,8 @@ HOOKS: tuple[Relied, ...] = (
         _SCHEDULER_CLASS,
         (*_SCHEDULER, *_PREFILL_SCHEDULER),
         "__init__ add_request finish_requests schedule update_from_output reset_encoder_cache "
-        "reset_prefix_cache has_requests get_request_counts make_stats encoder_cache_manager "
+        "reset_prefix_cache set_pause_state has_requests get_request_counts make_stats "
+        "encoder_cache_manager "
         "kv_cache_manager ec_connector requests waiting use_eagle pause_state",
         reaches=[
             "schedule: check_and_update_cache can_allocate allocate get_freed_mm_hashes "

@@ -114,11 +114,16 @@ class Transfer:
 
 @dataclass(slots=True)
 class _Early:
-    """An announcement whose request is to come."""
+    """An announcement whose request is to come.
+
+    Attributes:
+        aborted: Why its encoder ended it since; empty if it did not.
+    """
 
     expires_s: float
     sender: bytes
     message: Announce | Foreign
+    aborted: str = ""
 
     @property
     def writer(self) -> Writer:
@@ -152,6 +157,10 @@ class TransferEvents(Protocol):
 
     def refused(self, transfer: Transfer, nack: Nack) -> None:
         """One encoder cannot deliver an item; its transfer goes on, for another encoder."""
+        ...
+
+    def may_wait(self, transfer: Transfer) -> bool:
+        """Return whether an item that was not delivered in time has as much time again."""
         ...
 
     def needs_another(self, transfer: Transfer) -> bool:
@@ -223,7 +232,9 @@ class ConsumerSession:
         self._watch(transfer)
         if (early := self._early.pop(transfer_id, None)) is None:
             return True
-        if isinstance(early.message, Foreign):
+        if early.aborted:
+            self._given_up(transfer, early.writer, "cancelled", early.aborted)
+        elif isinstance(early.message, Foreign):
             self._refuse_foreign(early.sender, early.message, transfer)
         else:
             self._take_announcement(early.sender, early.message, transfer)
@@ -269,6 +280,24 @@ class ConsumerSession:
             if slot is None and transfer.writer is not None:
                 self._not_needed(transfer.writer)
             self._end(transfer)
+
+    def renew(self, now: float) -> None:
+        """Let every transfer wait for its item as long as if it were expected now."""
+        for transfer in self._transfers.values():
+            transfer.deadline_s = now + self._wait_timeout_s
+        self._next_due_s = min(self._next_due_s, now + self._wait_timeout_s)
+
+    def reset(self, now: float) -> None:
+        """Let what is being written come to nothing: other weights may have made it.
+
+        Its encoder, or another one, may deliver the item by another attempt. What is only announced
+        was not granted anything yet, and an encoder that was reset writes for no attempt of before.
+        """
+        self._now = now
+        for transfer in list(self._granted):
+            if transfer.writer is not None and transfer in self._granted:
+                reason = "the encoder cache was reset while it was written"
+                self._given_up(transfer, transfer.writer, "cancelled", reason)
 
     def receive(self, sender: bytes, message: Received, now: float) -> None:
         """Process a message of a ZMQ identity; ignores those that make no sense here."""
@@ -397,7 +426,7 @@ class ConsumerSession:
     def _aborted(self, writer: Writer, message: Abort, transfer: Transfer | None) -> None:
         early = self._early.get(writer.transfer_id)
         if early is not None and early.writer == writer:
-            del self._early[writer.transfer_id]
+            early.aborted = message.reason or "aborted"
         if transfer is not None and transfer.writer == writer:
             self._given_up(transfer, writer, "cancelled", message.reason)
         self._quarantine.release(writer)
@@ -456,6 +485,10 @@ class ConsumerSession:
     def _fail_due(self, transfer: Transfer) -> None:
         if self._transfers.get(transfer.transfer_id) is not transfer:
             return  # The failure of another one has ended it.
+        if self._now >= transfer.deadline_s and self._events.may_wait(transfer):
+            transfer.deadline_s = self._now + self._wait_timeout_s
+        if self._now < transfer.due_s:
+            return
         if self._now >= transfer.deadline_s:
             reason = (
                 f"not delivered within {self._wait_timeout_s} s (transfer.wait_timeout_s): "
@@ -524,15 +557,19 @@ class ConsumerSession:
 
     def _keep_early(self, sender: bytes, message: Announce | Foreign) -> None:
         """Keep an announcement until its request comes; its producer sends one that is not kept."""
-        if message.transfer_id in self._early or len(self._early) >= MAX_EARLY:
+        known = self._early.get(message.transfer_id)
+        if known is not None and not known.aborted:
+            return
+        if known is None and len(self._early) >= MAX_EARLY:
             return
         if isinstance(message, Foreign) or self._endpoint.verify_transfer(message):
             expires_s = self._now + self._wait_timeout_s
+            self._early.pop(message.transfer_id, None)  # The oldest are the first.
             self._early[message.transfer_id] = _Early(expires_s, sender, message)
 
     def _forget_early(self, transfer_id: str) -> None:
         early = self._early.pop(transfer_id, None)
-        if early is not None and isinstance(early.message, Announce):
+        if early is not None and isinstance(early.message, Announce) and not early.aborted:
             self._not_needed(early.writer)
 
     def _watch(self, transfer: Transfer) -> None:

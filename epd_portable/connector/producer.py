@@ -116,6 +116,8 @@ class _Transfer:
     """How it ends when the write that is under way has ended, whose result does not matter."""
     last_message: AnyMessage | None = None
     """Sent when the slot is not written any more."""
+    next: _Transfer | None = None
+    """Transfer of this id that was submitted when this one had a problem; begins at its end."""
 
     def abort(self, reason: str) -> Abort:
         return Abort(transfer_id=self.order.transfer_id, attempt=self.attempt, reason=reason)
@@ -147,16 +149,23 @@ class ProducerSession:
 
     def submit(self, order: TransferOrder, *, ready: bool, now: float) -> None:
         """Begin a transfer, unless it is under way; ``ready`` if the output is there already."""
-        if order.transfer_id not in self._transfers:
-            self._transfers[order.transfer_id] = _Transfer(
-                order, next(self._attempts), now + self._wait_timeout_s, ready, next_send_s=now
-            )
+        known = self._transfers.get(order.transfer_id)
+        if known is not None and (known.problem is None or known.next is not None):
+            return
+        transfer = _Transfer(
+            order, next(self._attempts), now + self._wait_timeout_s, ready, next_send_s=now
+        )
+        if known is None:
+            self._transfers[order.transfer_id] = transfer
+        else:
+            known.next = transfer
 
     def output_ready(self, mm_hash: str) -> None:
         """The encoder has put out an item."""
         for transfer in self._transfers.values():
-            if transfer.order.mm_hash == mm_hash:
-                transfer.ready = True
+            for each in (transfer, transfer.next):
+                if each is not None and each.order.mm_hash == mm_hash:
+                    each.ready = True
 
     def receive(self, consumer: str, message: Received, now: float) -> None:
         """Process a message from the address of a consumer; ignores those that make no sense."""
@@ -297,6 +306,8 @@ class ProducerSession:
         if transfer.last_message is not None:
             self._send(transfer, transfer.last_message)
         del self._transfers[order.transfer_id]
+        if transfer.next is not None:
+            self._transfers[order.transfer_id] = transfer.next
         self._out.finished.append(
             Finished(transfer_id=order.transfer_id, mm_hash=order.mm_hash, problem=problem)
         )

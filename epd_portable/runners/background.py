@@ -129,6 +129,12 @@ class StepEncoder:
             with torch.inference_mode():
                 self._keep(encoding.mm_hash, _traced(self._encode, encoding), encoder_cache)
 
+    def reset(self) -> None:
+        """Let what was submitted until now fail: other weights make other outputs."""
+        self._failed.update(self._placed, (each.mm_hash for each in self._asked))
+        self._placed.clear()
+        self._asked.clear()
+
     def take_ended(self) -> tuple[set[str], set[str]]:
         """Return what has ended since the last call: items that failed, and that were placed."""
         failed, self._failed = self._failed, set()
@@ -165,9 +171,11 @@ class BackgroundEncoder(StepEncoder):
     ) -> None:
         super().__init__(encode)
         self.turns = ComputeTurns()
-        self._orders: queue.SimpleQueue[EncodeOrder | None] = queue.SimpleQueue()
-        self._ended: queue.SimpleQueue[tuple[str, torch.Tensor | None]] = queue.SimpleQueue()
-        """``None`` stands for an output that could not be made, which has been logged."""
+        self._resets = 0
+        self._orders: queue.SimpleQueue[tuple[int, EncodeOrder] | None] = queue.SimpleQueue()
+        """Each with the number of resets before it."""
+        self._ended: queue.SimpleQueue[tuple[int, str, torch.Tensor | None]] = queue.SimpleQueue()
+        """Likewise; ``None`` stands for an output that could not be made, which was logged."""
         self._thread = threading.Thread(target=self._work, name="epd-encoder", daemon=True)
         self._hooks = [each.register_forward_pre_hook(self._before) for each in modules]
         self._closing = False
@@ -175,12 +183,18 @@ class BackgroundEncoder(StepEncoder):
 
     def submit(self, encoding: EncodeOrder) -> None:
         """Encode an item as soon as those before it are encoded."""
-        self._orders.put(encoding)
+        self._orders.put((self._resets, encoding))
 
     def place(self, encoder_cache: dict[str, torch.Tensor]) -> None:
         """Put the outputs that are there since the last call into the worker's encoder cache."""
         while not self._ended.empty():
-            self._keep(*self._ended.get(), encoder_cache)
+            resets, mm_hash, output = self._ended.get()
+            self._keep(mm_hash, output if resets == self._resets else None, encoder_cache)
+
+    def reset(self) -> None:
+        """See `StepEncoder`; what is in the encoder is lost when it is put out."""
+        super().reset()
+        self._resets += 1
 
     def step(self) -> AbstractContextManager[None]:
         """Compute a step, as soon as the encoder pauses."""
@@ -203,8 +217,10 @@ class BackgroundEncoder(StepEncoder):
         import torch
 
         with torch.inference_mode():
-            while (encoding := self._orders.get()) is not None and not self._closing:
-                self._ended.put((encoding.mm_hash, self._output(encoding)))
+            while (order := self._orders.get()) is not None and not self._closing:
+                resets, encoding = order
+                output = self._output(encoding) if resets == self._resets else None
+                self._ended.put((resets, encoding.mm_hash, output))
 
     def _output(self, encoding: EncodeOrder) -> torch.Tensor | None:
         def encode(encoding: EncodeOrder) -> torch.Tensor:

@@ -140,6 +140,10 @@ class Dispatcher:
         """Return the orders of a request whose items will not be there: they keep no room."""
         return self._waiting.pop(request_id, [])
 
+    def reset(self) -> None:
+        """The encoder cache was reset: workers send nothing of before, and report no end of it."""
+        self.kept.clear()
+
     def transfers_ended(self, transfer_ids: Iterable[str]) -> None:
         """Give back the room of items whose transfers have ended, well or not."""
         for transfer_id in transfer_ids:

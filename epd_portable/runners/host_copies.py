@@ -31,9 +31,15 @@ def alone(output: torch.Tensor) -> torch.Tensor:
 
 @dataclass(slots=True, eq=False)
 class _Copy:
-    """An output: on the device until its copy is made, then in host memory; ``None`` if lost."""
+    """An output of the encoder, and then its copy.
+
+    Attributes:
+        output: On the device until the copy is made, then in host memory; ``None`` if lost.
+        in_host_memory: The copy is made.
+    """
 
     output: torch.Tensor | None
+    in_host_memory: bool = False
 
 
 class HostCopies:
@@ -107,8 +113,9 @@ class HostCopies:
             with self._lock:
                 self._lost.add(mm_hash)
         else:
-            if copy.output is not None:
-                copy.output = host
+            with self._lock:
+                if copy.output is not None:
+                    copy.output, copy.in_host_memory = host, True
 
     def _copy(self, output: torch.Tensor, computed: DeviceEvent) -> torch.Tensor:
         if output.is_cpu:
@@ -119,9 +126,18 @@ class HostCopies:
         return host.view(output.dtype).view(output.shape)
 
     def _restore(self, mm_hash: str) -> torch.Tensor | None:
-        """Return an item on the device; ``None`` if its copy is not there or there is no memory."""
+        """Return an item on the device; ``None`` if its copy is not there or there is no memory.
+
+        Until its copy is made, that is the output itself: it may not be computed yet, and a copy
+        on another stream would not wait for that.
+        """
         copy = self._copies.get(mm_hash)
-        output = None if copy is None else copy.output
+        if copy is None:
+            return None
+        with self._lock:
+            output, in_host_memory = copy.output, copy.in_host_memory
+        if not in_host_memory:
+            return output
         try:
             if output is not None:
                 return self._device.to_device(output)

@@ -26,6 +26,10 @@ if TYPE_CHECKING:
     from epd_portable.platforms.base import DeviceEvent
 
 
+OUTDATED = "the encoder cache was reset, and its output may be that of other weights"
+"""Why a transfer from before a reset fails."""
+
+
 @dataclass(frozen=True, slots=True)
 class EncoderOutput:
     """One encoder output.
@@ -70,6 +74,8 @@ class KeptOutputs:
         self._store = store
         self._copy_timeout_s = copy_timeout_s
         self.orders: dict[str, TransferOrder] = {}
+        self._outdated: Counter[str] = Counter()
+        """Transfers from before a reset that have not ended, by id: one may be ordered again."""
         self._users: Counter[str] = Counter()
         self._outputs: dict[str, EncoderOutput] = {}
         self._lock = threading.Lock()
@@ -99,6 +105,19 @@ class KeptOutputs:
             self._keep(mm_hash, tensor, traced=True)
             return True
 
+    def reset(self) -> None:
+        """Forget all outputs, which other weights made; orders until now get none any more."""
+        with self._lock:
+            for output in self._outputs.values():
+                self._metrics.kept_bytes.dec(output.tensor.nbytes)
+            self._outputs.clear()
+            self._users.clear()
+            self._outdated.update(self.orders.keys())
+            self.orders.clear()
+            self._outdated += Counter()  # Without those that have ended.
+            if self._store is not None:
+                self._store.stop()
+
     def output_for(self, transfer_id: str) -> EncoderOutput:
         """Return the output that a transfer delivers.
 
@@ -106,8 +125,10 @@ class KeptOutputs:
             TransportError: It is not what was announced, or is not there.
         """
         with self._lock:
-            order = self.orders[transfer_id]
-            output = self._outputs.get(order.mm_hash)
+            order = self.orders.get(transfer_id)
+            output = None if order is None else self._outputs.get(order.mm_hash)
+        if order is None:
+            raise TransportError(f"transfer {transfer_id}: {OUTDATED}")
         if output is None:
             raise TransportError(f"item {order.mm_hash}: its output is not there")
         tensor = output.tensor
@@ -119,18 +140,26 @@ class KeptOutputs:
             )
         return output
 
-    def end_order(self, transfer_id: str) -> None:
-        """A transfer has ended: its output goes with the last of them."""
+    def end_order(self, transfer_id: str) -> bool:
+        """A transfer has ended: its output goes with the last of them.
+
+        Returns:
+            Whether it is one since the last `reset`.
+        """
         with self._lock:
+            if self._outdated[transfer_id]:
+                self._outdated[transfer_id] -= 1
+                return False
             order = self.orders.pop(transfer_id)
             self._users[order.mm_hash] -= 1
             if self._users[order.mm_hash]:
-                return
+                return True
             del self._users[order.mm_hash]
             output = self._outputs.pop(order.mm_hash, None)
             if output is not None:
                 self._metrics.kept_bytes.dec(output.tensor.nbytes)
                 self._store_output(order, output)
+            return True
 
     def _keep(self, mm_hash: str, tensor: torch.Tensor, *, traced: bool) -> None:
         ready = partial(_trace_ready, mm_hash) if traced else None

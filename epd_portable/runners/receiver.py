@@ -111,6 +111,8 @@ class Receiver:
         self._loads = LoadReports(load or LoadReport, self._endpoint.send)
         self.lock = threading.RLock()
         self.thread: threading.Thread | None = None
+        self._paused: set[bool] = set()
+        """Of requests that run (``True``) or wait: those that the engine does not compute."""
         self._closing = False
         self._death: BaseException | None = None
         self._has_news = threading.Event()
@@ -156,6 +158,24 @@ class Receiver:
         if record.reply_to:
             nack = Nack(transfer_id=transfer_id, code=code, detail=detail)
             self._endpoint.send(record.reply_to, nack)
+
+    def pause(self, *, waiting: bool, running: bool) -> None:
+        """The engine computes no requests that wait, or run, until the next call.
+
+        The time for which they may wait for items begins again then.
+        """
+        if self._paused:
+            now = self.clock()
+            self._session.renew(now)
+            deadline_s = now + self._wait_timeout_s
+            self._deadlines = deque((deadline_s, each) for each in self.cache.requests)
+        self._paused = {runs for runs, paused in ((False, waiting), (True, running)) if paused}
+
+    def reset(self) -> None:
+        """The engine's encoder cache was reset: nothing that is on its way becomes an entry."""
+        self._endpoint.reset()
+        self._session.reset(self.clock())
+        self.cache.advance()
 
     # -- steps -----------------------------------------------------------------------------------
 
@@ -245,6 +265,9 @@ class Receiver:
             record = self.cache.requests.get(request_id)
             if record is None or deadline_s < record.arrived_s + self._wait_timeout_s:
                 continue  # It has ended; another of that name has a deadline of its own.
+            if record.running in self._paused:
+                self._deadlines.append((now + self._wait_timeout_s, request_id))
+                continue
             reason = f"not delivered within {self._wait_timeout_s} s (transfer.wait_timeout_s)"
             for claim in list(record.claims.values()):
                 self.cache.expire(claim, reason)
@@ -322,6 +345,11 @@ class Receiver:
             self.send_nack(record, transfer_id, nack.code, nack.detail)
             if record.by_front:
                 self.requested.append(transfer_id)
+
+    def may_wait(self, transfer: Transfer) -> bool:
+        """See `TransferEvents`: the engine computes none of its requests at present."""
+        owners = list(self._owners(transfer))
+        return bool(owners) and all(record.running in self._paused for record in owners)
 
     def needs_another(self, transfer: Transfer) -> bool:
         """See `TransferEvents`: it cannot be encoded here, and there is an encoder to tell."""

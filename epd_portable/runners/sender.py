@@ -26,7 +26,7 @@ from epd_portable.connector.stores.writer import StoreWriter
 from epd_portable.errors import EPDError, TransportError, UnsupportedError
 from epd_portable.runners.cores import on_all_cores
 from epd_portable.runners.metrics import SenderMetrics
-from epd_portable.runners.outputs import KeptOutputs
+from epd_portable.runners.outputs import OUTDATED, KeptOutputs
 from epd_portable.runners.stream_clock import StepProgress, StreamClock
 from epd_portable.runners.writers import WriteResult, Writers
 from epd_portable.wire.descriptors import PathEndpoint, PeerDescriptor
@@ -157,6 +157,19 @@ class Sender:
         """There will be no output of an item: its transfers fail when their consumers wait."""
         self._post(lambda now: self._session.output_ready(mm_hash))
 
+    def reset(self) -> None:
+        """Forget all outputs: other weights made them. Transfers that have not ended fail.
+
+        When this returns no write of such an output begins any more, and what is granted from then
+        on is written for none. The engine has forgotten these transfers, and hears of none; they
+        may be ordered again.
+        """
+        transfer_ids = list(self._outputs.orders)
+        self._outputs.reset()
+        self.progress.take_ended()
+        for transfer_id in transfer_ids:
+            self._post(partial(self._outdate, transfer_id))
+
     def close(self, linger_s: float = 0.0) -> None:
         """Stop; writes that are under way end first.
 
@@ -258,6 +271,9 @@ class Sender:
         with self._surviving(order.transfer_id):
             self._session.submit(order, ready=ready, now=now)
 
+    def _outdate(self, transfer_id: str, now: float) -> None:
+        self._session.fail(transfer_id, OUTDATED)
+
     def _act(self, actions: Actions) -> None:
         """Send messages, and forget what has ended; writes are begun by the caller."""
         for address, message in actions.messages:
@@ -273,8 +289,8 @@ class Sender:
     def _forget(self, finished: Finished) -> None:
         if finished.problem:
             logger.warning("transfer %s ended: %s", finished.transfer_id, finished.problem)
-        self._outputs.end_order(finished.transfer_id)
-        self.progress.transfer_ended(finished.transfer_id)
+        if self._outputs.end_order(finished.transfer_id):
+            self.progress.transfer_ended(finished.transfer_id)
         self._metrics.ended.labels("failed" if finished.problem else "settled").inc()
         self._metrics.in_flight.dec()
 

@@ -71,10 +71,15 @@ class SharedEncoder:
         if self._current is not None and self._current.request_id == request_id:
             self._give_up(self._current, reason)
 
-    def advance(self) -> None:
-        """A step is about to be scheduled: end the job whose items are there, and begin others."""
+    def advance(self, *, waits: bool = True) -> None:
+        """A step is about to be scheduled: end the job whose items are there, and begin others.
+
+        Args:
+            waits: Jobs wait for room. In a pause in which nothing runs no room comes back, and a
+                job without room fails.
+        """
         while self._current is not None or self._begin_next():
-            if self._current is not None and not self._is_over(self._current):
+            if self._current is not None and not self._is_over(self._current, waits):
                 return
 
     def transfers_ended(self, transfer_ids: Iterable[str]) -> None:
@@ -120,15 +125,18 @@ class SharedEncoder:
         self._current, self._tried = record, False
         return True
 
-    def _is_over(self, job: Claimant) -> bool:
+    def _is_over(self, job: Claimant, waits: bool) -> bool:
         """Return whether a job has ended, well or not."""
         for claim in job.claims.values():
             item = claim.item
             if item.state in _COMES_FROM_ELSEWHERE:
                 self._give_up(job, "another instance is to bring its item")
                 return True
-            if not claim.served:
+            if not claim.served and waits:
                 return False
+            if not claim.served:
+                self._give_up(job, "the instance is paused, and has no room")
+                return True
             if item.state is State.LOCAL:
                 # For a step of a request that may never come; or it could not be encoded.
                 if self._tried or not self._cache.encode_beside(claim):

@@ -113,6 +113,12 @@ class KeptRoom:
                 self._free(kept)
         return kept[1]
 
+    def clear(self) -> None:
+        """All transfers under way have ended, and keep nothing."""
+        self._transfers.clear()
+        self._counts.clear()
+        self._embeds.clear()
+
     def lost(self, item: Item) -> None:
         """An item has no entry any more, and keeps no room; its transfers have yet to end."""
         for kept in [each for each in self._counts if each[1] is item]:

@@ -307,6 +307,7 @@ class EncoderCachePreallocator(EncoderCacheManager):
         self._outdated.discard(mm_hash)
         item = self.items[mm_hash]
         item.state = State.LOCAL
+        self._freed.append(mm_hash)  # Some ranks of several may have it.
         self._changed.update(dict.fromkeys(item.holders))
         self._settle(item)
         self._stirred = True

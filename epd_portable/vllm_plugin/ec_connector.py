@@ -42,8 +42,9 @@ from epd_portable.runners.shared_encoder import SharedEncoder
 from epd_portable.runners.stream_clock import StreamClock
 from epd_portable.scheduling.encode_queue import EncodeQueue, StepLimits
 from epd_portable.scheduling.encoder_cache import EncoderCacheManager
-from epd_portable.scheduling.two_levels import FILLED, TwoLevelCache
+from epd_portable.scheduling.two_levels import TwoLevelCache
 from epd_portable.vllm_plugin import agreement, compat, exposition
+from epd_portable.vllm_plugin.encoder_memory import cache_bytes
 from epd_portable.vllm_plugin.media_again import MediaOfWorkers
 from epd_portable.vllm_plugin.metadata import ItemMetadata
 from epd_portable.vllm_plugin.reports import Kind, StepMetadata, from_names, to_names
@@ -207,6 +208,10 @@ class EncodeScheduler(SchedulerConnector):
         consumer = self._dispatcher.consumer(request.request_id)
         self.queue.arrived(request, consumer, time.monotonic())
 
+    def reset(self) -> None:
+        """Let nothing that is on its way become an entry: the encoder cache was reset."""
+        self._dispatcher.reset()
+
     def ensure_cache_available(
         self, request: Request, num_computed_tokens: int, *args: Any, **kwargs: Any
     ) -> bool:
@@ -307,6 +312,11 @@ class PDScheduler(SchedulerConnector):
         self._media = MediaOfWorkers(scheduler.requests)
         return self._cache
 
+    def reset(self) -> None:
+        """Let nothing that is on its way become an entry: the encoder cache was reset."""
+        self._dispatcher.reset()
+        self.receiver.reset()
+
     def job_arrived(self, request: Request) -> bool:
         """Take a request in if it is an encode job: vLLM's scheduler is not to see it then."""
         if not (request.mm_features and is_encode_job(compat.transfer_params(request))):
@@ -372,7 +382,7 @@ class PDScheduler(SchedulerConnector):
         if connector_output.finished_sending:
             self.encoder.transfers_ended(connector_output.finished_sending)
         report = from_names(connector_output.finished_recving)
-        for mm_hash in report["encoded"]:
+        for mm_hash in report["encoded"] - report["not encoded"]:
             self._cache.encoded(mm_hash)
         for mm_hash in report["not encoded"]:
             self._cache.not_encoded(mm_hash)
@@ -519,30 +529,9 @@ class EncodeWorker(WorkerConnector):
         return 0
 
     def measure_room(self, profile_run: Callable[[], None]) -> None:
-        """Find out how much memory the encoder cache may fill; before the scheduler is made.
-
-        It is what a language model's KV would take: what is set for that, on devices at most what
-        ``gpu_memory_utilization`` leaves. Of a device that others use, too, what they take
-        meanwhile is missing; nothing depends on their holding still.
-
-        Args:
-            profile_run: Computes the largest step, whose memory the process keeps.
-        """
-        found = compat.kv_cache_bytes(self._vllm_config)
-        if TRAITS[self._config.platform].needs_device_copy:
-            if found is None:
-                profile_run()
-            part = self._vllm_config.cache_config.gpu_memory_utilization
-            left = self._memory().left_of(part, self._memory_before)
-            logger.info(
-                "gpu_memory_utilization %g leaves %d MiB beside the weights and the largest step",
-                *(part, left >> 20),
-            )
-            found = left if found is None else min(left, found)
-        self._room_bytes = int(FILLED * (found or 0))
-        logger.info(
-            "the encoder cache may fill %d MiB, %d %% of what KV would have",
-            *(self._room_bytes >> 20, 100 * FILLED),
+        """Find out how much memory the encoder cache may fill, see `cache_bytes`."""
+        self._room_bytes = cache_bytes(
+            self._vllm_config, self._config.platform, profile_run, self._memory, self._memory_before
         )
 
     def begin_step(self, metadata: StepMetadata, encoder_cache: dict[str, torch.Tensor]) -> None:
@@ -562,6 +551,11 @@ class EncodeWorker(WorkerConnector):
         self._queued_step = metadata.step
         if metadata.rests:
             self._sender.progress.rest(_REST_S)
+
+    def reset(self) -> None:
+        """Let nothing that is on its way become an entry; steps drop copies in host memory."""
+        self._sender.reset()
+        self._missing, self._unreported = set(), set()
 
     def _note_missing(self, items: Iterable[str]) -> None:
         self._missing.update(items)
@@ -653,6 +647,12 @@ class PDWorker(WorkerConnector):
         self._encoder.place(encoder_cache)
         if metadata.orders and self._rank == 0:
             self._send(metadata.orders, encoder_cache)
+
+    def reset(self) -> None:
+        """Let nothing that is on its way become an entry: the encoder cache was reset."""
+        self._encoder.reset()
+        if self._sender is not None:
+            self._sender.reset()
 
     def _send(self, orders: list[TransferOrder], encoder_cache: dict[str, torch.Tensor]) -> None:
         if self._sender is None:

@@ -46,6 +46,7 @@ from epd_portable.delivery.fallbacks import JOB_GRACE_S, MAX_PD_ATTEMPTS, RetryB
 from epd_portable.delivery.instances import Instance, Use, WentDownError, while_up
 from epd_portable.delivery.replies import BODY_TIMEOUT_S
 from epd_portable.delivery.ring import bounded_load
+from epd_portable.vllm_plugin.front_calls import calls_of_all
 from epd_portable.vllm_plugin.front_engines import Engines, EngineSettings, FrontEngine
 from epd_portable.vllm_plugin.front_metrics import FrontMetrics
 from epd_portable.vllm_plugin.metadata import ItemMetadata
@@ -203,6 +204,8 @@ class SplitClient(AsyncMPClient):
         self._jobs: dict[str, asyncio.Future[FinishReason]] = {}
         self.metrics = FrontMetrics(self._pool)
         self._is_draining = False
+        self._resets = 0
+        """Changes when encoders may have forgotten what they encoded: calls of all engines."""
         self._times = EncodeTimes()
         self._retries = RetryBudget()
 
@@ -232,11 +235,23 @@ class SplitClient(AsyncMPClient):
         return (await self.call_utility_all_async(method, *args))[0]
 
     async def call_utility_all_async(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
-        """Call every engine that is up; return what those that answer requests say."""
-        engines = list(self.engines.by_name.values())
-        results = await asyncio.gather(*(each.call(method, *args) for each in engines))
-        pairs = zip(engines, results, strict=True)
-        if found := [each for engine, said in pairs for each in said if not engine.encodes_only]:
+        """Call every engine that is up; return what those that answer requests say.
+
+        In several calls where engines need one another: see `calls_of_all`.
+        """
+        found: list[Any] = []
+        self._resets += 1
+        for duty, name, given in calls_of_all(method, *args):
+            engines = [
+                each for each in self.engines.by_name.values() if duty in (None, each.encodes_only)
+            ]
+            results = await asyncio.gather(*(each.call(name, *given) for each in engines))
+            pairs = zip(engines, results, strict=True)
+            found = [
+                each for engine, said in pairs for each in said if not engine.encodes_only
+            ] or found
+        self._resets += 1
+        if found:
             return found
         raise UnavailableError("no engine that answers is up")
 
@@ -334,12 +349,13 @@ class SplitClient(AsyncMPClient):
         request_id = one.core.request_id
         try:
             for attempt in range(MAX_PD_ATTEMPTS):
+                resets = self._resets
                 await self._try(one, engine, f"{request_id}-{attempt}" if attempt else request_id)
                 if not one.again:
                     return
                 logger.warning("request %s is sent again: %s", request_id, one.again)
                 self.metrics.sent_again.inc()
-                if not self._retries.spend():
+                if resets == self._resets and not self._retries.spend():
                     break
                 engine = self._choose_engine(one, engine)
             raise UnavailableError(one.again)
@@ -513,7 +529,7 @@ class SplitClient(AsyncMPClient):
             deadline_s=time.monotonic() + self.settings.wait_timeout_s,
         )
         while encoder is not None:
-            job = f"{transfer.transfer_id}-{encoder.name}"
+            job, resets = f"{transfer.transfer_id}-{encoder.name}", self._resets
             try:
                 with while_up(encoder.working(item.item_uuid)):
                     with encoder.encoding(self._servers * self._times.of(item)):
@@ -534,6 +550,10 @@ class SplitClient(AsyncMPClient):
             except WentDownError as error:
                 failure = EncodeFailure(kind=FailureKind.LOST, reason=str(error))
             assert failure is not None
+            if resets != self._resets:
+                # It has forgotten the item with others, in a reset: that is no failure.
+                encoder = self._choose_encoder(item, [use.instance.name], use.instance.name)
+                continue
             logger.warning("transfer %s: encoder %s: %s", job, encoder.name, failure.reason)
             pause_s = tries.note_failure(encoder.name, failure, time.monotonic())
             await asyncio.sleep(pause_s)

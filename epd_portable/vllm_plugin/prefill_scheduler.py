@@ -53,10 +53,11 @@ def prefill_scheduler(base: type) -> type:
         def finish_requests(self, request_ids: Any, *args: Any, **kwargs: Any) -> Any:
             names = {request_ids} if isinstance(request_ids, str) else request_ids
             with self._receiver.lock:
-                for request_id in self._jobs.keys() & (self._jobs if names is None else {*names}):
-                    self._encoder.withdraw(request_id)
-                    del self._jobs[request_id]
                 finished = super().finish_requests(request_ids, *args, **kwargs)
+                for request_id in [*self._jobs] if names is None else self._jobs.keys() & {*names}:
+                    self._encoder.withdraw(request_id)
+                    # vLLM answers these where it ends all: a pause or the end of the engine.
+                    finished.append(self._jobs.pop(request_id))
                 # vLLM may keep one that has finished until its KV is somewhere else.
                 for request_id in [each for each, r in self._asleep.items() if r.is_finished()]:
                     del self._asleep[request_id]
@@ -66,7 +67,8 @@ def prefill_scheduler(base: type) -> type:
             with self._receiver.lock:
                 self._receiver.before_step()
                 self._end_stalled()
-                self._encoder.advance()
+                starts = self.pause_state == PauseState.UNPAUSED
+                self._encoder.advance(waits=starts or bool(self.running))
                 self._wake(self._prefill.take_woken())
                 self._wake(self._prefill.take_forgotten(self._asleep))
                 output = super().schedule(*args, **kwargs)
@@ -197,6 +199,14 @@ def prefill_scheduler(base: type) -> type:
                 stats.num_running_reqs, stats.num_waiting_reqs = counts[0], counts[1] - skipped
             return stats
 
+        def set_pause_state(self, pause_state: Any, *args: Any, **kwargs: Any) -> None:
+            with self._receiver.lock:
+                super().set_pause_state(pause_state, *args, **kwargs)
+                self._receiver.pause(
+                    waiting=pause_state != PauseState.UNPAUSED,
+                    running=pause_state == PauseState.PAUSED_ALL,
+                )
+
         def reset_encoder_cache(self, *args: Any, **kwargs: Any) -> None:
             with self._receiver.lock:
                 super().reset_encoder_cache(*args, **kwargs)
@@ -206,10 +216,12 @@ def prefill_scheduler(base: type) -> type:
                 return super().reset_prefix_cache(*args, **kwargs)
 
         def has_requests(self, *args: Any, **kwargs: Any) -> bool:
-            # To vLLM a paused engine is idle, whatever waits: `pause` waits until it is.
-            asleep = self._asleep or self._jobs
-            waiting = asleep and self.pause_state == PauseState.UNPAUSED
-            found = bool(super().has_requests(*args, **kwargs) or waiting)
+            # To vLLM a paused engine is idle, whatever waits: `pause` waits until it is. Jobs are
+            # done until nothing runs: requests that another engine's pause waits for need them.
+            state = self.pause_state
+            waiting = self._jobs if state == PauseState.PAUSED_NEW else self._jobs or self._asleep
+            waits = bool(waiting) and state != PauseState.PAUSED_ALL
+            found = bool(super().has_requests(*args, **kwargs) or waits)
             if found:
                 self._rest()
             return found

@@ -23,7 +23,7 @@ Kind = Literal["room", "computed", "copy lost", "missing", "encoded", "not encod
 """Of an encode instance: the bytes that its encoder cache may fill, once; the last step that its
 device has computed; and what is not there that its scheduler counts on, see
 `TwoLevelCache.take_report`. Of a PD instance: items that were encoded beside what a step itself
-encodes, or could not be."""
+encodes, or could not be; both where ranks differ, whose reports vLLM joins."""
 
 
 def to_names(report: Mapping[Kind, Iterable[str]]) -> set[str]:

@@ -61,6 +61,10 @@ def _attached(asynchronous: bool) -> type:
             super().add_request(request, *args, **kwargs)
             self.ec_connector.request_arrived(request)
 
+        def reset_encoder_cache(self, *args: Any, **kwargs: Any) -> None:
+            super().reset_encoder_cache(*args, **kwargs)
+            self.ec_connector.reset()
+
         def update_from_output(
             self, scheduler_output: Any, model_runner_output: Any, *args: Any, **kwargs: Any
         ) -> Any:

@@ -95,6 +95,11 @@ class _WorkerMixin(_Worker):
             super().initialize_from_config(*args, **kwargs)
         trace("kv_cache.ready", layers=len(self.model_runner.kv_caches))
 
+    def reset_encoder_cache(self) -> None:
+        # As vLLM's workers do; not every platform's has the method.
+        self.model_runner.reset_encoder_cache()
+        get_ec_transfer().reset()
+
     @contextmanager
     def _nixl_waits(self) -> Iterator[None]:
         """Let vLLM's NIXL connector wait for events where engines compute on cores.

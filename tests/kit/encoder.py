@@ -21,6 +21,7 @@ from tests.unit.builders import Clock
 class _Writing:
     write: Write
     turns: int
+    content: str
     problem: str = ""
 
 
@@ -59,8 +60,9 @@ class Encoder:
         self.session_id = f"{self.name}-life-{self.life}"
         self.is_stopped = False
         self.inbox: list[AnyMessage] = []
+        self._submitted: set[str] = set()
         self._computing: dict[str, int] = {}
-        self._outputs: set[str] = set()
+        self._outputs: dict[str, str] = {}
         self._writing: dict[str, _Writing] = {}
         self.session = ProducerSession(
             PeerDescriptor(
@@ -87,8 +89,16 @@ class Encoder:
             transfer_id=transfer_id, mm_hash=name, consumer=ADDRESS, tensor=tensor, item_uuid=name
         )
         self.session.submit(order, ready=name in self._outputs, now=self._clock.now)
+        self._submitted.add(transfer_id)
         if name not in self._outputs:
             self._computing.setdefault(name, self._rng.choice([0, 0, 1, 3, 10]))
+
+    def reset(self) -> None:
+        """Forget all outputs, as weights change; transfers that have not ended fail."""
+        self._outputs.clear()
+        for transfer_id in list(self._submitted):
+            self.session.fail(transfer_id, "the encoder cache was reset")
+        self._submitted.clear()
 
     def turn(self) -> list[AnyMessage]:
         """Go on for a turn; return what it sends."""
@@ -102,7 +112,7 @@ class Encoder:
             self._computing[name] = left - 1
             if left <= 0:
                 del self._computing[name]
-                self._outputs.add(name)
+                self._outputs[name] = self._pool.output(name)
                 self.session.output_ready(name)
         for transfer_id, writing in list(self._writing.items()):
             self._write(transfer_id, writing)
@@ -113,7 +123,8 @@ class Encoder:
 
     def _begin(self, write: Write) -> None:
         rng = self._rng
-        writing = _Writing(write, rng.choice([0, 0, 1, 2, 6, 30]))
+        content = self._outputs[write.mm_hash]
+        writing = _Writing(write, rng.choice([0, 0, 1, 2, 6, 30]), content)
         if not self.is_perfect and rng.random() < 0.1:
             writing.problem = "the write failed"
         self._writing[write.transfer_id] = writing
@@ -127,7 +138,7 @@ class Encoder:
             return
         del self._writing[transfer_id]
         if not writing.problem:
-            self._put(writing, writing.write.mm_hash)
+            self._put(writing, writing.content)
         self.writes_ended += 1
         if writing.problem:
             self.session.write_failed(transfer_id, writing.problem, self._clock.now)

@@ -91,6 +91,10 @@ class Post:
     def is_gone(self, producer: PeerDescriptor) -> bool:
         return producer.session in self.gone
 
+    def reset(self) -> None:
+        if self.shelf is not None:
+            self.shelf.loader.stop()
+
     def close(self) -> None:
         """Nothing is open."""
 
@@ -440,6 +444,35 @@ class Engine:
         self.scheduler.reset_encoder_cache()
         self._execute_all()
         self._worker.forget()
+
+    def pause(self, mode: str) -> None:
+        """As the engine core; ``mode`` is ``abort``, ``wait`` or ``keep``."""
+        from vllm.v1.core.sched.interface import PauseState
+        from vllm.v1.request import RequestStatus
+
+        if mode == "abort":
+            gone = self.scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED)
+            answered = {each.request_id for each in gone}
+            if silent := (self.unfinished.keys() | self.jobs) - answered:
+                raise Violation(f"a pause ends {sorted(silent)} without a response")
+            self.jobs.clear()
+            for request_id in list(self.unfinished):
+                self._end(request_id, "abort")
+        state = PauseState.PAUSED_ALL if mode == "keep" else PauseState.PAUSED_NEW
+        self.scheduler.set_pause_state(state)
+
+    def resume(self) -> None:
+        from vllm.v1.core.sched.interface import PauseState
+
+        self.scheduler.set_pause_state(PauseState.UNPAUSED)
+
+    def is_paused(self) -> bool:
+        """Return whether a pause is complete: vLLM's engine core takes no more steps."""
+        if self.scheduler.has_requests():
+            return False
+        while self._flying:
+            self._update(self._flying.popleft(), may_invalidate=False)
+        return not self.scheduler.has_requests()
 
     def reset_prefix_cache(self, *, running: bool) -> None:
         if running:

@@ -12,6 +12,7 @@ from epd_portable.wire.descriptors import SlotDescriptor
 UNIT_BYTES = 64
 """Every slot begins at a multiple of it."""
 TORN = "(half written)"
+PARTIAL = "(in some ranks)"
 
 
 class Violation(AssertionError):
@@ -19,9 +20,14 @@ class Violation(AssertionError):
 
 
 class PoolMemory:
-    """Bytes of the receive pool, in units: which item's they are, and whose slot they were last."""
+    """Bytes of the receive pool, in units: which item's they are, and whose slot they were last.
+
+    Attributes:
+        weights: Number of the weights that all engines have.
+    """
 
     def __init__(self) -> None:
+        self.weights = 0
         self._bytes: dict[int, str] = {}
         self._owner: dict[int, int] = {}
 
@@ -39,6 +45,10 @@ class PoolMemory:
                     f"a slot of grant {slot.generation} is written that is granted anew"
                 )
             self._bytes[unit] = content
+
+    def output(self, name: str) -> str:
+        """Return the bytes that an encoder computes of an item with today's weights."""
+        return f"{name} by weights {self.weights}"
 
     def read(self, slot: SlotDescriptor) -> str:
         """Return what stands in a slot: one item, or a mixture."""
@@ -131,6 +141,12 @@ class Worker:
         self._media = Media()
         self.revoked: set[int] = set()
         """Grants that were taken back: what the worker itself receives is not written for them."""
+        self.ranks = 1
+        """Of which each encodes what is not encoded beside steps."""
+        self._outdated: set[str] = set()
+        """Encoded in the background when weights changed."""
+        self.fails_once: set[str] = set()
+        """Items that one rank cannot encode the next time."""
         self.hangs = False
         """Nothing is encoded in the background."""
         self.seen: Counter[str] = Counter()
@@ -160,10 +176,17 @@ class Worker:
         self._encoding.extend(each.mm_hash for each in orders.encodings)
         while self._encoding and not self.hangs and self._rng.random() < 0.5:
             name = self._encoding.popleft()
-            if self._fails and self._rng.random() < 0.2:
+            once = name in self.fails_once
+            if once or name in self._outdated or (self._fails and self._rng.random() < 0.2):
+                self._outdated.discard(name)
+                self.fails_once.discard(name)
                 work.failed.add(name)
+                if self.ranks > 1 and (once or self._rng.random() < 0.5):
+                    work.placed.add(name)
+                    self._cache[name] = PARTIAL
+                    self.seen["items encoded by some ranks"] += 1
             else:
-                self._cache[name] = name
+                self._cache[name] = self._pool.output(name)
                 work.placed.add(name)
                 self.seen["items encoded beside a step"] += 1
         for order in planned.ec_connector_metadata.orders:
@@ -171,7 +194,7 @@ class Worker:
         for name in planned.free_encoder_mm_hashes:
             self._cache.pop(name, None)
             self._to_copy.pop(name, None)
-        self._cache.update((name, name) for name in work.encoded)
+        self._cache.update((name, self._pool.output(name)) for name in work.encoded)
         self.seen["items encoded in a step"] += len(work.encoded)
         for read in work.reads:
             self._read(read)
@@ -187,6 +210,7 @@ class Worker:
         """The engine resets its encoder caches."""
         self._cache.clear()
         self._to_copy.clear()
+        self._outdated.update(self._encoding)
 
     def _copy(self) -> None:
         for name, slot in self._to_copy.items():
@@ -197,7 +221,8 @@ class Worker:
     def _send(self, transfer_id: str, name: str) -> None:
         found = self._cache.get(name)
         content = self._pool.read(found) if isinstance(found, SlotDescriptor) else found
-        if content not in (name, None):
+        # One rank sends, and what it has is whole.
+        if content not in (self._pool.output(name), PARTIAL, None):
             raise Violation(f"{transfer_id} sends {content} as {name}")
         self.seen["items sent to others" if content else "items that others do not get"] += 1
         self._sending.append(transfer_id)
@@ -209,6 +234,6 @@ class Worker:
                 return
             raise Violation(f"{read.request_id} computes with {read.name}, which no worker has")
         content = found if isinstance(found, str) else self._pool.read(found)
-        if content != read.name:
+        if content != self._pool.output(read.name):
             raise Violation(f"{read.request_id} computes with {read.name} and reads {content}")
         self.seen["items read"] += 1

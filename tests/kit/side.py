@@ -142,6 +142,13 @@ class Side:
         """The client of a request leaves; nothing else is sent."""
         self.engine.abort(request_id)
 
+    def update_weights(self) -> None:
+        """Give all engines other weights, and reset their encoder caches, encoders first."""
+        for encoder in self.encoders:
+            encoder.reset()
+        self.engine.reset_encoder_cache()
+        self._pool.weights += 1
+
     def tell(self, message: AnyMessage) -> None:
         """Let a message of the router arrive."""
         self.engine.post.inbox.append((ROUTER.encode(), message))

@@ -111,7 +111,7 @@ class Shelf:
         if self._rng.random() < self.fails:
             self.loader._ended.put((load, self._rng.choice(["miss", "corrupt", "error"]), "fault"))
         elif load.mm_hash in self.entries:
-            self._put(load, load.mm_hash)
+            self._put(load, PoolMemory().output(load.mm_hash))  # Of the weights of the start.
             self.loader._ended.put((load, "hit", ""))
         else:
             self.loader._ended.put((load, "miss", "the entry is gone"))

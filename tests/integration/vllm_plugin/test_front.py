@@ -38,6 +38,8 @@ class Played:
         self.name = name
         self.requests: dict[str, EngineCoreRequest] = {}
         self.aborted: list[str] = []
+        self.calls: list[Any] = []
+        """Methods that were called, of all engines of a front."""
         self.silent = False
 
     async def add_request_async(self, request: EngineCoreRequest) -> None:
@@ -46,7 +48,8 @@ class Played:
     async def abort_requests_async(self, request_ids: list[str]) -> None:
         self.aborted += request_ids
 
-    async def call_utility_async(self, method: str) -> str:
+    async def call_utility_async(self, method: str, *args: Any) -> str:
+        self.calls.append((self.name, method, *args))
         if self.silent:
             await asyncio.Event().wait()
         return f"{self.name} {method}"
@@ -403,6 +406,59 @@ async def test_a_call_of_all_engines_does_not_wait_for_one_that_goes(make: Make)
     front.goes("pd-0")
     with pytest.raises(GracefulHTTPError, match="no engine that answers is up"):
         await front.client.call_utility_all_async("reset")
+    assert front.is_empty()
+
+
+def calls(front: Front) -> list[Any]:
+    """Return what is called from now on, in its order."""
+    found: list[Any] = []
+    for each in front.engines.values():
+        each.calls = found
+    return found
+
+
+async def test_encode_engines_pause_last_and_go_on_first(make: Make) -> None:
+    front = make("e-0", "pd-0")
+    found = calls(front)
+    await front.client.pause_scheduler_async("wait", True)
+    assert found == [
+        ("pd-0", "pause_scheduler", "wait", False),
+        ("e-0", "pause_scheduler", "wait", True),
+        ("pd-0", "pause_scheduler", "keep", True),
+    ]
+    found.clear()
+    await front.client.sleep_async(1, "abort")
+    assert found == [
+        ("pd-0", "pause_scheduler", "abort", False),
+        ("e-0", "sleep", 1, "wait"),
+        ("pd-0", "sleep", 1, "keep"),
+    ]
+    found.clear()
+    await front.client.resume_scheduler_async()
+    assert found == [("e-0", "resume_scheduler"), ("pd-0", "resume_scheduler")]
+
+
+async def test_encoder_caches_are_reset_again_where_items_arrive(make: Make) -> None:
+    front = make("pd-0", "e-0")
+    found = calls(front)
+    await front.client.reset_encoder_cache_async()
+    name = "reset_encoder_cache"
+    assert found == [("pd-0", name), ("e-0", name), ("pd-0", name)]
+
+
+async def test_encoder_that_forgot_an_item_in_a_reset_is_asked_again(make: Make) -> None:
+    front = make("e-0", "pd-0", can_encode=False)
+    await front.ask("a")
+    (job,) = front.jobs("e-0")
+    transfer = front.engines["e-0"].params["transfers"][0]["transfer_id"]
+    await front.says("e-0", job.request_id, end=ENDED)
+    await front.client.reset_encoder_cache_async()
+    front.engines["e-0"].requests.clear()
+    await front.tells("pd-0", transfer)
+    assert [each.request_id for each in front.jobs("e-0")] == [job.request_id]
+    await front.says("e-0", job.request_id, end=ENDED)
+    await front.says("pd-0", "r", 7, end=ENDED)
+    assert not front.failed and not front.engines["pd-0"].aborted
     assert front.is_empty()
 
 

@@ -447,8 +447,8 @@ def test_a_request_that_sleeps_does_not_keep_the_engine_from_pausing(
     assert engine.step() == {}
     scheduler.set_pause_state(PauseState[state])
     assert not scheduler.has_requests(), "vLLM ends a pause's wait when there are none"
-    engine.now_s += WAIT_S
     scheduler.set_pause_state(PauseState.UNPAUSED)
+    engine.now_s += WAIT_S
     assert scheduler.has_requests()
     engine.step_until(lambda: bool(engine.ended))
     assert engine.ended == {"r": "length"}

@@ -4,10 +4,11 @@
 last events of those that fail.
 
 What is real: vLLM's ``Scheduler`` as `make_scheduler` makes it (an encode instance refuses
-``AsyncScheduler``), the connector's half in it, and the encode side of the protocol
-(`ProducerSession`). What is modelled: the worker's memory, which remembers of what weights an
-output is; consumers, of which some are slow, stand still for a while or are dead; the clock; and
-faults of copies, and items for which there is no memory.
+``AsyncScheduler``), and both halves of the connector, the worker's with its sender and its copies
+in host memory (`tests.kit.encode_worker`). What is modelled: the device, which computes later, and
+whose outputs show by which weights they were computed; consumers, of which some are slow, stand
+still for a while or are dead; the clock; and faults of copies, and items for which there is no
+memory.
 """
 
 from __future__ import annotations
@@ -29,10 +30,9 @@ from typing import Any
 from unittest import mock
 
 from epd_portable.config.instance import InstanceConfig
-from epd_portable.connector.producer import ProducerSession
 from epd_portable.demo import MODEL_DIR
 from epd_portable.launch.plan.engine import CONNECTOR, ROLE_ARGS, SCHEDULER_CLS
-from epd_portable.vllm_plugin.reports import Kind, to_names
+from epd_portable.vllm_plugin.reports import from_names, to_names
 from epd_portable.wire.descriptors import SlotDescriptor
 from epd_portable.wire.messages import (
     Abort,
@@ -48,15 +48,13 @@ from epd_portable.wire.messages import (
 )
 from epd_portable.wire.params import EncodeParams, EncodeTransfer, to_params
 from tests.keyring import secret, secret_file
-from tests.unit.builders import Clock, peer
+from tests.kit.encode_worker import EncodeWorkerHalf, drawn_turns
+from tests.kit.memory import Violation
+from tests.unit.builders import Clock
 
 TIMEOUT_S, LEASE_S = 6.0, 2.0
 ENOUGH_S = 1.0
 """Whoever asks for no more than its share has waited for nobody else for so long at most."""
-
-
-class Violation(AssertionError):
-    """Something that must never happen."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +71,7 @@ class Shape:
         device: What is queued is computed later.
         consumers: How each behaves, by address.
         fair: Nobody asks for an item larger than a share, and nothing but shares limits a step.
+        churns: Few items leave a small cache and come back all the time.
         requests: That come in all.
     """
 
@@ -85,6 +84,7 @@ class Shape:
     device: bool
     consumers: dict[str, str]
     fair: bool
+    churns: bool
     requests: int
 
     @classmethod
@@ -95,20 +95,27 @@ class Shape:
             "healthy",
             *rng.choices(("healthy", "slow", "pauses", "dead", "refuses"), k=3),
         ]
+        churns = not fair and rng.random() < 0.3
         number = rng.randint(2 if fair else 1, 4)
-        largest = rng.randint(2, 8)
+        largest = rng.randint(2, 4 if churns else 8)
         cache = largest * rng.randint(number, 4 * number) if fair else rng.randint(largest, 32)
+        if churns:
+            cache = 2 * largest + rng.randint(0, 2)
         return cls(
             cache=cache,
-            embeddings=10_000 if fair else rng.randint(largest, 32),
-            tokens=10_000 if fair else rng.randint(largest + 2, 48),
-            seats=256 if fair else rng.randint(1, 8),
-            sizes={name: rng.randint(1, largest) for name in "abcdefghijklmnop"},
-            host=rng.choice((0, 0, 10, 40, 200)),
-            device=rng.random() < 0.4,
+            embeddings=10_000 if fair or churns else rng.randint(largest, 32),
+            tokens=10_000 if fair or churns else rng.randint(largest + 2, 48),
+            seats=256 if fair or churns else rng.randint(1, 8),
+            sizes={
+                name: rng.randint(1, largest)
+                for name in ("abcde" if churns else "abcdefghijklmnop")
+            },
+            host=200 if churns else rng.choice((0, 0, 10, 40, 200)),
+            device=churns or rng.random() < 0.4,
             consumers={f"tcp://pd-{n}": behaviours[n] for n in range(number)},
             fair=fair,
-            requests=rng.randint(10, 40),
+            churns=churns,
+            requests=rng.randint(60, 100) if churns else rng.randint(10, 40),
         )
 
 
@@ -176,122 +183,14 @@ def _seams(shape: Shape, clock: Clock) -> Iterator[None]:
 
 
 @dataclass
-class Worker:
-    """What an encode worker holds: outputs by name, each as the number of its weights."""
+class Fault:
+    """Whether something fails that may; the seed decides how often."""
 
-    clock: Clock
     rng: Random
-    faults: bool
-    weights: int = 0
-    cache: dict[str, int] = field(default_factory=dict)
-    copies: dict[str, int | None] = field(default_factory=dict)
-    """In host memory; ``None`` for one that could not be made."""
-    wanted: set[str] = field(default_factory=set)
-    missing: set[str] = field(default_factory=set)
-    outputs: dict[str, int] = field(default_factory=dict)
-    """Kept for transfers."""
-    users: Counter[str] = field(default_factory=Counter)
-    unmade: list[str] = field(default_factory=list)
-    """Copies that turn out to be lost after a while."""
-    told_lost: set[str] = field(default_factory=set)
-    told_missing: set[str] = field(default_factory=set)
-    """To be told with the next step, as are copies that are lost."""
-    told: set[str] = field(default_factory=set)
-    """Items of which the scheduler knows that their copies, or they, are not there."""
-    not_encoded: Counter[str] = field(default_factory=Counter)
-    """How often there was no memory for an item."""
-    ended: set[str] = field(default_factory=set)
-    computed: int = 0
+    share: float
 
-    def __post_init__(self) -> None:
-        self.session = ProducerSession(peer("encode-0"), wait_timeout_s=TIMEOUT_S)
-
-    def execute(self, planned: Any, encoded: list[str]) -> None:
-        """Do what a step says, as `EncodeWorker` and vLLM's runner do."""
-        metadata = planned.ec_connector_metadata
-        self.missing.difference_update(metadata.copies.dropped)
-        self.told.difference_update(metadata.copies.dropped)
-        for name in metadata.copies.restored:
-            if name not in self.copies:
-                raise Violation(f"{name} is restored, and no copy of it was kept")
-            output = self.copies[name]
-            if name in self.told:
-                raise Violation(f"{name} is restored, and its copy was told to be lost")
-            if output is None or (self.faults and self.rng.random() < 0.1):
-                self.missing.add(name)
-                self.told_missing.add(name)
-            elif output != self.weights:
-                raise Violation(f"{name} is restored from a copy of other weights")
-            else:
-                self.missing.discard(name)
-                self.cache[name] = output
-        for name in metadata.copies.dropped:
-            self.copies.pop(name, None)
-            self.wanted.discard(name)
-        self.wanted.update(metadata.copies.kept)
-        for order in metadata.orders:
-            name = order.mm_hash
-            there = name in self.cache
-            if name in self.missing and name in self.told:
-                raise Violation(f"{order.transfer_id}: {name} was told not to be there")
-            if not (there or name in self.missing or name in encoded):
-                raise Violation(f"{order.transfer_id}: {name} is to be sent, and is not there")
-            self.users[name] += 1
-            if there:
-                self._keep(name)
-            ready = there or name in self.missing or name in self.outputs
-            self.session.submit(order, ready=ready, now=self.clock())
-        for name in planned.free_encoder_mm_hashes:
-            self.cache.pop(name, None)
-        short = self.faults and self.rng.random() < 0.1
-        for name in encoded:
-            if short and self.rng.random() < 0.7:
-                self.missing.add(name)
-                self.told_missing.add(name)
-                self.session.output_ready(name)  # Which fails when the consumer waits.
-                self.not_encoded[name] += 1
-                continue
-            self.cache[name] = self.weights
-            self.missing.discard(name)
-            if self.users[name]:
-                self._keep(name)
-                self.session.output_ready(name)
-            if name in self.wanted:
-                self.wanted.discard(name)
-                self.copies[name] = self.weights
-                if self.faults and self.rng.random() < 0.2:
-                    self.copies[name] = None
-                    self.unmade.append(name)
-        self.computed = max(self.computed, metadata.step)
-
-    def forget(self) -> None:
-        """Everything: the weights have changed."""
-        self.cache.clear()
-        self.weights += 1
-
-    def poll(self) -> list[tuple[str, AnyMessage]]:
-        """Let transfers go on; return what is said to consumers."""
-        if self.unmade and self.rng.random() < 0.1:
-            self.told_lost.add(self.unmade.pop(0))
-        actions = self.session.poll(self.clock())
-        for write in actions.writes:
-            if write.mm_hash in self.outputs and self.rng.random() > 0.02 * self.faults:
-                self.session.write_done(write.transfer_id, self.clock())
-            else:
-                self.session.write_failed(write.transfer_id, "a fault", self.clock())
-        more = self.session.take_actions()
-        for finished in actions.finished + more.finished:
-            self.ended.add(finished.transfer_id)
-            self.users[finished.mm_hash] -= 1
-            if not self.users[finished.mm_hash]:
-                del self.users[finished.mm_hash]
-                self.outputs.pop(finished.mm_hash, None)
-        return actions.messages + more.messages
-
-    def _keep(self, name: str) -> None:
-        if self.cache[name] != self.weights:
-            raise Violation(f"{name} is sent as other weights made it")
-        self.outputs.setdefault(name, self.cache[name])
+    def __call__(self) -> bool:
+        return self.rng.random() < self.share
 
 
 class Consumer:
@@ -353,6 +252,8 @@ class Asked:
     names: list[str]
     consumers: tuple[str, ...]
     arrived_s: float
+    unsent: set[str] = field(default_factory=set)
+    """Transfers that were not ordered."""
     steps: int = 0
     """In which it was scheduled."""
     waits_since_s: float | None = None
@@ -384,23 +285,46 @@ class World:
             )
         self.cache = self.scheduler.encoder_cache_manager
         assert self.cache.cache_size == shape.cache
-        self.worker = Worker(self.clock, self.rng, faults=self.rng.random() < 0.5)
+        self.faults = self.rng.random() < 0.5
+        with _seams(shape, self.clock):
+            self.worker = EncodeWorkerHalf(
+                _config(shape), self.clock, self._deliver, is_late=shape.device
+            )
+        if self.faults:
+            self.worker.no_copy = Fault(self.rng, 0.2)
+            self.worker.no_memory = Fault(self.rng, 0.1)
+            self.worker.writers.fails = Fault(self.rng, 0.02)
+        self.worker.writers.lasts = lambda: drawn_turns(self.rng)
+        self.width = int(self.scheduler.vllm_config.model_config.get_inputs_embeds_size())
         self.consumers = {
             address: Consumer(address, behaviour, self.rng, self.clock)
             for address, behaviour in shape.consumers.items()
         }
-        self.room = self.rng.choice((0, 0, shape.cache + self.rng.randint(0, 64)))
+        self.room = (
+            0 if shape.churns else self.rng.choice((0, 0, shape.cache + self.rng.randint(0, 64)))
+        )
         """Embeddings that the worker has memory for, until it has said so."""
         self.asked: dict[str, Asked] = {}
         self.kept: dict[str, tuple[str, str]] = {}
         """Transfers that the scheduler has ordered and not heard the end of."""
+        self.pauses = not shape.fair and self.rng.random() < 0.2
+        self.open: set[str] = set()
+        """Transfers that workers have not reported the end of."""
+        self.missing: set[str] = set()
+        """Items that the scheduler takes for entries, or takes them so until it is told."""
+        self.told: set[str] = set()
+        """Items of which the scheduler knows that their copies, or they, are not there."""
+        self.not_encoded: Counter[str] = Counter()
+        """How often there was no memory for an item."""
+        self.report: Any = None
+        self.is_paused = False
         self.seen: Counter[str] = Counter()
         self.number = 0
         self.work = 0
 
     def run(self) -> Counter[str]:
         """Let everything happen; return how often what did."""
-        with _seams(self.shape, self.clock):
+        with _seams(self.shape, self.clock), self.worker.seams():
             self._run()
         return self.seen
 
@@ -418,6 +342,11 @@ class World:
                     self._arrive(self._drawn_consumers())
                 if rng.random() < 0.02 and not self.shape.fair:
                     self._reset()
+                if self.pauses and rng.random() < 0.1:
+                    self._pause()
+                last_s = self.clock.now
+            elif self.is_paused:
+                self._resume()
                 last_s = self.clock.now
             if self.asked and rng.random() < 0.03:
                 self._cancel(rng.choice(sorted(self.asked)))
@@ -425,24 +354,25 @@ class World:
             # Every item that a dead consumer does not take may keep all others for its deadline.
             if self.clock.now - last_s > (self.work + 5) * (TIMEOUT_S + 1.0):
                 raise Violation(f"waits for ever: {sorted(self.asked)}, under way {self.kept}")
-        while len(self.worker.session):
-            self._turn()
-        self._turn()
-        self._turn(idle=True)  # The next request would bring the news.
-        self.seen["items without memory"] += len(self.worker.not_encoded)
+        while self.worker.is_sending or self.open:
+            self._turn(idle=True)  # The next request would bring the news.
+        self._turn(idle=True)
+        self.seen["items without memory"] += len(self.not_encoded)
         self.seen["items without memory twice"] += sum(
-            count > 1 for count in self.worker.not_encoded.values()
+            count > 1 for count in self.not_encoded.values()
         )
         if self.cache.num_freeable_slots != self.cache.cache_size or self.scheduler.has_requests():
             raise Violation("something is kept although nobody wants anything any more")
 
     def _drawn_consumers(self) -> tuple[str, ...]:
         addresses = sorted(self.shape.consumers)
-        if self.shape.fair or self.rng.random() < 0.9:
+        if self.shape.fair or self.rng.random() < (0.2 if self.shape.churns else 0.9):
             return (self.rng.choice(addresses),)
+        if self.shape.churns:
+            return ()
         return tuple(self.rng.sample(addresses, self.rng.randint(0, min(2, len(addresses)))))
 
-    def _arrive(self, consumers: tuple[str, ...]) -> None:
+    def _arrive(self, consumers: tuple[str, ...], again: dict[str, str] | None = None) -> None:
         from vllm import SamplingParams
         from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
         from vllm.v1.request import Request
@@ -450,8 +380,8 @@ class World:
         rng, shape = self.rng, self.shape
         request_id = f"r{self.number}"
         self.number += 1
-        count = 1 if shape.fair else rng.choice((1, 1, 1, 2, 3, 5))
-        names = [rng.choice(sorted(shape.sizes)) for _ in range(count)]
+        count = 1 if shape.fair or shape.churns else rng.choice((1, 1, 1, 2, 3, 5))
+        names = [*again] if again else [rng.choice(sorted(shape.sizes)) for _ in range(count)]
         features, offset = [], rng.randint(1, 2)
         for name in names:
             place = PlaceholderRange(offset=offset, length=shape.sizes[name])
@@ -464,7 +394,7 @@ class World:
         transfers = []
         for name in dict.fromkeys(names):
             for consumer in consumers:
-                transfer_id = f"{name} of {request_id} to {consumer}"
+                transfer_id = (again or {}).get(name) or f"{name} of {request_id} to {consumer}"
                 proof = secret().sign_transfer(transfer_id, name, consumer)
                 transfers.append(
                     EncodeTransfer(
@@ -481,6 +411,7 @@ class World:
         )
         self.work += len(names)
         self.asked[request_id] = Asked(request, names, consumers, self.clock.now)
+        self.asked[request_id].unsent.update(each.transfer_id for each in transfers)
         self.trace.append(f"{self.clock.now:.2f} {request_id} asks for {names} to {consumers}")
         self.scheduler.add_request(request)
 
@@ -494,7 +425,40 @@ class World:
         self.seen["resets"] += 1
         self.trace.append(f"{self.clock.now:.2f} reset")
         self.scheduler.reset_encoder_cache()
-        self.worker.forget()
+        self.worker.reset()
+        self.missing.clear()
+        # Consumers hear that these do not come, and have some of them asked for again.
+        again = [each for each in sorted(self.open) if self.rng.random() < 0.5]
+        self.kept.clear()
+        self.open.clear()
+        for transfer_id in again:
+            name, _, rest = transfer_id.partition(" of ")
+            self._arrive((rest.partition(" to ")[2],), again={name: transfer_id})
+
+    def _pause(self) -> None:
+        """Pause as vLLM's engine core does, or go on."""
+        from vllm.v1.core.sched.interface import PauseState
+        from vllm.v1.request import RequestStatus
+
+        if self.is_paused:
+            self._resume()
+            return
+        self.is_paused = True
+        mode = self.rng.choice(("abort", "wait", "keep"))
+        self.seen[f"pauses: {mode}"] += 1
+        self.trace.append(f"{self.clock.now:.2f} pause {mode}")
+        if mode == "abort":
+            for each in self.scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED):
+                self._ended(each.request_id, "aborted")
+        state = PauseState.PAUSED_ALL if mode == "keep" else PauseState.PAUSED_NEW
+        self.scheduler.set_pause_state(state)
+
+    def _resume(self) -> None:
+        from vllm.v1.core.sched.interface import PauseState
+
+        self.is_paused = False
+        self.trace.append(f"{self.clock.now:.2f} resume")
+        self.scheduler.set_pause_state(PauseState.UNPAUSED)
 
     # -- turns -------------------------------------------------------------------------------------
 
@@ -506,12 +470,19 @@ class World:
         self.clock.now += self.rng.choice((0.005, 0.01, 0.05))
         if not self.asked:
             self.clock.now += self.rng.choice((0.0, 0.5))
-        for address, message in self.worker.poll():
-            self.consumers[address].hear(message)
+        slow = self.shape.churns
+        self.worker.device.compute(self.rng.choice((0, 0, 0, 1) if slow else (0, 1, 3, 100)))
+        if self.rng.random() < 0.3:
+            self.worker.copy()
+        self.worker.turn()
         for consumer in self.consumers.values():
             for message in consumer.said():
-                self.worker.session.receive(consumer.address, message, self.clock.now)
+                self.worker.receive(consumer.address, message)
         self._check_room()
+        self.worker.check()
+
+    def _deliver(self, address: str, message: AnyMessage) -> None:
+        self.consumers[address].hear(message)
 
     def _execute(self, planned: Any) -> None:
         encoded = [
@@ -522,6 +493,9 @@ class World:
         metadata = planned.ec_connector_metadata
         for order in metadata.orders:
             self.kept[order.transfer_id] = (order.consumer, order.mm_hash)
+            self.open.add(order.transfer_id)
+            for asked in self.asked.values():
+                asked.unsent.discard(order.transfer_id)
         for request_id in planned.num_scheduled_tokens:
             self.asked[request_id].steps += 1
         self.seen["items encoded"] += len(encoded)
@@ -535,7 +509,34 @@ class World:
             )
         if self.shape.fair:
             self._check_shares()
-        self.worker.execute(planned, encoded)
+        self._check_orders(metadata, encoded)
+        self.missing.difference_update(metadata.copies.restored)
+        self.missing.update(self.worker.begin(planned))
+        short = self.faults and self.rng.random() < 0.1
+        for name in encoded:
+            if short and self.rng.random() < 0.7:
+                self.worker.run_out_of_memory(name)
+                self.missing.add(name)
+                self.not_encoded[name] += 1
+            else:
+                self.worker.encode(name, self.shape.sizes[name], self.width)
+                self.missing.discard(name)
+        self.report = self.worker.end()
+
+    def _check_orders(self, metadata: Any, encoded: list[str]) -> None:
+        """Workers have what they are to send and to restore, as far as the scheduler can know."""
+        self.missing.difference_update(metadata.copies.dropped)
+        self.told.difference_update(metadata.copies.dropped)
+        for name in metadata.copies.restored:
+            if name in self.told:
+                raise Violation(f"{name} is restored, and its copy was told to be lost")
+        there = {*self.worker.cache, *metadata.copies.restored, *encoded}
+        for order in metadata.orders:
+            name = order.mm_hash
+            if name in self.missing and name in self.told:
+                raise Violation(f"{order.transfer_id}: {name} was told not to be there")
+            if name not in there | self.missing:
+                raise Violation(f"{order.transfer_id}: {name} is to be sent, and is not there")
 
     def _take_in(self, planned: Any) -> None:
         from vllm.v1.outputs import ECConnectorOutput, make_empty_encoder_model_runner_output
@@ -543,29 +544,25 @@ class World:
         output = make_empty_encoder_model_runner_output(planned)
         if not planned.num_scheduled_tokens:
             output = type(output)(req_ids=[], req_id_to_index={})
-        worker = self.worker
-        report: dict[Kind, set[str]] = {
-            "copy lost": worker.told_lost,
-            "missing": worker.told_missing,
-        }
+        made, self.report = self.report, None
+        ended = set((made and made.finished_sending) or ())
+        names = set((made and made.finished_recving) or ())
+        report = from_names(names)
         if self.room and self.rng.random() < 0.2:
-            width = int(self.scheduler.vllm_config.model_config.get_inputs_embeds_size())
-            report["room"], self.room = {str(self.room * width * 4)}, 0
+            names |= to_names({"room": {str(self.room * self.width * 4)}})
+            self.room = 0
             self.seen["caches grown"] += 1
-        self.seen["copies lost"] += len(worker.told_lost)
-        self.seen["items missing"] += len(worker.told_missing)
-        worker.told |= worker.told_lost | worker.told_missing
+        self.seen["copies lost"] += len(report["copy lost"])
+        self.seen["items missing"] += len(report["missing"])
+        self.told |= report["copy lost"] | report["missing"]
         for transfer_id, (_, name) in list(self.kept.items()):
-            if name in worker.told_missing:
+            if name in report["missing"]:
                 del self.kept[transfer_id]  # What is not there keeps no room.
-        worker.told_lost, worker.told_missing = set(), set()
-        if self.shape.device and worker.computed and self.rng.random() < 0.8:
-            report["computed"] = {str(worker.computed)}
-        ended, worker.ended = worker.ended, set()
+        self.open -= ended
         for transfer_id in ended:
             self.kept.pop(transfer_id, None)
         output.ec_connector_output = ECConnectorOutput(
-            finished_sending=ended or None, finished_recving=to_names(report) or None
+            finished_sending=ended or None, finished_recving=names or None
         )
         for outputs in self.scheduler.update_from_output(planned, output).values():
             for each in outputs.outputs:
@@ -574,6 +571,8 @@ class World:
 
     def _ended(self, request_id: str, how: str) -> None:
         asked = self.asked.pop(request_id)
+        if asked.unsent and how == "stop":
+            raise Violation(f"{request_id} ended, and {sorted(asked.unsent)} were not sent")
         self.seen[f"requests that ended: {how}"] += 1
         self.seen["requests with several items"] += len(asked.names) > 1
         self.seen["requests of several steps"] += asked.steps > 1
@@ -589,7 +588,7 @@ class World:
             raise Violation(f"{cache.num_free_slots} of {cache.cache_size} free, {used} used")
         if cache.num_freeable_slots != cache.num_free_slots + idle:
             raise Violation("what could be freed is not what is free and what is idle")
-        if self.cache.items.keys() - self.worker.missing - self.worker.cache.keys():
+        if self.cache.items.keys() - self.missing - self.worker.cache.keys():
             raise Violation("the scheduler believes that something is in the encoder cache")
 
     def _check_shares(self) -> None:

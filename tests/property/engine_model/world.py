@@ -30,6 +30,7 @@ QUIET_S = 140.0
 SETTLED_S = 130.0
 """After which a process that is gone has written what it ever will."""
 MOST_TURNS = 30_000
+MOST_PAUSED_TURNS = 3_000
 TRACE = 400
 
 
@@ -44,6 +45,7 @@ class World:
         self._traced = traced
         self.pool = PoolMemory()
         self.worker = Worker(rng, self.pool, copies=shape.copies, fails=shape.faults)
+        self.worker.ranks = 1 if shape.beside else 2
         self.store = Shelf(self.clock, self.pool, rng, fails=0.15 if shape.faults else 0.0)
         self.store.entries = {name for name in shape.items if rng.random() < 0.8}
         self.engine = Engine(shape, rng, self.clock, self.worker, self.note, self.store)
@@ -77,6 +79,9 @@ class World:
         self.prompts = shapes.Prompts(rng, shape, shapes.longest_prompt(shape))
         self._todo: list[tuple[int, int, Callable[[], None]]] = []
         self._numbers = itertools.count()
+        self._pauses = rng.random() < 0.2
+        self._pause = ""
+        self._paused_turn = 0
         self._saw_reset: set[str] = set()
         """Requests that were here when a cache was reset: they need again what they had."""
         self._on_demand: set[str] = set()
@@ -122,10 +127,12 @@ class World:
         for _ in range(turns + 10):
             if resets:
                 self._reset()
+            if self._pauses and not self._pause and rng.random() < 0.03:
+                self._begin_pause()
             if shape.faults:
                 self._fail()
             self.turn(may_invalidate=invalidates and rng.random() < 0.05)
-        while self.engine.unfinished or self.engine.jobs or self.worker.is_sending:
+        while self.engine.unfinished or self.engine.jobs or self.worker.is_sending or self._pause:
             self.turn()
             if self.network.turn > MOST_TURNS:
                 raise Violation(f"{self._those_waiting()} go on for ever")
@@ -206,15 +213,54 @@ class World:
     def _reset(self) -> None:
         if self.rng.random() < 0.01:
             self.seen["resets of the encoder cache"] += 1
-            self.note("the encoder cache is reset")
             self._saw_reset |= set(self.engine.unfinished)
-            self.engine.reset_encoder_cache()
+            self._reset_encoder_caches()
         if self.rng.random() < 0.01:
             running = self.rng.random() < 0.5
             self.seen["resets of the prefix cache"] += 1
             self.note("the prefix cache is reset, running:", running)
             self._saw_reset |= set(self.engine.unfinished)
             self.engine.reset_prefix_cache(running=running)
+
+    def _reset_encoder_caches(self) -> None:
+        """Let all engines forget what they encoded, encoders first, as a front does."""
+        new = not any(each.is_stopped for each in self.encoders)  # It would wait for these.
+        self.note("encoder caches are reset", "for new weights" if new else "")
+        if new:
+            self.seen["new weights"] += 1
+            for encoder in self.encoders:
+                encoder.reset()
+            for job in self.router.jobs.values():
+                job.asked.clear()
+        self.engine.reset_encoder_cache()
+        self.pool.weights += new
+
+    def _begin_pause(self) -> None:
+        self._pause = self.rng.choice(["abort", "wait", "keep"])
+        self._paused_turn = self.network.turn
+        self.seen[f"pauses: {self._pause}"] += 1
+        self.note("pause", self._pause)
+        self.engine.pause(self._pause)
+        if self._pause != "wait":
+            self.later(self.rng.choice([1, 5, 40]), self._resume)
+
+    def _resume(self) -> None:
+        self.note("resume")
+        self._pause = ""
+        self.engine.resume()
+
+    def _go_on_pausing(self) -> None:
+        """Let a pause that waits come to its end, and time pass until then."""
+        turns = self.network.turn - self._paused_turn
+        if self._pause == "wait" and self.engine.is_paused():
+            self._pause = "over"
+            self._saw_reset |= set(self.engine.unfinished)
+            self._reset_encoder_caches()
+            self.later(self.rng.choice([1, 5, 40]), self._resume)
+        elif self._pause == "wait" and turns > MOST_PAUSED_TURNS:
+            raise Violation(f"a pause waits for ever: {self._those_waiting()}")
+        elif self._pause == "wait" and self.shape.faults and turns > QUIET_TURNS:
+            self.clock.now += JUMP_S
 
     def _fail(self) -> None:
         rng = self.rng
@@ -252,7 +298,7 @@ class World:
         while self._todo and self._todo[0][0] <= self.network.turn:
             heapq.heappop(self._todo)[-1]()
         self.go_on()
-        if self.engine.has_work:
+        if not self.engine.is_paused() if self._pause else self.engine.has_work:
             self.engine.turn(self.go_on, may_invalidate=may_invalidate)
             self.carry()
         requested, self.engine.requested = self.engine.requested, []
@@ -261,10 +307,13 @@ class World:
             self.note("asks for", transfer_id)
             job = self.router.jobs.get(transfer_id)
             if job:
-                assert job.asked or transfer_id in self._on_demand | self._stored
                 self.later(self.rng.choice([0, 0, 1, 5]), lambda job=job: self.router.ask(job))
         for request_id in [each for each in self.engine.ended if each not in self._judged]:
             self._judge(self.engine.ended[request_id])
+        if self._pause:
+            self._go_on_pausing()
+            self._quiet_turns, self._quiet_since = 0, self.clock.now
+            return
         self._watch()
         if self.store.idle_slots:
             raise Violation("the store holds slots that no thread fills")
@@ -450,7 +499,7 @@ class World:
             request_id = self._probe(encoder, min(self.shape.cache, self.shape.pool))
             if self._finish(request_id) != "length":
                 raise Violation(f"the item of {request_id} did not come after all had ended")
-        self.engine.reset_encoder_cache()
+        self._reset_encoder_caches()
         for _ in range(3):
             self._finish(
                 self.arrive(Prompt(tokens=[1], places=[], wishes={}, answer=4, priority=0))

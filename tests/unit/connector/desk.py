@@ -97,6 +97,9 @@ class Desk:
     def needs_another(self, transfer: Transfer) -> bool:
         return False
 
+    def may_wait(self, transfer: Transfer) -> bool:
+        return False
+
     def not_needed(self, transfer_id: str) -> None:
         pass
 

@@ -146,6 +146,30 @@ def test_an_item_that_cannot_be_encoded_is_told_and_the_next_one_comes(
         """Nothing keeps it waiting."""
 
 
+def test_item_submitted_before_a_reset_is_not_placed(tower: Tower) -> None:
+    encoder = BackgroundEncoder(tower.encode, tower.blocks)
+    encoder.submit(encoding("under way"))
+    until(lambda: tower.begun == [0])
+    encoder.submit(encoding("queued"))
+    encoder.reset()
+    encoder.submit(encoding("new"))
+    tower.may.release(6)
+    cache: dict[str, torch.Tensor] = {}
+    ended: list[set[str]] = [set(), set()]
+
+    def all_ended() -> bool:
+        encoder.place(cache)
+        for found, more in zip(ended, encoder.take_ended(), strict=True):
+            found |= more
+        return len(set.union(*ended)) == 3
+
+    until(all_ended)
+    assert ended == [{"under way", "queued"}, {"new"}]
+    assert list(cache) == ["new"]
+    tower.may.release(30)
+    encoder.close()
+
+
 def test_closing_ends_the_thread_after_the_item_under_way(tower: Tower) -> None:
     background = BackgroundEncoder(tower.encode, tower.blocks)
     background.submit(encoding("a"))

@@ -1,0 +1,40 @@
+"""Calls of all engines behind the engine front: their order, where engines need one another."""
+
+from __future__ import annotations
+
+from typing import Any
+
+Call = tuple[bool | None, str, tuple[Any, ...]]
+"""One of all engines, or of those that only encode, or of the others: its name, and arguments."""
+
+
+def calls_of_all(method: str, *args: Any) -> list[Call]:
+    """Return the calls, one after the other, by which all engines do what one engine would.
+
+    - Encode engines pause last: requests that a pause lets end may wait for their items. They go on
+      first.
+    - Encode engines never drop jobs: those that are open are of requests that came since.
+    - Encoder caches are reset once more where items arrive, when they are reset where items come
+      from: what an engine sent before its reset is an entry of none after that.
+    """
+    encoders, others = True, False
+    if method == "pause_scheduler" and len(args) == 2:
+        mode, clear = args
+        return [
+            (others, method, (mode, False)),
+            (encoders, method, ("wait", clear)),
+            # Jobs for other engines have gone on until here.
+            (others, method, ("keep", clear)),
+        ]
+    if method == "sleep" and len(args) == 2:
+        level, mode = args
+        return [
+            (others, "pause_scheduler", (mode, False)),
+            (encoders, method, (level, "wait")),
+            (others, method, (level, "keep")),
+        ]
+    if method in ("resume_scheduler", "wake_up"):
+        return [(encoders, method, args), (others, method, args)]
+    if method in ("reset_encoder_cache", "release_kv_cache_memory"):
+        return [(None, method, args), (others, "reset_encoder_cache", ())]
+    return [(None, method, args)]

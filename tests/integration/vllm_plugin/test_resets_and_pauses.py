@@ -1,0 +1,139 @@
+"""Resets of encoder caches, and pauses, over vLLM's real schedulers."""
+
+from __future__ import annotations
+
+import pytest
+
+from epd_portable.wire.messages import Nack
+from tests.kit.side import Side, bare, media
+
+pytestmark = pytest.mark.needs_vllm
+
+
+def refused(side: Side, transfer_id: str) -> bool:
+    """Return whether the side wants another encoder for a transfer's item."""
+    told = [each.transfer_id for each in side.told if isinstance(each, Nack)]
+    return transfer_id in told + side.engine.requested
+
+
+@pytest.mark.parametrize("turns", range(0, 24, 2))
+def test_item_under_way_is_encoded_again_with_new_weights(turns: int) -> None:
+    side = Side(items={"x": 4}, cache=16, can_encode=False, copies=bool(turns % 4))
+    encoder = side.encoder()
+    side.ask("A", 1, bare("x"), 1, answer=9, transfers={"x": "t-A"})
+    side.encode(encoder, "t-A", "x")
+    side.turns(turns)
+    side.update_weights()
+    side.turns(2)
+    if refused(side, "t-A"):
+        side.encode(encoder, "t-A", "x")
+    side.ask("B", 3, bare("x"), 1, transfers={"x": "t-B"})
+    side.encode(encoder, "t-B", "x")
+    side.until_ended("A", "B", within_s=20.0)
+    assert set(side.ended.values()) == {"length"}
+    side.close()
+
+
+def test_item_aborted_before_its_request_comes_is_not_awaited() -> None:
+    side = Side(items={"x": 4}, cache=16)
+    encoder = side.encoder()
+    side.encode(encoder, "t-A", "x")
+    side.turns()  # It is announced.
+    side.update_weights()
+    side.turns()
+    side.ask("A", 1, media("x"), 1, transfers={"x": "t-A"})
+    side.until_ended("A", within_s=5.0)
+    assert side.ended["A"] == "length"
+    side.close()
+
+
+def test_store_is_not_read_after_a_reset() -> None:
+    side = Side(items={"x": 4, "y": 4}, cache=16, can_encode=False)
+    encoder = side.encoder()
+    side.store.entries = {"x", "y"}
+    side.ask("A", 1, bare("x"), 1, transfers={"x": "t-A"}, stored=["t-A"])
+    side.until_ended("A", within_s=5.0)
+    assert not refused(side, "t-A")
+    side.ask("B", 1, bare("y"), 1, transfers={"y": "t-B"}, stored=["t-B"])  # Its load is announced.
+    side.update_weights()
+    side.ask("C", 1, bare("x"), 1, transfers={"x": "t-C"}, stored=["t-C"])
+    side.turns(4)
+    assert refused(side, "t-C") and refused(side, "t-B")
+    side.encode(encoder, "t-B", "y")
+    side.encode(encoder, "t-C", "x")
+    side.until_ended("B", "C", within_s=20.0)
+    assert set(side.ended.values()) == {"length"}
+    side.close()
+
+
+@pytest.mark.parametrize("turns", range(4))
+def test_item_in_the_background_is_encoded_again_after_a_reset(turns: int) -> None:
+    side = Side(items={"x": 4}, cache=16, beside=True)
+    side.worker.hangs = True
+    side.ask("A", 1, media("x"), 1)
+    side.turns(turns)
+    side.worker.hangs = False
+    side.update_weights()
+    side.until_ended("A", within_s=10.0)
+    assert side.ended["A"] == "length"
+    side.close()
+
+
+def test_pause_that_aborts_returns_jobs_of_other_engines() -> None:
+    from vllm.v1.request import RequestStatus
+
+    side = Side(items={"x": 4, "big": 8}, cache=8)
+    side.ask("A", 1, media("big"), 1, answer=1000)
+    side.turns(2)
+    side.engine.add_job("J", "x", 4)  # Waits for space that A has.
+    side.turns()
+    job = side.scheduler.finish_requests("J", RequestStatus.FINISHED_ABORTED)
+    assert [(each.request_id, each.client_index) for each in job] == [("J", 0)]
+    side.engine.jobs.discard("J")
+    side.engine.add_job("K", "x", 4)
+    side.engine.pause("abort")  # Fails unless vLLM gets all of them.
+    side.engine.resume()
+    side.close()
+
+
+def test_jobs_of_other_engines_end_while_a_pause_waits() -> None:
+    side = Side(items={"x": 4}, cache=16)
+    side.engine.pause("wait")
+    side.engine.add_job("J", "x", 4)
+    side.until(lambda: not side.engine.jobs, within_s=5.0)
+    assert side.engine.is_paused()
+    side.engine.pause("keep")
+    side.engine.add_job("K", "x", 4)
+    assert side.engine.is_paused()
+    side.engine.resume()
+    side.until(lambda: not side.engine.jobs, within_s=5.0)
+    side.close()
+
+
+@pytest.mark.parametrize("mode", ["wait", "keep"])
+def test_requests_have_their_whole_time_after_a_pause(mode: str) -> None:
+    side = Side(items={"x": 4}, cache=16, can_encode=False)
+    encoder = side.encoder()
+    side.engine.pause(mode)
+    side.ask("A", 1, bare("x"), 1, transfers={"x": "t-A"})
+    for _ in range(50):
+        side.clock.now += 10.0
+        side.engine.take_in()
+    side.engine.resume()
+    side.turns(2)
+    side.encode(encoder, "t-A", "x")
+    side.until_ended("A", within_s=10.0)
+    assert side.ended["A"] == "length"
+    side.close()
+
+
+def test_item_that_one_rank_cannot_encode_is_encoded_again() -> None:
+    side = Side(items={"x": 4, "y": 4}, cache=8)
+    side.worker.ranks = 2
+    side.worker.fails_once.add("x")
+    side.engine.add_job("J", "x", 4)
+    side.until(lambda: not side.engine.jobs, within_s=10.0)
+    assert side.worker.seen["items encoded by some ranks"] == 1
+    side.ask("A", 1, media("x"), media("y"), 1)
+    side.until_ended("A", within_s=10.0)
+    side.close()
