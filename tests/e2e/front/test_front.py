@@ -57,7 +57,8 @@ def front(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Split]:
     else:
         popen = pod.popen_in(folder)
     settings += ["instances.encode.count=2", steered]
-    with running(folder, settings, env={"VLLM_API_KEY": KEY}, popen=popen) as split:
+    env = {"VLLM_API_KEY": KEY, "VLLM_SERVER_DEV_MODE": "1"}
+    with running(folder, settings, env=env, popen=popen) as split:
         yield split
 
 
@@ -126,6 +127,46 @@ def test_vllm_api_key_guards_the_front_as_plain_vllm(front: Split) -> None:
     wrong = {"authorization": "Bearer wrong"}
     assert post(front.url, body([picture(3), ASK]), headers=wrong).status_code == 401
     assert ask(front.url, [picture(3), ASK]).sources == ["transfer"]
+
+
+def control(front: Split, path: str, **params: str) -> None:
+    """Send one of vLLM's calls to all engines."""
+    url = f"{front.url}/{path}"
+    answer = httpx.post(url, params=params, headers=AUTHORIZED, timeout=TIMEOUT_S, trust_env=False)
+    assert answer.status_code == 200, answer.text
+
+
+def test_weights_are_updated_while_requests_wait_for_items(
+    front: Split, reference_url: str
+) -> None:
+    """The calls of an update, in its order; the update itself needs no engine of ours."""
+
+    def begun(since_s: float) -> int:
+        """Return how many requests the engine that generates has begun."""
+        steps = front.events("step", since_s=since_s)
+        decoding = [each for each in steps if each["instance"] == ENGINES[-1]]
+        return len({request_id for each in decoding for request_id in each["tokens"]})
+
+    contents = [
+        [text("Words that are computed first. " * 12), picture(910 + n), ASK] for n in range(6)
+    ]
+    with ThreadPoolExecutor(8) as pool:
+        with encoders_held(front) as held_s:
+            before = [pool.submit(ask, front.url, each) for each in contents]
+            wait_until(lambda: begun(held_s) == 6, "the text before each item is computed")
+            wait_until(lambda: in_flight(front) >= 12, "jobs wait at encoders that are held")
+            pause = pool.submit(control, front, "pause", mode="wait")
+        pause.result()
+        answers = [each.result() for each in before]
+        later = pool.submit(ask, front.url, contents[0])
+        control(front, "reset_prefix_cache")
+        control(front, "reset_encoder_cache")
+        assert not later.done()
+        control(front, "resume")
+        answers.append(later.result())
+    for ours, content in zip(answers, [*contents, contents[0]], strict=True):
+        assert_equal(ours, ask(reference_url, content))
+        assert ours.sources == ["transfer"]
 
 
 def test_two_engines_encode_a_video_and_its_first_part_is_computed_before_the_next_is_there(
