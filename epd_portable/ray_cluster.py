@@ -200,6 +200,7 @@ def _await_ready(
     needs = {spec.name: spec.resources for spec in specs}
     wait = Wait("not all launchers have a node", specs[0].node_s, limit="launch.startup_timeout_s")
     waiting = {actor.ready.remote(): name for name, actor in actors.items()}
+    said: dict[str, str] = {}
     while waiting:
         done, _ = ray.wait(list(waiting), timeout=_SAY_EVERY_S)
         for answer in done:
@@ -207,9 +208,10 @@ def _await_ready(
             say(Notice("stage", f"{name} is ready on {_answer(name, answer)}", {"name": name}))
         if not done:
             names = list(waiting.values())
-            said = _answered({name: actors[name].said.remote() for name in names}, _SAID_WITHIN_S)
+            # One that has answered once has its node, however late it answers.
+            said |= _answered({name: actors[name].said.remote() for name in names}, _SAID_WITHIN_S)
             away = {name: _without_node(needs[name]) for name in names if name not in said}
-            text = "; ".join(f"{name} {why}" for name, why in (said | away).items())
+            text = "; ".join(f"{name} {(said | away)[name]}" for name in names)
             say(Notice("waiting", f"waiting for {text}", {"names": names}))
             if away:
                 wait.go_on(text)
