@@ -42,11 +42,14 @@ logger = logging.getLogger(__name__)
 
 IMAGE_FORMATS = frozenset(
     {
-        *("AVIF", "BLP", "BMP", "DDS", "DIB", "GIF", "ICNS", "ICO", "IM", "JPEG", "JPEG2000"),
-        *("MSP", "PCX", "PNG", "PPM", "QOI", "SGI", "SPIDER", "TGA", "TIFF", "WEBP", "XBM"),
+        *("AVIF", "BMP", "DDS", "DIB", "GIF", "ICO", "IM", "JPEG", "JPEG2000", "MSP", "PCX"),
+        *("PNG", "PPM", "QOI", "SGI", "SPIDER", "TGA", "TIFF", "WEBP", "XBM"),
     }
 )
-"""Pillow's names of the formats that are opened: those that it writes and vLLM reads."""
+"""Pillow's names of the formats that are opened: those that it writes and vLLM reads.
+
+Not BLP and ICNS: they hold a JPEG or PNG, which Pillow decodes whatever size the file states.
+"""
 FEWEST_READS = 4096
 BYTES_A_READ = 64
 """Reads of an image's headers: a fixed number, and one for each so many bytes of the file. Headers
@@ -295,6 +298,7 @@ class _BoundedIO(MediaIO[Any]):
     def _load(self, load: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         # vLLM starts to load all items of a request before it raises the first refusal.
         self._budget.check_items()
+        self._budget.charge(0)  # Pillow decodes an icon before its pixels can be counted.
         token = _budget.set(self._budget)
         try:
             return load(*args, **kwargs)

@@ -13,7 +13,7 @@ PARTS: Mapping[str, str] = {
     "revision": "the revision (--revision)",
     "config": "the configuration files of the checkpoint (config.json, params.json)",
     "overrides": "the overrides of the configuration (--hf-overrides, --config-format)",
-    "code": "the remote code of the checkpoint (*.py, --code-revision)",
+    "code": "the remote code of the checkpoint (*.py, --trust-remote-code, --code-revision)",
     "processor": "the processor files of the checkpoint (preprocessor_config.json and others)",
     "processor_kwargs": "the processor settings (--mm-processor-kwargs, --media-io-kwargs)",
     "dtype": "the dtype (--dtype)",

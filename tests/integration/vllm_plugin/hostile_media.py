@@ -7,6 +7,7 @@ A process of its own, because bounds of decoders hold for a process: one JSON ob
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import io
 import json
@@ -26,6 +27,7 @@ os.environ |= {"VLLM_MAX_IMAGE_PIXELS": str(LIMIT), "VLLM_MAX_AUDIO_DECODE_DURAT
 import cv2  # noqa: E402
 import numpy as np  # noqa: E402
 from PIL import Image  # noqa: E402
+from starlette.types import Receive, Scope, Send  # noqa: E402
 from vllm.multimodal.media import MEDIA_CONNECTOR_REGISTRY  # noqa: E402
 
 from epd_portable.media.limits import MediaLimits  # noqa: E402
@@ -52,6 +54,18 @@ def fli(beginning: bytes, side: int = 9000) -> bytes:
 def icon(picture: bytes) -> bytes:
     entry = struct.pack("<BBBBHHII", 16, 16, 0, 0, 1, 32, len(picture), 22)
     return b"\0\0\1\0\1\0" + entry + picture
+
+
+def apple_icon(picture: bytes) -> bytes:
+    entry = b"icp4" + struct.pack(">I", 8 + len(picture)) + picture
+    return b"icns" + struct.pack(">I", 8 + len(entry)) + entry
+
+
+def texture(picture: bytes) -> bytes:
+    """Return a BLP of 16 × 16 pixels that holds a JPEG."""
+    head = b"BLP1" + struct.pack("<6I", 0, 0, 16, 16, 4, 0)
+    places = struct.pack("<32I", 160, *[0] * 15, len(picture), *[0] * 15)
+    return head + places + bytes(4) + picture
 
 
 def tiff(*tags: tuple[int, int, int], data: bytes = b"") -> bytes:
@@ -103,6 +117,8 @@ def pictures() -> Iterator[tuple[str, bytes]]:
     yield "PBM with a remark in a number", file.getvalue().replace(b"3000 ", b"3#\n000 ", 1)
     large = png(SIDE, SIDE)
     yield "large PNG in an icon", icon(large)
+    yield "PNG in an ICNS", apple_icon(png(1024, 1024))
+    yield "JPEG in a BLP", texture(saved("JPEG", 1024))
     hidden = large[:8] + chunk(b"prVt", struct.pack(">II", 16, 16)) + large[8:]
     yield "PNG in an icon, a chunk before its size", icon(hidden)
     yield (
@@ -221,10 +237,25 @@ def main() -> None:
     good = [("image", "good PNG", png(1000, 1000)), ("video", "good MP4", film(".mp4", "mp4v"))]
     for modality, name, data in [good[0], *made, *good]:
         load(modality, name, data)
+    asyncio.run(load_icons())
     os.environ["VLLM_MAX_IMAGE_PIXELS"] = str(64 << 20)
     media_bounds.bound_process(MediaLimits(max_memory_bytes=64 << 20))
     load("image", "more than there is memory for", png(8000, 8000))
     load("image", "good PNG at last", png(1000, 1000))
+
+
+async def load_icons() -> None:
+    """Load two icons in one request, the first of which has more pixels than it may have."""
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        for name in ("first icon of a request", "second icon of a request"):
+            load("image", name, icon(png(1000, 1000)))
+
+    async def nothing(*_: object) -> None: ...
+
+    limits = MediaLimits(max_request_pixels=10)
+    middleware = media_bounds.MediaBoundsMiddleware(app, limits=limits)
+    await middleware({"type": "http"}, nothing, nothing)  # type: ignore[arg-type]
 
 
 def load(modality: str, name: str, data: bytes | str, *, media_type: str = "") -> None:

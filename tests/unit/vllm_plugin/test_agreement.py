@@ -151,6 +151,7 @@ def test_remote_code_counts_where_it_is_trusted(folder: Path) -> None:
     before = agreement.fingerprint(trusting), agreement.fingerprint(engine(folder))
     (folder / "code.py").write_text("class Config: pass\n", "utf-8")
     assert "remote code" in differences(before[0], agreement.fingerprint(trusting))
+    assert "--trust-remote-code" in differences(*before)
     assert agreement.fingerprint(engine(folder)) == before[1]
 
 
