@@ -54,9 +54,11 @@ from epd_portable.router.settings import InstanceSettings, RouterSettings, polic
 
 AGREED_ARGS = (
     *("dtype", "revision", "code_revision", "config_format", "hf_config_path", "hf_overrides"),
-    *("mm_processor_kwargs", "trust_remote_code"),
+    *("mm_processor_kwargs", "media_io_kwargs", "trust_remote_code"),
 )
 """Engine arguments that encode and prefill+decode instances must have in common."""
+_SAME_AS_NONE = ("auto", "main", "master", False)
+"""Values that equal the default."""
 QUEUED_BODIES = 8
 """Of the largest size that the router lets through, that an encode instance queues."""
 _NAMES = ("EPD_INSTANCE", "OTEL_SERVICE_NAME")
@@ -376,8 +378,13 @@ def _disagreements(topology: Topology) -> list[str]:
 def _agreed(value: JsonValue) -> JsonValue:
     """Return an engine argument without the place of the work, which does not change outputs."""
     if not isinstance(value, dict):
-        return value
-    return {name: each for name, each in value.items() if name != "device"} or None
+        return None if value in _SAME_AS_NONE else value
+    found = {
+        name: _agreed(each) if isinstance(each, dict) else each
+        for name, each in value.items()
+        if name not in ("device", "backend")
+    }
+    return {name: each for name, each in found.items() if each is not None} or None
 
 
 def _instance(

@@ -139,7 +139,10 @@ def test_a_plan_warns_of_what_up_refuses(tmp_path: Path) -> None:
     [
         ({"encode": {"dtype": "float16"}}, "dtype differs between encode and prefill-decode"),
         ({"prefill_decode": {"mm_processor_kwargs": {"min_pixels": 4}}}, "mm_processor_kwargs"),
+        ({"prefill_decode": {"media_io_kwargs": {"video": {"num_frames": 4}}}}, "media_io_kwargs"),
         ({"encode": {"mm_processor_kwargs": {"device": "cuda"}}}, ""),
+        ({"encode": {"media_io_kwargs": {"video": {"backend": "opencv"}}}}, ""),
+        ({"encode": {"revision": "main", "trust_remote_code": False}}, ""),
         ({"encode": {"max_num_seqs": 4}}, ""),
     ],
 )
