@@ -246,6 +246,8 @@ class EncodeWorkerHalf:
         self._platform = Platform(self.device, lambda: self.no_memory())
         self._clock = clock
         self._made: dict[str, Any] = {}
+        self._violations: list[str] = []
+        """Of messages: the sender survives errors where they are sent."""
         with self.seams():
             self._open(config)
 
@@ -369,6 +371,8 @@ class EncodeWorkerHalf:
         """Let the sender's thread take a turn."""
         self.writers.turn()
         self._sender._take_turn(blocking=True)
+        if self._violations:
+            raise Violation(self._violations[0])
 
     def copy(self) -> None:
         """Let the next copy be made in host memory."""
@@ -386,7 +390,7 @@ class EncodeWorkerHalf:
         if isinstance(message, Written):
             sent = self.writers.written[message.transfer_id]
             if sent != self.weights:
-                raise Violation(
+                self._violations.append(
                     f"{message.transfer_id} brings what weights {sent} made, not {self.weights}"
                 )
         self._deliver(address, message)
