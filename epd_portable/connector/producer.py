@@ -150,15 +150,17 @@ class ProducerSession:
     def submit(self, order: TransferOrder, *, ready: bool, now: float) -> None:
         """Begin a transfer, unless it is under way; ``ready`` if the output is there already."""
         known = self._transfers.get(order.transfer_id)
-        if known is not None and (known.problem is None or known.next is not None):
+        if known is not None and known.problem is None:
             return
         transfer = _Transfer(
             order, next(self._attempts), now + self._wait_timeout_s, ready, next_send_s=now
         )
         if known is None:
             self._transfers[order.transfer_id] = transfer
-        else:
-            known.next = transfer
+            return
+        if known.next is not None:
+            self._finish(known.next, "it was submitted again before it began")
+        known.next = transfer
 
     def output_ready(self, mm_hash: str) -> None:
         """The encoder has put out an item."""
@@ -308,6 +310,10 @@ class ProducerSession:
         del self._transfers[order.transfer_id]
         if transfer.next is not None:
             self._transfers[order.transfer_id] = transfer.next
+        self._finish(transfer, problem)
+
+    def _finish(self, transfer: _Transfer, problem: str) -> None:
+        order = transfer.order
         self._out.finished.append(
             Finished(transfer_id=order.transfer_id, mm_hash=order.mm_hash, problem=problem)
         )

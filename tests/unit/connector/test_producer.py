@@ -188,6 +188,28 @@ def test_submitting_a_transfer_twice_changes_nothing(desk: Desk) -> None:
     assert desk.poll().writes == []
 
 
+@pytest.mark.parametrize("times", [1, 2, 3])
+def test_a_transfer_that_is_failed_and_submitted_again_during_a_write_ends_each_time(
+    desk: Desk, times: int
+) -> None:
+    desk.reach("writing")
+    ends = []
+    for _ in range(times):
+        desk.session.fail("t", "reset")
+        desk.submit()
+        ends += desk.poll().finished
+    desk.end_write(well=True)
+    ends += desk.poll().finished
+    assert len(ends) == times and all(each.problem for each in ends)
+    desk.receive(grant(attempt=times))
+    desk.session.output_ready("item")
+    assert len(desk.poll().writes) == 1
+    desk.end_write(well=True)
+    desk.receive(Injected(transfer_id="t", attempt=times))
+    assert desk.poll().finished == [Finished(transfer_id="t", mm_hash="item", problem="")]
+    assert len(desk.session) == 0
+
+
 @pytest.mark.parametrize("consumer", [PD, OTHER])
 @pytest.mark.parametrize(
     "message",
