@@ -37,6 +37,8 @@ OUR_MODULES = "epd_portable.vllm_plugin."
 # The first version of each ability:
 CARRIES_PARAMS: Version = (0, 26)
 """``ec_transfer_params`` reach the connector, and its answer reaches the client."""
+RETURNS_REQUESTS: Version = (0, 26)
+"""The scheduler returns the requests that it was told to end; before, their ids and clients."""
 SECOND_RUNNER: Version = (0, 28)
 """The second model runner (``VLLM_USE_V2_MODEL_RUNNER=1``) has the hooks."""
 FEEDS_CONNECTOR_OUTPUT: Version = (0, 28)

@@ -57,7 +57,9 @@ def prefill_scheduler(base: type) -> type:
                 for request_id in [*self._jobs] if names is None else self._jobs.keys() & {*names}:
                     self._encoder.withdraw(request_id)
                     # vLLM answers these where it ends all: a pause or the end of the engine.
-                    finished.append(self._jobs.pop(request_id))
+                    job = self._jobs.pop(request_id)
+                    names_only = compat.version() < compat.RETURNS_REQUESTS
+                    finished.append((request_id, job.client_index) if names_only else job)
                 # vLLM may keep one that has finished until its KV is somewhere else.
                 for request_id in [each for each, r in self._asleep.items() if r.is_finished()]:
                     del self._asleep[request_id]

@@ -96,6 +96,23 @@ def test_pause_that_aborts_returns_jobs_of_other_engines() -> None:
     side.close()
 
 
+def test_jobs_are_returned_as_vllm_before_026_returns_requests(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from vllm.v1.request import RequestStatus
+
+    from epd_portable.vllm_plugin import compat
+
+    side = Side(items={"x": 4}, cache=4)
+    side.engine.add_job("J", "x", 4)
+    with monkeypatch.context() as before:
+        before.setattr(compat, "version", lambda: (0, 23))
+        returned = side.scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED)
+    assert returned == [("J", 0)]
+    side.engine.jobs.discard("J")
+    side.close()
+
+
 def test_jobs_of_other_engines_end_while_a_pause_waits() -> None:
     side = Side(items={"x": 4}, cache=16)
     side.engine.pause("wait")
