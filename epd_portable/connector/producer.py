@@ -112,6 +112,7 @@ class _Transfer:
     grant: Grant | None = None
     lease_end_s: float = 0.0
     next_send_s: float = 0.0
+    is_announced: bool = False
     problem: str | None = None
     """How it ends when the write that is under way has ended, whose result does not matter."""
     last_message: AnyMessage | None = None
@@ -218,6 +219,8 @@ class ProducerSession:
         """Abort a transfer, if it is under way; a write that has begun ends first."""
         transfer = self._transfers.get(transfer_id)
         if transfer is not None:
+            if not transfer.is_announced:
+                self._ask(transfer, now=0.0)  # Consumers ignore what ends before that.
             transfer.last_message = transfer.abort(problem)
             self._end(transfer, problem)
 
@@ -279,6 +282,7 @@ class ProducerSession:
                 item_uuid=order.item_uuid,
                 proof=order.proof,
             )
+            transfer.is_announced = True
         self._send(transfer, question)
 
     def _write(self, transfer: _Transfer) -> None:

@@ -47,6 +47,19 @@ def test_item_aborted_before_its_request_comes_is_not_awaited() -> None:
     side.close()
 
 
+def test_item_aborted_before_its_announcement_is_requested_again_at_once() -> None:
+    side = Side(items={"x": 4}, cache=16, can_encode=False)
+    encoder = side.encoder()
+    side.ask("A", 1, bare("x"), 1, transfers={"x": "t-A"})
+    side.encode(encoder, "t-A", "x")
+    side.update_weights()  # Before anything is sent.
+    side.until(lambda: refused(side, "t-A"), within_s=5.0)
+    side.encode(encoder, "t-A", "x")
+    side.until_ended("A", within_s=10.0)
+    assert side.ended["A"] == "length"
+    side.close()
+
+
 def test_store_is_not_read_after_a_reset() -> None:
     side = Side(items={"x": 4, "y": 4}, cache=16, can_encode=False)
     encoder = side.encoder()

@@ -188,6 +188,12 @@ def test_submitting_a_transfer_twice_changes_nothing(desk: Desk) -> None:
     assert desk.poll().writes == []
 
 
+def test_a_transfer_that_fails_before_its_announcement_is_announced_first(desk: Desk) -> None:
+    desk.submit()
+    desk.session.fail("t", "reset")
+    assert desk.poll() == ended("reset", ANNOUNCED, Abort(transfer_id="t", reason="reset"))
+
+
 @pytest.mark.parametrize("times", [1, 2, 3])
 def test_a_transfer_that_is_failed_and_submitted_again_during_a_write_ends_each_time(
     desk: Desk, times: int
