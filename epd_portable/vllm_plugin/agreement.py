@@ -152,14 +152,18 @@ def _read(folder: Path, names: tuple[str, ...]) -> dict[str, Any]:
     for name in names:
         path = folder / name
         try:
-            found[name] = _without_volatile(json.loads(path.read_bytes()))
+            found[name] = json.loads(path.read_bytes())
         except FileNotFoundError:
             continue
         except (OSError, ValueError) as error:
-            raise ConfigError(
-                f"{path}: cannot be read: {error}. Download the model again"
-            ) from error
-    return found
+            raise _unreadable(path, error) from error
+        if not isinstance(found[name], dict):
+            raise _unreadable(path, "no JSON object")
+    return {name: _without_volatile(content) for name, content in found.items()}
+
+
+def _unreadable(path: Path, reason: object) -> ConfigError:
+    return ConfigError(f"{path}: cannot be read: {reason}. Download the model again")
 
 
 def _without_volatile(value: Any) -> Any:
@@ -179,7 +183,12 @@ def _has_code(*files: dict[str, Any]) -> bool:
 def _remote_code(model: ModelConfig, folders: tuple[Path, Path]) -> dict[str, str]:
     """Return a digest of each Python file of the checkpoint, and the revision of code elsewhere."""
     paths = {path.name: path for folder in folders for path in folder.glob("*.py")}
-    digests = {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in paths.items()}
+    digests = {}
+    for name, path in paths.items():
+        try:
+            digests[name] = hashlib.sha256(path.read_bytes()).hexdigest()
+        except OSError as error:
+            raise _unreadable(path, error) from error
     return {**digests, "revision": str(getattr(model, "code_revision", None) or "")}
 
 

@@ -71,7 +71,9 @@ class RouterClient:
     def instances(self, *, timeout_s: float = _TIMEOUT_S) -> list[dict[str, Any]]:
         """Return what the router says of each of its instances."""
         answer = self._request("GET", "/epd/instances", timeout_s=timeout_s)
-        found: list[dict[str, Any]] = answer["instances"]
+        found: list[dict[str, Any]] | None = answer.get("instances")
+        if found is None:
+            raise LaunchError(f"router {self}: no instances in its response. Check the address.")
         return found
 
     def find_instance(self, name: str) -> tuple[str, dict[str, Any] | None]:

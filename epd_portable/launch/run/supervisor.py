@@ -367,8 +367,8 @@ class Supervisor:
         """Return what went wrong when our instances met others, by their names."""
         found: dict[str, str] = {}
         for each in self._seen_by_routers():
-            if each["problem"]:
-                found.setdefault(each["name"], each["problem"])
+            if problem := each.get("problem"):  # Routers of older releases report none.
+                found.setdefault(each["name"], problem)
         return found
 
     def _note_problems(self, problems: Mapping[str, str]) -> None:

@@ -213,17 +213,22 @@ def test_folder_with_a_colon_is_no_gguf(folder: Path) -> None:
     assert agreement.fingerprint(engine(folder.rename(folder.with_name("model:v2")))) == before
 
 
-@pytest.mark.parametrize("broken", ["absent", "invalid", "not cached"])
+@pytest.mark.parametrize("broken", ["absent", "invalid", "no object", "broken code", "not cached"])
 def test_model_without_readable_files_is_refused(folder: Path, hub: Path, broken: str) -> None:
     model: Path | str = folder
     if broken == "absent":
         (folder / "config.json").unlink()
     elif broken == "invalid":
         (folder / "config.json").write_text("{", "utf-8")
+    elif broken == "no object":
+        (folder / "config.json").write_text("7", "utf-8")
+    elif broken == "broken code":
+        (folder / "config.json").write_text('{"auto_map": {}}', "utf-8")
+        (folder / "code.py").symlink_to(folder / "absent.py")
     else:
         model = "org/another"
     with pytest.raises(ConfigError, match=r"config\.json|cannot be read"):
-        agreement.fingerprint(engine(model))
+        agreement.fingerprint(engine(model, trust_remote_code=True))
 
 
 def test_fingerprint_holds_no_path_and_no_secret(folder: Path) -> None:
