@@ -67,6 +67,25 @@ def test_siblings_end_when_their_items_do_not_fit_together(siblings: int) -> Non
     side.close()
 
 
+@pytest.mark.parametrize("siblings", [2, 3])
+def test_siblings_wait_for_no_deadline_when_no_prefix_covers_their_items(siblings: int) -> None:
+    """A sibling whose item another one took over ends with an error, which the front sends again."""
+    side = Side(
+        items={"x1": 6, "x2": 5, "y": 2}, cache=9, pool=20, can_encode=False, prefix_caching=False
+    )
+    encoder = side.encoder()
+    names = [f"{number}_r" for number in range(siblings)]
+    for name in names:
+        transfers = {"x1": "t1", "x2": "t2"}
+        side.ask(name, 1, bare("x1"), 1, bare("x2"), 1, transfers=transfers)
+    side.ask("other", 1, bare("y"), 1, transfers={"y": "t3"})
+    for transfer_id, name in (("t1", "x1"), ("t2", "x2"), ("t3", "y")):
+        side.encode(encoder, transfer_id, name)
+    side.until_ended(*names, "other", within_s=10.0)
+    assert side.ended[names[0]] == side.ended["other"] == "length"
+    side.close()
+
+
 def test_sibling_encodes_when_its_transfer_ended_before_it_came() -> None:
     side = Side(items={"x": 6, "y": 5}, cache=9, pool=20, block=16)
     encoder = side.encoder()
