@@ -68,8 +68,8 @@ def test_siblings_end_when_their_items_do_not_fit_together(siblings: int) -> Non
 
 
 @pytest.mark.parametrize("siblings", [2, 3])
-def test_siblings_wait_for_no_deadline_when_no_prefix_covers_their_items(siblings: int) -> None:
-    """A sibling whose item another one took over ends with an error, which the front sends again."""
+def test_siblings_end_at_once_when_no_prefix_covers_items(siblings: int) -> None:
+    """A sibling whose item another one took over ends with an error; the front sends it again."""
     side = Side(
         items={"x1": 6, "x2": 5, "y": 2}, cache=9, pool=20, can_encode=False, prefix_caching=False
     )
