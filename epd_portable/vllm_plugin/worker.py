@@ -95,9 +95,9 @@ class _WorkerMixin(_Worker):
             super().initialize_from_config(*args, **kwargs)
         trace("kv_cache.ready", layers=len(self.model_runner.kv_caches))
 
-    def reset_encoder_cache(self) -> None:
+    def reset_encoder_cache(self, *args: Any, **kwargs: Any) -> None:
         # As vLLM's workers do; not every platform's has the method.
-        self.model_runner.reset_encoder_cache()
+        self.model_runner.reset_encoder_cache(*args, **kwargs)
         get_ec_transfer().reset()
 
     @contextmanager
