@@ -101,11 +101,6 @@ class ConsumerEndpoint:
         nack = Nack(transfer_id=transfer.transfer_id, code=NackCode.NOT_STORED, detail=detail)
         return IDENTITY, nack
 
-    def reset(self) -> None:
-        """The engine's weights change: what is in a store is not theirs."""
-        if self._loader is not None:
-            self._loader.stop()
-
     def send(self, identity: bytes, message: AnyMessage) -> None:
         """Send a control message."""
         if identity != IDENTITY:

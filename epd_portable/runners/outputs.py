@@ -116,7 +116,7 @@ class KeptOutputs:
             self.orders.clear()
             self._outdated += Counter()  # Without those that have ended.
             if self._store is not None:
-                self._store.stop()
+                self._store.reset()
 
     def output_for(self, transfer_id: str) -> EncoderOutput:
         """Return the output that a transfer delivers.

@@ -173,7 +173,6 @@ class Receiver:
 
     def reset(self) -> None:
         """The engine's encoder cache was reset: nothing that is on its way becomes an entry."""
-        self._endpoint.reset()
         self._session.reset(self.clock())
         self.cache.advance()
 

@@ -91,10 +91,6 @@ class Post:
     def is_gone(self, producer: PeerDescriptor) -> bool:
         return producer.session in self.gone
 
-    def reset(self) -> None:
-        if self.shelf is not None:
-            self.shelf.loader.stop()
-
     def close(self) -> None:
         """Nothing is open."""
 

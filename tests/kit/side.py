@@ -143,10 +143,11 @@ class Side:
         self.engine.abort(request_id)
 
     def update_weights(self) -> None:
-        """Give all engines other weights, and reset their encoder caches, encoders first."""
+        """Give all engines other weights and an empty store, and reset them, encoders first."""
         for encoder in self.encoders:
             encoder.reset()
         self.engine.reset_encoder_cache()
+        self.store.entries.clear()
         self._pool.weights += 1
 
     def tell(self, message: AnyMessage) -> None:

@@ -26,6 +26,8 @@ READERS = loader._READERS
 class _Reading:
     load: Any
     turns: int
+    content: str | None
+    """Of the entry when the read began; none without an entry."""
 
 
 class _Closes:
@@ -41,7 +43,7 @@ class Shelf:
     What it does not reproduce: entries' bytes and seals, and what happens between two turns.
 
     Attributes:
-        entries: Items that the store has.
+        entries: Items that the store has, of the weights of the pool; emptied with other weights.
         is_blocked: Reads do not end.
         fails: Probability that a read fails.
     """
@@ -98,20 +100,22 @@ class Shelf:
             load = made._orders.pop(next(iter(made._orders)))
             if made._breaker.allows():
                 self._put(load, TORN)
-                self._reading.append(_Reading(load, self._rng.choice([0, 0, 1, 3, 60])))
+                name = load.mm_hash
+                content = self._pool.output(name) if name in self.entries else None
+                self._reading.append(_Reading(load, self._rng.choice([0, 0, 1, 3, 60]), content))
             else:
                 made._ended.put((load, "unavailable", "the store has not answered lately"))
         for each in list(self._reading):
             each.turns -= 1
             if each.turns < 0 and not self.is_blocked:
                 self._reading.remove(each)
-                self._end(each.load)
+                self._end(each.load, each.content)
 
-    def _end(self, load: Any) -> None:
+    def _end(self, load: Any, content: str | None) -> None:
         if self._rng.random() < self.fails:
             self.loader._ended.put((load, self._rng.choice(["miss", "corrupt", "error"]), "fault"))
-        elif load.mm_hash in self.entries:
-            self._put(load, PoolMemory().output(load.mm_hash))  # Of the weights of the start.
+        elif content is not None:
+            self._put(load, content)
             self.loader._ended.put((load, "hit", ""))
         else:
             self.loader._ended.put((load, "miss", "the entry is gone"))

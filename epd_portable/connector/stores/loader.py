@@ -35,7 +35,6 @@ from epd_portable.connector.registry import STORE
 from epd_portable.connector.stores.base import Store
 from epd_portable.connector.stores.entry import Seal
 from epd_portable.connector.stores.metrics import Ask, StoreMetrics
-from epd_portable.connector.stores.writer import STOPPED
 from epd_portable.errors import CorruptEntryError, StoreError
 from epd_portable.log import trace
 from epd_portable.wire.descriptors import PathEndpoint, PeerDescriptor, SlotDescriptor, TensorSpec
@@ -58,7 +57,6 @@ logger = logging.getLogger(__name__)
 IDENTITY = b"\0store"
 """In place of a ZMQ identity; those of peers are printable."""
 _READERS = 2
-_RESET = "the encoder cache was reset, and the store is not used until the engine starts again"
 _BREAKER_OPEN = "the store has not answered lately, and is not asked"
 _BLOCKED = f"the store blocks all {_READERS} threads that read it"
 
@@ -121,7 +119,6 @@ class StoreLoader:
         self._breaker = breaker or CircuitBreaker()
         self._metrics = metrics or StoreMetrics("pd")
         self._clock = clock
-        self._stopped = False
         self._numbers = itertools.count(1)
         self._loads: dict[int, _Load] = {}
         self._outbox: list[AnyMessage] = []
@@ -179,12 +176,6 @@ class StoreLoader:
         elif isinstance(message, NotNeeded | Nack) and load is not None and load.slot is None:
             del self._loads[load.attempt]
 
-    def stop(self) -> None:
-        """Load nothing any more: the engine's weights are perhaps not those of its namespace."""
-        if not self._stopped:
-            logger.warning(STOPPED, "loaded")
-        self._stopped = True
-
     def receive(self) -> list[tuple[bytes, AnyMessage]]:
         """Return ``(IDENTITY, message)`` of the loader's messages since the last call."""
         while not self._ended.empty():
@@ -216,8 +207,6 @@ class StoreLoader:
 
     def _unavailable(self) -> str:
         """Return why no item can be loaded now; an empty string if one can."""
-        if self._stopped:
-            return _RESET
         blocked = sum(each.too_slow for each in self._loads.values())
         if blocked >= _READERS:
             return _BLOCKED

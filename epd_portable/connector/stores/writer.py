@@ -30,11 +30,6 @@ logger = logging.getLogger(__name__)
 _BATCH_BYTES = 8 << 20
 """Entries are written together up to this size."""
 QUEUE_BYTES = 256 << 20
-STOPPED = (
-    "the encoder cache was reset, perhaps because of new weights: until this engine is started "
-    "again no item is %s, because entries of the store have the weights of its start"
-)
-"""Logged once by each side."""
 _NICENESS = 10
 """Of the writer's thread."""
 
@@ -93,13 +88,12 @@ class StoreWriter:
         self._waiting_bytes = 0
         self._news = threading.Condition()
         self._closing = False
-        self._stopped = False
         self._thread = threading.Thread(target=self._run, name="epd-store-writer", daemon=True)
         self._thread.start()
 
     def save_caches(self, output: Output) -> None:
-        """Queue an output, unless the queue is full, the breaker open, or the writer stopped."""
-        if self._stopped or self._breaker.state == "open":
+        """Queue an output, unless the queue is full or the breaker open."""
+        if self._breaker.state == "open":
             self._metrics.dropped("unavailable")
             return
         with self._news:
@@ -110,15 +104,16 @@ class StoreWriter:
             self._count(output.nbytes)
             self._news.notify()
 
-    def stop(self) -> None:
-        """Write nothing any more: the engine's weights are perhaps not those of its namespace."""
+    def reset(self) -> None:
+        """Drop outputs that are not written: the engine's weights may change."""
         with self._news:
-            if not self._stopped:
-                logger.warning(STOPPED, "stored")
-            self._stopped = True
             self._metrics.dropped("unavailable", len(self._queue))
             self._count(-sum(each.nbytes for each in self._queue))
             self._queue.clear()
+        logger.warning(
+            "encoder cache reset: entries of the store have the weights with which engines "
+            "start. If weights were updated, restart the engines without these entries."
+        )
 
     def close(self, linger_s: float = 0.0) -> None:
         """Stop; outputs in the queue are written within ``linger_s``, or never."""

@@ -60,22 +60,20 @@ def test_item_aborted_before_its_announcement_is_requested_again_at_once() -> No
     side.close()
 
 
-def test_store_is_not_read_after_a_reset() -> None:
-    side = Side(items={"x": 4, "y": 4}, cache=16, can_encode=False)
+@pytest.mark.parametrize("is_blocked", [True, False])
+def test_store_load_under_way_becomes_no_entry_after_a_reset(is_blocked: bool) -> None:
+    side = Side(items={"x": 4}, cache=16, can_encode=False)
     encoder = side.encoder()
-    side.store.entries = {"x", "y"}
+    side.store.entries = {"x"}
+    side.store.is_blocked = is_blocked
     side.ask("A", 1, bare("x"), 1, transfers={"x": "t-A"}, stored=["t-A"])
-    side.until_ended("A", within_s=5.0)
-    assert not refused(side, "t-A")
-    side.ask("B", 1, bare("y"), 1, transfers={"y": "t-B"}, stored=["t-B"])  # Its load is announced.
+    side.turns()  # A thread fills the slot.
     side.update_weights()
-    side.ask("C", 1, bare("x"), 1, transfers={"x": "t-C"}, stored=["t-C"])
-    side.turns(4)
-    assert refused(side, "t-C") and refused(side, "t-B")
-    side.encode(encoder, "t-B", "y")
-    side.encode(encoder, "t-C", "x")
-    side.until_ended("B", "C", within_s=20.0)
-    assert set(side.ended.values()) == {"length"}
+    side.store.is_blocked = False
+    side.until(lambda: refused(side, "t-A"), within_s=10.0)
+    side.encode(encoder, "t-A", "x")
+    side.until_ended("A", within_s=20.0)
+    assert side.ended["A"] == "length"
     side.close()
 
 

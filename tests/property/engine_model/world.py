@@ -233,7 +233,9 @@ class World:
             for job in self.router.jobs.values():
                 job.asked.clear()
         self.engine.reset_encoder_cache()
-        self.pool.weights += new
+        if new:  # Its entries are of the new weights too.
+            self.pool.weights += 1
+            self.store.entries = {each for each in self.shape.items if self.rng.random() < 0.4}
 
     def _begin_pause(self) -> None:
         self._pause = self.rng.choice(["abort", "wait", "keep"])
