@@ -45,6 +45,7 @@ WELL = {
     'epd_pd_transfers_failed_total{cause="timeout"}': "2",
     'epd_encode_write_failures_total{path="shm"}': "0",
     "epd_pd_transfers_waiting": "0",
+    "epd_pd_stalls_total": "0",
     "epd_router_store_breaker": "0",
     "epd_pd_store_breaker": "1",
     "epd_encode_store_breaker": "0",
@@ -93,6 +94,7 @@ ILL: dict[str, tuple[dict[str, str | None], int]] = {
     "EpdItemsEncodedTwice": ({'epd_pd_fallbacks_total{reason="lease"}': "+1"}, 22),
     "EpdTransfersLost": ({'epd_pd_transfers_failed_total{cause="timeout"}': "+1"}, 17),
     "EpdWritesFail": ({'epd_encode_write_failures_total{path="shm"}': "+1"}, 17),
+    "EpdItemsStall": ({"epd_pd_stalls_total": "+1"}, 3),
     "EpdNoRoomForItems": ({"epd_pd_transfers_waiting": "2"}, 12),
     "EpdNobodyPrefills": (
         {'epd_router_instance_up{instance="prefill-0", role="prefill"}': "0"},

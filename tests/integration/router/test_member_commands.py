@@ -69,7 +69,7 @@ async def test_one_that_is_not_there_is_still_down_at_the_limit(build: Build) ->
     instance = ("--role", "encode", "--url", "http://127.0.0.1:9")
     result = await run("join", "e", *where, *instance, "--timeout", "0.1")
     assert result.exit_code == 1
-    assert "e is still down after 0.1 s: health probe" in result.output
+    assert "after 0.1 s: down: health probe" in result.output
 
 
 async def test_a_wrong_secret_and_a_wrong_address_say_so(build: Build, tmp_path: Path) -> None:
