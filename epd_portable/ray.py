@@ -25,13 +25,13 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from epd_portable.config.quantities import Seconds, Section
-from epd_portable.delivery.replies import error_reply
 from epd_portable.errors import RequestError
 from epd_portable.launch.plan.launchers import LauncherSpec, MostOwed, fullness
 from epd_portable.launch.plan.ports import port_source
 from epd_portable.launch.plan.processes import new_run_id
 from epd_portable.launch.plan.request import PlanRequest
 from epd_portable.launch.run.held import HeldLauncher
+from epd_portable.placement.replies import error_reply
 from epd_portable.ray_cluster import actor_options
 
 logger = logging.getLogger(__name__)

@@ -87,8 +87,8 @@ _FRESH = ("epd_portable", "tests", "platforms", "runners")
 _FORKED = (
     "epd_portable.launch.run.fork_server",
     "epd_portable.router",
-    "epd_portable.vllm_plugin.engine_core",
-    "epd_portable.vllm_plugin.front",
+    "epd_portable.engine.core",
+    "epd_portable.front.server",
     "vllm.entrypoints.openai.api_server",
     "vllm.model_executor.models.registry",
 )

@@ -18,11 +18,11 @@ from urllib.parse import unquote
 import grpc.aio
 
 from epd_portable import log
-from epd_portable.delivery.fallbacks import RequestFailure, RequestPhase
-from epd_portable.delivery.instances import Instance
-from epd_portable.delivery.replies import Reply, error_reply
 from epd_portable.errors import RequestError
 from epd_portable.media.addresses import Network
+from epd_portable.placement.fallbacks import RequestFailure, RequestPhase
+from epd_portable.placement.instances import Instance
+from epd_portable.placement.replies import Reply, error_reply
 from epd_portable.router import envoy, ext_proc
 from epd_portable.router.client_exchange import ClientGoneError, IncomingRequest
 from epd_portable.router.contents.cut_text import Segments

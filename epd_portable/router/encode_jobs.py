@@ -15,10 +15,10 @@ import msgspec
 
 from epd_portable.config.roles import ENCODES
 from epd_portable.connector.stores.lookup import StoredItem, StoreLookup
-from epd_portable.delivery.assignment import EncodeFailure, EncodeTimes, EncodeTries
-from epd_portable.delivery.fallbacks import RequestPhase, RetryBudget
-from epd_portable.delivery.instances import Instance, Use, WentDownError, while_up
 from epd_portable.log import trace
+from epd_portable.placement.assignment import EncodeFailure, EncodeTimes, EncodeTries
+from epd_portable.placement.fallbacks import RequestPhase, RetryBudget
+from epd_portable.placement.instances import Instance, Use, WentDownError, while_up
 from epd_portable.router.client_exchange import ClientExchange
 from epd_portable.router.contents.body import CHAT_PATH, Call, size
 from epd_portable.router.contents.cut_text import Segments, decode_if_valid

@@ -18,10 +18,10 @@ from urllib.parse import urlsplit
 import yaml
 
 from epd_portable.config.roles import Duty
-from epd_portable.delivery.fallbacks import MAX_PREFILLS
-from epd_portable.delivery.instances import EndpointPool, Instance
 from epd_portable.errors import ConfigError
 from epd_portable.media.addresses import in_url
+from epd_portable.placement.fallbacks import MAX_PREFILLS
+from epd_portable.placement.instances import EndpointPool, Instance
 from epd_portable.router.settings import RouterSettings
 
 logger = logging.getLogger(__name__)

@@ -1,7 +1,7 @@
 """One client request across the instances: plan → encode jobs and request at once → relay.
 
 `Exchange.serve` is the whole story of a request. What fails on the way is a `FailureKind` in a
-`RequestPhase`, and the table in `epd_portable.delivery.fallbacks` says what is done then.
+`RequestPhase`, and the table in `epd_portable.placement.fallbacks` says what is done then.
 """
 
 from __future__ import annotations
@@ -16,14 +16,15 @@ from dataclasses import dataclass
 from epd_portable.config.roles import ENCODES, TAKES_ITEMS, TAKES_KV
 from epd_portable.config.secret import Secret
 from epd_portable.connector.stores.lookup import StoredItem, StoreLookup
-from epd_portable.delivery.assignment import (
+from epd_portable.log import say_failure, trace
+from epd_portable.placement.assignment import (
     EncodeFailure,
     assign_items,
     expected_transfer,
     new_transfer,
     or_own,
 )
-from epd_portable.delivery.fallbacks import (
+from epd_portable.placement.fallbacks import (
     JOB_GRACE_S,
     RequestFailure,
     RequestPhase,
@@ -31,8 +32,7 @@ from epd_portable.delivery.fallbacks import (
     RetryBudget,
     final_error,
 )
-from epd_portable.delivery.instances import EndpointPool, Instance, WentDownError, while_up
-from epd_portable.log import say_failure, trace
+from epd_portable.placement.instances import EndpointPool, Instance, WentDownError, while_up
 from epd_portable.router.client_exchange import ClientExchange
 from epd_portable.router.contents.body import Call, size
 from epd_portable.router.contents.cut_text import Segments

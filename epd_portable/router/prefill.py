@@ -13,9 +13,14 @@ from typing import Literal
 
 import msgspec
 
-from epd_portable.delivery.fallbacks import MAX_PREFILLS, RequestFailure, RequestPhase, RequestTries
-from epd_portable.delivery.instances import Instance
-from epd_portable.delivery.replies import Reply
+from epd_portable.placement.fallbacks import (
+    MAX_PREFILLS,
+    RequestFailure,
+    RequestPhase,
+    RequestTries,
+)
+from epd_portable.placement.instances import Instance
+from epd_portable.placement.replies import Reply
 from epd_portable.router.contents.body import (
     CHAT_PATH,
     COMPLETION_PATH,

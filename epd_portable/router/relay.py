@@ -9,9 +9,9 @@ from typing import Protocol
 
 import msgspec
 
-from epd_portable.delivery.fallbacks import RequestFailure, RequestPhase
-from epd_portable.delivery.instances import Instance
-from epd_portable.delivery.replies import JSON, Reply
+from epd_portable.placement.fallbacks import RequestFailure, RequestPhase
+from epd_portable.placement.instances import Instance
+from epd_portable.placement.replies import JSON, Reply
 from epd_portable.router.client_exchange import EVENTS, ClientExchange
 from epd_portable.router.contents.cut_text import Segments, decode_if_valid
 from epd_portable.router.encode_jobs import Attempt

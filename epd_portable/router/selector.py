@@ -8,8 +8,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from epd_portable.config.roles import Duty
-from epd_portable.delivery.instances import EndpointPool, Instance
 from epd_portable.media.limits import estimated_tokens
+from epd_portable.placement.instances import EndpointPool, Instance
 from epd_portable.router.choice import prefix
 from epd_portable.router.choice.policy import Policy
 from epd_portable.router.choice.prefix import BYTES_A_TOKEN

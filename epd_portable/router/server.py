@@ -18,9 +18,11 @@ from epd_portable.config.routing import AdmissionSection
 from epd_portable.config.secret import INSTANCE_TOKEN_HEADER, Secret
 from epd_portable.connector.curve import CurveKeys
 from epd_portable.connector.stores.lookup import StoreLookup
-from epd_portable.delivery.balance import Switching
-from epd_portable.delivery.instances import EndpointPool
-from epd_portable.delivery.replies import (
+from epd_portable.errors import ConfigError, RequestError
+from epd_portable.media.limits import MediaLimits
+from epd_portable.placement.balance import Switching
+from epd_portable.placement.instances import EndpointPool
+from epd_portable.placement.replies import (
     NAMES_MEDIA,
     WHY_NO_NAMES,
     Reply,
@@ -30,8 +32,6 @@ from epd_portable.delivery.replies import (
     not_served,
     unavailable,
 )
-from epd_portable.errors import ConfigError, RequestError
-from epd_portable.media.limits import MediaLimits
 from epd_portable.router.choice.selection_types import EXPLAIN_HEADER, Explanation
 from epd_portable.router.client_exchange import (
     ClientExchange,

@@ -26,9 +26,9 @@ import msgspec
 from epd_portable.config.roles import ENCODES, SENDS_KV, TAKES_ITEMS, TAKES_KV
 from epd_portable.config.secret import Secret
 from epd_portable.connector.stores.lookup import StoreLookup
-from epd_portable.delivery.assignment import EncodeFailure, expected_transfer, new_transfer
-from epd_portable.delivery.instances import EndpointPool, Instance, WentDownError, while_up
 from epd_portable.log import trace
+from epd_portable.placement.assignment import EncodeFailure, expected_transfer, new_transfer
+from epd_portable.placement.instances import EndpointPool, Instance, WentDownError, while_up
 from epd_portable.router.contents.body import CHAT_PATH, Call, Rules, read_call
 from epd_portable.router.contents.cut_text import Segments, decode_if_valid
 from epd_portable.router.encode_jobs import item_of, read_outcome

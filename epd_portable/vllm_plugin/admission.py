@@ -25,8 +25,8 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from epd_portable.delivery.replies import DRAIN_TIMEOUT_S, error_body
 from epd_portable.media.limits import estimated_pixels
+from epd_portable.placement.replies import DRAIN_TIMEOUT_S, error_body
 from epd_portable.scheduling.admission import Admission, AdmissionLimits, Refusal, Visit
 from epd_portable.vllm_plugin.instance_token import endpoint, instance_of
 from epd_portable.wire.messages import LOAD_HEARTBEAT_S, LOAD_PATH, LoadReport

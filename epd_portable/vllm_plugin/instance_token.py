@@ -15,8 +15,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from epd_portable.config.instance import InstanceConfig
 from epd_portable.config.secret import INSTANCE_TOKEN_HEADER, Secret
-from epd_portable.delivery.replies import error_body
 from epd_portable.errors import ConfigError
+from epd_portable.placement.replies import error_body
 
 OPEN_PATHS = frozenset({"/health", "/ping", "/metrics"})
 """Open to ``GET`` without a token: probes and Prometheus."""

@@ -20,9 +20,9 @@ from vllm.exceptions import GracefulHTTPError
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from epd_portable.vllm_plugin.front_client import SplitClient
+from epd_portable.front.client import SplitClient
 from epd_portable.wire.params import CacheNews, to_params
-from tests.integration.vllm_plugin.played_front import (
+from tests.integration.front.played_front import (
     CONTROL,
     PAIRS,
     client_of,

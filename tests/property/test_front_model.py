@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from tests.integration.vllm_plugin.played_front import config_of_front
+from tests.integration.front.played_front import config_of_front
 from tests.property.budget import TIMES, is_thorough
 from tests.property.front_world import World
 

@@ -21,7 +21,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from epd_portable.delivery.gate import Gate, Limit, Ticket
+from epd_portable.placement.gate import Gate, Limit, Ticket
 from tests.property.budget import budget, seeded
 
 KINDS = range(3)

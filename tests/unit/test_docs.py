@@ -28,8 +28,8 @@ from epd_portable.config.load import OVERLAYS, PLATFORMS, parse_topology
 from epd_portable.config.quantities import UNITS
 from epd_portable.config.schema import Topology
 from epd_portable.config.store import StoreSection
-from epd_portable.delivery.instances import EndpointPool
 from epd_portable.launch.notices import Event
+from epd_portable.placement.instances import EndpointPool
 from epd_portable.router.observability.metrics import Metrics
 from tests.unit.instruments import of_admission, of_an_instance
 

@@ -9,9 +9,9 @@ from epd_portable.config import document, problems
 from epd_portable.config.routing import MAX_ENCODERS
 from epd_portable.connector import consumer
 from epd_portable.connector.stores import writer
-from epd_portable.delivery import fallbacks, instances, replies
 from epd_portable.launch.plan import ports
 from epd_portable.launch.run import lifecycle, supervisor
+from epd_portable.placement import fallbacks, instances, replies
 from epd_portable.router import prefill
 from epd_portable.router.contents import body, media_urls
 from epd_portable.router.fleet import health_probes, registration

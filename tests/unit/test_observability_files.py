@@ -14,7 +14,7 @@ import yaml
 
 from epd_portable.config import roles as roles_module
 from epd_portable.connector.stores.metrics import Ask, Drop, StoreMetrics
-from epd_portable.delivery.instances import EndpointPool
+from epd_portable.placement.instances import EndpointPool
 from epd_portable.router.observability.metrics import Metrics
 from epd_portable.wire.outcomes import FailureKind, Fallback
 from tests.unit.instruments import instruments_of, of_admission, of_an_instance

@@ -24,7 +24,7 @@ _COMPARED = (
     ("text", "longest ITL", "p50"),
 )
 """By which users decide; whichever side they favour."""
-_MEASURED = ("epd_portable.delivery.assignment", "epd_portable.runners.background")
+_MEASURED = ("epd_portable.placement.assignment", "epd_portable.runners.background")
 """What decides who encodes a picture, and between which steps."""
 _AS_MEANT = ("encoded", "stored", "local_first", "cancelled")
 """Ends of items, as the router counts them, with which nothing went wrong."""

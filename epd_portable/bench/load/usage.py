@@ -29,7 +29,7 @@ _COUNTERS = {
 }
 """Metrics by the name that they have in `read_counters`, and the label that is added to it."""
 _TITLES = {"VLLM::EngineCore": "engine core", "VLLM::Worker": "worker"}
-_ROOTS = {"vllm.entrypoints": "API server", "vllm_plugin.engine_core": "engine core"}
+_ROOTS = {"vllm.entrypoints": "API server", "epd_portable.engine.core": "engine core"}
 """What the first process of a part is, by the module that it runs."""
 
 CPUSeconds = dict[str, float]

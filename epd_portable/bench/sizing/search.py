@@ -11,7 +11,7 @@ from epd_portable.bench.mix import Mix
 from epd_portable.bench.sizing.simulate import Deployment, Outcome, Simulation
 from epd_portable.bench.sizing.stages import StageTimes
 from epd_portable.bench.sizing.workload import draw_requests
-from epd_portable.delivery.assignment import BUSY_THRESHOLD
+from epd_portable.placement.assignment import BUSY_THRESHOLD
 
 PRECISION = 1.01
 """Bisection ends when the rate that fails is not above this multiple of the one that holds."""

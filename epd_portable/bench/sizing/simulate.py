@@ -13,10 +13,10 @@ from epd_portable.bench.sizing.stages import StageTimes
 from epd_portable.bench.sizing.timeline import FifoServer, Process, Timeline
 from epd_portable.bench.sizing.workload import PictureItem, SimulatedRequest
 from epd_portable.bench.stats import quantile
-from epd_portable.delivery.assignment import count_local_first
-from epd_portable.delivery.instances import FEW
-from epd_portable.delivery.ring import LOAD_BOUND
-from epd_portable.delivery.work import AnswerLoad, Work
+from epd_portable.placement.assignment import count_local_first
+from epd_portable.placement.instances import FEW
+from epd_portable.placement.ring import LOAD_BOUND
+from epd_portable.placement.work import AnswerLoad, Work
 
 WARM_UP_SHARE = 0.1
 """Part of the requests, the first, that find empty instances and count in no quantile."""

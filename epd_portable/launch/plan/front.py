@@ -20,7 +20,7 @@ from epd_portable.launch.plan.engine import MEDIA_BOUNDS, Engine
 
 KNOWN = (0, 30)
 """First vLLM whose engine front has been run: with vllm-ascend, over the simulated runtime."""
-PRELOADED = ("epd_portable.vllm_plugin.front", "epd_portable.vllm_plugin.engine_core")
+PRELOADED = ("epd_portable.front.server", "epd_portable.engine.core")
 """What front and engines import before they know which model they serve."""
 _ANSWERS: tuple[Role, ...] = ("prefill-decode", "encode-prefill-decode")
 _SERVED: frozenset[Role] = frozenset({"encode", *_ANSWERS})
@@ -91,7 +91,7 @@ def core_argv(engine: Engine) -> tuple[str, ...]:
     """Return the command of an engine without a server."""
     # What the front has processed is kept there.
     arguments = engine.arguments(mm_processor_cache_gb=0)
-    module = "epd_portable.vllm_plugin.engine_core"
+    module = "epd_portable.engine.core"
     sockets = json.dumps(_sockets(engine))
     return (sys.executable, "-m", module, sockets, *arguments)
 
@@ -100,7 +100,7 @@ def front_argv(engines: Sequence[Engine]) -> tuple[str, ...]:
     """Return the command of the front, which processes requests as an engine that answers does."""
     answers = answering(engines)
     router = answers.topology.router
-    found = [sys.executable, "-m", "epd_portable.vllm_plugin.front"]
+    found = [sys.executable, "-m", "epd_portable.front.server"]
     found += ["--settings", json.dumps(_settings(engines))]
     # Media are processed here for encoders, whether the engine that answers takes any or not.
     wished = answers.wished_args
@@ -115,7 +115,7 @@ def front_argv(engines: Sequence[Engine]) -> tuple[str, ...]:
     found += ["--enable-request-id-headers", "--disable-uvicorn-access-log"]
     found += ["--middleware", MEDIA_BOUNDS]
     # The last is outermost.
-    found += ["--middleware", "epd_portable.vllm_plugin.front_http.FrontMiddleware"]
+    found += ["--middleware", "epd_portable.front.http.FrontMiddleware"]
     return tuple(found)
 
 
@@ -136,7 +136,7 @@ def _sockets(engine: Engine) -> list[str]:
 
 
 def _settings(engines: Sequence[Engine]) -> dict[str, object]:
-    """Return a ``FrontSettings`` of `epd_portable.vllm_plugin.front_client` as plain JSON.
+    """Return a ``FrontSettings`` of `epd_portable.front.client` as plain JSON.
 
     Each API server counts its own work, so each gets its part of what all may have.
     """

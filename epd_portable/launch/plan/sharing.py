@@ -95,7 +95,7 @@ def starts_after(devices: Sequence[UsedDevice]) -> dict[str, tuple[str, ...]]:
 def shared_with(instances: Sequence[InstancePlacement]) -> dict[str, str]:
     """Return which prefill-decode instances have just what an encode instance has, and its name.
 
-    They make pairs, see `epd_portable.delivery.balance`.
+    They make pairs, see `epd_portable.placement.balance`.
     """
     encoders = {
         (each.devices, each.cores): each.name

@@ -9,8 +9,8 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field, PrivateAttr, model_validator
 
 from epd_portable.config.roles import ROLE_LABEL
-from epd_portable.delivery.ring import HashRing
 from epd_portable.media.limits import Modality
+from epd_portable.placement.ring import HashRing
 from epd_portable.router.choice.parameters import Name, Parameters, Part
 from epd_portable.router.choice.selection_types import (
     Candidate,

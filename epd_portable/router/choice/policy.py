@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeVar
 
 from epd_portable.config.choice import ELSEWHERE, ChoiceSection, ProfileSection
-from epd_portable.delivery.caches import CacheSizes
 from epd_portable.errors import ConfigError
+from epd_portable.placement.caches import CacheSizes
 from epd_portable.router.choice.catalogue import REDUCED, check_types, make_plugin
 from epd_portable.router.choice.deciders import Handler, MultimodalDecider
 from epd_portable.router.choice.parameters import Parameters

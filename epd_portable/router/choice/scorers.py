@@ -8,8 +8,8 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, PrivateAttr
 
-from epd_portable.delivery.caches import Recent
-from epd_portable.delivery.ring import LOAD_BOUND
+from epd_portable.placement.caches import Recent
+from epd_portable.placement.ring import LOAD_BOUND
 from epd_portable.router.choice.filters import OnRing, SessionAffinity, takes_type
 from epd_portable.router.choice.parameters import Count, CountOrZero, Name, Parameters, Part
 from epd_portable.router.choice.selection_types import Candidate, Candidates, SelectionRequest

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from typing import Literal, Protocol, TypeAlias, runtime_checkable
 
 from epd_portable.config import roles
-from epd_portable.delivery.caches import CacheEstimate
 from epd_portable.media.limits import RequestItem
+from epd_portable.placement.caches import CacheEstimate
 from epd_portable.router.choice.prefix import NO_PROMPT, Prompt
 from epd_portable.wire.messages import LoadReport
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 import msgspec
 
-from epd_portable.delivery.replies import JSON, RETRY_AFTER_S
 from epd_portable.errors import RequestError
 from epd_portable.media.limits import MediaLimits, check_settings
+from epd_portable.placement.replies import JSON, RETRY_AFTER_S
 from epd_portable.router.contents.cut_text import Bytes, CutText, Data, Segments, decode, opens
 from epd_portable.router.contents.media import FindMedia, MediaItem, MediaReader, Part
 from epd_portable.wire.params import EncodedItem, EncodeParams, EncodeTransfer, PrefillParams

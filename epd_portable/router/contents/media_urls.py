@@ -32,7 +32,6 @@ import anyio
 import msgspec
 
 from epd_portable.config.routing import MediaUrls
-from epd_portable.delivery.replies import RETRY_AFTER_S, unavailable
 from epd_portable.errors import RequestError
 from epd_portable.media.addresses import (
     AddressPolicy,
@@ -42,6 +41,7 @@ from epd_portable.media.addresses import (
     read_url,
     redirected,
 )
+from epd_portable.placement.replies import RETRY_AFTER_S, unavailable
 from epd_portable.router.contents.body import Body
 from epd_portable.router.contents.cut_text import Bytes
 from epd_portable.router.http.upstream import InstanceAnswer, Upstream, UpstreamError

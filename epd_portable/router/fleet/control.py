@@ -17,8 +17,8 @@ import zmq.asyncio
 
 from epd_portable.connector.curve import CurveKeys, secure_client
 from epd_portable.connector.sessions import new_session
-from epd_portable.delivery.instances import MAX_INSTANCES, Instance
 from epd_portable.errors import ConfigError, EPDError
+from epd_portable.placement.instances import MAX_INSTANCES, Instance
 from epd_portable.router.http.upstream import Upstream, UpstreamError
 from epd_portable.wire import codec
 from epd_portable.wire.messages import (

@@ -10,8 +10,8 @@ from urllib.parse import urlsplit
 
 import yaml
 
-from epd_portable.delivery.instances import EndpointPool, Instance
 from epd_portable.errors import ConfigError
+from epd_portable.placement.instances import EndpointPool, Instance
 
 logger = logging.getLogger(__name__)
 

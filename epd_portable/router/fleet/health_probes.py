@@ -8,7 +8,7 @@ import random
 from collections.abc import Callable, Coroutine
 from functools import partial
 
-from epd_portable.delivery.instances import EndpointPool, Instance
+from epd_portable.placement.instances import EndpointPool, Instance
 from epd_portable.router.http.upstream import Upstream, UpstreamError
 from epd_portable.router.settings import RouterSettings
 from epd_portable.wire.outcomes import FailureKind

@@ -18,11 +18,11 @@ from pydantic import ValidationError
 
 from epd_portable.config.problems import in_one_line
 from epd_portable.config.secret import Secret, SignatureCheck
-from epd_portable.delivery.instances import MAX_INSTANCES, EndpointPool, Instance
-from epd_portable.delivery.replies import Reply, json_reply
 from epd_portable.errors import ConfigError, RequestError
 from epd_portable.log import say_failure
 from epd_portable.media.addresses import Address, Network
+from epd_portable.placement.instances import MAX_INSTANCES, EndpointPool, Instance
+from epd_portable.placement.replies import Reply, json_reply
 from epd_portable.router.fleet.control import ControlChannels, follow_load
 from epd_portable.router.fleet.health_probes import HealthProbes
 from epd_portable.router.http.upstream import Upstream

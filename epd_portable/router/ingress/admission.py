@@ -18,9 +18,9 @@ import msgspec
 
 from epd_portable.config.roles import Duty
 from epd_portable.config.routing import AdmissionSection
-from epd_portable.delivery.gate import Gate, Limit, Ticket
-from epd_portable.delivery.instances import EndpointPool, Instance
 from epd_portable.errors import RequestError
+from epd_portable.placement.gate import Gate, Limit, Ticket
+from epd_portable.placement.instances import EndpointPool, Instance
 from epd_portable.router.contents.body import Call
 from epd_portable.router.contents.cut_text import decode_if_valid
 from epd_portable.router.observability.metrics import Metrics

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from epd_portable.delivery.replies import Reply
 from epd_portable.errors import RequestError
+from epd_portable.placement.replies import Reply
 
 METHODS = "GET, POST"
 EXPOSED = "x-request-id, retry-after"

@@ -10,8 +10,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.registry import Collector
 
 from epd_portable.connector.stores.metrics import StoreMetrics
-from epd_portable.delivery.instances import EndpointPool
-from epd_portable.delivery.metrics import InstanceCollector, stats_of
+from epd_portable.placement.instances import EndpointPool
+from epd_portable.placement.metrics import InstanceCollector, stats_of
 from epd_portable.router.observability.llmd_names import LlmdNames
 from epd_portable.router.observability.record import ItemRecord, Leg, Listener, RequestRecord, Step
 from epd_portable.wire.params import PrefillOutcome

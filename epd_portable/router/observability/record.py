@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from epd_portable.config.roles import Duty
-from epd_portable.delivery.fallbacks import RequestPhase, next_fallback
 from epd_portable.media.limits import Modality
+from epd_portable.placement.fallbacks import RequestPhase, next_fallback
 from epd_portable.router.contents.media import MediaItem
 from epd_portable.wire.outcomes import FailureKind, Fallback, ItemResult
 

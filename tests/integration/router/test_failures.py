@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import pytest
 from starlette.responses import JSONResponse, Response
 
-from epd_portable.delivery.instances import PROBES_UNTIL_DOWN
+from epd_portable.placement.instances import PROBES_UNTIL_DOWN
 from epd_portable.wire import codec
 from epd_portable.wire.messages import Abort, EncodeFailed, NackCode
 from tests.integration.router.conftest import Build, Topology

@@ -13,7 +13,7 @@ import psutil
 import pytest
 from starlette.responses import Response
 
-from epd_portable.delivery.balance import Switching
+from epd_portable.placement.balance import Switching
 from epd_portable.router.server import Router
 from epd_portable.router.serving import Stopping, listen, serve
 from tests.integration.router.conftest import Build, Topology

@@ -17,8 +17,8 @@ import pytest
 import yaml
 
 from epd_portable.bench.servers import free_port
-from epd_portable.delivery.instances import EndpointPool
 from epd_portable.errors import ConfigError
+from epd_portable.placement.instances import EndpointPool
 from epd_portable.router import ext_proc
 from epd_portable.router.envoy import DESTINATION
 from epd_portable.router.ext_proc import ProcessingRequest, ProcessingResponse, header_mutation

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable
 
 import pytest
 
-from epd_portable.delivery.instances import PROBES_UNTIL_DOWN, EndpointPool, Instance
+from epd_portable.placement.instances import PROBES_UNTIL_DOWN, EndpointPool, Instance
 from epd_portable.router.fleet.health_probes import JITTER, HealthProbes
 from epd_portable.router.http.upstream import Upstream
 from epd_portable.router.settings import InstanceSettings, RouterSettings

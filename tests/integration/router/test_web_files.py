@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 
 from epd_portable.config.routing import MediaUrls
-from epd_portable.delivery.instances import EndpointPool
 from epd_portable.errors import RequestError
+from epd_portable.placement.instances import EndpointPool
 from epd_portable.router.contents import media_urls
 from epd_portable.router.contents.body import Body, HeldBytes
 from epd_portable.router.contents.media_urls import LinkedItems, MediaFetcher

@@ -25,7 +25,7 @@ from epd_portable.vllm_plugin.video_parts import (
     place_by_whole_videos,
     whole_videos,
 )
-from tests.integration.vllm_plugin.played_front import config_of_front, request
+from tests.integration.front.played_front import config_of_front, request
 
 pytestmark = pytest.mark.needs_vllm
 

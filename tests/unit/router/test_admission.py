@@ -7,9 +7,9 @@ import msgspec
 import pytest
 
 from epd_portable.config.routing import AdmissionSection
-from epd_portable.delivery.gate import Ticket
-from epd_portable.delivery.instances import EndpointPool, Instance
 from epd_portable.errors import RequestError
+from epd_portable.placement.gate import Ticket
+from epd_portable.placement.instances import EndpointPool, Instance
 from epd_portable.router.contents.body import Call
 from epd_portable.router.ingress.admission import LONGEST_RETRY_S, AdmissionControl, priority_of
 from epd_portable.router.observability.metrics import Metrics

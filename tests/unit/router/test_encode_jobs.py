@@ -8,8 +8,8 @@ from typing import Any, cast
 
 import pytest
 
-from epd_portable.delivery.fallbacks import RetryBudget
-from epd_portable.delivery.instances import EndpointPool
+from epd_portable.placement.fallbacks import RetryBudget
+from epd_portable.placement.instances import EndpointPool
 from epd_portable.router.client_exchange import ClientExchange
 from epd_portable.router.contents.body import Call
 from epd_portable.router.contents.media import MediaItem

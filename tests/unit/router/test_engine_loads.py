@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from epd_portable.delivery.instances import OLD_REPORT_S, EndpointPool
+from epd_portable.placement.instances import OLD_REPORT_S, EndpointPool
 from epd_portable.router import serving
 from epd_portable.router.fleet.control import ControlChannels
 from epd_portable.wire.messages import LoadReport

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from epd_portable.delivery.gate import Gate, Limit, Ticket
+from epd_portable.placement.gate import Gate, Limit, Ticket
 
 REQUESTS, ITEMS = range(2)
 

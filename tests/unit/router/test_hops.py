@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from epd_portable.delivery.instances import EndpointPool
+from epd_portable.placement.instances import EndpointPool
 from epd_portable.router.choice.selection_types import Explanation
 from epd_portable.router.hops import (
     CACHE_KEY,

@@ -25,8 +25,8 @@ from epd_portable.bench.sizing.search import (
 from epd_portable.bench.sizing.simulate import Deployment, Simulation
 from epd_portable.bench.sizing.stages import StageTimes, load_stages
 from epd_portable.bench.sizing.workload import SimulatedRequest, draw_requests
-from epd_portable.delivery.assignment import BUSY_THRESHOLD
-from epd_portable.delivery.balance import TICK_S, Balance
+from epd_portable.placement.assignment import BUSY_THRESHOLD
+from epd_portable.placement.balance import TICK_S, Balance
 from tests.unit.bench.sizing.test_command import FOLDER
 
 A100 = "a100-7b-derived"

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from epd_portable.delivery.caches import CacheEstimate, CacheSizes
 from epd_portable.media.limits import Modality
+from epd_portable.placement.caches import CacheEstimate, CacheSizes
 from epd_portable.router.choice.catalogue import make_plugin
 from epd_portable.router.choice.prefix import Prompt
 from epd_portable.router.choice.selection_types import (

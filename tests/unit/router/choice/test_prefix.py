@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from epd_portable.delivery.caches import CacheSizes, Recent
+from epd_portable.placement.caches import CacheSizes, Recent
 from epd_portable.router.choice.prefix import chain
 from epd_portable.router.contents.body import Call, Rules, prompt_pieces, read_call
 

@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 
 from epd_portable.config.choice import parse_choice
-from epd_portable.delivery.ring import HashRing
+from epd_portable.placement.ring import HashRing
 from epd_portable.router.choice.policy import Policy
 from epd_portable.router.hops import HopSelection, RoutingHints
 from epd_portable.router.selector import EndpointSelector

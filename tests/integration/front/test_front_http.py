@@ -22,9 +22,9 @@ from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from epd_portable.config.instance import InstanceConfig
-from epd_portable.vllm_plugin.front_client import SplitClient
-from epd_portable.vllm_plugin.front_http import FrontMiddleware
-from tests.integration.vllm_plugin.played_front import client_of
+from epd_portable.front.client import SplitClient
+from epd_portable.front.http import FrontMiddleware
+from tests.integration.front.played_front import client_of
 
 pytestmark = pytest.mark.needs_vllm
 
@@ -35,7 +35,7 @@ Serve = Callable[..., tuple[httpx.AsyncClient, SplitClient]]
 @pytest.fixture
 def serve(config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Serve]:
     """Return what puts a front with some settings before the application."""
-    monkeypatch.setattr("epd_portable.vllm_plugin.front_http.REGISTRY", CollectorRegistry())
+    monkeypatch.setattr("epd_portable.front.http.REGISTRY", CollectorRegistry())
     made: list[FrontMiddleware] = []
 
     def begin(
@@ -219,7 +219,7 @@ async def test_an_engine_that_does_not_respond_is_told_of_in_the_time_that_the_l
     begun = time.monotonic()
     answer = await http.get("/epd/instances/pd-0/health?within_s=0.1")
     assert (answer.status_code, time.monotonic() - begun < 20) == (503, True)
-    monkeypatch.setattr("epd_portable.vllm_plugin.front_http._RESPONDS_WITHIN_S", 0.1)
+    monkeypatch.setattr("epd_portable.front.http._RESPONDS_WITHIN_S", 0.1)
     for query in ("", "?within_s=x", "?within_s=nan", "?within_s=1e9"):
         answer = await http.get(f"/epd/instances/pd-0/health{query}")
         assert answer.status_code == 503

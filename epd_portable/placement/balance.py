@@ -10,7 +10,7 @@ import math
 from collections import deque
 
 from epd_portable.config.roles import PAIR_LABEL
-from epd_portable.delivery.instances import EndpointPool, Instance
+from epd_portable.placement.instances import EndpointPool, Instance
 
 logger = logging.getLogger(__name__)
 

@@ -1,6 +1,6 @@
 """The engines behind the engine front: each has a client of its own, replaced when it starts again.
 
-An engine (`epd_portable.vllm_plugin.engine_core`) connects to the Unix socket of each API server
+An engine (`epd_portable.engine.core`) connects to the Unix socket of each API server
 and says its name, is told where that one's client will listen, and says when it is ready. vLLM's
 client lives as long as the connection: what it closes by is the death of either side. API servers
 ask one another by the same sockets what each counts, and share nothing else.
@@ -26,9 +26,9 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.executor import Executor
 
 from epd_portable.config.roles import ENCODES, Role
-from epd_portable.delivery.instances import EndpointPool, Instance, WentDownError, while_up
-from epd_portable.delivery.metrics import InstanceCollector, InstanceStats, PoolStats, stats_of
 from epd_portable.log import say_failure
+from epd_portable.placement.instances import EndpointPool, Instance, WentDownError, while_up
+from epd_portable.placement.metrics import InstanceCollector, InstanceStats, PoolStats, stats_of
 from epd_portable.wire.fingerprint import differences
 
 if TYPE_CHECKING:

@@ -6,9 +6,9 @@ import enum
 from collections.abc import Callable, Collection, Mapping
 from typing import TypeAlias
 
-from epd_portable.delivery.instances import Instance
-from epd_portable.delivery.replies import Reply, unavailable
 from epd_portable.errors import EPDError, RequestError
+from epd_portable.placement.instances import Instance
+from epd_portable.placement.replies import Reply, unavailable
 from epd_portable.wire.outcomes import FailureKind, Fallback
 
 MAX_PD_ATTEMPTS = 2

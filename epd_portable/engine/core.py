@@ -1,7 +1,7 @@
-"""One engine without a server: ``python -m epd_portable.vllm_plugin.engine_core FRONT ARGUMENTS``.
+"""One engine without a server: ``python -m epd_portable.engine.core FRONT ARGUMENTS``.
 
 ``FRONT`` is a JSON list of the Unix sockets of the engine front's API servers
-(`epd_portable.vllm_plugin.front`), and ``ARGUMENTS`` are those of vLLM's server. The engine says
+(`epd_portable.front.server`), and ``ARGUMENTS`` are those of vLLM's server. The engine says
 its name to each server, is told where that one listens, answers vLLM's handshake to itself with all
 of these addresses, and runs until one of the servers is gone.
 """

@@ -6,7 +6,7 @@ import random
 import pytest
 
 from epd_portable.connector.stores.lookup import StoredItem
-from epd_portable.delivery.assignment import (
+from epd_portable.placement.assignment import (
     Assignment,
     EncodeFailure,
     EncodeTimes,
@@ -15,7 +15,7 @@ from epd_portable.delivery.assignment import (
     count_local_first,
     or_own,
 )
-from epd_portable.delivery.fallbacks import (
+from epd_portable.placement.fallbacks import (
     FALLBACKS,
     RequestFailure,
     RequestPhase,
@@ -23,7 +23,7 @@ from epd_portable.delivery.fallbacks import (
     RetryBudget,
     final_error,
 )
-from epd_portable.delivery.instances import EndpointPool, Instance
+from epd_portable.placement.instances import EndpointPool, Instance
 from epd_portable.router.contents.media import MediaItem
 from epd_portable.wire.outcomes import FailureKind
 from epd_portable.wire.params import EncodedItem

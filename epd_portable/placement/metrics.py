@@ -9,7 +9,7 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from prometheus_client.registry import Collector
 
 from epd_portable.config.roles import Role
-from epd_portable.delivery.instances import EndpointPool
+from epd_portable.placement.instances import EndpointPool
 
 
 class InstanceStats(msgspec.Struct, frozen=True, kw_only=True):

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from epd_portable.config.roles import Role
-from epd_portable.delivery.instances import (
+from epd_portable.placement.instances import (
     FEW,
     FIRST_SUSPICION_S,
     LONGEST_SUSPICION_S,
@@ -21,7 +21,7 @@ from epd_portable.delivery.instances import (
     EndpointPool,
     Instance,
 )
-from epd_portable.delivery.ring import LOAD_BOUND
+from epd_portable.placement.ring import LOAD_BOUND
 from epd_portable.wire.outcomes import FailureKind
 from tests.unit.builders import instance_settings
 

@@ -8,8 +8,8 @@ import logging
 import pytest
 
 from epd_portable.config.roles import PAIR_LABEL, Role
-from epd_portable.delivery.balance import WINDOW_S, Balance, Switching
-from epd_portable.delivery.instances import EndpointPool, Instance
+from epd_portable.placement.balance import WINDOW_S, Balance, Switching
+from epd_portable.placement.instances import EndpointPool, Instance
 from tests.unit.builders import instance_settings
 
 
@@ -93,7 +93,7 @@ class Fleet:
 
 
 def test_new_work_turns_within_a_pair_as_the_load_does(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "epd_portable.delivery.balance")
+    caplog.set_level(logging.INFO, "epd_portable.placement.balance")
     fleet = Fleet(e0="", a="e0", b="")
     assert fleet.come(0.0, 0.0) == {"a"}
     assert fleet.come(0.1, 1.5) == {"e0"}
@@ -101,7 +101,7 @@ def test_new_work_turns_within_a_pair_as_the_load_does(caplog: pytest.LogCapture
     assert fleet.come(1.5, 0.1) == {"a"}
     assert fleet.pool.choose_least_loaded() is fleet.get("b")
     assert fleet.come(0.1, 1.5) == {"e0"}
-    records = [each for each in caplog.records if each.name == "epd_portable.delivery.balance"]
+    records = [each for each in caplog.records if each.name == "epd_portable.placement.balance"]
     said = [each.getMessage().split(":")[0] for each in records]
     to_a, to_e0 = "a gets new work in place of e0", "e0 gets new work in place of a"
     assert said == [to_a, to_e0, to_a]

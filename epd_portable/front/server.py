@@ -1,4 +1,4 @@
-"""The engine front: ``python -m epd_portable.vllm_plugin.front --settings JSON ARGUMENTS``.
+"""The engine front: ``python -m epd_portable.front.server --settings JSON ARGUMENTS``.
 
 vLLM's own OpenAI server over `SplitClient`: what a request needs of tokenizing and preprocessing is
 done once, here. ``ARGUMENTS`` are those of vLLM's server and of the prefill+decode engines. Several
@@ -36,9 +36,9 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core_client import EngineCoreClient
 
-from epd_portable.delivery.balance import TICK_S, Switching
+from epd_portable.front.client import FrontSettings, SplitClient
+from epd_portable.placement.balance import TICK_S, Switching
 from epd_portable.vllm_plugin import compat, exposition
-from epd_portable.vllm_plugin.front_client import FrontSettings, SplitClient
 
 logger = logging.getLogger(__name__)
 

@@ -20,8 +20,8 @@ from vllm.v1.engine import EngineCoreRequest
 
 from epd_portable.config.roles import Role
 from epd_portable.config.secret import make_secret_file
-from epd_portable.vllm_plugin.front_client import FrontSettings, SplitClient
-from epd_portable.vllm_plugin.front_engines import EngineSettings
+from epd_portable.front.client import FrontSettings, SplitClient
+from epd_portable.front.engines import EngineSettings
 
 MODEL = Path(__file__).parents[3] / "epd_portable" / "demo" / "model"
 CONTROL = {"pd-0": "tcp://127.0.0.1:1", "pd-1": "tcp://127.0.0.1:2"}

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
-from epd_portable.delivery.instances import EndpointPool
-from epd_portable.delivery.metrics import InstanceCollector, stats_of
+from epd_portable.placement.instances import EndpointPool
+from epd_portable.placement.metrics import InstanceCollector, stats_of
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 

@@ -1,6 +1,6 @@
 """What the engine front has around vLLM's application: bounds, instances, access lines.
 
-``--middleware epd_portable.vllm_plugin.front_http.FrontMiddleware``, the last, so outermost. All
+``--middleware epd_portable.front.http.FrontMiddleware``, the last, so outermost. All
 that vLLM's server has by itself is left to it.
 """
 
@@ -24,19 +24,19 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from epd_portable.config.roles import DUTIES
 from epd_portable.config.secret import SignatureCheck
-from epd_portable.delivery.instances import InstanceState
-from epd_portable.delivery.replies import (
+from epd_portable.errors import ConfigError, RequestError
+from epd_portable.front.client import SplitClient
+from epd_portable.front.engines import Engines
+from epd_portable.log import access_log
+from epd_portable.media.limits import MediaLimits, check_settings
+from epd_portable.placement.instances import InstanceState
+from epd_portable.placement.replies import (
     NAMES_MEDIA,
     WHY_NO_NAMES,
     body_timeout,
     error_reply,
     not_served,
 )
-from epd_portable.errors import ConfigError, RequestError
-from epd_portable.log import access_log
-from epd_portable.media.limits import MediaLimits, check_settings
-from epd_portable.vllm_plugin.front_client import SplitClient
-from epd_portable.vllm_plugin.front_engines import Engines
 from epd_portable.vllm_plugin.instance_token import instance_of
 
 logger = logging.getLogger(__name__)

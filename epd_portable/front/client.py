@@ -30,7 +30,10 @@ from vllm.v1.engine.core_client import AsyncMPClient
 
 from epd_portable.config.roles import ENCODES
 from epd_portable.config.secret import Secret
-from epd_portable.delivery.assignment import (
+from epd_portable.front.calls import calls_of_all
+from epd_portable.front.engines import Engines, EngineSettings, FrontEngine
+from epd_portable.front.metrics import FrontMetrics
+from epd_portable.placement.assignment import (
     BUSY_THRESHOLD,
     Assignment,
     EncodeFailure,
@@ -41,14 +44,11 @@ from epd_portable.delivery.assignment import (
     new_transfer,
     or_own,
 )
-from epd_portable.delivery.balance import Switching
-from epd_portable.delivery.fallbacks import JOB_GRACE_S, MAX_PD_ATTEMPTS, RetryBudget
-from epd_portable.delivery.instances import Instance, Use, WentDownError, while_up
-from epd_portable.delivery.replies import BODY_TIMEOUT_S
-from epd_portable.delivery.ring import bounded_load
-from epd_portable.vllm_plugin.front_calls import calls_of_all
-from epd_portable.vllm_plugin.front_engines import Engines, EngineSettings, FrontEngine
-from epd_portable.vllm_plugin.front_metrics import FrontMetrics
+from epd_portable.placement.balance import Switching
+from epd_portable.placement.fallbacks import JOB_GRACE_S, MAX_PD_ATTEMPTS, RetryBudget
+from epd_portable.placement.instances import Instance, Use, WentDownError, while_up
+from epd_portable.placement.replies import BODY_TIMEOUT_S
+from epd_portable.placement.ring import bounded_load
 from epd_portable.vllm_plugin.metadata import ItemMetadata
 from epd_portable.vllm_plugin.video_parts import VideoParts, is_part
 from epd_portable.wire.outcomes import FailureKind

@@ -18,9 +18,9 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreReques
 from vllm.v1.engine.core_client import EngineCoreClient
 
 from epd_portable.demo.pictures import Picture, draw
-from epd_portable.vllm_plugin.front import Front, configuration
-from epd_portable.vllm_plugin.front_client import SplitClient, UnavailableError
-from tests.integration.vllm_plugin.played_front import MODEL, client_of
+from epd_portable.front.client import SplitClient, UnavailableError
+from epd_portable.front.server import Front, configuration
+from tests.integration.front.played_front import MODEL, client_of
 from tests.metrics_page import total
 
 pytestmark = pytest.mark.needs_vllm

@@ -1,6 +1,6 @@
 """How much work there is for instances of each role, in seconds of one of them.
 
-What an item takes is known from encoders (`epd_portable.delivery.assignment.EncodeTimes`). What an
+What an item takes is known from encoders (`epd_portable.placement.assignment.EncodeTimes`). What an
 answer takes is less clear: an instance computes for several requests in the same step, so each is
 charged an equal part of the time that it shares with the others.
 """

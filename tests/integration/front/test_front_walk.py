@@ -15,14 +15,14 @@ from prometheus_client import REGISTRY
 from starlette.responses import Response
 from vllm.v1.engine import FinishReason
 
+from epd_portable.front.http import FrontMiddleware
+from epd_portable.front.server import Front
 from epd_portable.media.limits import MediaLimits
-from epd_portable.vllm_plugin.front import Front
-from epd_portable.vllm_plugin.front_http import FrontMiddleware
 from epd_portable.vllm_plugin.media_bounds import MediaBoundsMiddleware
+from tests.integration.front import test_front
+from tests.integration.front.played_front import request
+from tests.integration.front.test_front import Make, make  # noqa: F401 - a fixture
 from tests.integration.router.test_walk import Walk, drawn
-from tests.integration.vllm_plugin import test_front
-from tests.integration.vllm_plugin.played_front import request
-from tests.integration.vllm_plugin.test_front import Make, make  # noqa: F401 - a fixture
 
 pytestmark = pytest.mark.needs_vllm
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from epd_portable.delivery.work import AnswerLoad, Work
+from epd_portable.placement.work import AnswerLoad, Work
 from tests.unit.builders import Clock
 
 ROLE = "prefill-decode"

@@ -16,10 +16,10 @@ from vllm.exceptions import GracefulHTTPError
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
 from vllm.v1.metrics.stats import SchedulerStats
 
-from epd_portable.vllm_plugin.front import switch
-from epd_portable.vllm_plugin.front_client import FrontItem
+from epd_portable.front.client import FrontItem
+from epd_portable.front.server import switch
 from epd_portable.wire.params import CacheNews, to_params
-from tests.integration.vllm_plugin.played_front import (
+from tests.integration.front.played_front import (
     CONTROL,
     client_of,
     feature,
@@ -379,9 +379,7 @@ async def test_prompts_that_begin_alike_go_to_one_engine_until_it_is_busier(make
 async def test_a_job_may_end_after_the_answer_has_begun(
     make: Make, in_time: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        "epd_portable.vllm_plugin.front_client.JOB_GRACE_S", 100.0 if in_time else 0.0
-    )
+    monkeypatch.setattr("epd_portable.front.client.JOB_GRACE_S", 100.0 if in_time else 0.0)
     front = make("e-0", "pd-0")
     await front.ask("a")
     job = front.engines["e-0"].last.request_id
@@ -502,7 +500,7 @@ async def test_an_engine_that_fails_a_request_gets_it_once_more_with_its_media(m
 async def test_a_tick_of_switching_that_fails_is_logged_and_the_next_comes(
     make: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("epd_portable.vllm_plugin.front.TICK_S", 0.01)
+    monkeypatch.setattr("epd_portable.front.server.TICK_S", 0.01)
     front = make()
     again = asyncio.Event()
 

@@ -19,10 +19,10 @@ import msgspec
 
 from epd_portable.config.roles import ROLE_LABEL, Duty, Role, duties_of
 from epd_portable.connector.circuit_breaker import CircuitBreaker
-from epd_portable.delivery.caches import CacheEstimate, CacheSizes
-from epd_portable.delivery.ring import HashRing
-from epd_portable.delivery.work import AnswerLoad, Work
 from epd_portable.errors import EPDError
+from epd_portable.placement.caches import CacheEstimate, CacheSizes
+from epd_portable.placement.ring import HashRing
+from epd_portable.placement.work import AnswerLoad, Work
 from epd_portable.wire.messages import LOAD_HEARTBEAT_S, LoadReport
 from epd_portable.wire.outcomes import FailureKind
 

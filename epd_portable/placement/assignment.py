@@ -18,10 +18,10 @@ from typing import Generic, Literal, Protocol, TypeAlias, TypeVar
 from epd_portable.config.routing import MAX_ENCODERS
 from epd_portable.config.secret import Secret
 from epd_portable.connector.stores.lookup import StoredItem
-from epd_portable.delivery.fallbacks import FALLBACKS, RequestPhase, RetryBudget
-from epd_portable.delivery.instances import Instance
-from epd_portable.delivery.work import nearest_size
 from epd_portable.media.limits import RequestItem
+from epd_portable.placement.fallbacks import FALLBACKS, RequestPhase, RetryBudget
+from epd_portable.placement.instances import Instance
+from epd_portable.placement.work import nearest_size
 from epd_portable.wire.outcomes import FailureKind
 from epd_portable.wire.params import EncodedItem, EncodeTransfer, ExpectedTransfer
 

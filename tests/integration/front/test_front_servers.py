@@ -20,10 +20,10 @@ from vllm.v1.engine.core import EngineCoreProc
 from vllm.v1.engine.core_client import EngineCoreRequestType
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
-from epd_portable.vllm_plugin import engine_core
-from epd_portable.vllm_plugin.front_client import SplitClient
+from epd_portable.engine import core
+from epd_portable.front.client import SplitClient
 from epd_portable.wire.params import CacheNews, to_params
-from tests.integration.vllm_plugin.played_front import client_of, config_of_front, request
+from tests.integration.front.played_front import client_of, config_of_front, request
 from tests.metrics_page import total
 
 pytestmark = [
@@ -41,8 +41,8 @@ class Engine:
 
     def __init__(self, paths: list[str], name: str, fingerprint: str = "") -> None:
         self.asked: list[tuple[int, str]] = []
-        self.fronts = [engine_core._connect(path) for path in paths]
-        self._places = [engine_core._meet(front, name) for front in self.fronts]
+        self.fronts = [core._connect(path) for path in paths]
+        self._places = [core._meet(front, name) for front in self.fronts]
         self._fingerprint = fingerprint
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._run)
@@ -57,7 +57,7 @@ class Engine:
     def _run(self) -> None:
         address = f"{self._places[0]}-handshake"
         given = (address, self._places, self.fronts, self._fingerprint)
-        shaking = threading.Thread(target=engine_core._shake_hands, args=given)
+        shaking = threading.Thread(target=core._shake_hands, args=given)
         shaking.start()
         with zmq.Context() as context:
             with context.socket(zmq.DEALER) as handshake:

@@ -25,6 +25,6 @@ def no_engine_counts_where_this_process_does() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def config() -> Any:
     """vLLM's configuration of a front."""
-    from tests.integration.vllm_plugin.played_front import config_of_front
+    from tests.integration.front.played_front import config_of_front
 
     return config_of_front()

@@ -1,0 +1,1 @@
+"""Processes of engines that have no server of their own."""

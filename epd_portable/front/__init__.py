@@ -1,0 +1,1 @@
+"""The front: vLLM's own server over one engine client that knows the split."""
