@@ -13,7 +13,6 @@ import copy
 import logging
 import time
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass, field, replace
 from http import HTTPStatus
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,8 +22,6 @@ import anyio
 import msgspec
 from vllm.config import VllmConfig
 from vllm.exceptions import GracefulHTTPError
-from vllm.multimodal.inputs import PlaceholderRange
-from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
 from vllm.v1.engine.core_client import AsyncMPClient
 
@@ -32,13 +29,19 @@ from epd_portable.config.roles import ENCODES
 from epd_portable.config.secret import Secret
 from epd_portable.front.calls import calls_of_all
 from epd_portable.front.engines import Engines, EngineSettings, FrontEngine
+from epd_portable.front.item_jobs import ItemJobs
 from epd_portable.front.metrics import FrontMetrics
+from epd_portable.front.request import (
+    BLOCK_TOKENS,
+    FrontItem,
+    FullError,
+    OpenRequest,
+    UnavailableError,
+    blocks_of,
+)
 from epd_portable.placement.assignment import (
     BUSY_THRESHOLD,
     Assignment,
-    EncodeFailure,
-    EncodeTimes,
-    EncodeTries,
     assign_items,
     expected_transfer,
     new_transfer,
@@ -46,16 +49,14 @@ from epd_portable.placement.assignment import (
 )
 from epd_portable.placement.balance import Switching
 from epd_portable.placement.fallbacks import JOB_GRACE_S, MAX_PD_ATTEMPTS, RetryBudget
-from epd_portable.placement.instances import Instance, Use, WentDownError, while_up
+from epd_portable.placement.instances import Instance, WentDownError, while_up
 from epd_portable.placement.replies import BODY_TIMEOUT_S
 from epd_portable.placement.ring import bounded_load
 from epd_portable.vllm_plugin.metadata import ItemMetadata
-from epd_portable.vllm_plugin.video_parts import VideoParts, is_part
-from epd_portable.wire.outcomes import FailureKind
+from epd_portable.vllm_plugin.video_parts import VideoParts
 from epd_portable.wire.params import (
     FIELD,
     CacheNews,
-    EncodeParams,
     EncodeTransfer,
     PrefillParams,
     to_params,
@@ -63,7 +64,6 @@ from epd_portable.wire.params import (
 
 logger = logging.getLogger(__name__)
 
-BLOCK_TOKENS = 64
 _DRAIN_STEP_S = 0.05
 
 
@@ -88,83 +88,6 @@ class FrontSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_body_bytes: int = 64 << 20
     max_bodies_bytes: int = 1 << 30
     body_timeout_s: float = BODY_TIMEOUT_S
-
-
-class UnavailableError(GracefulHTTPError):
-    """No engine can serve a request at the moment: 503."""
-
-    def __init__(self, message: str) -> None:
-        super().__init__(f"{message}: try again in a few seconds", HTTPStatus.SERVICE_UNAVAILABLE)
-
-
-class FullError(GracefulHTTPError):
-    """Encode engines have as many items as they take, and no other engine encodes: 429."""
-
-    def __init__(self) -> None:
-        message = "every encode engine has max_queued_items items: try again in a few seconds"
-        super().__init__(message, HTTPStatus.TOO_MANY_REQUESTS)
-
-
-@dataclass(frozen=True, slots=True)
-class FrontItem:
-    """One item of a request, as decisions see it; `feature` is vLLM's."""
-
-    feature: Any
-
-    @property
-    def item_uuid(self) -> str:
-        """The engines' identifier, a digest of its content."""
-        return str(self.feature.identifier)
-
-    @property
-    def modality(self) -> Any:
-        """What it is to the model."""
-        return self.feature.modality
-
-    @property
-    def pixels(self) -> int:
-        """Its size, in tokens: only compared."""
-        return int(self.feature.mm_position.length)
-
-    @property
-    def is_part(self) -> bool:
-        """Whether it is a part of a video."""
-        return self.modality == "video" and is_part(self.item_uuid)
-
-
-@dataclass(eq=False, slots=True)
-class OpenRequest:
-    """One open request.
-
-    Attributes:
-        core: As vLLM made it, with all media; videos may be divided.
-        here: Identifiers of items that the answering engine must encode.
-        decided: Its present try has begun, has ended, or must be sent again.
-        begun: A part of the answer is out: no other engine can give the rest.
-        again: Why it must be sent again.
-        awaited: Items whose encode jobs have not ended.
-        held: Items that its engine has by what it said, and has not asked for.
-        requested: Set when an encoder is to be asked for a transfer's item, and when it is decided.
-        tokens: Of the prompt, that its engine most likely has to compute.
-    """
-
-    core: EngineCoreRequest
-    here: set[str] = field(default_factory=set)
-    decided: asyncio.Event = field(default_factory=asyncio.Event)
-    ended: asyncio.Event = field(default_factory=asyncio.Event)
-    begun: bool = False
-    again: str = ""
-    awaited: set[str] = field(default_factory=set)
-    held: set[str] = field(default_factory=set)
-    requested: dict[str, asyncio.Event] = field(default_factory=dict)
-    tokens: int = 0
-    task: asyncio.Task[None] | None = None
-
-    def decide(self) -> None:
-        """Release what waits for it: it is `decided`."""
-        self.decided.set()
-        for requested in self.requested.values():
-            requested.set()
 
 
 class SplitClient(AsyncMPClient):
@@ -200,14 +123,17 @@ class SplitClient(AsyncMPClient):
         self._outputs: asyncio.Queue[EngineCoreOutputs] = asyncio.Queue()
         self._open: dict[str, OpenRequest] = {}
         self._at_engines: dict[str, OpenRequest] = {}  # by the id of its present try
-        self._requested: dict[str, asyncio.Event] = {}  # by transfer, of all of these
-        self._jobs: dict[str, asyncio.Future[FinishReason]] = {}
         self.metrics = FrontMetrics(self._pool)
         self._is_draining = False
-        self._resets = 0
-        """Changes when encoders may have forgotten what they encoded: calls of all engines."""
-        self._times = EncodeTimes()
         self._retries = RetryBudget()
+        self._jobs = ItemJobs(
+            self.engines,
+            self.metrics,
+            self._retries,
+            servers=self._servers,
+            wait_timeout_s=settings.wait_timeout_s,
+            can_encode=settings.can_encode,
+        )
 
     # -- what vLLM's AsyncLLM calls ---------------------------------------------------------------
 
@@ -240,7 +166,7 @@ class SplitClient(AsyncMPClient):
         In several calls where engines need one another: see `calls_of_all`.
         """
         found: list[Any] = []
-        self._resets += 1
+        self._jobs.resets += 1
         for duty, name, given in calls_of_all(method, *args):
             engines = [
                 each for each in self.engines.by_name.values() if duty in (None, each.encodes_only)
@@ -250,7 +176,7 @@ class SplitClient(AsyncMPClient):
             found = [
                 each for engine, said in pairs for each in said if not engine.encodes_only
             ] or found
-        self._resets += 1
+        self._jobs.resets += 1
         if found:
             return found
         raise UnavailableError("no engine that answers is up")
@@ -301,7 +227,7 @@ class SplitClient(AsyncMPClient):
         """Return the engine that is to answer: the one before, if it is up; refuse without room."""
         if self._is_draining:
             raise UnavailableError("this server is being stopped")
-        blocks = _blocks(one.core)
+        blocks = blocks_of(one.core)
         chosen = self._nearest(blocks) or self._pool.choose_least_loaded()
         if chosen is None:
             raise UnavailableError("no engine that answers is up")
@@ -330,32 +256,18 @@ class SplitClient(AsyncMPClient):
         count, nearest = max(known, key=lambda pair: pair[0], default=(0, None))
         return nearest if count else None
 
-    def _choose_encoder(
-        self, item: FrontItem, exclude: Collection[str], taker: str
-    ) -> Instance | None:
-        """Return who should encode an item for an engine; not one whose items that refuses."""
-        exclude = [*exclude, *self.engines.by_name[taker].misfits]
-
-        def busy(encoder: Instance) -> tuple[float, float]:
-            return encoder.pending_encode_s / encoder.weight, encoder.load / encoder.weight
-
-        full = [each.name for each in self.engines.by_name.values() if each.is_full]
-        # The first token waits for the last part of a video.
-        first = busy if item.is_part else None
-        return self._pool.choose_encoder(item.item_uuid, [*exclude, *full], first=first)
-
     async def _serve(self, one: OpenRequest, engine: FrontEngine) -> None:
         """Have a request answered, by one engine after another until one has begun."""
         request_id = one.core.request_id
         try:
             for attempt in range(MAX_PD_ATTEMPTS):
-                resets = self._resets
+                resets = self._jobs.resets
                 await self._try(one, engine, f"{request_id}-{attempt}" if attempt else request_id)
                 if not one.again:
                     return
                 logger.warning("request %s is sent again: %s", request_id, one.again)
                 self.metrics.sent_again.inc()
-                if resets == self._resets and not self._retries.spend():
+                if resets == self._jobs.resets and not self._retries.spend():
                     break
                 engine = self._choose_engine(one, engine)
             raise UnavailableError(one.again)
@@ -386,14 +298,14 @@ class SplitClient(AsyncMPClient):
         brought = [each for each in ways if each.by in by_transfer]
         # API servers share engines: what one gives them meanwhile, each does.
         here_s = self._servers * sum(
-            self._times.of(each.item) for each in ways if each.by == "local_first"
+            self._jobs.times.of(each.item) for each in ways if each.by == "local_first"
         )
         transfers = {
             each.item.item_uuid: new_transfer(each.item, engine.instance.control, self.secret)
             for each in brought
         }
         one.requested = {each.transfer_id: asyncio.Event() for each in transfers.values()}
-        self._requested |= one.requested
+        self._jobs.requested |= one.requested
         one.held = {each.item.item_uuid for each in ways if each.by == "held"}
         one.awaited = {each.item.item_uuid for each in brought if each.by == "encoder"}
         self._at_engines[engine_id] = one
@@ -407,7 +319,7 @@ class SplitClient(AsyncMPClient):
                     async with anyio.create_task_group() as items:
                         for each in brought:
                             transfer = transfers[each.item.item_uuid]
-                            items.start_soon(self._deliver, one, each, transfer, use)
+                            items.start_soon(self._jobs.deliver, one, each, transfer, use)
                         await one.decided.wait()
                         use.compute()
                         wait_s = JOB_GRACE_S if one.begun else 0
@@ -425,7 +337,7 @@ class SplitClient(AsyncMPClient):
         finally:
             del self._at_engines[engine_id]
             for transfer_id in one.requested:
-                del self._requested[transfer_id]
+                del self._jobs.requested[transfer_id]
             if not one.ended.is_set():
                 await engine.abort(client, engine_id)
 
@@ -439,13 +351,13 @@ class SplitClient(AsyncMPClient):
         own = engine.instance if engine.instance.role in ENCODES else None
 
         def choose(item: FrontItem, exclude: Collection[str]) -> Instance | None:
-            return self._choose_encoder(item, exclude, engine.name)
+            return self._jobs.choose_encoder(item, exclude, engine.name)
 
         return assign_items(
             [*items.values()],
             engine,
             choose if own is None else or_own(own, choose),
-            self._times,
+            self._jobs.times,
             left_here=one.here,
             held=engine.holds,
             elastic_threshold=BUSY_THRESHOLD if self._is_elastic and own is None else None,
@@ -457,7 +369,7 @@ class SplitClient(AsyncMPClient):
         for each in ways:
             if each.by == "held":
                 continue
-            self._pool.work.item_came(each.item, self._times.of(each.item))
+            self._pool.work.item_came(each.item, self._jobs.times.of(each.item))
             if each.by != "encoder":
                 self.metrics.items.labels(each.by).inc()
             if each.elastic:
@@ -499,102 +411,6 @@ class SplitClient(AsyncMPClient):
         sent.sampling_params.extra_args = extra or None
         return sent
 
-    # -- items ------------------------------------------------------------------------------------
-
-    async def _deliver(
-        self, one: OpenRequest, way: Assignment[FrontItem], transfer: EncodeTransfer, use: Use
-    ) -> None:
-        """Have an item encoded, by one encoder after another, until the answer begins.
-
-        An encoder that goes down after its job may not have written the item yet, and one without
-        memory for the item never does.
-        """
-        item, encoder = way.item, way.encoder
-        requested = one.requested[transfer.transfer_id]
-        if way.by == "held":
-            await requested.wait()
-            if one.decided.is_set():
-                return
-            requested.clear()
-            one.held.discard(item.item_uuid)
-            one.awaited.add(item.item_uuid)
-            self._pool.work.item_came(item, self._times.of(item))
-            encoder = self._choose_encoder(item, [use.instance.name], use.instance.name)
-        first = encoder
-        tries = EncodeTries(
-            lambda exclude: self._choose_encoder(
-                item, [*exclude, use.instance.name], use.instance.name
-            ),
-            self._retries,
-            deadline_s=time.monotonic() + self.settings.wait_timeout_s,
-        )
-        while encoder is not None:
-            job, resets = f"{transfer.transfer_id}-{encoder.name}", self._resets
-            try:
-                with while_up(encoder.working(item.item_uuid)):
-                    with encoder.encoding(self._servers * self._times.of(item)):
-                        failure = await self._encode(one, item, transfer, encoder, job)
-                    if failure is None:
-                        one.awaited.discard(item.item_uuid)
-                        if not one.awaited:
-                            use.compute()
-                        await requested.wait()
-                        if one.decided.is_set():
-                            if not one.again:
-                                outcome = "encoded" if encoder is first else "retried"
-                                self.metrics.items.labels(outcome).inc()
-                            return
-                        requested.clear()
-                        one.awaited.add(item.item_uuid)
-                        failure = EncodeFailure(kind=FailureKind.ERROR, reason="gave the item up")
-            except WentDownError as error:
-                failure = EncodeFailure(kind=FailureKind.LOST, reason=str(error))
-            assert failure is not None
-            if resets != self._resets:
-                # It has forgotten the item with others, in a reset: that is no failure.
-                encoder = self._choose_encoder(item, [use.instance.name], use.instance.name)
-                continue
-            logger.warning("transfer %s: encoder %s: %s", job, encoder.name, failure.reason)
-            pause_s = tries.note_failure(encoder.name, failure, time.monotonic())
-            await asyncio.sleep(pause_s)
-            encoder = tries.next_encoder()
-        if one.begun:
-            return  # It was there before.
-        self.metrics.items.labels("local" if self._can_encode else "left_out").inc()
-        one.again = tries.describe() if first else "no encode engine is up"
-        if self._can_encode:
-            one.here.add(item.item_uuid)
-        one.decide()
-
-    async def _encode(
-        self,
-        one: OpenRequest,
-        item: FrontItem,
-        transfer: EncodeTransfer,
-        encoder: Instance,
-        job: str,
-    ) -> EncodeFailure | None:
-        """Have one item encoded by one encoder; return why it was not."""
-        engine = self.engines.by_name[encoder.name]
-        client, begun = engine.client, time.monotonic()
-        answer = self._jobs[job] = asyncio.get_running_loop().create_future()
-        try:
-            await engine.add(_job(one.core, item.feature, transfer, job))
-            reason = await answer
-        finally:
-            del self._jobs[job]
-            if not answer.done() or answer.cancelled():
-                with anyio.CancelScope(shield=True):
-                    await engine.abort(client, job)
-        if reason in (FinishReason.ERROR, FinishReason.ABORT):
-            return EncodeFailure(kind=FailureKind.ERROR, reason=f"ended the job with {reason}")
-        now = time.monotonic()
-        # Until it had done the job before, it did not work on this one.
-        self._times.observe(item, now - max(begun, encoder.answered_at))
-        encoder.answered()
-        self.metrics.encode_s.labels(encoder.name).observe(now - begun)
-        return None
-
     # -- outputs ----------------------------------------------------------------------------------
 
     def _take_outputs(self, engine: FrontEngine, outputs: EngineCoreOutputs) -> None:
@@ -610,16 +426,14 @@ class SplitClient(AsyncMPClient):
             if is_here:
                 engine.holds.add(mm_hash)
         for transfer_id in news.requested:
-            if requested := self._requested.get(transfer_id):
+            if requested := self._jobs.requested.get(transfer_id):
                 requested.set()
 
     def _take_output(self, engine: FrontEngine, output: EngineCoreOutput) -> bool:
         """Return whether an output is a part of an answer."""
         if not output.request_id:
             self._take_news(engine, msgspec.convert(output.ec_transfer_params, CacheNews))
-        answer = self._jobs.get(output.request_id)
-        if output.finish_reason is not None and answer and not answer.done():
-            answer.set_result(output.finish_reason)
+        self._jobs.take_output(output)
         one = self._at_engines.get(output.request_id)
         if one is None or one.again:
             return False  # It was given up, or is sent again.
@@ -643,38 +457,3 @@ class SplitClient(AsyncMPClient):
         """End an answer that has begun and whose engine is gone, as vLLM ends broken ones."""
         end = EngineCoreOutput(one.core.request_id, [], finish_reason=FinishReason.ERROR)
         self._outputs.put_nowait(EngineCoreOutputs(engine_index=engine.index, outputs=[end]))
-
-
-def _blocks(core: EngineCoreRequest) -> list[int]:
-    """Return a prompt as a chain of names of its blocks: equal as far as two begin alike."""
-    tokens, last, found = core.prompt_token_ids or [], hash(core.cache_salt), []
-    items = {each.mm_position.offset: each.identifier for each in core.mm_features or ()}
-    for start in range(0, len(tokens) - BLOCK_TOKENS + 1, BLOCK_TOKENS):
-        end = start + BLOCK_TOKENS
-        names = tuple(name for offset, name in items.items() if start <= offset < end)
-        last = hash((last, names, *tokens[start:end]))
-        found.append(last)
-    return found
-
-
-def _job(
-    core: EngineCoreRequest, feature: Any, transfer: EncodeTransfer, job: str
-) -> EngineCoreRequest:
-    """Return the request that has one item encoded and brought to its consumer."""
-    place = feature.mm_position
-    assert core.prompt_token_ids is not None
-    alone = replace(feature, mm_position=PlaceholderRange(0, place.length, place.is_embed))
-    params = to_params(EncodeParams(transfers=(transfer,)))
-    return EngineCoreRequest(
-        request_id=job,
-        prompt_token_ids=core.prompt_token_ids[place.offset : place.offset + place.length],
-        mm_features=[alone],
-        sampling_params=SamplingParams(max_tokens=1, temperature=0, extra_args={FIELD: params}),
-        pooling_params=None,
-        arrival_time=core.arrival_time,
-        lora_request=core.lora_request,
-        cache_salt=None,
-        data_parallel_rank=None,
-        priority=core.priority,
-        trace_headers=core.trace_headers,
-    )

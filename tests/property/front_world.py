@@ -434,7 +434,9 @@ class World:
             if one.ends == [str(FinishReason.STOP)]:
                 self.happened["answered"] += 1
                 assert one.tokens == one.answer
-        assert not (client._open or client._at_engines or client._jobs or client._pool.encoding)
+        assert not (
+            client._open or client._at_engines or client._jobs.open or client._pool.encoding
+        )
         for name, engine in client.engines.by_name.items():
             assert (engine.instance.load, engine.instance.pending_encode_s) == (0, 0), name
             assert engine.instance.idle, name

@@ -16,7 +16,7 @@ from vllm.exceptions import GracefulHTTPError
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
 from vllm.v1.metrics.stats import SchedulerStats
 
-from epd_portable.front.client import FrontItem
+from epd_portable.front.request import FrontItem
 from epd_portable.front.server import switch
 from epd_portable.wire.params import CacheNews, to_params
 from tests.integration.front.played_front import (
@@ -120,7 +120,7 @@ class Front:
         (found,) = (
             name
             for name, engine in self.engines.items()
-            if name.startswith("e") and engine.requests.keys() & self.client._jobs.keys()
+            if name.startswith("e") and engine.requests.keys() & self.client._jobs.open.keys()
         )
         return found
 
@@ -131,7 +131,7 @@ class Front:
     def is_empty(self) -> bool:
         client = self.client
         loads = [each.instance.load for each in client.engines.by_name.values()]
-        return not (client._open or client._at_engines or client._jobs or any(loads))
+        return not (client._open or client._at_engines or client._jobs.open or any(loads))
 
 
 async def settle() -> None:
@@ -209,7 +209,7 @@ async def test_parts_go_where_they_are_encoded_soonest_however_many_items_wait_t
 ) -> None:
     front = make("e-0", "e-1", "pd-0", max_queued_items=9)
     for name, seconds in (("a", 0.01), ("A", 1.0)):
-        front.client._times.observe(FrontItem(feature(name, 0)), seconds)
+        front.client._jobs.times.observe(FrontItem(feature(name, 0)), seconds)
     front.goes("e-1")
     await front.ask(*"abcdef", name="pictures")
     front.comes("e-1")
@@ -534,7 +534,7 @@ async def test_an_idle_engine_encodes_some_of_many_pictures_by_itself(make: Make
     front = make("e-0", "pd-0", elastic_encode=True, max_queued_items=8)
     client = front.client
     pd = client.engines.by_name["pd-0"].instance
-    client._times.observe(FrontItem(feature("x", 0)), 1.0)
+    client._jobs.times.observe(FrontItem(feature("x", 0)), 1.0)
     await front.ask(*"abcd")
     fields = [set(each.data) for each in front.engines["pd-0"].last.mm_features]
     assert fields == [{"pixel_values", "image_grid_thw"}, *[{"image_grid_thw"}] * 3]
@@ -558,7 +558,7 @@ async def test_an_idle_engine_encodes_some_of_many_pictures_by_itself(make: Make
 
 async def test_an_idle_engine_encodes_the_first_part_of_a_video_that_would_wait(make: Make) -> None:
     front = make("e-0", "e-1", "pd-0", elastic_encode=True, max_queued_items=8)
-    front.client._times.observe(FrontItem(feature("A", 0)), 1.0)
+    front.client._jobs.times.observe(FrontItem(feature("A", 0)), 1.0)
     first, second = (front.client.engines.by_name[name].instance for name in ("e-0", "e-1"))
     with first.encoding(3.0), second.encoding(3.0):
         await front.ask("B")
@@ -578,7 +578,7 @@ async def test_an_engine_that_computes_for_another_api_server_is_not_idle(
     for count in (1 - reported, reported):
         stats = SchedulerStats(num_running_reqs=count)
         front.client._take_outputs(engine, EngineCoreOutputs(scheduler_stats=stats))
-    front.client._times.observe(FrontItem(feature("x", 0)), 1.0)
+    front.client._jobs.times.observe(FrontItem(feature("x", 0)), 1.0)
     await front.ask(*"abcd")
     encoded = [each.mm_features[0].identifier for each in front.jobs("e-0")]
     assert encoded == [*("abcd" if reported else "bcd")]

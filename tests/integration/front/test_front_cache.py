@@ -18,7 +18,8 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreReques
 from vllm.v1.engine.core_client import EngineCoreClient
 
 from epd_portable.demo.pictures import Picture, draw
-from epd_portable.front.client import SplitClient, UnavailableError
+from epd_portable.front.client import SplitClient
+from epd_portable.front.request import UnavailableError
 from epd_portable.front.server import Front, configuration
 from tests.integration.front.played_front import MODEL, client_of
 from tests.metrics_page import total

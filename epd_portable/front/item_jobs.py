@@ -1,0 +1,203 @@
+"""Encode jobs: an item goes to one encode engine after another, until one has encoded it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Collection
+from dataclasses import replace
+from typing import Any
+
+import anyio
+from vllm.multimodal.inputs import PlaceholderRange
+from vllm.sampling_params import SamplingParams
+from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
+
+from epd_portable.front.engines import Engines
+from epd_portable.front.metrics import FrontMetrics
+from epd_portable.front.request import FrontItem, OpenRequest
+from epd_portable.placement.assignment import Assignment, EncodeFailure, EncodeTimes, EncodeTries
+from epd_portable.placement.fallbacks import RetryBudget
+from epd_portable.placement.instances import Instance, Use, WentDownError, while_up
+from epd_portable.wire.outcomes import FailureKind
+from epd_portable.wire.params import FIELD, EncodeParams, EncodeTransfer, to_params
+
+logger = logging.getLogger(__name__)
+
+
+class ItemJobs:
+    """Jobs of all open requests.
+
+    Args:
+        engines: Which do them.
+        metrics: Of the front.
+        retries: What failed jobs and requests may spend together.
+        servers: API servers of this front: what one gives an engine meanwhile, each does.
+        wait_timeout_s: Longest time in which an item must come.
+        can_encode: The engine that answers holds the vision tower.
+
+    Attributes:
+        open: Jobs that have not ended, by name.
+        times: Seconds that encoding takes.
+        requested: Set when an encoder is to be asked for an item; by transfer, of all requests.
+        resets: Changes when encoders may have forgotten what they encoded: calls of all engines.
+    """
+
+    def __init__(
+        self,
+        engines: Engines,
+        metrics: FrontMetrics,
+        retries: RetryBudget,
+        *,
+        servers: int,
+        wait_timeout_s: float,
+        can_encode: bool,
+    ) -> None:
+        self.times = EncodeTimes()
+        self.requested: dict[str, asyncio.Event] = {}
+        self.resets = 0
+        self._engines = engines
+        self._metrics = metrics
+        self._retries = retries
+        self._servers = servers
+        self._wait_timeout_s = wait_timeout_s
+        self._can_encode = can_encode
+        self.open: dict[str, asyncio.Future[FinishReason]] = {}
+
+    def take_output(self, output: EngineCoreOutput) -> None:
+        """Take in an output that may be the end of a job."""
+        answer = self.open.get(output.request_id)
+        if output.finish_reason is not None and answer and not answer.done():
+            answer.set_result(output.finish_reason)
+
+    def choose_encoder(
+        self, item: FrontItem, exclude: Collection[str], taker: str
+    ) -> Instance | None:
+        """Return who should encode an item for an engine; not one whose items that refuses."""
+        exclude = [*exclude, *self._engines.by_name[taker].misfits]
+
+        def busy(encoder: Instance) -> tuple[float, float]:
+            return encoder.pending_encode_s / encoder.weight, encoder.load / encoder.weight
+
+        full = [each.name for each in self._engines.by_name.values() if each.is_full]
+        # The first token waits for the last part of a video.
+        first = busy if item.is_part else None
+        return self._engines.pool.choose_encoder(item.item_uuid, [*exclude, *full], first=first)
+
+    async def deliver(
+        self, one: OpenRequest, way: Assignment[FrontItem], transfer: EncodeTransfer, use: Use
+    ) -> None:
+        """Have an item encoded, by one encoder after another, until the answer begins.
+
+        An encoder that goes down after its job may not have written the item yet, and one without
+        memory for the item never does.
+        """
+        item, encoder = way.item, way.encoder
+        requested = one.requested[transfer.transfer_id]
+        if way.by == "held":
+            await requested.wait()
+            if one.decided.is_set():
+                return
+            requested.clear()
+            one.held.discard(item.item_uuid)
+            one.awaited.add(item.item_uuid)
+            self._engines.pool.work.item_came(item, self.times.of(item))
+            encoder = self.choose_encoder(item, [use.instance.name], use.instance.name)
+        first = encoder
+        tries = EncodeTries(
+            lambda exclude: self.choose_encoder(
+                item, [*exclude, use.instance.name], use.instance.name
+            ),
+            self._retries,
+            deadline_s=time.monotonic() + self._wait_timeout_s,
+        )
+        while encoder is not None:
+            job, resets = f"{transfer.transfer_id}-{encoder.name}", self.resets
+            try:
+                with while_up(encoder.working(item.item_uuid)):
+                    with encoder.encoding(self._servers * self.times.of(item)):
+                        failure = await self._encode(one, item, transfer, encoder, job)
+                    if failure is None:
+                        one.awaited.discard(item.item_uuid)
+                        if not one.awaited:
+                            use.compute()
+                        await requested.wait()
+                        if one.decided.is_set():
+                            if not one.again:
+                                outcome = "encoded" if encoder is first else "retried"
+                                self._metrics.items.labels(outcome).inc()
+                            return
+                        requested.clear()
+                        one.awaited.add(item.item_uuid)
+                        failure = EncodeFailure(kind=FailureKind.ERROR, reason="gave the item up")
+            except WentDownError as error:
+                failure = EncodeFailure(kind=FailureKind.LOST, reason=str(error))
+            assert failure is not None
+            if resets != self.resets:
+                # It has forgotten the item with others, in a reset: that is no failure.
+                encoder = self.choose_encoder(item, [use.instance.name], use.instance.name)
+                continue
+            logger.warning("transfer %s: encoder %s: %s", job, encoder.name, failure.reason)
+            pause_s = tries.note_failure(encoder.name, failure, time.monotonic())
+            await asyncio.sleep(pause_s)
+            encoder = tries.next_encoder()
+        if one.begun:
+            return  # It was there before.
+        self._metrics.items.labels("local" if self._can_encode else "left_out").inc()
+        one.again = tries.describe() if first else "no encode engine is up"
+        if self._can_encode:
+            one.here.add(item.item_uuid)
+        one.decide()
+
+    async def _encode(
+        self,
+        one: OpenRequest,
+        item: FrontItem,
+        transfer: EncodeTransfer,
+        encoder: Instance,
+        job: str,
+    ) -> EncodeFailure | None:
+        """Have one item encoded by one encoder; return why it was not."""
+        engine = self._engines.by_name[encoder.name]
+        client, begun = engine.client, time.monotonic()
+        answer = self.open[job] = asyncio.get_running_loop().create_future()
+        try:
+            await engine.add(_job(one.core, item.feature, transfer, job))
+            reason = await answer
+        finally:
+            del self.open[job]
+            if not answer.done() or answer.cancelled():
+                with anyio.CancelScope(shield=True):
+                    await engine.abort(client, job)
+        if reason in (FinishReason.ERROR, FinishReason.ABORT):
+            return EncodeFailure(kind=FailureKind.ERROR, reason=f"ended the job with {reason}")
+        now = time.monotonic()
+        # Until it had done the job before, it did not work on this one.
+        self.times.observe(item, now - max(begun, encoder.answered_at))
+        encoder.answered()
+        self._metrics.encode_s.labels(encoder.name).observe(now - begun)
+        return None
+
+
+def _job(
+    core: EngineCoreRequest, feature: Any, transfer: EncodeTransfer, job: str
+) -> EngineCoreRequest:
+    """Return the request that has one item encoded and brought to its consumer."""
+    place = feature.mm_position
+    assert core.prompt_token_ids is not None
+    alone = replace(feature, mm_position=PlaceholderRange(0, place.length, place.is_embed))
+    params = to_params(EncodeParams(transfers=(transfer,)))
+    return EngineCoreRequest(
+        request_id=job,
+        prompt_token_ids=core.prompt_token_ids[place.offset : place.offset + place.length],
+        mm_features=[alone],
+        sampling_params=SamplingParams(max_tokens=1, temperature=0, extra_args={FIELD: params}),
+        pooling_params=None,
+        arrival_time=core.arrival_time,
+        lora_request=core.lora_request,
+        cache_salt=None,
+        data_parallel_rank=None,
+        priority=core.priority,
+        trace_headers=core.trace_headers,
+    )
