@@ -20,7 +20,7 @@ from epd_portable.config.hardware import find_hardware
 from epd_portable.config.roles import ROLES
 from epd_portable.config.secret import Secret, make_secret_file
 from epd_portable.errors import ConfigError
-from epd_portable.launch.commands import members, render, status
+from epd_portable.launch.commands import gateway, members, render, status
 from epd_portable.launch.commands.cluster import cluster_options, stop, up_on_cluster
 from epd_portable.launch.commands.command_line import (
     FAILED,
@@ -149,6 +149,7 @@ main = CommandLine(name="epd-launch", help=HELP, meant=MEANT, default="up")
 """The command ``epd-launch``."""
 
 for _command in (
+    gateway.gateway,
     render.render,
     stop,
     *(status.status, status.logs),

@@ -1,0 +1,387 @@
+"""The gateway: one address for several fronts. It forwards bytes and reads none of them.
+
+Each front looks like a plain vLLM server, so whatever balances those balances fronts: a Kubernetes
+Service, llm-d, Envoy. This is for users who have nothing of that kind. A request goes to the front
+with the fewest open requests, or to the one that its session (header ``x-session-id``) had before.
+Before the first byte of a response it is sent again to another front, if its body is short enough
+to be held. Both ends are aiohttp's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import ssl
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import aiohttp
+from aiohttp import web
+from multidict import CIMultiDict
+from prometheus_client import (
+    CONTENT_TYPE_LATEST,
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    generate_latest,
+)
+from yarl import URL
+
+from epd_portable.errors import RequestError
+from epd_portable.placement.replies import (
+    BODY_TIMEOUT_S,
+    body_timeout,
+    error_reply,
+    json_reply,
+    unavailable,
+)
+from epd_portable.placement.ring import HashRing
+
+logger = logging.getLogger(__name__)
+
+SESSION_HEADER = "x-session-id"
+PROBE_INTERVAL_S = 1.0
+PROBE_TIMEOUT_S = 5.0
+CONNECT_TIMEOUT_S = 5.0
+HELD_BYTES = 16 << 20
+"""Largest body that is held until its response begins, to be sent again."""
+ALL_HELD_BYTES = 512 << 20
+"""Of all requests together; beyond it bodies are passed on while they come."""
+_LINGERING_S = 2.0
+"""How long a client may go on to send a body after its response."""
+_BUSY = frozenset({429, 503})
+"""Statuses by which a front says that another one may serve the request."""
+_HOP_BY_HOP = frozenset(
+    {"connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "proxy-connection"}
+    | {"te", "trailer", "transfer-encoding", "upgrade", "expect"}
+)
+"""Headers of one connection (RFC 9110, 7.6.1), and one that aiohttp answers."""
+
+
+@dataclass(eq=False, slots=True)
+class FrontServer:
+    """One front.
+
+    Attributes:
+        url: Without a path, or with the one below which it serves.
+        load: Requests that it was given and that have not ended.
+        problem: Why it gets no requests; empty if it gets some.
+    """
+
+    url: URL
+    load: int = 0
+    problem: str = "has not been asked yet"
+    weight: float = 1.0
+
+    @property
+    def name(self) -> str:
+        """Of its host and port."""
+        return self.url.authority
+
+
+@dataclass(slots=True)
+class _Body:
+    """A request's body: what is held of it, and the connection if more comes."""
+
+    held: bytes = b""
+    rest: aiohttp.StreamReader | None = None
+
+    @property
+    def may_be_sent_again(self) -> bool:
+        return self.rest is None
+
+    def stream(self) -> bytes | AsyncIterator[bytes]:
+        return self.held if self.rest is None else self._pieces(self.rest)
+
+    async def _pieces(self, rest: aiohttp.StreamReader) -> AsyncIterator[bytes]:
+        yield self.held
+        async for piece in rest.iter_any():
+            yield piece
+
+
+class _Metrics:
+    """What the gateway counts, at ``/metrics``."""
+
+    def __init__(self) -> None:
+        self.registry = registry = CollectorRegistry()
+        name, labels = "epd_gateway_{}".format, ("front",)
+        self.responses = Counter(
+            name("responses"), "Responses of fronts.", ("front", "status"), registry=registry
+        )
+        self.sent_again = Counter(
+            name("sent_again"), "Requests that went to another front.", labels, registry=registry
+        )
+        self.open = Gauge(
+            name("open_requests"), "Requests that have not ended.", labels, registry=registry
+        )
+        self.up = Gauge(
+            name("front_up"), "1 for a front that gets requests.", labels, registry=registry
+        )
+
+
+class Gateway:
+    """Forwards requests.
+
+    Args:
+        fronts: URLs of fronts.
+        tls: For fronts whose URLs are ``https``; ``None`` for the system's authorities.
+    """
+
+    def __init__(self, fronts: Sequence[str], tls: ssl.SSLContext | None = None) -> None:
+        self.fronts = [FrontServer(URL(each.rstrip("/"))) for each in fronts]
+        self.metrics = _Metrics()
+        self._tls = tls if tls is not None else True
+        self._held_bytes = 0
+        self._is_draining = False
+
+    def application(self) -> web.Application:
+        """Return the application to be served."""
+        found = web.Application(client_max_size=0)
+        found.router.add_get("/health", self._health)
+        found.router.add_get("/metrics", self._page)
+        found.router.add_route("*", "/{path:.*}", self._serve)
+        found.cleanup_ctx.append(self._run)
+        return found
+
+    def drain(self) -> None:
+        """Answer ``/health`` with 503 from now on; requests are served until they stop coming."""
+        self._is_draining = True
+
+    async def _run(self, _: web.Application) -> AsyncIterator[None]:
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=60, ssl=self._tls)
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S)
+        self._session = aiohttp.ClientSession(
+            connector=connector,
+            timeout=timeout,
+            auto_decompress=False,
+            cookie_jar=aiohttp.DummyCookieJar(),
+            skip_auto_headers=("accept", "accept-encoding", "content-type", "user-agent"),
+        )
+        async with self._session:
+            probes = [asyncio.create_task(self._watch(each)) for each in self.fronts]
+            yield
+            for each in probes:
+                each.cancel()
+            await asyncio.gather(*probes, return_exceptions=True)
+
+    # -- fronts -----------------------------------------------------------------------------------
+
+    async def _watch(self, front: FrontServer) -> None:
+        while True:
+            timeout = aiohttp.ClientTimeout(total=PROBE_TIMEOUT_S)
+            try:
+                async with self._session.get(front.url / "health", timeout=timeout) as answer:
+                    self._note(front, "" if answer.status == 200 else f"said {answer.status}")
+            except (aiohttp.ClientError, TimeoutError) as error:
+                self._note(front, str(error) or f"no response within {PROBE_TIMEOUT_S:g} s")
+            await asyncio.sleep(PROBE_INTERVAL_S)
+
+    def _note(self, front: FrontServer, problem: str) -> None:
+        if problem and not front.problem:
+            logger.warning("front %s gets no requests: %s", front.url, problem)
+        elif front.problem and not problem:
+            logger.info("front %s gets requests", front.url)
+        front.problem = problem
+        self.metrics.up.labels(front.name).set(not problem)
+
+    def _choose(self, session: str | None, tried: Collection[FrontServer]) -> FrontServer | None:
+        usable = [each for each in self.fronts if not each.problem and each not in tried]
+        if session and usable:
+            return HashRing(usable).choose(session)
+        return min(usable, key=lambda each: each.load, default=None)
+
+    # -- responses of its own ---------------------------------------------------------------------
+
+    async def _health(self, _: web.Request) -> web.Response:
+        """200 if a front gets requests."""
+        ready = not self._is_draining and any(not each.problem for each in self.fronts)
+        fronts = {str(each.url): each.problem or "up" for each in self.fronts}
+        reply = json_reply({"status": "ok" if ready else "unavailable", "fronts": fronts})
+        return web.Response(
+            body=reply.body, status=200 if ready else 503, content_type="application/json"
+        )
+
+    async def _page(self, _: web.Request) -> web.Response:
+        for each in self.fronts:
+            self.metrics.open.labels(each.name).set(each.load)
+        page = generate_latest(self.metrics.registry)
+        return web.Response(body=page, headers={"content-type": CONTENT_TYPE_LATEST})
+
+    # -- requests ---------------------------------------------------------------------------------
+
+    async def _serve(self, request: web.Request) -> web.StreamResponse:
+        held = 0
+        try:
+            if "upgrade" in request.headers:
+                raise RequestError(
+                    "the gateway forwards no upgraded connections: connect to a front",
+                    status=501,
+                    code="not_served",
+                )
+            body = await self._read(request)
+            held = len(body.held)
+            self._held_bytes += held
+            return await self._forward(request, body)
+        except RequestError as error:
+            reply = error_reply(error, request.path)
+            response = web.Response(body=reply.body, status=reply.status, headers=reply.headers)
+            if error.status == 408:
+                response.force_close()
+            return response
+        finally:
+            self._held_bytes -= held
+
+    async def _read(self, request: web.Request) -> _Body:
+        """Return a body that is held whole, or its beginning if it is too long for that.
+
+        Raises:
+            RequestError: It does not come in time.
+        """
+        if not request.body_exists:
+            return _Body()
+        pieces, nbytes = [], 0
+        try:
+            async with asyncio.timeout(BODY_TIMEOUT_S):
+                async for piece in request.content.iter_any():
+                    pieces.append(piece)
+                    nbytes += len(piece)
+                    if nbytes > HELD_BYTES or self._held_bytes + nbytes > ALL_HELD_BYTES:
+                        return _Body(b"".join(pieces), request.content)
+        except TimeoutError:
+            raise body_timeout(BODY_TIMEOUT_S) from None
+        return _Body(b"".join(pieces))
+
+    async def _forward(self, request: web.Request, body: _Body) -> web.StreamResponse:
+        """Send a request to one front after another until one has a response.
+
+        Raises:
+            RequestError: No front has.
+        """
+        session, tried = request.headers.get(SESSION_HEADER), set[FrontServer]()
+        why = ""
+        while (front := self._choose(session, tried)) is not None:
+            tried.add(front)
+            front.load += 1
+            try:
+                answer = await self._send(request, body, front)
+                async with answer:
+                    is_last = not body.may_be_sent_again or not self._choose(session, tried)
+                    if answer.status not in _BUSY or is_last:
+                        return await self._pass_on(request, answer, front)
+                    why = f"said {answer.status}"
+            except aiohttp.ClientConnectorError as error:
+                why = str(error)
+                self._note(front, why)
+            except (aiohttp.ClientError, TimeoutError) as error:
+                why = str(error) or "the connection has ended"
+                if not body.may_be_sent_again:
+                    break
+            finally:
+                front.load -= 1
+            self.metrics.sent_again.labels(front.name).inc()
+            logger.warning("%s %s: front %s %s", request.method, request.path, front.url, why)
+        raise unavailable(f"no front serves the request now: {why or self._problems()}")
+
+    def _problems(self) -> str:
+        return "; ".join(f"{each.url} {each.problem}" for each in self.fronts)
+
+    async def _send(
+        self, request: web.Request, body: _Body, front: FrontServer
+    ) -> aiohttp.ClientResponse:
+        """Return the head of a front's response."""
+        sent = _end_to_end(request.headers)
+        sent["x-forwarded-for"] = ", ".join(
+            filter(None, (request.headers.get("x-forwarded-for"), request.remote))
+        )
+        sent["x-forwarded-proto"] = request.headers.get("x-forwarded-proto", request.scheme)
+        base = str(front.url)
+        return await self._session.request(
+            request.method,
+            URL(base + request.raw_path, encoded=True),
+            headers=sent,
+            data=body.stream() if request.body_exists else None,
+            allow_redirects=False,
+        )
+
+    async def _pass_on(
+        self, request: web.Request, answer: aiohttp.ClientResponse, front: FrontServer
+    ) -> web.StreamResponse:
+        """Pass a response on while it comes; end the connection where the front ends it early."""
+        self.metrics.responses.labels(front.name, answer.status).inc()
+        response = web.StreamResponse(
+            status=answer.status, reason=answer.reason, headers=_end_to_end(answer.headers)
+        )
+        try:
+            await response.prepare(request)
+            async for piece in answer.content.iter_any():
+                await response.write(piece)
+        except aiohttp.ClientError as error:
+            # The status is out: only a broken connection tells the client.
+            logger.warning("front %s ended a response early: %s", front.url, error)
+            if request.transport is not None:
+                request.transport.abort()
+            return response
+        await response.write_eof()
+        return response
+
+
+def _end_to_end(headers: Mapping[str, str]) -> CIMultiDict[str]:
+    """Return the headers that are not of one connection."""
+    named = {each.strip().lower() for each in headers.get("connection", "").split(",")}
+    dropped = _HOP_BY_HOP | named
+    return CIMultiDict(
+        (name, value) for name, value in headers.items() if name.lower() not in dropped
+    )
+
+
+def runner_of(gateway: Gateway, drain_s: float) -> web.AppRunner:
+    """Return what serves a gateway; its cleanup waits ``drain_s`` for open requests."""
+    return web.AppRunner(
+        gateway.application(),
+        access_log=None,
+        auto_decompress=False,
+        handle_signals=False,
+        handler_cancellation=True,
+        lingering_time=_LINGERING_S,
+        shutdown_timeout=drain_s,
+    )
+
+
+async def serve(
+    gateway: Gateway,
+    host: str,
+    port: int,
+    *,
+    drain_s: float,
+    say: Callable[[Literal["ready", "draining", "stopped"], str], None],
+    tls: ssl.SSLContext | None = None,
+) -> None:
+    """Serve until SIGTERM or SIGINT.
+
+    Args:
+        drain_s: Longest time that open requests have then.
+        say: Takes what happens, and a text about it.
+        tls: Of its own address.
+
+    Raises:
+        OSError: The address cannot be had.
+    """
+    runner = runner_of(gateway, drain_s)
+    await runner.setup()
+    stopped, loop = asyncio.Event(), asyncio.get_running_loop()
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(signum, stopped.set)
+    try:
+        await web.TCPSite(runner, host, port, ssl_context=tls, backlog=1024).start()
+        address = f"{'https' if tls else 'http'}://{host}:{port}"
+        say("ready", f"ready: {address} ({len(gateway.fronts)} fronts)")
+        await stopped.wait()
+        gateway.drain()
+        say("draining", f"open requests have {drain_s:g} s")
+    finally:
+        with contextlib.suppress(asyncio.CancelledError):
+            await runner.cleanup()
+    say("stopped", "stopped")
