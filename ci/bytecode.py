@@ -25,8 +25,8 @@ LEFT_OUT = re.compile(
     r"|/(huggingface_hub|transformers)/(cli|exporters|inference|pipelines)/"
     r"|/vllm/(benchmarks|distributed/kv_transfer|tool_parsers)/"
     r"|/(vllm_ascend/(_310p|distributed)|torch_npu/(_inductor|dynamo|testing))/"
-    r"|/site-packages/(anthropic|distlib|envoy_data_plane|fontTools|hypercorn|matplotlib|mcp|mooncake"
-    r"|mypy|mypyc|numba|openai|pip|pygments|quart|sentry_sdk|setuptools|torch/testing|virtualenv"
+    r"|/site-packages/(anthropic|distlib|envoy_data_plane|fontTools|hypercorn|matplotlib|mcp|mypy"
+    r"|mypyc|numba|openai|pip|pygments|quart|sentry_sdk|setuptools|torch/testing|virtualenv"
     r"|werkzeug)/"
 )
 

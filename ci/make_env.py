@@ -76,7 +76,7 @@ def make(target: str) -> None:
     if target == "cuda" and not MAIN.is_current(wanted):
         for line in cuda_env.check():
             say(f"warning: {line}")
-    rdma = "" if target == "npu" else "kv,mooncake,"
+    rdma = "" if target == "npu" else "kv,"
     envoy = "envoy," if target == "cpu" else ""
     _make(MAIN, f"{target},{rdma}{envoy}dev", engines, beside, wanted)
 

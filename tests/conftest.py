@@ -18,7 +18,6 @@ from _pytest.assertion import rewrite
 from hypothesis import HealthCheck, settings
 from hypothesis.internal.conjecture import providers
 
-from epd_portable.connector import registry
 from tests import keyring
 
 # Time is measured elsewhere: a busy machine fails no test.
@@ -62,7 +61,6 @@ REQUIREMENTS: dict[str, Callable[[], str | None]] = {
     "needs_envoy": lambda: (
         _no_module("google", "grpc") or (None if shutil.which("envoy") else _no_module("envoy"))
     ),
-    "needs_mooncake": lambda: registry._missing(registry.entry("mooncake")) or None,
     "needs_npu": lambda: _no_device("npu", "torch_npu"),
     "needs_nixl": lambda: _no_module("nixl"),
     "needs_podman": lambda: _no_program(

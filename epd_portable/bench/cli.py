@@ -11,10 +11,10 @@ from epd_portable.bench import console, step, transfer
 from epd_portable.bench.load.command import load_command
 from epd_portable.bench.sizing.command import plan_command
 from epd_portable.bench.stand_in import TOKEN_BYTES
-from epd_portable.config.extensions import BUILT_IN_PATHS
-from epd_portable.config.instance import PlatformName
+from epd_portable.config.instance import PLATFORMS, PlatformName
 from epd_portable.config.quantities import parse_size
-from epd_portable.launch.commands.command_line import CommandLine, PlatformType, stopping_at_sigterm
+from epd_portable.config.transfer import PATH_NAMES
+from epd_portable.launch.commands.command_line import CommandLine, stopping_at_sigterm
 from epd_portable.platforms import registry
 
 DEFAULT_SIZES = ("4KiB", "64KiB", "1MiB", "4MiB", "16MiB", "64MiB")
@@ -92,7 +92,7 @@ Exit status: 0; 1 when something failed; 2 on bad input.
     "--platform",
     default="cpu",
     show_default=True,
-    type=PlatformType(),
+    type=click.Choice(PLATFORMS),
     help="Platform of both ends; each takes a device where there are two.",
 )
 @click.option(
@@ -100,7 +100,7 @@ Exit status: 0; 1 when something failed; 2 on bad input.
     "paths",
     multiple=True,
     show_default="all that the platform has",
-    type=click.Choice(BUILT_IN_PATHS),
+    type=click.Choice(PATH_NAMES),
     help="Transfer path; may be repeated.",
 )
 @click.option(

@@ -23,6 +23,7 @@ from epd_portable.bench.stand_in import TOKEN_BYTES, VALUES, Command, CommandDon
 from epd_portable.bench.stats import paired_ratio, quantile
 from epd_portable.config.instance import InstanceConfig, PlatformName
 from epd_portable.config.quantities import UNITS
+from epd_portable.config.transfer import AUTO
 from epd_portable.connector import registry
 from epd_portable.errors import ConfigError
 from epd_portable.platforms.traits import TRAITS
@@ -83,11 +84,11 @@ def choose_paths(
     """
     described = registry.describe(platform, platform)
     reasons = {name: reason for name, usable, reason in described if not usable}
-    for entry in registry.offered(registry.AUTO, platform):
-        in_group = entry.same_platform and not entry.one_sided
+    for entry in registry.offered(AUTO, platform):
+        in_group = not entry.one_sided
         if in_group and TRAITS[platform].needs_device_copy and devices < 2:
             reasons[entry.name] = "each of the two ends of a group needs a device of its own"
-    usable = [entry.name for entry in registry.paths() if entry.name not in reasons]
+    usable = [entry.name for entry in registry.PATHS if entry.name not in reasons]
     for path in asked:
         if path in reasons:
             raise ConfigError(

@@ -9,28 +9,24 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
-from epd_portable.config import extensions
 from epd_portable.config.problems import in_one_line
 from epd_portable.config.store import StoreSection
 from epd_portable.errors import ConfigError
 from epd_portable.media.limits import MediaLimits
 
 PLATFORMS = ("cuda", "npu", "cpu")
-"""Platforms of this package; `epd_portable.platforms.traits` says what they are."""
+"""Platforms, described by `epd_portable.platforms.traits`."""
 
 
 def known_platform(name: str) -> str:
-    """Return the name of a platform of this package or of an installed one.
+    """Return the name of a platform.
 
     Raises:
-        ValueError: It is neither; the known ones are listed.
+        ValueError: The platform is unknown; the known ones are listed.
     """
-    return extensions.known(name, PLATFORMS, extensions.PLATFORMS_GROUP, what="platform")
-
-
-def platform_names() -> tuple[str, ...]:
-    """Return the names of the platforms of this package and of installed ones."""
-    return extensions.names(PLATFORMS, extensions.PLATFORMS_GROUP)
+    if name not in PLATFORMS:
+        raise ValueError(f"unknown platform {name[:64]!r}; known are {', '.join(PLATFORMS)}")
+    return name
 
 
 _OF_FEW = ("store", "host_cache_bytes", "max_queued_items", "max_queued_bytes")

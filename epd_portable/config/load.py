@@ -14,7 +14,7 @@ from typing import Any
 
 from epd_portable.config.choice import with_file
 from epd_portable.config.document import KeyPath, overlaid, read_override, read_yaml
-from epd_portable.config.instance import PLATFORMS, PlatformName, platform_names
+from epd_portable.config.instance import PLATFORMS, PlatformName
 from epd_portable.config.problems import (
     all_problems,
     by_line,
@@ -139,8 +139,8 @@ def _split_overlays(data: dict[str, Any], problems: list[str]) -> dict[str, dict
     for name, content in section.items():
         key = named_key(data, (OVERLAYS, name))
         # All names are asked for only where one is not built in.
-        if name not in PLATFORMS and name not in platform_names():
-            problems.append(f"{key}: unknown platform; known are {', '.join(platform_names())}")
+        if name not in PLATFORMS:
+            problems.append(f"{key}: unknown platform; known are {', '.join(PLATFORMS)}")
         elif not isinstance(content, dict):
             problems.append(f"{key}: expected a mapping of top-level keys")
         else:

@@ -1,4 +1,4 @@
-"""Keys of files, and variables, that are gone, and what to use instead.
+"""Keys of files, values and variables that are gone, and what to use instead.
 
 Most are keys of topology files; some of hardware profiles, and of the stage times that ``epd-bench
 plan`` reads.
@@ -27,6 +27,10 @@ REMOVED: Mapping[str, str] = MappingProxyType(
         "launch.warm_up": "instances are always warmed up",
         "memory_bytes_per_s": "nothing was planned by it",
         "network_bytes_per_s": "nothing was planned by it",
+        "mooncake": (
+            "use auto or nixl; vLLM's own ECMooncakeConnector transfers by Mooncake, without this "
+            "package"
+        ),
         "notes": "write them as comments",
         "pair_bytes_per_s": "nothing was planned by it",
         "router": "what the router takes is not simulated",

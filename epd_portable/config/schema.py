@@ -11,12 +11,12 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, ValidationInfo, field_validator, model_validator
 
-from epd_portable.config.extensions import PathName
 from epd_portable.config.groups import EngineArgs, Environment, Instances
 from epd_portable.config.quantities import Seconds, Section, Size
 from epd_portable.config.roles import DUTIES, ENCODES, ROLES, SENDS_KV, TAKES_ITEMS, Role
 from epd_portable.config.routing import RouterSection
 from epd_portable.config.store import StoreSection
+from epd_portable.config.transfer import PathName
 
 AUTO = "auto"
 """``launch.host``: the address that the default route of the machine leaves by."""

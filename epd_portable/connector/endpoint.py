@@ -158,7 +158,7 @@ class ConsumerEndpoint:
     def _open_paths(self, opened: contextlib.ExitStack) -> Iterable[PathEndpoint]:
         config = self._config
         paths = registry.offered_by(config)
-        if any(path.in_worker for path in paths):
+        if any(path.device_memory for path in paths):
             yield from read_publication(config.pool).paths
         end = ReceivingEnd(
             memory=lambda: self._memory,
@@ -168,5 +168,5 @@ class ConsumerEndpoint:
             fence=self.fence,
             keys=self._keys,
         )
-        here = (path for path in paths if not path.in_worker)
+        here = (path for path in paths if not path.device_memory)
         yield from registry.open_receivers(here, end, opened, memory=self._memory.identity)

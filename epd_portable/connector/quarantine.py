@@ -5,7 +5,7 @@ gone. On this host that can be seen; elsewhere a later life of the same instance
 (`is_later_life`). What could still be written when a process is gone:
 
 - ``shm``, ``ipc``: nothing. Its stores and the copies that it queued end before the process does.
-- ``nixl``, ``mooncake`` by RDMA: what the network carries. The kernel destroys the queue pairs of a
+- ``nixl`` by RDMA: what the network carries. The kernel destroys the queue pairs of a
   process when it ends, so nothing is sent, or sent again, after that.
 - The same by TCP: what the kernel took from the process. It goes on to send that, and tries again
   after `SETTLED_S` at most when the network was cut.

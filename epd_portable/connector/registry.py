@@ -6,8 +6,6 @@ taken or refused; no other is taken in its place.
 
 from __future__ import annotations
 
-import ctypes
-import functools
 import importlib
 import importlib.util
 import os
@@ -16,7 +14,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from epd_portable.config import extensions
+from epd_portable.config.transfer import AUTO
 from epd_portable.connector.curve import is_off_host, may_be_plain
 from epd_portable.connector.pool import SHM_FOLDER
 from epd_portable.connector.transport import (
@@ -33,8 +31,6 @@ if TYPE_CHECKING:
     from epd_portable.connector.copies import DeviceCopies
     from epd_portable.connector.curve import CurveKeys
 
-AUTO = extensions.AUTO
-
 STORE = "store"
 """Stands for a path's name where the store's loader writes an item."""
 
@@ -47,54 +43,41 @@ class PathEntry:
         name: In configuration, messages and metrics.
         transport: ``module:class`` of the encode side; imported when the path is first used.
         receiver: The same for the consumer's end; empty if none is needed.
-        in_worker: Rank 0's worker of the consumer opens the receiving end, not its scheduler.
         summary: Half a sentence.
         same_host: Both ends must share ``/dev/shm``.
-        same_platform: Both ends must be devices of one platform.
-        devices_only: Both ends must have device memory.
-        device_memory: Slots are in device memory, on platforms that have any.
+        device_memory: Slots are in device memory, on platforms that have any, and both ends are
+            devices of one platform. Rank 0's worker of the consumer opens the receiving end, not
+            its scheduler.
         zero_copy: On CPU the injected tensor is the written memory itself.
-        one_sided: The consumer's workers take no part in the transfer.
         plain_off_host: Bytes between hosts are not encrypted.
         fenced: A write after the end of its lease cannot touch the slot: the consumer's own process
             does the last step.
-        library: Module that must be installed.
+        library: Module that must be installed. Such a path is offered without being asked for only
+            by instances that other hosts can reach: within one host there is always a better path.
         extra: Extra of this package that installs the library.
-        system_library: System library that the module needs, as the linker looks for it.
-        protocol: Attribute of `PlatformTraits` with the library's protocol on a platform. Both ends
-            must have the same.
-        tried: Protocols that were run; with others the path is offered only when asked for.
-        between_hosts: Offered without being asked for only by instances that other hosts can reach:
-            within one host there is always a better path.
-        before: Of an installed package's path: the path before which ``auto`` tries it; the last by
-            default.
     """
 
     name: str
     transport: str
     receiver: str = ""
-    in_worker: bool = False
     summary: str
     same_host: bool = False
-    same_platform: bool = False
-    devices_only: bool = False
     device_memory: bool = False
     zero_copy: bool = False
-    one_sided: bool = False
     plain_off_host: bool = False
     fenced: bool = False
     library: str = ""
     extra: str = ""
-    system_library: str = ""
-    protocol: str = ""
-    tried: frozenset[str] = frozenset()
-    between_hosts: bool = False
-    before: str = ""
 
     @property
-    def is_copy(self) -> bool:
-        """Whether a write is a mere copy between memories of one host."""
-        return self.same_host and self.one_sided and not self.fenced
+    def devices_only(self) -> bool:
+        """Whether both ends must have device memory, because one opens that of the other."""
+        return self.same_host and self.device_memory
+
+    @property
+    def one_sided(self) -> bool:
+        """Whether the consumer's workers take no part in the transfer."""
+        return self.same_host or not self.device_memory
 
 
 _TRANSPORTS = "epd_portable.connector.transports"
@@ -103,12 +86,8 @@ PATHS: tuple[PathEntry, ...] = (
     PathEntry(
         name="ipc",
         transport=f"{_TRANSPORTS}.mapped:IpcTransport",
-        in_worker=True,
         same_host=True,
-        same_platform=True,
-        devices_only=True,
         device_memory=True,
-        one_sided=True,
         summary="the producer's device copies into the memory of the consumer's",
     ),
     PathEntry(
@@ -116,7 +95,6 @@ PATHS: tuple[PathEntry, ...] = (
         transport=f"{_TRANSPORTS}.mapped:ShmTransport",
         same_host=True,
         zero_copy=True,
-        one_sided=True,
         summary="the producer copies into the consumer's pool in /dev/shm",
     ),
     PathEntry(
@@ -124,35 +102,15 @@ PATHS: tuple[PathEntry, ...] = (
         transport=f"{_TRANSPORTS}.nixl:NixlTransport",
         receiver=f"{_TRANSPORTS}.nixl:NixlReceiver",
         zero_copy=True,
-        one_sided=True,
         plain_off_host=True,
         summary="NIXL writes into the consumer's registered pool, by RDMA where there is any",
         library="nixl",
         extra="kv",
-        between_hosts=True,
-    ),
-    PathEntry(
-        name="mooncake",
-        transport=f"{_TRANSPORTS}.mooncake:MooncakeTransport",
-        receiver=f"{_TRANSPORTS}.mooncake:MooncakeReceiver",
-        zero_copy=True,
-        one_sided=True,
-        plain_off_host=True,
-        summary="Mooncake writes into the consumer's registered pool, by RDMA where there is any",
-        library="mooncake",
-        extra="mooncake",
-        system_library="libibverbs.so.1",
-        protocol="mooncake_protocol",
-        # By which the engine takes TCP where there is no card.
-        tried=frozenset({"rdma"}),
-        between_hosts=True,
     ),
     PathEntry(
         name="collective",
         transport=f"{_TRANSPORTS}.collective:CollectiveTransport",
         receiver=f"{_TRANSPORTS}.collective:CollectiveReceiver",
-        in_worker=True,
-        same_platform=True,
         device_memory=True,
         zero_copy=True,
         plain_off_host=True,
@@ -163,43 +121,19 @@ PATHS: tuple[PathEntry, ...] = (
         name="tcp",
         transport=f"{_TRANSPORTS}.tcp:TcpTransport",
         receiver=f"{_TRANSPORTS}.tcp:TcpReceiver",
-        one_sided=True,
         fenced=True,
         summary="chunks over ZMQ, copied into the pool by the consumer",
     ),
 )
-"""Those of this package, best first."""
-
-
-@functools.cache
-def paths() -> tuple[PathEntry, ...]:
-    """Return all paths, those of installed packages too, best first.
-
-    Raises:
-        ConfigError: An installed package's path cannot be loaded, or has no place.
-    """
-    found = list(PATHS)
-    for name in sorted(extensions.installed(extensions.PATHS_GROUP)):
-        if name in extensions.BUILT_IN_PATHS:
-            continue
-        path = extensions.load(extensions.PATHS_GROUP, name, PathEntry)
-        names = [each.name for each in found]
-        if path.before and path.before not in names:
-            raise ConfigError(
-                f"transfer path {name!r} stands before {path.before!r}, which is none of "
-                f"{', '.join(names)}"
-            )
-        found.insert(names.index(path.before) if path.before else len(found), path)
-    return tuple(found)
+"""Every transfer path, best first."""
 
 
 def entry(name: str) -> PathEntry:
     """Return the path of that name; `ConfigError` if there is none."""
-    # Built-in paths first: no installed package is imported for them.
-    for candidate in (*PATHS, *(() if name in extensions.BUILT_IN_PATHS else paths())):
+    for candidate in PATHS:
         if candidate.name == name:
             return candidate
-    names = ", ".join(candidate.name for candidate in paths())
+    names = ", ".join(candidate.name for candidate in PATHS)
     raise ConfigError(f"transfer.path {name!r}: expected {AUTO} or one of {names}")
 
 
@@ -244,12 +178,12 @@ def open_receivers(
 
 def paths_within_host() -> frozenset[str]:
     """Return the paths whose ends share ``/dev/shm``."""
-    return frozenset(path.name for path in paths() if path.same_host)
+    return frozenset(path.name for path in PATHS if path.same_host)
 
 
 def fenced_paths() -> frozenset[str]:
     """Return the paths whose late writes cannot touch a slot."""
-    return frozenset(path.name for path in paths() if path.fenced)
+    return frozenset(path.name for path in PATHS if path.fenced)
 
 
 def in_device_memory(name: str, platform: str) -> bool:
@@ -273,12 +207,12 @@ def copies_in_place(name: str, platform: str) -> bool:
     """Return whether a producer writes with a copy in host memory, which waits for nothing."""
     path = entry(name)
     on_host = not (path.devices_only or TRAITS[platform].needs_device_copy)
-    return on_host and path.is_copy
+    return on_host and path.same_host
 
 
 def queues_copies(name: str, platform: str) -> bool:
     """Return whether a producer writes with a copy that its device makes by itself."""
-    return entry(name).is_copy and TRAITS[platform].needs_device_copy
+    return entry(name).same_host and TRAITS[platform].needs_device_copy
 
 
 def offered(
@@ -306,11 +240,11 @@ def offered(
         return (wanted,)
     return tuple(
         path
-        for path in paths()
+        for path in PATHS
         if not _problem(path, platform)
         and not _missing(path)
         and not _reserved(path, platform)
-        and (off_host or not path.between_hosts)
+        and (off_host or not path.library)
         and (plain or not path.plain_off_host)
     )
 
@@ -327,14 +261,14 @@ def choose(
     """Return the best path that both ends offer and whose conditions hold.
 
     Args:
-        among: Candidates, best first; default: `paths`.
+        among: Candidates, best first; default: `PATHS`.
 
     Raises:
         NoCommonPathError: Names every path with the reason against it.
     """
     receiving = {endpoint.path: endpoint for endpoint in consumer.paths}
     refused: list[Refused] = []
-    for path in paths() if among is None else among:
+    for path in PATHS if among is None else among:
         reason = _reason_against(path, producer, consumer)
         if not reason:
             return Choice(endpoint=receiving[path.name], refused=tuple(refused))
@@ -349,12 +283,12 @@ def choose(
 def describe(producer: str, consumer: str) -> list[tuple[str, bool, str]]:
     """Return ``(path, usable, reason)`` for every path between two platforms of this host."""
     described = []
-    for path in paths():
+    for path in PATHS:
         problem = _problem_between(path, producer, consumer) or _missing(path)
         if not problem and path.same_host and not os.access(SHM_FOLDER, os.W_OK):
             problem = f"{SHM_FOLDER} cannot be written"
         remark = _reserved(path, producer)
-        if not remark and path.between_hosts:
+        if not remark and path.library:
             remark = "between hosts, or when asked for"
         reason = f"{path.summary}; {remark or _copies(path, producer, consumer)}"
         described.append((path.name, not problem, problem or reason))
@@ -394,30 +328,15 @@ def _problem_between(
     """Why a path does not connect two platforms."""
     if problem := _problem(path, producer) or _problem(path, consumer):
         return problem
-    if path.same_platform and producer != consumer:
+    if path.device_memory and producer != consumer:
         return f"{names[0]} is on {producer}, {names[1]} on {consumer}"
-    sends, receives = _protocol(path, producer), _protocol(path, consumer)
-    if sends != receives:
-        sends = f"{path.library.capitalize()}'s protocol {sends}"
-        return f"{producer} sends by {sends}, {consumer} receives by {receives}"
     return ""
-
-
-def _protocol(path: PathEntry, platform: str) -> str:
-    return getattr(TRAITS[platform], path.protocol) if path.protocol else ""
 
 
 def _missing(path: PathEntry) -> str:
     """Why this environment does not have a path."""
     if path.library and importlib.util.find_spec(path.library) is None:
-        what = f"epd-portable[{path.extra}]" if path.extra else "it"
-        return f"{path.library} is not installed: install {what}"
-    if path.system_library:
-        try:
-            ctypes.CDLL(path.system_library)
-        except OSError:
-            package = path.system_library.replace(".so.", "")
-            return f"{path.library} needs {path.system_library}: install {package}"
+        return f"{path.library} is not installed: install epd-portable[{path.extra}]"
     return ""
 
 
@@ -425,8 +344,6 @@ def _reserved(path: PathEntry, platform: str) -> str:
     """Why a platform offers a path only when it is asked for."""
     if not path.one_sided and not TRAITS[platform].needs_device_copy:
         return f"on {platform} only when asked for: without device memory tcp does, and encrypts"
-    if path.protocol and _protocol(path, platform) not in path.tried:
-        return f"on {platform} only when asked for: it was never run there"
     return ""
 
 

@@ -131,7 +131,7 @@ class ReceivingEnd:
 class PathReceiver(ABC):
     """The consumer's end of a path, which receives from its making on.
 
-    It is in the scheduler's process, or with `PathEntry.in_worker` in the worker of rank 0.
+    It is in the scheduler's process, or with `PathEntry.device_memory` in the worker of rank 0.
 
     Attributes:
         address: For producers, in each grant.

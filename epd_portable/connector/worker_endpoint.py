@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from epd_portable.config.transfer import AUTO
 from epd_portable.connector import registry
 from epd_portable.connector.pool import SHM_FOLDER, SharedMemory, check_private
 from epd_portable.connector.sessions import new_session, process_is_gone
@@ -85,7 +86,7 @@ class WorkerEndpoint:
         self._fence = RevokedFence()
         self._opened = contextlib.ExitStack()
         self._slab: Slab | None = None
-        paths = [path for path in registry.offered_by(config) if path.in_worker]
+        paths = [path for path in registry.offered_by(config) if path.device_memory]
         if paths and rank == 0:
             self._open(paths)
         elif self._in_slab(paths):
@@ -145,7 +146,7 @@ class WorkerEndpoint:
             try:
                 made = DeviceSlab(self._copies, config.pool_bytes, session)
             except UnsupportedError as error:
-                if config.path != registry.AUTO:
+                if config.path != AUTO:
                     raise
                 logger.warning("not offered: %s: %s", ", ".join(in_slab), error)
                 paths = [path for path in paths if path.name not in in_slab]

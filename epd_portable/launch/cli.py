@@ -17,6 +17,7 @@ import click
 from epd_portable.config.document import dotted
 from epd_portable.config.folders import temp_folder
 from epd_portable.config.hardware import find_hardware
+from epd_portable.config.instance import PLATFORMS
 from epd_portable.config.roles import ROLES
 from epd_portable.config.secret import Secret, make_secret_file
 from epd_portable.errors import ConfigError
@@ -26,7 +27,6 @@ from epd_portable.launch.commands.command_line import (
     FAILED,
     PORT,
     CommandLine,
-    PlatformType,
     json_lines_option,
     json_option,
     printer,
@@ -269,7 +269,9 @@ def plan(as_json: bool, **options: Any) -> None:
 
 
 @main.command(help=CHECK_HELP)
-@click.option("--platform", type=PlatformType(), help="Check this platform only.  [default: all]")
+@click.option(
+    "--platform", type=click.Choice(PLATFORMS), help="Check this platform only.  [default: all]"
+)
 @click.option(
     "--hardware",
     metavar="PROFILE",

@@ -1,15 +1,13 @@
 """Facts about each platform that need neither torch nor a device.
 
-The launcher plans a topology with these on a machine that has neither. Further platforms come from
-installed packages, by entry point of `epd_portable.config.extensions.PLATFORMS_GROUP`.
+The launcher plans a topology with these on a machine that has neither.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-
-from epd_portable.config import extensions
+from types import MappingProxyType
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,8 +63,6 @@ class PlatformTraits:
             device that is visible to it as well.
         kv_connector: Which of vLLM's KV connectors reads its devices, by its name in topology
             files.
-        mooncake_protocol: Mooncake's word for how its instances reach each other; ``rdma`` takes
-            TCP where there is no network card for it. The other one was never run.
     """
 
     name: str
@@ -100,7 +96,6 @@ class PlatformTraits:
     one_rank_a_device: bool = False
     peers_must_be_visible: bool = False
     kv_connector: str
-    mooncake_protocol: str
 
 
 _CUDA = PlatformTraits(
@@ -130,7 +125,6 @@ _CUDA = PlatformTraits(
     # cudaIpcOpenMemHandle takes an ordinal of the opener for the device that owns the memory.
     peers_must_be_visible=True,
     kv_connector="nixl",
-    mooncake_protocol="rdma",
 )
 _NPU = PlatformTraits(
     name="npu",
@@ -164,7 +158,6 @@ _NPU = PlatformTraits(
     # Shared memory is opened by its key alone.
     # vllm-ascend's own; NIXL has no backend for these devices.
     kv_connector="mooncake",
-    mooncake_protocol="ascend",
 )
 _CPU = PlatformTraits(
     name="cpu",
@@ -188,35 +181,10 @@ _CPU = PlatformTraits(
     encodes_in_background=True,
     forks_engines=True,
     kv_connector="nixl",
-    mooncake_protocol="rdma",
 )
 
 
-class _Traits(Mapping[str, PlatformTraits]):
-    """Those of this package, then those of installed ones, which are read when asked for."""
-
-    def __init__(self, *built_in: PlatformTraits) -> None:
-        self._found = {traits.name: traits for traits in built_in}
-
-    def __getitem__(self, name: str) -> PlatformTraits:
-        if name not in self._found:
-            if name not in extensions.installed(extensions.PLATFORMS_GROUP):
-                raise KeyError(name)
-            self._found[name] = extensions.load(extensions.PLATFORMS_GROUP, name, PlatformTraits)
-        return self._found[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(
-            dict.fromkeys([*self._found, *extensions.installed(extensions.PLATFORMS_GROUP)])
-        )
-
-    def __len__(self) -> int:
-        return len(list(iter(self)))
-
-
-TRAITS: Mapping[str, PlatformTraits] = _Traits(_CUDA, _NPU, _CPU)
-"""Every platform by name, the best first; those of installed packages last.
-
-Raises:
-    ConfigError: A platform of an installed package is asked for, and cannot be loaded.
-"""
+TRAITS: Mapping[str, PlatformTraits] = MappingProxyType(
+    {traits.name: traits for traits in (_CUDA, _NPU, _CPU)}
+)
+"""Every platform by name, the best first."""

@@ -1,8 +1,8 @@
 """Workers: the platform's own, whose model runner gets our mixin.
 
-``--worker-cls epd_portable.vllm_plugin.worker.EPDCPUWorker``, ``EPDGPUWorker``, ``EPDNPUWorker``,
-or that of a platform of an installed package: `PlatformTraits.worker_cls` and ``worker_base``. The
-classes are made on first access, so that only the platform's own base is imported.
+``--worker-cls epd_portable.vllm_plugin.worker.EPDCPUWorker``, ``EPDGPUWorker`` or ``EPDNPUWorker``:
+`PlatformTraits.worker_cls` and ``worker_base``. The classes are made on first access, so that only
+the platform's own base is imported.
 EPDGPUWorker has run on one H200, EPDNPUWorker over a simulated runtime only.
 """
 
@@ -151,9 +151,7 @@ def _second_mixins(runner: Any, *, encodes: bool) -> tuple[type, ...]:
 
 def __getattr__(name: str) -> type:
     path = f"{__name__}.{name}"
-    # Those of this package come first: no installed package is imported for them.
-    found = (TRAITS[each] for each in ([] if name.startswith("_") else TRAITS))
-    traits = next((each for each in found if each.worker_cls == path), None)
+    traits = next((each for each in TRAITS.values() if each.worker_cls == path), None)
     if traits is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module, _, base = traits.worker_base.partition(":")

@@ -20,7 +20,7 @@ from tests.keyring import keys
 
 FINGERPRINT = "same"
 PLATFORMS = [name for name in registry.names() if registry.availability(name).ok]
-PATHS = [entry.name for entry in paths.paths() if not paths._missing(entry)]
+PATHS = [entry.name for entry in paths.PATHS if not paths._missing(entry)]
 
 
 @dataclass(frozen=True)
@@ -41,11 +41,8 @@ class Pair:
         hosts = [each for each in (self.encode, self.prefill) if not TRAITS[each].needs_device_copy]
         if can.devices_only and hosts:
             return f"{path}: {hosts[0]} has no device memory"
-        if can.same_platform and self.encode != self.prefill:
+        if can.device_memory and self.encode != self.prefill:
             return f"{path}: encode-0 is on {self.encode}, prefill_decode-0 on {self.prefill}"
-        ways = [TRAITS[end].mooncake_protocol for end in (self.encode, self.prefill)]
-        if path == "mooncake" and ways[0] != ways[1]:
-            return f"mooncake: {self.encode} sends by Mooncake's protocol {ways[0]}"
         return ""
 
 
@@ -87,10 +84,7 @@ class Route:
     @property
     def in_one_piece(self) -> bool:
         """Whether a write looks at the clock only before and after it."""
-        return paths.queues_copies(self.path, self.pair.encode) or self.path in (
-            "nixl",
-            "mooncake",
-        )
+        return paths.queues_copies(self.path, self.pair.encode) or self.path == "nixl"
 
     @property
     def queues(self) -> bool:

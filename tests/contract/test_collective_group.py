@@ -18,7 +18,6 @@ from typing import Any
 import pytest
 import torch
 
-from epd_portable.config.instance import PLATFORMS
 from epd_portable.errors import (
     PeerLostError,
     ProtocolError,
@@ -79,8 +78,6 @@ def index_for(platform: Platform, rank: int) -> int:
         pytest.param("cpu", id="gloo"),
         pytest.param("npu", id="hccl", marks=pytest.mark.needs_npu),
         pytest.param("cuda", id="nccl", marks=pytest.mark.needs_cuda),
-        # Of installed packages: docs/extending.md.
-        *(name for name in registry.names() if name not in PLATFORMS),
     ]
 )
 def make(

@@ -1,6 +1,6 @@
 """Both instances on vLLM's second model runner, on the CPU: equal to one process on the first.
 
-Items travel by Mooncake's transfer engine, over TCP.
+Items travel by NIXL, over TCP.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from tests.e2e.conftest import CPU_MODULES, Pair, forking, running
 from tests.e2e.equality import FloatSmoke
 
 pytestmark = [
-    pytest.mark.needs_mooncake,
+    pytest.mark.needs_nixl,
     pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed"),
 ]
 
@@ -22,7 +22,7 @@ ENV = {"TRITON_INTERPRET": "1", "VLLM_USE_V2_MODEL_RUNNER": "1"}
 SETTINGS = (
     "engine_args.dtype=float32",
     "engine_args.skip_mm_profiling=true",
-    "transfer.path=mooncake",
+    "transfer.path=nixl",
     "transfer.pool_bytes=16MiB",
     "transfer.lease_s=60",
     "transfer.wait_timeout_s=120",
@@ -51,5 +51,5 @@ class TestSecondRunner(FloatSmoke):
         [encoder] = [e["parameters"] for e in loaded if e["instance"] == "encode-0"]
         assert (encoder["language_model"], encoder["visual"] > 0) == (0, True)
 
-    def test_items_travel_by_mooncake(self, pair: Pair) -> None:
-        assert {each["path"] for each in pair.split.events("transfer.begun")} == {"mooncake"}
+    def test_items_travel_by_nixl(self, pair: Pair) -> None:
+        assert {each["path"] for each in pair.split.events("transfer.begun")} == {"nixl"}

@@ -75,16 +75,7 @@ def test_a_topology_whose_wall_clocks_jump_serves_restarts_and_goes_with_its_lau
         topology.close()
 
 
-@pytest.mark.parametrize(
-    "path",
-    [
-        "shm",
-        "tcp",
-        "collective",
-        "nixl",
-        pytest.param("mooncake", marks=pytest.mark.needs_mooncake),
-    ],
-)
+@pytest.mark.parametrize("path", ["shm", "tcp", "collective", "nixl"])
 def test_a_monotonic_clock_that_leaps_ends_leases_and_waits_and_loses_nothing(
     tmp_path: Path, path: str
 ) -> None:

@@ -26,7 +26,7 @@ from tests.faults.traffic import check, requests, send, send_until_struck
 REQUESTS = 8
 PATHS = [
     path
-    for path in ("shm", "tcp", "collective", "nixl", "mooncake")
+    for path in ("shm", "tcp", "collective", "nixl")
     if not registry._missing(registry.entry(path))
 ]
 ALWAYS = {

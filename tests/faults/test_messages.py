@@ -26,8 +26,7 @@ from tests.faults.meddler import (
 from tests.faults.seeds import SEEDS
 from tests.faults.small.pictures import TOKEN_BYTES, Picture
 
-PATHS = ("shm", "tcp", "collective", "nixl", "mooncake")
-NEEDS = {"mooncake": [pytest.mark.needs_mooncake]}
+PATHS = ("shm", "tcp", "collective", "nixl")
 ALWAYS = {(everything, path) for path in PATHS} | {
     (dropped, "shm"),
     (duplicated, "tcp"),
@@ -40,7 +39,7 @@ CASES = [
         fault,
         path,
         id=f"{fault.__name__}-{path}",
-        marks=[*NEEDS.get(path, ()), *(() if (fault, path) in ALWAYS else [pytest.mark.full])],
+        marks=() if (fault, path) in ALWAYS else pytest.mark.full,
     )
     for fault in FAULTS
     for path in PATHS
@@ -93,7 +92,7 @@ def test_every_request_is_served_with_its_own_item_and_nothing_is_kept(
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("path", [pytest.param(path, marks=NEEDS.get(path, ())) for path in PATHS])
+@pytest.mark.parametrize("path", PATHS)
 def test_messages_of_a_former_life_change_nothing(
     tmp_path: Path, pool: str, close: Callable[[Callable[[], None]], None], path: str, seed: int
 ) -> None:

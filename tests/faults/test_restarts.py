@@ -49,16 +49,7 @@ def kept_files() -> Counter[str]:
 
 
 @pytest.mark.parametrize("lives", [4, pytest.param(6, marks=pytest.mark.full)])
-@pytest.mark.parametrize(
-    "path",
-    [
-        "shm",
-        "tcp",
-        "collective",
-        "nixl",
-        pytest.param("mooncake", marks=pytest.mark.needs_mooncake),
-    ],
-)
+@pytest.mark.parametrize("path", ["shm", "tcp", "collective", "nixl"])
 def test_a_producer_has_as_many_files_after_many_restarts_as_after_one(
     tmp_path: Path, path: str, lives: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -290,6 +290,6 @@ def test_the_engine_is_pinned_beside_the_package(
     for target in ("cuda", "npu"):
         make_env.make(target)
     assert [given[1:4] for given in made] == [
-        ("cuda,kv,mooncake,dev", [], ["vllm==0.32.0"]),
+        ("cuda,kv,dev", [], ["vllm==0.32.0"]),
         ("npu,dev", [], []),
     ]

@@ -21,11 +21,11 @@ from epd_portable.bench.load.presets import PRESETS
 from epd_portable.bench.load.setting import LoadSetting
 from epd_portable.bench.load.sides import Allotment, LoadSide, instance_count, read_sides, share_out
 from epd_portable.bench.mix import describe_keys
-from epd_portable.config.instance import PlatformName
+from epd_portable.config.instance import PLATFORMS, PlatformName
 from epd_portable.config.load import load_topology
 from epd_portable.config.schema import Topology
 from epd_portable.errors import ConfigError, MeasurementError
-from epd_portable.launch.commands.command_line import PlatformType, stopping_at_sigterm
+from epd_portable.launch.commands.command_line import stopping_at_sigterm
 from epd_portable.launch.plan.file_checks import engine_settings
 from epd_portable.launch.plan.machine import allowed_cores, assumed_machine
 from epd_portable.platforms.traits import TRAITS
@@ -102,7 +102,7 @@ def _use_preset(context: click.Context, option: click.Parameter, name: str | Non
 )
 @click.option(
     "--platform",
-    type=PlatformType(),
+    type=click.Choice(PLATFORMS),
     default="cpu",
     show_default=True,
     help="What all sides run on.",

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import click
 
 from epd_portable import envs
-from epd_portable.config.instance import PLATFORMS, platform_names
+from epd_portable.config.instance import PLATFORMS
 from epd_portable.config.quantities import url_problem
 from epd_portable.errors import (
     ConfigError,
@@ -227,26 +227,6 @@ def _print_object(notice: Notice) -> None:
     click.echo(one_line(time=time, event=notice.event, text=notice.text, **notice.fields))
 
 
-class PlatformType(click.ParamType):  # type: ignore[type-arg]  # none before click 8.2
-    """A platform of this package, or of an installed one.
-
-    Unlike `click.Choice` it looks at installed packages only for a name that is not built in.
-    """
-
-    name = "platform"
-
-    def get_metavar(self, param: click.Parameter, ctx: click.Context | None = None) -> str:
-        """Return what ``--help`` shows; click before 8.2 gives no context."""
-        return f"[{'|'.join(PLATFORMS)}|…]"
-
-    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        """Return the name; fail if there is no such platform."""
-        if value not in PLATFORMS and value not in platform_names():
-            names = ", ".join(map(repr, platform_names()))
-            self.fail(f"{value!r} is not one of {names}.", param, ctx)
-        return value
-
-
 PORT = click.IntRange(1, 65535)
 PORT.name = "port"
 SECONDS = click.FloatRange(min=0, min_open=True, max=86400 * 365)
@@ -259,7 +239,7 @@ def topology_options(command: F) -> F:
     options = [
         click.option(
             "--platform",
-            type=PlatformType(),
+            type=click.Choice(PLATFORMS),
             envvar=envs.EPD_PLATFORM.name,
             help=f"What the instances run on; by default {envs.EPD_PLATFORM.name}, or that of "
             "--hardware.",

@@ -10,6 +10,7 @@ from typing import TypeVar
 from epd_portable.config.groups import InstanceGroup
 from epd_portable.config.roles import ROLES, Role, group_of
 from epd_portable.config.schema import Topology
+from epd_portable.config.transfer import AUTO
 from epd_portable.connector import registry
 from epd_portable.errors import ConfigError
 from epd_portable.platforms.traits import PlatformTraits
@@ -84,7 +85,7 @@ def place_instances(
     groups = {role: group for role, group in groups.items() if group.count}
     placed = place_on_devices(groups, devices) if numbered else place_on_cores(groups, cores)
     instances = placed.instances
-    if traits.peers_must_be_visible and (path == registry.AUTO or needs_devices):
+    if traits.peers_must_be_visible and (path == AUTO or needs_devices):
         visible = dict.fromkeys(device for each in instances for device in each.devices)
         instances = tuple(
             replace(each, peers=tuple(one for one in visible if one not in each.devices))

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 import uuid
 from contextlib import ExitStack
 from pathlib import Path
@@ -16,7 +13,7 @@ from epd_portable.bench.stand_in import TOKEN_BYTES, Command
 from epd_portable.config.instance import InstanceConfig
 from epd_portable.connector import registry
 from epd_portable.connector.pool import SHM_FOLDER
-from tests.integration.transfer.hosts import ROOT, end, two_hosts
+from tests.integration.transfer.hosts import end, two_hosts
 from tests.keyring import secret_file
 
 DEADLINE_S = 90.0
@@ -31,7 +28,7 @@ def best_between_hosts() -> str:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("path", ["nixl", "mooncake", "collective", "tcp", "auto"])
+@pytest.mark.parametrize("path", ["nixl", "collective", "tcp", "auto"])
 def test_an_item_goes_from_one_host_to_another(tmp_path: Path, path: str) -> None:
     if path != "auto" and (missing := registry._missing(registry.entry(path))):
         pytest.skip(missing)
@@ -82,55 +79,3 @@ def test_an_item_goes_from_one_host_to_another(tmp_path: Path, path: str) -> Non
     alone = here.address.startswith("127.")
     assert taken == {path if path != "auto" else "shm" if alone else best_between_hosts()}
     assert not list(SHM_FOLDER.glob(f"{pool}*"))
-
-
-LISTENER = """
-import socket, sys
-from epd_portable.connector import sockets
-made = socket.create_server(("", 0))
-port = made.getsockname()[1]
-if sys.argv[1] == "kept":
-    sockets.keep_on_host([port])
-print(port, flush=True)
-while True:
-    made.accept()[0].close()
-"""
-CLIENT = """
-import socket, sys
-try:
-    socket.create_connection((sys.argv[1], int(sys.argv[2])), timeout=10).close()
-    print("connected")
-except ConnectionRefusedError:
-    print("refused")
-"""
-
-
-@pytest.mark.parametrize(("how", "elsewhere"), [("kept", "refused"), ("open", "connected")])
-def test_a_port_that_is_kept_on_its_host_is_closed_to_others(how: str, elsewhere: str) -> None:
-    with two_hosts() as (here, there):
-        if not there.enter:
-            pytest.skip("one host")
-        listener = subprocess.Popen(
-            [*there.enter, sys.executable, "-c", LISTENER, how],
-            stdout=subprocess.PIPE,
-            text=True,
-            cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-        )
-        try:
-            assert listener.stdout is not None
-            port = listener.stdout.readline().strip()
-            for host, address, said in (
-                (there, "127.0.0.1", "connected"),
-                (here, there.address, elsewhere),
-            ):
-                client = subprocess.run(
-                    [*host.enter, sys.executable, "-c", CLIENT, address, port],
-                    capture_output=True,
-                    text=True,
-                    timeout=DEADLINE_S,
-                )
-                assert client.stdout.strip() == said, client.stderr
-        finally:
-            listener.kill()
-            listener.communicate()

@@ -27,7 +27,7 @@ def test_the_cpu_is_measured_by_the_paths_that_it_has_and_the_rest_is_named_with
     None
 ):
     paths, left_out = choose_paths([], "cpu", devices=1)
-    assert paths == ["shm", "nixl", "mooncake", "collective", "tcp"]
+    assert paths == ["shm", "nixl", "collective", "tcp"]
     assert left_out == {"ipc": "cpu has no device memory"}
 
 
@@ -37,12 +37,12 @@ def test_the_cpu_is_measured_by_the_paths_that_it_has_and_the_rest_is_named_with
         (
             "ipc",
             "cpu",
-            "cpu has no device memory; on cpu there are shm, nixl, mooncake, collective, tcp here",
+            "cpu has no device memory; on cpu there are shm, nixl, collective, tcp here",
         ),
         (
             "collective",
             "npu",
-            "a device of its own; on npu there are ipc, shm, nixl, mooncake, tcp here",
+            "a device of its own; on npu there are ipc, shm, nixl, tcp here",
         ),
     ],
 )

@@ -19,7 +19,6 @@ from tests.unit.builders import peer
 EVERY_PATH = tuple(
     PathEndpoint(path=entry.name, address=f"{entry.name}-address") for entry in registry.PATHS
 )
-WAYS = "Mooncake's protocol rdma"
 ALL = ("cuda", "npu", "cpu")
 NO_DEVICES = Refused(path="ipc", reason="cpu has no device memory")
 
@@ -70,7 +69,6 @@ def test_every_better_path_that_is_not_taken_is_named_with_its_reason() -> None:
         NO_DEVICES,
         Refused(path="shm", reason="encode-0 and pd-0 do not share /dev/shm"),
         Refused(path="nixl", reason="not offered by encode-0"),
-        Refused(path="mooncake", reason=f"cpu sends by {WAYS}, npu receives by ascend"),
         Refused(path="collective", reason="encode-0 is on cpu, pd-0 on npu"),
     )
 
@@ -84,9 +82,7 @@ def test_without_a_common_path_the_error_holds_every_reason(missing_at: str) -> 
     with pytest.raises(NoCommonPathError) as caught:
         registry.choose(*ends)
     for entry in registry.PATHS:
-        untried = entry.name == "mooncake" and "on npu only when asked for"
-        reason = untried or f"not offered by {missing_at}"
-        assert f"{entry.name}: {reason}" in str(caught.value)
+        assert f"{entry.name}: not offered by {missing_at}" in str(caught.value)
 
 
 def test_a_path_that_was_asked_for_is_the_only_one_offered() -> None:
@@ -98,7 +94,6 @@ def test_a_path_that_was_asked_for_is_the_only_one_offered() -> None:
     assert names("collective", "cpu") == ["collective"]
     assert names("auto", "npu") == names("auto", "cuda") == ["ipc", "shm", "collective", "tcp"]
     assert names("nixl", "cpu") == ["nixl"]
-    assert names("mooncake", "npu") == ["mooncake"]
     with pytest.raises(ConfigError, match=r"transfer\.path 'rdma': expected auto or one of ipc,"):
         registry.offered("rdma", "cpu")
     with pytest.raises(ConfigError, match=r"transfer\.path 'ipc': cpu has no device memory"):
@@ -157,15 +152,12 @@ def test_every_path_is_described_and_what_cannot_be_used_has_its_reason(platform
     assert all(reason for _, reason in described.values())
     usable = [path for path, (usable, _) in described.items() if usable]
     if platform == "cpu":
-        assert usable == ["shm", "nixl", "mooncake", "collective", "tcp"]
+        assert usable == ["shm", "nixl", "collective", "tcp"]
         assert described["ipc"] == [False, NO_DEVICES.reason]
         assert "only when asked for" in described["collective"][1]
     else:
         offered = registry.offered("auto", platform, off_host=True)
-        asked = {"mooncake"} - {entry.name for entry in offered}
-        assert [path for path in usable if path not in asked] == [each.name for each in offered]
-        assert asked == ({"mooncake"} if platform == "npu" else set())
-        assert all("only when asked for" in described[path][1] for path in asked)
+        assert usable == [each.name for each in offered]
     assert "between hosts, or when asked for" in described["nixl"][1]
 
 
@@ -195,7 +187,7 @@ def test_between_hosts_nixl_comes_before_what_copies_through_sockets(platform: s
     same = [on(platform, name, off_host=True) for name in ("encode-0", "pd-0")]
     assert registry.choose(*same).endpoint.path == ("shm" if platform == "cpu" else "ipc")
     encrypted = registry.offered("auto", platform, plain=False, off_host=True)
-    assert not {"nixl", "mooncake"} & {entry.name for entry in encrypted}
+    assert "nixl" not in {entry.name for entry in encrypted}
 
 
 def test_a_missing_library_is_named_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,17 +198,3 @@ def test_a_missing_library_is_named_with_what_to_install(monkeypatch: pytest.Mon
         registry.offered("nixl", "cpu")
     described = {path: found for path, *found in registry.describe("cpu", "cpu")}
     assert described["nixl"] == [False, "nixl is not installed: install epd-portable[kv]"]
-
-
-def test_a_missing_system_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.undo()
-    monkeypatch.setattr(registry.importlib.util, "find_spec", lambda name: object())
-
-    def missing(name: str) -> None:
-        raise OSError(f"{name}: cannot open shared object file")
-
-    monkeypatch.setattr(registry.ctypes, "CDLL", missing)
-    offered = {entry.name for entry in registry.offered("auto", "cpu", off_host=True)}
-    assert "nixl" in offered and "mooncake" not in offered
-    with pytest.raises(ConfigError, match=r"needs libibverbs\.so\.1: install libibverbs1"):
-        registry.offered("mooncake", "cpu")

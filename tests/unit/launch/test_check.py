@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from epd_portable.config import extensions
 from epd_portable.config.store import StoreSection
+from epd_portable.config.transfer import AUTO, PATH_NAMES
 from epd_portable.connector import registry
 from epd_portable.errors import UnsupportedError
 from epd_portable.launch.plan import check
@@ -98,8 +98,8 @@ def test_a_store_that_does_not_answer_is_told_without_its_password(tmp_path: Pat
 
 
 def test_every_path_can_be_asked_for_and_those_into_device_memory_are_known() -> None:
-    asked = [registry.AUTO, *extensions.BUILT_IN_PATHS]
-    assert tuple(path.name for path in registry.PATHS) == extensions.BUILT_IN_PATHS
+    asked = [AUTO, *PATH_NAMES]
+    assert tuple(path.name for path in registry.PATHS) == PATH_NAMES
     assert [path for path in asked if registry.needs_devices(path)] == ["ipc"]
     found = [path for path in asked if registry.may_use_device_memory(path)]
     assert found == ["auto", "ipc", "collective"]
