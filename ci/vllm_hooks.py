@@ -376,14 +376,12 @@ HOOKS: tuple[Relied, ...] = (
         _FRONT,
         "from_vllm_config _add_request abort reset_mm_cache shutdown renderer output_processor",
         reaches=["__init__: make_async_mp_client", "_add_request: add_request_async"],
-        since=(0, 30),
     ),
     _row(
         "v1.engine.core_client.AsyncMPClient",
         (*_FRONT_CLIENT, *_FRONT_ENGINES),
         "__init__ add_request_async abort_requests_async get_output_async "
         "call_utility_async shutdown",
-        since=(0, 30),
     ),
     _row(
         "v1.engine.core_client.AsyncMPClient",
@@ -391,34 +389,32 @@ HOOKS: tuple[Relied, ...] = (
         "call_utility_all_async get_kv_event_sources",
         since=(0, 32),
     ),
-    _row("v1.engine.core_client.EngineCoreClient", _FRONT, "make_async_mp_client", since=(0, 30)),
+    _row("v1.engine.core_client.EngineCoreClient", _FRONT, "make_async_mp_client"),
     _row(
         "v1.engine.core.EngineCoreProc",
         _ENGINE_CORE,
         "run_engine_core",
         reaches=["_perform_handshakes: _perform_handshake"],
-        since=(0, 30),
     ),
     _row(
         "renderers.base.BaseRenderer",
         _FRONT,
-        "_process_mm_uuids start_mm_warmup_in_background",
+        "_process_mm_uuids",
         reaches=["_process_multimodal: _process_mm_uuids"],
-        since=(0, 30),
     ),
+    _row("renderers.base.BaseRenderer", _FRONT, "start_mm_warmup_in_background", since=(0, 30)),
     _row(
         "v1.engine.EngineCoreRequest",
         (*_FRONT_CLIENT, *_VIDEO_PARTS),
         "request_id prompt_token_ids mm_features sampling_params resumable",
-        since=(0, 30),
     ),
     _row(
         "v1.engine.EngineCoreOutput",
         (*_FRONT_CLIENT, *_PREFILL_SCHEDULER),
-        "request_id new_token_ids finish_reason ec_transfer_params",
-        since=(0, 30),
+        "request_id new_token_ids finish_reason kv_transfer_params",
     ),
-    _row("v1.engine.EngineCoreOutputs", _FRONT_CLIENT, "outputs engine_index", since=(0, 30)),
+    _row("v1.engine.EngineCoreOutput", _COMPAT, "ec_transfer_params", since=(0, 26)),
+    _row("v1.engine.EngineCoreOutputs", _FRONT_CLIENT, "outputs engine_index"),
     _row("v1.engine.FinishReason", _FRONT_CLIENT, "ERROR ABORT"),
     _row(
         "multimodal.inputs.MultiModalFeatureSpec",
@@ -429,7 +425,6 @@ HOOKS: tuple[Relied, ...] = (
         "multimodal.inputs.PlaceholderRange",
         (*_FRONT_CLIENT, *_VIDEO_PARTS),
         "offset length is_embed",
-        since=(0, 30),
     ),
     _row(
         _RUNNER,
@@ -446,22 +441,29 @@ HOOKS: tuple[Relied, ...] = (
         "v1.engine.utils.EngineHandshakeMetadata",
         _ENGINE_CORE,
         "addresses parallel_config",
-        since=(0, 30),
     ),
-    _row("v1.engine.utils.EngineZmqAddresses", _ENGINE_CORE, "inputs outputs", since=(0, 30)),
-    _row("v1.engine.exceptions.EngineDeadError", _FRONT_ENGINES, since=(0, 30)),
-    _row("v1.executor.Executor", (*_FRONT_ENGINES, *_ENGINE_CORE), "get_class", since=(0, 30)),
+    _row("v1.engine.utils.EngineZmqAddresses", _ENGINE_CORE, "inputs outputs"),
+    _row("v1.engine.exceptions.EngineDeadError", _FRONT_ENGINES),
+    _row("v1.executor.Executor", (*_FRONT_ENGINES, *_ENGINE_CORE), "get_class"),
     _row(
         "engine.arg_utils.AsyncEngineArgs",
         (*_FRONT, *_ENGINE_CORE),
         "from_cli_args create_engine_config _api_process_count _api_process_rank",
-        since=(0, 30),
     ),
-    _row("entrypoints.launchers.api_server.entry.build_and_serve", _FRONT, since=(0, 30)),
+    *(
+        _row(f"entrypoints.{name}", _COMPAT, since=since, until=until)
+        for name, since, until in (
+            ("openai.api_server.build_and_serve", (0, 0), (0, 29)),
+            ("openai.api_server.setup_server", (0, 0), (0, 29)),
+            ("launchers.api_server.entry.build_and_serve", (0, 29), (99, 0)),
+            ("launchers.launcher.setup_server", (0, 29), (99, 0)),
+        )
+    ),
     *(
         _row(f"entrypoints.{arguments}.{name}", by, since=since, until=until)
         for arguments, since, until in (
-            ("launchers.cli_args", (0, 30), (0, 33)),
+            ("openai.cli_args", (0, 0), (0, 29)),
+            ("launchers.cli_args", (0, 29), (0, 33)),
             ("common.cli_args", (0, 33), (99, 0)),
         )
         for name, by in (
@@ -472,16 +474,16 @@ HOOKS: tuple[Relied, ...] = (
     *(
         _row(f"entrypoints.{startup}.cli_env_setup", (*_FRONT, *_ENGINE_CORE), since=s, until=u)
         for startup, s, u in (
-            ("serve.utils.api_utils", (0, 30), (0, 33)),
+            ("serve.utils.api_utils", (0, 0), (0, 33)),
             ("common.startup", (0, 33), (99, 0)),
         )
     ),
-    _row("entrypoints.launchers.launcher.setup_server", _FRONT, since=(0, 30)),
-    _row("multimodal.parse.parse_mm_uuids", _FRONT, since=(0, 30)),
-    _row(
-        "usage.usage_lib.UsageContext", (*_FRONT, *_ENGINE_CORE), "OPENAI_API_SERVER", since=(0, 30)
-    ),
+    _row("multimodal.parse.parse_mm_uuids", _FRONT),
+    _row("usage.usage_lib.UsageContext", (*_FRONT, *_ENGINE_CORE), "OPENAI_API_SERVER"),
     _row("sampling_params.SamplingParams", _FRONT_CLIENT, "extra_args"),
-    _row("exceptions.GracefulHTTPError", _FRONT_CLIENT, since=(0, 30)),
-    _row("utils.argparse_utils.FlexibleArgumentParser", (*_FRONT, *_ENGINE_CORE), since=(0, 30)),
+    _row("exceptions.GracefulHTTPError", _COMPAT, since=(0, 29)),
+    _row("entrypoints.openai.engine.protocol.GenerationError", _COMPAT, until=(0, 29)),
+    _row("v1.engine.exceptions.EngineGenerateError", _COMPAT, until=(0, 29)),
+    _row("v1.engine.async_llm.AsyncLLM", _COMPAT, "generate encode", until=(0, 29)),
+    _row("utils.argparse_utils.FlexibleArgumentParser", (*_FRONT, *_ENGINE_CORE)),
 )

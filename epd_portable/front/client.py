@@ -21,7 +21,6 @@ from typing import Any
 import anyio
 import msgspec
 from vllm.config import VllmConfig
-from vllm.exceptions import GracefulHTTPError
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
 from vllm.v1.engine.core_client import AsyncMPClient
 
@@ -35,6 +34,7 @@ from epd_portable.front.request import (
     BLOCK_TOKENS,
     FrontItem,
     FullError,
+    GracefulHTTPError,
     OpenRequest,
     UnavailableError,
     blocks_of,
@@ -52,6 +52,7 @@ from epd_portable.placement.fallbacks import JOB_GRACE_S, MAX_PD_ATTEMPTS, Retry
 from epd_portable.placement.instances import Instance, WentDownError, while_up
 from epd_portable.placement.replies import BODY_TIMEOUT_S
 from epd_portable.placement.ring import bounded_load
+from epd_portable.vllm_plugin import compat
 from epd_portable.vllm_plugin.metadata import ItemMetadata
 from epd_portable.vllm_plugin.video_parts import VideoParts
 from epd_portable.wire.params import (
@@ -432,7 +433,7 @@ class SplitClient(AsyncMPClient):
     def _take_output(self, engine: FrontEngine, output: EngineCoreOutput) -> bool:
         """Return whether an output is a part of an answer."""
         if not output.request_id:
-            self._take_news(engine, msgspec.convert(output.ec_transfer_params, CacheNews))
+            self._take_news(engine, msgspec.convert(compat.take_params(output), CacheNews))
         self._jobs.take_output(output)
         one = self._at_engines.get(output.request_id)
         if one is None or one.again:
@@ -450,7 +451,7 @@ class SplitClient(AsyncMPClient):
             one.ended.set()
         output.request_id = one.core.request_id
         if not self.settings.item_outcomes:
-            output.ec_transfer_params = None
+            compat.take_params(output)
         return True
 
     def _put_end(self, one: OpenRequest, engine: FrontEngine) -> None:

@@ -7,11 +7,12 @@ from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any
 
-from vllm.exceptions import GracefulHTTPError
 from vllm.v1.engine import EngineCoreRequest
 
+from epd_portable.vllm_plugin import compat
 from epd_portable.vllm_plugin.video_parts import is_part
 
+GracefulHTTPError = compat.graceful_error()
 BLOCK_TOKENS = 64
 
 

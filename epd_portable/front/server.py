@@ -28,8 +28,6 @@ import msgspec
 import uvloop
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
-from vllm.entrypoints.launchers.api_server.entry import build_and_serve
-from vllm.entrypoints.launchers.launcher import setup_server
 from vllm.multimodal.parse import parse_mm_uuids
 from vllm.usage.usage_lib import UsageContext
 from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -41,6 +39,7 @@ from epd_portable.placement.balance import TICK_S, Switching
 from epd_portable.vllm_plugin import compat, exposition
 
 logger = logging.getLogger(__name__)
+build_and_serve, setup_server = compat.server()
 
 _END_WITHIN_S = 5.0
 """After one of several API servers has ended."""
@@ -48,7 +47,7 @@ _NOT_ACCEPTING = 2**31 - 1
 """More connections than any server has, to vLLM."""
 
 
-class Front(AsyncLLM):
+class Front(compat.passing_errors(AsyncLLM)):  # type: ignore[misc]
     """vLLM's engine over a `SplitClient`."""
 
     engine_core: SplitClient
@@ -205,7 +204,7 @@ def main() -> None:
     settings = msgspec.json.decode(found, type=FrontSettings)
     args = arguments.make_arg_parser(FlexibleArgumentParser()).parse_args(argv)
     arguments.validate_parsed_serve_args(args)
-    address, sock = setup_server(args, reuse_port=False)
+    address, sock = setup_server(args)
     if len(settings.sockets) > 1:
         sys.exit(_serve_all(settings, args, address, sock))
     _serve_one(settings, args, address, sock, 0, [0])

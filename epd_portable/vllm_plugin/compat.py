@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import json
 import logging
 from collections.abc import Callable
+from contextlib import aclosing
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import vllm
@@ -59,6 +61,8 @@ HAS_METADATA: Version = (0, 31)
 """It knows the fields of an item without its media, and takes them as plain JSON."""
 MEASURES_WIDTHS: Version = (0, 32)
 """The engine of an encode instance measures the width of its outputs."""
+HAS_LAUNCHERS: Version = (0, 29)
+"""The start of its server is in ``entrypoints.launchers``, and errors can name their status."""
 SHARES_STARTUP: Version = (0, 33)
 """How its commands start is in ``entrypoints.common``; before, with its server."""
 
@@ -368,6 +372,11 @@ def item_metadata(feature: Any, resolver: Any) -> dict[str, list[Any]]:
 
 def server_commands() -> tuple[Any, Any]:
     """Return vLLM's modules of its server's arguments, and of how its commands start."""
+    if version() < HAS_LAUNCHERS:
+        from vllm.entrypoints.openai import cli_args
+        from vllm.entrypoints.serve.utils import api_utils
+
+        return cli_args, api_utils
     if version() < SHARES_STARTUP:
         from vllm.entrypoints.launchers import cli_args
         from vllm.entrypoints.serve.utils import api_utils
@@ -378,13 +387,88 @@ def server_commands() -> tuple[Any, Any]:
     return cli_args, startup
 
 
+def server() -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Return vLLM's functions that serve an engine client and that open its socket."""
+    if version() < HAS_LAUNCHERS:
+        from vllm.entrypoints.openai.api_server import build_and_serve, setup_server
+    else:
+        from vllm.entrypoints.launchers.api_server.entry import build_and_serve
+        from vllm.entrypoints.launchers.launcher import setup_server
+    shares = "reuse_port" in inspect.signature(setup_server).parameters
+    return build_and_serve, partial(setup_server, reuse_port=False) if shares else setup_server
+
+
+@cache
+def graceful_error() -> Any:
+    """Return the class of errors that clients get with a status of their own."""
+    if version() >= HAS_LAUNCHERS:
+        from vllm.exceptions import GracefulHTTPError
+
+        return GracefulHTTPError
+    from vllm.entrypoints.openai.engine.protocol import GenerationError
+
+    class StatusError(GenerationError):
+        def __init__(self, message: str, http_status: Any) -> None:
+            super().__init__(message)
+            self.status_code = self.http_status = http_status
+
+    return StatusError
+
+
+def passing_errors(base: type) -> Any:
+    """Return ``AsyncLLM`` whose requests end with the status of `graceful_error`, not with 500."""
+    if version() >= HAS_LAUNCHERS:
+        return base
+    from vllm.v1.engine.exceptions import EngineGenerateError
+
+    graceful = graceful_error()
+
+    async def bare(answers: Any) -> Any:
+        try:
+            async with aclosing(answers):
+                async for each in answers:
+                    yield each
+        except EngineGenerateError as error:
+            if isinstance(error.__cause__, graceful):
+                raise error.__cause__ from None
+            raise
+
+    class PassingLLM(base):
+        def generate(self, *args: Any, **kwargs: Any) -> Any:
+            return bare(super().generate(*args, **kwargs))
+
+        def encode(self, *args: Any, **kwargs: Any) -> Any:
+            return bare(super().encode(*args, **kwargs))
+
+    return PassingLLM
+
+
+def put_params(output: Any, params: dict[str, Any] | None) -> None:
+    """Put ``ec_transfer_params`` into an ``EngineCoreOutput``."""
+    if version() < CARRIES_PARAMS:
+        output.kv_transfer_params = params and {FIELD: params}
+    else:
+        output.ec_transfer_params = params
+
+
+def take_params(output: Any) -> Any:
+    """Return what `put_params` has put into an output, and remove it there."""
+    if version() < CARRIES_PARAMS:
+        others = dict(output.kv_transfer_params or {})
+        params = others.pop(FIELD, None)
+        output.kv_transfer_params = others or None
+    else:
+        params, output.ec_transfer_params = output.ec_transfer_params, None
+    return params
+
+
 def transfer_params(request: Any) -> dict[str, Any] | None:
     """Return the ``ec_transfer_params`` that came with a request."""
     if version() < CARRIES_PARAMS:
-        # As `ParamsMiddleware` sends them.
-        text = (getattr(request.sampling_params, "extra_args", None) or {}).get(FIELD)
+        # `ParamsMiddleware` sends a text, the engine front a dictionary.
+        params = (getattr(request.sampling_params, "extra_args", None) or {}).get(FIELD)
         try:
-            params = json.loads(text) if isinstance(text, str) else None
+            params = json.loads(params) if isinstance(params, str) else params
         except ValueError:
             params = None
     else:

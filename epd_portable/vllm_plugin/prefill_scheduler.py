@@ -13,7 +13,7 @@ from typing import Any
 
 from epd_portable.vllm_plugin import compat
 from epd_portable.wire.messages import LoadReport
-from epd_portable.wire.params import FIELD, to_params
+from epd_portable.wire.params import to_params
 
 _SLEEP_S = 0.001
 """For which vLLM's engine sleeps after a step that computed nothing (0.26 to 0.33)."""
@@ -167,7 +167,8 @@ def prefill_scheduler(base: type) -> type:
         def _tell_news(self, outputs: dict[int, Any]) -> None:
             """Tell every API server of an engine front about the encoder cache."""
             if (news := self._prefill.take_news()) is not None:
-                told = EngineCoreOutput("", [], ec_transfer_params=to_params(news))
+                told = EngineCoreOutput("", [])
+                compat.put_params(told, to_params(news))
                 for client in self._told_busy:
                     outputs.setdefault(client, EngineCoreOutputs()).outputs.append(told)
 
@@ -178,10 +179,7 @@ def prefill_scheduler(base: type) -> type:
                 answer = EngineCoreOutput(
                     request_id=request_id, new_token_ids=[], finish_reason=FinishReason.STOP
                 )
-                if compat.version() < compat.CARRIES_PARAMS:
-                    answer.kv_transfer_params = params and {FIELD: params}
-                else:
-                    answer.ec_transfer_params = params
+                compat.put_params(answer, params)
                 outputs.setdefault(job.client_index, EngineCoreOutputs()).outputs.append(answer)
 
         def make_stats(self, *args: Any, **kwargs: Any) -> Any:

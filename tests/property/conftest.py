@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from hypothesis import settings
-from tests.integration.vllm_plugin.conftest import (
+
+from tests.integration.conftest import (
     no_engine_counts_where_this_process_does,  # noqa: F401 - vLLM's schedulers load the plug-in
 )
 

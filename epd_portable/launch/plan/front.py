@@ -16,9 +16,9 @@ from epd_portable.config.routing import RouterSection
 from epd_portable.config.schema import Topology
 from epd_portable.errors import ConfigError
 from epd_portable.launch.plan import installed
-from epd_portable.launch.plan.engine import MEDIA_BOUNDS, Engine
+from epd_portable.launch.plan.engine import CARRIES_PARAMS, MEDIA_BOUNDS, PARAMS, Engine
 
-KNOWN = (0, 30)
+KNOWN = (0, 23)
 """First vLLM whose engine front has been run: with vllm-ascend, over the simulated runtime."""
 PRELOADED = ("epd_portable.front.server", "epd_portable.engine.core")
 """What front and engines import before they know which model they serve."""
@@ -114,6 +114,9 @@ def front_argv(engines: Sequence[Engine]) -> tuple[str, ...]:
     found += ["--shutdown-timeout", str(math.ceil(router.drain_s))]
     found += ["--enable-request-id-headers", "--disable-uvicorn-access-log"]
     found += ["--middleware", MEDIA_BOUNDS]
+    version = installed.vllm_version()
+    if router.item_outcomes and version and version < CARRIES_PARAMS:
+        found += ["--middleware", PARAMS]
     # The last is outermost.
     found += ["--middleware", "epd_portable.front.http.FrontMiddleware"]
     return tuple(found)

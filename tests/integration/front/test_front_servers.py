@@ -22,6 +22,7 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from epd_portable.engine import core
 from epd_portable.front.client import SplitClient
+from epd_portable.vllm_plugin import compat
 from epd_portable.wire.params import CacheNews, to_params
 from tests.integration.front.played_front import client_of, config_of_front, request
 from tests.metrics_page import total
@@ -90,7 +91,8 @@ class Engine:
         self.asked.append((core.client_index, core.request_id))
         end = EngineCoreOutput(core.request_id, [index], finish_reason=FinishReason.STOP)
         news = to_params(CacheNews(entries={core.request_id: True}))
-        told = EngineCoreOutput("", [], ec_transfer_params=news)
+        told = EngineCoreOutput("", [])
+        compat.put_params(told, news)
         parts = MsgpackEncoder().encode(EngineCoreOutputs(outputs=[told, end]))
         outputs[core.client_index].send_multipart(parts)
 

@@ -1,4 +1,4 @@
-"""Smoke by `tcp`: older pairs of vLLM and vllm-ascend serve too, above all 0.23.0 with 0.23.0."""
+"""Smoke of the engine front by `tcp` on older pairs of vLLM and vllm-ascend, above all 0.23.0."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def pair(
     env = {"PYTHONPATH": os.pathsep.join((str(older), str(ROOT)))}
     with (
         forking(ENGINE_MODULES, {**DEVICES, **env}) as popen,
-        simulated(folder, ["transfer.path=tcp"], env=env, popen=popen) as split,
+        simulated(folder, ["transfer.path=tcp", "front=engine"], env=env, popen=popen) as split,
     ):
         yield Pair(split=split, reference_url=reference_url)
 
