@@ -24,12 +24,13 @@ from vllm.config import VllmConfig
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
 from vllm.v1.engine.core_client import AsyncMPClient
 
-from epd_portable.config.roles import ENCODES
+from epd_portable.config.roles import ENCODES, TAKES_ITEMS, TAKES_KV, Duty
 from epd_portable.config.secret import Secret
 from epd_portable.front.calls import calls_of_all
 from epd_portable.front.engines import Engines, EngineSettings, FrontEngine
 from epd_portable.front.item_jobs import ItemJobs
 from epd_portable.front.metrics import FrontMetrics
+from epd_portable.front.prefill import KV, PrefillJob, Prefills
 from epd_portable.front.request import (
     BLOCK_TOKENS,
     FrontItem,
@@ -48,7 +49,7 @@ from epd_portable.placement.assignment import (
     or_own,
 )
 from epd_portable.placement.balance import Switching
-from epd_portable.placement.fallbacks import JOB_GRACE_S, MAX_PD_ATTEMPTS, RetryBudget
+from epd_portable.placement.fallbacks import MAX_PD_ATTEMPTS, RetryBudget
 from epd_portable.placement.instances import Instance, WentDownError, while_up
 from epd_portable.placement.replies import BODY_TIMEOUT_S
 from epd_portable.placement.ring import bounded_load
@@ -135,6 +136,13 @@ class SplitClient(AsyncMPClient):
             wait_timeout_s=settings.wait_timeout_s,
             can_encode=settings.can_encode,
         )
+        self._prefills = Prefills(
+            self.metrics,
+            self._jobs,
+            self._retries,
+            choose=self._choose_prefill,
+            send=self._try,
+        )
 
     # -- what vLLM's AsyncLLM calls ---------------------------------------------------------------
 
@@ -174,9 +182,7 @@ class SplitClient(AsyncMPClient):
             ]
             results = await asyncio.gather(*(each.call(name, *given) for each in engines))
             pairs = zip(engines, results, strict=True)
-            found = [
-                each for engine, said in pairs for each in said if not engine.encodes_only
-            ] or found
+            found = [each for engine, said in pairs for each in said if engine.generates] or found
         self._jobs.resets += 1
         if found:
             return found
@@ -228,8 +234,8 @@ class SplitClient(AsyncMPClient):
         """Return the engine that is to answer: the one before, if it is up; refuse without room."""
         if self._is_draining:
             raise UnavailableError("this server is being stopped")
-        blocks = blocks_of(one.core)
-        chosen = self._nearest(blocks) or self._pool.choose_least_loaded()
+        chosen = before if before is not None and before.instance.usable else None
+        chosen = self._choose(one, "answer", among=chosen)
         if chosen is None:
             raise UnavailableError("no engine that answers is up")
         encoders = [each for each in self.engines.by_name.values() if each.encodes_only]
@@ -238,16 +244,38 @@ class SplitClient(AsyncMPClient):
             if self._pool.any_usable("encode"):
                 raise FullError
             raise UnavailableError("no encode engine is up")
-        if before is not None and before.instance.usable:
-            chosen = before.instance
+        return chosen
+
+    def _choose(
+        self,
+        one: OpenRequest,
+        duty: Duty,
+        exclude: Collection[str] = (),
+        among: FrontEngine | None = None,
+    ) -> FrontEngine | None:
+        """Return the usable engine that is to compute a prompt: `among`, if there is one."""
+        blocks = blocks_of(one.core)
+        if among is not None:
+            chosen: Instance | None = among.instance
+        else:
+            chosen = self._nearest(blocks, duty, exclude)
+            chosen = chosen or self._pool.choose_least_loaded(exclude, duty)
+        if chosen is None:
+            return None
         cached = BLOCK_TOKENS * chosen.cached.prefix(blocks)
         one.tokens = len(one.core.prompt_token_ids or ()) - cached
         chosen.cached.use_prefix(blocks)
         return self.engines.by_name[chosen.name]
 
-    def _nearest(self, blocks: list[int]) -> Instance | None:
+    def _choose_prefill(self, job: OpenRequest, exclude: Collection[str]) -> FrontEngine | None:
+        engine = self._choose(job, "prefill", exclude)
+        if engine is not None:
+            self._pool.work.prompt_came(engine.instance.role, job.tokens)
+        return engine
+
+    def _nearest(self, blocks: list[int], duty: Duty, exclude: Collection[str]) -> Instance | None:
         """Return who has the most of a prompt's beginning, unless others are much less busy."""
-        usable = next(self._pool.tiers("answer"))
+        usable = [each for each in next(self._pool.tiers(duty)) if each.name not in exclude]
         if len(usable) < 2 or not blocks:
             return None
         most = bounded_load(sum(each.load for each in usable), sum(each.weight for each in usable))
@@ -263,7 +291,12 @@ class SplitClient(AsyncMPClient):
         try:
             for attempt in range(MAX_PD_ATTEMPTS):
                 resets = self._jobs.resets
-                await self._try(one, engine, f"{request_id}-{attempt}" if attempt else request_id)
+                engine_id = f"{request_id}-{attempt}" if attempt else request_id
+                if engine.instance.role in TAKES_KV and not await self._prefills.compute(
+                    one, engine_id
+                ):
+                    return self._put_end(one, engine, FinishReason.ABORT)
+                await self._try(one, engine, engine_id)
                 if not one.again:
                     return
                 logger.warning("request %s is sent again: %s", request_id, one.again)
@@ -313,17 +346,17 @@ class SplitClient(AsyncMPClient):
         try:
             with while_up(engine.instance.working()) as use:
                 use.owe_answer(one.tokens)
-                await engine.add(self._for_engine(one.core, engine_id, transfers, one.held))
+                await engine.add(self._for_engine(one, engine_id, transfers))
                 if here_s or not one.awaited:
                     use.compute()
-                with engine.instance.encoding(here_s):
+                with engine.instance.encoding(here_s), one.kv_held():
                     async with anyio.create_task_group() as items:
                         for each in brought:
                             transfer = transfers[each.item.item_uuid]
                             items.start_soon(self._jobs.deliver, one, each, transfer, use)
                         await one.decided.wait()
                         use.compute()
-                        wait_s = JOB_GRACE_S if one.begun else 0
+                        wait_s = one.job_grace_s if one.begun else 0
                         items.cancel_scope.deadline = anyio.current_time() + wait_s
                 if not one.again:
                     self.metrics.items.labels("not_needed").inc(len(one.awaited | one.held))
@@ -344,11 +377,13 @@ class SplitClient(AsyncMPClient):
 
     def _assign(self, one: OpenRequest, engine: FrontEngine) -> list[Assignment[FrontItem]]:
         """Return which engine brings each item to the one that answers."""
-        if one.core.sampling_params is None:
+        if one.core.sampling_params is None or one.kv is not None:
             return []
         items: dict[str, FrontItem] = {}
         for feature in one.core.mm_features or ():
             items.setdefault(feature.identifier, FrontItem(feature))
+        if engine.instance.role not in TAKES_ITEMS:
+            return [Assignment(item=each, by="local_first") for each in items.values()]
         own = engine.instance if engine.instance.role in ENCODES else None
 
         def choose(item: FrontItem, exclude: Collection[str]) -> Instance | None:
@@ -377,13 +412,10 @@ class SplitClient(AsyncMPClient):
                 self.metrics.elastic.labels(each.elastic).inc()
 
     def _for_engine(
-        self,
-        core: EngineCoreRequest,
-        engine_id: str,
-        transfers: dict[str, EncodeTransfer],
-        held: Collection[str] = (),
+        self, one: OpenRequest, engine_id: str, transfers: dict[str, EncodeTransfer]
     ) -> EngineCoreRequest:
         """Return a request as the engine that answers gets it: without what encoders get."""
+        core = one.core
         sent = copy.copy(core)
         sent.request_id = engine_id
         if sent.sampling_params is None:
@@ -397,14 +429,18 @@ class SplitClient(AsyncMPClient):
                 expected[feature.identifier] = msgspec.structs.replace(
                     expected_transfer(transfer),
                     media=bare is None,
-                    on_demand=feature.identifier in held,
+                    on_demand=feature.identifier in one.held,
                 )
             features.append(bare or feature)
         sent.mm_features = features or None
         sent.sampling_params = copy.copy(sent.sampling_params)
-        # What a client wrote there is dropped.
+        # Values of clients are dropped: they could name memory of others.
         extra = {**(sent.sampling_params.extra_args or {})}
         extra.pop(FIELD, None)
+        if not isinstance(one, PrefillJob):
+            extra.pop(KV, None)
+        if one.kv is not None:
+            extra[KV] = one.kv.params
         if expected:
             extra[FIELD] = to_params(
                 PrefillParams(transfers=tuple(expected.values()), by_front=True)
@@ -444,6 +480,10 @@ class SplitClient(AsyncMPClient):
                 one.here.update(each.identifier for each in one.core.mm_features or ())
             one.decide()
             return False
+        if isinstance(one, PrefillJob):
+            compat.take_params(output)
+            one.take_output(output)
+            return False
         if output.new_token_ids or output.finished:
             one.begun = True
             one.decide()
@@ -454,7 +494,9 @@ class SplitClient(AsyncMPClient):
             compat.take_params(output)
         return True
 
-    def _put_end(self, one: OpenRequest, engine: FrontEngine) -> None:
+    def _put_end(
+        self, one: OpenRequest, engine: FrontEngine, reason: FinishReason = FinishReason.ERROR
+    ) -> None:
         """End an answer that has begun and whose engine is gone, as vLLM ends broken ones."""
-        end = EngineCoreOutput(one.core.request_id, [], finish_reason=FinishReason.ERROR)
+        end = EngineCoreOutput(one.core.request_id, [], finish_reason=reason)
         self._outputs.put_nowait(EngineCoreOutputs(engine_index=engine.index, outputs=[end]))

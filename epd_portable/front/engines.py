@@ -25,7 +25,7 @@ from vllm.v1.engine.core_client import AsyncMPClient
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.executor import Executor
 
-from epd_portable.config.roles import ENCODES, Role
+from epd_portable.config.roles import DUTIES, ENCODES, TAKES_ITEMS, Role
 from epd_portable.log import say_failure
 from epd_portable.placement.instances import EndpointPool, Instance, WentDownError, while_up
 from epd_portable.placement.metrics import InstanceCollector, InstanceStats, PoolStats, stats_of
@@ -98,6 +98,11 @@ class FrontEngine:
     def encodes_only(self) -> bool:
         """Whether it answers no requests."""
         return self.instance.role == "encode"
+
+    @property
+    def generates(self) -> bool:
+        """Whether it generates responses."""
+        return DUTIES[self.instance.role] == "answer"
 
     @property
     def is_full(self) -> bool:
@@ -200,7 +205,7 @@ class Engines:
         paths: Unix socket of each API server, to which engines connect; others are made beside
             this one's.
         index: Of this server.
-        config: Of the front; the first prefill+decode engine completes it.
+        config: Of the front; the first engine that generates completes it.
         outputs: Takes what an engine puts out.
 
     Attributes:
@@ -310,7 +315,7 @@ class Engines:
         engine.fingerprint = ready.decode().strip().partition(" ")[2]
         self._compare_fingerprints()
         config = self._config
-        if self._complete or engine.encodes_only:
+        if self._complete or not engine.generates:
             # vLLM's client adds up what its engines say.
             config = copy.copy(config)
             config.cache_config = copy.copy(config.cache_config)
@@ -332,7 +337,7 @@ class Engines:
         known = [each for each in self.by_name.values() if each.fingerprint]
         for sender in (each for each in known if each.instance.role in ENCODES):
             found = []
-            for receiver in (each for each in known if not each.encodes_only):
+            for receiver in (each for each in known if each.instance.role in TAKES_ITEMS):
                 receiver.misfits.discard(sender.name)
                 if differing := differences(receiver.fingerprint, sender.fingerprint):
                     receiver.misfits.add(sender.name)

@@ -15,6 +15,9 @@ class FrontMetrics:
 
     Attributes:
         items: By `ItemResult`.
+        prefills: By place. ``disaggregated``: a prefill engine. The decode engine itself:
+            ``unsuited``, it needs more of the prompt than its KV; ``unavailable``, no prefill
+            engine is up; ``local``, prefill jobs have failed.
     """
 
     def __init__(self, pool: EndpointPool) -> None:
@@ -35,6 +38,12 @@ class FrontMetrics:
         self.sent_again = Counter(
             "epd_front_sent_again",
             "Requests that were sent to an engine once more.",
+            registry=self.registry,
+        )
+        self.prefills = Counter(
+            "epd_front_prefills",
+            "Requests to decode engines, by where their prompts are computed.",
+            ("where",),
             registry=self.registry,
         )
         self.encode_s = Histogram(

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from http import HTTPStatus
-from typing import Any
+from typing import Any, ClassVar
 
 from vllm.v1.engine import EngineCoreRequest
 
+from epd_portable.placement.fallbacks import JOB_GRACE_S
+from epd_portable.placement.instances import Instance
 from epd_portable.vllm_plugin import compat
 from epd_portable.vllm_plugin.video_parts import is_part
 
-GracefulHTTPError = compat.graceful_error()
+GracefulHTTPError: Any = compat.graceful_error()
 BLOCK_TOKENS = 64
 
 
@@ -58,6 +62,19 @@ class FrontItem:
         return self.modality == "video" and is_part(self.item_uuid)
 
 
+@dataclass(frozen=True, slots=True)
+class PrefilledKv:
+    """KV of a prompt that a prefill engine has computed.
+
+    Attributes:
+        instance: The prefill engine, from which the KV is read.
+        params: Place of the KV, as vLLM's ``kv_transfer_params``.
+    """
+
+    instance: Instance
+    params: dict[str, Any]
+
+
 @dataclass(eq=False, slots=True)
 class OpenRequest:
     """One open request.
@@ -72,7 +89,11 @@ class OpenRequest:
         held: Items that its engine has by what it said, and has not asked for.
         requested: Set when an encoder is to be asked for a transfer's item, and when it is decided.
         tokens: Of the prompt, that its engine most likely has to compute.
+        kv: KV of the prompt, where a prefill engine has computed it.
     """
+
+    job_grace_s: ClassVar[float] = JOB_GRACE_S
+    """Longest time for encode jobs after the first token, in seconds."""
 
     core: EngineCoreRequest
     here: set[str] = field(default_factory=set)
@@ -84,7 +105,12 @@ class OpenRequest:
     held: set[str] = field(default_factory=set)
     requested: dict[str, asyncio.Event] = field(default_factory=dict)
     tokens: int = 0
+    kv: PrefilledKv | None = None
     task: asyncio.Task[None] | None = None
+
+    def kv_held(self) -> AbstractContextManager[object]:
+        """Return a context in which the engine that has the KV counts as in use."""
+        return contextlib.nullcontext() if self.kv is None else self.kv.instance.held()
 
     def decide(self) -> None:
         """Release what waits for it: it is `decided`."""

@@ -31,6 +31,15 @@ def named(launcher: int, name: str) -> psutil.Process:
     return _child(launcher, f'"instance": "{name}"')
 
 
+def process(launcher: int, name: str) -> psutil.Process:
+    """Return a process of a topology, by its name in the plan."""
+    for child in started(launcher):
+        with contextlib.suppress(psutil.Error, ProcessLookupError):  # One that ends at this moment.
+            if child.environ().get("EPD_INSTANCE") == name:
+                return child
+    raise AssertionError(f"{name} does not run")
+
+
 def rests(server: psutil.Process) -> bool:
     """Tell whether every thread of an instance waits for something."""
     pids = [each.pid for each in (server, *server.children(recursive=True))]

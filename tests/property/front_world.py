@@ -16,11 +16,12 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from vllm.exceptions import GracefulHTTPError
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from epd_portable.front.client import SplitClient
+from epd_portable.front.request import GracefulHTTPError
+from epd_portable.vllm_plugin import compat
 from epd_portable.wire.params import CacheNews, to_params
 from tests.integration.front.played_front import (
     CONTROL,
@@ -72,6 +73,8 @@ class Life:
         self.on_demand: dict[str, bool] = {}
         """Transfers, and whether it has asked for them."""
         self.brought: dict[str, list[int]] = {}
+        self.kv: dict[str, list[int]] = {}
+        """Prompts that it has computed for decode engines, by its request."""
         self.outbox: list[EngineCoreOutput] = []
         self.stopped = False
         self.dead = False
@@ -130,9 +133,16 @@ class Life:
         del self.cached[name]
         self.entries[name] = False
 
-    def put(self, request_id: str, *tokens: int, end: FinishReason | None = None) -> None:
+    def put(
+        self,
+        request_id: str,
+        *tokens: int,
+        end: FinishReason | None = None,
+        kv: dict[str, Any] | None = None,
+    ) -> None:
         """Put something out, which is on its way from then on."""
-        self.outbox.append(EngineCoreOutput(request_id, [*tokens], finish_reason=end))
+        output = EngineCoreOutput(request_id, [*tokens], finish_reason=end, kv_transfer_params=kv)
+        self.outbox.append(output)
         if end is not None:
             del self.requests[request_id]
             self.said.pop(request_id, None)
@@ -145,7 +155,9 @@ class Life:
         """Let all that was put out arrive at the front, in one message."""
         if self.has_news:
             news = to_params(CacheNews(entries=self.entries, requested=tuple(self.requested)))
-            self.outbox.append(EngineCoreOutput("", [], ec_transfer_params=news))
+            told = EngineCoreOutput("", [])
+            compat.put_params(told, news)
+            self.outbox.append(told)
             self.entries, self.requested = {}, []
         self._outputs.put_nowait(EngineCoreOutputs(outputs=self.outbox))
         self.outbox = []
@@ -180,7 +192,12 @@ class World:
         self.random = random.Random(seed)
         self.happened: Counter[str] = Counter()
         encoders = [f"e-{number}" for number in range(self.random.randint(0, 3))]
-        self.names = [*encoders, *[*CONTROL][: self.random.randint(1, 2)]]
+        generating = [*CONTROL][: self.random.randint(1, 2)]
+        if self.random.random() < 0.4:
+            kind = self.random.choice(["p", "p", "ep"])
+            encoders += [f"{kind}-{number}" for number in range(self.random.randint(1, 2))]
+            generating = [f"d-{number}" for number in range(self.random.randint(1, 2))]
+        self.names = [*encoders, *generating]
         self.client: SplitClient = client_of(config, folder, *self.names)
         self.client._pool.chance = random.Random(seed)
         for _ in range(self.random.choice([0, 0, 97, 100])):
@@ -287,8 +304,14 @@ class World:
         elif life.requests:
             core = self.random.choice([*life.requests.values()])
             fails = not well and self.random.random() < 0.05
-            act = self._encode if life.name.startswith("e") else self._answer
-            act(life, core, fails)
+            extra = core.sampling_params.extra_args or {}  # type: ignore[union-attr]
+            kv = extra.get("kv_transfer_params") or {}
+            if kv.get("do_remote_decode"):
+                self._prefill(life, core, fails)
+            elif life.name.startswith("e"):
+                self._encode(life, core, fails)
+            else:
+                self._answer(life, core, fails, kv)
 
     def _is_able(self, life: Life) -> bool:
         return not (life.dead or life.stopped) and bool(
@@ -314,8 +337,34 @@ class World:
         self.writes.append((life, transfer, content))
         life.put(core.request_id, end=FinishReason.STOP)
 
-    def _answer(self, life: Life, core: EngineCoreRequest, fails: bool) -> None:
+    def _prefill(self, life: Life, core: EngineCoreRequest, fails: bool) -> None:
         seen = [self._seen(life, core, feature) for feature in core.mm_features or ()]
+        if fails:
+            self.happened["prefill failed"] += 1
+            self._note(f"{life.name} fails {core.request_id}")
+            life.put(
+                core.request_id, end=self.random.choice([FinishReason.ERROR, FinishReason.STOP])
+            )
+        elif None not in seen:
+            self._note(f"{life.name} has computed {core.request_id}")
+            for feature, content in zip(core.mm_features or (), seen, strict=True):
+                assert content is not None
+                life.keep(feature.identifier, content)
+            life.kv[core.request_id] = [*chain.from_iterable(content or () for content in seen)]
+            kv = {"do_remote_prefill": True, "of": life.name, "request": core.request_id}
+            life.put(core.request_id, 0, end=FinishReason.LENGTH, kv=kv)
+        elif any(self._is_lost(life, core, each) for each in core.mm_features or ()):
+            life.put(core.request_id, end=FinishReason.ERROR)
+
+    def _answer(self, life: Life, core: EngineCoreRequest, fails: bool, kv: dict[str, Any]) -> None:
+        seen = [self._seen(life, core, feature) for feature in core.mm_features or ()]
+        if life.name.startswith("d"):
+            assert None not in seen, "a decode engine can compute the whole prompt"
+        if kv and (read := self.lives[kv["of"]].kv.get(kv["request"])) is not None:
+            self.happened["KV read"] += 1
+            assert read == [*chain.from_iterable(content or () for content in seen)]
+        elif kv:
+            self.happened["KV lost"] += 1
         done = life.said.get(core.request_id, 0)
         if not done and fails:
             self.happened["answer failed"] += 1
@@ -371,7 +420,10 @@ class World:
         if life.stopped:
             return
         self.writes.remove((life, transfer, content))
-        (name,) = (each for each in CONTROL if CONTROL[each] == transfer["consumer"])
+        engines = self.client.engines.by_name
+        (name,) = (
+            each for each in engines if engines[each].settings.control == transfer["consumer"]
+        )
         if life.dead:
             return
         if not well and self.random.random() < 0.1:

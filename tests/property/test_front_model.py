@@ -21,6 +21,8 @@ SEEDS = 300
 DEADLINE_S = 60
 """For one seed, which takes a hundredth of a second."""
 MUST_HAPPEN = {
+    "KV lost",
+    "KV read",
     "answer failed",
     "answered",
     "asked for",
@@ -38,6 +40,7 @@ MUST_HAPPEN = {
     "held and lost",
     "part encoded",
     "part encoded where it was needed",
+    "prefill failed",
     "refused",
     "say and die",
     "stop",

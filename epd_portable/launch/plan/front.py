@@ -11,19 +11,16 @@ import sys
 from collections.abc import Sequence
 from typing import Literal
 
-from epd_portable.config.roles import ROLES, Role
+from epd_portable.config.roles import DUTIES, ROLES
 from epd_portable.config.routing import RouterSection
 from epd_portable.config.schema import Topology
 from epd_portable.errors import ConfigError
 from epd_portable.launch.plan import installed
 from epd_portable.launch.plan.engine import CARRIES_PARAMS, MEDIA_BOUNDS, PARAMS, Engine
 
-KNOWN = (0, 23)
-"""First vLLM whose engine front has been run: with vllm-ascend, over the simulated runtime."""
 PRELOADED = ("epd_portable.front.server", "epd_portable.engine.core")
 """What front and engines import before they know which model they serve."""
-_ANSWERS: tuple[Role, ...] = ("prefill-decode", "encode-prefill-decode")
-_SERVED: frozenset[Role] = frozenset({"encode", *_ANSWERS})
+_ANSWERS = tuple(role for role in ROLES if DUTIES[role] == "answer")
 _KEPT = frozenset(
     {"host", "port", "tls_cert_file", "tls_key_file", "cors_origins", "item_outcomes"}
     | {"max_body_bytes", "max_bodies_bytes", "max_media_items", "max_item_pixels"}
@@ -64,8 +61,6 @@ def _reasons_for_router(topology: Topology) -> list[str]:
         if name not in _KEPT and getattr(topology.router, name) != getattr(plain, name)
     ]
     instances = topology.instances
-    found += [f"there are {role} instances" for role in ROLES if instances.counts[role]
-              and role not in _SERVED]  # fmt: skip
     if topology.secret_file is not None:
         found.append("secret_file is set, so instances of other hosts may join")
     if topology.store is not None:
@@ -75,15 +70,12 @@ def _reasons_for_router(topology: Topology) -> list[str]:
         for name in _BESIDE_ENCODER
         if name in instances.encode.engine_args
     ]
-    groups = [instances.of(role) for role in _SERVED if instances.counts[role]]
+    groups = [instances.of(role) for role in ROLES if instances.counts[role]]
     arguments = [topology.engine_args, *(each.engine_args for each in groups)]
     if any(each.get("mm_tensor_ipc") == "torch_shm" for each in arguments):
         found.append(
             "engine_args.mm_tensor_ipc is torch_shm, for instances with servers of their own only"
         )
-    version = installed.vllm_version()
-    if version is not None and version < KNOWN:
-        found.append(f"vLLM {version[0]}.{version[1]} is older than {KNOWN[0]}.{KNOWN[1]}")
     return found
 
 
@@ -124,7 +116,7 @@ def front_argv(engines: Sequence[Engine]) -> tuple[str, ...]:
 
 def answering(engines: Sequence[Engine]) -> Engine:
     """Return the first engine that answers requests."""
-    return next(engine for engine in engines if engine.role != "encode")
+    return next(engine for engine in engines if DUTIES[engine.role] == "answer")
 
 
 def _sockets(engine: Engine) -> list[str]:

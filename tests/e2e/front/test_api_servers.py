@@ -45,13 +45,13 @@ def connections(front: Split) -> list[int]:
             each.status == psutil.CONN_ESTABLISHED and each.laddr.port == port
             for each in server.net_connections("tcp")
         )
-        for server in process(front, "front").children()
+        for server in process(front.pid, "front").children()
     ]
 
 
 def operators(front: Split) -> RouterClient:
     """Return what ``epd-launch instances`` asks by."""
-    words = process(front, "front").cmdline()
+    words = process(front.pid, "front").cmdline()
     settings = json.loads(words[words.index("--settings") + 1])
     return RouterClient(front.url, Secret.read(settings["secret_file"]))
 
@@ -103,8 +103,8 @@ def test_a_killed_engine_comes_back_to_both(front: Split) -> None:
 
 def test_the_end_of_one_ends_all_and_the_launcher_starts_them_anew(front: Split) -> None:
     before = ask_each(front, 0)
-    old = process(front, "front")
-    engines = [process(front, name) for name in ("encode-0", "prefill_decode-0")]
+    old = process(front.pid, "front")
+    engines = [process(front.pid, name) for name in ("encode-0", "prefill_decode-0")]
     first, second = old.children()
     os.kill(second.pid, 9)
     _, left = psutil.wait_procs([old, first, *engines], timeout=60)

@@ -10,7 +10,7 @@ import subprocess
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
 import httpx
@@ -33,7 +33,7 @@ from tests.e2e.asking import (
     text,
 )
 from tests.e2e.conftest import VIDEOS, Split, encoders_held, running
-from tests.e2e.engines import RESTART_S, counted, started, wait_until
+from tests.e2e.engines import RESTART_S, counted, process, wait_until
 from tests.e2e.front import shapes
 from tests.e2e.modalities.parts import frames
 from tests.forked import Popen
@@ -62,19 +62,10 @@ def front(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Split]:
         yield split
 
 
-def process(front: Split, name: str) -> psutil.Process:
-    """Return a process of the topology, by its name in the plan."""
-    for child in started(front.pid):
-        with suppress(psutil.Error, ProcessLookupError):  # One that ends at this moment.
-            if child.environ().get("EPD_INSTANCE") == name:
-                return child
-    raise AssertionError(f"{name} does not run")
-
-
 @contextmanager
 def killed(front: Split, name: str) -> Iterator[None]:
     """Kill a process, and wait at the end until the launcher's new one is up."""
-    old = process(front, name)
+    old = process(front.pid, name)
     old.send_signal(signal.SIGKILL)
     old.wait(10)
     yield
@@ -471,7 +462,7 @@ def test_a_killed_engine_ends_what_has_begun_and_refuses_the_rest(front: Split) 
 
 def test_a_killed_front_comes_back_with_new_engines(front: Split) -> None:
     before = ask(front.url, [picture(40), ASK])
-    engines = [process(front, name) for name in ENGINES]
+    engines = [process(front.pid, name) for name in ENGINES]
     with killed(front, "front"):
         psutil.wait_procs(engines, timeout=60)
         assert not any(each.is_running() for each in engines)

@@ -47,7 +47,7 @@ class Stopped:
         return [[picture(next(self._seeds)), ASK] for _ in range(count)]
 
     def pid(self, victim: Victim) -> int:
-        return process(self.split, NAMES[victim]).pid
+        return process(self.split.pid, NAMES[victim]).pid
 
     @contextmanager
     def at(self, victim: Victim, point: str) -> Iterator[list[Future[httpx.Response]]]:

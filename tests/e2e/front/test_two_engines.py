@@ -108,11 +108,11 @@ def test_new_work_turns_between_two_engines_on_one_core(front: Split, reference_
 
 
 def test_an_update_loses_nothing(front: Split, reference_url: str) -> None:
-    pids = {name: process(front, name).pid for name in NAMES}
+    pids = {name: process(front.pid, name).pid for name in NAMES}
 
     def is_new(name: str) -> bool:
         try:
-            return process(front, name).pid != pids[name] and is_up(front, name)
+            return process(front.pid, name).pid != pids[name] and is_up(front, name)
         except AssertionError:
             return False
 
@@ -135,7 +135,7 @@ def test_requests_of_a_killed_engine_go_to_the_other(front: Split, reference_url
 
 
 def test_a_stopped_engine_is_seen_and_ended(front: Split) -> None:
-    victim = process(front, "prefill_decode-0")
+    victim = process(front.pid, "prefill_decode-0")
     victim.suspend()
     assert not is_up(front, "prefill_decode-0")
     victim.kill()

@@ -6,10 +6,9 @@ as users start it; the others are forked.
 
 from __future__ import annotations
 
-import json
 import os
-import shutil
 import signal
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -20,33 +19,15 @@ from typing import Any
 
 import pytest
 
-from epd_portable.bench import servers
-from epd_portable.router.hops import KEY, MAPPING, PREFILLER
+from epd_portable.config.secret import Secret
+from epd_portable.launch.run.router_client import RouterClient
 from tests import forked
 from tests.e2e.asking import ask, ask_all, ask_streamed, assert_equal, body, picture, post, text
 from tests.e2e.cases import ASK, SINGLE
-from tests.e2e.conftest import (
-    Split,
-    encoders_held,
-    every_instance_is_up,
-    router_of,
-    router_settings,
-    running,
-)
-from tests.e2e.engines import (
-    RESTART_S,
-    config_of,
-    counted,
-    forget,
-    named,
-    rests,
-    token_of,
-    url_of,
-    wait_until,
-)
+from tests.e2e.conftest import Split, encoders_held, every_instance_is_up, running
+from tests.e2e.engines import RESTART_S, config_of, counted, process, rests, wait_until
 from tests.e2e.one_pair import test_interfaces as interfaces
 from tests.forked import Popen
-from tests.servers import RedisServer
 
 pytestmark = [pytest.mark.needs_nixl, pytest.mark.timeout(1200)]
 
@@ -59,17 +40,13 @@ ENCODES = {
     "mixed": {"encode-0", "encode_prefill_decode-0"},
 }
 """Files, and who encodes in each."""
-KV_ASKED = {"do_remote_decode": True, "do_remote_prefill": False}
 SHARED = {"2ep1d": "encode_prefill", "replicas": "encode_prefill_decode"}
 """Of them, those of whose instances each encodes for the others, with their group."""
 QUEUE = 4
 """Items of others that each of these takes at a time."""
 KV = ("1e1p1d", "2ep1d", "1p1d")
-STORED = "1e1p1d"
-"""Its items are stored too, in Redis."""
 BY_NIXL = "1e1p1d"
 """Its items travel by NIXL, as its KV does."""
-HOP_KEY = "h" * 20
 COLD = {forked.COLD: "encode_prefill_decode-0"}
 
 
@@ -81,20 +58,24 @@ class Served:
     split: Split
     reference_url: str
 
-    def router(self, sample: str) -> float:
-        """Return one of the router's counters, by name and labels."""
+    def counted(self, sample: str) -> float:
+        """Return one of the front's counters, by name and labels."""
         return counted(self.split.url, sample)
 
     def engine(self, name: str, metric: str) -> float:
-        """Return a metric of an instance."""
-        return counted(url_of(named(self.split.pid, name)), metric)
+        """Return a metric of an engine, whose label is its place among all."""
+        index = [each["name"] for each in self.engines()].index(name)
+        return counted(self.split.url, f'{metric}{{engine="{index}"}}')
 
-    def instance(self, name: str, request: dict[str, Any]) -> Any:
-        """Return what an instance answers that is asked past the router."""
-        server = named(self.split.pid, name)
-        answer = post(url_of(server), request, headers=token_of(server))
-        assert answer.status_code == 200, answer.text
-        return answer.json()
+    def client(self) -> RouterClient:
+        """Return what sends signed requests to the front."""
+        name = "decode-0" if self.name in KV else "encode_prefill_decode-0"
+        secret = Secret.read(config_of(process(self.split.pid, name)).secret_file)
+        return RouterClient(self.split.url, secret)
+
+    def engines(self) -> list[dict[str, Any]]:
+        """Return the front's view of all engines."""
+        return self.client().instances()
 
     def expected(self, content: Any) -> str:
         """Return the text of one process."""
@@ -107,14 +88,6 @@ class Served:
         content = [picture(seed), ASK]
         answer = ask(self.split.url, content)
         assert_equal(answer, ask(self.reference_url, content))
-
-
-@pytest.fixture(scope="module")
-def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The store of the file with every stage apart."""
-    server = RedisServer(tmp_path_factory.mktemp("redis"), servers.free_port())
-    yield server.url
-    server.kill()
 
 
 @pytest.fixture(
@@ -135,20 +108,14 @@ def served(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Served]:
     folder = tmp_path_factory.mktemp(request.param)
-    keys = folder / "hop_keys"
-    keys.write_text(HOP_KEY + "\n")
-    keys.chmod(0o600)
     settings = [
+        "front=engine",
         "engine_args.dtype=float32",
         # What carries KV touches all memory that it may be in.
         "engine_args.kv_cache_memory_bytes=134217728",
         "transfer.wait_timeout_s=120",
-        f"router.hop_keys_file={keys}",
         "env.VLLM_SERVER_DEV_MODE='1'",
     ]
-    if request.param == STORED and shutil.which("redis-server"):
-        url = request.getfixturevalue("redis_url")
-        settings += ["store.kind=redis", f"store.url={url}", "store.timeout_ms=10000"]
     if request.param == BY_NIXL:
         settings.append("transfer.path=nixl")
     if (group := SHARED.get(request.param)) is not None:
@@ -213,14 +180,12 @@ def test_pictures_that_another_has_no_room_for_are_encoded_where_they_are_needed
 ) -> None:
     if served.name not in SHARED:
         pytest.skip("its instances do not encode for each other")
-    refused = 'epd_router_fallbacks_total{phase="encode",failure="full",fallback="local"}'
-    before = served.router(refused)
     content = [*map(picture, range(110, 114 + 2 * QUEUE)), ASK]
     with ThreadPoolExecutor() as pool:
         with encoders_held(served.split) as held_s:
             pending = pool.submit(ask, served.split.url, content)
-            # Half of them are asked of the other, which takes all but two.
-            wait_until(lambda: served.router(refused) == before + 2, "two are turned away")
+            in_flight = "epd_front_instance_in_flight"
+            wait_until(lambda: served.counted(in_flight) >= QUEUE + 1, "a queue is full")
         answer = pending.result()
     assert_equal(answer, ask(served.reference_url, content))
     began = served.split.events("encode.begin", since_s=held_s)
@@ -233,19 +198,6 @@ def test_pictures_that_another_has_no_room_for_are_encoded_where_they_are_needed
         }
 
 
-@pytest.mark.full
-def test_one_that_encodes_for_others_bounds_their_jobs_alone(served: Served) -> None:
-    if served.name not in SHARED:
-        pytest.skip("its instances do not encode for each other")
-    server = named(served.split.pid, max(ENCODES[served.name]))
-    shown = token_of(server)
-    many = [picture(1, 28)] * (config_of(server).max_queued_items + 1)
-    job = {"transfers": [{"consumer": "tcp://127.0.0.1:1"}]}
-    refused = post(url_of(server), body(many, ec_transfer_params=job), headers=shown)
-    assert (refused.status_code, refused.json()["error"]["code"]) == (413, "request_exceeds_queue")
-    assert post(url_of(server), body(many), headers=shown).status_code == 200
-
-
 def test_pictures_are_encoded_where_the_file_says(served: Served) -> None:
     begun = {event["instance"] for event in served.split.events("encode.begin")}
     assert begun == ENCODES[served.name]
@@ -255,13 +207,12 @@ def test_pictures_are_encoded_where_the_file_says(served: Served) -> None:
 
 
 def test_prompts_are_computed_where_the_file_says(served: Served) -> None:
-    apart = served.router('epd_router_prefills_total{where="disaggregated"}')
+    apart = served.counted('epd_front_prefills_total{where="disaggregated"}')
     if served.name not in KV:
         assert apart == 0
         return
     assert apart > 0
-    assert served.router("epd_router_prefills_total") == apart
-    assert served.router('epd_router_fallbacks_total{phase="prefill",fallback="local"}') == 0
+    assert served.counted("epd_front_prefills_total") == apart
     hits = served.engine("decode-0", "vllm:external_prefix_cache_hits_total")
     queries = served.engine("decode-0", "vllm:external_prefix_cache_queries_total")
     # All but the last token of a prompt, and what the decode instance has of it already.
@@ -270,50 +221,23 @@ def test_prompts_are_computed_where_the_file_says(served: Served) -> None:
 
 def test_instances_with_nothing_to_do_rest(served: Served) -> None:
     """What carries KV by itself asks for it without a pause, on a core that others compute on."""
-    for each in router_settings(served.split)["instances"]:
-        server = named(served.split.pid, each["name"])
+    for each in served.engines():
+        server = process(served.split.pid, each["name"])
         wait_until(lambda server=server: rests(server), f"no thread of {each['name']} runs")
 
 
-@pytest.mark.needs_redis
-def test_a_picture_that_all_engines_have_forgotten_comes_from_the_store(served: Served) -> None:
-    if served.name != STORED:
-        pytest.skip("its items are not stored")
-    content = [picture(42), ASK]
-    first = ask(served.split.url, content)
-    stored = {item["mm_hash"] for item in first.items}
-    wait_until(
-        lambda: stored <= {event["mm_hash"] for event in served.split.events("store.written")},
-        "the picture is stored",
-    )
-    for name in ("encode-0", "prefill-0", "decode-0"):
-        forget(named(served.split.pid, name))
-    begin_s = time.monotonic()
-    assert_equal(ask(served.split.url, content), first)
-    assert {
-        each["mm_hash"] for each in served.split.events("store.loaded", since_s=begin_s)
-    } == stored
-    assert not served.split.encoding(begin_s)
-
-
-def test_without_encoders_the_prefill_instance_encodes(
-    served: Served, fork: Popen, tmp_path: Path
-) -> None:
+def test_without_encoders_the_prefill_instance_encodes(served: Served) -> None:
     """1P1D, by the engines of the file with every stage apart."""
     if served.name != "1e1p1d":
         pytest.skip("shown by the one with every stage apart")
-    instances = [
-        each for each in router_settings(served.split)["instances"] if each["role"] != "encode"
-    ]
-    assert len(instances) == 2
-    changed = {"instances": instances, "registration": False, "store": None}
-    with router_of(served.split, tmp_path / "1p1d.log", fork, **changed) as split:
-        begin_s = time.monotonic()
-        for content in ([picture(43), ASK], "How are you?"):
-            answer = ask(split.url, content)
-            assert_equal(answer, ask(served.reference_url, content))
-        assert split.encoding(begin_s) == {"prefill-0"}
-        assert counted(split.url, 'epd_router_prefills_total{where="disaggregated"}') == 2
+    apart = 'epd_front_prefills_total{where="disaggregated"}'
+    before, begin_s = served.counted(apart), time.monotonic()
+    assert served.client().drain("encode-0", timeout_s=60, until=threading.Event())
+    for content in ([picture(43), ASK], "How are you?"):
+        assert_equal(ask(served.split.url, content), ask(served.reference_url, content))
+    served.client().resume("encode-0")
+    assert served.split.encoding(begin_s) == {"prefill-0"}
+    assert served.counted(apart) == before + 2
 
 
 @pytest.mark.full
@@ -331,41 +255,12 @@ def test_prompts_of_other_interfaces_are_computed_apart_too(served: Served, path
         pytest.skip("nobody prefills apart")
     responses = path == "/v1/responses"
     request = interfaces.responses(740) if responses else interfaces.messages(750)
-    before = served.router('epd_router_prefills_total{where="disaggregated"}')
+    before = served.counted('epd_front_prefills_total{where="disaggregated"}')
     hits = served.engine("decode-0", "vllm:external_prefix_cache_hits_total")
     got = interfaces.answer(served.split.url, path, request)
     assert got == interfaces.answer(served.reference_url, path, request)
-    assert served.router('epd_router_prefills_total{where="disaggregated"}') == before + 1
+    assert served.counted('epd_front_prefills_total{where="disaggregated"}') == before + 1
     assert served.engine("decode-0", "vllm:external_prefix_cache_hits_total") > hits
-
-
-@pytest.mark.full
-def test_beside_a_prefill_instance_the_router_coordinates_for_a_decode_side(served: Served) -> None:
-    """A picker and a decode side of others: they name instances, ask for KV, and go on with it."""
-    if served.name != "1e1p1d":
-        pytest.skip("shown by the one with every stage apart")
-    places = {
-        name: url_of(named(served.split.pid, name)).partition("://")[2]
-        for name in ("prefill-0", "encode-0")
-    }
-    shown = {
-        KEY: HOP_KEY,
-        PREFILLER: places["prefill-0"],
-        MAPPING: json.dumps({"0": places["encode-0"]}),
-    }
-    content = [picture(62), ASK]
-    request = body(content, max_tokens=1, kv_transfer_params=KV_ASKED)
-    computed = post(served.split.url, request, headers=shown)
-    assert computed.status_code == 200, computed.text
-    assert json.loads(computed.headers[MAPPING]) == {"0": places["encode-0"]}
-    told = computed.json()["kv_transfer_params"]
-    assert told["do_remote_prefill"]
-    answer = served.instance("decode-0", body(content, kv_transfer_params=told))
-    assert answer["choices"][0]["message"]["content"] == served.expected(content)
-    # By itself it does the whole, as the hop says.
-    whole = post(served.split.url, body(content), headers=shown)
-    assert whole.json()["choices"][0]["message"]["content"] == served.expected(content)
-    assert whole.headers[PREFILLER] == places["prefill-0"]
 
 
 @pytest.mark.full
@@ -379,31 +274,14 @@ def test_one_that_encodes_for_others_may_be_killed(served: Served) -> None:
     with ThreadPoolExecutor() as pool:
         asked = pool.submit(ask_all, served.split.url, contents)
         wait_until(
-            lambda: bool(served.split.events("encode_job", since_s=begin_s)), "one has a job"
+            lambda: bool(served.split.events("encode.begin", since_s=begin_s)), "one encodes"
         )
-        victim = served.split.events("encode_job", since_s=begin_s)[0]["encoder"]
-        os.killpg(named(served.split.pid, victim).pid, signal.SIGKILL)
+        victim = served.split.events("encode.begin", since_s=begin_s)[0]["instance"]
+        os.killpg(process(served.split.pid, victim).pid, signal.SIGKILL)
         wait_until(lambda: not every_instance_is_up(served.split), "the router knows")
         for answer, other in zip(asked.result(), expected, strict=True):
             assert_equal(answer, other)
     wait_until(lambda: every_instance_is_up(served.split), f"{victim} is back", within_s=RESTART_S)
-
-
-@pytest.mark.full
-def test_kv_that_is_gone_is_computed_again(served: Served) -> None:
-    """Its instance is killed between its answer and the decode instance's question."""
-    if served.name != "1p1d":
-        pytest.skip("shown by that with nothing else")
-    content = [picture(61), ASK]
-    computed = served.instance(
-        "prefill-0", body(content, max_tokens=1, kv_transfer_params=KV_ASKED)
-    )
-    os.killpg(named(served.split.pid, "prefill-0").pid, signal.SIGKILL)
-    told = computed["kv_transfer_params"]
-    answer = served.instance("decode-0", body(content, kv_transfer_params=told))
-    assert answer["choices"][0]["message"]["content"] == served.expected(content)
-    wait_until(lambda: not every_instance_is_up(served.split), "the router knows")
-    wait_until(lambda: every_instance_is_up(served.split), "it is back", within_s=RESTART_S)
 
 
 @pytest.mark.full
@@ -413,18 +291,18 @@ def test_each_stage_may_be_killed(served: Served) -> None:
         pytest.skip("shown by those with every stage apart")
     stages = ["prefill-0", "decode-0", *(["encode-0"] if served.name == "1e1p1d" else [])]
     for number, name in enumerate(stages):
-        os.killpg(named(served.split.pid, name).pid, signal.SIGKILL)
+        os.killpg(process(served.split.pid, name).pid, signal.SIGKILL)
         if name == "decode-0":
             refused = post(served.split.url, body([picture(70), ASK]))
             assert refused.status_code == 503, refused.text
-            assert int(refused.headers["retry-after"]) > 0
         else:
             served.check(71 + number)
         if name == "prefill-0":
-            assert served.router('epd_router_fallbacks_total{phase="prefill",fallback="local"}') > 0
+            apart = 'epd_front_prefills_total{where="%s"}'
+            assert served.counted(apart % "local") + served.counted(apart % "unavailable") > 0
         wait_until(
             lambda: every_instance_is_up(served.split), f"{name} is back", within_s=RESTART_S
         )
-        before = served.router('epd_router_prefills_total{where="disaggregated"}')
+        before = served.counted('epd_front_prefills_total{where="disaggregated"}')
         served.check(80 + number)
-        assert served.router('epd_router_prefills_total{where="disaggregated"}') == before + 1
+        assert served.counted('epd_front_prefills_total{where="disaggregated"}') == before + 1

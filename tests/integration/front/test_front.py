@@ -12,132 +12,22 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from vllm.exceptions import GracefulHTTPError
-from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
+from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.metrics.stats import SchedulerStats
 
-from epd_portable.front.request import FrontItem
+from epd_portable.front.request import FrontItem, GracefulHTTPError, OpenRequest
 from epd_portable.front.server import switch
-from epd_portable.wire.params import CacheNews, to_params
 from tests.integration.front.played_front import (
     CONTROL,
-    client_of,
+    ENDED,
+    FAILED,
+    Front,
     feature,
     request,
+    settle,
 )
 
 pytestmark = pytest.mark.needs_vllm
-
-ENDED, FAILED = FinishReason.STOP, FinishReason.ERROR
-
-
-class Played:
-    """An engine: keeps what it is sent."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.requests: dict[str, EngineCoreRequest] = {}
-        self.aborted: list[str] = []
-        self.calls: list[Any] = []
-        """Methods that were called, of all engines of a front."""
-        self.silent = False
-
-    async def add_request_async(self, request: EngineCoreRequest) -> None:
-        self.requests[request.request_id] = request
-
-    async def abort_requests_async(self, request_ids: list[str]) -> None:
-        self.aborted += request_ids
-
-    async def call_utility_async(self, method: str, *args: Any) -> str:
-        self.calls.append((self.name, method, *args))
-        if self.silent:
-            await asyncio.Event().wait()
-        return f"{self.name} {method}"
-
-    @property
-    def last(self) -> EngineCoreRequest:
-        return [*self.requests.values()][-1]
-
-    @property
-    def params(self) -> Any:
-        return (self.last.sampling_params.extra_args or {}).get("ec_transfer_params")
-
-
-class Front:
-    """A `SplitClient` over played engines."""
-
-    def __init__(self, config: Any, folder: Path, *names: str, **settings: Any) -> None:
-        self.client = client_of(config, folder, *names, **settings)
-        self.failed: dict[str, Exception] = {}
-        self.client.fail = self.failed.__setitem__
-        self.engines: dict[str, Played] = {}
-        for name in names:
-            self.comes(name)
-
-    def comes(self, name: str) -> None:
-        engine = self.client.engines.by_name[name]
-        self.engines[name] = engine.client = Played(name)
-        engine.instance.seen_well()
-
-    def goes(self, name: str) -> None:
-        engine = self.client.engines.by_name[name]
-        engine.client = None
-        engine.instance.seen_gone("its process has ended")
-
-    async def ask(self, *pictures: str, name: str = "r", **extra: Any) -> None:
-        await self.client.add_request_async(request(name, pictures, **extra))
-        await settle()
-
-    async def says(
-        self, engine: str, request_id: str, *tokens: int, end: FinishReason | None = None
-    ) -> None:
-        output = EngineCoreOutput(request_id, [*tokens], finish_reason=end)
-        outputs = EngineCoreOutputs(outputs=[output])
-        self.client._take_outputs(self.client.engines.by_name[engine], outputs)
-        await settle()
-
-    async def tells(self, engine: str, *requested: str, **entries: bool) -> None:
-        news = to_params(CacheNews(entries=entries, requested=requested))
-        outputs = EngineCoreOutputs(outputs=[EngineCoreOutput("", [], ec_transfer_params=news)])
-        self.client._take_outputs(self.client.engines.by_name[engine], outputs)
-        await settle()
-
-    def items(self) -> dict[str, float]:
-        """Return what became of items, as it is counted."""
-        (family,) = self.client.metrics.items.collect()
-        counts = [each for each in family.samples if each.name.endswith("_total")]
-        return {each.labels["outcome"]: each.value for each in counts if each.value}
-
-    async def answers(self) -> list[tuple[str, list[int], FinishReason | None]]:
-        found = []
-        while not self.client._outputs.empty():
-            for each in (await self.client.get_output_async()).outputs:
-                found.append((each.request_id, each.new_token_ids, each.finish_reason))
-        return found
-
-    def with_job(self) -> str:
-        """Return the only encoder that has a job that is not over."""
-        (found,) = (
-            name
-            for name, engine in self.engines.items()
-            if name.startswith("e") and engine.requests.keys() & self.client._jobs.open.keys()
-        )
-        return found
-
-    def jobs(self, encoder: str) -> list[EngineCoreRequest]:
-        """Return the jobs that an encoder was given, in their order."""
-        return [*self.engines[encoder].requests.values()]
-
-    def is_empty(self) -> bool:
-        client = self.client
-        loads = [each.instance.load for each in client.engines.by_name.values()]
-        return not (client._open or client._at_engines or client._jobs.open or any(loads))
-
-
-async def settle() -> None:
-    for _ in range(20):
-        await asyncio.sleep(0)
-
 
 Make = Callable[..., Front]
 
@@ -379,7 +269,7 @@ async def test_prompts_that_begin_alike_go_to_one_engine_until_it_is_busier(make
 async def test_a_job_may_end_after_the_answer_has_begun(
     make: Make, in_time: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("epd_portable.front.client.JOB_GRACE_S", 100.0 if in_time else 0.0)
+    monkeypatch.setattr(OpenRequest, "job_grace_s", 100.0 if in_time else 0.0)
     front = make("e-0", "pd-0")
     await front.ask("a")
     job = front.engines["e-0"].last.request_id

@@ -11,7 +11,8 @@ import pytest
 from epd_portable.config.load import parse_topology
 from epd_portable.config.routing import RouterSection
 from epd_portable.errors import ConfigError
-from epd_portable.launch.plan.front import KNOWN, choose_front
+from epd_portable.launch.plan.engine import PARAMS
+from epd_portable.launch.plan.front import choose_front
 from epd_portable.launch.plan.processes import Plan
 from tests.unit.launch.plans import options, plan_of
 
@@ -83,7 +84,6 @@ def test_processes_with_equal_variables_are_forked_and_others_start_by_themselve
         "router: {api_keys_file: keys}",
         "router: {partial_results: true}",
         "router: {media_urls: {allowed_domains: ['*']}}",
-        "instances: {prefill: {count: 1}, decode: {count: 1}}",
         "secret_file: secret",
         "store: {kind: file, path: /tmp/store}",
         "instances: {encode: {engine_args: {api_server_count: 2}}}",
@@ -108,12 +108,15 @@ def test_the_shipped_file_that_processes_media_on_the_device_has_a_server_there(
     assert "vllm.entrypoints.openai.api_server" in encode.argv
 
 
-def test_an_older_vllm_gets_the_router(monkeypatch: pytest.MonkeyPatch) -> None:
-    older = (KNOWN[0], KNOWN[1] - 1)
-    monkeypatch.setattr("epd_portable.launch.plan.installed.vllm_version", lambda: older)
-    assert f"vLLM 0.{older[1]} is older than 0.{KNOWN[1]}" in planned().front
-    monkeypatch.setattr("epd_portable.launch.plan.installed.vllm_version", lambda: KNOWN)
-    assert planned().front.startswith("engine: ")
+@pytest.mark.parametrize(("version", "carried"), [((0, 25), True), ((0, 26), False)])
+def test_item_outcomes_have_their_middleware_before_vllm_0_26(
+    version: tuple[int, int], carried: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("epd_portable.launch.plan.installed.vllm_version", lambda: version)
+    plan = planned("router: {item_outcomes: true}")
+    assert plan.front.startswith("engine: ")
+    assert (PARAMS in plan.processes[-1].argv) is carried
+    assert PARAMS not in planned().processes[-1].argv
 
 
 @pytest.mark.parametrize("name", RouterSection.model_fields)
