@@ -148,7 +148,7 @@ def stages(target: Target) -> list[Stage]:
         tests += ["-m", "not needs_cuda and not needs_npu"]
     else:
         tests += [f"--require-device={name}", "-m", f"needs_{name}"]
-    bench = [python, "-m", "epd_portable.bench.cli"]
+    bench = [python, "-m", "epd_benchmarks.cli"]
 
     def told(stage: str, limit_s: float, *argv: str, **more: Any) -> Stage:
         return Stage(name=stage, argv=argv, limit_s=limit_s, **more)
@@ -279,7 +279,12 @@ class Hour:
         self, name: str, argv: Sequence[str], file: Any
     ) -> Iterator[subprocess.Popen[bytes] | None]:
         token = f"{name}-{os.getpid()}-{time.monotonic_ns()}"
-        paths = [str(ROOT), str(self._out / SITE), *filter(None, [os.environ.get("PYTHONPATH")])]
+        paths = [
+            str(ROOT),
+            str(ROOT / "benchmarks"),
+            str(self._out / SITE),
+            *filter(None, [os.environ.get("PYTHONPATH")]),
+        ]
         env = {**os.environ, STARTED_BY: token, REFERENCE: str(self._log("reference"))}
         env |= {"PYTHONUNBUFFERED": "1", "PYTHONPATH": os.pathsep.join(paths)}
         env["VLLM_CACHE_ROOT"] = str(self._out / CACHE)

@@ -22,8 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from epd_portable.bench import servers
 from epd_portable.config.secret import Secret, make_secret_file
+from epd_portable.demo import servers
 from epd_portable.launch.run.router_client import RouterClient
 from tests import published
 from tests.e2e.asking import Answer, ask, assert_equal, picture, text

@@ -8,5 +8,5 @@ cd "$(dirname "$0")/../.."
 exec .venv/bin/epd-bench load \
     --side ours=configs/1e1pd.yaml --side replicas:2,tuned \
     --model shape --set engine_args.kv_cache_memory_bytes=268435456 \
-    --point rate=6,share=0.1,text=100,output=60 --point rate=2,share=0.3,pictures=4 \
+    --point rate=6,share=0.1,text=100,output=60 --point rate=2,share=0.3,images=4 \
     --seconds 20 "$@"

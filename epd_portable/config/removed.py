@@ -1,7 +1,6 @@
 """Keys of files, values and variables that are gone, and what to use instead.
 
-Most are keys of topology files; some of hardware profiles, and of the stage times that ``epd-bench
-plan`` reads.
+Most are keys of topology files; some of hardware profiles.
 """
 
 from __future__ import annotations
@@ -17,8 +16,6 @@ REMOVED: Mapping[str, str] = MappingProxyType(
         "EPD_SECRET_FILE": "use --secret-file",
         "EPD_STORE_PASSWORD": "use store.password_file",
         "bf16_flops": "nothing was planned by it",
-        "engine.encode_turn_s": "engines are simulated to encode in their steps",
-        "front_end.shares_core": "API servers are simulated on cores of their own",
         "host_bytes_per_s": "nothing was planned by it",
         "instances.encode.max_queued_bytes": "it is eight times router.max_body_bytes",
         "launch.log_files": "three files of each log are kept; launch.log_max_bytes limits them",
@@ -33,7 +30,6 @@ REMOVED: Mapping[str, str] = MappingProxyType(
         ),
         "notes": "write them as comments",
         "pair_bytes_per_s": "nothing was planned by it",
-        "router": "what the router takes is not simulated",
         "router.admission.encode.max_pixels": "use router.admission.encode.max_items",
         "router.admission.max_pixels": "use router.admission.max_items or max_bytes",
         "router.body_timeout_s": "it is 60 s",

@@ -17,9 +17,9 @@ from typing import Any
 
 import httpx
 
-from epd_portable.bench import servers
 from epd_portable.config.instance import PLATFORMS
 from epd_portable.config.load import load_topology
+from epd_portable.demo import servers
 from epd_portable.demo.pictures import QUESTIONS, Picture, QuestionKind, draw
 from epd_portable.errors import EPDError
 

@@ -12,7 +12,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from epd_portable.bench import servers
+from epd_portable.demo import servers
 
 ROOT = Path(__file__).parents[2]
 FRONTS = ("engine", "router")

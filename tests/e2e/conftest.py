@@ -23,8 +23,8 @@ import httpx
 import psutil
 import pytest
 
-from epd_portable.bench import servers
 from epd_portable.config.load import load_topology
+from epd_portable.demo import servers
 from tests import forked
 from tests.e2e import flags
 from tests.e2e.engines import shared_memory_of, wait_until

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from epd_portable.bench.servers import free_port
+from epd_portable.demo.servers import free_port
 from tests.faults.census import descriptors_of
 from tests.faults.ends import (
     DEADLINE_S,

@@ -13,8 +13,8 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-from epd_portable.bench import servers
 from epd_portable.config.load import load_topology
+from epd_portable.demo import servers
 from epd_portable.platforms.traits import TRAITS
 from tests.e2e.conftest import CONFIG, serving
 

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from epd_portable.bench import ends
-from epd_portable.bench.servers import free_port
-from epd_portable.bench.stand_in import Command
+from epd_benchmarks import ends
+from epd_benchmarks.stand_in import Command
 from epd_portable.config.instance import InstanceConfig
 from epd_portable.connector.pool import SHM_FOLDER
+from epd_portable.demo.servers import free_port
 from epd_portable.errors import TransportError
 from epd_portable.platforms import registry
 from epd_portable.platforms.base import DeviceEvent

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from click.testing import CliRunner
 
-from epd_portable.bench.cli import main
+from epd_benchmarks.cli import main
 
 
 def test_every_combination_is_measured_and_nothing_is_left_behind(tmp_path: Path) -> None:

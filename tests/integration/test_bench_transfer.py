@@ -24,7 +24,7 @@ from tests.waiting import until
 def test_a_transfer_is_measured_and_reported(tmp_path: Path, asked: tuple[str, ...]) -> None:
     """By the paths that are asked for, or by all that the platform has."""
     report = tmp_path / "transfer.json"
-    argv = ["-m", "epd_portable.bench.cli", "transfer"]
+    argv = ["-m", "epd_benchmarks.cli", "transfer"]
     argv += ["--bytes", "64KiB", "--repeat", "3"]
     argv += ["--json", str(report), *(word for path in asked for word in ("--path", path))]
     result = warm.nursery().run(*argv, timeout=180)
@@ -45,7 +45,7 @@ def test_a_transfer_is_measured_and_reported(tmp_path: Path, asked: tuple[str, .
 
 
 def test_a_signal_to_its_group_ends_it_and_leaves_nothing() -> None:
-    argv = [sys.executable, "-m", "epd_portable.bench.cli", "transfer", "--path", "shm"]
+    argv = [sys.executable, "-m", "epd_benchmarks.cli", "transfer", "--path", "shm"]
     command = subprocess.Popen(argv, stderr=subprocess.DEVNULL, start_new_session=True)
     pools = Path("/dev/shm")
     until(lambda: any(pools.glob(f"epd-bench-{command.pid}-*")))

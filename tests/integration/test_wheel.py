@@ -35,7 +35,10 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
 
 def test_it_holds_the_package_once_and_nothing_else(wheel: zipfile.ZipFile) -> None:
     tops = {name.partition("/")[0] for name in wheel.namelist()}
-    assert {top for top in tops if not top.endswith(".dist-info")} == {"epd_portable"}
+    assert {top for top in tops if not top.endswith(".dist-info")} == {
+        "epd_portable",
+        "epd_benchmarks",
+    }
     assert "epd_portable/py.typed" in wheel.namelist()
 
 
@@ -73,7 +76,7 @@ def test_its_commands_and_its_vllm_plugin_point_at_modules_that_it_holds(
     parser = configparser.ConfigParser()
     parser.read_string(wheel.read(name).decode())
     assert set(parser["console_scripts"]) == {"epd-launch", "epd-bench"}
-    assert set(parser["vllm.general_plugins"]) == {"epd_portable"}
+    assert set(parser["vllm.general_plugins"]) == {"epd_portable", "epd_benchmarks"}
     for section in parser.sections():
         for target in parser[section].values():
             module = target.partition(":")[0].replace(".", "/")

@@ -1,6 +1,6 @@
 """The tables of measurements once more, from the samples in the file, by code of its own.
 
-Nothing here is shared with `epd_portable.bench`, whose reports are what is checked.
+Nothing here is shared with `epd_benchmarks`, whose reports are what is checked.
 """
 
 from __future__ import annotations

@@ -18,8 +18,8 @@ from click.testing import CliRunner
 
 from ci import carry
 from ci.first_hour import CALL_AGAIN, PIECES, REHEARSALS, TARGETS, Hour, Stage, stages
-from epd_portable.bench.load.plan import read_points
-from epd_portable.bench.load.sides import read_sides
+from epd_benchmarks.load.points import read_points
+from epd_benchmarks.load.sides import read_sides
 from tests.first_hour.reference import url_of
 from tests.waiting import until
 

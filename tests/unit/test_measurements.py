@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from epd_portable.bench.measured import digests
+from epd_benchmarks.measured import digests
 from tests.measurements import pages, recomputed
 from tests.measurements.pages import PageTable
 

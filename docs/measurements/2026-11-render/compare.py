@@ -22,7 +22,7 @@ import httpx
 import psutil
 from PIL import Image
 
-from epd_portable.bench import report
+from epd_benchmarks import report
 from tests.measurements.recomputed import render_calls, render_calls_cpu
 
 SIDES = ("without", "with")

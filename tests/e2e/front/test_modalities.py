@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from epd_portable.bench import servers
+from epd_portable.demo import servers
 from tests.e2e.asking import ask
 from tests.e2e.conftest import running, serving
 from tests.e2e.equality import assert_equal

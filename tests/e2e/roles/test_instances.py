@@ -11,8 +11,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from epd_portable.bench import servers
 from epd_portable.config.secret import make_secret_file
+from epd_portable.demo import servers
 from tests.e2e.asking import ask, picture
 from tests.e2e.cases import ASK
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from epd_portable.bench import servers
+from epd_portable.demo import servers
 from epd_portable.router.hops import KEY, MAPPING, PREFILLER
 from tests.e2e.asking import ask, assert_equal, body, picture, post
 from tests.e2e.cases import ASK

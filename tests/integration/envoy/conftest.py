@@ -9,7 +9,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from epd_portable.bench.servers import free_port
+from epd_portable.demo.servers import free_port
 from epd_portable.router.settings import RouterSettings
 from tests import warm
 from tests.integration.router.conftest import Front, build

@@ -19,8 +19,8 @@ import httpx
 import pytest
 from starlette.responses import JSONResponse, Response
 
-from epd_portable.bench.servers import free_port
 from epd_portable.config.secret import INSTANCE_TOKEN_HEADER
+from epd_portable.demo.servers import free_port
 from epd_portable.errors import ConfigError
 from epd_portable.router import envoy, ext_proc
 from epd_portable.router.__main__ import main

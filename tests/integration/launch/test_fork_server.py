@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
-from epd_portable.bench.load.servers import _parts_of_topology
+from epd_benchmarks.load.start import _parts_of_topology
 from epd_portable.launch.plan.processes import new_run_id
 from epd_portable.launch.run import fork_server as fork_server_module
 from epd_portable.launch.run.fork_server import ForkServer

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from epd_portable.bench.servers import free_port
 from epd_portable.config.secret import make_secret_file
+from epd_portable.demo.servers import free_port
 from tests import pod
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -104,7 +104,6 @@ def test_the_guard_imports_none(here: Path) -> None:
     "words",
     [
         ("-m", "epd_portable.launch.cli", "--version"),
-        ("-um", "epd_portable.bench.cli", "--help"),
         pytest.param(("-P", "-m", "epd_portable.launch.cli", "--version"), marks=pytest.mark.full),
     ],
 )

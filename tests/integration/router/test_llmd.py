@@ -16,7 +16,7 @@ import grpc.aio
 import pytest
 import yaml
 
-from epd_portable.bench.servers import free_port
+from epd_portable.demo.servers import free_port
 from epd_portable.errors import ConfigError
 from epd_portable.placement.instances import EndpointPool
 from epd_portable.router import ext_proc

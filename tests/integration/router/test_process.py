@@ -19,7 +19,7 @@ import httpx
 import psutil
 import pytest
 
-from epd_portable.bench.servers import free_port
+from epd_portable.demo.servers import free_port
 from epd_portable.router import serving
 from epd_portable.router.server import Router
 from tests import warm

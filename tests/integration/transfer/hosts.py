@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from epd_portable.bench.end_process import EndProcess, start_end
+from epd_benchmarks.end_process import EndProcess, start_end
 from epd_portable.config.instance import InstanceConfig
 
 ROOT = Path(__file__).parents[3]
@@ -92,6 +92,6 @@ def _run(command: str) -> None:
 def end(
     host: Host, role: str, config: InstanceConfig, env: Mapping[str, str]
 ) -> contextlib.AbstractContextManager[EndProcess]:
-    """Start one of `epd_portable.bench.ends` on a host; nothing of it is left afterwards."""
+    """Start one of `epd_benchmarks.ends` on a host; nothing of it is left afterwards."""
     own = {**os.environ, "PYTHONPATH": str(ROOT), **env}
     return start_end(role, config, own, enter=host.enter)

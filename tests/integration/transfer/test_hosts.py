@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from epd_portable.bench.stand_in import TOKEN_BYTES, Command
+from epd_benchmarks.stand_in import TOKEN_BYTES, Command
 from epd_portable.config.instance import InstanceConfig
 from epd_portable.connector import registry
 from epd_portable.connector.pool import SHM_FOLDER

@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 import torch
 
-from epd_portable.bench.servers import free_port
 from epd_portable.config.instance import InstanceConfig
 from epd_portable.connector.control import ControlClients
 from epd_portable.demo import MODEL_DIR
+from epd_portable.demo.servers import free_port
 from epd_portable.launch.plan.engine import CONNECTOR, SCHEDULER_CLS
 from epd_portable.platforms.traits import TRAITS
 from epd_portable.vllm_plugin.reports import to_names

@@ -23,7 +23,7 @@ MIB = 1 << 20
 def transfer(folder: Path, *options: str, **settings: int) -> tuple[str, dict[str, Any]]:
     """Run it on ``npu``; return the page and the JSON."""
     report = folder / "transfer.json"
-    argv = [sys.executable, "-m", "epd_portable.bench.cli", "transfer", "--platform", "npu"]
+    argv = [sys.executable, "-m", "epd_benchmarks.cli", "transfer", "--platform", "npu"]
     env = {**os.environ, **{f"ASCEND_SIM_{name}": str(value) for name, value in settings.items()}}
     result = subprocess.run(
         [*argv, *options, "--json", str(report)],

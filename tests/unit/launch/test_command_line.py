@@ -15,7 +15,7 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from epd_portable.bench import cli as bench
+from epd_benchmarks import cli as bench
 from epd_portable.errors import ConfigError, LaunchError
 from epd_portable.launch import cli as launch
 from epd_portable.launch.commands.command_line import EXIT_STATUSES, CommandLine

@@ -14,8 +14,8 @@ from unittest import mock
 import pytest
 from click.testing import CliRunner, Result
 
+from epd_benchmarks import cli as bench
 from epd_portable import envs
-from epd_portable.bench import cli as bench
 from epd_portable.launch import cli as launch
 from epd_portable.launch.plan import file_checks
 from epd_portable.launch.plan.installed import EngineArguments

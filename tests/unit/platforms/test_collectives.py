@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from epd_portable.bench.servers import free_port
+from epd_portable.demo.servers import free_port
 from epd_portable.errors import EPDError, PeerLostError, PlatformError, TransportTimeoutError
 from epd_portable.platforms.collectives import Deadline, Rendezvous
 from epd_portable.platforms.collectives_device import Turns

@@ -1,0 +1,156 @@
+"""The command ``epd-bench``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import click
+
+from epd_benchmarks import console, step, transfer
+from epd_benchmarks.load.command import load_command
+from epd_benchmarks.stand_in import TOKEN_BYTES
+from epd_portable.config.instance import PLATFORMS, PlatformName
+from epd_portable.config.quantities import parse_size
+from epd_portable.config.transfer import PATH_NAMES
+from epd_portable.launch.commands.command_line import CommandLine, stopping_at_sigterm
+from epd_portable.platforms import registry
+
+DEFAULT_SIZES = ("4KiB", "64KiB", "1MiB", "4MiB", "16MiB", "64MiB")
+
+HELP = """Measure transfers, serving and engine steps, each with a baseline in the same run.
+
+\b
+A topology under load, with replicas of plain vLLM as baseline:
+  epd-bench load --side ours=configs/1e1pd.yaml --side replicas:2 --model shape --point rate=2/6
+Time of a transfer of an encoder output, by path and size, against memcpy:
+  epd-bench transfer --platform npu
+Cost of this package in every step of a prefill+decode engine:
+  epd-bench step
+
+Tables go to standard output, progress to standard error, samples to the file of --json.
+"""
+"""The page of ``epd-bench --help``; a line of ``\\b`` keeps the lines of its paragraph."""
+
+MEANT = dict.fromkeys(("serve", "serving", "throughput", "latency"), "`load` measures serving")
+"""Commands of other programs, and their counterpart here."""
+
+main = CommandLine(name="epd-bench", help=HELP, meant=MEANT, json_errors=False)
+"""The command ``epd-bench``."""
+
+main.add_command(load_command)
+
+
+def read_sizes(context: click.Context, option: click.Parameter, texts: Sequence[str]) -> list[int]:
+    """Read sizes of items, with a binary unit if wanted; a callback of click.
+
+    Raises:
+        click.BadParameter: A size is not one of whole embeddings.
+    """
+    found = []
+    for text in texts:
+        try:
+            nbytes = int(parse_size(text))
+        except ValueError as error:
+            raise click.BadParameter(str(error)) from error
+        if nbytes <= 0 or nbytes % TOKEN_BYTES:
+            raise click.BadParameter(
+                f"{text} is not a positive multiple of {TOKEN_BYTES} bytes: items are made of "
+                f"embeddings of that size; try {max(1, round(nbytes / TOKEN_BYTES)) * 4}KiB"
+            )
+        found.append(nbytes)
+    return list(dict.fromkeys(found))
+
+
+TRANSFER_HELP = """Measure transfers: from the encoder's output to the tensor at the consumer.
+
+A real sender and a real receiver in processes of their own, no engine; all bytes are checked. Each
+round moves an item twice: with its output 10 ms after the announcement, and at once.
+
+\b
+  epd-bench transfer --path shm --path tcp --bytes 1MiB --bytes 64MiB --json t.json
+
+Exit status: 0; 1 when something failed; 2 on bad input.
+"""
+
+
+@main.command("transfer", help=TRANSFER_HELP)
+@click.option(
+    "--platform",
+    default="cpu",
+    show_default=True,
+    type=click.Choice(PLATFORMS),
+    help="Platform of both ends; each takes a device where there are two.",
+)
+@click.option(
+    "--path",
+    "paths",
+    multiple=True,
+    show_default="all that the platform has",
+    type=click.Choice(PATH_NAMES),
+    help="Transfer path; may be repeated.",
+)
+@click.option(
+    "--bytes",
+    "sizes",
+    multiple=True,
+    default=DEFAULT_SIZES,
+    show_default=True,
+    callback=read_sizes,
+    metavar="SIZE",
+    help="Size of an item, as in 64KiB; may be repeated.",
+)
+@click.option(
+    "--repeat",
+    default=50,
+    show_default=True,
+    type=click.IntRange(min=1),
+    help="Measured rounds.",
+)
+@console.json_option
+def transfer_command(
+    platform: PlatformName,
+    paths: tuple[str, ...],
+    sizes: list[int],
+    repeat: int,
+    json_file: Path | None,
+) -> None:
+    """Measure transfers; users read `TRANSFER_HELP`."""
+    with stopping_at_sigterm():
+        found = registry.get(platform)
+        devices = found.device_count()
+        place = transfer.describe_place(platform, found.availability().reason, devices)
+        chosen, left_out = transfer.choose_paths(paths, platform, devices)
+        samples = transfer.measure(chosen, sizes, platform, devices=devices, repeat=repeat)
+        console.finish(transfer.make_report(samples, place, left_out), json_file)
+
+
+STEP_HELP = """Measure what the package adds to a step of a prefill+decode engine.
+
+Its bookkeeping alone, of 256 requests that decode, with 1 and 32 items each, while 0, 100 and 1,000
+more wait for an item; no engine, no model.
+
+\b
+  epd-bench step --json s.json
+
+Exit status: 0; 1 when something failed; 2 on bad input.
+"""
+
+
+@main.command("step", help=STEP_HELP)
+@click.option(
+    "--steps",
+    default=1000,
+    show_default=True,
+    type=click.IntRange(min=10),
+    help="Measured steps of each combination.",
+)
+@console.json_option
+def step_command(steps: int, json_file: Path | None) -> None:
+    """Measure steps; users read `STEP_HELP`."""
+    with stopping_at_sigterm():
+        console.finish(step.make_report(step.measure(steps)), json_file)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,204 @@
+"""``epd-bench step``: what a prefill+decode instance's engine pays for this package in every step.
+
+A real `Receiver`, called as vLLM's scheduler calls it: it asks about every request that decodes, in
+every step; requests that wait for their items sleep and are not asked about. Nothing is computed,
+so what is measured is the package's own work. Beside it, in turns, the same loop with a question
+that does nothing: what the engine pays for asking at all.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from epd_benchmarks.console import new_secret, progress
+from epd_benchmarks.report import Report, conditions
+from epd_benchmarks.stand_in import DTYPE, WIDTH, StandInRequest
+from epd_benchmarks.stats import quantile
+from epd_portable.config.instance import InstanceConfig
+from epd_portable.demo.servers import free_port
+from epd_portable.runners.prefill import PrefillRequests
+from epd_portable.runners.receiver import Receiver
+from epd_portable.wire.descriptors import TensorSpec
+from epd_portable.wire.params import ExpectedTransfer, PrefillParams
+
+ITEM_TOKENS = 4
+_TIMEOUT_S = 3600.0
+_WARM_UP = 20
+_MEASURED = (
+    "epd_portable.runners.prefill",
+    "epd_portable.runners.receiver",
+    "epd_portable.runners.stalls",
+    "epd_portable.scheduling.encoder_cache",
+    "epd_portable.scheduling.preallocator",
+)
+_TENSOR = TensorSpec(shape=(ITEM_TOKENS, WIDTH), dtype=DTYPE)
+
+
+@dataclass(kw_only=True, slots=True)
+class StepCase:
+    """The state of an engine, and what its steps take.
+
+    Attributes:
+        decoding: Requests that generate, past all their items.
+        items: Items in the prompt of each of them.
+        waiting: Requests that wait for an item which an encoder is to deliver.
+        step_s: Of each step the seconds of the package's work.
+        asking_s: Of each step the seconds of as many questions that do nothing.
+    """
+
+    decoding: int
+    items: int
+    waiting: int
+    step_s: list[float] = field(default_factory=list)
+    asking_s: list[float] = field(default_factory=list)
+
+
+def measure(steps: int) -> list[StepCase]:
+    """Measure so many steps of every case, after a few that are not measured."""
+    cases = [
+        StepCase(decoding=256, items=items, waiting=waiting)
+        for items in (1, 32)
+        for waiting in (0, 100, 1000)
+    ]
+    for case in cases:
+        progress(
+            f"{case.decoding} requests decode, {case.items} items each; {case.waiting} wait: "
+            f"{steps} steps"
+        )
+        with new_secret() as secret_file, _engine(case, secret_file) as engine:
+            for number in range(-_WARM_UP, steps):
+                step_s, asking_s = engine.step()
+                if number >= 0:
+                    case.step_s.append(step_s)
+                    case.asking_s.append(asking_s)
+    return cases
+
+
+def make_report(cases: Sequence[StepCase]) -> Report:
+    """Return the page of a measurement."""
+    return Report(
+        title="The package's work in a step of a prefill+decode engine",
+        conditions=conditions(_MEASURED),
+        notes=(
+            "A receiver with a real pool and control channel, no engine and no model; the loop "
+            "that asks is Python's, as vLLM's is.",
+            "Ratio: that work by as many calls of a function that only answers yes.",
+        ),
+        tables={"Times in µs": [*map(_row, cases)]},
+        summary={},
+        samples=[dataclasses.asdict(case) for case in cases],
+    )
+
+
+def _row(case: StepCase) -> dict[str, str]:
+    step_s, asking_s = quantile(case.step_s, 0.5), quantile(case.asking_s, 0.5)
+    return {
+        "decoding × items": f"{case.decoding} × {case.items}",
+        "waiting": str(case.waiting),
+        "ratio": f"{step_s / asking_s:.2f}",
+        "p50": f"{step_s * 1e6:.1f}",
+        "p90": f"{quantile(case.step_s, 0.9) * 1e6:.1f}",
+        "only asking, p50": f"{asking_s * 1e6:.1f}",
+    }
+
+
+@dataclass
+class _Engine:
+    receiver: Receiver
+    prefill: PrefillRequests
+    running: list[StandInRequest] = field(default_factory=list)
+    asleep: set[str] = field(default_factory=set)
+
+    def add(self, name: str, items: int, *, by_transfer: bool) -> StandInRequest:
+        names = [f"{name}-{index}" for index in range(items)]
+        request = StandInRequest.of(name, names, _TENSOR)
+        prompt = request.prompt()
+        expected = tuple(
+            ExpectedTransfer(transfer_id=item.mm_hash, item_uuid=item.mm_hash) for item in prompt
+        )
+        params = PrefillParams(transfers=expected) if by_transfer else None
+        self.prefill.arrived(name, prompt, params)
+        return request
+
+    def compute(self, request: StandInRequest) -> None:
+        """Encode the items of a request here and compute past them, as in a step."""
+        prefill, cache = self.prefill, self.receiver.cache
+        for index in range(len(request.mm_features)):
+            assert prefill.may_schedule(request.request_id, index * ITEM_TOKENS)
+            cache.allocate(request, index)
+            cache.free_encoder_input(request, index)
+        request.num_computed_tokens = len(request.mm_features) * ITEM_TOKENS
+        prefill.may_schedule(request.request_id, request.num_computed_tokens)
+        self.running.append(request)
+
+    def step(self) -> tuple[float, float]:
+        """Do what a step makes the package do, and ask as many idle questions."""
+        receiver, prefill = self.receiver, self.prefill
+        unsettled = receiver.cache.unsettled
+
+        def may_schedule(request: StandInRequest, num_computed_tokens: int) -> bool:
+            # As `PDScheduler.ensure_cache_available`.
+            return request.request_id not in unsettled or prefill.may_schedule(
+                request.request_id, num_computed_tokens
+            )
+
+        begin_s = time.perf_counter()
+        with receiver.lock:
+            receiver.before_step()
+            prefill.find_stalled(computed=True, starts=True)
+            for request in self.running:
+                may_schedule(request, request.num_computed_tokens)
+            for request_id in self.asleep.intersection(prefill.take_woken()):
+                self.asleep.discard(request_id)
+                prefill.may_schedule(request_id, 0, running=False)
+            prefill.take_forgotten(self.asleep)
+            self.asleep.update(prefill.take_sleepers())
+            receiver.orders.take_orders(receiver.cache.get_freed_mm_hashes(), computes=True)
+        with receiver.lock:
+            receiver.step_done()
+            prefill.take_unavailable()
+        step_s = time.perf_counter() - begin_s
+        begin_s = time.perf_counter()
+        for request in self.running:
+            _yes(request, request.num_computed_tokens)
+        return step_s, time.perf_counter() - begin_s
+
+
+def _yes(request: StandInRequest, num_computed_tokens: int) -> bool:
+    return True
+
+
+@contextmanager
+def _engine(case: StepCase, secret_file: str) -> Iterator[_Engine]:
+    config = InstanceConfig(
+        instance="step",
+        platform="cpu",
+        path="shm",
+        wait_timeout_s=_TIMEOUT_S,
+        control_address=f"tcp://127.0.0.1:{free_port()}",
+        pool=f"epd-bench-{os.getpid()}-step",
+        pool_bytes=64 * _TENSOR.nbytes,
+        can_encode=True,
+        secret_file=secret_file,
+    )
+    receiver = Receiver(config, fingerprint="step", cache_size=64 * ITEM_TOKENS)
+    receiver.listen()
+    try:
+        prefill = PrefillRequests(config, receiver)
+        engine = _Engine(receiver, prefill)
+        with receiver.lock:
+            for number in range(case.decoding):
+                name = f"decoding-{number}"
+                engine.compute(engine.add(name, case.items, by_transfer=False))
+            for number in range(case.waiting):
+                request = engine.add(f"waiting-{number}", 1, by_transfer=True)
+                prefill.may_schedule(request.request_id, 0, running=False)
+            engine.asleep.update(prefill.take_sleepers())
+        yield engine
+    finally:
+        receiver.close()

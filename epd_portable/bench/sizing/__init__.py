@@ -1,1 +1,0 @@
-"""How many instances of what kind, by simulation."""
