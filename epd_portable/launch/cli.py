@@ -21,7 +21,7 @@ from epd_portable.config.instance import PLATFORMS
 from epd_portable.config.roles import ROLES
 from epd_portable.config.secret import Secret, make_secret_file
 from epd_portable.errors import ConfigError
-from epd_portable.launch.commands import gateway, members, render, status
+from epd_portable.launch.commands import gateway, members, status
 from epd_portable.launch.commands.cluster import cluster_options, stop, up_on_cluster
 from epd_portable.launch.commands.command_line import (
     FAILED,
@@ -150,7 +150,6 @@ main = CommandLine(name="epd-launch", help=HELP, meant=MEANT, default="up")
 
 for _command in (
     gateway.gateway,
-    render.render,
     stop,
     *(status.status, status.logs),
     *(members.secret, members.join, members.leave, members.instances),

@@ -20,8 +20,6 @@ class PlatformTraits:
         dist_backend: torch.distributed's word for its collectives.
         visible_devices_env: Variable that limits a process to some devices; ``None`` where a
             process is bound to cores instead.
-        kubernetes_resource: Name by which Kubernetes hands out its devices; empty where it has
-            none.
         ray_resource: Ray's word for its devices.
         implementation: ``module:class`` of its `Platform`; imported when a device is first wanted.
         worker_cls: Import path of the vLLM worker class of this platform's instances: a name of its
@@ -74,7 +72,6 @@ class PlatformTraits:
     worker_base: str
     single_rank_executor_cls: str | None = None
     pd_ranks_executor_cls: str | None = None
-    kubernetes_resource: str = ""
     ray_resource: str = "CPU"
     engine_plugins: tuple[str, ...] = ()
     compiler: tuple[str, ...] = ()
@@ -103,7 +100,6 @@ _CUDA = PlatformTraits(
     device_type="cuda",
     dist_backend="nccl",
     visible_devices_env="CUDA_VISIBLE_DEVICES",
-    kubernetes_resource="nvidia.com/gpu",
     ray_resource="GPU",
     implementation="epd_portable.platforms.cuda:CudaPlatform",
     worker_cls="epd_portable.vllm_plugin.worker.EPDGPUWorker",
@@ -131,7 +127,6 @@ _NPU = PlatformTraits(
     device_type="npu",
     dist_backend="hccl",
     visible_devices_env="ASCEND_RT_VISIBLE_DEVICES",
-    kubernetes_resource="huawei.com/Ascend910",
     ray_resource="NPU",
     implementation="epd_portable.platforms.npu:NpuPlatform",
     worker_cls="epd_portable.vllm_plugin.worker.EPDNPUWorker",

@@ -1,10 +1,9 @@
-"""What ``epd-launch render`` writes, in Pods of podman; with real engines on the CPU.
+"""The Pod of deploy/kubernetes/one-node in podman; with real engines on the CPU.
 
 The image is the root file system of this machine. What podman 4.3 lacks is replaced, or left out:
 
 - emptyDir: ``medium`` and ``sizeLimit``; ``/dev/shm`` is a folder on disk
 - Deployment: one replica; no strategy, and no object that scales or protects it
-- Secret: a folder of this machine; its file belongs to root and to the group of ``fsGroup``
 - probes other than liveness, ``preStop`` and names of ports
 """
 
@@ -23,10 +22,7 @@ from typing import Any
 import httpx
 import pytest
 import yaml
-from click.testing import CliRunner
 
-from epd_portable.config.secret import make_secret_file
-from epd_portable.launch import cli
 from tests.e2e.asking import ask, picture
 from tests.e2e.cases import ASK
 
@@ -35,8 +31,8 @@ pytestmark = [pytest.mark.full, pytest.mark.needs_podman]
 ROOT = Path(__file__).resolve().parents[2]
 IMAGE = "localhost/epd-test:1"
 READY_S, END_S = 300, 90
-GROUP = 1000
-"""Of rendered Pods, as ``fsGroup``."""
+NAME = "epd-test"
+SETTINGS = ("router.item_outcomes=true", "router.elastic_encode=false")
 CONTAINERS = """
 [containers]
 default_ulimits = ["nofile=4096:4096", "nproc=4096:4096"]
@@ -53,35 +49,31 @@ def podman(*words: str) -> str:
     return ended.stdout.strip()
 
 
-def rendered(folder: Path, shape: str, workload: str, secrets: Path) -> Path:
-    """Render a shape and return what of it podman plays: a Deployment, and what that mounts."""
-    settings = ("router.item_outcomes=true", "router.elastic_encode=false")
-    words = ["render", "--target", "kubernetes", "--shape", shape, "--platform", "cpu"]
-    words += ["--config", str(ROOT / "configs/1e1pd.yaml"), "--output", str(folder)]
-    words += ["--name", "epd-test", "--image", IMAGE]
-    words += [word for each in settings for word in ("--set", each)]
-    result = CliRunner().invoke(cli.main, words)
-    assert result.exit_code == 0, result.output
-    documents: list[dict[str, Any]] = []
-    for name in ("topology.yaml", workload):
-        documents += yaml.safe_load_all((folder / name).read_text())
-    played = [each for each in documents if each["kind"] in ("ConfigMap", "Deployment")]
-    played[-1]["spec"].pop("replicas", None)
-    in_root_of_this_machine(played[-1]["spec"]["template"]["spec"], secrets)
+def pod_of(folder: Path) -> Path:
+    """Return a file with the Deployment of deploy/kubernetes/one-node and its ConfigMap."""
+    source = ROOT / "deploy/kubernetes/one-node"
+    deployment = yaml.safe_load((source / "deployment.yaml").read_text())
+    deployment["metadata"]["name"] = NAME
+    pod = deployment["spec"]["template"]["spec"]
+    [container] = pod["containers"]
+    container["image"] = IMAGE
+    container["args"] += [f"--set={each}" for each in SETTINGS]
+    topology = {"topology.yaml": (source / "topology.yaml").read_text()}
+    metadata = {"name": "epd-topology"}
+    held = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": topology}
+    in_root_of_this_machine(pod)
     file = folder / "play.yaml"
-    file.write_text(yaml.safe_dump_all(played, sort_keys=False))
+    file.write_text(yaml.safe_dump_all([held, deployment], sort_keys=False))
     return file
 
 
-def in_root_of_this_machine(pod: dict[str, Any], secrets: Path) -> None:
+def in_root_of_this_machine(pod: dict[str, Any]) -> None:
     """Put what an image would have into a Pod of an empty one."""
     [container] = pod["containers"]
     assert container["command"] == ["epd-launch"]
     for volume in pod["volumes"]:
         if "emptyDir" in volume:
             volume["emptyDir"] = {}
-        if volume.pop("secret", None):
-            volume["hostPath"] = {"path": str(secrets)}
     folders = {*("/usr", "/bin", "/lib", "/lib64"), sys.base_prefix, str(ROOT)}
     for number, path in enumerate(sorted(folders)):
         pod["volumes"].append({"name": f"root-{number}", "hostPath": {"path": path}})
@@ -150,29 +142,12 @@ def until_stopped(container: str) -> None:
         time.sleep(0.5)
 
 
-def test_a_pod_of_a_router_comes_back_and_ends_at_sigterm(
-    play: Callable[[Path], str], tmp_path: Path
-) -> None:
-    secrets = tmp_path / "secrets"
-    secrets.mkdir()
-    make_secret_file(str(secrets / "secret"))
-    os.chown(secrets / "secret", 0, GROUP)
-    (secrets / "secret").chmod(0o440)
-    file = rendered(tmp_path / "k8s", "roles", "routers.yaml", secrets)
-    url, container = play(file), "epd-test-router-pod-0-epd"
-    until_status(url, 503, container)  # No instance has joined.
-    kill(container)
-    until_status(url, 503, container)
-    os.kill(state_of(container)["Pid"], signal.SIGTERM)
-    until_stopped(container)
-
-
 @pytest.mark.needs_vllm
 def test_a_pod_of_all_stages_answers_comes_back_and_drains(
     play: Callable[[Path], str], tmp_path: Path
 ) -> None:
     container = "epd-test-pod-0-epd"
-    url = play(rendered(tmp_path / "k8s", "nodes", "nodes.yaml", tmp_path))
+    url = play(pod_of(tmp_path))
     until_status(url, 200, container)
     assert ask(url, [picture(1), ASK]).sources == ["transfer"]
 

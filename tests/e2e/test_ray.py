@@ -35,6 +35,7 @@ pytestmark = [
 ]
 
 ROOT = Path(__file__).parents[2]
+APPLICATION = ROOT / "deploy/ray/serve.yaml"
 PAGE = ROOT / "docs" / "ray.md"
 BIN = Path(sys.executable).parent
 DEADLINE_S = 240.0
@@ -322,7 +323,7 @@ def test_a_request_passes_the_proxy_of_serve_and_a_replica_once(
 
     secret, access_log = tmp_path / "secret", tmp_path / "access.jsonl"
     make_secret_file(str(secret))
-    [application] = yaml.safe_load(blocks("yaml")[0])["applications"]
+    [application] = yaml.safe_load(APPLICATION.read_text("utf-8"))["applications"]
     application["args"] |= {"platform": "cpu", "config": str(ROOT / "configs" / "1e1pd.yaml")}
     # A router that instances may join: no engine is needed.
     application["args"]["set"] = [f"secret_file={secret}", f"router.access_log={access_log}"]
@@ -360,8 +361,8 @@ def test_serve_scales_replicas_by_how_full_they_are(cluster: Any, tmp_path: Path
     from ray.serve.context import _get_global_client
     from ray.serve.schema import ServeDeploySchema
 
-    whole, deployments = blocks("yaml")
-    [application] = yaml.safe_load(whole)["applications"]
+    [deployments] = blocks("yaml")
+    [application] = yaml.safe_load(APPLICATION.read_text("utf-8"))["applications"]
     application |= yaml.safe_load(deployments)
     application["args"] |= {"platform": "cpu", "config": str(ROOT / "configs" / "1e1pd.yaml")}
     application["args"]["set"] = [each for each in SETTINGS if each != "--set"]

@@ -1,10 +1,11 @@
-"""The script of docs/slurm.md in a real SLURM of three nodes on this machine, with real engines."""
+"""deploy/slurm/epd.sbatch in a real SLURM of three nodes on this machine, with real engines."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -116,9 +117,7 @@ def launched(secret: Path) -> list[psutil.Process]:
 
 
 def test_a_job_answers_a_picture_and_leaves_nothing_when_it_is_cancelled(cluster: Path) -> None:
-    page = (ROOT / "docs/slurm.md").read_text()
-    [script] = re.findall(r"^```bash\n(#!/bin/bash\n.*?)^```$", page, re.DOTALL | re.MULTILINE)
-    (cluster / "epd.sbatch").write_text(script)
+    shutil.copy(ROOT / "deploy/slurm/epd.sbatch", cluster / "epd.sbatch")
     config, secret, output = (cluster / name for name in ("topology.yaml", "secret", "out"))
     config.write_text(TOPOLOGY.format(address=own_address()))
     make_secret_file(str(secret))

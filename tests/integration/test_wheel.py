@@ -76,7 +76,7 @@ def test_its_commands_and_its_vllm_plugin_point_at_modules_that_it_holds(
     parser = configparser.ConfigParser()
     parser.read_string(wheel.read(name).decode())
     assert set(parser["console_scripts"]) == {"epd-launch", "epd-bench"}
-    assert set(parser["vllm.general_plugins"]) == {"epd_portable", "epd_benchmarks"}
+    assert set(parser["vllm.general_plugins"]) == {"epd_portable"}
     for section in parser.sections():
         for target in parser[section].values():
             module = target.partition(":")[0].replace(".", "/")

