@@ -22,7 +22,7 @@ HELP = """Measure transfers, serving and engine steps, each with a baseline in t
 
 \b
 A topology under load, with replicas of plain vLLM as baseline:
-  epd-bench load --side ours=configs/1e1pd.yaml --side replicas:2 --model shape --point rate=2/6
+  epd-bench load --side ours=configs/1e1pd.yaml --side replicas:2 --point rate=2/6
 Time of a transfer of an encoder output, by path and size, against memcpy:
   epd-bench transfer --platform npu
 Cost of this package in every step of a prefill+decode engine:

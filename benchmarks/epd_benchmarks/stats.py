@@ -9,13 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ratio:
-    """How one series compares with another that was measured turn by turn with it.
-
-    Attributes:
-        median: Median of the ratios of all pairs.
-        low: First quartile of these ratios, of few the lowest; with `high` it shows the noise.
-        high: Third quartile, or the highest.
-    """
+    """Median of the ratios of pairs, with their quartiles, or the lowest and the highest of few."""
 
     median: float
     low: float
@@ -36,15 +30,7 @@ def quantile(values: Sequence[float], share: float) -> float:
 
 
 def paired_ratio(values: Sequence[float], peers: Sequence[float]) -> Ratio:
-    """Compare two series pair by pair, so that what disturbs both at once cancels out.
-
-    Args:
-        values: In the order of measuring.
-        peers: The same number of values, each measured next to its counterpart; positive.
-
-    Raises:
-        ValueError: The series are of different lengths.
-    """
+    """Compare two series of one length pair by pair: disturbances of both at once cancel out."""
     ratios = [value / peer for value, peer in zip(values, peers, strict=True)]
     return Ratio(
         median=quantile(ratios, 0.5), low=quantile(ratios, 0.25), high=quantile(ratios, 0.75)

@@ -12,7 +12,7 @@ from typing import Any
 import click
 
 from epd_benchmarks import console, report
-from epd_benchmarks.load import checkpoint, tables, usage
+from epd_benchmarks.load import tables, usage
 from epd_benchmarks.load.points import Line, Point, describe_keys, read_points
 from epd_benchmarks.load.serve import bench
 from epd_benchmarks.load.sides import LoadSetting, instance_count, read_sides, share_out
@@ -49,7 +49,7 @@ size=448/1024 draw one of these each time:
 \b
 Three rates, with an image in one of ten requests, and four images in three of ten:
   epd-bench load --side ours=configs/1e1pd.yaml --side replicas:2 --side replicas:2,tuned \\
-    --model shape --point rate=2/6/10,share=0.1 --point rate=2,share=0.3,images=4 --json l.json
+    --point rate=2/6/10,share=0.1 --point rate=2,share=0.3,images=4 --json l.json
 
 Sides are measured in turns, each started for its own, on the same cores or devices and with the
 same requests, sent by vllm bench serve of the installed vLLM.
@@ -78,7 +78,7 @@ Exit status: 0; 1 when something failed, or an item was not transferred; 2 on ba
     metavar="KEY=VALUE",
     help="Key of the topology files; plain vLLM gets their engine_args and env.",
 )
-@click.option("--model", help="Model of all sides; 'shape' is one with random weights, made once.")
+@click.option("--model", help="Model of all sides.")
 @click.option(
     "--upstream-proxy",
     "proxy",
@@ -123,8 +123,6 @@ def load_command(
     }
     if proxy is None and any(side.kind == "upstream" for side in sides):
         raise ConfigError("--side upstream:1E1PD: the proxy is missing; add --upstream-proxy FILE")
-    if model == checkpoint.MODEL:
-        model = str(checkpoint.cached_checkpoint())
     settings = overrides if model is None else (*overrides, f"model={json.dumps(model)}")
     topologies = _topologies(sides, platform, settings)
     counts = {side.name: instance_count(side, topologies.get(side.name)) for side in sides}
