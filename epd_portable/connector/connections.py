@@ -39,12 +39,6 @@ class Connections(Generic[T]):
         """Remove and return the connection to an address, for the caller to close."""
         return self._by_address.pop(address, None)
 
-    def close_where(self, is_over: Callable[[T], bool]) -> None:
-        """Close the connections for which this is true."""
-        for address, each in list(self._by_address.items()):
-            if is_over(each):
-                self._close(self._by_address.pop(address))
-
     def close(self) -> None:
         """Close everything."""
         for each in self._by_address.values():

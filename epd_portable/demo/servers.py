@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 from pydantic import JsonValue
 
-from epd_portable.errors import LaunchError, MeasurementError
+from epd_portable.errors import LaunchError
 from epd_portable.launch.environment import child_environ
 from epd_portable.launch.plan.engine import render_arguments
 from epd_portable.launch.plan.machine import has_compiler
@@ -30,26 +30,12 @@ from epd_portable.platforms.traits import TRAITS
 _POLL_S = 0.25
 _START_TIMEOUT_S = 600.0
 _STOP_GRACE_S = 30.0
-_ANSWER_TIMEOUT_S = 300.0
 _TAIL_LINES = 15
 
 
 def free_port() -> int:
     """Return a port of the loopback address that is free, and no outgoing connection takes."""
     return port_source(secrets.token_hex(4))()
-
-
-def model_name(url: str) -> str:
-    """Return the name of the one model that a server has.
-
-    Raises:
-        MeasurementError: It does not say.
-        httpx.TransportError: It cannot be reached.
-    """
-    response = httpx.get(f"{url}/v1/models", timeout=_ANSWER_TIMEOUT_S, trust_env=False)
-    if response.status_code != httpx.codes.OK:
-        raise MeasurementError(f"{url}/v1/models answered {response.status_code}: {response.text}")
-    return str(response.json()["data"][0]["id"])
 
 
 @dataclass(kw_only=True)
