@@ -1,7 +1,7 @@
 """How instances are chosen, as a file says it: llm-d's ``EndpointPickerConfig``.
 
 Which types of plug-ins there are and what their parameters mean is not known here: see
-`epd_portable.router.choice.catalogue`.
+`epd_portable.placement.profiles.catalogue`.
 """
 
 from __future__ import annotations

@@ -167,7 +167,7 @@ class Instance:
     a probe or a request; after several in a row for a while, whatever it answers. Only probes take
     it down.
 
-    It is a `Candidate` of `epd_portable.router.choice`.
+    It is a `Candidate` of `epd_portable.placement.profiles`.
 
     Attributes:
         labels: Of the settings, and its role as ``llm-d.ai/role``.

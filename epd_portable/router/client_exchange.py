@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import anyio
 
 from epd_portable.errors import EPDError, RequestError
+from epd_portable.placement.profiles.selection_types import EXPLAIN_HEADER, Explanation
 from epd_portable.placement.replies import DRAIN_TIMEOUT_S, Reply, error_event, error_reply
-from epd_portable.router.choice.selection_types import EXPLAIN_HEADER, Explanation
 from epd_portable.router.contents.body import Body
 from epd_portable.router.contents.cut_text import Data
 from epd_portable.router.observability.record import RequestRecord

@@ -15,7 +15,7 @@ import msgspec
 
 from epd_portable.errors import RequestError
 from epd_portable.placement.instances import EndpointPool, Instance
-from epd_portable.router.choice.selection_types import Decision, Stage
+from epd_portable.placement.profiles.selection_types import Decision, Stage
 from epd_portable.router.contents.body import Call
 from epd_portable.router.contents.media import MediaItem
 from epd_portable.router.envoy import DESTINATION

@@ -10,18 +10,20 @@ from dataclasses import dataclass
 from epd_portable.config.roles import Duty
 from epd_portable.media.limits import estimated_tokens
 from epd_portable.placement.instances import EndpointPool, Instance
-from epd_portable.router.choice import prefix
-from epd_portable.router.choice.policy import Policy
-from epd_portable.router.choice.prefix import BYTES_A_TOKEN
-from epd_portable.router.choice.selection_types import (
+from epd_portable.placement.profiles.policy import Policy
+from epd_portable.placement.profiles.selection_types import (
     MOST_SHOWN,
+    NO_PROMPT,
     Decision,
     Explanation,
+    Prompt,
     SelectionRequest,
     Stage,
 )
+from epd_portable.router import prefix
 from epd_portable.router.contents.body import Call, prompt_pieces, prompt_salt, text_field
 from epd_portable.router.contents.media import MediaItem
+from epd_portable.router.prefix import BYTES_A_TOKEN
 
 logger = logging.getLogger(__name__)
 
@@ -162,7 +164,7 @@ class _PolicySelection(Selection):
         self._policy = policy
         self._session = headers.get(SESSION_HEADER, "") or text_field(call, "session_id")
         self._profile = headers.get(policy.profile_header, "").strip()
-        self._read: prefix.Prompt | None = None
+        self._read: Prompt | None = None
         self._chance = f"{self.instances.chance.getrandbits(64):x}"
 
     def choose_pd(self, tried: Collection[str]) -> Instance | None:
@@ -225,7 +227,7 @@ class _PolicySelection(Selection):
         return None
 
     def _request(self, stage: Stage, item: MediaItem | None = None) -> SelectionRequest:
-        prompt = self._prompt() if item is None else prefix.NO_PROMPT
+        prompt = self._prompt() if item is None else NO_PROMPT
         return SelectionRequest(
             stage=stage,
             key=self._chance,
@@ -238,14 +240,14 @@ class _PolicySelection(Selection):
             profile=self._profile,
         )
 
-    def _prompt(self) -> prefix.Prompt:
+    def _prompt(self) -> Prompt:
         if self._read is None:
             policy = self._policy
-            self._read = prefix.NO_PROMPT
+            self._read = NO_PROMPT
             if policy.wants_blocks:
                 self._read = prefix.chain(
                     prompt_pieces(self.call),
-                    block_bytes=policy.block_bytes,
+                    block_bytes=policy.block_tokens * BYTES_A_TOKEN,
                     most=policy.most_blocks,
                     salt=prompt_salt(self.call),
                     items={

@@ -22,6 +22,7 @@ from epd_portable.errors import ConfigError, RequestError
 from epd_portable.media.limits import MediaLimits
 from epd_portable.placement.balance import Switching
 from epd_portable.placement.instances import EndpointPool
+from epd_portable.placement.profiles.selection_types import EXPLAIN_HEADER, Explanation
 from epd_portable.placement.replies import (
     NAMES_MEDIA,
     WHY_NO_NAMES,
@@ -32,7 +33,6 @@ from epd_portable.placement.replies import (
     not_served,
     unavailable,
 )
-from epd_portable.router.choice.selection_types import EXPLAIN_HEADER, Explanation
 from epd_portable.router.client_exchange import (
     ClientExchange,
     ClientGoneError,

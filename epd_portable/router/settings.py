@@ -17,8 +17,8 @@ from epd_portable.config.routing import MAX_ENCODERS, RouterSection
 from epd_portable.config.store import StoreSection
 from epd_portable.errors import ConfigError
 from epd_portable.placement.assignment import BUSY_THRESHOLD
+from epd_portable.placement.profiles.policy import Policy
 from epd_portable.placement.replies import BODY_TIMEOUT_S
-from epd_portable.router.choice.policy import Policy
 
 HttpUrl = Annotated[str, Field(pattern=r"^https?://[^/\s?#@\\]+$")]
 

@@ -29,7 +29,7 @@ SOURCES = (
     "epd_portable/errors.py",
     "epd_portable/platforms/base.py",
     "epd_portable/platforms/traits.py",
-    "epd_portable/router/choice/selection_types.py",
+    "epd_portable/placement/profiles/selection_types.py",
 )
 NOT_PUBLIC = {"T", "SlotT"}
 HEADER = "# Public names; change this file with tests/unit/test_public_names.py, openly.\n"

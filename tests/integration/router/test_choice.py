@@ -16,7 +16,7 @@ from starlette.responses import Response
 from epd_portable.config.load import parse_topology
 from epd_portable.errors import ConfigError
 from epd_portable.media.limits import PIXELS_PER_BYTE
-from epd_portable.router.choice.catalogue import GROUP
+from epd_portable.placement.profiles.catalogue import GROUP
 from epd_portable.router.server import Router
 from epd_portable.router.settings import RouterSettings
 from epd_portable.wire.messages import LoadReport

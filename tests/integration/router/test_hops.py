@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from epd_portable.router.choice.selection_types import EXPLAIN_HEADER
+from epd_portable.placement.profiles.selection_types import EXPLAIN_HEADER
 from epd_portable.router.hops import (
     CACHE_KEY,
     ENCODER_MODEL_LABEL,

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from epd_portable.placement.instances import EndpointPool
-from epd_portable.router.choice.selection_types import Explanation
+from epd_portable.placement.profiles.selection_types import Explanation
 from epd_portable.router.hops import (
     CACHE_KEY,
     ENCODER_MODEL_LABEL,

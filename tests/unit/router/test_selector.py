@@ -14,8 +14,12 @@ import pytest
 from epd_portable.config.choice import parse_choice
 from epd_portable.placement.assignment import EncodeTimes, choose_encoders
 from epd_portable.placement.instances import EndpointPool
-from epd_portable.router.choice.policy import Policy
-from epd_portable.router.choice.selection_types import MAX_EXPLANATION_BYTES, Decision, Explanation
+from epd_portable.placement.profiles.policy import Policy
+from epd_portable.placement.profiles.selection_types import (
+    MAX_EXPLANATION_BYTES,
+    Decision,
+    Explanation,
+)
 from epd_portable.router.contents.body import Call, Rules, read_call
 from epd_portable.router.contents.media import MediaItem
 from epd_portable.router.selector import EndpointSelector, Selection

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from types import MappingProxyType
+
+from epd_portable.placement.profiles.selection_types import Prompt
 
 Piece = bytes | memoryview
 
@@ -12,35 +13,6 @@ BYTES_A_TOKEN = 4
 """Of text."""
 LONGEST_NAME = 256
 """Of an item, in bytes."""
-
-
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    """A prompt, cut into blocks.
-
-    Attributes:
-        blocks: Their names, each made of its text and of all before it: equal for two prompts as
-            far as these begin alike.
-        ends: Tokens up to the end of each.
-        nbytes: Also of what is beyond the blocks; each token that an item is taken for counts as
-            much as one of text.
-    """
-
-    blocks: tuple[int, ...] = ()
-    ends: tuple[int, ...] = ()
-    nbytes: int = 0
-
-    @property
-    def tokens(self) -> int:
-        """Of all of it, estimated."""
-        return self.nbytes // BYTES_A_TOKEN
-
-    def up_to(self, count: int) -> int:
-        """Return how many tokens the first blocks have."""
-        return self.ends[count - 1] if count else 0
-
-
-NO_PROMPT = Prompt()
 
 
 def chain(
@@ -88,4 +60,4 @@ def chain(
             ends.append((nbytes + end) // BYTES_A_TOKEN + extra)
         extra += sum(tokens for _, tokens in begins)
         nbytes += size
-    return Prompt(tuple(names), tuple(ends), nbytes + extra * BYTES_A_TOKEN)
+    return Prompt(tuple(names), tuple(ends), nbytes // BYTES_A_TOKEN + extra)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import ClassVar, Literal
 
-from epd_portable.router.choice.parameters import Count, CountOrZero, Name, Parameters
-from epd_portable.router.choice.selection_types import Candidate, SelectionRequest, Stage
+from epd_portable.placement.profiles.parameters import Count, CountOrZero, Name, Parameters
+from epd_portable.placement.profiles.selection_types import Candidate, SelectionRequest, Stage
 
 
 class _Always(Parameters):

@@ -9,10 +9,10 @@ import pytest
 
 from epd_portable.config.choice import ChoiceSection, parse_choice, with_file
 from epd_portable.errors import ConfigError
-from epd_portable.router.choice.catalogue import BUILT_IN, make_plugin
-from epd_portable.router.choice.policy import Policy
-from epd_portable.router.choice.selection_types import Decision
-from tests.unit.router.choice.situations import asked, having, seen, to_encode
+from epd_portable.placement.profiles.catalogue import BUILT_IN, make_plugin
+from epd_portable.placement.profiles.policy import Policy
+from epd_portable.placement.profiles.selection_types import Decision
+from tests.unit.placement.profiles.situations import asked, having, seen, to_encode
 
 FILES = sorted((Path(__file__).parent / "files").glob("*.yaml"))
 
@@ -38,14 +38,14 @@ def test_configurations_of_llm_ds_shape_load_unchanged(path: Path) -> None:
 def test_the_three_stages_of_a_configuration_are_chosen_by_their_profiles() -> None:
     found = named("e-p-d")
     assert profiles(found) == {"decode": "decode", "encode": "encode", "prefill": "prefill"}
-    assert (found.block_bytes, found.most_blocks) == (256, 64)
+    assert (found.block_tokens, found.most_blocks) == (64, 64)
     assert (found.cache_sizes.blocks, found.cache_sizes.items) == (1000, 1024)
     assert found.wants_blocks
     assert found.notes == [
-        "featureGates has no effect in this router",
-        "dataLayer has no effect in this router",
-        "plug-in token-producer: modelName, vllm have no effect in this router",
-        "plug-in active-request-scorer: requestTimeout has no effect in this router",
+        "featureGates has no effect here",
+        "dataLayer has no effect here",
+        "plug-in token-producer: modelName, vllm have no effect here",
+        "plug-in active-request-scorer: requestTimeout has no effect here",
     ]
     everybody = [seen("e", role="encode"), seen("p", role="prefill"), seen("d", role="decode")]
     for need, winner in ((to_encode(), "e"), (asked("prefill"), "p"), (asked("decode"), "d")):
@@ -56,7 +56,7 @@ def test_the_three_stages_of_a_configuration_are_chosen_by_their_profiles() -> N
 def test_stages_may_be_told_by_labels_and_profiles_called_as_one_likes() -> None:
     found = named("by-label")
     assert profiles(found) == {"encode": "vision", "decode": "talk"}
-    assert (found.block_bytes, found.most_blocks) == (20, 128)
+    assert (found.block_tokens, found.most_blocks) == (5, 128)
     everybody = [seen("x", labels={"stage": "encode"}), seen("y", labels={"stage": "other"})]
     encoder, decoder = found.choose(to_encode(), everybody), found.choose(asked(), everybody)
     assert (encoder, decoder) == (everybody[0], everybody[1])

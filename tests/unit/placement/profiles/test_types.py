@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from epd_portable.errors import ConfigError
-from epd_portable.router.choice.catalogue import make_plugin
-from epd_portable.router.choice.selection_types import Scorer, SelectionRequest, stages
+from epd_portable.placement.profiles.catalogue import make_plugin
+from epd_portable.placement.profiles.selection_types import Scorer, SelectionRequest, stages
 from epd_portable.wire.messages import LoadReport
-from tests.unit.router.choice.situations import (
+from tests.unit.placement.profiles.situations import (
     Picture,
     Snapshot,
     asked,
@@ -339,7 +339,7 @@ def test_prompts_meet_instances_for_their_length(
     label: str | None, tokens: int, score: float
 ) -> None:
     there = [seen("a", labels={"llm-d.ai/context-length-range": label} if label else {})]
-    kind, need = "context-length-aware", asked(nbytes=4 * tokens)
+    kind, need = "context-length-aware", asked(tokens=tokens)
     assert scores(kind, there, need) == [score]
     assert kept(kind, need, there) == "a"
     assert (kept(kind, need, there, enableFiltering=True) == "a") is (score > 0.3)
@@ -412,7 +412,7 @@ def test_small_pictures_stay(
 def test_long_prompts_of_which_little_is_cached_do_not_stay(
     parameters: dict[str, Any], tokens: int, cached: int, disaggregates: bool
 ) -> None:
-    need = asked("prefill", blocks=range(tokens // 64), nbytes=4 * tokens)
+    need = asked("prefill", blocks=range(tokens // 64), tokens=tokens)
     found = decided("prefix-based-pd-decider", need, range(cached), **parameters)
     assert found is disaggregates
 

@@ -8,13 +8,16 @@ from typing import TypeVar
 from epd_portable.config.choice import ELSEWHERE, ChoiceSection, ProfileSection
 from epd_portable.errors import ConfigError
 from epd_portable.placement.caches import CacheSizes
-from epd_portable.router.choice.catalogue import REDUCED, check_types, make_plugin
-from epd_portable.router.choice.deciders import Handler, MultimodalDecider
-from epd_portable.router.choice.parameters import Parameters
-from epd_portable.router.choice.prefix import BYTES_A_TOKEN
-from epd_portable.router.choice.profile import C, PluginFailures, Profile
-from epd_portable.router.choice.scorers import ConsistentHashScorer, EmbeddingsCache, PrefixCache
-from epd_portable.router.choice.selection_types import (
+from epd_portable.placement.profiles.catalogue import REDUCED, check_types, make_plugin
+from epd_portable.placement.profiles.deciders import Handler, MultimodalDecider
+from epd_portable.placement.profiles.parameters import Parameters
+from epd_portable.placement.profiles.profile import C, PluginFailures, Profile
+from epd_portable.placement.profiles.scorers import (
+    ConsistentHashScorer,
+    EmbeddingsCache,
+    PrefixCache,
+)
+from epd_portable.placement.profiles.selection_types import (
     Candidate,
     Decider,
     Decision,
@@ -46,6 +49,8 @@ class Policy:
         notes: What of the configuration has no effect, for the log.
         encode_timeout_s: Longest time of an encode job, if the configuration says one.
         wants_blocks: Whether prompts are to be cut into blocks.
+        block_tokens: Size of a block.
+        most_blocks: Blocks of a prompt that are compared.
         wants_loads: Whether instances are to report how busy they are.
         profile_header: Header by which a request may name a profile, in lower case; or empty.
     """
@@ -79,9 +84,9 @@ class Policy:
         self._failures = PluginFailures()
 
         prefixes = self._made(PrefixCache)
-        block_tokens = _first((each.block_tokens for each in prefixes), BLOCK_TOKENS)
-        self.block_bytes = block_tokens * BYTES_A_TOKEN
-        self.most_blocks = _first((p.most_blocks(block_tokens) for p in prefixes), MOST_BLOCKS)
+        self.block_tokens = _first((each.block_tokens for each in prefixes), BLOCK_TOKENS)
+        longest = (each.most_blocks(self.block_tokens) for each in prefixes)
+        self.most_blocks = _first(longest, MOST_BLOCKS)
         self.cache_sizes = kept = CacheSizes()
         kept.items = _first((each.items for each in self._made(EmbeddingsCache)), kept.items)
         kept.blocks = _first((each.lruCapacityPerServer for each in prefixes), kept.blocks)
@@ -196,12 +201,12 @@ class Policy:
 def _without_effect(section: ChoiceSection, plugins: Mapping[str, object]) -> Iterable[str]:
     for name in ELSEWHERE:
         if getattr(section, name) not in (None, [], {}):
-            yield f"{name} has no effect in this router"
+            yield f"{name} has no effect here"
     for each in section.plugins:
         one = plugins[each.known_as]
         if isinstance(one, Parameters) and (ignored := one.ignored(each.parameters or ())):
             have = "have" if len(ignored) > 1 else "has"
-            yield f"plug-in {each.known_as}: {', '.join(ignored)} {have} no effect in this router"
+            yield f"plug-in {each.known_as}: {', '.join(ignored)} {have} no effect here"
         if each.type in REDUCED:
             yield f"plug-in {each.known_as}: {REDUCED[each.type]}"
 

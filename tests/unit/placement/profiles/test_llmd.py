@@ -11,13 +11,13 @@ import pytest
 from epd_portable.config.choice import ChoiceSection, parse_choice, with_file
 from epd_portable.errors import ConfigError
 from epd_portable.media.limits import estimated_tokens
-from epd_portable.router.choice.catalogue import make_plugin
-from epd_portable.router.choice.policy import Policy
-from epd_portable.router.choice.prefix import chain
-from epd_portable.router.choice.scorers import NoHitLruScorer
-from epd_portable.router.choice.selection_types import SelectionRequest
+from epd_portable.placement.profiles.catalogue import make_plugin
+from epd_portable.placement.profiles.policy import Policy
+from epd_portable.placement.profiles.scorers import NoHitLruScorer
+from epd_portable.placement.profiles.selection_types import SelectionRequest
+from epd_portable.router.prefix import chain
 from epd_portable.wire.messages import LoadReport
-from tests.unit.router.choice.situations import (
+from tests.unit.placement.profiles.situations import (
     Picture,
     Snapshot,
     asked,
@@ -42,7 +42,7 @@ def pd(
 def prompt(*blocks: int) -> SelectionRequest:
     """A prompt of blocks of so many tokens."""
     ends = [sum(blocks[: index + 1]) for index in range(len(blocks))]
-    return asked("decode", blocks=range(len(blocks)), ends=ends, nbytes=4 * ends[-1])
+    return asked("decode", blocks=range(len(blocks)), ends=ends, tokens=ends[-1])
 
 
 def encoder(name: str, waiting: int | None, role: str = "encode", **more: Any) -> Snapshot:
@@ -132,7 +132,7 @@ def test_the_guides_file_has_items_encoded_apart_and_nothing_prefilled_apart() -
     found = guide()
     assert found.why_together(to_encode(pixels=1), pd("a")) == ""
     assert found.why_together(asked("prefill"), pd("a")) == "the handler decides so"
-    assert found.notes == ["plug-in token-producer: estimate has no effect in this router"]
+    assert found.notes == ["plug-in token-producer: estimate has no effect here"]
 
 
 @pytest.mark.parametrize(
@@ -155,7 +155,7 @@ def test_a_picture_weighs_where_it_stands_in_the_prompt() -> None:
     found = chain(
         [[b"x" * 12, name, b"y" * 20], [b"z" * 8]], block_bytes=16, most=9, items={name: 900}
     )
-    assert (found.ends, found.nbytes) == ((904, 908, 910, 912), 4 * 912 + 1)
+    assert (found.ends, found.tokens) == ((904, 908, 910, 912), 912)
 
 
 # Single types.
@@ -249,7 +249,7 @@ SCHEDULED = "schedulingProfiles: [{name: decode, plugins: []}]\nplugins:\n"
 )  # fmt: skip
 def test_a_parameter_without_effect_is_said(plugin: str, said: str) -> None:
     notes = Policy(parse_choice(f"{SCHEDULED}- {plugin}")).notes
-    assert any(f"{said} no effect in this router" in note for note in notes), notes
+    assert any(f"{said} no effect here" in note for note in notes), notes
 
 
 def test_all_types_that_nobody_knows_are_named_at_once() -> None:

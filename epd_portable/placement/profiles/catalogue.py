@@ -12,9 +12,9 @@ from pydantic import ConfigDict, ValidationError
 
 from epd_portable.config.problems import in_one_line
 from epd_portable.errors import ConfigError
-from epd_portable.router.choice import deciders, filters, profile, scorers
-from epd_portable.router.choice.parameters import WITHOUT_EFFECT, Parameters
-from epd_portable.router.choice.selection_types import Decider, Filter, ScorePicker, Scorer
+from epd_portable.placement.profiles import deciders, filters, profile, scorers
+from epd_portable.placement.profiles.parameters import WITHOUT_EFFECT, Parameters
+from epd_portable.placement.profiles.selection_types import Decider, Filter, ScorePicker, Scorer
 
 GROUP = "epd_portable.choice_plugins"
 """Entry points of this group are types: name = what makes such a plug-in."""

@@ -8,11 +8,11 @@ from typing import Any
 
 from epd_portable.media.limits import Modality
 from epd_portable.placement.caches import CacheEstimate, CacheSizes
-from epd_portable.router.choice.catalogue import make_plugin
-from epd_portable.router.choice.prefix import Prompt
-from epd_portable.router.choice.selection_types import (
+from epd_portable.placement.profiles.catalogue import make_plugin
+from epd_portable.placement.profiles.selection_types import (
     Decider,
     Filter,
+    Prompt,
     ScorePicker,
     Scorer,
     SelectionRequest,
@@ -65,7 +65,7 @@ def asked(
 ) -> SelectionRequest:
     """A request; of a prompt of blocks of 64 tokens each, unless it is said otherwise."""
     ends = more.pop("ends", [64 * (n + 1) for n in range(len(blocks))])
-    prompt = Prompt(tuple(blocks), tuple(ends), more.pop("nbytes", 0))
+    prompt = Prompt(tuple(blocks), tuple(ends), more.pop("tokens", 0))
     return SelectionRequest(stage=stage, key=key, prompt=prompt, **more)
 
 

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from epd_portable.placement.caches import CacheSizes, Recent
-from epd_portable.router.choice.prefix import chain
 from epd_portable.router.contents.body import Call, Rules, prompt_pieces, read_call
+from epd_portable.router.prefix import chain
 
 texts = st.lists(st.binary(max_size=40), max_size=6)
 
@@ -33,7 +33,7 @@ def test_chains_are_equal_as_far_as_prompts_begin_alike(
 def test_what_is_too_long_is_only_counted() -> None:
     messages = [[b"a" * 20, memoryview(b"b" * 20)], [b"c" * 100]]
     found = chain(messages, block_bytes=8, most=4)
-    assert (found.ends, found.nbytes) == ((2, 4, 6, 8), 140)
+    assert (found.ends, found.tokens) == ((2, 4, 6, 8), 35)
     assert found.blocks == chain([[b"a" * 20 + b"b" * 12]], block_bytes=8, most=4).blocks
     assert chain(messages, block_bytes=8, most=7).blocks[:4] == found.blocks
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from operator import add
 from typing import TypeVar, cast
 
-from epd_portable.router.choice.parameters import Parameters
-from epd_portable.router.choice.scorers import NoHitLruScorer
-from epd_portable.router.choice.selection_types import (
+from epd_portable.placement.profiles.parameters import Parameters
+from epd_portable.placement.profiles.scorers import NoHitLruScorer
+from epd_portable.placement.profiles.selection_types import (
     Candidate,
     Candidates,
     Decision,

@@ -7,11 +7,11 @@ from collections import Counter
 import pytest
 
 from epd_portable.config.choice import parse_choice
+from epd_portable.placement.profiles.policy import Policy
 from epd_portable.placement.ring import HashRing
-from epd_portable.router.choice.policy import Policy
 from epd_portable.router.hops import HopSelection, RoutingHints
 from epd_portable.router.selector import EndpointSelector
-from tests.unit.router.choice.situations import seen
+from tests.unit.placement.profiles.situations import seen
 from tests.unit.router.test_selector import begun, fleet, picture
 
 BY_HASH = """

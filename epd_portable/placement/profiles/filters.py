@@ -10,9 +10,8 @@ from pydantic import Field, PrivateAttr, model_validator
 
 from epd_portable.config.roles import ROLE_LABEL
 from epd_portable.media.limits import Modality
-from epd_portable.placement.ring import HashRing
-from epd_portable.router.choice.parameters import Name, Parameters, Part
-from epd_portable.router.choice.selection_types import (
+from epd_portable.placement.profiles.parameters import Name, Parameters, Part
+from epd_portable.placement.profiles.selection_types import (
     Candidate,
     Candidates,
     SelectionRequest,
@@ -20,6 +19,7 @@ from epd_portable.router.choice.selection_types import (
     label,
     stages,
 )
+from epd_portable.placement.ring import HashRing
 
 ENCODER_TYPE_LABEL = "llm-d.ai/encoder-type"
 """``vision``, ``audio`` or ``video``, or several of them with commas."""

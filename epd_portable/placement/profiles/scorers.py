@@ -9,10 +9,10 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field, PrivateAttr
 
 from epd_portable.placement.caches import Recent
+from epd_portable.placement.profiles.filters import OnRing, SessionAffinity, takes_type
+from epd_portable.placement.profiles.parameters import Count, CountOrZero, Name, Parameters, Part
+from epd_portable.placement.profiles.selection_types import Candidate, Candidates, SelectionRequest
 from epd_portable.placement.ring import LOAD_BOUND
-from epd_portable.router.choice.filters import OnRing, SessionAffinity, takes_type
-from epd_portable.router.choice.parameters import Count, CountOrZero, Name, Parameters, Part
-from epd_portable.router.choice.selection_types import Candidate, Candidates, SelectionRequest
 
 ENTRY_MIB = 2
 """One item's output in llm-d's measure of a cache."""
