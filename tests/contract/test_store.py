@@ -6,7 +6,6 @@ import contextlib
 import multiprocessing
 import os
 import secrets
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -383,48 +382,19 @@ def test_what_others_plant_in_place_of_a_head_is_not_read_and_harms_no_other_ent
     store.close()
 
 
-@pytest.mark.parametrize(
-    ("begin", "piece"),
-    [(b"", b"x"), (b"*1\r\n$%d\r\n" % (1 << 40), b"x"), (b"*1\r\n$", b"9")],
-    ids=["a line without an end", "a value without an end", "a length without an end"],
-)
-def test_a_server_that_answers_without_an_end_is_not_read_to_it(begin: bytes, piece: bytes) -> None:
-    most_sent = 0
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-
-        def answer() -> None:
-            nonlocal most_sent
-            while True:
-                try:
-                    connection, _ = listening.accept()
-                except OSError:
-                    return
-                with connection, contextlib.suppress(OSError):
-                    while data := connection.recv(65536):
-                        if b"EVAL" not in data and b"HMGET" not in data:
-                            hello = b"%1\r\n+proto\r\n:3\r\n" if b"HELLO" in data else b"+OK\r\n"
-                            connection.sendall(hello + b"+OK\r\n" * (data.count(b"*") - 1))
-                            continue
-                        connection.sendall(begin)
-                        sent = 0
-                        while sent < 64 * MiB:
-                            sent += connection.send(piece * 65536)
-                            most_sent = max(sent, most_sent)
-
-        thread = threading.Thread(target=answer)
-        thread.start()
-        url = f"redis://127.0.0.1:{listening.getsockname()[1]}"
-        store = make_store(StoreSection(kind="redis", url=url, timeout_ms=60000))
-        for ask in (
-            lambda: store.has_caches([key("cat")]),
-            lambda: store.load_cache(key("cat"), memoryview(bytearray(4096))),
-        ):
-            with pytest.raises(StoreError):
-                ask()
-        store.close()
-        listening.shutdown(socket.SHUT_RDWR)
-    thread.join(30)
-    assert 0 < most_sent < 32 * MiB  # What the two sockets hold.
+@pytest.mark.needs_redis
+@pytest.mark.parametrize("field", ["h", "d0"])
+def test_planted_value_is_not_read_when_loaded(server: RedisServer, field: str) -> None:
+    store = make_store(server.section(timeout_ms=60000))
+    with server.client() as client:
+        client.flushall()
+        store.save_caches([entry("cat")])
+        client.hset(f"epd:1:entry:{key('cat')}", field, bytes(1 << 20))
+        client.config_resetstat()
+        with pytest.raises(CorruptEntryError, match="1048576"):
+            loaded(store, "cat")
+        assert client.info("stats")["total_net_output_bytes"] < 1 << 16
+    store.close()
 
 
 # -- files alone -----------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import ssl
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from epd_portable.config.store import StoreSection
@@ -26,12 +26,6 @@ PART_BYTES = 4 << 20
 _READ_BYTES = 1 << 20
 """Read from a socket at once."""
 _MAX_CONNECTIONS = 8
-_CUTOFF_BYTES = 6000
-"""Longer arguments are sent as they are, not copied together."""
-_AHEAD_BYTES = 4096
-"""Read at once while the length is unknown."""
-_MAX_LINE_BYTES = 4096
-_NOTHING = (b"$-1", b"_")
 
 _RESERVE = """
 local index, sizes, bytes = KEYS[1], KEYS[2], KEYS[3]
@@ -83,62 +77,6 @@ return heads
 head is returned as an empty one, which has no valid seal."""
 
 
-class ReplyError(Exception):
-    """The server answers an error, or another reply than the expected one."""
-
-
-class RawReply:
-    """One reply, read from the socket into the caller's memory, part after part.
-
-    A client makes an object of every value, which is then copied again; with outputs of megabytes
-    that is most of the time. This reads arrays of values with a length, as ``HMGET`` answers them
-    (RESP 2 and 3).
-    """
-
-    def __init__(self, receive_into: Callable[[memoryview], int]) -> None:
-        self._receive_into = receive_into
-        self._ahead = b""
-
-    def read_array(self, values: int) -> None:
-        """Read the beginning of an array; `ReplyError` for another reply, `OSError` if cut off."""
-        line = self._line()
-        if line != b"*%d" % values:
-            raise ReplyError(line.decode("utf-8", "replace").removeprefix("-"))
-
-    def read_length(self) -> int | None:
-        """Read the bytes of the next value; ``None`` for a null. Raises as `read_array`."""
-        line = self._line()
-        if line in _NOTHING:
-            return None
-        if line[:1] != b"$" or not line[1:].isdigit():
-            raise ReplyError(f"the server answers {line[:100]!r}, which is no value")
-        return int(line[1:])
-
-    def read_value(self, into: memoryview) -> None:
-        """Read a value of as many bytes as ``into`` has; `OSError` if it is cut off."""
-        done = min(len(self._ahead), into.nbytes)
-        into[:done] = self._ahead[:done]
-        self._ahead = self._ahead[done:]
-        while done < into.nbytes:
-            done += self._received(into[done:])
-        self._line()
-
-    def _line(self) -> bytes:
-        while b"\r\n" not in self._ahead:
-            if len(self._ahead) > _MAX_LINE_BYTES:
-                raise ReplyError(f"a line of more than {_MAX_LINE_BYTES} bytes")
-            piece = memoryview(bytearray(_AHEAD_BYTES))
-            self._ahead += piece[: self._received(piece)]
-        line, _, self._ahead = self._ahead.partition(b"\r\n")
-        return line
-
-    def _received(self, into: memoryview) -> int:
-        got = self._receive_into(into)
-        if not got:
-            raise ConnectionResetError("the server closed the connection")
-        return got
-
-
 class RedisStore(Store):
     """See `Store`.
 
@@ -150,7 +88,6 @@ class RedisStore(Store):
         try:
             import redis
             from redis.backoff import NoBackoff
-            from redis.connection import PythonRespSerializer
             from redis.retry import Retry
         except ImportError as error:
             raise ConfigError(
@@ -178,8 +115,6 @@ class RedisStore(Store):
             socket_connect_timeout=section.timeout_s,
             socket_read_size=_READ_BYTES,
             retry=Retry(NoBackoff(), 0),
-            # That of hiredis copies what is sent.
-            command_packer=PythonRespSerializer(_CUTOFF_BYTES, _encoded),
             **options,
         )
         self._client: Any = redis.Redis(connection_pool=pool)
@@ -191,11 +126,9 @@ class RedisStore(Store):
             return []
         names = [_INDEX, *(_ENTRY + key for key in keys)]
         limits = (MAX_HEAD_BYTES, self._ttl_ms, _now_ms() + self._ttl_ms)
-        with self._translated("asking"), self._connection() as connection:
-            connection.send_command("EVAL", _ASK, len(names), *names, *limits)
-            reply = self._reply(connection)
-            reply.read_array(len(keys))
-            return [_small_value(reply) for _ in keys]
+        with self._translated("asking"):
+            found: list[bytes | None] = self._client.eval(_ASK, len(names), *names, *limits)
+        return found
 
     def save_caches(self, entries: Sequence[Entry]) -> int:
         """See `Store`."""
@@ -223,23 +156,28 @@ class RedisStore(Store):
 
     def load_cache(self, key: str, into: memoryview) -> bytes | None:
         """See `Store`."""
-        head: bytes | None = None
-        with self._translated("loading"), self._connection() as connection:
-            for number, part in enumerate(_parts(into)):
-                wanted = [f"{_PART}{number}"] if number else [_HEAD, f"{_PART}0"]
-                connection.send_command("HMGET", _ENTRY + key, *wanted)
-                reply = self._reply(connection)
-                reply.read_array(len(wanted))
-                if not number:
-                    head = _small_value(reply)
-                found = reply.read_length()
-                if head is None and found is None:
-                    return None
-                if head is None or found != part.nbytes:
-                    raise CorruptEntryError(
-                        f"entry {key}: {found or 0} bytes in part {number}, expected {part.nbytes}"
-                    )
-                reply.read_value(part)
+        name, parts = _ENTRY + key, [*_parts(into)]
+        sizes = [each.nbytes for each in parts]
+        fields = [_HEAD, *(f"{_PART}{number}" for number in range(len(parts)))]
+        with self._translated("loading"):
+            # What another has planted may be of any size, and a reply is read as a whole.
+            with self._client.pipeline(transaction=False) as pipe:
+                for field in fields:
+                    pipe.hstrlen(name, field)
+                found = pipe.execute()
+            if not any(found):
+                return None
+            if not 0 < found[0] <= MAX_HEAD_BYTES or found[1:] != sizes:
+                raise CorruptEntryError(
+                    f"entry {key}: a head of {found[0]} bytes (1 to {MAX_HEAD_BYTES}) and parts of "
+                    f"{found[1:]} (expected {sizes})"
+                )
+            head: bytes | None = self._client.hget(name, _HEAD)
+            for field, part in zip(fields[1:], parts, strict=True):
+                value = self._client.hget(name, field) or b""
+                if len(value) != part.nbytes:
+                    raise CorruptEntryError(f"entry {key}: {field} has changed while it was read")
+                part[:] = value
         return head
 
     def discard(self, key: str) -> None:
@@ -260,37 +198,12 @@ class RedisStore(Store):
         self._client.close()
         self._client.connection_pool.disconnect()
 
-    def _reply(self, connection: Any) -> RawReply:
-        """Return a reply; the time limit holds for all of it, not for each piece."""
-        end_s = time.monotonic() + self._timeout_s
-
-        def receive_into(memory: memoryview) -> int:
-            if time.monotonic() > end_s:
-                raise TimeoutError(f"its answer takes longer than {self._timeout_s:g} s")
-            received: int = connection._sock.recv_into(memory)
-            return received
-
-        return RawReply(receive_into)
-
-    @contextlib.contextmanager
-    def _connection(self) -> Iterator[Any]:
-        """Lend a connection; one whose reply was not read completely is closed."""
-        pool = self._client.connection_pool
-        connection = pool.get_connection()
-        try:
-            yield connection
-        except BaseException:
-            connection.disconnect()
-            raise
-        finally:
-            pool.release(connection)
-
     @contextlib.contextmanager
     def _translated(self, doing: str) -> Iterator[None]:
         errors = self._errors
         try:
             yield
-        except (errors.RedisError, ReplyError) as error:
+        except errors.RedisError as error:
             if isinstance(error, errors.OutOfMemoryError) or "OOM" in str(error):
                 raise StoreFullError(
                     f"{doing}, {self._where}: {error}; lower store.max_bytes below its maxmemory"
@@ -298,22 +211,6 @@ class RedisStore(Store):
             raise StoreError(f"{doing}, {self._where}: {error}") from error
         except OSError as error:
             raise StoreError(f"{doing}, {self._where}: {error}") from error
-
-
-def _encoded(value: bytes | memoryview | str | float) -> bytes | memoryview:
-    """Return an argument of a command as it is sent."""
-    return value if isinstance(value, bytes | memoryview) else str(value).encode()
-
-
-def _small_value(reply: RawReply) -> bytes | None:
-    length = reply.read_length()
-    if length is None:
-        return None
-    value = bytearray(min(length, MAX_HEAD_BYTES))
-    if length > MAX_HEAD_BYTES:
-        raise CorruptEntryError(f"a head of {length} bytes, at most {MAX_HEAD_BYTES} are read")
-    reply.read_value(memoryview(value))
-    return bytes(value)
 
 
 def _parts(payload: memoryview) -> Iterator[memoryview]:
