@@ -33,6 +33,7 @@ from vllm.v1.engine.utils import EngineHandshakeMetadata, EngineZmqAddresses
 from vllm.v1.executor import Executor
 
 from epd_portable.config.instance import InstanceConfig
+from epd_portable.connector.stores.entry import namespace_of
 from epd_portable.vllm_plugin import agreement, compat
 
 logger = logging.getLogger(__name__)
@@ -52,11 +53,12 @@ def main() -> None:
     parser = commands.make_arg_parser(FlexibleArgumentParser())
     arguments = AsyncEngineArgs.from_cli_args(parser.parse_args(argv))
     config = arguments.create_engine_config(UsageContext.OPENAI_API_SERVER)
-    name = InstanceConfig.parse(config.ec_transfer_config.ec_connector_extra_config).instance
+    instance = InstanceConfig.parse(config.ec_transfer_config.ec_connector_extra_config)
+    namespace = namespace_of(instance, lambda: agreement.stored_as(config))
     fronts = [_connect(path) for path in json.loads(paths)]
-    places = [_meet(front, name) for front in fronts]
+    places = [_meet(front, instance.instance) for front in fronts]
     address = f"{places[0]}-handshake"
-    shaken = (address, places, fronts, agreement.fingerprint(config))
+    shaken = (address, places, fronts, agreement.fingerprint(config), namespace)
     for function, given in ((_end_with, (fronts,)), (_shake_hands, shaken)):
         threading.Thread(target=function, args=given, name="epd-front", daemon=True).start()
     EngineCoreProc.run_engine_core(
@@ -94,8 +96,13 @@ def _shake_hands(
     places: Sequence[str],
     fronts: Sequence[socket.socket],
     fingerprint: str = "",
+    namespace: str = "",
 ) -> None:
-    """Give the engine its clients' addresses, and report to each server when it is ready."""
+    """Give the engine its clients' addresses, and report to each server when it is ready.
+
+    Args:
+        namespace: Of the store's entries that it loads and writes; empty for none.
+    """
     addresses = EngineZmqAddresses(
         inputs=[f"{place}-in" for place in places], outputs=[f"{place}-out" for place in places]
     )
@@ -106,7 +113,7 @@ def _shake_hands(
         handshake.send_multipart([identity, msgspec.msgpack.encode(welcome)])
         handshake.recv_multipart()  # ready
     for front in fronts:
-        front.sendall(f"ready {fingerprint}\n".encode())
+        front.sendall(f"ready {namespace or '-'} {fingerprint}\n".encode())
 
 
 def _end_with(fronts: Sequence[socket.socket]) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import itertools
 import logging
 import time
 from collections.abc import Callable, Collection, Iterable
@@ -24,22 +25,27 @@ from vllm.config import VllmConfig
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
 from vllm.v1.engine.core_client import AsyncMPClient
 
-from epd_portable.config.roles import ENCODES, TAKES_ITEMS, TAKES_KV, Duty
+from epd_portable.config.api_keys import ApiKeys
+from epd_portable.config.choice import ChoiceSection, with_file
+from epd_portable.config.roles import ENCODES, TAKES_ITEMS, TAKES_KV
+from epd_portable.config.routing import MAX_ENCODERS
 from epd_portable.config.secret import Secret
+from epd_portable.config.store import StoreSection
+from epd_portable.connector.stores.lookup import StoreLookup
+from epd_portable.connector.stores.metrics import StoreMetrics
 from epd_portable.front.calls import calls_of_all
 from epd_portable.front.engines import Engines, EngineSettings, FrontEngine
-from epd_portable.front.item_jobs import ItemJobs
+from epd_portable.front.item_jobs import EncodeOrder, ItemJobs
 from epd_portable.front.metrics import FrontMetrics
 from epd_portable.front.prefill import KV, PrefillJob, Prefills
 from epd_portable.front.request import (
-    BLOCK_TOKENS,
     FrontItem,
     FullError,
     GracefulHTTPError,
     OpenRequest,
     UnavailableError,
-    blocks_of,
 )
+from epd_portable.front.selection import selection_of
 from epd_portable.placement.assignment import (
     BUSY_THRESHOLD,
     Assignment,
@@ -51,8 +57,8 @@ from epd_portable.placement.assignment import (
 from epd_portable.placement.balance import Switching
 from epd_portable.placement.fallbacks import MAX_PD_ATTEMPTS, RetryBudget
 from epd_portable.placement.instances import Instance, WentDownError, while_up
+from epd_portable.placement.profiles.policy import Policy
 from epd_portable.placement.replies import BODY_TIMEOUT_S
-from epd_portable.placement.ring import bounded_load
 from epd_portable.vllm_plugin import compat
 from epd_portable.vllm_plugin.metadata import ItemMetadata
 from epd_portable.vllm_plugin.video_parts import VideoParts
@@ -76,6 +82,9 @@ class FrontSettings(msgspec.Struct, frozen=True, kw_only=True):
         sockets: Unix socket of each API server, for engines.
         can_encode: Engines that answer hold the vision tower.
         body_timeout_s: Longest time in which a request's body must have come.
+        store: A ``StoreSection``.
+        choice: A ``ChoiceSection``.
+        explains: Clients show keys, so that they may see how engines were chosen.
     """
 
     engines: list[EngineSettings]
@@ -90,6 +99,12 @@ class FrontSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_body_bytes: int = 64 << 20
     max_bodies_bytes: int = 1 << 30
     body_timeout_s: float = BODY_TIMEOUT_S
+    store: dict[str, Any] | None = None
+    choice: dict[str, Any] | None = None
+    hop_keys_file: str | None = None
+    explains: bool = False
+    encode_order: EncodeOrder = "concurrent"
+    partial_results: bool = False
 
 
 class SplitClient(AsyncMPClient):
@@ -101,6 +116,8 @@ class SplitClient(AsyncMPClient):
 
     Attributes:
         fail: Ends a request that has not begun with an error.
+        words: Returns the tokens of a text; ``None`` without a tokenizer.
+        hop_keys: Of trusted gateways; ``None`` for none.
         metrics: What it counts.
         switching: To be called every second, if roles are to switch.
     """
@@ -112,8 +129,20 @@ class SplitClient(AsyncMPClient):
         self.resources = SimpleNamespace(engine_dead=False)
         self.engines_running = False
         self.fail: Callable[[str, Exception], None] = lambda request_id, error: None
+        self.words: Callable[[str], list[int]] | None = None
         paths = [Path(each) for each in settings.sockets]
-        self.engines = Engines(settings.engines, paths, index, config, outputs=self._take_outputs)
+        self._policy = _policy_of(settings)
+        self.hop_keys = None
+        if settings.hop_keys_file is not None:
+            self.hop_keys = ApiKeys(settings.hop_keys_file, "router.hop_keys_file")
+        self.engines = Engines(
+            settings.engines,
+            paths,
+            index,
+            config,
+            outputs=self._take_outputs,
+            caches=self._policy.cache_sizes if self._policy else None,
+        )
         self.engine_ranks_managed = [each.index for each in self.engines.by_name.values()]
         self._pool = self.engines.pool
         self._servers = len(settings.sockets)
@@ -126,6 +155,12 @@ class SplitClient(AsyncMPClient):
         self._open: dict[str, OpenRequest] = {}
         self._at_engines: dict[str, OpenRequest] = {}  # by the id of its present try
         self.metrics = FrontMetrics(self._pool)
+        self._store: StoreLookup | None = None
+        if settings.store is not None:
+            section = StoreSection.model_validate(settings.store)
+            self._store = StoreLookup(
+                section, self.secret, StoreMetrics("front", self.metrics.registry)
+            )
         self._is_draining = False
         self._retries = RetryBudget()
         self._jobs = ItemJobs(
@@ -135,6 +170,8 @@ class SplitClient(AsyncMPClient):
             servers=self._servers,
             wait_timeout_s=settings.wait_timeout_s,
             can_encode=settings.can_encode,
+            order=settings.encode_order,
+            job_s=_job_s(settings, self._policy),
         )
         self._prefills = Prefills(
             self.metrics,
@@ -160,6 +197,8 @@ class SplitClient(AsyncMPClient):
             time.sleep(_DRAIN_STEP_S)  # Until vLLM has passed the last of them on.
         self.resources.engine_dead = True
         self.engines.close()
+        if self._store is not None:
+            self._store.close()
 
     async def get_output_async(self, *args: Any, **kwargs: Any) -> EngineCoreOutputs:
         """Return what one of the engines has put out."""
@@ -211,6 +250,8 @@ class SplitClient(AsyncMPClient):
                 HTTPStatus.BAD_REQUEST,
             )
         one = OpenRequest(self._parts.divide(request) if self._parts.most > 1 else request)
+        one.headers.items.update(dict.fromkeys(each.item_uuid for each in one.items))
+        one.selection = selection_of(self._pool, self._policy, one)
         engine = self._choose_engine(one, None)
         self._retries.count_request()
         self._pool.work.prompt_came(engine.instance.role, one.tokens)
@@ -234,8 +275,8 @@ class SplitClient(AsyncMPClient):
         """Return the engine that is to answer: the one before, if it is up; refuse without room."""
         if self._is_draining:
             raise UnavailableError("this server is being stopped")
-        chosen = before if before is not None and before.instance.usable else None
-        chosen = self._choose(one, "answer", among=chosen)
+        chosen = before.instance if before is not None and before.instance.usable else None
+        chosen = chosen or one.selection.choose_engine()
         if chosen is None:
             raise UnavailableError("no engine that answers is up")
         encoders = [each for each in self.engines.by_name.values() if each.encodes_only]
@@ -243,53 +284,38 @@ class SplitClient(AsyncMPClient):
         if one.core.mm_features and not self._can_encode and not room:
             if self._pool.any_usable("encode"):
                 raise FullError
-            raise UnavailableError("no encode engine is up")
-        return chosen
-
-    def _choose(
-        self,
-        one: OpenRequest,
-        duty: Duty,
-        exclude: Collection[str] = (),
-        among: FrontEngine | None = None,
-    ) -> FrontEngine | None:
-        """Return the usable engine that is to compute a prompt: `among`, if there is one."""
-        blocks = blocks_of(one.core)
-        if among is not None:
-            chosen: Instance | None = among.instance
-        else:
-            chosen = self._nearest(blocks, duty, exclude)
-            chosen = chosen or self._pool.choose_least_loaded(exclude, duty)
-        if chosen is None:
-            return None
-        cached = BLOCK_TOKENS * chosen.cached.prefix(blocks)
-        one.tokens = len(one.core.prompt_token_ids or ()) - cached
-        chosen.cached.use_prefix(blocks)
+            if not self._may_leave_out(one):
+                raise UnavailableError("no encode engine is up")
+        one.tokens = one.selection.note_engine(chosen)
         return self.engines.by_name[chosen.name]
 
     def _choose_prefill(self, job: OpenRequest, exclude: Collection[str]) -> FrontEngine | None:
-        engine = self._choose(job, "prefill", exclude)
-        if engine is not None:
-            self._pool.work.prompt_came(engine.instance.role, job.tokens)
-        return engine
-
-    def _nearest(self, blocks: list[int], duty: Duty, exclude: Collection[str]) -> Instance | None:
-        """Return who has the most of a prompt's beginning, unless others are much less busy."""
-        usable = [each for each in next(self._pool.tiers(duty)) if each.name not in exclude]
-        if len(usable) < 2 or not blocks:
+        chosen = job.selection.choose_prefill(exclude)
+        if chosen is None:
             return None
-        most = bounded_load(sum(each.load for each in usable), sum(each.weight for each in usable))
-        known = [
-            (each.cached.prefix(blocks), each) for each in usable if each.load < most * each.weight
-        ]
-        count, nearest = max(known, key=lambda pair: pair[0], default=(0, None))
-        return nearest if count else None
+        job.tokens = job.selection.note_prompt(chosen)
+        self._pool.work.prompt_came(chosen.role, job.tokens)
+        return self.engines.by_name[chosen.name]
+
+    def _may_leave_out(self, one: OpenRequest) -> bool:
+        """Return whether a request is served without items that no engine can encode."""
+        able = self._can_encode or self.words is None or isinstance(one, PrefillJob)
+        return self.settings.partial_results and not able
+
+    def _leave_out(self, one: OpenRequest) -> None:
+        if one.missing and self.words is not None:
+            one.leave_out(self.words)
 
     async def _serve(self, one: OpenRequest, engine: FrontEngine) -> None:
         """Have a request answered, by one engine after another until one has begun."""
         request_id = one.core.request_id
         try:
-            for attempt in range(MAX_PD_ATTEMPTS):
+            if self._store is not None:
+                items = [each for each in one.items if each.item_uuid not in engine.holds]
+                with engine.instance.working():
+                    one.stored = await self._store.find_items(items, engine.namespace)
+            attempts = MAX_PD_ATTEMPTS
+            for attempt in itertools.count():
                 resets = self._jobs.resets
                 engine_id = f"{request_id}-{attempt}" if attempt else request_id
                 if engine.instance.role in TAKES_KV and not await self._prefills.compute(
@@ -301,7 +327,12 @@ class SplitClient(AsyncMPClient):
                     return
                 logger.warning("request %s is sent again: %s", request_id, one.again)
                 self.metrics.sent_again.inc()
-                if resets == self._jobs.resets and not self._retries.spend():
+                if one.missing and self._may_leave_out(one):
+                    self._leave_out(one)
+                    attempts += 1
+                elif resets == self._jobs.resets and not self._retries.spend():
+                    break
+                if attempt + 1 >= attempts:
                     break
                 engine = self._choose_engine(one, engine)
             raise UnavailableError(one.again)
@@ -321,6 +352,11 @@ class SplitClient(AsyncMPClient):
         one.again = ""
         one.decided.clear()
         ways = self._assign(one, engine)
+        if self._may_leave_out(one):
+            one.missing |= {each.item.item_uuid for each in ways if each.by == "local"}
+            self.metrics.items.labels("left_out").inc(len(one.missing))
+            ways = [each for each in ways if each.item.item_uuid not in one.missing]
+            self._leave_out(one)
         if engine_id == one.core.request_id:
             self._count(ways)
         client = engine.client
@@ -328,7 +364,9 @@ class SplitClient(AsyncMPClient):
             one.again = f"engine {engine.name} is down"
             return
         # Whoever is an encoder encodes by itself what it holds no more.
-        by_transfer = ("encoder",) if engine.instance.role in ENCODES else ("encoder", "held")
+        by_transfer = {"encoder", "stored"}
+        if engine.instance.role not in ENCODES:
+            by_transfer.add("held")
         brought = [each for each in ways if each.by in by_transfer]
         # API servers share engines: what one gives them meanwhile, each does.
         here_s = self._servers * sum(
@@ -338,6 +376,7 @@ class SplitClient(AsyncMPClient):
             each.item.item_uuid: new_transfer(each.item, engine.instance.control, self.secret)
             for each in brought
         }
+        stores = {each.item.item_uuid: each.stored.key for each in ways if each.stored}
         one.requested = {each.transfer_id: asyncio.Event() for each in transfers.values()}
         self._jobs.requested |= one.requested
         one.held = {each.item.item_uuid for each in ways if each.by == "held"}
@@ -346,10 +385,11 @@ class SplitClient(AsyncMPClient):
         try:
             with while_up(engine.instance.working()) as use:
                 use.owe_answer(one.tokens)
-                await engine.add(self._for_engine(one, engine_id, transfers))
+                await engine.add(self._for_engine(one, engine_id, transfers, stores))
                 if here_s or not one.awaited:
                     use.compute()
-                with engine.instance.encoding(here_s), one.kv_held():
+                computing = engine.instance.computing(one.tokens)
+                with engine.instance.encoding(here_s), computing, one.kv_held():
                     async with anyio.create_task_group() as items:
                         for each in brought:
                             transfer = transfers[each.item.item_uuid]
@@ -377,33 +417,40 @@ class SplitClient(AsyncMPClient):
 
     def _assign(self, one: OpenRequest, engine: FrontEngine) -> list[Assignment[FrontItem]]:
         """Return which engine brings each item to the one that answers."""
-        if one.core.sampling_params is None or one.kv is not None:
+        if one.kv is not None:
             return []
-        items: dict[str, FrontItem] = {}
-        for feature in one.core.mm_features or ():
-            items.setdefault(feature.identifier, FrontItem(feature))
         if engine.instance.role not in TAKES_ITEMS:
-            return [Assignment(item=each, by="local_first") for each in items.values()]
+            return [Assignment(item=each, by="local_first") for each in one.items]
         own = engine.instance if engine.instance.role in ENCODES else None
 
         def choose(item: FrontItem, exclude: Collection[str]) -> Instance | None:
-            return self._jobs.choose_encoder(item, exclude, engine.name)
+            return self._jobs.choose_encoder(one, item, exclude, engine.name)
+
+        elastic = self._is_elastic and one.selection.is_elastic and own is None
+        stay: Collection[str] = ()
+        if self._can_encode:
+            stay = one.selection.stay(one.items, engine.instance)
 
         return assign_items(
-            [*items.values()],
+            one.items,
             engine,
             choose if own is None else or_own(own, choose),
             self._jobs.times,
-            left_here=one.here,
+            stored={
+                name: entry
+                for name, entry in one.stored.items()
+                if entry.usable and name not in {*engine.holds, *one.here}
+            },
+            left_here={*one.here, *stay},
             held=engine.holds,
-            elastic_threshold=BUSY_THRESHOLD if self._is_elastic and own is None else None,
+            elastic_threshold=BUSY_THRESHOLD if elastic else None,
             own=own,
         )
 
     def _count(self, ways: Iterable[Assignment[FrontItem]]) -> None:
         """Count the items of a request that has just come."""
         for each in ways:
-            if each.by == "held":
+            if each.by in ("held", "stored"):
                 continue
             self._pool.work.item_came(each.item, self._jobs.times.of(each.item))
             if each.by != "encoder":
@@ -412,7 +459,11 @@ class SplitClient(AsyncMPClient):
                 self.metrics.elastic.labels(each.elastic).inc()
 
     def _for_engine(
-        self, one: OpenRequest, engine_id: str, transfers: dict[str, EncodeTransfer]
+        self,
+        one: OpenRequest,
+        engine_id: str,
+        transfers: dict[str, EncodeTransfer],
+        stores: dict[str, str],
     ) -> EngineCoreRequest:
         """Return a request as the engine that answers gets it: without what encoders get."""
         core = one.core
@@ -430,6 +481,7 @@ class SplitClient(AsyncMPClient):
                     expected_transfer(transfer),
                     media=bare is None,
                     on_demand=feature.identifier in one.held,
+                    store=stores.get(feature.identifier, ""),
                 )
             features.append(bare or feature)
         sent.mm_features = features or None
@@ -454,6 +506,8 @@ class SplitClient(AsyncMPClient):
         outputs.engine_index = engine.index
         if (stats := outputs.scheduler_stats) is not None:
             engine.running = stats.num_running_reqs
+            if self._policy is not None and self._policy.wants_loads:
+                engine.report(stats)
         outputs.outputs = [each for each in outputs.outputs if self._take_output(engine, each)]
         self._outputs.put_nowait(outputs)
 
@@ -500,3 +554,23 @@ class SplitClient(AsyncMPClient):
         """End an answer that has begun and whose engine is gone, as vLLM ends broken ones."""
         end = EngineCoreOutput(one.core.request_id, [], finish_reason=reason)
         self._outputs.put_nowait(EngineCoreOutputs(engine_index=engine.index, outputs=[end]))
+
+
+def _policy_of(settings: FrontSettings) -> Policy | None:
+    if settings.choice is None:
+        return None
+    policy = Policy(with_file(ChoiceSection.model_validate(settings.choice)))
+    for note in policy.notes:
+        logger.warning("router.choice: %s", note)
+    return policy
+
+
+def _job_s(settings: FrontSettings, policy: Policy | None) -> float | None:
+    """Return the longest time of an encode job: what a decider says, as far as retries fit."""
+    if policy is None or policy.encode_timeout_s is None:
+        return None
+    longest_s = settings.wait_timeout_s / MAX_ENCODERS
+    if policy.encode_timeout_s > longest_s:
+        wanted = f"{policy.encode_timeout_s:g} s"
+        logger.warning("of encoderTimeout, %s, an encode job gets %g s", wanted, longest_s)
+    return min(policy.encode_timeout_s, longest_s)

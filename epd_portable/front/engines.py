@@ -27,13 +27,16 @@ from vllm.v1.executor import Executor
 
 from epd_portable.config.roles import DUTIES, ENCODES, TAKES_ITEMS, Role
 from epd_portable.log import say_failure
+from epd_portable.placement.caches import CacheSizes
 from epd_portable.placement.instances import EndpointPool, Instance, WentDownError, while_up
 from epd_portable.placement.metrics import InstanceCollector, InstanceStats, PoolStats, stats_of
 from epd_portable.wire.fingerprint import differences
+from epd_portable.wire.messages import LoadReport
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest
+    from vllm.v1.metrics.stats import SchedulerStats
 
 logger = logging.getLogger(__name__)
 _said = say_failure(logger, "an engine is sent away")
@@ -64,6 +67,7 @@ class FrontEngine:
         client: vLLM's client of its present life; ``None`` while it is down.
         holds: Items in its encoder cache, as far as it has said (`CacheNews`).
         fingerprint: See `epd_portable.wire.fingerprint`; empty before its first life.
+        namespace: Of the store's entries that it loads; empty for none.
         misfits: Engines whose items it refuses.
         running: Requests that it computes, of all senders, by its last report; vLLM tells one API
             server how many, others whether there are any.
@@ -75,7 +79,7 @@ class FrontEngine:
         self.index = index
         self.client: Any = None
         self.holds: set[str] = set()
-        self.fingerprint = ""
+        self.fingerprint = self.namespace = ""
         self.misfits: set[str] = set()
         self.running = 0
 
@@ -88,6 +92,15 @@ class FrontEngine:
     def computes_for(self) -> int:
         """Requests whose tokens wait while it encodes."""
         return max(self.instance.computes_for, self.running)
+
+    def report(self, stats: SchedulerStats) -> None:
+        """Take in how busy it is; what it says holds until it says more."""
+        running, waiting = stats.num_running_reqs, stats.num_waiting_reqs
+        if self.encodes_only:
+            report = LoadReport(items=running + waiting)
+        else:
+            report = LoadReport(running=running, waiting=waiting, kv_used=stats.kv_cache_usage)
+        self.instance.take_report(report, lasts=True)
 
     @property
     def name(self) -> str:
@@ -207,6 +220,7 @@ class Engines:
         index: Of this server.
         config: Of the front; the first engine that generates completes it.
         outputs: Takes what an engine puts out.
+        caches: Sizes of what engines are taken to have in their caches.
 
     Attributes:
         pool: The engines as instances, to choose from.
@@ -219,8 +233,9 @@ class Engines:
         index: int,
         config: VllmConfig,
         outputs: Callable[[FrontEngine, EngineCoreOutputs], None],
+        caches: CacheSizes | None = None,
     ) -> None:
-        self.pool = EndpointPool()
+        self.pool = EndpointPool(caches=caches)
         self.by_name = {
             each.name: FrontEngine(each, self.pool.add(each), number)
             for number, each in enumerate(settings)
@@ -312,7 +327,8 @@ class Engines:
         writer.write(f"{place}\n".encode())
         if not (ready := await reader.readline()):
             return  # It has ended before it was ready.
-        engine.fingerprint = ready.decode().strip().partition(" ")[2]
+        _, namespace, engine.fingerprint = ready.decode().rstrip("\n").split(" ", 2)
+        engine.namespace = namespace.strip("-")
         self._compare_fingerprints()
         config = self._config
         if self._complete or not engine.generates:

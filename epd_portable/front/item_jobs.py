@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Collection
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import anyio
 from vllm.multimodal.inputs import PlaceholderRange
@@ -25,6 +26,8 @@ from epd_portable.wire.params import FIELD, EncodeParams, EncodeTransfer, to_par
 
 logger = logging.getLogger(__name__)
 
+EncodeOrder = Literal["concurrent", "sequential_fallback", "sequential"]
+
 
 class ItemJobs:
     """Jobs of all open requests.
@@ -36,6 +39,8 @@ class ItemJobs:
         servers: API servers of this front: what one gives an engine meanwhile, each does.
         wait_timeout_s: Longest time in which an item must come.
         can_encode: The engine that answers holds the vision tower.
+        order: Key ``router.encode_order``.
+        job_s: Longest time of one job; ``None`` for any.
 
     Attributes:
         open: Jobs that have not ended, by name.
@@ -53,6 +58,8 @@ class ItemJobs:
         servers: int,
         wait_timeout_s: float,
         can_encode: bool,
+        order: EncodeOrder = "concurrent",
+        job_s: float | None = None,
     ) -> None:
         self.times = EncodeTimes()
         self.requested: dict[str, asyncio.Event] = {}
@@ -63,6 +70,8 @@ class ItemJobs:
         self._servers = servers
         self._wait_timeout_s = wait_timeout_s
         self._can_encode = can_encode
+        self._order = order
+        self._job_s = job_s
         self.open: dict[str, asyncio.Future[FinishReason]] = {}
 
     def take_output(self, output: EngineCoreOutput) -> None:
@@ -72,18 +81,12 @@ class ItemJobs:
             answer.set_result(output.finish_reason)
 
     def choose_encoder(
-        self, item: FrontItem, exclude: Collection[str], taker: str
+        self, one: OpenRequest, item: FrontItem, exclude: Collection[str], taker: str
     ) -> Instance | None:
         """Return who should encode an item for an engine; not one whose items that refuses."""
-        exclude = [*exclude, *self._engines.by_name[taker].misfits]
-
-        def busy(encoder: Instance) -> tuple[float, float]:
-            return encoder.pending_encode_s / encoder.weight, encoder.load / encoder.weight
-
         full = [each.name for each in self._engines.by_name.values() if each.is_full]
-        # The first token waits for the last part of a video.
-        first = busy if item.is_part else None
-        return self._engines.pool.choose_encoder(item.item_uuid, [*exclude, *full], first=first)
+        exclude = [*exclude, *self._engines.by_name[taker].misfits, *full]
+        return one.selection.choose_encoder(item, exclude)
 
     async def deliver(
         self, one: OpenRequest, way: Assignment[FrontItem], transfer: EncodeTransfer, use: Use
@@ -95,35 +98,45 @@ class ItemJobs:
         """
         item, encoder = way.item, way.encoder
         requested = one.requested[transfer.transfer_id]
-        if way.by == "held":
+        if way.by in ("held", "stored"):
             await requested.wait()
             if one.decided.is_set():
+                if way.stored and not one.again:
+                    self._metrics.items.labels("stored").inc()
                 return
             requested.clear()
+            if way.stored:
+                way.stored.usable = False
             one.held.discard(item.item_uuid)
             one.awaited.add(item.item_uuid)
             self._engines.pool.work.item_came(item, self.times.of(item))
-            encoder = self.choose_encoder(item, [use.instance.name], use.instance.name)
+            encoder = self.choose_encoder(one, item, [use.instance.name], use.instance.name)
         first = encoder
         tries = EncodeTries(
             lambda exclude: self.choose_encoder(
-                item, [*exclude, use.instance.name], use.instance.name
+                one, item, [*exclude, use.instance.name], use.instance.name
             ),
             self._retries,
             deadline_s=time.monotonic() + self._wait_timeout_s,
         )
+        in_turn = self._order == "sequential"
         while encoder is not None:
             job, resets = f"{transfer.transfer_id}-{encoder.name}", self.resets
             try:
                 with while_up(encoder.working(item.item_uuid)):
-                    with encoder.encoding(self._servers * self.times.of(item)):
-                        failure = await self._encode(one, item, transfer, encoder, job)
+                    async with one.turn if in_turn else contextlib.nullcontext():
+                        if one.decided.is_set():
+                            return
+                        one.selection.note_job(item, encoder)
+                        with encoder.encoding(self._servers * self.times.of(item)):
+                            failure = await self._encode(one, item, transfer, encoder, job)
                     if failure is None:
                         one.awaited.discard(item.item_uuid)
                         if not one.awaited:
                             use.compute()
                         await requested.wait()
                         if one.decided.is_set():
+                            one.headers.encoded[item.item_uuid] = encoder
                             if not one.again:
                                 outcome = "encoded" if encoder is first else "retried"
                                 self._metrics.items.labels(outcome).inc()
@@ -136,8 +149,10 @@ class ItemJobs:
             assert failure is not None
             if resets != self.resets:
                 # It has forgotten the item with others, in a reset: that is no failure.
-                encoder = self.choose_encoder(item, [use.instance.name], use.instance.name)
+                encoder = self.choose_encoder(one, item, [use.instance.name], use.instance.name)
                 continue
+            one.selection.note_job(item, encoder, failed=True)
+            in_turn = self._order != "concurrent"
             logger.warning("transfer %s: encoder %s: %s", job, encoder.name, failure.reason)
             pause_s = tries.note_failure(encoder.name, failure, time.monotonic())
             await asyncio.sleep(pause_s)
@@ -146,8 +161,7 @@ class ItemJobs:
             return  # It was there before.
         self._metrics.items.labels("local" if self._can_encode else "left_out").inc()
         one.again = tries.describe() if first else "no encode engine is up"
-        if self._can_encode:
-            one.here.add(item.item_uuid)
+        (one.here if self._can_encode else one.missing).add(item.item_uuid)
         one.decide()
 
     async def _encode(
@@ -163,13 +177,17 @@ class ItemJobs:
         client, begun = engine.client, time.monotonic()
         answer = self.open[job] = asyncio.get_running_loop().create_future()
         try:
-            await engine.add(_job(one.core, item.feature, transfer, job))
-            reason = await answer
+            with anyio.move_on_after(self._job_s):
+                await engine.add(_job(one.core, item.feature, transfer, job))
+                reason = await answer
         finally:
             del self.open[job]
             if not answer.done() or answer.cancelled():
                 with anyio.CancelScope(shield=True):
                     await engine.abort(client, job)
+        if not answer.done() or answer.cancelled():
+            late = f"did not end the job within {self._job_s:g} s"
+            return EncodeFailure(kind=FailureKind.TIMEOUT, reason=late)
         if reason in (FinishReason.ERROR, FinishReason.ABORT):
             return EncodeFailure(kind=FailureKind.ERROR, reason=f"ended the job with {reason}")
         now = time.monotonic()

@@ -105,7 +105,11 @@ class Prefills:
         if not suits(one.core):
             self._metrics.prefills.labels("unsuited").inc()
             return True
-        job = PrefillJob(core=_request(one.core))
+        if not one.selection.disaggregates_prefill():
+            self._metrics.prefills.labels("local_first").inc()
+            return True
+        job = PrefillJob(core=_request(one.core), stored=one.stored, headers=one.headers)
+        job.selection = one.selection
         failed: list[str] = []
         last: FrontEngine | None = None
         for number in range(MAX_PREFILLS):
@@ -117,6 +121,7 @@ class Prefills:
             if job.params:
                 self._metrics.prefills.labels("disaggregated").inc()
                 one.kv = PrefilledKv(engine.instance, job.params)
+                one.headers.prefilled = engine.instance
                 return True
             if job.aborted:
                 return False

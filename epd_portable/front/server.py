@@ -55,6 +55,8 @@ class Front(compat.passing_errors(AsyncLLM)):  # type: ignore[misc]
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.engine_core.fail = self._fail
+        if (tokenizer := self.tokenizer) is not None:
+            self.engine_core.words = lambda text: tokenizer.encode(text, add_special_tokens=False)
         process = self.renderer._process_mm_uuids
         # A client's name for an item could be that of another client's picture.
         self.renderer._process_mm_uuids = lambda data, items, uuids, *args, **kwargs: process(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import random
 import time
 from collections import Counter
@@ -285,10 +286,14 @@ class Instance:
             items = max(items + since, load)
         return msgspec.structs.replace(report, waiting=waiting, items=items)
 
-    def take_report(self, report: LoadReport | None) -> None:
-        """Set what it reports of its load; ``None`` for nothing."""
+    def take_report(self, report: LoadReport | None, *, lasts: bool = False) -> None:
+        """Set what it reports of its load; ``None`` for nothing.
+
+        Args:
+            lasts: It reports each change, so that no report is too old.
+        """
         self._report = report
-        self._reported_at = self._clock()
+        self._reported_at = math.inf if lasts else self._clock()
         self._load_at_report = self.load
 
     def working(self, item: str = "") -> Use:

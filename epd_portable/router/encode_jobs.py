@@ -14,7 +14,7 @@ import anyio
 import msgspec
 
 from epd_portable.config.roles import ENCODES
-from epd_portable.connector.stores.lookup import StoredItem, StoreLookup
+from epd_portable.connector.stores.lookup import StoredItem
 from epd_portable.log import trace
 from epd_portable.placement.assignment import EncodeFailure, EncodeTimes, EncodeTries
 from epd_portable.placement.fallbacks import RequestPhase, RetryBudget
@@ -28,6 +28,7 @@ from epd_portable.router.http.upstream import Upstream, UpstreamError
 from epd_portable.router.observability.record import Leg
 from epd_portable.router.selector import Selection
 from epd_portable.router.settings import RouterSettings
+from epd_portable.router.stored import LearningLookup
 from epd_portable.wire.outcomes import FailureKind, Fallback, ItemResult
 from epd_portable.wire.params import EncodedItem, EncodeOutcome, EncodeTransfer
 
@@ -131,7 +132,7 @@ class EncodeJobs:
     upstream: Upstream
     control: ControlChannels
     retries: RetryBudget
-    store: StoreLookup | None
+    store: LearningLookup | None
     times: EncodeTimes = field(default_factory=EncodeTimes, init=False)
     _job_s: float = field(init=False)
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from epd_portable.config.roles import ENCODES, TAKES_ITEMS, TAKES_KV
 from epd_portable.config.secret import Secret
-from epd_portable.connector.stores.lookup import StoredItem, StoreLookup
+from epd_portable.connector.stores.lookup import StoredItem
 from epd_portable.log import say_failure, trace
 from epd_portable.placement.assignment import (
     EncodeFailure,
@@ -47,6 +47,7 @@ from epd_portable.router.prefill import choose_prefill, for_prefill, kv_of, with
 from epd_portable.router.relay import Forwarder, Relay, phase_of
 from epd_portable.router.selector import EndpointSelector, Selection
 from epd_portable.router.settings import RouterSettings
+from epd_portable.router.stored import LearningLookup
 from epd_portable.wire.outcomes import FailureKind, Fallback
 from epd_portable.wire.params import EncodedItem, PrefillParams
 
@@ -94,7 +95,7 @@ class Exchange:
         control: ControlChannels,
         metrics: Metrics,
         secret: Secret,
-        store: StoreLookup | None,
+        store: LearningLookup | None,
     ) -> None:
         self.relay = Relay(settings, upstream, metrics)
         self._settings = settings

@@ -13,13 +13,13 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from epd_portable.config.api_keys import ApiKeys
 from epd_portable.errors import RequestError
 from epd_portable.placement.instances import EndpointPool, Instance
 from epd_portable.placement.profiles.selection_types import Decision, Stage
 from epd_portable.router.contents.body import Call
 from epd_portable.router.contents.media import MediaItem
 from epd_portable.router.envoy import DESTINATION
-from epd_portable.router.ingress.access import ApiKeys
 from epd_portable.router.observability.record import RequestRecord
 from epd_portable.router.prefill import asks_for_kv, brings_kv
 from epd_portable.router.selector import Selection

@@ -14,10 +14,10 @@ from typing import Literal
 import anyio
 import msgspec
 
+from epd_portable.config.api_keys import ApiKeys
 from epd_portable.config.routing import AdmissionSection
 from epd_portable.config.secret import INSTANCE_TOKEN_HEADER, Secret
 from epd_portable.connector.curve import CurveKeys
-from epd_portable.connector.stores.lookup import StoreLookup
 from epd_portable.errors import ConfigError, RequestError
 from epd_portable.media.limits import MediaLimits
 from epd_portable.placement.balance import Switching
@@ -60,7 +60,6 @@ from epd_portable.router.fleet.endpoints_file import EndpointsFile
 from epd_portable.router.fleet.registration import MAX_BODY_BYTES, Registration
 from epd_portable.router.hops import answer_headers, read_hints
 from epd_portable.router.http.upstream import Upstream
-from epd_portable.router.ingress.access import ApiKeys
 from epd_portable.router.ingress.admission import AdmissionControl
 from epd_portable.router.ingress.cors import Cors
 from epd_portable.router.observability.access_log import AccessLog
@@ -69,6 +68,7 @@ from epd_portable.router.observability.record import Listener
 from epd_portable.router.relay import Forwarder
 from epd_portable.router.selector import EndpointSelector
 from epd_portable.router.settings import RouterSettings, policy_of
+from epd_portable.router.stored import LearningLookup
 from epd_portable.router.warm_up import WarmUp
 
 logger = logging.getLogger(__name__)
@@ -167,9 +167,9 @@ class Router:
         self._switching = Switching(self.instances, elastic=elastic)
         self.listeners: list[Listener] = [self.metrics, *observers(settings)]
         self._control = ControlChannels(CurveKeys.derive(secret))
-        self._store: StoreLookup | None = None
+        self._store: LearningLookup | None = None
         if settings.store is not None:
-            self._store = StoreLookup(
+            self._store = LearningLookup(
                 settings.store,
                 secret,
                 self.metrics.store,

@@ -25,7 +25,6 @@ import msgspec
 
 from epd_portable.config.roles import ENCODES, SENDS_KV, TAKES_ITEMS, TAKES_KV
 from epd_portable.config.secret import Secret
-from epd_portable.connector.stores.lookup import StoreLookup
 from epd_portable.log import trace
 from epd_portable.placement.assignment import EncodeFailure, expected_transfer, new_transfer
 from epd_portable.placement.instances import EndpointPool, Instance, WentDownError, while_up
@@ -36,6 +35,7 @@ from epd_portable.router.fleet.control import ControlChannels, Inbox
 from epd_portable.router.http.upstream import Upstream, UpstreamError
 from epd_portable.router.prefill import for_prefill, read_kv, with_kv
 from epd_portable.router.settings import RouterSettings
+from epd_portable.router.stored import LearningLookup
 from epd_portable.wire.messages import Nack, NackCode
 from epd_portable.wire.outcomes import FailureKind
 from epd_portable.wire.params import EncodeTransfer, ItemOutcome, PrefillOutcome, PrefillParams
@@ -112,7 +112,7 @@ class WarmUp:
     upstream: Upstream
     control: ControlChannels
     secret: Secret
-    store: StoreLookup | None
+    store: LearningLookup | None
     _make_item: Callable[[], dict[str, Any]] = field(default=picture, init=False)
     _ready: set[Instance] = field(default_factory=set, init=False)
 

@@ -11,18 +11,21 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
 from vllm.v1.engine.exceptions import EngineDeadError
 
+from epd_portable.connector.stores.lookup import StoredItem
 from epd_portable.front.client import SplitClient
+from epd_portable.front.item_jobs import EncodeOrder
 from epd_portable.front.request import GracefulHTTPError
 from epd_portable.vllm_plugin import compat
-from epd_portable.wire.params import CacheNews, to_params
+from epd_portable.wire.params import CacheNews, EncodedItem, to_params
 from tests.integration.front.played_front import (
     CONTROL,
     PAIRS,
@@ -60,8 +63,10 @@ class Asked:
 class Life:
     """One life of an engine, in the place of vLLM's client of it."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, loads: Callable[[str], bool]) -> None:
         self.name = name
+        self.loads = loads
+        """Whether an entry of the store is there when it is loaded."""
         self.requests: dict[str, EngineCoreRequest] = {}
         self.said: dict[str, int] = {}
         self.cached: dict[str, list[int]] = {}
@@ -112,6 +117,10 @@ class Life:
         """Keep what a request finds here; ask for what nobody was to bring otherwise."""
         for each in transfers_of(core):
             name, transfer_id = each["item_uuid"], each["transfer_id"]
+            if each.get("store") and self.loads(name):
+                self.brought[transfer_id] = seen_of(name)
+            elif each.get("store"):
+                self.requested.append(transfer_id)
             if not each.get("on_demand"):
                 continue
             if name in self.cached:
@@ -176,6 +185,22 @@ def transfers_of(core: EngineCoreRequest) -> list[dict[str, Any]]:
     return found
 
 
+class Store:
+    """Look-ups of a store, which has some items; the real one asks by threads."""
+
+    def __init__(self, chance: random.Random) -> None:
+        self._random = chance
+
+    async def find_items(self, items: Sequence[Any], namespace: str) -> dict[str, StoredItem]:
+        found = {}
+        for each in items:
+            if self._random.random() < 0.3:
+                metadata = EncodedItem(mm_hash=each.item_uuid, modality=each.modality)
+                found[each.item_uuid] = StoredItem(f"key of {each.item_uuid}", metadata)
+        await asyncio.sleep(0)
+        return found
+
+
 class World:
     """One front, and everything around it.
 
@@ -198,7 +223,18 @@ class World:
             encoders += [f"{kind}-{number}" for number in range(self.random.randint(1, 2))]
             generating = [f"d-{number}" for number in range(self.random.randint(1, 2))]
         self.names = [*encoders, *generating]
-        self.client: SplitClient = client_of(config, folder, *self.names)
+        self.partial = generating[0] in CONTROL and self.random.random() < 0.2
+        self.client: SplitClient = client_of(
+            config,
+            folder,
+            *self.names,
+            encode_order=self.random.choice(get_args(EncodeOrder)),
+            can_encode=not self.partial,
+            partial_results=self.partial,
+        )
+        self.client.words = lambda text: [len(text)]
+        if self.random.random() < 0.5:
+            self.client._store = Store(self.random)  # type: ignore[assignment]
         self.client._pool.chance = random.Random(seed)
         for _ in range(self.random.choice([0, 0, 97, 100])):
             self.client._retries.spend()
@@ -284,11 +320,16 @@ class World:
 
     def _come(self, name: str) -> None:
         self._note(f"{name} comes")
-        life = self.lives[name] = Life(name)
+        life = self.lives[name] = Life(name, self._loads)
         engines = self.client.engines
         gone = asyncio.create_task(life.gone.wait())
         serving = engines._serve(engines.by_name[name], life, gone)  # type: ignore[arg-type]
         self.serving[life] = asyncio.create_task(serving)
+
+    def _loads(self, name: str) -> bool:
+        found = self.random.random() < 0.7
+        self.happened["loaded" if found else "not loaded"] += 1
+        return found
 
     # -- what engines do --------------------------------------------------------------------------
 
@@ -398,6 +439,7 @@ class World:
     def _seen(self, life: Life, core: EngineCoreRequest, feature: Any) -> list[int] | None:
         """Return what an item shows, if it is there."""
         if (content := content_of(feature)) is not None:
+            assert not self.partial, "it cannot encode"
             self.happened["encoded where it was needed"] += 1
             self.happened["part encoded where it was needed"] += "#" in feature.identifier
             return content
@@ -482,6 +524,9 @@ class World:
         for one in self.asked.values():
             if not one.given_up:
                 assert len(one.ends) == 1, f"{one} has ended {len(one.ends)} times"
+            if self.partial:
+                self._check_parts(one)
+                continue
             assert one.tokens == one.answer[: len(one.tokens)], f"{one} is not {one.answer}"
             if one.ends == [str(FinishReason.STOP)]:
                 self.happened["answered"] += 1
@@ -493,6 +538,16 @@ class World:
             assert (engine.instance.load, engine.instance.pending_encode_s) == (0, 0), name
             assert engine.instance.idle, name
             assert not self.lives[name].requests, f"{name} still has requests"
+
+    def _check_parts(self, one: Asked) -> None:
+        """Check a response that may do without some items, in each of its parts."""
+        if one.ends != [str(FinishReason.STOP)]:
+            return
+        size = len(one.tokens) // TOKENS
+        part, whole = one.tokens[:size], iter(one.answer[: len(one.answer) // TOKENS])
+        assert one.tokens == part * TOKENS, f"{one} is not one response"
+        assert all(each in whole for each in part), f"{one} is not {one.answer}"
+        self.happened["without an item"] += size < len(one.answer) // TOKENS
 
     async def _settle(self, turns: int) -> None:
         for _ in range(turns):

@@ -38,12 +38,15 @@ MUST_HAPPEN = {
     "given up",
     "held",
     "held and lost",
+    "loaded",
+    "not loaded",
     "part encoded",
     "part encoded where it was needed",
     "prefill failed",
     "refused",
     "say and die",
     "stop",
+    "without an item",
 }
 
 

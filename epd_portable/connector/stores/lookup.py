@@ -1,15 +1,10 @@
-"""Which items of a request a store of encoder outputs has, asked before encoders are chosen.
-
-Entries are of engines that serve one thing, whose name (`EncodeOutcome.namespace`) is in the
-answers to encode jobs, those of a warm-up among them. Nothing is asked before one was heard, nor
-while encode instances serve different things.
-"""
+"""Which items of a request a store of encoder outputs has, asked before encoders are chosen."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -52,9 +47,6 @@ class StoredItem:
 class StoreLookup:
     """Asks a store by threads of its own, for a limited time.
 
-    Args:
-        encoders: Returns the names of the encode instances that there are.
-
     Raises:
         ConfigError: A library is not installed, or the password cannot be read.
     """
@@ -64,27 +56,24 @@ class StoreLookup:
         section: StoreSection,
         secret: Secret,
         metrics: StoreMetrics,
-        encoders: Callable[[], Iterable[str]],
     ) -> None:
         self._store = make_store(section)
         self._seal = Seal(secret)
         self._timeout_s = section.timeout_s
         self._metrics = metrics
-        self._encoders = encoders
-        self._namespaces: dict[str, str] = {}
         self._breaker = CircuitBreaker()
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="epd-store")
 
-    def note_namespace(self, encoder: str, namespace: str) -> None:
-        """Take in which entries an encoder writes; empty for none."""
-        if namespace:
-            self._namespaces[encoder] = namespace
+    async def find_items(
+        self, items: Sequence[RequestItem], namespace: str
+    ) -> dict[str, StoredItem]:
+        """Return those of some items that the store has, by ``item_uuid``; never raises.
 
-    async def find_items(self, items: Sequence[RequestItem]) -> dict[str, StoredItem]:
-        """Return those of some items that the store has, by ``item_uuid``; never raises."""
+        Args:
+            namespace: Of the entries that the engine loads, see `Seal.namespace`; empty if unknown.
+        """
         if not items:
             return {}
-        namespace = self._namespace()
         if not namespace or not self._breaker.allows():
             self._metrics.asked("unavailable", len(items))
             return {}
@@ -113,14 +102,6 @@ class StoreLookup:
         """Ask nothing more; a thread that the store blocks is left alone."""
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._store.close()
-
-    def _namespace(self) -> str:
-        """Return what encode instances agree on; empty if that is nothing."""
-        there = [name for name in self._encoders() if name in self._namespaces]
-        found = {self._namespaces[name] for name in there or self._namespaces}
-        if there:
-            self._namespaces = {name: self._namespaces[name] for name in there}
-        return found.pop() if len(found) == 1 else ""
 
     def _read(self, key: str, raw: bytes) -> StoredItem | None:
         try:

@@ -172,10 +172,12 @@ class RedisStore(Store):
                     f"entry {key}: a head of {found[0]} bytes (1 to {MAX_HEAD_BYTES}) and parts of "
                     f"{found[1:]} (expected {sizes})"
                 )
-            head: bytes | None = self._client.hget(name, _HEAD)
+            # Together, so that both are of one writer.
+            head: bytes | None
+            head, *values = self._client.hmget(name, fields[:2])
             for field, part in zip(fields[1:], parts, strict=True):
-                value = self._client.hget(name, field) or b""
-                if len(value) != part.nbytes:
+                value = values.pop() if values else self._client.hget(name, field)
+                if value is None or len(value) != part.nbytes:
                     raise CorruptEntryError(f"entry {key}: {field} has changed while it was read")
                 part[:] = value
         return head

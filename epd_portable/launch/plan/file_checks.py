@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from epd_portable import envs
+from epd_portable.config.api_keys import ApiKeys
 from epd_portable.config.document import KeyPath, dotted
 from epd_portable.config.groups import engine_argument_problem
 from epd_portable.config.removed import REMOVED, removed
@@ -20,7 +21,6 @@ from epd_portable.errors import ConfigError
 from epd_portable.launch.plan.engine import owned_variables
 from epd_portable.launch.plan.installed import installed_arguments
 from epd_portable.platforms.traits import PlatformTraits
-from epd_portable.router.ingress.access import ApiKeys
 
 Found = Iterator[tuple[KeyPath, str]]
 KV_GROUPS = frozenset(map(group_of, SENDS_KV | TAKES_KV))

@@ -26,6 +26,7 @@ _KEPT = frozenset(
     | {"max_body_bytes", "max_bodies_bytes", "max_media_items", "max_item_pixels"}
     | {"max_request_pixels", "max_media_seconds", "max_media_memory_bytes"}
     | {"elastic_encode", "switch_roles", "access_log", "tracing", "drain_s"}
+    | {"choice", "hop_keys_file", "encode_order", "partial_results"}
 )
 """Keys of ``router`` that the engine front keeps; any other that is set asks for the router."""
 _BESIDE_ENCODER = ("mm_processor_device", "media_io_kwargs", "api_server_count")
@@ -63,8 +64,6 @@ def _reasons_for_router(topology: Topology) -> list[str]:
     instances = topology.instances
     if topology.secret_file is not None:
         found.append("secret_file is set, so instances of other hosts may join")
-    if topology.store is not None:
-        found.append("store is set")
     found += [
         f"instances.encode.engine_args.{name} is set, and the engine front processes media itself"
         for name in _BESIDE_ENCODER
@@ -109,6 +108,8 @@ def front_argv(engines: Sequence[Engine]) -> tuple[str, ...]:
     version = installed.vllm_version()
     if router.item_outcomes and version and version < CARRIES_PARAMS:
         found += ["--middleware", PARAMS]
+    if router.choice or router.hop_keys_file or router.partial_results or router.api_keys_file:
+        found += ["--middleware", "epd_portable.front.headers.PlacementMiddleware"]
     # The last is outermost.
     found += ["--middleware", "epd_portable.front.http.FrontMiddleware"]
     return tuple(found)
@@ -161,4 +162,10 @@ def _settings(engines: Sequence[Engine]) -> dict[str, object]:
         "access_log": router.access_log,
         "max_body_bytes": router.max_body_bytes,
         "max_bodies_bytes": bodies,
+        "hop_keys_file": router.hop_keys_file,
+        "encode_order": router.encode_order,
+        "partial_results": router.partial_results,
+        "explains": router.api_keys_file is not None,
+        **({"choice": router.choice.model_dump(exclude_none=True)} if router.choice else {}),
+        **({"store": topology.store.model_dump(mode="json")} if topology.store else {}),
     }

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from epd_portable.config import api_keys as access
+from epd_portable.config.api_keys import ApiKeys
 from epd_portable.config.secret import INSTANCE_TOKEN_HEADER
 from epd_portable.errors import ConfigError
-from epd_portable.router.ingress import access
-from epd_portable.router.ingress.access import ApiKeys
 from tests.integration.router.conftest import Build
 from tests.integration.router.stand_in import says
 from tests.integration.router.test_requests import RED, TEXT

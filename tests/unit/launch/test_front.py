@@ -16,6 +16,7 @@ from epd_portable.launch.plan.front import choose_front
 from epd_portable.launch.plan.processes import Plan
 from tests.unit.launch.plans import options, plan_of
 
+CHOICE = "{plugins: [{type: weight-scorer}], schedulingProfiles: [{name: decode, plugins: []}]}"
 TLS = "tls_cert_file: /c.pem, tls_key_file: /k.pem"
 KEPT = {
     "host": ("host: 0.0.0.0", "--host 0.0.0.0"),
@@ -33,6 +34,10 @@ KEPT = {
     "max_media_memory_bytes": ("max_media_memory_bytes: 65MiB", '"max_memory_bytes": 68157440'),
     "elastic_encode": ("elastic_encode: false", '"elastic_encode": false'),
     "switch_roles": ("switch_roles: true", '"switch_roles": true'),
+    "choice": (f"choice: {CHOICE}", '"choice": {"plugins": [{"type": "weight-scorer"}]'),
+    "hop_keys_file": ("hop_keys_file: /keys", '"hop_keys_file": "/keys"'),
+    "encode_order": ("encode_order: sequential", '"encode_order": "sequential"'),
+    "partial_results": ("partial_results: true", '"partial_results": true'),
     "access_log": ("access_log: /a.log", '"access_log": "/a.log"'),
     "tracing": ("tracing: {endpoint: 'http://a.example'}", "--otlp-traces-endpoint http://a.exam"),
     "drain_s": ("drain_s: 41.5", "--shutdown-timeout 42"),
@@ -82,10 +87,8 @@ def test_processes_with_equal_variables_are_forked_and_others_start_by_themselve
     [
         "router: {admission: {max_requests: 4}}",
         "router: {api_keys_file: keys}",
-        "router: {partial_results: true}",
         "router: {media_urls: {allowed_domains: ['*']}}",
         "secret_file: secret",
-        "store: {kind: file, path: /tmp/store}",
         "instances: {encode: {engine_args: {api_server_count: 2}}}",
         "instances: {encode: {engine_args: {mm_tensor_ipc: torch_shm}}}",
         "engine_args: {mm_tensor_ipc: torch_shm}",
@@ -139,6 +142,19 @@ def test_the_page_names_the_keys_that_the_front_keeps() -> None:
     page = Path("docs/configuration.md").read_text("utf-8")
     (listed,) = re.findall(r"^It keeps (.+?) of `router`\.", page, re.DOTALL | re.MULTILINE)
     assert {*re.findall(r"`(\w+)`", listed)} == {*KEPT}
+
+
+def test_store_reaches_the_front() -> None:
+    *_, front = planned("store: {kind: file, path: /tmp/store}").processes
+    assert json.loads(front.argv[4])["store"]["path"] == "/tmp/store"
+
+
+@pytest.mark.parametrize(
+    "key", ["", "hop_keys_file: /k", "partial_results: true", f"choice: {CHOICE}"]
+)
+def test_placement_middleware_is_there_where_a_key_needs_it(key: str) -> None:
+    *_, front = planned(f"router: {{{key}}}").processes
+    assert ("epd_portable.front.headers.PlacementMiddleware" in front.argv) == bool(key)
 
 
 def test_an_engine_without_encoder_is_behind_a_front_that_takes_media() -> None:

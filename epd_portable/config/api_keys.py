@@ -1,4 +1,4 @@
-"""Keys of clients and hops, from a file that may change."""
+"""API keys of clients and of trusted gateways, from a file that may change."""
 
 from __future__ import annotations
 
