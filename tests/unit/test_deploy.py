@@ -118,60 +118,76 @@ def test_kustomizations_name_existing_files_and_resources(folder: Path) -> None:
             continue
         assert patch["apiVersion"] == target["apiVersion"]
         mine, theirs = (each["spec"]["template"]["spec"] for each in (patch, target))
-        for kind in ("containers", "volumes"):
-            names = {each["name"] for each in theirs[kind]}
-            assert {each["name"] for each in mine.get(kind, ())} <= names
+        mounts = {m["name"] for each in mine["containers"] for m in each.get("volumeMounts", ())}
+        volumes = {each["name"] for each in theirs["volumes"]}
+        assert {each["name"] for each in mine["containers"]} <= {
+            each["name"] for each in theirs["containers"]
+        }
+        assert {each["name"] for each in mine["volumes"]} <= volumes | mounts
 
 
-def patched(folder: Path) -> tuple[Object, Path]:
-    """Return the Pod of a kustomization after its patches, and its topology file."""
-    pod = built(folder)["Deployment", "epd"]["spec"]["template"]["spec"]
-    own = folder / "topology.yaml"
-    for patch in patches(folder):
-        if patch["kind"] == "Deployment":
-            change = patch["spec"]["template"]["spec"]
-            pod["containers"][0] |= change["containers"][0]
-            changed = {each["name"]: each for each in change["volumes"]}
-            pod["volumes"] = [changed.get(each["name"], each) for each in pod["volumes"]]
-    return pod, own if own.is_file() else KUBERNETES / "one-node/topology.yaml"
+def pods(folder: Path) -> Iterator[Object]:
+    """Yield the Pods of a kustomization after its patches, merged as `kubectl` does."""
+    changes = {key(each): each for each in patches(folder)}
+    for each, document in built(folder).items():
+        if each[0] != "Deployment":
+            continue
+        pod = document["spec"]["template"]["spec"]
+        if each in changes:
+            change = changes[each]["spec"]["template"]["spec"]
+            [container], [own] = pod["containers"], change["containers"]
+            mounts = container["volumeMounts"] + own.get("volumeMounts", [])
+            pod["containers"] = [{**container, **own, "volumeMounts": mounts}]
+            volumes = {v["name"]: v for v in (*pod["volumes"], *change["volumes"])}
+            pod["volumes"] = [*volumes.values()]
+        yield pod
 
 
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda path: path.name)
 def test_pods_have_devices_memory_and_time_by_their_plan(folder: Path) -> None:
-    pod, topology_file = patched(folder)
-    [container] = pod["containers"]
-    assert container["command"] == ["epd-launch"]
-    command, *words = container["args"]
-    params = cli.main.commands[command].make_context(command, words).params
-    assert str(params["config"]) == "/etc/epd/topology.yaml"
-    options = {name: params[name] for name in ("platform", "hardware", "overrides", "model")}
-    request = PlanRequest.from_options(config=topology_file, role=None, **options)
-    topology, plan = request.plan_elsewhere(20000)
-    limits = container["resources"].get("limits", {})
-    if plan.devices:
-        assert limits == {DEVICES[request.traits.name]: str(len(plan.devices))}
-    pools = sum(bool(spec.shm_name) for spec in plan.processes)
-    [shm] = [each for each in pod["volumes"] if each["name"] == "shm"]
-    number, unit = re.fullmatch(r"(\d+)([MG])i", shm["emptyDir"]["sizeLimit"]).groups()  # type: ignore[union-attr]
-    room = int(number) << (20 if unit == "M" else 30)
-    assert room >= pools * topology.transfer.pool_bytes + SHM_OF_ENGINES
-    stop_s = topology.router.drain_s + DRAIN_MARGIN_S + topology.launch.stop_grace_s
-    assert pod["terminationGracePeriodSeconds"] >= PRE_STOP_S + stop_s + ENDING_S
-    probe = container["startupProbe"]
-    most_s = probe["periodSeconds"] * probe["failureThreshold"]
-    assert most_s >= topology.launch.startup_timeout_s
-    volumes = {volume["name"] for volume in pod["volumes"]}
-    assert volumes == {mount["name"] for mount in container["volumeMounts"]}
+    own = folder / "topology.yaml"
+    config = own if own.is_file() else KUBERNETES / "one-node/topology.yaml"
+    for pod in pods(folder):
+        [container] = pod["containers"]
+        assert container["command"] == ["epd-launch"]
+        command, *words = container["args"]
+        params = cli.main.commands[command].make_context(command, words).params
+        assert str(params["config"]) == "/etc/epd/topology.yaml"
+        options = {name: params[name] for name in ("platform", "hardware", "overrides", "model")}
+        request = PlanRequest.from_options(config=config, role=params.get("role"), **options)
+        if "launch.host=auto" in params["overrides"]:  # No address of this machine.
+            request = request.with_settings("launch.host=192.0.2.1")
+        topology, plan = request.plan_elsewhere(20000)
+        if plan.devices:
+            limits = container["resources"]["limits"]
+            assert limits == {DEVICES[request.traits.name]: str(len(plan.devices))}
+        pools = sum(bool(spec.shm_name) for spec in plan.processes)
+        [shm] = [each for each in pod["volumes"] if each["name"] == "shm"]
+        number, unit = shm["emptyDir"]["sizeLimit"][:-2], shm["emptyDir"]["sizeLimit"][-2]
+        room = int(number) << {"M": 20, "G": 30}[unit]
+        assert room >= pools * topology.transfer.pool_bytes + SHM_OF_ENGINES
+        stop_s = topology.router.drain_s + DRAIN_MARGIN_S + topology.launch.stop_grace_s
+        assert pod["terminationGracePeriodSeconds"] >= PRE_STOP_S + stop_s + ENDING_S
+        probe = container["startupProbe"]
+        most_s = probe["periodSeconds"] * probe["failureThreshold"]
+        assert most_s >= topology.launch.startup_timeout_s
+        volumes = {volume["name"] for volume in pod["volumes"]}
+        assert volumes == {mount["name"] for mount in container["volumeMounts"]}
 
 
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda path: path.name)
 def test_selectors_and_references_lead_to_pods_and_resources(folder: Path) -> None:
     resources = built(folder)
-    labels = resources["Deployment", "epd"]["spec"]["template"]["metadata"]["labels"]
+    labels = [
+        document["spec"]["template"]["metadata"]["labels"]
+        for (kind, _), document in resources.items()
+        if kind == "Deployment"
+    ]
     for document in resources.values():
         spec = document["spec"]
-        if selector := spec.get("selector"):
-            assert selector.get("matchLabels", selector).items() <= labels.items()
+        for selector in filter(None, (spec.get("selector"), spec.get("podSelector"))):
+            wanted = selector.get("matchLabels", selector).items()
+            assert any(wanted <= each.items() for each in labels)
         if target := spec.get("scaleTargetRef"):
             assert (target["kind"], target["name"]) in resources
         for rule in spec.get("rules", ()):
@@ -179,6 +195,10 @@ def test_selectors_and_references_lead_to_pods_and_resources(folder: Path) -> No
                 assert (backend["kind"], backend["name"]) in resources
         for trigger in spec.get("triggers", ()):
             promql_parser.parse(trigger["metadata"]["query"])
+    for pod in pods(folder):
+        for word in pod["containers"][0]["args"]:
+            if joined := re.fullmatch(r"--set=router\.join=http://([\w-]+):8000", word):
+                assert ("Service", joined[1]) in resources
 
 
 def test_images_have_the_dependencies_of_the_package() -> None:
