@@ -318,6 +318,7 @@ class SplitClient(AsyncMPClient):
             for attempt in itertools.count():
                 resets = self._jobs.resets
                 engine_id = f"{request_id}-{attempt}" if attempt else request_id
+                one.kv = None
                 if engine.instance.role in TAKES_KV and not await self._prefills.compute(
                     one, engine_id
                 ):

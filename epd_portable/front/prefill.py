@@ -101,7 +101,6 @@ class Prefills:
         Returns:
             Whether the request goes on: an operator's abort of the job ends the request as well.
         """
-        one.kv = None
         if not suits(one.core):
             self._metrics.prefills.labels("unsuited").inc()
             return True

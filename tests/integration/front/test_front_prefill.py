@@ -223,6 +223,20 @@ async def test_lost_decode_engine_is_followed_by_another_with_new_kv(make: Make)
     await generated(front, second)
 
 
+async def test_kv_is_not_sent_to_an_engine_that_prefills_itself(make: Make) -> None:
+    front = make("e-0", "p-0", "d-0", "pd-0")
+    front.goes("pd-0")
+    await front.ask("a")
+    await computed(front, "p-0")
+    front.comes("pd-0")
+    front.goes("d-0")
+    await settle()
+    assert kv_of(front.engines["pd-0"].last) is None
+    assert front.engines["pd-0"].params["transfers"]
+    await front.says("e-0", front.engines["e-0"].last.request_id, end=ENDED)
+    await generated(front, "pd-0")
+
+
 async def test_abort_of_a_request_ends_its_prefill_job(make: Make) -> None:
     front = make("e-0", "p-0", "d-0")
     await front.ask("a")
