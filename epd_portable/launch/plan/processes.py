@@ -30,7 +30,7 @@ from epd_portable.launch.plan.front import (
     core_argv,
     front_argv,
 )
-from epd_portable.launch.plan.kv import KVConnector, kv_connector
+from epd_portable.launch.plan.kv import KV_CONNECTORS, KVConnector, kv_connector
 from epd_portable.launch.plan.model import ModelSource
 from epd_portable.launch.plan.placement import (
     Cores,
@@ -63,6 +63,8 @@ QUEUED_BODIES = 8
 """Of the largest size that the router lets through, that an encode instance queues."""
 _NAMES = ("EPD_INSTANCE", "OTEL_SERVICE_NAME")
 """Variables that hold the name of a process."""
+_READ_LATE = frozenset((*_NAMES, *KV_CONNECTORS["nixl"].env("", 0)))
+"""Variables that no library reads when it is loaded."""
 SMALLEST_POOL_BYTES = 4 << 10
 """Receive pool of an instance that gets no items."""
 
@@ -451,15 +453,15 @@ def _forked(processes: Sequence[ProcessSpec], traits: PlatformTraits) -> list[Pr
     Others start by themselves: what libraries read when they are loaded differs.
     """
     modules = (*PRELOADED, traits.worker_base.partition(":")[0])
-    common = _without_name(processes[-1].env)
+    common = _read_early(processes[-1].env)
     return [
-        dataclasses.replace(spec, preload=modules) if _without_name(spec.env) == common else spec
+        dataclasses.replace(spec, preload=modules) if _read_early(spec.env) == common else spec
         for spec in processes
     ]
 
 
-def _without_name(env: Mapping[str, str]) -> dict[str, str]:
-    return {name: value for name, value in env.items() if name not in _NAMES}
+def _read_early(env: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in env.items() if name not in _READ_LATE}
 
 
 def _router(

@@ -78,6 +78,8 @@ def test_processes_with_equal_variables_are_forked_and_others_start_by_themselve
     encode, pd, front = planned(wide).processes
     assert not encode.preload and pd.preload == front.preload != ()
     assert not any(each.preload for each in planned(front="router").processes)
+    apart = planned("instances: {encode: {count: 1}, prefill: {count: 1}, decode: {count: 1}}")
+    assert {each.preload for each in apart.processes} == {front.preload}
     on_devices = plan_of("model: demo", platform="cuda").processes
     assert not any(each.preload for each in on_devices)
 
