@@ -103,6 +103,7 @@ async def test_held_item_is_not_looked_up(front: Stored, section: StoreSection) 
     await played.tells("pd-0", a=True)
     (transfer,) = (await ask(played, "a"))["transfers"]
     assert (transfer["on_demand"], transfer["store"]) == (True, "")
+    assert looked_up(played, "hit") == 0
 
 
 async def test_entry_that_is_not_loaded_is_encoded(front: Stored, section: StoreSection) -> None:
@@ -123,11 +124,28 @@ async def test_entry_that_is_not_loaded_is_encoded(front: Stored, section: Store
 async def test_entry_that_failed_once_is_not_expected_again(
     front: Stored, section: StoreSection
 ) -> None:
+    played = front("e-0", "pd-0", "pd-1")
+    keep(played, section, "a")
+    await played.ask("a")
+    await until(lambda: any("r" in each.requests for each in played.engines.values()))
+    first = next(name for name, each in played.engines.items() if "r" in each.requests)
+    other = "pd-1" if first == "pd-0" else "pd-0"
+    (transfer,) = played.engines[first].params["transfers"]
+    assert transfer["store"]
+    await played.tells(first, transfer["transfer_id"])
+    played.goes(first)
+    await until(lambda: played.engines[other].requests)
+    (again,) = played.engines[other].params["transfers"]
+    assert again["store"] == ""
+
+
+async def test_entry_is_encoded_where_it_is_needed_without_encoder(
+    front: Stored, section: StoreSection
+) -> None:
     played = front("pd-0")
     keep(played, section, "a")
     (transfer,) = (await ask(played, "a"))["transfers"]
     await played.tells("pd-0", transfer["transfer_id"])
-    # Without an encoder it goes with its media, to be encoded where it is needed.
     again = played.engines["pd-0"].last
     assert again.request_id == "r-1" and played.engines["pd-0"].params is None
     assert "pixel_values" in again.mm_features[0].data
