@@ -25,7 +25,7 @@ LEFT_OUT = re.compile(
     r"|/(huggingface_hub|transformers)/(cli|exporters|inference|pipelines)/"
     r"|/vllm/(benchmarks|distributed/kv_transfer|tool_parsers)/"
     r"|/(vllm_ascend/(_310p|distributed)|torch_npu/(_inductor|dynamo|testing))/"
-    r"|/site-packages/(anthropic|distlib|envoy_data_plane|fontTools|hypercorn|matplotlib|mcp|mypy"
+    r"|/site-packages/(anthropic|distlib|fontTools|hypercorn|matplotlib|mcp|mypy"
     r"|mypyc|numba|openai|pip|pygments|quart|sentry_sdk|setuptools|torch/testing|virtualenv"
     r"|werkzeug)/"
 )

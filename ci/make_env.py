@@ -77,8 +77,7 @@ def make(target: str) -> None:
         for line in cuda_env.check():
             say(f"warning: {line}")
     rdma = "" if target == "npu" else "kv,"
-    envoy = "envoy," if target == "cpu" else ""
-    _make(MAIN, f"{target},{rdma}{envoy}dev", engines, beside, wanted)
+    _make(MAIN, f"{target},{rdma}dev", engines, beside, wanted)
 
 
 def make_for_engine(requirements: Sequence[str]) -> None:

@@ -34,6 +34,7 @@ REMOVED: Mapping[str, str] = MappingProxyType(
         "router.admission.max_pixels": "use router.admission.max_items or max_bytes",
         "router.body_timeout_s": "it is 60 s",
         "router.elastic_threshold": "it is 4; router.elastic_encode turns elastic encoding off",
+        "router.envoy": "put a gateway before the router as before any server (docs/deploy.md)",
         "router.encode_timeout_s": (
             "it is half of transfer.wait_timeout_s; encoderTimeout of multimodal-epd-decider in "
             "router.choice replaces it"
@@ -55,7 +56,7 @@ REMOVED: Mapping[str, str] = MappingProxyType(
         ),
         "router.unknown_fields": "fields that the router does not know go to the engine",
         "router.unknown_media": "what an instance cannot decode is refused with 400",
-        "router.workers": "use router.envoy, or several routers behind a balancer (docs/deploy.md)",
+        "router.workers": "use several routers behind a balancer (docs/deploy.md)",
         "software": "nothing was planned by it; write it as a comment",
         "store.layout": "only instances of this package read entries",
         "store.queue_bytes": "it is 256 MiB",

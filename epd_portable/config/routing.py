@@ -52,8 +52,6 @@ def _check_url(url: str) -> str:
 
 _Network = Annotated[str, AfterValidator(_check_network)]
 _PlainNetwork = Annotated[str, AfterValidator(_check_plain_network)]
-PICKER_PORT = 9002
-"""Where gateways ask endpoint pickers."""
 MAX_ENCODERS = 2
 """Encoders tried for one item before the PD instance encodes it itself."""
 
@@ -104,7 +102,6 @@ class RouterSection(Section):
     host: str = "127.0.0.1"
     port: Port = 8000
     join: Annotated[list[RouterUrl], BeforeValidator(_one_or_more)] = Field(default=[])
-    envoy: bool | list[_PlainNetwork] = False
     admin_port: Port | None = None
     tls_cert_file: str | None = None
     tls_key_file: str | None = None
@@ -133,11 +130,6 @@ class RouterSection(Section):
     drain_s: Seconds = 30.0
     instance_networks: list[_Network] = Field(default=["loopback", "private"])
     endpoints_file: Annotated[str, Field(min_length=1)] | None = None
-
-    @property
-    def gateway_networks(self) -> list[str]:
-        """From where a gateway of others asks, in place of an Envoy that is started."""
-        return self.envoy if isinstance(self.envoy, list) else []
 
     @model_validator(mode="after")
     def _files_and_sizes_fit(self) -> RouterSection:

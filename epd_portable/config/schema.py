@@ -129,8 +129,6 @@ class Topology(Section):
             raise ValueError(f"router.join {router}: set secret_file, a copy of that router's")
         if not any(self.instances.of(role).count for role in ROLES):
             raise ValueError("instances: there are none to join router.join; raise a count")
-        if self.router.envoy:
-            raise ValueError("router.join and router.envoy: there is no router here; drop one")
         return self
 
     @field_validator("transfer")

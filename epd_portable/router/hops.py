@@ -19,11 +19,12 @@ from epd_portable.placement.instances import EndpointPool, Instance
 from epd_portable.placement.profiles.selection_types import Decision, Stage
 from epd_portable.router.contents.body import Call
 from epd_portable.router.contents.media import MediaItem
-from epd_portable.router.envoy import DESTINATION
 from epd_portable.router.observability.record import RequestRecord
 from epd_portable.router.prefill import asks_for_kv, brings_kv
 from epd_portable.router.selector import Selection
 
+DESTINATION = "x-gateway-destination-endpoint"
+"""Header that names the instance which answers, in the endpoint picker protocol."""
 KEY = "x-epd-hop-key"
 """Header with a hop's key."""
 PREFILLER = "x-prefiller-host-port"

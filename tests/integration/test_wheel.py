@@ -42,12 +42,6 @@ def test_it_holds_the_package_once_and_nothing_else(wheel: zipfile.ZipFile) -> N
     assert "epd_portable/py.typed" in wheel.namelist()
 
 
-def test_of_the_router_it_holds_what_envoy_reads(wheel: zipfile.ZipFile) -> None:
-    folder = "epd_portable/router/"
-    there = {name for name in wheel.namelist() if name.startswith(folder)}
-    assert {name for name in there if not name.endswith(".py")} == {f"{folder}envoy.yaml"}
-
-
 def test_it_holds_the_topologies_and_profiles_of_the_repository(wheel: zipfile.ZipFile) -> None:
     folder = "epd_portable/configs/"
     there = {name for name in wheel.namelist() if name.startswith(folder)}

@@ -110,7 +110,7 @@ def test_every_link_leads_somewhere(document: Path) -> None:
 NO_FILES = re.compile(
     # Hugging Face ids, media types, patterns of names, and files that a user has or makes.
     r"(Qwen|image|video|audio|llm-d\.ai)/.*|.*\.\.\..*|nvidia-.*|"
-    r"(stages|choice|topology|zones|mine|envoy|endpoints|router|config|cpu-measured)\.(yaml|json|py)|"
+    r"(stages|choice|topology|zones|mine|endpoints|router|config|cpu-measured)\.(yaml|json|py)|"
     r"(epd_(unix|frugal)_\w+|pyproject)\.(py|toml)"
 )
 

@@ -494,7 +494,7 @@ def _router(
         env={"EPD_INSTANCE": "router"},
         url=_base_url(router.host, admin_port or router.port, tls=bool(tls_cert_file)),
         ports={"http": router.port} | ({"admin": admin_port} if admin_port else {}),
-        cores=(rest,) if rest and router.envoy is not True else (),
+        cores=(rest,) if rest else (),
         tls_cert_file=tls_cert_file,
     )
 

@@ -47,9 +47,7 @@ class Metrics(Listener):
             "epd_router_client_disconnects", "Requests given up by their client.", ("endpoint",)
         )
         self.request_bytes = counter("epd_router_request_bytes", "Bytes of request bodies.")
-        self.answer_bytes = counter(
-            "epd_router_answer_bytes", "Bytes of answers' bodies; not of those that Envoy carries."
-        )
+        self.answer_bytes = counter("epd_router_answer_bytes", "Bytes of answers' bodies.")
         self.fallbacks = counter(
             "epd_router_fallbacks",
             "Failures, by when they happened, why, and what was done then.",

@@ -151,8 +151,8 @@ class RequestRecord:
         legs: Tries at instances that prefill or answer, in order.
         first_at: When the first byte of the answer was sent.
         ended_at: When its last byte was, or when it was clear that it has none.
-        nbytes_out: Of the answer's body; 0 where Envoy carries it.
-        events: In the answer; 0 of one that is no stream of events, or that Envoy carries.
+        nbytes_out: Of the answer's body.
+        events: In the answer; 0 of one that is no stream of events.
         output_tokens: Generated, as the answer's ``usage`` has it; ``None`` if it does not.
         traceparent: Of the client; where requests are traced, of the router's span.
     """

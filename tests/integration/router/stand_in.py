@@ -44,7 +44,7 @@ FILES_PER_REQUEST = 8
 
 
 IMPORTED = (
-    *("epd_portable.router.server", "epd_portable.router.serving", "epd_portable.router.ext_proc"),
+    *("epd_portable.router.server", "epd_portable.router.serving"),
     *("epd_portable.launch.run.router_client", "grpc.aio", "uvloop"),
 )
 """By routers, pickers and registrars."""

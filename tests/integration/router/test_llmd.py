@@ -1,41 +1,24 @@
-"""llm-d's picker in front: the file of instances that it reads, and docs/llm-d.md as it stands.
-
-The picker itself is played: it answers Envoy as llm-d's does, and has chosen before.
-"""
+"""llm-d's picker in front: the file of instances that it reads, and docs/llm-d.md as it stands."""
 
 from __future__ import annotations
 
-import contextlib
 import ipaddress
 import re
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-import grpc.aio
 import pytest
 import yaml
 
-from epd_portable.demo.servers import free_port
 from epd_portable.errors import ConfigError
 from epd_portable.placement.instances import EndpointPool
-from epd_portable.router import ext_proc
-from epd_portable.router.envoy import DESTINATION
-from epd_portable.router.ext_proc import ProcessingRequest, ProcessingResponse, header_mutation
 from epd_portable.router.fleet.endpoints_file import EndpointsFile
-from epd_portable.router.hops import ENCODERS
 from epd_portable.router.settings import InstanceSettings
-from tests.integration.envoy.test_picker import asking
 from tests.integration.router.conftest import Build
-from tests.integration.router.test_access import keys_file
-from tests.integration.router.test_requests import RED, TEXT
 
 PAGE = (Path(__file__).parents[3] / "docs/llm-d.md").read_text()
-TOPOLOGY, SAMPLE, PICKER, ENVOY = re.findall(r"^```yaml\n(.*?)^```", PAGE, re.S | re.M)
+TOPOLOGY, SAMPLE, PICKER = re.findall(r"^```yaml\n(.*?)^```", PAGE, re.S | re.M)
 MOST_BYTES = 1 << 20
-
-# When the last of its servers is collected gRPC waits for calls, maybe for ever: none is the last.
-grpc.aio.init_grpc_aio()
 
 
 def endpoints(path: Path) -> dict[str, dict[str, Any]]:
@@ -112,68 +95,3 @@ def test_the_files_of_the_page_are_about_each_other() -> None:
     profiles = picker["schedulingProfiles"]
     used = [each["pluginRef"] for profile in profiles for each in profile["plugins"]]
     assert {*used, picker["dataLayer"]["discovery"]["endpoints"]["pluginRef"]} <= named
-
-
-@contextlib.asynccontextmanager
-async def played_picker(named: dict[str, str]) -> AsyncIterator[int]:
-    """Serve a picker that names these instances in headers; give its port."""
-
-    async def process(messages: AsyncIterator[Any], context: Any) -> None:
-        async for message in messages:
-            response = ProcessingResponse()
-            [(field, part), *_] = message.ListFields()
-            if field.name.endswith("_body"):
-                piece = getattr(response, field.name).response.body_mutation.streamed_response
-                piece.body, piece.end_of_stream = part.body, part.end_of_stream
-            else:
-                getattr(response, field.name).SetInParent()
-                if field.name == "request_headers":
-                    changed = {"header_mutation": header_mutation(named)}
-                    response.MergeFrom(ProcessingResponse(request_headers={"response": changed}))
-            await context.write(response)
-
-    server = grpc.aio.server()
-    handler = grpc.stream_stream_rpc_method_handler(
-        process,
-        request_deserializer=ProcessingRequest.FromString,
-        response_serializer=ProcessingResponse.SerializeToString,
-    )
-    service, method = ext_proc.METHOD
-    server.add_generic_rpc_handlers(
-        (grpc.method_handlers_generic_handler(service, {method: handler}),)
-    )
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
-    yield port
-    await server.stop(None)
-
-
-@pytest.mark.needs_envoy
-async def test_who_is_chosen_in_front_gets_the_request_and_its_items(
-    build: Build, tmp_path: Path
-) -> None:
-    config = yaml.safe_load(ENVOY)
-    [listener] = config["static_resources"]["listeners"]
-    [http] = (each["typed_config"] for each in listener["filter_chains"][0]["filters"])
-    [host] = http["route_config"]["virtual_hosts"]
-    key = host["request_headers_to_add"][0]["header"]["value"]
-    t = await build(encoders=3, pds=2, hop_keys_file=keys_file(tmp_path, key))
-    named = {DESTINATION: f"{t.pds[1].address},{t.pds[0].address}", ENCODERS: t.encoders[2].address}
-    listener["address"]["socket_address"].update(address="127.0.0.1", port_value=free_port())
-    async with played_picker(named) as port:
-        ports = {"epp": port, "router": t.router.port}
-        for cluster in config["static_resources"]["clusters"]:
-            [endpoint] = cluster["load_assignment"]["endpoints"][0]["lb_endpoints"]
-            address = endpoint["endpoint"]["address"]["socket_address"]
-            address["port_value"] = ports[cluster["name"]]
-        async with asking(config, tmp_path) as client:
-            body = {"messages": [{"role": "user", "content": [RED, TEXT]}]}
-            forged = {"x-encoder-image-mapping": f'{{"0": "{t.encoders[0].address}"}}'}
-            for _ in range(4):
-                answered = await client.post("/v1/chat/completions", json=body, headers=forged)
-                assert answered.status_code == 200
-    assert [len(pd.received) for pd in t.pds] == [0, 4]
-    assert [len(encoder.received) for encoder in t.encoders] == [0, 0, 4]
-    [transfer] = t.pds[1].received[0].params["transfers"]
-    [job] = t.encoders[2].received[0].params["transfers"]
-    assert transfer["transfer_id"] == job["transfer_id"]

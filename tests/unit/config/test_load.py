@@ -92,7 +92,10 @@ def test_overrides_win_over_the_overlay_and_the_last_over_the_first() -> None:
             "instances: {prefill: {}, prefill_decode: {}}",
             "compute for decode instances, and there are none",
         ),
-        ("router: {zzz: 1}", "router.zzz (line 2): unknown key; known are host, port, join, envoy"),
+        (
+            "router: {zzz: 1}",
+            "router.zzz (line 2): unknown key; known are host, port, join",
+        ),
         (
             "engine_args: {x: 2024-01-01}",
             "engine_args.x (line 2): input was not a valid JSON value",
@@ -185,8 +188,7 @@ def test_a_file_of_encoders_alone_joins_the_router_of_another_host() -> None:
         # The other half may be on other hosts, or a hop answers.
         "secret_file: /tmp/secret\ninstances: {decode: {}}",
         "instances: {encode: {count: 2}, prefill: {}}\nrouter: {hop_keys_file: keys}",
-        "instances: {encode: {}, prefill: {}, decode: {}, encode_prefill_decode: {}}\n"
-        "router: {envoy: true}",
+        "instances: {encode: {}, prefill: {}, decode: {}, encode_prefill_decode: {}}\n",
         "transfer: {media: metadata}\ninstances: {prefill_decode: {encoder: false}}",
     ],
 )

@@ -13,7 +13,6 @@ from epd_portable.errors import ConfigError
 from epd_portable.launch.plan.model import ModelSource
 from epd_portable.launch.plan.text import plan_table
 from epd_portable.platforms.traits import TRAITS
-from epd_portable.router.settings import load_settings
 from tests.unit.launch.plans import instance, options, plan_of, router
 
 HUB = ModelSource(argument="org/m", served_name="org/m", is_folder=False)
@@ -306,13 +305,3 @@ def test_instances_that_join_have_names_of_their_host_and_no_router() -> None:
     assert encode.url.startswith("http://10.0.0.2:")
     assert plan.joins == ("http://10.0.0.1:8000",)
     assert "instances join http://10.0.0.1:8000" in plan_table(plan)
-
-
-@pytest.mark.parametrize("envoy", [True, ["10.1.0.0/16", "fd00::/8"]])
-def test_what_carries_the_bytes_is_said_to_the_router(envoy: bool | list[str]) -> None:
-    router = json.dumps({"envoy": envoy})
-    plan = plan_of(f"model: demo\nfront: router\nrouter: {router}")
-    [spec] = [each for each in plan.processes if each.name == "router"]
-    *command, settings = spec.argv[1:]
-    assert command == ["-m", "epd_portable.router", "--settings"]
-    assert load_settings(settings).envoy == envoy

@@ -161,7 +161,6 @@ def test_a_wrong_command_line_is_answered_with_what_to_write(
         ("launch.first_port=65535", "65535 is the highest; lower it"),
         ("router.tracing.endpoint=collector:4318", "write http://collector:4318"),
         ("router.instance_networks=[10.0.0.1/8]", "write for example 10.1.0.0/16"),
-        ("router.envoy=[private]", "write those that are meant, as 10.1.0.0/16"),
         ("router.idle_timeout_s=10", "raise the latter"),
         ("model=no such", "give an existing folder"),
     ],

@@ -38,7 +38,7 @@ def test_settings_come_as_json_or_from_a_file(tmp_path: Path) -> None:
         (text(prot=1), ["prot", "not permitted"]),
         (text(port=70000), ["port", "65535"]),
         (text(port=-1, model=""), ["port", "model"]),
-        (text(workers=2), ["router.workers is gone: use router.envoy"]),
+        (text(workers=2), ["router.workers is gone: use several routers"]),
         (text(instances=[ENCODE], registration=False), ["prefill-decode", "at least one"]),
         (text(instances=[PD, PD]), ["['p']", "more than once"]),
         (text(instances=[{**PD, "control": ""}]), ["'p'", "no control address"]),
