@@ -79,6 +79,8 @@ _FRONT = ("front/server.py",)
 _FRONT_CLIENT = ("front/client.py",)
 _VIDEO_PARTS = ("vllm_plugin/video_parts.py",)
 _FRONT_ENGINES = ("front/engines.py",)
+_JOB_ITEMS = ("vllm_plugin/job_items.py",)
+_HUB = ("engine/hub.py", "engine/remote.py")
 _ENGINE_CORE = ("engine/core.py",)
 _FIRST = ("runners/first.py", "runners/generators.py")
 _SECOND = ("runners/second.py",)
@@ -390,6 +392,34 @@ HOOKS: tuple[Relied, ...] = (
         since=(0, 32),
     ),
     _row("v1.engine.core_client.EngineCoreClient", _FRONT, "make_async_mp_client"),
+    # Jobs of fronts on other machines.
+    _row(
+        "v1.engine.core_client.AsyncMPClient",
+        _HUB,
+        "__init__ add_request_async abort_requests_async get_output_async call_utility_async",
+        since=(0, 30),
+    ),
+    _row("multimodal.inputs.MultiModalKwargsItems", _JOB_ITEMS, "from_hf_inputs", since=(0, 30)),
+    _row(
+        "multimodal.processing.processor.BaseMultiModalProcessor",
+        (*_JOB_ITEMS, *_COMPAT),
+        "_get_mm_fields_config info",
+        since=(0, 30),
+    ),
+    _row(
+        "multimodal.processing.processor.BaseMultiModalProcessor",
+        _COMPAT,
+        "get_dummy_mm_inputs",
+        since=(0, 32),
+    ),
+    _row(
+        "multimodal.registry.MultiModalRegistry",
+        _COMPAT,
+        "get_dummy_mm_inputs",
+        since=(0, 30),
+        until=(0, 31),
+    ),
+    _row("lora.request.LoRARequest", _JOB_ITEMS, "lora_name lora_int_id lora_path"),
     _row(
         "v1.engine.core.EngineCoreProc",
         _ENGINE_CORE,

@@ -182,7 +182,7 @@ def _specs(request: PlanRequest, head: str) -> tuple[list[LauncherSpec], str]:
     reached_at = head if host in ("0.0.0.0", "::") else host
     url = f"http{'s' if router.tls_cert_file else ''}://{reached_at}:{router.port}"
     for name, settings in spread(topology):
-        joins = (base, elsewhere, f"router.join={url}", *settings)
+        joins = (base, elsewhere, f"router.join={url}", "front=router", *settings)
         specs.append(LauncherSpec.plan(request, name, *joins, secret=secret))
     return specs, url
 

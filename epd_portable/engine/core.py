@@ -25,6 +25,7 @@ from collections.abc import Sequence
 
 import msgspec
 import zmq
+from vllm.config import VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.usage.usage_lib import UsageContext
 from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -45,28 +46,52 @@ END_WITHIN_S = 5.0
 
 def main() -> None:
     """Run one engine in this process until the front or the launcher ends it."""
-    commands, startup = compat.server_commands()
-    imports.done()
-    startup.cli_env_setup()
     paths, *argv = sys.argv[1:]
-    # Of a server: what only a server has a use for is among engine arguments of files.
-    parser = commands.make_arg_parser(FlexibleArgumentParser())
-    arguments = AsyncEngineArgs.from_cli_args(parser.parse_args(argv))
-    config = arguments.create_engine_config(UsageContext.OPENAI_API_SERVER)
+    config, log_stats = configuration(argv)
     instance = InstanceConfig.parse(config.ec_transfer_config.ec_connector_extra_config)
     namespace = namespace_of(instance, lambda: agreement.stored_as(config))
     fronts = [_connect(path) for path in json.loads(paths)]
     places = [_meet(front, instance.instance) for front in fronts]
+    threading.Thread(target=_end_with, args=(fronts,), name="epd-end", daemon=True).start()
+    run(config, places, fronts, namespace, log_stats=log_stats)
+
+
+def configuration(argv: Sequence[str]) -> tuple[VllmConfig, bool]:
+    """Return vLLM's configuration of an engine by its arguments, and whether it logs statistics."""
+    commands, startup = compat.server_commands()
+    imports.done()
+    startup.cli_env_setup()
+    # Of a server: what only a server has a use for is among engine arguments of files.
+    parser = commands.make_arg_parser(FlexibleArgumentParser())
+    arguments = AsyncEngineArgs.from_cli_args(parser.parse_args(argv))
+    config = arguments.create_engine_config(UsageContext.OPENAI_API_SERVER)
+    return config, not arguments.disable_log_stats
+
+
+def run(
+    config: VllmConfig,
+    places: Sequence[str],
+    fronts: Sequence[socket.socket] = (),
+    namespace: str = "",
+    *,
+    log_stats: bool,
+) -> None:
+    """Run an engine in this thread, until a signal ends it.
+
+    Args:
+        places: Beginnings of the addresses at which its clients listen.
+        fronts: Connections to servers that wait for it to be ready.
+        namespace: Of the store's entries that it loads and writes; empty for none.
+    """
     address = f"{places[0]}-handshake"
     shaken = (address, places, fronts, agreement.fingerprint(config), namespace)
-    for function, given in ((_end_with, (fronts,)), (_shake_hands, shaken)):
-        threading.Thread(target=function, args=given, name="epd-front", daemon=True).start()
+    threading.Thread(target=_shake_hands, args=shaken, name="epd-front", daemon=True).start()
     EngineCoreProc.run_engine_core(
         vllm_config=config,
         local_client=True,
         handshake_address=address,
         executor_class=Executor.get_class(config),
-        log_stats=not arguments.disable_log_stats,
+        log_stats=log_stats,
     )
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from http import HTTPStatus
 from typing import Any
+
+from vllm.exceptions import GracefulHTTPError
 
 Call = tuple[bool | None, str, tuple[Any, ...]]
 """One of all engines, or of those that only encode, or of the others: its name, and arguments."""
@@ -38,3 +41,25 @@ def calls_of_all(method: str, *args: Any) -> list[Call]:
     if method in ("reset_encoder_cache", "release_kv_cache_memory"):
         return [(None, method, args), (others, "reset_encoder_cache", ())]
     return [(None, method, args)]
+
+
+_FORGETS = ("reset_encoder_cache", "pause_scheduler", "sleep", "release_kv_cache_memory")
+_CHANGES_WEIGHTS = ("collective_rpc",)
+
+
+def call_elsewhere(method: str, *args: Any) -> bool:
+    """Return whether an engine that other fronts use too must forget what it has encoded.
+
+    After these calls weights may be others. It goes on with its work, whatever is called: a pause
+    ends the requests from which its jobs come.
+
+    Raises:
+        GracefulHTTPError: The call may change weights, which it does not do at such an engine.
+    """
+    if method in _CHANGES_WEIGHTS:
+        raise GracefulHTTPError(
+            f"{method} does not reach engines on other machines: let them leave first, and change "
+            "their weights where they run",
+            HTTPStatus.CONFLICT,
+        )
+    return method in _FORGETS and not (method == "pause_scheduler" and args[1:] == (False,))

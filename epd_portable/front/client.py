@@ -31,9 +31,10 @@ from epd_portable.config.roles import ENCODES, TAKES_ITEMS, TAKES_KV
 from epd_portable.config.routing import MAX_ENCODERS
 from epd_portable.config.secret import Secret
 from epd_portable.config.store import StoreSection
+from epd_portable.connector.curve import CurveKeys
 from epd_portable.connector.stores.lookup import StoreLookup
 from epd_portable.connector.stores.metrics import StoreMetrics
-from epd_portable.front.calls import calls_of_all
+from epd_portable.front.calls import call_elsewhere, calls_of_all
 from epd_portable.front.engines import Engines, EngineSettings, FrontEngine
 from epd_portable.front.item_jobs import EncodeOrder, ItemJobs
 from epd_portable.front.metrics import FrontMetrics
@@ -90,6 +91,7 @@ class FrontSettings(msgspec.Struct, frozen=True, kw_only=True):
     engines: list[EngineSettings]
     sockets: list[str]
     secret_file: str
+    trusted_network: bool = False
     elastic_encode: bool = True
     switch_roles: bool = False
     can_encode: bool = True
@@ -142,6 +144,8 @@ class SplitClient(AsyncMPClient):
             config,
             outputs=self._take_outputs,
             caches=self._policy.cache_sizes if self._policy else None,
+            failed=lambda job, failure: self._jobs.fail(job, failure),
+            keys=CurveKeys.derive(self.secret),
         )
         self.engine_ranks_managed = [each.index for each in self.engines.by_name.values()]
         self._pool = self.engines.pool
@@ -150,7 +154,9 @@ class SplitClient(AsyncMPClient):
         self._is_elastic = settings.can_encode and settings.elastic_encode
         self.switching = Switching(self._pool, elastic=self._is_elastic)
         self._metadata = ItemMetadata(config)
-        self._parts = VideoParts(config, len(self._pool.of_duty("encode")))
+        self._encoders, self._parts = 0, VideoParts(config, 0)
+        self._count_encoders()
+        self._pool.watch(self._count_encoders)
         self._outputs: asyncio.Queue[EngineCoreOutputs] = asyncio.Queue()
         self._open: dict[str, OpenRequest] = {}
         self._at_engines: dict[str, OpenRequest] = {}  # by the id of its present try
@@ -214,6 +220,8 @@ class SplitClient(AsyncMPClient):
         In several calls where engines need one another: see `calls_of_all`.
         """
         found: list[Any] = []
+        if any(each.life is not None for each in self.engines.by_name.values()):
+            call_elsewhere(method, *args)  # Refused before it reaches the others.
         self._jobs.resets += 1
         for duty, name, given in calls_of_all(method, *args):
             engines = [
@@ -268,6 +276,11 @@ class SplitClient(AsyncMPClient):
             one = self._open.pop(request_id, None)
             if one is not None and one.task is not None:
                 one.task.cancel()
+
+    def _count_encoders(self, *_: Instance) -> None:
+        count = len(self._pool.of_duty("encode"))
+        if count != self._encoders:
+            self._encoders, self._parts = count, VideoParts(self.vllm_config, count)
 
     # -- requests ---------------------------------------------------------------------------------
 
@@ -510,7 +523,8 @@ class SplitClient(AsyncMPClient):
             if self._policy is not None and self._policy.wants_loads:
                 engine.report(stats)
         outputs.outputs = [each for each in outputs.outputs if self._take_output(engine, each)]
-        self._outputs.put_nowait(outputs)
+        if engine.life is None:  # vLLM counts by the engines of the start.
+            self._outputs.put_nowait(outputs)
 
     def _take_news(self, engine: FrontEngine, news: CacheNews) -> None:
         for mm_hash, is_here in news.entries.items():

@@ -13,12 +13,15 @@ import contextlib
 import copy
 import itertools
 import logging
+import socket
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Sequence
+from http import HTTPStatus
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import msgspec
+from msgspec import Meta
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.multiprocess import MultiProcessCollector
 from vllm.v1.engine.core_client import AsyncMPClient
@@ -26,11 +29,22 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.executor import Executor
 
 from epd_portable.config.roles import DUTIES, ENCODES, TAKES_ITEMS, Role
+from epd_portable.connector.curve import CurveKeys
+from epd_portable.errors import RequestError
+from epd_portable.front.peers import Peer
 from epd_portable.log import say_failure
+from epd_portable.placement.assignment import EncodeFailure
 from epd_portable.placement.caches import CacheSizes
-from epd_portable.placement.instances import EndpointPool, Instance, WentDownError, while_up
+from epd_portable.placement.instances import (
+    MAX_INSTANCES,
+    EndpointPool,
+    Instance,
+    WentDownError,
+    while_up,
+)
 from epd_portable.placement.metrics import InstanceCollector, InstanceStats, PoolStats, stats_of
 from epd_portable.wire.fingerprint import differences
+from epd_portable.wire.jobs import Here
 from epd_portable.wire.messages import LoadReport
 
 if TYPE_CHECKING:
@@ -40,20 +54,27 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 _said = say_failure(logger, "an engine is sent away")
+T = TypeVar("T")
+
+FORGET_S = 600.0
+"""An engine that has joined and stays away so long is forgotten."""
+_LOOK_EVERY_S = 1.0
 
 
 class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     """One engine, as the launcher plans it; an `InstanceSpec`.
 
     Attributes:
+        url: Of one on another machine: ZMQ address of its hub, after ``plain+`` if jobs are not
+            encrypted.
         max_queued_items: Jobs for others that it takes at a time.
     """
 
-    name: str
+    name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._@-]{0,127}$")]
     role: Role
-    url: str = ""
+    url: Annotated[str, Meta(pattern=r"^((plain\+)?tcp://[^/\s]+:\d+)?$")] = ""
     control: str = ""
-    weight: float = 1.0
+    weight: Annotated[float, Meta(gt=0, le=1000)] = 1.0
     labels: dict[str, str] = {}
     max_queued_items: int = 256
 
@@ -71,6 +92,8 @@ class FrontEngine:
         misfits: Engines whose items it refuses.
         running: Requests that it computes, of all senders, by its last report; vLLM tells one API
             server how many, others whether there are any.
+        life: Follows one on another machine, until it has left; ``None`` for others.
+        leaving: It is forgotten when nothing of it is needed.
     """
 
     def __init__(self, settings: EngineSettings, instance: Instance, index: int) -> None:
@@ -82,6 +105,8 @@ class FrontEngine:
         self.fingerprint = self.namespace = ""
         self.misfits: set[str] = set()
         self.running = 0
+        self.life: asyncio.Task[None] | None = None
+        self.leaving = False
 
     @property
     def pending_encode_s(self) -> float:
@@ -120,7 +145,8 @@ class FrontEngine:
     @property
     def is_full(self) -> bool:
         """Whether it has as many jobs as it takes."""
-        return self.instance.jobs >= self.settings.max_queued_items
+        jobs = self.instance.jobs + self.instance.elsewhere
+        return jobs >= self.settings.max_queued_items
 
     async def add(self, request: EngineCoreRequest) -> None:
         """Send it a request.
@@ -186,7 +212,7 @@ def _together(seen: Sequence[PoolStats]) -> PoolStats:
             load=sum(each.load for each in same),
             owed_s=sum(each.owed_s for each in same) / len(same),
         )
-        for same in zip(*(one.instances for one in seen), strict=True)
+        for same in _by_name([[(each.name, each) for each in one.instances] for one in seen])
     ]
     came_s: defaultdict[tuple[Role, str, int], float] = defaultdict(float)
     for one in seen:
@@ -197,7 +223,18 @@ def _together(seen: Sequence[PoolStats]) -> PoolStats:
 
 def _shown(seen: Sequence[Seen]) -> list[dict[str, Any]]:
     """Return each engine as the server sees it for which it is least there."""
-    return [_worst(same) for same in zip(*(one.instances for one in seen), strict=True)]
+    named = [[(each["name"], each) for each in one.instances] for one in seen]
+    return [_worst(same) for same in _by_name(named)]
+
+
+def _by_name(seen: Sequence[Sequence[tuple[str, T]]]) -> list[list[T]]:
+    """Return what servers see of each engine that all of them have: others join or leave."""
+    others = [dict(each) for each in seen[1:]]
+    return [
+        [first, *(other[name] for other in others)]
+        for name, first in seen[0]
+        if all(name in other for other in others)
+    ]
 
 
 def _worst(same: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -220,6 +257,8 @@ class Engines:
         index: Of this server.
         config: Of the front; the first engine that generates completes it.
         outputs: Takes what an engine puts out.
+        failed: Takes why an engine of another machine has not done a job.
+        keys: Of the connections to such engines.
         caches: Sizes of what engines are taken to have in their caches.
 
     Attributes:
@@ -233,6 +272,8 @@ class Engines:
         index: int,
         config: VllmConfig,
         outputs: Callable[[FrontEngine, EngineCoreOutputs], None],
+        failed: Callable[[str, EncodeFailure], None],
+        keys: CurveKeys,
         caches: CacheSizes | None = None,
     ) -> None:
         self.pool = EndpointPool(caches=caches)
@@ -246,6 +287,9 @@ class Engines:
         self._config = config
         self._complete = False
         self._outputs = outputs
+        self._failed = failed
+        self._keys = keys
+        self._name = f"{socket.gethostname()}:{paths[0]}"
         self._numbers = itertools.count()
         self._lives: set[asyncio.Task[None]] = set()
 
@@ -254,6 +298,112 @@ class Engines:
         self._loop = asyncio.get_running_loop()
         self._path.unlink(missing_ok=True)
         self._server = await asyncio.start_unix_server(self._answer, self._path)
+
+    async def join(self, settings: EngineSettings) -> bool:
+        """Take in an engine of another machine, at each API server; return whether it is new.
+
+        Raises:
+            OSError: A server is not there.
+            RequestError: There is another one of that name.
+        """
+        known = self.by_name.get(settings.name)
+        if known is not None and (
+            known.life is None or (known.settings.url != settings.url and known.client is not None)
+        ):
+            raise RequestError(
+                f"instance {settings.name!r} is at {known.settings.url or 'this front'}: take "
+                "another name, or let that one leave first",
+                status=HTTPStatus.CONFLICT,
+                code="name_taken",
+            )
+        if known is None and len(self.pool) >= MAX_INSTANCES:
+            raise RequestError(
+                f"there are {MAX_INSTANCES} instances: let some leave",
+                status=HTTPStatus.CONFLICT,
+                code="too_many_instances",
+            )
+        await self._ask_all("join", msgspec.json.encode(settings).decode())
+        return known is None
+
+    def _join(self, settings: EngineSettings) -> None:
+        known = self.by_name.get(settings.name)
+        if known is not None and known.settings.url != settings.url:
+            self._remove(known)
+            known = None
+        if known is not None:
+            known.leaving = False
+            known.instance.resume()
+            return
+        instance = self.pool.add(settings, registered=True)
+        engine = FrontEngine(settings, instance, len(self.by_name))
+        self.by_name[engine.name] = engine
+        logger.info("engine %s at %s joins", engine.name, settings.url)
+        engine.life = asyncio.create_task(self._follow(engine))
+        self._lives.add(engine.life)
+        engine.life.add_done_callback(self._lives.discard)
+        engine.life.add_done_callback(_said)
+
+    def _leave(self, engine: FrontEngine) -> None:
+        """Give an engine nothing more, and forget it when nothing of it is needed."""
+        if engine.leaving or engine.life is None:
+            return
+        engine.leaving = True
+        engine.instance.drain()
+        task = asyncio.create_task(self._see_off(engine))
+        self._lives.add(task)
+        task.add_done_callback(self._lives.discard)
+
+    async def _see_off(self, engine: FrontEngine) -> None:
+        await engine.instance.wait_idle()
+        if engine.leaving and self.by_name.get(engine.name) is engine:
+            logger.info("engine %s has left", engine.name)
+            self._remove(engine)
+
+    def _remove(self, engine: FrontEngine) -> None:
+        assert engine.life is not None
+        engine.life.cancel()
+        del self.by_name[engine.name]
+        self.pool.remove(engine.name)
+
+    async def _follow(self, engine: FrontEngine) -> None:
+        """Follow an engine of another machine through its lives."""
+        settings = engine.settings
+        while True:
+            peer = Peer(
+                engine.name,
+                settings.url,
+                self._keys,
+                self._config,
+                self._name,
+                failed=self._failed,
+                loaded=lambda load: engine.instance.note_elsewhere(load.jobs, load.seconds),
+            )
+            try:
+                here = await self._met(engine, peer)
+                engine.settings = msgspec.structs.replace(settings, max_queued_items=here.most)
+                engine.fingerprint = here.fingerprint
+                self._compare_fingerprints()
+                await self._serve(engine, peer, peer.gone())
+            except TimeoutError:
+                logger.warning("engine %s stays away, and is forgotten", engine.name)
+                self._remove(engine)
+                return
+            finally:
+                peer.shutdown()
+
+    async def _met(self, engine: FrontEngine, peer: Peer) -> Here:
+        """Return what an engine says of itself.
+
+        Raises:
+            TimeoutError: It stays away.
+        """
+        async with asyncio.timeout(FORGET_S):
+            met = asyncio.create_task(peer.met())
+            while not met.done():
+                await asyncio.wait([met], timeout=_LOOK_EVERY_S)
+                if peer.problem and peer.problem != engine.instance.reason:
+                    engine.instance.seen_gone(peer.problem)
+            return met.result()
 
     async def one_up(self) -> None:
         """Return when an engine is up that answers requests."""
@@ -298,9 +448,16 @@ class Engines:
         return [self._act(verb, name), *others]
 
     def _act(self, verb: str, name: str) -> Seen:
-        instance = self.pool.get(name)
-        if instance is not None and verb in ("drain", "resume"):
-            instance.drain() if verb == "drain" else instance.resume()
+        engine = self.by_name.get(name)
+        if verb == "join":
+            self._join(msgspec.json.decode(name, type=EngineSettings))
+        elif engine is not None and verb == "leave":
+            self._leave(engine)
+        elif engine is not None and verb == "drain":
+            engine.instance.drain()
+        elif engine is not None and verb == "resume":
+            engine.leaving = False
+            engine.instance.resume()
         return Seen([each.shown() for each in self.pool.all], stats_of(self.pool))
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -364,7 +521,7 @@ class Engines:
             sender.instance.note(problem)
 
     async def _serve(
-        self, engine: FrontEngine, client: AsyncMPClient, gone: Awaitable[object]
+        self, engine: FrontEngine, client: AsyncMPClient | Peer, gone: Awaitable[object]
     ) -> None:
         if engine.client is not None:
             engine.instance.seen_gone("its process was started again")
@@ -378,12 +535,12 @@ class Engines:
                 await gone
                 pump.cancel()
         finally:
-            client.shutdown()
             if engine.client is client:
                 engine.client = None
                 engine.instance.seen_gone("its process has ended")
+            client.shutdown()
 
-    async def _pump(self, engine: FrontEngine, client: AsyncMPClient) -> None:
+    async def _pump(self, engine: FrontEngine, client: AsyncMPClient | Peer) -> None:
         # What an engine says last is that it is dead: the connection tells that, too.
         with contextlib.suppress(EngineDeadError):
             while True:

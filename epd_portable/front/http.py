@@ -26,7 +26,7 @@ from epd_portable.config.roles import DUTIES
 from epd_portable.config.secret import SignatureCheck
 from epd_portable.errors import ConfigError, RequestError
 from epd_portable.front.client import SplitClient
-from epd_portable.front.engines import Engines
+from epd_portable.front.engines import Engines, EngineSettings
 from epd_portable.log import access_log
 from epd_portable.media.limits import MediaLimits, check_settings
 from epd_portable.placement.instances import InstanceState
@@ -43,6 +43,7 @@ logger = logging.getLogger(__name__)
 
 _CONTROL = "/epd/instances"
 _RESPONDS_WITHIN_S = 30.0
+_MAX_CONTROL_BYTES = 64 << 10
 
 
 @dataclass(slots=True)
@@ -86,7 +87,7 @@ class FrontMiddleware:
         elif (scope["method"], scope["path"]) == ("GET", "/health") or scope["path"].startswith(
             _CONTROL
         ):
-            await (await self._answer(scope))(scope, receive, send)
+            await (await self._answer(scope, receive))(scope, receive, send)
         elif scope["path"] == "/metrics" and len(self._settings.sockets) > 1:
             page = await self._client.engines.page()
             await Response(page, media_type=CONTENT_TYPE_LATEST)(scope, receive, send)
@@ -109,7 +110,7 @@ class FrontMiddleware:
 
     # -- about engines ----------------------------------------------------------------------------
 
-    async def _answer(self, scope: Scope) -> Response:
+    async def _answer(self, scope: Scope, receive: Receive) -> Response:
         assert self._client is not None
         method, path = scope["method"], scope["path"]
         name, _, verb = path.removeprefix(_CONTROL).strip("/").partition("/")
@@ -125,13 +126,21 @@ class FrontMiddleware:
                 within_s = min(within_s, float(Request(scope).query_params["within_s"]))
             well = await engines.by_name[name].responds(within_s)
             return Response(status_code=200 if well else 503)
-        if not self._is_signed(scope):
-            error = RequestError("signed requests only", status=401, code="unauthorized")
+        try:
+            body = await self._control_body(scope, receive) if method == "POST" else b""
+            self._check_signature(scope, body)
+            if (method, name) == ("POST", ""):
+                return await self._join(engines, body)
+        except RequestError as error:
             return _refusal(error, path)
         if (method, name) == ("GET", ""):
-            # The launcher's process, whichever of its API servers answers.
-            return JSONResponse({"router": str(os.getsid(0)), "instances": await engines.seen()})
-        if known and method == "POST" and verb in ("drain", "resume"):
+            return JSONResponse({"router": _here(), "instances": await engines.seen()})
+        if known and (method, verb) == ("DELETE", ""):
+            if engines.by_name[name].life is None:
+                text = f"instance {name!r} belongs to this front: stop its launcher, or drain it"
+                return _refusal(RequestError(text, status=409, code="not_joined"), path)
+            method, verb = "POST", "leave"
+        if known and method == "POST" and verb in ("drain", "resume", "leave"):
             seen = await engines.seen(verb, name)
             return JSONResponse(next(each for each in seen if each["name"] == name))
         return Response(status_code=404)
@@ -153,11 +162,59 @@ class FrontMiddleware:
             body["instances"] = {each["name"]: each for each in seen}
         return JSONResponse(body, 200 if ready else 503)
 
-    def _is_signed(self, scope: Scope) -> bool:
+    async def _join(self, engines: Engines, body: bytes) -> Response:
+        """Take in an engine of another machine.
+
+        Raises:
+            RequestError: It cannot be taken in.
+        """
+        try:
+            settings = msgspec.json.decode(body, type=EngineSettings)
+        except msgspec.MsgspecError as error:
+            text = f"instance to register: {error}"
+            raise RequestError(text, status=400, code="invalid_instance") from error
+        if settings.role != "encode" or not settings.url:
+            text = (
+                f"instance {settings.name!r} of role {settings.role} at {settings.url!r}: a front "
+                "takes encode engines at tcp://host:port; others run on its machine"
+            )
+            raise RequestError(text, status=400, code="invalid_instance")
+        if settings.url.startswith("plain+") and not self._settings.trusted_network:
+            text = (
+                f"instance {settings.name!r} takes jobs without encryption "
+                "(transfer.trusted_network): set that at this front as well, or at neither"
+            )
+            raise RequestError(text, status=400, code="invalid_instance")
+        new = await engines.join(settings)
+        seen = await engines.seen()
+        shown = next((each for each in seen if each["name"] == settings.name), {})
+        return JSONResponse({"router": _here(), **shown}, 201 if new else 200)
+
+    async def _control_body(self, scope: Scope, receive: Receive) -> bytes:
+        """Return the body of a request about engines.
+
+        Raises:
+            RequestError: It is too large, or late.
+        """
+        pieces: list[bytes] = []
+        with anyio.move_on_after(self._settings.body_timeout_s):
+            async for piece in Request(scope, receive).stream():
+                pieces.append(piece)
+                if sum(map(len, pieces)) > _MAX_CONTROL_BYTES:
+                    text = f"the body is longer than {_MAX_CONTROL_BYTES} bytes"
+                    raise RequestError(text, status=413, code="request_too_large")
+            return b"".join(pieces)
+        raise body_timeout(self._settings.body_timeout_s)
+
+    def _check_signature(self, scope: Scope, body: bytes) -> None:
+        """Return if a request is signed by a holder of the secret; `RequestError` if not."""
         given = dict(scope["headers"]).get(b"authorization", b"").decode("latin-1")
         target = scope["raw_path"].decode("latin-1")
+        self._signatures.check(given, scope["method"], target, body)
+
+    def _is_signed(self, scope: Scope) -> bool:
         try:
-            self._signatures.check(given, scope["method"], target)
+            self._check_signature(scope, b"")
         except RequestError:
             return False
         return True
@@ -228,6 +285,11 @@ class FrontMiddleware:
         """Refuse settings that enlarge media; nothing is decoded."""
         for name, raw in msgspec.structs.asdict(_settings_of(body)).items():
             check_settings(self._limits, name, raw)
+
+
+def _here() -> str:
+    """Return the name of this life of the front: its process group, whichever server answers."""
+    return str(os.getsid(0))
 
 
 class _MediaSettings(msgspec.Struct):

@@ -12,7 +12,6 @@ from typing import Any, Literal
 
 import anyio
 from vllm.multimodal.inputs import PlaceholderRange
-from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 
 from epd_portable.front.engines import Engines
@@ -21,8 +20,9 @@ from epd_portable.front.request import FrontItem, OpenRequest
 from epd_portable.placement.assignment import Assignment, EncodeFailure, EncodeTimes, EncodeTries
 from epd_portable.placement.fallbacks import RetryBudget
 from epd_portable.placement.instances import Instance, Use, WentDownError, while_up
+from epd_portable.vllm_plugin.job_items import encode_request
 from epd_portable.wire.outcomes import FailureKind
-from epd_portable.wire.params import FIELD, EncodeParams, EncodeTransfer, to_params
+from epd_portable.wire.params import EncodeTransfer
 
 logger = logging.getLogger(__name__)
 
@@ -72,13 +72,19 @@ class ItemJobs:
         self._can_encode = can_encode
         self._order = order
         self._job_s = job_s
-        self.open: dict[str, asyncio.Future[FinishReason]] = {}
+        self.open: dict[str, asyncio.Future[FinishReason | EncodeFailure]] = {}
 
     def take_output(self, output: EngineCoreOutput) -> None:
         """Take in an output that may be the end of a job."""
         answer = self.open.get(output.request_id)
         if output.finish_reason is not None and answer and not answer.done():
             answer.set_result(output.finish_reason)
+
+    def fail(self, job: str, failure: EncodeFailure) -> None:
+        """Take in why an engine of another machine has not done a job."""
+        answer = self.open.get(job)
+        if answer and not answer.done():
+            answer.set_result(failure)
 
     def choose_encoder(
         self, one: OpenRequest, item: FrontItem, exclude: Collection[str], taker: str
@@ -188,6 +194,8 @@ class ItemJobs:
         if not answer.done() or answer.cancelled():
             late = f"did not end the job within {self._job_s:g} s"
             return EncodeFailure(kind=FailureKind.TIMEOUT, reason=late)
+        if isinstance(reason, EncodeFailure):
+            return reason
         if reason in (FinishReason.ERROR, FinishReason.ABORT):
             return EncodeFailure(kind=FailureKind.ERROR, reason=f"ended the job with {reason}")
         now = time.monotonic()
@@ -205,17 +213,13 @@ def _job(
     place = feature.mm_position
     assert core.prompt_token_ids is not None
     alone = replace(feature, mm_position=PlaceholderRange(0, place.length, place.is_embed))
-    params = to_params(EncodeParams(transfers=(transfer,)))
-    return EngineCoreRequest(
-        request_id=job,
-        prompt_token_ids=core.prompt_token_ids[place.offset : place.offset + place.length],
-        mm_features=[alone],
-        sampling_params=SamplingParams(max_tokens=1, temperature=0, extra_args={FIELD: params}),
-        pooling_params=None,
+    return encode_request(
+        job,
+        core.prompt_token_ids[place.offset : place.offset + place.length],
+        alone,
+        transfer,
         arrival_time=core.arrival_time,
         lora_request=core.lora_request,
-        cache_salt=None,
-        data_parallel_rank=None,
         priority=core.priority,
         trace_headers=core.trace_headers,
     )

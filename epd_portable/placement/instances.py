@@ -173,6 +173,7 @@ class Instance:
     Attributes:
         labels: Of the settings, and its role as ``llm-d.ai/role``.
         jobs: Encode jobs that it has in flight; they are a part of its load.
+        elsewhere: Jobs that it has of other fronts, a part of its load as well.
         registered: It came while the router ran, and is forgotten when it stays away.
         answered_at: When it has answered a request last; minus infinity for never.
         is_warmed_up: Whether clients' requests may be sent to this life of it.
@@ -222,7 +223,8 @@ class Instance:
         self._up = asyncio.Event()
         self._down = asyncio.Event()
         self._down.set()
-        self._pending_encode_ms = 0
+        self._pending_encode_ms = self._elsewhere_ms = 0
+        self.elsewhere = 0
         self._report: LoadReport | None = None
         self._load_at_report = self._missed_probes = 0
         self._heard_at = self._missed_at = self._reported_at = 0.0
@@ -314,6 +316,13 @@ class Instance:
             yield
         finally:
             self._pending_encode_ms -= ms
+
+    def note_elsewhere(self, jobs: int, seconds: float) -> None:
+        """Set what it has to do for others than this front: so many jobs, which take so long."""
+        ms = round(1000 * seconds)
+        self._add_load(jobs - self.elsewhere)
+        self._pending_encode_ms += ms - self._elsewhere_ms
+        self.elsewhere, self._elsewhere_ms = jobs, ms
 
     @contextlib.contextmanager
     def computing(self, tokens: int) -> Iterator[None]:
@@ -459,6 +468,7 @@ class Instance:
         # What comes back may be another process.
         self.cached.clear()
         self.take_report(None)
+        self.note_elsewhere(0, 0.0)
         self._changed()
 
     def _changed(self) -> None:

@@ -361,6 +361,37 @@ def metadata_fields(vllm_config: VllmConfig, resolver: Any) -> dict[str, set[str
     return {modality: resolver.fields_for(modality) for modality in modalities}
 
 
+def item_processor(vllm_config: VllmConfig) -> Any:
+    """Return the model's processor of items."""
+    from vllm.multimodal import MULTIMODAL_REGISTRY
+
+    return MULTIMODAL_REGISTRY.create_processor(vllm_config.model_config)
+
+
+def sample_items(vllm_config: VllmConfig, processor: Any) -> dict[str, dict[str, Any]]:
+    """Return what a processor makes of a small item of each modality: fields as of a batch."""
+    found = {}
+    restore = small_dummies(vllm_config)
+    try:
+        for modality in processor.info.allowed_mm_limits:
+            if hasattr(processor, "get_dummy_mm_inputs"):
+                inputs = processor.get_dummy_mm_inputs({modality: 1})
+            else:  # Before 0.32.
+                from vllm.multimodal import MULTIMODAL_REGISTRY
+
+                model = vllm_config.model_config
+                inputs = MULTIMODAL_REGISTRY.get_dummy_mm_inputs(
+                    model, {modality: 1}, processor=processor
+                )
+            items = inputs["mm_kwargs"][modality]
+            found[modality] = {
+                name: element.field.reduce_data([element]) for name, element in items[0].items()
+            }
+    finally:
+        restore()
+    return found
+
+
 def item_metadata(feature: Any, resolver: Any) -> dict[str, list[Any]]:
     """Return the metadata that the engine has of a ``MultiModalFeatureSpec``, as JSON values."""
     from vllm.distributed.ec_transfer.ec_connector import utils

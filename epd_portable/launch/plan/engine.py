@@ -48,7 +48,8 @@ class Engine:
         instance: What its connector gets.
         shares_device: Whether another one is on one of its devices.
         shares: Name of the encode instance with which it makes a pair, or empty.
-        ports: By purpose: ``http`` where it has a server, and ``kv`` where it sends or takes KV.
+        ports: By purpose: ``http`` where it has a server, ``jobs`` where it does jobs of fronts on
+            other machines and has a page only, and ``kv`` where it sends or takes KV.
         kv: The connector of KV, if it has one.
         temp_dir: Folder of the run.
         has_compiler: See `Machine`.
@@ -171,8 +172,8 @@ class Engine:
             variables[traits.share_env] = str(group.share)
             if self.role == "encode":
                 variables |= dict(traits.encode_share_env)
-        if "http" not in self.ports:
-            # What it counts is on the page of the engine front.
+        if "http" not in self.ports or "jobs" in self.ports:
+            # What it counts is on the page of the engine front, or on its own.
             variables["EPD_METRICS_DIR"] = f"{self.temp_dir}/metrics"
         if self.kv:
             variables |= self.kv.env(self.topology.launch.host, self.ports["kv"])

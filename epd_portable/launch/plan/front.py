@@ -31,6 +31,8 @@ _KEPT = frozenset(
 """Keys of ``router`` that the engine front keeps; any other that is set asks for the router."""
 _BESIDE_ENCODER = ("mm_processor_device", "media_io_kwargs", "api_server_count")
 """Engine arguments for how an encode instance's own servers read and process media."""
+PLAIN = "plain+"
+"""Before the address of a hub to which jobs go without encryption."""
 _NO_DOMAIN = "none.invalid"
 """vLLM fetches media from everywhere unless it is told domains."""
 
@@ -51,7 +53,12 @@ def choose_front(topology: Topology) -> tuple[Literal["engine", "router"], str]:
         )
     if reasons:
         return "router", reasons
-    return "engine", "all instances are on this machine, and nothing that is set needs the router"
+    if topology.router.join:
+        return "engine", "encode instances join fronts on other machines"
+    return (
+        "engine",
+        "all instances that answer are on this machine, and nothing that is set needs the router",
+    )
 
 
 def _reasons_for_router(topology: Topology) -> list[str]:
@@ -59,11 +66,11 @@ def _reasons_for_router(topology: Topology) -> list[str]:
     found = [
         f"router.{name} is set"
         for name in RouterSection.model_fields
-        if name not in _KEPT and getattr(topology.router, name) != getattr(plain, name)
+        if name not in {*_KEPT, "join"} and getattr(topology.router, name) != getattr(plain, name)
     ]
-    instances = topology.instances
-    if topology.secret_file is not None:
-        found.append("secret_file is set, so instances of other hosts may join")
+    instances, joins = topology.instances, bool(topology.router.join)
+    if joins and any(instances.counts[role] for role in ROLES if role != "encode"):
+        found.append("router.join is set, and instances of other roles than encode join routers")
     found += [
         f"instances.encode.engine_args.{name} is set, and the engine front processes media itself"
         for name in _BESIDE_ENCODER
@@ -75,6 +82,8 @@ def _reasons_for_router(topology: Topology) -> list[str]:
         found.append(
             "engine_args.mm_tensor_ipc is torch_shm, for instances with servers of their own only"
         )
+    if not found and not joins and not any(instances.counts[role] for role in _ANSWERS):
+        found.append("no instance here answers")
     return found
 
 
@@ -85,6 +94,24 @@ def core_argv(engine: Engine) -> tuple[str, ...]:
     module = "epd_portable.engine.core"
     sockets = json.dumps(_sockets(engine))
     return (sys.executable, "-m", module, sockets, *arguments)
+
+
+def remote_argv(engine: Engine) -> tuple[str, ...]:
+    """Return the command of an engine that does jobs of fronts on other machines."""
+    places = {
+        "role": engine.role,
+        "hub": hub_address(engine).removeprefix(PLAIN),
+        "plain": engine.topology.transfer.trusted_network,
+        "page": [engine.topology.launch.host, engine.ports["http"]],
+    }
+    arguments = engine.arguments(mm_processor_cache_gb=0)
+    return (sys.executable, "-m", "epd_portable.engine.remote", json.dumps(places), *arguments)
+
+
+def hub_address(engine: Engine) -> str:
+    """Return where an engine takes jobs of other machines, as fronts are told."""
+    plain = PLAIN if engine.topology.transfer.trusted_network else ""
+    return f"{plain}tcp://{engine.topology.launch.host}:{engine.ports['jobs']}"
 
 
 def front_argv(engines: Sequence[Engine]) -> tuple[str, ...]:
@@ -154,6 +181,7 @@ def _settings(engines: Sequence[Engine]) -> dict[str, object]:
         ],
         "sockets": sockets,
         "secret_file": answers.instance.secret_file,
+        "trusted_network": topology.transfer.trusted_network,
         "elastic_encode": router.elastic_encode,
         "switch_roles": router.switch_roles,
         "can_encode": topology.instances.prefill_decode.encoder,

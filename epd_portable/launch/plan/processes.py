@@ -29,6 +29,8 @@ from epd_portable.launch.plan.front import (
     choose_front,
     core_argv,
     front_argv,
+    hub_address,
+    remote_argv,
 )
 from epd_portable.launch.plan.kv import KV_CONNECTORS, KVConnector, kv_connector
 from epd_portable.launch.plan.model import ModelSource
@@ -223,9 +225,7 @@ def make_plan(
             temp_dir=temp_dir,
             has_compiler=machine.has_compiler,
         )
-        for placement, ports in _listeners(
-            topology, instances, kv, free_port, have_servers=front == "router"
-        )
+        for placement, ports in _listeners(topology, instances, kv, free_port, front=front)
     ]
     after = starts_after(devices)
     processes = [_instance_process(engine, after) for engine in engines]
@@ -236,7 +236,10 @@ def make_plan(
     ]
     url = _public_url(topology)
     members: tuple[dict[str, Any], ...] = ()
-    if front == "engine":
+    if front == "engine" and router.join:
+        url = router.join[0]
+        members = tuple(_member(engine) for engine in engines)
+    elif front == "engine":
         processes.append(_front(engines, placements))
         if traits.forks_engines:
             processes = _forked(processes, traits)
@@ -280,11 +283,14 @@ def _listeners(
     kv: KVConnector | None,
     free_port: Callable[[], int],
     *,
-    have_servers: bool,
+    front: str,
 ) -> Iterator[tuple[InstancePlacement, dict[str, int]]]:
     """Yield each instance with its ports; those of HTTP are the first ones."""
-    http_ports = [{"http": free_port()} if have_servers else {} for _ in instances]
+    have_pages = front == "router" or topology.router.join
+    http_ports = [{"http": free_port()} if have_pages else {} for _ in instances]
     for placement, ports in zip(instances, http_ports, strict=True):
+        if front == "engine" and topology.router.join:
+            ports["jobs"] = free_port()
         if placement.role != "encode":
             ports |= {"control": free_port(), "data": free_port()}
         if kv and placement.role in SENDS_KV | TAKES_KV:
@@ -295,8 +301,10 @@ def _listeners(
 
 def _instance_process(engine: Engine, after: Mapping[str, Sequence[str]]) -> ProcessSpec:
     topology, placement = engine.topology, engine.placement
-    if has_server := "http" in engine.ports:
-        argv = engine.server_argv()
+    has_page = "http" in engine.ports
+    has_server = has_page and "jobs" not in engine.ports
+    if has_page:
+        argv = engine.server_argv() if has_server else remote_argv(engine)
         url = _base_url(topology.launch.host, engine.ports["http"])
     else:
         argv = core_argv(engine)
@@ -312,9 +320,20 @@ def _instance_process(engine: Engine, after: Mapping[str, Sequence[str]]) -> Pro
         cores=placement.cores,
         api_cores=placement.api_cores if has_server else (),
         shm_name=engine.instance.pool,
-        tls_cert_file="" if has_server else topology.router.tls_cert_file or "",
+        tls_cert_file="" if has_page else topology.router.tls_cert_file or "",
         after=tuple(after.get(placement.name, ())),
     )
+
+
+def _member(engine: Engine) -> dict[str, Any]:
+    """Return what fronts on other machines are told of an engine."""
+    return {
+        "name": engine.instance.instance,
+        "role": engine.role,
+        "url": hub_address(engine),
+        "weight": engine.group.weight,
+        "labels": dict(engine.labels),
+    }
 
 
 def _check_host(topology: Topology, traits: PlatformTraits) -> None:

@@ -66,7 +66,10 @@ def test_instances_of_their_own_commands_serve_together_and_leave(
     secret, port = tmp_path / "secret", servers.free_port()
     make_secret_file(str(secret))
     of_all = "--platform cpu --config configs/1e1pd.yaml"
-    common = (f"secret_file={secret}", "router.item_outcomes=true", "router.elastic_encode=false")
+    common = (
+        *(f"secret_file={secret}", "front=router"),
+        *("router.item_outcomes=true", "router.elastic_encode=false"),
+    )
     url = f"http://localhost:{port}"
     router = launch(f"up {of_all} --port {port}", *common, *NO_INSTANCES)
     router.until_ready()

@@ -50,6 +50,7 @@ def deployment(
         f"launch.host={OFF_HOST}",
         f"router.tracing.endpoint={collector.endpoint}",
         f"secret_file={secret_file}",
+        "front=router",
     ]
     with running(folder, settings, popen=fork) as split:
         pair = Pair(split=split, reference_url=reference_url)

@@ -90,7 +90,6 @@ def test_processes_with_equal_variables_are_forked_and_others_start_by_themselve
         "router: {admission: {max_requests: 4}}",
         "router: {api_keys_file: keys}",
         "router: {media_urls: {allowed_domains: ['*']}}",
-        "secret_file: secret",
         "instances: {encode: {engine_args: {api_server_count: 2}}}",
         "instances: {encode: {engine_args: {mm_tensor_ipc: torch_shm}}}",
         "engine_args: {mm_tensor_ipc: torch_shm}",
@@ -137,7 +136,43 @@ def test_a_key_of_the_router_reaches_the_front_or_asks_for_the_router(name: str)
         topology = parse_topology("model: demo", "cpu")
         changed = topology.router.model_copy(update={name: "another"})
         front, why = choose_front(topology.model_copy(update={"router": changed}))
-        assert (front, why) == ("router", f"router.{name} is set")
+        assert front == "router"
+        assert why.startswith(f"router.{name} is set")
+
+
+def test_encode_instances_join_fronts_as_engines_without_servers() -> None:
+    joining = (
+        "model: demo\nsecret_file: secret\nlaunch: {host: 10.0.0.2}\n"
+        "instances: {encode: {labels: {zone: b}}, prefill_decode: {count: 0}}\n"
+        "router: {join: 'http://10.0.0.1:8000'}\n"
+    )
+    plan = plan_of(joining)
+    (engine,) = plan.processes
+    assert plan.front == "engine: encode instances join fronts on other machines"
+    assert engine.argv[1:3] == ("-m", "epd_portable.engine.remote")
+    places = json.loads(engine.argv[3])
+    hub = f"tcp://10.0.0.2:{engine.ports['jobs']}"
+    assert places == {
+        "role": "encode",
+        "hub": hub,
+        "plain": False,
+        "page": ["10.0.0.2", engine.ports["http"]],
+    }
+    assert engine.url == f"http://10.0.0.2:{engine.ports['http']}"
+    (member,) = plan.members
+    assert (member["url"], member["labels"]["zone"]) == (hub, "b")
+    (plain,) = plan_of(f"{joining}transfer: {{trusted_network: true}}").members
+    assert plain["url"] == f"plain+{hub}"
+    (server,) = plan_of(f"{joining}front: router").processes
+    assert "vllm.entrypoints.openai.api_server" in server.argv
+
+
+def test_front_waits_for_engines_of_other_machines() -> None:
+    alone = "secret_file: secret\ninstances: {encode: {count: 0}}"
+    pd, front = planned(alone).processes
+    settings = json.loads(front.argv[4])
+    assert [each["name"] for each in settings["engines"]] == [pd.name]
+    assert (settings["secret_file"], settings["trusted_network"]) == ("secret", False)
 
 
 def test_the_page_names_the_keys_that_the_front_keeps() -> None:

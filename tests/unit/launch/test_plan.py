@@ -301,7 +301,7 @@ def test_instances_that_join_have_names_of_their_host_and_no_router() -> None:
     encode, _ = plan.processes
     assert instance(encode)["instance"] == names[0]
     found = [(each["name"], each["role"], each["url"]) for each in plan.members]
-    assert found[0] == (names[0], "encode", encode.url)
+    assert found[0] == (names[0], "encode", f"tcp://10.0.0.2:{encode.ports['jobs']}")
     assert encode.url.startswith("http://10.0.0.2:")
     assert plan.joins == ("http://10.0.0.1:8000",)
     assert "instances join http://10.0.0.1:8000" in plan_table(plan)

@@ -1,0 +1,390 @@
+"""Jobs of fronts on other machines, see `epd_portable.wire.jobs`, for one engine.
+
+The hub is one more local client of vLLM's engine core, in a thread of the engine's process. Fronts
+connect by TCP (ROUTER, encrypted), come and go at any time, and are counted by their heartbeats.
+Nothing here waits for a front: what one does not read is dropped, and its jobs end when it is gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import vllm
+import zmq
+import zmq.asyncio
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from epd_portable.config.instance import InstanceConfig
+from epd_portable.config.roles import Role
+from epd_portable.config.secret import Secret
+from epd_portable.connector.curve import CurveGate, CurveKeys
+from epd_portable.connector.sessions import new_session
+from epd_portable.errors import ProtocolError, TransportError
+from epd_portable.scheduling.admission import Pace
+from epd_portable.vllm_plugin.job_items import ItemReader
+from epd_portable.wire import jobs
+from epd_portable.wire.jobs import (
+    BEAT_S,
+    CHUNK_BYTES,
+    MISSED_BEATS,
+    Beat,
+    Cancel,
+    Done,
+    Failed,
+    FromHub,
+    Full,
+    Here,
+    Job,
+    Load,
+    OtherVersionError,
+    Reset,
+    VersionRefused,
+)
+from epd_portable.wire.messages import MAX_REASON
+
+logger = logging.getLogger(__name__)
+
+MAX_FRONTS = 1000
+_WAITING_MESSAGES = 32
+"""Of one front, each at most `CHUNK_BYTES` long, before they are read."""
+_RESPONDS_WITHIN_BEATS = 30
+"""Beats after which an engine that has not responded is not well: a large item takes a CPU long."""
+
+
+@dataclass(eq=False, slots=True)
+class _Arriving:
+    """A job whose bytes come in."""
+
+    job: Job
+    data: np.ndarray[Any, Any]
+    filled: int = 0
+
+
+@dataclass(eq=False, slots=True)
+class _Front:
+    """One connection: of one API server of a front.
+
+    Attributes:
+        life: Session of all messages to it: another one if it was forgotten meanwhile.
+        missed: Beats since its last message.
+        jobs: At the engine; bytes of each.
+    """
+
+    name: str
+    life: str
+    missed: int = 0
+    jobs: dict[str, int] = field(default_factory=dict)
+    arriving: _Arriving | None = None
+
+
+class Hub:
+    """See the module; used in one thread's event loop.
+
+    Args:
+        address: ZMQ address to listen on.
+        config: Names the engine and what it takes.
+        fingerprint: Of the engine.
+        plain: Nothing is encrypted. A job is still proved to be a holder's of the secret.
+
+    Attributes:
+        well: The engine responds.
+
+    Raises:
+        ConfigError: There is no secret.
+        TransportError: The address cannot be bound.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        config: InstanceConfig,
+        role: Role,
+        fingerprint: str,
+        reader: ItemReader,
+        *,
+        plain: bool = False,
+    ) -> None:
+        self._config = config
+        self._role = role
+        self._fingerprint = fingerprint
+        self._reader = reader
+        self._session = new_session()
+        self._fronts: dict[bytes, _Front] = {}
+        self._owners: dict[str, bytes] = {}
+        self._lives = self._unanswered = 0
+        self._calls: set[asyncio.Task[None]] = set()
+        self._pace = Pace()
+        self.well = False
+        self._context = zmq.Context()
+        socket = self._context.socket(zmq.ROUTER)
+        socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        socket.setsockopt(zmq.RCVHWM, _WAITING_MESSAGES)
+        socket.setsockopt(zmq.MAXMSGSIZE, CHUNK_BYTES)
+        socket.setsockopt(zmq.LINGER, 200)
+        self._secret = Secret.read(config.secret_file)
+        self._gate: CurveGate | None = None
+        if not plain:
+            keys = CurveKeys.derive(self._secret)
+            self._gate = CurveGate(socket, address, keys, name="job channel")
+        try:
+            socket.bind(address)
+        except zmq.ZMQError as error:
+            raise TransportError(
+                f"job channel cannot listen on {address}: {error}; free it or take another"
+            ) from error
+        self._socket = zmq.asyncio.Socket.from_socket(socket)
+
+    async def serve(self, client: Any) -> None:
+        """Take jobs until the engine ends.
+
+        Args:
+            client: vLLM's ``AsyncMPClient`` of the engine.
+        """
+        self._client = client
+        self.well = True
+        logger.info("%s takes jobs of other machines", self._config.instance)
+        tasks = [asyncio.create_task(each) for each in (self._take(), self._pump(), self._tick())]
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            self.well = False
+            for each in tasks:
+                each.cancel()
+            if self._gate is not None:
+                self._gate.close()
+            self._context.destroy(linger=200)
+        for each in tasks:
+            if each.done() and not each.cancelled() and (error := each.exception()) is not None:
+                raise error
+
+    @property
+    def jobs(self) -> int:
+        """Jobs at the engine."""
+        return len(self._owners)
+
+    # -- from fronts ------------------------------------------------------------------------------
+
+    async def _take(self) -> None:
+        while True:
+            identity, *parts = await self._socket.recv_multipart(copy=False)
+            await self._take_message(identity.bytes, parts)
+
+    async def _take_message(self, identity: bytes, parts: list[zmq.Frame]) -> None:
+        front = self._fronts.get(identity)
+        if front is not None:
+            front.missed = 0
+        try:
+            if len(parts) == 2 and not len(parts[0]):
+                if front is not None and front.arriving is not None:
+                    await self._take_chunk(identity, front, front.arriving, parts[1].buffer)
+                return
+            if len(parts) != 1:
+                raise ProtocolError(f"a message of {len(parts)} parts")
+            message, _ = jobs.decode_from_front(parts[0].buffer)
+        except OtherVersionError as error:
+            self._send(identity, VersionRefused(version=jobs.JOBS_VERSION, reason=str(error)))
+            return
+        except ProtocolError as error:
+            logger.warning("message of front %r dropped: %s", front and front.name, error)
+            return
+        if isinstance(message, Beat):
+            self._beat(identity, message)
+        elif front is None:
+            pass  # Forgotten: its next heartbeat shows it another life.
+        elif isinstance(message, Job):
+            await self._begin(identity, front, message)
+        elif isinstance(message, Cancel):
+            await self._abort(front, set(message.jobs))
+        elif isinstance(message, Reset):
+            self._calls.add(call := asyncio.create_task(self._reset(identity, message)))
+            call.add_done_callback(self._calls.discard)
+        else:
+            await self._forget(identity, "it has left")
+
+    def _beat(self, identity: bytes, beat: Beat) -> None:
+        if identity not in self._fronts:
+            if len(self._fronts) >= MAX_FRONTS:
+                logger.warning("front %s is not served: there are %d", beat.front, MAX_FRONTS)
+                return
+            self._lives += 1
+            self._fronts[identity] = _Front(beat.front, f"{self._session}-{self._lives}")
+            logger.info("front %s is here", beat.front)
+            self._send_here(identity)
+
+    async def _begin(self, identity: bytes, front: _Front, job: Job) -> None:
+        """Take the head of a job, unless there is too much."""
+        front.arriving = None
+        _, nbytes = jobs.offsets(job.tensors)
+        to = job.transfer
+        if (
+            not self._secret.verify_transfer(to.proof, to.transfer_id, to.item_uuid, to.consumer)
+            or to.item_uuid != job.item
+        ):
+            reason = "its proof is wrong: is it the same secret_file at both ends?"
+            self._send(identity, Failed(job=job.job, reason=reason))
+        elif job.job in self._owners:
+            self._send(identity, Failed(job=job.job, reason="a job of this name is open"))
+        elif nbytes > self._config.max_queued_bytes:
+            reason = f"{nbytes} bytes: at most {self._config.max_queued_bytes}"
+            self._send(identity, Failed(job=job.job, reason=reason))
+        elif self._is_full(front, nbytes):
+            retry_s = max(BEAT_S, self._load_of(None).seconds)
+            self._send(identity, Full(job=job.job, retry_s=retry_s, load=self._load_of(front)))
+        else:
+            front.arriving = _Arriving(job, np.empty(nbytes, np.uint8))
+            if not nbytes:
+                await self._whole(identity, front, front.arriving)
+
+    def _is_full(self, front: _Front, nbytes: int) -> bool:
+        """Return whether a front must wait: there is enough, and it has its share of that.
+
+        So a front without work is served beside one that sends without end, and there is never
+        more than twice the limit.
+        """
+        fronts = [each for each in self._fronts.values() if each.jobs or each is front]
+        arriving = [each.arriving for each in self._fronts.values() if each.arriving]
+        held = sum(sum(each.jobs.values()) for each in fronts) + sum(
+            each.data.nbytes for each in arriving
+        )
+        most, most_bytes = self._config.max_queued_items, self._config.max_queued_bytes
+        own = sum(front.jobs.values()) + nbytes
+        too_many = self.jobs + len(arriving) >= most and len(front.jobs) * len(fronts) >= most
+        too_large = held + nbytes > most_bytes and own * len(fronts) > most_bytes
+        return too_many or too_large
+
+    async def _take_chunk(
+        self, identity: bytes, front: _Front, arriving: _Arriving, chunk: memoryview
+    ) -> None:
+        data, begin = arriving.data, arriving.filled
+        if begin + len(chunk) > data.nbytes:
+            front.arriving = None
+            self._send(identity, Failed(job=arriving.job.job, reason="more bytes than its head"))
+            return
+        arriving.filled = begin + len(chunk)
+        data[begin : arriving.filled] = np.frombuffer(chunk, np.uint8)
+        if arriving.filled == data.nbytes:
+            await self._whole(identity, front, arriving)
+
+    async def _whole(self, identity: bytes, front: _Front, arriving: _Arriving) -> None:
+        """Give the engine a job that has come."""
+        front.arriving = None
+        job = arriving.job
+        try:
+            request = self._reader.request(job, arriving.data, time.time())
+        except Exception as error:
+            # Any: an engine's input thread would end by it.
+            if not isinstance(error, ProtocolError):
+                logger.exception("job %s of front %s", job.job, front.name)
+            reason = str(error) if isinstance(error, ProtocolError) else repr(error)
+            self._send(identity, Failed(job=job.job, reason=reason[:MAX_REASON]))
+            return
+        self._pace.see(time.monotonic(), busy=bool(self._owners))
+        self._owners[job.job] = identity
+        front.jobs[job.job] = arriving.data.nbytes
+        await self._client.add_request_async(request)
+
+    async def _abort(self, front: _Front, names: Collection[str]) -> None:
+        """End jobs of a front; vLLM reports nothing of those."""
+        if front.arriving is not None and front.arriving.job.job in names:
+            front.arriving = None
+        if own := [each for each in names if each in front.jobs]:
+            self._pace.see(time.monotonic(), busy=True)
+            for each in own:
+                del front.jobs[each], self._owners[each]
+            await self._client.abort_requests_async(own)
+
+    async def _reset(self, identity: bytes, message: Reset) -> None:
+        """Let the engine forget what it has encoded: weights have changed at a front."""
+        await self._client.call_utility_async("reset_encoder_cache")
+        load = self._load_of(self._fronts.get(identity))
+        self._send(identity, Done(job=message.job, reason="stop", params=None, load=load))
+
+    async def _forget(self, identity: bytes, why: str) -> None:
+        front = self._fronts.pop(identity)
+        if front.jobs:
+            logger.warning("front %s: %s; its %d jobs end", front.name, why, len(front.jobs))
+        front.arriving = None
+        await self._abort(front, [*front.jobs])
+
+    # -- to fronts --------------------------------------------------------------------------------
+
+    def _load_of(self, front: _Front | None) -> Load:
+        """Return what others than a front have open, or what all have."""
+        count = self.jobs
+        if front is not None:
+            same = (each for each in self._fronts.values() if each.name == front.name)
+            count -= sum(len(each.jobs) for each in same)
+        return Load(jobs=count, seconds=count * self._pace.seconds_each)
+
+    def _send_here(self, identity: bytes) -> None:
+        here = Here(
+            name=self._config.instance,
+            role=self._role,
+            vllm=vllm.__version__,
+            fingerprint=self._fingerprint,
+            control=self._config.control_address,
+            most=self._config.max_queued_items,
+            well=self.well,
+            load=self._load_of(self._fronts.get(identity)),
+        )
+        self._send(identity, here)
+
+    def _send(self, identity: bytes, message: FromHub) -> None:
+        """Send; dropped where the front does not read, or has gone."""
+        front = self._fronts.get(identity)
+        data = jobs.encode(message, front.life if front else self._session)
+        self._socket.send_multipart([identity, data], zmq.NOBLOCK)
+
+    # -- of the engine ----------------------------------------------------------------------------
+
+    async def _pump(self) -> None:
+        with contextlib.suppress(EngineDeadError):
+            while True:
+                for each in (await self._client.get_output_async()).outputs:
+                    if each.finish_reason is not None:
+                        self._end(each)
+
+    def _end(self, output: Any) -> None:
+        identity = self._owners.get(output.request_id)
+        if identity is None:
+            return  # It was cancelled.
+        self._pace.see(time.monotonic(), busy=True)
+        self._pace.count_end()
+        del self._owners[output.request_id]
+        front = self._fronts[identity]
+        del front.jobs[output.request_id]
+        params = getattr(output, "ec_transfer_params", None)
+        reason = str(output.finish_reason)
+        self._send(
+            identity,
+            Done(job=output.request_id, reason=reason, params=params, load=self._load_of(front)),
+        )
+
+    async def _tick(self) -> None:
+        """Send heartbeats; count those without an answer, of fronts and of the engine."""
+        question: asyncio.Future[Any] | None = None
+        while True:
+            await asyncio.sleep(BEAT_S)
+            if self._gate is not None:
+                self._gate.log_refusals()
+            if question is None or question.done():
+                self._unanswered = 0
+                question = asyncio.ensure_future(
+                    self._client.call_utility_async("is_scheduler_paused")
+                )
+            self._unanswered += 1
+            self.well = self._unanswered < _RESPONDS_WITHIN_BEATS
+            # Ticks, not seconds: this process may have stood still itself.
+            for identity, front in [*self._fronts.items()]:
+                front.missed += 1
+                if front.missed > MISSED_BEATS:
+                    await self._forget(identity, "no message came")
+                else:
+                    self._send_here(identity)

@@ -1,0 +1,290 @@
+"""Jobs of a front at an engine of another machine: the messages, independent of vLLM's releases.
+
+::
+
+    front                                   hub of an engine
+      │ Beat ─────────────────────────────▶ │
+      │ ◀───────────────────────────── Here │
+      │ Job, then its bytes in chunks ────▶ │
+      │ ◀──────────── Done │ Full │ Failed  │
+      │ Cancel, Reset, Leave ─────────────▶ │
+
+Fields of an item are named tensors; each end makes vLLM's own types of them. Their bytes follow a
+`Job` in messages of at most `CHUNK_BYTES`, one tensor after the other, each at a multiple of
+`ALIGNMENT`. So no message is larger than a hub accepts before it has checked a key.
+
+Two things are equal in every version, so that other versions are refused at once: `VersionRefused`,
+and the `epd_portable.wire.codec.Envelope`, whose session names one life of the sender.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Annotated, Any, TypeAlias
+
+import msgspec
+from msgspec import Meta
+
+from epd_portable.errors import ProtocolError
+from epd_portable.wire.codec import Envelope, reader
+from epd_portable.wire.descriptors import DTYPE_BYTES, MAX_DIMS, Name, Word
+from epd_portable.wire.messages import MAX_REASON
+from epd_portable.wire.params import EncodeTransfer
+
+JOBS_VERSION = 1
+CHUNK_BYTES = 1 << 20
+"""Of a job's bytes in one message. Longer messages are refused."""
+ALIGNMENT = 64
+"""Bytes; the beginning of each tensor is a multiple."""
+BEAT_S = 1.0
+"""Between two heartbeats of either end, which do not wait for each other: those of a front may
+stand behind pixels."""
+MISSED_BEATS = 5
+"""Heartbeats sent without a message from the other end, after which that has gone."""
+MAX_TENSORS = 64
+MAX_FIELDS = 64
+MAX_TOKENS = 1 << 17
+"""Places of one item in a prompt."""
+JOB_DTYPES = DTYPE_BYTES | dict.fromkeys(("uint8", "int8", "bool"), 1) | {
+    "int16": 2, "int32": 4, "int64": 8
+}  # fmt: skip
+"""Bytes of one element of a tensor that a job may have."""
+
+
+class Beat(msgspec.Struct, frozen=True, kw_only=True, tag="beat", tag_field="kind"):
+    """Front → hub: heartbeat.
+
+    Attributes:
+        front: Name of the front, which its API servers have in common.
+    """
+
+    front: Name
+
+
+class JobTensor(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One tensor, contiguous.
+
+    Attributes:
+        dtype: A key of `JOB_DTYPES`.
+        repeats: Times that each run of `run` elements stands in it; it is sent once. The frames of
+            a still image to models that take pairs of frames are equal.
+        run: Elements; 0 where nothing repeats.
+    """
+
+    dtype: Word
+    shape: Annotated[tuple[Annotated[int, Meta(ge=0, le=1 << 32)], ...], Meta(max_length=MAX_DIMS)]
+    repeats: Annotated[int, Meta(ge=1, le=64)] = 1
+    run: Annotated[int, Meta(ge=0)] = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are sent."""
+        return math.prod(self.shape) * JOB_DTYPES[self.dtype] // self.repeats
+
+    def __post_init__(self) -> None:
+        if self.dtype not in JOB_DTYPES:
+            raise ValueError(f"dtype {self.dtype!r}: one of {', '.join(sorted(JOB_DTYPES))}")
+        rows = self.run * self.repeats
+        if self.repeats > 1 and (not rows or not self.shape or self.shape[-1] % rows):
+            raise ValueError(f"shape {self.shape} is no multiple of {self.repeats} x {self.run}")
+
+
+class JobLora(msgspec.Struct, frozen=True, kw_only=True):
+    """The adapter that an item is encoded with, where it changes the encoder."""
+
+    name: Name
+    number: int
+    path: Name
+
+
+class Job(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="job",
+          tag_field="kind"):  # fmt: skip
+    """Front → hub: encode one item and bring it to its consumer.
+
+    Attributes:
+        job: Unique at the hub.
+        item: Name of the item in encoder caches.
+        token_ids: Of its places in the prompt.
+        embeds: A byte for each of these places, 1 where an embedding stands; empty for all.
+        fields: What the model's processor made of it, as for a batch of one item. A mapping with
+            the key ``tensor`` stands for the tensor of that index.
+        tensors: Whose bytes follow.
+        trace_headers: Of the span to which it belongs.
+    """
+
+    job: Name
+    modality: Word
+    item: Name
+    token_ids: Annotated[tuple[int, ...], Meta(min_length=1, max_length=MAX_TOKENS)]
+    fields: Annotated[dict[Word, Any], Meta(min_length=1, max_length=MAX_FIELDS)]
+    tensors: Annotated[tuple[JobTensor, ...], Meta(max_length=MAX_TENSORS)]
+    transfer: EncodeTransfer
+    embeds: Annotated[bytes, Meta(max_length=MAX_TOKENS)] = b""
+    lora: JobLora | None = None
+    priority: int = 0
+    trace_headers: Annotated[dict[Word, Name], Meta(max_length=16)] = {}
+
+
+class Cancel(msgspec.Struct, frozen=True, kw_only=True, tag="cancel", tag_field="kind"):
+    """Front → hub: these jobs of the front need not be done any more; nothing answers."""
+
+    jobs: Annotated[tuple[Name, ...], Meta(max_length=4096)]
+
+
+class Reset(msgspec.Struct, frozen=True, kw_only=True, tag="reset", tag_field="kind"):
+    """Front → hub: encode from now on whatever is asked for, also what the engine has cached.
+
+    Attributes:
+        job: Name for the `Done` that answers.
+    """
+
+    job: Name
+
+
+class Leave(msgspec.Struct, frozen=True, kw_only=True, tag="leave", tag_field="kind"):
+    """Front → hub: its last message in this life; its jobs need not be done any more."""
+
+
+class Load(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What the engine owes other fronts than the one that gets this.
+
+    Attributes:
+        jobs: Of them.
+        seconds: That these take it, by what jobs took so far.
+    """
+
+    jobs: int = 0
+    seconds: float = 0.0
+
+
+class Here(msgspec.Struct, frozen=True, kw_only=True, tag="here", tag_field="kind"):
+    """Hub → front: heartbeat, and answer to the first one of a front.
+
+    Attributes:
+        vllm: Release of its vLLM, for the log.
+        fingerprint: See `epd_portable.wire.fingerprint`.
+        control: Address of its control channel, where it takes items; empty on encode.
+        most: Jobs that it takes at a time.
+        well: Its engine responds.
+    """
+
+    name: Name
+    role: Word
+    vllm: Word
+    fingerprint: Annotated[str, Meta(max_length=1 << 16)]
+    control: Name = ""
+    most: int
+    well: bool
+    load: Load
+
+
+class Done(msgspec.Struct, frozen=True, kw_only=True, tag="done", tag_field="kind"):
+    """Hub → front: the engine has ended a job.
+
+    Attributes:
+        reason: vLLM's word for how: ``stop`` and ``length`` are well.
+        params: ``ec_transfer_params`` of the end.
+    """
+
+    job: Name
+    reason: Word
+    params: dict[str, Any] | None
+    load: Load
+
+
+class Full(msgspec.Struct, frozen=True, kw_only=True, tag="full", tag_field="kind"):
+    """Hub → front: no capacity for a job at the moment.
+
+    Attributes:
+        retry_s: Seconds after which there is, by the pace of the jobs before.
+    """
+
+    job: Name
+    retry_s: float
+    load: Load
+
+
+class Failed(msgspec.Struct, frozen=True, kw_only=True, tag="failed", tag_field="kind"):
+    """Hub → front: a job is invalid here, and the engine has not seen it."""
+
+    job: Name
+    reason: str
+
+
+class VersionRefused(msgspec.Struct, frozen=True, kw_only=True, tag="refused", tag_field="kind"):
+    """Hub → front: the sender speaks another version. The same in every version."""
+
+    version: int
+    reason: Annotated[str, Meta(max_length=MAX_REASON)]
+
+
+FromFront: TypeAlias = Beat | Job | Cancel | Reset | Leave
+FromHub: TypeAlias = Here | Done | Full | Failed | VersionRefused
+
+
+_encoder = msgspec.msgpack.Encoder()
+_read_envelope = reader(Envelope, "a message about jobs")
+_read_from_front = reader(FromFront, "a front's message about jobs")
+_read_from_hub = reader(FromHub, "a hub's message about jobs")
+_read_refusal = reader(VersionRefused, "a hub's message of another version")
+
+
+class OtherVersionError(ProtocolError):
+    """A message of another version of these messages."""
+
+
+def encode(message: FromFront | FromHub, session: str) -> bytes:
+    """Return the bytes of one message of a sender."""
+    return _encoder.encode(
+        Envelope(protocol=JOBS_VERSION, session=session, body=msgspec.Raw(_encoder.encode(message)))
+    )
+
+
+def decode_from_front(data: bytes | memoryview) -> tuple[FromFront, str]:
+    """Return a front's message and its session.
+
+    Raises:
+        OtherVersionError: It is of another version; says which, and what to do.
+        ProtocolError: The bytes are no message.
+    """
+    envelope = _read_envelope(data)
+    if envelope.protocol != JOBS_VERSION:
+        raise OtherVersionError(_versions(envelope.protocol))
+    message: FromFront = _read_from_front(memoryview(envelope.body))
+    return message, envelope.session
+
+
+def decode_from_hub(data: bytes | memoryview) -> tuple[FromHub, str]:
+    """Return a hub's message and its session; raises as `decode_from_front`."""
+    envelope = _read_envelope(data)
+    if envelope.protocol != JOBS_VERSION:
+        try:
+            refused: VersionRefused = _read_refusal(memoryview(envelope.body))
+        except ProtocolError:
+            raise OtherVersionError(_versions(envelope.protocol)) from None
+        return refused, envelope.session
+    message: FromHub = _read_from_hub(memoryview(envelope.body))
+    return message, envelope.session
+
+
+def refusal(error: OtherVersionError) -> VersionRefused:
+    """Return what the sender of a message of another version is answered."""
+    return VersionRefused(version=JOBS_VERSION, reason=str(error))
+
+
+def offsets(tensors: Sequence[JobTensor]) -> tuple[list[int], int]:
+    """Return where the bytes of each tensor begin among a job's, and how many there are in all."""
+    found, end = [], 0
+    for each in tensors:
+        begin = -(-end // ALIGNMENT) * ALIGNMENT
+        found.append(begin)
+        end = begin + each.nbytes
+    return found, end
+
+
+def _versions(sender: int) -> str:
+    return (
+        f"version {sender} of jobs at the sender, {JOBS_VERSION} at the receiver. Run one release "
+        "of epd-portable at front and engine"
+    )
