@@ -1,6 +1,9 @@
-"""Runs the section "Two hosts" of docs/deploy.md, from its own text, on one machine.
+"""Runs the section "Two hosts" of docs/deploy.md, from its own text, on one machine; then faults.
 
     python -m ci.two_hosts
+
+Under load processes of either host are killed and stopped. Each request must end with the right
+response, or with an error that names its cause.
 
 Each host is a network namespace with a ``/dev/shm`` and a home folder of its own; they see each
 other by the addresses of the page. Needs root, ``ip`` and an environment (`make env`). Whatever
@@ -10,6 +13,8 @@ happens, processes, namespaces and folders are removed.
 from __future__ import annotations
 
 import contextlib
+import http.client
+import json
 import os
 import re
 import shutil
@@ -17,7 +22,9 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -28,6 +35,9 @@ HOSTS = ("10.0.0.1", "10.0.0.2")
 START_S = 420.0
 STOP_S = 120.0
 ASK_S = 120.0
+LOAD_S = 3.0
+STOPPED_S = 8.0
+CLIENTS = 4
 
 
 def blocks(text: str) -> dict[str, tuple[str, str]]:
@@ -123,6 +133,7 @@ def main() -> None:
             for expected in ("encode-0@10.0.0.2", '"path":"tcp"', '"source":"transfer"'):
                 if expected not in answer.replace('": ', '":'):
                     sys.exit(f"ask: {expected} is not in the answer:\n{answer}")
+            _faults(machine, folder)
             for process, name in zip(reversed(running), ("join", "serve"), strict=True):
                 process.send_signal(signal.SIGINT)
                 status = process.wait(STOP_S)
@@ -146,6 +157,122 @@ def main() -> None:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(STOP_S)
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _faults(machine: Machine, folder: Path) -> None:
+    """Kill and stop processes of either host under load; exit where a response is wrong."""
+    log, stop = folder / "load.log", folder / "stop"
+    script = f"exec python -m ci.two_hosts load {HOSTS[0]} {stop}"
+    loading = machine.start(HOSTS[0], script, log)
+    try:
+        for host, name in ((HOSTS[1], f"encode-0@{HOSTS[1]}"), (HOSTS[0], "front")):
+            for fault in ("kill", "stop"):
+                time.sleep(LOAD_S)
+                pid = _pid_of(machine, host, name)
+                print(f"faults: {fault} {name}", flush=True)
+                if fault == "kill":
+                    os.killpg(pid, signal.SIGKILL)
+                else:
+                    os.killpg(pid, signal.SIGSTOP)
+                    time.sleep(STOPPED_S)
+                    os.killpg(pid, signal.SIGCONT)
+                _wait_transfers(log)
+    finally:
+        stop.touch()
+        loading.wait(ASK_S)
+    lines = [json.loads(line) for line in log.read_text("utf-8").splitlines()]
+    print(f"faults: {Counter(each['what'] for each in lines)}", flush=True)
+    slowest = max(each["s"] for each in lines)
+    print(f"faults: {len(lines)} requests, slowest {slowest:.1f} s", flush=True)
+    if wrong := [each for each in lines if each["wrong"]]:
+        sys.exit(f"faults: {wrong[:5]}")
+
+
+def _pid_of(machine: Machine, host: str, name: str) -> int:
+    """Return the process of that name, when it is up."""
+    end = time.monotonic() + START_S
+    while time.monotonic() < end:
+        shown = subprocess.run(
+            [ROOT / ".venv/bin/epd-launch", "status", "--json"],
+            env={**os.environ, "HOME": str(machine.home(host))},
+            capture_output=True,
+            text=True,
+            check=False,
+        ).stdout
+        for run in json.loads(shown or "{}").get("runs", ()):
+            for each in run["processes"]:
+                if each["name"] == name and each["state"] == "up":
+                    return int(each["pid"])
+        time.sleep(0.5)
+    sys.exit(f"faults: {name} is not up after {START_S:g} s")
+
+
+def _wait_transfers(log: Path) -> None:
+    """Return when new requests get their items from the other host again."""
+    begin, end = log.stat().st_size, time.monotonic() + START_S
+    while time.monotonic() < end:
+        text = log.read_bytes()[begin:].decode()
+        if text.count('"what": "transfer"') >= 5:
+            return
+        time.sleep(0.5)
+    sys.exit(f"faults: no item came from the other host for {START_S:g} s")
+
+
+def _load(host: str, stop: Path) -> None:
+    """Send requests for images with known contents until a file is there; print each end."""
+    from epd_portable.demo.pictures import QUESTIONS, QuestionKind, draw
+
+    lock, seeds = threading.Lock(), iter(range(1000, 10**9))
+
+    def ask(seed: int) -> tuple[str, str]:
+        image, kind = draw(seed), QuestionKind.DESCRIBE
+        content = [
+            {"type": "image_url", "image_url": {"url": image.data_url()}},
+            {"type": "text", "text": QUESTIONS[kind]},
+        ]
+        body = {"model": "demo", "messages": [{"role": "user", "content": content}]}
+        body |= {"temperature": 0, "max_tokens": 24}
+        connection = http.client.HTTPConnection(host, 8000, timeout=ASK_S)
+        try:
+            connection.request(
+                "POST",
+                "/v1/chat/completions",
+                json.dumps(body),
+                {"content-type": "application/json"},
+            )
+            response = connection.getresponse()
+            found = json.loads(response.read())
+        except (ConnectionError, http.client.HTTPException, json.JSONDecodeError) as error:
+            return "no connection", "" if isinstance(error, ConnectionError) else repr(error)
+        except TimeoutError:
+            return "no response", f"none in {ASK_S:g} s"
+        finally:
+            connection.close()
+        if response.status != 200:
+            named = response.status in (429, 500, 503) and found.get("error", {}).get("message")
+            return f"status {response.status}", "" if named else str(found)
+        said = found["choices"][0]["message"]["content"]
+        item = ((found.get("ec_transfer_params") or {}).get("items") or [{}])[0]
+        right = said == image.answer(kind)
+        return item.get("source", "?"), "" if right else f"{said!r} of {seed}"
+
+    def run() -> None:
+        while not stop.exists():
+            begun = time.monotonic()
+            with lock:
+                seed = next(seeds)
+            what, wrong = ask(seed)
+            taken = round(time.monotonic() - begun, 2)
+            with lock:
+                print(json.dumps({"what": what, "wrong": wrong, "s": taken}), flush=True)
+            if what == "no connection":
+                time.sleep(0.2)
+
+    threads = [threading.Thread(target=run) for _ in range(CLIENTS)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
 
 
 def _finish(machine: Machine, name: str, steps: dict[str, tuple[str, str]], folder: Path) -> str:
@@ -177,4 +304,7 @@ def _run(*command: str) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    if sys.argv[1:2] == ["load"]:
+        _load(sys.argv[2], Path(sys.argv[3]))
+    else:
+        main()

@@ -537,7 +537,8 @@ class Engines:
         finally:
             if engine.client is client:
                 engine.client = None
-                engine.instance.seen_gone("its process has ended")
+                gone_for = client.ended if isinstance(client, Peer) else "its process has ended"
+                engine.instance.seen_gone(gone_for)
             client.shutdown()
 
     async def _pump(self, engine: FrontEngine, client: AsyncMPClient | Peer) -> None:

@@ -66,6 +66,7 @@ class Peer:
     Attributes:
         here: What the hub last said of its engine.
         problem: Why the engine cannot be used, or empty.
+        ended: Why this life is over, or empty.
     """
 
     def __init__(
@@ -80,7 +81,7 @@ class Peer:
         loaded: Callable[[Load], None],
     ) -> None:
         self.here: Here | None = None
-        self.problem = ""
+        self.problem = self.ended = ""
         self._name = name
         self._config = config
         self._front = front
@@ -270,7 +271,6 @@ class Peer:
         else:
             reason = _REASONS.get(message.reason, FinishReason.ERROR)
             output = EngineCoreOutput(message.job, [], finish_reason=reason)
-            output.ec_transfer_params = message.params
             self._outputs.put_nowait(EngineCoreOutputs(outputs=[output]))
 
     def _complain(self, problem: str) -> None:
@@ -281,4 +281,5 @@ class Peer:
     def _end(self, why: str) -> None:
         if not self._gone.is_set():
             logger.warning("engine %s: %s", self._name, why)
+            self.ended = why
             self._gone.set()

@@ -43,8 +43,7 @@ from epd_portable.front.engines import EngineSettings
 from epd_portable.vllm_plugin.job_items import ItemReader, encode_request, to_job
 from epd_portable.wire import jobs
 from epd_portable.wire.params import EncodeTransfer
-from tests.integration.front.played_front import client_of
-from tests.integration.front.test_front import Played, settle
+from tests.integration.front.played_front import Played, client_of, settle
 from tests.integration.front.test_front_http import server_of
 
 pytestmark = [pytest.mark.needs_vllm, pytest.mark.timeout(120)]
@@ -137,8 +136,7 @@ def front(config: Any, tmp_path: Path) -> Iterator[Callable[..., SplitClient]]:
     made: list[SplitClient] = []
 
     def make(index: int = 0, **settings: Any) -> SplitClient:
-        fixed = {"sockets": [str(tmp_path / f"front-{index}")]}
-        client = client_of(config, tmp_path, "pd-0", **(fixed | settings))
+        client = client_of(config, tmp_path, "pd-0", index=index, **settings)
         engine = client.engines.by_name["pd-0"]
         engine.client = Played("pd-0")
         engine.instance.seen_well()
@@ -418,6 +416,55 @@ async def test_other_version_of_hub_is_why_an_engine_is_down(front: Any, tmp_pat
         assert not instance.healthy
         gate.close()
         hub.close(linger=0)
+
+
+async def test_silent_hub_is_gone_and_its_jobs_are_not_awaited(front: Any, tmp_path: Path) -> None:
+    client, address = front(), f"tcp://127.0.0.1:{free_port()}"
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as plain:
+        gate = CurveGate(plain, address, read_keys(str(tmp_path / "secret")), name="hub")
+        plain.bind(address)
+        hub = zmq.asyncio.Socket.from_socket(plain)
+        await client.engines.join(EngineSettings(name="e-far", role="encode", url=address))
+        instance = client.engines.by_name["e-far"].instance
+        identity, _ = await hub.recv_multipart()
+        here = jobs.Here(
+            name="e-far", role="encode", vllm="0", fingerprint="", most=9, well=True,
+            load=jobs.Load(),
+        )  # fmt: skip
+        await hub.send_multipart([identity, jobs.encode(here, "life")])
+        await until(lambda: instance.usable)
+        await client.add_request_async(asked("r", image("A")))
+        await until(lambda: not instance.healthy)
+        assert instance.reason == "it is silent"
+        pd = client.engines.by_name["pd-0"].client
+        await until(lambda: len(pd.requests) == 2)
+        assert "pixel_values" in pd.last.mm_features[0].data
+        gate.close()
+        hub.close(linger=0)
+
+
+async def test_engine_joins_every_api_server(front: Any, elsewhere: Begin, tmp_path: Path) -> None:
+    sockets = [str(tmp_path / f"server-{index}") for index in range(2)]
+    servers = [front(index, sockets=sockets) for index in range(2)]
+    for each in servers:
+        await each.engines.listen()
+    far = elsewhere()
+    await servers[0].engines.join(far.settings)
+    for each in servers:
+        await until(lambda each=each: each.engines.by_name["e-far"].instance.usable)
+    assert len(far.hub._fronts) == 2
+    # They are one front: what one has open is not work of others to the other.
+    await servers[0].add_request_async(asked("r", image("A")))
+    await until(lambda: far.core.requests)
+    await asyncio.sleep(3 * BEAT_S)
+    assert [each.engines.by_name["e-far"].instance.elsewhere for each in servers] == [0, 0]
+    (shown,) = [x for x in await servers[1].engines.seen() if x["name"] == "e-far"]
+    assert (shown["state"], shown["in_flight"]) == ("up", 1)
+    await servers[1].engines.seen("leave", "e-far")
+    servers[0].give_up(["r"])
+    for each in servers:
+        await until(lambda each=each: "e-far" not in each.engines.by_name)
+        each.engines._server.close()
 
 
 # -- fronts that the hub must not trust ------------------------------------------------------------
