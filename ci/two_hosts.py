@@ -27,6 +27,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs/deploy.md"
@@ -230,8 +231,8 @@ def _load(host: str, stop: Path) -> None:
             {"type": "image_url", "image_url": {"url": image.data_url()}},
             {"type": "text", "text": QUESTIONS[kind]},
         ]
-        body = {"model": "demo", "messages": [{"role": "user", "content": content}]}
-        body |= {"temperature": 0, "max_tokens": 24}
+        body: dict[str, Any] = {"model": "demo", "temperature": 0, "max_tokens": 24}
+        body["messages"] = [{"role": "user", "content": content}]
         connection = http.client.HTTPConnection(host, 8000, timeout=ASK_S)
         try:
             connection.request(
@@ -253,7 +254,7 @@ def _load(host: str, stop: Path) -> None:
             return f"status {response.status}", "" if named else str(found)
         said = found["choices"][0]["message"]["content"]
         item = ((found.get("ec_transfer_params") or {}).get("items") or [{}])[0]
-        right = said == image.answer(kind)
+        right = said == image.scene.answer(kind)
         return item.get("source", "?"), "" if right else f"{said!r} of {seed}"
 
     def run() -> None:
