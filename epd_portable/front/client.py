@@ -223,6 +223,10 @@ class SplitClient(AsyncMPClient):
         if any(each.life is not None for each in self.engines.by_name.values()):
             call_elsewhere(method, *args)  # Refused before it reaches the others.
         self._jobs.resets += 1
+        if method == "reset_encoder_cache":
+            # Engines report what they have lost with their next outputs only.
+            for each in self.engines.by_name.values():
+                each.holds.clear()
         for duty, name, given in calls_of_all(method, *args):
             engines = [
                 each for each in self.engines.by_name.values() if duty in (None, each.encodes_only)

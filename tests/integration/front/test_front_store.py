@@ -106,6 +106,15 @@ async def test_held_item_is_not_looked_up(front: Stored, section: StoreSection) 
     assert looked_up(played, "hit") == 0
 
 
+async def test_item_of_before_a_reset_is_looked_up(front: Stored, section: StoreSection) -> None:
+    played = front("e-0", "pd-0")
+    keep(played, section, "a")
+    await played.tells("pd-0", a=True)
+    await played.client.call_utility_async("reset_encoder_cache")
+    (transfer,) = (await ask(played, "a"))["transfers"]
+    assert transfer["store"] and not transfer["on_demand"]
+
+
 async def test_entry_that_is_not_loaded_is_encoded(front: Stored, section: StoreSection) -> None:
     played = front("e-0", "pd-0")
     keep(played, section, "a")
