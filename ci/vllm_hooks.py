@@ -76,6 +76,7 @@ _ENCODE_ONLY = ("vllm_plugin/encode_only.py",)
 _WORKER = ("vllm_plugin/worker.py",)
 _BOUNDS = ("vllm_plugin/media_bounds.py",)
 _FRONT = ("front/server.py",)
+_FRONT_URLS = ("front/media_urls.py",)
 _FRONT_CLIENT = ("front/client.py",)
 _VIDEO_PARTS = ("vllm_plugin/video_parts.py",)
 _FRONT_ENGINES = ("front/engines.py",)
@@ -255,8 +256,12 @@ HOOKS: tuple[Relied, ...] = (
     _row("multimodal.inputs.PlaceholderRange", _ITEMS, "offset length get_num_embeds"),
     _row("multimodal.utils.group_and_batch_mm_kwargs", _COMPAT),
     _row("multimodal.MULTIMODAL_REGISTRY", _COMPAT),
-    _row("multimodal.media.MEDIA_CONNECTOR_REGISTRY", _BOUNDS),
-    _row("multimodal.media.MediaConnector", _BOUNDS, "load_from_url load_from_url_async"),
+    _row("multimodal.media.MEDIA_CONNECTOR_REGISTRY", (*_BOUNDS, *_FRONT_URLS)),
+    _row(
+        "multimodal.media.MediaConnector",
+        (*_BOUNDS, *_FRONT_URLS),
+        "load_from_url load_from_url_async",
+    ),
     _row("multimodal.media.video.VideoMediaIO", _BOUNDS, "video_loader"),
     _row(
         "multimodal.video.VideoBackend",

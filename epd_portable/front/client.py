@@ -28,7 +28,7 @@ from vllm.v1.engine.core_client import AsyncMPClient
 from epd_portable.config.api_keys import ApiKeys
 from epd_portable.config.choice import ChoiceSection, with_file
 from epd_portable.config.roles import ENCODES, TAKES_ITEMS, TAKES_KV
-from epd_portable.config.routing import MAX_ENCODERS
+from epd_portable.config.routing import MAX_ENCODERS, AdmissionSection
 from epd_portable.config.secret import Secret
 from epd_portable.config.store import StoreSection
 from epd_portable.connector.curve import CurveKeys
@@ -36,6 +36,7 @@ from epd_portable.connector.stores.lookup import StoreLookup
 from epd_portable.connector.stores.metrics import StoreMetrics
 from epd_portable.front.calls import call_elsewhere, calls_of_all
 from epd_portable.front.engines import Engines, EngineSettings, FrontEngine
+from epd_portable.front.exchange import admit, current
 from epd_portable.front.item_jobs import EncodeOrder, ItemJobs
 from epd_portable.front.metrics import FrontMetrics
 from epd_portable.front.prefill import KV, PrefillJob, Prefills
@@ -47,6 +48,7 @@ from epd_portable.front.request import (
     UnavailableError,
 )
 from epd_portable.front.selection import selection_of
+from epd_portable.placement.admission import AdmissionControl
 from epd_portable.placement.assignment import (
     BUSY_THRESHOLD,
     Assignment,
@@ -107,6 +109,9 @@ class FrontSettings(msgspec.Struct, frozen=True, kw_only=True):
     explains: bool = False
     encode_order: EncodeOrder = "concurrent"
     partial_results: bool = False
+    api_keys_file: str | None = None
+    admission: dict[str, Any] = {}
+    media_urls: dict[str, Any] = {}
 
 
 class SplitClient(AsyncMPClient):
@@ -166,6 +171,14 @@ class SplitClient(AsyncMPClient):
             section = StoreSection.model_validate(settings.store)
             self._store = StoreLookup(
                 section, self.secret, StoreMetrics("front", self.metrics.registry)
+            )
+        self._admission: AdmissionControl | None = None
+        if settings.admission:
+            self._admission = AdmissionControl(
+                AdmissionSection.model_validate(settings.admission),
+                self._pool,
+                self.metrics.admission,
+                servers=self._servers,
             )
         self._is_draining = False
         self._retries = RetryBudget()
@@ -256,19 +269,43 @@ class SplitClient(AsyncMPClient):
         Raises:
             GracefulHTTPError: No engine can, or they have too much.
         """
+        try:
+            await self._begin(request)
+        except GracefulHTTPError as error:
+            current().refuse(error)
+            raise
+
+    async def _begin(self, request: EngineCoreRequest) -> None:
         if request.resumable:
             raise GracefulHTTPError(
                 "streaming-input sessions are not served: send the request as a whole",
                 HTTPStatus.BAD_REQUEST,
             )
+        if self._is_draining:
+            raise UnavailableError("this server is being stopped")
         one = OpenRequest(self._parts.divide(request) if self._parts.most > 1 else request)
         one.headers.items.update(dict.fromkeys(each.item_uuid for each in one.items))
         one.selection = selection_of(self._pool, self._policy, one)
-        engine = self._choose_engine(one, None)
+        self._open[request.request_id] = one
+        try:
+            if self._admission is not None:
+                one.ticket = await admit(self._admission, request)
+            engine = self._choose_engine(one, None)
+        except BaseException:
+            self._open.pop(request.request_id, None)
+            self._leave(one)
+            raise
+        if request.request_id not in self._open:
+            self._leave(one)  # Its client has disconnected.
+            return
         self._retries.count_request()
         self._pool.work.prompt_came(engine.instance.role, one.tokens)
-        self._open[request.request_id] = one
         one.task = asyncio.create_task(self._serve(one, engine))
+        one.task.add_done_callback(lambda _: self._leave(one))
+
+    def _leave(self, one: OpenRequest) -> None:
+        if self._admission is not None:
+            self._admission.leave(one.ticket)
 
     async def abort_requests_async(self, request_ids: list[str], *args: Any, **kwargs: Any) -> None:
         """End requests, wherever they are."""
@@ -290,8 +327,6 @@ class SplitClient(AsyncMPClient):
 
     def _choose_engine(self, one: OpenRequest, before: FrontEngine | None) -> FrontEngine:
         """Return the engine that is to answer: the one before, if it is up; refuse without room."""
-        if self._is_draining:
-            raise UnavailableError("this server is being stopped")
         chosen = before.instance if before is not None and before.instance.usable else None
         chosen = chosen or one.selection.choose_engine()
         if chosen is None:
@@ -355,6 +390,7 @@ class SplitClient(AsyncMPClient):
                 engine = self._choose_engine(one, engine)
             raise UnavailableError(one.again)
         except GracefulHTTPError as error:
+            current().refuse(error)
             self.fail(request_id, error)
         except Exception as error:
             logger.exception("request %s failed", request_id)
@@ -413,6 +449,8 @@ class SplitClient(AsyncMPClient):
                             transfer = transfers[each.item.item_uuid]
                             items.start_soon(self._jobs.deliver, one, each, transfer, use)
                         await one.decided.wait()
+                        if self._admission is not None:
+                            self._admission.encoded(one.ticket)
                         use.compute()
                         wait_s = one.job_grace_s if one.begun else 0
                         items.cancel_scope.deadline = anyio.current_time() + wait_s

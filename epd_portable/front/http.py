@@ -12,21 +12,25 @@ import logging
 import os
 import time
 from collections import Counter
-from dataclasses import dataclass
 from typing import Any, cast, get_args
 
 import anyio
 import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST, REGISTRY
+from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from epd_portable.config.api_keys import ApiKeys
 from epd_portable.config.roles import DUTIES
+from epd_portable.config.routing import MediaUrls
 from epd_portable.config.secret import SignatureCheck
 from epd_portable.errors import ConfigError, RequestError
 from epd_portable.front.client import SplitClient
 from epd_portable.front.engines import Engines, EngineSettings
+from epd_portable.front.exchange import FrontExchange, exchange
+from epd_portable.front.media_urls import UrlFetcher, install
 from epd_portable.log import access_log
 from epd_portable.media.limits import MediaLimits, check_settings
 from epd_portable.placement.instances import InstanceState
@@ -44,23 +48,8 @@ logger = logging.getLogger(__name__)
 _CONTROL = "/epd/instances"
 _RESPONDS_WITHIN_S = 30.0
 _MAX_CONTROL_BYTES = 64 << 10
-
-
-@dataclass(slots=True)
-class _Visit:
-    """A request that is there: the bytes of its body so far, and how it was answered.
-
-    Attributes:
-        status: 0 for no answer.
-        unread: Nobody has asked for the body yet.
-        failure: Why it could not be had.
-    """
-
-    nbytes: int = 0
-    status: int = 0
-    request_id: str = ""
-    unread: bool = True
-    failure: RequestError | ClientDisconnect | None = None
+_OPEN_PATHS = frozenset({"/health", "/ping", "/metrics"})
+"""Paths that need no API key."""
 
 
 class FrontMiddleware:
@@ -70,6 +59,7 @@ class FrontMiddleware:
         self._app = app
         self._client: SplitClient | None = None
         self._held_bytes = 0
+        self._keys: ApiKeys | None = None
         self._log: logging.Logger | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -82,7 +72,10 @@ class FrontMiddleware:
                 await receive()
                 await send({"type": "lifespan.startup.failed", "message": str(error)})
                 return
-        if scope["type"] != "http" or self._client is None:
+        if scope["type"] == "websocket" and not self._has_key(scope, FrontExchange()):
+            await receive()
+            await send({"type": "websocket.close", "code": 1008})
+        elif scope["type"] != "http" or self._client is None:
             await self._app(scope, receive, send)
         elif (scope["method"], scope["path"]) == ("GET", "/health") or scope["path"].startswith(
             _CONTROL
@@ -98,10 +91,15 @@ class FrontMiddleware:
         """Take over the settings; called with the first event of the server, its start.
 
         Raises:
-            ConfigError: The access log cannot be written.
+            ConfigError: The access log cannot be written, or the API keys cannot be read.
         """
         if client.settings.access_log is not None:
             self._log = access_log(client.settings.access_log)
+        if client.settings.api_keys_file is not None:
+            self._keys = ApiKeys(client.settings.api_keys_file)
+        media_urls = MediaUrls.model_validate(client.settings.media_urls)
+        most_bytes = client.settings.max_bodies_bytes
+        install(UrlFetcher(media_urls, most_bytes, client.metrics))
         self._client = client
         self._limits = limits
         self._settings = client.settings
@@ -223,45 +221,67 @@ class FrontMiddleware:
 
     async def _pass_on(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Let vLLM answer; its body is read when it asks for it, so after keys and paths."""
-        begun, visit = time.monotonic(), _Visit(unread=scope["method"] == "POST")
+        begun, one = time.monotonic(), FrontExchange(unread=scope["method"] == "POST")
+        exchange.set(one)
+        held: Message | None = None
 
         async def bounded() -> Message:
-            if not visit.unread:
+            if not one.unread:
                 return await receive()
-            visit.unread = False
+            one.unread = False
             try:
                 if NAMES_MEDIA in scope["path"]:  # Before it there may be a root path.
                     raise not_served(scope["method"], scope["path"], WHY_NO_NAMES)
-                body = await self._read(Request(scope, receive), visit)
+                body = await self._read(Request(scope, receive), one)
                 self._check(body)
             except (RequestError, ClientDisconnect) as failure:
-                visit.failure = failure
+                one.failure = failure
                 raise
             return {"type": "http.request", "body": body, "more_body": False}
 
         async def noted(message: Message) -> None:
-            if visit.failure is not None:
-                return  # What vLLM makes of it is not said.
+            nonlocal held
+            if one.failure is not None and not one.begun:
+                return  # vLLM's response to the failure is not sent.
             if message["type"] == "http.response.start":
-                visit.status = message["status"]
+                one.status = message["status"]
                 given = dict(message["headers"]).get(b"x-request-id", b"")
-                visit.request_id = given.decode("latin-1")
+                one.request_id = given.decode("latin-1")
+                held = message  # Streams begin before vLLM has sent anything to an engine.
+                return
+            if held is not None:
+                start, held, one.begun = held, None, True
+                await send(start)
             await send(message)
 
         try:
+            if not self._has_key(scope, one):
+                await _UNAUTHORIZED(scope, receive, noted)
+                return
             with contextlib.suppress(RequestError, ClientDisconnect):
                 await self._app(scope, bounded, noted)
-            failure, visit.failure = visit.failure, None
-            if isinstance(failure, RequestError):
-                await _refusal(failure, scope["path"])(scope, receive, noted)
-            elif failure is not None:
-                logger.debug("a client left before its request was complete")
+            if one.begun or one.failure is None:
+                return
+            if isinstance(one.failure, RequestError):
+                one.begun, held = True, None
+                await _refusal(one.failure, scope["path"])(scope, receive, noted)
+            else:
+                logger.debug("the client disconnected before its request was complete")
         finally:
-            self._held_bytes -= visit.nbytes
+            self._held_bytes -= one.nbytes
             if self._log is not None:
-                self._log.info(_line_of(scope, visit, time.monotonic() - begun))
+                self._log.info(_line_of(scope, one, time.monotonic() - begun))
 
-    async def _read(self, request: Request, visit: _Visit) -> bytes:
+    def _has_key(self, scope: Scope, one: FrontExchange) -> bool:
+        """Return whether a request may be served, and note its key."""
+        path = scope["path"].removeprefix(scope.get("root_path", ""))
+        if self._keys is None or scope.get("method") == "OPTIONS" or path in _OPEN_PATHS:
+            return True
+        with contextlib.suppress(RequestError):
+            one.key = self._keys.check(Headers(scope=scope))
+        return bool(one.key)
+
+    async def _read(self, request: Request, one: FrontExchange) -> bytes:
         """Return a request's body.
 
         Raises:
@@ -270,9 +290,9 @@ class FrontMiddleware:
         settings, pieces = self._settings, []
         with anyio.move_on_after(settings.body_timeout_s):
             async for piece in request.stream():
-                visit.nbytes += len(piece)
+                one.nbytes += len(piece)
                 self._held_bytes += len(piece)
-                if visit.nbytes > settings.max_body_bytes:
+                if one.nbytes > settings.max_body_bytes:
                     most = settings.max_body_bytes
                     raise _beyond("max_body_bytes", most, 413, "request_too_large")
                 if self._held_bytes > settings.max_bodies_bytes:
@@ -312,16 +332,20 @@ def _settings_of(body: bytes) -> _MediaSettings:
     return _MediaSettings()
 
 
-def _line_of(scope: Scope, visit: _Visit, duration_s: float) -> str:
+def _line_of(scope: Scope, one: FrontExchange, duration_s: float) -> str:
     line = {
         "time": time.time(),
-        "request_id": visit.request_id,
+        "request_id": one.request_id,
         "method": scope["method"],
         "path": scope["path"],
-        "status": visit.status,
+        "status": one.status,
         "duration_s": round(duration_s, 4),
     }
     return json.dumps(line)
+
+
+_UNAUTHORIZED = JSONResponse({"error": "Unauthorized"}, 401, {"www-authenticate": "Bearer"})
+"""vLLM's response to a request without a valid key, with the header that HTTP requires."""
 
 
 def _refusal(error: RequestError, path: str) -> Response:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
+from epd_portable.placement.admission import AdmissionMetrics
 from epd_portable.placement.instances import EndpointPool
 from epd_portable.placement.metrics import InstanceCollector, stats_of
 
@@ -23,6 +24,7 @@ class FrontMetrics:
     def __init__(self, pool: EndpointPool) -> None:
         self.registry = CollectorRegistry()
         self.registry.register(InstanceCollector(lambda: stats_of(pool), "epd_front"))
+        self.admission = AdmissionMetrics(self.registry, "epd_front")
         self.items = Counter(
             "epd_front_items",
             "Media items by what became of them.",
@@ -50,6 +52,21 @@ class FrontMetrics:
             "epd_front_encode_job_seconds",
             "Duration of encode jobs that succeeded.",
             ("instance",),
+            buckets=_SECONDS,
+            registry=self.registry,
+        )
+        self.fetches = Counter(
+            "epd_front_media_fetches",
+            "Media named by URL, by what became of the fetch.",
+            ("result",),
+            registry=self.registry,
+        )
+        self.fetched_bytes = Counter(
+            "epd_front_media_fetched_bytes", "Bytes of fetched media.", registry=self.registry
+        )
+        self.fetch_s = Histogram(
+            "epd_front_media_fetch_seconds",
+            "Duration of fetches that succeeded.",
             buckets=_SECONDS,
             registry=self.registry,
         )

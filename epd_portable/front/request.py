@@ -17,6 +17,7 @@ from vllm.v1.engine import EngineCoreRequest
 from epd_portable.connector.stores.lookup import StoredItem
 from epd_portable.front.headers import CURRENT, Headers
 from epd_portable.placement.fallbacks import JOB_GRACE_S
+from epd_portable.placement.gate import Ticket
 from epd_portable.placement.instances import Instance
 from epd_portable.vllm_plugin import compat
 from epd_portable.vllm_plugin.video_parts import is_part
@@ -113,6 +114,7 @@ class OpenRequest:
         headers: Of the HTTP request that it is of.
         selection: Chooses engines for it.
         turn: Held by the encode job that runs, where jobs run one after the other.
+        ticket: Place that admission gave the request; ``None`` without limits.
     """
 
     job_grace_s: ClassVar[float] = JOB_GRACE_S
@@ -135,6 +137,7 @@ class OpenRequest:
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
     kv: PrefilledKv | None = None
     task: asyncio.Task[None] | None = None
+    ticket: Ticket | None = None
 
     @functools.cached_property
     def items(self) -> list[FrontItem]:

@@ -34,6 +34,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core_client import EngineCoreClient
 
+from epd_portable.front import connections
 from epd_portable.front.client import FrontSettings, SplitClient
 from epd_portable.placement.balance import TICK_S, Switching
 from epd_portable.vllm_plugin import compat, exposition
@@ -202,6 +203,7 @@ def main() -> None:
     arguments, startup = compat.server_commands()
     imports.done()
     startup.cli_env_setup()
+    connections.install()
     _, _, found, *argv = sys.argv
     settings = msgspec.json.decode(found, type=FrontSettings)
     args = arguments.make_arg_parser(FlexibleArgumentParser()).parse_args(argv)

@@ -20,6 +20,7 @@ from epd_portable.config.secret import INSTANCE_TOKEN_HEADER, Secret
 from epd_portable.connector.curve import CurveKeys
 from epd_portable.errors import ConfigError, RequestError
 from epd_portable.media.limits import MediaLimits
+from epd_portable.placement.admission import AdmissionControl
 from epd_portable.placement.balance import Switching
 from epd_portable.placement.instances import EndpointPool
 from epd_portable.placement.profiles.selection_types import EXPLAIN_HEADER, Explanation
@@ -60,8 +61,8 @@ from epd_portable.router.fleet.endpoints_file import EndpointsFile
 from epd_portable.router.fleet.registration import MAX_BODY_BYTES, Registration
 from epd_portable.router.hops import answer_headers, read_hints
 from epd_portable.router.http.upstream import Upstream
-from epd_portable.router.ingress.admission import AdmissionControl
 from epd_portable.router.ingress.cors import Cors
+from epd_portable.router.ingress.priority import priority_of
 from epd_portable.router.observability.access_log import AccessLog
 from epd_portable.router.observability.metrics import Metrics
 from epd_portable.router.observability.record import Listener
@@ -200,7 +201,9 @@ class Router:
         )
         self._admission: AdmissionControl | None = None
         if settings.admission != AdmissionSection():
-            self._admission = AdmissionControl(settings.admission, self.instances, self.metrics)
+            self._admission = AdmissionControl(
+                settings.admission, self.instances, self.metrics.admission
+            )
         self.held_bytes = HeldBytes(settings.max_bodies_bytes)
         self._body = partial(Body, self.held_bytes, settings.max_body_bytes)
         self._rules = Rules(
@@ -281,8 +284,13 @@ class Router:
                 call = await self._read(path, client, body)
                 client.note_read()
                 record.model, record.stream = call.model, call.stream
-                if admission is not None:
-                    ticket = await admission.enter(call, client.headers, client.key, body.counted)
+                if admission is not None and call.method != "GET":
+                    ticket = await admission.enter(
+                        items=len(call.items),
+                        nbytes=body.counted,
+                        key=client.key,
+                        priority=priority_of(call, client.headers),
+                    )
                     client.encoded = functools.partial(admission.encoded, ticket)
                 record.admitted_at = time.monotonic()
                 if client.named is not None:

@@ -11,12 +11,11 @@ from epd_portable.connector import consumer
 from epd_portable.connector.stores import writer
 from epd_portable.launch.plan import ports
 from epd_portable.launch.run import lifecycle, supervisor
-from epd_portable.placement import fallbacks, instances, replies
+from epd_portable.placement import admission, fallbacks, instances, replies
 from epd_portable.router import prefill
 from epd_portable.router.contents import body, media_urls
 from epd_portable.router.fleet import health_probes, registration
 from epd_portable.router.http import server_connection
-from epd_portable.router.ingress import admission
 from epd_portable.router.settings import RouterSettings
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/configuration.md"

@@ -11,9 +11,11 @@ from typing import Any, get_args
 import promql_parser
 import pytest
 import yaml
+from prometheus_client import CollectorRegistry
 
 from epd_portable.config import roles as roles_module
 from epd_portable.connector.stores.metrics import Ask, Drop, StoreMetrics
+from epd_portable.placement.admission import AdmissionMetrics
 from epd_portable.placement.instances import EndpointPool
 from epd_portable.router.observability.metrics import Metrics
 from epd_portable.wire.outcomes import FailureKind, Fallback
@@ -55,6 +57,8 @@ def labels() -> Mapping[str, set[str]]:
         metric._name + ending: {*metric._labelnames, "le"}
         for metric in (
             *instruments_of(Metrics(EndpointPool())),
+            *instruments_of(AdmissionMetrics(CollectorRegistry(), "epd_router")),
+            *instruments_of(AdmissionMetrics(CollectorRegistry(), "epd_front")),
             *instruments_of(StoreMetrics("router")),
             *of_an_instance(),
         )

@@ -27,6 +27,7 @@ _KEPT = frozenset(
     | {"max_request_pixels", "max_media_seconds", "max_media_memory_bytes"}
     | {"elastic_encode", "switch_roles", "access_log", "tracing", "drain_s"}
     | {"choice", "hop_keys_file", "encode_order", "partial_results"}
+    | {"api_keys_file", "admission", "media_urls"}
 )
 """Keys of ``router`` that the engine front keeps; any other that is set asks for the router."""
 _BESIDE_ENCODER = ("mm_processor_device", "media_io_kwargs", "api_server_count")
@@ -196,4 +197,7 @@ def _settings(engines: Sequence[Engine]) -> dict[str, object]:
         "explains": router.api_keys_file is not None,
         **({"choice": router.choice.model_dump(exclude_none=True)} if router.choice else {}),
         **({"store": topology.store.model_dump(mode="json")} if topology.store else {}),
+        "api_keys_file": router.api_keys_file,
+        "admission": router.admission.model_dump(exclude_defaults=True),
+        "media_urls": router.media_urls.model_dump(exclude_defaults=True),
     }

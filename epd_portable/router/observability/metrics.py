@@ -10,6 +10,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.registry import Collector
 
 from epd_portable.connector.stores.metrics import StoreMetrics
+from epd_portable.placement.admission import AdmissionMetrics
 from epd_portable.placement.instances import EndpointPool
 from epd_portable.placement.metrics import InstanceCollector, stats_of
 from epd_portable.router.observability.llmd_names import LlmdNames
@@ -126,17 +127,7 @@ class Metrics(Listener):
         self.fetch_s = seconds("epd_router_media_fetch_seconds", "Of fetches that succeeded.")
 
         # Admission.
-        self.admission_waiting = gauge(
-            "epd_router_admission_waiting", "Requests that wait to be let in.", ("priority",)
-        )
-        self.admission_wait_s = seconds(
-            "epd_router_admission_wait_seconds", "Of those not let in at once.", ("priority",)
-        )
-        self.admission_refused = counter(
-            "epd_router_admission_refused",
-            "Requests answered 429, by reason and by the limit that was reached.",
-            ("reason", "limit"),
-        )
+        self.admission = AdmissionMetrics(registry, "epd_router")
 
         # To find a metric by its labels costs as much as to count.
         self._of_answers = functools.cache(

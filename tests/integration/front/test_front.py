@@ -472,3 +472,79 @@ async def test_an_engine_that_computes_for_another_api_server_is_not_idle(
     await front.ask(*"abcd")
     encoded = [each.mm_features[0].identifier for each in front.jobs("e-0")]
     assert encoded == [*("abcd" if reported else "bcd")]
+
+
+@pytest.mark.parametrize(
+    ("limits", "items"),
+    [
+        ({"max_requests": 1}, ""),
+        ({"max_items": 3}, "ab"),
+        ({"encode": {"max_items": 3}}, "ab"),
+        ({"answer": {"max_requests": 1}}, ""),
+        # Larger than the whole limit: alone.
+        ({"max_items": 1}, "ab"),
+    ],
+)
+async def test_requests_beyond_a_limit_wait_for_their_turn(
+    make: Make, limits: dict[str, Any], items: str
+) -> None:
+    front = make("e-0", "pd-0", admission=limits, max_queued_items=9)
+    await front.ask(*items, name="first")
+    tasks = []
+    for name, priority in (("last", 7), ("normal", 0), ("urgent", -2)):
+        asked = request(name, items)
+        asked.priority = priority
+        tasks.append(asyncio.create_task(front.client.add_request_async(asked)))
+        await settle()
+    order = ["first", "urgent", "normal", "last"]
+    for number, name in enumerate(order):
+        assert [*front.engines["pd-0"].requests] == order[: number + 1]
+        for job in [*front.client._jobs.open]:
+            await front.says("e-0", job, end=ENDED)
+        await front.says("pd-0", name, 7, end=ENDED)
+    await asyncio.gather(*tasks)
+    assert front.is_empty()
+
+
+async def test_encode_limit_is_free_again_when_the_response_begins(make: Make) -> None:
+    front = make("e-0", "pd-0", admission={"encode": {"max_items": 1}})
+    await front.ask("a", name="first")
+    second = asyncio.create_task(front.client.add_request_async(request("second", "b")))
+    await settle()
+    assert [*front.engines["pd-0"].requests] == ["first"]
+    await front.says("pd-0", "first", 7)
+    await second
+    await settle()
+    assert [*front.engines["pd-0"].requests] == ["first", "second"]
+    front.client.give_up(["first", "second"])
+
+
+async def test_request_that_leaves_while_it_waits_is_not_sent(make: Make) -> None:
+    front = make("pd-0", admission={"max_requests": 1})
+    await front.ask(name="first")
+    waiting = [
+        asyncio.create_task(front.client.add_request_async(request(name, "")))
+        for name in ("aborted", "cancelled", "third")
+    ]
+    await settle()
+    await front.client.abort_requests_async(["aborted"])
+    waiting[1].cancel()
+    await front.says("pd-0", "first", 7, end=ENDED)
+    await waiting[2]
+    await settle()
+    assert [*front.engines["pd-0"].requests] == ["first", "third"]
+    await front.says("pd-0", "third", 7, end=ENDED)
+    assert front.is_empty()
+
+
+async def test_each_api_server_has_its_part_of_a_limit(make: Make, tmp_path: Path) -> None:
+    sockets = [str(tmp_path / name) for name in ("one", "two")]
+    front = make("pd-0", admission={"max_requests": 4}, sockets=sockets)
+    tasks = [
+        asyncio.create_task(front.client.add_request_async(request(str(n), ""))) for n in range(4)
+    ]
+    await settle()
+    assert [*front.engines["pd-0"].requests] == ["0", "1"]
+    for task in tasks:
+        task.cancel()
+    front.client.give_up(["0", "1"])

@@ -18,13 +18,17 @@ pytest.importorskip("vllm")
 
 from prometheus_client import CollectorRegistry
 from starlette.requests import Request
-from starlette.responses import PlainTextResponse
+from starlette.responses import PlainTextResponse, StreamingResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
+from vllm.multimodal.media import MEDIA_CONNECTOR_REGISTRY
 
 from epd_portable.config.instance import InstanceConfig
 from epd_portable.front.client import SplitClient
 from epd_portable.front.http import FrontMiddleware
-from tests.integration.front.played_front import client_of
+from epd_portable.front.request import GracefulHTTPError
+from tests.integration.front.played_front import client_of, request
+from tests.integration.front.web import Site, plain
+from tests.unit.media.samples import STILLS
 
 pytestmark = pytest.mark.needs_vllm
 
@@ -134,6 +138,177 @@ async def test_of_a_body_without_the_key_nothing_is_read(serve: Serve) -> None:
     assert (await http.post(CHAT, content=body())).status_code == 401
     headers = {"authorization": "Bearer k"}
     assert (await http.post(CHAT, content=b"x", headers=headers)).text == "1"
+
+
+KEY, OTHER_KEY = "k" * 20, "o" * 20
+
+
+def keys_file(folder: Path, *keys: str) -> str:
+    path = folder / "keys"
+    path.write_text("\n".join(keys))
+    path.chmod(0o600)
+    return str(path)
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {key}"}
+
+
+async def test_requests_without_a_key_are_401_as_vllms(serve: Serve, tmp_path: Path) -> None:
+    guard = pytest.importorskip("vllm.entrypoints.serve.middleware.authenticate")
+    vllms, _ = serve(lambda app: guard.AuthenticationMiddleware(app, [KEY]))
+    expected = await vllms.post(CHAT, content=b"x")
+    http, client = serve(api_keys_file=keys_file(tmp_path, KEY, OTHER_KEY))
+
+    async def body() -> AsyncIterator[bytes]:
+        pytest.fail("it is read")
+        yield b""
+
+    for headers in ({}, bearer("wrong"), bearer(KEY + "x"), {"x-api-key": "wrong"}):
+        refused = await http.post(CHAT, content=body(), headers=headers)
+        assert (refused.status_code, refused.json()) == (401, expected.json())
+        assert refused.headers["www-authenticate"] == "Bearer"
+    for path in ("/tokenize", "/invocations", "/v1/models", "/epd", "/healthy", "/metrics/"):
+        assert (await http.get(path)).status_code == 401
+    for headers in (bearer(KEY), bearer(OTHER_KEY), {"x-api-key": KEY}):
+        assert (await http.post(CHAT, content=b"x", headers=headers)).status_code == 200
+    up(client, "pd-0")
+    # Paths that need no key, preflights, and requests that the secret signs.
+    assert (await http.get("/health")).status_code == 200
+    assert (await http.get("/metrics")).status_code == 200
+    assert (await http.options(CHAT)).status_code == 200
+    signed = {"authorization": client.secret.sign("GET", "/epd/instances")}
+    assert (await http.get("/epd/instances", headers=signed)).status_code == 200
+
+
+async def test_keys_change_with_their_file(
+    serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("epd_portable.config.api_keys.LOOK_EVERY_S", 0.0)
+    http, _ = serve(api_keys_file=keys_file(tmp_path, KEY))
+    old, new = bearer(KEY), bearer(OTHER_KEY + "longer")
+    assert (await http.post(CHAT, content=b"x", headers=new)).status_code == 401
+    keys_file(tmp_path, OTHER_KEY + "longer")
+    assert (await http.post(CHAT, content=b"x", headers=new)).status_code == 200
+    assert (await http.post(CHAT, content=b"x", headers=old)).status_code == 401
+    (tmp_path / "keys").write_text("")  # An invalid file changes nothing.
+    assert (await http.post(CHAT, content=b"x", headers=new)).status_code == 200
+
+
+async def test_websocket_without_a_key_is_closed(serve: Serve, tmp_path: Path) -> None:
+    http, client = serve(api_keys_file=keys_file(tmp_path, KEY))
+    await http.get("/health")
+    middleware = FrontMiddleware(lambda *_: pytest.fail("it is served"))
+    sent: list[Any] = []
+
+    async def receive() -> Any:
+        return {"type": "websocket.connect"}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    scope = {"type": "websocket", "path": "/v1/realtime", "headers": [], "app": server_of(client)}
+    await middleware(scope, receive, send)
+    assert sent == [{"type": "websocket.close", "code": 1008}]
+
+
+def generating(client: SplitClient, name: str) -> ASGIApp:
+    """Return an application that streams as vLLM's: its head comes before its request begins."""
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await Request(scope, receive).body()
+
+        async def stream() -> AsyncIterator[bytes]:
+            try:
+                await client.add_request_async(request(name, ["a"]))
+            except GracefulHTTPError as error:
+                yield f"data: {error}".encode()
+                return
+            yield b"data: begun"
+
+        await StreamingResponse(stream())(scope, receive, send)
+
+    return app
+
+
+async def test_stream_that_is_refused_gets_429_and_retry_after(serve: Serve) -> None:
+    made: list[SplitClient] = []
+    guard = lambda app: lambda *given: generating(made[0], "r")(*given)  # noqa: E731
+    http, client = serve(guard, max_queued_items=0, can_encode=False)
+    made.append(client)
+    for names, status, code in (
+        ((), 503, "service_unavailable"),
+        (("e-0", "pd-0"), 429, "engines_full"),
+    ):
+        up(client, *names)
+        refused = await http.post(CHAT, content=b"x")
+        assert (refused.status_code, refused.json()["error"]["code"]) == (status, code)
+        assert refused.headers["retry-after"] == "2"
+    anthropic = await http.post("/v1/messages", content=b"x")
+    assert anthropic.json()["error"]["type"] == "rate_limit_error"
+
+
+async def test_admission_refuses_with_429_and_the_key(serve: Serve, tmp_path: Path) -> None:
+    made: list[SplitClient] = []
+    guard = lambda app: lambda *given: generating(made[0], str(time.time()))(*given)  # noqa: E731
+    http, client = serve(guard, admission={"max_requests": 1, "max_waiting": 0})
+    made.append(client)
+    up(client, "e-0", "pd-0")
+
+    class Computing:
+        async def add_request_async(self, request: Any) -> None: ...
+
+        async def abort_requests_async(self, request_ids: list[str]) -> None: ...
+
+    for engine in client.engines.by_name.values():
+        engine.client = Computing()
+    assert (await http.post(CHAT, content=b"x")).text == "data: begun"
+    refused = await http.post(CHAT, content=b"x")
+    assert (refused.status_code, refused.json()["error"]["code"]) == (429, "router_busy")
+    assert 1 <= int(refused.headers["retry-after"]) <= 60
+    assert "router.admission.max_requests of 1" in refused.json()["error"]["message"]
+    client.give_up([*client._open])
+    while (await http.post(CHAT, content=b"x")).status_code != 200:
+        await asyncio.sleep(0.01)
+    client.give_up([*client._open])
+
+
+async def test_media_urls_are_fetched_by_vllms_connector(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site = Site(pages={"/a.png": plain(STILLS["png"])})
+    await site.start()
+    names = {"allowed_domains": [f"127.0.0.1:{site.port}"], "allowed_networks": ["127.0.0.0/8"]}
+
+    def fetching(app: ASGIApp) -> ASGIApp:
+        async def fetch(scope: Scope, receive: Receive, send: Send) -> None:
+            url = (await Request(scope, receive).body()).decode()
+            connector = MEDIA_CONNECTOR_REGISTRY.load(
+                "http", allowed_media_domains=["none.invalid"]
+            )
+            try:
+                image = await connector.fetch_image_async(url)
+            except GracefulHTTPError as error:
+                await PlainTextResponse(str(error), 500)(scope, receive, send)
+            else:
+                await PlainTextResponse(str(image.size))(scope, receive, send)
+
+        return fetch
+
+    http, _ = serve(fetching, media_urls=names)
+    closed, _ = serve(fetching)
+    try:
+        await closed.get("/health")
+        refused = await closed.post(CHAT, content=f"http://127.0.0.1:{site.port}/a.png".encode())
+        assert (refused.status_code, refused.json()["error"]["code"]) == (400, "media_url_refused")
+        assert "router.media_urls.allowed_domains" in refused.json()["error"]["message"]
+        await http.get("/health")
+        served = await http.post(CHAT, content=f"HTTP://127.0.0.1:{site.port}/a.png".encode())
+        assert served.text.startswith("(")
+        missing = await http.post(CHAT, content=f"http://127.0.0.1:{site.port}/b.png".encode())
+        assert (missing.status_code, missing.json()["error"]["code"]) == (400, "media_url_failed")
+    finally:
+        await site.stop()
 
 
 async def test_lines_about_requests_go_to_a_file_of_this_user_until_its_disk_is_full(

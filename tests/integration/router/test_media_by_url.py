@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from tests.integration.front.web import Site, never, once, plain
 from tests.integration.router.conftest import Build
 from tests.integration.router.stand_in import Received, until
-from tests.integration.router.web import Site, never, once, plain
 from tests.unit.media.samples import STILLS
 
 PNG = STILLS["png"]

@@ -14,8 +14,8 @@ from epd_portable.router.fleet.health_probes import JITTER, HealthProbes
 from epd_portable.router.http.upstream import Upstream
 from epd_portable.router.settings import InstanceSettings, RouterSettings
 from epd_portable.wire.outcomes import FailureKind
+from tests.integration.front.web import Answer, Site, once, plain
 from tests.integration.router.stand_in import DEADLINE_S, until
-from tests.integration.router.web import Answer, Site, once, plain
 
 WELL = plain(b"", "connection: close")
 UNAVAILABLE = WELL.replace(b"200 OK", b"503 No")

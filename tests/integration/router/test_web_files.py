@@ -25,8 +25,8 @@ from epd_portable.router.contents.body import Body, HeldBytes
 from epd_portable.router.contents.media_urls import LinkedItems, MediaFetcher
 from epd_portable.router.observability.metrics import Metrics
 from tests.certificates import make_certificate
+from tests.integration.front.web import Answer, Site, moved, never, once, plain
 from tests.integration.router.stand_in import DEADLINE_S, until
-from tests.integration.router.web import Answer, Site, moved, never, once, plain
 from tests.unit.media.samples import STILLS
 
 PNG = STILLS["png"]

@@ -40,6 +40,12 @@ KEPT = {
     "partial_results": ("partial_results: true", '"partial_results": true'),
     "access_log": ("access_log: /a.log", '"access_log": "/a.log"'),
     "tracing": ("tracing: {endpoint: 'http://a.example'}", "--otlp-traces-endpoint http://a.exam"),
+    "api_keys_file": ("api_keys_file: keys", '"api_keys_file": "keys"'),
+    "admission": ("admission: {encode: {max_items: 4}}", '"admission": {"encode": {"max_items": 4'),
+    "media_urls": (
+        "media_urls: {allowed_domains: ['*'], max_bytes: 1MiB}",
+        '"media_urls": {"allowed_domains": ["*"], "max_bytes": 1048576}',
+    ),
     "drain_s": ("drain_s: 41.5", "--shutdown-timeout 42"),
 }
 """Keys of `router` that the front keeps: what a file says, and what that makes of its command."""
@@ -87,9 +93,6 @@ def test_processes_with_equal_variables_are_forked_and_others_start_by_themselve
 @pytest.mark.parametrize(
     "extra",
     [
-        "router: {admission: {max_requests: 4}}",
-        "router: {api_keys_file: keys}",
-        "router: {media_urls: {allowed_domains: ['*']}}",
         "instances: {encode: {engine_args: {api_server_count: 2}}}",
         "instances: {encode: {engine_args: {mm_tensor_ipc: torch_shm}}}",
         "engine_args: {mm_tensor_ipc: torch_shm}",

@@ -5,14 +5,19 @@ from typing import Any
 
 import msgspec
 import pytest
+from prometheus_client import CollectorRegistry
 
 from epd_portable.config.routing import AdmissionSection
 from epd_portable.errors import RequestError
+from epd_portable.placement.admission import (
+    LONGEST_RETRY_S,
+    AdmissionControl,
+    AdmissionMetrics,
+)
 from epd_portable.placement.gate import Ticket
 from epd_portable.placement.instances import EndpointPool, Instance
 from epd_portable.router.contents.body import Call
-from epd_portable.router.ingress.admission import LONGEST_RETRY_S, AdmissionControl, priority_of
-from epd_portable.router.observability.metrics import Metrics
+from epd_portable.router.ingress.priority import priority_of
 from epd_portable.wire.outcomes import FailureKind
 from tests.unit.builders import instance_settings
 
@@ -28,13 +33,12 @@ class Door:
         self.keeper = AdmissionControl(
             AdmissionSection.model_validate(limits),
             self.fleet,
-            Metrics(EndpointPool()),
+            AdmissionMetrics(CollectorRegistry(), "epd_front"),
             clock=lambda: self.now_s,
         )
 
-    async def enter(self, **headers: str) -> Ticket | None:
-        named = {name.replace("_", "-"): value for name, value in headers.items()}
-        return await self.keeper.enter(TEXT, named, b"", 0)
+    async def enter(self) -> Ticket | None:
+        return await self.keeper.enter(items=0, nbytes=0)
 
     async def enter_at_once(self) -> Ticket | None:
         """Return who was let in at once; ``None`` for nobody."""

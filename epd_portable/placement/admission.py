@@ -7,40 +7,30 @@ some of which follow the instances that are usable.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-import msgspec
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from epd_portable.config.roles import Duty
 from epd_portable.config.routing import AdmissionSection
 from epd_portable.errors import RequestError
 from epd_portable.placement.gate import Gate, Limit, Ticket
 from epd_portable.placement.instances import EndpointPool, Instance
-from epd_portable.router.contents.body import Call
-from epd_portable.router.contents.cut_text import decode_if_valid
-from epd_portable.router.observability.metrics import Metrics
 from epd_portable.scheduling.admission import Pace
 
-PRIORITY_HEADER = "x-vllm-priority"
-"""A request's priority in place of its field ``priority``, as at vLLM."""
 LONGEST_RETRY_S = 60
 
 Kind = Literal["requests", "items", "bytes"]
 Reason = Literal["full", "timeout"]
 """Why a request is refused: no place to wait, or no turn in time."""
 
+_KINDS: tuple[Kind, ...] = ("requests", "items", "bytes")
 _OF_INSTANCES: tuple[tuple[Duty, Kind], ...] = (("encode", "items"), ("answer", "requests"))
-_AMOUNTS: Mapping[Kind, Callable[[Call, int], int]] = {
-    "requests": lambda call, nbytes: 1,
-    "items": lambda call, nbytes: len(call.items),
-    "bytes": lambda call, nbytes: nbytes,
-}
-"""What a request takes, by the bytes of its body."""
+_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,24 +47,61 @@ class _Bound:
     limit: int
 
 
+class AdmissionMetrics:
+    """Metrics of admission.
+
+    Args:
+        front: Beginning of their names.
+    """
+
+    def __init__(self, registry: CollectorRegistry, front: str) -> None:
+        self.waiting = Gauge(
+            f"{front}_admission_waiting",
+            "Requests that wait to be let in.",
+            ("priority",),
+            registry=registry,
+            multiprocess_mode="livesum",
+        )
+        self.wait_s = Histogram(
+            f"{front}_admission_wait_seconds",
+            "Of those not let in at once.",
+            ("priority",),
+            registry=registry,
+            buckets=_SECONDS,
+        )
+        self.refused = Counter(
+            f"{front}_admission_refused",
+            "Requests answered 429, by reason and by the limit that was reached.",
+            ("reason", "limit"),
+            registry=registry,
+        )
+
+
 class AdmissionControl:
-    """Admits requests within the limits of ``router.admission``."""
+    """Admits requests within the limits of ``router.admission``.
+
+    Args:
+        servers: API servers, each of which has its part of every limit.
+    """
 
     def __init__(
         self,
         settings: AdmissionSection,
         instances: EndpointPool,
-        metrics: Metrics,
+        metrics: AdmissionMetrics,
         *,
+        servers: int = 1,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._settings = settings
         self._instances = instances
         self._metrics = metrics
+        self._servers = servers
         self._clock = clock
         self._bounds = _bounds(settings)
         self._gate = Gate(
-            [self._limit(bound) for bound in self._bounds], max_waiting=settings.max_waiting
+            [self._limit(bound) for bound in self._bounds],
+            max_waiting=math.ceil(settings.max_waiting / servers),
         )
         self._encode_kinds = [n for n, bound in enumerate(self._bounds) if bound.duty == "encode"]
         self._pace = Pace()
@@ -83,7 +110,7 @@ class AdmissionControl:
             instances.watch(self._rescale)
 
     async def enter(
-        self, call: Call, headers: Mapping[str, str], key: bytes, nbytes: int
+        self, *, items: int, nbytes: int, key: bytes = b"", priority: int = 0
     ) -> Ticket | None:
         """Return when a request may go on; cancelling gives its place up.
 
@@ -95,11 +122,12 @@ class AdmissionControl:
         Raises:
             RequestError: 429 with ``Retry-After``.
         """
-        if not self._bounds or call.method == "GET":
+        if not self._bounds:
             return None
-        priority = priority_of(call, headers) if self._settings.heed_priority else 0
-        amounts = [_AMOUNTS[bound.kind](call, nbytes) for bound in self._bounds]
-        ticket = Ticket(amounts, key=key, priority=priority)
+        takes: dict[Kind, int] = {"requests": 1, "items": items, "bytes": nbytes}
+        heeded = priority if self._settings.heed_priority else 0
+        amounts = [takes[bound.kind] for bound in self._bounds]
+        ticket = Ticket(amounts, key=key, priority=heeded)
         self._pace.see(self._clock(), busy=self._gate.going > 0)
         self._gate.enter(ticket)
         if ticket.where == "waiting":
@@ -129,7 +157,7 @@ class AdmissionControl:
         timer = loop.call_later(longest_s, self._refuse, ticket, "timeout", why)
         started = self._clock()
         name = _class(ticket.priority)
-        self._metrics.admission_waiting.labels(name).inc()
+        self._metrics.waiting.labels(name).inc()
         try:
             self._admit()
             if (other := self._gate.turn_away()) is not None:
@@ -149,8 +177,8 @@ class AdmissionControl:
         finally:
             timer.cancel()
             del self._waiters[ticket]
-            self._metrics.admission_waiting.labels(name).dec()
-            self._metrics.admission_wait_s.labels(name).observe(self._clock() - started)
+            self._metrics.waiting.labels(name).dec()
+            self._metrics.wait_s.labels(name).observe(self._clock() - started)
 
     def _admit(self) -> None:
         if not self._gate.waiting:
@@ -166,7 +194,7 @@ class AdmissionControl:
         if waiter.done():
             return
         bound = self._bounds[self._gate.lacking_limit(ticket)]
-        self._metrics.admission_refused.labels(reason, bound.key).inc()
+        self._metrics.refused.labels(reason, bound.key).inc()
         for_each = f" for each usable instance of {bound.duty}" if bound.duty else ""
         retry_s = self._retry_after_s()
         waiter.set_result(
@@ -198,22 +226,13 @@ class AdmissionControl:
 
         A request then is answered 503, or its items are encoded where it is answered.
         """
-        limit: float = bound.limit
+        limit: float = bound.limit / self._servers
         if bound.duty is not None:
             usable = [each for tier in self._instances.tiers(bound.duty) for each in tier]
             # One that is parked serves only where no other can.
             serving = [each for each in usable if not each.parked] or usable
             limit *= sum(each.weight for each in serving)
-        return max(int(limit), 1) if limit else None
-
-
-def priority_of(call: Call, headers: Mapping[str, str]) -> int:
-    """Return a request's priority as vLLM reads it: by the header, else by the field, else 0."""
-    with contextlib.suppress(ValueError):
-        return int(headers.get(PRIORITY_HEADER, "none"))
-    given = call.fields.get("priority")
-    # The instance says what is wrong with one that is no number.
-    return (isinstance(given, msgspec.Raw) and decode_if_valid(given, int)) or 0
+        return math.ceil(limit) or None
 
 
 def _class(priority: int) -> str:
@@ -222,7 +241,7 @@ def _class(priority: int) -> str:
 
 def _bounds(settings: AdmissionSection) -> list[_Bound]:
     bounds = []
-    for duty, kind in (*((None, kind) for kind in _AMOUNTS), *_OF_INSTANCES):
+    for duty, kind in (*((None, kind) for kind in _KINDS), *_OF_INSTANCES):
         limit = getattr(getattr(settings, duty) if duty else settings, f"max_{kind}")
         if limit is not None:
             key = f"router.admission.{duty}.max_{kind}" if duty else f"router.admission.max_{kind}"

@@ -1,0 +1,84 @@
+"""An HTTP request at the front, as the middleware and the engine client see it."""
+
+from __future__ import annotations
+
+from contextvars import ContextVar
+from dataclasses import dataclass
+from http import HTTPStatus
+
+from starlette.requests import ClientDisconnect
+from vllm.v1.engine import EngineCoreRequest
+
+from epd_portable.errors import RequestError
+from epd_portable.front.request import GracefulHTTPError
+from epd_portable.placement.admission import AdmissionControl
+from epd_portable.placement.gate import Ticket
+from epd_portable.placement.replies import RETRY_AFTER_S
+
+_CODES = {429: "engines_full", 503: "service_unavailable"}
+"""Codes of errors that a later attempt can avoid, by status."""
+
+
+@dataclass(slots=True, eq=False)
+class FrontExchange:
+    """One HTTP request.
+
+    Attributes:
+        nbytes: Bytes of its body so far.
+        key: Digest of the client's API key; empty without one.
+        status: Status of the response; 0 before it.
+        unread: The body has not been asked for.
+        begun: A part of the response is sent: the status cannot change any more.
+        failure: Reason why the request is not served. The middleware sends it as the response.
+    """
+
+    nbytes: int = 0
+    key: bytes = b""
+    status: int = 0
+    request_id: str = ""
+    unread: bool = True
+    begun: bool = False
+    failure: RequestError | ClientDisconnect | None = None
+
+    def refuse(self, error: RequestError | GracefulHTTPError) -> None:
+        """Respond with an error, also to a stream, of which vLLM has sent no part yet."""
+        if self.begun or self.failure is not None:
+            return
+        if isinstance(error, GracefulHTTPError):
+            status = int(error.http_status)
+            self.failure = RequestError(
+                error.message,
+                status=status,
+                code=_CODES.get(status, "invalid_request"),
+                retry_after_s=RETRY_AFTER_S if status in _CODES else None,
+            )
+        else:
+            self.failure = error
+
+
+exchange: ContextVar[FrontExchange] = ContextVar("epd_exchange")
+"""The HTTP request that the present task serves; unset outside of one."""
+
+
+def current() -> FrontExchange:
+    """Return the HTTP request of the present task, or a new one outside of any."""
+    return exchange.get(None) or FrontExchange()
+
+
+async def admit(admission: AdmissionControl, request: EngineCoreRequest) -> Ticket | None:
+    """Return when a request of vLLM's may go on; see `AdmissionControl.enter`.
+
+    Raises:
+        GracefulHTTPError: 429.
+    """
+    here = current()
+    try:
+        return await admission.enter(
+            items=len({each.identifier for each in request.mm_features or ()}),
+            nbytes=here.nbytes,
+            key=here.key,
+            priority=request.priority,
+        )
+    except RequestError as error:
+        here.refuse(error)
+        raise GracefulHTTPError(str(error), HTTPStatus(error.status)) from error
