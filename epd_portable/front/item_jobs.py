@@ -17,6 +17,7 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 from epd_portable.front.engines import Engines
 from epd_portable.front.metrics import FrontMetrics
 from epd_portable.front.request import FrontItem, OpenRequest
+from epd_portable.log import trace
 from epd_portable.placement.assignment import Assignment, EncodeFailure, EncodeTimes, EncodeTries
 from epd_portable.placement.fallbacks import RetryBudget
 from epd_portable.placement.instances import Instance, Use, WentDownError, while_up
@@ -182,6 +183,7 @@ class ItemJobs:
         engine = self._engines.by_name[encoder.name]
         client, begun = engine.client, time.monotonic()
         answer = self.open[job] = asyncio.get_running_loop().create_future()
+        trace("encode_job", transfer_id=transfer.transfer_id, encoder=encoder.name)
         try:
             with anyio.move_on_after(self._job_s):
                 await engine.add(_job(one.core, item.feature, transfer, job))

@@ -81,7 +81,9 @@ class Consumer:
 
     def arrive(self, picture: Picture, transfer_id: str) -> None:
         """A request for one picture arrives; its id is the picture's name."""
-        request = Request(picture.name, (Item(picture.name, picture),), None)
+        request = Request(
+            picture.name, (Item(picture.name, picture.num_tokens, picture.shown),), None
+        )
         self.waiting[picture.name] = request
         item = request.mm_features[0]
         place = PromptItem(
@@ -126,7 +128,8 @@ class Consumer:
         found = {}
         for name, request in list(self.waiting.items()):
             if name in self.outputs:
-                assert torch.equal(self.outputs[name], request.mm_features[0].picture.output())
+                shown = request.mm_features[0].shown
+                assert shown is not None and torch.equal(self.outputs[name], shown.output())
                 found[name] = "transfer"
             elif not self.prefill.may_schedule(name, 1):
                 continue
@@ -176,7 +179,7 @@ def order(picture: Picture, transfer_id: str, consumer: str) -> TransferOrder:
         transfer_id=transfer_id,
         mm_hash=picture.name,
         consumer=consumer,
-        tensor=tensor(Item(picture.name, picture)),
+        tensor=tensor(Item(picture.name, picture.num_tokens, picture.shown)),
     )
 
 

@@ -43,9 +43,11 @@ ENCODER_WORKER = Victim("encoder worker", "encode-", "worker")
 ENCODER_SCHEDULER = Victim("encoder scheduler", "encode-", "scheduler")
 PD_WORKER = Victim("PD worker", "prefill_decode-", "worker")
 PD_SCHEDULER = Victim("PD scheduler", "prefill_decode-", "scheduler")
+FRONT = Victim("front", "front")
 ROUTER = Victim("router", "router")
+"""Of real engines with servers only."""
 LAUNCHER = Victim("launcher", "launcher")
-VICTIMS = (ENCODER_WORKER, ENCODER_SCHEDULER, PD_WORKER, PD_SCHEDULER, ROUTER, LAUNCHER)
+VICTIMS = (ENCODER_WORKER, ENCODER_SCHEDULER, PD_WORKER, PD_SCHEDULER, FRONT, LAUNCHER)
 
 
 def name_process(folder: Path, name: str, pid: int) -> None:

@@ -11,11 +11,11 @@ from tests.faults.conftest import Served
 from tests.faults.points import (
     ENCODER_SCHEDULER,
     ENCODER_WORKER,
+    FRONT,
     LAUNCHER,
     PD_SCHEDULER,
     PD_WORKER,
     POINTS,
-    ROUTER,
     VICTIMS,
     Victim,
 )
@@ -35,7 +35,7 @@ ALWAYS = {
     (PD_WORKER, "transfer.begun"),
     (PD_WORKER, "item.landed"),
     (PD_SCHEDULER, "transfer.written"),
-    (ROUTER, "encode.begin"),
+    (FRONT, "encode.begin"),
 }
 """Where a process takes most with it that others have to miss; the rest with ``--full``."""
 ALWAYS_IN_A_GROUP = {(ENCODER_WORKER, "transfer.begun"), (PD_WORKER, "transfer.begun")}
@@ -77,7 +77,7 @@ def kill_and_recover(served: Served, victim: Victim, point: str, seed: int) -> N
     topology.faults.arm(point, victim, nth=chance.randint(1, 3), other=chance.randint(0, 1))
     asked, replies = send_until_struck(topology, f"{victim}/{point}", seed, REQUESTS)
     encodes = victim.role == "encode-"
-    check(asked, replies, failures=not encodes, broken=victim.role == "router")
+    check(asked, replies, failures=not encodes, broken=victim is FRONT)
     topology.until(topology.recovered, f"a new {victim} serves")
     again = requests(f"after {victim}/{point}", seed, REQUESTS)
     check(again, send(topology, again), failures=False)

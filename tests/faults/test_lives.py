@@ -72,7 +72,7 @@ def servers(topology: Topology) -> dict[str, int]:
         with contextlib.suppress(psutil.Error, ProcessLookupError):  # It has just ended.
             if os.getsid(child.pid) == child.pid:
                 name = child.environ().get("EPD_INSTANCE", "")
-        if name in topology.names and name != "router":
+        if name in topology.names:
             found[name] = child.pid
     return found
 

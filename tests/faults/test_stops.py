@@ -14,10 +14,10 @@ from tests.faults.conftest import Served
 from tests.faults.points import (
     ENCODER_SCHEDULER,
     ENCODER_WORKER,
+    FRONT,
     PD_SCHEDULER,
     PD_WORKER,
     POINTS,
-    ROUTER,
     Victim,
 )
 from tests.faults.seeds import SEEDS
@@ -34,7 +34,7 @@ ALWAYS = {
 """Where a process holds something that others want back; the rest with ``--full``."""
 CASES = [
     pytest.param(victim, point, marks=() if (victim, point) in ALWAYS else pytest.mark.full)
-    for victim in (ENCODER_WORKER, ENCODER_SCHEDULER, PD_WORKER, PD_SCHEDULER, ROUTER)
+    for victim in (ENCODER_WORKER, ENCODER_SCHEDULER, PD_WORKER, PD_SCHEDULER, FRONT)
     for point in POINTS
 ]
 

@@ -19,10 +19,11 @@ import httpx
 import pytest
 
 from epd_portable.launch.plan.ports import port_source
+from tests.faults.routed import RoutedTopology
 from tests.faults.small.pictures import Picture
 from tests.faults.small.workers import WEIGHTS
 from tests.faults.test_full import ROOT, small_shm
-from tests.faults.topology import DEADLINE_S, Reply, Topology
+from tests.faults.topology import DEADLINE_S, Reply
 from tests.faults.traffic import check, quiet, send
 from tests.metrics_page import total
 from tests.servers import RedisServer
@@ -41,7 +42,7 @@ class Stored:
         self.server = RedisServer(folder, port_source(secrets.token_hex(4))())
         self.folder = folder
         self.section = self.server.section(timeout_ms=TIMEOUT_MS, max_bytes=64 << 20)
-        self.topology = Topology(folder / "run", store=self.section)
+        self.topology = RoutedTopology(folder / "run", store=self.section)
         self.client = self.server.client()
         # From now on the router knows what encode instances write.
         self.ask([[Picture("first")]])
@@ -63,7 +64,7 @@ class Stored:
     def store(self, name: str, count: int = AT_ONCE) -> list[list[Picture]]:
         """Have requests answered, and wait until all of their pictures are stored."""
         asked = [
-            [Picture(f"{name}/{number}", (16, 400, 2000)[number % 3])] for number in range(count)
+            [Picture(f"{name}/{number}", (16, 40, 200)[number % 3])] for number in range(count)
         ]
         before = len(self.entries())
         self.ask(asked)
@@ -74,8 +75,7 @@ class Stored:
     def forget(self) -> None:
         """Empty the caches of all instances."""
         for name in self.topology.names:
-            if name != "router":
-                self.topology.state(name, reset=True)
+            self.topology.state(name, reset=True)
 
     def until_used(self) -> None:
         """Wait until the store is asked, written and loaded from again."""
@@ -137,8 +137,7 @@ def test_it_outlives_every_engine(stored: Stored) -> None:
     topology = stored.topology
     pids = topology.faults.folder / "pids"
     for name in topology.names:
-        if name != "router":
-            os.kill(int((pids / f"{name}.scheduler").read_text()), signal.SIGKILL)
+        os.kill(int((pids / f"{name}.scheduler").read_text()), signal.SIGKILL)
     topology.until(lambda: not topology.healthy(), "the router has noticed")
     topology.until(topology.recovered, "every process serves")
     assert sources(stored.ask(asked)) == {"store"}
@@ -207,7 +206,7 @@ def test_a_server_that_hangs_is_waited_for_once_and_used_again_later(stored: Sto
     try:
         failed = stored.counted("error")
         for round_ in range(3):
-            more = [[Picture(f"hung/{round_}/{number}", 400)] for number in range(AT_ONCE)]
+            more = [[Picture(f"hung/{round_}/{number}", 40)] for number in range(AT_ONCE)]
             assert "store" not in sources(stored.ask([*asked, *more]))
         # Those that asked before the first had waited for too long, and who tried it again.
         assert stored.counted("error") - failed <= 2 * AT_ONCE + 6
@@ -264,7 +263,7 @@ def test_a_server_without_memory_gives_what_it_has_and_takes_nothing(stored: Sto
     # Less than it holds, whatever the buffers of its clients take at the moment.
     stored.client.config_set("maxmemory", 1)
     try:
-        more = [[Picture(f"too much/{number}", 2000)] for number in range(AT_ONCE)]
+        more = [[Picture(f"too much/{number}", 200)] for number in range(AT_ONCE)]
         assert sources(stored.ask(more)) == {"transfer"}
         # A load that comes too late, on a busy machine, leaves the store alone for a while.
         stored.topology.until(
@@ -282,7 +281,7 @@ def test_a_server_without_memory_gives_what_it_has_and_takes_nothing(stored: Sto
 def test_engines_with_other_weights_on_the_same_server_have_nothing_of_it(stored: Stored) -> None:
     asked = stored.store("weights")
     entries = set(stored.entries())
-    other = Topology(stored.folder / "other", store=stored.section, env={WEIGHTS: "2"})
+    other = RoutedTopology(stored.folder / "other", store=stored.section, env={WEIGHTS: "2"})
     try:
         first = [[Picture("first")]]
         check(first, send(other, first), failures=False)
@@ -291,8 +290,7 @@ def test_engines_with_other_weights_on_the_same_server_have_nothing_of_it(stored
         assert sources(replies) == {"transfer"}
         other.until(lambda: len(set(stored.entries()) - entries) > len(asked), "it has its own")
         for name in other.names:
-            if name != "router":
-                other.state(name, reset=True)
+            other.state(name, reset=True)
         replies = send(other, asked)
         check(asked, replies, failures=False)
         assert sources(replies) == {"store"}

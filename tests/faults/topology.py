@@ -1,13 +1,16 @@
-"""Whole topologies of small engines under the real launcher and the real router."""
+"""Whole topologies of small engines under the real launcher and behind the real front."""
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import functools
 import json
 import os
 import queue
 import secrets
 import signal
+import socket
 import ssl
 import subprocess
 import sys
@@ -21,15 +24,24 @@ from typing import Any
 import httpx
 
 from epd_portable.config.instance import InstanceConfig
+from epd_portable.config.roles import Role
 from epd_portable.config.store import StoreSection
+from epd_portable.launch.plan.engine import (
+    CONNECTOR,
+    MEDIA_BOUNDS,
+    ROLE_ARGS,
+    render_arguments,
+)
+from epd_portable.launch.plan.front import PRELOADED
 from epd_portable.launch.plan.ports import is_free, port_source
 from epd_portable.launch.plan.processes import shm_prefix
 from epd_portable.launch.run import sessions
-from epd_portable.router.settings import InstanceSettings, RouterSettings
+from tests import forked, warm
 from tests.faults import census
 from tests.faults.census import Census
 from tests.faults.points import Faults
 from tests.faults.small.pictures import Picture
+from tests.faults.small.steps import STATES
 from tests.keyring import secret_file
 
 ROOT = Path(__file__).parents[2]
@@ -40,11 +52,32 @@ DEADLINE_S = 60.0
 START_S = 180.0
 """Of everything at once, torch and all."""
 POOL_BYTES = 4 << 20
-PRELOADED = ("torch.distributed", "pydantic", "starlette.applications", "uvicorn", "zmq")
-"""From a process that has imported these the launcher forks small engines."""
+MODEL = ROOT / "epd_portable" / "demo" / "model"
+PYTHONPATH = f"{Faults.HOOKS}:{ROOT}"
+ENGINE_ENV = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "VLLM_HOST_IP": "127.0.0.1"}
+MODULES = (
+    "vllm.entrypoints.openai.api_server",
+    "vllm.v1.engine.async_llm",
+    "vllm.v1.engine.core",
+    "vllm.model_executor.models.qwen2_5_vl",
+    "vllm.v1.worker.cpu_worker",
+    "torch.distributed",
+    "uvicorn",
+    "httpx",
+    "zmq",
+)
+"""Modules that the launchers' common parent has imported."""
 _POLL_S = 0.05
-_NO_TLS = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+NO_TLS = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
 """Without certificates: httpx reads all that there are for every request, or takes this."""
+
+
+@functools.cache
+def nursery() -> warm.Nursery:
+    """Return the process that launchers are forked from, and all that they start."""
+    made = forked.nursery(*MODULES, env={"PYTHONPATH": PYTHONPATH})
+    atexit.register(made.close)
+    return made
 
 
 @dataclass(frozen=True)
@@ -64,8 +97,13 @@ class Reply:
     seconds: float = 0.0
 
 
+def role_of(config: InstanceConfig) -> Role:
+    """Return the role of a small engine."""
+    return "prefill-decode" if config.pool else "encode"
+
+
 class Topology:
-    """One run: encoders and PD instances, the router and the launcher.
+    """One run: encoders and PD instances, the front and the launcher.
 
     Args:
         folder: For logs and traces; made here.
@@ -74,7 +112,7 @@ class Topology:
         pool_bytes: Of each.
         lease_s: See `InstanceConfig`.
         wait_s: See `InstanceConfig`.
-        env: Variables for every process; small engines then start by themselves.
+        env: Variables for every process.
         store: Of all of them.
     """
 
@@ -98,66 +136,43 @@ class Topology:
         self.temp_dir.mkdir(parents=True)
         self.log_dir.mkdir()
         self.faults = Faults(folder / "faults")
-        next_port = port_source(self.run_id)
-        self.urls: dict[str, str] = {}
-        self.ports: list[int] = []
-        specs, backends = [], []
-        paths = {f"encode-{index}": path for index, path in enumerate(encoders)}
-        paths |= {f"prefill_decode-{index}": path for index, path in enumerate(prefills)}
-        for name, path in paths.items():
-            receives = name.startswith("prefill")
-            http, control, data = next_port(), next_port(), next_port()
-            self.ports += [http, control, data] if receives else [http]
-            config = InstanceConfig(
-                instance=name,
+        self.states = folder / "states"
+        self.states.mkdir()
+        configs = [
+            InstanceConfig(
+                instance=f"{role.replace('-', '_')}-{index}",
                 platform="cpu",
-                control_address=f"tcp://127.0.0.1:{control}" if receives else "",
-                data_address=f"tcp://127.0.0.1:{data}" if receives else "",
-                pool=f"{shm_prefix(self.run_id)}{name}" if receives else "",
-                pool_bytes=pool_bytes if receives else 0,
                 path=path,
                 wait_timeout_s=wait_s,
                 lease_s=lease_s,
                 secret_file=secret_file(),
                 store=store,
             )
-            self.urls[name] = f"http://127.0.0.1:{http}"
-            role = "prefill-decode" if receives else "encode"
-            argv = [sys.executable, "-m", "tests.faults.small.engine"]
-            argv += [config.model_dump_json(), str(http)]
-            spec = self._spec(name, role, argv, config.pool)
-            specs.append(spec if env else {**spec, "preload": PRELOADED})
-            backends.append(
-                InstanceSettings(
-                    name=name,
-                    role=role,  # type: ignore[arg-type]
-                    url=self.urls[name],
-                    control=config.control_address,
-                )
+            for role, paths in (("encode", encoders), ("prefill-decode", prefills))
+            for index, path in enumerate(paths)
+        ]
+        ports = port_source(self.run_id)
+        self.ports: list[int] = []
+
+        def next_port() -> int:
+            self.ports.append(ports())
+            return self.ports[-1]
+
+        configs = [
+            each
+            if each.instance.startswith("encode")
+            else each.model_copy(
+                update={
+                    "control_address": f"tcp://127.0.0.1:{next_port()}",
+                    "data_address": f"tcp://127.0.0.1:{next_port()}",
+                    "pool": f"{shm_prefix(self.run_id)}{each.instance}",
+                    "pool_bytes": pool_bytes,
+                }
             )
-        port = next_port()
-        self.ports.append(port)
-        self.url = self.urls["router"] = f"http://127.0.0.1:{port}"
-        settings = RouterSettings(
-            port=port,
-            model="small",
-            instances=tuple(backends),
-            secret_file=secret_file(),
-            store=store,
-            registration=False,
-            item_outcomes=True,
-            elastic_encode=False,
-            # Small engines' pictures are no files of a known format.
-            wait_timeout_s=wait_s,
-            idle_timeout_s=2 * wait_s,
-            probe_interval_s=0.2,
-            probe_timeout_s=1.0,
-            nack_grace_s=0.2,
-        )
-        argv = [sys.executable, "-m", "epd_portable.router"]
-        argv += ["--settings", settings.model_dump_json()]
-        specs.append(self._spec("router", "router", argv, ""))
-        self.names = list(self.urls)
+            for each in configs
+        ]
+        self.names = [each.instance for each in configs]
+        specs = self._processes(configs, next_port)
         plan = folder / "plan.json"
         plan.write_text(
             json.dumps(
@@ -173,22 +188,15 @@ class Topology:
             )
         )
         self._lines: queue.Queue[str] = queue.Queue()
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.integration.launch.run_plan", str(plan)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-            cwd=ROOT,
-            env={
-                **os.environ,
-                **self.faults.environment,
-                "PYTHONPATH": f"{Faults.HOOKS}:{ROOT}",
-                "EPD_TRACE_DIR": str(self.trace_dir),
-                "OMP_NUM_THREADS": "1",
-                **(env or {}),
-            },
-        )
+        variables = {
+            **os.environ,
+            **self.faults.environment,
+            "PYTHONPATH": PYTHONPATH,
+            "EPD_TRACE_DIR": str(self.trace_dir),
+            "OMP_NUM_THREADS": "1",
+            **(env or {}),
+        }
+        self.process = self._start(plan, variables)
         self._reader = threading.Thread(target=self._read)
         self._reader.start()
         self.faults.know("launcher", self.process.pid)
@@ -198,15 +206,77 @@ class Topology:
             self.close()
             raise
 
-    def _spec(self, name: str, role: str, argv: list[str], shm_name: str) -> dict[str, Any]:
+    def _processes(
+        self, configs: Sequence[InstanceConfig], next_port: Callable[[], int]
+    ) -> list[dict[str, Any]]:
+        """Return the processes of the plan: engines, and the front last."""
+        port = next_port()
+        self.url = f"http://127.0.0.1:{port}"
+        meeting = str(self.temp_dir / "front")
+        specs, engines, arguments = [], [], []
+        for config in configs:
+            name, role = config.instance, role_of(config)
+            arguments = self._arguments(config, role)
+            argv = [sys.executable, "-m", "tests.faults.small.core", json.dumps([meeting])]
+            url = f"{self.url}/epd/instances/{name}"
+            specs.append(self._spec(name, role, [*argv, *arguments], url, config.pool))
+            engines.append({"name": name, "role": role, "control": config.control_address})
+        settings = {
+            "engines": engines,
+            "sockets": [meeting],
+            "secret_file": secret_file(),
+            "elastic_encode": False,
+            "wait_timeout_s": configs[0].wait_timeout_s,
+            "item_outcomes": True,
+        }
+        argv = [sys.executable, "-m", "epd_portable.front.server"]
+        argv += ["--settings", json.dumps(settings), *arguments]
+        argv += ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", "small"]
+        argv += ["--disable-uvicorn-access-log", "--shutdown-timeout", "2"]
+        argv += ["--middleware", MEDIA_BOUNDS]
+        argv += ["--middleware", "epd_portable.front.http.FrontMiddleware"]
+        return [*specs, self._spec("front", "router", argv, self.url, "")]
+
+    def _start(self, plan: Path, variables: Mapping[str, str]) -> Any:
+        """Start the launcher of a plan; its standard output is a pipe."""
+        with (self.folder / "launcher.log").open("w") as log:
+            return nursery().popen(
+                *("-m", "tests.forked", "tests.faults.small.launcher", plan),
+                stdout=subprocess.PIPE,
+                stderr=log,
+                env={**variables, **forked.BASE, STATES: str(self.states)},
+            )
+
+    def _arguments(self, config: InstanceConfig, role: Role) -> list[str]:
+        """Return vLLM's arguments of an engine, as the launcher plans them."""
+        arguments: dict[str, Any] = {
+            "model": str(MODEL),
+            "dtype": "float32",
+            "max_model_len": 4096,
+            "enforce_eager": True,
+            "skip_mm_profiling": True,
+            "limit_mm_per_prompt": {"video": 0},
+            "ec_transfer_config": {
+                **CONNECTOR,
+                "ec_role": "ec_producer" if role == "encode" else "ec_consumer",
+                "ec_connector_extra_config": config.as_json(),
+            },
+            **ROLE_ARGS.get(role, {}),
+        }
+        return render_arguments(arguments)
+
+    def _spec(
+        self, name: str, role: str, argv: Sequence[str], url: str, shm_name: str
+    ) -> dict[str, Any]:
         return {
             "name": name,
             "role": role,
             "argv": argv,
-            "env": {"EPD_INSTANCE": name},
-            "url": self.urls.get(name, self.url if role == "router" else ""),
+            "env": {"EPD_INSTANCE": name, "TMPDIR": str(self.temp_dir), **ENGINE_ENV},
+            "url": url,
             "ports": {},
             "shm_name": shm_name,
+            "preload": PRELOADED,
         }
 
     def _read(self) -> None:
@@ -244,7 +314,7 @@ class Topology:
                 json=self.body(pictures),
                 timeout=timeout_s,
                 trust_env=False,
-                verify=_NO_TLS,
+                verify=NO_TLS,
             )
         except httpx.TimeoutException as error:
             raise AssertionError(f"{pictures} did not end in {timeout_s:g} s") from error
@@ -259,17 +329,19 @@ class Topology:
         return Reply(200, found["choices"][0]["message"]["content"], sources, seconds)
 
     def state(self, name: str, *, reset: bool = False) -> dict[str, int]:
-        """Return what an instance keeps; ``reset`` empties its encoder cache before."""
-        url = f"{self.urls[name]}/state" + ("?reset" if reset else "")
-        answer = httpx.post(url, timeout=DEADLINE_S, trust_env=False, verify=_NO_TLS)
-        found: dict[str, int] = answer.json()
+        """Return counts of what an engine keeps; ``reset`` empties its encoder cache before."""
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.settimeout(DEADLINE_S)
+            connection.connect(str(self.states / name))
+            connection.sendall(b"reset" if reset else b"-")
+            found: dict[str, int] = json.loads(connection.makefile().read())
         return found
 
     def healthy(self) -> bool:
         """Whether the router is there and holds every instance for healthy."""
         try:
             seen = httpx.get(
-                f"{self.url}/health", timeout=5.0, trust_env=False, verify=_NO_TLS
+                f"{self.url}/health", timeout=5.0, trust_env=False, verify=NO_TLS
             ).json()
         except httpx.RequestError:
             return False
@@ -283,7 +355,6 @@ class Topology:
         return all(
             processes[f"{name}.{part}"] == 1
             for name in self.names
-            if name != "router"
             for part in ("scheduler", "worker")
         )
 

@@ -17,14 +17,14 @@ FAILED = (500, 502, 503, 504)
 def requests(name: str, seed: int, count: int) -> list[list[Picture]]:
     """Return requests of one to three pictures; some share a picture, some are large."""
     chance = random.Random(f"{name}/{seed}")
-    shared = Picture(f"{name}/{seed}/shared", 40, 0.02)
+    shared = Picture(f"{name}/{seed}/shared", 12, 0.02)
     return [
         [
             shared
             if chance.random() < 0.15
             else Picture(
                 f"{name}/{seed}/{number}/{place}",
-                chance.choice((8, 16, 60, 400, 2000)),
+                chance.choice((4, 6, 12, 40, 200)),
                 chance.choice((0.0, 0.01, 0.05)),
             )
             for place in range(chance.choice((1, 1, 2, 3)))
@@ -97,8 +97,6 @@ def quiet(topology: Topology) -> list[str]:
     """Return what instances still keep although nothing is under way, besides cached items."""
     left = []
     for name in topology.names:
-        if name == "router":
-            continue
         state = topology.state(name, reset=True)
         left += [f"{name}: {count} {kind}" for kind, count in state.items() if count]
     return left

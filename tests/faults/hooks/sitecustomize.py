@@ -82,8 +82,8 @@ def _patch(log: Any) -> None:
             return
 
     log.EventTrace.__call__ = call
-    if os.environ.get("EPD_INSTANCE") == "router":
-        name_process(folder, "router", os.getpid())
+    if os.environ.get("EPD_INSTANCE") in ("front", "router"):
+        name_process(folder, os.environ["EPD_INSTANCE"], os.getpid())
 
 
 def install() -> None:
@@ -94,7 +94,7 @@ def install() -> None:
             _patch(log)
 
 
-def _let_the_wall_clock_jump() -> None:
+def let_the_wall_clock_jump() -> None:
     right, right_ns = time.time, time.time_ns
     chance = random.Random(os.getpid())
 
@@ -107,6 +107,6 @@ def _let_the_wall_clock_jump() -> None:
 
 
 if os.environ.get("EPD_TEST_CLOCK"):
-    _let_the_wall_clock_jump()
+    let_the_wall_clock_jump()
 if os.environ.get("EPD_TEST_FAULTS"):
     install()

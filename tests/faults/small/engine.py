@@ -31,7 +31,7 @@ from starlette.routing import Route
 from epd_portable.config.instance import InstanceConfig
 from tests.faults.points import name_process
 from tests.faults.small import schedulers, workers
-from tests.faults.small.pictures import Picture
+from tests.faults.small.pictures import shown_in
 from tests.faults.small.steps import Abort, Answer, Item, Question, Request
 
 _LAST_WORDS_S = 0.1
@@ -146,11 +146,12 @@ def _problem(message: str) -> Response:
 
 def _items(body: dict[str, object]) -> tuple[Item, ...]:
     (message,) = body["messages"]  # type: ignore[misc]
-    return tuple(
-        Item(part["uuid"], Picture.of(part["image_url"]["url"]))
+    shown = [
+        (part["uuid"], shown_in(part["image_url"]["url"]))
         for part in message["content"]
         if part["type"] == "image_url"
-    )
+    ]
+    return tuple(Item(name, each.num_tokens, each) for name, each in shown)
 
 
 async def _disconnected(request: HttpRequest) -> None:

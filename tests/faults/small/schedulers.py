@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -17,6 +18,7 @@ from epd_portable.scheduling.encoder_cache import EncoderCacheManager
 from epd_portable.scheduling.items import PromptItem
 from epd_portable.wire.descriptors import TensorSpec
 from epd_portable.wire.params import (
+    CacheNews,
     EncodedItem,
     EncodeParams,
     PrefillParams,
@@ -24,23 +26,22 @@ from epd_portable.wire.params import (
     to_params,
 )
 from tests.faults.small.pictures import WIDTH
-from tests.faults.small.steps import Abort, Answer, Done, Item, Question, Request, Step
+from tests.faults.small.steps import Abort, Answer, Done, Item, Request, Step
 from tests.faults.small.workers import fingerprint
 from tests.keyring import secret
 from tests.unit.builders import encoder_cache
 
-CACHE_EMBEDS = 40_000
+CACHE_EMBEDS = 4_000
 TEXT_TOKENS = 4
 """Before each picture."""
 _BUSY_POLL_S = 0.004
 
 
 class Scheduler(ABC):
-    """Steps while there is something to do; waits for requests otherwise, as an engine does."""
+    """Requests, stepped while there is something to do, as vLLM's engine core steps them."""
 
     def __init__(
         self,
-        front: Connection,
         worker: Connection,
         cache: EncoderCacheManager,
         lock: AbstractContextManager[Any] | None = None,
@@ -48,16 +49,9 @@ class Scheduler(ABC):
         self.cache = cache
         self.lock = lock or nullcontext()
         self.requests: dict[str, Request] = {}
-        self._front = front
+        self.news: list[CacheNews] = []
         self._worker = worker
         self._worker_state: dict[str, int] = {}
-
-    def serve(self) -> None:
-        """Go on until the front end is gone."""
-        while True:
-            while self._front.poll(_BUSY_POLL_S if self.busy else None):
-                self._take_in(self._front.recv())
-            self._step()
 
     @property
     def busy(self) -> bool:
@@ -84,30 +78,36 @@ class Scheduler(ABC):
     def state(self) -> dict[str, int]:
         """Return counts of what is kept: all as at the start when nothing is under way."""
 
-    def _take_in(self, message: Request | Abort | Question) -> None:
-        if isinstance(message, Request):
-            with self.lock:
-                self.requests[message.request_id] = message
-                self.arrived(message)
-        elif isinstance(message, Abort):
-            with self.lock:
-                self._end(message.request_id)
-        else:
-            if message.reset:
-                with self.lock:
-                    self.cache.reset()
-            self._step()
-            worker = {f"worker.{name}": count for name, count in self._worker_state.items()}
-            with self.lock:
-                common = {
-                    "requests": len(self.requests),
-                    "cache.items": len(self.cache.items),
-                    "cache.used": self.cache.cache_size - self.cache.num_free_slots,
-                    **self.state(),
-                }
-            self._front.send({**common, **worker})
+    def add(self, request: Request) -> None:
+        """Take a request in."""
+        with self.lock:
+            self.requests[request.request_id] = request
+            self.arrived(request)
 
-    def _step(self) -> None:
+    def abort(self, request_id: str) -> None:
+        """End a request without a response."""
+        with self.lock:
+            self._end(request_id)
+
+    def reset(self) -> None:
+        """Empty the encoder cache."""
+        with self.lock:
+            self.cache.reset()
+
+    def counts(self) -> dict[str, int]:
+        """Return counts of what is kept."""
+        worker = {f"worker.{name}": count for name, count in self._worker_state.items()}
+        with self.lock:
+            common = {
+                "requests": len(self.requests),
+                "cache.items": len(self.cache.items),
+                "cache.used": self.cache.cache_size - self.cache.num_free_slots,
+                **self.state(),
+            }
+        return {**common, **worker}
+
+    def step(self) -> list[Answer]:
+        """Carry out one step; return the responses that are complete."""
         with self.lock:
             step = self.schedule()
         self._worker.send(step)
@@ -115,9 +115,7 @@ class Scheduler(ABC):
         self._worker_state = done.state
         with self.lock:
             answers = self.take_output(step, done)
-            complete = [(answer, self._end(answer.request_id)) for answer in answers]
-        for answer, params in complete:
-            self._front.send(Answer(answer.request_id, answer.text, params, problem=answer.problem))
+            return [replace(each, params=self._end(each.request_id)) for each in answers]
 
     def _end(self, request_id: str) -> dict[str, object] | None:
         request = self.requests.pop(request_id, None)
@@ -131,8 +129,8 @@ class Scheduler(ABC):
 class EncodeScheduler(Scheduler):
     """Gives items room, encodes them, and answers when that is done."""
 
-    def __init__(self, config: InstanceConfig, front: Connection, worker: Connection) -> None:
-        super().__init__(front, worker, encoder_cache(CACHE_EMBEDS))
+    def __init__(self, config: InstanceConfig, worker: Connection) -> None:
+        super().__init__(worker, encoder_cache(CACHE_EMBEDS))
         namespace = namespace_of(config, fingerprint)
         self._dispatcher = Dispatcher(self.cache, secret(), config.instance, namespace)
         self._scheduled: list[str] = []
@@ -173,7 +171,7 @@ class EncodeScheduler(Scheduler):
 
     def take_output(self, step: Step, done: Done) -> list[Answer]:
         self._dispatcher.transfers_ended(done.ended)
-        return [Answer(request_id) for request_id in self._scheduled]
+        return [Answer(request_id, None) for request_id in self._scheduled]
 
     def state(self) -> dict[str, int]:
         dispatcher = self._dispatcher
@@ -187,7 +185,7 @@ class EncodeScheduler(Scheduler):
 class PDScheduler(Scheduler):
     """Computes the text and the pictures of each request in order."""
 
-    def __init__(self, config: InstanceConfig, front: Connection, worker: Connection) -> None:
+    def __init__(self, config: InstanceConfig, worker: Connection) -> None:
         self._receiver = Receiver(
             config,
             fingerprint=fingerprint(),
@@ -195,7 +193,7 @@ class PDScheduler(Scheduler):
             namespace=namespace_of(config, fingerprint),
         )
         self._prefill = PrefillRequests(config, self._receiver)
-        super().__init__(front, worker, self._receiver.cache, self._receiver.lock)
+        super().__init__(worker, self._receiver.cache, self._receiver.lock)
         self._running: set[str] = set()
         self._computed: dict[str, int] = {}
         self._digests: dict[str, list[str]] = {}
@@ -251,6 +249,8 @@ class PDScheduler(Scheduler):
 
     def take_output(self, step: Step, done: Done) -> list[Answer]:
         self._receiver.step_done()
+        if (news := self._prefill.take_news()) is not None:
+            self.news.append(news)
         for (request_id, input_id, _), found in zip(step.read, done.digests, strict=True):
             self._digests[request_id].append(found)
             self.cache.free_encoder_input(self.requests[request_id], input_id)
@@ -280,19 +280,40 @@ class PDScheduler(Scheduler):
         }
 
 
-def serve(config: InstanceConfig, front: Connection, worker: Connection) -> None:
-    """Run the scheduler of one instance, once its worker is there."""
-    log.configure()
+def make(config: InstanceConfig, worker: Connection) -> Scheduler:
+    """Return the scheduler of one instance, once its worker is there."""
     assert worker.recv() == "ready"
-    make = PDScheduler if config.pool else EncodeScheduler
-    scheduler: Scheduler = make(config, front, worker)
+    return (PDScheduler if config.pool else EncodeScheduler)(config, worker)
+
+
+def serve(config: InstanceConfig, front: Connection, worker: Connection) -> None:
+    """Run the scheduler of an instance with an HTTP end."""
+    log.configure()
+    scheduler = make(config, worker)
     front.send("ready")
-    scheduler.serve()
+    while True:
+        while front.poll(_BUSY_POLL_S if scheduler.busy else None):
+            message = front.recv()
+            if isinstance(message, Request):
+                scheduler.add(message)
+            elif isinstance(message, Abort):
+                scheduler.abort(message.request_id)
+            else:
+                if message.reset:
+                    scheduler.reset()
+                _step(scheduler, front)
+                front.send(scheduler.counts())
+        _step(scheduler, front)
+
+
+def _step(scheduler: Scheduler, front: Connection) -> None:
+    for answer in scheduler.step():
+        front.send(answer)
 
 
 def tensor(item: Item) -> TensorSpec:
     """Return what the encoder puts out for an item."""
-    return TensorSpec(shape=(item.picture.num_tokens, WIDTH), dtype="float32")
+    return TensorSpec(shape=(item.num_tokens, WIDTH), dtype="float32")
 
 
 def prompt(request: Request) -> list[PromptItem]:
@@ -300,13 +321,13 @@ def prompt(request: Request) -> list[PromptItem]:
     places, begin = [], 0
     for input_id, item in enumerate(request.mm_features):
         begin += TEXT_TOKENS
-        end = begin + item.picture.num_tokens
+        end = begin + item.num_tokens
         place = PromptItem(
             input_id=input_id,
             mm_hash=item.identifier,
             begin=begin,
             end=end,
-            num_embeds=item.picture.num_tokens,
+            num_embeds=item.num_tokens,
             tensor=tensor(item),
         )
         places.append(place)

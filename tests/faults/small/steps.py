@@ -6,27 +6,38 @@ from dataclasses import dataclass, field
 
 from epd_portable.connector.producer import TransferOrder
 from epd_portable.runners.placer import WorkerOrders
-from tests.faults.small.pictures import Picture
+from tests.faults.small.pictures import Shown
+
+STATES = "EPD_TEST_STATES"
+"""Variable: folder of a Unix socket for each engine, over which tests query its counts."""
 
 
 @dataclass(frozen=True)
 class Item:
-    """One picture of a request, under the key that the router gave it."""
+    """One image of a request.
+
+    Attributes:
+        identifier: Key of the item.
+        num_tokens: Tokens of its encoder output.
+        shown: Content; ``None`` where the request has no pixels.
+    """
 
     identifier: str
-    picture: Picture
+    num_tokens: int
+    shown: Shown | None
 
 
 @dataclass(frozen=True)
 class Request:
-    """A request as the scheduler sees it; what the bookkeeping reads of vLLM's own."""
+    """Request of a scheduler: the fields of vLLM's own that the bookkeeping reads."""
 
     request_id: str
     mm_features: tuple[Item, ...]
     params: dict[str, object] | None
+    client_index: int = 0
 
     def get_num_encoder_embeds(self, input_id: int) -> int:
-        return self.mm_features[input_id].picture.num_tokens
+        return self.mm_features[input_id].num_tokens
 
 
 @dataclass(frozen=True)
@@ -45,10 +56,14 @@ class Question:
 
 @dataclass(frozen=True)
 class Answer:
-    """The end of a request, well or not."""
+    """The end of a request, well or not.
+
+    Attributes:
+        text: Response; ``None`` of an encode job.
+    """
 
     request_id: str
-    text: str = ""
+    text: str | None = ""
     params: dict[str, object] | None = None
     problem: str = ""
 

@@ -93,7 +93,8 @@ def _encoded(step: Step) -> dict[str, torch.Tensor]:
     trace("encode.begin", items=items)
     outputs = {}
     for item in step.encode:
-        time.sleep(item.picture.encode_s)
-        outputs[item.identifier] = item.picture.output()
+        assert item.shown is not None, "an item without pixels cannot be encoded"
+        time.sleep(item.shown.encode_s)
+        outputs[item.identifier] = item.shown.output()
     trace("encode.end", items=items)
     return outputs
