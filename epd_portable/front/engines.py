@@ -480,7 +480,21 @@ class Engines:
     async def _life(
         self, engine: FrontEngine, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
-        place = f"ipc://{self._path}-{engine.name}-{next(self._numbers)}"
+        path = Path(f"{self._path}-{engine.name}-{next(self._numbers)}")
+        try:
+            await self._life_at(f"ipc://{path}", engine, reader, writer)
+        finally:
+            # ZMQ removes no file of a socket.
+            for each in path.parent.glob(f"{path.name}-*"):
+                each.unlink(missing_ok=True)
+
+    async def _life_at(
+        self,
+        place: str,
+        engine: FrontEngine,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+    ) -> None:
         writer.write(f"{place}\n".encode())
         if not (ready := await reader.readline()):
             return  # It has ended before it was ready.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 from epd_portable.launch.run import sessions
 
 SHM = Path("/dev/shm")
+_SOCKET = re.compile(r"-\d+-(handshake|in|out)$")
 
 
 @dataclass(frozen=True)
@@ -19,12 +21,13 @@ class Census:
     Attributes:
         processes: Number of processes by name.
         descriptors: Open files by name of the process and kind (socket, pipe, file …).
-        files: Of the run, in ``/dev/shm`` and its temporary folder.
+        files: Of the run, in ``/dev/shm`` and its temporary folder; sockets without the number of
+            their engine's start.
     """
 
     processes: Counter[str]
     descriptors: dict[str, Counter[str]]
-    files: frozenset[str]
+    files: Counter[str]
 
     def growth(self, before: Census, *, slack: int) -> list[str]:
         """Return what there is more of, or less, than before.
@@ -39,7 +42,11 @@ class Census:
             for name in self.processes | before.processes
             if self.processes[name] != before.processes[name]
         ]
-        found += [f"file {name}" for name in sorted(self.files ^ before.files)]
+        found += [
+            f"file {name}: {self.files[name]}, before {before.files[name]}"
+            for name in sorted(self.files | before.files)
+            if self.files[name] != before.files[name]
+        ]
         found += [
             f"{name}: {count} of {kind}, before {before.descriptors.get(name, Counter())[kind]}"
             for name, kinds in self.descriptors.items()
@@ -68,9 +75,9 @@ def take(run_id: str, launcher: int, pids: Path, temp_dir: Path) -> Census:
         if name and kinds:
             processes[name] += 1
             descriptors.setdefault(name, Counter()).update(kinds)
-    files = {str(path) for path in SHM.glob(f"epd-{run_id}-*")}
-    files |= {str(path) for path in temp_dir.rglob("*")}
-    return Census(processes, descriptors, frozenset(files))
+    files = Counter(str(path) for path in SHM.glob(f"epd-{run_id}-*"))
+    files.update(_SOCKET.sub(r"-\1", str(path)) for path in temp_dir.rglob("*"))
+    return Census(processes, descriptors, files)
 
 
 def _called(pid: int) -> str:

@@ -181,6 +181,16 @@ async def test_an_engine_that_ends_is_gone_for_each_and_comes_back_to_each(front
             await each.engines.by_name["pd-0"].instance.wait_down()
 
 
+async def test_engine_that_ends_leaves_no_socket_file(front: Front, tmp_path: Path) -> None:
+    before = {*tmp_path.iterdir()}
+    engine = await front.start()
+    assert {*tmp_path.iterdir()} > before
+    await asyncio.to_thread(engine.end)
+    async with asyncio.timeout(30):
+        while {*tmp_path.iterdir()} != before:
+            await asyncio.sleep(0.01)
+
+
 async def test_the_page_of_one_server_adds_up_what_all_see(
     front: Front, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
