@@ -159,6 +159,7 @@ class FrontEngine:
         try:
             await self.client.add_request_async(request)
         except EngineDeadError as error:
+            self.instance.seen_gone("it has failed")
             raise WentDownError("has failed") from error
 
     async def abort(self, client: Any, request_id: str) -> None:
@@ -556,10 +557,13 @@ class Engines:
             client.shutdown()
 
     async def _pump(self, engine: FrontEngine, client: AsyncMPClient | Peer) -> None:
-        # What an engine says last is that it is dead: the connection tells that, too.
-        with contextlib.suppress(EngineDeadError):
+        try:
             while True:
                 self._outputs(engine, await client.get_output_async())
+        except EngineDeadError:
+            # Its process ends later: it gets no request meanwhile.
+            if engine.client is client:
+                engine.instance.seen_gone("it has failed")
 
 
 async def _ask(path: Path, asked: bytes) -> Seen:

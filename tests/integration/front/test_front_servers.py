@@ -45,9 +45,13 @@ class Engine:
         self.fronts = [core._connect(path) for path in paths]
         self._places = [core._meet(front, name) for front in self.fronts]
         self._fingerprint = fingerprint
-        self._end = threading.Event()
+        self._end, self._failed = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
+
+    def fail(self) -> None:
+        """Report a failure, as vLLM's engine does some time before its process ends."""
+        self._failed.set()
 
     def end(self) -> None:
         self._end.set()
@@ -76,6 +80,10 @@ class Engine:
                 outputs.append(context.socket(zmq.PUSH))
                 outputs[-1].connect(each)
             while not self._end.is_set():
+                if self._failed.is_set():
+                    for each in outputs:
+                        each.send(EngineCoreProc.ENGINE_CORE_DEAD)
+                    self._failed.clear()
                 for index, each in enumerate(inputs):
                     if each.poll(10):
                         self._take(index, each.recv_multipart(), outputs)
@@ -178,6 +186,14 @@ async def test_an_engine_that_ends_is_gone_for_each_and_comes_back_to_each(front
         engine = await front.start()
         await asyncio.to_thread(engine.end)
         for each in front.servers:
+            await each.engines.by_name["pd-0"].instance.wait_down()
+
+
+async def test_engine_that_has_failed_is_down_before_its_end(front: Front) -> None:
+    engine = await front.start()
+    engine.fail()
+    for each in front.servers:
+        async with asyncio.timeout(30):
             await each.engines.by_name["pd-0"].instance.wait_down()
 
 
