@@ -38,7 +38,7 @@ def ask_and_leave(
     """Ask everything, a few at once.
 
     Args:
-        url: Of the router.
+        url: Base address of the front.
         asked: Bodies of chat requests, and their right answers.
         patience_s: After how long a client goes away, by its place in ``asked``.
         at_once: How many requests are under way.

@@ -19,11 +19,10 @@ import httpx
 import pytest
 
 from epd_portable.launch.plan.ports import port_source
-from tests.faults.routed import RoutedTopology
 from tests.faults.small.pictures import Picture
 from tests.faults.small.workers import WEIGHTS
 from tests.faults.test_full import ROOT, small_shm
-from tests.faults.topology import DEADLINE_S, Reply
+from tests.faults.topology import DEADLINE_S, Reply, Topology
 from tests.faults.traffic import check, quiet, send
 from tests.metrics_page import total
 from tests.servers import RedisServer
@@ -42,9 +41,8 @@ class Stored:
         self.server = RedisServer(folder, port_source(secrets.token_hex(4))())
         self.folder = folder
         self.section = self.server.section(timeout_ms=TIMEOUT_MS, max_bytes=64 << 20)
-        self.topology = RoutedTopology(folder / "run", store=self.section)
+        self.topology = Topology(folder / "run", store=self.section)
         self.client = self.server.client()
-        # From now on the router knows what encode instances write.
         self.ask([[Picture("first")]])
 
     def close(self) -> None:
@@ -92,12 +90,12 @@ class Stored:
             self.topology.until(used, "the store is used again")
 
     def counted(self, result: str) -> int:
-        """Return how many items the router asked for with this result."""
-        return self._metric(f'epd_router_store_items_total{{result="{result}"}}')
+        """Return how many items the front looked up with this result."""
+        return self._metric(f'epd_front_store_items_total{{result="{result}"}}')
 
-    def retried(self) -> int:
-        labels = 'phase="encode",failure="missing",fallback="retried"'
-        return self._metric(f"epd_router_fallbacks_total{{{labels}}}")
+    def encoded(self) -> int:
+        """Return how many items of requests an encode engine has brought."""
+        return self._metric('epd_front_items_total{outcome="encoded"}')
 
     def _metric(self, line: str) -> int:
         text = httpx.get(f"{self.topology.url}/metrics", timeout=DEADLINE_S).text
@@ -122,12 +120,12 @@ def sources(replies: Sequence[Reply]) -> set[str]:
 
 def test_what_was_encoded_once_is_had_from_the_store_by_all(stored: Stored) -> None:
     asked = stored.store("once")
-    jobs, hits = stored.retried(), stored.counted("hit")
+    jobs, hits = stored.encoded(), stored.counted("hit")
     for _ in range(2):
         assert sources(stored.ask(asked)) == {"store"}
         stored.forget()
     assert stored.counted("hit") == hits + 2 * AT_ONCE
-    assert stored.retried() == jobs
+    assert stored.encoded() == jobs
     stored.check_nothing_is_left()
 
 
@@ -138,7 +136,7 @@ def test_it_outlives_every_engine(stored: Stored) -> None:
     pids = topology.faults.folder / "pids"
     for name in topology.names:
         os.kill(int((pids / f"{name}.scheduler").read_text()), signal.SIGKILL)
-    topology.until(lambda: not topology.healthy(), "the router has noticed")
+    topology.until(lambda: not topology.healthy(), "the front has noticed")
     topology.until(topology.recovered, "every process serves")
     assert sources(stored.ask(asked)) == {"store"}
     stored.check_nothing_is_left()
@@ -174,11 +172,11 @@ def test_damaged_entries_are_found_encoded_anew_and_written_anew(stored: Stored)
     for number, name in enumerate(entries):
         fields = stored.client.hgetall(name)
         stored.client.hset(name, mapping=damages[number % len(damages)](fields))
-    before = stored.counted("corrupt")
+    before, jobs = stored.counted("corrupt"), stored.encoded()
     assert sources(stored.ask(asked)) == {"transfer"}
-    # The router reads heads; the rest is found by PD instances.
+    # The front reads heads; the rest is found by PD instances.
     assert stored.counted("corrupt") - before == AT_ONCE // len(DAMAGES) * 3
-    assert stored.retried() >= AT_ONCE // len(DAMAGES) * 3
+    assert stored.encoded() - jobs == AT_ONCE
     stored.check_nothing_is_left()
 
     def all_stored() -> bool:
@@ -219,7 +217,7 @@ def test_a_server_that_hangs_is_waited_for_once_and_used_again_later(stored: Sto
 
 @pytest.mark.full
 def test_a_server_that_hangs_while_items_are_loaded_costs_no_answer(stored: Stored) -> None:
-    """The router has its hits; the PD instances wait in vain."""
+    """The front has its hits; the PD instances wait in vain."""
     asked = stored.store("stops midway", 2 * AT_ONCE)
     for _ in range(3):
         stopping = threading.Timer(0.05, stored.server.stop)
@@ -281,7 +279,7 @@ def test_a_server_without_memory_gives_what_it_has_and_takes_nothing(stored: Sto
 def test_engines_with_other_weights_on_the_same_server_have_nothing_of_it(stored: Stored) -> None:
     asked = stored.store("weights")
     entries = set(stored.entries())
-    other = RoutedTopology(stored.folder / "other", store=stored.section, env={WEIGHTS: "2"})
+    other = Topology(stored.folder / "other", store=stored.section, env={WEIGHTS: "2"})
     try:
         first = [[Picture("first")]]
         check(first, send(other, first), failures=False)

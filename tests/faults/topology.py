@@ -47,7 +47,7 @@ from tests.keyring import secret_file
 ROOT = Path(__file__).parents[2]
 LEASE_S, WAIT_S = 1.0, 4.0
 REQUEST_DEADLINE_S = 5 * WAIT_S
-"""Two attempts of at most ``router.idle_timeout_s`` (twice the wait), and what lies between."""
+"""Seconds: two tries of which each waits for its items, and what lies between."""
 DEADLINE_S = 60.0
 START_S = 180.0
 """Of everything at once, torch and all."""
@@ -217,7 +217,7 @@ class Topology:
         for config in configs:
             name, role = config.instance, role_of(config)
             arguments = self._arguments(config, role)
-            argv = [sys.executable, "-m", "tests.faults.small.core", json.dumps([meeting])]
+            argv = [sys.executable, "-m", "tests.faults.small.engine", json.dumps([meeting])]
             url = f"{self.url}/epd/instances/{name}"
             specs.append(self._spec(name, role, [*argv, *arguments], url, config.pool))
             engines.append({"name": name, "role": role, "control": config.control_address})
@@ -228,6 +228,7 @@ class Topology:
             "elastic_encode": False,
             "wait_timeout_s": configs[0].wait_timeout_s,
             "item_outcomes": True,
+            "store": store.model_dump(mode="json") if (store := configs[0].store) else None,
         }
         argv = [sys.executable, "-m", "epd_portable.front.server"]
         argv += ["--settings", json.dumps(settings), *arguments]
@@ -338,7 +339,7 @@ class Topology:
         return found
 
     def healthy(self) -> bool:
-        """Whether the router is there and holds every instance for healthy."""
+        """Return whether the front serves and every engine is up."""
         try:
             seen = httpx.get(
                 f"{self.url}/health", timeout=5.0, trust_env=False, verify=NO_TLS

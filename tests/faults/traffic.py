@@ -11,7 +11,7 @@ from tests.faults.topology import Reply, Topology
 
 ROUNDS = 30
 FAILED = (500, 502, 503, 504)
-"""What a client may be told when an instance or the router was lost."""
+"""What a client may be told when an engine or the front was lost."""
 
 
 def requests(name: str, seed: int, count: int) -> list[list[Picture]]:

@@ -90,16 +90,6 @@ class Picture:
         return digest(self.output())
 
 
-def shown_in(url: str) -> Shown:
-    """Return the content of an image from the URL of its part."""
-    from PIL import Image
-
-    image = Image.open(io.BytesIO(base64.b64decode(url.removeprefix(_PREFIX))))
-    values = [image.getpixel((CELL * x, CELL * y)) for y in (0, 1) for x in (0, 1)]
-    num_tokens = image.width * image.height // (2 * CELL) ** 2
-    return Shown.read(bytes(value for pixel in values for value in pixel), num_tokens)  # type: ignore[union-attr]
-
-
 @functools.lru_cache(4096)
 def _png(shown: Shown) -> bytes:
     """Draw an image of so many tokens whose first four patches have the content as colours."""

@@ -8,7 +8,6 @@ from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import Any
 
-from epd_portable import log
 from epd_portable.config.instance import InstanceConfig
 from epd_portable.connector.stores.entry import namespace_of
 from epd_portable.runners.dispatcher import Dispatcher
@@ -26,7 +25,7 @@ from epd_portable.wire.params import (
     to_params,
 )
 from tests.faults.small.pictures import WIDTH
-from tests.faults.small.steps import Abort, Answer, Done, Item, Request, Step
+from tests.faults.small.steps import Answer, Done, Item, Request, Step
 from tests.faults.small.workers import fingerprint
 from tests.keyring import secret
 from tests.unit.builders import encoder_cache
@@ -34,7 +33,6 @@ from tests.unit.builders import encoder_cache
 CACHE_EMBEDS = 4_000
 TEXT_TOKENS = 4
 """Before each picture."""
-_BUSY_POLL_S = 0.004
 
 
 class Scheduler(ABC):
@@ -284,31 +282,6 @@ def make(config: InstanceConfig, worker: Connection) -> Scheduler:
     """Return the scheduler of one instance, once its worker is there."""
     assert worker.recv() == "ready"
     return (PDScheduler if config.pool else EncodeScheduler)(config, worker)
-
-
-def serve(config: InstanceConfig, front: Connection, worker: Connection) -> None:
-    """Run the scheduler of an instance with an HTTP end."""
-    log.configure()
-    scheduler = make(config, worker)
-    front.send("ready")
-    while True:
-        while front.poll(_BUSY_POLL_S if scheduler.busy else None):
-            message = front.recv()
-            if isinstance(message, Request):
-                scheduler.add(message)
-            elif isinstance(message, Abort):
-                scheduler.abort(message.request_id)
-            else:
-                if message.reset:
-                    scheduler.reset()
-                _step(scheduler, front)
-                front.send(scheduler.counts())
-        _step(scheduler, front)
-
-
-def _step(scheduler: Scheduler, front: Connection) -> None:
-    for answer in scheduler.step():
-        front.send(answer)
 
 
 def tensor(item: Item) -> TensorSpec:

@@ -41,20 +41,6 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Abort:
-    """The client of a request has gone."""
-
-    request_id: str
-
-
-@dataclass(frozen=True)
-class Question:
-    """Asks a scheduler for its state; `reset` empties the encoder cache before."""
-
-    reset: bool
-
-
-@dataclass(frozen=True)
 class Answer:
     """The end of a request, well or not.
 
