@@ -85,7 +85,7 @@ class Reply:
     """How a request ended.
 
     Attributes:
-        status: 0 if the connection broke.
+        status: 0 if the connection broke, or the response was not ended by the model.
         text: Of the answer, or the error's message.
         sources: How each item was had.
         seconds: How long it took.
@@ -325,9 +325,13 @@ class Topology:
         found = answer.json()
         if answer.status_code != 200:
             return Reply(answer.status_code, found["error"]["message"], seconds=seconds)
+        (choice,) = found["choices"]
+        if choice["finish_reason"] != "stop":
+            # vLLM ends open responses so when its server is stopped.
+            return Reply(0, f"ended by {choice['finish_reason']}", seconds=seconds)
         items = (found["ec_transfer_params"] or {}).get("items", ())
         sources = tuple(item["source"] for item in items)
-        return Reply(200, found["choices"][0]["message"]["content"], sources, seconds)
+        return Reply(200, choice["message"]["content"], sources, seconds)
 
     def state(self, name: str, *, reset: bool = False) -> dict[str, int]:
         """Return counts of what an engine keeps; ``reset`` empties its encoder cache before."""
