@@ -298,6 +298,7 @@ class Engines:
         """Take engines in from now on."""
         self._loop = asyncio.get_running_loop()
         self._path.unlink(missing_ok=True)
+        self._remove_sockets(self._path)
         self._server = await asyncio.start_unix_server(self._answer, self._path)
 
     async def join(self, settings: EngineSettings) -> bool:
@@ -485,9 +486,13 @@ class Engines:
         try:
             await self._life_at(f"ipc://{path}", engine, reader, writer)
         finally:
-            # ZMQ removes no file of a socket.
-            for each in path.parent.glob(f"{path.name}-*"):
-                each.unlink(missing_ok=True)
+            self._remove_sockets(path)
+
+    @staticmethod
+    def _remove_sockets(path: Path) -> None:
+        """Remove files of sockets, which ZMQ leaves, also those of a killed front."""
+        for each in path.parent.glob(f"{path.name}-*"):
+            each.unlink(missing_ok=True)
 
     async def _life_at(
         self,

@@ -207,6 +207,16 @@ async def test_engine_that_ends_leaves_no_socket_file(front: Front, tmp_path: Pa
             await asyncio.sleep(0.01)
 
 
+async def test_socket_files_of_a_killed_front_are_removed_at_start(tmp_path: Path) -> None:
+    left = tmp_path / "front-0-pd-0-7-in"
+    left.touch()
+    sockets = [str(tmp_path / "front-0")]
+    server = client_of(config_of_front(), tmp_path, "pd-0", sockets=sockets)
+    await server.engines.listen()
+    assert not left.exists()
+    server.shutdown()
+
+
 async def test_the_page_of_one_server_adds_up_what_all_see(
     front: Front, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
