@@ -91,6 +91,7 @@ _FORKED = (
     "epd_portable.front.server",
     "vllm.entrypoints.openai.api_server",
     "vllm.model_executor.models.registry",
+    "tests.faults.small.engine",
 )
 _PIPES = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
 _EXECUTE = inspect.signature(subprocess.Popen._execute_child)  # type: ignore[attr-defined]
