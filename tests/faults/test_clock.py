@@ -27,6 +27,7 @@ ASKS_THE_WALL_CLOCK = {
     "connector/stores/redis.py": "entries expire by a clock that all writers share",
     "launch/commands/command_line.py": "events for programs say when they were",
     "launch/run/supervisor.py": "files older than the run are not its own, by their change times",
+    "engine/hub.py": "requests of vLLM say when they came",
     "front/http.py": "its access line says when a request came",
 }
 
