@@ -24,10 +24,12 @@ import psutil
 import pytest
 
 from epd_portable.config.load import load_topology
+from epd_portable.config.secret import Secret
 from epd_portable.demo import servers
 from tests import forked
 from tests.e2e import flags
-from tests.e2e.engines import shared_memory_of, wait_until
+from tests.e2e.asking import AUTHORIZED
+from tests.e2e.engines import config_of, instance, shared_memory_of, wait_until
 from tests.forked import Popen
 
 ROOT = Path(__file__).parents[2]
@@ -186,8 +188,7 @@ def running(
         platform=platform,
         log_dir=folder / "logs",
         settings=[
-            # Whose instances have servers, which tests ask and attach routers to.
-            "front=router",
+            "front=engine",
             # Who encodes an item must not depend on how long others took.
             "router.elastic_encode=false",
             "router.item_outcomes=true",
@@ -304,6 +305,41 @@ def every_instance_is_up(split: Split) -> bool:
     """Tell whether the router sends requests to every instance that it knows."""
     counts = httpx.get(f"{split.url}/health", timeout=10, trust_env=False).json()["counts"]
     return bool(counts["up"] == sum(counts.values()))
+
+
+@contextmanager
+def encoders_drained(split: Split) -> Iterator[None]:
+    """Let engines that generate tokens encode by themselves what they do not hold."""
+    names = [each["name"] for each in instances(split) if each["role"] == "encode"]
+    for name in names:
+        _call(split, "POST", f"/epd/instances/{name}/drain")
+    try:
+        yield
+    finally:
+        for name in names:
+            _call(split, "POST", f"/epd/instances/{name}/resume")
+
+
+def instances(split: Split) -> list[dict[str, Any]]:
+    """Return the engines as the front sees them."""
+    found: list[dict[str, Any]] = _call(split, "GET", "/epd/instances")["instances"]
+    return found
+
+
+def _call(split: Split, method: str, path: str) -> Any:
+    secret = Secret.read(config_of(instance(split.pid, "ec_consumer")).secret_file)
+    headers = {"authorization": secret.sign(method, path, b"")}
+    answer = httpx.request(method, split.url + path, headers=headers, timeout=30, trust_env=False)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def forget(split: Split, *caches: str) -> None:
+    """Empty these caches of all engines, or all; only with ``VLLM_SERVER_DEV_MODE``."""
+    for cache in caches or ("encoder_cache", "prefix_cache"):
+        url = f"{split.url}/reset_{cache}"
+        answer = httpx.post(url, headers=AUTHORIZED, timeout=60, trust_env=False)
+        assert answer.status_code == 200, answer.text
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -17,6 +18,7 @@ from epd_portable.config.secret import INSTANCE_TOKEN_HEADER, Secret
 from tests.metrics_page import total
 
 DEADLINE_S = 90.0
+_COUNTED = {"ec_producer": "epd_encode_", "ec_consumer": "epd_pd_"}
 RESTART_S = 400.0
 """Of an engine, on a machine that is busy."""
 
@@ -73,22 +75,6 @@ def token_of(server: psutil.Process) -> dict[str, str]:
     return {INSTANCE_TOKEN_HEADER: Secret.read(config_of(server).secret_file).instance_token()}
 
 
-def both_serve(launcher: int) -> bool:
-    """Say whether an encode and a PD instance are there and healthy."""
-    try:
-        urls = [address(launcher, role) for role in ("ec_producer", "ec_consumer")]
-        answers = [httpx.get(f"{url}/health", timeout=5, trust_env=False) for url in urls]
-    except (AssertionError, httpx.TransportError):
-        return False
-    return all(answer.status_code == 200 for answer in answers)
-
-
-def forget_items(launcher: int) -> None:
-    """Let both instances of a pair forget what they have encoded, received and computed."""
-    for role in ("ec_producer", "ec_consumer"):
-        forget(instance(launcher, role))
-
-
 def forget(server: psutil.Process, *caches: str) -> None:
     """Empty these caches of an engine, or that of items and that of what it has computed.
 
@@ -108,9 +94,20 @@ def counted(url: str, series: str) -> float:
 
 
 def exposition(launcher: int, ec_role: str) -> list[str]:
-    """Return the lines of the metrics page of an instance."""
-    page = httpx.get(f"{address(launcher, ec_role)}/metrics", timeout=30, trust_env=False)
-    return page.text.splitlines()
+    """Return the lines of the metrics page of an engine: its own, or of its front."""
+    server = instance(launcher, ec_role)
+    if "epd_portable.engine.core" not in server.cmdline():
+        page = httpx.get(f"{url_of(server)}/metrics", timeout=30, trust_env=False)
+        return page.text.splitlines()
+    fronts = (each for each in started(launcher) if "--settings" in each.cmdline())
+    front = next(fronts)
+    page = httpx.get(f"{url_of(front)}/metrics", timeout=30, trust_env=False)
+    told = json.loads(_option(front, "--settings"))["engines"]
+    names = [each["name"] for each in told]
+    others = {str(n) for n in range(len(names))} - {str(names.index(config_of(server).instance))}
+    # vLLM's own series have the number of their engine.
+    away = re.compile(rf'[{{,]engine="({"|".join(sorted(others))})"')
+    return [line for line in page.text.splitlines() if not others or not away.search(line)]
 
 
 def metric(launcher: int, ec_role: str, name: str) -> float:
@@ -122,16 +119,16 @@ def metric(launcher: int, ec_role: str, name: str) -> float:
 
 
 def counts(launcher: int, ec_role: str) -> Counter[str]:
-    """Return what this package counts in an instance: every counter by name and label.
+    """Return what this package counts in an engine: every counter by name and label.
 
-    But for the store's, which is written some time later.
+    But for those of a store, which is written some time later.
     """
     samples = (line.rpartition(" ") for line in exposition(launcher, ec_role))
     return Counter(
         {
             name: int(float(value))
             for name, _, value in samples
-            if name.startswith("epd_") and "_total" in name and "_store_" not in name
+            if name.startswith(_COUNTED[ec_role]) and "_total" in name and "_store_" not in name
         }
     )
 

@@ -128,7 +128,7 @@ class FloatEquality:
         why = [
             line
             for line in counted.splitlines()
-            if line.startswith(("epd_router_items", "epd_router_fallbacks"))
+            if line.startswith(("epd_front_items", "epd_front_elastic"))
         ]
         failed = pair.split.events("item.failed")
         # On a machine that is too busy an item may miss its lease; and the pool of four, which 32

@@ -153,6 +153,7 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
     folder = tmp_path_factory.mktemp("engines")
     faults = Faults(folder / "faults")
     settings = [
+        "front=router",
         "engine_args.dtype=float32",
         "engine_args.distributed_executor_backend=mp",
         f"transfer.wait_timeout_s={WAIT_S}",

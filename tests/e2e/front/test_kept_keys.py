@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import ssl
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import httpx
+import psutil
 import pytest
 
 from epd_portable.front.headers import KEY, MAPPING
@@ -17,10 +20,9 @@ from tests.certificates import make_certificate
 from tests.e2e.asking import body, picture, text
 from tests.e2e.collector import Collector, collecting
 from tests.e2e.conftest import Split, running
-from tests.e2e.engines import wait_until
+from tests.e2e.engines import RESTART_S, instance, wait_until
 from tests.forked import Popen
-
-pytestmark = pytest.mark.full
+from tests.metrics_page import total
 
 ORIGIN = "https://page.example"
 
@@ -91,19 +93,48 @@ def test_gateway_names_the_encoder(served: Served, stream: bool) -> None:
     assert client.status_code == 200 and MAPPING not in client.headers
 
 
-def test_item_that_engines_have_forgotten_comes_from_the_store(served: Served) -> None:
-    asked = body([picture(30), text("Describe.")])
+def is_up(served: Served) -> bool:
+    try:
+        counts = served.client.get("/health").json()["counts"]
+    except httpx.HTTPError:
+        return False
+    return bool(counts["up"] == sum(counts.values()))
+
+
+def restart(served: Served) -> None:
+    """Kill both engines, and wait for the new ones."""
+    before = [instance(served.split.pid, role).pid for role in ("ec_producer", "ec_consumer")]
+    for pid in before:
+        os.killpg(pid, signal.SIGKILL)
+    wait_until(lambda: not any(map(psutil.pid_exists, before)), "they have ended")
+    wait_until(lambda: is_up(served), "both are up again", within_s=RESTART_S)
+
+
+def reset(served: Served) -> None:
+    for what in ("encoder_cache", "prefix_cache", "mm_cache"):
+        assert served.client.post(f"/reset_{what}").status_code == 200
+
+
+@pytest.mark.parametrize("forget", [reset, pytest.param(restart, marks=pytest.mark.full)])
+def test_item_that_engines_have_forgotten_comes_from_the_store(
+    served: Served, forget: Callable[[Served], None]
+) -> None:
+    asked = body([picture(30 + (forget is restart)), text("Describe.")])
     first = served.client.post(PATH, json=asked).json()
     (item,) = first[FIELD]["items"]
     assert item["source"] == "transfer"
     written = lambda: {e["mm_hash"] for e in served.split.events("store.written")}  # noqa: E731
     wait_until(lambda: item["mm_hash"] in written(), "the item is stored")
-    for what in ("encoder_cache", "prefix_cache", "mm_cache"):
-        assert served.client.post(f"/reset_{what}").status_code == 200
+    stored = counted_here(served)
+    forget(served)
     begin_s = time.monotonic()
     again = served.client.post(PATH, json=asked).json()
     assert [each["source"] for each in again[FIELD]["items"]] == ["store"]
     assert again["choices"][0]["message"] == first["choices"][0]["message"]
     assert not served.split.events("encode.begin", since_s=begin_s)
-    page = served.client.get("/metrics").text
-    assert 'epd_front_items_total{outcome="stored"} 1.0' in page
+    assert counted_here(served) == stored + 1
+
+
+def counted_here(served: Served) -> float:
+    """Return how many items the front has had from the store."""
+    return total(served.client.get("/metrics").text, 'epd_front_items_total{outcome="stored"}')

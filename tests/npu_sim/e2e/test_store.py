@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 
 import pytest
 
-from tests.e2e.asking import Answer, ask, assert_equal
-from tests.e2e.conftest import Pair
-from tests.e2e.engines import forget_items, wait_until
-from tests.e2e.one_pair.test_store import CONTENTS, check_all_from_store
+from tests.e2e.asking import Answer, ask, assert_brought, assert_equal, picture, text
+from tests.e2e.conftest import Pair, forget
+from tests.e2e.engines import wait_until
 from tests.forked import Popen
 from tests.npu_sim.e2e.conftest import simulated
 
 pytestmark = pytest.mark.full
+
+SEEDS = (7900, 7901, 7902)
+CONTENTS = [
+    [text("Look at this."), picture(seed), text("What is in the picture?")] for seed in SEEDS
+]
+CONTENTS.append([picture(SEEDS[0]), picture(SEEDS[1]), text("Compare these.")])
 
 
 @pytest.fixture(scope="module", params=["collective", "ipc"])
@@ -42,8 +48,13 @@ def test_pictures_that_devices_have_forgotten_come_from_the_store(pair: Pair) ->
         lambda: hashes <= {event["mm_hash"] for event in pair.split.events("store.written")},
         "the pictures are stored",
     )
-    forget_items(pair.split.pid)
-    check_all_from_store(pair.split, first)
+    forget(pair.split)
+    begin_s = time.monotonic()
+    for content, before in zip(CONTENTS, first, strict=True):
+        answer = ask(pair.split.url, content)
+        assert_brought(answer, content, "store", "encoder_cache")
+        assert_equal(answer, before)
+    assert not pair.split.events("encode.begin", since_s=begin_s)
     assert hashes <= {event["mm_hash"] for event in pair.split.events("store.loaded")}
     for content, answer in zip(CONTENTS, first, strict=True):
         assert_equal(answer, ask(pair.reference_url, content))
