@@ -110,6 +110,7 @@ class FrontSettings(msgspec.Struct, frozen=True, kw_only=True):
     encode_order: EncodeOrder = "concurrent"
     partial_results: bool = False
     api_keys_file: str | None = None
+    cors_origins: list[str] = []
     admission: dict[str, Any] = {}
     media_urls: dict[str, Any] = {}
 

@@ -45,6 +45,8 @@ from epd_portable.vllm_plugin.instance_token import instance_of
 
 logger = logging.getLogger(__name__)
 
+_FORMS = {"application/x-www-form-urlencoded", "multipart/form-data", "text/plain"}
+"""What a page may send to another origin without being asked (Fetch standard, simple requests)."""
 _CONTROL = "/epd/instances"
 _RESPONDS_WITHIN_S = 30.0
 _MAX_CONTROL_BYTES = 64 << 10
@@ -230,6 +232,7 @@ class FrontMiddleware:
                 return await receive()
             one.unread = False
             try:
+                self._check_origin(Headers(scope=scope))
                 if NAMES_MEDIA in scope["path"]:  # Before it there may be a root path.
                     raise not_served(scope["method"], scope["path"], WHY_NO_NAMES)
                 body = await self._read(Request(scope, receive), one)
@@ -280,6 +283,22 @@ class FrontMiddleware:
         with contextlib.suppress(RequestError):
             one.key = self._keys.check(Headers(scope=scope))
         return bool(one.key)
+
+    def _check_origin(self, headers: Headers) -> None:
+        """Check that no page of another origin sends a form: browsers do not ask before.
+
+        Raises:
+            RequestError: 403; one does.
+        """
+        origin, allowed = headers.get("origin"), self._settings.cors_origins
+        kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind in _FORMS and origin is not None and not {"*", origin} & {*allowed}:
+            raise RequestError(
+                f"pages of origin {origin[:128]!r} may not send forms: add it to "
+                "router.cors_origins",
+                status=403,
+                code="origin_not_allowed",
+            )
 
     async def _read(self, request: Request, one: FrontExchange) -> bytes:
         """Return a request's body.

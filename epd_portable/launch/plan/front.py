@@ -198,6 +198,7 @@ def _settings(engines: Sequence[Engine]) -> dict[str, object]:
         **({"choice": router.choice.model_dump(exclude_none=True)} if router.choice else {}),
         **({"store": topology.store.model_dump(mode="json")} if topology.store else {}),
         "api_keys_file": router.api_keys_file,
+        "cors_origins": router.cors_origins,
         "admission": router.admission.model_dump(exclude_defaults=True),
         "media_urls": router.media_urls.model_dump(exclude_defaults=True),
     }

@@ -195,6 +195,20 @@ async def test_keys_change_with_their_file(
     assert (await http.post(CHAT, content=b"x", headers=new)).status_code == 200
 
 
+@pytest.mark.parametrize("kind", ["multipart/form-data; boundary=x", "text/plain", "TEXT/PLAIN"])
+async def test_forms_of_other_origins_are_refused(serve: Serve, kind: str) -> None:
+    page, other = "https://page.example", "https://other.example"
+    http, _ = serve(cors_origins=[page])
+    for origin, status in ((page, 200), (other, 403), ("null", 403)):
+        headers = {"origin": origin, "content-type": kind}
+        answer = await http.post("/v1/audio/transcriptions", content=b"x", headers=headers)
+        assert answer.status_code == status
+    assert answer.json()["error"]["code"] == "origin_not_allowed"
+    # Browsers ask before they send JSON; other clients have no origin.
+    for headers in ({"origin": other, "content-type": "application/json"}, {"content-type": kind}):
+        assert (await http.post(CHAT, content=b"{}", headers=headers)).status_code == 200
+
+
 async def test_websocket_without_a_key_is_closed(serve: Serve, tmp_path: Path) -> None:
     http, client = serve(api_keys_file=keys_file(tmp_path, KEY))
     await http.get("/health")
