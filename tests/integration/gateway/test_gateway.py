@@ -210,7 +210,9 @@ async def test_session_stays_at_its_front_and_moves_only_when_that_goes() -> Non
 
 
 @pytest.mark.parametrize("how", ["refuses", "ends", "busy", "full"])
-async def test_request_goes_to_another_front_before_its_first_byte(how: str) -> None:
+async def test_request_goes_to_another_front_before_its_first_byte(
+    how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async with played("a", "b") as t:
         front = t.fronts["a"]
 
@@ -223,6 +225,8 @@ async def test_request_goes_to_another_front_before_its_first_byte(how: str) -> 
 
         front.handler = end
         if how == "refuses":
+            # Before a probe has seen it.
+            monkeypatch.setattr(t.gateway, "_note", lambda *_: None)
             t.gateway.fronts[0].url = t.gateway.fronts[0].url.with_port(1)
             t.gateway.fronts[0].problem = ""
         assert await t.ask() == (200, "b")
