@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import msgspec
+import zmq
 from msgspec import Meta
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.multiprocess import MultiProcessCollector
@@ -514,16 +515,39 @@ class Engines:
             config.cache_config = copy.copy(config.cache_config)
         else:
             self._complete = True
-        client = await asyncio.to_thread(
-            AsyncMPClient,
-            config,
-            Executor.get_class(config),
-            True,
-            {"input_address": f"{place}-in", "output_address": f"{place}-out"},
-            client_count=1 + len(self._peers),
-            client_index=self._index,
+        gone = asyncio.create_task(reader.read())
+        try:
+            if (client := await self._client_at(place, config, gone)) is not None:
+                await self._serve(engine, client, gone)
+        finally:
+            gone.cancel()
+
+    async def _client_at(
+        self, place: str, config: VllmConfig, gone: asyncio.Task[bytes]
+    ) -> AsyncMPClient | None:
+        """Return vLLM's client of an engine; ``None`` if the engine has ended before it was met."""
+        making = asyncio.create_task(
+            asyncio.to_thread(
+                AsyncMPClient,
+                config,
+                Executor.get_class(config),
+                True,
+                {"input_address": f"{place}-in", "output_address": f"{place}-out"},
+                client_count=1 + len(self._peers),
+                client_index=self._index,
+            )
         )
-        await self._serve(engine, client, reader.read())
+        await asyncio.wait({making, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not making.done():
+            # It would wait for minutes, and ends at a message of an engine that it does not know.
+            with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
+                stranger.setsockopt(zmq.IDENTITY, b"stranger")
+                stranger.connect(f"{place}-in")
+                stranger.send(b"")
+                await asyncio.wait({making})
+        if making.exception() is not None and gone.done():
+            return None
+        return await making
 
     def _compare_fingerprints(self) -> None:
         """Note of each engine that encodes which engines refuse its items, and why."""

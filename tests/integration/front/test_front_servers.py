@@ -197,6 +197,48 @@ async def test_engine_that_has_failed_is_down_before_its_end(front: Front) -> No
             await each.engines.by_name["pd-0"].instance.wait_down()
 
 
+async def test_engine_that_ends_before_it_is_met_leaves_no_descriptor(
+    front: Front, tmp_path: Path
+) -> None:
+    descriptors = Path("/proc/self/fd")
+    before = len([*descriptors.iterdir()])
+    paths = [str(tmp_path / f"front-{number}") for number in range(len(front.servers))]
+    engine = [await asyncio.to_thread(core._connect, path) for path in paths]
+    for each in engine:
+        await asyncio.to_thread(core._meet, each, "pd-0")
+        each.sendall(b"ready - \n")
+    while len([*descriptors.iterdir()]) <= before + len(engine):
+        await asyncio.sleep(0.01)  # vLLM's client waits for the engine.
+    for each in engine:
+        each.close()
+    async with asyncio.timeout(60):
+        while len([*descriptors.iterdir()]) > before:
+            gc.collect()
+            await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+async def test_engine_that_ends_leaves_no_descriptor(front: Front, fails: bool) -> None:
+    """vLLM's clients close theirs when they are collected, and are parts of cycles."""
+    descriptors = Path("/proc/self/fd")
+    gc.collect()
+    before = len([*descriptors.iterdir()])
+    gc.disable()
+    try:
+        engine = await front.start()
+        if fails:
+            engine.fail()
+            for each in front.servers:
+                await each.engines.by_name["pd-0"].instance.wait_down()
+        await asyncio.to_thread(engine.end)
+        del engine
+        async with asyncio.timeout(30):
+            while len([*descriptors.iterdir()]) > before:
+                await asyncio.sleep(0.01)
+    finally:
+        gc.enable()
+
+
 async def test_engine_that_ends_leaves_no_socket_file(front: Front, tmp_path: Path) -> None:
     before = {*tmp_path.iterdir()}
     engine = await front.start()
