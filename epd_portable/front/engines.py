@@ -542,6 +542,8 @@ class Engines:
             # It would wait for minutes, and ends at a message of an engine that it does not know.
             with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
                 stranger.setsockopt(zmq.IDENTITY, b"stranger")
+                # Else the end of the context would wait for a client that has closed.
+                stranger.setsockopt(zmq.LINGER, 0)
                 stranger.connect(f"{place}-in")
                 stranger.send(b"")
                 await asyncio.wait({making})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import threading
+import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -215,6 +216,29 @@ async def test_engine_that_ends_before_it_is_met_leaves_no_descriptor(
         while len([*descriptors.iterdir()]) > before:
             gc.collect()
             await asyncio.sleep(0.01)
+
+
+async def test_client_that_fails_for_itself_when_its_engine_has_ended_blocks_nothing(
+    front: Front, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended, failed = threading.Event(), threading.Event()
+
+    def fail(*_: Any, **__: Any) -> None:
+        ended.wait(60)
+        time.sleep(0.2)  # Until the front has seen the end, and has sent what nothing reads.
+        failed.set()
+        raise TimeoutError
+
+    with monkeypatch.context() as patch:
+        patch.setattr("epd_portable.front.engines.AsyncMPClient", fail)
+        engine = await asyncio.to_thread(core._connect, str(tmp_path / "front-0"))
+        await asyncio.to_thread(core._meet, engine, "pd-0")
+        engine.sendall(b"ready - \n")
+        await asyncio.sleep(0.1)
+        engine.close()
+        ended.set()
+        await asyncio.to_thread(failed.wait, 60)
+    await front.start()  # Its server goes on.
 
 
 @pytest.mark.parametrize("fails", [False, True])
