@@ -20,7 +20,6 @@ import msgspec
 import torch
 import zmq
 import zmq.asyncio
-from vllm.exceptions import GracefulHTTPError
 from vllm.multimodal.inputs import (
     MultiModalBatchedField,
     MultiModalFeatureSpec,
@@ -40,6 +39,7 @@ from epd_portable.engine.hub import Hub
 from epd_portable.front import peers as peers_module
 from epd_portable.front.client import SplitClient
 from epd_portable.front.engines import EngineSettings
+from epd_portable.front.request import GracefulHTTPError
 from epd_portable.vllm_plugin.job_items import ItemReader, encode_request, to_job
 from epd_portable.wire import jobs
 from epd_portable.wire.params import EncodeTransfer
@@ -401,32 +401,39 @@ async def test_other_version_is_refused_by_hub(elsewhere: Begin, raw: Any, front
     assert "version 2 of jobs at the sender, 1 at the receiver" in refused.reason
 
 
-async def test_other_version_of_hub_is_why_an_engine_is_down(front: Any, tmp_path: Path) -> None:
-    client, address = front(), f"tcp://127.0.0.1:{free_port()}"
+@contextlib.asynccontextmanager
+async def played_hub(
+    client: SplitClient, folder: Path
+) -> AsyncIterator[tuple[zmq.asyncio.Socket, bytes]]:
+    """Let a socket join as the hub of ``e-far``; gives it, and who has sent the first heartbeat."""
+    address = f"tcp://127.0.0.1:{free_port()}"
     with zmq.Context() as context, context.socket(zmq.ROUTER) as plain:
-        gate = CurveGate(plain, address, read_keys(str(tmp_path / "secret")), name="hub")
+        gate = CurveGate(plain, address, read_keys(str(folder / "secret")), name="hub")
         plain.bind(address)
         hub = zmq.asyncio.Socket.from_socket(plain)
-        await client.engines.join(EngineSettings(name="e-far", role="encode", url=address))
+        try:
+            await client.engines.join(EngineSettings(name="e-far", role="encode", url=address))
+            identity, _ = await hub.recv_multipart()
+            yield hub, identity
+        finally:
+            gate.close()
+            hub.close(linger=0)
+
+
+async def test_other_version_of_hub_is_why_an_engine_is_down(front: Any, tmp_path: Path) -> None:
+    client = front()
+    async with played_hub(client, tmp_path) as (hub, identity):
         instance = client.engines.by_name["e-far"].instance
-        identity, _ = await hub.recv_multipart()
         refused = jobs.VersionRefused(version=2, reason="version 1 of jobs at the sender")
         await hub.send_multipart([identity, as_version_2(refused)])
         await until(lambda: "version 1 of jobs" in instance.reason)
         assert not instance.healthy
-        gate.close()
-        hub.close(linger=0)
 
 
 async def test_silent_hub_is_gone_and_its_jobs_are_not_awaited(front: Any, tmp_path: Path) -> None:
-    client, address = front(), f"tcp://127.0.0.1:{free_port()}"
-    with zmq.Context() as context, context.socket(zmq.ROUTER) as plain:
-        gate = CurveGate(plain, address, read_keys(str(tmp_path / "secret")), name="hub")
-        plain.bind(address)
-        hub = zmq.asyncio.Socket.from_socket(plain)
-        await client.engines.join(EngineSettings(name="e-far", role="encode", url=address))
+    client = front()
+    async with played_hub(client, tmp_path) as (hub, identity):
         instance = client.engines.by_name["e-far"].instance
-        identity, _ = await hub.recv_multipart()
         here = jobs.Here(
             name="e-far", role="encode", vllm="0", fingerprint="", most=9, well=True,
             load=jobs.Load(),
@@ -439,8 +446,6 @@ async def test_silent_hub_is_gone_and_its_jobs_are_not_awaited(front: Any, tmp_p
         pd = client.engines.by_name["pd-0"].client
         await until(lambda: len(pd.requests) == 2)
         assert "pixel_values" in pd.last.mm_features[0].data
-        gate.close()
-        hub.close(linger=0)
 
 
 async def test_engine_joins_every_api_server(front: Any, elsewhere: Begin, tmp_path: Path) -> None:
