@@ -31,6 +31,7 @@ from prometheus_client import (
 from yarl import URL
 
 from epd_portable.errors import RequestError
+from epd_portable.placement.profiles.selection_types import SESSION_HEADER
 from epd_portable.placement.replies import (
     BODY_TIMEOUT_S,
     body_timeout,
@@ -42,7 +43,6 @@ from epd_portable.placement.ring import HashRing
 
 logger = logging.getLogger(__name__)
 
-SESSION_HEADER = "x-session-id"
 PROBE_INTERVAL_S = 1.0
 PROBE_TIMEOUT_S = 5.0
 CONNECT_TIMEOUT_S = 5.0

@@ -26,6 +26,7 @@ from epd_portable.errors import RequestError
 from epd_portable.placement.instances import EndpointPool, Instance
 from epd_portable.placement.profiles.selection_types import (
     EXPLAIN_HEADER,
+    SESSION_HEADER,
     Decision,
     Explanation,
 )
@@ -46,11 +47,9 @@ REFS = "x-embedding-refs"
 CACHE_KEY = "x-encoding-cache-key"
 MODEL = "x-encoder-model"
 ENCODER_MODEL_LABEL = "llm-d.ai/encoder-model"
-SESSION = "x-session-id"
 LEFT_OUT = "x-epd-items-left-out"
 MAX_NAMED = 1024
 T = TypeVar("T")
-_GracefulHTTPError: Any = compat.graceful_error()
 
 
 class OutputRef(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -105,7 +104,7 @@ class Hints:
         mapping = [(MAPPING, number, engine) for number, engine in self.mapping.items()]
         for header, number, engine in refs + mapping:
             if not 0 <= number < len(names):
-                raise _GracefulHTTPError(
+                raise compat.graceful_error()(
                     f"{header}: item {number} of {len(names)} distinct ones: number them from 0",
                     HTTPStatus.BAD_REQUEST,
                 )
@@ -200,7 +199,7 @@ class PlacementMiddleware:
             return
         client: SplitClient = scope["app"].state.engine_client.engine_core
         values = {k.decode("latin-1"): v.decode("latin-1") for k, v in scope["headers"]}
-        headers = Headers(values=values, session=values.get(SESSION, ""))
+        headers = Headers(values=values, session=values.get(SESSION_HEADER, ""))
         try:
             headers.hints = read_hints(values, client.hop_keys, client.engines.pool)
         except RequestError as error:

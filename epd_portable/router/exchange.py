@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -44,7 +43,7 @@ from epd_portable.router.http.upstream import Upstream
 from epd_portable.router.observability.metrics import Metrics
 from epd_portable.router.observability.record import Leg
 from epd_portable.router.prefill import choose_prefill, for_prefill, kv_of, with_kv
-from epd_portable.router.relay import Forwarder, Relay, phase_of
+from epd_portable.router.relay import Relay, phase_of
 from epd_portable.router.selector import EndpointSelector, Selection
 from epd_portable.router.settings import RouterSettings
 from epd_portable.router.stored import LearningLookup
@@ -61,7 +60,6 @@ class RequestState:
 
     call: Call
     out: ClientExchange
-    forwarder: Forwarder
     selection: Selection
     stored: Mapping[str, StoredItem]
     tries: RequestTries
@@ -123,12 +121,8 @@ class Exchange:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def serve(
-        self, call: Call, out: ClientExchange, forwarder: Forwarder | None = None
-    ) -> None:
+    async def serve(self, call: Call, out: ClientExchange) -> None:
         """Answer a call; to cancel it aborts the work at the instances.
-
-        ``forwarder`` carries request and answer, `relay` by default.
 
         Raises:
             RequestError: There will be no answer, or no more of one that has begun; says why.
@@ -149,7 +143,6 @@ class Exchange:
         state = RequestState(
             call=call,
             out=out,
-            forwarder=forwarder or self.relay,
             selection=selection,
             stored=stored,
             tries=tries,
@@ -160,7 +153,7 @@ class Exchange:
                 prefilled = await self._prefilled(state, plan)
                 if prefilled is not None:
                     with record.leg("answer", plan.pd.name) as leg:
-                        await self._try(state, plan, prefilled, leg, state.forwarder.forward)
+                        await self._try(state, plan, prefilled, leg, self.relay.forward)
                 return
             except RequestFailure as failed:
                 if record.gone:
@@ -200,7 +193,7 @@ class Exchange:
                 encoder.
         """
         selection, tries = state.selection, state.tries
-        pd = tries.choose_pd(functools.partial(state.forwarder.choose, selection))
+        pd = tries.choose_pd(selection.choose_pd)
         if pd is None:
             states = "; ".join(
                 f"{each.name}: {each.reason or each.state}"

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Protocol
 
 import msgspec
 
@@ -17,7 +15,6 @@ from epd_portable.router.contents.cut_text import Segments, decode_if_valid
 from epd_portable.router.encode_jobs import Attempt
 from epd_portable.router.http.upstream import InstanceAnswer, Upstream, UpstreamError
 from epd_portable.router.observability.metrics import Metrics
-from epd_portable.router.selector import Selection
 from epd_portable.router.settings import RouterSettings
 from epd_portable.wire.messages import NackCode
 from epd_portable.wire.outcomes import FailureKind
@@ -43,12 +40,13 @@ _LAST_EVENTS = (
 """How the last event of a stream begins, in either interface."""
 
 
-class Forwarder(Protocol):
-    """Brings requests to PD instances and their answers to clients; `Relay` does so by HTTP."""
+@dataclass(slots=True)
+class Relay:
+    """Brings requests to PD instances and their answers to clients."""
 
-    def choose(self, selection: Selection, tried: Collection[str]) -> Instance | None:
-        """Return who should answer a request, but for the names in ``tried``."""
-        return selection.choose_pd(tried)
+    settings: RouterSettings
+    upstream: Upstream
+    metrics: Metrics
 
     async def forward(self, attempt: Attempt, body: Segments) -> int:
         """Send a request, pass the answer on to its end, and return the answer's status.
@@ -59,18 +57,6 @@ class Forwarder(Protocol):
             RequestFailure: There is no answer, or only a part of it.
             RequestError: The same, and nothing can be done about it.
         """
-
-
-@dataclass(slots=True)
-class Relay(Forwarder):
-    """The `Forwarder` over HTTP."""
-
-    settings: RouterSettings
-    upstream: Upstream
-    metrics: Metrics
-
-    async def forward(self, attempt: Attempt, body: Segments) -> int:
-        """See `Forwarder`."""
         answer = await self.send(attempt, body)
         try:
             return await self._pass_on(answer, attempt)

@@ -14,6 +14,7 @@ from epd_portable.placement.profiles.policy import Policy
 from epd_portable.placement.profiles.selection_types import (
     MOST_SHOWN,
     NO_PROMPT,
+    SESSION_HEADER,
     Decision,
     Explanation,
     Prompt,
@@ -26,8 +27,6 @@ from epd_portable.router.contents.media import MediaItem
 from epd_portable.router.prefix import BYTES_A_TOKEN
 
 logger = logging.getLogger(__name__)
-
-SESSION_HEADER = "x-session-id"
 
 
 class Selection:

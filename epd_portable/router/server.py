@@ -23,7 +23,11 @@ from epd_portable.media.limits import MediaLimits
 from epd_portable.placement.admission import AdmissionControl
 from epd_portable.placement.balance import Switching
 from epd_portable.placement.instances import EndpointPool
-from epd_portable.placement.profiles.selection_types import EXPLAIN_HEADER, Explanation
+from epd_portable.placement.profiles.selection_types import (
+    EXPLAIN_HEADER,
+    SESSION_HEADER,
+    Explanation,
+)
 from epd_portable.placement.replies import (
     NAMES_MEDIA,
     WHY_NO_NAMES,
@@ -66,7 +70,6 @@ from epd_portable.router.ingress.priority import priority_of
 from epd_portable.router.observability.access_log import AccessLog
 from epd_portable.router.observability.metrics import Metrics
 from epd_portable.router.observability.record import Listener
-from epd_portable.router.relay import Forwarder
 from epd_portable.router.selector import EndpointSelector
 from epd_portable.router.settings import RouterSettings, policy_of
 from epd_portable.router.stored import LearningLookup
@@ -118,7 +121,7 @@ PASSED_ON = (
     "authorization",
     "traceparent",
     "tracestate",
-    "x-session-id",
+    SESSION_HEADER,
     "x-vllm-priority",
     "endpoint-load-metrics-format",
     "accept",
@@ -217,8 +220,8 @@ class Router:
         self._cors = Cors(settings.cors_origins)
         self._sweeping: asyncio.Handle | None = None
 
-    async def serve(self, request: IncomingRequest, forwarder: Forwarder | None = None) -> None:
-        """Answer one request; a ``forwarder`` takes it to a PD instance in place of the relay."""
+    async def serve(self, request: IncomingRequest) -> None:
+        """Answer one request."""
         path, preflight = request.path, None
         for_client: Mapping[str, str] = {}
         if self.settings.cors_origins:
@@ -228,7 +231,7 @@ class Router:
         if preflight is not None:
             client.send_reply(preflight)
         elif path in WITH_MEDIA or path in TO_ANY_INSTANCE:
-            await self._generate(path, client, forwarder)
+            await self._generate(path, client)
         else:
             await self._answer_itself(path, client)
 
@@ -268,9 +271,7 @@ class Router:
 
     # Requests that go to instances.
 
-    async def _generate(
-        self, path: str, client: ClientExchange, forwarder: Forwarder | None
-    ) -> None:
+    async def _generate(self, path: str, client: ClientExchange) -> None:
         """Answer by a PD instance; what a client gives up is given up everywhere."""
         work = asyncio.current_task()
         assert work is not None
@@ -296,7 +297,7 @@ class Router:
                 if client.named is not None:
                     names = [item.item_uuid for item in call.items]
                     client.for_hop = lambda: answer_headers(record, names, self.instances)
-                await self.exchange.serve(call, client, forwarder)
+                await self.exchange.serve(call, client)
         except RequestError as error:
             client.fail(error)
         except ClientGoneError:

@@ -18,6 +18,8 @@ Stage = Literal["encode", "prefill", "decode"]
 
 ROLE_LABEL = roles.ROLE_LABEL
 
+SESSION_HEADER = "x-session-id"
+"""Names a session: its requests go to the same instance or front while it has capacity."""
 EXPLAIN_HEADER = "x-epd-explain"
 """A client's ``x-epd-explain: 1`` is answered under the same name."""
 MAX_EXPLANATION_BYTES = 6000

@@ -18,7 +18,8 @@ from aiohttp import web
 from yarl import URL
 
 from epd_portable import gateway
-from epd_portable.gateway import SESSION_HEADER, Gateway
+from epd_portable.gateway import Gateway
+from epd_portable.placement.profiles.selection_types import SESSION_HEADER
 from tests.certificates import make_certificate
 from tests.listening import stop_listening
 
