@@ -103,6 +103,7 @@ class FrontMiddleware:
         most_bytes = client.settings.max_bodies_bytes
         install(UrlFetcher(media_urls, most_bytes, client.metrics))
         self._client = client
+        self._metrics = client.metrics
         self._limits = limits
         self._settings = client.settings
         self._signatures = SignatureCheck(client.secret)
@@ -272,6 +273,7 @@ class FrontMiddleware:
                 logger.debug("the client disconnected before its request was complete")
         finally:
             self._held_bytes -= one.nbytes
+            self._metrics.requests.labels(str(one.status)).inc()
             if self._log is not None:
                 self._log.info(_line_of(scope, one, time.monotonic() - begun))
 

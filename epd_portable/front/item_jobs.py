@@ -138,6 +138,7 @@ class ItemJobs:
                         with encoder.encoding(self._servers * self.times.of(item)):
                             failure = await self._encode(one, item, transfer, encoder, job)
                     if failure is None:
+                        self._metrics.jobs.labels(encoder.name, "encoded").inc()
                         one.awaited.discard(item.item_uuid)
                         if not one.awaited:
                             use.compute()
@@ -159,6 +160,7 @@ class ItemJobs:
                 encoder = self.choose_encoder(one, item, [use.instance.name], use.instance.name)
                 continue
             one.selection.note_job(item, encoder, failed=True)
+            self._metrics.jobs.labels(encoder.name, failure.kind.value).inc()
             in_turn = self._order != "concurrent"
             logger.warning("transfer %s: encoder %s: %s", job, encoder.name, failure.reason)
             pause_s = tries.note_failure(encoder.name, failure, time.monotonic())

@@ -15,7 +15,9 @@ class FrontMetrics:
     """Counters of one front, and the state of its engines.
 
     Attributes:
+        requests: By status of the response; 0 for a client that disconnected before it.
         items: By `ItemResult`.
+        jobs: By encode engine and end: ``encoded``, or the value of a `FailureKind`.
         prefills: By place. ``disaggregated``: a prefill engine. The decode engine itself:
             ``unsuited``, it needs more of the prompt than its KV; ``unavailable``, no prefill
             engine is up; ``local``, prefill jobs have failed.
@@ -25,6 +27,12 @@ class FrontMetrics:
         self.registry = CollectorRegistry()
         self.registry.register(InstanceCollector(lambda: stats_of(pool), "epd_front"))
         self.admission = AdmissionMetrics(self.registry, "epd_front")
+        self.requests = Counter(
+            "epd_front_requests",
+            "HTTP requests, by status of the response.",
+            ("status",),
+            registry=self.registry,
+        )
         self.items = Counter(
             "epd_front_items",
             "Media items by what became of them.",
@@ -46,6 +54,12 @@ class FrontMetrics:
             "epd_front_prefills",
             "Requests to decode engines, by where their prompts are computed.",
             ("where",),
+            registry=self.registry,
+        )
+        self.jobs = Counter(
+            "epd_front_encode_jobs",
+            "Encode jobs that have ended, by end.",
+            ("instance", "end"),
             registry=self.registry,
         )
         self.encode_s = Histogram(

@@ -20,33 +20,33 @@ MINUTES = 60
 pytestmark = pytest.mark.needs_prometheus
 
 WELL = {
-    'up{job="epd-router", instance="127.0.0.1:8000"}': "1",
-    'up{job="epd-instances", instance="encode-0"}': "1",
-    "epd_router_requests_in_flight": "3",
-    'epd_router_instance_up{instance="encode-0", role="encode"}': "1",
-    'epd_router_instance_up{instance="prefill-0", role="prefill"}': "1",
-    'epd_router_instance_up{instance="pd-0", role="prefill-decode"}': "1",
-    'epd_router_requests_total{status="200"}': "+60",
-    'epd_router_requests_total{status="503"}': "+1",
-    'epd_router_fallbacks_total{fallback="incomplete"}': "0",
-    'epd_router_first_token_seconds_bucket{le="2", topology="e+pd"}': "+60",
-    'epd_router_first_token_seconds_bucket{le="20", topology="e+pd"}': "+60",
-    'epd_router_first_token_seconds_bucket{le="+Inf", topology="e+pd"}': "+60",
-    'epd_router_time_per_token_seconds_bucket{le="0.05", topology="text"}': "+60",
-    'epd_router_time_per_token_seconds_bucket{le="0.5", topology="text"}': "+60",
-    'epd_router_time_per_token_seconds_bucket{le="+Inf", topology="text"}': "+60",
-    "epd_router_admission_waiting": "0",
-    'epd_router_admission_refused_total{reason="full"}': "0",
-    'epd_router_encode_jobs_total{encoder="encode-0", end="encoded"}': "+60",
-    'epd_router_encode_jobs_total{encoder="encode-0", end="full"}': "+6",
-    'epd_router_encode_jobs_total{encoder="encode-0", end="lost"}': "+1",
-    'epd_router_work_seconds_total{role="encode", modality="image", size="512"}': "+30",
+    'up{job="epd-front", instance="127.0.0.1:8000"}': "1",
+    'up{job="epd-front", instance="127.0.0.1:8001"}': "1",
+    'epd_front_instance_up{instance="encode-0", role="encode"}': "1",
+    'epd_front_instance_up{instance="prefill-0", role="prefill"}': "1",
+    'epd_front_instance_up{instance="pd-0", role="prefill-decode"}': "1",
+    'epd_front_requests_total{status="200"}': "+60",
+    'epd_front_requests_total{status="503"}': "+1",
+    'vllm:request_success_total{finished_reason="error"}': "0",
+    'vllm:request_success_total{finished_reason="stop"}': "+60",
+    'vllm:time_to_first_token_seconds_bucket{le="2"}': "+60",
+    'vllm:time_to_first_token_seconds_bucket{le="20"}': "+60",
+    'vllm:time_to_first_token_seconds_bucket{le="+Inf"}': "+60",
+    'vllm:inter_token_latency_seconds_bucket{le="0.05"}': "+60",
+    'vllm:inter_token_latency_seconds_bucket{le="0.5"}': "+60",
+    'vllm:inter_token_latency_seconds_bucket{le="+Inf"}': "+60",
+    "epd_front_admission_waiting": "0",
+    'epd_front_requests_total{status="429"}': "0",
+    'epd_front_encode_jobs_total{instance="encode-0", end="encoded"}': "+60",
+    'epd_front_encode_jobs_total{instance="encode-0", end="full"}': "+6",
+    'epd_front_encode_jobs_total{instance="encode-0", end="lost"}': "+1",
+    'epd_front_work_seconds_total{role="encode", modality="image", size="512"}': "+30",
     'epd_pd_fallbacks_total{reason="lease"}': "2",
     'epd_pd_transfers_failed_total{cause="timeout"}': "2",
     'epd_encode_write_failures_total{path="shm"}': "0",
     "epd_pd_transfers_waiting": "0",
     "epd_pd_stalls_total": "0",
-    "epd_router_store_breaker": "0",
+    "epd_front_store_breaker": "0",
     "epd_pd_store_breaker": "1",
     "epd_encode_store_breaker": "0",
     'epd_pd_store_items_total{result="corrupt"}': "0",
@@ -55,40 +55,43 @@ WELL = {
     'epd_encode_store_drops_total{reason="full"}': "+1",
 }
 """A deployment where little goes wrong: each series' value, or by how much it grows a minute."""
-ENCODE_UP = 'epd_router_instance_up{instance="encode-0", role="encode"}'
-SECOND_UP = 'epd_router_instance_up{instance="encode-1", role="encode"}'
+ENCODE_UP = 'epd_front_instance_up{instance="encode-0", role="encode"}'
+SECOND_UP = 'epd_front_instance_up{instance="encode-1", role="encode"}'
 ILL: dict[str, tuple[dict[str, str | None], int]] = {
-    "EpdRouterGone": ({"epd_router_requests_in_flight": None}, 4),
-    "EpdNotScraped": ({'up{job="epd-instances", instance="encode-0"}': "0"}, 7),
-    "EpdNobodyAnswers": (
-        {'epd_router_instance_up{instance="pd-0", role="prefill-decode"}': "0"},
+    "EpdFrontGone": (
+        dict.fromkeys(each for each in WELL if each.startswith("epd_front_instance_up")),
+        4,
+    ),
+    "EpdNotScraped": ({'up{job="epd-front", instance="127.0.0.1:8001"}': "0"}, 7),
+    "EpdNoEngineGenerates": (
+        {'epd_front_instance_up{instance="pd-0", role="prefill-decode"}': "0"},
         3,
     ),
     "EpdInstanceDown": ({SECOND_UP: "0"}, 12),
     "EpdInstanceFlaps": ({SECOND_UP: "1 0 1 0 1 0 1 0 1x50"}, 12),
-    "EpdRequestsFail": ({'epd_router_requests_total{status="503"}': "+10"}, 12),
-    "EpdAnswersBreakOff": ({'epd_router_fallbacks_total{fallback="incomplete"}': "+1"}, 12),
+    "EpdRequestsFail": ({'epd_front_requests_total{status="503"}': "+10"}, 12),
+    "EpdResponsesBreakOff": ({'vllm:request_success_total{finished_reason="error"}': "+1"}, 12),
     "EpdFirstTokenSlow": (
-        {'epd_router_first_token_seconds_bucket{le="2", topology="e+pd"}': "+50"},
+        {'vllm:time_to_first_token_seconds_bucket{le="2"}': "+50"},
         22,
     ),
     "EpdTokensSlow": (
-        {'epd_router_time_per_token_seconds_bucket{le="0.05", topology="text"}': "+50"},
+        {'vllm:inter_token_latency_seconds_bucket{le="0.05"}': "+50"},
         22,
     ),
-    "EpdRequestsWait": ({"epd_router_admission_waiting": "1"}, 17),
-    "EpdRequestsRefused": ({'epd_router_admission_refused_total{reason="full"}': "+1"}, 17),
-    "EpdNobodyEncodes": ({ENCODE_UP: "0"}, 4),
+    "EpdRequestsWait": ({"epd_front_admission_waiting": "1"}, 17),
+    "EpdRequestsRefused": ({'epd_front_requests_total{status="429"}': "+1"}, 17),
+    "EpdNoEngineEncodes": ({ENCODE_UP: "0"}, 4),
     "EpdEncodeJobsFail": (
-        {'epd_router_encode_jobs_total{encoder="encode-0", end="lost"}': "+10"},
+        {'epd_front_encode_jobs_total{instance="encode-0", end="lost"}': "+10"},
         17,
     ),
     "EpdEncodersTooFew": (
-        {'epd_router_work_seconds_total{role="encode", modality="image", size="512"}': "+180"},
+        {'epd_front_work_seconds_total{role="encode", modality="image", size="512"}': "+180"},
         27,
     ),
     "EpdEncodersFull": (
-        {'epd_router_encode_jobs_total{encoder="encode-0", end="full"}': "+30"},
+        {'epd_front_encode_jobs_total{instance="encode-0", end="full"}': "+30"},
         22,
     ),
     "EpdItemsEncodedTwice": ({'epd_pd_fallbacks_total{reason="lease"}': "+1"}, 22),
@@ -96,8 +99,8 @@ ILL: dict[str, tuple[dict[str, str | None], int]] = {
     "EpdWritesFail": ({'epd_encode_write_failures_total{path="shm"}': "+1"}, 17),
     "EpdItemsStall": ({"epd_pd_stalls_total": "+1"}, 3),
     "EpdNoRoomForItems": ({"epd_pd_transfers_waiting": "2"}, 12),
-    "EpdNobodyPrefills": (
-        {'epd_router_instance_up{instance="prefill-0", role="prefill"}': "0"},
+    "EpdNoEnginePrefills": (
+        {'epd_front_instance_up{instance="prefill-0", role="prefill"}': "0"},
         4,
     ),
     "EpdStoreUnavailable": ({"epd_pd_store_breaker": "2"}, 12),
@@ -143,7 +146,7 @@ def test_nothing_fires_where_little_goes_wrong(tmp_path: Path) -> None:
 
 def test_a_deployment_without_prefill_instances_and_store_is_well(tmp_path: Path) -> None:
     fewer = {name: value for name, value in WELL.items() if "store" not in name}
-    del fewer['epd_router_instance_up{instance="prefill-0", role="prefill"}']
+    del fewer['epd_front_instance_up{instance="prefill-0", role="prefill"}']
     check(tmp_path, fewer, MINUTES, [])
 
 

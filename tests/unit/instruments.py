@@ -1,17 +1,19 @@
-"""Everything that an instance counts."""
+"""Metrics of engines and of the front."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
+from types import SimpleNamespace
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Metric
 from prometheus_client.metrics import MetricWrapperBase
-from starlette.types import Receive, Scope, Send
 
 from epd_portable.connector.stores.metrics import StoreMetrics
+from epd_portable.front.metrics import FrontMetrics
+from epd_portable.placement.instances import EndpointPool
+from epd_portable.placement.metrics import InstanceCollector, stats_of
 from epd_portable.runners.metrics import ReceiverMetrics, SenderMetrics
-from epd_portable.scheduling.admission import AdmissionLimits
-from epd_portable.vllm_plugin.admission import AdmissionMiddleware
 
 
 def instruments_of(owner: object) -> list[MetricWrapperBase]:
@@ -29,11 +31,19 @@ def of_an_instance() -> Iterator[MetricWrapperBase]:
         yield from instruments_of(owner)
 
 
-def of_admission() -> Sequence[Metric]:
-    """Return what an API server's limits count."""
+def of_the_front() -> Iterator[MetricWrapperBase]:
+    """Yield the metrics that the front counts."""
+    metrics = FrontMetrics(EndpointPool())
+    for owner in (metrics, metrics.admission, StoreMetrics("front")):
+        yield from instruments_of(owner)
 
-    async def no_app(scope: Scope, receive: Receive, send: Send) -> None:
-        raise AssertionError("never called")
 
-    limits = AdmissionLimits(items=1, nbytes=1)
-    return list(AdmissionMiddleware(no_app, limits=limits, registry=CollectorRegistry()).collect())
+def of_the_pool() -> Iterable[Metric]:
+    """Return the metrics of the front's engines, with one engine and one item of work."""
+    pool = EndpointPool()
+    settings: Any = SimpleNamespace(
+        name="encode-0", role="encode", url="", control="", weight=1.0, labels={}
+    )
+    pool.add(settings)
+    pool.work.came_s["encode", "image", 9] = 1.0
+    return InstanceCollector(lambda: stats_of(pool), "epd_front").collect()

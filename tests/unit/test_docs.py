@@ -29,9 +29,7 @@ from epd_portable.config.quantities import UNITS
 from epd_portable.config.schema import Topology
 from epd_portable.config.store import StoreSection
 from epd_portable.launch.notices import Event
-from epd_portable.placement.instances import EndpointPool
-from epd_portable.router.observability.metrics import Metrics
-from tests.unit.instruments import of_admission, of_an_instance
+from tests.unit.instruments import of_an_instance, of_the_front, of_the_pool
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "epd_portable"
@@ -277,7 +275,7 @@ def test_every_metric_that_a_page_names_exists(page: Path) -> None:
     known = set(re.findall(r"^\| `(epd_\w+)` \|", read(METRICS), re.MULTILINE))
     known |= {f"{name}_bucket" for name in known}
     named = set(
-        re.findall(r"\bepd_(?:router|pd|encode|store)_[a-z_]+\b", " ".join(code_spans(page)))
+        re.findall(r"\bepd_(?:front|router|pd|encode|store)_[a-z_]+\b", " ".join(code_spans(page)))
     )
     named = {name for name in named if not name.endswith("_")}
     assert named <= known | {"epd_encode_prefill", "epd_encode_prefill_decode"}, named - known
@@ -413,15 +411,11 @@ def test_every_metric_of_an_instance_is_documented_with_its_type_label_and_meani
         name = f"{metric._name}_total" if metric._type == "counter" else metric._name
         label = metric._labelnames[0] if metric._labelnames else ""
         expected.append((name, metric._type, label, metric._documentation))
-    for family in of_admission():
-        name = f"{family.name}_total" if family.type == "counter" else family.name
-        label = family.samples[0].labels and next(iter(family.samples[0].labels))
-        expected.append((name, family.type, label or "", family.documentation))
     assert sorted(rows) == sorted(expected), "docs/metrics.md and the metrics of instances differ"
 
 
-def test_every_metric_of_the_router_is_documented() -> None:
-    page = Metrics(EndpointPool()).exposition().decode()
-    families = set(re.findall(r"^# TYPE (epd_router_\w+) ", page, re.MULTILINE))
-    rows = re.findall(r"^\| `(epd_router_\w+)` \|", read(METRICS), re.MULTILINE)
-    assert set(rows) == {name for name in families if not name.endswith("_created")}
+def test_metrics_of_the_front_are_documented() -> None:
+    counted = {f"{m._name}_total" if m._type == "counter" else m._name for m in of_the_front()}
+    shown = {f"{f.name}_total" if f.type == "counter" else f.name for f in of_the_pool()}
+    rows = re.findall(r"^\| `(epd_front_\w+)` \|", read(METRICS), re.MULTILINE)
+    assert sorted(rows) == sorted(counted | shown)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
 from collections.abc import Iterator, Mapping
@@ -11,15 +12,11 @@ from typing import Any, get_args
 import promql_parser
 import pytest
 import yaml
-from prometheus_client import CollectorRegistry
 
 from epd_portable.config import roles as roles_module
-from epd_portable.connector.stores.metrics import Ask, Drop, StoreMetrics
-from epd_portable.placement.admission import AdmissionMetrics
-from epd_portable.placement.instances import EndpointPool
-from epd_portable.router.observability.metrics import Metrics
-from epd_portable.wire.outcomes import FailureKind, Fallback
-from tests.unit.instruments import instruments_of, of_admission, of_an_instance
+from epd_portable.connector.stores.metrics import Ask, Drop
+from epd_portable.wire.outcomes import FailureKind
+from tests.unit.instruments import of_an_instance, of_the_front, of_the_pool
 
 FOLDER = Path(__file__).resolve().parents[2] / "docs/observability"
 DASHBOARD = json.loads((FOLDER / "dashboard.json").read_text("utf-8"))
@@ -27,6 +24,8 @@ ALERTS = yaml.safe_load((FOLDER / "alerts.yaml").read_text("utf-8"))
 
 ADDED = {"instance", "job"}
 """Labels that Prometheus adds when it reads a page."""
+REASONS = ("stop", "length", "abort", "error", "repetition")
+"""vLLM's names of ends of requests."""
 ENDINGS = ("", "_total", "_bucket", "_sum", "_count")
 
 
@@ -52,27 +51,29 @@ EXPRESSIONS = sorted(set(expressions()))
 
 @pytest.fixture(scope="module")
 def labels() -> Mapping[str, set[str]]:
-    """Return the labels of every metric that there is, by the names under which they are read."""
+    """Return the labels of every metric, by the names under which Prometheus reads them."""
     made = {
         metric._name + ending: {*metric._labelnames, "le"}
-        for metric in (
-            *instruments_of(Metrics(EndpointPool())),
-            *instruments_of(AdmissionMetrics(CollectorRegistry(), "epd_router")),
-            *instruments_of(AdmissionMetrics(CollectorRegistry(), "epd_front")),
-            *instruments_of(StoreMetrics("router")),
-            *of_an_instance(),
-        )
+        for metric in (*of_an_instance(), *of_the_front())
         for ending in ENDINGS
     }
-    for family in of_admission():
+    for family in of_the_pool():
         made |= {sample.name: set(sample.labels) for sample in family.samples}
-    return made | {
-        "epd_router_instance_up": {"instance", "role"},
-        "epd_router_instance_in_flight": {"instance", "role"},
-        "epd_front_instance_up": {"instance", "role"},
-        "epd_router_work_seconds_total": {"role", "modality", "size"},
-        "up": set(),  # Prometheus's own, of each target.
-    }
+    return made | of_vllm() | {"up": set()}  # Prometheus's own, of each target.
+
+
+def of_vllm() -> dict[str, set[str]]:
+    """Return the labels of vLLM's own metrics, from its source."""
+    spec = importlib.util.find_spec("vllm")
+    assert spec is not None and spec.origin is not None
+    source = Path(spec.origin).with_name("v1").joinpath("metrics/loggers.py").read_text("utf-8")
+    found = {}
+    for each in source.split('name="')[1:]:
+        name, _, rest = each.partition('"')
+        more = re.search(r"labelnames=labelnames \+ \[(.*?)\]", rest.partition('name="')[0])
+        known = {"model_name", "engine", "le", *re.findall(r"\w+", more[1] if more else "")}
+        found |= {name + ending: known for ending in ENDINGS}
+    return found
 
 
 @pytest.mark.parametrize("expression", EXPRESSIONS)
@@ -131,12 +132,12 @@ def test_label_values_in_expressions_are_those_that_are_counted() -> None:
                 for value in matcher.value.split("|"):
                     if matcher.name == "role":
                         assert value in roles
-                    elif matcher.name == "fallback":
-                        assert value in get_args(Fallback)
+                    elif matcher.name == "finished_reason":
+                        assert value in REASONS
                     elif matcher.name == "end":
                         assert value in kinds
                     elif selector.name.startswith("epd_pd_store"):
                         assert value in get_args(Ask)
                     elif selector.name.startswith("epd_encode_store"):
                         assert value in get_args(Drop)
-    assert {"role", "fallback"} <= seen
+    assert {"role", "finished_reason", "end"} <= seen

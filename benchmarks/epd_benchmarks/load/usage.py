@@ -17,7 +17,7 @@ from epd_portable.errors import MeasurementError
 _TIMEOUT_S = 20.0
 _SCHEDULED_CLOCK = 2
 """Linux's clock of a process's time on cores, which counts finer than ``/proc`` shows it."""
-_ITEMS = ("epd_router_items_total", "epd_front_items_total", "epd_pd_fallbacks_total")
+_ITEMS = ("epd_front_items_total", "epd_pd_fallbacks_total")
 _FALLBACK = "encoded without a transfer"
 _AS_MEANT = ("encoded", "stored", "local_first", "not_needed", "cancelled")
 """Outcomes of items with which nothing went wrong."""

@@ -212,32 +212,21 @@ def _duration(seconds: float) -> str:
 
 
 def scrape_configuration(runs: Sequence[RunRecord]) -> dict[str, Any]:
-    """Return a configuration of Prometheus that scrapes routers and instances.
+    """Return a configuration of Prometheus that scrapes fronts.
 
-    The router's metrics have a label ``instance`` of their own, which ``honor_labels`` keeps. What
-    instances without a server count is on the page of the engine front.
+    A front's page has the metrics of its engines, with a label ``instance`` of their own, which
+    ``honor_labels`` retains.
     """
-    scheme: dict[str, Any] = {}
-    targets: dict[bool, list[dict[str, Any]]] = {True: [], False: []}
+    job: dict[str, Any] = {"job_name": "epd-front", "honor_labels": True}
+    targets = []
     for run in runs:
-        for each in run.processes:
-            is_router = each.role == "router"
-            labels = {"model": run.model}
-            if not is_router:
-                labels |= {"instance": each.name, "role": each.role}
-            elif each.url.startswith("https"):
+        for front in (each for each in run.processes if each.role == "router"):
+            scheme, _, address = front.url.partition("://")
+            targets.append({"targets": [address], "labels": {"model": run.model}})
+            if scheme == "https":
                 # On this machine, by an address that its certificate need not name.
-                scheme = {"scheme": "https", "tls_config": {"insecure_skip_verify": True}}
-            address, _, path = each.url.partition("://")[2].partition("/")
-            if not path:
-                targets[is_router].append({"targets": [address], "labels": labels})
-    router = {"job_name": "epd-router", "honor_labels": True, **scheme}
-    return {
-        "scrape_configs": [
-            {**router, "static_configs": targets[True]},
-            {"job_name": "epd-instances", "static_configs": targets[False]},
-        ]
-    }
+                job |= {"scheme": "https", "tls_config": {"insecure_skip_verify": True}}
+    return {"scrape_configs": [{**job, "static_configs": targets}]}
 
 
 def _running() -> list[RunRecord]:

@@ -6,15 +6,20 @@ import json
 import os
 import signal
 import ssl
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import httpx
 import psutil
 import pytest
+import yaml
 
 from epd_portable.front.headers import KEY, MAPPING
+from epd_portable.launch.plan.ports import port_source
 from epd_portable.wire.params import FIELD
 from tests.certificates import make_certificate
 from tests.e2e.asking import body, picture, text
@@ -78,6 +83,35 @@ def test_it_speaks_https_answers_browsers_and_sends_spans(served: Served) -> Non
     assert client.options(PATH, headers=other).status_code == 400
     spans = served.collector.services
     wait_until(lambda: {"front"} in spans("llm_request"), "the front's span came")
+
+
+@pytest.mark.needs_prometheus
+def test_prometheus_reads_the_front_as_status_prints(served: Served, tmp_path: Path) -> None:
+    command = [str(Path(sys.executable).with_name("epd-launch")), "status", "--prometheus"]
+    printed = yaml.safe_load(subprocess.run(command, capture_output=True, check=True).stdout)
+    address = served.split.url.partition("://")[2]
+    (job,) = printed["scrape_configs"]
+    job["static_configs"] = [each for each in job["static_configs"] if each["targets"] == [address]]
+    config = tmp_path / "prometheus.yaml"
+    every = {"scrape_interval": "200ms", "scrape_timeout": "200ms"}
+    config.write_text(yaml.safe_dump({"global": every, **printed}))
+    port = port_source("0000005c")()
+    flags = [f"--config.file={config}", f"--storage.tsdb.path={tmp_path / 'data'}"]
+    server = subprocess.Popen(["prometheus", *flags, f"--web.listen-address=127.0.0.1:{port}"])
+    query = f"http://127.0.0.1:{port}/api/v1/query?query=epd_front_instance_up"
+
+    def seen() -> dict[str, str]:
+        try:
+            found = httpx.get(query, trust_env=False, timeout=60).json()["data"]["result"]
+        except httpx.HTTPError:
+            return {}
+        return {each["metric"]["instance"]: each["value"][1] for each in found}
+
+    try:
+        wait_until(lambda: seen() == {"encode-0": "1", "prefill_decode-0": "1"}, "both are read")
+    finally:
+        server.kill()
+        server.wait()
 
 
 @pytest.mark.parametrize("stream", [False, True])

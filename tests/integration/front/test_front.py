@@ -12,6 +12,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from prometheus_client import generate_latest
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.metrics.stats import SchedulerStats
 
@@ -26,6 +27,7 @@ from tests.integration.front.played_front import (
     request,
     settle,
 )
+from tests.metrics_page import total
 
 pytestmark = pytest.mark.needs_vllm
 
@@ -92,6 +94,13 @@ async def test_a_part_that_is_lost_is_asked_of_another_encoder_alone_and_then_en
     assert [each.identifier for each in sent] == ["C#0-2", "C#2-5"]
     here = [each.identifier for each in sent if "pixel_values_videos" in each.data]
     assert here == [names[0]]
+    page = generate_latest(front.client.metrics.registry).decode()
+    counted = {
+        (each, end): total(page, f'epd_front_encode_jobs_total{{instance="{each}",end="{end}"}}')
+        for each in ("e-0", "e-1")
+        for end in ("encoded", "error")
+    }
+    assert [*counted.values()] == [0, 1, 1, 1]
 
 
 async def test_parts_go_where_they_are_encoded_soonest_however_many_items_wait_there(

@@ -16,7 +16,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, generate_latest
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, StreamingResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -28,6 +28,7 @@ from epd_portable.front.http import FrontMiddleware
 from epd_portable.front.request import GracefulHTTPError
 from tests.integration.front.played_front import client_of, request
 from tests.integration.front.web import Site, plain
+from tests.metrics_page import total
 from tests.unit.media.samples import STILLS
 
 pytestmark = pytest.mark.needs_vllm
@@ -260,6 +261,11 @@ async def test_stream_that_is_refused_gets_429_and_retry_after(serve: Serve) -> 
         assert refused.headers["retry-after"] == "2"
     anthropic = await http.post("/v1/messages", content=b"x")
     assert anthropic.json()["error"]["type"] == "rate_limit_error"
+    page = generate_latest(client.metrics.registry).decode()
+    counts = [
+        total(page, f'epd_front_requests_total{{status="{each}"}}') for each in (200, 503, 429)
+    ]
+    assert counts == [0, 1, 2]
 
 
 async def test_admission_refuses_with_429_and_the_key(serve: Serve, tmp_path: Path) -> None:

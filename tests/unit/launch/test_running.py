@@ -107,24 +107,14 @@ def test_a_run_of_another_user_is_not_read(folder: Path, monkeypatch: pytest.Mon
     assert find_runs(folder.parent) == []
 
 
-def test_prometheus_is_told_whom_to_ask_under_the_names_that_people_use(folder: Path) -> None:
+def test_scrape_configuration_has_fronts_and_no_engine(folder: Path) -> None:
     front = "https://127.0.0.1:8000"
-    # An engine without a server is read at its front.
-    without = process("encode-1", url=f"{front}/epd/instances/encode-1")
-    write_record(folder, record(process(), without, process("router", url=front)))
-    made = yaml.safe_load(ask("status", "--prometheus").stdout)
-    router, instances = made["scrape_configs"]
-    assert router["honor_labels"] is True
-    assert router["scheme"] == "https"
-    assert router["static_configs"] == [
-        {"targets": ["127.0.0.1:8000"], "labels": {"model": "demo"}}
-    ]
-    assert instances["static_configs"] == [
-        {
-            "targets": ["127.0.0.1:20000"],
-            "labels": {"model": "demo", "instance": "encode-0", "role": "encode"},
-        }
-    ]
+    engine = process("encode-1", url=f"{front}/epd/instances/encode-1")
+    write_record(folder, record(engine, process("router", url=front)))
+    (job,) = yaml.safe_load(ask("status", "--prometheus").stdout)["scrape_configs"]
+    assert job["honor_labels"] is True
+    assert job["scheme"] == "https"
+    assert job["static_configs"] == [{"targets": ["127.0.0.1:8000"], "labels": {"model": "demo"}}]
 
 
 def test_logs_are_shown_of_all_or_of_one(folder: Path, tmp_path: Path) -> None:

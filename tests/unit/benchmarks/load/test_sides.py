@@ -128,8 +128,8 @@ def test_what_a_process_uses_is_read_until_it_has_ended() -> None:
 
 
 METRICS = """
-epd_router_items_total{outcome="encoded",modality="image"} 3
-epd_router_items_total{outcome="encoded",modality="audio"} 1
+epd_front_items_total{outcome="encoded",modality="image"} 3
+epd_front_items_total{outcome="encoded",modality="audio"} 1
 epd_front_items_total{outcome="local"} 2
 epd_pd_fallbacks_total 5
 other_total 9
