@@ -593,14 +593,17 @@ class SplitClient(AsyncMPClient):
             one.decide()
             return False
         if isinstance(one, PrefillJob):
-            compat.take_params(output)
+            one.note_items(compat.take_params(output))
             one.take_output(output)
             return False
+        one.exchange.tokens += len(output.new_token_ids)
         if output.new_token_ids or output.finished:
             one.begun = True
             one.decide()
         if output.finished:
             one.ended.set()
+            one.exchange.engine = engine.name
+            one.note_items(compat.take_params(copy.copy(output)))
         output.request_id = one.core.request_id
         if not self.settings.item_outcomes:
             compat.take_params(output)

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from http import HTTPStatus
+from typing import Any
 
 from starlette.requests import ClientDisconnect
 from vllm.v1.engine import EngineCoreRequest
 
 from epd_portable.errors import RequestError
-from epd_portable.front.request import GracefulHTTPError
 from epd_portable.placement.admission import AdmissionControl
 from epd_portable.placement.gate import Ticket
 from epd_portable.placement.replies import RETRY_AFTER_S
+from epd_portable.vllm_plugin import compat
 
+GracefulHTTPError: Any = compat.graceful_error()
 _CODES = {429: "engines_full", 503: "service_unavailable"}
 """Codes of errors that a later attempt can avoid, by status."""
 
@@ -30,6 +32,12 @@ class FrontExchange:
         unread: The body has not been asked for.
         begun: A part of the response is sent: the status cannot change any more.
         failure: Reason why the request is not served. The middleware sends it as the response.
+        first_at: Monotonic time of the first byte of the response's body.
+        nbytes_out: Bytes of the response's body.
+        engine: Name of the engine that generates.
+        prefill: Name of the engine that has prefilled for the other.
+        tokens: Number of generated tokens.
+        items: Origin of each item, an `ItemOutcome`, by its name.
     """
 
     nbytes: int = 0
@@ -39,6 +47,12 @@ class FrontExchange:
     unread: bool = True
     begun: bool = False
     failure: RequestError | ClientDisconnect | None = None
+    first_at: float = 0.0
+    nbytes_out: int = 0
+    engine: str = ""
+    prefill: str = ""
+    tokens: int = 0
+    items: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def refuse(self, error: RequestError | GracefulHTTPError) -> None:
         """Respond with an error, also to a stream, of which vLLM has sent no part yet."""

@@ -255,7 +255,9 @@ class FrontMiddleware:
                 return
             if held is not None:
                 start, held, one.begun = held, None, True
+                one.first_at = time.monotonic()
                 await send(start)
+            one.nbytes_out += len(message.get("body", b""))
             await send(message)
 
         try:
@@ -275,7 +277,7 @@ class FrontMiddleware:
             self._held_bytes -= one.nbytes
             self._metrics.requests.labels(str(one.status)).inc()
             if self._log is not None:
-                self._log.info(_line_of(scope, one, time.monotonic() - begun))
+                self._log.info(_line_of(scope, one, begun))
 
     def _has_key(self, scope: Scope, one: FrontExchange) -> bool:
         """Return whether a request may be served, and note its key."""
@@ -353,16 +355,25 @@ def _settings_of(body: bytes) -> _MediaSettings:
     return _MediaSettings()
 
 
-def _line_of(scope: Scope, one: FrontExchange, duration_s: float) -> str:
+def _line_of(scope: Scope, one: FrontExchange, begun: float) -> str:
     line = {
         "time": time.time(),
         "request_id": one.request_id,
+        "client": one.key.hex()[:8],
         "method": scope["method"],
         "path": scope["path"],
         "status": one.status,
-        "duration_s": round(duration_s, 4),
+        "bytes_in": one.nbytes,
+        "bytes_out": one.nbytes_out,
+        "first_byte_s": round(one.first_at - begun, 4) if one.first_at else 0,
+        "duration_s": round(time.monotonic() - begun, 4),
+        "engine": one.engine,
+        "prefill": one.prefill,
+        "tokens": one.tokens,
+        "items": [*one.items.values()],
     }
-    return json.dumps(line)
+    needed = {"status", "duration_s"}
+    return json.dumps({name: each for name, each in line.items() if each or name in needed})
 
 
 _UNAUTHORIZED = JSONResponse({"error": "Unauthorized"}, 401, {"www-authenticate": "Bearer"})

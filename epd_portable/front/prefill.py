@@ -121,6 +121,7 @@ class Prefills:
                 self._metrics.prefills.labels("disaggregated").inc()
                 one.kv = PrefilledKv(engine.instance, job.params)
                 one.headers.prefilled = engine.instance
+                one.exchange.prefill = engine.name
                 return True
             if job.aborted:
                 return False

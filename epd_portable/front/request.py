@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from vllm.v1.engine import EngineCoreRequest
 
 from epd_portable.connector.stores.lookup import StoredItem
+from epd_portable.front.exchange import FrontExchange, exchange
 from epd_portable.front.headers import CURRENT, Headers
 from epd_portable.placement.fallbacks import JOB_GRACE_S
 from epd_portable.placement.gate import Ticket
@@ -112,6 +113,7 @@ class OpenRequest:
         kv: KV of the prompt, where a prefill engine has computed it.
         stored: Its items that the store has.
         headers: Of the HTTP request that it is of.
+        exchange: That HTTP request.
         selection: Chooses engines for it.
         turn: Held by the encode job that runs, where jobs run one after the other.
         ticket: Place that admission gave the request; ``None`` without limits.
@@ -133,6 +135,7 @@ class OpenRequest:
     tokens: int = 0
     stored: dict[str, StoredItem] = field(default_factory=dict)
     headers: Headers = field(default_factory=lambda: CURRENT.get() or Headers())
+    exchange: FrontExchange = field(default_factory=lambda: exchange.get(None) or FrontExchange())
     selection: EngineChoices = field(init=False)
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
     kv: PrefilledKv | None = None
@@ -148,6 +151,11 @@ class OpenRequest:
         for feature in self.core.mm_features or ():
             found.setdefault(feature.identifier, FrontItem(feature))
         return [*found.values()]
+
+    def note_items(self, params: dict[str, Any] | None) -> None:
+        """Record the items in an engine's last output for this request (`PrefillOutcome`)."""
+        for each in (params or {}).get("items", ()):
+            self.exchange.items.setdefault(each["mm_hash"], each)
 
     def leave_out(self, words: Callable[[str], list[int]]) -> None:
         """Replace missing items by text.

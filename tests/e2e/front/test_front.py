@@ -375,7 +375,8 @@ def test_refused_requests_do_not_affect_concurrent_ones(front: Split, reference_
 
 
 def test_a_request_keeps_its_id_which_the_access_line_has(front: Split) -> None:
-    answer = post(front.url, body("Hello"), headers={"x-request-id": "mine-7"})
+    asked = body([picture(77), ASK], max_tokens=3, ignore_eos=True)
+    answer = post(front.url, asked, headers={"x-request-id": "mine-7"})
     assert answer.headers["x-request-id"] == "mine-7"
 
     def lines() -> list[str]:
@@ -386,6 +387,10 @@ def test_a_request_keeps_its_id_which_the_access_line_has(front: Split) -> None:
     (line,) = lines()
     noted = json.loads(line[line.index("{") :])
     assert (noted["path"], noted["status"]) == ("/v1/chat/completions", 200)
+    assert (noted["engine"], noted["tokens"]) == ("prefill_decode-0", 3)
+    (item,) = noted["items"]
+    assert (item["source"], item["encoder"][:7]) == ("transfer", "encode-")
+    assert item["path"] and item["nbytes"] and item["transfer_ms"]
 
 
 def test_work_is_owed_from_when_it_is_sent_until_it_is_done(front: Split) -> None:

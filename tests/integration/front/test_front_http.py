@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 
 pytest.importorskip("vllm")
@@ -21,12 +22,15 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, StreamingResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 from vllm.multimodal.media import MEDIA_CONNECTOR_REGISTRY
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 
 from epd_portable.config.instance import InstanceConfig
 from epd_portable.front.client import SplitClient
 from epd_portable.front.http import FrontMiddleware
 from epd_portable.front.request import GracefulHTTPError
-from tests.integration.front.played_front import client_of, request
+from epd_portable.vllm_plugin import compat
+from epd_portable.wire.params import ItemOutcome, PrefillOutcome, to_params
+from tests.integration.front.played_front import Played, client_of, request
 from tests.integration.front.web import Site, plain
 from tests.metrics_page import total
 from tests.unit.media.samples import STILLS
@@ -355,6 +359,42 @@ async def test_lines_about_requests_go_to_a_file_of_this_user_until_its_disk_is_
         assert "No space left" in capsys.readouterr().err
     log.rename(tmp_path / "full")
     assert (await http.post(CHAT, content=b"x")).text == "1"
+
+
+async def test_access_line_has_engine_tokens_and_items(serve: Serve, tmp_path: Path) -> None:
+    made: list[SplitClient] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await Request(scope, receive).body()
+        await made[0].add_request_async(request("r", ["a"]))
+        (output,) = (await made[0].get_output_async()).outputs
+        await PlainTextResponse(output.request_id)(scope, receive, send)
+
+    log = tmp_path / "log"
+    http, client = serve(lambda _: app, access_log=str(log))
+    made.append(client)
+    up(client, "e-0", "pd-0")
+    engines = {name: Played(name) for name in client.engines.by_name}
+    for name, engine in client.engines.by_name.items():
+        engine.client = engines[name]
+    asked = asyncio.create_task(http.post(CHAT, content=b"xyz"))
+    while not engines["pd-0"].requests:
+        await asyncio.sleep(0.01)
+    item = ItemOutcome(mm_hash="a", source="transfer", encoder="e-0", path="shm", nbytes=9)
+    output = EngineCoreOutput("r", [5, 6], finish_reason=FinishReason.STOP)
+    compat.put_params(output, to_params(PrefillOutcome(instance="pd-0", items=(item,))))
+    outputs = EngineCoreOutputs(outputs=[output])
+    client._take_outputs(client.engines.by_name["pd-0"], outputs)
+    assert (await asked).text == "r"
+    line = json.loads(log.read_text())
+    assert (line["engine"], line["tokens"], line["bytes_in"], line["bytes_out"]) == (
+        "pd-0",
+        2,
+        3,
+        1,
+    )
+    assert line["items"] == [msgspec.to_builtins(item)]
+    assert 0 < line["first_byte_s"] <= line["duration_s"]
 
 
 async def test_a_front_whose_log_cannot_be_written_does_not_start(
