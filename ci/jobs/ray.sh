@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Job "ray": the commands of docs/ray.md on a Ray of three nodes on this machine, in an environment of
-# its own: nothing else needs Ray. Options are pytest's: ci/jobs/ray.sh -k serve
+# Job "ray": the application of Ray Serve on a Ray of three nodes on this machine, in an environment of
+# its own: no other job needs Ray. Options are pytest's.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 "${PYTHON:-python3}" -m ci.make_env --ray

@@ -22,7 +22,6 @@ from epd_portable.config.roles import ROLES
 from epd_portable.config.secret import Secret, make_secret_file
 from epd_portable.errors import ConfigError
 from epd_portable.launch.commands import gateway, members, status
-from epd_portable.launch.commands.cluster import cluster_options, stop, up_on_cluster
 from epd_portable.launch.commands.command_line import (
     FAILED,
     PORT,
@@ -51,7 +50,7 @@ _START = "`up` starts a topology, and may be left out: epd-launch --platform P -
 _STOP = "Ctrl-C stops a topology, or SIGTERM to the launcher whose pid `epd-launch status` shows"
 MEANT = {
     **dict.fromkeys(("serve", "start", "run", "launch"), _START),
-    **dict.fromkeys(("down", "kill"), _STOP),
+    **dict.fromkeys(("stop", "down", "kill"), _STOP),
     **dict.fromkeys(("ps", "list", "ls", "top"), "`status` shows what runs here"),
     **dict.fromkeys(("log", "tail"), "`logs` shows what processes say"),
     **dict.fromkeys(("doctor", "info", "devices"), "`check` says what this machine can do"),
@@ -60,8 +59,11 @@ MEANT = {
         ("restart", "reload", "update"),
         "SIGHUP to the launcher starts the instances again, one after the other",
     ),
+    **dict.fromkeys(
+        ("join", "leave"),
+        "a launcher with router.join registers its encode instances, and removes them at its stop",
+    ),
     "page": "`instances` shows the state of each; /metrics and the access log have the rest",
-    "--keep": "A launcher with router.join keeps instances registered.",
 }
 """Words of other programs or of former versions, and what to use here."""
 
@@ -76,8 +78,6 @@ The same on NVIDIA or Ascend, with another model and port:
 Three prefill+decode instances, bytes over TCP:
   epd-launch --platform cpu --config configs/1e1pd.yaml \\
     --set instances.prefill_decode.count=3 --set transfer.path=tcp
-Start it on a Ray cluster:
-  epd-launch up --cluster auto --platform cuda --config configs/1e3pd.yaml
 
 Each command has examples of its own: epd-launch COMMAND --help.
 
@@ -104,9 +104,6 @@ the event's own fields (docs/operations.md); the last event is stopped, or error
 
 \b
   epd-launch up --platform cpu --config configs/1e1pd.yaml --port 8000 --log-dir logs
-
-With --cluster it starts the topology on the nodes of a Ray cluster instead, and returns when it is
-ready (docs/ray.md).
 
 Exit status: 0 when a stop was asked for, 1 when a process did not start, 2 on bad input.
 """
@@ -150,9 +147,8 @@ main = CommandLine(name="epd-launch", help=HELP, meant=MEANT, default="up")
 
 for _command in (
     gateway.gateway,
-    stop,
     *(status.status, status.logs),
-    *(members.secret, members.join, members.leave, members.instances),
+    *(members.secret, members.instances),
 ):
     main.add_command(_command)
 
@@ -171,17 +167,10 @@ _log_dir_option = click.option(
 @topology_options
 @_port_option
 @_log_dir_option
-@cluster_options
 @json_lines_option
-def up(log_dir: Path | None, as_json: bool, cluster: str | None, name: str, **options: Any) -> None:
+def up(log_dir: Path | None, as_json: bool, **options: Any) -> None:
     """Start a topology; users read `UP_HELP`."""
-    request = PlanRequest.from_options(**options)
-    if cluster is None:
-        _serve(request, log_dir, as_json=as_json)
-    elif log_dir is not None:
-        raise ConfigError("--log-dir and --cluster: logs are on the nodes; `logs` shows them")
-    else:
-        up_on_cluster(request, cluster, name, printer(as_json=as_json))
+    _serve(PlanRequest.from_options(**options), log_dir, as_json=as_json)
 
 
 @main.command(help=INSTANCE_HELP)

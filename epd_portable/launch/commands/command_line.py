@@ -154,7 +154,7 @@ def stopping_at_sigterm() -> Iterator[None]:
     def stop(signum: int, frame: FrameType | None) -> None:
         nonlocal asked
         asked = True
-        raise KeyboardInterrupt  # Ray passes on no other exception of a signal's handler.
+        raise KeyboardInterrupt
 
     before = signal.signal(signal.SIGTERM, stop)
     try:
@@ -229,9 +229,6 @@ def _print_object(notice: Notice) -> None:
 
 PORT = click.IntRange(1, 65535)
 PORT.name = "port"
-SECONDS = click.FloatRange(min=0, min_open=True, max=86400 * 365)
-"""A duration in seconds."""
-SECONDS.name = "number of seconds"
 
 
 def topology_options(command: F) -> F:

@@ -13,7 +13,6 @@ import yaml
 
 from epd_portable.config.folders import temp_folder
 from epd_portable.errors import ConfigError, LaunchError
-from epd_portable.launch.commands.cluster import cluster_options, on_cluster
 from epd_portable.launch.commands.command_line import (
     json_lines_option,
     json_option,
@@ -35,10 +34,7 @@ same user and temporary folder (TMPDIR) only.
 A scrape configuration for Prometheus; ports change with a restart unless launch.first_port is set:
   epd-launch status --prometheus > epd.scrape.yaml
 
-Of a topology on a Ray cluster:
-  epd-launch status --cluster auto
-
-Exit status: 0 when one runs, 1 when none does; on a cluster, 1 unless all of its launchers run.
+Exit status: 0 when one runs, 1 when none does.
 """
 
 LOGS_HELP = """Show the end of the logs of a running topology, of all processes or of INSTANCE.
@@ -54,14 +50,10 @@ With --json each line is an object with schema_version, instance and text.
 @click.command(help=STATUS_HELP)
 @json_option
 @click.option("--prometheus", is_flag=True, help="Print a scrape configuration for Prometheus.")
-@cluster_options
-def status(as_json: bool, prometheus: bool, cluster: str | None, name: str) -> None:
+def status(as_json: bool, prometheus: bool) -> None:
     """Show what runs on this machine; users read `STATUS_HELP`."""
     if as_json and prometheus:
         raise ConfigError("--json and --prometheus: choose one of them")
-    if cluster is not None:
-        _status_there(cluster, name, as_json=as_json, prometheus=prometheus)
-        return
     runs = _running()
     if as_json:
         print_json(runs=[run.model_dump(mode="json") for run in runs])
@@ -70,31 +62,6 @@ def status(as_json: bool, prometheus: bool, cluster: str | None, name: str) -> N
     else:
         click.echo("\n\n".join(map(run_table, runs)) or "no topology of yours runs here")
     if not runs:
-        raise SystemExit(1)
-
-
-def _status_there(address: str, name: str, *, as_json: bool, prometheus: bool) -> None:
-    with on_cluster(address, name) as ray_cluster:
-        found: dict[str, tuple[str, RunRecord | None] | None] = ray_cluster.records()
-    runs = {key: seen[1] for key, seen in found.items() if seen and seen[1]}
-    if prometheus:
-        click.echo(
-            yaml.safe_dump(scrape_configuration(list(runs.values())), sort_keys=False), nl=False
-        )
-    elif as_json:
-        launchers = {
-            key: {"host": seen[0], "run": seen[1] and seen[1].model_dump(mode="json")}
-            if seen
-            else None
-            for key, seen in found.items()
-        }
-        print_json(launchers=launchers)
-    else:
-        for key, seen in found.items():
-            click.echo(f"{key} on {seen[0]}" if seen else f"{key} has no node now")
-            if key in runs:
-                click.echo(run_table(runs[key]) + "\n")
-    if not all(key in runs for key in found):
         raise SystemExit(1)
 
 
@@ -112,23 +79,9 @@ def _status_there(address: str, name: str, *, as_json: bool, prometheus: bool) -
 @click.option(
     "--run", "run_id", metavar="RUN", help="Which topology, where several run: its id in `status`."
 )
-@cluster_options
 @json_lines_option
-def logs(
-    instance: str | None,
-    follow: bool,
-    lines: int,
-    run_id: str | None,
-    as_json: bool,
-    cluster: str | None,
-    name: str,
-) -> None:
+def logs(instance: str | None, follow: bool, lines: int, run_id: str | None, as_json: bool) -> None:
     """Show logs."""
-    if cluster is not None:
-        with on_cluster(cluster, name) as ray_cluster:
-            tails = _named(ray_cluster.tails(), instance, f"topology {name}")
-            _show(tails, lines, as_json=as_json, ended=(lambda: "") if follow else None)
-        return
     run = _choose_run(run_id)
 
     def ended() -> str:
@@ -136,17 +89,13 @@ def logs(
         return "" if goes_on else f"run {run.run_id} has ended"
 
     tails = {each.name: Tail(Path(each.log)) for each in run.processes}
-    tails = _named(tails, instance, f"run {run.run_id}")
+    if instance is not None:
+        if instance not in tails:
+            raise ConfigError(
+                f"run {run.run_id} has no process {instance}; there are {', '.join(tails)}"
+            )
+        tails = {instance: tails[instance]}
     _show(tails, lines, as_json=as_json, ended=ended if follow else None)
-
-
-def _named(logs: dict[str, Tail], instance: str | None, whose: str) -> dict[str, Tail]:
-    """Return all logs, or that of one process."""
-    if instance is None:
-        return logs
-    if instance not in logs:
-        raise ConfigError(f"{whose} has no process {instance}; there are {', '.join(logs)}")
-    return {instance: logs[instance]}
 
 
 def _show(

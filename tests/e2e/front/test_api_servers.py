@@ -6,13 +6,14 @@ import json
 import os
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from typing import Any
 
 import httpx
 import psutil
 import pytest
+from click.testing import CliRunner
 
-from epd_portable.config.secret import Secret
-from epd_portable.launch.run.router_client import RouterClient
+from epd_portable.launch.cli import main
 from tests.e2e.asking import Answer, ask, body, picture, text
 from tests.e2e.conftest import Split, Start, slow_steps
 from tests.e2e.engines import RESTART_S, counted, wait_until
@@ -49,11 +50,15 @@ def connections(front: Split) -> list[int]:
     ]
 
 
-def operators(front: Split) -> RouterClient:
-    """Return what ``epd-launch instances`` asks by."""
+def instances(front: Split) -> list[dict[str, Any]]:
+    """Return the instances that ``epd-launch instances`` shows."""
     words = process(front.pid, "front").cmdline()
     settings = json.loads(words[words.index("--settings") + 1])
-    return RouterClient(front.url, Secret.read(settings["secret_file"]))
+    options = ("--router", f"{front.url}/v1", "--secret-file", settings["secret_file"], "--json")
+    result = CliRunner().invoke(main, ("instances", *options))
+    assert result.exit_code == 0, result.output
+    found: list[dict[str, Any]] = json.loads(result.stdout)["instances"]
+    return found
 
 
 def test_each_answers_as_one_process_does(front: Split, reference_url: str) -> None:
@@ -81,7 +86,7 @@ def test_both_serve_and_the_page_adds_up_what_they_count(front: Split) -> None:
             for each in lines:
                 next(each)
             assert in_flight(front) >= STREAMS
-            seen = {each["name"]: each["in_flight"] for each in operators(front).instances()}
+            seen = {each["name"]: each["in_flight"] for each in instances(front)}
             assert seen["prefill_decode-0"] == STREAMS
             assert min(connections(front)) > 0
         for each in lines:

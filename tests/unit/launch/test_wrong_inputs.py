@@ -23,7 +23,6 @@ from epd_portable.launch.plan.installed import EngineArguments
 COMMANDS = {"epd-launch": launch.main, "epd-bench": bench.main}
 PLAN = "epd-launch plan --platform cpu --config t.yaml"
 UP = "epd-launch --platform cpu --config t.yaml"
-JOIN = "epd-launch join a --router http://h:1 --secret-file s"
 ENGINE = EngineArguments(
     engine="vLLM 0.32.0",
     known={
@@ -65,7 +64,7 @@ def run(command: str, file: str = "model: demo\n", **env: str) -> Result:
     ("command", "named"),
     [
         ("epd-launch serve", ["'serve'", "`up` starts a topology"]),
-        ("epd-launch stop", ["--cluster", "Ctrl-C stops a topology"]),
+        ("epd-launch stop", ["'stop'", "Ctrl-C stops a topology"]),
         ("epd-launch restart", ["'restart'", "SIGHUP to the launcher"]),
         ("epd-launch instance --platform cpu --config t.yaml --role x", ["'--role'", "'encode'"]),
         (
@@ -101,16 +100,6 @@ def run(command: str, file: str = "model: demo\n", **env: str) -> Result:
             "epd-launch instances --router http://h:1 --secret-file s",
             ["secret_file s cannot be read", "epd-launch secret s makes one"],
         ),
-        ("epd-launch leave a --router http://h:1 --secret-file s --timeout 5s", ["'5s'"]),
-        (f"{JOIN} --role pd --url http://h:2", ["'--role'", "'prefill-decode'"]),
-        (f"{JOIN} --role prefill-decode --url http://h:2", ["--control is missing", "as tcp://"]),
-        (f"{JOIN} --role encode --url h:2", ["'--url'", "write http://h:2"]),
-        (
-            f"{JOIN} --role prefill-decode --url http://h:2 --control h:3",
-            ["'--control'", "write tcp://h:3"],
-        ),
-        (f"{JOIN} --role encode --url http://h:2 --weight 0", ["'--weight'"]),
-        (f"{JOIN} --role encode --url http://h:2 --label x", ["--label 'x'", "key=value"]),
         ("epd-launch secret no/such/s", ["no/such/s cannot be written"]),
         ("epd-launch secret t.yaml", ["t.yaml exists", "remove it first"]),
         (f"{PLAN} store.url=redis://:p@h", ["redis://:***@h"]),
