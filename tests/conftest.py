@@ -58,6 +58,7 @@ def _no_device(name: str, *modules: str) -> str | None:
 # Marker -> probe that returns why it is not satisfied here, or None.
 REQUIREMENTS: dict[str, Callable[[], str | None]] = {
     "needs_cuda": lambda: _no_device("cuda"),
+    "needs_kubectl": lambda: _no_program("kubectl", package="kubectl"),
     "needs_npu": lambda: _no_device("npu", "torch_npu"),
     "needs_nixl": lambda: _no_module("nixl"),
     "needs_podman": lambda: _no_program(

@@ -62,8 +62,8 @@ def key(document: Object) -> tuple[str, str]:
     return document["kind"], document["metadata"]["name"]
 
 
-def built(folder: Path) -> dict[tuple[str, str], Object]:
-    """Return the resources of a kustomization, without its patches."""
+def read(folder: Path) -> dict[tuple[str, str], Object]:
+    """Return the resources that a kustomization reads, before its patches."""
     found: dict[tuple[str, str], Object] = {}
     for name in kustomization(folder)["resources"]:
         path = (folder / name).resolve()
@@ -74,15 +74,43 @@ def built(folder: Path) -> dict[tuple[str, str], Object]:
     return found
 
 
+def built(folder: Path) -> dict[tuple[str, str], Object]:
+    """Return the resources of a kustomization that its patches do not delete, unpatched."""
+    deleted = {key(each) for each in patches(folder) if is_deletion(each)}
+    return {each: document for each, document in read(folder).items() if each not in deleted}
+
+
 def patches(folder: Path) -> Iterator[Object]:
+    """Yield patches. Kustomize 5.5 panics at a patch file with two deletions."""
     for each in kustomization(folder).get("patches", ()):
-        yield from documents(folder / each["path"])
+        if "patch" in each:
+            yield yaml.safe_load(each["patch"])
+        else:
+            yield from documents(folder / each["path"])
+
+
+def is_deletion(patch: Object) -> bool:
+    return patch.get("$patch") == "delete"
+
+
+def templates(document: Object) -> list[Object]:
+    """Return the templates of the Pods of a resource."""
+    match document["kind"]:
+        case "Deployment":
+            return [document["spec"]["template"]]
+        case "DisaggregatedSet":
+            roles = [each["spec"]["leaderWorkerTemplate"] for each in document["spec"]["roles"]]
+            return [each["workerTemplate"] for each in roles]
+        case _:
+            return []
 
 
 def check(document: Object) -> None:
     """Validate a document by the schemas of its kind."""
     if schema := CRDS.get(document["kind"]):
         jsonschema.validate(document, schema)
+        for template in templates(document):
+            check({"apiVersion": "v1", "kind": "PodTemplate", "template": template})
         return
     for version in VERSIONS:
         kubernetes_validate.validate(document, version, strict=True)
@@ -109,12 +137,14 @@ def test_resources_are_valid_by_published_schemas(file: Path) -> None:
 def test_kustomizations_name_existing_files_and_resources(folder: Path) -> None:
     own = kustomization(folder)
     jsonschema.validate(own, CRDS["Kustomization"])
-    resources = built(folder)
+    resources = read(folder)
     for generator in own.get("configMapGenerator", ()):
         assert all((folder / name).is_file() for name in generator["files"])
+    for name in own.get("configurations", ()):
+        jsonschema.validate(documents(folder / name)[0], CRDS["Configuration"])
     for patch in patches(folder):
         target = resources[key(patch)]
-        if patch.get("$patch") == "delete":
+        if is_deletion(patch):
             continue
         assert patch["apiVersion"] == target["apiVersion"]
         mine, theirs = (each["spec"]["template"]["spec"] for each in (patch, target))
@@ -130,17 +160,16 @@ def pods(folder: Path) -> Iterator[Object]:
     """Yield the Pods of a kustomization after its patches, merged as `kubectl` does."""
     changes = {key(each): each for each in patches(folder)}
     for each, document in built(folder).items():
-        if each[0] != "Deployment":
-            continue
-        pod = document["spec"]["template"]["spec"]
-        if each in changes:
-            change = changes[each]["spec"]["template"]["spec"]
-            [container], [own] = pod["containers"], change["containers"]
-            mounts = container["volumeMounts"] + own.get("volumeMounts", [])
-            pod["containers"] = [{**container, **own, "volumeMounts": mounts}]
-            volumes = {v["name"]: v for v in (*pod["volumes"], *change["volumes"])}
-            pod["volumes"] = [*volumes.values()]
-        yield pod
+        for template in templates(document):
+            pod = template["spec"]
+            if each in changes:
+                change = changes[each]["spec"]["template"]["spec"]
+                [container], [own] = pod["containers"], change["containers"]
+                mounts = container["volumeMounts"] + own.get("volumeMounts", [])
+                pod["containers"] = [{**container, **own, "volumeMounts": mounts}]
+                volumes = {v["name"]: v for v in (*pod["volumes"], *change["volumes"])}
+                pod["volumes"] = [*volumes.values()]
+            yield pod
 
 
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda path: path.name)
@@ -179,9 +208,9 @@ def test_pods_have_devices_memory_and_time_by_their_plan(folder: Path) -> None:
 def test_selectors_and_references_lead_to_pods_and_resources(folder: Path) -> None:
     resources = built(folder)
     labels = [
-        document["spec"]["template"]["metadata"]["labels"]
-        for (kind, _), document in resources.items()
-        if kind == "Deployment"
+        template["metadata"]["labels"]
+        for document in resources.values()
+        for template in templates(document)
     ]
     for document in resources.values():
         spec = document["spec"]
@@ -199,6 +228,35 @@ def test_selectors_and_references_lead_to_pods_and_resources(folder: Path) -> No
         for word in pod["containers"][0]["args"]:
             if joined := re.fullmatch(r"--set=router\.join=http://([\w-]+):8000", word):
                 assert ("Service", joined[1]) in resources
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda path: path.name)
+def test_images_of_pods_are_named_by_their_kustomization(folder: Path) -> None:
+    own = kustomization(folder)
+    files = [folder / name for name in own["resources"] if (folder / name).is_file()]
+    used = {
+        container["image"]
+        for file in files
+        for document in documents(file)
+        for template in templates(document)
+        for container in template["spec"]["containers"]
+    }
+    # Kustomize applies them to resources of this folder, and not to those of an overlay.
+    assert used == {each["name"] for each in own.get("images", ())}
+
+
+@pytest.mark.needs_kubectl
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda path: path.name)
+def test_kubectl_builds_pods_with_a_topology_and_an_image(folder: Path) -> None:
+    ended = subprocess.run(["kubectl", "kustomize", folder], capture_output=True, check=True)
+    found = [*yaml.safe_load_all(ended.stdout)]
+    names = {key(each) for each in found}
+    made = [template["spec"] for document in found for template in templates(document)]
+    assert made
+    for pod in made:
+        assert pod["containers"][0]["image"] == "registry.example/epd:1"
+        [topology] = [each for each in pod["volumes"] if each["name"] == "topology"]
+        assert ("ConfigMap", topology["configMap"]["name"]) in names
 
 
 def test_images_have_the_dependencies_of_the_package() -> None:
