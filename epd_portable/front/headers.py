@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 from starlette.responses import Response
@@ -49,6 +49,8 @@ MODEL = "x-encoder-model"
 ENCODER_MODEL_LABEL = "llm-d.ai/encoder-model"
 LEFT_OUT = "x-epd-items-left-out"
 MAX_NAMED = 1024
+MAX_NAME_BYTES = 4096
+"""Longer names of models and sessions in a body are ignored."""
 T = TypeVar("T")
 
 
@@ -182,8 +184,8 @@ CURRENT: ContextVar[Headers | None] = ContextVar("placement headers", default=No
 class _Named(msgspec.Struct):
     """Fields of a body that place a request; others are skipped."""
 
-    model: Any = ""
-    session_id: Any = ""
+    model: msgspec.Raw = msgspec.Raw(b'""')
+    session_id: msgspec.Raw = msgspec.Raw(b'""')
 
 
 class PlacementMiddleware:
@@ -214,8 +216,8 @@ class PlacementMiddleware:
             message = await receive()
             with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
                 named = msgspec.json.decode(message.get("body") or b"{}", type=_Named)
-                headers.model, session = str(named.model), str(named.session_id)
-                headers.session = headers.session or session
+                headers.model = _text_of(named.model)
+                headers.session = headers.session or _text_of(named.session_id)
             return message
 
         async def with_headers(message: Message) -> None:
@@ -306,6 +308,14 @@ def read_hints(values: Mapping[str, str], keys: ApiKeys | None, pool: EndpointPo
 def address_of(instance: Instance) -> str:
     """Return an engine's ``host:port``, or its name where it has no address."""
     return (instance.url or instance.control).partition("://")[2] or instance.name
+
+
+def _text_of(raw: msgspec.Raw) -> str:
+    """Return a string, or a number as its digits; empty for what is no name."""
+    if len(memoryview(raw)) > MAX_NAME_BYTES:
+        return ""
+    found = msgspec.json.decode(raw)
+    return str(found) if isinstance(found, str | int | float) else ""
 
 
 def _decoded(values: Mapping[str, str], header: str, kind: type[T], example: str) -> T:

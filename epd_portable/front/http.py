@@ -45,8 +45,8 @@ from epd_portable.vllm_plugin.instance_token import instance_of
 
 logger = logging.getLogger(__name__)
 
-_FORMS = {"application/x-www-form-urlencoded", "multipart/form-data", "text/plain"}
-"""What a page may send to another origin without being asked (Fetch standard, simple requests)."""
+_FORMS = {"application/x-www-form-urlencoded", "multipart/form-data", "text/plain", ""}
+"""Types that a page may send to another origin without a preflight (Fetch standard); also none."""
 _CONTROL = "/epd/instances"
 _RESPONDS_WITHIN_S = 30.0
 _MAX_CONTROL_BYTES = 64 << 10
@@ -74,7 +74,9 @@ class FrontMiddleware:
                 await receive()
                 await send({"type": "lifespan.startup.failed", "message": str(error)})
                 return
-        if scope["type"] == "websocket" and not self._has_key(scope, FrontExchange()):
+        if scope["type"] == "websocket" and (
+            not self._has_key(scope, FrontExchange()) or self._origin_problem(scope)
+        ):
             await receive()
             await send({"type": "websocket.close", "code": 1008})
         elif scope["type"] != "http" or self._client is None:
@@ -224,7 +226,7 @@ class FrontMiddleware:
 
     async def _pass_on(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Let vLLM answer; its body is read when it asks for it, so after keys and paths."""
-        begun, one = time.monotonic(), FrontExchange(unread=scope["method"] == "POST")
+        begun, one = time.monotonic(), FrontExchange()
         exchange.set(one)
         held: Message | None = None
 
@@ -233,7 +235,6 @@ class FrontMiddleware:
                 return await receive()
             one.unread = False
             try:
-                self._check_origin(Headers(scope=scope))
                 if NAMES_MEDIA in scope["path"]:  # Before it there may be a root path.
                     raise not_served(scope["method"], scope["path"], WHY_NO_NAMES)
                 body = await self._read(Request(scope, receive), one)
@@ -264,8 +265,10 @@ class FrontMiddleware:
             if not self._has_key(scope, one):
                 await _UNAUTHORIZED(scope, receive, noted)
                 return
+            one.failure = self._origin_problem(scope)
             with contextlib.suppress(RequestError, ClientDisconnect):
-                await self._app(scope, bounded, noted)
+                if one.failure is None:
+                    await self._app(scope, bounded, noted)
             if one.begun or one.failure is None:
                 return
             if isinstance(one.failure, RequestError):
@@ -288,21 +291,20 @@ class FrontMiddleware:
             one.key = self._keys.check(Headers(scope=scope))
         return bool(one.key)
 
-    def _check_origin(self, headers: Headers) -> None:
-        """Check that no page of another origin sends a form: browsers do not ask before.
-
-        Raises:
-            RequestError: 403; one does.
-        """
-        origin, allowed = headers.get("origin"), self._settings.cors_origins
+    def _origin_problem(self, scope: Scope) -> RequestError | None:
+        """Return why a page of another origin may not send a request without a preflight."""
+        headers, allowed = Headers(scope=scope), self._settings.cors_origins
+        origin = headers.get("origin")
         kind = headers.get("content-type", "").partition(";")[0].strip().lower()
-        if kind in _FORMS and origin is not None and not {"*", origin} & {*allowed}:
-            raise RequestError(
-                f"pages of origin {origin[:128]!r} may not send forms: add it to "
-                "router.cors_origins",
-                status=403,
-                code="origin_not_allowed",
-            )
+        may_change = scope["type"] == "websocket" or scope["method"] == "POST"
+        if origin is None or kind not in _FORMS or not may_change or {"*", origin} & {*allowed}:
+            return None
+        return RequestError(
+            f"pages of origin {origin[:128]!r} may not send this without a preflight: add the "
+            "origin to router.cors_origins",
+            status=403,
+            code="origin_not_allowed",
+        )
 
     async def _read(self, request: Request, one: FrontExchange) -> bytes:
         """Return a request's body.

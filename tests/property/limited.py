@@ -10,8 +10,7 @@ import sys
 from pathlib import Path
 
 from epd_portable.config.load import parse_topology
-from epd_portable.errors import ConfigError, RequestError
-from epd_portable.router.contents.body import CHAT_PATH, Rules, read_call
+from epd_portable.errors import ConfigError
 
 LAUGHS = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
     f"{name}: &{name} [{', '.join([f'*{before}'] * 9)}]\n"
@@ -41,23 +40,6 @@ CONFIGURATIONS: dict[str, tuple[str, list[str]]] = {
     "merges": ("a: &a {k: 1}\nb: {<<: *a}\n", []),
     "a python object": ("model: !!python/object/apply:os.system ['false']\n", []),
 }
-BODIES: dict[str, bytes] = {
-    "many values": b'{"messages":[' + b"0," * 4_000_000 + b"0]}",
-    "many names": b"{" + b",".join(b'"n%d":0' % number for number in range(200_000)) + b"}",
-    "a long name": b'{"' + b"x" * 8_000_000 + b'":0}',
-    "a long model": b'{"messages":[],"model":"' + b"x" * 8_000_000 + b'"}',
-    "nested": b'{"messages":' + b"[" * 4_000_000,
-    "nested objects": b'{"messages":[' + b'{"content":' * 400_000,
-    "a long picture": b'{"messages":[{"role":"user","content":[{"type":"image_url","image_url":'
-    b'{"url":"data:image/png;base64,' + b"A" * 8_000_000 + b'"}}]}]}',
-    "an escaped picture": b'{"messages":[{"role":"user","content":[{"type":"image_url","image_url":'
-    b'{"url":"data:image\\/png;base64,' + b"A" * 8_000_000 + b'"}}]}]}',
-    "a picture whose slashes are all escaped": b'{"messages":[{"role":"user","content":[{"type":'
-    b'"image_url","image_url":{"url":"data:image\\/png;base64,' + b"AA\\/" * 2_000_000 + b'"}}]}]}',
-    "many parts": b'{"messages":[{"content":[' + b"{}," * 300_000 + b"{}]}]}",
-    "no picture": b'{"messages":[{"role":"user","content":[{"type":"image_url","image_url":'
-    b'{"url":"data:image/png;base64,' + b"=" * 8_000_000 + b'"}}]}]}',
-}
 
 
 def main(megabytes: int, what: str) -> None:
@@ -65,12 +47,9 @@ def main(megabytes: int, what: str) -> None:
     limit = mapped + megabytes * (1 << 20)
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     try:
-        if what in BODIES:
-            read_call(CHAT_PATH, BODIES[what], Rules())
-        else:
-            text, overrides = CONFIGURATIONS[what]
-            parse_topology(text, "cpu", overrides=overrides)
-    except (ConfigError, RequestError) as error:
+        text, overrides = CONFIGURATIONS[what]
+        parse_topology(text, "cpu", overrides=overrides)
+    except ConfigError as error:
         print(str(error)[:300])
 
 

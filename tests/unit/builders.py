@@ -1,13 +1,12 @@
-"""Small values that tests of transfers and of fleets are made of."""
+"""Small values that tests of transfers and of instances are made of."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from epd_portable.config.roles import Role
-from epd_portable.router.settings import InstanceSettings
 from epd_portable.scheduling.two_levels import TwoLevelCache
 from epd_portable.wire.descriptors import (
     PathEndpoint,
@@ -75,7 +74,19 @@ def encoder_cache(cache_size: int) -> TwoLevelCache:
     return TwoLevelCache(cache_size, 0, lambda request, index: 1)
 
 
-def instance_settings(name: str, role: Role = "encode", **more: Any) -> InstanceSettings:
-    """Return what a router is told of an instance."""
+@dataclass(frozen=True, kw_only=True)
+class Spec:
+    """An `InstanceSpec` of `epd_portable.placement.instances`."""
+
+    name: str
+    role: Role
+    url: str = ""
+    control: str = ""
+    weight: float = 1.0
+    labels: Mapping[str, str] = field(default_factory=dict)
+
+
+def instance_settings(name: str, role: Role = "encode", **more: Any) -> Spec:
+    """Return the specification of an instance; all but encode instances have a control channel."""
     control = "" if role == "encode" else "tcp://h:1"
-    return InstanceSettings(name=name, role=role, url=f"http://{name}:1", control=control, **more)
+    return Spec(name=name, role=role, url=f"http://{name}:1", control=control, **more)

@@ -1,4 +1,4 @@
-"""What may be imported where: the router and the launcher without torch, nothing by two names."""
+"""Imports: the launcher and decisions load without torch, no package loads by two names."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ WITHOUT_TORCH = [
     "epd_portable.errors",
     "epd_portable.launch",
     "epd_portable.log",
-    "epd_portable.router",
+    "epd_portable.placement",
     "epd_portable.wire",
 ]
 

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
+import socket
 from collections.abc import AsyncIterator
 
 import pytest
 
 pytest.importorskip("vllm")
 
+import httpx
+import psutil
 import uvicorn
 from starlette.requests import Request
-from starlette.responses import PlainTextResponse
+from starlette.responses import PlainTextResponse, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from epd_portable.front import connections
@@ -20,6 +24,27 @@ from epd_portable.front import connections
 pytestmark = pytest.mark.needs_vllm
 
 DEADLINE_S = 60.0
+GO_ON, BEGUN = asyncio.Event(), asyncio.Event()
+
+
+async def endless() -> AsyncIterator[bytes]:
+    while True:
+        BEGUN.set()
+        yield b"x" * 65536
+        await asyncio.sleep(0)
+
+
+async def respond(scope: Scope, receive: Receive, send: Send) -> None:
+    """Respond by path: early, without the body; in large pieces, for ever; or with what arrived."""
+    if scope["path"] == "/early":
+        await PlainTextResponse("no", 401)(scope, receive, send)
+    elif scope["path"] == "/large":
+        await StreamingResponse(endless())(scope, receive, send)
+    elif scope["path"] == "/slow":
+        await GO_ON.wait()
+        await PlainTextResponse("slow")(scope, receive, send)
+    else:
+        await echo(scope, receive, send)
 
 
 async def echo(scope: Scope, receive: Receive, send: Send) -> None:
@@ -33,7 +58,9 @@ async def echo(scope: Scope, receive: Receive, send: Send) -> None:
 async def port() -> AsyncIterator[int]:
     """Port of a server as vLLM starts it in the front."""
     connections.install()
-    config = uvicorn.Config(echo, port=0, log_level="error", lifespan="off", ws="none")
+    config = uvicorn.Config(
+        respond, port=0, log_level="error", lifespan="off", ws="none", timeout_keep_alive=1
+    )
     server = uvicorn.Server(config)
     server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign, assignment]
     serving = asyncio.create_task(server.serve())
@@ -58,6 +85,7 @@ async def exchange(port: int, *pieces: bytes, ends: bool = True) -> bytes:
 
 
 POST = b"POST /a HTTP/1.1\r\nhost: x\r\n"
+CHUNKS = b"3\r\nabc\r\n0\r\n\r\n"
 AMBIGUOUS = {
     "two lengths": POST + b"content-length: 1\r\ncontent-length: 2\r\n\r\nab",
     "length and chunks": POST + b"content-length: 4\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n",
@@ -75,6 +103,13 @@ AMBIGUOUS = {
     "folded header": POST + b"x: y\r\n content-length: 1\r\n\r\n",
     "bare line feed": b"POST /a HTTP/1.1\nhost: x\ncontent-length: 1\n\na",
     "null in a header": POST + b"x: a\0b\r\n\r\n",
+    "size by a hexadecimal prefix": POST
+    + b"transfer-encoding: chunked\r\n\r\n0x1\r\na\r\n0\r\n\r\n",
+    "chunks by another name": POST + b"transfer-encoding: xchunked\r\n\r\n0\r\n\r\n",
+    "chunks twice": POST + b"transfer-encoding: chunked\r\ntransfer-encoding: chunked\r\n\r\n",
+    "vertical tab in a length": POST + b"content-length: \v1\r\n\r\na",
+    "two hosts in a line": b"POST http://a/ http://b/ HTTP/1.1\r\nhost: x\r\n\r\n",
+    "carriage return alone": POST + b"x: y\rcontent-length: 4\r\n\r\n",
     "no method": b"\0\1\2\r\n\r\n",
     "other version": b"GET /a HTTP/9.9\r\n\r\n",
     "version 2": b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
@@ -87,6 +122,20 @@ async def test_ambiguous_request_smuggles_no_second_request(port: int) -> None:
         got = await exchange(port, data + smuggled)
         assert b"smuggled" not in got, (name, got)
         assert got.startswith(b"HTTP/1.1 400"), (name, got)
+
+
+async def test_body_arrives_when_another_protocol_is_wished(port: int) -> None:
+    wish = b"connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: AAEAAEAA\r\n"
+    for framing, body in ((b"content-length: 3", b"abc"), (b"transfer-encoding: chunked", CHUNKS)):
+        whole = POST + wish + framing + b"\r\n\r\n" + body
+        last = whole.replace(b"POST /a", b"POST /last")
+        for step in (1, 7, 1000):
+            stream = whole + last
+            pieces = [stream[place : place + step] for place in range(0, len(stream), step)]
+            got = await exchange(port, *pieces)
+            assert b"POST /a abc" in got and got.endswith(b"POST /last abc"), (framing, step, got)
+    connect = b"CONNECT x:80 HTTP/1.1\r\nconnection: upgrade\r\nupgrade: h2c\r\n\r\n"
+    assert (await exchange(port, connect)).startswith(b"HTTP/1.1 400")
 
 
 async def test_slow_head_is_closed(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,3 +180,98 @@ async def test_large_and_small_bodies_arrive(port: int) -> None:
     chunks = b"1\r\nx\r\n" * 50_000 + b"0\r\n\r\n"
     head = POST + b"connection: close\r\ntransfer-encoding: chunked\r\n\r\n"
     assert (await exchange(port, head + chunks)).endswith(b"x" * 50_000)
+
+
+async def test_client_that_reads_nothing_is_disconnected(
+    port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connections, "SEND_TIMEOUT_S", 0.3)
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.connect(("127.0.0.1", port))
+        client.sendall(b"GET /large HTTP/1.1\r\nhost: x\r\n\r\n")
+        await asyncio.wait_for(BEGUN.wait(), DEADLINE_S)
+        await until_closed(client)
+
+
+async def test_slow_reader_stays_connected(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "SEND_TIMEOUT_S", 1.0)
+    reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 16)
+    with contextlib.closing(writer):
+        writer.write(b"GET /large HTTP/1.1\r\nhost: x\r\n\r\n")
+        end = asyncio.get_running_loop().time() + 3.0
+        while asyncio.get_running_loop().time() < end:
+            assert await reader.readexactly(1 << 20)
+            await asyncio.sleep(0.05)
+
+
+async def until_closed(client: socket.socket) -> None:
+    """Return when the server has closed a connection of this process."""
+    ours = client.getsockname()[1]
+    async with asyncio.timeout(DEADLINE_S):
+        while any(
+            each.raddr and each.raddr.port == ours
+            for each in psutil.Process().net_connections("tcp")
+        ):
+            await asyncio.sleep(0.01)
+
+
+async def test_body_that_no_handler_reads_is_not_awaited_for_long(
+    port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connections, "BODY_TIMEOUT_S", 0.5)
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    with contextlib.closing(writer), contextlib.suppress(ConnectionError):
+        writer.write(b"POST /early HTTP/1.1\r\nhost: x\r\ncontent-length: 99999999\r\n\r\n")
+        async with asyncio.timeout(DEADLINE_S):
+            while not reader.at_eof():
+                writer.write(b"x")
+                await writer.drain()
+                await asyncio.sleep(0.01)
+                await asyncio.wait_for(reader.read(1000), 0.01) if reader._buffer else None
+
+
+async def test_handler_sets_how_long_it_waits_for_a_body(
+    port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connections, "BODY_TIMEOUT_S", 0.1)
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    with contextlib.closing(writer):
+        for _ in range(2):
+            writer.write(POST + b"content-length: 2\r\n\r\na")
+            await asyncio.sleep(0.3)
+            writer.write(b"b")
+            head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), DEADLINE_S)
+            assert head.startswith(b"HTTP/1.1 200")
+            assert await reader.readexactly(len("POST /a ab")) == b"POST /a ab"
+
+
+async def test_few_requests_of_a_connection_wait_for_the_one_before(port: int) -> None:
+    GO_ON.clear()
+    get = b"GET /a HTTP/1.1\r\nhost: x\r\n\r\n"
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    with contextlib.closing(writer):
+        writer.write(get.replace(b"/a", b"/slow") + get * connections.MAX_PIPELINED)
+        await asyncio.sleep(0.2)
+        GO_ON.set()
+        for _ in range(1 + connections.MAX_PIPELINED):
+            head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), DEADLINE_S)
+            assert head.startswith(b"HTTP/1.1 200")
+            await reader.readexactly(int(re.search(rb"length: (\d+)", head)[1]))  # type: ignore[index]
+    GO_ON.clear()
+    many = get.replace(b"/a", b"/slow") + get * (1 + connections.MAX_PIPELINED)
+    assert await exchange(port, many, ends=False) == b""
+    GO_ON.set()
+
+
+async def test_idle_connection_is_kept_longer_than_clients_keep_it(port: int) -> None:
+    kept_s = httpx.Limits().keepalive_expiry
+    assert kept_s is not None and 2 * kept_s < connections.KEEP_ALIVE_S
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    with contextlib.closing(writer):
+        for _ in range(2):
+            writer.write(b"GET /a HTTP/1.1\r\nhost: x\r\n\r\n")
+            head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), DEADLINE_S)
+            assert head.startswith(b"HTTP/1.1 200")
+            await reader.readexactly(len("GET /a "))
+            await asyncio.sleep(1.3)  # The server is set to close idle connections after 1 s.

@@ -214,10 +214,17 @@ async def test_forms_of_other_origins_are_refused(serve: Serve, kind: str) -> No
         assert (await http.post(CHAT, content=b"{}", headers=headers)).status_code == 200
 
 
-async def test_websocket_without_a_key_is_closed(serve: Serve, tmp_path: Path) -> None:
-    http, client = serve(api_keys_file=keys_file(tmp_path, KEY))
+@pytest.mark.parametrize("keys", [True, False])
+async def test_websocket_of_a_stranger_is_closed(serve: Serve, tmp_path: Path, keys: bool) -> None:
+    given = {"api_keys_file": keys_file(tmp_path, KEY)} if keys else {}
+    http, client = serve(cors_origins=["https://page.example"], **given)
     await http.get("/health")
-    middleware = FrontMiddleware(lambda *_: pytest.fail("it is served"))
+    served: list[str] = []
+
+    async def serves(scope: Scope, receive: Receive, send: Send) -> None:
+        served.append(scope["path"])
+
+    middleware = FrontMiddleware(serves)
     sent: list[Any] = []
 
     async def receive() -> Any:
@@ -226,9 +233,19 @@ async def test_websocket_without_a_key_is_closed(serve: Serve, tmp_path: Path) -
     async def send(message: Any) -> None:
         sent.append(message)
 
-    scope = {"type": "websocket", "path": "/v1/realtime", "headers": [], "app": server_of(client)}
-    await middleware(scope, receive, send)
-    assert sent == [{"type": "websocket.close", "code": 1008}]
+    async def connect(**headers: str) -> None:
+        raw = [(name.encode(), value.encode()) for name, value in headers.items()]
+        scope = {"type": "websocket", "path": "/v1/realtime", "headers": raw}
+        await middleware({**scope, "app": server_of(client)}, receive, send)
+
+    await connect(origin="https://other.example", **bearer(KEY))
+    if keys:
+        await connect()
+    assert sent == [{"type": "websocket.close", "code": 1008}] * (1 + keys)
+    assert not served
+    await connect(origin="https://page.example", **bearer(KEY))
+    await connect(**bearer(KEY))
+    assert len(served) == 2
 
 
 def generating(client: SplitClient, name: str) -> ASGIApp:

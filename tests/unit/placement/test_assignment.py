@@ -24,21 +24,21 @@ from epd_portable.placement.fallbacks import (
     final_error,
 )
 from epd_portable.placement.instances import EndpointPool, Instance
-from epd_portable.router.contents.media import MediaItem
 from epd_portable.wire.outcomes import FailureKind
 from epd_portable.wire.params import EncodedItem
 from tests.unit.builders import instance_settings
+from tests.unit.placement.profiles.situations import Picture
 
 PD = instance_settings("pd", "prefill-decode")
 PIXELS, TIME_S = 448 * 448, 0.25
 LOST, FULL, REFUSED = FailureKind.LOST, FailureKind.FULL, FailureKind.REFUSED
 
 
-def pictures(*names: str, pixels: int = 0) -> list[MediaItem]:
-    return [MediaItem(item_uuid=n, modality="image", part={}, pixels=pixels) for n in names]
+def pictures(*names: str, pixels: int = 0) -> list[Picture]:
+    return [Picture(item_uuid=n, pixels=pixels) for n in names]
 
 
-def equal(count: int, pixels: int = PIXELS) -> list[MediaItem]:
+def equal(count: int, pixels: int = PIXELS) -> list[Picture]:
     return pictures(*map(str, range(count)), pixels=pixels)
 
 
@@ -57,17 +57,17 @@ class Scene:
         self.budget = RetryBudget()
         self._running = contextlib.ExitStack()
 
-    def choose(self, item: MediaItem, exclude: object) -> Instance | None:
+    def choose(self, item: Picture, exclude: object) -> Instance | None:
         return self.pool.choose_encoder(item.item_uuid, exclude)  # type: ignore[arg-type]
 
-    def assign(self, items: list[MediaItem], **more: object) -> list[Assignment[MediaItem]]:
+    def assign(self, items: list[Picture], **more: object) -> list[Assignment[Picture]]:
         return assign_items(items, self.pd, self.choose, self.times, **more)  # type: ignore[arg-type]
 
     def has(self, instance: Instance, items: int) -> None:
         for _ in range(items):
             self._running.enter_context(instance.encoding(TIME_S))
 
-    def first_here(self, items: list[MediaItem], threshold: float = 4.0) -> tuple[int, str]:
+    def first_here(self, items: list[Picture], threshold: float = 4.0) -> tuple[int, str]:
         encoders = [self.encoders[n % len(self.encoders)] for n in range(len(items))]
         times_s = [self.times.of(item) for item in items]
         return count_local_first(times_s, encoders, self.pd, threshold=threshold)
@@ -94,7 +94,7 @@ def test_items_of_one_request_are_spread_and_nothing_stays_counted() -> None:
     assert not any(each.load for each in scene.pool.all)
 
 
-def is_chosen(scene: Scene, item: MediaItem, name: str) -> bool:
+def is_chosen(scene: Scene, item: Picture, name: str) -> bool:
     chosen = scene.choose(item, ())
     return chosen is not None and chosen.name == name
 
@@ -222,7 +222,7 @@ def test_a_request_that_an_instance_answers_5xx_needs_another_one() -> None:
     choose = scene.pool.choose_least_loaded
     tries.choose_pd(choose)
     assert tries.possible(failed(FailureKind.ERROR), choose, choose) == ()
-    scene.pool.add(PD.model_copy(update={"name": "other"})).seen_well()
+    scene.pool.add(instance_settings("other", "prefill-decode")).seen_well()
     assert tries.possible(failed(FailureKind.ERROR), choose, choose) == ("retried",)
     tries.go_on(failed(FailureKind.ERROR), "retried")
     other = tries.choose_pd(choose)
@@ -293,7 +293,7 @@ def test_retries_are_a_part_of_what_comes() -> None:
     assert sum(budget.spend() for _ in range(10)) == 2
 
 
-def sharing(scene: Scene, items: list[MediaItem]) -> list[Assignment[MediaItem]]:
+def sharing(scene: Scene, items: list[Picture]) -> list[Assignment[Picture]]:
     """Assign items to an instance that is an encoder itself."""
     return assign_items(items, scene.pd, or_own(scene.pd, scene.choose), scene.times, own=scene.pd)
 

@@ -1,4 +1,4 @@
-"""Which encoder a picture has: one answer, whoever asks."""
+"""The ring of hashes: one encoder for an item, by rules, by a scorer, and among named ones."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ from collections import Counter
 import pytest
 
 from epd_portable.config.choice import parse_choice
+from epd_portable.placement.instances import EndpointPool
 from epd_portable.placement.profiles.policy import Policy
 from epd_portable.placement.ring import HashRing
-from epd_portable.router.hops import HopSelection, RoutingHints
-from epd_portable.router.selector import EndpointSelector
-from tests.unit.placement.profiles.situations import seen
-from tests.unit.router.test_selector import begun, fleet, picture
+from tests.unit.builders import instance_settings
+from tests.unit.placement.profiles.situations import seen, to_encode
 
 BY_HASH = """
 plugins: [{type: encode-filter}, {type: consistent-hash-scorer}]
@@ -22,41 +21,42 @@ schedulingProfiles:
 """
 
 
-def test_direct_traffic_hops_and_a_hash_scorer_send_one_picture_to_one_encoder() -> None:
-    instances = fleet(encoders=5)
-    by_rule, by_policy = (
-        EndpointSelector(instances),
-        EndpointSelector(instances, Policy(parse_choice(BY_HASH))),
-    )
-    addresses = tuple(f"{each.name}:1" for each in instances.all)
+def encoders_of(count: int) -> EndpointPool:
+    pool = EndpointPool()
+    for number in range(count):
+        pool.add(instance_settings(f"e{number}")).seen_well()
+    return pool
+
+
+def test_rules_and_hash_scorer_choose_one_encoder_for_an_item() -> None:
+    pool, policy = encoders_of(5), Policy(parse_choice(BY_HASH))
     for busy in ("", "e0", "e3"):
         if busy:
-            instance = instances.get(busy)
+            instance = pool.get(busy)
             assert instance is not None
             for _ in range(4):
                 instance.working().__enter__()
         went = set()
         for number in range(100):
-            item = picture(f"p{number}")
-            hop = HopSelection(RoutingHints(encoders=addresses), begun(by_rule))
+            name = f"p{number}"
             found = {
-                each.choose_encoder(item, ()) for each in (begun(by_rule), begun(by_policy), hop)
+                pool.choose_encoder(name),
+                pool.choose_encoder(name, among=pool.all),
+                policy.choose(to_encode(name), list(pool.all)),
             }
             assert len(found) == 1
             went |= found
         assert len(went) >= 3
 
 
-def test_a_hop_that_names_some_encoders_leaves_a_picture_at_its_own_if_that_is_among_them() -> None:
-    instances = fleet(encoders=5)
-    direct = EndpointSelector(instances)
+def test_item_stays_at_its_encoder_when_some_are_named() -> None:
+    pool = encoders_of(5)
+    named = [each for each in pool.all if each.name in ("e1", "e2")]
     for number in range(100):
-        item = picture(f"p{number}")
-        hop = HopSelection(RoutingHints(encoders=("e1:1", "e2:1")), begun(direct))
-        own, named = begun(direct).choose_encoder(item, ()), hop.choose_encoder(item, ())
-        assert own is not None and named is not None
-        assert named.name in ("e1", "e2")
-        assert named is own or own.name not in ("e1", "e2")
+        own = pool.choose_encoder(f"p{number}")
+        chosen = pool.choose_encoder(f"p{number}", among=named)
+        assert chosen in named
+        assert chosen is own or own not in named
 
 
 @pytest.mark.parametrize("weights", [(1, 1), (1, 3), (1, 1, 2), (0.5, 1, 1, 2, 4), (1,) * 12])

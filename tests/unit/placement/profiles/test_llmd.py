@@ -15,7 +15,6 @@ from epd_portable.placement.profiles.catalogue import make_plugin
 from epd_portable.placement.profiles.policy import Policy
 from epd_portable.placement.profiles.scorers import NoHitLruScorer
 from epd_portable.placement.profiles.selection_types import SelectionRequest
-from epd_portable.router.prefix import chain
 from epd_portable.wire.messages import LoadReport
 from tests.unit.placement.profiles.situations import (
     Picture,
@@ -148,14 +147,6 @@ def test_the_guides_file_has_items_encoded_apart_and_nothing_prefilled_apart() -
 )
 def test_items_are_as_many_tokens_as_llm_d_takes_them_for(item: Picture, tokens: int) -> None:
     assert estimated_tokens(item) == tokens
-
-
-def test_a_picture_weighs_where_it_stands_in_the_prompt() -> None:
-    name = b'"picture"'
-    found = chain(
-        [[b"x" * 12, name, b"y" * 20], [b"z" * 8]], block_bytes=16, most=9, items={name: 900}
-    )
-    assert (found.ends, found.tokens) == ((904, 908, 910, 912), 912)
 
 
 # Single types.

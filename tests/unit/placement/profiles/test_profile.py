@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -8,10 +9,12 @@ import pytest
 
 from epd_portable.placement.profiles.profile import LOG_EVERY_S, Profile
 from epd_portable.placement.profiles.selection_types import (
+    MAX_EXPLANATION_BYTES,
     MOST_SHOWN,
     Candidate,
     Candidates,
     Decision,
+    Explanation,
     SelectionRequest,
 )
 from tests.unit.placement.profiles.situations import asked, with_load
@@ -103,6 +106,19 @@ def test_of_many_instances_the_best_are_shown_and_of_none_that_there_is_none() -
     decision = Decision(stage="decode")
     assert profile().choose(asked(), [], decision) is None
     assert decision.shown()["reason"] == "there is no instance"
+
+
+def test_an_explanation_fits_into_a_header() -> None:
+    explanation = Explanation()
+    for number in range(300):
+        decision = Decision(stage="encode", item=f"{number:064}", winner="ä" * 20)
+        decision.totals = {f"instance-{n}": float(n) for n in range(16)}
+        explanation.decisions.append(decision)
+        if number % 25 == 0:
+            text = explanation.text()
+            assert len(text) <= MAX_EXPLANATION_BYTES and text.isascii()
+    *shown, last = json.loads(text)
+    assert len(shown) + last["left_out"] == 276 and len(shown) > 30
 
 
 def chosen_of(one: Profile) -> str:

@@ -3,7 +3,6 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-import msgspec
 import pytest
 from prometheus_client import CollectorRegistry
 
@@ -16,12 +15,8 @@ from epd_portable.placement.admission import (
 )
 from epd_portable.placement.gate import Ticket
 from epd_portable.placement.instances import EndpointPool, Instance
-from epd_portable.router.contents.body import Call
-from epd_portable.router.ingress.priority import priority_of
 from epd_portable.wire.outcomes import FailureKind
 from tests.unit.builders import instance_settings
-
-TEXT = Call.untouched("POST", "/v1/chat/completions", b"{}")
 
 
 class Door:
@@ -145,24 +140,19 @@ async def test_who_is_cancelled_as_it_is_let_in_gives_its_place_back() -> None:
         await second
 
 
-@pytest.mark.parametrize(
-    ("header", "field", "expected"),
-    [
-        (None, None, 0),
-        (None, b"3", 3),
-        ("-5", b"3", -5),
-        ("soon", b"3", 3),
-        ("", b"null", 0),
-        (None, b'"7"', 0),
-        (None, b"1.5", 0),
-        (None, b"[1]", 0),
-        (None, b"9" * 5000, 0),
-        ("9" * 5000, None, 0),
-    ],
-)
-def test_a_priority_is_read_as_vllm_reads_it(
-    header: str | None, field: bytes | None, expected: int
-) -> None:
-    fields = {} if field is None else {"priority": msgspec.Raw(field)}
-    call = msgspec.structs.replace(TEXT, fields=fields)
-    assert priority_of(call, {} if header is None else {"x-vllm-priority": header}) == expected
+async def test_priority_counts_only_where_the_key_allows_it() -> None:
+    for heeds, expected in ((True, ["urgent", "usual"]), (False, ["usual", "urgent"])):
+        door = Door(max_requests=1, heed_priority=heeds)
+        first, went = await door.enter(), list[str]()
+
+        async def wait(name: str, priority: int, door: Door = door, went: list[str] = went) -> None:
+            ticket = await door.keeper.enter(items=0, nbytes=0, priority=priority)
+            went.append(name)
+            door.keeper.leave(ticket)
+
+        async with asyncio.TaskGroup() as waiting:
+            for name, priority in (("usual", 0), ("urgent", -1)):
+                waiting.create_task(wait(name, priority))
+            await asyncio.sleep(0)
+            door.keeper.leave(first)
+        assert went == expected
