@@ -48,6 +48,7 @@ from epd_portable.front.request import (
     UnavailableError,
 )
 from epd_portable.front.selection import selection_of
+from epd_portable.front.spans import Spans
 from epd_portable.placement.admission import AdmissionControl
 from epd_portable.placement.assignment import (
     BUSY_THRESHOLD,
@@ -183,6 +184,8 @@ class SplitClient(AsyncMPClient):
             )
         self._is_draining = False
         self._retries = RetryBudget()
+        traces = config.observability_config.otlp_traces_endpoint
+        self._spans = Spans() if traces else None
         self._jobs = ItemJobs(
             self.engines,
             self.metrics,
@@ -192,11 +195,13 @@ class SplitClient(AsyncMPClient):
             can_encode=settings.can_encode,
             order=settings.encode_order,
             job_s=_job_s(settings, self._policy),
+            spans=self._spans,
         )
         self._prefills = Prefills(
             self.metrics,
             self._jobs,
             self._retries,
+            spans=self._spans,
             choose=self._choose_prefill,
             send=self._try,
         )
@@ -303,6 +308,8 @@ class SplitClient(AsyncMPClient):
         self._pool.work.prompt_came(engine.instance.role, one.tokens)
         one.task = asyncio.create_task(self._serve(one, engine))
         one.task.add_done_callback(lambda _: self._leave(one))
+        if self._spans is not None:
+            self._spans.begin(one)
 
     def _leave(self, one: OpenRequest) -> None:
         if self._admission is not None:

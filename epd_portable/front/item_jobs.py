@@ -7,16 +7,19 @@ import contextlib
 import logging
 import time
 from collections.abc import Collection
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, Literal
 
 import anyio
+from opentelemetry.trace import Span
 from vllm.multimodal.inputs import PlaceholderRange
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 
 from epd_portable.front.engines import Engines
 from epd_portable.front.metrics import FrontMetrics
 from epd_portable.front.request import FrontItem, OpenRequest
+from epd_portable.front.spans import Spans, set_end
 from epd_portable.log import trace
 from epd_portable.placement.assignment import Assignment, EncodeFailure, EncodeTimes, EncodeTries
 from epd_portable.placement.fallbacks import RetryBudget
@@ -42,6 +45,7 @@ class ItemJobs:
         can_encode: The engine that answers holds the vision tower.
         order: Key ``router.encode_order``.
         job_s: Longest time of one job; ``None`` for any.
+        spans: Makes spans of jobs; ``None`` for none.
 
     Attributes:
         open: Jobs that have not ended, by name.
@@ -61,6 +65,7 @@ class ItemJobs:
         can_encode: bool,
         order: EncodeOrder = "concurrent",
         job_s: float | None = None,
+        spans: Spans | None = None,
     ) -> None:
         self.times = EncodeTimes()
         self.requested: dict[str, asyncio.Event] = {}
@@ -73,6 +78,7 @@ class ItemJobs:
         self._can_encode = can_encode
         self._order = order
         self._job_s = job_s
+        self._spans = spans
         self.open: dict[str, asyncio.Future[FinishReason | EncodeFailure]] = {}
 
     def take_output(self, output: EngineCoreOutput) -> None:
@@ -135,8 +141,12 @@ class ItemJobs:
                         if one.decided.is_set():
                             return
                         one.selection.note_job(item, encoder)
-                        with encoder.encoding(self._servers * self.times.of(item)):
+                        expected_s = self._servers * self.times.of(item)
+                        with encoder.encoding(expected_s), self._span(one, item, encoder) as span:
                             failure = await self._encode(one, item, transfer, encoder, job)
+                            if span is not None:
+                                end = failure.kind.value if failure else "encoded"
+                                set_end(span, end, failed=failure is not None)
                     if failure is None:
                         self._metrics.jobs.labels(encoder.name, "encoded").inc()
                         one.awaited.discard(item.item_uuid)
@@ -172,6 +182,14 @@ class ItemJobs:
         one.again = tries.describe() if first else "no encode engine is up"
         (one.here if self._can_encode else one.missing).add(item.item_uuid)
         one.decide()
+
+    def _span(
+        self, one: OpenRequest, item: FrontItem, encoder: Instance
+    ) -> AbstractContextManager[Span | None]:
+        if self._spans is None:
+            return contextlib.nullcontext()
+        tokens = item.feature.mm_position.length
+        return self._spans.job("encode", one.core, encoder.name, tokens, item.item_uuid)
 
     async def _encode(
         self,

@@ -21,6 +21,7 @@ from epd_portable.front.engines import FrontEngine
 from epd_portable.front.item_jobs import ItemJobs
 from epd_portable.front.metrics import FrontMetrics
 from epd_portable.front.request import OpenRequest, PrefilledKv
+from epd_portable.front.spans import Spans, set_end
 from epd_portable.placement.fallbacks import MAX_PREFILLS, RetryBudget
 
 logger = logging.getLogger(__name__)
@@ -70,6 +71,7 @@ class Prefills:
         jobs: Encode jobs, for their resets.
         retries: Budget of failed jobs and requests.
         choose: Returns the engine for a job, but none of these names.
+        spans: Makes spans of jobs; ``None`` for none.
         send: Sends a job to an engine, under an id, and its items to encode engines; returns when
             the job has ended or failed.
     """
@@ -80,12 +82,14 @@ class Prefills:
         jobs: ItemJobs,
         retries: RetryBudget,
         *,
+        spans: Spans | None,
         choose: Callable[[OpenRequest, Collection[str]], FrontEngine | None],
         send: Callable[[OpenRequest, FrontEngine, str], Awaitable[None]],
     ) -> None:
         self._metrics = metrics
         self._jobs = jobs
         self._retries = retries
+        self._spans = spans
         self._choose = choose
         self._send = send
 
@@ -116,7 +120,14 @@ class Prefills:
             if engine is None or (number and not self._retries.spend()):
                 break
             left_here, resets = len(job.here), self._jobs.resets
-            await self._send(job, engine, f"{engine_id}{SUFFIX}{number or ''}")
+            job_id = f"{engine_id}{SUFFIX}{number or ''}"
+            if self._spans is None:
+                await self._send(job, engine, job_id)
+            else:
+                with self._spans.job("prefill", one.core, engine.name, job.tokens) as span:
+                    await self._send(job, engine, job_id)
+                    end = "prefilled" if job.params else "failed"
+                    set_end(span, end, failed=not job.params)
             if job.params:
                 self._metrics.prefills.labels("disaggregated").inc()
                 one.kv = PrefilledKv(engine.instance, job.params)

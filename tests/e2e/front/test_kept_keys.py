@@ -81,8 +81,14 @@ def test_it_speaks_https_answers_browsers_and_sends_spans(served: Served) -> Non
     assert allowed.headers["access-control-allow-origin"] == ORIGIN
     other = {**before, "origin": "https://other.example"}
     assert client.options(PATH, headers=other).status_code == 400
-    spans = served.collector.services
-    wait_until(lambda: {"front"} in spans("llm_request"), "the front's span came")
+    traces = served.collector.traces
+
+    def of_one_trace(*names: str) -> bool:
+        found = [{trace for name, trace in [*traces] if name == each} for each in names]
+        return bool(set.intersection(*found))
+
+    wait_until(lambda: of_one_trace("request", "encode", "llm_request"), "spans came")
+    assert {"front"} in served.collector.services("encode")
 
 
 @pytest.mark.needs_prometheus
