@@ -114,6 +114,7 @@ class FrontEngine:
             server how many, others whether there are any.
         life: Follows one on another machine, until it has left; ``None`` for others.
         leaving: It is forgotten when nothing of it is needed.
+        warming: Number of its pairs that are warmed up at present.
     """
 
     def __init__(self, settings: EngineSettings, instance: Instance, index: int) -> None:
@@ -127,6 +128,7 @@ class FrontEngine:
         self.running = 0
         self.life: asyncio.Task[None] | None = None
         self.leaving = False
+        self.warming = 0
 
     @property
     def pending_encode_s(self) -> float:
@@ -198,8 +200,8 @@ class FrontEngine:
         return []
 
     async def responds(self, timeout_s: float) -> bool:
-        """Return whether its loop takes calls."""
-        if self.client is None:
+        """Return whether its loop takes calls, and it is warmed up."""
+        if self.client is None or self.warming:
             return False
         with contextlib.suppress(TimeoutError, EngineDeadError):
             call = self.client.call_utility_async("is_scheduler_paused")

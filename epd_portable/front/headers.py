@@ -83,6 +83,7 @@ class Hints:
         cache_key: Hashed in place of items' content; or empty.
         model: Encoder model that encoders must have by their label; or empty.
         of_model: Encoders that have it, or no such label.
+        generator: Engine that generates, if one is named; no header names it.
     """
 
     prefiller: Instance | None = None
@@ -92,6 +93,7 @@ class Hints:
     cache_key: str = ""
     model: str = ""
     of_model: Sequence[Instance] = ()
+    generator: Instance | None = None
 
     def of_items(self, names: Sequence[str]) -> dict[str, tuple[str, Instance]]:
         """Return header and engine of each named item, by its name.

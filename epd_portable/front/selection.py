@@ -234,7 +234,8 @@ class _ByHeaders(EngineChoices):
         return not (self._hints.encoders or self._by_item or self._hints.model)
 
     def choose_engine(self) -> Instance | None:
-        return self._inner.choose_engine()
+        named = self._hints.generator
+        return named if named and named.usable else self._inner.choose_engine()
 
     def disaggregates_prefill(self) -> bool:
         return self._hints.prefiller is not None or self._inner.disaggregates_prefill()

@@ -36,6 +36,7 @@ from vllm.v1.engine.core_client import EngineCoreClient
 
 from epd_portable.front import connections
 from epd_portable.front.client import FrontSettings, SplitClient
+from epd_portable.front.warm_up import WarmUp
 from epd_portable.placement.balance import TICK_S, Switching
 from epd_portable.vllm_plugin import compat, exposition
 
@@ -140,6 +141,7 @@ async def serve(
     more: dict[str, Any] = {"peer_loads": (loads, index)} if shares else {}
     try:
         await front.reset_mm_cache()
+        await WarmUp(front, client).start()
         ended = await build_and_serve(front, address, sock, args, **more)
     finally:
         front.shutdown()

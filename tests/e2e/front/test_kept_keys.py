@@ -70,6 +70,15 @@ def served(tmp_path_factory: pytest.TempPathFactory, fork: Popen) -> Iterator[Se
                 yield Served(split, client, collector)
 
 
+def test_first_request_of_a_client_connects_nothing(served: Served) -> None:
+    asked = body([picture(2), text("Describe the picture.")])
+    assert served.client.post(PATH, json=asked).json()[FIELD]["items"][0]["source"] == "transfer"
+    events = served.split.events
+    opened = [*events("control.opened", since_s=0), *events("path.opened", since_s=0)]
+    assert len(opened) >= 2
+    assert events("control.opened") == events("path.opened") == []
+
+
 def test_it_speaks_https_answers_browsers_and_sends_spans(served: Served) -> None:
     client, page = served.client, {"origin": ORIGIN}
     asked = body([picture(1), text("Describe the picture.")])
