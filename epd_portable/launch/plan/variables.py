@@ -16,19 +16,9 @@ def variable_problems(plan: Plan, environ: Mapping[str, str]) -> Iterator[str]:
     for name, problem in _PROBLEMS.items():
         for spec in plan.processes:
             value = {**environ, **spec.env}.get(name, "")
-            # A router takes no variable of vLLM. An engine behind the engine front has no server.
-            if spec.role == "router" or not value or (name == _KEY and "http" not in spec.ports):
-                continue
-            if text := problem(value):
+            if value and (text := problem(value)):
                 yield f"{name} is set for {spec.name}: {text}"
                 break
-
-
-def _key(value: str) -> str:
-    return (
-        "its server would refuse the router in front of it. Unset it, and name keys for clients in "
-        "router.api_keys_file."
-    )
 
 
 def _port(value: str) -> str:
@@ -44,5 +34,4 @@ def _ranks(value: str) -> str:
     return "" if value == "1" else f"{value} is data parallelism, which is not supported. Unset it."
 
 
-_KEY = "VLLM_API_KEY"
-_PROBLEMS = {_KEY: _key, "VLLM_PORT": _port, "VLLM_DP_SIZE": _ranks}
+_PROBLEMS = {"VLLM_PORT": _port, "VLLM_DP_SIZE": _ranks}
