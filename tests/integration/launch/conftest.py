@@ -152,9 +152,7 @@ class Run:
 
     def pid_of(self, name: str) -> int:
         """Return the pid of the process that listens for ``name``."""
-        # The router has its port in its settings.
         wanted = {f"--port={self.ports[name]}"}
-        wanted |= {"epd_portable.router"} if name == "router" else set()
         (pid,) = (
             each
             for each in sessions.members([], self.run_id)
@@ -236,27 +234,16 @@ def complete(run: Run, seconds: float) -> dict[str, Any]:
 
 
 class Asked:
-    """A request through the router that takes so many seconds, under way in a thread."""
+    """A request through the front that takes so many seconds, under way in a thread."""
 
     def __init__(self, run: Run, seconds: float) -> None:
-        router = RouterClient(f"http://127.0.0.1:{run.ports['router']}", run.secret)
-        self._send(run, seconds)
-
-        def is_seen() -> bool:
-            if any(each["in_flight"] for each in router.instances()):
-                return True
-            if self._answers:  # Before anybody looked.
-                self._send(run, seconds)
-            return False
-
-        run.until(is_seen, "an engine has the request")
-
-    def _send(self, run: Run, seconds: float) -> None:
         self._answers: list[dict[str, Any]] = []
         self._thread = threading.Thread(
             target=lambda: self._answers.append(complete(run, seconds)), daemon=True
         )
+        before = in_flight(run)
         self._thread.start()
+        run.until(lambda: in_flight(run) > before, "an engine has the request")
 
     def ended(self) -> dict[str, Any]:
         """Return the answer, or the error."""
@@ -264,37 +251,32 @@ class Asked:
         return self._answers[0]
 
 
+def client_of(run: Run) -> RouterClient:
+    """Return what sends signed requests to a run's front."""
+    return RouterClient(f"http://127.0.0.1:{run.ports['router']}", run.secret)
+
+
+def in_flight(run: Run) -> int:
+    """Return how many requests engines work on."""
+    return sum(each["in_flight"] for each in client_of(run).instances())
+
+
 @pytest.fixture
 def routed(launch: Callable[..., Run], tmp_path: Path) -> Callable[..., Run]:
-    """Start engines behind the real router; ``router`` are further settings of it."""
+    """Start engines behind a front."""
 
-    def start(
-        engines: dict[str, Options], router: dict[str, Any] | None = None, **settings: Any
-    ) -> Run:
+    def start(engines: dict[str, Options], **settings: Any) -> Run:
         secret_file = tmp_path / "secret"
-        make_secret_file(str(secret_file))
+        if not secret_file.exists():
+            make_secret_file(str(secret_file))
 
         def command(ports: dict[str, int]) -> list[str]:
-            control = port_source("0000002a")
-            instances = [
-                {
-                    "name": name,
-                    "role": ROLES[name.partition("-")[0]],
-                    "url": f"http://127.0.0.1:{ports[name]}",
-                    "control": f"tcp://127.0.0.1:{control()}" if name.startswith("pd") else "",
-                }
+            told = [
+                f"--engine={name},{ROLES[name.partition('-')[0]]},http://127.0.0.1:{ports[name]}"
                 for name in engines
             ]
-            found = {
-                "port": ports["router"],
-                "model": "demo",
-                "instances": instances,
-                "secret_file": str(secret_file),
-                "registration": False,
-                "probe_interval_s": 0.1,
-                **(router or {}),
-            }
-            return ["-m", "epd_portable.router", "--settings", json.dumps(found)]
+            own = [f"--port={ports['router']}", f"--secret-file={secret_file}"]
+            return [str(HERE / "front.py"), *own, *told]
 
         secret = secret_file.read_text().strip()
         return launch({**engines, "router": command}, **{"secret": secret, **settings})

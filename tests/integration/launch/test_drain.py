@@ -1,4 +1,4 @@
-"""The end of a topology that serves: the router answers what is open, then the engines end."""
+"""The end of a topology that serves: the front answers what is open, then the engines end."""
 
 from __future__ import annotations
 
@@ -10,18 +10,17 @@ from tests.integration.launch.conftest import Asked, Run
 
 Routed = Callable[..., Run]
 ENGINE = {"pd-0": []}
-PATIENT = {"drain_s": 600.0}
 
 
 def test_what_takes_longer_than_the_grace_is_cut(routed: Routed) -> None:
-    run = routed(ENGINE, PATIENT, drain_s=0.5, stop_grace_s=0.5)
+    run = routed(ENGINE, drain_s=0.5, stop_grace_s=0.5)
     asked = Asked(run, 60.0)
     run.stop()
     assert "error" in asked.ended()
 
 
 def test_a_second_signal_ends_the_grace(routed: Routed) -> None:
-    run = routed(ENGINE, PATIENT, drain_s=600.0)
+    run = routed(ENGINE, drain_s=600.0)
     asked = Asked(run, 60.0)
     run.process.send_signal(signal.SIGTERM)
     run.wait_for("open requests may take 600 s to end")
@@ -30,7 +29,7 @@ def test_a_second_signal_ends_the_grace(routed: Routed) -> None:
 
 
 def test_nothing_is_left_when_the_launcher_is_killed_while_it_drains(routed: Routed) -> None:
-    run = routed({"pd-0": ["--shm={shm}", "--renamed"]}, PATIENT, drain_s=600.0)
+    run = routed({"pd-0": ["--shm={shm}", "--renamed"]}, drain_s=600.0)
     Asked(run, 60.0)
     run.process.send_signal(signal.SIGTERM)
     run.wait_for("open requests may take 600 s to end")
@@ -39,3 +38,13 @@ def test_nothing_is_left_when_the_launcher_is_killed_while_it_drains(routed: Rou
     run.until(lambda: set(run.guard_pids()) - {guard}, "there is another guard")
     run.process.kill()
     run.until(run.nothing_left, "the guard has cleaned up")
+
+
+def test_an_open_request_is_answered_after_the_stop_signal(routed: Routed) -> None:
+    run = routed(ENGINE)
+    asked = Asked(run, 3.0)
+    # As a terminal does it: every process of the launcher's group, and no other.
+    os.killpg(run.process.pid, signal.SIGINT)
+    run.wait_for("open requests may take 30 s to end (router.drain_s)")
+    assert "pid" in asked.ended()
+    run.ends_well()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import stat
 import subprocess
 import sys
@@ -14,16 +13,11 @@ from typing import Any
 import pytest
 
 from epd_portable.config.secret import make_secret_file
-from epd_portable.demo.servers import free_port
 from tests import pod
 
 ROOT = Path(__file__).resolve().parents[3]
 COMMAND = (sys.executable, "-m", "epd_portable.launch.cli")
 FILE = ("--platform", "cpu", "--config", str(ROOT / "configs/1e1pd.yaml"))
-ROUTER_ALONE = (
-    *("up", *FILE),
-    *("--set", "instances.encode.count=0", "--set", "instances.prefill_decode.count=0"),
-)
 DEADLINE_S = 60.0
 FULL = pytest.mark.full
 HOMES = {"none": {}, "root": {"HOME": "/"}, "read-only": {"HOME": "/usr"}, "gone": {"HOME": "/no"}}
@@ -44,8 +38,8 @@ def run(beginning: list[str], *words: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize(
     "home", ["none", "read-only", *(pytest.param(name, marks=FULL) for name in ("root", "gone"))]
 )
-def test_launcher_serves_without_a_writable_home(tmp_path: Path, home: str) -> None:
-    variables = served(pod.enter(tmp_path / "tmp", **HOMES[home]), tmp_path / "tmp", "/tmp")
+def test_processes_get_a_home_without_a_writable_one(tmp_path: Path, home: str) -> None:
+    variables = variables_of_child(pod.enter(tmp_path / "tmp", **HOMES[home]))
     assert variables["LOGNAME"] == str(pod.USER)
     made = tmp_path / "tmp" / Path(variables["HOME"]).name
     assert variables["HOME"] == f"/tmp/{made.name}"
@@ -56,39 +50,23 @@ def test_models_of_a_home_that_is_read_only_are_found(tmp_path: Path) -> None:
     hub = tmp_path / "home/.cache/huggingface"
     hub.mkdir(parents=True)
     home = {"HOME": str(tmp_path / "home"), "TMPDIR": "/srv"}
-    inside = pod.enter(tmp_path / "tmp", place="/srv", **home)
-    variables = served(inside, tmp_path / "tmp", "/srv")
+    variables = variables_of_child(pod.enter(tmp_path / "tmp", place="/srv", **home))
     assert variables["HF_HOME"] == str(hub)
     assert variables["HOME"] == f"/srv/epd-home-{pod.USER}"
 
 
-def served(inside: list[str], folder: Path, place: str) -> dict[str, str]:
-    """Start a router there, which serves and ends; return the variables of its process."""
-    port = free_port()
-    make_secret_file(str(folder / "epd.secret"))
-    secret = ("--set", f"secret_file={place}/epd.secret")
-    command = [*inside, *COMMAND, *ROUTER_ALONE, *secret, "--port", str(port), "--json"]
+def variables_of_child(inside: list[str]) -> dict[str, str]:
+    """Return the variables that the launcher gives a process there.
+
+    `tests/e2e/front/test_front.py` starts real engines in such a container.
+    """
+    code = "import json, os; from epd_portable.launch.environment import child_environ as given; "
+    command = [*inside, sys.executable, "-c", f"{code}print(json.dumps(given(os.environ)))"]
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as launcher:
-        assert launcher.stdout is not None
-        try:
-            lines = map(json.loads, launcher.stdout)
-            found = next(each for each in lines if each["event"] in ("ready", "error"))
-            assert found["event"] == "ready", found
-            [shown] = json.loads(run(inside, "status", "--json").stdout)["runs"]
-            assert shown["url"] == f"http://127.0.0.1:{port}/v1"
-            [router] = shown["processes"]
-            return environment(router["pid"])
-        finally:
-            launcher.send_signal(signal.SIGTERM)
-            launcher.stdout.read()
-            assert launcher.wait(DEADLINE_S) == 0
-
-
-def environment(pid: int) -> dict[str, str]:
-    """Return the variables of a process."""
-    entries = Path(f"/proc/{pid}/environ").read_text().split("\0")
-    return dict(entry.split("=", 1) for entry in entries if entry)
+    result = subprocess.run(command, env=env, capture_output=True, text=True, timeout=DEADLINE_S)
+    assert result.returncode == 0, result.stderr
+    found: dict[str, str] = json.loads(result.stdout)
+    return found
 
 
 def test_a_temporary_folder_elsewhere_is_used(tmp_path: Path) -> None:
@@ -111,7 +89,7 @@ def test_home_that_others_can_write_is_refused(tmp_path: Path) -> None:
     (tmp_path / "tmp" / f"epd-home-{pod.USER}").mkdir()
     (tmp_path / "tmp" / f"epd-home-{pod.USER}").chmod(0o777)
     make_secret_file(str(tmp_path / "tmp/epd.secret"))
-    result = run(inside, *ROUTER_ALONE, "--set", "secret_file=/tmp/epd.secret")
+    result = run(inside, "up", *FILE, "--set", "secret_file=/tmp/epd.secret")
     assert result.returncode == 2
     assert "mode 0777: others can write into it. Remove it, or set HOME" in result.stderr
 

@@ -54,12 +54,6 @@ def test_the_files_would_run_otherwise(here: Path, monkeypatch: pytest.MonkeyPat
     assert ran(here) == ["ran-httpx"]
 
 
-def test_the_router_imports_none(here: Path) -> None:
-    child = start(here, "-m", "epd_portable.router", "--settings", "{}")
-    assert "error: router settings from --settings" in child.output()
-    assert ran(here) == []
-
-
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="Python starts them in a safe folder")
 def test_what_a_child_starts_imports_none(here: Path) -> None:
     """As vLLM does: a process that is spawned, and a python that is told what to do."""

@@ -63,10 +63,9 @@ def test_a_stop_signal_ends_everything_with_status_0(
     launch(servers, stop_grace_s=0.5, until=said).stop(signum)
 
 
-def test_a_router_that_says_nothing_of_its_instances_is_not_ready(
+def test_front_with_another_secret_is_not_ready(
     routed: Callable[..., Run],
 ) -> None:
-    """It has another secret."""
     said = "failed: router is not healthy 5 s after its start"
     routed({"pd-0": []}, secret="1" * 64, startup_timeout_s=5.0, until=said).ends_well(1)
 

@@ -1,4 +1,4 @@
-"""SIGHUP: instances are started again one after the other."""
+"""SIGHUP: engines are restarted one after the other; `tests/faults/test_updates.py` has load."""
 
 from __future__ import annotations
 
@@ -16,15 +16,14 @@ from typing import Any
 
 import certifi
 
-from epd_portable.launch.run.router_client import RouterClient
-from tests.integration.launch.conftest import Asked, Run
+from tests.integration.launch.conftest import Asked, Run, client_of
 
 Routed = Callable[..., Run]
 TWO: dict[str, list[str]] = {"pd-0": [], "pd-1": []}
 
 
 def drained(run: Run) -> list[str]:
-    """Return the instances that the router was asked to drain."""
+    """Return the instances that the front was asked to drain."""
     text = (run.log_dir / "router.log").read_text()
     return re.findall(r"instance (\S+) drains$", text, re.MULTILINE)
 
@@ -53,13 +52,13 @@ def test_an_instance_that_does_not_come_back_ends_the_update_and_may_come_later(
     assert run.pid_of("pd-1") == other
     assert drained(run) == ["pd-0"]
     # It is not kept out for ever.
-    router = RouterClient(f"http://127.0.0.1:{run.ports['router']}", run.secret)
+    router = client_of(run)
     run.until(
         lambda: "draining" not in {each["state"] for each in router.instances()}, "it is resumed"
     )
 
 
-def test_a_router_that_cannot_be_asked_ends_the_update_before_anything_has_happened(
+def test_a_front_that_cannot_be_asked_ends_the_update_before_anything_has_happened(
     routed: Routed, tmp_path: Path
 ) -> None:
     cert = Path(shutil.copy(certifi.where(), tmp_path))
