@@ -2,7 +2,7 @@
 
 Every process of vLLM imports for ten seconds of a core before it does anything, and tests start
 dozens. A `warm.Nursery` imports once and never computes. The launcher is forked from it, and the
-launcher's routers and API servers, their engine processes and workers are forked from one another
+launcher's fronts and API servers, their engine processes and workers are forked from one another
 and run what they would have run. To everybody else they look like processes that were started:
 parents, sessions, signals, exit statuses, and under ``/proc`` command lines and environments are
 those of the real ones.
@@ -86,8 +86,8 @@ _FRESH = ("epd_portable", "tests", "platforms", "runners")
 """Ours: they read their variables when they are imported, and are imported in no time."""
 _FORKED = (
     "epd_portable.launch.run.fork_server",
-    "epd_portable.router",
     "epd_portable.engine.core",
+    "epd_portable.engine.remote",
     "epd_portable.front.server",
     "vllm.entrypoints.openai.api_server",
     "vllm.model_executor.models.registry",

@@ -1,8 +1,4 @@
-"""Real engines: a topology once for each folder of tests, plain vLLM once for all.
-
-What the router decides does not need other engines: `router_of` attaches a router with other
-settings to engines that are up, in a second.
-"""
+"""Real engines: a topology once for each folder of tests, plain vLLM once for all."""
 
 from __future__ import annotations
 
@@ -11,7 +7,6 @@ import dataclasses
 import json
 import os
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -20,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import psutil
 import pytest
 
 from epd_portable.config.load import load_topology
@@ -59,13 +53,12 @@ class Split:
     """A running topology and the event trace that its processes write.
 
     Attributes:
-        url: Base address of the router that is asked.
+        url: Base address of the front.
         pid: The launcher.
         trace_dir: Of the events.
         log_dir: Of one file a process.
         flags: Where `flags` are raised.
         ready_s: From when on events count.
-        router_pid: The router that is asked, if it is not the topology's own.
     """
 
     url: str
@@ -74,7 +67,6 @@ class Split:
     log_dir: Path
     flags: Path
     ready_s: float
-    router_pid: int = 0
 
     def events(self, name: str = "", *, since_s: float | None = None) -> list[dict[str, Any]]:
         """Return events in the order of time.
@@ -188,7 +180,6 @@ def running(
         platform=platform,
         log_dir=folder / "logs",
         settings=[
-            "front=engine",
             # Who encodes an item must not depend on how long others took.
             "router.elastic_encode=false",
             "router.item_outcomes=true",
@@ -246,63 +237,8 @@ def start(fork: Popen, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sta
         yield begin
 
 
-def router_settings(split: Split) -> dict[str, Any]:
-    """Return the settings of a topology's own router."""
-    own = next(
-        process
-        for process in psutil.Process(split.pid).children()
-        if "epd_portable.router" in process.cmdline()
-    )
-    words = own.cmdline()
-    return dict(json.loads(words[words.index("--settings") + 1]))
-
-
-@contextmanager
-def router_of(
-    split: Split,
-    log: Path,
-    popen: Popen = subprocess.Popen,
-    options: Sequence[str] = (),
-    **changed: Any,
-) -> Iterator[Split]:
-    """Attach another router to the engines of a topology.
-
-    Args:
-        split: The topology; its engines are up.
-        log: Gets what the router prints.
-        popen: What starts it.
-        options: Of its command line.
-        changed: Its settings, where they differ from those of the topology's own router.
-    """
-    settings = router_settings(split) | {"port": servers.free_port(), **changed}
-    name = f"{log.stem}-router"
-    server = servers.Server(
-        name=name,
-        argv=[
-            sys.executable,
-            "-m",
-            "epd_portable.router",
-            *options,
-            "--settings",
-            json.dumps(settings),
-        ],
-        env={
-            "EPD_INSTANCE": name,
-            "EPD_TRACE_DIR": str(split.trace_dir),
-            "PYTHONPATH": PYTHONPATH,
-        },
-        url=f"http://127.0.0.1:{settings['port']}",
-        log=log,
-        popen=popen,
-    )
-    with server:
-        attached = dataclasses.replace(split, url=server.url, router_pid=server.pid)
-        wait_until(lambda: every_instance_is_up(attached), f"{name} may use every instance")
-        yield dataclasses.replace(attached, ready_s=time.monotonic())
-
-
 def every_instance_is_up(split: Split) -> bool:
-    """Tell whether the router sends requests to every instance that it knows."""
+    """Tell whether the front sends requests to every engine that it knows."""
     counts = httpx.get(f"{split.url}/health", timeout=10, trust_env=False).json()["counts"]
     return bool(counts["up"] == sum(counts.values()))
 

@@ -14,7 +14,6 @@ import httpx
 import psutil
 
 from epd_portable.config.instance import InstanceConfig
-from epd_portable.config.secret import INSTANCE_TOKEN_HEADER, Secret
 from tests.metrics_page import total
 
 DEADLINE_S = 90.0
@@ -24,12 +23,12 @@ RESTART_S = 400.0
 
 
 def instance(launcher: int, ec_role: str) -> psutil.Process:
-    """Return the API server of the instance with this role."""
+    """Return the engine with this role."""
     return _child(launcher, f'"ec_role": "{ec_role}"')
 
 
 def named(launcher: int, name: str) -> psutil.Process:
-    """Return the API server of the instance with this name."""
+    """Return the engine with this name."""
     return _child(launcher, f'"instance": "{name}"')
 
 
@@ -55,63 +54,29 @@ def config_of(server: psutil.Process) -> InstanceConfig:
     return InstanceConfig.parse(told["ec_connector_extra_config"])
 
 
-def url_of(server: psutil.Process) -> str:
-    """Return the base address of an API server."""
-    return f"http://{_option(server, '--host')}:{_option(server, '--port')}"
-
-
-def address(launcher: int, ec_role: str) -> str:
-    """Return the base address of an instance's own server."""
-    return url_of(instance(launcher, ec_role))
-
-
-def token(launcher: int, ec_role: str) -> dict[str, str]:
-    """Return the header that opens an instance's own server."""
-    return token_of(instance(launcher, ec_role))
-
-
-def token_of(server: psutil.Process) -> dict[str, str]:
-    """Return the header that opens an API server."""
-    return {INSTANCE_TOKEN_HEADER: Secret.read(config_of(server).secret_file).instance_token()}
-
-
-def forget(server: psutil.Process, *caches: str) -> None:
-    """Empty these caches of an engine, or that of items and that of what it has computed.
-
-    Only with ``VLLM_SERVER_DEV_MODE``.
-    """
-    for cache in caches or ("encoder_cache", "prefix_cache"):
-        url, headers = f"{url_of(server)}/reset_{cache}", token_of(server)
-        answer = httpx.post(url, headers=headers, timeout=30, trust_env=False)
-        assert answer.status_code == 200, answer.text
-
-
 def counted(url: str, series: str) -> float:
-    """Return a metric of a router or an instance, summed over its series with these labels."""
+    """Return a metric of a front, summed over its series with these labels."""
     page = httpx.get(f"{url}/metrics", timeout=30, trust_env=False)
     assert page.status_code == 200, page.text
     return total(page.text, series)
 
 
 def exposition(launcher: int, ec_role: str) -> list[str]:
-    """Return the lines of the metrics page of an engine: its own, or of its front."""
-    server = instance(launcher, ec_role)
-    if "epd_portable.engine.core" not in server.cmdline():
-        page = httpx.get(f"{url_of(server)}/metrics", timeout=30, trust_env=False)
-        return page.text.splitlines()
-    fronts = (each for each in started(launcher) if "--settings" in each.cmdline())
-    front = next(fronts)
-    page = httpx.get(f"{url_of(front)}/metrics", timeout=30, trust_env=False)
+    """Return the lines of the front's metrics page that are about an engine."""
+    front = process(launcher, "front")
+    url = f"http://{_option(front, '--host')}:{_option(front, '--port')}"
+    page = httpx.get(f"{url}/metrics", timeout=30, trust_env=False)
     told = json.loads(_option(front, "--settings"))["engines"]
     names = [each["name"] for each in told]
-    others = {str(n) for n in range(len(names))} - {str(names.index(config_of(server).instance))}
+    own = names.index(config_of(instance(launcher, ec_role)).instance)
+    others = {str(n) for n in range(len(names))} - {str(own)}
     # vLLM's own series have the number of their engine.
     away = re.compile(rf'[{{,]engine="({"|".join(sorted(others))})"')
     return [line for line in page.text.splitlines() if not others or not away.search(line)]
 
 
 def metric(launcher: int, ec_role: str, name: str) -> float:
-    """Return a metric of an instance, summed over its labels, as its API server reports it."""
+    """Return a metric of an engine, summed over its labels."""
     beginnings = (f"{name}{{", f"{name} ")
     lines = [line for line in exposition(launcher, ec_role) if line.startswith(beginnings)]
     assert lines, f"no metric {name}"

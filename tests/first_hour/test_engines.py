@@ -25,7 +25,7 @@ from tests.e2e.asking import ask, ask_all, assert_brought, assert_close, assert_
 from tests.e2e.cases import ASK, SINGLE
 from tests.e2e.conftest import Pair, Split, running
 from tests.e2e.engines import instance
-from tests.e2e.equality import FloatEquality, FloatSmoke
+from tests.e2e.equality import FloatEquality
 from tests.e2e.ranks import TWO_RANKS, TwoRanks
 from tests.first_hour.reference import ENV, IS_SIMULATED, engine_args, reference, url_of
 
@@ -91,10 +91,6 @@ BFLOAT16 = [
     *(Way("npu", path) for path in ("ipc", "shm", "tcp")),
     Way("npu", "ipc", SYNCHRONOUS),
     Way("npu", "ipc", ("full-graphs", f"{GRAPHS}=FULL_DECODE_ONLY")),
-]
-ENGINE_FRONT = [
-    Way(platform, path, ("engine-front", "front=engine"))
-    for platform, path in (("cuda", "ipc"), ("cpu", "shm"))
 ]
 RANKS = [Way("cuda", "ipc", ("two-ranks", TWO_RANKS, f"{PD}.devices=[0, 1]"))]
 
@@ -229,11 +225,6 @@ class TestInFloat32(ManyItems, FloatEquality):
         if not pids & used.keys():
             pytest.skip("nvidia-smi does not tell memory by process here (another pid namespace)")
         assert sum(used.get(pid, 0) for pid in pids) < ENCODE_BYTES
-
-
-@by(ENGINE_FRONT)
-class TestBehindTheEngineFront(ManyItems, FloatSmoke):
-    """Equal, too."""
 
 
 @by(RANKS)

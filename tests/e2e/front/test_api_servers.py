@@ -27,7 +27,7 @@ STREAMS = 8
 
 @pytest.fixture(scope="module")
 def front(start: Start) -> Split:
-    settings = ["front=auto", "engine_args.dtype=float32", "engine_args.api_server_count=2"]
+    settings = ["engine_args.dtype=float32", "engine_args.api_server_count=2"]
     steered = "instances.prefill_decode.engine_args.worker_cls=tests.e2e.workers.SteeredPDWorker"
     return start([*settings, steered])
 

@@ -47,7 +47,7 @@ ENGINES = ("encode-0", "encode-1", "prefill_decode-0")
 @pytest.fixture(scope="module")
 def front(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Split]:
     """Started as users start it, in a container as Kubernetes runs one, where that is allowed."""
-    settings = ["front=auto", "engine_args.dtype=float32", "router.access_log=stderr"]
+    settings = ["engine_args.dtype=float32", "router.access_log=stderr"]
     settings += [f"engine_args.{key}={json.dumps(value)}" for key, value in VIDEOS.items()]
     steered = "instances.encode.engine_args.worker_cls=tests.e2e.workers.SlowEncodeWorker"
     folder = tmp_path_factory.mktemp("front")
@@ -233,7 +233,6 @@ def test_a_picture_that_comes_again_is_processed_and_encoded_once(front: Split) 
     assert counted(front.url, "vllm:mm_cache_hits_total") >= 1
 
 
-@pytest.mark.full
 def test_a_picture_that_an_encode_engine_has_no_memory_for_comes_from_the_other(
     front: Split, reference_url: str
 ) -> None:

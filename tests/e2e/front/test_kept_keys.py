@@ -1,7 +1,8 @@
-"""Keys hold at the engine front: HTTPS, origins of browsers, spans, store, trusted gateways."""
+"""Keys of the front: HTTPS, browser origins, spans, store, trusted gateways, media by URL."""
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import signal
@@ -11,7 +12,10 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import httpx
 import psutil
@@ -28,12 +32,18 @@ from tests.e2e.conftest import Split, running
 from tests.e2e.engines import RESTART_S, instance, wait_until
 from tests.forked import Popen
 from tests.metrics_page import total
+from tests.servers import serving
 
 ORIGIN = "https://page.example"
 
 
 HOP_KEY = "h" * 20
 PATH = "/v1/chat/completions"
+WEB_SEED = 900
+
+
+def inlined(seed: int) -> str:
+    return str(picture(seed)["image_url"]["url"])
 
 
 @dataclass(frozen=True)
@@ -41,6 +51,7 @@ class Served:
     split: Split
     client: httpx.Client
     collector: Collector
+    site: str
 
 
 @pytest.fixture(scope="module")
@@ -50,8 +61,11 @@ def served(tmp_path_factory: pytest.TempPathFactory, fork: Popen) -> Iterator[Se
     keys = folder / "keys"
     keys.write_text(HOP_KEY)
     keys.chmod(0o600)
+    site = folder / "site"
+    site.mkdir()
+    (site / "a.png").write_bytes(base64.b64decode(inlined(WEB_SEED).partition(",")[2]))
+    handler = partial(SimpleHTTPRequestHandler, directory=str(site))
     settings = [
-        "front=engine",
         f"router.tls_cert_file={cert}",
         f"router.tls_key_file={key}",
         f"router.cors_origins={json.dumps([ORIGIN])}",
@@ -62,12 +76,16 @@ def served(tmp_path_factory: pytest.TempPathFactory, fork: Popen) -> Iterator[Se
         "env.VLLM_SERVER_DEV_MODE='1'",
     ]
     trust = ssl.create_default_context(cafile=cert)
-    with collecting() as collector:
+    web = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    with collecting() as collector, serving(web):
+        domain = f"localhost:{web.server_port}"
+        allowed = {"allowed_domains": [domain], "allowed_networks": ["127.0.0.0/8"]}
+        settings.append(f"router.media_urls={json.dumps(allowed)}")
         settings.append(f"router.tracing.endpoint={collector.endpoint}")
         with running(folder, settings, popen=fork) as split:
             url = split.url.replace("http://", "https://")
             with httpx.Client(base_url=url, verify=trust, trust_env=False, timeout=60) as client:
-                yield Served(split, client, collector)
+                yield Served(split, client, collector, f"http://{domain}")
 
 
 def test_first_request_of_a_client_connects_nothing(served: Served) -> None:
@@ -140,6 +158,22 @@ def test_gateway_names_the_encoder(served: Served, stream: bool) -> None:
     assert (unknown.status_code, unknown.json()["error"]["code"]) == (403, "not_an_instance")
     client = served.client.post(PATH, json=asked, headers={MAPPING: mapping})
     assert client.status_code == 200 and MAPPING not in client.headers
+
+
+def test_image_by_url_is_the_item_of_the_inlined_image(served: Served) -> None:
+    def asked(url: str) -> dict[str, Any]:
+        part = {"type": "image_url", "image_url": {"url": url}}
+        answer = served.client.post(PATH, json=body([part, text("Describe.")]))
+        assert answer.status_code == 200, answer.text
+        found: dict[str, Any] = answer.json()
+        return found
+
+    linked = asked(f"{served.site}/a.png")
+    same = asked(inlined(WEB_SEED))
+    assert linked[FIELD]["items"][0]["source"] == "transfer"
+    assert same[FIELD]["items"][0]["mm_hash"] == linked[FIELD]["items"][0]["mm_hash"]
+    assert same[FIELD]["items"][0]["source"] == "encoder_cache"
+    assert same["choices"][0]["message"] == linked["choices"][0]["message"]
 
 
 def is_up(served: Served) -> bool:

@@ -18,7 +18,7 @@ from tests.forked import Popen
 
 pytestmark = pytest.mark.full
 
-FLOAT = ["front=engine", "engine_args.dtype=float32"]
+FLOAT = ["engine_args.dtype=float32"]
 TWO_ENCODERS = [
     "instances.encode.count=2",
     f"engine_args.limit_mm_per_prompt={json.dumps(VIDEOS['limit_mm_per_prompt'])}",

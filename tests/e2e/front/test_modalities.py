@@ -48,7 +48,7 @@ def test_answers_are_those_of_one_process(
     }
     settings = [f"engine_args.{key}={json.dumps(value)}" for key, value in arguments.items()]
     pool_bytes = DIVIDED.get(name, 16 << 10) << 10
-    settings += ["front=engine", f"model={model}", f"transfer.pool_bytes={pool_bytes}"]
+    settings += [f"model={model}", f"transfer.pool_bytes={pool_bytes}"]
     settings += ["instances.encode.count=2"]
     videos = {"frames of four pairs": [frames(20, 8), ASK], LONG: [frames(21, 32), ASK]}
     contents = CONTENTS[name] | (videos if divided else {})

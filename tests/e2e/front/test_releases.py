@@ -24,7 +24,6 @@ def pair(
     fork: Popen, tmp_path_factory: pytest.TempPathFactory, reference_url: str
 ) -> Iterator[Pair]:
     settings = [
-        "front=engine",
         "engine_args.dtype=float32",
         "engine_args.api_server_count=2",
         # Beside other work.

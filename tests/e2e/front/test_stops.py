@@ -100,7 +100,7 @@ def stopped(tmp_path_factory: pytest.TempPathFactory, reference_url: str) -> Ite
     folder = tmp_path_factory.mktemp("stops")
     faults = Faults(folder / "faults")
     settings = [
-        *("front=engine", "engine_args.dtype=float32", "launch.stop_grace_s=2"),
+        *("engine_args.dtype=float32", "launch.stop_grace_s=2"),
         *(f"transfer.lease_s={LEASE_S}", f"transfer.wait_timeout_s={WAIT_S}"),
         f"launch.hung_after_s={HUNG_AFTER_S}",
     ]

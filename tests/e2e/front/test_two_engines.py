@@ -32,7 +32,7 @@ ASK = text("Describe the picture.")
 @pytest.fixture(scope="module")
 def front(start: Start) -> Split:
     first, second = sorted(os.sched_getaffinity(0))[:2]
-    settings = ["front=auto", "engine_args.dtype=float32", "instances.prefill_decode.count=2"]
+    settings = ["engine_args.dtype=float32", "instances.prefill_decode.count=2"]
     settings += [f"instances.encode.cores=[{first}]"]
     settings += [f"instances.prefill_decode.cores=[{first},{second}]"]
     return start([*settings, "router.elastic_encode=true", "router.switch_roles=true"])

@@ -21,7 +21,7 @@ ASK = text("Describe the picture.")
 def front(start: Start) -> Split:
     counts = {"encode": 0, "prefill_decode": 0, "encode_prefill_decode": 2}
     settings = [f"instances.{role}.count={count}" for role, count in counts.items()]
-    return start(["front=engine", "engine_args.dtype=float32", *settings])
+    return start(["engine_args.dtype=float32", *settings])
 
 
 def test_pictures_of_one_request_are_encoded_by_both(front: Split, reference_url: str) -> None:

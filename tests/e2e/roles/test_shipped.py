@@ -24,7 +24,7 @@ from epd_portable.launch.run.router_client import RouterClient
 from tests import forked
 from tests.e2e.asking import ask, ask_all, ask_streamed, assert_equal, body, picture, post, text
 from tests.e2e.cases import ASK, SINGLE
-from tests.e2e.conftest import Split, encoders_held, every_instance_is_up, running
+from tests.e2e.conftest import Split, encoders_held, every_instance_is_up, forget, running
 from tests.e2e.engines import RESTART_S, config_of, counted, process, rests, wait_until
 from tests.e2e.one_pair import test_interfaces as interfaces
 from tests.forked import Popen
@@ -109,7 +109,6 @@ def served(
 ) -> Iterator[Served]:
     folder = tmp_path_factory.mktemp(request.param)
     settings = [
-        "front=engine",
         "engine_args.dtype=float32",
         # What carries KV touches all memory that it may be in.
         "engine_args.kv_cache_memory_bytes=134217728",
@@ -117,7 +116,8 @@ def served(
         "env.VLLM_SERVER_DEV_MODE='1'",
     ]
     if request.param == BY_NIXL:
-        settings.append("transfer.path=nixl")
+        stored = ["store.kind=file", f"store.path={folder / 'store'}", "store.timeout_ms=10000"]
+        settings += ["transfer.path=nixl", *stored]
     if (group := SHARED.get(request.param)) is not None:
         settings += [
             "instances.encode.count=0",
@@ -238,6 +238,25 @@ def test_without_encoders_the_prefill_instance_encodes(served: Served) -> None:
     served.client().resume("encode-0")
     assert served.split.encoding(begin_s) == {"prefill-0"}
     assert served.counted(apart) == before + 2
+
+
+def test_item_that_prefill_engines_have_forgotten_comes_from_the_store(served: Served) -> None:
+    if served.name != BY_NIXL:
+        pytest.skip("has no store")
+    content = [picture(44), ASK]
+    first = ask(served.split.url, content)
+    stored = {item["mm_hash"] for item in first.items}
+
+    def written() -> set[str]:
+        return {event["mm_hash"] for event in served.split.events("store.written")}
+
+    wait_until(lambda: stored <= written(), "the item is stored")
+    forget(served.split)
+    begin_s = time.monotonic()
+    assert_equal(ask(served.split.url, content), first)
+    loaded = served.split.events("store.loaded", since_s=begin_s)
+    assert {(each["mm_hash"], each["instance"]) for each in loaded} == {(*stored, "prefill-0")}
+    assert not served.split.encoding(begin_s)
 
 
 @pytest.mark.full

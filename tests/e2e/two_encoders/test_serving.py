@@ -24,9 +24,8 @@ from tests.e2e.asking import (
     text,
 )
 from tests.e2e.cases import ASK, REPEATED, SINGLE
-from tests.e2e.collector import Collector
 from tests.e2e.engines import shared_memory, wait_until
-from tests.e2e.two_encoders.deployment import ENCODERS, PD, Deployment
+from tests.e2e.two_encoders.deployment import Deployment
 
 
 @pytest.mark.parametrize("content", SINGLE.values(), ids=SINGLE)
@@ -46,22 +45,6 @@ def test_a_repeated_picture_and_a_streamed_answer_are_close_too(deployment: Depl
             answer(deployment.pair.reference_url, REPEATED),
         )
         assert_close(split, reference)
-
-
-def test_spans_of_encoders_and_of_who_answers_reach_a_collector_in_one_trace(
-    deployment: Deployment, collector: Collector
-) -> None:
-    # Engines send every 5 s; those of earlier tests will do.
-    content = [picture(seed) for seed in (700, 701, 702)]
-    ask(deployment.split.url, [*content, text("Describe the pictures.")])
-    wanted = [{PD, encoder} for encoder in ENCODERS]
-    wait_until(
-        lambda: all(
-            any(pair <= services for services in collector.services("llm_request"))
-            for pair in wanted
-        ),
-        "spans of each encoder have come in a trace with one of the instance that answered",
-    )
 
 
 @pytest.mark.parametrize("count", [40, pytest.param(200, marks=pytest.mark.full)])
@@ -110,8 +93,8 @@ def test_a_killed_launcher_leaves_no_process_no_port_and_no_shared_memory(
     }
     shared = shared_memory(family)
     assert any(path.name.startswith("epd-") for path in shared)
-    assert len(family) >= 7
-    assert len(ports) >= 5
+    assert len(family) >= 5
+    assert len(ports) >= 3
     (run_id,) = {runs_for(each) for each in family} - {""}
     launcher.kill()
     wait_until(lambda: not any(map(alive, family)), "every process has ended")

@@ -38,9 +38,7 @@ def pair(
     reference_url: str,
 ) -> Iterator[Pair]:
     folder = tmp_path_factory.mktemp(path)
-    # Other modules have a router in front.
-    settings = ["front=engine", f"transfer.path={path}"]
-    with simulated(folder, settings, popen=npu_fork) as split:
+    with simulated(folder, [f"transfer.path={path}"], popen=npu_fork) as split:
         yield Pair(split=split, reference_url=reference_url)
 
 

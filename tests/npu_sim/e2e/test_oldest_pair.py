@@ -27,7 +27,7 @@ def pair(
     env = {"PYTHONPATH": os.pathsep.join((str(older), str(ROOT)))}
     with (
         forking(ENGINE_MODULES, {**DEVICES, **env}) as popen,
-        simulated(folder, ["transfer.path=tcp", "front=engine"], env=env, popen=popen) as split,
+        simulated(folder, ["transfer.path=tcp"], env=env, popen=popen) as split,
     ):
         yield Pair(split=split, reference_url=reference_url)
 
