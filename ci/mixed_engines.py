@@ -2,8 +2,8 @@
 
     python -m ci.mixed_engines .venv-engines
 
-The first environment is that of this process. One launcher starts a router and a prefill+decode
-instance from one environment, another starts an encode instance from the other. Every image must be
+The first environment is that of this process. One launcher starts a front and a prefill+decode
+engine from one environment, another starts an encode engine from the other. Every image must be
 transferred. Every response must be that of plain vLLM in the environment that encodes: its tokens,
 and log-probabilities within 1e-3, in float32. Releases of vLLM may compute different encoder
 outputs, which is printed; equal outputs give equal responses. The checkpoint has a configuration as
@@ -115,7 +115,6 @@ def launcher(
         settings=[
             f"model={model}",
             f"secret_file={secret}",
-            "front=router",
             "engine_args.dtype=float32",
             *settings,
         ],

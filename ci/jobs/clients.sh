@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Job "clients": clients that people use, in versions and an environment of their own, ask a
-# topology of real engines through either front. Options are pytest's: ci/jobs/clients.sh -k litellm
+# topology of real engines. Options are pytest's: ci/jobs/clients.sh -k litellm
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 make env PLATFORM=cpu

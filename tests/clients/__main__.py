@@ -1,7 +1,7 @@
 """Starts a topology with this environment's Python, and runs the tests of clients with another's.
 
-``python -m tests.clients .venv-clients/bin/python [options of pytest]``, once behind each front:
-clients have versions of their own of what the engine needs too, so no environment holds both.
+``python -m tests.clients .venv-clients/bin/python [options of pytest]``: clients have versions of
+their own of libraries that the engine needs, so no environment holds both.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from pathlib import Path
 from epd_portable.demo import servers
 
 ROOT = Path(__file__).parents[2]
-FRONTS = ("engine", "router")
 SETTINGS = (
     "router.item_outcomes=true",
     "router.elastic_encode=false",
@@ -35,20 +34,15 @@ PYTEST = (
 
 
 def main(argv: list[str]) -> int:
-    """Return the highest exit status of pytest."""
-    return max([run(front, *argv) for front in FRONTS])
-
-
-def run(front: str, python: str, *options: str) -> int:
-    """Let the clients ask one front; return the exit status of pytest."""
-    print(f"clients at the {front} front", flush=True)
+    """Let the clients send their requests; return the exit status of pytest."""
+    python, *options = argv
     with (
         tempfile.TemporaryDirectory(prefix="epd-clients-") as folder,
         servers.topology(
             ROOT / "configs" / "1e1pd.yaml",
             platform="cpu",
             log_dir=Path(folder),
-            settings=(f"front={front}", *SETTINGS),
+            settings=SETTINGS,
             env={"PYTHONPATH": str(ROOT)},
             report=lambda line: print(line, flush=True),
         ) as server,

@@ -19,12 +19,12 @@ QUESTION = QUESTIONS[QuestionKind.DESCRIBE]
 MODEL = "demo"
 KEY = "none"
 DEADLINE_S = 20.0
-OUTCOMES = re.compile(r'^epd_(?:router|front)_items_total\{outcome="(\w+)"\} (\S+)$', re.MULTILINE)
+OUTCOMES = re.compile(r'^epd_front_items_total\{outcome="(\w+)"\} (\S+)$', re.MULTILINE)
 
 Encodes = Callable[[int], AbstractContextManager[None]]
 """Checks that encoders had so many pictures meanwhile, and that none went another way.
 
-The engine front asks no encoder for one that the engine which answers holds since an earlier test.
+The front asks no encoder for one that the engine which answers holds since an earlier test.
 """
 
 
