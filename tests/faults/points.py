@@ -44,8 +44,6 @@ ENCODER_SCHEDULER = Victim("encoder scheduler", "encode-", "scheduler")
 PD_WORKER = Victim("PD worker", "prefill_decode-", "worker")
 PD_SCHEDULER = Victim("PD scheduler", "prefill_decode-", "scheduler")
 FRONT = Victim("front", "front")
-ROUTER = Victim("router", "router")
-"""Of real engines with servers only."""
 LAUNCHER = Victim("launcher", "launcher")
 VICTIMS = (ENCODER_WORKER, ENCODER_SCHEDULER, PD_WORKER, PD_SCHEDULER, FRONT, LAUNCHER)
 

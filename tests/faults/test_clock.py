@@ -44,7 +44,7 @@ def test_nothing_but_ages_and_dates_is_decided_by_the_wall_clock() -> None:
                 and node.value.id in ("time", "datetime")
             ):
                 found.add(str(path.relative_to(package)))
-    assert found == set(ASKS_THE_WALL_CLOCK)
+    assert found <= set(ASKS_THE_WALL_CLOCK)
 
 
 def test_a_topology_whose_wall_clocks_jump_serves_restarts_and_goes_with_its_launcher(

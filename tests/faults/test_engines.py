@@ -18,18 +18,18 @@ import psutil
 import pytest
 
 from tests.e2e.asking import body, picture, text
-from tests.e2e.conftest import ROOT, Split, running
-from tests.e2e.engines import RESTART_S, address, forget, instance, metric, wait_until
+from tests.e2e.conftest import ROOT, Split, forget, running
+from tests.e2e.engines import RESTART_S, metric, started, wait_until
 from tests.faults.leaving import ask_and_leave
 from tests.faults.placed import count_placed
 from tests.faults.points import (
     ENCODER_SCHEDULER,
     ENCODER_WORKER,
+    FRONT,
     LAUNCHER,
     PD_SCHEDULER,
     PD_WORKER,
     POINTS,
-    ROUTER,
     Faults,
     Victim,
 )
@@ -50,6 +50,7 @@ IDLE = (
     ("ec_consumer", "epd_pd_encoder_cache_held_embeddings"),
 )
 """Gauges that are zero when nothing is under way."""
+NAMES = ("encode-0", "prefill_decode-0")
 FAILED = (500, 502, 503, 504)
 ASK = text("What is in the picture?")
 QUESTIONS: list[Any] = [
@@ -61,7 +62,7 @@ FIRST = ("encode_job", "transfer.begun", "item.landed")
 CASES = [
     pytest.param(victim, point)
     for point in sorted(POINTS, key=lambda point: point not in FIRST)
-    for victim in (ENCODER_WORKER, ENCODER_SCHEDULER, PD_WORKER, PD_SCHEDULER, ROUTER)
+    for victim in (ENCODER_WORKER, ENCODER_SCHEDULER, PD_WORKER, PD_SCHEDULER, FRONT)
 ]
 REQUESTS, LEAVING, AT_ONCE, LONGEST_PATIENCE_S = 1000, 100, 24, 1.0
 
@@ -102,25 +103,21 @@ class Engines:
 
     def forget(self) -> None:
         """Empty every cache, so that the questions have to be encoded and computed again."""
-        for role in ("ec_producer", "ec_consumer"):
-            forget(instance(self.split.pid, role), "prefix_cache", "mm_cache", "encoder_cache")
+        forget(self.split, "prefix_cache", "mm_cache", "encoder_cache")
 
     def servers(self) -> set[int]:
-        """Return the processes that the launcher has started: instances, router and guard."""
-        return {process.pid for process in psutil.Process(self.split.pid).children()}
+        """Return the processes that the launcher has started: engines, front and guard."""
+        return {process.pid for process in started(self.split.pid)}
 
     def back(self, before: set[int]) -> bool:
-        """Whether another process has come for a killed one, and all serve and get requests.
-
-        The router alone does not tell: it may not have missed the killed one yet.
-        """
+        """Whether another process has come for a killed one, and all serve and get requests."""
         servers = self.servers()
         if servers == before or len(servers) < len(before):
             return False
-        with suppress(httpx.RequestError, AssertionError):
-            for role in ("ec_producer", "ec_consumer"):
-                url = address(self.split.pid, role)
-                if not httpx.get(f"{url}/health", timeout=10, trust_env=False).is_success:
+        with suppress(httpx.RequestError):
+            for name in NAMES:
+                url = f"{self.split.url}/epd/instances/{name}/health"
+                if not httpx.get(url, timeout=10, trust_env=False).is_success:
                     return False
             seen = httpx.get(f"{self.split.url}/health", timeout=10, trust_env=False).json()
             return bool(seen["counts"]["up"] == sum(seen["counts"].values()))
@@ -153,7 +150,6 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
     folder = tmp_path_factory.mktemp("engines")
     faults = Faults(folder / "faults")
     settings = [
-        "front=router",
         "engine_args.dtype=float32",
         "engine_args.distributed_executor_backend=mp",
         f"transfer.wait_timeout_s={WAIT_S}",
@@ -179,7 +175,7 @@ def test_a_killed_process_costs_no_wrong_answer(
     replies = engines.ask_all()
     assert engines.faults.struck(), f"{point} was not passed"
     for reply, right in zip(replies, engines.right, strict=True):
-        lost = reply[0] in FAILED or (victim is ROUTER and reply[0] == 0)
+        lost = reply[0] in FAILED or (victim is FRONT and reply[0] == 0)
         assert reply == right or (victim.role != "encode-" and lost and reply[1]), reply
     wait_until(lambda: engines.back(servers), f"a new {victim} serves", within_s=RESTART_S)
     engines.forget()

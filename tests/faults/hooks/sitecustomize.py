@@ -82,8 +82,8 @@ def _patch(log: Any) -> None:
             return
 
     log.EventTrace.__call__ = call
-    if os.environ.get("EPD_INSTANCE") in ("front", "router"):
-        name_process(folder, os.environ["EPD_INSTANCE"], os.getpid())
+    if os.environ.get("EPD_INSTANCE") == "front":
+        name_process(folder, "front", os.getpid())
 
 
 def install() -> None:
