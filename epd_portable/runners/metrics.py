@@ -51,7 +51,7 @@ class Instruments:
 
     def _gauge(self, name: str, meaning: str) -> Gauge:
         """Return a gauge; those of several processes are added up."""
-        return Gauge(name, meaning, registry=self._registry, multiprocess_mode="sum")
+        return Gauge(name, meaning, registry=self._registry, multiprocess_mode="livesum")
 
 
 class SenderMetrics(Instruments):

@@ -44,9 +44,13 @@ class FolderCollector(Collector):
         return ()
 
     def collect(self) -> Iterable[Metric]:
-        """Return each series, added up over the processes."""
+        """Return each series, added up over the processes; gauges over those that run."""
         if not self._folder.is_dir():
             return ()
+        for path in self._folder.glob("gauge_live*_*.db"):
+            # An engine that was restarted would be counted again.
+            if not Path("/proc", path.stem.rpartition("_")[2]).exists():
+                path.unlink(missing_ok=True)
         files = MultiProcessCollector(None, str(self._folder))  # type: ignore[no-untyped-call]
         metrics: Iterable[Metric] = files.collect()  # type: ignore[no-untyped-call]
         return [metric for metric in metrics if metric.name.startswith(_PREFIX)]

@@ -21,6 +21,9 @@ metrics = SenderMetrics()
 metrics.transfers.labels("cache").inc()
 metrics.in_flight.inc()
 Counter("vllm:something", "of the engine").inc()
+if sys.argv[1:]:
+    print("counted", flush=True)
+    sys.stdin.read()
 """
 SERVER = f"""
 import os, subprocess, sys
@@ -30,11 +33,14 @@ exposition.serve()
 exposition.serve()
 assert not os.path.exists(os.environ["EPD_METRICS_DIR"]), "nothing is published yet"
 prometheus_client.generate_latest()
-for _ in range(2):
-    subprocess.run([sys.executable, "-c", {WORKER!r}], check=True)
+subprocess.run([sys.executable, "-c", {WORKER!r}], check=True)
+command = [sys.executable, "-c", {WORKER!r}, "stay"]
+worker = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+worker.stdout.readline()
 mine = prometheus_client.Counter("vllm:requests", "of the server")
 mine.inc()
 print(prometheus_client.generate_latest().decode())
+worker.communicate()
 """
 
 
@@ -61,7 +67,7 @@ def test_the_page_adds_up_what_the_processes_count_and_keeps_its_own_series(
     lines = page(environ)
     begun = 'epd_encode_transfers_total{source="cache"} 2.0'
     assert lines.count(begun) == 1, "one collector, however often asked"
-    assert "epd_encode_transfers_in_flight 2.0" in lines
+    assert "epd_encode_transfers_in_flight 1.0" in lines, "of the process that runs"
     assert 'epd_encode_transfers_total{source="encoder"} 0.0' in lines
     assert "vllm:requests_total 1.0" in lines
     assert any(line.startswith("process_resident_memory_bytes ") for line in lines)
