@@ -144,13 +144,19 @@ class _ByPolicy(EngineChoices):
         if policy.wants_blocks:
             self.prompt = prompt_of(one, policy.block_tokens, policy.most_blocks)
         self.decode = None
+        self._together = ""
         self._chance = f"{pool.chance.getrandbits(64):x}"
 
     def choose_engine(self) -> Instance | None:
         return self._choose(self._request("decode"))
 
+    def note_engine(self, engine: Instance) -> int:
+        # Afterwards the whole prompt counts as cached there.
+        self._together = self.policy.why_together(self._request("prefill"), engine)
+        return super().note_engine(engine)
+
     def disaggregates_prefill(self) -> bool:
-        why = self.policy.why_together(self._request("prefill"), self.decode)
+        why = self._together
         if why and self.decode is not None:
             self.record(Decision(stage="prefill", winner=self.decode.name, reason=why))
         return not why

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import re
+import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,8 @@ from vllm.v1.engine import EngineCoreOutputs, FinishReason
 from vllm.v1.metrics.stats import SchedulerStats
 
 from epd_portable.config.load import parse_topology
+from epd_portable.errors import ConfigError
+from epd_portable.placement.profiles.catalogue import GROUP
 from tests.integration.front.played_front import request
 from tests.integration.front.test_front import Front, Make, make, settle  # noqa: F401 - a fixture
 
@@ -25,10 +29,14 @@ ENDED, FAILED = FinishReason.STOP, FinishReason.ERROR
 PAGE = (Path(__file__).parents[3] / "docs/choice.md").read_text("utf-8")
 
 
-def on_the_page() -> dict[str, Any]:
-    """Return the first configuration of the page."""
-    text = re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)[0]
-    choice = parse_topology(text, "cpu").router.choice
+def block(language: str, index: int = 0) -> str:
+    """Return a block of code of the page."""
+    return re.findall(rf"```{language}\n(.*?)```", PAGE, re.DOTALL)[index]
+
+
+def on_the_page(index: int = 0) -> dict[str, Any]:
+    """Return one of the page's configurations."""
+    choice = parse_topology(block("yaml", index), "cpu").router.choice
     assert choice is not None
     return choice.model_dump()
 
@@ -142,6 +150,94 @@ async def test_filter_that_leaves_no_engine_is_503(make: Make) -> None:  # noqa:
         await front.ask()
     assert refused.value.http_status == 503
     assert front.is_empty()
+
+
+@pytest.fixture
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Install the plug-in of the page, as an installer leaves it."""
+    site = tmp_path / "site"
+    info = site / "zones-1.0.dist-info"
+    info.mkdir(parents=True)
+    (site / "zones.py").write_text(block("python"))
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: zones\nVersion: 1.0\n")
+    points = tomllib.loads(block("toml"))["project"]["entry-points"]
+    assert list(points) == [GROUP]
+    lines = [f"{name} = {target}" for name, target in points[GROUP].items()]
+    (info / "entry_points.txt").write_text(f"[{GROUP}]\n" + "\n".join(lines) + "\n")
+    monkeypatch.syspath_prepend(str(site))
+    monkeypatch.delitem(sys.modules, "zones", raising=False)
+    return site
+
+
+@pytest.mark.usefixtures("installed")
+async def test_plugin_of_the_page_chooses(make: Make) -> None:  # noqa: F811
+    front = make("pd-0", "pd-1", "pd-2", choice=on_the_page(1))
+    for each, zone in zip(front.client.engines.by_name.values(), "wew", strict=True):
+        zones = {"w": "west", "e": "east"}
+        each.instance.labels = {**each.instance.labels, "zone": zones[zone]}
+    for number in range(5):
+        await front.ask(name=f"r{number}")
+        assert having(front, f"r{number}") == "pd-1"
+
+
+async def test_plugin_that_cannot_be_made_is_named(make: Make, installed: Path) -> None:  # noqa: F811
+    choice = on_the_page(1)
+    choice["plugins"][0]["parameters"] = {}
+    with pytest.raises(
+        ConfigError, match=r"'zone-scorer' \(zones:ZoneScorer\).*KeyError\('zone'\)"
+    ):
+        make("pd-0", choice=choice)
+    (installed / "zones.py").write_text("def ZoneScorer(name, parameters):\n    return 3\n")
+    sys.modules.pop("zones")
+    with pytest.raises(ConfigError, match="is a int with none of the methods keep, score"):
+        make("pd-0", choice=choice)
+    (installed / "zones-1.0.dist-info" / "entry_points.txt").write_text("")
+    with pytest.raises(ConfigError, match="'zone-scorer' is not known"):
+        make("pd-0", choice=choice)
+
+
+async def test_decider_keeps_short_prompts_where_they_are_decoded(make: Make) -> None:  # noqa: F811
+    decider = {"type": "prefix-based-pd-decider", "parameters": {"nonCachedTokens": 100}}
+    handler = {
+        "type": "disagg-profile-handler",
+        "parameters": {"deciders": {"prefill": decider["type"]}},
+    }
+    front = make("p-0", "d-0", choice=configured(decider, handler, prefill={}, decode={}))
+    for name, count, place in (("short", 50, "d-0"), ("long", 400, "p-0"), ("again", 400, "d-0")):
+        core = request(name, "")
+        core.prompt_token_ids = list(range(count))
+        await front.client.add_request_async(core)
+        await settle()
+        job = next(iter(front.engines["p-0"].requests), "")
+        assert bool(job) is (place == "p-0"), name
+        if job:
+            front.engines["p-0"].requests.clear()
+            await front.says("p-0", job, 1, end=FinishReason.LENGTH, kv={"remote_host": "p-0"})
+        await front.says("d-0", name, 7, end=ENDED)
+    assert front.client.metrics.prefills.labels("local_first")._value.get() == 2
+    assert front.client.metrics.prefills.labels("disaggregated")._value.get() == 1
+
+
+async def test_encoder_that_failed_does_not_count_as_having_the_item(make: Make) -> None:  # noqa: F811
+    scorer = "mm-embeddings-cache-scorer"
+    front = make("e-0", "e-1", "pd-0", choice=configured(scorer, encode={scorer: 1}, decode={}))
+    await front.ask("a")
+    first = front.with_job()
+    encoder = front.client.engines.by_name[first].instance
+    assert "a" in encoder.cached.items
+    await front.says(first, front.engines[first].last.request_id, end=FAILED)
+    assert "a" not in encoder.cached.items
+
+
+async def test_longer_time_than_a_retry_leaves_is_logged(
+    make: Make,  # noqa: F811
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    choice = configured("multimodal-epd-decider", decode={})
+    for wanted_ms, warns in ((2_000, False), (20_000, True)):
+        choice["plugins"][0]["parameters"] = {"encoderTimeout": wanted_ms}
+        make("e-0", "pd-0", choice=choice)
+        assert ("of encoderTimeout, 20 s, an encode job gets 15 s" in caplog.text) is warns
 
 
 # The order of jobs.

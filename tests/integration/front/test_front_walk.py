@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
-from types import SimpleNamespace
+from pathlib import Path
+from types import FrameType, SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -15,6 +17,7 @@ from prometheus_client import REGISTRY
 from starlette.responses import Response
 from vllm.v1.engine import FinishReason
 
+import epd_portable
 from epd_portable.front.http import FrontMiddleware
 from epd_portable.front.server import Front
 from epd_portable.media.limits import MediaLimits
@@ -22,7 +25,6 @@ from epd_portable.vllm_plugin.media_bounds import MediaBoundsMiddleware
 from tests.integration.front import test_front
 from tests.integration.front.played_front import request
 from tests.integration.front.test_front import Make, make  # noqa: F401 - a fixture
-from tests.integration.router.test_walk import Walk, drawn
 
 pytestmark = pytest.mark.needs_vllm
 
@@ -30,6 +32,41 @@ BODY = {
     "model": "demo",
     "messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "a"}}]}],
 }
+
+
+PACKAGE = Path(epd_portable.__file__).parent
+PAGE = PACKAGE.parent / "docs" / "structures.md"
+
+
+def drawn(front: str) -> tuple[int, set[str]]:
+    """Return how many files the page says of a way, and those that it names."""
+    text = PAGE.read_text().partition(f"## A picture's way through the {front}\n")[2]
+    text = text.partition("\n## ")[0]
+    found = re.search(r"(\d+) files", text)
+    assert found
+    table = "".join(line for line in text.splitlines() if line.startswith("|"))
+    return int(found[1]), set(re.findall(r"`([a-z_/]+\.py)`", table))
+
+
+class Walk:
+    """Notes which files of the package call which, when functions are called."""
+
+    def __init__(self) -> None:
+        self.calls: set[tuple[str, str]] = set()
+
+    def note(self, frame: FrameType, event: str, _: object) -> None:
+        if event != "call" or not (entered := self._file(frame)):
+            return
+        caller = frame.f_back
+        while caller is not None and not self._file(caller):
+            caller = caller.f_back
+        self.calls.add((self._file(caller) if caller is not None else "", entered))
+
+    @staticmethod
+    def _file(frame: FrameType) -> str:
+        path = frame.f_code.co_filename
+        inside = path.startswith(f"{PACKAGE}/")
+        return path[len(f"{PACKAGE}/") :] if inside else ""
 
 
 async def test_a_picture_enters_the_files_that_the_page_names(make: Make) -> None:  # noqa: F811

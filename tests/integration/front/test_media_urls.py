@@ -27,7 +27,7 @@ from epd_portable.front.metrics import FrontMetrics
 from epd_portable.placement.instances import EndpointPool
 from tests.certificates import make_certificate
 from tests.integration.front.web import Answer, Site, moved, never, once, plain
-from tests.integration.router.stand_in import DEADLINE_S, until
+from tests.integration.serving import DEADLINE_S, until
 from tests.unit.media.samples import STILLS
 
 pytestmark = pytest.mark.needs_vllm

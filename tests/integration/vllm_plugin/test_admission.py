@@ -19,7 +19,7 @@ from epd_portable.media.limits import estimated_pixels
 from epd_portable.scheduling.admission import AdmissionLimits
 from epd_portable.vllm_plugin.admission import AdmissionMiddleware, count_items, outline_of
 from epd_portable.wire.messages import LOAD_HEARTBEAT_S, LOAD_PATH, LoadReport
-from tests.integration.router.stand_in import DEADLINE_S, Received, Serving, StandIn
+from tests.integration.serving import DEADLINE_S, Received, Serving, StandIn
 
 CHAT = "/v1/chat/completions"
 ITEM = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
