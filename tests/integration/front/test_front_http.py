@@ -507,3 +507,23 @@ async def test_instances_are_for_holders_of_the_secret(serve: Serve) -> None:
     assert (await http.get("/health")).status_code == 503
     assert (await http.post(resume, headers=other)).status_code == 200
     assert (await http.get("/health")).status_code == 200
+
+
+async def test_requests_about_engines_are_timed_and_used_once(serve: Serve) -> None:
+    http, client = serve(body_timeout_s=0.05)
+
+    async def stalled() -> AsyncIterator[bytes]:
+        yield b"{"
+        await asyncio.Event().wait()
+
+    for path in ("/epd/instances", "/epd/instances/pd-0/drain"):
+        late = await asyncio.wait_for(http.post(path, content=stalled()), 10)
+        assert (late.status_code, late.json()["error"]["code"]) == (408, "body_timeout")
+    up(client, "pd-0")
+    drain, resume = (f"/epd/instances/pd-0/{verb}" for verb in ("drain", "resume"))
+    overheard = {"authorization": client.secret.sign("POST", drain)}
+    assert (await http.post(drain, headers=overheard)).status_code == 200
+    signed = {"authorization": client.secret.sign("POST", resume)}
+    assert (await http.post(resume, headers=signed)).status_code == 200
+    assert (await http.post(drain, headers=overheard)).status_code == 401
+    assert client.engines.by_name["pd-0"].instance.usable
