@@ -94,7 +94,11 @@ class Engines:
             return 0, repr(error)
         if answer.status_code != 200:
             return answer.status_code, answer.json()["error"]["message"]
-        return 200, answer.json()["choices"][0]["message"]["content"]
+        (choice,) = answer.json()["choices"]
+        if choice["finish_reason"] == "abort":
+            # vLLM ends open responses so when its server is stopped.
+            return 0, "ended by abort"
+        return 200, choice["message"]["content"]
 
     def ask_all(self) -> list[tuple[int, str]]:
         """Ask every question at once."""
