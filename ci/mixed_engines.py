@@ -24,7 +24,7 @@ from typing import Any
 
 from epd_portable.config.secret import Secret, make_secret_file
 from epd_portable.demo import servers
-from epd_portable.launch.run.router_client import RouterClient
+from epd_portable.launch.run.front_client import FrontClient
 from tests import published
 from tests.e2e.asking import Answer, ask, assert_equal, picture, text
 
@@ -136,8 +136,8 @@ def transfer(
         folder / "decode",
         secret,
         "instances.encode.count=0",
-        "router.item_outcomes=true",
-        "router.elastic_encode=false",
+        "front.item_outcomes=true",
+        "front.elastic_encode=false",
     )
     with first:
         second = launcher(
@@ -146,10 +146,10 @@ def transfer(
             folder / "encode",
             secret,
             "instances.prefill_decode.count=0",
-            f"router.join={first.url}",
+            f"launch.join={first.url}",
         )
         with second:
-            client = RouterClient(first.url, Secret.read(str(secret)))
+            client = FrontClient(first.url, Secret.read(str(secret)))
             wait_until(lambda: all(each["state"] == "up" for each in client.instances()))
             for each in client.instances():
                 if each["problem"]:

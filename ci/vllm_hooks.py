@@ -377,7 +377,7 @@ HOOKS: tuple[Relied, ...] = (
         reaches=["execute_model: input_tensor_semaphore"],
         since=(0, 32),
     ),
-    # The engine front, and its engines.
+    # The front, and its engines.
     _row(
         "v1.engine.async_llm.AsyncLLM",
         _FRONT,

@@ -69,7 +69,7 @@ def access_log(where: str) -> logging.Logger:
             handler = _LineFile(where, encoding="utf-8")
         except OSError as error:
             raise ConfigError(
-                f"router.access_log {where} cannot be written: {error}; name a file in a folder "
+                f"front.access_log {where} cannot be written: {error}; name a file in a folder "
                 f"that exists, or {STDERR}"
             ) from error
     logger.addHandler(handler)

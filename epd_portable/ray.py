@@ -42,8 +42,8 @@ from epd_portable.placement.replies import error_reply
 logger = logging.getLogger(__name__)
 
 _BEHIND_SERVE = (
-    *("launch.host=127.0.0.1", "router.host=127.0.0.1", "router.join=[]"),
-    *("router.tls_cert_file=null", "router.tls_key_file=null"),
+    *("launch.host=127.0.0.1", "front.host=127.0.0.1", "launch.join=[]"),
+    *("front.tls_cert_file=null", "front.tls_key_file=null"),
 )
 """Settings of a replica: clients reach the proxy of Serve, which ends TLS."""
 _METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
@@ -93,7 +93,7 @@ def build_app(args: Mapping[str, Any]) -> serve.Application:
         options=("--platform", request.traits.name, *settings),
         topology=read_text(or_shipped(request.config)),
         start_s=2 * topology.launch.startup_timeout_s,
-        stop_s=topology.router.drain_s + topology.launch.stop_grace_s + DRAIN_MARGIN_S,
+        stop_s=topology.front.drain_s + topology.launch.stop_grace_s + DRAIN_MARGIN_S,
     )
     deployment = serve.deployment(
         serve.ingress()(Replica),
@@ -107,7 +107,7 @@ def build_app(args: Mapping[str, Any]) -> serve.Application:
 
 def _actor_options(request: PlanRequest, plan: Plan) -> dict[str, Any]:
     """Return the devices of a launcher, or a core for each engine without a device."""
-    engines = sum(spec.role != "router" for spec in plan.processes)
+    engines = sum(spec.role != "front" for spec in plan.processes)
     word = request.traits.ray_resource
     amounts = {"CPU": 0, "GPU": 0, word: engines if word == "CPU" else len(plan.devices)}
     return {

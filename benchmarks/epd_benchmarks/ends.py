@@ -146,7 +146,7 @@ class Producer:
             consumer=command.consumer,
             tensor=command.tensor,
             item_uuid=command.name,
-            # As a router gives it: the announcement may come before the consumer's request.
+            # As a front gives it: the announcement may come before the consumer's request.
             proof=self._secret.sign_transfer(command.name, command.name, command.consumer),
         )
         self._sender.submit(order, None)

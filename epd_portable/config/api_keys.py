@@ -26,7 +26,7 @@ class ApiKeys:
         ConfigError: It cannot be read, others may read it, or it holds no usable key.
     """
 
-    def __init__(self, path: str, key: str = "router.api_keys_file") -> None:
+    def __init__(self, path: str, key: str = "front.api_keys_file") -> None:
         self._path = path
         self._key = key
         self._stamp, self._digests = _read(path, key)
@@ -46,7 +46,7 @@ class ApiKeys:
             shown = headers.get("x-api-key", "")
         if not self.holds(shown):
             raise RequestError(
-                "the API key is missing or wrong: send one of this router's keys as "
+                "the API key is missing or wrong: send one of this front's keys as "
                 "'Authorization: Bearer KEY'",
                 status=401,
                 code="invalid_api_key",

@@ -27,7 +27,7 @@ ELSEWHERE = (
     "requestHandler",
     "parser",
 )
-"""Sections of such files about what this router has other keys for, or needs none for."""
+"""Sections of such files about what this front has other keys for, or needs none for."""
 MAX_PLUGINS = 64
 
 Name = Annotated[str, Field(min_length=1, max_length=128)]
@@ -120,7 +120,7 @@ def with_file(section: ChoiceSection) -> ChoiceSection:
     if section.file is None:
         return section
     path = expanded(section.file)
-    return parse_choice(read_text(path), source=f"router.choice.file {path}")
+    return parse_choice(read_text(path), source=f"front.choice.file {path}")
 
 
 def parse_choice(text: str, *, source: str = "configuration") -> ChoiceSection:

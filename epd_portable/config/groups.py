@@ -19,7 +19,7 @@ from epd_portable.config.roles import ROLES, Role, group_of
 
 LAUNCHER_OWNED_ARGS = {
     "host": "write launch.host, the address of this machine that instances listen on",
-    "port": "ports of instances are chosen by the launcher; the public one is router.port",
+    "port": "ports of instances are chosen by the launcher; the public one is front.port",
     "model": "write the model at the top of the file",
     "served_model_name": "write served_model_name at the top of the file",
     "tensor_parallel_size": "write tensor_parallel_size beside count in instances",

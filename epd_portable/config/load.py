@@ -56,10 +56,10 @@ def load_topology(
     topology = parse_topology(
         read_text(or_shipped(path)), platform, overrides=overrides, source=str(path), checks=checks
     )
-    if topology.router.choice is None:
+    if topology.front.choice is None:
         return topology
-    router = topology.router.model_copy(update={"choice": with_file(topology.router.choice)})
-    return topology.model_copy(update={"router": router})
+    front = topology.front.model_copy(update={"choice": with_file(topology.front.choice)})
+    return topology.model_copy(update={"front": front})
 
 
 def parse_topology(

@@ -12,7 +12,6 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from epd_portable.config.document import KeyPath, dotted, keys_on, read_yaml
-from epd_portable.config.removed import REMOVED, removed
 from epd_portable.errors import ConfigError, without_passwords
 
 Model = TypeVar("Model", bound=BaseModel)
@@ -116,8 +115,6 @@ def explain(
         if item["type"] == "missing":
             key = dotted(path)
             message = "is missing" + (missing or {}).get(path, "")
-        elif item["type"] == "extra_forbidden" and dotted(path) in REMOVED:
-            message = removed(dotted(path))
         elif item["type"] == "extra_forbidden":
             known = _known_keys(root, path[:-1])
             if len(path) == 1:

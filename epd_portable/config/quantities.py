@@ -69,14 +69,14 @@ def url_problem(url: str, schemes: Sequence[str] = ("http", "https")) -> str:
     return ""
 
 
-def _check_router(url: str) -> str:
+def _check_front(url: str) -> str:
     problem = url_problem(url)
     if not problem and urlsplit(url).path.strip("/"):
-        problem = f"{url!r} is no address of a router; leave out what stands behind its port"
+        problem = f"{url!r} is no address of a front; leave out what stands behind its port"
     if problem:
         raise ValueError(problem)
     return url.rstrip("/")
 
 
-RouterUrl = Annotated[str, AfterValidator(_check_router)]
-"""Base address of a router, without ``/v1``."""
+FrontUrl = Annotated[str, AfterValidator(_check_front)]
+"""Base address of a front, without ``/v1``."""

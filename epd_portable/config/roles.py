@@ -29,7 +29,7 @@ SHORT_ROLES: Mapping[str, Role] = MappingProxyType(
 """Other names of roles."""
 
 Duty = Literal["encode", "prefill", "answer"]
-"""What the router asks of an instance: an item, the KV of a prompt, or the answer."""
+"""What the front asks of an instance: an item, the KV of a prompt, or the answer."""
 
 ROLE_LABEL = "llm-d.ai/role"
 """Label of an instance that has its role."""
@@ -57,7 +57,7 @@ TAKES_KV: frozenset[Role] = frozenset({"decode"})
 
 
 def duties_of(role: Role) -> tuple[Duty, ...]:
-    """Return what the router asks of instances of a role."""
+    """Return what the front asks of instances of a role."""
     duty = DUTIES[role]
     return ("encode", duty) if role in ENCODES and duty != "encode" else (duty,)
 

@@ -7,14 +7,14 @@ nothing here opens a file or knows a device.
 from __future__ import annotations
 
 import ipaddress
-from typing import Annotated, Literal
+from typing import Annotated
 
-from pydantic import AfterValidator, Field, ValidationInfo, field_validator, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
+from epd_portable.config.front import FrontSection
 from epd_portable.config.groups import EngineArgs, Environment, Instances
-from epd_portable.config.quantities import Seconds, Section, Size
+from epd_portable.config.quantities import FrontUrl, Seconds, Section, Size
 from epd_portable.config.roles import DUTIES, ENCODES, ROLES, SENDS_KV, TAKES_ITEMS, Role
-from epd_portable.config.routing import RouterSection
 from epd_portable.config.store import StoreSection
 from epd_portable.config.transfer import PathName
 
@@ -38,11 +38,14 @@ def _check_host(host: str) -> str:
     return host
 
 
+def _one_or_more(given: object) -> object:
+    return [given] if isinstance(given, str) else given
+
+
 class TransferSection(Section):
     """How encoder outputs travel."""
 
     path: PathName = "auto"
-    media: Literal["concurrent", "metadata"] = "concurrent"
     pool_bytes: Annotated[Size, Field(ge=4 << 10)] = 1 << 30
     wait_timeout_s: Seconds = 30.0
     lease_s: Seconds = 10.0
@@ -53,6 +56,7 @@ class Launch(Section):
     """How the launcher starts, watches and stops processes."""
 
     host: Annotated[str, AfterValidator(_check_host)] = "127.0.0.1"
+    join: Annotated[list[FrontUrl], BeforeValidator(_one_or_more)] = Field(default=[])
     name: Annotated[str, Field(pattern=r"^[a-z0-9]([-.a-z0-9]{0,62})$")] | None = None
     first_port: Annotated[int, Field(ge=1024, le=65535)] | None = None
     startup_timeout_s: Seconds = 600.0
@@ -65,12 +69,11 @@ class Topology(Section):
     """A whole topology file, with the overlay of one platform already laid over it."""
 
     model: Annotated[str, Field(min_length=1)]
-    front: Literal["auto", "engine", "router"] = "auto"
     served_model_name: Annotated[str, Field(min_length=1)] | None = None
     secret_file: Annotated[str, Field(min_length=1)] | None = None
     instances: Instances = Instances()
-    transfer: Annotated[TransferSection, Field(validate_default=True)] = TransferSection()
-    router: RouterSection = RouterSection()
+    transfer: TransferSection = TransferSection()
+    front: FrontSection = FrontSection()
     launch: Launch = Launch()
     store: StoreSection | None = None
     engine_args: EngineArgs = Field(default_factory=dict)
@@ -83,63 +86,46 @@ class Topology(Section):
         return sum(self.instances.counts[each] for each in ENCODES) > 1
 
     @model_validator(mode="after")
-    def _deadlines_fit_into_each_other(self) -> Topology:
-        if problem := self.router.deadline_problem(self.transfer.wait_timeout_s):
-            raise ValueError(problem)
-        return self
-
-    @model_validator(mode="after")
     def _roles_go_together(self) -> Topology:
-        if self.router.join:
-            return self._check_to_join(", ".join(self.router.join))
-        counts, others_may_join = self.instances.counts, self.secret_file is not None
-        if others_may_join and not any(counts.values()):
-            return self  # A router alone.
+        counts = self.instances.counts
+        if self.launch.join:
+            return self._check_to_join(", ".join(self.launch.join))
         prefill = sum(counts[role] for role in SENDS_KV)
         problem = ""
         if counts["encode"] and not any(counts[role] for role in TAKES_ITEMS):
             problem = (
-                "encode instances have nobody to encode for: name prefill or prefill_decode, leave "
-                "encode out, or set router.join"
+                "no instance takes the items that encode instances encode: name prefill or "
+                "prefill_decode, leave encode out, or set launch.join"
             )
-        elif prefill and self.router.hop_keys_file:
-            pass  # A hop in front may answer what is prefilled here.
         elif not any(counts[role] for role in ROLES if DUTIES[role] == "answer"):
             problem = (
                 "no instance answers requests: name decode, prefill_decode or "
                 "encode_prefill_decode, with a count of 1 or more"
             )
-        elif prefill and not counts["decode"] and not others_may_join:
+        elif prefill and not counts["decode"]:
             problem = (
                 "prefill and encode_prefill instances compute for decode instances, and there are "
                 "none: name decode, or prefill_decode or encode_prefill_decode in their place"
             )
-        elif counts["decode"] and not prefill and not others_may_join:
+        elif counts["decode"] and not prefill:
             problem = (
-                "decode instances have nobody to prefill for them: name prefill or "
-                "encode_prefill, or prefill_decode in place of decode"
+                "no instance prefills for the decode instances: name prefill or encode_prefill, or "
+                "prefill_decode in place of decode"
             )
         if problem:
             raise ValueError(f"instances: {problem}")
         return self
 
-    def _check_to_join(self, router: str) -> Topology:
-        """Check a topology whose instances join routers elsewhere, which may have the rest."""
+    def _check_to_join(self, front: str) -> Topology:
+        """Check a topology whose encode instances join fronts on other machines."""
         if self.secret_file is None:
-            raise ValueError(f"router.join {router}: set secret_file, a copy of that router's")
-        if not any(self.instances.of(role).count for role in ROLES):
-            raise ValueError("instances: there are none to join router.join; raise a count")
+            raise ValueError(f"launch.join {front}: set secret_file, a copy of that front's")
+        counts = self.instances.counts
+        if others := [role for role in ROLES if role != "encode" and counts[role]]:
+            raise ValueError(
+                f"instances: {', '.join(others)} cannot join a front on another machine, only "
+                "encode can: start them with their front, or set their count to 0"
+            )
+        if not counts["encode"]:
+            raise ValueError("instances: there is none to join launch.join; raise encode.count")
         return self
-
-    @field_validator("transfer")
-    @classmethod
-    def _media_go_where_an_encoder_is(
-        cls, transfer: TransferSection, info: ValidationInfo
-    ) -> TransferSection:
-        instances: Instances | None = info.data.get("instances")
-        if instances is None or instances.prefill_decode.encoder or transfer.media == "metadata":
-            return transfer
-        raise ValueError(
-            f"media is {transfer.media}, and instances.prefill_decode.encoder is false: media are "
-            "of no use there; set transfer.media to metadata"
-        )

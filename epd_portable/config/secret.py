@@ -1,7 +1,7 @@
 """The secret that the parts of one deployment share, and what is derived from it.
 
-Its holders may take part in the encrypted channels between instances, send requests to instances,
-and register instances at the router. It is in a file that only its owner can read, never on a
+Its holders may take part in the encrypted channels between instances, and register instances at
+the front. It is in a file that only its owner can read, never on a
 command line, in the environment or in a log. Where no file is named, the launcher makes one for its
 run, with which no instance can be registered.
 """
@@ -21,8 +21,6 @@ from epd_portable.errors import ConfigError, RequestError
 
 MIN_CHARACTERS = 32
 MAX_BYTES = 1 << 20
-INSTANCE_TOKEN_HEADER = "x-epd-token"
-"""HTTP header in which a caller of an instance's own server shows `Secret.instance_token`."""
 SIGNATURE_SCHEME = "EPD-HMAC"
 SIGNATURE_TOLERANCE_S = 30
 """How far a signature's time may be before or after the clock."""
@@ -83,7 +81,7 @@ class Secret:
         if not path:
             raise ConfigError(
                 "there is no secret_file, and without one no process speaks to another: "
-                "epd-launch secret FILE makes one; name it as secret_file to the router and to "
+                "epd-launch secret FILE makes one; name it as secret_file to the front and to "
                 "every instance that is started by hand (epd-launch makes one for its own)"
             )
         text = read_private_file(
@@ -95,13 +93,6 @@ class Secret:
                 f"nobody can guess are needed; epd-launch secret FILE makes such a file"
             )
         return cls(text)
-
-    def instance_token(self) -> str:
-        """Return the token of instances' own HTTP servers, 64 hexadecimal digits.
-
-        It opens neither the channels between instances nor the router's addresses.
-        """
-        return self.derive("instance token").hex()
 
     def sign(
         self, method: str, target: str, body: bytes = b"", *, clock: Callable[[], float] = time.time
@@ -123,14 +114,14 @@ class Secret:
         return self._digest("signatures", method, target, at, nonce, content, nbytes=32)
 
     def sign_transfer(self, transfer_id: str, item: str, consumer: str) -> str:
-        """Return the router's proof that it wants an item brought to a consumer by a transfer.
+        """Return the front's proof that it wants an item brought to a consumer by a transfer.
 
         ``item`` is ``EncodeTransfer.item_uuid``, ``consumer`` the address of its control channel.
         """
         return self._digest("transfers", transfer_id, item, consumer, nbytes=_PROOF_BYTES)
 
     def verify_transfer(self, proof: str, transfer_id: str, item: str, consumer: str) -> bool:
-        """Return whether a proof is the router's, for exactly these, see `sign_transfer`."""
+        """Return whether a proof is the front's, for exactly these, see `sign_transfer`."""
         return _same(proof, self.sign_transfer(transfer_id, item, consumer))
 
     def _digest(self, purpose: str, *fields: str | bytes, nbytes: int) -> str:
@@ -177,18 +168,18 @@ class SignatureCheck:
         if not authorization:
             raise _unauthorized(
                 "this address takes signed requests only: ask by epd-launch, and name it this "
-                f"router's secret_file (header authorization, scheme {SIGNATURE_SCHEME})"
+                f"front's secret_file (header authorization, scheme {SIGNATURE_SCHEME})"
             )
         found = _SIGNATURE.fullmatch(authorization)
         if found is None:
             raise _unauthorized(
                 f"the authorization header is no signature ({SIGNATURE_SCHEME} time=…, nonce=…, "
-                "mac=…): ask by epd-launch of the router's version"
+                "mac=…): ask by epd-launch of the front's version"
             )
         at, nonce, mac = found.groups()
         if not self._secret.signed(mac, method, target, at, nonce, body):
             raise _unauthorized(
-                "the signature is wrong: it was made with another secret_file than this router's, "
+                "the signature is wrong: it was made with another secret_file than this front's, "
                 "or method, address or body were changed on the way; use the same file"
             )
         now = self._clock()

@@ -31,7 +31,7 @@ def _check_url(url: str) -> str:
 
 
 class StoreSection(Section):
-    """A store of encoder outputs that all instances and the router reach."""
+    """A store of encoder outputs that all instances and the front reach."""
 
     model_config = ConfigDict(hide_input_in_errors=True)
 

@@ -6,8 +6,6 @@ from typing import Annotated
 
 from pydantic import AfterValidator
 
-from epd_portable.config.removed import REMOVED, removed
-
 AUTO = "auto"
 
 PATH_NAMES = ("ipc", "shm", "nixl", "collective", "tcp")
@@ -15,8 +13,6 @@ PATH_NAMES = ("ipc", "shm", "nixl", "collective", "tcp")
 
 
 def _known(name: str) -> str:
-    if name in REMOVED:
-        raise ValueError(f"{name} {removed(name)}")
     if name in (AUTO, *PATH_NAMES):
         return name
     known = ", ".join((AUTO, *PATH_NAMES))

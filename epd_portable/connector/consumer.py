@@ -1,7 +1,7 @@
 """The PD side of the control protocol, as a state machine without I/O.
 
 A transfer is expected, announced by an encoder, granted the slot of its item once that has one, and
-written; or it fails: its encoder or the router ends it, its deadline passes, or its lease.
+written; or it fails: its encoder ends it, its deadline passes, or its lease.
 
 Several transfers, for several requests, may bring one item: one is granted, and when the item is
 here the others are answered *not needed*.
@@ -30,7 +30,6 @@ from epd_portable.wire.fingerprint import differences
 from epd_portable.wire.messages import (
     Abort,
     Announce,
-    EncodeFailed,
     Foreign,
     Grant,
     Injected,
@@ -38,7 +37,6 @@ from epd_portable.wire.messages import (
     Nack,
     NackCode,
     NotNeeded,
-    NotWanted,
     Received,
     Written,
 )
@@ -55,11 +53,11 @@ MAX_REFUSED = 8
 LEASE_MARGIN_S = 1.0
 """The producer's lease begins when the grant arrives; the consumer's ends this much later."""
 
-FailureCause = Literal["timeout", "unavailable", "cancelled", "refused", "retried"]
+FailureCause = Literal["timeout", "cancelled", "refused", "retried"]
 """Why a transfer failed. ``timeout``: not written within the lease, or not delivered in time.
-``unavailable``: no encoder will deliver it. ``cancelled``: by its encoder, or its request does not
-need it any more. ``refused``: its encoder was refused after a slot was granted to it, or too many
-were. ``retried``: another encoder announced it after a slot was granted to one."""
+``cancelled``: by its encoder, or its request does not need it any more. ``refused``: its encoder
+was refused after a slot was granted to it, or too many were. ``retried``: another encoder announced
+it after a slot was granted to one."""
 
 
 @dataclass(slots=True, eq=False)
@@ -67,8 +65,7 @@ class Transfer:
     """One transfer to this instance.
 
     Attributes:
-        encoder: Instance that was asked first, for the log.
-        owners: Requests whose own transfer it is, and for which router or front see to it.
+        owners: Requests whose own transfer it is.
         deadline_s: When it has failed.
         writer: The announced attempt.
         grant: The slot that the writer was granted.
@@ -77,7 +74,6 @@ class Transfer:
 
     transfer_id: str
     item: Item
-    encoder: str
     deadline_s: float
     owners: set[str] = field(default_factory=set)
     writer: Writer | None = None
@@ -91,7 +87,7 @@ class Transfer:
     def progress(self) -> str:
         """What it waits for, for the log."""
         if self.producer is None:
-            return f"{self.encoder or 'its encoder'} has not announced it"
+            return "its encoder has not announced it"
         if self.grant is not None:
             return f"{self.producer.instance} has not written it"
         return f"announced by {self.producer.instance}, no room here"
@@ -209,12 +205,8 @@ class ConsumerSession:
         self._ended: OrderedDict[str, None] = OrderedDict()
         self._quarantine = Quarantine(endpoint.is_gone, events.released, ask_every_s=lease_s)
 
-    def expect(
-        self, transfer_id: str, item: Item, now: float, *, owner: str, encoder: str = ""
-    ) -> bool:
-        """Expect an item by a transfer of a request, which others may share.
-
-        ``owner`` is the request; ``encoder`` is an attribute of `Transfer`.
+    def expect(self, transfer_id: str, item: Item, now: float, *, owner: str) -> bool:
+        """Expect an item by a transfer of the request ``owner``, which others may share.
 
         Returns:
             Whether it is the first request of the transfer, and the transfer has not ended before.
@@ -227,7 +219,7 @@ class ConsumerSession:
             return False
         if transfer_id in self._ended:
             return False
-        transfer = Transfer(transfer_id, item, encoder, deadline_s, owners={owner})
+        transfer = Transfer(transfer_id, item, deadline_s, owners={owner})
         self._transfers[transfer_id] = item.transfers[transfer_id] = transfer
         self._watch(transfer)
         if (early := self._early.pop(transfer_id, None)) is None:
@@ -326,14 +318,6 @@ class ConsumerSession:
                 return
             elif writer not in transfer.refused:
                 self._left_to_others(transfer, writer, message)
-        elif isinstance(message, EncodeFailed):
-            if transfer is not None:
-                self._fail(transfer, "unavailable", message.reason)
-        elif isinstance(message, NotWanted):
-            if transfer is None:
-                self.decline(message.transfer_id)
-            else:
-                self._fail(transfer, "cancelled", "the router does not want it any more")
         elif isinstance(message, Abort):
             self._aborted(_writer_of(sender, message), message, transfer)
 
@@ -359,7 +343,7 @@ class ConsumerSession:
         """Let an encoder with another protocol version, which was answered, take no part."""
         writer = _writer_of(sender, message)
         if writer not in transfer.refused:
-            detail = f"{transfer.encoder or 'the encoder'}: {message.problem}"
+            detail = f"the encoder: {message.problem}"
             nack = writer.message(Nack, code=NackCode.INCOMPATIBLE, detail=detail)
             self._left_to_others(transfer, writer, nack)
 

@@ -1,6 +1,6 @@
 """The control channel: sockets that carry `epd_portable.wire` messages.
 
-The consumer listens (ZMQ's ROUTER), producers and the router connect (DEALER). Nothing here blocks.
+The consumer listens (ZMQ's ROUTER), producers connect (DEALER). Nothing here blocks.
 Everything is encrypted, see `epd_portable.connector.curve`.
 
 On one host *written*, for which requests wait, is sent to a Unix datagram socket next to the

@@ -97,7 +97,7 @@ class ConsumerEndpoint:
         if self._loader is not None:
             loading = self._loader.load(transfer.transfer_id, transfer.store, mm_hash, tensor)
             return IDENTITY, loading
-        detail = f"{self._config.instance} knows of no store: give it the router's"
+        detail = f"{self._config.instance} knows of no store: give it the front's"
         nack = Nack(transfer_id=transfer.transfer_id, code=NackCode.NOT_STORED, detail=detail)
         return IDENTITY, nack
 

@@ -111,7 +111,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=20, help="which picture to draw (default 20)")
     options = parser.parse_args(argv)
     # The demo shows where items came from.
-    settings = ["router.item_outcomes=true", *options.settings]
+    settings = ["front.item_outcomes=true", *options.settings]
     try:
         with tempfile.TemporaryDirectory(prefix="epd-demo-") as folder:
             picture = draw(options.seed)

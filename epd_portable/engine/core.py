@@ -1,6 +1,6 @@
 """One engine without a server: ``python -m epd_portable.engine.core FRONT ARGUMENTS``.
 
-``FRONT`` is a JSON list of the Unix sockets of the engine front's API servers
+``FRONT`` is a JSON list of the Unix sockets of the front's API servers
 (`epd_portable.front.server`), and ``ARGUMENTS`` are those of vLLM's server. The engine says
 its name to each server, is told where that one listens, answers vLLM's handshake to itself with all
 of these addresses, and runs until one of the servers is gone.

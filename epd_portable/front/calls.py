@@ -1,4 +1,4 @@
-"""Calls of all engines behind the engine front: their order, where engines need one another."""
+"""Calls of all engines behind the front: their order, where engines need one another."""
 
 from __future__ import annotations
 

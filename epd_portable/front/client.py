@@ -27,8 +27,8 @@ from vllm.v1.engine.core_client import AsyncMPClient
 
 from epd_portable.config.api_keys import ApiKeys
 from epd_portable.config.choice import ChoiceSection, with_file
+from epd_portable.config.front import MAX_ENCODERS, AdmissionSection
 from epd_portable.config.roles import ENCODES, TAKES_ITEMS, TAKES_KV
-from epd_portable.config.routing import MAX_ENCODERS, AdmissionSection
 from epd_portable.config.secret import Secret
 from epd_portable.config.store import StoreSection
 from epd_portable.connector.curve import CurveKeys
@@ -143,7 +143,7 @@ class SplitClient(AsyncMPClient):
         self._policy = _policy_of(settings)
         self.hop_keys = None
         if settings.hop_keys_file is not None:
-            self.hop_keys = ApiKeys(settings.hop_keys_file, "router.hop_keys_file")
+            self.hop_keys = ApiKeys(settings.hop_keys_file, "front.hop_keys_file")
         self.engines = Engines(
             settings.engines,
             paths,
@@ -558,9 +558,7 @@ class SplitClient(AsyncMPClient):
         if one.kv is not None:
             extra[KV] = one.kv.params
         if expected:
-            extra[FIELD] = to_params(
-                PrefillParams(transfers=tuple(expected.values()), by_front=True)
-            )
+            extra[FIELD] = to_params(PrefillParams(transfers=tuple(expected.values())))
         sent.sampling_params.extra_args = extra or None
         return sent
 
@@ -629,7 +627,7 @@ def _policy_of(settings: FrontSettings) -> Policy | None:
         return None
     policy = Policy(with_file(ChoiceSection.model_validate(settings.choice)))
     for note in policy.notes:
-        logger.warning("router.choice: %s", note)
+        logger.warning("front.choice: %s", note)
     return policy
 
 

@@ -1,4 +1,4 @@
-"""The engines behind the engine front: each has a client of its own, replaced when it starts again.
+"""The engines behind the front: each has a client of its own, replaced when it starts again.
 
 An engine (`epd_portable.engine.core`) connects to the Unix socket of each API server
 and says its name, is told where that one's client will listen, and says when it is ready. vLLM's
@@ -40,13 +40,13 @@ from epd_portable.placement.instances import (
     MAX_INSTANCES,
     EndpointPool,
     Instance,
+    LoadReport,
     WentDownError,
     while_up,
 )
 from epd_portable.placement.metrics import InstanceCollector, InstanceStats, PoolStats, stats_of
 from epd_portable.wire.fingerprint import differences
 from epd_portable.wire.jobs import Here
-from epd_portable.wire.messages import LoadReport
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -147,7 +147,7 @@ class FrontEngine:
             report = LoadReport(items=running + waiting)
         else:
             report = LoadReport(running=running, waiting=waiting, kv_used=stats.kv_cache_usage)
-        self.instance.take_report(report, lasts=True)
+        self.instance.take_report(report)
 
     @property
     def name(self) -> str:

@@ -256,7 +256,7 @@ def read_hints(values: Mapping[str, str], keys: ApiKeys | None, pool: EndpointPo
         return None
     if not keys.holds(shown):
         raise RequestError(
-            f"{KEY} is wrong: show one of the keys of router.hop_keys_file, or no such header",
+            f"{KEY} is wrong: show one of the keys of front.hop_keys_file, or no such header",
             status=401,
             code="invalid_hop_key",
         )

@@ -1,4 +1,4 @@
-"""What the engine front has around vLLM's application: bounds, instances, access lines.
+"""What the front has around vLLM's application: bounds, instances, access lines.
 
 ``--middleware epd_portable.front.http.FrontMiddleware``, the last, so outermost. All
 that vLLM's server has by itself is left to it.
@@ -23,8 +23,8 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from epd_portable.config.api_keys import ApiKeys
+from epd_portable.config.front import MediaUrls
 from epd_portable.config.roles import DUTIES
-from epd_portable.config.routing import MediaUrls
 from epd_portable.config.secret import SignatureCheck
 from epd_portable.errors import ConfigError, RequestError
 from epd_portable.front.client import SplitClient
@@ -41,7 +41,7 @@ from epd_portable.placement.replies import (
     error_reply,
     not_served,
 )
-from epd_portable.vllm_plugin.instance_token import instance_of
+from epd_portable.vllm_plugin.media_bounds import instance_of
 
 logger = logging.getLogger(__name__)
 
@@ -137,7 +137,7 @@ class FrontMiddleware:
         except RequestError as error:
             return _refusal(error, path)
         if (method, name) == ("GET", ""):
-            return JSONResponse({"router": _here(), "instances": await engines.seen()})
+            return JSONResponse({"front": _here(), "instances": await engines.seen()})
         if known and (method, verb) == ("DELETE", ""):
             if engines.by_name[name].life is None:
                 text = f"instance {name!r} belongs to this front: stop its launcher, or drain it"
@@ -191,7 +191,7 @@ class FrontMiddleware:
         new = await engines.join(settings)
         seen = await engines.seen()
         shown = next((each for each in seen if each["name"] == settings.name), {})
-        return JSONResponse({"router": _here(), **shown}, 201 if new else 200)
+        return JSONResponse({"front": _here(), **shown}, 201 if new else 200)
 
     async def _control_body(self, scope: Scope, receive: Receive) -> bytes:
         """Return the body of a request about engines.
@@ -301,7 +301,7 @@ class FrontMiddleware:
             return None
         return RequestError(
             f"pages of origin {origin[:128]!r} may not send this without a preflight: add the "
-            "origin to router.cors_origins",
+            "origin to front.cors_origins",
             status=403,
             code="origin_not_allowed",
         )
@@ -390,5 +390,5 @@ def _refusal(error: RequestError, path: str) -> Response:
 
 
 def _beyond(key: str, limit: int, status: int, code: str) -> RequestError:
-    message = f"the body is beyond router.{key} of {limit}: send less, or raise it"
+    message = f"the body is beyond front.{key} of {limit}: send less, or raise it"
     return RequestError(message, status=status, code=code)

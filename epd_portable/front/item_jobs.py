@@ -21,11 +21,16 @@ from epd_portable.front.metrics import FrontMetrics
 from epd_portable.front.request import FrontItem, OpenRequest
 from epd_portable.front.spans import Spans, set_end
 from epd_portable.log import trace
-from epd_portable.placement.assignment import Assignment, EncodeFailure, EncodeTimes, EncodeTries
+from epd_portable.placement.assignment import (
+    Assignment,
+    EncodeFailure,
+    EncodeTimes,
+    EncodeTries,
+    FailureKind,
+)
 from epd_portable.placement.fallbacks import RetryBudget
 from epd_portable.placement.instances import Instance, Use, WentDownError, while_up
 from epd_portable.vllm_plugin.job_items import encode_request
-from epd_portable.wire.outcomes import FailureKind
 from epd_portable.wire.params import EncodeTransfer
 
 logger = logging.getLogger(__name__)
@@ -43,7 +48,7 @@ class ItemJobs:
         servers: API servers of this front: what one gives an engine meanwhile, each does.
         wait_timeout_s: Longest time in which an item must come.
         can_encode: The engine that answers holds the vision tower.
-        order: Key ``router.encode_order``.
+        order: Key ``front.encode_order``.
         job_s: Longest time of one job; ``None`` for any.
         spans: Makes spans of jobs; ``None`` for none.
 

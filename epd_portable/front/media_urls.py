@@ -33,7 +33,7 @@ from aiohttp.abc import AbstractResolver
 from vllm.multimodal.media import MEDIA_CONNECTOR_REGISTRY, MediaConnector
 from yarl import URL
 
-from epd_portable.config.routing import MediaUrls
+from epd_portable.config.front import MediaUrls
 from epd_portable.front.exchange import current
 from epd_portable.front.metrics import FrontMetrics
 from epd_portable.front.request import GracefulHTTPError
@@ -252,7 +252,7 @@ class UrlFetcher(AbstractResolver):
                     raise _too_large("it is longer", most)
                 if self._coming_bytes > self._most_bytes:
                     raise MediaUrlError(
-                        "other files take the memory of router.max_bodies_bytes: try again later",
+                        "other files take the memory of front.max_bodies_bytes: try again later",
                         status=503,
                         code="busy",
                         retry_after_s=RETRY_AFTER_S,
@@ -275,7 +275,7 @@ class UrlFetcher(AbstractResolver):
             # One message for all addresses: clients learn no address of a network.
             raise MediaUrlError(
                 "its host has an address that is not public, and of none of "
-                "router.media_urls.allowed_networks"
+                "front.media.urls.allowed_networks"
             )
 
     async def resolve(
@@ -390,7 +390,7 @@ def _failed(problem: str, *, status: int = 502) -> MediaUrlError:
 def _too_large(what: str, most: int) -> MediaUrlError:
     return MediaUrlError(
         f"{what}: at most {most} bytes are fetched; send a smaller file, or raise "
-        "router.media_urls.max_bytes",
+        "front.media.urls.max_bytes",
         status=413,
         code="media_too_large",
     )

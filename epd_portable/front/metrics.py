@@ -1,4 +1,4 @@
-"""What the engine front counts beyond vLLM's own metrics of each engine."""
+"""What the front counts beyond vLLM's own metrics of each engine."""
 
 from __future__ import annotations
 

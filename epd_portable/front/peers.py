@@ -24,7 +24,7 @@ from epd_portable.connector.curve import CurveKeys, connect_client
 from epd_portable.connector.sessions import new_session
 from epd_portable.errors import ProtocolError
 from epd_portable.front.calls import call_elsewhere
-from epd_portable.placement.assignment import EncodeFailure
+from epd_portable.placement.assignment import EncodeFailure, FailureKind
 from epd_portable.vllm_plugin.job_items import to_job
 from epd_portable.wire import jobs
 from epd_portable.wire.jobs import (
@@ -43,7 +43,6 @@ from epd_portable.wire.jobs import (
     Reset,
     VersionRefused,
 )
-from epd_portable.wire.outcomes import FailureKind
 
 logger = logging.getLogger(__name__)
 

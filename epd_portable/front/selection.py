@@ -1,4 +1,4 @@
-"""Choices of engines for one request: by the default rules, by `router.choice`, or by headers."""
+"""Choices of engines for one request: by the default rules, by `front.choice`, or by headers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The engine front: ``python -m epd_portable.front.server --settings JSON ARGUMENTS``.
+"""The front: ``python -m epd_portable.front.server --settings JSON ARGUMENTS``.
 
 vLLM's own OpenAI server over `SplitClient`: what a request needs of tokenizing and preprocessing is
 done once, here. ``ARGUMENTS`` are those of vLLM's server and of the prefill+decode engines. Several

@@ -1,4 +1,4 @@
-"""Spans of requests and of their encode and prefill jobs, where ``router.tracing.endpoint`` is set.
+"""Spans of requests and of their encode and prefill jobs, where ``front.tracing.endpoint`` is set.
 
 vLLM's server sets the provider of OpenTelemetry, and sends a span ``llm_request`` at the end of a
 request. The span of the front begins earlier, so that those of jobs and vLLM's lie below it.

@@ -18,7 +18,6 @@ from epd_portable.config.document import dotted
 from epd_portable.config.folders import temp_folder
 from epd_portable.config.hardware import find_hardware
 from epd_portable.config.instance import PLATFORMS
-from epd_portable.config.roles import ROLES
 from epd_portable.config.secret import Secret, make_secret_file
 from epd_portable.errors import ConfigError
 from epd_portable.launch.commands import gateway, members, status
@@ -36,7 +35,7 @@ from epd_portable.launch.commands.command_line import (
 from epd_portable.launch.notices import Notice
 from epd_portable.launch.plan.check import inspect
 from epd_portable.launch.plan.file_checks import named_files
-from epd_portable.launch.plan.machine import assumed_machine, probed_machine
+from epd_portable.launch.plan.machine import probed_machine
 from epd_portable.launch.plan.ports import claim, is_free
 from epd_portable.launch.plan.processes import new_run_id, run_secret_file
 from epd_portable.launch.plan.request import PlanRequest, refusals, store_warnings
@@ -61,7 +60,7 @@ MEANT = {
     ),
     **dict.fromkeys(
         ("join", "leave"),
-        "a launcher with router.join registers its encode instances, and removes them at its stop",
+        "a launcher with launch.join registers its encode instances, and removes them at its stop",
     ),
     "page": "`instances` shows the state of each; /metrics and the access log have the rest",
 }
@@ -82,7 +81,7 @@ Three prefill+decode instances, bytes over TCP:
 Each command has examples of its own: epd-launch COMMAND --help.
 
 `up` is the command when none is named; `epd-launch up --help` lists its options. It runs in the
-foreground until Ctrl-C or SIGTERM; then the router finishes open requests and the instances end. A
+foreground until Ctrl-C or SIGTERM; then the front finishes open requests and the instances end. A
 second Ctrl-C ends everything at once. SIGHUP restarts the instances one after the other, for a new
 version of vLLM, of this package or of the model; no request is lost where a role has two instances.
 
@@ -95,7 +94,7 @@ Bash completes commands and options after this (zsh, fish: alike):
 
 UP_HELP = """Start the topology, serve in the foreground, stop on Ctrl-C or SIGTERM.
 
-At a stop open requests have router.drain_s seconds to end; a second signal cuts them. SIGHUP
+At a stop open requests have front.drain_s seconds to end; a second signal cuts them. SIGHUP
 updates the instances one after the other: each is drained, restarted and warmed up before the
 next. The SIGHUP of a terminal that is closed is a stop.
 
@@ -108,16 +107,16 @@ the event's own fields (docs/operations.md); the last event is stopped, or error
 Exit status: 0 when a stop was asked for, 1 when a process did not start, 2 on bad input.
 """
 
-INSTANCE_HELP = """Start one instance, register it at routers elsewhere, serve in the foreground.
+ENGINE_HELP = """Start one encode engine, which joins fronts on other machines, in the foreground.
 
-The file has router.join and secret_file. Of its instances one of ROLE is started, whatever its
-counts; its name ends in launch.host. At Ctrl-C or SIGTERM it leaves the routers, has router.drain_s
-seconds for its open requests, and ends.
+The file has launch.join and secret_file. One encode engine of it is started, whatever its counts;
+its name ends in launch.host. At Ctrl-C or SIGTERM it leaves the fronts, has front.drain_s seconds
+for its open jobs, and ends.
 
 \b
-  epd-launch instance --platform cpu --config configs/1e1pd.yaml --role encode \\
+  epd-launch engine --platform cpu --config configs/1e1pd.yaml \\
     --set secret_file=~/epd.secret --set launch.host=auto \\
-    --set router.join=http://10.0.0.1:8000
+    --set launch.join=http://10.0.0.1:8000
 
 Output, log files and exit status are those of `up`.
 """
@@ -153,7 +152,7 @@ for _command in (
     main.add_command(_command)
 
 
-_port_option = click.option("--port", type=PORT, metavar="N", help="Short for --set router.port=N.")
+_port_option = click.option("--port", type=PORT, metavar="N", help="Short for --set front.port=N.")
 _log_dir_option = click.option(
     "--log-dir",
     type=click.Path(file_okay=False, path_type=Path),
@@ -173,23 +172,20 @@ def up(log_dir: Path | None, as_json: bool, **options: Any) -> None:
     _serve(PlanRequest.from_options(**options), log_dir, as_json=as_json)
 
 
-@main.command(help=INSTANCE_HELP)
+@main.command(help=ENGINE_HELP)
 @topology_options
-@click.option("--role", type=click.Choice(ROLES), required=True, help="Which one to start.")
 @_log_dir_option
 @json_lines_option
-def instance(log_dir: Path | None, as_json: bool, **options: Any) -> None:
-    """Start one instance and register it; users read `INSTANCE_HELP`."""
-    _serve(PlanRequest.from_options(**options), log_dir, as_json=as_json)
+def engine(log_dir: Path | None, as_json: bool, **options: Any) -> None:
+    """Start one encode engine that joins fronts; users read `ENGINE_HELP`."""
+    _serve(PlanRequest.from_options(alone=True, **options), log_dir, as_json=as_json)
 
 
 def _serve(request: PlanRequest, log_dir: Path | None, *, as_json: bool) -> None:
     """Run a plan in the foreground."""
     topology = request.load(named_files)
     run_id = new_run_id()
-    # A router alone needs no device.
-    machine_of = probed_machine if any(topology.instances.counts.values()) else assumed_machine
-    machine = machine_of(request.traits, os.environ)
+    machine = probed_machine(request.traits, os.environ)
     temp_dir = _temp_dir(run_id)
     plan = request.plan(topology, run_id, machine, temp_dir=str(temp_dir))
     refused = refusals(topology, plan, claim, os.environ)
@@ -222,7 +218,7 @@ def _serve(request: PlanRequest, log_dir: Path | None, *, as_json: bool) -> None
             plan,
             topology.launch,
             secret=Secret.read(topology.secret_file or run_secret_file(str(temp_dir))),
-            drain_s=topology.router.drain_s,
+            drain_s=topology.front.drain_s,
             log_dir=logs,
             temp_dir=temp_dir,
             say=say,

@@ -262,7 +262,7 @@ class Domains:
                     return
         raise MediaUrlError(
             f"host {target.host[:80]!r} at port {target.port} is not among "
-            "router.media_urls.allowed_domains"
+            "front.media.urls.allowed_domains"
         )
 
 

@@ -1,1 +1,1 @@
-"""Decisions on requests and items, of the router and of the engine front; without I/O."""
+"""Decisions on requests and items, of the front and of the front; without I/O."""

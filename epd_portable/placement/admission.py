@@ -15,12 +15,12 @@ from typing import Literal
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from epd_portable.config.front import AdmissionSection
 from epd_portable.config.roles import Duty
-from epd_portable.config.routing import AdmissionSection
 from epd_portable.errors import RequestError
 from epd_portable.placement.gate import Gate, Limit, Ticket
 from epd_portable.placement.instances import EndpointPool, Instance
-from epd_portable.scheduling.admission import Pace
+from epd_portable.scheduling.pace import Pace
 
 LONGEST_RETRY_S = 60
 
@@ -78,7 +78,7 @@ class AdmissionMetrics:
 
 
 class AdmissionControl:
-    """Admits requests within the limits of ``router.admission``.
+    """Admits requests within the limits of ``front.admission``.
 
     Args:
         servers: API servers, each of which has its part of every limit.
@@ -162,9 +162,9 @@ class AdmissionControl:
             self._admit()
             if (other := self._gate.turn_away()) is not None:
                 why = (
-                    "as many others wait as router.admission.max_waiting allows"
+                    "as many others wait as front.admission.max_waiting allows"
                     if other is ticket
-                    else "others came for whom router.admission.max_waiting leaves the place"
+                    else "others came for whom front.admission.max_waiting leaves the place"
                 )
                 self._refuse(other, "full", why)
             if (refusal := await waiter) is not None:
@@ -202,7 +202,7 @@ class AdmissionControl:
                 f"{bound.key} of {bound.limit}{for_each} is reached, and {why}; try again in "
                 f"{retry_s} s, or raise {bound.key}",
                 status=429,
-                code="router_busy",
+                code="front_busy",
                 retry_after_s=retry_s,
             )
         )
@@ -244,6 +244,6 @@ def _bounds(settings: AdmissionSection) -> list[_Bound]:
     for duty, kind in (*((None, kind) for kind in _KINDS), *_OF_INSTANCES):
         limit = getattr(getattr(settings, duty) if duty else settings, f"max_{kind}")
         if limit is not None:
-            key = f"router.admission.{duty}.max_{kind}" if duty else f"router.admission.max_{kind}"
+            key = f"front.admission.{duty}.max_{kind}" if duty else f"front.admission.max_{kind}"
             bounds.append(_Bound(key=key, kind=kind, duty=duty, limit=limit))
     return bounds

@@ -10,20 +10,20 @@ when the queue is much longer.
 from __future__ import annotations
 
 import contextlib
+import enum
 import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, Literal, Protocol, TypeAlias, TypeVar
 
-from epd_portable.config.routing import MAX_ENCODERS
+from epd_portable.config.front import MAX_ENCODERS
 from epd_portable.config.secret import Secret
 from epd_portable.connector.stores.lookup import StoredItem
 from epd_portable.media.limits import RequestItem
-from epd_portable.placement.fallbacks import FALLBACKS, RequestPhase, RetryBudget
+from epd_portable.placement.fallbacks import RetryBudget
 from epd_portable.placement.instances import Instance
 from epd_portable.placement.work import nearest_size
-from epd_portable.wire.outcomes import FailureKind
-from epd_portable.wire.params import EncodedItem, EncodeTransfer, ExpectedTransfer
+from epd_portable.wire.params import EncodeTransfer, ExpectedTransfer
 
 ChooseEncoder: TypeAlias = Callable[[Collection[str]], Instance | None]
 """Returns the usable encode instance that should have an item; not one of those names."""
@@ -175,29 +175,26 @@ def new_transfer(item: RequestItem, consumer: str, secret: Secret) -> EncodeTran
     )
 
 
-def expected_transfer(
-    transfer: EncodeTransfer,
-    encoder: str = "",
-    metadata: EncodedItem | None = None,
-    store: str = "",
-) -> ExpectedTransfer:
-    """Return what the PD instance may expect.
-
-    Args:
-        transfer: The item's way.
-        encoder: Name of the instance that is asked first.
-        metadata: What it says of the item, which then travels without its media and under the
-            engine's own name; ``None`` with media.
-        store: Key of its entry, if the store has it.
-    """
+def expected_transfer(transfer: EncodeTransfer) -> ExpectedTransfer:
+    """Return what the PD instance may expect, with the item's media."""
     return ExpectedTransfer(
         transfer_id=transfer.transfer_id,
-        item_uuid=metadata.mm_hash if metadata else transfer.item_uuid,
-        encoder=encoder,
+        item_uuid=transfer.item_uuid,
         modality=transfer.modality,
-        media=metadata is None,
-        store=store,
     )
+
+
+class FailureKind(enum.StrEnum):
+    """Why an encode job has failed."""
+
+    FULL = "full"
+    """The engine's queue, or all slots, are taken."""
+    TIMEOUT = "timeout"
+    """It has not ended within its time."""
+    LOST = "lost"
+    """The engine's process has ended, or the connection to it."""
+    ERROR = "error"
+    """The engine has ended it without the item."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -253,7 +250,7 @@ class EncodeTries:
         else:
             self._failed.append(encoder)
         self._next, self._all_full = None, False
-        if late or len(self._failed) >= MAX_ENCODERS or not _may_help(failure.kind):
+        if late or len(self._failed) >= MAX_ENCODERS:
             return 0.0
         self._next = self._choose([*self._failed, *self._full])
         first_s = min(self._full.values(), default=self._deadline_s)
@@ -277,11 +274,6 @@ class EncodeTries:
         found = (("tried", self._failed), ("full", sorted(self._full)))
         parts = [f"encoders {word}: {', '.join(names)}" for word, names in found if names]
         return "; ".join([*parts, f"last: {self.failure.reason}"])
-
-
-def _may_help(kind: FailureKind) -> bool:
-    """Return whether another encoder can do more with an item."""
-    return "retried" in FALLBACKS[RequestPhase.ENCODE, kind]
 
 
 # Elastic encoding.

@@ -1,6 +1,6 @@
 """The instances as a front sees them: how they are, how busy, and which of them gets what.
 
-Nothing here does input or output: probes and requests report what they saw of an instance.
+Nothing here does input or output: connections and requests report what they saw of an instance.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import math
 import random
 import time
 from collections import Counter
@@ -19,38 +18,18 @@ import anyio
 import msgspec
 
 from epd_portable.config.roles import ROLE_LABEL, Duty, Role, duties_of
-from epd_portable.connector.circuit_breaker import CircuitBreaker
 from epd_portable.errors import EPDError
 from epd_portable.placement.caches import CacheEstimate, CacheSizes
 from epd_portable.placement.ring import HashRing
 from epd_portable.placement.work import AnswerLoad, Work
-from epd_portable.wire.messages import LOAD_HEARTBEAT_S, LoadReport
-from epd_portable.wire.outcomes import FailureKind
 
 logger = logging.getLogger(__name__)
 
 MAX_INSTANCES = 10_000
 FEW = 16
 """Up to so many instances the loads of all are compared, else those of two."""
-MOST_FAILURES = 5
-"""Failed requests in a row after which an instance is suspected for longer, whatever it answers."""
-FIRST_SUSPICION_S = 5.0
-LONGEST_SUSPICION_S = 60.0
-PROBES_UNTIL_DOWN = 3
-"""Failed probes in a row after which an instance is down: a busy one may miss one."""
-
-OLD_REPORT_S = 3 * LOAD_HEARTBEAT_S
-"""A report of its load that is older counts for nothing."""
-
-InstanceState = Literal["joining", "up", "down", "draining"]
-"""``joining``: healthy, but not warmed up yet. ``draining``: gets nothing more."""
-
-_WORDS: dict[FailureKind, str] = {
-    FailureKind.UNREACHABLE: "refused a connection",
-    FailureKind.LOST: "cut an answer off",
-    FailureKind.TIMEOUT: "stayed silent",
-    FailureKind.ERROR: "answered with an error, or with no HTTP",
-}
+InstanceState = Literal["up", "down", "draining"]
+"""``draining``: gets nothing more."""
 
 
 class InstanceSpec(Protocol):
@@ -79,6 +58,22 @@ class InstanceSpec(Protocol):
     @property
     def labels(self) -> Mapping[str, str]:
         """What its operator says of it."""
+
+
+class LoadReport(msgspec.Struct, frozen=True, kw_only=True):
+    """How busy an engine is, by itself; ``None`` where that is unknown.
+
+    Attributes:
+        waiting: Requests in the engine's queue, those that wait for items included.
+        running: Requests that are computed.
+        kv_used: Used part of the KV cache, 0 to 1.
+        items: Media items that an encode instance has accepted and not answered.
+    """
+
+    waiting: int | None = None
+    running: int | None = None
+    kv_used: float | None = None
+    items: int | None = None
 
 
 class WentDownError(EPDError):
@@ -162,11 +157,7 @@ def while_up(use: Use) -> Iterator[Use]:
 
 
 class Instance:
-    """One instance; down until a probe succeeds, joining until it is warmed up.
-
-    A failed request makes a healthy instance suspected: others are preferred until it has answered
-    a probe or a request; after several in a row for a while, whatever it answers. Only probes take
-    it down.
+    """One instance; down until its process is ready.
 
     It is a `Candidate` of `epd_portable.placement.profiles`.
 
@@ -174,18 +165,14 @@ class Instance:
         labels: Of the settings, and its role as ``llm-d.ai/role``.
         jobs: Encode jobs that it has in flight; they are a part of its load.
         elsewhere: Jobs that it has of other fronts, a part of its load as well.
-        registered: It came while the router ran, and is forgotten when it stays away.
+        registered: It came while the front ran, and is forgotten when it stays away.
         answered_at: When it has answered a request last; minus infinity for never.
-        is_warmed_up: Whether clients' requests may be sent to this life of it.
-        suspected: A request failed, and it has answered nothing since that counts.
         parked: Others have what both compute on; see `park`.
-        reason: Why it is down or suspected.
-        problem: What went wrong when it was warmed up, or empty.
+        reason: Why it is down.
+        problem: What went wrong when it met others, or empty.
     """
 
-    def __init__(
-        self, owner: EndpointPool, settings: InstanceSpec, *, registered: bool, warm_up: bool
-    ) -> None:
+    def __init__(self, owner: EndpointPool, settings: InstanceSpec, *, registered: bool) -> None:
         self.settings = settings
         self.name: str = settings.name
         self.role: Role = settings.role
@@ -201,53 +188,38 @@ class Instance:
         self.answers = AnswerLoad(owner.work, settings.role, owner.clock)
         self.answered_at = float("-inf")
         self.healthy = False
-        self.is_warmed_up = not warm_up
-        self.suspected = False
         self.parked = False
         self.draining = False
-        self.reason = "not probed yet"
+        self.reason = "not started yet"
         self.problem = ""
-        self.breaker = CircuitBreaker(
-            threshold=MOST_FAILURES,
-            first_s=FIRST_SUSPICION_S,
-            longest_s=LONGEST_SUSPICION_S,
-            clock=owner.clock,
-            chance=lambda: 0.5,
-        )
         self._owner = owner
         self._clock = owner.clock
         self._tiers: list[HashRing[Instance]] = []
-        self._warm_up = warm_up
         self._uses: set[Use] = set()
         self._idle = asyncio.Event()
         self._up = asyncio.Event()
-        self._down = asyncio.Event()
-        self._down.set()
         self._pending_encode_ms = self._elsewhere_ms = 0
         self.elsewhere = 0
         self._report: LoadReport | None = None
-        self._load_at_report = self._missed_probes = 0
-        self._heard_at = self._missed_at = self._reported_at = 0.0
+        self._load_at_report = 0
         self._shown: tuple[object, ...] = ()
 
     @property
     def state(self) -> InstanceState:
-        """What it is to this router."""
+        """What it is to this front."""
         if self.draining:
             return "draining"
-        if not self.healthy:
-            return "down"
-        return "up" if self.is_warmed_up else "joining"
+        return "up" if self.healthy else "down"
 
     @property
     def usable(self) -> bool:
         """Whether clients' requests may be sent to it."""
-        return self.healthy and self.is_warmed_up and not self.draining
+        return self.healthy and not self.draining
 
     @property
     def preferred(self) -> bool:
         """Whether it is chosen before those that are not."""
-        return self.usable and not (self.suspected or self.parked)
+        return self.usable and not self.parked
 
     @property
     def pending_encode_s(self) -> float:
@@ -272,13 +244,13 @@ class Instance:
 
     @property
     def reported(self) -> LoadReport | None:
-        """Its last report of its load, with what it was given since; ``None`` if too old.
+        """Its last report of its load, with what it was given since; ``None`` without one.
 
         What it was given since the report, and what its engine does not compute, waits there,
         whether or not the engine knows of it already.
         """
         report, load = self._report, self.load
-        if report is None or self._clock() > self._reported_at + OLD_REPORT_S:
+        if report is None:
             return None
         since = max(0, load - self._load_at_report)
         waiting, items = report.waiting, report.items
@@ -288,14 +260,9 @@ class Instance:
             items = max(items + since, load)
         return msgspec.structs.replace(report, waiting=waiting, items=items)
 
-    def take_report(self, report: LoadReport | None, *, lasts: bool = False) -> None:
-        """Set what it reports of its load; ``None`` for nothing.
-
-        Args:
-            lasts: It reports each change, so that no report is too old.
-        """
+    def take_report(self, report: LoadReport | None) -> None:
+        """Set what it reports of its load, which holds until the next; ``None`` for nothing."""
         self._report = report
-        self._reported_at = math.inf if lasts else self._clock()
         self._load_at_report = self.load
 
     def working(self, item: str = "") -> Use:
@@ -342,96 +309,22 @@ class Instance:
         """Return as soon as it is healthy."""
         await self._up.wait()
 
-    async def wait_down(self) -> None:
-        """Return as soon as it is not healthy."""
-        await self._down.wait()
-
-    # What probes saw of it.
+    # What was seen of it.
 
     def seen_well(self) -> None:
-        """It answered a probe."""
-        self._missed_probes = 0
-        if self.healthy and not (self.suspected and self.breaker.allows()):
-            return
-        self.suspected = False
+        """Its process has begun, and is ready."""
         self.healthy = True
         self._changed()
 
-    def seen_silent(self) -> None:
-        """It did not answer a probe in time: it may be busy."""
-        self._count_missed(f"{PROBES_UNTIL_DOWN} health probes without answer")
-
-    def seen_failing(self, problem: str) -> None:
-        """It answered a probe as it should not, or cut it off: something is wrong with it."""
-        if not self.healthy:
-            self._fall(f"health probe: {problem}")
-            return
-        self.suspected = True
-        if self.breaker.state == "half_open":
-            self.breaker.failed()  # No request has to show it: none may come.
-        self.reason = f"health probe: {problem}"
-        self._count_missed(f"{PROBES_UNTIL_DOWN} health probes failed: {problem}")
-        self._changed()
-
     def seen_gone(self, reason: str) -> None:
-        """Its process has ended: what answers next is a new one."""
-        self.is_warmed_up = not self._warm_up
+        """Its process has ended: what comes next is a new one."""
         self._fall(reason)
-
-    def _count_missed(self, reason: str) -> None:
-        # Bytes of an answer since the last missed probe say that it lives.
-        if max(self._heard_at, self.answered_at) > self._missed_at:
-            self._missed_probes = 0
-        self._missed_at = self._clock()
-        self._missed_probes += 1
-        if self._missed_probes >= PROBES_UNTIL_DOWN:
-            self._fall(reason)
-
-    # What requests saw of it.
-
-    def heard(self) -> None:
-        """Bytes of an answer have come from it."""
-        self._heard_at = self._clock()
-
-    def hearing(self, take: Callable[[bytes], bool]) -> Callable[[bytes], bool]:
-        """Return a function that takes pieces of its answer, and notes that they come."""
-
-        def taken(data: bytes) -> bool:
-            self.heard()
-            return take(data)
-
-        return taken
 
     def answered(self) -> None:
         """It answered a request as it should."""
         self.answered_at = self._clock()
-        if self.breaker.failures and self.breaker.state != "open":
-            self.breaker.close()
-            self.suspected = False
-            self._changed()
-
-    def failed(self, failure: FailureKind) -> None:
-        """A request to it failed, and not for what the request asked."""
-        if not self.healthy or failure is FailureKind.UNAVAILABLE:
-            return
-        self.suspected = True
-        opened = self.breaker.failed()
-        self.reason = f"{_WORDS[failure]}, {self.breaker.failures} in a row"
-        if failure is FailureKind.UNREACHABLE:
-            # It need not be silent for long to be taken for gone.
-            self._missed_probes = PROBES_UNTIL_DOWN - 1
-            self._missed_at = self._clock()
-        if opened:
-            logger.warning("others than %s are preferred: it %s", self.name, self.reason)
-        self._changed()
 
     # What is decided about it.
-
-    def mark_warmed_up(self) -> None:
-        """Let clients' requests be sent to it until it is gone; nothing if that is so already."""
-        if self.healthy and not self.is_warmed_up:
-            self.is_warmed_up = True
-            self._changed()
 
     def drain(self) -> None:
         """Send it nothing more."""
@@ -450,7 +343,7 @@ class Instance:
             self._changed()
 
     def note(self, problem: str) -> None:
-        """Set what went wrong when it was warmed up; empty for nothing."""
+        """Set what went wrong when it met others; empty for nothing."""
         self.problem = problem
         self._changed()
 
@@ -460,9 +353,6 @@ class Instance:
         self._fall("has left")
 
     def _fall(self, reason: str) -> None:
-        if self.healthy:
-            self.breaker.close()
-            self.suspected = False
         self.healthy = False
         self.reason = reason
         # What comes back may be another process.
@@ -473,21 +363,19 @@ class Instance:
 
     def _changed(self) -> None:
         """Make known what it is since something about it has changed."""
-        if self.healthy and not self.suspected:
+        if self.healthy:
             self.reason = "parked" if self.parked else ""
         self._owner._place(self)
         if self.healthy and not self._up.is_set():
             logger.info("instance %s is up", self.name)
-            self._down.clear()
             self._up.set()
         elif not self.healthy and self._up.is_set():
             logger.warning("instance %s is down: %s", self.name, self.reason)
             self._up.clear()
-            self._down.set()
         if not self.healthy:
             for use in tuple(self._uses):
                 use._went_down()
-        names = ("state", "healthy", "suspected", "parked", "reason", "problem")
+        names = ("state", "healthy", "parked", "reason", "problem")
         if (shown := tuple(getattr(self, name) for name in names)) != self._shown:
             self._shown = shown
             self._owner._notify(self)
@@ -561,7 +449,7 @@ class EndpointPool:
     def counts(self) -> dict[InstanceState, int]:
         """Return how many instances are in each state."""
         found = Counter(instance.state for instance in self._instances.values())
-        return {state: found[state] for state in ("up", "joining", "down", "draining")}
+        return {state: found[state] for state in ("up", "down", "draining")}
 
     def any_usable(self, duty: Duty) -> bool:
         """Return whether an instance with a duty is usable."""
@@ -575,26 +463,19 @@ class EndpointPool:
         """Return whether an instance has not left, however many of its name there were."""
         return self._instances.get(instance.name) is instance
 
-    def take_report(self, name: str, report: LoadReport) -> None:
-        """Take in what an instance reports of its load; nothing of one that has left."""
-        if (instance := self.get(name)) is not None:
-            instance.take_report(report)
-
     def watch(self, callback: Callable[[Instance], None]) -> None:
         """Call a function whenever an instance has come, changed or left."""
         self._watchers.append(callback)
 
-    def add(
-        self, settings: InstanceSpec, *, registered: bool = False, warm_up: bool = False
-    ) -> Instance:
+    def add(self, settings: InstanceSpec, *, registered: bool = False) -> Instance:
         """Take in an instance, at most `MAX_INSTANCES`.
 
-        ``registered``: it came while the router ran. ``warm_up``: it has to be warmed up, whenever
-        its process has been started.
+        Args:
+            registered: It came while the front ran.
         """
         assert len(self._instances) < MAX_INSTANCES
         assert settings.name not in self._instances
-        instance = Instance(self, settings, registered=registered, warm_up=warm_up)
+        instance = Instance(self, settings, registered=registered)
         self._instances[instance.name] = instance
         self._notify(instance)
         return instance

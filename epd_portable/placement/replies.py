@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 
 import msgspec
@@ -13,12 +12,6 @@ RETRY_AFTER_S = 2
 """What clients are told to wait when no instance can serve them at the moment."""
 BODY_TIMEOUT_S = 60.0
 """Longest time in which a request's body must have come: what has come of it takes memory."""
-DRAIN_TIMEOUT_S = 10.0
-"""How long the rest of a too large body is read and dropped.
-
-Most clients read no answer before they have sent everything: one that came earlier would reach
-them as a broken connection without a reason.
-"""
 NAMES_MEDIA = "/inference/v1/"
 """Below it are vLLM's endpoints at which who asks names the media."""
 WHY_NO_NAMES = (
@@ -36,9 +29,7 @@ _ERROR_TYPES = {
 }
 
 _ANTHROPICS = "/v1/messages"
-_RESPONSES = "/v1/responses"
 _ANTHROPIC_TYPES = {**_ERROR_TYPES, 403: "permission_error", 503: "overloaded_error"}
-_SEQUENCE = re.compile(rb'"sequence_number": ?(\d+)')
 
 
 def not_served(method: str, path: str, why: str) -> RequestError:
@@ -96,28 +87,6 @@ def error_reply(error: RequestError, path: str = "") -> Reply:
         headers,
         error_body(str(error), status=error.status, code=error.code, path=path),
     )
-
-
-def error_event(
-    message: str, *, status: int, code: str, path: str = "", after: bytes = b""
-) -> bytes:
-    """Return an error as the last server-sent event of a broken stream.
-
-    Args:
-        status: That the answer would have, had it not begun.
-        path: As in `error_body`. Streams of ``/v1/responses`` have an event of their
-            own.
-        after: The end of the stream so far: events of ``/v1/responses`` are numbered.
-    """
-    if path == _RESPONSES:
-        seen = _SEQUENCE.findall(after)
-        number = int(seen[-1]) + 1 if seen else 0
-        fields = {"code": code, "message": message, "param": None, "sequence_number": number}
-        body = msgspec.json.encode({"type": "error", **fields})
-    else:
-        body = error_body(message, status=status, code=code, path=path)
-    name = b"event: error\n" if path == _RESPONSES or path.startswith(_ANTHROPICS) else b""
-    return name + b"data: " + body + b"\n\n"
 
 
 def json_reply(value: object, status: int = 200) -> Reply:

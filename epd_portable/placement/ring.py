@@ -1,7 +1,7 @@
 """Consistent hashing with bounded loads: which instance a key prefers, while it has room. Pure.
 
 One function answers it for everything that leads a picture, or a conversation, to the instance that
-had it before: the default rules, `router.choice` and the headers of hops.
+had it before: the default rules, `front.choice` and the headers of hops.
 """
 
 from __future__ import annotations

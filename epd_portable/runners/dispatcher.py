@@ -12,7 +12,7 @@ from epd_portable.runners.prompt import engine_names
 from epd_portable.scheduling.encode_queue import KeptRoom
 from epd_portable.scheduling.encoder_cache import EncoderCacheManager
 from epd_portable.wire.descriptors import TensorSpec
-from epd_portable.wire.params import EncodedItem, EncodeOutcome, EncodeParams
+from epd_portable.wire.params import EncodedItem, EncodeParams
 
 logger = logging.getLogger(__name__)
 
@@ -24,23 +24,16 @@ class Dispatcher:
     the request is finished once its items are encoded, the transfer when the consumer said so.
 
     Args:
-        secret: Of the deployment; a router proves with it that it ordered a transfer.
-        instance: Name of this instance, for its answers.
-        namespace: Of what it writes into the store; empty without one.
+        secret: Of the deployment; a front proves with it that it ordered a transfer.
 
     Attributes:
         kept: Transfers under way, with what they keep of the cache.
     """
 
-    def __init__(
-        self, cache: EncoderCacheManager, secret: Secret, instance: str = "", namespace: str = ""
-    ) -> None:
+    def __init__(self, cache: EncoderCacheManager, secret: Secret) -> None:
         self.kept = KeptRoom()
         self._cache = cache
         self._secret = secret
-        self._instance = instance
-        self._namespace = namespace
-        self._items: dict[str, tuple[EncodedItem, ...]] = {}
         self._waiting: dict[str, list[TransferOrder]] = {}
 
     @property
@@ -56,10 +49,9 @@ class Dispatcher:
     ) -> None:
         """Remember which consumers the items of a request are for, each with its output.
 
-        What the router has not signed is not delivered: a request could name any address.
+        A transfer that no front has signed is not delivered: a request could name any address.
         """
         distinct = {item.mm_hash: (item, tensor) for item, tensor in items}
-        self._items[request_id] = tuple(item for item, _ in distinct.values())
         names = engine_names([(item.mm_hash, item.modality) for item, _ in items], params.transfers)
         orders = []
         for transfer in params.transfers:
@@ -77,7 +69,7 @@ class Dispatcher:
                 transfer.proof, transfer.transfer_id, transfer.item_uuid, transfer.consumer
             ):
                 logger.warning(
-                    "request %s: transfer %r to %r is not the router's: it is not delivered; do "
+                    "request %s: transfer %r to %r has no valid proof: it is not delivered; do "
                     "both have the same secret_file?",
                     request_id,
                     transfer.transfer_id,
@@ -100,17 +92,9 @@ class Dispatcher:
         if orders:
             self._waiting[request_id] = orders
 
-    def request_finished(self, request_id: str) -> EncodeOutcome | None:
-        """The request ended; orders that never got room are dropped.
-
-        Returns:
-            What its items are; ``None`` for a request that named no transfers.
-        """
+    def request_finished(self, request_id: str) -> None:
+        """The request ended; orders that never got room are dropped."""
         self._waiting.pop(request_id, None)
-        items = self._items.pop(request_id, None)
-        if items is None:
-            return None
-        return EncodeOutcome(instance=self._instance, items=items, namespace=self._namespace)
 
     def consumer(self, request_id: str) -> str:
         """Return whom a request's items are for, of several the first; empty for nobody."""

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import get_args
+from typing import Literal, get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
@@ -21,6 +21,9 @@ SECONDS = (
     *(0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0),
 )
 _CODES = tuple(code.value for code in NackCode if code is not NackCode.RELEASED)
+RequestFailure = Literal["too_large", "unavailable"]
+"""Cause of a request's failure. ``too_large``: an item exceeds the receive pool or the encoder
+cache. ``unavailable``: an item was not delivered in time, and the instance cannot encode it."""
 
 
 class Instruments:
@@ -108,7 +111,10 @@ class ReceiverMetrics(Instruments):
             "epd_pd_fallbacks", "Items encoded here although a transfer was expected."
         )
         self.requests_failed = counter(
-            "epd_pd_requests_failed", "Requests that could not be answered.", "code", _CODES
+            "epd_pd_requests_failed",
+            "Requests that could not be answered.",
+            "code",
+            get_args(RequestFailure),
         )
         self.stalls = counter(
             "epd_pd_stalls",

@@ -8,14 +8,11 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from epd_portable.log import trace
-from epd_portable.runners.prompt import (
-    match_transfers,
-    metadata_only_items,
-)
+from epd_portable.runners.metrics import RequestFailure
+from epd_portable.runners.prompt import match_transfers, metadata_only_items
 from epd_portable.runners.receiver import Receiver
 from epd_portable.runners.stalls import StallWatch, describe
 from epd_portable.scheduling.items import Claimant, PromptItem
-from epd_portable.wire.messages import NackCode
 from epd_portable.wire.params import CacheNews, ItemOutcome, PrefillOutcome, PrefillParams
 
 if TYPE_CHECKING:
@@ -61,8 +58,6 @@ class PrefillRequests:
             next(self._numbers),
             items=items,
             transfers=transfers,
-            reply_to=params.reply_to.encode() if params else b"",
-            by_front=params is not None and params.by_front,
             arrived_s=self._receiver.clock(),
             metadata_only=metadata_only_items(items, transfers, can_encode=self._config.can_encode),
         )
@@ -78,7 +73,7 @@ class PrefillRequests:
         ]
         trace("request.arrived", request=request_id, awaited=awaited)
         self._cache.advance()
-        self._has_front |= record.by_front
+        self._has_front |= params is not None
         self._receiver.requested += [
             transfers[mm_hash].transfer_id
             for mm_hash, claim in record.claims.items()
@@ -116,11 +111,10 @@ class PrefillRequests:
             self._cache.enter(record)
         if not record.failed:
             detail = (
-                f"request {request_id} sends media in parts (a streaming-input session), "
+                f"it sends media in parts (a streaming-input session), "
                 f"which {self._config.instance} does not take: send the request as a whole"
             )
-            logger.error("%s", detail)
-            self._refuse(record, "", NackCode.UNAVAILABLE, detail)
+            self._refuse(record, "unavailable", detail)
 
     def may_schedule(
         self, request_id: str, num_computed_tokens: int, *, running: bool = True
@@ -223,8 +217,8 @@ class PrefillRequests:
             self._cache.expire(claim, reason)
         if not any(claim.expired for claim in awaited):
             names = ", ".join(record.claims)
-            detail = f"{reason}, and request {request_id} waits for {names}: send it again"
-            self._refuse(record, "", NackCode.UNAVAILABLE, detail)
+            detail = f"{reason}, and it waits for {names}: send it again"
+            self._refuse(record, "unavailable", detail)
 
     def take_forgotten(self, sleepers: Iterable[str]) -> list[str]:
         """Return requests that sleep though they can begin; there are none unless that is a fault.
@@ -272,7 +266,7 @@ class PrefillRequests:
                 f"and {pool.capacity_bytes} bytes: send a smaller picture, or raise "
                 "transfer.pool_bytes"
             )
-            self._refuse(record, mm_hash, NackCode.TOO_LARGE, detail)
+            self._refuse(record, "too_large", detail)
             return False
         again = mm_hash in record.claims
         claim = cache.claim(record, place, transfer.transfer_id if transfer else "")
@@ -282,7 +276,7 @@ class PrefillRequests:
                 f"of that name that is {cache.items[mm_hash].tensor}: give different items "
                 "different uuids"
             )
-            self._refuse(record, mm_hash, NackCode.UNAVAILABLE, detail)
+            self._refuse(record, "unavailable", detail)
             return False
         if transfer is not None and not again:
             self._receiver.expect(claim)
@@ -304,7 +298,7 @@ class PrefillRequests:
                     f"{self._cache.cache_size}: raise max_num_batched_tokens in engine_args, or "
                     "send smaller pictures"
                 )
-                self._refuse(record, first.mm_hash, NackCode.TOO_LARGE, detail)
+                self._refuse(record, "too_large", detail)
                 return True
         return False
 
@@ -348,30 +342,25 @@ class PrefillRequests:
         may_start = record.running or self._cache.may_start(record)
         return may_start and self._missing(record) in ("", *record.lost)
 
-    def _refuse(self, record: Claimant, mm_hash: str, code: NackCode, detail: str) -> None:
-        """Let the scheduler end a request, and send the router a nack of one of its transfers.
+    def _refuse(self, record: Claimant, code: RequestFailure, detail: str) -> None:
+        """Let the scheduler end a request, which has not failed yet.
 
         Args:
-            record: Of the request, which has not failed yet.
-            mm_hash: The item that cannot be obtained.
-            code: Why, for the router.
-            detail: Why, for people: value, limit and remedy.
+            code: For the count.
+            detail: For the log: value, limit and remedy.
         """
-        self._receiver.metrics.requests_failed.labels(code.value).inc()
+        logger.error("request %s: %s", record.request_id, detail)
+        self._receiver.metrics.requests_failed.labels(code).inc()
         self._unavailable.add(record.request_id)
         self._cache.fail(record)
         self._receiver.decline(record)
-        if record.transfers:
-            own = record.transfers.get(mm_hash) or next(iter(record.transfers.values()))
-            self._receiver.send_nack(record, own.transfer_id, code, detail)
 
     def _fail_lost(self, record: Claimant, mm_hash: str) -> None:
         detail = (
             f"item {mm_hash}: {record.lost[mm_hash]}; it cannot be encoded here, where the request "
             "holds no media or the instance no encoder: send the request again"
         )
-        logger.warning("request %s: %s", record.request_id, detail)
-        self._refuse(record, mm_hash, NackCode.UNAVAILABLE, detail)
+        self._refuse(record, "unavailable", detail)
 
     def _moved(self, record: Claimant, num_computed_tokens: int, *, running: bool) -> None:
         """See `EncoderCachePreallocator.moved`; remembers what the prefix cache covered."""

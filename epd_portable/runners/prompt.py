@@ -21,7 +21,7 @@ def metadata_only_items(
     """Return the items of a request that this instance cannot encode.
 
     Args:
-        transfers: From `match_transfers`; what the router says of media counts, too.
+        transfers: From `match_transfers`; what the front says of media counts, too.
         can_encode: Whether the instance holds the encoder.
     """
     without = {mm_hash for mm_hash, transfer in transfers.items() if not transfer.media}

@@ -16,7 +16,6 @@ from epd_portable.errors import TransportError
 from epd_portable.log import trace
 from epd_portable.platforms.traits import TRAITS, PlatformTraits
 from epd_portable.runners.background import EncodeOrder
-from epd_portable.runners.load_reports import LoadReports
 from epd_portable.runners.metrics import ReceiverMetrics
 from epd_portable.runners.orders import OrderBook
 from epd_portable.runners.placer import Placement
@@ -24,13 +23,7 @@ from epd_portable.scheduling.items import Claim, Claimant, Item, State
 from epd_portable.scheduling.preallocator import EncoderCachePreallocator
 from epd_portable.scheduling.slots import ReceivePool
 from epd_portable.wire.descriptors import SlotDescriptor
-from epd_portable.wire.messages import (
-    Grant,
-    LoadReport,
-    LoadWanted,
-    Nack,
-    NackCode,
-)
+from epd_portable.wire.messages import Grant, Nack
 from epd_portable.wire.params import ItemOutcome
 
 if TYPE_CHECKING:
@@ -54,7 +47,6 @@ class Receiver:
         fingerprint: Compatibility fingerprint, compared with that of producers.
         cache_size: Of the scheduler's encoder cache, in embeddings.
         encode_together: See `EncoderCachePreallocator`.
-        load: Returns how busy the engine is, see `LoadReports`; ``None`` knows nothing.
         clock: Monotonic seconds.
         metrics: ``None`` counts without publishing.
         namespace: Of the entries that it may load from a store, see `namespace_of`.
@@ -64,7 +56,7 @@ class Receiver:
         cache: The scheduler's encoder cache.
         orders: What the workers must do in each step.
         pool: Receive slots.
-        requested: Transfers that an engine front is to have an encoder asked for.
+        requested: Transfers that the front is to have an encoder asked for.
         lock: See above; reentrant.
         thread: ``None`` before `listen`.
     """
@@ -76,7 +68,6 @@ class Receiver:
         fingerprint: str,
         cache_size: int,
         encode_together: int = 0,
-        load: Callable[[], LoadReport] | None = None,
         clock: Callable[[], float] = time.monotonic,
         metrics: ReceiverMetrics | None = None,
         namespace: str = "",
@@ -108,7 +99,6 @@ class Receiver:
         self.requested: list[str] = []
         self._deadlines: deque[tuple[float, str]] = deque()
         """Of requests, with their ids; those that have ended go in time."""
-        self._loads = LoadReports(load or LoadReport, self._endpoint.send)
         self.lock = threading.RLock()
         self.thread: threading.Thread | None = None
         self._paused: set[bool] = set()
@@ -135,9 +125,7 @@ class Receiver:
         record, item, now = claim.claimant, claim.item, self.clock()
         assert item.tensor is not None
         transfer = record.transfers[item.mm_hash]
-        is_new = self._session.expect(
-            transfer.transfer_id, item, now, owner=record.request_id, encoder=transfer.encoder
-        )
+        is_new = self._session.expect(transfer.transfer_id, item, now, owner=record.request_id)
         if transfer.transfer_id not in item.transfers:
             self.cache.retain_for(claim)
         elif is_new and transfer.store:
@@ -152,12 +140,6 @@ class Receiver:
         """Answer *not needed* to whatever announces a transfer of a request."""
         for transfer in record.transfers.values():
             self._session.decline(transfer.transfer_id)
-
-    def send_nack(self, record: Claimant, transfer_id: str, code: NackCode, detail: str) -> None:
-        """Send the router a nack of one of a request's transfers, if it wants to know."""
-        if record.reply_to:
-            nack = Nack(transfer_id=transfer_id, code=code, detail=detail)
-            self._endpoint.send(record.reply_to, nack)
 
     def pause(self, *, waiting: bool, running: bool) -> None:
         """The engine computes no requests that wait, or run, until the next call.
@@ -225,12 +207,8 @@ class Receiver:
         now = self.clock()
         received = self._endpoint.receive()
         for identity, message in received:
-            if isinstance(message, LoadWanted):
-                self._loads.subscribe(identity, now)
-            else:
-                self._session.receive(identity, message, now)
+            self._session.receive(identity, message, now)
         self._session.tick(now)
-        self._loads.tick(now)
         self._expire(now)
         self.cache.advance()
         self.metrics.note_transfers(*self._session.count_transfers())
@@ -335,15 +313,12 @@ class Receiver:
             self._session.room_given(item)
 
     def refused(self, transfer: Transfer, nack: Nack) -> None:
-        """See `TransferEvents`; router or front may ask another encoder."""
+        """See `TransferEvents`; the front may ask another encoder."""
         mm_hash, transfer_id = transfer.item.mm_hash, transfer.transfer_id
         logger.warning("item %s by transfer %s: %s", mm_hash, transfer_id, nack.detail)
         self.metrics.refusals.labels(nack.code.value).inc()
-        # Requests of one body share it.
-        for record in {each.reply_to: each for each in self._owners(transfer)}.values():
-            self.send_nack(record, transfer_id, nack.code, nack.detail)
-            if record.by_front:
-                self.requested.append(transfer_id)
+        if any(self._owners(transfer)):
+            self.requested.append(transfer_id)
 
     def may_wait(self, transfer: Transfer) -> bool:
         """See `TransferEvents`: the engine computes none of its requests at present."""
@@ -353,8 +328,7 @@ class Receiver:
     def needs_another(self, transfer: Transfer) -> bool:
         """See `TransferEvents`: it cannot be encoded here, and there is an encoder to tell."""
         return not transfer.item.is_here and any(
-            transfer.item.mm_hash in record.metadata_only and (record.reply_to or record.by_front)
-            for record in self._owners(transfer)
+            transfer.item.mm_hash in record.metadata_only for record in self._owners(transfer)
         )
 
     def not_needed(self, transfer_id: str) -> None:

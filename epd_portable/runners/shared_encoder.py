@@ -22,7 +22,6 @@ from epd_portable.runners.dispatcher import Dispatcher
 from epd_portable.runners.prefill import PrefillRequests
 from epd_portable.scheduling.items import Claimant, PromptItem, State
 from epd_portable.scheduling.preallocator import EncoderCachePreallocator
-from epd_portable.wire.params import EncodeOutcome
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +46,7 @@ class SharedEncoder:
         self._tried = False
         """An item of the current job was to be encoded once more."""
         self._orders: list[TransferOrder] = []
-        self._ended: dict[str, EncodeOutcome | None] = {}
+        self._ended: list[str] = []
 
     def __len__(self) -> int:
         """Return the number of jobs that have not ended."""
@@ -60,7 +59,8 @@ class SharedEncoder:
     def withdraw(self, request_id: str) -> None:
         """Nobody waits for a job any more."""
         self._waiting.pop(request_id, None)
-        self._ended.pop(request_id, None)
+        if request_id in self._ended:
+            self._ended.remove(request_id)
         if self._current is not None and self._current.request_id == request_id:
             self._cache.leave(self._current)
             self._current = None
@@ -95,9 +95,9 @@ class SharedEncoder:
         orders, self._orders = self._orders, []
         return orders
 
-    def take_ended(self) -> dict[str, EncodeOutcome | None]:
-        """Return the jobs that have ended since the last call, with their answers."""
-        ended, self._ended = self._ended, {}
+    def take_ended(self) -> list[str]:
+        """Return the jobs that have ended since the last call."""
+        ended, self._ended = self._ended, []
         return ended
 
     # --------------------------------------------------------------------------------------------
@@ -166,5 +166,6 @@ class SharedEncoder:
 
     def _answer(self, request_id: str) -> None:
         if request_id not in self._ended:
-            self._ended[request_id] = self._dispatcher.request_finished(request_id)
+            self._dispatcher.request_finished(request_id)
+            self._ended.append(request_id)
             trace("encode.answered", request=request_id)

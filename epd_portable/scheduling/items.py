@@ -128,8 +128,6 @@ class Claimant:
             encoded here.
         failed: It will be ended without an answer, and claims nothing any more.
         transfers: Of its items, by ``mm_hash``.
-        reply_to: ZMQ identity of the router; empty if failures are not to be reported.
-        by_front: The engine front is told in place of a router.
         arrived_s: When it was added.
         outcomes: Where each item came from, by ``mm_hash``.
         mm_inputs_done: Items that lie wholly in what was computed, prefix cache included.
@@ -145,8 +143,6 @@ class Claimant:
     lost: dict[str, str] = field(default_factory=dict)
     failed: bool = False
     transfers: Mapping[str, ExpectedTransfer] = field(default_factory=dict)
-    reply_to: bytes = b""
-    by_front: bool = False
     arrived_s: float = 0.0
     outcomes: dict[str, ItemOutcome] = field(default_factory=dict)
     mm_inputs_done: int = 0

@@ -496,7 +496,7 @@ def take_params(output: Any) -> Any:
 def transfer_params(request: Any) -> dict[str, Any] | None:
     """Return the ``ec_transfer_params`` that came with a request."""
     if version() < CARRIES_PARAMS:
-        # `ParamsMiddleware` sends a text, the engine front a dictionary.
+        # `ParamsMiddleware` sends a text, the front a dictionary.
         params = (getattr(request.sampling_params, "extra_args", None) or {}).get(FIELD)
         try:
             params = json.loads(params) if isinstance(params, str) else params

@@ -186,7 +186,7 @@ class EncodeScheduler(SchedulerConnector):
             lambda request, index: self._metadata.tensor(request.mm_features[index]).nbytes,
         )
         secret = Secret.read(config.secret_file)
-        self._dispatcher = Dispatcher(self._cache, secret, config.instance, self._namespace)
+        self._dispatcher = Dispatcher(self._cache, secret)
         limits = StepLimits(
             embeddings=scheduler.max_num_encoder_input_tokens,
             together=TRAITS[self._config.platform].encode_together_embeds,
@@ -257,10 +257,10 @@ class EncodeScheduler(SchedulerConnector):
     def request_finished(
         self, request: Request, *args: Any, **kwargs: Any
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Return what the request's items are; never delays the freeing of its blocks."""
+        """Drop what it waits for; never delays the freeing of its blocks."""
         self.queue.withdraw(request.request_id)
-        outcome = self._dispatcher.request_finished(request.request_id)
-        return False, None if outcome is None else to_params(outcome)
+        self._dispatcher.request_finished(request.request_id)
+        return False, None
 
     def _grow(self, nbytes: int) -> None:
         """Give the encoder cache as many embeddings as fit, of the widest that the model has."""
@@ -297,7 +297,6 @@ class PDScheduler(SchedulerConnector):
             fingerprint=self._fingerprint,
             cache_size=scheduler.encoder_cache_manager.cache_size,
             encode_together=TRAITS[self._config.platform].encode_together_embeds,
-            load=scheduler.load,
             metrics=ReceiverMetrics(),
             namespace=self._namespace,
         )
@@ -307,7 +306,7 @@ class PDScheduler(SchedulerConnector):
         self._opened.callback(self.receiver.close)
         self._cache = self.receiver.cache
         secret = Secret.read(self._config.secret_file)
-        self._dispatcher = Dispatcher(self._cache, secret, self._config.instance)
+        self._dispatcher = Dispatcher(self._cache, secret)
         self.encoder = SharedEncoder(self._dispatcher, self.requests, self._cache)
         self._media = MediaOfWorkers(scheduler.requests)
         return self._cache

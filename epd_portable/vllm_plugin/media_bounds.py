@@ -34,9 +34,10 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from vllm.multimodal.media import MEDIA_CONNECTOR_REGISTRY, MediaConnector
 from vllm.multimodal.media.base import MediaIO
 
+from epd_portable.config.instance import InstanceConfig
+from epd_portable.errors import ConfigError
 from epd_portable.media.limits import MediaLimits
 from epd_portable.vllm_plugin import avif
-from epd_portable.vllm_plugin.instance_token import instance_of
 
 logger = logging.getLogger(__name__)
 
@@ -66,6 +67,22 @@ _UNREADABLE = (
 """What decoders raise for a broken file, in addition to `ValueError`."""
 
 
+def instance_of(scope: Scope) -> InstanceConfig:
+    """Return the instance's settings, from the configuration of vLLM's API server once it runs.
+
+    Raises:
+        ConfigError: It has none.
+    """
+    settings = getattr(scope["app"].state, "vllm_config", None)
+    transfer = getattr(settings, "ec_transfer_config", None)
+    if transfer is None:
+        raise ConfigError(
+            "this server has no --ec-transfer-config, which names the instance and its "
+            "secret_file: give it, or leave out the --middleware of epd_portable"
+        )
+    return InstanceConfig.parse(dict(transfer.ec_connector_extra_config))
+
+
 class MediaRefusedError(ValueError):
     """A media file is not decoded; vLLM answers 400 with the message."""
 
@@ -91,7 +108,7 @@ class RequestBudget:
             raise _too_large(
                 f"this request has {self._items} images, videos and audio clips or more",
                 self._limits.max_items,
-                "max_media_items",
+                "max_items",
             )
 
     def charge(self, pixels: int) -> None:
@@ -287,7 +304,7 @@ class _BoundedIO(MediaIO[Any]):
         frames = data.count(",") + 1
         if frames > self._limits.max_video_frames:
             raise _too_large(
-                f"a list of {frames} frames", self._limits.max_video_frames, "max_media_seconds"
+                f"a list of {frames} frames", self._limits.max_video_frames, "max_seconds"
             )
         return self._load(self._inner.load_base64, media_type, data, *args, **kwargs)
 
@@ -307,7 +324,7 @@ class _BoundedIO(MediaIO[Any]):
         except MemoryError as error:
             raise MediaRefusedError(
                 "decoding this file needs more memory than there is: send a smaller one, or raise "
-                "router.max_media_memory_bytes"
+                "front.media.max_memory_bytes"
             ) from error
         except binascii.Error as error:
             raise MediaRefusedError(
@@ -331,17 +348,17 @@ def _bounded_films(loader: type[Any], limits: MediaLimits, budget: RequestBudget
     class BoundedFilms(loader):
         @classmethod
         def compute_frames_index_to_sample(cls, source: Any, *args: Any, **kwargs: Any) -> Any:
-            if source.duration > limits.max_media_seconds:
+            if source.duration > limits.max_seconds:
                 raise _too_large(
                     f"a film of {source.duration:.1f} s",
-                    limits.max_media_seconds,
-                    "max_media_seconds",
+                    limits.max_seconds,
+                    "max_seconds",
                 )
             if not 0 < source.total_frames_num <= limits.max_video_frames:
                 raise _too_large(
                     f"a film of {source.total_frames_num} frames",
                     limits.max_video_frames,
-                    "max_media_seconds",
+                    "max_seconds",
                 )
             return super().compute_frames_index_to_sample(source, *args, **kwargs)
 
@@ -356,7 +373,7 @@ def _bounded_films(loader: type[Any], limits: MediaLimits, budget: RequestBudget
 
 def _too_large(what: str, limit: float, key: str) -> MediaRefusedError:
     return MediaRefusedError(
-        f"{what}: at most {limit:.15g} are allowed; send less, or raise router.{key}"
+        f"{what}: at most {limit:.15g} are allowed; send less, or raise front.media.{key}"
     )
 
 

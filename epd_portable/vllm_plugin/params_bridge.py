@@ -1,8 +1,7 @@
-"""``ec_transfer_params`` for API servers that do not know the field (vLLM before 0.26).
+"""``ec_transfer_params`` in responses of API servers that do not know the field (vLLM before 0.26).
 
-``--middleware epd_portable.vllm_plugin.params_bridge.ParamsMiddleware``. Such a server hands
-scalars of ``vllm_xargs`` to the engine and returns ``kv_transfer_params``; the field travels in
-these. Streamed answers do not return it.
+``--middleware epd_portable.vllm_plugin.params_bridge.ParamsMiddleware``. Such a server returns
+``kv_transfer_params``; the field travels in these. Streamed responses do not return it.
 """
 
 from __future__ import annotations
@@ -11,53 +10,23 @@ from typing import Any
 
 import msgspec
 from starlette.datastructures import Headers, MutableHeaders
-from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from epd_portable.vllm_plugin.admission import replay
-from epd_portable.vllm_plugin.instance_token import endpoint
 from epd_portable.wire.params import FIELD
 
-_INTO_ENGINE = "vllm_xargs"
 _OUT_OF_ENGINE = "kv_transfer_params"
 
 
 class ParamsMiddleware:
-    """Moves the field of JSON requests and answers to where the server carries it."""
+    """Moves the field of JSON responses to its own name."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one connection's request (ASGI)."""
-        if endpoint(scope)[0] != "POST":
-            await self._app(scope, receive, send)
-            return
-        try:
-            body = await Request(scope, receive).body()
-        except ClientDisconnect:
-            return  # Nobody waits for an answer.
-        moved = request_body(body)
-        headers = MutableHeaders(scope=dict(scope))
-        if moved is not body:
-            headers["content-length"] = str(len(moved))
-        scope = {**scope, "headers": headers.raw}
-        await self._app(scope, replay(moved, receive), _moving_back(send))
-
-
-def request_body(body: bytes) -> bytes:
-    """Return a request's JSON with the field as a string in ``vllm_xargs``.
-
-    A body without the field, or one that is no JSON, is returned as it is.
-    """
-    fields = _fields(body)
-    params = fields.pop(FIELD, None)
-    if params is None:
-        return body
-    extra = _fields(bytes(fields.get(_INTO_ENGINE, b"{}")))
-    extra[FIELD] = msgspec.Raw(msgspec.json.encode(bytes(params).decode()))
-    fields[_INTO_ENGINE] = msgspec.Raw(msgspec.json.encode(extra))
-    return msgspec.json.encode(fields)
+        posted = scope["type"] == "http" and scope["method"] == "POST"
+        await self._app(scope, receive, _moving_back(send) if posted else send)
 
 
 def answer_body(body: bytes) -> bytes:

@@ -12,7 +12,6 @@ from functools import cache
 from typing import Any
 
 from epd_portable.vllm_plugin import compat
-from epd_portable.wire.messages import LoadReport
 from epd_portable.wire.params import to_params
 
 _SLEEP_S = 0.001
@@ -128,13 +127,6 @@ def prefill_scheduler(base: type) -> type:
             computed = sum(each.request_id in self._scheduled for each in self.running)
             return computed, sum(self.get_request_counts()) - computed
 
-        def load(self) -> LoadReport:
-            """Return how busy the engine is."""
-            running, waiting = self._count_computed()
-            # Hundredths: each step that decodes takes a little more.
-            kv_used = round(self.kv_cache_manager.usage, 2)
-            return LoadReport(waiting=waiting, running=running, kv_used=kv_used)
-
         def update_from_output(
             self, scheduler_output: Any, model_runner_output: Any, *args: Any, **kwargs: Any
         ) -> Any:
@@ -165,7 +157,7 @@ def prefill_scheduler(base: type) -> type:
                     )
 
         def _tell_news(self, outputs: dict[int, Any]) -> None:
-            """Tell every API server of an engine front about the encoder cache."""
+            """Tell every API server of a front about the encoder cache."""
             if (news := self._prefill.take_news()) is not None:
                 told = EngineCoreOutput("", [])
                 compat.put_params(told, to_params(news))
@@ -174,12 +166,11 @@ def prefill_scheduler(base: type) -> type:
 
         def _answer_jobs(self, outputs: dict[int, Any]) -> None:
             """Answer encode jobs that have ended, as an encode instance does: with no token."""
-            for request_id, outcome in self._encoder.take_ended().items():
-                job, params = self._jobs.pop(request_id), outcome and to_params(outcome)
+            for request_id in self._encoder.take_ended():
+                job = self._jobs.pop(request_id)
                 answer = EngineCoreOutput(
                     request_id=request_id, new_token_ids=[], finish_reason=FinishReason.STOP
                 )
-                compat.put_params(answer, params)
                 outputs.setdefault(job.client_index, EngineCoreOutputs()).outputs.append(answer)
 
         def make_stats(self, *args: Any, **kwargs: Any) -> Any:

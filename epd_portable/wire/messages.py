@@ -1,20 +1,16 @@
-"""The control protocol between an encode instance, a PD instance and the router.
+"""The control protocol between an encode instance and a prefill+decode (PD) instance.
 
 ::
 
-    encode                         PD                        router
+    encode                         PD
       │ Announce ───────────────▶ │
       │ ◀──── Grant │ NotNeeded │ Later │ Nack
       │ (writes into the slot)    │
       │ Written ────────────────▶ │
       │ ◀──────────────── Injected│
-      │ Abort ◀─────────────────▶ │ ◀──────────── EncodeFailed │
-      │                           │ ◀─────────────── NotWanted │
-      │                           │ Nack ────────────────────▶ │
-      │                           │ ◀────────────── LoadWanted │
-      │                           │ LoadReport ──────────────▶ │
+      │ Abort ◀─────────────────▶ │
 
-Every message but the last two names its transfer and the producer's attempt at it; one that arrives
+Every message names its transfer and the producer's attempt at it; one that arrives
 twice or out of order changes nothing. Explanations are cut to `MAX_REASON` characters; a message
 with a name beyond its limit is refused.
 
@@ -44,30 +40,17 @@ PROTOCOL_VERSION = 4
 MAX_REASON = 1000
 """Characters of an explanation."""
 MAX_LEASE_S = 24 * 3600.0
-LOAD_LEASE_S = 15.0
-"""How long an instance reports its load to a router after `LoadWanted`."""
-LOAD_EVERY_S = 0.05
-"""Shortest time between two reports, which differ."""
-LOAD_HEARTBEAT_S = 1.0
-"""Longest time between two reports."""
-LOAD_PATH = "/epd/load"
-"""Of an encode instance's HTTP server: ``GET`` answers as soon as its load differs from that in the
-query, at the latest after `LOAD_HEARTBEAT_S`."""
 
 
 class NackCode(enum.StrEnum):
-    """Why a transfer, or a request's item, is refused for good."""
+    """Why an attempt at a transfer is refused for good."""
 
     INCOMPATIBLE = "incompatible"
     """Another model, dtype or processor setting at the other end."""
     NO_COMMON_PATH = "no_common_path"
     """No transfer path is usable at both ends."""
-    TOO_LARGE = "too_large"
-    """Larger than the whole receive pool or encoder cache."""
     UNEXPECTED = "unexpected"
     """The announced item is not the one that the request expects."""
-    UNAVAILABLE = "unavailable"
-    """The item was not delivered in time and the instance cannot encode it itself."""
     MISSING = "missing"
     """Its encoder has given the item up; another one has to deliver it."""
     NOT_STORED = "not_stored"
@@ -80,10 +63,10 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind"):
     """Base of all messages.
 
     Attributes:
-        transfer_id: The router's name for the transfer of one item to one PD request.
+        transfer_id: The front's name for the transfer of one item to one PD request.
         attempt: The producer's number for its work on this transfer, greater than every earlier
             one of its process; answers repeat it. Nothing is written for an attempt once it was
-            aborted. 0 in messages from and to the router.
+            aborted.
     """
 
     transfer_id: Name
@@ -163,50 +146,6 @@ class Nack(Message, frozen=True, kw_only=True, tag="nack"):
         _cut(self, "detail")
 
 
-class EncodeFailed(Message, frozen=True, kw_only=True, tag="encode_failed"):
-    """Router → PD: no encoder will deliver this item; take the next fallback."""
-
-    reason: str
-
-    def __post_init__(self) -> None:
-        _cut(self, "reason")
-
-
-class LoadWanted(Message, frozen=True, kw_only=True, omit_defaults=True, tag="load_wanted"):
-    """Router → PD: report your load for `LOAD_LEASE_S`; of no transfer."""
-
-    transfer_id: Name = ""
-
-
-class LoadReport(Message, frozen=True, kw_only=True, omit_defaults=True, tag="load"):
-    """PD → router: how busy the engine is; ``None`` where that is unknown.
-
-    Encode instances, which have no control channel, report the same as JSON at `LOAD_PATH`.
-
-    Attributes:
-        waiting: Requests in the engine's queue, those that wait for items included.
-        running: Requests that are computed.
-        kv_used: Used part of the KV cache, 0 to 1.
-        items: Media items that an encode instance has accepted and not answered.
-        pixels: Sum over these items; 0 for each of unknown size.
-    """
-
-    transfer_id: Name = ""
-    waiting: int | None = None
-    running: int | None = None
-    kv_used: float | None = None
-    items: int | None = None
-    pixels: int | None = None
-
-
-class NotWanted(Message, frozen=True, kw_only=True, tag="not_wanted"):
-    """Router → PD: the item is not needed by this transfer.
-
-    The request was refused, cancelled by its client, or sent again by another transfer. The message
-    may come before the item is announced or after it was used.
-    """
-
-
 class Foreign(msgspec.Struct, frozen=True, kw_only=True):
     """The header of a message of another protocol version, whose rest cannot be read.
 
@@ -243,20 +182,7 @@ class Foreign(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-AnyMessage = (
-    Announce
-    | Grant
-    | NotNeeded
-    | Later
-    | Written
-    | Injected
-    | Abort
-    | Nack
-    | EncodeFailed
-    | NotWanted
-    | LoadWanted
-    | LoadReport
-)
+AnyMessage = Announce | Grant | NotNeeded | Later | Written | Injected | Abort | Nack
 
 
 Received = AnyMessage | Foreign

@@ -23,7 +23,7 @@ class EncodeTransfer(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         transfer_id: Unique name of the transfer of this item to one PD request.
-        item_uuid: The item's ``uuid`` in the request, which the router set.
+        item_uuid: The item's ``uuid`` in the request, which the front set.
         consumer: ZMQ address of the PD instance's control channel.
         modality: ``image``, ``video`` or ``audio``.
         proof: Shows that a holder of the secret wants this transfer of this item to this consumer,
@@ -38,13 +38,13 @@ class EncodeTransfer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EncodeParams(msgspec.Struct, frozen=True, kw_only=True):
-    """Router → encode instance."""
+    """Front → encode instance."""
 
     transfers: Annotated[tuple[EncodeTransfer, ...], Meta(max_length=MAX_TRANSFERS)]
 
 
 class EncodedItem(msgspec.Struct, frozen=True, kw_only=True):
-    """Encode instance → router: what a PD instance must know of an item in place of its media.
+    """What a PD instance must know of an item in place of its media.
 
     Attributes:
         modality: The engine's: ``image``, ``video`` or ``audio``.
@@ -58,35 +58,20 @@ class EncodedItem(msgspec.Struct, frozen=True, kw_only=True):
     metadata: dict[Word, list[Any]] | None = None
 
 
-class EncodeOutcome(msgspec.Struct, frozen=True, kw_only=True):
-    """What the response of an encode instance carries in ``ec_transfer_params``.
-
-    Attributes:
-        items: Distinct items of the request.
-        namespace: Of its entries in the store; empty without one.
-    """
-
-    instance: Name
-    items: Annotated[tuple[EncodedItem, ...], Meta(max_length=MAX_TRANSFERS)]
-    namespace: Word = ""
-
-
 class ExpectedTransfer(msgspec.Struct, frozen=True, kw_only=True):
     """One item that a PD request will receive.
 
     Attributes:
         transfer_id: As in `EncodeTransfer`, as are ``item_uuid`` and ``modality``.
-        encoder: Name of the instance that was asked first, for the log.
         media: Whether the request holds the item's media; if not, it cannot be encoded here.
         store: Key of the item's entry in the store, for the PD instance to load; empty if an encode
             instance delivers the item.
-        on_demand: Nobody is asked to deliver it before the PD instance does, see `CacheNews`: the
+        on_demand: No encoder delivers it before the PD instance requests it, see `CacheNews`: the
             item is most likely in its encoder cache.
     """
 
     transfer_id: Name
     item_uuid: Name
-    encoder: Name = ""
     modality: Word = "image"
     media: bool = True
     store: Name = ""
@@ -94,21 +79,17 @@ class ExpectedTransfer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PrefillParams(msgspec.Struct, frozen=True, kw_only=True):
-    """Router → PD instance.
+    """Front → PD instance, which answers with `CacheNews`.
 
     Attributes:
         transfers: Distinct items in the order of their first place in the prompt.
-        reply_to: ZMQ identity of the router on the PD instance's control channel, for `Nack`s.
-        by_front: The engine front sends it, and wants `CacheNews`.
     """
 
     transfers: Annotated[tuple[ExpectedTransfer, ...], Meta(max_length=MAX_TRANSFERS)]
-    reply_to: Name = ""
-    by_front: bool = False
 
 
 class CacheNews(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """PD engine → engine front, beside the outputs of a step.
+    """PD engine → front, with the outputs of a step.
 
     Attributes:
         entries: Items that its encoder cache got (``True``) or lost since the last, by ``mm_hash``.
@@ -124,7 +105,7 @@ Source = Literal["transfer", "encoder_cache", "prefix_cache", "local", "store"]
 
 
 class ItemOutcome(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """PD instance → router and client: where one item came from.
+    """PD instance → front and client: where one item came from.
 
     Attributes:
         source: ``transfer`` (written by an encode instance), ``encoder_cache`` (already there),
@@ -164,7 +145,7 @@ ParamsT = TypeVar("ParamsT", EncodeParams, PrefillParams)
 
 
 def to_params(
-    value: EncodeParams | EncodeOutcome | PrefillParams | PrefillOutcome,
+    value: EncodeParams | PrefillParams | PrefillOutcome,
 ) -> dict[str, Any]:
     """Return the plain dictionary that JSON carries."""
     return dict(msgspec.to_builtins(value))

@@ -16,8 +16,8 @@ from epd_portable.demo import servers
 
 ROOT = Path(__file__).parents[2]
 SETTINGS = (
-    "router.item_outcomes=true",
-    "router.elastic_encode=false",
+    "front.item_outcomes=true",
+    "front.elastic_encode=false",
     "engine_args.enable_auto_tool_choice=true",
     "engine_args.tool_call_parser=granite",
     # The bundled model has seen no JSON: where it may, it writes white space without end.

@@ -17,7 +17,7 @@ class Collector:
     """A running collector.
 
     Attributes:
-        endpoint: Its address, as `router.tracing.endpoint` takes it.
+        endpoint: Its address, as `front.tracing.endpoint` takes it.
         traces: Services that have sent spans of a name, by name and trace.
     """
 

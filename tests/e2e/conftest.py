@@ -181,8 +181,8 @@ def running(
         log_dir=folder / "logs",
         settings=[
             # Who encodes an item must not depend on how long others took.
-            "router.elastic_encode=false",
-            "router.item_outcomes=true",
+            "front.elastic_encode=false",
+            "front.item_outcomes=true",
             *([f"engine_args.num_gpu_blocks_override={KV_BLOCKS}"] if platform == "cpu" else []),
             *settings,
         ],

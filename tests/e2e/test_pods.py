@@ -32,7 +32,7 @@ ROOT = Path(__file__).resolve().parents[2]
 IMAGE = "localhost/epd-test:1"
 READY_S, END_S = 300, 90
 NAME = "epd-test"
-SETTINGS = ("router.item_outcomes=true", "router.elastic_encode=false")
+SETTINGS = ("front.item_outcomes=true", "front.elastic_encode=false")
 CONTAINERS = """
 [containers]
 default_ulimits = ["nofile=4096:4096", "nproc=4096:4096"]

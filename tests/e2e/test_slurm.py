@@ -15,8 +15,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-from epd_portable.config.secret import make_secret_file
-from epd_portable.launch.plan.addresses import own_address
 from epd_portable.launch.plan.ports import port_source
 from tests.e2e.asking import ask, picture
 from tests.e2e.cases import ASK
@@ -57,15 +55,11 @@ PartitionName=all Nodes=n1,n2,n3 Default=YES MaxTime=INFINITE State=UP
 """
 TOPOLOGY = """
 model: demo
-instances: {{encode: {{count: 1}}, prefill_decode: {{count: 1}}}}
-transfer: {{pool_bytes: 16MiB}}
-router:
-  instance_networks: [loopback, private, {address}/32]
-  drain_s: 20
-  elastic_encode: false
-  item_outcomes: true
-engine_args: {{max_model_len: 1024}}
-platform: {{cpu: {{engine_args: {{dtype: bfloat16, enforce_eager: true}}}}}}
+instances: {encode: {count: 1}, prefill_decode: {count: 1}}
+transfer: {pool_bytes: 16MiB}
+front: {drain_s: 20, elastic_encode: false, item_outcomes: true}
+engine_args: {max_model_len: 1024}
+platform: {cpu: {engine_args: {dtype: bfloat16, enforce_eager: true}}}
 """
 
 
@@ -105,25 +99,25 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
             daemon.wait(timeout=DEADLINE_S)
 
 
-def launched(secret: Path) -> list[psutil.Process]:
-    """Return the launchers that have a secret, and all that they have started."""
+def launched(config: Path, front: str) -> list[psutil.Process]:
+    """Return the launcher of a topology, the gateway to its front, and their children."""
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             words = process.cmdline()
-            if f"secret_file={secret}" in words and Path(words[0]).name.startswith("python"):
+            if {str(config), front} & {*words} and Path(words[0]).name.startswith("python"):
                 found += [process, *process.children(recursive=True)]
     return found
 
 
 def test_a_job_answers_a_picture_and_leaves_nothing_when_it_is_cancelled(cluster: Path) -> None:
     shutil.copy(ROOT / "deploy/slurm/epd.sbatch", cluster / "epd.sbatch")
-    config, secret, output = (cluster / name for name in ("topology.yaml", "secret", "out"))
-    config.write_text(TOPOLOGY.format(address=own_address()))
-    make_secret_file(str(secret))
-    port = port_source("0000005c")()
-    url = f"http://127.0.0.1:{port}"
-    given = f"PLATFORM=cpu,CONFIG={config},SECRET={secret},PORT={port},ROUTER_HOST=127.0.0.1"
+    config, output = cluster / "topology.yaml", cluster / "out"
+    config.write_text(TOPOLOGY)
+    free = port_source("0000005c")
+    port, front_port = free(), free()
+    url, front = f"http://127.0.0.1:{port}", f"http://127.0.0.1:{front_port}"
+    given = f"PLATFORM=cpu,CONFIG={config},PORT={port},FRONT_PORT={front_port},HOSTS=127.0.0.1"
     job = subprocess.run(
         [
             *("sbatch", "--parsable", "--nodes=1", f"--output={output}", f"--export=ALL,{given}"),
@@ -135,7 +129,7 @@ def test_a_job_answers_a_picture_and_leaves_nothing_when_it_is_cancelled(cluster
     ).stdout.strip()
     until(r"ready:[\s\S]*ready:", "cat", str(output))
     assert ask(url, [picture(1), ASK]).sources == ["transfer"]
-    processes = launched(secret)
+    processes = launched(config, front)
     # SLURM binds a job to the cores that it has asked for.
     assert set().union(*(each.cpu_affinity() for each in processes)) == os.sched_getaffinity(0)
     files = shared_memory(processes)

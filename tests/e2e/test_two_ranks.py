@@ -19,7 +19,6 @@ def pair(start: Start, reference_url: str) -> Pair:
         "engine_args.dtype=float32",
         TWO_RANKS,
         "instances.prefill_decode.encoder=false",
-        "transfer.media=metadata",
         # Ranks that share cores with other work answer slowly at times.
         "transfer.wait_timeout_s=120",
         "transfer.lease_s=60",

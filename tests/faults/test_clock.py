@@ -21,8 +21,6 @@ REQUESTS = 8
 WALL_CLOCK = {"time", "time_ns", "now", "utcnow"}
 ASKS_THE_WALL_CLOCK = {
     "config/secret.py": "a signed request is good for half a minute",
-    "router/http/server_connection.py": "answers to clients have a date",
-    "router/observability/record.py": "logs and traces say when a request came",
     "connector/stores/file.py": "files of a folder are as old as their change times say",
     "connector/stores/redis.py": "entries expire by a clock that all writers share",
     "launch/commands/command_line.py": "events for programs say when they were",

@@ -236,7 +236,7 @@ class Topology:
         argv += ["--disable-uvicorn-access-log", "--shutdown-timeout", "2"]
         argv += ["--middleware", MEDIA_BOUNDS]
         argv += ["--middleware", "epd_portable.front.http.FrontMiddleware"]
-        return [*specs, self._spec("front", "router", argv, self.url, "")]
+        return [*specs, self._spec("front", "front", argv, self.url, "")]
 
     def _start(self, plan: Path, variables: Mapping[str, str]) -> Any:
         """Start the launcher of a plan; its standard output is a pipe."""

@@ -43,7 +43,6 @@ from tests.unit.builders import Clock
 
 ADDRESS = "tcp://pd:1"
 OTHER = "tcp://other:1"
-ROUTER = "router"
 
 
 @dataclass
@@ -326,9 +325,9 @@ class Engine:
         """Encode jobs for others that have not ended."""
         self.ended: dict[str, Running] = {}
         self.told: set[str] | None = None
-        """Entries of the encoder cache, as a front knows of them."""
+        """Entries of the encoder cache, as reported to the front."""
         self._untold: set[str] = set()
-        """Entries that were there before there was a front."""
+        """Entries that were there before the first request of the front."""
         self.requested: list[str] = []
         """Transfers on demand that it has asked for; the world takes them."""
         self.prompt_tokens = self.tokens = self.steps = 0
@@ -364,12 +363,10 @@ class Engine:
         )
         sampling = copy.copy(self._sampling(prompt.answer))
         if expected:
-            front = self._sizes.front
-            reply_to = "" if front else ROUTER
-            params = PrefillParams(transfers=expected, reply_to=reply_to, by_front=front)
-            if front and self.told is None:
+            if self.told is None:
                 self.told, self._untold = set(), self._entries()
-            sampling.extra_args = {"ec_transfer_params": to_params(params)}
+            params = to_params(PrefillParams(transfers=expected))
+            sampling.extra_args = {"ec_transfer_params": params}
         request = Request(
             request_id=request_id,
             prompt_token_ids=list(prompt.tokens),

@@ -7,9 +7,9 @@ from random import Random
 from typing import Any, NamedTuple
 
 from epd_portable.wire.descriptors import TensorSpec
-from epd_portable.wire.messages import AnyMessage, Grant
+from epd_portable.wire.messages import Grant
 from tests.kit.encoder import Encoder
-from tests.kit.engine import ROUTER, Engine, embed_bytes
+from tests.kit.engine import Engine, embed_bytes
 from tests.kit.memory import PoolMemory, Worker
 from tests.kit.sizes import PLACEHOLDER, Prompt, Sizes, Wish
 from tests.kit.store import Shelf
@@ -45,7 +45,6 @@ class Side:
         store: Of encoder outputs; empty at first.
         worker: Fake memory of the workers; fails the test when a step computes with wrong bytes.
         ended: How requests ended (vLLM's finish reason, ``abort``), by id.
-        told: Messages to the router.
     """
 
     def __init__(self, *, items: dict[str, int], cache: int, pool: int = 0, **sizes: Any) -> None:
@@ -59,7 +58,6 @@ class Side:
             self.sizes, self._rng, self.clock, self.worker, lambda *what: None, self.store
         )
         self.encoders: list[Encoder] = []
-        self.told: list[AnyMessage] = []
 
     @property
     def scheduler(self) -> Any:
@@ -150,11 +148,6 @@ class Side:
         self.store.entries.clear()
         self._pool.weights += 1
 
-    def tell(self, message: AnyMessage) -> None:
-        """Let a message of the router arrive."""
-        self.engine.post.inbox.append((ROUTER.encode(), message))
-        self.engine.take_in()
-
     def roll_back(self, request_id: str) -> None:
         """Let the KV of a running request turn out not to be loaded, in a step of its own."""
         self.engine.invalidate(request_id)
@@ -209,14 +202,12 @@ class Side:
         self._carry()
 
     def _carry(self) -> None:
-        """Bring messages to the instance, and its own to encoders and router."""
+        """Bring messages to the instance, and its own to encoders."""
         self.engine.take_in()
         sent, self.engine.post.outbox = self.engine.post.outbox, []
         for identity, message in sent:
             if isinstance(message, Grant):
                 self._pool.granted(message.slot)
-            if identity == ROUTER.encode():
-                self.told.append(message)
             for encoder in self.encoders:
                 if encoder.identity == identity:
                     encoder.inbox.append(message)

@@ -23,7 +23,6 @@ class Sizes:
         cache: Embeddings that the encoder cache holds.
         pool: Embeddings that the receive pool holds.
         items: Embeddings of each item, by name.
-        front: Requests come from an engine front; otherwise from a router.
     """
 
     items: dict[str, int]
@@ -32,7 +31,6 @@ class Sizes:
     copies: bool = False
     beside: bool = False
     can_encode: bool = True
-    front: bool = True
     ahead: bool = False
     policy: Literal["fcfs", "priority"] = "fcfs"
     block: int = 4

@@ -1,4 +1,4 @@
-"""The router's gate against a model of who is where.
+"""The front's gate against a model of who is where.
 
 Requests come, end, give parts back and go away, and limits change, in any order. Nothing in flight
 is beyond its limit, nobody is lost or let in twice, order holds, nobody waits for nothing, keys

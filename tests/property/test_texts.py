@@ -30,7 +30,7 @@ scalars = (
     | st.sampled_from(["demo", "auto", "1GiB", "3 s", "cpu"])
 )
 names = st.sampled_from(
-    ["model", "instances", "encode", "prefill_decode", "count", "router", "transfer", "engine_args"]
+    ["model", "instances", "encode", "prefill_decode", "count", "front", "transfer", "engine_args"]
 )
 values = st.recursive(
     scalars,

@@ -23,7 +23,7 @@ from hypothesis.stateful import (
 from epd_portable.connector import consumer
 from epd_portable.connector.consumer import LEASE_MARGIN_S
 from epd_portable.scheduling.items import State
-from epd_portable.wire.messages import EncodeFailed, Grant
+from epd_portable.wire.messages import Grant
 from tests.property.budget import budget, seeded
 from tests.property.world import Encoder, Item, Parcel, Pd, tokens, write_unit
 from tests.unit.runners.harness import LEASE_S, TIMEOUT_S, assert_everything_is_back
@@ -57,7 +57,7 @@ class Transfers(RuleBasedStateMachine):
         self.orders: dict[str, tuple[str, Item]] = {}
         self.count = 0
 
-    # -- what clients, the router and the encoders do ----------------------------------------------
+    # -- what clients, the front and the encoders do -----------------------------------------------
 
     @rule(
         pd=st.sampled_from(PDS),
@@ -109,14 +109,6 @@ class Transfers(RuleBasedStateMachine):
     @rule(encoder=st.sampled_from(ENCODERS), name=st.sampled_from(sorted(SIZES)))
     def output_ready(self, encoder: str, name: str) -> None:
         self.encoders[encoder].side.session.output_ready(name)
-
-    @precondition(lambda self: self.orders)
-    @rule(data=st.data())
-    def encode_failed(self, data: st.DataObject) -> None:
-        transfer_id = data.draw(st.sampled_from(sorted(self.orders)))
-        pd = self.pds[self.orders[transfer_id][0]]
-        message = EncodeFailed(transfer_id=transfer_id, reason="nobody encodes it")
-        pd.side.mailbox.inbox.append((b"router", message))
 
     # -- what the engines do -----------------------------------------------------------------------
 
@@ -317,7 +309,10 @@ class Transfers(RuleBasedStateMachine):
 
     @invariant()
     def nobody_waits_beyond_the_deadline(self) -> None:
-        """But for items that have been there, or that newer requests brought transfers for."""
+        """Except for items that were there, and transfers that newer requests brought.
+
+        A claim that has expired waits for cache space only; transfers for others go on.
+        """
         for pd in self.pds.values():
             for request_id, record in pd.side.receiver.cache.requests.items():
                 deadline_s = pd.arrivals[request_id] + TIMEOUT_S
@@ -325,7 +320,8 @@ class Transfers(RuleBasedStateMachine):
                     item = claim.item
                     if item.is_here:
                         pd.had.add((request_id, mm_hash))
-                    if item.state is State.LOCAL or (request_id, mm_hash) in pd.had:
+                    is_local = item.state is State.LOCAL or claim.expired
+                    if is_local or (request_id, mm_hash) in pd.had:
                         continue
                     if pd.clock.now >= deadline_s:
                         for transfer in item.transfers.values():

@@ -189,7 +189,7 @@ def test_what_is_kept_of_the_largest_announcement_is_bounded() -> None:
 
 @budget(300)
 @given(
-    raw=st.dictionaries(st.sampled_from(["transfers", "reply_to", "more"]), values)
+    raw=st.dictionaries(st.sampled_from(["transfers", "more"]), values)
     | st.builds(
         lambda fields: {"transfers": [fields]},
         st.dictionaries(
@@ -213,7 +213,7 @@ def test_transfer_parameters_have_limits() -> None:
     with pytest.raises(ProtocolError, match="512"):
         read_params({"transfers": [transfer | {"item_uuid": "h" * 600}]}, EncodeParams)
     with pytest.raises(ProtocolError):
-        read_params({"transfers": [], "reply_to": "\ud800"}, PrefillParams)
+        read_params({"transfers": [transfer | {"transfer_id": "\ud800"}]}, PrefillParams)
 
 
 @budget(200)

@@ -183,7 +183,7 @@ def test_pods_have_devices_memory_and_time_by_their_plan(folder: Path) -> None:
         params = cli.main.commands[command].make_context(command, words).params
         assert str(params["config"]) == "/etc/epd/topology.yaml"
         options = {name: params[name] for name in ("platform", "hardware", "overrides", "model")}
-        request = PlanRequest.from_options(config=config, role=params.get("role"), **options)
+        request = PlanRequest.from_options(config=config, alone=command == "engine", **options)
         if "launch.host=auto" in params["overrides"]:  # No address of this machine.
             request = request.with_settings("launch.host=192.0.2.1")
         topology, plan = request.plan_elsewhere(20000)
@@ -195,7 +195,7 @@ def test_pods_have_devices_memory_and_time_by_their_plan(folder: Path) -> None:
         number, unit = shm["emptyDir"]["sizeLimit"][:-2], shm["emptyDir"]["sizeLimit"][-2]
         room = int(number) << {"M": 20, "G": 30}[unit]
         assert room >= pools * topology.transfer.pool_bytes + SHM_OF_ENGINES
-        stop_s = topology.router.drain_s + DRAIN_MARGIN_S + topology.launch.stop_grace_s
+        stop_s = topology.front.drain_s + DRAIN_MARGIN_S + topology.launch.stop_grace_s
         assert pod["terminationGracePeriodSeconds"] >= PRE_STOP_S + stop_s + ENDING_S
         probe = container["startupProbe"]
         most_s = probe["periodSeconds"] * probe["failureThreshold"]
@@ -226,7 +226,7 @@ def test_selectors_and_references_lead_to_pods_and_resources(folder: Path) -> No
             promql_parser.parse(trigger["metadata"]["query"])
     for pod in pods(folder):
         for word in pod["containers"][0]["args"]:
-            if joined := re.fullmatch(r"--set=router\.join=http://([\w-]+):8000", word):
+            if joined := re.fullmatch(r"--set=front\.join=http://([\w-]+):8000", word):
                 assert ("Service", joined[1]) in resources
 
 

@@ -21,7 +21,7 @@ import yaml
 from click.testing import CliRunner
 from pydantic import BaseModel
 
-from ci import two_hosts
+from ci import hosts
 from epd_portable import envs
 from epd_portable.config.groups import LAUNCHER_OWNED_ARGS, InstanceGroup
 from epd_portable.config.load import OVERLAYS, PLATFORMS, parse_topology
@@ -108,7 +108,7 @@ def test_every_link_leads_somewhere(document: Path) -> None:
 NO_FILES = re.compile(
     # Hugging Face ids, media types, patterns of names, and files that a user has or makes.
     r"(Qwen|image|video|audio|llm-d\.ai)/.*|.*\.\.\..*|nvidia-.*|"
-    r"(stages|choice|topology|zones|mine|endpoints|router|config|cpu-measured)\.(yaml|json|py)|"
+    r"(stages|choice|topology|zones|mine|endpoints|front|config|cpu-measured)\.(yaml|json|py)|"
     r"(epd_(unix|frugal)_\w+|pyproject)\.(py|toml)"
 )
 
@@ -216,8 +216,8 @@ def test_shell_blocks_and_python_blocks_are_well_formed(page: Path) -> None:
 
 
 def test_the_steps_of_two_hosts_are_those_that_the_job_runs() -> None:
-    steps = two_hosts.blocks(read(DEPLOY))
-    assert {host for host, _ in steps.values()} == {"both", *two_hosts.HOSTS}
+    steps = hosts.blocks(read(DEPLOY))
+    assert {host for host, _ in steps.values()} == {"both", hosts.FRONTS[0], hosts.ENCODERS[0]}
 
 
 # -- figures and words -----------------------------------------------------------------------------
@@ -275,7 +275,7 @@ def test_every_metric_that_a_page_names_exists(page: Path) -> None:
     known = set(re.findall(r"^\| `(epd_\w+)` \|", read(METRICS), re.MULTILINE))
     known |= {f"{name}_bucket" for name in known}
     named = set(
-        re.findall(r"\bepd_(?:front|router|pd|encode|store)_[a-z_]+\b", " ".join(code_spans(page)))
+        re.findall(r"\bepd_(?:front|front|pd|encode|store)_[a-z_]+\b", " ".join(code_spans(page)))
     )
     named = {name for name in named if not name.endswith("_")}
     assert named <= known | {"epd_encode_prefill", "epd_encode_prefill_decode"}, named - known
@@ -348,7 +348,7 @@ def test_every_variable_of_the_package_is_documented_with_its_default() -> None:
 def test_every_key_in_code_font_exists() -> None:
     known = {key for key, _ in keys()}
     # Events of traces look like keys, and so does the name of a log file.
-    other = literals_of_calls("trace") | {"router.log", "router.json"}
+    other = literals_of_calls("trace") | {"front.log"}
     for document in PAGES:
         for span in code_spans(document):
             key = re.sub(r"^instances\.(encode|prefill_decode)\.", "instances.*.", span)

@@ -7,7 +7,6 @@ import pytest
 
 import epd_portable
 from epd_portable import envs
-from epd_portable.config.removed import REMOVED
 from epd_portable.errors import ConfigError
 
 
@@ -19,15 +18,13 @@ def test_every_variable_is_in_the_table_under_its_own_name() -> None:
 
 def test_no_other_module_reads_a_variable_of_ours_past_the_table() -> None:
     known = {variable.name for variable in envs.TABLE}
-    removed = {name for name in REMOVED if name.startswith("EPD_")}
-    assert removed.isdisjoint(known)
     package = Path(epd_portable.__file__).parent
     used = {
         name
         for module in package.rglob("*.py")
         for name in re.findall(r"\bEPD_[A-Z_]+\b", module.read_text("utf-8"))
     }
-    assert used <= known | removed
+    assert used <= known
 
 
 @pytest.mark.parametrize("variable", envs.TABLE, ids=lambda variable: variable.name)

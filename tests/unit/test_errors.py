@@ -46,7 +46,7 @@ def test_every_error_is_in_the_tree_of_the_docstring_below_its_base() -> None:
         ("redis://me@h:6379", "redis://me@h:6379"),
         ("'http://10.0.0.1:8000' names b@c", "'http://10.0.0.1:8000' names b@c"),
         ("http://h:80/a@b", "http://h:80/a@b"),
-        ("router http://h:80: 'encode-0@pair-0' is", "router http://h:80: 'encode-0@pair-0' is"),
+        ("front http://h:80: 'encode-0@pair-0' is", "front http://h:80: 'encode-0@pair-0' is"),
         ("write it as http://10.0.0.1:8000", "write it as http://10.0.0.1:8000"),
     ],
 )

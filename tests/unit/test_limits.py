@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from epd_portable.config import document, problems
-from epd_portable.config.routing import MAX_ENCODERS
+from epd_portable.config.front import MAX_ENCODERS
 from epd_portable.connector import consumer
 from epd_portable.connector.stores import writer
+from epd_portable.engine import hub
 from epd_portable.launch.plan import ports
 from epd_portable.launch.run import lifecycle, supervisor
 from epd_portable.placement import admission, fallbacks, instances, replies
+from epd_portable.wire import jobs
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs/configuration.md"
@@ -41,13 +43,13 @@ IN_THE_CODE = {
     "times that a request is sent": str(fallbacks.MAX_PD_ATTEMPTS),
     "prefill instances asked for one prompt": str(fallbacks.MAX_PREFILLS),
     "one encode job": (
-        f"`encoderTimeout` of `router.choice`, at most `transfer.wait_timeout_s` / {MAX_ENCODERS}; "
+        f"`encoderTimeout` of `front.choice`, at most `transfer.wait_timeout_s` / {MAX_ENCODERS}; "
         "without it no limit"
     ),
     "a request's body arrives": f"within {replies.BODY_TIMEOUT_S:g} s",
     "a client that reads nothing of its response": f"after {connections['SEND_TIMEOUT_S']:g} s",
     "fetching one file by URL": (
-        f"{media_urls['TIMEOUT_S']:g} s each, {media_urls['MAX_REDIRECTS']} redirects; a server "
+        f"{media_urls['TIMEOUT_S']:g} s, {media_urls['MAX_REDIRECTS']} redirects; a server "
         "that breaks off or answers 5xx is asked once more within that time"
     ),
     "files that are fetched at a time": (
@@ -65,13 +67,18 @@ IN_THE_CODE = {
         "`launch.hung_after_s`"
     ),
     "engines of one front": str(instances.MAX_INSTANCES),
+    "API servers of fronts": str(hub.MAX_FRONTS),
+    "heartbeats": (
+        f"every {jobs.BEAT_S:g} s; {jobs.MISSED_BEATS} without an answer, and the other end counts "
+        "as gone"
+    ),
     "headers of a request": f"{HEAD}, within {connections['HEAD_TIMEOUT_S']:g} s",
     "framing of a body in chunks": f"{HEAD} and {connections['FRAMING']} times the body",
     "requests of one connection": str(connections["MAX_PIPELINED"]),
     "a request at `/epd/`": f"{constants('http.py')['_MAX_CONTROL_BYTES'] // KIB} KiB",
     "an idle connection of a client": f"{connections['KEEP_ALIVE_S']:g} s",
     "`Retry-After` of a 503": f"{replies.RETRY_AFTER_S} s",
-    "`Retry-After` of a 429 of `router.admission`": f"1 s to {admission.LONGEST_RETRY_S} s",
+    "`Retry-After` of a 429 of `front.admission`": f"1 s to {admission.LONGEST_RETRY_S} s",
     "a topology file": f"{problems.MAX_FILE_BYTES // MIB} MiB, {document.MAX_VALUES} values",
     "ports of instances without `launch.first_port`": (
         f"{ports.FIRST_PORT} to {ports.LAST_PORT}, except those that a hardware profile avoids"

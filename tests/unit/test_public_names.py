@@ -20,7 +20,7 @@ LIST = Path(__file__).with_name("public_names.txt")
 SOURCES = (
     "epd_portable/config/choice.py",
     "epd_portable/config/groups.py",
-    "epd_portable/config/routing.py",
+    "epd_portable/config/front.py",
     "epd_portable/config/schema.py",
     "epd_portable/config/store.py",
     "epd_portable/connector/registry.py",

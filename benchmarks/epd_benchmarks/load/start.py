@@ -172,7 +172,7 @@ def _parts_of_topology(server: Server) -> Iterator[Part]:
         assert process.pid is not None
         url = server.url
         if process.name.rpartition("-")[0] in Instances.model_fields:
-            # Engines behind the engine front have no server: its page has their counters.
+            # Engines behind the front have no server: its page has their counters.
             url = process.url if "http" in process.ports else ""
         metrics_url = f"{url}/metrics" if url else ""
         yield Part(name=process.name, pid=process.pid, metrics_url=metrics_url)

@@ -1,6 +1,6 @@
 """`Store`: the interface of every kind of store, and the table of kinds.
 
-Its verbs are those of vLLM's ``ECConnectorBase``: the router calls `Store.has_caches` before it
+Its verbs are those of vLLM's ``ECConnectorBase``: the front calls `Store.has_caches` before it
 chooses an encoder, an encode instance `Store.save_caches` (`epd_portable.connector.stores.writer`),
 a PD instance `Store.load_cache` for a granted slot (`epd_portable.connector.stores.loader`).
 """

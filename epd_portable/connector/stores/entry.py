@@ -1,7 +1,7 @@
 """Entries of a store: their keys, and the seals by which forged ones are recognised.
 
 An entry is a *head*, which describes and seals the bytes, and a *payload*, the contiguous encoder
-output. Both are plain data. The router reads heads.
+output. Both are plain data. The front reads heads.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class Seal:
         ).hexdigest()
 
     def key(self, namespace: str, item: str, modality: str) -> str:
-        """Return the key of an item, by its ``item_uuid`` and the router's word for its modality.
+        """Return the key of an item, by its ``item_uuid`` and the front's word for its modality.
 
         It has letters, digits and one dash.
         """

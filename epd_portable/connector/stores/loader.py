@@ -3,7 +3,7 @@
 It speaks the control protocol as an encode instance does, without a network: it announces an item
 (`StoreLoader.load`), is granted the slot that the preallocator gave, fills it, and says *written*.
 So order, leases and quarantine of slots are those of every transfer. What differs is a failure:
-`NackCode.NOT_STORED` ends its part in the transfer, and the router has an encoder deliver the item.
+`NackCode.NOT_STORED` ends its part in the transfer, and the front has an encoder deliver the item.
 
 ::
 

@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from epd_portable.connector.circuit_breaker import CircuitBreaker
 
-Side = Literal["router", "front", "encode", "pd"]
+Side = Literal["front", "encode", "pd"]
 Ask = Literal["hit", "miss", "corrupt", "error", "unavailable"]
 """Result for one item. ``error``: the store did not answer, or too late. ``unavailable``: not
 asked, because the breaker was open or the key not known yet."""

@@ -6,7 +6,7 @@ import click
 
 from epd_portable.config.secret import Secret, make_secret_file
 from epd_portable.launch.commands.command_line import address, json_option, show
-from epd_portable.launch.run.router_client import RouterClient
+from epd_portable.launch.run.front_client import FrontClient
 
 SECRET_HELP = """Write a new secret to FILE, readable by you only.
 
@@ -21,7 +21,7 @@ part:
 INSTANCES_HELP = """Show the instances of a front: states, requests in flight, why one is down.
 
 \b
-  epd-launch instances --router http://10.0.0.1:8000 --secret-file ~/epd.secret
+  epd-launch instances --front http://10.0.0.1:8000 --secret-file ~/epd.secret
 """
 
 
@@ -37,7 +37,7 @@ def secret(file: str, as_json: bool) -> None:
 
 @click.command(help=INSTANCES_HELP)
 @click.option(
-    "--router",
+    "--front",
     required=True,
     metavar="URL",
     callback=address("http", "https"),
@@ -50,9 +50,9 @@ def secret(file: str, as_json: bool) -> None:
     help="The deployment's secret, a copy of the front's secret_file.",
 )
 @json_option
-def instances(router: str, secret_file: str, as_json: bool) -> None:
+def instances(front: str, secret_file: str, as_json: bool) -> None:
     """Show the instances of a front."""
-    found = RouterClient(router, Secret.read(secret_file)).instances()
+    found = FrontClient(front, Secret.read(secret_file)).instances()
     lines = [
         f"{seen['name']:24} {seen['role']:16} {seen['state']:9} {seen['in_flight']:4} in flight  "
         f"{seen['url']}  {seen['reason'] or seen['problem']}".rstrip()

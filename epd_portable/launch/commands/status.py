@@ -41,7 +41,7 @@ LOGS_HELP = """Show the end of the logs of a running topology, of all processes 
 
 \b
   epd-launch logs -f encode-0
-  epd-launch logs -n 100 router
+  epd-launch logs -n 100 front
 
 With --json each line is an object with schema_version, instance and text.
 """
@@ -161,21 +161,31 @@ def _duration(seconds: float) -> str:
 
 
 def scrape_configuration(runs: Sequence[RunRecord]) -> dict[str, Any]:
-    """Return a configuration of Prometheus that scrapes fronts.
+    """Return a configuration of Prometheus that scrapes fronts, and engines with their own page.
 
-    A front's page has the metrics of its engines, with a label ``instance`` of their own, which
-    ``honor_labels`` retains.
+    The front's metrics have a label ``instance`` of their own, which ``honor_labels`` keeps.
     """
-    job: dict[str, Any] = {"job_name": "epd-front", "honor_labels": True}
-    targets = []
+    scheme: dict[str, Any] = {}
+    targets: dict[bool, list[dict[str, Any]]] = {True: [], False: []}
     for run in runs:
-        for front in (each for each in run.processes if each.role == "router"):
-            scheme, _, address = front.url.partition("://")
-            targets.append({"targets": [address], "labels": {"model": run.model}})
-            if scheme == "https":
+        for each in run.processes:
+            is_front = each.role == "front"
+            labels = {"model": run.model}
+            if not is_front:
+                labels |= {"instance": each.name, "role": each.role}
+            elif each.url.startswith("https"):
                 # On this machine, by an address that its certificate need not name.
-                job |= {"scheme": "https", "tls_config": {"insecure_skip_verify": True}}
-    return {"scrape_configs": [{**job, "static_configs": targets}]}
+                scheme = {"scheme": "https", "tls_config": {"insecure_skip_verify": True}}
+            address, _, path = each.url.partition("://")[2].partition("/")
+            if not path:
+                targets[is_front].append({"targets": [address], "labels": labels})
+    front = {"job_name": "epd-front", "honor_labels": True, **scheme}
+    return {
+        "scrape_configs": [
+            {**front, "static_configs": targets[True]},
+            {"job_name": "epd-engines", "static_configs": targets[False]},
+        ]
+    }
 
 
 def _running() -> list[RunRecord]:

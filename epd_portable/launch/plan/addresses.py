@@ -1,4 +1,4 @@
-"""Addresses: those that the name of a router has, and the one that others reach this machine by."""
+"""Addresses: those that the name of a front has, and the one that others reach this machine by."""
 
 from __future__ import annotations
 

@@ -1,10 +1,9 @@
-"""The command line and environment of one vLLM server. Pure."""
+"""The arguments and environment of one engine. Pure."""
 
 from __future__ import annotations
 
 import json
 import math
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -12,10 +11,9 @@ from pydantic import JsonValue
 
 from epd_portable.config.groups import InstanceGroup, PrefillDecodeGroup
 from epd_portable.config.instance import InstanceConfig
-from epd_portable.config.roles import ENCODES, PAIR_LABEL, Role
+from epd_portable.config.roles import PAIR_LABEL, Role
 from epd_portable.config.schema import Topology
 from epd_portable.connector.registry import may_use_device_memory
-from epd_portable.launch.plan import installed
 from epd_portable.launch.plan.kv import KV_CONNECTORS, KVConnector
 from epd_portable.launch.plan.model import ModelSource
 from epd_portable.launch.plan.placement import Cores, InstancePlacement
@@ -29,9 +27,7 @@ CONNECTOR = {
 PARAMS = "epd_portable.vllm_plugin.params_bridge.ParamsMiddleware"
 CARRIES_PARAMS = (0, 26)
 """First vLLM whose API server knows ``ec_transfer_params``."""
-TOKEN = "epd_portable.vllm_plugin.instance_token.TokenMiddleware"
 MEDIA_BOUNDS = "epd_portable.vllm_plugin.media_bounds.MediaBoundsMiddleware"
-ADMISSION = "epd_portable.vllm_plugin.admission.AdmissionMiddleware"
 CPU_KV_GIB = "VLLM_CPU_KVCACHE_SPACE"
 ROLE_ARGS: dict[str, dict[str, JsonValue]] = {
     # An encoder computes no KV blocks, so there is no prefix to find again. It generates nothing,
@@ -48,8 +44,8 @@ class Engine:
         instance: What its connector gets.
         shares_device: Whether another one is on one of its devices.
         shares: Name of the encode instance with which it makes a pair, or empty.
-        ports: By purpose: ``http`` where it has a server, ``jobs`` where it does jobs of fronts on
-            other machines and has a page only, and ``kv`` where it sends or takes KV.
+        ports: By purpose: ``jobs`` where it does jobs of fronts on other machines, ``http`` for
+            its page there, and ``kv`` where it sends or takes KV.
         kv: The connector of KV, if it has one.
         temp_dir: Folder of the run.
         has_compiler: See `Machine`.
@@ -116,22 +112,6 @@ class Engine:
             arguments |= self.kv.arguments(self.topology, self.role, self.ports["kv"])
         return ["--model", self.model.argument, *render_arguments(arguments | others)]
 
-    def server_argv(self) -> tuple[str, ...]:
-        """Return the command that starts it with a server of its own."""
-        version = installed.vllm_version()
-        return (
-            *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
-            *self.arguments(),
-            *("--served-model-name", self.model.served_name),
-            *("--host", self.topology.launch.host, "--port", str(self.ports["http"])),
-            # Written out, because a list becomes JSON and every mention of this flag adds one.
-            *(("--middleware", PARAMS) if version and version < CARRIES_PARAMS else ()),
-            *("--middleware", MEDIA_BOUNDS),
-            *(("--middleware", ADMISSION) if self.role in ENCODES else ()),
-            # The last is outermost: requests without the token are not even queued.
-            *("--middleware", TOKEN),
-        )
-
     def env(self) -> dict[str, str]:
         """Return its variables beyond the launcher's own environment."""
         limits, traits, group = self.instance.media_limits, self.traits, self.group
@@ -139,7 +119,7 @@ class Engine:
             "VLLM_NO_USAGE_STATS": "1",
             "DO_NOT_TRACK": "1",
             "VLLM_MAX_IMAGE_PIXELS": str(limits.max_item_pixels),
-            "VLLM_MAX_AUDIO_DECODE_DURATION_S": str(math.ceil(limits.max_media_seconds)),
+            "VLLM_MAX_AUDIO_DECODE_DURATION_S": str(math.ceil(limits.max_seconds)),
             # Ranks of one instance meet on the loopback address.
             "VLLM_HOST_IP": "127.0.0.1",
         }
@@ -172,17 +152,16 @@ class Engine:
             variables[traits.share_env] = str(group.share)
             if self.role == "encode":
                 variables |= dict(traits.encode_share_env)
-        if "http" not in self.ports or "jobs" in self.ports:
-            # What it counts is on the page of the engine front, or on its own.
-            variables["EPD_METRICS_DIR"] = f"{self.temp_dir}/metrics"
+        # What it counts is on the page of the front, or on its own.
+        variables["EPD_METRICS_DIR"] = f"{self.temp_dir}/metrics"
         if self.kv:
             variables |= self.kv.env(self.topology.launch.host, self.ports["kv"])
         return variables
 
     @property
     def _traces_endpoint(self) -> str | None:
-        """Where it sends its spans: below those of the router, whose names they get."""
-        endpoint = self.topology.router.tracing.endpoint
+        """Where it sends its spans."""
+        endpoint = self.topology.front.tracing.endpoint
         return f"{endpoint.rstrip('/')}/v1/traces" if endpoint else None
 
     def _without_encoder(self) -> dict[str, JsonValue]:

@@ -13,7 +13,6 @@ from epd_portable import envs
 from epd_portable.config.api_keys import ApiKeys
 from epd_portable.config.document import KeyPath, dotted
 from epd_portable.config.groups import engine_argument_problem
-from epd_portable.config.removed import REMOVED, removed
 from epd_portable.config.roles import SENDS_KV, TAKES_KV, group_of
 from epd_portable.config.secret import Secret
 from epd_portable.config.store import StoreSection
@@ -37,8 +36,6 @@ def engine_settings(traits: PlatformTraits, data: Mapping[str, Any]) -> Found:
         for name, value in section.items():
             if name in owned:
                 yield (*path, name), f"{name} is set by the launcher; {owned[name]}"
-            elif name in REMOVED:
-                yield (*path, name), removed(name)
             elif name in variables:
                 try:
                     variables[name].get({name: str(value)})
@@ -55,13 +52,13 @@ def engine_settings(traits: PlatformTraits, data: Mapping[str, Any]) -> Found:
 
 
 def named_files(data: Mapping[str, Any]) -> Found:
-    """Check that the files can be read which the launcher, the router and instances need."""
+    """Check that the files can be read which the launcher, the front and instances need."""
     readers: dict[tuple[str, ...], Callable[[str], object]] = {
         ("secret_file",): Secret.read,
-        ("router", "tls_cert_file"): lambda path: Path(path).read_bytes(),
-        ("router", "tls_key_file"): lambda path: Path(path).read_bytes(),
-        ("router", "api_keys_file"): lambda path: ApiKeys(path, "router.api_keys_file"),
-        ("router", "hop_keys_file"): lambda path: ApiKeys(path, "router.hop_keys_file"),
+        ("front", "tls_cert_file"): lambda path: Path(path).read_bytes(),
+        ("front", "tls_key_file"): lambda path: Path(path).read_bytes(),
+        ("front", "api_keys_file"): lambda path: ApiKeys(path, "front.api_keys_file"),
+        ("front", "hop_keys_file"): lambda path: ApiKeys(path, "front.hop_keys_file"),
         ("store", "password_file"): lambda path: StoreSection.model_construct(
             kind="redis", password_file=path
         ).password(),

@@ -25,11 +25,10 @@ class InstancePlacement:
     """An instance, and where it runs.
 
     Attributes:
-        name: For example ``encode-0``; of one that joins a router with its launcher's behind it.
+        name: For example ``encode-0``; of one that joins a front with its launcher's behind it.
         devices: One device per rank; empty where the platform has no numbered devices.
         peers: Devices of other instances that it must see as well, behind its own.
         cores: The CPU cores of each rank; empty where ranks are not bound to cores.
-        api_cores: Further cores of its API server, see `_with_api_cores`.
     """
 
     name: str
@@ -37,7 +36,6 @@ class InstancePlacement:
     devices: tuple[str, ...] = ()
     peers: tuple[str, ...] = ()
     cores: tuple[Cores, ...] = ()
-    api_cores: Cores = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,7 +89,7 @@ def place_instances(
             replace(each, peers=tuple(one for one in visible if one not in each.devices))
             for each in instances
         )
-    if topology.router.join:
+    if topology.launch.join:
         launcher = topology.launch.name or topology.launch.host
         instances = tuple(replace(each, name=f"{each.name}@{launcher}") for each in instances)
     return replace(placed, instances=instances)
@@ -216,7 +214,7 @@ def place_on_cores(groups: Mapping[Role, InstanceGroup], allowed: Sequence[int])
             bound[role] = _split(sorted(set(group.cores)), ranks_of(group), owner, warnings)
     placed = [*_on_cores(groups, bound)]
     left = tuple(sorted(set(allowed).difference(*(rank for each in placed for rank in each.cores))))
-    return Placements(instances=_with_api_cores(placed, left), warnings=tuple(warnings), rest=left)
+    return Placements(instances=tuple(placed), warnings=tuple(warnings), rest=left)
 
 
 def _on_cores(
@@ -236,22 +234,6 @@ def _split(cores: list[int], ranks: int, owner: str, warnings: list[str]) -> lis
         return [(cores[rank % len(cores)],) for rank in range(ranks)]
     each = len(cores) // max(ranks, 1)
     return [tuple(cores[rank * each : (rank + 1) * each]) for rank in range(ranks)]
-
-
-def _with_api_cores(
-    placed: Sequence[InstancePlacement], rest: Cores
-) -> tuple[InstancePlacement, ...]:
-    """Let API servers use the cores that are left, and those of encoders.
-
-    While a step computes, nothing else should run on its cores: every token waits for it. An
-    encoder's cores rest between pictures, and what comes late there makes one picture late.
-    """
-    encoders = cores_of(placed, of_encoders=True)
-    result = []
-    for each in placed:
-        more = {*rest} if each.role == "encode" else {*rest, *encoders}
-        result.append(replace(each, api_cores=tuple(sorted(more.difference(*each.cores)))))
-    return tuple(result)
 
 
 def cores_of(placed: Iterable[InstancePlacement], *, of_encoders: bool) -> Cores:

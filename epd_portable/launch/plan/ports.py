@@ -56,8 +56,8 @@ def claim(port: int, host: str = "127.0.0.1") -> bool:
     return True
 
 
-def require_free(port: int, host: str, *, key: str = "router.port") -> None:
-    """Check a public port, which the file sets by ``key``.
+def require_free(port: int, host: str) -> None:
+    """Check the public port.
 
     Raises:
         PortInUseError: Another process listens there; names a free port instead.
@@ -66,10 +66,9 @@ def require_free(port: int, host: str, *, key: str = "router.port") -> None:
         return
     others = range(port + 1, min(port + 100, HIGHEST_PORT + 1))
     other = next((each for each in others if is_free(each, host)), None)
-    option = "--port" if key == "router.port" else f"--set {key}=N"
-    hint = f"take another with {option}" + (f", {other} is free" if other else "")
+    hint = "take another with --port" + (f", {other} is free" if other else "")
     raise PortInUseError(
-        f"{key} {port} on {host} is in use by another process; {hint}, or stop that process"
+        f"front.port {port} on {host} is in use by another process; {hint}, or stop that process"
     )
 
 

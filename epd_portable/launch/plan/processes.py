@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import secrets
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -15,6 +14,7 @@ from urllib.parse import urlsplit
 
 from pydantic import JsonValue
 
+from epd_portable.config.choice import with_file
 from epd_portable.config.hardware import HardwareProfile
 from epd_portable.config.instance import InstanceConfig
 from epd_portable.config.roles import ENCODES, ROLES, SENDS_KV, TAKES_ITEMS, TAKES_KV, Role
@@ -26,7 +26,7 @@ from epd_portable.launch.plan.engine import Engine
 from epd_portable.launch.plan.front import (
     PRELOADED,
     answering,
-    choose_front,
+    check_engine_args,
     core_argv,
     front_argv,
     hub_address,
@@ -50,9 +50,8 @@ from epd_portable.launch.plan.sharing import (
     used_devices,
 )
 from epd_portable.media.addresses import in_url
-from epd_portable.media.limits import MediaLimits
+from epd_portable.placement.profiles.policy import Policy
 from epd_portable.platforms.traits import PlatformTraits
-from epd_portable.router.settings import InstanceSettings, RouterSettings, policy_of
 
 AGREED_ARGS = (
     *("dtype", "revision", "code_revision", "config_format", "hf_config_path", "hf_overrides"),
@@ -62,7 +61,7 @@ AGREED_ARGS = (
 _SAME_AS_NONE = ("auto", "main", "master", False)
 """Values that equal the default."""
 QUEUED_BODIES = 8
-"""Of the largest size that the router lets through, that an encode instance queues."""
+"""Of the largest size that the front lets through, that an encode instance queues."""
 _NAMES = ("EPD_INSTANCE", "OTEL_SERVICE_NAME")
 """Variables that hold the name of a process."""
 _READ_LATE = frozenset((*_NAMES, *KV_CONNECTORS["nixl"].env("", 0)))
@@ -93,7 +92,7 @@ class ProcessSpec:
     """One process to start; where it runs is as in `InstancePlacement`.
 
     Attributes:
-        name: For example ``encode-0`` or ``router``.
+        name: For example ``encode-0`` or ``front``.
         env: Variables beyond the launcher's own environment.
         url: Base address; ``GET url/health`` answers 200 once it is ready.
         ports: Every port it listens on, by purpose.
@@ -105,7 +104,7 @@ class ProcessSpec:
     """
 
     name: str
-    role: Role | Literal["router"]
+    role: Role | Literal["front"]
     argv: tuple[str, ...]
     env: dict[str, str]
     url: str
@@ -126,14 +125,13 @@ class Plan:
     Attributes:
         run_id: Hexadecimal; part of every shared name of this run.
         url: Base address for OpenAI clients.
-        processes: Instances first, the router last, if there is one.
-        joins: Base addresses of the routers elsewhere that instances join.
-        members: `InstanceSettings` of these instances, as plain JSON values.
+        processes: Instances first, the front last, if there is one.
+        joins: Base addresses of fronts on other machines that instances join.
+        members: What these fronts are told of each instance.
         devices: Those that have instances; none on platforms that have cores only.
         hardware: Profile and device that it is planned for; empty for this machine.
         kv: What brings KV from prefill to decode instances.
         store: Where encoder outputs are kept; empty for nowhere.
-        front: Who takes requests, and why.
     """
 
     run_id: str
@@ -148,7 +146,6 @@ class Plan:
     hardware: str = ""
     kv: KVConnector | None = None
     store: str = ""
-    front: str = "router"
 
     def as_json(self) -> dict[str, Any]:
         """Return the plan as plain JSON values."""
@@ -194,8 +191,8 @@ def make_plan(
         ConfigError: The topology does not fit the platform or the machine.
     """
     _check_host(topology, traits)
-    front, why = choose_front(topology)
-    router, store = topology.router, topology.store
+    check_engine_args(topology)
+    front, store = topology.front, topology.store
     kv = kv_connector(topology, traits)
     secret_file = topology.secret_file or run_secret_file(temp_dir)
     placements = place_instances(topology, traits, devices=machine.devices, cores=machine.cores)
@@ -203,9 +200,9 @@ def make_plan(
     devices = used_devices(topology, instances)
     check_sharing(topology, traits, devices)
     shares = shared_with(instances)
-    if router.switch_roles and not shares and topology.secret_file is None:
+    if front.switch_roles and not shares and topology.secret_file is None:
         raise ConfigError(
-            "router.switch_roles: no prefill_decode instance has the same devices or cores as an "
+            "front.switch_roles: no prefill_decode instance has the same devices or cores as an "
             "encode instance, so none can take its place: list the same in instances.encode and "
             "instances.prefill_decode (devices; on CPU cores), or leave switch_roles out"
         )
@@ -225,7 +222,7 @@ def make_plan(
             temp_dir=temp_dir,
             has_compiler=machine.has_compiler,
         )
-        for placement, ports in _listeners(topology, instances, kv, free_port, front=front)
+        for placement, ports in _listeners(topology, instances, kv, free_port)
     ]
     after = starts_after(devices)
     processes = [_instance_process(engine, after) for engine in engines]
@@ -236,30 +233,13 @@ def make_plan(
     ]
     url = _public_url(topology)
     members: tuple[dict[str, Any], ...] = ()
-    if front == "engine" and router.join:
-        url = router.join[0]
+    if topology.launch.join:
+        url = topology.launch.join[0]
         members = tuple(_member(engine) for engine in engines)
-    elif front == "engine":
+    else:
         processes.append(_front(engines, placements))
         if traits.forks_engines:
             processes = _forked(processes, traits)
-    else:
-        backends = [
-            InstanceSettings(
-                name=spec.name,
-                role=engine.role,
-                url=spec.url,
-                control=engine.instance.control_address,
-                weight=engine.group.weight,
-                labels=engine.labels,
-            )
-            for engine, spec in zip(engines, processes, strict=True)
-        ]
-        if router.join:
-            url = router.join[0]
-            members = tuple(each.model_dump(mode="json") for each in backends)
-        else:
-            processes.append(_router(topology, model, backends, secret_file, placements.rest))
     return Plan(
         run_id=run_id,
         platform=traits.name,
@@ -267,13 +247,12 @@ def make_plan(
         url=f"{url}/v1",
         processes=tuple(processes),
         warnings=tuple(warnings),
-        joins=tuple(router.join),
+        joins=tuple(topology.launch.join),
         members=members,
         devices=devices,
         hardware=f"{hardware.name}: {hardware.device}" if hardware else "",
         kv=kv,
         store=f"{store.where}, at most {store.max_bytes >> 20} MiB" if store else "",
-        front=f"{front}: {why}",
     )
 
 
@@ -282,15 +261,10 @@ def _listeners(
     instances: Sequence[InstancePlacement],
     kv: KVConnector | None,
     free_port: Callable[[], int],
-    *,
-    front: str,
 ) -> Iterator[tuple[InstancePlacement, dict[str, int]]]:
-    """Yield each instance with its ports; those of HTTP are the first ones."""
-    have_pages = front == "router" or topology.router.join
-    http_ports = [{"http": free_port()} if have_pages else {} for _ in instances]
-    for placement, ports in zip(instances, http_ports, strict=True):
-        if front == "engine" and topology.router.join:
-            ports["jobs"] = free_port()
+    """Yield each instance with its ports."""
+    for placement in instances:
+        ports = {"http": free_port(), "jobs": free_port()} if topology.launch.join else {}
         if placement.role != "encode":
             ports |= {"control": free_port(), "data": free_port()}
         if kv and placement.role in SENDS_KV | TAKES_KV:
@@ -302,9 +276,8 @@ def _listeners(
 def _instance_process(engine: Engine, after: Mapping[str, Sequence[str]]) -> ProcessSpec:
     topology, placement = engine.topology, engine.placement
     has_page = "http" in engine.ports
-    has_server = has_page and "jobs" not in engine.ports
     if has_page:
-        argv = engine.server_argv() if has_server else remote_argv(engine)
+        argv = remote_argv(engine)
         url = _base_url(topology.launch.host, engine.ports["http"])
     else:
         argv = core_argv(engine)
@@ -318,9 +291,8 @@ def _instance_process(engine: Engine, after: Mapping[str, Sequence[str]]) -> Pro
         ports=dict(engine.ports),
         devices=placement.devices,
         cores=placement.cores,
-        api_cores=placement.api_cores if has_server else (),
         shm_name=engine.instance.pool,
-        tls_cert_file="" if has_page else topology.router.tls_cert_file or "",
+        tls_cert_file="" if has_page else topology.front.tls_cert_file or "",
         after=tuple(after.get(placement.name, ())),
     )
 
@@ -339,10 +311,10 @@ def _member(engine: Engine) -> dict[str, Any]:
 def _check_host(topology: Topology, traits: PlatformTraits) -> None:
     host, transfer = topology.launch.host, topology.transfer
     if not is_off_host(host):
-        for url in topology.router.join:
+        for url in topology.launch.join:
             if is_off_host(urlsplit(url).hostname or ""):
                 raise ConfigError(
-                    f"router.join {url} is on another host, which does not reach launch.host "
+                    f"launch.join {url} is on another host, which does not reach launch.host "
                     f"{host}; set launch.host to this machine's address in its network"
                 )
         return
@@ -370,9 +342,9 @@ def _warnings(topology: Topology, machine: Machine, hardware: HardwareProfile | 
     found += _disagreements(topology)
     if hardware is not None:
         avoid = hardware.ports_to_avoid
-        if topology.router.port in avoid:
+        if topology.front.port in avoid:
             found.append(
-                f"router.port {topology.router.port}: on {hardware.name} other software takes "
+                f"front.port {topology.front.port}: on {hardware.name} other software takes "
                 f"ports {avoid[0]} to {avoid[-1]}; choose one outside them"
             )
     return found
@@ -420,7 +392,7 @@ def _instance(
     settings: dict[str, Any] = {}
     if role in ENCODES:
         settings["max_queued_items"] = topology.instances.encode.max_queued_items
-        settings["max_queued_bytes"] = QUEUED_BODIES * topology.router.max_body_bytes
+        settings["max_queued_bytes"] = QUEUED_BODIES * topology.front.max_body_bytes
     if role == "encode":
         settings["host_cache_bytes"] = topology.instances.encode.host_cache_bytes
     else:
@@ -441,7 +413,7 @@ def _instance(
         secret_file=secret_file,
         trusted_network=transfer.trusted_network,
         store=topology.store,
-        media_limits=MediaLimits.among(topology.router),
+        media_limits=topology.front.media.limits,
         **settings,
     )
 
@@ -449,20 +421,22 @@ def _instance(
 def _front(engines: Sequence[Engine], placements: Placements) -> ProcessSpec:
     answers = answering(engines)
     topology = answers.topology
+    if topology.front.choice is not None:
+        Policy(with_file(topology.front.choice))  # Says here what is wrong with it.
     env = answers.env()
     own = placements.rest or cores_of(placements.instances, of_encoders=True)
     steps = cores_of(placements.instances, of_encoders=False)
     return ProcessSpec(
         name="front",
-        role="router",
+        role="front",
         argv=front_argv(engines),
         env={name: "front" if name in _NAMES else value for name, value in env.items()},
         url=_public_url(topology),
-        ports={"http": topology.router.port},
+        ports={"http": topology.front.port},
         # On cores that no engine has, if there are any; else where API servers may run.
         cores=(own,) if own else (),
         api_cores=steps if own and not placements.rest else (),
-        tls_cert_file=topology.router.tls_cert_file or "",
+        tls_cert_file=topology.front.tls_cert_file or "",
     )
 
 
@@ -483,45 +457,10 @@ def _read_early(env: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in env.items() if name not in _READ_LATE}
 
 
-def _router(
-    topology: Topology,
-    model: ModelSource,
-    backends: Sequence[InstanceSettings],
-    secret_file: str,
-    rest: Cores,
-) -> ProcessSpec:
-    router = topology.router
-    settings = RouterSettings(
-        **router.model_dump(),
-        model=model.served_name,
-        instances=tuple(backends),
-        secret_file=secret_file,
-        # The secret of a run is for its own processes.
-        registration=topology.secret_file is not None,
-        store=topology.store,
-        warm_up=True,
-        media=topology.transfer.media,
-        local_encode=topology.instances.prefill_decode.encoder,
-        wait_timeout_s=topology.transfer.wait_timeout_s,
-    )
-    policy_of(settings)
-    tls_cert_file, admin_port = router.tls_cert_file or "", router.admin_port
-    return ProcessSpec(
-        name="router",
-        role="router",
-        argv=(sys.executable, "-m", "epd_portable.router", "--settings", settings.as_json()),
-        env={"EPD_INSTANCE": "router"},
-        url=_base_url(router.host, admin_port or router.port, tls=bool(tls_cert_file)),
-        ports={"http": router.port} | ({"admin": admin_port} if admin_port else {}),
-        cores=(rest,) if rest else (),
-        tls_cert_file=tls_cert_file,
-    )
-
-
 def _public_url(topology: Topology) -> str:
     """Return the base address of what stands in front."""
-    router = topology.router
-    return _base_url(router.host, router.port, tls=router.tls_cert_file is not None)
+    front = topology.front
+    return _base_url(front.host, front.port, tls=front.tls_cert_file is not None)
 
 
 def _base_url(host: str, port: int, *, tls: bool = False) -> str:

@@ -6,7 +6,6 @@ import contextlib
 import functools
 import itertools
 import json
-import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,7 +13,6 @@ from pathlib import Path
 from epd_portable import envs
 from epd_portable.config.hardware import HardwareProfile, find_hardware
 from epd_portable.config.load import Check, load_topology, located
-from epd_portable.config.removed import REMOVED, removed
 from epd_portable.config.roles import ROLES, Role, group_of
 from epd_portable.config.schema import AUTO, Launch, Topology
 from epd_portable.config.store import StoreSection
@@ -46,14 +44,12 @@ class PlanRequest:
     Attributes:
         hardware: The profile to check the plan against.
         overrides: What is laid over it, as ``key.subkey=value``.
-        role: One instance of it is planned, to join routers; ``None`` for all that the file names.
     """
 
     traits: PlatformTraits
     hardware: HardwareProfile | None
     config: Path
     overrides: tuple[str, ...]
-    role: Role | None = None
 
     @classmethod
     def from_options(
@@ -65,9 +61,12 @@ class PlanRequest:
         overrides: tuple[str, ...] = (),
         model: str | None = None,
         port: int | None = None,
-        role: Role | None = None,
+        alone: bool = False,
     ) -> PlanRequest:
-        """Return what the options of ``up``, ``instance`` and ``plan`` ask for.
+        """Return what the options of ``up``, ``engine`` and ``plan`` ask for.
+
+        Args:
+            alone: One encode engine is planned, whatever the counts, to join fronts elsewhere.
 
         Raises:
             ConfigError: Neither a platform nor a profile was given, they contradict each other, or
@@ -76,7 +75,7 @@ class PlanRequest:
         if model is not None:
             overrides = (*overrides, f"model={json.dumps(model)}")
         if port is not None:
-            overrides = (*overrides, f"router.port={port}")
+            overrides = (*overrides, f"front.port={port}")
         found = find_hardware(hardware, platform) if hardware else None
         platform = found.platform if found else platform
         if platform is None:
@@ -84,11 +83,7 @@ class PlanRequest:
                 "name a platform with --platform, or a hardware profile with --hardware"
             )
         request = cls(traits=TRAITS[platform], hardware=found, config=config, overrides=overrides)
-        return request if role is None else request.for_role(role)
-
-    def for_role(self, role: Role) -> PlanRequest:
-        """Return the request for one instance of a role, whatever the file's counts."""
-        return replace(self.with_settings(*counts_of({role: 1})), role=role)
+        return request.with_settings(*counts_of({"encode": 1})) if alone else request
 
     def with_settings(self, *settings: str) -> PlanRequest:
         """Return the request with more of what is laid over its file."""
@@ -108,8 +103,6 @@ class PlanRequest:
             ConfigError: Lists every problem of the file; or a variable is wrong; or this machine
                 has no address, or several.
         """
-        for name in sorted(REMOVED.keys() & os.environ.keys()):
-            raise ConfigError(f"the variable {name} {removed(name)}")
         for variable in envs.TABLE:
             variable.get()  # Children have it, too.
         topology = load_topology(
@@ -118,11 +111,6 @@ class PlanRequest:
             overrides=self.overrides,
             checks=(functools.partial(engine_settings, self.traits), *checks),
         )
-        if self.role is not None and not topology.router.join:
-            raise ConfigError(
-                f"{self.config}: set router.join, the routers that an instance joins, as "
-                "http://10.0.0.1:8000; `epd-launch up` starts a router beside its instances"
-            )
         if topology.launch.host != AUTO:
             return topology
         launch = topology.launch.model_copy(update={"host": own_address()})
@@ -177,9 +165,9 @@ class PlanRequest:
         )
 
     def _free_ports(self, topology: Topology, run_id: str) -> Callable[[], int]:
-        launch, router = topology.launch, topology.router
+        launch, front = topology.launch, topology.front
         avoid = self.hardware.ports_to_avoid if self.hardware else ()
-        reserved = {router.port, router.admin_port, *avoid}
+        reserved = {front.port, *avoid}
         if launch.first_port is not None:
             return ports_in_order(launch.first_port, reserved=reserved)
         return port_source(run_id, reserved=reserved, host=launch.host)
@@ -201,21 +189,18 @@ def refusals(
 
     ``free`` says whether a port of a host can be used, where the file fixes those of instances.
     """
-    router, launch, kv = topology.router, topology.launch, plan.kv
+    front, launch, kv = topology.front, topology.launch, plan.kv
     found: list[EPDError] = [ConfigError(text) for text in variable_problems(plan, environ)]
     if launch.first_port is not None:
         with _noted(found):
             _require_fixed_ports(launch, plan, free)
-    if not router.join:
+    if not launch.join:
         with _noted(found):
-            require_free(router.port, router.host)
+            require_free(front.port, front.host)
     with _noted(found):
         counts = topology.instances.counts
         pools = sum(count for role, count in counts.items() if topology.gets_items(role))
         require_shm(topology.transfer.pool_bytes, pools)
-    if router.admin_port is not None:
-        with _noted(found):
-            require_free(router.admin_port, router.host, key="router.admin_port")
     if kv is not None:
         with _noted(found):
             require_module(kv.module, needed_by=kv.cls, install=kv.install)
@@ -237,7 +222,7 @@ def _require_fixed_ports(launch: Launch, plan: Plan, free: Callable[[int, str], 
     taken = [
         f"{port} ({purpose} of {spec.name})"
         for spec in plan.processes
-        if spec.role != "router"
+        if spec.role != "front"
         for purpose, port in spec.ports.items()
         if not free(port, launch.host)
     ]

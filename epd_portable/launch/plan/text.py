@@ -29,7 +29,6 @@ def plan_table(plan: Plan) -> str:
     ]
     lines = [f"platform {plan.platform}, model {plan.model}, clients use {plan.url}", ""]
     lines += columns(rows)
-    lines += ["", f"front {plan.front}"]
     if plan.joins:
         lines += ["", f"instances join {', '.join(plan.joins)}"]
     if encoders := [spec.name for spec in plan.processes if spec.role in ENCODES]:

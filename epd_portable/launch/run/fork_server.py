@@ -1,6 +1,6 @@
 """A process from which others are forked: ``python -m … MODULE … ROOM``.
 
-The engine front and its engines import the same five thousand modules of vLLM: eight seconds of a
+The front and its engines import the same five thousand modules of vLLM: eight seconds of a
 core and 450 MB for each of them. The fork server imports once and computes nothing, so it has one
 thread, which is all that a fork keeps; those forked from it share its pages until they write to
 them. Over its standard input, a socket, the launcher orders processes and hears how they ended.

@@ -18,10 +18,8 @@ MILESTONES = (
     ("Warming up", "warming up"),
     ("init engine (profile", "engine is ready"),
     ("Starting vLLM server", "starting the HTTP server"),
-    ("epd_portable.router: router for", "waiting for the instances"),
-    ("epd_portable.router.warm_up: warming up", "warming up the instances"),
 )
-"""What vLLM and the router write while they start, in their order, and what it means."""
+"""What vLLM writes while it starts, in its order, and what it means."""
 FIRST_STAGE = "importing"
 
 _ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")

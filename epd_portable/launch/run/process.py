@@ -21,8 +21,8 @@ from epd_portable.errors import LaunchError
 from epd_portable.launch.environment import child_environ
 from epd_portable.launch.plan.processes import ProcessSpec
 from epd_portable.launch.run.fork_server import Forked, ForkServer
+from epd_portable.launch.run.front_client import trusting
 from epd_portable.launch.run.log_files import open_log
-from epd_portable.launch.run.router_client import trusting
 from epd_portable.launch.run.sessions import SHM, members
 
 _TAIL_BYTES = 256 << 10
@@ -92,7 +92,7 @@ class Child:
     def spread_api_server(self) -> None:
         """Let API servers run on their further cores too; an instance's engines keep theirs."""
         if self.spec.api_cores:
-            alone = self.spec.role != "router"
+            alone = self.spec.role != "front"
             pids = [self.session] if alone else members({self.session}, None)
             for pid in pids:
                 bind_threads(pid, self._cores.union(self.spec.api_cores))
@@ -108,7 +108,7 @@ class Child:
     def is_well(self, *, timeout_s: float) -> bool:
         """Return whether a process that was ready still answers ``GET /health`` as it should.
 
-        An instance answers 200. A router that has no instance to use answers 503, and is well. For
+        An instance answers 200. A front that has no instance to use answers 503, and is well. For
         an engine its front answers, and 503 if the engine does not respond to it.
         """
         if urlsplit(self.spec.url).path:
@@ -116,7 +116,7 @@ class Child:
             status = self._health(timeout_s, f"?within_s={timeout_s / 2:g}")
             return status != HTTPStatus.SERVICE_UNAVAILABLE
         status = self._health(timeout_s)
-        return status is not None if self.spec.role == "router" else status == HTTPStatus.OK
+        return status is not None if self.spec.role == "front" else status == HTTPStatus.OK
 
     def _health(self, timeout_s: float, query: str = "") -> int | None:
         """Return the status of ``GET /health``; ``None`` without an answer in time."""

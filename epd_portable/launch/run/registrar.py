@@ -1,7 +1,7 @@
-"""Registers a launcher's instances at the routers that ``router.join`` names, and lets them leave.
+"""Registers a launcher's instances at the fronts that ``launch.join`` names, and lets them leave.
 
-Each instance has a thread for each address of each router: a router that does not answer keeps no
-other one waiting. What routers say of instances is kept, and whatever changes is said.
+Each instance has a thread for each address of each front: a front that does not answer keeps no
+other one waiting. What fronts say of instances is kept, and whatever changes is said.
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ from epd_portable.config.secret import Secret
 from epd_portable.errors import LaunchError
 from epd_portable.launch.notices import Notice
 from epd_portable.launch.plan.addresses import addresses_of
-from epd_portable.launch.run.router_client import RouterClient
+from epd_portable.launch.run.front_client import FrontClient
 
 _LOOK_EVERY_S = 1.0
 _JOINING_S = 0.2
-"""Between looks at a router that warms an instance up."""
+"""Between looks at a front that warms an instance up."""
 
 
 class Registrar:
-    """Every instance at every router that ``router.join`` leads to, also as its names change.
+    """Every instance at every front that ``launch.join`` leads to, also as its names change.
 
     Args:
         instances: Fields of `InstanceSettings` of each.
-        routers: Base addresses of routers, or of names that several of them have.
-        is_up: Returns whether an instance answers; a router forgets one that does not.
+        fronts: Base addresses of fronts, or of names that several of them have.
+        is_up: Returns whether an instance answers; a front forgets one that does not.
         leave_timeout_s: Longest wait for open requests of an instance that leaves.
         say: Called from several threads.
-        resolve: Returns the addresses of a router's URL; raises `LaunchError` if there are none.
+        resolve: Returns the addresses of a front's URL; raises `LaunchError` if there are none.
 
     Attributes:
         leaving: Set to let all instances leave.
@@ -39,7 +39,7 @@ class Registrar:
     def __init__(
         self,
         instances: Sequence[Mapping[str, Any]],
-        routers: Sequence[str],
+        fronts: Sequence[str],
         secret: Secret,
         *,
         is_up: Callable[[str], bool],
@@ -52,7 +52,7 @@ class Registrar:
         self.leave_timeout_s = leave_timeout_s
         self.say = say
         self._instances = instances
-        self._routers = routers
+        self._fronts = fronts
         self._secret = secret
         self._resolve = resolve
         self._addresses: dict[str, list[str]] = {}
@@ -69,7 +69,7 @@ class Registrar:
         return not self._thread.is_alive()
 
     def states(self) -> dict[str, str]:
-        """Return the state of each instance at routers; at several, of one where it is not up."""
+        """Return the state of each instance at fronts; at several, of one where it is not up."""
         shown: dict[str, str] = {}
         for each in tuple(self._memberships.values()):
             if shown.get(each.instance, "up") == "up":
@@ -77,7 +77,7 @@ class Registrar:
         return {each["name"]: shown.get(each["name"], "starting") for each in self._instances}
 
     def problems(self) -> dict[str, LaunchError | None]:
-        """Return the instances that are not up at every router, each with the last reason."""
+        """Return the instances that are not up at every front, each with the last reason."""
         found: dict[str, LaunchError | None] = {}
         for each in tuple(self._memberships.values()):
             if each.state != "up":
@@ -88,19 +88,19 @@ class Registrar:
         return found
 
     def is_named(self, url: str, address: str) -> bool:
-        """Return whether a router's URL still has an address."""
+        """Return whether a front's URL still has an address."""
         return address in self._addresses[url]
 
     def _run(self) -> None:
-        """Follow the names of the routers until all are to leave, and return when they have."""
+        """Follow the names of the fronts until all are to leave, and return when they have."""
         while not self.leaving.is_set():
-            for url in self._routers:
+            for url in self._fronts:
                 try:
                     self._addresses[url] = self._resolve(url)
                     self._unresolved.pop(url, None)
-                except LaunchError as error:  # Routers that were known may still be there.
+                except LaunchError as error:  # Fronts that were known may still be there.
                     if str(self._unresolved.get(url)) != str(error):
-                        self.say(Notice("warning", f"router {url}: {error}"))
+                        self.say(Notice("warning", f"front {url}: {error}"))
                     self._unresolved[url] = error
             self._follow()
             self.leaving.wait(_LOOK_EVERY_S)
@@ -108,7 +108,7 @@ class Registrar:
             each.join()
 
     def _follow(self) -> None:
-        """Register whatever is new, and forget routers that have gone."""
+        """Register whatever is new, and forget fronts that have gone."""
         for key, membership in tuple(self._memberships.items()):
             if not membership.is_alive():
                 del self._memberships[key]
@@ -117,17 +117,17 @@ class Registrar:
                 for instance in self._instances:
                     key = (url, address, instance["name"])
                     if key not in self._memberships:
-                        router = RouterClient(url, self._secret, address=address)
-                        self._memberships[key] = Membership(self, instance, router, url, address)
+                        front = FrontClient(url, self._secret, address=address)
+                        self._memberships[key] = Membership(self, instance, front, url, address)
                         self._memberships[key].start()
 
 
 class Membership(threading.Thread):
-    """One instance at one router, which is ``url`` at ``address``.
+    """One instance at one front, which is ``url`` at ``address``.
 
     Attributes:
         instance: Its name.
-        state: What the router last said. ``starting`` before the router knows the instance, and
+        state: What the front last said. ``starting`` before the front knows the instance, and
             ``gone`` once it was removed there.
         problem: Why it is not up, as of the last look; `RefusedError` where it would not change.
     """
@@ -136,7 +136,7 @@ class Membership(threading.Thread):
         self,
         registrar: Registrar,
         instance: Mapping[str, Any],
-        router: RouterClient,
+        front: FrontClient,
         url: str,
         address: str,
     ) -> None:
@@ -146,15 +146,15 @@ class Membership(threading.Thread):
         self.problem: LaunchError | None = None
         self._registrar = registrar
         self._settings = instance
-        self._router = router
+        self._front = front
         self._place = url, address
-        self._registered = ""  # the router process that has the instance
+        self._registered = ""  # the front process that has the instance
         self._joins: str | None = None  # end of the notice once it is up there
 
     def run(self) -> None:
-        """Register when it is up, and again with every restart of the router; then leave.
+        """Register when it is up, and again with every restart of the front; then leave.
 
-        Returns without it when the router is neither named any more nor there.
+        Returns without it when the front is neither named any more nor there.
         """
         leaving = self._registrar.leaving
         while not leaving.is_set():
@@ -162,7 +162,7 @@ class Membership(threading.Thread):
                 self._look()
             except LaunchError as error:
                 if not self._registrar.is_named(*self._place):
-                    self._warn(f"router {self._router} has gone")
+                    self._warn(f"front {self._front} has gone")
                     return
                 if str(error) != str(self.problem):
                     self._warn(str(error))
@@ -171,35 +171,35 @@ class Membership(threading.Thread):
         if self._registered:
             try:
                 timeout_s = self._registrar.leave_timeout_s
-                self._router.leave(self.instance, timeout_s=timeout_s)
-                self._say("left", f"has left {self._router}")
+                self._front.leave(self.instance, timeout_s=timeout_s)
+                self._say("left", f"has left {self._front}")
             except LaunchError as error:
                 self._warn(str(error))
 
     def _look(self) -> None:
-        router, seen = self._router.find_instance(self.instance)
+        front, seen = self._front.find_instance(self.instance)
         if self._registered and seen is not None:
             if seen["state"] == "up" and self._joins is not None:
-                self._say("joined", f"has joined {self._router}{self._joins}")
+                self._say("joined", f"has joined {self._front}{self._joins}")
                 self._joins = None
             self.state = seen["state"]
             self.problem = LaunchError(seen["reason"]) if seen["reason"] else None
-        elif self._registered == router:
+        elif self._registered == front:
             self._registered, self.state = "", "gone"
             # One that is down, or hangs, is removed after a while.
             on_purpose = self._registrar.is_up(self.instance)
-            self._warn(f"router {self._router} has removed it")
+            self._warn(f"front {self._front} has removed it")
             if on_purpose:
                 self._warn("joins again when its launcher is started again")
                 self._registrar.leaving.wait()
         elif self._registrar.is_up(self.instance):
-            again = " again: the router has restarted" if self._registered else ""
-            self._registered, self._joins = self._router.register(self._settings), again
+            again = " again: the front has restarted" if self._registered else ""
+            self._registered, self._joins = self._front.register(self._settings), again
             self.problem = None
 
     def _warn(self, text: str) -> None:
         self._registrar.say(Notice("warning", f"{self.instance}: {text}"))
 
     def _say(self, event: Literal["joined", "left"], text: str) -> None:
-        fields = {"instance": self.instance, "router": str(self._router)}
+        fields = {"instance": self.instance, "front": str(self._front)}
         self._registrar.say(Notice(event, f"{self.instance} {text}", fields))

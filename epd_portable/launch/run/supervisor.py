@@ -24,6 +24,7 @@ from epd_portable.launch.plan.processes import Plan, shm_prefix
 from epd_portable.launch.plan.text import columns, ports_text
 from epd_portable.launch.run import sessions
 from epd_portable.launch.run.fork_server import ForkServer
+from epd_portable.launch.run.front_client import FrontClient, FrontClients
 from epd_portable.launch.run.guard import Guard
 from epd_portable.launch.run.lifecycle import (
     HUNG_PROBES,
@@ -43,7 +44,6 @@ from epd_portable.launch.run.process import (
     start_fork_server,
 )
 from epd_portable.launch.run.registrar import Registrar
-from epd_portable.launch.run.router_client import RouterClient, RouterClients
 from epd_portable.launch.run.running import ProcessRecord, RunRecord, write_record
 from epd_portable.launch.run.update import RollingUpdate
 from epd_portable.launch.run.wait import Wait
@@ -60,7 +60,7 @@ _NOTE_EVERY_S = 3.0
 _PROBLEMS_EVERY_S = 10.0
 _ORPHAN_GRACE_S = 1.0
 DRAIN_MARGIN_S = 5.0
-"""What a router may take longer than its own grace, to close what is left."""
+"""What a front may take longer than its own grace, to close what is left."""
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -68,7 +68,7 @@ class Supervisor:
     """One run of a plan in the foreground.
 
     Args:
-        drain_s: How long open requests may go on: of the router at a stop, of an instance at an
+        drain_s: How long open requests may go on: of the front at a stop, of an instance at an
             update.
         log_dir: Existing folder for one log file a process.
         temp_dir: Existing folder of the run; removed at the end.
@@ -96,7 +96,7 @@ class Supervisor:
         self._temp_dir = temp_dir
         self._print = say
         self._specs = {spec.name: spec for spec in plan.processes}
-        self._instances = [spec for spec in plan.processes if spec.role != "router"]
+        self._instances = [spec for spec in plan.processes if spec.role != "front"]
         self._children: dict[str, Child] = {}
         self._fork_server: ForkServer | None = None
         self._forks = True
@@ -107,7 +107,7 @@ class Supervisor:
         self._problem_thread = ThreadPoolExecutor(1, thread_name_prefix="epd-problems")
         self._problem_look: Future[dict[str, str]] | None = None
         self._problems_noted: dict[str, str] = {}
-        self._routers = self._router_clients()
+        self._fronts = self._front_clients()
         self._registrar: Registrar | None = None
         if plan.joins:
             self._registrar = Registrar(
@@ -119,7 +119,7 @@ class Supervisor:
                 say=self._say,
             )
         self._has_joined = False
-        self._away = ""  # why instances are not up at the topology's own router
+        self._away = ""  # why instances are not up at the topology's own front
         self._update: RollingUpdate | None = None
         self._deciding = threading.Lock()  # An update runs in its own thread.
         self._stop_requests = 0
@@ -160,18 +160,18 @@ class Supervisor:
         while self._lifecycle.phase is Phase.STARTING and not self._stop_requests:
             self._step(progress)
         if self._registrar is not None:
-            self._join_routers(self._registrar, progress)
+            self._join_fronts(self._registrar, progress)
         self._has_joined = True
         if not self._stop_requests:
             with contextlib.suppress(LaunchError):
                 self._note_problems(self._problems())
             self._say(self._ready(elapsed_s=time.monotonic() - started_at))
 
-    def _join_routers(self, registrar: Registrar, progress: Progress) -> None:
-        """Register all instances, and return when they are up at every router.
+    def _join_fronts(self, registrar: Registrar, progress: Progress) -> None:
+        """Register all instances, and return when they are up at every front.
 
         Raises:
-            LaunchError: A router refuses one for good, or they are not up in time.
+            LaunchError: A front refuses one for good, or they are not up in time.
         """
         registrar.start()
         wait = Wait(
@@ -222,7 +222,7 @@ class Supervisor:
     def shutdown(self) -> None:
         """End every process and remove what the run leaves behind.
 
-        While it serves, the router first ends what is open, with the instances that this needs. A
+        While it serves, the front first ends what is open, with the instances that this needs. A
         further stop signal ends that, and the grace of the rest.
 
         Raises:
@@ -261,20 +261,20 @@ class Supervisor:
             self._say(Notice("stopped", "stopped"))
 
     def _drain(self, *, until: Callable[[], bool]) -> None:
-        """Wait until routers have ended, or instances have left them; these go on meanwhile."""
-        routers = [
+        """Wait until fronts have ended, or instances have left them; these go on meanwhile."""
+        fronts = [
             child
             for child in self._children.values()
-            if child.spec.role == "router" and child.exit_status() is None
+            if child.spec.role == "front" and child.exit_status() is None
         ]
-        text = f"open requests may take {self._drain_s:g} s to end (router.drain_s)"
+        text = f"open requests may take {self._drain_s:g} s to end (front.drain_s)"
         self._say(Notice("draining", text, {"drain_s": self._drain_s}))
-        for router in routers:
-            sessions.send_signal(router.session, signal.SIGTERM)
+        for front in fronts:
+            sessions.send_signal(front.session, signal.SIGTERM)
         end = time.monotonic() + self._drain_s + DRAIN_MARGIN_S
         while time.monotonic() < end and not until():
             has_left = self._registrar is None or self._registrar.has_ended()
-            if has_left and all(router.exit_status() is not None for router in routers):
+            if has_left and all(front.exit_status() is not None for front in fronts):
                 return
             self._keep_guarded()
             time.sleep(_STEP_S)
@@ -311,7 +311,7 @@ class Supervisor:
 
     @property
     def _phase(self) -> Phase:
-        """That of the topology, which starts until its instances are up at routers elsewhere."""
+        """That of the topology, which starts until its instances are up at fronts elsewhere."""
         phase = self._lifecycle.phase
         return Phase.STARTING if phase is Phase.SERVING and not self._has_joined else phase
 
@@ -346,11 +346,11 @@ class Supervisor:
                 )
 
     def _is_ready(self, child: Child) -> bool:
-        """Return whether a process has started; a router with the topology has all instances up."""
-        if child.spec.role != "router" or self._lifecycle.phase is not Phase.STARTING:
+        """Return whether a process has started; a front with the topology has all instances up."""
+        if child.spec.role != "front" or self._lifecycle.phase is not Phase.STARTING:
             return child.is_ready(timeout_s=_START_PROBE_TIMEOUT_S)
         try:
-            away = [each for each in self._seen_by_routers() if each["state"] != "up"]
+            away = [each for each in self._seen_by_fronts() if each["state"] != "up"]
         except LaunchError as error:
             self._away = str(error)
             return False
@@ -366,8 +366,8 @@ class Supervisor:
     def _problems(self) -> dict[str, str]:
         """Return what went wrong when our instances met others, by their names."""
         found: dict[str, str] = {}
-        for each in self._seen_by_routers():
-            if problem := each.get("problem"):  # Routers of older releases report none.
+        for each in self._seen_by_fronts():
+            if problem := each.get("problem"):  # Fronts of older releases report none.
                 found.setdefault(each["name"], problem)
         return found
 
@@ -379,7 +379,7 @@ class Supervisor:
         self._problems_noted = dict(problems)
 
     def _look_for_problems(self, now: float) -> None:
-        """Take in what routers report, and ask again: an update may bring another release."""
+        """Take in what fronts report, and ask again: an update may bring another release."""
         if self._problem_look is not None and self._problem_look.done():
             with contextlib.suppress(LaunchError):
                 self._note_problems(self._problem_look.result())
@@ -387,10 +387,10 @@ class Supervisor:
         if self._problem_look is None and self._is_due("problems", now, _PROBLEMS_EVERY_S):
             self._problem_look = self._problem_thread.submit(self._problems)
 
-    def _seen_by_routers(self) -> list[dict[str, Any]]:
-        """Return what routers say of instances of ours."""
-        ask = functools.partial(RouterClient.instances, timeout_s=_START_PROBE_TIMEOUT_S)
-        seen = itertools.chain.from_iterable(self._routers.each(ask))
+    def _seen_by_fronts(self) -> list[dict[str, Any]]:
+        """Return what fronts say of instances of ours."""
+        ask = functools.partial(FrontClient.instances, timeout_s=_START_PROBE_TIMEOUT_S)
+        seen = itertools.chain.from_iterable(self._fronts.each(ask))
         return [each for each in seen if each["name"] in self._specs]
 
     def _hung_up(self) -> None:
@@ -407,7 +407,7 @@ class Supervisor:
             self._forks = False
             self._update = RollingUpdate(
                 self._instances,
-                routers=self._routers,
+                fronts=self._fronts,
                 drain_s=self._drain_s,
                 patience_s=self._launch.stop_grace_s + self._launch.startup_timeout_s,
                 up=self._lifecycle.up,
@@ -422,12 +422,12 @@ class Supervisor:
             if name in self._lifecycle.up():
                 self._perform(self._lifecycle.renew(name, time.monotonic()))
 
-    def _router_clients(self) -> RouterClients:
-        """Return the routers elsewhere that instances join, or the one of the plan."""
-        routers = [spec for spec in self._plan.processes if spec.role == "router"]
-        urls = self._plan.joins or [spec.url for spec in routers]
-        cert_file = routers[0].tls_cert_file if routers else ""
-        return RouterClients(urls, self._secret, cert_file=cert_file)
+    def _front_clients(self) -> FrontClients:
+        """Return the fronts elsewhere that instances join, or the one of the plan."""
+        fronts = [spec for spec in self._plan.processes if spec.role == "front"]
+        urls = self._plan.joins or [spec.url for spec in fronts]
+        cert_file = fronts[0].tls_cert_file if fronts else ""
+        return FrontClients(urls, self._secret, cert_file=cert_file)
 
     def _keep_guarded(self) -> None:
         if not self._guard.alive:
@@ -505,17 +505,17 @@ class Supervisor:
             for name, child in self._children.items()
         }
         late = [name for name, stage in stages.items() if stage != "ready"]
-        if self._away and late and all(self._specs[name].role == "router" for name in late):
+        if self._away and late and all(self._specs[name].role == "front" for name in late):
             stages |= {name: f"{stages[name]}: {self._away}" for name in late}
         for name, problem in self._registrar.problems().items() if self._registrar else ():
             if stages.get(name) == "ready":
-                stages[name] = f"joins its routers{f': {problem}' if problem else ''}"
+                stages[name] = f"joins its fronts{f': {problem}' if problem else ''}"
         for name, others in self._lifecycle.waiting().items():
             stages[name] = f"waits for {' and '.join(others)} on its device"
         return stages
 
     def _ready(self, *, elapsed_s: float) -> Notice:
-        """Return the notice with the addresses of the router and of each instance."""
+        """Return the notice with the addresses of the front and of each instance."""
         rows = [
             (f"  {spec.name}", spec.role, spec.url, ports_text(spec.ports, without="http"))
             for spec in self._instances

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from epd_portable.errors import LaunchError
 from epd_portable.launch.notices import Notice
 from epd_portable.launch.plan.processes import ProcessSpec
-from epd_portable.launch.run.router_client import RouterClients
+from epd_portable.launch.run.front_client import FrontClients
 
 _LOOK_EVERY_S = 0.1
 
@@ -17,10 +17,10 @@ _LOOK_EVERY_S = 0.1
 class RollingUpdate(threading.Thread):
     """One update of some instances, in their order.
 
-    Routers drain each instance before, for at most ``drain_s``, and resume it after.
+    Fronts drain each instance before, for at most ``drain_s``, and resume it after.
 
     Args:
-        patience_s: Longest time from a restart until the instance is healthy, and until routers
+        patience_s: Longest time from a restart until the instance is healthy, and until fronts
             have warmed it up.
         up: Returns the names of what is healthy.
         renew: Ends an instance and starts it again; returns when it no longer counts as up.
@@ -34,7 +34,7 @@ class RollingUpdate(threading.Thread):
         self,
         instances: Sequence[ProcessSpec],
         *,
-        routers: RouterClients,
+        fronts: FrontClients,
         drain_s: float,
         patience_s: float,
         up: Callable[[], list[str]],
@@ -44,7 +44,7 @@ class RollingUpdate(threading.Thread):
         super().__init__(name="epd-update", daemon=True)
         self.ended = False
         self._instances = instances
-        self._routers = routers
+        self._fronts = fronts
         self._drain_s = drain_s
         self._patience_s = patience_s
         self._up = up
@@ -82,21 +82,21 @@ class RollingUpdate(threading.Thread):
         if not self._wait_until(lambda: others <= {*self._up()}):
             away = ", ".join(sorted(others.difference(self._up())))
             raise LaunchError(f"{away} must be healthy before, and is not")
-        idle = self._routers.each(
+        idle = self._fronts.each(
             lambda one: one.drain(name, timeout_s=self._drain_s, until=self._given_up)
         )
         if self._given_up.is_set():
             raise LaunchError("it was given up")
         if not all(idle):
-            text = f"{name} still works on requests after {self._drain_s:g} s (router.drain_s)"
+            text = f"{name} still works on requests after {self._drain_s:g} s (front.drain_s)"
             self._say(Notice("cutting", f"{text}; they are cut", {"instance": name}))
         self._renew_now(name)
         back = self._wait_until(lambda: name in self._up())
         # Also if it is not back: it may come later.
-        self._routers.each(lambda one: one.resume(name))
+        self._fronts.each(lambda one: one.resume(name))
         if not back:
             raise LaunchError(f"it is not healthy {self._patience_s:g} s after its restart")
-        self._routers.each(
+        self._fronts.each(
             lambda one: one.wait_up(name, timeout_s=self._patience_s, until=self._given_up)
         )
 

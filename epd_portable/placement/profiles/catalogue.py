@@ -21,7 +21,7 @@ GROUP = "epd_portable.choice_plugins"
 
 
 class _Source(Parameters):
-    """Feeds others in llm-d. The router reads prompts and items, and counts load, by itself."""
+    """Feeds others in llm-d. The front reads prompts and items, and counts load, by itself."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -47,7 +47,7 @@ BUILT_IN: Mapping[str, type[Parameters]] = {
 REDUCED: Mapping[str, str] = {
     **dict.fromkeys(
         ("precise-prefix-cache-scorer", "precise-prefix-cache-producer"),
-        "what the router has sent counts, not what engines' events say",
+        "what the front has sent counts, not what engines' events say",
     ),
     **dict.fromkeys(
         ("session-affinity-scorer", "session-affinity-filter"),

@@ -28,7 +28,7 @@ def _loads(candidates: Candidates) -> list[float]:
 
 
 def _reported(candidates: Candidates, what: str) -> list[float]:
-    """Return what candidates report; if one does not, of all what the router itself counts."""
+    """Return what candidates report; if one does not, of all what the front itself counts."""
     found = []
     for each in candidates:
         value = getattr(each.reported, what, None)
@@ -58,8 +58,7 @@ class _ByReports(Parameters):
 
     def loads(self, request: SelectionRequest, candidates: Candidates) -> list[float]:
         # Queues of encode instances are such of items.
-        of_items = request.stage == "encode" and self.what != "pixels"
-        return _reported(candidates, "items" if of_items else self.what)
+        return _reported(candidates, "items" if request.stage == "encode" else self.what)
 
     def score(self, request: SelectionRequest, candidates: Candidates) -> Scores:
         loads = self.loads(request, candidates)
@@ -70,10 +69,6 @@ class _ByReports(Parameters):
 
 class _RunningScorer(_ByReports):
     what = "running"
-
-
-class _EncodePixelsScorer(_ByReports):
-    what = "pixels"
 
 
 class _LoadAwareScorer(_ByReports):
@@ -133,7 +128,7 @@ class _WeightScorer(Parameters):
 class PrefixCache(Parameters):
     """``prefix-cache-scorer``, and its producers, whose parameters have the same effect.
 
-    The router looks at text, not at tokens, and counts what it has sent, not what engines report.
+    The front looks at text, not at tokens, and counts what it has sent, not what engines report.
 
     Attributes:
         blockSizeTokens: Of one block; of 4 bytes each.
@@ -318,7 +313,6 @@ TYPES: Mapping[str, type[Parameters]] = {
     "load-aware-scorer": _LoadAwareScorer,
     "kv-cache-utilization-scorer": _KvCacheScorer,
     "encode-load-scorer": _EncodeLoadScorer,
-    "encode-pixels-scorer": _EncodePixelsScorer,
     "encode-time-scorer": _EncodeTimeScorer,
     "token-load-scorer": _TokenLoadScorer,
     "no-hit-lru-scorer": NoHitLruScorer,

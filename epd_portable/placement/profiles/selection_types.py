@@ -12,7 +12,7 @@ from typing import Literal, Protocol, TypeAlias, runtime_checkable
 from epd_portable.config import roles
 from epd_portable.media.limits import RequestItem
 from epd_portable.placement.caches import CacheEstimate
-from epd_portable.wire.messages import LoadReport
+from epd_portable.placement.instances import LoadReport
 
 Stage = Literal["encode", "prefill", "decode"]
 
@@ -61,7 +61,7 @@ class SelectionRequest:
 
     Attributes:
         stage: That it is chosen for.
-        key: Random bits of the router, one for each request: no client chooses by them.
+        key: Random bits of the front, one for each request: no client chooses by them.
         model: That the client names, or empty.
         session: The client's name for its conversation, or empty.
         item: For ``encode`` the one that is to be encoded.
@@ -119,8 +119,8 @@ class Candidate(Protocol):
     Attributes:
         name: Unique.
         weight: How much it does of what the others do; positive.
-        load: Requests or jobs that the router has given to it and that have not ended.
-        tokens: Of prompts that the router has given to it, and whose answers have not begun.
+        load: Requests or jobs that the front has given to it and that have not ended.
+        tokens: Of prompts that the front has given to it, and whose answers have not begun.
         cached: What it most likely has in its caches.
     """
 
@@ -137,7 +137,7 @@ class Candidate(Protocol):
 
     @property
     def pending_encode_s(self) -> float:
-        """Seconds of encoding that the router has given to it."""
+        """Seconds of encoding that the front has given to it."""
 
     @property
     def reported(self) -> LoadReport | None:

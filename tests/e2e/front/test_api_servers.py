@@ -1,4 +1,4 @@
-"""Two API servers of the engine front before one pair of real engines."""
+"""Two API servers of the front before one pair of real engines."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def instances(front: Split) -> list[dict[str, Any]]:
     """Return the instances that ``epd-launch instances`` shows."""
     words = process(front.pid, "front").cmdline()
     settings = json.loads(words[words.index("--settings") + 1])
-    options = ("--router", f"{front.url}/v1", "--secret-file", settings["secret_file"], "--json")
+    options = ("--front", f"{front.url}/v1", "--secret-file", settings["secret_file"], "--json")
     result = CliRunner().invoke(main, ("instances", *options))
     assert result.exit_code == 0, result.output
     found: list[dict[str, Any]] = json.loads(result.stdout)["instances"]

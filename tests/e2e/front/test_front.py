@@ -1,4 +1,4 @@
-"""The engine front before real engines: answers, and each process killed under load."""
+"""The front before real engines: answers, and each process killed under load."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ ENGINES = ("encode-0", "encode-1", "prefill_decode-0")
 @pytest.fixture(scope="module")
 def front(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Split]:
     """Started as users start it, in a container as Kubernetes runs one, where that is allowed."""
-    settings = ["engine_args.dtype=float32", "router.access_log=stderr"]
+    settings = ["engine_args.dtype=float32", "front.access_log=stderr"]
     settings += [f"engine_args.{key}={json.dumps(value)}" for key, value in VIDEOS.items()]
     steered = "instances.encode.engine_args.worker_cls=tests.e2e.workers.SlowEncodeWorker"
     folder = tmp_path_factory.mktemp("front")
@@ -305,7 +305,7 @@ def test_items_beyond_the_limit_are_refused_in_each_form(front: Split, form: str
     served, refused = send(most), send(most + 1)
     assert (served.status_code, refused.status_code) == (200, 400), (served.text, refused.text)
     words = refused.json()["error"]["message"]
-    assert "at most 64" in words and "router.max_media_items" in words
+    assert "at most 64" in words and "front.media.max_items" in words
 
 
 def test_requests_of_each_shape_get_plain_vllms_response(

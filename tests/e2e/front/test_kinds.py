@@ -1,4 +1,4 @@
-"""The engine front over engines of two ranks, and on vLLM's second model runner."""
+"""The front over engines of two ranks, and on vLLM's second model runner."""
 
 from __future__ import annotations
 

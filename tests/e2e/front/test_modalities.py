@@ -1,4 +1,4 @@
-"""The engine front answers as one process does, for every kind of model and of media.
+"""The front answers as one process does, for every kind of model and of media.
 
 Each encode engine encodes a part of a video where that can be divided.
 """

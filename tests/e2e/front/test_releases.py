@@ -1,4 +1,4 @@
-"""The engine front on any release of vLLM, beside one process; `ci/jobs/engines.sh` runs it."""
+"""The front on any release of vLLM, beside one process; `ci/jobs/engines.sh` runs it."""
 
 from __future__ import annotations
 

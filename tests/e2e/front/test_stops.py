@@ -1,4 +1,4 @@
-"""An engine behind the engine front that stops (SIGSTOP), for a while or for good."""
+"""An engine behind the front that stops (SIGSTOP), for a while or for good."""
 
 from __future__ import annotations
 

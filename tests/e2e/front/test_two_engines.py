@@ -1,4 +1,4 @@
-"""The engine front with two engines that answer, one of them on an encoder's core.
+"""The front with two engines that answer, one of them on an encoder's core.
 
 Nothing is lost while one is away, or while the two on one core take turns.
 """
@@ -35,7 +35,7 @@ def front(start: Start) -> Split:
     settings = ["engine_args.dtype=float32", "instances.prefill_decode.count=2"]
     settings += [f"instances.encode.cores=[{first}]"]
     settings += [f"instances.prefill_decode.cores=[{first},{second}]"]
-    return start([*settings, "router.elastic_encode=true", "router.switch_roles=true"])
+    return start([*settings, "front.elastic_encode=true", "front.switch_roles=true"])
 
 
 @contextmanager

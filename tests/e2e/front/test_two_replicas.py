@@ -1,4 +1,4 @@
-"""The engine front with two engines that do everything: each encodes for the other."""
+"""The front with two engines that do everything: each encodes for the other."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ def test_text_before_a_picture_is_prefilled_while_the_encoder_works(pair: Pair) 
     name = "text-first"
 
     def steps() -> list[dict[str, Any]]:
-        """Those of this request: a router that has just begun asks for something itself."""
+        """Those of this request: a front that has just begun asks for something itself."""
         events = pair.split.events("step", since_s=held_s)
         return [
             event
@@ -139,7 +139,7 @@ def test_a_small_pool_serves_everybody_first_come_first_served(
     for content, answer in zip(contents, answers, strict=True):
         assert_equal(answer, ask(pair.reference_url, content))
         assert set(answer.sources) == {"transfer"}
-    # A router that meets a restarted encoder sends an item of its own.
+    # A front that meets a restarted encoder sends an item of its own.
     asked = {item["mm_hash"] for answer in answers for item in answer.items}
     events = pair.split.events()[begun:]
     arrived = [

@@ -1,4 +1,4 @@
-"""OpenAI's package, in the version that comes with vLLM, asks the router as any service."""
+"""OpenAI's package, in the version that comes with vLLM, asks the front as any service."""
 
 from __future__ import annotations
 

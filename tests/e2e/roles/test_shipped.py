@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from epd_portable.config.secret import Secret
-from epd_portable.launch.run.router_client import RouterClient
+from epd_portable.launch.run.front_client import FrontClient
 from tests import forked
 from tests.e2e.asking import ask, ask_all, ask_streamed, assert_equal, body, picture, post, text
 from tests.e2e.cases import ASK, SINGLE
@@ -67,11 +67,11 @@ class Served:
         index = [each["name"] for each in self.engines()].index(name)
         return counted(self.split.url, f'{metric}{{engine="{index}"}}')
 
-    def client(self) -> RouterClient:
+    def client(self) -> FrontClient:
         """Return what sends signed requests to the front."""
         name = "decode-0" if self.name in KV else "encode_prefill_decode-0"
         secret = Secret.read(config_of(process(self.split.pid, name)).secret_file)
-        return RouterClient(self.split.url, secret)
+        return FrontClient(self.split.url, secret)
 
     def engines(self) -> list[dict[str, Any]]:
         """Return the front's view of all engines."""
@@ -297,7 +297,7 @@ def test_one_that_encodes_for_others_may_be_killed(served: Served) -> None:
         )
         victim = served.split.events("encode.begin", since_s=begin_s)[0]["instance"]
         os.killpg(process(served.split.pid, victim).pid, signal.SIGKILL)
-        wait_until(lambda: not every_instance_is_up(served.split), "the router knows")
+        wait_until(lambda: not every_instance_is_up(served.split), "the front knows")
         for answer, other in zip(asked.result(), expected, strict=True):
             assert_equal(answer, other)
     wait_until(lambda: every_instance_is_up(served.split), f"{victim} is back", within_s=RESTART_S)

@@ -46,7 +46,7 @@ class Deployment:
 
     def states(self) -> dict[str, str]:
         """Return the state of each engine, as ``epd-launch instances`` shows it."""
-        where = ("--router", self.split.url, "--secret-file", str(self.secret_file))
+        where = ("--front", self.split.url, "--secret-file", str(self.secret_file))
         shown = epd_launch("instances", *where)
         assert shown.returncode == 0, shown.stderr
         columns = [line.split() for line in shown.stdout.splitlines()]
@@ -73,7 +73,7 @@ def other_launcher(split: Split, secret_file: Path, popen: Popen) -> servers.Ser
             "instances.prefill_decode.count=0",
             f"launch.host={OTHER_HOST}",
             f"secret_file={secret_file}",
-            f"router.join={split.url}",
+            f"launch.join={split.url}",
         ],
         env={
             "EPD_TRACE_DIR": str(split.trace_dir),

@@ -111,7 +111,7 @@ def test_only_holders_of_the_secret_are_heard(deployment: Deployment) -> None:
 
 def test_wrong_secret_is_refused_with_the_reason(deployment: Deployment, tmp_path: Path) -> None:
     assert epd_launch("secret", str(tmp_path / "other")).returncode == 0
-    where = ("--router", deployment.split.url, "--secret-file", str(tmp_path / "other"))
+    where = ("--front", deployment.split.url, "--secret-file", str(tmp_path / "other"))
     refused = epd_launch("instances", *where)
     assert refused.returncode == 1
     assert "the signature is wrong: it was made with another secret_file" in refused.stderr

@@ -37,8 +37,12 @@ class Shown:
 
     @classmethod
     def read(cls, values: bytes, num_tokens: int) -> Shown:
-        """Read the content from the colours of the first four patches."""
-        encode_ms = int.from_bytes(values[SEED_BYTES : SEED_BYTES + 2])
+        """Read the content from the colours of the first four patches.
+
+        The image of the front's warm-up, of one random colour, takes no time.
+        """
+        time, rest = values[SEED_BYTES : SEED_BYTES + 2], values[SEED_BYTES + 2 :]
+        encode_ms = 0 if any(rest) else int.from_bytes(time)
         return cls(values[:SEED_BYTES], num_tokens, encode_ms / 1000)
 
     @property

@@ -129,8 +129,7 @@ class EncodeScheduler(Scheduler):
 
     def __init__(self, config: InstanceConfig, worker: Connection) -> None:
         super().__init__(worker, encoder_cache(CACHE_EMBEDS))
-        namespace = namespace_of(config, fingerprint)
-        self._dispatcher = Dispatcher(self.cache, secret(), config.instance, namespace)
+        self._dispatcher = Dispatcher(self.cache, secret())
         self._scheduled: list[str] = []
 
     @property

@@ -1,4 +1,4 @@
-"""The engine front's client over engines that the tests play: who gets what, and what is tried."""
+"""The front's client over engines that the tests play: who gets what, and what is tried."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What stands around vLLM's application in the engine front, before an application of the tests."""
+"""What stands around vLLM's application in the front, before an application of the tests."""
 
 from __future__ import annotations
 
@@ -305,9 +305,9 @@ async def test_admission_refuses_with_429_and_the_key(serve: Serve, tmp_path: Pa
         engine.client = Computing()
     assert (await http.post(CHAT, content=b"x")).text == "data: begun"
     refused = await http.post(CHAT, content=b"x")
-    assert (refused.status_code, refused.json()["error"]["code"]) == (429, "router_busy")
+    assert (refused.status_code, refused.json()["error"]["code"]) == (429, "front_busy")
     assert 1 <= int(refused.headers["retry-after"]) <= 60
-    assert "router.admission.max_requests of 1" in refused.json()["error"]["message"]
+    assert "front.admission.max_requests of 1" in refused.json()["error"]["message"]
     client.give_up([*client._open])
     while (await http.post(CHAT, content=b"x")).status_code != 200:
         await asyncio.sleep(0.01)
@@ -342,7 +342,7 @@ async def test_media_urls_are_fetched_by_vllms_connector(
         await closed.get("/health")
         refused = await closed.post(CHAT, content=f"http://127.0.0.1:{site.port}/a.png".encode())
         assert (refused.status_code, refused.json()["error"]["code"]) == (400, "media_url_refused")
-        assert "router.media_urls.allowed_domains" in refused.json()["error"]["message"]
+        assert "front.media.urls.allowed_domains" in refused.json()["error"]["message"]
         await http.get("/health")
         served = await http.post(CHAT, content=f"HTTP://127.0.0.1:{site.port}/a.png".encode())
         assert served.text.startswith("(")
@@ -430,7 +430,7 @@ async def test_a_front_whose_log_cannot_be_written_does_not_start(
     await FrontMiddleware(lambda *_: pytest.fail("it starts"))(scope, start, hear)
     (failed,) = said
     assert failed["type"] == "lifespan.startup.failed"
-    assert "router.access_log" in failed["message"] and "nowhere" in failed["message"]
+    assert "front.access_log" in failed["message"] and "nowhere" in failed["message"]
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ def block(language: str, index: int = 0) -> str:
 
 def on_the_page(index: int = 0) -> dict[str, Any]:
     """Return one of the page's configurations."""
-    choice = parse_topology(block("yaml", index), "cpu").router.choice
+    choice = parse_topology(block("yaml", index), "cpu").front.choice
     assert choice is not None
     return choice.model_dump()
 

@@ -1,4 +1,4 @@
-"""Prefill jobs of the engine front: who computes a prompt, and what follows a failure."""
+"""Prefill jobs of the front: who computes a prompt, and what follows a failure."""
 
 from __future__ import annotations
 

@@ -40,6 +40,14 @@ pytestmark = [
 IDENTITY = (0).to_bytes(2, "little")
 
 
+async def went_down(client: SplitClient, name: str) -> None:
+    """Return as soon as an engine is down."""
+    down = asyncio.Event()
+    with client.engines.by_name[name].instance.held() as use:
+        use.on_down(down.set)
+        await down.wait()
+
+
 class Engine:
     """Meets every server as `engine_core` does, and answers each request with one token."""
 
@@ -165,7 +173,7 @@ async def test_engine_whose_items_are_refused_says_why_at_start(front: Front) ->
     await asyncio.to_thread(encoder.end)
     front.engines.remove(encoder)
     for each in front.servers:
-        await each.engines.by_name["e-0"].instance.wait_down()
+        await went_down(each, "e-0")
     await front.start("e-0", "dtype=bfloat16 processor=a")
     assert [each["problem"] for each in await front.servers[0].engines.seen()] == ["", ""]
 
@@ -189,7 +197,7 @@ async def test_an_engine_that_ends_is_gone_for_each_and_comes_back_to_each(front
         engine = await front.start()
         await asyncio.to_thread(engine.end)
         for each in front.servers:
-            await each.engines.by_name["pd-0"].instance.wait_down()
+            await went_down(each, "pd-0")
 
 
 async def test_engine_that_has_failed_is_down_before_its_end(front: Front) -> None:
@@ -197,7 +205,7 @@ async def test_engine_that_has_failed_is_down_before_its_end(front: Front) -> No
     engine.fail()
     for each in front.servers:
         async with asyncio.timeout(30):
-            await each.engines.by_name["pd-0"].instance.wait_down()
+            await went_down(each, "pd-0")
 
 
 @contextmanager
@@ -263,7 +271,7 @@ async def test_engine_that_ends_leaves_no_descriptor(front: Front, fails: bool) 
         if fails:
             engine.fail()
             for each in front.servers:
-                await each.engines.by_name["pd-0"].instance.wait_down()
+                await went_down(each, "pd-0")
         await asyncio.to_thread(engine.end)
         del engine
         async with asyncio.timeout(30):
@@ -311,10 +319,9 @@ async def test_an_engine_whose_outputs_cannot_be_taken_is_sent_away_and_the_log_
         raise ValueError("a fault of the front")
 
     engine = await front.start()
-    instance = front.servers[0].engines.by_name["pd-0"].instance
     front.servers[0]._take_output = fail  # type: ignore[method-assign]
     await front.servers[0].add_request_async(request("r", ""))
-    await instance.wait_down()
+    await went_down(front.servers[0], "pd-0")
     assert await asyncio.to_thread(engine.fronts[0].recv, 1) == b""
     (found,) = (each for each in caplog.records if each.message == "an engine is sent away")
     assert found.exc_info and "a fault of the front" in repr(found.exc_info[1])

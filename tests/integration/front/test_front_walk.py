@@ -1,4 +1,4 @@
-"""A picture's way through the engine front is the one that `docs/structures.md` draws."""
+"""Files that a request with an image enters are those of the table in `docs/structures.md`."""
 
 from __future__ import annotations
 
@@ -28,19 +28,18 @@ from tests.integration.front.test_front import Make, make  # noqa: F401 - a fixt
 
 pytestmark = pytest.mark.needs_vllm
 
+PACKAGE = Path(epd_portable.__file__).parent
+PAGE = PACKAGE.parent / "docs" / "structures.md"
+
 BODY = {
     "model": "demo",
     "messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "a"}}]}],
 }
 
 
-PACKAGE = Path(epd_portable.__file__).parent
-PAGE = PACKAGE.parent / "docs" / "structures.md"
-
-
-def drawn(front: str) -> tuple[int, set[str]]:
-    """Return how many files the page says of a way, and those that it names."""
-    text = PAGE.read_text().partition(f"## A picture's way through the {front}\n")[2]
+def documented() -> tuple[int, set[str]]:
+    """Return the number of files in the page's text, and the names in its table."""
+    text = PAGE.read_text().partition("## An image's way through the front\n")[2]
     text = text.partition("\n## ")[0]
     found = re.search(r"(\d+) files", text)
     assert found
@@ -49,27 +48,18 @@ def drawn(front: str) -> tuple[int, set[str]]:
 
 
 class Walk:
-    """Notes which files of the package call which, when functions are called."""
+    """Files of the package whose functions are called."""
 
     def __init__(self) -> None:
-        self.calls: set[tuple[str, str]] = set()
+        self.entered: set[str] = set()
 
     def note(self, frame: FrameType, event: str, _: object) -> None:
-        if event != "call" or not (entered := self._file(frame)):
-            return
-        caller = frame.f_back
-        while caller is not None and not self._file(caller):
-            caller = caller.f_back
-        self.calls.add((self._file(caller) if caller is not None else "", entered))
-
-    @staticmethod
-    def _file(frame: FrameType) -> str:
         path = frame.f_code.co_filename
-        inside = path.startswith(f"{PACKAGE}/")
-        return path[len(f"{PACKAGE}/") :] if inside else ""
+        if event == "call" and path.startswith(f"{PACKAGE}/"):
+            self.entered.add(path[len(f"{PACKAGE}/") :])
 
 
-async def test_a_picture_enters_the_files_that_the_page_names(make: Make) -> None:  # noqa: F811
+async def test_image_enters_the_files_of_the_page(make: Make) -> None:  # noqa: F811
     played = make("e-0", "pd-0")
     front: Any = object.__new__(Front)
     front.engine_core = played.client
@@ -107,6 +97,5 @@ async def test_a_picture_enters_the_files_that_the_page_names(make: Make) -> Non
         sys.setprofile(None)
         REGISTRY.unregister(cast(Any, played.client.metrics.registry))
     assert sent[0]["status"] == 200
-    entered = {file for _, file in walk.calls}
-    count, named = drawn("engine front")
-    assert entered == named and len(named) == count
+    count, named = documented()
+    assert walk.entered == named and len(named) == count

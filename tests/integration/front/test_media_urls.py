@@ -19,7 +19,7 @@ pytest.importorskip("vllm")
 
 from prometheus_client import generate_latest
 
-from epd_portable.config.routing import MediaUrls
+from epd_portable.config.front import MediaUrls
 from epd_portable.errors import RequestError
 from epd_portable.front import media_urls
 from epd_portable.front.media_urls import UrlFetcher

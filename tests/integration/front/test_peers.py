@@ -629,7 +629,7 @@ async def test_engines_join_and_leave_by_signed_requests(http: Any, elsewhere: B
     assert (await http("POST", path, body, signed=False)).status_code == 401
     joined = await http("POST", path, body)
     assert (joined.status_code, joined.json()["name"]) == (201, "e-far")
-    assert joined.json()["router"] == (await http("GET", path)).json()["router"]
+    assert joined.json()["front"] == (await http("GET", path)).json()["front"]
     assert (await http("POST", path, body)).status_code == 200
     await until(lambda: http.client.engines.by_name["e-far"].instance.usable)
     taken = await http("POST", path, {**body, "url": "tcp://127.0.0.1:1"})

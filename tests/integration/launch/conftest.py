@@ -24,8 +24,8 @@ from epd_portable.config.secret import Secret, make_secret_file
 from epd_portable.launch.plan.ports import is_free, port_source
 from epd_portable.launch.plan.processes import ProcessSpec, new_run_id
 from epd_portable.launch.run import sessions
+from epd_portable.launch.run.front_client import FrontClient
 from epd_portable.launch.run.process import Child
-from epd_portable.launch.run.router_client import RouterClient
 from epd_portable.launch.run.running import RUN_FOLDER
 from tests import warm
 
@@ -34,7 +34,7 @@ RUN_PLAN = "tests.integration.launch.run_plan"
 FORKED = f"import os; os.setsid(); os.dup2(1, 2); from {RUN_PLAN} import main; main()"
 """A launcher in a session of its own, that says everything at its standard output."""
 DEADLINE_S = 30.0
-ROLES = {"encode": "encode", "other": "encode", "pd": "prefill-decode", "router": "router"}
+ROLES = {"encode": "encode", "other": "encode", "pd": "prefill-decode", "front": "front"}
 Options: TypeAlias = list[str] | Callable[[dict[str, int]], list[str]]
 """Of a stand-in; or the words of another command, from the ports of all."""
 
@@ -227,7 +227,7 @@ def complete(run: Run, seconds: float) -> dict[str, Any]:
     """Ask for a completion that takes an engine so long; return the answer or the error."""
     body = {"model": "demo", "prompt": "x", "max_tokens": int(100 * seconds)}
     try:
-        answer: dict[str, Any] = json.loads(run.ask("router", "/v1/completions", body, 120.0))
+        answer: dict[str, Any] = json.loads(run.ask("front", "/v1/completions", body, 120.0))
         return answer
     except (OSError, http.client.HTTPException) as error:
         return {"error": repr(error)}
@@ -251,9 +251,9 @@ class Asked:
         return self._answers[0]
 
 
-def client_of(run: Run) -> RouterClient:
+def client_of(run: Run) -> FrontClient:
     """Return what sends signed requests to a run's front."""
-    return RouterClient(f"http://127.0.0.1:{run.ports['router']}", run.secret)
+    return FrontClient(f"http://127.0.0.1:{run.ports['front']}", run.secret)
 
 
 def in_flight(run: Run) -> int:
@@ -275,11 +275,11 @@ def routed(launch: Callable[..., Run], tmp_path: Path) -> Callable[..., Run]:
                 f"--engine={name},{ROLES[name.partition('-')[0]]},http://127.0.0.1:{ports[name]}"
                 for name in engines
             ]
-            own = [f"--port={ports['router']}", f"--secret-file={secret_file}"]
+            own = [f"--port={ports['front']}", f"--secret-file={secret_file}"]
             return [str(HERE / "front.py"), *own, *told]
 
         secret = secret_file.read_text().strip()
-        return launch({**engines, "router": command}, **{"secret": secret, **settings})
+        return launch({**engines, "front": command}, **{"secret": secret, **settings})
 
     return start
 
@@ -303,7 +303,7 @@ def launch(tmp_path: Path) -> Iterator[Callable[..., Run]]:
     ) -> Run:
         """Start a topology, and return when it says ``until``.
 
-        ``specs`` are further fields of processes, by their names, ``joins`` the routers that all
+        ``specs`` are further fields of processes, by their names, ``joins`` the fronts that all
         join, ``pauses_s`` the shortest and the longest before a restart, all others keys of
         ``launch``.
         """

@@ -74,7 +74,7 @@ class Answer(BaseHTTPRequestHandler):
             self.say(200, f"stand_in_engines {len(engines)}\n".encode())
         elif self.allowed():
             seen = [each.seen() for each in [*engines.values()]]
-            self.say(200, {"router": ME, "instances": seen})
+            self.say(200, {"front": ME, "instances": seen})
 
     def do_POST(self) -> None:
         self.read = self.rfile.read(int(self.headers["content-length"] or 0))
@@ -106,7 +106,7 @@ class Answer(BaseHTTPRequestHandler):
             self.refuse(RequestError(text, status=409, code="name_taken"))
             return
         engines[name] = Engine(name, told["role"], url)
-        self.say(201, {"router": ME, **engines[name].seen()})
+        self.say(201, {"front": ME, **engines[name].seen()})
 
     def complete(self) -> None:
         free = [each for each in [*engines.values()] if not each.draining and each.is_well()]

@@ -8,7 +8,7 @@ import os
 import sys
 from pathlib import Path
 
-from epd_portable.config.routing import RouterSection
+from epd_portable.config.front import FrontSection
 from epd_portable.config.schema import Launch
 from epd_portable.config.secret import Secret
 from epd_portable.errors import LaunchError
@@ -27,7 +27,7 @@ def main() -> None:
         run_id=raw["run_id"],
         platform="cpu",
         model="none",
-        url=next((f"{spec.url}/v1" for spec in specs if spec.role == "router"), "nowhere"),
+        url=next((f"{spec.url}/v1" for spec in specs if spec.role == "front"), "nowhere"),
         processes=specs,
         warnings=(),
         joins=tuple(raw.get("joins", ())),
@@ -47,7 +47,7 @@ def main() -> None:
         plan,
         Launch.model_validate(raw["launch"]),
         secret=Secret(raw.get("secret", "0" * 64)),
-        drain_s=raw.get("drain_s", RouterSection().drain_s),
+        drain_s=raw.get("drain_s", FrontSection().drain_s),
         log_dir=Path(raw["log_dir"]),
         temp_dir=Path(raw["temp_dir"]),
         say=printer(as_json=raw.get("as_json", False)),

@@ -33,7 +33,7 @@ class Answer(BaseHTTPRequestHandler):
                 state, problem = options.state, options.problem
                 reason = "" if state == "up" else state
                 seen = {"name": "encode-0", "state": state, "reason": reason, "problem": problem}
-                self.say(status, json.dumps({"router": "x", "instances": [seen]}))
+                self.say(status, json.dumps({"front": "x", "instances": [seen]}))
             case ["metrics"]:
                 self.say(200, f"stand_in_status {status}\n")
             case ["become", number]:
@@ -86,7 +86,7 @@ def main() -> None:
     parser.add_argument("--ill-again", default="", help="never answer after the first start")
     parser.add_argument("--stubborn", action="store_true", help="ignore SIGTERM")
     parser.add_argument("--child", action="store_true", help="start a process that ignores SIGTERM")
-    parser.add_argument("--problem", default="", help="what a router says of its instance")
+    parser.add_argument("--problem", default="", help="what a front says of its instance")
     parser.add_argument("--state", default="up", help="the same")
     parser.add_argument("--renamed", action="store_true", help="as by setproctitle: no environment")
     parser.add_argument("--chatty", action="store_true", help="write 1 MB a second")

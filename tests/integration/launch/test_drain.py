@@ -45,6 +45,6 @@ def test_an_open_request_is_answered_after_the_stop_signal(routed: Routed) -> No
     asked = Asked(run, 3.0)
     # As a terminal does it: every process of the launcher's group, and no other.
     os.killpg(run.process.pid, signal.SIGINT)
-    run.wait_for("open requests may take 30 s to end (router.drain_s)")
+    run.wait_for("open requests may take 30 s to end (front.drain_s)")
     assert "pid" in asked.ended()
     run.ends_well()

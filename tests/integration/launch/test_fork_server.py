@@ -33,10 +33,10 @@ def stand_in(name: str) -> Callable[[dict[str, int]], list[str]]:
 
 
 def forked(launch: Callable[..., Run], *, preload: Sequence[str] = PRELOAD) -> Run:
-    """Start two instances that can be forked, behind a router that cannot."""
+    """Start two instances that can be forked, behind a front that cannot."""
     names = ("encode-0", "encode-1")
     run = launch(
-        {**{name: stand_in(name) for name in names}, "router": stand_in("router")},
+        {**{name: stand_in(name) for name in names}, "front": stand_in("front")},
         specs={name: {"preload": preload} for name in names},
     )
     return run
@@ -126,13 +126,13 @@ def test_what_died_is_forked_again_and_nothing_is_left_of_a_killed_launcher(
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     measured: Any = SimpleNamespace(pid=run.process.pid, url="http://127.0.0.1:1")
     assert {each.name: each.pid for each in _parts_of_topology(measured)} == {
-        **{name: run.pid_of(name) for name in ("encode-0", "encode-1", "router")},
+        **{name: run.pid_of(name) for name in ("encode-0", "encode-1", "front")},
         "fork server": fork_server(run),
         "launcher": run.process.pid,
     }
     server, before = fork_server(run), run.pid_of("encode-1")
     assert server == fork_server(run, "encode-1") is not None
-    assert fork_server(run, "router") is None
+    assert fork_server(run, "front") is None
     os.kill(before, signal.SIGKILL)
     run.wait_for("encode-1 was killed by SIGKILL")
     run.wait_for("encode-1 is back")

@@ -23,7 +23,7 @@ def secret(tmp_path: Path) -> str:
 
 
 async def instances(url: str, secret: str) -> Result:
-    words = ("instances", "--router", url, "--secret-file", secret)
+    words = ("instances", "--front", url, "--secret-file", secret)
     return await asyncio.to_thread(CliRunner().invoke, main, words)
 
 
@@ -42,7 +42,7 @@ async def refused_by_server(body: bytes, secret: str) -> str:
     finally:
         await stop_listening(server)
     assert result.exit_code == 1
-    assert f"router {url}" in result.output
+    assert f"front {url}" in result.output
     return result.output
 
 
@@ -53,20 +53,20 @@ async def test_refusal_is_reported_with_the_reason(secret: str) -> None:
 
 async def test_server_of_another_kind_is_reported(secret: str) -> None:
     output = await refused_by_server(b'{"error":"Unauthorized"}', secret)
-    assert "answered 401, and not as a router does" in output
+    assert "answered 401, and not as a front does" in output
     assert "Unauthorized" in output
 
 
 async def test_unreachable_server_and_missing_secret_are_reported(secret: str) -> None:
     unreachable = await instances(NO_SERVER, secret)
     assert unreachable.exit_code == 1
-    assert f"router {NO_SERVER} cannot be reached" in unreachable.output
+    assert f"front {NO_SERVER} cannot be reached" in unreachable.output
     assert (await instances(NO_SERVER, f"{secret}-none")).exit_code == 2
 
 
 @pytest.mark.parametrize(
     ("word", "instead"),
-    [("page", "`instances`"), ("join", "router.join"), ("leave", "router.join")],
+    [("page", "`instances`"), ("join", "launch.join"), ("leave", "launch.join")],
 )
 def test_removed_command_names_its_replacement(word: str, instead: str) -> None:
     result = CliRunner().invoke(main, (word, "e"))

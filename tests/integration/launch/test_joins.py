@@ -14,38 +14,38 @@ def test_instances_of_another_launcher_join_are_updated_and_leave(
     routed: Callable[..., Run], launch: Callable[..., Run], tmp_path: Path
 ) -> None:
     there = routed({"pd-0": []})
-    url, name = f"http://127.0.0.1:{there.ports['router']}", "pd-7"
-    router = client_of(there)
+    url, name = f"http://127.0.0.1:{there.ports['front']}", "pd-7"
+    front = client_of(there)
     joining = {"joins": [url], "secret": (tmp_path / "secret").read_text().strip()}
     here = launch({name: []}, **joining)
     assert any(f"{name} has joined {url}" in line for line in here.lines)
-    assert router.find_instance(name)[1]["state"] == "up"
+    assert front.find_instance(name)[1]["state"] == "up"
     here.process.send_signal(signal.SIGHUP)
     here.wait_for(f"updated {name}")
     # One that hangs, and is removed for that, joins again when it answers.
     pid = here.pid_of(name)
     os.kill(pid, signal.SIGSTOP)
-    router.leave(name, timeout_s=60)
-    here.wait_for(f"{name}: router {url} has removed it")
+    front.leave(name, timeout_s=60)
+    here.wait_for(f"{name}: front {url} has removed it")
     os.kill(pid, signal.SIGCONT)
     here.wait_for(f"{name} has joined {url}")
     # What it works on ends before it does.
-    here.until(lambda: router.find_instance(name)[1]["state"] == "up", "it is up")
+    here.until(lambda: front.find_instance(name)[1]["state"] == "up", "it is up")
     asked = [Asked(there, 3.0) for _ in range(2)]
-    here.until(lambda: all(each["in_flight"] for each in router.instances()), "each has one")
+    here.until(lambda: all(each["in_flight"] for each in front.instances()), "each has one")
     here.stop()
     assert {each.ended()["pid"] for each in asked} == {pid, there.pid_of("pd-0")}
     assert f"{name} has left {url}" in here.all_lines()
-    assert router.find_instance(name)[1] is None
-    # Without a router it is not ready, and says so.
+    assert front.find_instance(name)[1] is None
+    # Without a front it is not ready, and says so.
     there.stop()
     here = launch({name: []}, **joining, startup_timeout_s=2.0, until="cannot be reached")
     here.process.send_signal(signal.SIGHUP)
     here.wait_for("no update while the topology starts")
     here.wait_for("failed:")
     assert f"instances are not up at {url} after 2 s (launch.startup_timeout_s)" in here.lines[-1]
-    assert f"{name}: router {url} cannot be reached" in here.lines[-1]
-    assert any(f"{name}: router {url} cannot be reached" in line for line in here.lines)
+    assert f"{name}: front {url} cannot be reached" in here.lines[-1]
+    assert any(f"{name}: front {url} cannot be reached" in line for line in here.lines)
     here.ends_well(1)
 
 
@@ -53,9 +53,9 @@ def test_launcher_ends_with_the_reason_when_a_front_refuses_for_good(
     routed: Callable[..., Run], launch: Callable[..., Run]
 ) -> None:
     there = routed({"pd-0": []})
-    url = f"http://127.0.0.1:{there.ports['router']}"
+    url = f"http://127.0.0.1:{there.ports['front']}"
     here = launch({"pd-7": []}, joins=[url], secret="1" * 64, until="failed:")
-    assert f"pd-7 cannot join: router {url}: " in here.lines[-1]
+    assert f"pd-7 cannot join: front {url}: " in here.lines[-1]
     assert "it was made with another secret_file" in here.lines[-1]
     here.ends_well(1)
 
@@ -64,9 +64,9 @@ def test_launcher_reports_a_refusal_that_can_heal_and_waits_for_it(
     routed: Callable[..., Run], launch: Callable[..., Run], tmp_path: Path
 ) -> None:
     there = routed({"pd-0": [], "pd-1": []})
-    url = f"http://127.0.0.1:{there.ports['router']}"
+    url = f"http://127.0.0.1:{there.ports['front']}"
     shared = (tmp_path / "secret").read_text().strip()
-    here = launch({"pd-0": []}, joins=[url], secret=shared, until="pd-0: joins its routers: ")
+    here = launch({"pd-0": []}, joins=[url], secret=shared, until="pd-0: joins its fronts: ")
     taken = f"instance 'pd-0' is at http://127.0.0.1:{there.ports['pd-0']} and healthy"
     assert f"{taken}: take another" in here.lines[-1]
     client_of(there).leave("pd-0", timeout_s=60)

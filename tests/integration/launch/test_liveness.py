@@ -17,19 +17,19 @@ def ill(run: Any, name: str) -> None:
 
 
 def test_who_is_stopped_is_killed_after_the_grace_and_started_again(launch: Launch) -> None:
-    servers: dict[str, list[str]] = {"encode-0": [], "encode-1": [], "router": []}
+    servers: dict[str, list[str]] = {"encode-0": [], "encode-1": [], "front": []}
     run = launch(servers, hung_after_s=1.5, stop_grace_s=0.5, pauses_s=(0.2, 0.8))
-    first, other, router = (run.pid_of(name) for name in ("encode-0", "encode-1", "router"))
+    first, other, front = (run.pid_of(name) for name in ("encode-0", "encode-1", "front"))
     # It has nobody to use from now on, which is no fault of it.
-    run.ask("router", "/become/503")
+    run.ask("front", "/become/503")
     os.kill(first, signal.SIGSTOP)
     ill(run, "encode-0")
     run.wait_for("encode-0 does not end within 0.5 s; killing it")
     assert "encode-0 was killed by SIGKILL" in run.wait_for("restarting it in 0.2 s")
     run.wait_for("encode-0 is back")
     assert run.pid_of("encode-0") != first
-    assert (run.pid_of("encode-1"), run.pid_of("router")) == (other, router)
-    os.kill(router, signal.SIGSTOP)
-    ill(run, "router")
-    run.wait_for("router is back")
+    assert (run.pid_of("encode-1"), run.pid_of("front")) == (other, front)
+    os.kill(front, signal.SIGSTOP)
+    ill(run, "front")
+    run.wait_for("front is back")
     run.stop()

@@ -79,10 +79,10 @@ def test_a_link_in_place_of_a_log_is_refused(tmp_path: Path) -> None:
 
 
 def test_all_that_a_launcher_writes_under_any_umask_is_private(launch: Launch) -> None:
-    run = launch({"encode-0": [], "router": []}, popen={"umask": 0})
+    run = launch({"encode-0": [], "front": []}, popen={"umask": 0})
     run.stop()
     logs = {path.name: mode(path) for path in run.log_dir.iterdir()}
-    assert logs == dict.fromkeys(("encode-0.log", "router.log", "guard.log"), 0o600)
+    assert logs == dict.fromkeys(("encode-0.log", "front.log", "guard.log"), 0o600)
 
 
 def test_a_run_has_a_fresh_secret_that_only_its_user_can_read_and_that_goes_with_it(
@@ -93,7 +93,7 @@ def test_a_run_has_a_fresh_secret_that_only_its_user_can_read_and_that_goes_with
         with pytest.raises(RuntimeError), _run_folder(folder, make_secret=True):
             file = Path(run_secret_file(str(folder)))
             assert (mode(folder), mode(file)) == (0o700, 0o600)
-            tokens.append(Secret.read(str(file)).instance_token())
+            tokens.append(Secret.read(str(file)).derive("test"))
             # What cleans old files away tries to lock a folder before it looks into it.
             descriptor = os.open(folder, os.O_RDONLY)
             with pytest.raises(BlockingIOError):

@@ -114,7 +114,7 @@ def test_a_link_in_place_of_a_log_is_not_followed(tmp_path: Path) -> None:
 
 
 def test_the_launcher_bounds_the_logs_of_what_it_starts(launch: Launch) -> None:
-    run = launch({"encode-0": ["--chatty"], "router": []}, log_max_bytes=64 << 10)
+    run = launch({"encode-0": ["--chatty"], "front": []}, log_max_bytes=64 << 10)
     first = run.pid_of("encode-0")
     older = run.log_dir / "encode-0.log.1"
     for _ in range(2):
@@ -122,7 +122,7 @@ def test_the_launcher_bounds_the_logs_of_what_it_starts(launch: Launch) -> None:
         older.unlink()
     assert run.pid_of("encode-0") == first
     assert not (run.log_dir / "encode-0.log.3").exists()
-    assert not (run.log_dir / "router.log.1").exists()
+    assert not (run.log_dir / "front.log.1").exists()
     # What it said last is found after a cut.
     run.ask("encode-0", "/raise")
     assert "RuntimeError: at last" in run.wait_for("restarting")

@@ -14,7 +14,7 @@ from epd_portable.launch.run.running import STATE_FILE, ProcessRecord, RunRecord
 from tests.integration.launch.conftest import Run
 
 Launch = Callable[..., Run]
-SERVERS: dict[str, list[str]] = {"encode-0": [], "router": []}
+SERVERS: dict[str, list[str]] = {"encode-0": [], "front": []}
 PAUSES_S = (0.1, 30.0)
 
 
@@ -28,7 +28,7 @@ def of(run: Run, name: str) -> ProcessRecord:
 
 def test_a_run_tells_where_its_instances_are_and_what_became_of_them(launch: Launch) -> None:
     run = launch(SERVERS, pauses_s=PAUSES_S)
-    url = f"http://127.0.0.1:{run.ports['router']}/v1"
+    url = f"http://127.0.0.1:{run.ports['front']}/v1"
     assert run.lines[-1].startswith(f"ready: {url} (1 encode, cpu) in ")
     line = run.wait_for("encode-0")
     assert line.split() == ["encode-0", "encode", f"http://127.0.0.1:{run.ports['encode-0']}"]
@@ -55,7 +55,7 @@ def test_a_run_tells_where_its_instances_are_and_what_became_of_them(launch: Lau
 
 def test_status_shows_why_items_are_refused(launch: Launch) -> None:
     problem = "pd-0 refuses the items of encode-0: encode-0 differs in the dtype (--dtype)"
-    run = launch({**SERVERS, "router": [f"--problem={problem}"]})
+    run = launch({**SERVERS, "front": [f"--problem={problem}"]})
     run.until(lambda: of(run, "encode-0").problem == problem, "the record has the reason")
     assert run_table(read(run)).splitlines()[-1] == f"encode-0: {problem}"
     run.stop()
@@ -72,10 +72,10 @@ def test_a_run_is_told_to_programs_as_one_object_a_line(launch: Launch) -> None:
     by_event = {each["event"]: each for each in told}
     assert list(by_event)[-6:] == ["ready", "exited", "back", "stopping", "draining", "stopped"]
     stages = [each for each in told if each["event"] == "stage"]
-    assert {each["instance"] for each in stages} == {"encode-0", "router"}
+    assert {each["instance"] for each in stages} == {"encode-0", "front"}
     assert "ready" in {each["stage"] for each in stages}
     ready = by_event["ready"]
-    assert ready["url"] == f"http://127.0.0.1:{run.ports['router']}/v1"
+    assert ready["url"] == f"http://127.0.0.1:{run.ports['front']}/v1"
     assert {each["name"]: each["url"] for each in ready["processes"]} == {
         name: f"http://127.0.0.1:{port}" for name, port in run.ports.items()
     }

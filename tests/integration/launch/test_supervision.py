@@ -27,7 +27,7 @@ def test_an_api_server_gets_further_cores_when_it_is_up_and_again_when_it_is_up_
     own, more, *_ = sorted(os.sched_getaffinity(0))
     places = {"cores": [[own]], "api_cores": [more]}
     run = launch(
-        {"pd-0": [f"--start-with={listen}"], "pd-1": ["--child"], "router": []},
+        {"pd-0": [f"--start-with={listen}"], "pd-1": ["--child"], "front": []},
         specs={"pd-0": places, "pd-1": places},
         pauses_s=FAST_RESTART,
         until="pd-0: loading the model",
@@ -59,14 +59,14 @@ def test_an_api_server_gets_further_cores_when_it_is_up_and_again_when_it_is_up_
 def test_a_stop_signal_ends_everything_with_status_0(
     launch: Launch, signum: signal.Signals, options: list[str], said: str
 ) -> None:
-    servers = {"encode-0": ["--shm={shm}", *options], "router": []}
+    servers = {"encode-0": ["--shm={shm}", *options], "front": []}
     launch(servers, stop_grace_s=0.5, until=said).stop(signum)
 
 
 def test_front_with_another_secret_is_not_ready(
     routed: Callable[..., Run],
 ) -> None:
-    said = "failed: router is not healthy 5 s after its start"
+    said = "failed: front is not healthy 5 s after its start"
     routed({"pd-0": []}, secret="1" * 64, startup_timeout_s=5.0, until=said).ends_well(1)
 
 
@@ -74,9 +74,9 @@ def test_front_with_another_secret_is_not_ready(
     ("servers", "settings", "said"),
     [
         (
-            {"encode-0": [], "router": ["--state=warming"]},
+            {"encode-0": [], "front": ["--state=warming"]},
             {"startup_timeout_s": 1.5},
-            "router is not healthy 1.5 s after its start (launch.startup_timeout_s)",
+            "front is not healthy 1.5 s after its start (launch.startup_timeout_s)",
         ),
         (
             {"encode-0": ["--hang"]},
@@ -100,8 +100,8 @@ def test_what_does_not_start_ends_everything_with_its_reason_on_one_line(
     run.ends_well(1)
 
 
-def test_progress_has_the_reason_for_which_the_router_waits(launch: Launch) -> None:
-    run = launch({"encode-0": [], "router": ["--state=down"]}, until=": encode-0: down")
+def test_progress_has_the_reason_for_which_the_front_waits(launch: Launch) -> None:
+    run = launch({"encode-0": [], "front": ["--state=down"]}, until=": encode-0: down")
     run.stop()
 
 
@@ -112,14 +112,14 @@ def test_a_death_while_serving_is_answered_with_a_restart_on_the_same_port(
         monkeypatch.setenv(name, "/of/another")
     problem = "encode-0 answered a first request 501"
     run = launch(
-        {"encode-0": ["--child", "--shm={shm}"], "router": [f"--problem={problem}"]},
+        {"encode-0": ["--child", "--shm={shm}"], "front": [f"--problem={problem}"]},
         pauses_s=FAST_RESTART,
     )
-    # What went wrong when the router warmed up is said.
+    # What went wrong when the front warmed up is said.
     assert any("serving all the same" in line and problem in line for line in run.lines)
-    router = run.pid_of("router")
+    front = run.pid_of("front")
     first = run.pid_of("encode-0")
-    for pid in (router, first):  # Engines that share a folder show each other's metrics.
+    for pid in (front, first):  # Engines that share a folder show each other's metrics.
         assert b"/of/another" not in Path(f"/proc/{pid}/environ").read_bytes()
     os.kill(first, signal.SIGKILL)
     assert run.wait_for("restarting") == (
@@ -132,7 +132,7 @@ def test_a_death_while_serving_is_answered_with_a_restart_on_the_same_port(
     os.kill(second, signal.SIGKILL)
     run.wait_for("restarting it in 0.4 s")
     run.wait_for("encode-0 is back")
-    assert run.pid_of("router") == router
+    assert run.pid_of("front") == front
     # One child of the living instance; those of the dead ones were ended with them.
     assert len(sessions.members([], run.run_id)) == 3
     run.stop()
@@ -140,7 +140,7 @@ def test_a_death_while_serving_is_answered_with_a_restart_on_the_same_port(
 
 def test_what_cannot_be_started_again_is_tried_again_and_the_rest_serves(launch: Launch) -> None:
     """Its log cannot be opened, nor read: somebody has taken the folder away."""
-    run = launch({"encode-0": [], "router": []}, pauses_s=FAST_RESTART)
+    run = launch({"encode-0": [], "front": []}, pauses_s=FAST_RESTART)
     away = run.log_dir.rename(f"{run.log_dir}-away")
     os.kill(run.pid_of("encode-0"), signal.SIGKILL)
     run.wait_for("encode-0 was killed by SIGKILL")
@@ -154,7 +154,7 @@ def test_what_cannot_be_started_again_is_tried_again_and_the_rest_serves(launch:
 
 
 def test_nothing_is_left_when_the_whole_session_of_the_launcher_is_killed(launch: Launch) -> None:
-    run = launch({"encode-0": ["--shm={shm}", "--child", "--renamed"], "router": ["--stubborn"]})
+    run = launch({"encode-0": ["--shm={shm}", "--child", "--renamed"], "front": ["--stubborn"]})
     assert not run.nothing_left()
     os.killpg(run.process.pid, signal.SIGKILL)
     run.process.wait(30)

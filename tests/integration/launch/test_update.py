@@ -24,7 +24,7 @@ TWO: dict[str, list[str]] = {"pd-0": [], "pd-1": []}
 
 def drained(run: Run) -> list[str]:
     """Return the instances that the front was asked to drain."""
-    text = (run.log_dir / "router.log").read_text()
+    text = (run.log_dir / "front.log").read_text()
     return re.findall(r"instance (\S+) drains$", text, re.MULTILINE)
 
 
@@ -32,7 +32,7 @@ def test_what_is_not_idle_within_the_grace_is_cut(routed: Routed) -> None:
     run = routed(TWO, drain_s=0.3)
     Asked(run, 60.0)
     run.process.send_signal(signal.SIGHUP)
-    run.wait_for(" still works on requests after 0.3 s (router.drain_s); they are cut")
+    run.wait_for(" still works on requests after 0.3 s (front.drain_s); they are cut")
     run.wait_for("updated pd-0, pd-1")
 
 
@@ -52,9 +52,9 @@ def test_an_instance_that_does_not_come_back_ends_the_update_and_may_come_later(
     assert run.pid_of("pd-1") == other
     assert drained(run) == ["pd-0"]
     # It is not kept out for ever.
-    router = client_of(run)
+    front = client_of(run)
     run.until(
-        lambda: "draining" not in {each["state"] for each in router.instances()}, "it is resumed"
+        lambda: "draining" not in {each["state"] for each in front.instances()}, "it is resumed"
     )
 
 
@@ -65,14 +65,14 @@ def test_a_front_that_cannot_be_asked_ends_the_update_before_anything_has_happen
     run = routed(
         TWO,
         pauses_s=(60.0, 60.0),
-        specs={"router": {"tls_cert_file": str(cert)}},
+        specs={"front": {"tls_cert_file": str(cert)}},
     )
     first = run.pid_of("pd-0")
     away = cert.rename(tmp_path / "away")
     run.process.send_signal(signal.SIGHUP)
     assert f"certificate {cert} cannot be used" in run.wait_for("the update has ended at pd-0")
     away.rename(cert)
-    os.kill(run.pid_of("router"), signal.SIGKILL)
+    os.kill(run.pid_of("front"), signal.SIGKILL)
     run.wait_for("restarting it in 60 s")
     run.process.send_signal(signal.SIGHUP)
     line = run.wait_for("the update has ended at pd-0")

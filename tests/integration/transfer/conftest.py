@@ -89,21 +89,12 @@ class PrefillSide:
     def pool_bytes(self) -> int:
         return self.receiver.pool.capacity_bytes
 
-    def arrive(
-        self, request_id: str, mm_hash: str, num_tokens: int, *, by_front: bool = False
-    ) -> None:
+    def arrive(self, request_id: str, mm_hash: str, num_tokens: int) -> None:
         """A request with one item arrives, whose transfer is ``t-<request id>``."""
         transfers = {mm_hash: f"t-{request_id}"}
-        self.arrive_with(request_id, num_tokens, transfers, by_front=by_front)
+        self.arrive_with(request_id, num_tokens, transfers)
 
-    def arrive_with(
-        self,
-        request_id: str,
-        num_tokens: int,
-        transfers: dict[str, str],
-        *,
-        by_front: bool = False,
-    ) -> None:
+    def arrive_with(self, request_id: str, num_tokens: int, transfers: dict[str, str]) -> None:
         """A request arrives with items of one size, given as transfers by ``mm_hash``."""
         self.requests[request_id] = request(
             request_id, *((mm_hash, num_tokens) for mm_hash in transfers)
@@ -123,7 +114,7 @@ class PrefillSide:
             ExpectedTransfer(transfer_id=transfer_id, item_uuid=mm_hash)
             for mm_hash, transfer_id in transfers.items()
         )
-        params = PrefillParams(transfers=expected, by_front=by_front)
+        params = PrefillParams(transfers=expected)
         self.prefill.arrived(request_id, items, params)
 
     def granted(self, transfer_id: str) -> bool:

@@ -286,7 +286,7 @@ def test_a_failed_endpoint_leaves_nothing(
     assert not (SHM_FOLDER / pool).exists()
 
 
-def test_only_what_the_router_signed_is_verified(tmp_path: Path) -> None:
+def test_transfer_is_verified_only_with_its_proof(tmp_path: Path) -> None:
     address = f"ipc://{tmp_path}/control"
     config = InstanceConfig(
         instance="pd",

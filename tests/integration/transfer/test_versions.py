@@ -93,7 +93,7 @@ class Site:
 
     def _arrive(self, pd: PrefillSide, request: str, item: str) -> None:
         with pd.receiver.lock:
-            pd.arrive(request, item, TOKENS, by_front=True)
+            pd.arrive(request, item, TOKENS)
 
     def _requested(self, pd: PrefillSide) -> tuple[str, ...]:
         news = pd.prefill.take_news()

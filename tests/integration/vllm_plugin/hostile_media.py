@@ -35,7 +35,7 @@ from epd_portable.vllm_plugin import media_bounds  # noqa: E402
 from tests.unit.media import samples  # noqa: E402
 from tests.unit.media.samples import chunk, png  # noqa: E402
 
-SMALL = MediaLimits(max_item_pixels=LIMIT, max_request_pixels=4 * LIMIT, max_media_seconds=10)
+SMALL = MediaLimits(max_item_pixels=LIMIT, max_request_pixels=4 * LIMIT, max_seconds=10)
 
 
 def saved(kind: str, side: int = SIDE, **options: object) -> bytes:

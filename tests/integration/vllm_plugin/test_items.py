@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from epd_portable.wire.messages import NotWanted
 from tests.kit.side import Side, bare, media
 
 pytestmark = pytest.mark.needs_vllm
@@ -132,7 +131,6 @@ def test_store_loads_end_with_their_requests() -> None:
     for number in range(100):
         request_id, transfer_id = f"r{number}", f"t{number}"
         side.ask(request_id, 1, bare("x"), 1, transfers={"x": transfer_id}, stored=[transfer_id])
-        side.tell(NotWanted(transfer_id=transfer_id))
         side.leave(request_id)
     assert side.store.waiting == 0
 

@@ -16,15 +16,13 @@ import pytest
 import torch
 
 from epd_portable.config.instance import InstanceConfig
-from epd_portable.connector.control import ControlClients
 from epd_portable.demo import MODEL_DIR
 from epd_portable.demo.servers import free_port
 from epd_portable.launch.plan.engine import CONNECTOR, SCHEDULER_CLS
 from epd_portable.platforms.traits import TRAITS
 from epd_portable.vllm_plugin.reports import to_names
-from epd_portable.wire.messages import LoadReport, LoadWanted
 from epd_portable.wire.params import ExpectedTransfer, PrefillParams, to_params
-from tests.keyring import keys, secret_file
+from tests.keyring import secret_file
 from tests.kit.engine import Drafter
 from tests.waiting import until
 
@@ -522,18 +520,3 @@ def test_an_engine_whose_requests_wait_rests_once_a_turn_before_it_looks_for_new
         # On a busy machine the turn may be as old as vLLM's sleep is long before that begins.
         first, *between, last = turns.turn()
         assert (first, sorted(between), last) == ("step", ["rest", "sleep"], "new request")
-
-
-def test_a_router_that_wants_to_know_is_told_how_busy_the_engine_is(engine: Engine) -> None:
-    address = engine.scheduler.ec_connector._config.control_address
-    router = ControlClients("router-1", keys())
-    try:
-        engine.arrive("begun", pixels=True, transfer=True)
-        engine.arrive("asleep", pixels=True, transfer=True, text=0)
-        assert engine.step() == {"begun": TEXT}
-        router.send(address, LoadWanted())
-        # Of its 63 usable blocks the text takes two.
-        report = LoadReport(running=1, waiting=1, kv_used=0.03)
-        assert [each for _, each in until(router.receive)] == [report]
-    finally:
-        router.close()

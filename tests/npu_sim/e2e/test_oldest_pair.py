@@ -1,4 +1,4 @@
-"""Smoke of the engine front by `tcp` on older pairs of vLLM and vllm-ascend, above all 0.23.0."""
+"""Smoke of the front by `tcp` on older pairs of vLLM and vllm-ascend, above all 0.23.0."""
 
 from __future__ import annotations
 

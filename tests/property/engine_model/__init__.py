@@ -6,9 +6,9 @@ a trace of those that fail; `tests.property.test_engine_model` tries some in eve
 What is real: vLLM's ``Scheduler`` and ``AsyncScheduler`` with their prefix cache, preemption and
 steps ahead; everything of ours in the scheduler's process; and the encoders' half of the protocol
 (`ProducerSession`). Instance, encoders and memory come from `tests.kit`. What is modelled besides:
-the network, the router and the clock. Modules, in the order in which they are best read:
+the network, the front and the clock. Modules, in the order in which they are best read:
 
 - `shapes`: sizes and prompts that a seed draws.
-- `peers`: router and network.
+- `peers`: front and network.
 - `world`: a run: what happens when, and what must hold.
 """

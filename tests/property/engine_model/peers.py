@@ -1,4 +1,4 @@
-"""The router, and the network between encoders, router and instance."""
+"""The front, and the network between encoders and instance."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.kit.encoder import Encoder
 from tests.property.engine_model.shapes import Shape
 
 JOB_TURNS = 40
-"""For which the router's calls to encoders go on when their request is answered."""
+"""Time for which encode jobs go on after their request was served."""
 
 
 class Parcel(NamedTuple):
@@ -82,7 +82,7 @@ class Network:
 
 @dataclass
 class Job:
-    """One transfer, as the router knows it."""
+    """One transfer, as the front knows it."""
 
     transfer_id: str
     request_id: str
@@ -92,15 +92,14 @@ class Job:
     has_failed: bool = False
 
 
-class Router:
-    """Has items encoded, by another encoder if one fails, and tells when none will.
+class Front:
+    """Has items encoded, by another encoder if one fails.
 
     Args:
         rng: Decides which.
         encoders: All.
         later: Calls something in so many turns.
-        tell: Sends a message to the instance.
-        front: It is an engine front.
+        give_up: Called with a job when no encoder is left for it.
     """
 
     def __init__(
@@ -108,18 +107,13 @@ class Router:
         rng: Random,
         encoders: list[Encoder],
         later: Callable[[int, Callable[[], None]], None],
-        tell: Callable[[AnyMessage], None],
-        *,
-        front: bool,
+        give_up: Callable[[Job], None],
     ) -> None:
-        self._rng, self._encoders, self._later, self._tell = rng, encoders, later, tell
-        self._front = front
+        self._rng, self._encoders, self._later, self._give_up = rng, encoders, later, give_up
         self.jobs: dict[str, Job] = {}
 
     def ask(self, job: Job) -> None:
-        """Have an encoder do a job; tell the instance if there is no other one to ask."""
-        from epd_portable.wire.messages import EncodeFailed
-
+        """Have another encoder do a job; give it up if none is left."""
         if job.transfer_id not in self.jobs or job.has_failed:
             return
         left = [each for each in self._encoders if each.name not in job.asked]
@@ -129,22 +123,7 @@ class Router:
             encoder.submit(job.transfer_id, job.name, job.tensor)
         else:
             job.has_failed = True
-            failed = EncodeFailed(transfer_id=job.transfer_id, reason="no encoder is left")
-            for turns in (0, 20, 60):
-                self._later(turns, lambda: self._say(job, failed))
-
-    def _say(self, job: Job, failed: AnyMessage) -> None:
-        if job.transfer_id in self.jobs:
-            self._tell(failed)
-
-    def hears(self, message: AnyMessage) -> None:
-        """The instance has something against an encoder, or cannot answer a request."""
-        from epd_portable.wire.messages import Nack, NackCode
-
-        job = self.jobs.get(message.transfer_id)
-        final = (NackCode.TOO_LARGE, NackCode.UNAVAILABLE)
-        if job is not None and isinstance(message, Nack) and message.code not in final:
-            self._later(self._rng.randint(0, 5), lambda: self.ask(job))
+            self._give_up(job)
 
     def encoder_died(self, name: str) -> None:
         """Its jobs are asked of others, but for those whose calls it had answered."""
@@ -153,16 +132,9 @@ class Router:
                 self._later(self._rng.randint(0, 30), lambda job=job: self.ask(job))
 
     def request_ended(self, request_id: str, *, well: bool) -> None:
-        """Nobody wants its items any more; of an answered one others may, for a while.
-
-        A front sends no word of it to the instance.
-        """
-        from epd_portable.wire.messages import NotWanted
-
+        """End the jobs of a request; of one that was served well they go on for a while."""
         for job in [each for each in self.jobs.values() if each.request_id == request_id]:
             if well:
                 self._later(JOB_TURNS, lambda job=job: self.jobs.pop(job.transfer_id, None))
             else:
                 del self.jobs[job.transfer_id]
-                if not self._front:
-                    self._tell(NotWanted(transfer_id=job.transfer_id))

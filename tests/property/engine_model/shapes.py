@@ -22,7 +22,6 @@ class Shape(Sizes):
         lost: Part of the messages that are lost.
         known_gone: The instance can see that an encoder's process has ended.
         store: There is one.
-        siblings: Some requests ask for several answers (``n``).
     """
 
     paths: tuple[str, ...]
@@ -30,7 +29,6 @@ class Shape(Sizes):
     lost: float
     known_gone: bool
     store: bool
-    siblings: bool
     requests: int
     long_answers: bool
 
@@ -164,9 +162,7 @@ def draw(rng: Random) -> Shape:
         known_gone=rng.random() < 0.5,
         requests=rng.randint(2, 14),
         long_answers=long_answers,
-        front=rng.random() < 0.6,
         store=rng.random() < 0.3,
-        siblings=rng.random() < 0.4,
     )
     if rng.random() < 0.2:
         # Nothing excuses a refusal: only room for the items is short, which transfers alone bring.

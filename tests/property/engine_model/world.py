@@ -6,17 +6,18 @@ import heapq
 import itertools
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from random import Random
 
 from epd_portable.wire.descriptors import TensorSpec
 from epd_portable.wire.messages import Grant
 from tests.kit.encoder import Encoder
-from tests.kit.engine import ROUTER, Engine, Running, embed_bytes
+from tests.kit.engine import Engine, Running, embed_bytes
 from tests.kit.memory import PoolMemory, Violation, Worker
 from tests.kit.sizes import PLACEHOLDER, Prompt, Wish
 from tests.kit.store import Shelf
 from tests.property.engine_model import shapes
-from tests.property.engine_model.peers import Job, Network, Router
+from tests.property.engine_model.peers import Front, Job, Network
 from tests.unit.builders import Clock
 
 TURN_S = 0.05
@@ -69,13 +70,7 @@ class World:
             for encoder, path in zip(self.encoders, shape.paths, strict=True)
             if not (shape.faults and rng.random() < 0.05)
         }
-        self.router = Router(
-            rng,
-            self.encoders,
-            self.later,
-            lambda message: self.network.send(ROUTER.encode(), message, to_instance=True),
-            front=shape.front,
-        )
+        self.front = Front(rng, self.encoders, self.later, self._give_up)
         self.prompts = shapes.Prompts(rng, shape, shapes.longest_prompt(shape))
         self._todo: list[tuple[int, int, Callable[[], None]]] = []
         self._numbers = itertools.count()
@@ -88,10 +83,10 @@ class World:
         """Transfers whose jobs wait until the instance asks."""
         self._stored: set[str] = set()
         """Transfers that the store is to bring: their jobs wait until it has not."""
-        self._families: dict[str, set[str]] = {}
-        """Requests that have not ended of each body, by all of them."""
         self._count = self._waiting_to_come = 0
         self._judged: set[str] = set()
+        self._sent_again: set[str] = set()
+        """Requests that were sent before, by another name."""
         self._is_over = False
         self._quiet_turns, self._quiet_since, self._state = 0, self.clock.now, ()
         self._decoded = 0
@@ -153,33 +148,24 @@ class World:
             transfer_id = transfers[name] = f"{request_id}-{name}"
             tensor = TensorSpec(shape=(sizes[name], embed_bytes() // 4), dtype="float32")
             job = Job(transfer_id, request_id, name, tensor)
-            self.router.jobs[transfer_id] = job
+            self.front.jobs[transfer_id] = job
             if encoder is not None:
                 job.asked = [each.name for each in self.encoders if each is not encoder]
             elif wish.stored:
                 self._stored.add(transfer_id)
                 continue
-            elif shape.front and rng.random() < 0.3:
+            elif rng.random() < 0.3:
                 # Held or not: the instance asks if it is not.
                 self._on_demand.add(transfer_id)
                 continue
             elif shape.faults and not self._is_over and rng.random() < 0.1:
                 continue  # The job is lost, and nobody says so.
-            self.later(rng.choice([0, 0, 1, 5, 15]), lambda job=job: self.router.ask(job))
-        family = {request_id}
-        if shape.siblings and not shape.front and encoder is None and rng.random() < 0.4:
-            family |= {f"{request_id}.{number}" for number in range(1, rng.choice([2, 3]))}
-            self.seen["requests for several answers"] += 1
-        self._families.update(dict.fromkeys(family, family))
-        delay = rng.choice([0, 0, 2, 8])
-        for name in sorted(family):
-            self.later(delay, lambda name=name: self._add(name, prompt, transfers, family))
-        self._waiting_to_come += len(family)
+            self.later(rng.choice([0, 0, 1, 5, 15]), lambda job=job: self.front.ask(job))
+        self.later(rng.choice([0, 0, 2, 8]), lambda: self._add(request_id, prompt, transfers))
+        self._waiting_to_come += 1
         return request_id
 
-    def _add(
-        self, request_id: str, prompt: Prompt, transfers: dict[str, str], family: set[str]
-    ) -> None:
+    def _add(self, request_id: str, prompt: Prompt, transfers: dict[str, str]) -> None:
         self._waiting_to_come -= 1
         self.note(
             "arrives",
@@ -195,8 +181,8 @@ class World:
         self.engine.add(request_id, prompt, transfers, on_demand, stored)
         self.seen["items on demand"] += len(on_demand)
         self.seen["items looked for in the store"] += len(stored)
-        if not self._is_over and request_id == min(family) and self.rng.random() < 0.08:
-            self.later(self.rng.choice([0, 1, 3, 10, 40]), lambda: self._cancel(family))
+        if not self._is_over and self.rng.random() < 0.08:
+            self.later(self.rng.choice([0, 1, 3, 10, 40]), lambda: self._cancel(request_id))
 
     def _ask_to_encode(self, job: str) -> None:
         name, size = self.rng.choice(sorted(self.shape.items.items()))
@@ -205,10 +191,29 @@ class World:
         if self.rng.random() < 0.1:
             self.later(self.rng.choice([0, 1, 3, 10]), lambda: self.engine.abort_job(job))
 
-    def _cancel(self, family: set[str]) -> None:
-        for request_id in sorted(family & self.engine.unfinished.keys()):
+    def _cancel(self, request_id: str) -> None:
+        if request_id in self.engine.unfinished:
             self.note("cancelled", request_id)
             self.engine.abort(request_id)
+
+    def _give_up(self, job: Job) -> None:
+        """No encoder is left for an item: its request is sent again, unless it has begun."""
+        running = self.engine.unfinished.get(job.request_id)
+        if running is None or running.request.num_output_tokens:
+            return
+        self.note("sent again without", job.transfer_id)
+        self.engine.abort(job.request_id)
+        self._send_again(running, {job.name})
+
+    def _send_again(self, running: Running, here: set[str]) -> None:
+        """Send a request once more, with media of items that no encoder is to bring."""
+        if self._is_over or running.request_id in self._sent_again:
+            return
+        self.seen["requests sent again"] += 1
+        wishes = running.prompt.wishes
+        if self.shape.can_encode:
+            wishes = wishes | {name: Wish(moved=False, media=True) for name in here}
+        self._sent_again.add(self.arrive(replace(running.prompt, wishes=wishes)))
 
     def _reset(self) -> None:
         if self.rng.random() < 0.01:
@@ -230,7 +235,7 @@ class World:
             self.seen["new weights"] += 1
             for encoder in self.encoders:
                 encoder.reset()
-            for job in self.router.jobs.values():
+            for job in self.front.jobs.values():
                 job.asked.clear()
         self.engine.reset_encoder_cache()
         if new:  # Its entries are of the new weights too.
@@ -289,7 +294,7 @@ class World:
         if self.shape.known_gone:
             self.engine.post.gone.add(encoder.session_id)
         encoder.start()
-        self.router.encoder_died(encoder.name)
+        self.front.encoder_died(encoder.name)
 
     # -- turns -------------------------------------------------------------------------------------
 
@@ -307,9 +312,9 @@ class World:
         for transfer_id in requested:
             self.seen["items asked for"] += 1
             self.note("asks for", transfer_id)
-            job = self.router.jobs.get(transfer_id)
+            job = self.front.jobs.get(transfer_id)
             if job:
-                self.later(self.rng.choice([0, 0, 1, 5]), lambda job=job: self.router.ask(job))
+                self.later(self.rng.choice([0, 0, 1, 5]), lambda job=job: self.front.ask(job))
         for request_id in [each for each in self.engine.ended if each not in self._judged]:
             self._judge(self.engine.ended[request_id])
         if self._pause:
@@ -339,9 +344,6 @@ class World:
             if parcel.to_instance:
                 self.note("to instance", parcel.identity.decode(), _short(parcel.message))
                 post.inbox.append((parcel.identity, parcel.message))
-            elif parcel.identity == ROUTER.encode():
-                self.note("to router", _short(parcel.message))
-                self.router.hears(parcel.message)
             else:
                 for encoder in self.encoders:
                     if encoder.identity == parcel.identity:
@@ -360,11 +362,9 @@ class World:
         request_id = running.request_id
         self._judged.add(request_id)
         self.seen[f"requests that ended: {running.ended}"] += 1
-        family = self._families[request_id]
-        family.discard(request_id)
-        if not family:
-            well = running.ended not in ("abort", "error")
-            self.router.request_ended(request_id.partition(".")[0], well=well)
+        self.front.request_ended(request_id, well=running.ended not in ("abort", "error"))
+        if running.ended == "error" and not running.request.num_output_tokens:
+            self._send_again(running, {*running.prompt.wishes})
         if shapes.TOO_LARGE in running.prompt.wishes and running.ended != "abort":
             self.seen["items that are too large"] += 1
             wish = running.prompt.wishes[shapes.TOO_LARGE]
@@ -381,19 +381,18 @@ class World:
             # Who computes again needs items again, and may have to take those of others.
             or bool(self.engine.recomputed)
             or self._is_over  # Whoever asks then looks at what comes of it.
-            or self._cannot_keep(running.prompt, bare, siblings="." in request_id or bool(family))
+            or self._cannot_keep(running.prompt, bare)
         )
         if not bare or not excused:
             raise Violation(
                 f"{request_id} was refused, and nothing had failed; bare: {sorted(bare)}"
             )
 
-    def _cannot_keep(self, prompt: Prompt, bare: set[str], *, siblings: bool) -> bool:
+    def _cannot_keep(self, prompt: Prompt, bare: set[str]) -> bool:
         """Tell whether a request may have to give up a bare item for another one of its own.
 
-        Between two of the item's places; because the prefix cache covered the other one, and then
-        did not; or for a sibling, which is ahead of it. A slot that is kept may leave the pool in
-        two pieces.
+        Between two of the item's places, or because the prefix cache covered the other one, and
+        then did not. A slot that is kept may leave the pool in two pieces.
         """
         shape = self.shape
 
@@ -404,8 +403,7 @@ class World:
             )
 
         names = [name for name, _, _ in prompt.places]
-        covers = shape.prefix_caching or siblings
-        if covers and len(set(names)) > 1 and not fit(set(names)):
+        if shape.prefix_caching and len(set(names)) > 1 and not fit(set(names)):
             return True
         return any(
             not fit(set(names[names.index(name) : len(names) - names[::-1].index(name)]))

@@ -45,7 +45,6 @@ def test_every_shipped_profile_loads_and_its_numbers_are_right(path: Path) -> No
     ("keys", "said"),
     [
         ({"memory_bytes": {"value": "80GiB", "source": "x"}}, "write the value alone"),
-        ({"notes": ["x"]}, "is gone: write them as comments"),
         ({"platform": "tpu"}, "unknown platform 'tpu'; known are cuda, npu, cpu"),
         ({"avoid_ports": [9, 3]}, "9 is above 3"),
         ({"avoid_ports": [9]}, "should have at least 2 items"),

@@ -24,24 +24,24 @@ def test_the_overlay_of_the_chosen_platform_is_laid_over_the_rest_key_by_key() -
     model: demo
     engine_args: {max_model_len: 4096, dtype: auto}
     platform:
-      cpu: {engine_args: {dtype: bfloat16}, router: {port: 9001}}
+      cpu: {engine_args: {dtype: bfloat16}, front: {port: 9001}}
       npu: {engine_args: {dtype: float16}}
     """
     assert parse_topology(text, "cpu").engine_args == {"max_model_len": 4096, "dtype": "bfloat16"}
     assert parse_topology(text, "npu").engine_args["dtype"] == "float16"
     assert parse_topology(text, "cuda").engine_args["dtype"] == "auto"
-    assert parse_topology(text, "cpu").router.port == 9001
+    assert parse_topology(text, "cpu").front.port == 9001
 
 
 def test_overrides_win_over_the_overlay_and_the_last_over_the_first() -> None:
     text = (
         "model: demo\ninstances: {prefill: {}, decode: {}}\n"
-        "platform: {cpu: {router: {port: 9001}, instances: {prefill: {count: 2}}}}"
+        "platform: {cpu: {front: {port: 9001}, instances: {prefill: {count: 2}}}}"
     )
-    overrides = ["router.port=1", "router.port=2", "instances.decode.count=3"]
+    overrides = ["front.port=1", "front.port=2", "instances.decode.count=3"]
     overrides += ["engine_args.x={a: [1, true]}", "model=m=n"]
     topology = parse_topology(text, "cpu", overrides=overrides)
-    assert topology.router.port == 2
+    assert topology.front.port == 2
     assert (topology.instances.prefill.count, topology.instances.decode.count) == (2, 3)
     assert topology.engine_args == {"x": {"a": [1, True]}}
     assert topology.model == "m=n"
@@ -51,8 +51,8 @@ def test_overrides_win_over_the_overlay_and_the_last_over_the_first() -> None:
     ("text", "line"),
     [
         (
-            "platform:\n  cpu: {router: {hots: x}}",
-            "platform.cpu.router.hots (line 3): unknown key; did you mean host?",
+            "platform:\n  cpu: {front: {hots: x}}",
+            "platform.cpu.front.hots (line 3): unknown key; did you mean host?",
         ),
         # Overlays of other platforms are checked too.
         (
@@ -60,10 +60,6 @@ def test_overrides_win_over_the_overlay_and_the_last_over_the_first() -> None:
             "platform.npu.transfer.lease_s (line 3): input should be greater than 0",
         ),
         ("instances: {encode: {encoder: false}}", "instances.encode.encoder (line 2): unknown key"),
-        (
-            "instances: {prefill_decode: {encoder: false}}",
-            "transfer: media is concurrent, and instances.prefill_decode.encoder is false",
-        ),
         (
             "instances:\n  encode: {cuont: 2}",
             "instances.encode.cuont (line 3): unknown key; did you mean count?",
@@ -77,9 +73,9 @@ def test_overrides_win_over_the_overlay_and_the_last_over_the_first() -> None:
             "instances.both (line 2): unknown key; known are encode, prefill, decode",
         ),
         ("instances: {prefill: {}}", "no instance answers requests"),
-        ("instances: {decode: {}}", "decode instances have nobody to prefill for them"),
+        ("instances: {decode: {}}", "no instance prefills for the decode instances"),
         ("instances: {encode_prefill: {}}", "no instance answers requests"),
-        ("instances: {encode: {}, decode: {}}", "encode instances have nobody to encode for"),
+        ("instances: {encode: {}, decode: {}}", "no instance takes the items"),
         (
             "instances: {prefill_decode: {encoder: false}, encode_prefill_decode: {}}",
             "prefill_decode.encoder is false",
@@ -93,16 +89,16 @@ def test_overrides_win_over_the_overlay_and_the_last_over_the_first() -> None:
             "compute for decode instances, and there are none",
         ),
         (
-            "router: {zzz: 1}",
-            "router.zzz (line 2): unknown key; known are host, port, join",
+            "front: {zzz: 1}",
+            "front.zzz (line 2): unknown key; known are host, port, tls_cert_file",
         ),
         (
             "engine_args: {x: 2024-01-01}",
             "engine_args.x (line 2): input was not a valid JSON value",
         ),
         (
-            "router:\n  choice:\n    schedulingProfiles:\n    - {name: a, plugins: 3}",
-            "router.choice.schedulingProfiles.0.plugins (line 5)",
+            "front:\n  choice:\n    schedulingProfiles:\n    - {name: a, plugins: 3}",
+            "front.choice.schedulingProfiles.0.plugins (line 5)",
         ),
     ],
 )
@@ -166,30 +162,27 @@ def test_a_file_of_the_package_is_found_from_anywhere_and_a_file_of_ones_own_goe
     assert load_topology(Path("1e1pd.yaml"), "cpu").model == "mine"
 
 
-def test_a_file_of_encoders_alone_joins_the_router_of_another_host() -> None:
+def test_a_file_of_encoders_alone_joins_the_front_of_another_host() -> None:
     text = "model: demo\ninstances: {encode: {count: 2}, prefill_decode: {count: 0}}\n"
-    join = "router: {join: http://10.0.0.1:8000/}\n"
-    assert any("nobody to encode for" in line for line in problems(text))
+    join = "launch: {join: http://10.0.0.1:8000/}\n"
+    assert any("no instance takes the items" in line for line in problems(text))
     assert any("set secret_file" in line for line in problems(text + join))
     secret = "secret_file: /tmp/secret\n"
-    assert parse_topology(text + join + secret, "cpu").router.join == ["http://10.0.0.1:8000"]
+    assert parse_topology(text + join + secret, "cpu").launch.join == ["http://10.0.0.1:8000"]
     none = "model: demo\ninstances: {encode: {count: 0}, prefill_decode: {count: 0}}\n"
     assert any("none to join" in line for line in problems(none + join + secret))
-    # Without a router elsewhere it is one that instances join.
-    assert not any(parse_topology(none + secret, "cpu").instances.counts.values())
-    assert any("no instance answers" in line for line in problems(none))
-    wrong = problems(text + secret + "router: {join: 10.0.0.1}")
+    assert any("no instance answers" in line for line in problems(none + secret))
+    more = text.replace("prefill_decode: {count: 0}", "decode: {}")
+    assert any("decode cannot join" in line for line in problems(more + join + secret))
+    wrong = problems(text + secret + "launch: {join: 10.0.0.1}")
     assert any("'10.0.0.1' is no URL; write http://10.0.0.1" in line for line in wrong)
 
 
 @pytest.mark.parametrize(
     "text",
     [
-        # The other half may be on other hosts, or a hop answers.
-        "secret_file: /tmp/secret\ninstances: {decode: {}}",
-        "instances: {encode: {count: 2}, prefill: {}}\nrouter: {hop_keys_file: keys}",
         "instances: {encode: {}, prefill: {}, decode: {}, encode_prefill_decode: {}}\n",
-        "transfer: {media: metadata}\ninstances: {prefill_decode: {encoder: false}}",
+        "instances: {prefill_decode: {encoder: false}}",
     ],
 )
 def test_roles_that_go_together_are_taken(text: str) -> None:
@@ -204,7 +197,7 @@ def test_roles_that_go_together_are_taken(text: str) -> None:
         ("model: &a {b: *a}", "nested more than 32 deep, or refers to itself"),
         ("model: !!python/name:os.system x", "line 1: 'x': could not determine a constructor"),
         ("model: 2024-99-99", "line 1: '2024-99-99': month must be in 1..12"),
-        ("b: &b {port: 1}\nrouter: {<<: *b}", "line 2: merge keys (<<) are not read"),
+        ("b: &b {port: 1}\nfront: {<<: *b}", "line 2: merge keys (<<) are not read"),
     ],
 )
 def test_what_is_no_yaml_mapping_is_refused_with_its_place(text: str, complaint: str) -> None:
@@ -244,11 +237,11 @@ def test_a_file_that_says_how_instances_are_chosen_is_read_with_the_topology(
     tmp_path: Path,
 ) -> None:
     choice, path = tmp_path / "choice.yaml", tmp_path / "t.yaml"
-    path.write_text(f"model: demo\nrouter: {{choice: {{file: {choice}}}}}\n")
+    path.write_text(f"model: demo\nfront: {{choice: {{file: {choice}}}}}\n")
     with pytest.raises(ConfigError, match=r"choice.yaml: No such file"):
         load_topology(path, "cpu")
     choice.write_text("kind: EndpointPickerConfig\nschedulingProfiles: [{name: a, plugins: []}]\n")
-    read = load_topology(path, "cpu").router.choice
+    read = load_topology(path, "cpu").front.choice
     assert read is not None and read.file is None
     assert [profile.name for profile in read.schedulingProfiles] == ["a"]
     choice.write_text("schedulingProfiles:\n- {name: a, plugin: []}\n")
@@ -257,6 +250,6 @@ def test_a_file_that_says_how_instances_are_chosen_is_read_with_the_topology(
 
 
 def test_nothing_is_said_of_a_key_whose_partner_has_a_wrong_value() -> None:
-    lines = problems("model: demo\nrouter: {tls_cert_file: 3, tls_key_file: b}\n")
+    lines = problems("model: demo\nfront: {tls_cert_file: 3, tls_key_file: b}\n")
     assert len(lines) == 2
     assert "tls_cert_file" in lines[1] and "belong together" not in lines[1]

@@ -42,7 +42,7 @@ STORED = HEAD + "{kind: redis, url: 'redis://h:1'}\n"
         (f"{HEAD}{{kind: redis, url: ['{URL}']}}", []),
         (f"model: demo\ntransfer: {{path: '{URL}'}}", []),
         (f"{HEAD}{{kind: '{'x' * 177}{URL}'}}", []),
-        (f"model: demo\nrouter: {{join: '{URL}'}}", []),
+        (f"model: demo\nfront: {{join: '{URL}'}}", []),
         (f"model: demo\n'{URL}': 3", []),
         (f"model: demo\n? [{URL}]\n: 3", []),
         (f"model: demo\nstore: !!int '{URL}'", []),

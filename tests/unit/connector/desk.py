@@ -12,7 +12,7 @@ from epd_portable.wire.descriptors import PathEndpoint, PeerDescriptor, SlotDesc
 from epd_portable.wire.messages import Abort, Announce, AnyMessage, Grant, Nack, NackCode, Written
 from tests.unit.builders import FINGERPRINT, SPEC, peer, slot
 
-A, B, ROUTER = b"encode-a", b"encode-b", b"router"
+A, B = b"encode-a", b"encode-b"
 PEERS = {A: peer("encode-a"), B: peer("encode-b")}
 LEASE_S, TIMEOUT_S = 10.0, 30.0
 
@@ -115,11 +115,9 @@ class Desk:
         self,
         transfer_id: str = "t",
         mm_hash: str = "item",
-        *,
-        encoder: str = "",
     ) -> None:
         item = self.item(mm_hash)
-        self.session.expect(transfer_id, item, self.now, owner="r", encoder=encoder)
+        self.session.expect(transfer_id, item, self.now, owner="r")
 
     def give_room(self, generation: int = 1, mm_hash: str = "item") -> None:
         """Reserve a slot for an item."""

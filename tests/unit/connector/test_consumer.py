@@ -14,20 +14,17 @@ from epd_portable.wire.descriptors import PathEndpoint, PeerDescriptor, TensorSp
 from epd_portable.wire.messages import (
     Abort,
     AnyMessage,
-    EncodeFailed,
     Grant,
     Injected,
     Later,
     Nack,
     NackCode,
     NotNeeded,
-    NotWanted,
 )
 from tests.unit.builders import peer, slot
 from tests.unit.connector.desk import (
     LEASE_S,
     PEERS,
-    ROUTER,
     TIMEOUT_S,
     A,
     B,
@@ -39,7 +36,6 @@ from tests.unit.connector.desk import (
 )
 
 OTHER_SPEC = TensorSpec(shape=(5, 8), dtype="float32")
-NOT_ENCODED = EncodeFailed(transfer_id="t", reason="no encoder")
 
 
 @pytest.fixture
@@ -79,7 +75,7 @@ def test_written_for_a_transfer_that_is_forgotten_is_not_needed(desk: Desk) -> N
         (A, Later(transfer_id="t")),
         (A, NotNeeded(transfer_id="t")),
         (A, Injected(transfer_id="t")),
-        (A, Nack(transfer_id="t", code=NackCode.TOO_LARGE, detail="")),
+        (A, Nack(transfer_id="t", code=NackCode.UNEXPECTED, detail="")),
         (A, written(generation=2)),
         (B, written()),
         (B, abort()),
@@ -124,16 +120,15 @@ def test_a_transfer_that_two_requests_name_goes_on_until_the_later_deadline(desk
 
 
 def test_who_announces_what_no_request_asks_for_is_not_needed_in_the_end(desk: Desk) -> None:
-    # What no router has asked for is not even kept: the table of these is bounded.
+    # One that no front has asked for is not even cached: the table of these is bounded.
     desk.receive(A, announce(transfer_id="forged"), announce())
     assert desk.said(TIMEOUT_S - 0.1) == []
     desk.receive(A, announce())
     assert desk.said(0.1) == ["a t not_needed"]
     desk.session.decline("later")
-    desk.receive(ROUTER, NotWanted(transfer_id="unheard-of"))
     desk.expect("ended")
     desk.session.not_wanted(desk.item())
-    for transfer_id in ("later", "unheard-of", "ended"):
+    for transfer_id in ("later", "ended"):
         desk.receive(A, announce(transfer_id=transfer_id))
         assert desk.said() == [f"a {transfer_id} not_needed"]
 
@@ -165,16 +160,17 @@ def test_transfers_of_an_item_end_but_those_that_are_still_wanted(desk: Desk) ->
     assert desk.landings() == ["encode-a"]
 
 
-@pytest.mark.parametrize("ends", ["failed", "lease"])
+@pytest.mark.parametrize("ends", ["aborted", "lease"])
 def test_a_slot_that_was_granted_is_not_granted_to_a_sibling(desk: Desk, ends: str) -> None:
     desk.get_grant()
     desk.now += 1
     desk.expect("u")
     desk.receive(B, announce(B, transfer_id="u"))
     assert desk.said() == ["b u later"]
-    if ends == "failed":
-        desk.receive(ROUTER, NOT_ENCODED)
-    assert desk.said(0 if ends == "failed" else LEASE_S + LEASE_MARGIN_S) == ["a t abort"]
+    if ends == "aborted":
+        desk.receive(A, abort())
+    said = desk.said(0 if ends == "aborted" else LEASE_S + LEASE_MARGIN_S)
+    assert said == ([] if ends == "aborted" else ["a t abort"])
     assert desk.events[0][-1] == "others left"
     desk.give_room(2)
     assert desk.said() == ["b u grant 2"]
@@ -218,8 +214,7 @@ def test_a_release_is_of_the_slot_of_its_attempt(desk: Desk) -> None:
 
 def test_a_transfer_that_has_ended_is_not_expected_again(desk: Desk) -> None:
     desk.get_grant()
-    desk.receive(ROUTER, NOT_ENCODED)
-    desk.said()
+    desk.receive(A, abort())
     desk.expect()
     assert desk.session.count_transfers() == (0, 0)
     desk.receive(A, announce(attempt=1))
@@ -282,19 +277,6 @@ def test_a_granted_encoder_that_announces_something_else_loses_its_slot(desk: De
     assert desk.events[-1] == ("failed", "t", 1, "refused", "others left")
 
 
-@pytest.mark.parametrize("announced", [False, True])
-@pytest.mark.parametrize(
-    ("message", "cause"),
-    [(NOT_ENCODED, "unavailable"), (NotWanted(transfer_id="t"), "cancelled")],
-)
-def test_the_router_ends_it(desk: Desk, announced: bool, message: AnyMessage, cause: str) -> None:
-    desk.expect()
-    if announced:
-        desk.receive(A, announce())
-    desk.receive(ROUTER, message)
-    assert desk.events == [("failed", "t", None, cause, "last")]
-
-
 def test_an_abort_by_the_producer_fails_the_transfer_and_releases_its_slot(desk: Desk) -> None:
     desk.get_grant()
     desk.receive(A, abort())
@@ -307,7 +289,7 @@ def test_an_abort_by_the_producer_fails_the_transfer_and_releases_its_slot(desk:
 
 @pytest.mark.parametrize("announced", [False, True])
 def test_a_transfer_that_is_not_granted_fails_at_its_deadline(desk: Desk, announced: bool) -> None:
-    desk.expect(encoder="encode-9")
+    desk.expect()
     if announced:
         desk.receive(A, announce())
     desk.said(TIMEOUT_S - 0.1)
@@ -316,7 +298,7 @@ def test_a_transfer_that_is_not_granted_fails_at_its_deadline(desk: Desk, announ
     assert desk.events == [("failed", "t", None, "timeout", "last")]
     assert "transfer.wait_timeout_s" in desk.reasons[0]
     assert ("announced by encode-a" in desk.reasons[0]) is announced
-    assert ("encode-9 has not announced it" in desk.reasons[0]) is not announced
+    assert ("its encoder has not announced it" in desk.reasons[0]) is not announced
 
 
 def test_a_lease_that_runs_out_quarantines_the_slot_until_the_producer_answers(desk: Desk) -> None:

@@ -12,7 +12,6 @@ from epd_portable.config.load import parse_topology
 from epd_portable.launch.plan.model import ModelSource
 from epd_portable.launch.plan.processes import Machine, Plan, ProcessSpec, make_plan
 from epd_portable.platforms.traits import TRAITS
-from epd_portable.router.settings import RouterSettings, load_settings
 
 MODEL = ModelSource(argument="/models/m", served_name="m", is_folder=True)
 
@@ -62,6 +61,7 @@ def instance(spec: ProcessSpec) -> dict[str, Any]:
     return found
 
 
-def router(plan: Plan) -> RouterSettings:
-    """Return the settings of the router of a plan."""
-    return load_settings(options(plan.processes[-1])["--settings"])
+def front(plan: Plan) -> dict[str, Any]:
+    """Return the settings of the front of a plan."""
+    found: dict[str, Any] = json.loads(options(plan.processes[-1])["--settings"])
+    return found

@@ -1,4 +1,4 @@
-"""What instances that join routers elsewhere need: names of routers, and their own address."""
+"""What instances that join fronts elsewhere need: names of fronts, and their own address."""
 
 from __future__ import annotations
 
@@ -45,16 +45,16 @@ def test_no_address_or_several_are_refused_with_the_remedy(
         own_address(root_with(tmp_path, routes), {**INTERFACES, "eth0": eth0})
 
 
-def test_one_instance_of_a_role_is_planned_whatever_the_file_says_of_counts(tmp_path: Path) -> None:
+def test_one_encode_engine_is_planned_whatever_the_file_says_of_counts(tmp_path: Path) -> None:
     file = tmp_path / "t.yaml"
     file.write_text(
         "model: demo\nsecret_file: s\ninstances: {encode: {count: 3}, decode: {count: 2}}\n"
-        "router: {join: 'http://10.0.0.1:8000'}\n"
+        "launch: {join: 'http://10.0.0.1:8000'}\n"
         "platform: {cpu: {instances: {prefill: {count: 4}}}}\n"
     )
-    request = PlanRequest.from_options(platform="cpu", config=file, role="decode")
+    request = PlanRequest.from_options(platform="cpu", config=file, alone=True)
     counts = request.load().instances.counts
-    assert {role: count for role, count in counts.items() if count} == {"decode": 1}
+    assert {role: count for role, count in counts.items() if count} == {"encode": 1}
 
 
 def test_a_name_has_its_addresses_once_each_and_one_without_is_refused() -> None:
@@ -71,4 +71,4 @@ def test_addresses_of_version_six_are_for_names_without_others(
     six = [(socket.AF_INET6, 1, 6, "", ("fd00::2", 0, 0, 0))]
     for found, wanted in ((six + four, ["10.0.0.2", "10.0.0.3"]), (six, ["fd00::2"])):
         monkeypatch.setattr(socket, "getaddrinfo", lambda *_, found=found, **__: found)
-        assert addresses_of("http://routers:8000") == wanted
+        assert addresses_of("http://fronts:8000") == wanted

@@ -141,7 +141,6 @@ def test_a_plan_warns_of_what_up_refuses(tmp_path: Path) -> None:
         ({"prefill_decode": {"mm_processor_kwargs": {"min_pixels": 4}}}, "mm_processor_kwargs"),
         ({"prefill_decode": {"media_io_kwargs": {"video": {"num_frames": 4}}}}, "media_io_kwargs"),
         ({"encode": {"mm_processor_kwargs": {"device": "cuda"}}}, ""),
-        ({"encode": {"media_io_kwargs": {"video": {"backend": "opencv"}}}}, ""),
         ({"encode": {"revision": "main", "trust_remote_code": False}}, ""),
         ({"encode": {"max_num_seqs": 4}}, ""),
     ],
@@ -165,20 +164,18 @@ def test_fixed_ports_are_those_of_the_plan_which_says_why_they_cannot_be_used(
     tmp_path: Path,
 ) -> None:
     config = tmp_path / "t.yaml"
-    config.write_text(
-        "model: demo\nrouter: {port: 1100, admin_port: 1103}\nlaunch: {first_port: 1100}\n"
-    )
+    config.write_text("model: demo\nfront: {port: 1101}\nlaunch: {first_port: 1100}\n")
     words = ["plan", "--platform", "cpu", "--config", str(config), "--json"]
     plans = [json.loads(CliRunner().invoke(launch.main, words).stdout) for _ in range(2)]
     assert plans[0]["run_id"] != plans[1]["run_id"]
     for plan in plans:
         assert [spec["ports"] for spec in plan["processes"][:2]] == [
-            {"http": 1101},
-            {"http": 1102, "control": 1104, "data": 1105},
+            {},
+            {"control": 1100, "data": 1102},
         ]
-    # Nothing that is planned has a port of the router.
+    # Nothing that is planned has the port of the front.
     assert not any("launch.first_port" in each for each in plans[0]["warnings"])
-    with socket.create_server(("127.0.0.1", 1104)):
+    with socket.create_server(("127.0.0.1", 1102)):
         plan = json.loads(CliRunner().invoke(launch.main, words).stdout)
     (refusal,) = (each for each in plan["warnings"] if "launch.first_port 1100" in each)
-    assert refusal.startswith("up refuses this here: launch.first_port 1100: 1104 (control of pre")
+    assert refusal.startswith("up refuses this here: launch.first_port 1100: 1102 (data of pre")

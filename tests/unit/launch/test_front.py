@@ -1,24 +1,20 @@
-"""Who stands in front of the instances, and what the engine front is started with."""
+"""What the front and its engines are started with."""
 
 from __future__ import annotations
 
 import json
-import re
-from pathlib import Path
 
 import pytest
 
-from epd_portable.config.load import parse_topology
-from epd_portable.config.routing import RouterSection
+from epd_portable.config.front import FrontSection
 from epd_portable.errors import ConfigError
 from epd_portable.launch.plan.engine import PARAMS
-from epd_portable.launch.plan.front import choose_front
 from epd_portable.launch.plan.processes import Plan
 from tests.unit.launch.plans import options, plan_of
 
 CHOICE = "{plugins: [{type: weight-scorer}], schedulingProfiles: [{name: decode, plugins: []}]}"
 TLS = "tls_cert_file: /c.pem, tls_key_file: /k.pem"
-KEPT = {
+KEYS = {
     "host": ("host: 0.0.0.0", "--host 0.0.0.0"),
     "port": ("port: 9000", "--port 9000"),
     "tls_cert_file": (TLS, "--ssl-certfile /c.pem"),
@@ -27,11 +23,6 @@ KEPT = {
     "item_outcomes": ("item_outcomes: true", '"item_outcomes": true'),
     "max_body_bytes": ("max_body_bytes: 1MiB", '"max_body_bytes": 1048576'),
     "max_bodies_bytes": ("max_bodies_bytes: 2GiB", '"max_bodies_bytes": 2147483648'),
-    "max_media_items": ("max_media_items: 3", '"max_items": 3'),
-    "max_item_pixels": ("max_item_pixels: 1234", '"max_item_pixels": 1234'),
-    "max_request_pixels": ("max_request_pixels: 567890", '"max_request_pixels": 567890'),
-    "max_media_seconds": ("max_media_seconds: 77", '"max_media_seconds": 77.0'),
-    "max_media_memory_bytes": ("max_media_memory_bytes: 65MiB", '"max_memory_bytes": 68157440'),
     "elastic_encode": ("elastic_encode: false", '"elastic_encode": false'),
     "switch_roles": ("switch_roles: true", '"switch_roles": true'),
     "choice": (f"choice: {CHOICE}", '"choice": {"plugins": [{"type": "weight-scorer"}]'),
@@ -42,22 +33,24 @@ KEPT = {
     "tracing": ("tracing: {endpoint: 'http://a.example'}", "--otlp-traces-endpoint http://a.exam"),
     "api_keys_file": ("api_keys_file: keys", '"api_keys_file": "keys"'),
     "admission": ("admission: {encode: {max_items: 4}}", '"admission": {"encode": {"max_items": 4'),
-    "media_urls": (
-        "media_urls: {allowed_domains: ['*'], max_bytes: 1MiB}",
-        '"media_urls": {"allowed_domains": ["*"], "max_bytes": 1048576}',
+    "media": (
+        "media: {max_items: 3, max_item_pixels: 1234, max_request_pixels: 567890, max_seconds: 77, "
+        "max_memory_bytes: 65MiB, urls: {allowed_domains: ['*'], max_bytes: 1MiB}}",
+        '"max_items": 3, "max_item_pixels": 1234, "max_request_pixels": 567890, '
+        '"max_seconds": 77.0, "max_memory_bytes": 68157440}',
     ),
     "drain_s": ("drain_s: 41.5", "--shutdown-timeout 42"),
 }
-"""Keys of `router` that the front keeps: what a file says, and what that makes of its command."""
+"""Keys of `front`: what a file says, and what that makes of the front's command."""
 
 
-def planned(extra: str = "", front: str = "auto") -> Plan:
-    return plan_of(f"model: demo\nfront: {front}\n{extra}")
+def planned(extra: str = "") -> Plan:
+    return plan_of(f"model: demo\n{extra}")
 
 
 def test_several_api_servers_share_bounds_and_are_known_to_each_engine() -> None:
     *engines, front = planned(
-        "engine_args: {api_server_count: 2}\nrouter: {max_bodies_bytes: 1GiB}\n"
+        "engine_args: {api_server_count: 2}\nfront: {max_bodies_bytes: 1GiB}\n"
         "instances: {encode: {max_queued_items: 5}}"
     ).processes
     settings = json.loads(front.argv[4])
@@ -83,7 +76,6 @@ def test_processes_with_equal_variables_are_forked_and_others_start_by_themselve
     wide = "instances: {encode: {cores: [0]}, prefill_decode: {cores: [1, 2]}}"
     encode, pd, front = planned(wide).processes
     assert not encode.preload and pd.preload == front.preload != ()
-    assert not any(each.preload for each in planned(front="router").processes)
     apart = planned("instances: {encode: {count: 1}, prefill: {count: 1}, decode: {count: 1}}")
     assert {each.preload for each in apart.processes} == {front.preload}
     on_devices = plan_of("model: demo", platform="cuda").processes
@@ -91,28 +83,22 @@ def test_processes_with_equal_variables_are_forked_and_others_start_by_themselve
 
 
 @pytest.mark.parametrize(
-    "extra",
+    ("extra", "problem"),
     [
-        "instances: {encode: {engine_args: {api_server_count: 2}}}",
-        "instances: {encode: {engine_args: {mm_tensor_ipc: torch_shm}}}",
-        "engine_args: {mm_tensor_ipc: torch_shm}",
+        (
+            "instances: {encode: {engine_args: {api_server_count: 2}}}",
+            "encode.engine_args.api_serv",
+        ),
+        ("instances: {encode: {engine_args: {media_io_kwargs: {}}}}", "set it in engine_args"),
+        ("instances: {encode: {engine_args: {mm_tensor_ipc: torch_shm}}}", "torch_shm"),
+        ("engine_args: {mm_tensor_ipc: torch_shm}", "torch_shm"),
     ],
 )
-def test_what_needs_the_router_gets_it_and_is_told_why(extra: str, tmp_path: Path) -> None:
-    key = extra.split(":")[0] if not extra.startswith("router") else extra.split("{")[1][:-2]
-    plan = planned(extra)
-    assert plan.processes[-1].name == "router"
-    assert plan.front.startswith("router: ")
-    assert key.split(":")[0].split(" ")[0].rstrip("s") in plan.front
-    with pytest.raises(ConfigError, match="front is engine"):
-        planned(extra, front="engine")
-
-
-def test_the_shipped_file_that_processes_media_on_the_device_has_a_server_there() -> None:
-    text = Path("configs/1e1pd-one-gpu.yaml").read_text("utf-8")
-    encode, *_ = plan_of(text, "cuda", devices=("0",)).processes
-    assert options(encode)["--mm-processor-device"] == "auto"
-    assert "vllm.entrypoints.openai.api_server" in encode.argv
+def test_arguments_of_servers_that_engines_do_not_have_are_refused(
+    extra: str, problem: str
+) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        planned(extra)
 
 
 @pytest.mark.parametrize(("version", "carried"), [((0, 25), True), ((0, 26), False)])
@@ -120,38 +106,26 @@ def test_item_outcomes_have_their_middleware_before_vllm_0_26(
     version: tuple[int, int], carried: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("epd_portable.launch.plan.installed.vllm_version", lambda: version)
-    plan = planned("router: {item_outcomes: true}")
-    assert plan.front.startswith("engine: ")
+    plan = planned("front: {item_outcomes: true}")
     assert (PARAMS in plan.processes[-1].argv) is carried
     assert PARAMS not in planned().processes[-1].argv
 
 
-@pytest.mark.parametrize("name", RouterSection.model_fields)
-def test_a_key_of_the_router_reaches_the_front_or_asks_for_the_router(name: str) -> None:
-    if name in KEPT:
-        said, found = KEPT[name]
-        shared = "instances: {encode: {cores: [0]}, prefill_decode: {cores: [0]}}"
-        plan = planned(f"{shared}\nrouter: {{{said}}}")
-        assert plan.front.startswith("engine: ")
-        assert found in " ".join(plan.processes[-1].argv)
-        assert found not in " ".join(planned(shared).processes[-1].argv)
-    else:
-        topology = parse_topology("model: demo", "cpu")
-        changed = topology.router.model_copy(update={name: "another"})
-        front, why = choose_front(topology.model_copy(update={"router": changed}))
-        assert front == "router"
-        assert why.startswith(f"router.{name} is set")
+@pytest.mark.parametrize("name", FrontSection.model_fields)
+def test_a_key_of_the_file_reaches_the_front(name: str) -> None:
+    said, found = KEYS[name]
+    shared = "instances: {encode: {cores: [0]}, prefill_decode: {cores: [0]}}"
+    assert found in " ".join(planned(f"{shared}\nfront: {{{said}}}").processes[-1].argv)
+    assert found not in " ".join(planned(shared).processes[-1].argv)
 
 
 def test_encode_instances_join_fronts_as_engines_without_servers() -> None:
     joining = (
-        "model: demo\nsecret_file: secret\nlaunch: {host: 10.0.0.2}\n"
+        "model: demo\nsecret_file: secret\nlaunch: {host: 10.0.0.2, join: 'http://10.0.0.1:8000'}\n"
         "instances: {encode: {labels: {zone: b}}, prefill_decode: {count: 0}}\n"
-        "router: {join: 'http://10.0.0.1:8000'}\n"
     )
     plan = plan_of(joining)
     (engine,) = plan.processes
-    assert plan.front == "engine: encode instances join fronts on other machines"
     assert engine.argv[1:3] == ("-m", "epd_portable.engine.remote")
     places = json.loads(engine.argv[3])
     hub = f"tcp://10.0.0.2:{engine.ports['jobs']}"
@@ -166,8 +140,6 @@ def test_encode_instances_join_fronts_as_engines_without_servers() -> None:
     assert (member["url"], member["labels"]["zone"]) == (hub, "b")
     (plain,) = plan_of(f"{joining}transfer: {{trusted_network: true}}").members
     assert plain["url"] == f"plain+{hub}"
-    (server,) = plan_of(f"{joining}front: router").processes
-    assert "vllm.entrypoints.openai.api_server" in server.argv
 
 
 def test_front_waits_for_engines_of_other_machines() -> None:
@@ -176,12 +148,6 @@ def test_front_waits_for_engines_of_other_machines() -> None:
     settings = json.loads(front.argv[4])
     assert [each["name"] for each in settings["engines"]] == [pd.name]
     assert (settings["secret_file"], settings["trusted_network"]) == ("secret", False)
-
-
-def test_the_page_names_the_keys_that_the_front_keeps() -> None:
-    page = Path("docs/configuration.md").read_text("utf-8")
-    (listed,) = re.findall(r"^It keeps (.+?) of `router`\.", page, re.DOTALL | re.MULTILINE)
-    assert {*re.findall(r"`(\w+)`", listed)} == {*KEPT}
 
 
 def test_store_reaches_the_front() -> None:
@@ -193,12 +159,12 @@ def test_store_reaches_the_front() -> None:
     "key", ["", "hop_keys_file: /k", "partial_results: true", f"choice: {CHOICE}"]
 )
 def test_placement_middleware_is_there_where_a_key_needs_it(key: str) -> None:
-    *_, front = planned(f"router: {{{key}}}").processes
+    *_, front = planned(f"front: {{{key}}}").processes
     assert ("epd_portable.front.headers.PlacementMiddleware" in front.argv) == bool(key)
 
 
 def test_an_engine_without_encoder_is_behind_a_front_that_takes_media() -> None:
-    less = "instances: {prefill_decode: {encoder: false}}\ntransfer: {media: metadata}"
+    less = "instances: {prefill_decode: {encoder: false}}"
     _, pd, front = planned(f"{less}\nengine_args: {{limit_mm_per_prompt: {{video: 0}}}}").processes
     assert json.loads(options(pd)["--limit-mm-per-prompt"]) == {"video": 0, "image": 0, "audio": 0}
     assert json.loads(options(front)["--limit-mm-per-prompt"]) == {"video": 0}

@@ -114,7 +114,7 @@ def test_a_shipped_topology_plans_without_warnings_on_every_target(
     planned = plan_for(topology, target)
     assert planned["warnings"] == []
     processes = planned["processes"]
-    assert processes[-1]["role"] == "router"
+    assert processes[-1]["role"] == "front"
     ports = [port for process in processes for port in process["ports"].values()]
     assert len(ports) == len(set(ports))
     used = Counter(device for process in processes for device in process["devices"])

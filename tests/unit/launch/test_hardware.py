@@ -51,10 +51,10 @@ def test_a_profile_is_one_of_the_package_or_a_file(tmp_path: Path) -> None:
 
 
 def test_a_public_port_that_other_software_takes_is_warned_of() -> None:
-    assert warnings("router: {port: 20009}\ntransfer: {path: shm}") == [
-        "router.port 20009: on x other software takes ports 20000 to 20009; choose one outside them"
+    assert warnings("front: {port: 20009}\ntransfer: {path: shm}") == [
+        "front.port 20009: on x other software takes ports 20000 to 20009; choose one outside them"
     ]
-    assert warnings("router: {port: 20010}\ntransfer: {path: shm}") == []
+    assert warnings("front: {port: 20010}\ntransfer: {path: shm}") == []
 
 
 def test_a_plan_for_people_says_what_it_is_planned_for() -> None:

@@ -17,9 +17,9 @@ from epd_portable.launch.run.lifecycle import (
 LAUNCH = Launch(startup_timeout_s=100.0, stop_grace_s=15.0, hung_after_s=30.0)
 START, STOP = ProcessOrder("start", "encode-0"), ProcessOrder("stop", "encode-0")
 BACK = Notice("back", "encode-0 is back", {"instance": "encode-0"})
-PAIR = ["encode-0", "router"]
-# Two share a device, the decoder first; the router shares nothing.
-NEIGHBOURS = ["encode-0", "decode-0", "router"]
+PAIR = ["encode-0", "front"]
+# Two share a device, the decoder first; the front shares nothing.
+NEIGHBOURS = ["encode-0", "decode-0", "front"]
 AFTER = {"encode-0": ["decode-0"]}
 
 
@@ -62,8 +62,8 @@ def hung(lifecycle: Lifecycle, since: float) -> float:
 def test_a_death_at_start_ends_everything_even_after_it_was_healthy() -> None:
     lifecycle = new()
     lifecycle.start_all(0.0)
-    lifecycle.healthy("router", 1.0)
-    assert lifecycle.exited("router", "exited", 2.0) == [Fail("router", "exited")]
+    lifecycle.healthy("front", 1.0)
+    assert lifecycle.exited("front", "exited", 2.0) == [Fail("front", "exited")]
     assert lifecycle.phase is Phase.FAILED
 
 
@@ -71,7 +71,7 @@ def test_the_pause_doubles_up_to_its_limit_for_each_that_keeps_dying() -> None:
     lifecycle = serving()
     delays = [restart_delay(lifecycle, now) for now in (0.0, 5.0, 10.0, 20.0, 30.0, 50.0, 90.0)]
     assert delays == [1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0]
-    assert said(lifecycle.exited("router", "died", 200.0)) == ["router died; restarting it in 1 s"]
+    assert said(lifecycle.exited("front", "died", 200.0)) == ["front died; restarting it in 1 s"]
     for step in range(2000):
         assert lifecycle.exited("encode-0", "died", 200.0 + step), "it overflows"
 
@@ -105,7 +105,7 @@ def test_one_that_is_silent_for_long_is_asked_to_end_then_killed_then_started_ag
         "encode-0 has not answered as it should for 30 s (launch.hung_after_s); ending it",
         "stop encode-0",
     ]
-    assert lifecycle.up() == ["router"]
+    assert lifecycle.up() == ["front"]
     assert lifecycle.silent("encode-0", 130.0, 140.0) == [], "it was asked to end"
     assert lifecycle.tick(144.9) == []
     assert said(lifecycle.tick(145.0)) == [
@@ -168,10 +168,10 @@ def test_neighbours_start_one_after_the_other_in_their_order() -> None:
     lifecycle = new(NEIGHBOURS)
     assert lifecycle.start_all(0.0) == [
         ProcessOrder("start", "decode-0"),
-        ProcessOrder("start", "router"),
+        ProcessOrder("start", "front"),
     ]
     assert lifecycle.waiting() == {"encode-0": ["decode-0"]}
-    assert lifecycle.healthy("router", 1.0) == []
+    assert lifecycle.healthy("front", 1.0) == []
     assert lifecycle.tick(99.0) == []
     assert lifecycle.healthy("decode-0", 99.0) == [START]
     assert lifecycle.waiting() == {}

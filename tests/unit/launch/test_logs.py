@@ -47,7 +47,7 @@ ENGINE_FAILURE = """\
         ("first\nSegmentation fault\n", "Segmentation fault"),
         (
             "WARNING 01-31 12:00:00 [a.py:1] out of memory soon\n"
-            'INFO:     127.0.0.1:1 - "GET /health HTTP/1.1" 200 OK\n12:00:00 I router x: y\n',
+            'INFO:     127.0.0.1:1 - "GET /health HTTP/1.1" 200 OK\n12:00:00 I front x: y\n',
             "out of memory soon",
         ),
         ("INFO 01-31 12:00:00 [a.py:1] x\n", ""),
@@ -69,7 +69,6 @@ def test_the_stage_is_the_last_milestone_in_the_log() -> None:
     assert latest_stage("") == "importing"
     assert latest_stage("INFO Starting to load model /m...") == "loading the model"
     assert latest_stage("Starting to load model\nLoading weights took 1 s") == "weights are loaded"
-    assert latest_stage("I router epd_portable.router: router for m") == "waiting for the instances"
 
 
 def test_progress_tells_each_change_once_and_breaks_long_silence() -> None:

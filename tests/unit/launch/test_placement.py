@@ -99,11 +99,3 @@ def test_cores_are_divided_evenly_and_what_is_odd_is_said(
 def test_a_core_that_this_process_may_not_use_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"core 5 is not among .* \(0-3\)"):
         place_on_cores(groups({"cores": [5]}, {}), range(4))
-
-
-def test_api_servers_use_the_cores_of_encoders_and_what_is_left() -> None:
-    for pd, count, expected in (
-        ({"cores": [2, 3]}, 7, [[()], [(0, 1, 4, 5, 6)]]),
-        ({}, 5, [[(4,)], [(0, 1, 4)]]),
-    ):
-        assert of_each(place_on_cores(groups({}, pd), range(count)), "api_cores") == expected

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 from typing import Any
 
@@ -13,13 +12,11 @@ from epd_portable.errors import ConfigError
 from epd_portable.launch.plan.model import ModelSource
 from epd_portable.launch.plan.text import plan_table
 from epd_portable.platforms.traits import TRAITS
-from tests.unit.launch.plans import instance, options, plan_of, router
+from tests.unit.launch.plans import front, instance, options, plan_of
 
 HUB = ModelSource(argument="org/m", served_name="org/m", is_folder=False)
-TOKEN = "epd_portable.vllm_plugin.instance_token.TokenMiddleware"
 TEXT = """
 model: demo
-front: router
 engine_args: {max_model_len: 4096, limit_mm_per_prompt: {video: 0}}
 platform:
   cpu: {engine_args: {dtype: bfloat16}}
@@ -29,21 +26,19 @@ OFF_HOST = TEXT + "launch: {host: 10.0.0.2}\n"
 
 
 def test_an_instance_without_encoder_takes_embeddings_only_and_every_part_knows() -> None:
-    plan = plan_of(
-        f"{TEXT}transfer: {{media: metadata}}\ninstances: {{prefill_decode: {{encoder: false}}}}"
-    )
+    plan = plan_of(f"{TEXT}instances: {{prefill_decode: {{encoder: false}}}}")
     encode, pd, _ = plan.processes
     assert json.loads(options(pd)["--limit-mm-per-prompt"]) == {"video": 0, "image": 0, "audio": 0}
     assert ["--enable-mm-embeds" in spec.argv for spec in (encode, pd)] == [False, True]
     assert [instance(spec)["can_encode"] for spec in (encode, pd)] == [True, False]
-    assert (router(plan).media, router(plan).local_encode) == ("metadata", False)
+    assert front(plan)["can_encode"] is False
 
 
 FIVE = ("2", "3", "4", "5", "6")
 TWO_PAIRS = "instances: {prefill_decode: {count: 2, tensor_parallel_size: 2}}"
 SHARED = "instances: {encode: {devices: [3]}, prefill_decode: {devices: [3]}}"
-ALL = ["2,3,4,5,6", "3,4,2,5,6", "5,6,2,3,4", None]
-OWN = ["2", "3,4", "5,6", None]
+ALL = ["2,3,4,5,6", "3,4,2,5,6", "5,6,2,3,4", "3,4,2,5,6"]
+OWN = ["2", "3,4", "5,6", "3,4"]
 
 
 @pytest.mark.parametrize(
@@ -56,15 +51,13 @@ OWN = ["2", "3,4", "5,6", None]
         ("cuda", "collective", TWO_PAIRS, OWN),
         ("npu", "auto", TWO_PAIRS, OWN),
         ("npu", "ipc", TWO_PAIRS, OWN),
-        ("cuda", "auto", SHARED, ["3", "3", None]),
+        ("cuda", "auto", SHARED, ["3", "3", "3"]),
     ],
 )
 def test_what_an_instance_sees_of_the_devices(
     platform: str, path: str, text: str, seen: list[str | None]
 ) -> None:
-    plan = plan_of(
-        f"model: m\nfront: router\n{text}\ntransfer: {{path: {path}}}", platform, devices=FIVE
-    )
+    plan = plan_of(f"model: m\n{text}\ntransfer: {{path: {path}}}", platform, devices=FIVE)
     variable = TRAITS[platform].visible_devices_env or ""
     assert [spec.env.get(variable) for spec in plan.processes] == seen
     if text == TWO_PAIRS:
@@ -134,30 +127,9 @@ def test_the_most_special_argument_and_variable_win() -> None:
     assert options(pd)["--distributed-executor-backend"] == "mp"
 
 
-def test_every_instance_asks_for_the_token_before_all_other_middleware() -> None:
-    plan = plan_of(TEXT.replace("{max_model_len", "{middleware: a.b, max_model_len"))
-    named = [
-        [word for before, word in itertools.pairwise(spec.argv) if before == "--middleware"]
-        for spec in plan.processes
-    ]
-    admission = "epd_portable.vllm_plugin.admission.AdmissionMiddleware"
-    bounds = "epd_portable.vllm_plugin.media_bounds.MediaBoundsMiddleware"
-    assert named == [["a.b", bounds, admission, TOKEN], ["a.b", bounds, TOKEN], []]
-
-
-@pytest.mark.parametrize(("version", "bridged"), [((0, 23), True), ((0, 26), False), (None, False)])
-def test_servers_that_do_not_know_the_transfer_parameters_get_a_bridge(
-    monkeypatch: pytest.MonkeyPatch, version: tuple[int, int] | None, bridged: bool
-) -> None:
-    monkeypatch.setattr("epd_portable.launch.plan.installed.vllm_version", lambda: version)
-    bridge = "epd_portable.vllm_plugin.params_bridge.ParamsMiddleware"
-    encode, pd, _ = plan_of(TEXT).processes
-    assert [bridge in encode.argv, bridge in pd.argv] == [bridged, bridged]
-
-
 def test_what_encode_instances_keep_and_queue_is_as_the_file_says() -> None:
     queue = "instances: {encode: {max_queued_items: 7, host_cache_bytes: 0}}\n"
-    encode, pd, _ = plan_of(f"{TEXT}{queue}router: {{max_body_bytes: 128MiB}}").processes
+    encode, pd, _ = plan_of(f"{TEXT}{queue}front: {{max_body_bytes: 128MiB}}").processes
     found = instance(encode)
     assert (found["max_queued_items"], found["max_queued_bytes"]) == (7, 1 << 30)
     assert "host_cache_bytes" not in found
@@ -171,18 +143,17 @@ def test_who_encodes_for_others_bounds_their_jobs_as_encode_instances_do(role: s
     groups["encode"]["max_queued_items"] = 7
     plan = plan_of(f"{TEXT}instances: {groups}")
     found = next(each for each in plan.processes if each.name == f"{role}-0")
-    assert "epd_portable.vllm_plugin.admission.AdmissionMiddleware" in found.argv
     assert instance(found)["max_queued_items"] == 7
 
 
-def test_weights_labels_and_the_choice_reach_the_router() -> None:
+def test_weights_labels_and_the_choice_reach_the_front() -> None:
     groups = "instances: {encode: {weight: 2.5, labels: {zone: east}}}\n"
     profile = "schedulingProfiles: [{name: decode, plugins: []}]"
-    choice = f"router: {{choice: {{plugins: [{{type: decode-filter}}], {profile}}}}}"
-    settings = router(plan_of(TEXT + groups + choice))
-    found = [(each.weight, each.labels) for each in settings.instances]
+    choice = f"front: {{choice: {{plugins: [{{type: decode-filter}}], {profile}}}}}"
+    settings = front(plan_of(TEXT + groups + choice))
+    found = [(each["weight"], each["labels"]) for each in settings["engines"]]
     assert found == [(2.5, {"zone": "east"}), (1.0, {})]
-    assert settings.choice is not None and settings.choice.plugins[0].type == "decode-filter"
+    assert settings["choice"]["plugins"][0]["type"] == "decode-filter"
     with pytest.raises(ConfigError, match="did you mean decode-filter"):
         plan_of(TEXT + choice.replace("decode-filter", "decode-filtr"))
 
@@ -191,8 +162,7 @@ JOINING = """
 model: demo
 secret_file: /etc/epd.secret
 instances: {encode: {count: 2}, prefill_decode: {count: 0}}
-router: {join: "http://10.0.0.1:8000"}
-launch: {host: 10.0.0.2}
+launch: {host: 10.0.0.2, join: "http://10.0.0.1:8000"}
 """
 
 
@@ -212,7 +182,7 @@ launch: {host: 10.0.0.2}
             *("cpu", r"transfer\.path: ipc .* platform cpu .* auto or shm"),
         ),
         (
-            JOINING.replace("launch: {host: 10.0.0.2}", ""),
+            JOINING.replace("host: 10.0.0.2, ", ""),
             *("cuda", r"does not reach launch\.host 127\.0\.0\.1"),
         ),
         (OFF_HOST, "cpu", r"launch.host 10\.0\.0\.2.*secret_file"),
@@ -234,34 +204,28 @@ def test_what_does_not_fit_the_platform_or_the_network_is_refused(
 
 def test_what_listens_does_so_where_the_file_says() -> None:
     plan = plan_of(OFF_HOST + SECRET + "transfer: {path: collective, trusted_network: true}\n")
-    for spec in plan.processes[:-1]:
-        assert options(spec)["--host"] == "10.0.0.2"
-        assert spec.url.startswith("http://10.0.0.2:")
     pd = instance(plan.processes[1])
     assert pd["control_address"].startswith("tcp://10.0.0.2:")
     assert pd["data_address"].startswith("tcp://10.0.0.2:")
     assert pd["host"] == "10.0.0.2"
-    everywhere = plan_of("model: m\nfront: router\nrouter: {host: 0.0.0.0}")
-    assert everywhere.processes[-1].url == "http://127.0.0.1:8000"
-    assert router(everywhere).host == "0.0.0.0"
+    everywhere = plan_of("model: m\nfront: {host: 0.0.0.0}").processes[-1]
+    assert everywhere.url == "http://127.0.0.1:8000"
+    assert options(everywhere)["--host"] == "0.0.0.0"
 
 
 @pytest.mark.parametrize(
-    ("text", "path", "others_join"),
-    [(TEXT + SECRET, "/etc/epd.secret", True), (TEXT, "/tmp/epd-00c0ffee/secret", False)],
+    ("text", "path"),
+    [(TEXT + SECRET, "/etc/epd.secret"), (TEXT, "/tmp/epd-00c0ffee/secret")],
 )
-def test_every_part_knows_the_secret_and_nothing_joins_a_run_of_its_own(
-    text: str, path: str, others_join: bool
-) -> None:
+def test_every_part_knows_the_secret(text: str, path: str) -> None:
     plan = plan_of(text)
     assert {instance(spec)["secret_file"] for spec in plan.processes[:-1]} == {path}
-    assert (router(plan).secret_file, router(plan).registration) == (path, others_join)
+    assert front(plan)["secret_file"] == path
 
 
-def test_engines_send_their_spans_where_the_router_does() -> None:
-    plan = plan_of(TEXT + "router: {tracing: {endpoint: 'http://otel:4318/'}}\n")
-    assert router(plan).tracing.endpoint == "http://otel:4318/"
-    for spec in plan.processes[:-1]:
+def test_front_and_engines_send_their_spans_to_one_place() -> None:
+    plan = plan_of(TEXT + "front: {tracing: {endpoint: 'http://otel:4318/'}}\n")
+    for spec in plan.processes:
         assert options(spec)["--otlp-traces-endpoint"] == "http://otel:4318/v1/traces"
         assert spec.env["OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"] == "http/protobuf"
         assert spec.env["OTEL_SERVICE_NAME"] == spec.name
@@ -279,12 +243,11 @@ def test_a_plan_names_who_encodes() -> None:
 STORE = "\nstore: {kind: redis, url: 'redis://me@cache:6379', password_file: /s/word}"
 
 
-def test_a_store_reaches_every_instance_and_the_router_and_is_shown() -> None:
+def test_a_store_reaches_every_instance_and_the_front_and_is_shown() -> None:
     plan = plan_of(TEXT + "secret_file: /s/secret" + STORE)
     for spec in plan.processes[:-1]:
         assert InstanceConfig.parse(instance(spec)).store is not None
-    store = router(plan).store
-    assert store is not None and store.url == "redis://me@cache:6379"
+    assert front(plan)["store"]["url"] == "redis://me@cache:6379"
     assert plan.as_json()["store"] == "redis at redis://me@cache:6379, at most 8192 MiB"
     assert "encoder outputs are kept by redis at redis://me@cache:6379" in plan_table(plan)
     assert not any("store" in warning for warning in plan.warnings)
@@ -293,7 +256,7 @@ def test_a_store_reaches_every_instance_and_the_router_and_is_shown() -> None:
     assert "epd-launch secret" in warning
 
 
-def test_instances_that_join_have_names_of_their_host_and_no_router() -> None:
+def test_instances_that_join_have_names_of_their_host_and_no_front() -> None:
     plan = plan_of(JOINING, "cuda", devices=("0", "1"))
     names = ["encode-0@10.0.0.2", "encode-1@10.0.0.2"]
     assert [process.name for process in plan.processes] == names

@@ -48,9 +48,9 @@ def unlock(folder: Path) -> None:
 def process(name: str = "encode-0", **changes: Any) -> ProcessRecord:
     made = ProcessRecord(
         name=name,
-        role="router" if name == "router" else "encode",
+        role="front" if name == "front" else "encode",
         state="up",
-        url="http://127.0.0.1:8000" if name == "router" else "http://127.0.0.1:20000",
+        url="http://127.0.0.1:8000" if name == "front" else "http://127.0.0.1:20000",
         ports={"http": 20000, "control": 20002},
         log=f"/var/log/epd/{name}.log",
     )
@@ -107,32 +107,40 @@ def test_a_run_of_another_user_is_not_read(folder: Path, monkeypatch: pytest.Mon
     assert find_runs(folder.parent) == []
 
 
-def test_scrape_configuration_has_fronts_and_no_engine(folder: Path) -> None:
+def test_scrape_configuration_has_fronts_and_engines_with_pages(folder: Path) -> None:
     front = "https://127.0.0.1:8000"
-    engine = process("encode-1", url=f"{front}/epd/instances/encode-1")
-    write_record(folder, record(engine, process("router", url=front)))
-    (job,) = yaml.safe_load(ask("status", "--prometheus").stdout)["scrape_configs"]
-    assert job["honor_labels"] is True
-    assert job["scheme"] == "https"
-    assert job["static_configs"] == [{"targets": ["127.0.0.1:8000"], "labels": {"model": "demo"}}]
+    # An engine without a server is read at its front.
+    without = process("encode-1", url=f"{front}/epd/instances/encode-1")
+    write_record(folder, record(process(), without, process("front", url=front)))
+    made = yaml.safe_load(ask("status", "--prometheus").stdout)
+    front, instances = made["scrape_configs"]
+    assert front["honor_labels"] is True
+    assert front["scheme"] == "https"
+    assert front["static_configs"] == [{"targets": ["127.0.0.1:8000"], "labels": {"model": "demo"}}]
+    assert instances["static_configs"] == [
+        {
+            "targets": ["127.0.0.1:20000"],
+            "labels": {"model": "demo", "instance": "encode-0", "role": "encode"},
+        }
+    ]
 
 
 def test_logs_are_shown_of_all_or_of_one(folder: Path, tmp_path: Path) -> None:
-    for name in ("encode-0", "router"):
+    for name in ("encode-0", "front"):
         (tmp_path / f"{name}.log").write_text("".join(f"{name} says {n}\n" for n in range(30)))
-    logs = {name: str(tmp_path / f"{name}.log") for name in ("encode-0", "router")}
+    logs = {name: str(tmp_path / f"{name}.log") for name in ("encode-0", "front")}
     write_record(folder, record(*(process(name, log=log) for name, log in logs.items())))
-    assert ask("logs", "-n", "1").stdout == ("encode-0: encode-0 says 29\nrouter: router says 29\n")
-    assert ask("logs", "-n", "2", "router").stdout == "router says 28\nrouter says 29\n"
-    assert json.loads(ask("logs", "--json", "-n", "1", "router").stdout) == {
+    assert ask("logs", "-n", "1").stdout == ("encode-0: encode-0 says 29\nfront: front says 29\n")
+    assert ask("logs", "-n", "2", "front").stdout == "front says 28\nfront says 29\n"
+    assert json.loads(ask("logs", "--json", "-n", "1", "front").stdout) == {
         "schema_version": 1,
-        "instance": "router",
-        "text": "router says 29",
+        "instance": "front",
+        "text": "front says 29",
     }
     assert len(ask("logs", "--json").stdout.splitlines()) == 40
     refused = ask("logs", "encode-9")
     assert refused.exit_code == 2
-    assert f"run {RUN} has no process encode-9; there are encode-0, router" in refused.stderr
+    assert f"run {RUN} has no process encode-9; there are encode-0, front" in refused.stderr
 
 
 def test_logs_are_those_of_what_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

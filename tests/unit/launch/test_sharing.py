@@ -22,9 +22,7 @@ instances:
 
 
 def plan(text: str, platform: str = "cuda", *, has_shares: bool = True) -> Plan:
-    return plan_of(
-        f"model: m\nfront: router\n{text}", platform, devices=("0", "1"), has_shares=has_shares
-    )
+    return plan_of(f"model: m\n{text}", platform, devices=("0", "1"), has_shares=has_shares)
 
 
 def shared(made: Plan) -> tuple[UsedDevice, ...]:
@@ -48,23 +46,22 @@ def test_instances_on_devices_of_their_own_start_at_once() -> None:
     ("platform", "key", "some", "more"),
     [("cuda", "devices", "[0]", "[0, 1]"), ("cpu", "cores", "[1]", "[1, 0]")],
 )
-@pytest.mark.parametrize("front", ["router", "engine"])
 def test_who_has_just_what_an_encoder_has_makes_a_pair_with_it(
-    platform: str, key: str, some: str, more: str, front: str
+    platform: str, key: str, some: str, more: str
 ) -> None:
     groups = f"encode: {{{key}: {some}}}, prefill_decode: {{count: 2, {key}: {more}}}"
-    text = f"model: m\nfront: {front}\nrouter: {{switch_roles: true}}\ninstances: {{{groups}}}"
+    text = f"model: m\nfront: {{switch_roles: true}}\ninstances: {{{groups}}}"
     argv = plan_of(text, platform, devices=("0", "1")).processes[-1].argv
     settings = json.loads(argv[argv.index("--settings") + 1])
     assert settings["switch_roles"]
-    labels = [each["labels"] for each in settings["engines" if front == "engine" else "instances"]]
+    labels = [each["labels"] for each in settings["engines"]]
     pair = {"epd.pair": "encode-0"}
     assert labels == ([{}, pair, {}] if platform == "cuda" else [{}, {}, pair])
 
 
 def test_roles_that_nobody_can_switch_are_refused() -> None:
     with pytest.raises(ConfigError, match="switch_roles: no prefill_decode instance has the same"):
-        plan("router: {switch_roles: true}")
+        plan("front: {switch_roles: true}")
 
 
 def test_on_several_shared_devices_each_waits_for_all_that_are_on_one_with_it() -> None:
@@ -150,7 +147,7 @@ PERCENTAGE = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
 
 def test_instances_are_kept_to_their_share_of_the_compute_of_a_device() -> None:
     made = plan(SHARES)
-    assert [spec.env.get(PERCENTAGE) for spec in made.processes] == ["30", "70", None]
+    assert [spec.env.get(PERCENTAGE) for spec in made.processes] == ["30", "70", "70"]
     assert [tenant.share for tenant in shared(made)[0].tenants] == [70, 30]
     assert made.warnings == ()
     text = plan_table(made)
@@ -160,7 +157,7 @@ def test_instances_are_kept_to_their_share_of_the_compute_of_a_device() -> None:
     assert all(PERCENTAGE not in spec.env for spec in plan(ONE_DEVICE).processes)
     # Each worker sets its own limit there.
     ascend = plan(SHARES, "npu")
-    assert [spec.env.get("EPD_COMPUTE_SHARE") for spec in ascend.processes] == ["30", "70", None]
+    assert [spec.env.get("EPD_COMPUTE_SHARE") for spec in ascend.processes] == ["30", "70", "70"]
     assert all(PERCENTAGE not in spec.env for spec in ascend.processes)
     assert "by CANN's limit of a process's cores" in plan_table(ascend)
 

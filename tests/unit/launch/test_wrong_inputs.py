@@ -66,10 +66,9 @@ def run(command: str, file: str = "model: demo\n", **env: str) -> Result:
         ("epd-launch serve", ["'serve'", "`up` starts a topology"]),
         ("epd-launch stop", ["'stop'", "Ctrl-C stops a topology"]),
         ("epd-launch restart", ["'restart'", "SIGHUP to the launcher"]),
-        ("epd-launch instance --platform cpu --config t.yaml --role x", ["'--role'", "'encode'"]),
         (
-            "epd-launch instance --platform cpu --config t.yaml --role prefill-decode",
-            ["t.yaml: set router.join", "`epd-launch up`"],
+            "epd-launch engine --platform cpu --config t.yaml",
+            ["no instance takes the items", "set launch.join"],
         ),
         ("epd-launch plam", ["'plam'", "'plan'"]),
         ("epd-launch up --platfrom cpu", ["'--platfrom'", "'--platform'"]),
@@ -89,15 +88,15 @@ def run(command: str, file: str = "model: demo\n", **env: str) -> Result:
         (f"{UP} --log-dir t.yaml", ["'--log-dir'", "'t.yaml'"]),
         ("epd-launch status --json --prometheus", ["choose one"]),
         (
-            "epd-launch instances --router localhost:8000 --secret-file s",
-            ["'--router'", "write http://localhost:8000"],
+            "epd-launch instances --front localhost:8000 --secret-file s",
+            ["'--front'", "write http://localhost:8000"],
         ),
         (
-            "epd-launch instances --router http://u:p@h --secret-file s",
+            "epd-launch instances --front http://u:p@h --secret-file s",
             ["'http://u:***@h'", "leave out what stands before an @"],
         ),
         (
-            "epd-launch instances --router http://h:1 --secret-file s",
+            "epd-launch instances --front http://h:1 --secret-file s",
             ["secret_file s cannot be read", "epd-launch secret s makes one"],
         ),
         ("epd-launch secret no/such/s", ["no/such/s cannot be written"]),
@@ -118,16 +117,15 @@ def test_a_wrong_command_line_is_answered_with_what_to_write(
     ("assignment", "remedy"),
     [
         ("model=", "got nothing"),
-        ("router.port=eighty", "got 'eighty'"),
-        ("router.prot=3", "unknown key; did you mean port?"),
-        ("router=8000", "expected a mapping of host, port, join,"),
+        ("front.port=eighty", "got 'eighty'"),
+        ("front.prot=3", "unknown key; did you mean port?"),
+        ("front=8000", "expected a mapping of host, port, tls_cert_file,"),
         ("transfer.pool_bytes=1GB", "did you mean 1GiB?"),
         ("transfer.pool_bytes=-1MiB", "write bytes or a unit, as in 512MiB or 1GiB"),
         ("transfer.wait_timeout_s=30s", "write 30"),
         ("transfer.wait_timeout_s=5 min", "write 300"),
         ("transfer.wait_timeout_s=soon", "write a number, as in 30"),
         ("transfer.path=rdma", "known are auto, ipc, shm, nixl, collective, tcp"),
-        ("transfer.path=mooncake", "mooncake is gone: use auto or nixl"),
         ("transfer.path=ipc", "write auto or shm"),
         ("instances.encode.share=101", "got 101"),
         ("instances.encode=3", "expected a mapping of count, tensor_parallel_size,"),
@@ -135,22 +133,20 @@ def test_a_wrong_command_line_is_answered_with_what_to_write(
         ("instances.encode.devices=[0]", "has no use for it; move it under platform.<name>"),
         ("env.TMPDIR=/x", "TMPDIR is set by the launcher; remove it"),
         ("env.EPD_LOG_LEVEL=loud", "expected DEBUG, INFO, WARNING or ERROR"),
-        ("env.EPD_STORE_PASSWORD=x", "use store.password_file"),
         ("env.A-B=x", "has not the form that it needs"),
         ("engine_args.gpu_memory_utilisation=0.5", "did you mean gpu_memory_utilization?"),
         ("engine_args.gpu_memory_utilization=half", "wants a number here, got 'half'"),
         ("engine_args.max_model_len=4x", "wants a whole number here, got '4x'"),
         ('engine_args.enforce_eager="yes"', "wants true or false here, got 'yes'"),
         ("engine_args.max-model-len=3", "write max_model_len"),
-        ("engine_args.port=3", "the public one is router.port"),
+        ("engine_args.port=3", "the public one is front.port"),
         ("engine_args=[]", "expected a mapping of keys and values, got a list"),
         ("engine_args.limit_mm_per_prompt=3", "wants a mapping here, got 3"),
         ("launch.host=0.0.0.0", "write the one that others reach this machine by"),
         ("launch.host=10.0.0.1", "set secret_file"),
         ("launch.first_port=65535", "65535 is the highest; lower it"),
-        ("router.tracing.endpoint=collector:4318", "write http://collector:4318"),
-        ("router.instance_networks=[10.0.0.1/8]", "write for example 10.1.0.0/16"),
-        ("router.idle_timeout_s=10", "raise the latter"),
+        ("front.tracing.endpoint=collector:4318", "write http://collector:4318"),
+        ("front.media.urls.allowed_networks=[10.0.0.1/8]", "write for example 10.1.0.0/16"),
         ("model=no such", "give an existing folder"),
     ],
 )
@@ -201,7 +197,7 @@ def test_what_only_the_launcher_sets_is_refused_with_what_to_write(
 @pytest.mark.parametrize(
     ("assignment", "section", "remedy"),
     [
-        ("router.tls_cert_file=a.pem", "router", "set both or neither"),
+        ("front.tls_cert_file=a.pem", "front", "set both or neither"),
         ("store.kind=redis", "store", "url is missing"),
         ("instances.encoder.count=1", "instances.encoder", "did you mean encode?"),
         ("instances.encode.tensor_parallel_size=2", "instances.encode", "raise its count instead"),
@@ -249,21 +245,21 @@ def test_a_password_in_an_address_is_never_shown() -> None:
             [
                 "2 problems",
                 "transfer.pool_bytes (line 2): '2 GB' is not a size",
-                "platform.npu.routr (line 4): unknown key; did you mean router?",
+                "platform.npu.routr (line 4): unknown key; did you mean front?",
             ],
         ),
         (
-            "router: {prot: 1}\ninstances: {encoder: {}}\nsecret_file: nope\nenv: {TMPDIR: x}\n"
+            "front: {prot: 1}\ninstances: {encoder: {}}\nsecret_file: nope\nenv: {TMPDIR: x}\n"
             "engine_args: {gpu_memory_utilisation: 0.5}\nlaunch: {warm_up: true}\n"
             "model: demo\nmodel: x\n",
             [
                 "7 problems",
-                "router.prot (line 1): unknown key; did you mean port?",
+                "front.prot (line 1): unknown key; did you mean port?",
                 "instances.encoder (line 2): unknown key; did you mean encode?",
                 "secret_file (line 3): cannot be read: No such file or directory",
                 "env.TMPDIR (line 4): TMPDIR is set by the launcher; remove it",
                 "engine_args.gpu_memory_utilisation (line 5): vLLM 0.32.0 has no such argument",
-                "launch.warm_up (line 6): is gone: instances are always warmed up",
+                "launch.warm_up (line 6): unknown key; known are host, join",
                 "line 8: model is written twice; keep one",
             ],
         ),
@@ -286,19 +282,19 @@ def test_files_that_others_can_read_or_that_are_not_there_are_listed() -> None:
         Path(name).chmod(0o644)
     file = (
         "model: demo\nsecret_file: s\n"
-        "router: {api_keys_file: k, tls_cert_file: c, tls_key_file: c}\n"
+        "front: {api_keys_file: k, tls_cert_file: c, tls_key_file: c}\n"
     )
     text = run(UP, file).output
     assert "secret_file (line 2): has mode 0644" in text and "chmod 600 s" in text
-    assert "router.tls_cert_file (line 3): c cannot be read" in text
-    assert "router.api_keys_file (line 3): k has mode 0644" in text and "chmod 600 k" in text
+    assert "front.tls_cert_file (line 3): c cannot be read" in text
+    assert "front.api_keys_file (line 3): k has mode 0644" in text and "chmod 600 k" in text
 
 
 def test_what_this_machine_lacks_is_listed_at_once() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         alone = run(f"{UP} --port {port}").output
-        assert f"router.port {port} on 127.0.0.1 is in use" in alone
+        assert f"front.port {port} on 127.0.0.1 is in use" in alone
         both = run(f"{UP} --port {port} --set transfer.pool_bytes=9000TiB").output
     assert "2 problems of this machine" in both
     assert "transfer.pool_bytes: " in both and "docker run --shm-size" in both
@@ -307,4 +303,3 @@ def test_what_this_machine_lacks_is_listed_at_once() -> None:
 def test_wrong_variables_are_answered_by_name() -> None:
     assert "EPD_LOG_LEVEL='loud': expected DEBUG" in run(PLAN, EPD_LOG_LEVEL="loud").output
     assert "'gpu'" in run("epd-launch plan --config t.yaml", EPD_PLATFORM="gpu").output
-    assert "EPD_SECRET_FILE is gone: use --secret-file" in run(PLAN, EPD_SECRET_FILE="s").output

@@ -19,7 +19,7 @@ FORM = "neither a name nor an address"
 NUMBERS = "another form than four decimal numbers"
 UNPRINTABLE = "no spaces, backslashes or control characters"
 NO_URL = "no http or https URL with a host"
-NOT_AMONG = "is not among router.media_urls.allowed_domains"
+NOT_AMONG = "is not among front.media.urls.allowed_domains"
 USER = "user or password"
 PORT = "its port is no number"
 
@@ -177,7 +177,7 @@ def test_hosts_are_allowed_by_entries(
     for host in allowed:
         domains.check(read_url(f"http://{host}/"))
     for host in refused:
-        with pytest.raises(MediaUrlError, match=r"router\.media_urls\.allowed_domains"):
+        with pytest.raises(MediaUrlError, match=r"front\.media\.urls\.allowed_domains"):
             domains.check(read_url(f"http://{host}/"))
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
-from epd_portable.config.routing import AdmissionSection
+from epd_portable.config.front import AdmissionSection
 from epd_portable.errors import RequestError
 from epd_portable.placement.admission import (
     LONGEST_RETRY_S,
@@ -15,7 +15,6 @@ from epd_portable.placement.admission import (
 )
 from epd_portable.placement.gate import Ticket
 from epd_portable.placement.instances import EndpointPool, Instance
-from epd_portable.wire.outcomes import FailureKind
 from tests.unit.builders import instance_settings
 
 
@@ -80,7 +79,6 @@ async def test_a_limit_for_each_instance_is_as_large_as_those_that_are_usable() 
 async def test_one_that_is_parked_is_no_place_to_answer_unless_it_is_the_only_one() -> None:
     door = Door(answer={"max_requests": 2})
     parked, other = door.add("a"), door.add("b")
-    parked.failed(FailureKind.LOST)  # What is suspected may be parked, too.
     parked.park(True)
     assert await door.go_at_once() == 2
     parked.park(False)

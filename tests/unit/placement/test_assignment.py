@@ -11,27 +11,20 @@ from epd_portable.placement.assignment import (
     EncodeFailure,
     EncodeTimes,
     EncodeTries,
+    FailureKind,
     assign_items,
     count_local_first,
     or_own,
 )
-from epd_portable.placement.fallbacks import (
-    FALLBACKS,
-    RequestFailure,
-    RequestPhase,
-    RequestTries,
-    RetryBudget,
-    final_error,
-)
+from epd_portable.placement.fallbacks import RetryBudget
 from epd_portable.placement.instances import EndpointPool, Instance
-from epd_portable.wire.outcomes import FailureKind
 from epd_portable.wire.params import EncodedItem
 from tests.unit.builders import instance_settings
 from tests.unit.placement.profiles.situations import Picture
 
 PD = instance_settings("pd", "prefill-decode")
 PIXELS, TIME_S = 448 * 448, 0.25
-LOST, FULL, REFUSED = FailureKind.LOST, FailureKind.FULL, FailureKind.REFUSED
+LOST, FULL = FailureKind.LOST, FailureKind.FULL
 
 
 def pictures(*names: str, pixels: int = 0) -> list[Picture]:
@@ -153,8 +146,8 @@ def test_another_encoder_is_asked_when_one_fails_and_then_none() -> None:
     assert tries.describe() == f"encoders tried: e0, {second.name}; last: is lost"
 
 
-@pytest.mark.parametrize(("kind", "now_s"), [(REFUSED, 1.0), (LOST, 30.0), (FULL, 31.0)], ids=str)
-def test_none_is_asked_for_an_item_at_fault_or_too_late(kind: FailureKind, now_s: float) -> None:
+@pytest.mark.parametrize(("kind", "now_s"), [(LOST, 30.0), (FULL, 31.0)], ids=str)
+def test_no_encoder_is_asked_too_late(kind: FailureKind, now_s: float) -> None:
     scene = Scene()
     tries = scene.tries(deadline_s=30.0)
     assert tries.note_failure("e0", failure(kind, 1.0), now_s) == 0
@@ -196,89 +189,6 @@ def test_a_job_that_the_deadline_cuts_off_counts_as_the_full_encoder_before() ->
     assert tries.next_encoder() is not None
     tries.note_failure("e0", failure(FailureKind.TIMEOUT), 5.0)
     assert tries.failure is not None and tries.failure.kind is FULL
-
-
-def failed(
-    kind: FailureKind, phase: RequestPhase = RequestPhase.ANSWER, **more: object
-) -> RequestFailure:
-    return RequestFailure(kind, phase, "it failed", **more)  # type: ignore[arg-type]
-
-
-def test_a_request_whose_instance_is_lost_is_sent_once_more_and_to_the_same_if_need_be() -> None:
-    scene = Scene()
-    tries = RequestTries(scene.budget)
-    choose = scene.pool.choose_least_loaded
-    pd = tries.choose_pd(choose)
-    assert pd is not None and tries.asked == "pd"
-    assert tries.possible(failed(LOST), choose, choose) == ("retried",)
-    assert tries.go_on(failed(LOST), "retried")
-    assert tries.choose_pd(choose) is pd  # There is no other one.
-    assert tries.possible(failed(LOST), choose, choose) == ()
-
-
-def test_a_request_that_an_instance_answers_5xx_needs_another_one() -> None:
-    scene = Scene()
-    tries = RequestTries(scene.budget)
-    choose = scene.pool.choose_least_loaded
-    tries.choose_pd(choose)
-    assert tries.possible(failed(FailureKind.ERROR), choose, choose) == ()
-    scene.pool.add(instance_settings("other", "prefill-decode")).seen_well()
-    assert tries.possible(failed(FailureKind.ERROR), choose, choose) == ("retried",)
-    tries.go_on(failed(FailureKind.ERROR), "retried")
-    other = tries.choose_pd(choose)
-    assert other is not None and other.name == "other"
-
-
-def test_items_that_cannot_be_had_come_as_media_or_are_left_out() -> None:
-    budget, missing = RetryBudget(), failed(FailureKind.MISSING, items=["a"])
-    tries = RequestTries(budget, metadata_only=True, partial_results=True)
-    assert tries.possible(missing, lambda _: None, lambda _: None) == ("original_media",)
-    assert tries.go_on(missing, "original_media") and not tries.metadata_only
-    assert tries.possible(missing, lambda _: None, lambda _: None) == ("left_out",)
-    assert tries.go_on(missing, "left_out")
-    without = RequestTries(budget, metadata_only=True, local_encode=False)
-    assert without.possible(missing, lambda _: None, lambda _: None) == ()
-    assert not without.go_on(missing, "unavailable")
-
-
-def test_two_prefill_instances_are_asked_and_then_the_decode_instance() -> None:
-    scene = Scene()
-    tries = RequestTries(scene.budget)
-    lost = failed(LOST, RequestPhase.PREFILL)
-    choose = scene.pool.choose_least_loaded
-    tries.prefills.append("p0")
-    assert tries.possible(lost, choose, choose) == ("retried",)
-    assert tries.go_on(lost, "retried") and not tries.prefills_here
-    tries.prefills.append("p1")
-    assert tries.possible(lost, choose, choose) == ()
-    assert tries.go_on(lost, "local") and tries.prefills_here
-
-
-@pytest.mark.parametrize(
-    ("kind", "fallback", "status"),
-    [
-        (LOST, "incomplete", 502),
-        (FailureKind.TIMEOUT, "timeout", 504),
-        (FailureKind.TOO_LARGE, "refused", 413),
-        (REFUSED, "refused", 400),
-        (FailureKind.MISSING, "unavailable", 503),
-        (LOST, "unavailable", 503),
-    ],
-)
-def test_what_a_client_gets_in_the_end(kind: FailureKind, fallback: object, status: int) -> None:
-    error = final_error(failed(kind), fallback)  # type: ignore[arg-type]
-    assert error.status == status and str(error).startswith("it failed")
-    assert (error.retry_after_s is not None) == (status == 503)
-
-
-def test_every_failure_has_its_fallbacks_wherever_it_can_be_met() -> None:
-    assert {kind for _, kind in FALLBACKS} == set(FailureKind)
-    final = {"unavailable", "refused", "error", "timeout", "incomplete", "local"}
-    for (phase, _), fallbacks in FALLBACKS.items():
-        # What is always possible stands last, and nowhere else.
-        assert [each in final for each in fallbacks] == [False] * (len(fallbacks) - 1) + [True]
-        # Once headers of an answer have come, nothing is sent again.
-        assert phase is not RequestPhase.STREAM or fallbacks == ("incomplete",)
 
 
 def test_retries_are_a_part_of_what_comes() -> None:

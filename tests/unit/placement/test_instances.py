@@ -12,17 +12,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from epd_portable.config.roles import Role
-from epd_portable.placement.instances import (
-    FEW,
-    FIRST_SUSPICION_S,
-    LONGEST_SUSPICION_S,
-    MOST_FAILURES,
-    PROBES_UNTIL_DOWN,
-    EndpointPool,
-    Instance,
-)
+from epd_portable.placement.instances import FEW, EndpointPool, Instance
 from epd_portable.placement.ring import LOAD_BOUND
-from epd_portable.wire.outcomes import FailureKind
 from tests.unit.builders import instance_settings
 
 
@@ -62,108 +53,42 @@ def chosen(instances: EndpointPool, key: str, exclude: tuple[str, ...] = ()) -> 
     return instance.name
 
 
-# How an instance is. What happens to it, in order; then its state, whether it is preferred to
-# others, whether its process has been warmed up.
+# State of an instance: events in their order, the state after them, and the reason.
 
-WELL, SILENT, GONE = Instance.seen_well, Instance.seen_silent, lambda i: i.seen_gone("refused")
-LATE = [SILENT] * PROBES_UNTIL_DOWN
-WARMED_UP, DRAIN, RESUME, ANSWERED = (
-    Instance.mark_warmed_up,
-    Instance.drain,
-    Instance.resume,
-    Instance.answered,
-)
+WELL, GONE, LEAVE = Instance.seen_well, lambda i: i.seen_gone("refused"), Instance.leave
+DRAIN, RESUME = Instance.drain, Instance.resume
+PARK, UNPARK = lambda i: i.park(True), lambda i: i.park(False)
 
-
-def fails(failure: FailureKind) -> Callable[[Instance], None]:
-    return lambda instance: instance.failed(failure)
-
-
-UP = [WELL, WARMED_UP]
-ERROR, REFUSED, CUT = map(fails, (FailureKind.ERROR, FailureKind.UNREACHABLE, FailureKind.LOST))
-FAILING = [*UP, *[ERROR] * MOST_FAILURES]
-
-HISTORIES: dict[str, tuple[list[Callable[[Instance], Any]], str, bool, bool]] = {
-    "nobody has seen it": ([], "down", False, False),
-    "it answers a probe": ([WELL], "joining", False, False),
-    "it cannot be warmed up while it is down": ([WARMED_UP, WELL], "joining", False, False),
-    "it is warmed up": (UP, "up", True, True),
-    "a busy one misses probes": ([*UP, *LATE[1:]], "up", True, True),
-    "missed probes count in a row only": ([*UP, *LATE[1:], WELL, *LATE[1:]], "up", True, True),
-    "it misses too many probes": ([*UP, *LATE], "down", False, True),
-    "it was silent, and is the same process": ([*UP, *LATE, WELL], "up", True, True),
-    "its process has ended": ([*UP, GONE], "down", False, False),
-    "another process is there": ([*UP, GONE, WELL], "joining", False, False),
-    "it ended after it was silent": ([*UP, *LATE, GONE, WELL], "joining", False, False),
-    "a connection is cut": ([*UP, CUT], "up", False, True),
-    "it answers a probe after that": ([*UP, CUT, WELL], "up", True, True),
-    "it answers a request after that": ([*UP, CUT, ANSWERED], "up", True, True),
-    "it misses a probe after that": ([*UP, CUT, SILENT], "up", False, True),
-    "it refuses a connection": ([*UP, REFUSED], "up", False, True),
-    "it misses a probe after refusing": ([*UP, REFUSED, SILENT], "down", False, True),
-    "it answers an error": ([*UP, ERROR], "up", False, True),
-    "errors in a row": ([*FAILING, WELL, ANSWERED], "up", False, True),
-    "errors with answers between": ([*UP, *[ERROR, ANSWERED] * 20], "up", True, True),
-    "a failing one ends": ([*FAILING, GONE, WELL, WARMED_UP], "up", True, True),
-    "a failing one drains": ([*FAILING, DRAIN], "draining", False, True),
-    "it drains": ([*UP, DRAIN], "draining", False, True),
-    "it resumes": ([*UP, DRAIN, RESUME], "up", True, True),
-    "it resumes as another process": ([*UP, DRAIN, GONE, WELL, RESUME], "joining", False, False),
-    "it resumes while it is down": ([*UP, DRAIN, *LATE, RESUME], "down", False, True),
-    "an error while it is down": ([*UP, GONE, ERROR, WELL, WARMED_UP], "up", True, True),
+HISTORIES: dict[str, tuple[list[Callable[[Instance], Any]], str, str]] = {
+    "its process has not begun": ([], "down", "not started yet"),
+    "its process is ready": ([WELL], "up", ""),
+    "its process has ended": ([WELL, GONE], "down", "refused"),
+    "another process is there": ([WELL, GONE, WELL], "up", ""),
+    "it drains": ([WELL, DRAIN], "draining", ""),
+    "it drains while it is down": ([DRAIN], "draining", "not started yet"),
+    "it resumes": ([WELL, DRAIN, RESUME], "up", ""),
+    "it resumes while it is down": ([WELL, DRAIN, GONE, RESUME], "down", "refused"),
+    "it is parked": ([WELL, PARK], "up", "parked"),
+    "it is parked no more": ([WELL, PARK, UNPARK], "up", ""),
+    "it ends while it is parked": ([WELL, PARK, GONE], "down", "refused"),
+    "it has left": ([WELL, LEAVE], "draining", "has left"),
 }
 
 
 @pytest.mark.parametrize("history", HISTORIES)
-async def test_how_an_instance_is_after(history: str) -> None:
-    happens, state, preferred, is_warmed_up = HISTORIES[history]
+async def test_state_of_an_instance_after(history: str) -> None:
+    happens, state, reason = HISTORIES[history]
     instances = of(3)
-    instance = instances.add(instance_settings("e"), warm_up=True)
+    instance = instances.add(instance_settings("e"))
     for event in happens:
         event(instance)
-    assert (instance.state, instance.preferred, instance.is_warmed_up) == (
-        state,
-        preferred,
-        is_warmed_up,
-    )
+    assert (instance.state, instance.reason) == (state, reason)
     assert instance.usable == (state == "up")
-    assert bool(instance.reason) == (not instance.healthy or instance.suspected)
-    waiting = [asyncio.ensure_future(wait()) for wait in (instance.wait_up, instance.wait_down)]
+    assert instance.preferred == (instance.usable and reason != "parked")
+    waiting = asyncio.ensure_future(instance.wait_up())
     await asyncio.sleep(0)
-    assert [task.done() for task in waiting] == [instance.healthy, not instance.healthy]
-    for task in waiting:
-        task.cancel()
-
-
-def test_after_several_failures_suspicion_lasts_for_longer_with_each() -> None:
-    clock = Clock()
-    instance = EndpointPool(clock=clock).add(instance_settings("a"))
-    WELL(instance)
-    lasted: list[float] = []
-    for _ in range(6):
-        for _ in range(1 if lasted else MOST_FAILURES):
-            ERROR(instance)
-        for event in (WELL, ANSWERED, WELL):
-            event(instance)
-            assert instance.suspected
-        lasted.append(instance.breaker.until - clock.now)
-        clock.now += lasted[-1]
-        WELL(instance)
-        assert instance.preferred
-    assert lasted == pytest.approx([FIRST_SUSPICION_S * 2**n for n in range(4)] + 2 * [60], abs=0.2)
-    # A probe that fails before a request has shown how it is begins another one, which ends, too.
-    instance.seen_failing("status 503")
-    clock.now += LONGEST_SUSPICION_S + 1
-    WELL(instance)
-    assert instance.preferred
-    clock.now += LONGEST_SUSPICION_S + 1
-    ANSWERED(instance)
-    for _ in range(MOST_FAILURES - 1):
-        ERROR(instance)
-        WELL(instance)
-        assert instance.preferred
-    ERROR(instance)
-    assert instance.breaker.until - clock.now == pytest.approx(FIRST_SUSPICION_S, abs=0.2)
+    assert waiting.done() == instance.healthy
+    waiting.cancel()
 
 
 class Lives(RuleBasedStateMachine):
@@ -179,10 +104,10 @@ class Lives(RuleBasedStateMachine):
         everybody = self.instances.all
         return everybody[number % len(everybody)] if everybody else None
 
-    @rule(role=st.sampled_from(["encode", "prefill-decode"]), warm_up=st.booleans())
-    def come(self, role: Role, warm_up: bool) -> None:
+    @rule(role=st.sampled_from(["encode", "prefill-decode"]))
+    def come(self, role: Role) -> None:
         self.count += 1
-        self.instances.add(instance_settings(f"i-{self.count}", role), warm_up=warm_up)
+        self.instances.add(instance_settings(f"i-{self.count}", role))
 
     @rule(number=st.integers(0, 99))
     def go(self, number: int) -> None:
@@ -191,14 +116,11 @@ class Lives(RuleBasedStateMachine):
 
     @rule(
         number=st.integers(0, 99),
-        happens=st.sampled_from(
-            [[WELL], UP, UP, FAILING, [SILENT], [GONE], [REFUSED], [DRAIN], [RESUME], [ANSWERED]]
-        ),
+        event=st.sampled_from([WELL, WELL, WELL, GONE, DRAIN, RESUME, PARK, UNPARK]),
     )
-    def live(self, number: int, happens: list[Callable[[Instance], Any]]) -> None:
+    def live(self, number: int, event: Callable[[Instance], Any]) -> None:
         if instance := self.pick(number):
-            for event in happens:
-                event(instance)
+            event(instance)
 
     @rule(key=st.text(max_size=3))
     def work(self, key: str) -> None:
@@ -296,9 +218,9 @@ def test_an_item_that_is_being_encoded_goes_where_it_is_encoded(count: int) -> N
                 assert other is not one
             others = {instances.choose_encoder(f"other {n}") for n in range(50)}
             assert count == 2 or one not in others
-            one.failed(FailureKind.LOST)
+            GONE(one)
             assert instances.choose_encoder(item) is not one
-            one.answered()
+            WELL(one)
         assert not instances.encoding
 
 
@@ -365,7 +287,7 @@ def test_who_uses_an_instance_hears_that_it_went_down_or_was_removed() -> None:
         first.on_down(lambda: heard.append("first"))
         with instance.working() as over:
             over.on_down(lambda: heard.append("over"))
-        CUT(instance)
+        PARK(instance)
         assert heard == []
         GONE(instance)
         GONE(instance)
@@ -386,7 +308,7 @@ def test_watchers_hear_of_changes_only() -> None:
     instance = found(instances, "i-0")
     heard: list[str] = []
     instances.watch(lambda changed: heard.append(changed.state))
-    for event in (WELL, GONE, GONE, *LATE, SILENT, WELL, DRAIN, DRAIN):
+    for event in (WELL, GONE, GONE, WELL, DRAIN, DRAIN):
         event(instance)
     instances.remove("i-0")
-    assert heard == ["down", "down", "up", "draining", "draining"]
+    assert heard == ["down", "up", "draining", "draining"]

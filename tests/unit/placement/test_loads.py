@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from epd_portable.placement.instances import EndpointPool
-from epd_portable.wire.messages import LoadReport
+from epd_portable.placement.instances import EndpointPool, LoadReport
 from tests.unit.builders import instance_settings
 
 
@@ -13,7 +12,7 @@ def test_report_counts_until_its_instance_goes_down() -> None:
     pd.seen_well()
     assert pd.reported is None
     report = LoadReport(waiting=2, running=3, kv_used=0.5)
-    pd.take_report(report, lasts=True)
+    pd.take_report(report)
     assert pd.reported == report
     pd.seen_gone("killed")
     assert pd.reported is None
@@ -26,13 +25,13 @@ def test_requests_sent_since_a_report_count_as_waiting() -> None:
     pd, encoder = instances.of_duty("answer")[0], instances.of_duty("encode")[0]
     with pd.working(), pd.working():
         # Both are on their way into the engine, whose report counts another one.
-        pd.take_report(LoadReport(waiting=1, running=0), lasts=True)
+        pd.take_report(LoadReport(waiting=1, running=0))
         known = pd.reported
         assert known is not None and known.waiting == 2
         with pd.working(), pd.working():
             known = pd.reported
             assert known is not None and known.waiting == 4
-    encoder.take_report(LoadReport(items=3, pixels=7), lasts=True)
+    encoder.take_report(LoadReport(items=3))
     with encoder.working():
         known = encoder.reported
-        assert known is not None and (known.items, known.pixels) == (4, 7)
+        assert known is not None and known.items == 4

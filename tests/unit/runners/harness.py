@@ -103,7 +103,7 @@ class PrefillSide:
             they may be scheduled.
         encoded: Items that steps have encoded.
         encodings: Items that workers were told to encode beside the steps.
-        requested: Transfers of which the front, where there is one, was told to ask an encoder.
+        requested: Transfers for which the front is to ask an encoder.
     """
 
     def __init__(
@@ -153,9 +153,7 @@ class PrefillSide:
         self.encodings: list[str] = []
         self.requested: list[str] = []
 
-    def arrive(
-        self, request_id: str, *items: Item, reply_to: str = "router", lead: int = 1
-    ) -> None:
+    def arrive(self, request_id: str, *items: Item, lead: int = 1) -> None:
         """Add a request: ``lead`` tokens of text, an item, a token of text, an item, and so on."""
         self.requests[request_id] = request(
             request_id, *((item.mm_hash, item.num_tokens) for item in items)
@@ -185,9 +183,7 @@ class PrefillSide:
             for item in items
             if item.transfer_id
         }
-        params = PrefillParams(
-            transfers=tuple(transfers.values()), reply_to=reply_to, by_front=not reply_to
-        )
+        params = PrefillParams(transfers=tuple(transfers.values()))
         self.items[request_id] = prompt
         self.prefill.arrived(request_id, prompt, params if transfers else None)
 
@@ -290,7 +286,6 @@ class Pair:
     def __init__(self, pd: PrefillSide | None = None) -> None:
         self.pd = pd or PrefillSide()
         self.encode = EncodeSide("encode-0", self.pd.clock)
-        self.to_router: list[AnyMessage] = []
 
     def to_pd(self) -> None:
         """Let the encode side act and its messages arrive (the PD side reads them in its step)."""
@@ -302,8 +297,6 @@ class Pair:
         for identity, message in self.pd.mailbox.outbox:
             if identity == self.encode.identity:
                 self.encode.receive(message)
-            else:
-                self.to_router.append(message)
         self.pd.mailbox.outbox.clear()
 
     def round(self) -> list[Placement]:

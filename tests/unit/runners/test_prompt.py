@@ -53,7 +53,7 @@ def matched(names: str, transfers: str) -> dict[str, str]:
         # Under the engine's own names by order, which each modality has of its own.
         ("xyx", "AB", {"x": "tA", "y": "tB"}),
         ("xyvw", "AVBW", {"x": "tA", "y": "tB", "v": "tV", "w": "tW"}),
-        # What the engine calls by the router's names is left out of the order.
+        # What the engine calls by the front's names is left out of the order.
         ("axvy", "BaVC", {"a": "ta", "x": "tB", "y": "tC", "v": "tV"}),
         # Nothing where the numbers differ, as with a video whose sound the engine holds for a clip.
         ("xyv", "AV", {"v": "tV"}),
@@ -79,7 +79,7 @@ def prompt_item(name: str, *, has_media: bool = True) -> PromptItem:
 @pytest.mark.parametrize(
     ("can_encode", "expected"), [(True, {"without", "told"}), (False, {"with", "without", "told"})]
 )
-def test_bare_is_what_has_no_media_by_the_engine_or_by_the_router(
+def test_bare_is_what_has_no_media_by_the_engine_or_by_the_front(
     can_encode: bool, expected: set[str]
 ) -> None:
     items = [prompt_item("with"), prompt_item("without", has_media=False), prompt_item("told")]

@@ -10,7 +10,6 @@ import pytest
 
 from epd_portable.connector.consumer import LEASE_MARGIN_S
 from epd_portable.errors import TransportError
-from epd_portable.wire.messages import EncodeFailed, Nack, NackCode
 from tests.unit.runners.harness import (
     CAT,
     LEASE_S,
@@ -20,13 +19,26 @@ from tests.unit.runners.harness import (
     Pair,
     PrefillSide,
     assert_everything_is_back,
+    counted,
     sources,
 )
 
 # -- failures ------------------------------------------------------------------------------------
 
 
-def test_an_item_larger_than_the_pool_is_refused_and_leaves_no_trace(pair: Pair) -> None:
+def failures(pd: PrefillSide) -> dict[str, float]:
+    """Return how many requests failed, by cause."""
+    name = "epd_pd_requests_failed_total{code="
+    return {
+        sample.removeprefix(name)[:-1]: count
+        for sample, count in counted(pd.registry).items()
+        if sample.startswith(name)
+    }
+
+
+def test_an_item_larger_than_the_pool_is_refused_and_leaves_no_trace(
+    pair: Pair, caplog: pytest.LogCaptureFixture
+) -> None:
     held = Item("held", transfer_id="t-held")
     pair.pd.arrive("first", held)
     pair.encode.submit(held, ready=True)
@@ -39,11 +51,10 @@ def test_an_item_larger_than_the_pool_is_refused_and_leaves_no_trace(pair: Pair)
     pair.settle()
     assert pair.pd.failed == {"r"}
     assert not pair.pd.prefill.may_schedule("r", 0)
-    (nack,) = pair.to_router
-    assert isinstance(nack, Nack)
-    assert nack.code is NackCode.TOO_LARGE
-    assert "9 encoder embeddings" in nack.detail
-    assert f"at most 100 embeddings and {8 * TOKEN_BYTES} bytes" in nack.detail
+    assert failures(pair.pd) == {"too_large": 1}
+    (message,) = caplog.messages
+    assert message.startswith("request r: an item of this request needs 9 encoder embeddings")
+    assert f"at most 100 embeddings and {8 * TOKEN_BYTES} bytes" in message
     assert set(pair.pd.cache.items) == {"held"}, "nothing of it is delivered any more"
     assert set(pair.encode.ended) == {"t-held", "t-huge", "t-cat"}
     pair.pd.finish("r")
@@ -53,16 +64,18 @@ def test_an_item_larger_than_the_pool_is_refused_and_leaves_no_trace(pair: Pair)
 
 
 @pytest.mark.parametrize(("lookahead", "refused"), [(0, False), (1, True)])
-def test_items_that_a_drafter_reads_at_once_must_fit_at_once(lookahead: int, refused: bool) -> None:
+def test_items_that_a_drafter_reads_at_once_must_fit_at_once(
+    lookahead: int, refused: bool, caplog: pytest.LogCaptureFixture
+) -> None:
     pair = Pair(PrefillSide(cache_tokens=3, lookahead=lookahead))
     pair.pd.arrive("r", CAT, Item("dog"))  # one token of text between them
     pair.settle()
     assert pair.pd.failed == ({"r"} if refused else set())
-    details = [m.detail for m in pair.to_router if isinstance(m, Nack)]
-    assert len(details) == refused
-    for detail in details:
-        assert "2 items of this request are 4 encoder embeddings" in detail
-        assert "holds 3" in detail
+    assert failures(pair.pd) == ({"too_large": 1} if refused else {})
+    assert len(caplog.messages) == refused
+    for message in caplog.messages:
+        assert "2 items of this request are 4 encoder embeddings" in message
+        assert "holds 3" in message
     pair.pd.finish("r")
     assert_everything_is_back(pair.pd)
 
@@ -78,9 +91,7 @@ def test_an_item_that_does_not_come_is_encoded_here_or_fails_its_requests(
     pair.settle()
     assert pair.pd.failed == (set() if can_encode else {"r", "s"})
     assert pair.pd.prefill.may_schedule("r", 1) is can_encode
-    nacks = {m.transfer_id: m.code for m in pair.to_router if isinstance(m, Nack)}
-    expected = {"t-cat": NackCode.UNAVAILABLE, "t-other": NackCode.UNAVAILABLE}
-    assert nacks == ({} if can_encode else expected)
+    assert failures(pair.pd) == ({} if can_encode else {"unavailable": 2})
     pair.pd.finish("r")
     pair.pd.finish("s")
     assert_everything_is_back(pair.pd)
@@ -146,10 +157,10 @@ def test_an_engine_whose_receiver_has_died_ends(caplog: pytest.LogCaptureFixture
 # -- what cannot be encoded here -------------------------------------------------------------------
 
 BARE = Item("cat", transfer_id="t-cat", has_media=False)
-TOLD = Item("cat", transfer_id="t-cat", sent_with_media=False)
+NOT_SENT = Item("cat", transfer_id="t-cat", sent_with_media=False)
 KINDS: dict[str, tuple[Item, bool]] = {
     "the request has no media": (BARE, True),
-    "the router says so": (TOLD, True),
+    "the front sent none": (NOT_SENT, True),
     "the instance has no encoder": (Item("cat", transfer_id="t-cat"), False),
 }
 
@@ -165,17 +176,8 @@ def deliver(pair: Pair, item: Item) -> None:
     pair.settle()
 
 
-def failures(pair: Pair) -> dict[str, NackCode]:
-    pair.settle()
-    return {m.transfer_id: m.code for m in pair.to_router if isinstance(m, Nack)}
-
-
 def _timed_out(pair: Pair, item: Item) -> None:
     pair.pd.clock.now += TIMEOUT_S
-
-
-def _given_up_by_the_router(pair: Pair, item: Item) -> None:
-    pair.pd.mailbox.inbox.append((b"router", EncodeFailed(transfer_id="t-cat", reason="dead")))
 
 
 def _not_written(pair: Pair, item: Item) -> None:
@@ -196,7 +198,7 @@ def _late(pair: Pair, item: Item) -> None:
 
 def _given_up_by_everybody(pair: Pair, item: Item) -> None:
     _not_written(pair, item)
-    _given_up_by_the_router(pair, item)
+    _timed_out(pair, item)
 
 
 def _evicted(pair: Pair, item: Item) -> None:
@@ -219,17 +221,15 @@ def _emptied(pair: Pair, item: Item) -> None:
     assert not pair.pd.prefill.may_schedule("r", 0)
 
 
-@pytest.mark.parametrize(
-    "lose",
-    [_timed_out, _given_up_by_the_router, _given_up_by_everybody, _evicted, _emptied],
-)
+@pytest.mark.parametrize("lose", [_timed_out, _given_up_by_everybody, _evicted, _emptied])
 def test_once_lost_it_is_not_encoded_here_and_its_request_fails(
     case: tuple[Pair, Item], lose: Callable[[Pair, Item], None]
 ) -> None:
     pair, item = case
     pair.pd.arrive("r", item)
     lose(pair, item)
-    assert failures(pair) == {"t-cat": NackCode.UNAVAILABLE}
+    pair.settle()
+    assert failures(pair.pd) == {"unavailable": 1}
     assert pair.pd.failed == {"r"}
     assert not pair.pd.encode_here("r", 0)
     assert not pair.pd.prefill.may_schedule("r", 0)
@@ -237,19 +237,13 @@ def test_once_lost_it_is_not_encoded_here_and_its_request_fails(
     assert_everything_is_back(pair.pd)
 
 
-@pytest.mark.parametrize("reply_to", ["router", ""], ids=["router", "front"])
 @pytest.mark.parametrize("lose", [_not_written, _late])
-def test_what_its_encoder_gives_up_comes_from_another(
-    lose: Callable[[Pair, Item], None], reply_to: str
-) -> None:
+def test_what_its_encoder_gives_up_comes_from_another(lose: Callable[[Pair, Item], None]) -> None:
     pair = Pair()
-    pair.pd.arrive("r", BARE, reply_to=reply_to)
+    pair.pd.arrive("r", BARE)
     lose(pair, BARE)
     pair.settle()
-    told = [m.code for m in pair.to_router if isinstance(m, Nack) and m.attempt == 0]
-    assert (told, pair.pd.requested) == (
-        ([NackCode.MISSING], []) if reply_to else ([], [BARE.transfer_id])
-    )
+    assert pair.pd.requested == [BARE.transfer_id]
     deliver(pair, BARE)
     assert pair.pd.failed == set()
     assert sources(pair.pd, "r") == {"cat": "transfer"}
@@ -261,23 +255,28 @@ def test_lost_it_is_not_missed_if_the_prefix_cache_covers_it(case: tuple[Pair, I
     pair, item = case
     pair.pd.arrive("r", item)
     pair.pd.computed["r"] = 3
-    _given_up_by_the_router(pair, item)
+    _timed_out(pair, item)
     pair.pd.receiver.take_in()
     assert pair.pd.prefill.may_schedule("r", 3, running=False)
-    assert failures(pair) == {}
+    pair.settle()
+    assert failures(pair.pd) == {}
     assert pair.pd.failed == set()
     assert sources(pair.pd, "r") == {"cat": "prefix_cache"}
     assert_everything_is_back(pair.pd)
 
 
-def test_a_failed_request_says_what_it_lost_why_and_what_to_do() -> None:
-    pair = Pair()
+def test_failed_request_is_logged_with_its_item_and_the_reason(
+    pair: Pair, caplog: pytest.LogCaptureFixture
+) -> None:
     pair.pd.arrive("r", BARE)
-    _given_up_by_the_router(pair, BARE)
+    _timed_out(pair, BARE)
     pair.settle()
-    (nack,) = [m for m in pair.to_router if isinstance(m, Nack)]
-    assert nack.detail.startswith("item cat: dead; it cannot be encoded here")
-    assert nack.detail.endswith("send the request again")
+    message = caplog.messages[-1]
+    assert message.startswith("request r: item cat: not delivered within 30.0 s")
+    assert message.endswith(
+        "it cannot be encoded here, where the request holds no media or the instance no encoder: "
+        "send the request again"
+    )
 
 
 def test_without_its_media_it_waits_for_who_encodes_it_here() -> None:

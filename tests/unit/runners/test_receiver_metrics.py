@@ -7,7 +7,7 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
-from epd_portable.wire.messages import Announce, EncodeFailed, Written
+from epd_portable.wire.messages import Announce, Written
 from tests.unit.runners.harness import (
     CAT,
     DOG,
@@ -131,11 +131,11 @@ def test_an_item_that_no_transfer_was_to_bring_is_no_fallback() -> None:
 def test_a_request_that_cannot_be_answered_is_counted_by_code() -> None:
     pd = PrefillSide(can_encode=False)
     pd.arrive("r", CAT)
-    pd.mailbox.inbox += [(b"router", EncodeFailed(transfer_id="t-cat", reason=""))] * 2
+    pd.clock.now += TIMEOUT_S
     pd.step()
     pd.arrive("large", Item("whale", 9, "t-whale"))
     assert events(pd) == {
-        "epd_pd_transfers_failed_total{cause=unavailable}": 1,
+        "epd_pd_transfers_failed_total{cause=timeout}": 1,
         "epd_pd_requests_failed_total{code=unavailable}": 1,
         "epd_pd_requests_failed_total{code=too_large}": 1,
     }

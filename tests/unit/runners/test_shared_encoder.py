@@ -28,7 +28,7 @@ class Shared:
         self.pair = Pair(pd=PrefillSide(cache_tokens=10))
         self.pd = self.pair.pd
         self.cache = self.pd.cache
-        self.dispatcher = Dispatcher(self.cache, SECRET, "pd")
+        self.dispatcher = Dispatcher(self.cache, SECRET)
         self.encoder = SharedEncoder(self.dispatcher, self.pd.prefill, self.cache)
 
     def ask(self, name: str, size: int = 2, *, media: bool = True, signed: bool = True) -> str:
@@ -82,7 +82,7 @@ class Shared:
         self.encoder.advance()
 
     def answered(self) -> list[str]:
-        return list(self.encoder.take_ended())
+        return self.encoder.take_ended()
 
     def assert_all_room_is_back(self) -> None:
         assert not self.encoder and not self.cache.requests and not self.cache.unsettled

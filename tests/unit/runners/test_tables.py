@@ -7,7 +7,6 @@ from collections.abc import Iterator
 
 from epd_portable.connector.consumer import MAX_ENDED
 from epd_portable.runners.dispatcher import Dispatcher
-from epd_portable.wire.messages import EncodeFailed, NotWanted
 from epd_portable.wire.params import EncodedItem, EncodeParams, EncodeTransfer
 from tests.unit.builders import encoder_cache, request
 from tests.unit.runners.harness import Item, Pair, PrefillSide, spec
@@ -77,12 +76,12 @@ def serve(pair: Pair, items: list[Item]) -> None:
         elif number % 5 == 2:  # The client has left before the encoder began.
             pd.finish(item.mm_hash)
             encode.submit(item, ready=True)
-        elif number % 5 == 3:
-            pd.mailbox.inbox.append(
-                (b"router", EncodeFailed(transfer_id=item.transfer_id, reason="no encoder"))
-            )
-        elif number % 5 == 4:
-            pd.mailbox.inbox.append((b"router", NotWanted(transfer_id=item.transfer_id)))
+        elif number % 5 == 3:  # Its encoder fails, and it is encoded here.
+            encode.submit(item, ready=True)
+    pair.round()
+    for number, item in enumerate(items):
+        if number % 5 == 3:
+            encode.finish_write(item.transfer_id, "no such pool")
     pair.settle()
     for number, item in enumerate(items):
         if number % 5 == 3:
@@ -101,7 +100,6 @@ def test_requests_that_have_ended_leave_nothing_that_grows() -> None:
         names = range(first, first + AT_ONCE)
         serve(pair, [Item(f"item-{each}", 2, f"transfer-{each}") for each in names])
         pair.pd.clock.now += GAP_S
-        pair.to_router.clear()
         pair.encode.sent.clear()
         pair.encode.ended.clear()
         if first % 1000 == 0:

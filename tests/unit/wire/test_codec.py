@@ -15,17 +15,13 @@ from epd_portable.wire.messages import (
     Abort,
     Announce,
     AnyMessage,
-    EncodeFailed,
     Foreign,
     Grant,
     Injected,
     Later,
-    LoadReport,
-    LoadWanted,
     Nack,
     NackCode,
     NotNeeded,
-    NotWanted,
     Written,
 )
 from epd_portable.wire.params import (
@@ -55,11 +51,7 @@ MESSAGES: list[AnyMessage] = [
     Written(transfer_id="t", generation=(1 << 60) + 1),
     Injected(transfer_id="t"),
     Abort(transfer_id="t", reason="why ü"),
-    Nack(transfer_id="t", code=NackCode.TOO_LARGE, detail="d"),
-    EncodeFailed(transfer_id="t", reason="r"),
-    NotWanted(transfer_id="t"),
-    LoadWanted(),
-    LoadReport(waiting=1, running=2, kv_used=0.25, items=3, pixels=1 << 40),
+    Nack(transfer_id="t", code=NackCode.UNEXPECTED, detail="d"),
 ]
 
 
@@ -135,8 +127,7 @@ def test_a_message_in_other_than_one_part_is_refused(parts: int) -> None:
     "message",
     [
         Abort(transfer_id="t", reason="x" * 70_000),
-        Nack(transfer_id="t", code=NackCode.TOO_LARGE, detail="ü" * 70_000),
-        EncodeFailed(transfer_id="t", reason="x" * 70_000),
+        Nack(transfer_id="t", code=NackCode.UNEXPECTED, detail="ü" * 70_000),
     ],
     ids=lambda message: type(message).__name__,
 )
@@ -179,7 +170,7 @@ ENCODE = EncodeParams(
     transfers=(EncodeTransfer(transfer_id="t", item_uuid="h", consumer="tcp://x"),)
 )
 PREFILL = PrefillParams(
-    transfers=(ExpectedTransfer(transfer_id="t", item_uuid="h", encoder="encode-0"),), reply_to="me"
+    transfers=(ExpectedTransfer(transfer_id="t", item_uuid="h", on_demand=True),)
 )
 
 

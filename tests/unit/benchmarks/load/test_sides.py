@@ -24,7 +24,7 @@ def test_sides_are_read_with_or_without_a_name() -> None:
     found = read_sides(
         [
             "a.yaml",
-            "new=b.yaml,transfer.path=tcp,router.port=1",
+            "new=b.yaml,transfer.path=tcp,front.port=1",
             "replicas:3",
             "up=upstream:1e1pd",
             "url:http://h:1/v1,http://h:2/",
@@ -48,7 +48,7 @@ def test_sides_are_read_with_or_without_a_name() -> None:
     assert found[8].settings == ("engine_args.seed=7", "engine_args.dtype=auto")
     assert (found[1].file, found[1].settings) == (
         Path("b.yaml"),
-        ("transfer.path=tcp", "router.port=1"),
+        ("transfer.path=tcp", "front.port=1"),
     )
     assert found[4].urls == ("http://h:1", "http://h:2")
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from epd_portable.media.limits import Modality
 from epd_portable.placement.caches import CacheEstimate, CacheSizes
+from epd_portable.placement.instances import LoadReport
 from epd_portable.placement.profiles.catalogue import make_plugin
 from epd_portable.placement.profiles.selection_types import (
     Decider,
@@ -18,7 +19,6 @@ from epd_portable.placement.profiles.selection_types import (
     SelectionRequest,
     Stage,
 )
-from epd_portable.wire.messages import LoadReport
 
 
 @dataclass(frozen=True, kw_only=True)

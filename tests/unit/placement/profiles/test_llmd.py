@@ -10,14 +10,12 @@ import pytest
 
 from epd_portable.config.choice import ChoiceSection, parse_choice, with_file
 from epd_portable.errors import ConfigError
-from epd_portable.media.limits import estimated_tokens
+from epd_portable.placement.instances import LoadReport
 from epd_portable.placement.profiles.catalogue import make_plugin
 from epd_portable.placement.profiles.policy import Policy
 from epd_portable.placement.profiles.scorers import NoHitLruScorer
 from epd_portable.placement.profiles.selection_types import SelectionRequest
-from epd_portable.wire.messages import LoadReport
 from tests.unit.placement.profiles.situations import (
-    Picture,
     Snapshot,
     asked,
     having,
@@ -132,21 +130,6 @@ def test_the_guides_file_has_items_encoded_apart_and_nothing_prefilled_apart() -
     assert found.why_together(to_encode(pixels=1), pd("a")) == ""
     assert found.why_together(asked("prefill"), pd("a")) == "the handler decides so"
     assert found.notes == ["plug-in token-producer: estimate has no effect here"]
-
-
-@pytest.mark.parametrize(
-    ("item", "tokens"),
-    [
-        (Picture(pixels=1280 * 720), 900),
-        (Picture(pixels=0), 225),
-        (Picture(pixels=100), 1),
-        (Picture(pixels=2048), 2),
-        (Picture(modality="video", pixels=0), 4500),
-        (Picture(modality="audio", pixels=0), 139),
-    ],
-)
-def test_items_are_as_many_tokens_as_llm_d_takes_them_for(item: Picture, tokens: int) -> None:
-    assert estimated_tokens(item) == tokens
 
 
 # Single types.

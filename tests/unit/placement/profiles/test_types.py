@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from epd_portable.errors import ConfigError
+from epd_portable.placement.instances import LoadReport
 from epd_portable.placement.profiles.catalogue import make_plugin
 from epd_portable.placement.profiles.selection_types import Scorer, SelectionRequest, stages
-from epd_portable.wire.messages import LoadReport
 from tests.unit.placement.profiles.situations import (
     Picture,
     Snapshot,
@@ -196,7 +196,7 @@ PDS = [
     reporting(9, waiting=1, running=8, kv_used=0.25),
     reporting(0, waiting=3, running=2, kv_used=0),
 ]
-ENCODERS = [reporting(9, items=1, pixels=900), reporting(0, items=5, pixels=100)]
+ENCODERS = [reporting(9, items=1), reporting(0, items=5)]
 
 
 @pytest.mark.parametrize(
@@ -207,13 +207,11 @@ ENCODERS = [reporting(9, items=1, pixels=900), reporting(0, items=5, pixels=100)
         ("load-aware-scorer", {"threshold": 4}, PDS, [0.375, 0.125]),
         ("kv-cache-utilization-scorer", {}, PDS, [0.75, 1]),
         ("encode-load-scorer", {"threshold": 10}, ENCODERS, [0.9, 0.5]),
-        ("encode-pixels-scorer", {}, ENCODERS, [0, 1]),
-        # One that reports nothing: what the router counts stands for all.
+        # One that reports nothing: what the front counts stands for all.
         ("queue-scorer", {}, [*PDS, seen("y", load=18)], [0.5, 1, 0]),
         ("running-requests-size-scorer", {}, [PDS[0], reporting()], [0, 1]),
         ("encode-load-scorer", {"threshold": 10}, [*ENCODERS, reporting()], [0.1, 1, 1]),
-        ("encode-pixels-scorer", {}, [*ENCODERS, reporting()], [0, 1, 1]),
-        # Of something that the router cannot count, the mean.
+        # Of something that the front cannot count, the mean.
         (
             "kv-cache-utilization-scorer",
             {},
@@ -222,7 +220,7 @@ ENCODERS = [reporting(9, items=1, pixels=900), reporting(0, items=5, pixels=100)
         ),
     ],
 )
-def test_what_instances_report_goes_before_what_the_router_counts(
+def test_reports_of_instances_go_before_counts_of_the_front(
     kind: str, parameters: dict[str, Any], there: list[Snapshot], expected: list[float]
 ) -> None:
     assert scores(kind, there, **parameters) == expected

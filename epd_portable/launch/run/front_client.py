@@ -1,4 +1,4 @@
-"""Client of a router's ``/epd/`` addresses: instances join, leave, and are drained and resumed."""
+"""Client of a front's ``/epd/`` addresses: instances join, leave, and are drained and resumed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _CONNECT_TIMEOUT_S = 5.0
 _LOOK_EVERY_S = 0.2
 _FINAL = frozenset({400, 401, 403, 404})
 """Statuses of refusals that only another setting changes. A name is free again later (409)."""
-_MOST_ROUTERS = 64
+_MOST_FRONTS = 64
 """Asked at the same time."""
 
 
@@ -36,16 +36,16 @@ def trusting(cert_file: str) -> ssl.SSLContext:
     return context
 
 
-class RouterClient:
-    """Sends signed requests to one router.
+class FrontClient:
+    """Sends signed requests to one front.
 
     Methods raise `LaunchError` if it cannot be reached, or refuses; that is `RefusedError` if it
     would refuse again.
 
     Args:
-        url: Base address of the router, with or without ``/v1``.
+        url: Base address of the front, with or without ``/v1``.
         address: Which of the addresses of its name is meant; empty for any of them.
-        cert_file: Certificate of a router on this machine; by default the system's CAs are trusted.
+        cert_file: Certificate of a front on this machine; by default the system's CAs are trusted.
 
     Raises:
         LaunchError: The certificate cannot be used.
@@ -69,34 +69,34 @@ class RouterClient:
         return f"{self._url} at {self._address}" if named else self._url
 
     def instances(self, *, timeout_s: float = _TIMEOUT_S) -> list[dict[str, Any]]:
-        """Return what the router says of each of its instances."""
+        """Return what the front says of each of its instances."""
         answer = self._request("GET", "/epd/instances", timeout_s=timeout_s)
         found: list[dict[str, Any]] | None = answer.get("instances")
         if found is None:
-            raise LaunchError(f"router {self}: no instances in its response. Check the address.")
+            raise LaunchError(f"front {self}: no instances in its response. Check the address.")
         return found
 
     def find_instance(self, name: str) -> tuple[str, dict[str, Any] | None]:
-        """Return the id of the router process, and what it says of an instance that it knows."""
+        """Return the id of the front process, and what it says of an instance that it knows."""
         answer = self._request("GET", "/epd/instances")
         found = (each for each in answer["instances"] if each["name"] == name)
-        return answer["router"], next(found, None)
+        return answer["front"], next(found, None)
 
     def register(self, instance: Mapping[str, Any]) -> str:
-        """Register an instance (fields of `InstanceSettings`); return the router process's id."""
-        router: str = self._request("POST", "/epd/instances", instance)["router"]
-        return router
+        """Register an instance (fields of `InstanceSettings`); return the front process's id."""
+        front: str = self._request("POST", "/epd/instances", instance)["front"]
+        return front
 
     def wait_up(self, name: str, *, timeout_s: float, until: threading.Event) -> dict[str, Any]:
-        """Wait until the router has warmed an instance up, and sends it clients' requests.
+        """Wait until the front has warmed an instance up, and sends it clients' requests.
 
-        ``until`` ends the wait. Returns what the router says of the instance.
+        ``until`` ends the wait. Returns what the front says of the instance.
 
         Raises:
             LaunchError: It is not up in time.
         """
         seen = self._look(name)
-        wait = Wait(f"{name} is not up at router {self}, which goes on trying,", timeout_s)
+        wait = Wait(f"{name} is not up at front {self}, which goes on trying,", timeout_s)
         while seen["state"] != "up":
             wait.go_on(f"{seen['state']}{seen['reason'] and ': ' + seen['reason']}")
             if until.wait(_LOOK_EVERY_S):
@@ -127,17 +127,17 @@ class RouterClient:
             LaunchError: It still works on some after the time.
         """
         seen: dict[str, Any] | None = self._request("DELETE", f"/epd/instances/{name}")
-        wait = Wait(f"{name} gets no new requests, and has not left router {self}", timeout_s)
+        wait = Wait(f"{name} gets no new requests, and has not left front {self}", timeout_s)
         while seen is not None:
             wait.go_on(f"{seen['in_flight']} requests are open. Repeat before you end it.")
             time.sleep(_LOOK_EVERY_S)
             _, seen = self.find_instance(name)
 
     def _look(self, name: str) -> dict[str, Any]:
-        """Return what the router reports of an instance that it has."""
+        """Return what the front reports of an instance that it has."""
         _, seen = self.find_instance(name)
         if seen is None:
-            raise LaunchError(f"router {self} does not know {name} any more")
+            raise LaunchError(f"front {self} does not know {name} any more")
         return seen
 
     def _request(
@@ -167,7 +167,7 @@ class RouterClient:
                     extensions={"sni_hostname": url.host},
                 )
         except (httpx.HTTPError, httpx.InvalidURL) as error:
-            raise LaunchError(f"router {self} cannot be reached: {error}") from error
+            raise LaunchError(f"front {self} cannot be reached: {error}") from error
         try:
             body: dict[str, Any] = answer.json()
             if answer.is_success:
@@ -175,19 +175,19 @@ class RouterClient:
             reason = body["error"]["message"]
         except (ValueError, LookupError, TypeError) as error:
             raise LaunchError(
-                f"router {self} answered {answer.status_code}, and not as a router does: is it "
+                f"front {self} answered {answer.status_code}, and not as a front does: is it "
                 f"one? It said {answer.text[:200]!r}"
             ) from error
         final = answer.status_code in _FINAL
-        raise (RefusedError if final else LaunchError)(f"router {self}: {reason}")
+        raise (RefusedError if final else LaunchError)(f"front {self}: {reason}")
 
 
-class RouterClients:
-    """Several routers, which are asked the same at the same time.
+class FrontClients:
+    """Several fronts, which are asked the same at the same time.
 
     Args:
-        urls: Base addresses of routers, or of names that several of them have.
-        cert_file: See `RouterClient`.
+        urls: Base addresses of fronts, or of names that several of them have.
+        cert_file: See `FrontClient`.
     """
 
     def __init__(self, urls: Iterable[str], secret: Secret, *, cert_file: str = "") -> None:
@@ -195,16 +195,16 @@ class RouterClients:
         self._secret = secret
         self._cert_file = cert_file
 
-    def each(self, call: Callable[[RouterClient], T]) -> list[T]:
+    def each(self, call: Callable[[FrontClient], T]) -> list[T]:
         """Return what a call of each returns, when all have answered.
 
         Raises:
             LaunchError: One of them does.
         """
         clients = [
-            RouterClient(url, self._secret, address=address, cert_file=self._cert_file)
+            FrontClient(url, self._secret, address=address, cert_file=self._cert_file)
             for url in self._urls
             for address in addresses_of(url)
         ]
-        with ThreadPoolExecutor(_MOST_ROUTERS) as pool:
+        with ThreadPoolExecutor(_MOST_FRONTS) as pool:
             return list(pool.map(call, clients))

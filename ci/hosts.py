@@ -1,13 +1,15 @@
-"""Runs the section "Two hosts" of docs/deploy.md, from its own text, on one machine; then faults.
+"""Runs the section "Two hosts" of docs/deploy.md, from its own text, for four hosts; then faults.
 
-    python -m ci.two_hosts
+    python -m ci.hosts
 
-Under load processes of either host are killed and stopped. Each request must end with the right
-response, or with an error that names its cause.
+Two hosts have a front and a prefill+decode engine, two an encode engine that both fronts share; a
+gateway forwards to both fronts. Under load through the gateway processes are killed and stopped,
+and a host is cut off. Each request must end with the right response, or with an error that names
+its cause.
 
-Each host is a network namespace with a ``/dev/shm`` and a home folder of its own; they see each
-other by the addresses of the page. Needs root, ``ip`` and an environment (`make env`). Whatever
-happens, processes, namespaces and folders are removed.
+Each host is a network namespace with a ``/dev/shm`` and a home folder of its own, on one bridge.
+Needs root, ``ip`` and an environment (`make env`). Whatever happens, processes, namespaces and
+folders are removed.
 """
 
 from __future__ import annotations
@@ -32,12 +34,15 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs/deploy.md"
 BLOCK = re.compile(r"^```bash\n# ([\w.]+): (\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
-HOSTS = ("10.0.0.1", "10.0.0.2")
+FRONTS = ("10.0.0.1", "10.0.0.3")
+ENCODERS = ("10.0.0.2", "10.0.0.4")
+GATEWAY = f"http://{FRONTS[0]}:8080"
 START_S = 420.0
 STOP_S = 120.0
 ASK_S = 120.0
 LOAD_S = 3.0
 STOPPED_S = 8.0
+CUT_S = 20.0
 CLIENTS = 4
 
 
@@ -55,7 +60,7 @@ def blocks(text: str) -> dict[str, tuple[str, str]]:
 
 
 class Machine:
-    """Two hosts on one machine.
+    """Several hosts on one machine.
 
     Args:
         folder: For their homes and logs.
@@ -63,26 +68,41 @@ class Machine:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._names = {host: f"epd-{os.getpid()}-{index}" for index, host in enumerate(HOSTS)}
+        self._bridge = f"epd-{os.getpid()}-bridge"
+        hosts = (*FRONTS, *ENCODERS)
+        self._names = {host: f"epd-{os.getpid()}-{host[-1]}" for host in hosts}
 
     @contextlib.contextmanager
     def up(self) -> Iterator[None]:
-        """Make both namespaces and the link between them; remove them at the end."""
-        one, other = self._names.values()
+        """Make a namespace for each host, and the bridge between them; remove them at the end."""
         try:
+            _run("ip", "netns", "add", self._bridge)
+            _run("ip", "-n", self._bridge, "link", "add", "bridge", "type", "bridge")
+            _run("ip", "-n", self._bridge, "link", "set", "bridge", "up")
             for host, name in self._names.items():
                 self.home(host).mkdir()
                 _run("ip", "netns", "add", name)
-            ends = ("type", "veth", "peer", "name", "epd0", "netns", other)
-            _run("ip", "link", "add", "epd0", "netns", one, *ends)
-            for host, name in self._names.items():
+                port = f"port{host[-1]}"
+                ends = ("type", "veth", "peer", "name", "epd0", "netns", name)
+                _run("ip", "link", "add", port, "netns", self._bridge, *ends)
+                _run("ip", "-n", self._bridge, "link", "set", port, "master", "bridge", "up")
                 _run("ip", "-n", name, "address", "add", f"{host}/24", "dev", "epd0")
                 for device in ("lo", "epd0"):
                     _run("ip", "-n", name, "link", "set", device, "up")
             yield
         finally:
-            for name in self._names.values():
+            for name in (*self._names.values(), self._bridge):
                 subprocess.run(["ip", "netns", "delete", name], check=False, capture_output=True)
+
+    @contextlib.contextmanager
+    def cut_off(self, host: str) -> Iterator[None]:
+        """Let no packet from or to a host through."""
+        port = f"port{host[-1]}"
+        _run("ip", "-n", self._bridge, "link", "set", port, "down")
+        try:
+            yield
+        finally:
+            _run("ip", "-n", self._bridge, "link", "set", port, "up")
 
     def home(self, host: str) -> Path:
         """Return a host's home folder."""
@@ -114,44 +134,55 @@ class Machine:
             )
 
 
+def commands(steps: dict[str, tuple[str, str]]) -> dict[str, tuple[str, str]]:
+    """Return ``(host, command)`` of what runs on the hosts by its name, from those of the page."""
+    (first, serve), (second, join) = steps["serve"], steps["join"]
+    fronts = [f"http://{host}:8000" for host in FRONTS]
+    found = {f"front {host}": (host, serve.replace(first, host)) for host in FRONTS}
+    for host in ENCODERS:
+        command = join.replace(second, host).replace(fronts[0], f"'[{', '.join(fronts)}]'")
+        found[f"encoder {host}"] = host, command
+    named = " ".join(f"--front {each}" for each in fronts)
+    command = f"epd-launch gateway {named} --host {FRONTS[0]} --port {GATEWAY.rpartition(':')[2]}"
+    return {**found, "gateway": (FRONTS[0], command)}
+
+
 def main() -> None:
     """Run the section; exit status 1 when something is not as the page says."""
     steps = blocks(PAGE.read_text("utf-8"))
-    folder = Path(tempfile.mkdtemp(prefix="epd-two-hosts-"))
+    folder = Path(tempfile.mkdtemp(prefix="epd-hosts-"))
     machine = Machine(folder)
-    running: list[subprocess.Popen[bytes]] = []
+    running: dict[str, subprocess.Popen[bytes]] = {}
     try:
         with machine.up():
             print("install: skipped, this checkout has its environment", flush=True)
             _finish(machine, "secret", steps, folder)
-            for name in ("serve", "join"):
-                host, script = steps[name]
+            for host in (FRONTS[1], ENCODERS[1]):
+                shutil.copy2(machine.home(FRONTS[0]) / "epd.secret", machine.home(host))
+            for name, (host, command) in commands(steps).items():
                 log = folder / f"{name}.log"
                 # A single command, which the shell becomes: signals reach the launcher itself.
-                running.append(machine.start(host, f"exec {script.lstrip()}", log))
-                print(f"{name}: {_wait_ready(running[-1], log)}", flush=True)
+                running[name] = machine.start(host, f"exec {command.lstrip()}", log)
+                if name != "gateway":
+                    print(f"{name}: {_wait_ready(running[name], log)}", flush=True)
             answer = _finish(machine, "ask", steps, folder)
-            for expected in ("encode-0@10.0.0.2", '"path":"tcp"', '"source":"transfer"'):
+            for expected in ("encode-0@10.0.0.", '"path":"tcp"', '"source":"transfer"'):
                 if expected not in answer.replace('": ', '":'):
                     sys.exit(f"ask: {expected} is not in the answer:\n{answer}")
             _faults(machine, folder)
-            for process, name in zip(reversed(running), ("join", "serve"), strict=True):
-                process.send_signal(signal.SIGINT)
-                status = process.wait(STOP_S)
-                said = (folder / f"{name}.log").read_text("utf-8", "replace")
-                print(f"{name}: ended with {status}", flush=True)
-                if status:
-                    sys.exit(said[-4000:])
-                if name == "join":
-                    host, script = steps["ask"]
-                    # Another picture: the first one is in a cache.
-                    steps["ask"] = host, script.replace("draw(20)", "draw(21)")
-                    left = _finish(machine, "ask", steps, folder)
-                    if "encode-0@10.0.0.2" in left or '"source":"local"' not in left:
-                        sys.exit(f"without its encoder the first host answered:\n{left}")
-                    print("ask: the first host encodes by itself", flush=True)
+            for name in ("gateway", *(f"encoder {host}" for host in ENCODERS)):
+                _stop(name, running[name], folder)
+            host, script = steps["ask"]
+            # Another picture: the first one is in a cache.
+            steps["ask"] = host, script.replace("draw(20)", "draw(21)")
+            left = _finish(machine, "ask", steps, folder)
+            if "encode-0@" in left or '"source":"local"' not in left.replace('": ', '":'):
+                sys.exit(f"without encoders the first host answered:\n{left}")
+            print("ask: the first host encodes by itself", flush=True)
+            for host in FRONTS:
+                _stop(f"front {host}", running[f"front {host}"], folder)
     finally:
-        for process in running:
+        for process in running.values():
             if process.poll() is None:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGTERM)
@@ -160,17 +191,29 @@ def main() -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
+def _stop(name: str, process: subprocess.Popen[bytes], folder: Path) -> None:
+    process.send_signal(signal.SIGINT)
+    status = process.wait(STOP_S)
+    print(f"{name}: ended with {status}", flush=True)
+    if status:
+        sys.exit((folder / f"{name}.log").read_text("utf-8", "replace")[-4000:])
+
+
 def _faults(machine: Machine, folder: Path) -> None:
-    """Kill and stop processes of either host under load; exit where a response is wrong."""
+    """Break processes and the network under load; exit where a response is wrong."""
     log, stop = folder / "load.log", folder / "stop"
-    script = f"exec python -m ci.two_hosts load {HOSTS[0]} {stop}"
-    loading = machine.start(HOSTS[0], script, log)
+    script = f"exec python -m ci.hosts load {GATEWAY} {stop}"
+    loading = machine.start(FRONTS[0], script, log)
     try:
-        for host, name in ((HOSTS[1], f"encode-0@{HOSTS[1]}"), (HOSTS[0], "front")):
+        _wait_transfers(log)
+        for host, name in (
+            (ENCODERS[0], f"encode-0@{ENCODERS[0]}"),
+            (FRONTS[1], "front"),
+        ):
             for fault in ("kill", "stop"):
                 time.sleep(LOAD_S)
                 pid = _pid_of(machine, host, name)
-                print(f"faults: {fault} {name}", flush=True)
+                print(f"faults: {fault} {name} of {host}", flush=True)
                 if fault == "kill":
                     os.killpg(pid, signal.SIGKILL)
                 else:
@@ -178,11 +221,16 @@ def _faults(machine: Machine, folder: Path) -> None:
                     time.sleep(STOPPED_S)
                     os.killpg(pid, signal.SIGCONT)
                 _wait_transfers(log)
+        print(f"faults: cut off {ENCODERS[1]} for {CUT_S:g} s", flush=True)
+        with machine.cut_off(ENCODERS[1]):
+            time.sleep(CUT_S)
+        _wait_transfers(log)
     finally:
         stop.touch()
         loading.wait(ASK_S)
     lines = [json.loads(line) for line in log.read_text("utf-8").splitlines()]
     print(f"faults: {Counter(each['what'] for each in lines)}", flush=True)
+    print(f"faults: {Counter(each['by'] for each in lines)}", flush=True)
     slowest = max(each["s"] for each in lines)
     print(f"faults: {len(lines)} requests, slowest {slowest:.1f} s", flush=True)
     wrong = [each for each in lines if each["wrong"]]
@@ -222,13 +270,13 @@ def _wait_transfers(log: Path) -> None:
     sys.exit(f"faults: no item came from the other host for {START_S:g} s")
 
 
-def _load(host: str, stop: Path) -> None:
+def _load(gateway: str, stop: Path) -> None:
     """Send requests for images with known contents until a file is there; print each end."""
     from epd_portable.demo.pictures import QUESTIONS, QuestionKind, draw
 
     lock, seeds = threading.Lock(), iter(range(1000, 10**9))
 
-    def ask(seed: int) -> tuple[str, str]:
+    def ask(seed: int) -> tuple[str, str, str]:
         image, kind = draw(seed), QuestionKind.DESCRIBE
         content = [
             {"type": "image_url", "image_url": {"url": image.data_url()}},
@@ -236,7 +284,7 @@ def _load(host: str, stop: Path) -> None:
         ]
         body: dict[str, Any] = {"model": "demo", "temperature": 0, "max_tokens": 24}
         body["messages"] = [{"role": "user", "content": content}]
-        connection = http.client.HTTPConnection(host, 8000, timeout=ASK_S)
+        connection = http.client.HTTPConnection(gateway.partition("://")[2], timeout=ASK_S)
         try:
             connection.request(
                 "POST",
@@ -247,28 +295,30 @@ def _load(host: str, stop: Path) -> None:
             response = connection.getresponse()
             found = json.loads(response.read())
         except (ConnectionError, http.client.HTTPException, json.JSONDecodeError) as error:
-            return "no connection", "" if isinstance(error, ConnectionError) else repr(error)
+            return "no connection", "", "" if isinstance(error, ConnectionError) else repr(error)
         except TimeoutError:
-            return "no response", f"none in {ASK_S:g} s"
+            return "no response", "", f"none in {ASK_S:g} s"
         finally:
             connection.close()
         if response.status != 200:
             named = response.status in (429, 500, 503) and found.get("error", {}).get("message")
-            return f"status {response.status}", "" if named else str(found)
+            return f"status {response.status}", "", "" if named else str(found)
         said = found["choices"][0]["message"]["content"]
         item = ((found.get("ec_transfer_params") or {}).get("items") or [{}])[0]
         right = said == image.scene.answer(kind)
-        return item.get("source", "?"), "" if right else f"{said!r} of {seed}"
+        by = item.get("encoder", "")
+        return item.get("source", "?"), by, "" if right else f"{said!r} of {seed}"
 
     def run() -> None:
         while not stop.exists():
             begun = time.monotonic()
             with lock:
                 seed = next(seeds)
-            what, wrong = ask(seed)
+            what, by, wrong = ask(seed)
             taken = round(time.monotonic() - begun, 2)
             with lock:
-                print(json.dumps({"what": what, "wrong": wrong, "s": taken}), flush=True)
+                line = {"what": what, "by": by, "wrong": wrong, "s": taken}
+                print(json.dumps(line), flush=True)
             if what == "no connection":
                 time.sleep(0.2)
 

@@ -1,14 +1,14 @@
-"""The router's section of the topology file; ``docs/configuration.md`` describes its keys."""
+"""The front's section of the topology file; ``docs/configuration.md`` describes its keys."""
 
 from __future__ import annotations
 
 import ipaddress
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from epd_portable.config.choice import ChoiceSection
-from epd_portable.config.quantities import Port, RouterUrl, Seconds, Section, Size, url_problem
+from epd_portable.config.quantities import Port, Seconds, Section, Size, url_problem
 from epd_portable.media.addresses import Domains
 from epd_portable.media.limits import MediaLimits
 
@@ -16,32 +16,18 @@ _MEDIA_LIMITS = MediaLimits()
 
 
 def _check_network(network: str) -> str:
-    if network not in ("loopback", "private"):
-        try:
-            ipaddress.ip_network(network)
-        except ValueError as error:
-            raise ValueError(
-                f"{network!r} is no network ({error}); write for example 10.1.0.0/16, loopback or "
-                "private"
-            ) from None
-    return network
-
-
-def _check_plain_network(network: str) -> str:
-    if network in ("loopback", "private"):
+    try:
+        ipaddress.ip_network(network)
+    except ValueError as error:
         raise ValueError(
-            f"{network!r} is many networks; write those that are meant, as 10.1.0.0/16"
-        )
-    return _check_network(network)
+            f"{network!r} is no network ({error}); write for example 10.1.0.0/16"
+        ) from None
+    return network
 
 
 def _check_domain(domain: str) -> str:
     Domains([domain])
     return domain
-
-
-def _one_or_more(given: object) -> object:
-    return [given] if isinstance(given, str) else given
 
 
 def _check_url(url: str) -> str:
@@ -51,18 +37,33 @@ def _check_url(url: str) -> str:
 
 
 _Network = Annotated[str, AfterValidator(_check_network)]
-_PlainNetwork = Annotated[str, AfterValidator(_check_plain_network)]
 MAX_ENCODERS = 2
 """Encoders tried for one item before the PD instance encodes it itself."""
 
 
 class MediaUrls(Section):
-    """Images, videos and audio clips that requests name by URL; the router fetches them."""
+    """Images, videos and audio clips that requests name by URL; the front fetches them."""
 
     allowed_domains: list[Annotated[str, AfterValidator(_check_domain)]] = Field(default=[])
-    allowed_networks: list[_PlainNetwork] = Field(default=[])
+    allowed_networks: list[_Network] = Field(default=[])
     max_bytes: Annotated[Size, Field(ge=1024)] = 32 << 20
     cache_bytes: Annotated[Size, Field(ge=0)] = 256 << 20
+
+
+class MediaSection(Section):
+    """What media may become when they are decoded, see `MediaLimits`, and where they come from."""
+
+    max_items: Annotated[int, Field(ge=1)] = _MEDIA_LIMITS.max_items
+    max_item_pixels: Annotated[int, Field(ge=1)] = _MEDIA_LIMITS.max_item_pixels
+    max_request_pixels: Annotated[int, Field(ge=1)] = _MEDIA_LIMITS.max_request_pixels
+    max_seconds: Seconds = _MEDIA_LIMITS.max_seconds
+    max_memory_bytes: Annotated[Size, Field(ge=64 << 20)] | None = None
+    urls: MediaUrls = MediaUrls()
+
+    @property
+    def limits(self) -> MediaLimits:
+        """Those for whoever decodes them."""
+        return MediaLimits(**self.model_dump(exclude={"urls"}))
 
 
 class EncodeAdmission(Section):
@@ -91,18 +92,16 @@ class AdmissionSection(Section):
 
 
 class TracingSection(Section):
-    """Spans of OpenTelemetry, from the router and engines, to a collector of OTLP over HTTP."""
+    """Spans of OpenTelemetry, from the front and engines, to a collector of OTLP over HTTP."""
 
     endpoint: Annotated[str, AfterValidator(_check_url)] | None = None
 
 
-class RouterSection(Section):
+class FrontSection(Section):
     """The public HTTP address and its limits."""
 
     host: str = "127.0.0.1"
     port: Port = 8000
-    join: Annotated[list[RouterUrl], BeforeValidator(_one_or_more)] = Field(default=[])
-    admin_port: Port | None = None
     tls_cert_file: str | None = None
     tls_key_file: str | None = None
     api_keys_file: str | None = None
@@ -111,28 +110,19 @@ class RouterSection(Section):
     item_outcomes: bool = False
     max_body_bytes: Annotated[Size, Field(ge=1024)] = 64 << 20
     max_bodies_bytes: Annotated[Size, Field(ge=1024)] = 1 << 30
-    max_media_items: Annotated[int, Field(ge=1)] = _MEDIA_LIMITS.max_items
-    max_item_pixels: Annotated[int, Field(ge=1)] = _MEDIA_LIMITS.max_item_pixels
-    max_request_pixels: Annotated[int, Field(ge=1)] = _MEDIA_LIMITS.max_request_pixels
-    max_media_seconds: Seconds = _MEDIA_LIMITS.max_media_seconds
-    max_media_memory_bytes: Annotated[Size, Field(ge=64 << 20)] | None = None
-    media_urls: MediaUrls = MediaUrls()
+    media: MediaSection = MediaSection()
     encode_order: Literal["concurrent", "sequential_fallback", "sequential"] = "concurrent"
     partial_results: bool = False
     elastic_encode: bool = True
     switch_roles: bool = False
     choice: ChoiceSection | None = None
     access_log: Annotated[str, Field(min_length=1)] | None = None
-    metrics_names: Literal["epd", "llmd"] = "epd"
     tracing: TracingSection = TracingSection()
     admission: AdmissionSection = AdmissionSection()
-    idle_timeout_s: Seconds = 600.0
     drain_s: Seconds = 30.0
-    instance_networks: list[_Network] = Field(default=["loopback", "private"])
-    endpoints_file: Annotated[str, Field(min_length=1)] | None = None
 
     @model_validator(mode="after")
-    def _files_and_sizes_fit(self) -> RouterSection:
+    def _files_and_sizes_fit(self) -> FrontSection:
         if (self.tls_cert_file is None) != (self.tls_key_file is None):
             raise ValueError("tls_cert_file and tls_key_file belong together: set both or neither")
         if self.max_bodies_bytes < self.max_body_bytes:
@@ -141,17 +131,3 @@ class RouterSection(Section):
                 f"{self.max_body_bytes}: one request must fit"
             )
         return self
-
-    def deadline_problem(self, wait_timeout_s: float) -> str:
-        """Return why the deadlines of an item do not fit into each other; empty if they do.
-
-        Args:
-            wait_timeout_s: How long a PD instance waits for an item.
-        """
-        if wait_timeout_s >= self.idle_timeout_s:
-            return (
-                f"transfer.wait_timeout_s of {wait_timeout_s:g} s is not less than "
-                f"router.idle_timeout_s of {self.idle_timeout_s:g} s: requests would be given up "
-                "while their items are waited for; raise the latter"
-            )
-        return ""

@@ -1,1 +1,0 @@
-"""What bodies hold: texts, media, and media by URL."""

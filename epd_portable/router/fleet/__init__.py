@@ -1,1 +1,0 @@
-"""The instances: their state and load, registration, probes and control channels."""

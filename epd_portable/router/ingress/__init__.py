@@ -1,1 +1,0 @@
-"""What requests pass first: keys, origins, trusted hops and admission."""
