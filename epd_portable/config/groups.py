@@ -128,7 +128,7 @@ class Instances(Section):
     def _roles_go_together(self) -> Instances:
         split = self.prefill.count + self.decode.count
         others = split + self.encode_prefill.count + self.encode_prefill_decode.count
-        if not self.prefill_decode.encoder and (others or not self.encode.count):
+        if not self.prefill_decode.encoder and others:
             raise ValueError(
                 "prefill_decode.encoder is false: that goes with encode and prefill_decode "
                 "instances alone, all others encode by themselves"

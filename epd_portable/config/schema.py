@@ -92,7 +92,13 @@ class Topology(Section):
             return self._check_to_join(", ".join(self.launch.join))
         prefill = sum(counts[role] for role in SENDS_KV)
         problem = ""
-        if counts["encode"] and not any(counts[role] for role in TAKES_ITEMS):
+        none_encodes = not (self.instances.prefill_decode.encoder or counts["encode"])
+        if none_encodes and self.secret_file is None:
+            problem = (
+                "prefill_decode.encoder is false, and no encode instance is here: raise "
+                "encode.count, or set secret_file, by which encode engines of other machines join"
+            )
+        elif counts["encode"] and not any(counts[role] for role in TAKES_ITEMS):
             problem = (
                 "no instance takes the items that encode instances encode: name prefill or "
                 "prefill_decode, leave encode out, or set launch.join"

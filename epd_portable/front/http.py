@@ -36,6 +36,7 @@ from epd_portable.media.limits import MediaLimits, check_settings
 from epd_portable.placement.instances import InstanceState
 from epd_portable.placement.replies import (
     NAMES_MEDIA,
+    RETRY_AFTER_S,
     WHY_NO_NAMES,
     body_timeout,
     error_reply,
@@ -321,7 +322,13 @@ class FrontMiddleware:
                     most = settings.max_body_bytes
                     raise _beyond("max_body_bytes", most, 413, "request_too_large")
                 if self._held_bytes > settings.max_bodies_bytes:
-                    raise _beyond("max_bodies_bytes", settings.max_bodies_bytes, 503, "busy")
+                    raise RequestError(
+                        "bodies of open requests take the memory of front.max_bodies_bytes of "
+                        f"{settings.max_bodies_bytes}: try again later, or raise it",
+                        status=503,
+                        code="busy",
+                        retry_after_s=RETRY_AFTER_S,
+                    )
                 pieces.append(piece)
             return b"".join(pieces)
         raise body_timeout(settings.body_timeout_s)

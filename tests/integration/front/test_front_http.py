@@ -103,6 +103,7 @@ async def test_bodies_beyond_the_sum_wait_outside_until_others_are_gone(serve: S
     await begun.wait()
     refused = await http.post(CHAT, content=b"x" * 50)
     assert (refused.status_code, refused.json()["error"]["code"]) == (503, "busy")
+    assert refused.headers["retry-after"] == "2"
     assert "max_bodies_bytes of 100" in refused.json()["error"]["message"]
     small = await http.post(CHAT, content=b"x" * 40)
     go_on.set()

@@ -59,6 +59,10 @@ def test_overrides_win_over_the_overlay_and_the_last_over_the_first() -> None:
             "platform:\n  npu: {transfer: {lease_s: -1}}",
             "platform.npu.transfer.lease_s (line 3): input should be greater than 0",
         ),
+        (
+            "instances: {encode: {count: 0}, prefill_decode: {encoder: false}}",
+            "encoder is false, and no encode instance is here: raise encode.count",
+        ),
         ("instances: {encode: {encoder: false}}", "instances.encode.encoder (line 2): unknown key"),
         (
             "instances:\n  encode: {cuont: 2}",
@@ -183,6 +187,7 @@ def test_a_file_of_encoders_alone_joins_the_front_of_another_host() -> None:
     [
         "instances: {encode: {}, prefill: {}, decode: {}, encode_prefill_decode: {}}\n",
         "instances: {prefill_decode: {encoder: false}}",
+        "secret_file: s\ninstances: {encode: {count: 0}, prefill_decode: {encoder: false}}",
     ],
 )
 def test_roles_that_go_together_are_taken(text: str) -> None:
