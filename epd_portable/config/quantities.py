@@ -47,7 +47,7 @@ def parse_seconds(value: Any) -> Any:
 
 Size = Annotated[int, BeforeValidator(parse_size)]
 Port = Annotated[int, Field(ge=1, le=65535)]
-Seconds = Annotated[float, BeforeValidator(parse_seconds), Field(gt=0)]
+Seconds = Annotated[float, BeforeValidator(parse_seconds), Field(gt=0, allow_inf_nan=False)]
 
 
 def url_problem(url: str, schemes: Sequence[str] = ("http", "https")) -> str:

@@ -77,6 +77,8 @@ from epd_portable.wire.params import (
 logger = logging.getLogger(__name__)
 
 _DRAIN_STEP_S = 0.05
+_ENDS_WITHIN_S = 5.0
+"""Requests whose engines have been ended."""
 
 
 class FrontSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -127,6 +129,7 @@ class SplitClient(AsyncMPClient):
         fail: Ends a request that has not begun with an error.
         words: Returns the tokens of a text; ``None`` without a tokenizer.
         hop_keys: Of trusted gateways; ``None`` for none.
+        is_draining: It takes no new request.
         metrics: What it counts.
         switching: To be called every second, if roles are to switch.
     """
@@ -182,7 +185,7 @@ class SplitClient(AsyncMPClient):
                 self.metrics.admission,
                 servers=self._servers,
             )
-        self._is_draining = False
+        self.is_draining = False
         self._retries = RetryBudget()
         traces = config.observability_config.otlp_traces_endpoint
         self._spans = Spans() if traces else None
@@ -208,20 +211,32 @@ class SplitClient(AsyncMPClient):
 
     # -- what vLLM's AsyncLLM calls ---------------------------------------------------------------
 
-    def shutdown(self, timeout: float | None = None, *args: Any, **kwargs: Any) -> None:
-        """Let open requests end, and then every engine; from another thread than the loop's.
+    def drain(self, timeout: float | None = None) -> None:
+        """Take no new request, let open ones end, and then every engine.
+
+        Requests that are still open then end with an error. Not on the loop's thread with a
+        ``timeout``.
 
         Args:
-            timeout: Longest time for the requests.
+            timeout: Longest time for the requests; ``None`` waits for nothing.
         """
-        self._is_draining = True
-        end = time.monotonic() + (timeout or 0.0)
+        self.is_draining = True
+        if timeout:
+            self._wait_ended(timeout)
+        self.engines.close()
+        if timeout:
+            self._wait_ended(_ENDS_WITHIN_S)
+            time.sleep(_DRAIN_STEP_S)  # Until vLLM has passed the last of them on.
+
+    def _wait_ended(self, timeout: float) -> None:
+        end = time.monotonic() + timeout
         while (self._open or not self._outputs.empty()) and time.monotonic() < end:
             time.sleep(_DRAIN_STEP_S)
-        if timeout:
-            time.sleep(_DRAIN_STEP_S)  # Until vLLM has passed the last of them on.
+
+    def shutdown(self, timeout: float | None = None, *args: Any, **kwargs: Any) -> None:
+        """Do as `drain`, and close what is left."""
+        self.drain(timeout)
         self.resources.engine_dead = True
-        self.engines.close()
         if self._store is not None:
             self._store.close()
 
@@ -287,7 +302,7 @@ class SplitClient(AsyncMPClient):
                 "streaming-input sessions are not served: send the request as a whole",
                 HTTPStatus.BAD_REQUEST,
             )
-        if self._is_draining:
+        if self.is_draining:
             raise UnavailableError("this server is being stopped")
         one = OpenRequest(self._parts.divide(request) if self._parts.most > 1 else request)
         one.headers.items.update(dict.fromkeys(each.item_uuid for each in one.items))

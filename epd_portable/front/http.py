@@ -82,9 +82,10 @@ class FrontMiddleware:
             await send({"type": "websocket.close", "code": 1008})
         elif scope["type"] != "http" or self._client is None:
             await self._app(scope, receive, send)
-        elif (scope["method"], scope["path"]) == ("GET", "/health") or scope["path"].startswith(
-            _CONTROL
-        ):
+        elif (scope["method"], scope["path"]) == (
+            "GET",
+            "/health",
+        ) or f"{scope['path']}/".startswith(f"{_CONTROL}/"):
             await (await self._answer(scope, receive))(scope, receive, send)
         elif scope["path"] == "/metrics" and len(self._settings.sockets) > 1:
             page = await self._client.engines.page()
@@ -156,7 +157,9 @@ class FrontMiddleware:
         except OSError:
             seen = []  # An API server that starts, or has ended.
         up = [each for each in seen if each["state"] == "up"]
-        ready = any(DUTIES[each["role"]] == "answer" for each in up)
+        assert self._client is not None
+        answers = any(DUTIES[each["role"]] == "answer" for each in up)
+        ready = answers and not self._client.is_draining
         states = Counter(each["state"] for each in seen)
         body: dict[str, Any] = {
             "status": "ok" if ready else "unavailable",
@@ -277,6 +280,10 @@ class FrontMiddleware:
                 await _refusal(one.failure, scope["path"])(scope, receive, noted)
             else:
                 logger.debug("the client disconnected before its request was complete")
+        except Exception:
+            if not one.begun:
+                one.status = 500  # So Starlette answers, outside of this.
+            raise
         finally:
             self._held_bytes -= one.nbytes
             self._metrics.requests.labels(str(one.status)).inc()

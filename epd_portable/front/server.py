@@ -65,6 +65,12 @@ class Front(compat.passing_errors(AsyncLLM)):  # type: ignore[misc]
             data, items, parse_mm_uuids(None), *args, **kwargs
         )
 
+    def shutdown(self, timeout: float | None = None) -> None:
+        """Let open requests end, and then all that they need: vLLM ends its renderer first."""
+        if client := getattr(self, "engine_core", None):
+            client.drain(timeout)
+        super().shutdown()
+
     async def _add_request(self, request: Any, *args: Any, **kwargs: Any) -> None:
         try:
             await super()._add_request(request, *args, **kwargs)

@@ -19,6 +19,7 @@ from epd_portable.config.store import StoreSection
 from epd_portable.errors import ConfigError
 from epd_portable.launch.plan.engine import owned_variables
 from epd_portable.launch.plan.installed import installed_arguments
+from epd_portable.log import STDERR
 from epd_portable.platforms.traits import PlatformTraits
 
 Found = Iterator[tuple[KeyPath, str]]
@@ -59,6 +60,7 @@ def named_files(data: Mapping[str, Any]) -> Found:
         ("front", "tls_key_file"): lambda path: Path(path).read_bytes(),
         ("front", "api_keys_file"): lambda path: ApiKeys(path, "front.api_keys_file"),
         ("front", "hop_keys_file"): lambda path: ApiKeys(path, "front.hop_keys_file"),
+        ("front", "access_log"): _log_folder,
         ("store", "password_file"): lambda path: StoreSection.model_construct(
             kind="redis", password_file=path
         ).password(),
@@ -75,6 +77,14 @@ def named_files(data: Mapping[str, Any]) -> Found:
             yield (*above, key), said.removeprefix(f"{path} ") if not above else said
         except OSError as error:
             yield (*above, key), f"{path} cannot be read: {error.strerror}"
+
+
+def _log_folder(path: str) -> None:
+    folder = Path(path).absolute().parent
+    if path != STDERR and not folder.is_dir():
+        raise ConfigError(
+            f"front.access_log {path}: there is no folder {folder}; make it, or write {STDERR}"
+        )
 
 
 def _sections(

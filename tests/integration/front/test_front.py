@@ -420,7 +420,7 @@ async def test_a_front_that_stops_ends_what_is_open_and_takes_nothing(make: Make
     front.client.engines.close = lambda: None  # type: ignore[method-assign]
     await front.ask()
     stopping = asyncio.create_task(asyncio.to_thread(front.client.shutdown, 60))
-    while not front.client._is_draining:
+    while not front.client.is_draining:
         await asyncio.sleep(0)
     with pytest.raises(GracefulHTTPError):
         await front.ask(name="s")

@@ -56,7 +56,7 @@ class Engine:
         await asyncio.sleep(self.takes_s)
         self.says(request_id, FinishReason.STOP)
 
-    def says(self, request_id: str, end: FinishReason) -> None:
+    def says(self, request_id: str, end: FinishReason | None) -> None:
         said = EngineCoreOutput(request_id, [1], finish_reason=end)
         self._client._take_outputs(self._engine, EngineCoreOutputs(outputs=[said]))
 

@@ -528,3 +528,22 @@ async def test_requests_about_engines_are_timed_and_used_once(serve: Serve) -> N
     assert (await http.post(resume, headers=signed)).status_code == 200
     assert (await http.post(drain, headers=overheard)).status_code == 401
     assert client.engines.by_name["pd-0"].instance.usable
+
+
+async def test_request_that_the_application_fails_at_is_counted_with_500(serve: Serve) -> None:
+    def failing(_: ASGIApp) -> ASGIApp:
+        async def app(scope: Scope, receive: Receive, send: Send) -> None:
+            raise OSError("a fault of the application")
+
+        return app
+
+    http, client = serve(failing)
+    with pytest.raises(OSError, match="a fault"):
+        await http.post(CHAT, content=b"{}")
+    page = generate_latest(client.metrics.registry).decode()
+    assert total(page, 'epd_front_requests_total{status="500"}') == 1
+
+
+async def test_path_that_only_begins_like_that_of_engines_is_the_applications(serve: Serve) -> None:
+    http, _ = serve()
+    assert (await http.post("/epd/instancespd-0", content=b"abc")).text == "3"

@@ -125,6 +125,7 @@ def test_a_wrong_command_line_is_answered_with_what_to_write(
         ("transfer.wait_timeout_s=30s", "write 30"),
         ("transfer.wait_timeout_s=5 min", "write 300"),
         ("transfer.wait_timeout_s=soon", "write a number, as in 30"),
+        ("front.drain_s=.inf", "should be a finite number"),
         ("transfer.path=rdma", "known are auto, ipc, shm, nixl, collective, tcp"),
         ("transfer.path=ipc", "write auto or shm"),
         ("instances.encode.share=101", "got 101"),
@@ -282,11 +283,12 @@ def test_files_that_others_can_read_or_that_are_not_there_are_listed() -> None:
         Path(name).chmod(0o644)
     file = (
         "model: demo\nsecret_file: s\n"
-        "front: {api_keys_file: k, tls_cert_file: c, tls_key_file: c}\n"
+        "front: {api_keys_file: k, tls_cert_file: c, tls_key_file: c, access_log: no/x}\n"
     )
     text = run(UP, file).output
     assert "secret_file (line 2): has mode 0644" in text and "chmod 600 s" in text
     assert "front.tls_cert_file (line 3): c cannot be read" in text
+    assert "front.access_log (line 3): no/x: there is no folder" in text
     assert "front.api_keys_file (line 3): k has mode 0644" in text and "chmod 600 k" in text
 
 

@@ -1,0 +1,80 @@
+"""A stop of the front, over a played engine: what is open ends, and nothing new is taken."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from vllm.sampling_params import SamplingParams
+
+from epd_portable.front.client import SplitClient
+from epd_portable.front.request import GracefulHTTPError
+from epd_portable.front.server import Front
+from tests.integration.front.test_front_cache import Engine, configured
+from tests.integration.front.test_warm_up import client, front
+
+__all__ = ["client", "configured", "front"]
+
+pytestmark = pytest.mark.needs_vllm
+
+TEXT: Any = {"prompt_token_ids": [1, 2, 3]}
+
+
+async def ask(front: Front, name: str) -> str | None:
+    """Return the finish reason of a request."""
+    reason = None
+    async for output in front.generate(TEXT, SamplingParams(max_tokens=2), name):
+        reason = output.outputs[0].finish_reason
+    return reason
+
+
+async def test_new_request_during_a_stop_gets_503_and_the_open_one_its_end(
+    client: SplitClient, front: Front
+) -> None:
+    engine = Engine(client, "pd-0")
+    engine.may_end.clear()
+    asked = asyncio.create_task(ask(front, "open"))
+    while not engine.sent:
+        await asyncio.sleep(0.01)
+    stopping = asyncio.create_task(asyncio.to_thread(front.shutdown, 60))
+    while not client.is_draining:
+        await asyncio.sleep(0)
+    with pytest.raises(GracefulHTTPError, match="this server is being stopped"):
+        await ask(front, "new")
+    # vLLM renders prompts in a thread, which it ends at a stop.
+    renderer = front.renderer
+    await renderer.tokenize_prompts_async([{"prompt": "a"}], renderer.default_cmpl_tok_params)
+    engine.may_end.set()
+    assert await asked == "stop"
+    await stopping
+
+
+@pytest.mark.parametrize("begun", [False, True])
+async def test_request_beyond_the_grace_of_a_stop_ends_with_an_error(
+    client: SplitClient, front: Front, begun: bool
+) -> None:
+    engine = Engine(client, "pd-0")
+    engine.may_end.clear()
+    loop, instance = asyncio.get_running_loop(), client.engines.by_name["pd-0"].instance
+
+    def close() -> None:
+        loop.call_soon_threadsafe(instance.seen_gone, "its process has ended")
+
+    client.engines.close = close  # type: ignore[method-assign]
+    asked = asyncio.create_task(ask(front, "open"))
+    while not engine.sent:
+        await asyncio.sleep(0.01)
+    if begun:
+        engine.says(engine.sent[0].request_id, None)
+    stopping = asyncio.create_task(asyncio.to_thread(front.shutdown, 0.1))
+    async with asyncio.timeout(30):
+        if begun:
+            assert await asked == "error"
+        else:
+            with pytest.raises(GracefulHTTPError, match="no engine that answers is up"):
+                await asked
+    await stopping
