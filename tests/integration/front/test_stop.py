@@ -62,7 +62,8 @@ async def test_request_beyond_the_grace_of_a_stop_ends_with_an_error(
     loop, instance = asyncio.get_running_loop(), client.engines.by_name["pd-0"].instance
 
     def close() -> None:
-        loop.call_soon_threadsafe(instance.seen_gone, "its process has ended")
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(instance.seen_gone, "its process has ended")
 
     client.engines.close = close  # type: ignore[method-assign]
     asked = asyncio.create_task(ask(front, "open"))

@@ -394,6 +394,7 @@ async def test_command_serves_by_tls_and_ends_open_requests_before_it_ends(tmp_p
     pipe = asyncio.subprocess.PIPE
     process = await asyncio.create_subprocess_exec(*command, stdout=pipe, stderr=pipe)
     assert process.stderr is not None and process.stdout is not None
+    assert b"ready: https" in await process.stdout.readline()
     log = b""
     while b"gets requests" not in log:
         line = await process.stderr.readline()
@@ -404,7 +405,6 @@ async def test_command_serves_by_tls_and_ends_open_requests_before_it_ends(tmp_p
         asking = asyncio.create_task(_text(client, trusted))
         await until(lambda: bool(front.bodies))
         process.send_signal(signal.SIGTERM)
-        assert b"ready: https" in await process.stdout.readline()
         assert b"open requests have" in await process.stdout.readline()
         go_on.set()
         assert await asking == "ended"

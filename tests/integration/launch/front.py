@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 from epd_portable.config.secret import Secret, SignatureCheck
 from epd_portable.errors import RequestError
 
-LOOK_S = 0.3
+LOOK_S = 10.0
 ME = f"front-{os.getpid()}"
 
 
