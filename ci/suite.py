@@ -32,7 +32,7 @@ WORKERS = ("-n", "4", "--dist=loadfile", "--no-loadscope-reorder")
 """A file stays with one worker; those that take long and mostly wait are named first."""
 OVER_VLLM = (
     "tests/integration/front",
-    "tests/integration/scheduling",
+    "tests/integration/items",
     "tests/integration/vllm_plugin",
     "tests/unit/vllm_plugin",
 )

@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx
 
 from epd_portable.config.secret import Secret, make_secret_file
-from epd_portable.connector.curve import CurveKeys
+from epd_portable.transfer.curve import CurveKeys
 
 _VARIABLE = "EPD_TEST_SECRET_FILE"
 """How processes that tests start know the file."""

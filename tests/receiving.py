@@ -8,16 +8,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from epd_portable.connector.pool import SharedMemory
-from epd_portable.connector.transport import LeaseFence, ReceiveMemory, ReceivingEnd, SlotWrite
+from epd_portable.transfer.pool import SharedMemory
+from epd_portable.transfer.transport import LeaseFence, ReceiveMemory, ReceivingEnd, SlotWrite
 from epd_portable.wire.descriptors import SlotDescriptor
 from tests.keyring import keys
 
 if TYPE_CHECKING:
     import torch
 
-    from epd_portable.connector.copies import DeviceCopies
     from epd_portable.platforms.base import DeviceEvent
+    from epd_portable.transfer.copies import DeviceCopies
 
 
 def receiving_end(memory: ReceiveMemory, **changes: Any) -> ReceivingEnd:

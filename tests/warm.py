@@ -35,7 +35,7 @@ PRELOADED = (
     "epd_portable.launch.plan.processes",
     "epd_portable.platforms.collectives_torch",
     "epd_portable.platforms.cpu",
-    "epd_portable.runners.sender",
+    "epd_portable.encode.sender",
     "epd_portable.vllm_plugin.exposition",
 )
 VLLM = ("cv2", "vllm.multimodal.media", "vllm.v1.core.sched.scheduler")

@@ -25,16 +25,16 @@ from epd_benchmarks.stand_in import (
 )
 from epd_portable.config.instance import InstanceConfig
 from epd_portable.config.secret import Secret
-from epd_portable.connector.copies import DeviceCopies
-from epd_portable.connector.producer import TransferOrder
-from epd_portable.connector.worker_endpoint import WorkerEndpoint
+from epd_portable.encode.producer import TransferOrder
+from epd_portable.encode.sender import Sender
 from epd_portable.errors import MeasurementError
+from epd_portable.items.placer import Placer
+from epd_portable.items.prefill import PrefillRequests
+from epd_portable.items.receiver import Receiver
 from epd_portable.platforms import registry
 from epd_portable.platforms.base import DeviceEvent, Platform
-from epd_portable.runners.placer import Placer
-from epd_portable.runners.prefill import PrefillRequests
-from epd_portable.runners.receiver import Receiver
-from epd_portable.runners.sender import Sender
+from epd_portable.transfer.copies import DeviceCopies
+from epd_portable.transfer.worker_endpoint import WorkerEndpoint
 from epd_portable.wire.params import ExpectedTransfer, PrefillParams
 
 REST_S = 1e-3

@@ -21,8 +21,8 @@ from epd_benchmarks.stand_in import DTYPE, WIDTH, StandInRequest
 from epd_benchmarks.stats import quantile
 from epd_portable.config.instance import InstanceConfig
 from epd_portable.demo.servers import free_port
-from epd_portable.runners.prefill import PrefillRequests
-from epd_portable.runners.receiver import Receiver
+from epd_portable.items.prefill import PrefillRequests
+from epd_portable.items.receiver import Receiver
 from epd_portable.wire.descriptors import TensorSpec
 from epd_portable.wire.params import ExpectedTransfer, PrefillParams
 
@@ -30,11 +30,11 @@ ITEM_TOKENS = 4
 _TIMEOUT_S = 3600.0
 _WARM_UP = 20
 _MEASURED = (
-    "epd_portable.runners.prefill",
-    "epd_portable.runners.receiver",
-    "epd_portable.runners.stalls",
-    "epd_portable.scheduling.encoder_cache",
-    "epd_portable.scheduling.preallocator",
+    "epd_portable.items.prefill",
+    "epd_portable.items.receiver",
+    "epd_portable.items.stalls",
+    "epd_portable.items.encoder_cache",
+    "epd_portable.items.preallocator",
 )
 _TENSOR = TensorSpec(shape=(ITEM_TOKENS, WIDTH), dtype=DTYPE)
 

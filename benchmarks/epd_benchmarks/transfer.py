@@ -23,10 +23,10 @@ from epd_benchmarks.stats import paired_ratio, quantile
 from epd_portable.config.instance import InstanceConfig, PlatformName
 from epd_portable.config.quantities import UNITS
 from epd_portable.config.transfer import AUTO
-from epd_portable.connector import registry
 from epd_portable.demo.servers import free_port
 from epd_portable.errors import ConfigError
 from epd_portable.platforms.traits import TRAITS
+from epd_portable.transfer import registry
 
 WARM_UP_ROUNDS = 2
 ENCODE_S = (0.01, 0.0)
@@ -213,7 +213,7 @@ def make_report(cases: Sequence[TransferCase], place: str, left_out: Mapping[str
     }
     return Report(
         title="From the encoder's output to the placed tensor, by path and size",
-        conditions=conditions({*modules, "epd_portable.connector.curve"}),
+        conditions=conditions({*modules, "epd_portable.transfer.curve"}),
         notes=(
             f"{place} Not measured: {reasons}." if reasons else place,
             "One producer and one consumer process for each path, no engine; the combinations take "

@@ -9,7 +9,7 @@ from pydantic import AfterValidator
 AUTO = "auto"
 
 PATH_NAMES = ("ipc", "shm", "nixl", "collective", "tcp")
-"""Transfer paths, described by `epd_portable.connector.registry`."""
+"""Transfer paths, described by `epd_portable.transfer.registry`."""
 
 
 def _known(name: str) -> str:

@@ -34,7 +34,7 @@ from vllm.v1.engine.utils import EngineHandshakeMetadata, EngineZmqAddresses
 from vllm.v1.executor import Executor
 
 from epd_portable.config.instance import InstanceConfig
-from epd_portable.connector.stores.entry import namespace_of
+from epd_portable.transfer.stores.entry import namespace_of
 from epd_portable.vllm_plugin import agreement, compat
 
 logger = logging.getLogger(__name__)

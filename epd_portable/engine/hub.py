@@ -24,10 +24,10 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from epd_portable.config.instance import InstanceConfig
 from epd_portable.config.roles import Role
 from epd_portable.config.secret import Secret
-from epd_portable.connector.curve import CurveGate, CurveKeys
-from epd_portable.connector.sessions import new_session
 from epd_portable.errors import ProtocolError, TransportError
-from epd_portable.scheduling.pace import Pace
+from epd_portable.placement.pace import Pace
+from epd_portable.transfer.curve import CurveGate, CurveKeys
+from epd_portable.transfer.sessions import new_session
 from epd_portable.vllm_plugin.job_items import ItemReader
 from epd_portable.wire import jobs
 from epd_portable.wire.jobs import (

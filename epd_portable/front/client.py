@@ -31,9 +31,6 @@ from epd_portable.config.front import MAX_ENCODERS, AdmissionSection
 from epd_portable.config.roles import ENCODES, TAKES_ITEMS, TAKES_KV
 from epd_portable.config.secret import Secret
 from epd_portable.config.store import StoreSection
-from epd_portable.connector.curve import CurveKeys
-from epd_portable.connector.stores.lookup import StoreLookup
-from epd_portable.connector.stores.metrics import StoreMetrics
 from epd_portable.front.calls import call_elsewhere, calls_of_all
 from epd_portable.front.engines import Engines, EngineSettings, FrontEngine
 from epd_portable.front.exchange import admit, current
@@ -63,6 +60,9 @@ from epd_portable.placement.fallbacks import MAX_PD_ATTEMPTS, RetryBudget
 from epd_portable.placement.instances import Instance, WentDownError, while_up
 from epd_portable.placement.profiles.policy import Policy
 from epd_portable.placement.replies import BODY_TIMEOUT_S
+from epd_portable.transfer.curve import CurveKeys
+from epd_portable.transfer.stores.lookup import StoreLookup
+from epd_portable.transfer.stores.metrics import StoreMetrics
 from epd_portable.vllm_plugin import compat
 from epd_portable.vllm_plugin.metadata import ItemMetadata
 from epd_portable.vllm_plugin.video_parts import VideoParts

@@ -30,7 +30,6 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.executor import Executor
 
 from epd_portable.config.roles import DUTIES, ENCODES, TAKES_ITEMS, Role
-from epd_portable.connector.curve import CurveKeys
 from epd_portable.errors import RequestError
 from epd_portable.front.peers import Peer
 from epd_portable.log import say_failure
@@ -45,6 +44,7 @@ from epd_portable.placement.instances import (
     while_up,
 )
 from epd_portable.placement.metrics import InstanceCollector, InstanceStats, PoolStats, stats_of
+from epd_portable.transfer.curve import CurveKeys
 from epd_portable.wire.fingerprint import differences
 from epd_portable.wire.jobs import Here
 

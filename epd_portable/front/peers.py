@@ -20,11 +20,11 @@ from vllm.config import VllmConfig
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from epd_portable.connector.curve import CurveKeys, connect_client
-from epd_portable.connector.sessions import new_session
 from epd_portable.errors import ProtocolError
 from epd_portable.front.calls import call_elsewhere
 from epd_portable.placement.assignment import EncodeFailure, FailureKind
+from epd_portable.transfer.curve import CurveKeys, connect_client
+from epd_portable.transfer.sessions import new_session
 from epd_portable.vllm_plugin.job_items import to_job
 from epd_portable.wire import jobs
 from epd_portable.wire.jobs import (

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from vllm.v1.engine import EngineCoreRequest
 
-from epd_portable.connector.stores.lookup import StoredItem
 from epd_portable.front.exchange import FrontExchange, exchange
 from epd_portable.front.headers import CURRENT, Headers
 from epd_portable.placement.fallbacks import JOB_GRACE_S
 from epd_portable.placement.gate import Ticket
 from epd_portable.placement.instances import Instance
+from epd_portable.transfer.stores.lookup import StoredItem
 from epd_portable.vllm_plugin import compat
 from epd_portable.vllm_plugin.video_parts import is_part
 

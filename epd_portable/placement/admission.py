@@ -20,7 +20,7 @@ from epd_portable.config.roles import Duty
 from epd_portable.errors import RequestError
 from epd_portable.placement.gate import Gate, Limit, Ticket
 from epd_portable.placement.instances import EndpointPool, Instance
-from epd_portable.scheduling.pace import Pace
+from epd_portable.placement.pace import Pace
 
 LONGEST_RETRY_S = 60
 

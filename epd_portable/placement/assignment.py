@@ -3,7 +3,7 @@
 Encode instances may have a queue while the prefill+decode instance that waits for their items has
 nothing to do. With *elastic encoding* that one encodes some of them by itself, where that ends
 sooner: with as many instances, none is idle while items wait. But while it encodes it computes no
-token for anybody, or fewer (`epd_portable.runners.background`), so it does so for others' sake only
+token for anybody, or fewer (`epd_portable.items.background`), so it does so for others' sake only
 when the queue is much longer.
 """
 
@@ -18,11 +18,11 @@ from typing import Generic, Literal, Protocol, TypeAlias, TypeVar
 
 from epd_portable.config.front import MAX_ENCODERS
 from epd_portable.config.secret import Secret
-from epd_portable.connector.stores.lookup import StoredItem
 from epd_portable.media.limits import RequestItem
 from epd_portable.placement.fallbacks import RetryBudget
 from epd_portable.placement.instances import Instance
 from epd_portable.placement.work import nearest_size
+from epd_portable.transfer.stores.lookup import StoredItem
 from epd_portable.wire.params import EncodeTransfer, ExpectedTransfer
 
 ChooseEncoder: TypeAlias = Callable[[Collection[str]], Instance | None]

@@ -1,16 +1,8 @@
-"""What runs inside an engine: mixins for its model runner, and the collaborators they talk to.
+"""Mixins of vLLM's two model runners.
 
-============  ==================  =====================================================
-instance      scheduler process   worker processes
-============  ==================  =====================================================
-encode        `Dispatcher`        `EncoderRunnerMixin`, `Sender` (a thread)
-PD            `Receiver`          `PDRunnerMixin`, `Placer`
-============  ==================  =====================================================
-
-The mixins are those of vLLM's first model runner. Its second calls the connector's own hooks, and
-has `SecondRunnerMixin` in both.
-
-No module here imports vLLM; `epd_portable.vllm_plugin` puts them in their places.
+The mixins of `first` call the connector where vLLM's first runner does not. vLLM's second runner
+calls the connector's own hooks, and has those of `second`. No module here imports vLLM;
+`epd_portable.vllm_plugin.worker` mixes them in.
 """
 
 if __name__ != "epd_portable.runners":

@@ -23,26 +23,26 @@ from vllm.v1.request import RequestStatus
 
 from epd_portable.config.instance import InstanceConfig
 from epd_portable.config.secret import Secret
-from epd_portable.connector.producer import TransferOrder
-from epd_portable.connector.stores.entry import namespace_of
-from epd_portable.connector.stores.writer import open_writer
-from epd_portable.connector.worker_endpoint import WorkerEndpoint
+from epd_portable.encode.dispatcher import Dispatcher
+from epd_portable.encode.host_copies import HostCopies, alone
+from epd_portable.encode.producer import TransferOrder
+from epd_portable.encode.queue import EncodeQueue, StepLimits
+from epd_portable.encode.sender import Sender
+from epd_portable.encode.shared_encoder import SharedEncoder
+from epd_portable.encode.store_writer import open_writer
+from epd_portable.encode.two_levels import TwoLevelCache
 from epd_portable.errors import EngineError
+from epd_portable.items.background import BackgroundEncoder, EncodeOrder, StepEncoder
+from epd_portable.items.encoder_cache import EncoderCacheManager
+from epd_portable.items.metrics import ReceiverMetrics, SenderMetrics
+from epd_portable.items.placer import Placer
+from epd_portable.items.prefill import PrefillRequests
+from epd_portable.items.receiver import Receiver
 from epd_portable.platforms.traits import TRAITS
-from epd_portable.runners.background import BackgroundEncoder, EncodeOrder, StepEncoder
-from epd_portable.runners.cores import limit_compute
-from epd_portable.runners.dispatcher import Dispatcher
-from epd_portable.runners.host_copies import HostCopies, alone
-from epd_portable.runners.metrics import ReceiverMetrics, SenderMetrics
-from epd_portable.runners.placer import Placer
-from epd_portable.runners.prefill import PrefillRequests
-from epd_portable.runners.receiver import Receiver
-from epd_portable.runners.sender import Sender
-from epd_portable.runners.shared_encoder import SharedEncoder
-from epd_portable.runners.stream_clock import StreamClock
-from epd_portable.scheduling.encode_queue import EncodeQueue, StepLimits
-from epd_portable.scheduling.encoder_cache import EncoderCacheManager
-from epd_portable.scheduling.two_levels import TwoLevelCache
+from epd_portable.transfer.cores import limit_compute
+from epd_portable.transfer.stores.entry import namespace_of
+from epd_portable.transfer.stream_clock import StreamClock
+from epd_portable.transfer.worker_endpoint import WorkerEndpoint
 from epd_portable.vllm_plugin import agreement, compat, exposition
 from epd_portable.vllm_plugin.encoder_memory import cache_bytes
 from epd_portable.vllm_plugin.media_again import MediaOfWorkers
@@ -63,7 +63,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
-    from epd_portable.connector.copies import DeviceCopies
+    from epd_portable.transfer.copies import DeviceCopies
 
 logger = logging.getLogger(__name__)
 
@@ -427,8 +427,8 @@ class WorkerConnector(EPDConnector):
             EngineError: The device does not compute in the model's dtype.
             UnsupportedError: The process cannot be kept to its share of the device.
         """
-        from epd_portable.connector.copies import DeviceCopies
         from epd_portable.platforms import registry
+        from epd_portable.transfer.copies import DeviceCopies
 
         platform = registry.get(self._config.platform)
         compat.check_dtype(self._vllm_config, platform)

@@ -6,8 +6,8 @@ import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from epd_portable.encode.two_levels import FILLED
 from epd_portable.platforms.traits import TRAITS
-from epd_portable.scheduling.two_levels import FILLED
 from epd_portable.vllm_plugin import compat
 
 if TYPE_CHECKING:

@@ -16,8 +16,8 @@ from typing import Any
 from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
 
-from epd_portable.runners.placer import WorkerOrders
-from epd_portable.scheduling.two_levels import HostOrders
+from epd_portable.encode.two_levels import HostOrders
+from epd_portable.items.placer import WorkerOrders
 from epd_portable.vllm_plugin.reports import StepMetadata
 
 _LISTS = (SchedulerOutput, CachedRequestData, StepMetadata, HostOrders, WorkerOrders)

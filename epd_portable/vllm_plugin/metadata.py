@@ -11,7 +11,7 @@ from collections import OrderedDict
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from epd_portable.scheduling.items import PromptItem
+from epd_portable.items.items import PromptItem
 from epd_portable.vllm_plugin import compat
 from epd_portable.wire.descriptors import TensorSpec
 from epd_portable.wire.params import EncodedItem

@@ -15,9 +15,9 @@ from typing import Any, Literal
 
 from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorMetadata
 
-from epd_portable.connector.producer import TransferOrder
-from epd_portable.runners.placer import WorkerOrders
-from epd_portable.scheduling.two_levels import HostOrders
+from epd_portable.encode.producer import TransferOrder
+from epd_portable.encode.two_levels import HostOrders
+from epd_portable.items.placer import WorkerOrders
 
 Kind = Literal["room", "computed", "copy lost", "missing", "encoded", "not encoded"]
 """Of an encode instance: the bytes that its encoder cache may fill, once; the last step that its

@@ -18,13 +18,13 @@ from vllm.distributed.ec_transfer import get_ec_transfer
 
 from epd_portable.log import trace
 from epd_portable.platforms.traits import TRAITS, PlatformTraits
-from epd_portable.runners.cores import cores_kept, timers_late
 from epd_portable.runners.first import EncoderRunnerMixin, PDRunnerMixin
 from epd_portable.runners.second import (
     EncodeSecondRunnerMixin,
     OrderingSecondRunnerMixin,
     SecondRunnerMixin,
 )
+from epd_portable.transfer.cores import cores_kept, timers_late
 from epd_portable.vllm_plugin import compat
 from epd_portable.vllm_plugin.video_parts import place_by_whole_videos
 

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from epd_portable.connector import registry as paths
-from epd_portable.connector.copies import Clock, DeviceCopies
-from epd_portable.connector.sessions import host_identity, new_session
-from epd_portable.connector.transport import Transport
 from epd_portable.platforms import registry
 from epd_portable.platforms.traits import TRAITS
+from epd_portable.transfer import registry as paths
+from epd_portable.transfer.copies import Clock, DeviceCopies
+from epd_portable.transfer.sessions import host_identity, new_session
+from epd_portable.transfer.transport import Transport
 from epd_portable.wire.descriptors import PathEndpoint, PeerDescriptor
 from tests.keyring import keys
 

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from epd_portable.connector.copies import DeviceCopies
+from epd_portable.encode.host_copies import HostCopies
+from epd_portable.encode.two_levels import HostOrders
 from epd_portable.platforms import registry
 from epd_portable.platforms.base import Platform
-from epd_portable.runners.host_copies import HostCopies
-from epd_portable.scheduling.two_levels import HostOrders
+from epd_portable.transfer.copies import DeviceCopies
 from tests.waiting import until
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from epd_portable.scheduling.items import State
+from epd_portable.items.items import State
 from tests.unit.builders import request
-from tests.unit.scheduling.desk import Desk, tensor
+from tests.unit.items.cache_desk import Desk, tensor
 
 
 @pytest.fixture

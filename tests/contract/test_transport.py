@@ -21,12 +21,12 @@ import msgspec
 import pytest
 import torch
 
-from epd_portable.connector import connections, registry
-from epd_portable.connector.copies import QueuedCopy
-from epd_portable.connector.pool import SHM_FOLDER
-from epd_portable.connector.transport import SlotWrite, Transport
 from epd_portable.errors import LeaseExpiredError, NoCommonPathError, TransportError
 from epd_portable.platforms.traits import TRAITS
+from epd_portable.transfer import connections, registry
+from epd_portable.transfer.copies import QueuedCopy
+from epd_portable.transfer.pool import SHM_FOLDER
+from epd_portable.transfer.transport import SlotWrite, Transport
 from epd_portable.wire.descriptors import SlotDescriptor
 from tests.contract.pairs import REFUSED, ROUTES, Route, encode_peer, parameters
 from tests.contract.transport_consumer import CONTEXT, DEADLINE_S, MIB, Consumer, digest

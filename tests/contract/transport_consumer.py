@@ -19,14 +19,14 @@ from typing import Any
 import torch
 
 from epd_portable.config.instance import InstanceConfig
-from epd_portable.connector import registry as paths
-from epd_portable.connector.copies import DeviceCopies
-from epd_portable.connector.endpoint import ConsumerEndpoint
-from epd_portable.connector.pool import SHM_FOLDER
-from epd_portable.connector.transport import LeaseFence
-from epd_portable.connector.worker_endpoint import WorkerEndpoint
+from epd_portable.items.placer import Placement, Placer, WorkerOrders
 from epd_portable.platforms import registry
-from epd_portable.runners.placer import Placement, Placer, WorkerOrders
+from epd_portable.transfer import registry as paths
+from epd_portable.transfer.copies import DeviceCopies
+from epd_portable.transfer.endpoint import ConsumerEndpoint
+from epd_portable.transfer.pool import SHM_FOLDER
+from epd_portable.transfer.transport import LeaseFence
+from epd_portable.transfer.worker_endpoint import WorkerEndpoint
 from epd_portable.wire.descriptors import SlotDescriptor, TensorSpec
 from tests.contract.pairs import FINGERPRINT, Route, encode_peer
 from tests.keyring import secret_file

@@ -10,9 +10,9 @@ from tests.line_child import ANSWER_LINES, LineChild
 
 BEGIN = """
 import msgspec, sys, torch
-from epd_portable.connector.sessions import new_session
-from epd_portable.connector.copies import DeviceCopies
-from epd_portable.connector.slab import DeviceSlab
+from epd_portable.transfer.sessions import new_session
+from epd_portable.transfer.copies import DeviceCopies
+from epd_portable.transfer.slab import DeviceSlab
 from epd_portable.platforms import registry
 from epd_portable.platforms.base import ShareHandle
 platform = registry.get(sys.argv[1])

@@ -9,10 +9,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from epd_portable.connector.copies import DeviceCopies
-from epd_portable.connector.pool import SharedMemory
 from epd_portable.errors import PlatformError
 from epd_portable.platforms.base import Platform
+from epd_portable.transfer.copies import DeviceCopies
+from epd_portable.transfer.pool import SharedMemory
 from tests.devices.child import Child
 
 AMPLE_S = 60.0

@@ -8,10 +8,10 @@ import msgspec
 import pytest
 import torch
 
-from epd_portable.connector.copies import DeviceCopies
-from epd_portable.connector.slab import OpenedSlab
 from epd_portable.errors import PeerLostError, UnsupportedError
 from epd_portable.platforms.base import Platform, ShareHandle
+from epd_portable.transfer.copies import DeviceCopies
+from epd_portable.transfer.slab import OpenedSlab
 from tests.devices.child import Child
 
 AMPLE_S = 60.0

@@ -10,15 +10,15 @@ from pathlib import Path
 import torch
 
 from epd_portable.config.instance import InstanceConfig
-from epd_portable.connector.copies import DeviceCopies
-from epd_portable.connector.producer import TransferOrder
-from epd_portable.connector.worker_endpoint import WorkerEndpoint
+from epd_portable.encode.producer import TransferOrder
+from epd_portable.encode.sender import Sender
+from epd_portable.items.items import PromptItem
+from epd_portable.items.placer import Placer
+from epd_portable.items.prefill import PrefillRequests
+from epd_portable.items.receiver import Receiver
 from epd_portable.platforms import registry
-from epd_portable.runners.placer import Placer
-from epd_portable.runners.prefill import PrefillRequests
-from epd_portable.runners.receiver import Receiver
-from epd_portable.runners.sender import Sender
-from epd_portable.scheduling.items import PromptItem
+from epd_portable.transfer.copies import DeviceCopies
+from epd_portable.transfer.worker_endpoint import WorkerEndpoint
 from epd_portable.wire.params import ExpectedTransfer, PrefillParams
 from tests.faults.small.pictures import Picture
 from tests.faults.small.schedulers import tensor

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import zmq
 
-from epd_portable.connector.curve import CurveGate, secure_client
+from epd_portable.transfer.curve import CurveGate, secure_client
 from tests.keyring import keys
 
 Fault = Callable[[random.Random, bytes], list[tuple[float, bytes]]]

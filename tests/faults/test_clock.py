@@ -21,8 +21,8 @@ REQUESTS = 8
 WALL_CLOCK = {"time", "time_ns", "now", "utcnow"}
 ASKS_THE_WALL_CLOCK = {
     "config/secret.py": "a signed request is good for half a minute",
-    "connector/stores/file.py": "files of a folder are as old as their change times say",
-    "connector/stores/redis.py": "entries expire by a clock that all writers share",
+    "transfer/stores/file.py": "files of a folder are as old as their change times say",
+    "transfer/stores/redis.py": "entries expire by a clock that all writers share",
     "launch/commands/command_line.py": "events for programs say when they were",
     "launch/run/supervisor.py": "files older than the run are not its own, by their change times",
     "engine/hub.py": "requests of vLLM say when they came",

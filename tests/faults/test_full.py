@@ -16,9 +16,9 @@ from pathlib import Path
 import httpx
 import pytest
 
-from epd_portable.connector.pool import SHM_FOLDER
 from epd_portable.launch.plan.ports import port_source
 from epd_portable.launch.run import sessions
+from epd_portable.transfer.pool import SHM_FOLDER
 
 ROOT = Path(__file__).parents[2]
 SHM_BYTES = 1 << 20
@@ -55,7 +55,7 @@ def small_shm() -> tuple[str, ...]:
 POOL = """
 import sys
 from pathlib import Path
-from epd_portable.connector.pool import SharedMemory
+from epd_portable.transfer.pool import SharedMemory
 from epd_portable.errors import CapacityError
 try:
     SharedMemory.create("epd-test", int(sys.argv[1]) if len(sys.argv) > 1 else {nbytes})
@@ -75,7 +75,7 @@ def test_a_pool_that_does_not_fit_into_shm_is_refused_at_the_start_and_leaves_no
 
 SHRINKING = """
 import os
-from epd_portable.connector.pool import SharedMemory
+from epd_portable.transfer.pool import SharedMemory
 pool = SharedMemory.create("epd-test", 512 << 10)
 filler = os.open("/dev/shm/filler", os.O_WRONLY | os.O_CREAT)
 try:
@@ -99,8 +99,8 @@ WORKER = """
 import os, sys
 from pathlib import Path
 from epd_portable.config.instance import InstanceConfig
-from epd_portable.connector.copies import DeviceCopies
-from epd_portable.connector.worker_endpoint import WorkerEndpoint
+from epd_portable.transfer.copies import DeviceCopies
+from epd_portable.transfer.worker_endpoint import WorkerEndpoint
 from epd_portable.errors import CapacityError
 from epd_portable.platforms import registry
 with open("/dev/shm/filler", "wb") as filler:

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from epd_portable.connector import registry
+from epd_portable.transfer import registry
 from tests.faults.conftest import Served
 from tests.faults.points import (
     ENCODER_SCHEDULER,

@@ -18,11 +18,11 @@ from typing import Any
 
 import torch
 
-from epd_portable.connector.copies import DeviceCopies
-from epd_portable.connector.pool import SharedMemory
-from epd_portable.connector.sessions import new_session
-from epd_portable.connector.slab import DeviceSlab, OpenedSlab
 from epd_portable.platforms import registry
+from epd_portable.transfer.copies import DeviceCopies
+from epd_portable.transfer.pool import SharedMemory
+from epd_portable.transfer.sessions import new_session
+from epd_portable.transfer.slab import DeviceSlab, OpenedSlab
 
 MIB = 1 << 20
 SLAB_BYTES = 512 * MIB

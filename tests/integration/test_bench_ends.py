@@ -15,14 +15,14 @@ import pytest
 from epd_benchmarks import ends
 from epd_benchmarks.stand_in import Command
 from epd_portable.config.instance import InstanceConfig
-from epd_portable.connector.pool import SHM_FOLDER
 from epd_portable.demo.servers import free_port
 from epd_portable.errors import TransportError
+from epd_portable.items import placer
 from epd_portable.platforms import registry
 from epd_portable.platforms.base import DeviceEvent
 from epd_portable.platforms.cpu import CpuPlatform
 from epd_portable.platforms.traits import TRAITS
-from epd_portable.runners import placer
+from epd_portable.transfer.pool import SHM_FOLDER
 from tests.keyring import secret_file
 
 LATE_S = 0.05

@@ -23,11 +23,11 @@ from unittest import mock
 
 import torch
 
-from epd_portable.connector.copies import DeviceCopies
+from epd_portable.encode.writers import WriteResult
 from epd_portable.errors import TransportError
 from epd_portable.platforms.base import MemoryInfo
 from epd_portable.platforms.traits import TRAITS
-from epd_portable.runners.writers import WriteResult
+from epd_portable.transfer.copies import DeviceCopies
 from epd_portable.wire.messages import AnyMessage, Written
 from tests.kit.memory import Violation
 from tests.unit.builders import Clock
@@ -266,8 +266,8 @@ class EncodeWorkerHalf:
     @contextmanager
     def seams(self) -> Iterator[None]:
         """Put the kit's parts in the place of threads, sockets and the device."""
+        from epd_portable.encode import host_copies, sender
         from epd_portable.platforms import registry
-        from epd_portable.runners import host_copies, sender
         from epd_portable.vllm_plugin import compat, ec_connector, exposition
 
         made = self._made

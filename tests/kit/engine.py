@@ -18,12 +18,12 @@ from prometheus_client import CollectorRegistry
 
 from epd_portable.config.instance import InstanceConfig
 from epd_portable.config.secret import Secret
-from epd_portable.connector.registry import fenced_paths
-from epd_portable.connector.stores.loader import IDENTITY
-from epd_portable.connector.transport import LeaseFence
 from epd_portable.demo import MODEL_DIR
 from epd_portable.errors import NoCommonPathError
 from epd_portable.launch.plan.engine import CONNECTOR, SCHEDULER_CLS
+from epd_portable.transfer.registry import fenced_paths
+from epd_portable.transfer.stores.loader import IDENTITY
+from epd_portable.transfer.transport import LeaseFence
 from epd_portable.vllm_plugin.reports import to_names
 from epd_portable.wire.descriptors import PathEndpoint, PeerDescriptor, TensorSpec
 from epd_portable.wire.messages import Announce, AnyMessage
@@ -204,8 +204,8 @@ def _seams(sizes: Sizes, clock: Clock, shelf: Shelf | None, made: dict[str, Any]
     """Let the connector have the model's clock and post, and no thread of its own."""
     from vllm.v1.core.sched import scheduler as vllm_scheduler
 
-    from epd_portable.runners import receiver as receivers
-    from epd_portable.runners.metrics import ReceiverMetrics
+    from epd_portable.items import receiver as receivers
+    from epd_portable.items.metrics import ReceiverMetrics
     from epd_portable.vllm_plugin import agreement, ec_connector, exposition
 
     class Receiver(receivers.Receiver):

@@ -9,9 +9,9 @@ from unittest import mock
 
 from prometheus_client import CollectorRegistry
 
-from epd_portable.connector.circuit_breaker import CircuitBreaker
-from epd_portable.connector.stores import loader
-from epd_portable.connector.stores.metrics import StoreMetrics
+from epd_portable.transfer.circuit_breaker import CircuitBreaker
+from epd_portable.transfer.stores import loader
+from epd_portable.transfer.stores.metrics import StoreMetrics
 from epd_portable.wire.descriptors import PathEndpoint, PeerDescriptor
 from epd_portable.wire.messages import AnyMessage, Grant
 from tests.kit.memory import TORN, PoolMemory

@@ -20,10 +20,10 @@ from typing import Any, get_args
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from epd_portable.connector.stores.lookup import StoredItem
 from epd_portable.front.client import SplitClient
 from epd_portable.front.item_jobs import EncodeOrder
 from epd_portable.front.request import GracefulHTTPError
+from epd_portable.transfer.stores.lookup import StoredItem
 from epd_portable.vllm_plugin import compat
 from epd_portable.wire.params import CacheNews, EncodedItem, to_params
 from tests.integration.front.played_front import (

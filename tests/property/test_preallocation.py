@@ -24,10 +24,10 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from epd_portable.scheduling.items import Claim, Claimant, Item, State, order
+from epd_portable.items.items import Claim, Claimant, Item, State, order
 from epd_portable.wire.descriptors import SlotDescriptor
 from tests.property.budget import budget, seeded
-from tests.unit.scheduling.desk import Desk, tensor
+from tests.unit.items.cache_desk import Desk, tensor
 
 SIZES = {"ant": 1, "bee": 2, "cat": 3, "dog": 4, "elk": 5, "fox": 7}
 CACHE_EMBEDS, POOL_BYTES = 9, 8

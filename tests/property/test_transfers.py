@@ -20,13 +20,13 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from epd_portable.connector import consumer
-from epd_portable.connector.consumer import LEASE_MARGIN_S
-from epd_portable.scheduling.items import State
+from epd_portable.items import consumer
+from epd_portable.items.consumer import LEASE_MARGIN_S
+from epd_portable.items.items import State
 from epd_portable.wire.messages import Grant
 from tests.property.budget import budget, seeded
 from tests.property.world import Encoder, Item, Parcel, Pd, tokens, write_unit
-from tests.unit.runners.harness import LEASE_S, TIMEOUT_S, assert_everything_is_back
+from tests.unit.items.harness import LEASE_S, TIMEOUT_S, assert_everything_is_back
 
 SIZES = {"cat": 1, "dog": 2, "emu": 3, "fox": 4}
 PDS, ENCODERS = ("p", "q"), ("a", "b", "unfit")

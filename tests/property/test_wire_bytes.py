@@ -11,17 +11,17 @@ import msgspec
 import pytest
 from hypothesis import given
 
-from epd_portable.connector import registry
-from epd_portable.connector.sessions import process_is_gone
-from epd_portable.connector.slab import _read_address
 from epd_portable.errors import NoCommonPathError, ProtocolError, TransportError
+from epd_portable.transfer import registry
+from epd_portable.transfer.sessions import process_is_gone
+from epd_portable.transfer.slab import _read_address
 from epd_portable.wire import codec
 from epd_portable.wire.descriptors import PathEndpoint, PeerDescriptor
 from epd_portable.wire.messages import PROTOCOL_VERSION, Announce, Foreign, Received
 from epd_portable.wire.params import EncodeParams, PrefillParams, read_params
 from tests.property.budget import budget
 from tests.unit.builders import peer
-from tests.unit.runners.harness import CAT, DOG, EncodeSide, PrefillSide
+from tests.unit.items.harness import CAT, DOG, EncodeSide, PrefillSide
 from tests.unit.wire.test_codec import MESSAGES
 
 VALID = [codec.encode(message, session="life") for message in MESSAGES]
@@ -155,7 +155,7 @@ def test_a_session_may_name_any_process(pid: str) -> None:
 
 
 def process_session() -> str:
-    from epd_portable.connector.sessions import new_session
+    from epd_portable.transfer.sessions import new_session
 
     return new_session()
 

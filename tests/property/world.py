@@ -11,12 +11,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from epd_portable.connector.producer import Write
-from epd_portable.runners.placer import Placement
-from epd_portable.scheduling.items import State
+from epd_portable.encode.producer import Write
+from epd_portable.items.items import State
+from epd_portable.items.placer import Placement
 from epd_portable.wire.messages import AnyMessage, Grant
 from tests.unit.builders import FINGERPRINT, Clock
-from tests.unit.runners.harness import TOKEN_BYTES, EncodeSide, Item, PrefillSide
+from tests.unit.items.harness import TOKEN_BYTES, EncodeSide, Item, PrefillSide
 
 POOL_TOKENS, CACHE_TOKENS = 5, 7
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from epd_portable.config.roles import Role
-from epd_portable.scheduling.two_levels import TwoLevelCache
+from epd_portable.encode.two_levels import TwoLevelCache
 from epd_portable.wire.descriptors import (
     PathEndpoint,
     PeerDescriptor,

@@ -9,11 +9,11 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Metric
 from prometheus_client.metrics import MetricWrapperBase
 
-from epd_portable.connector.stores.metrics import StoreMetrics
 from epd_portable.front.metrics import FrontMetrics
+from epd_portable.items.metrics import ReceiverMetrics, SenderMetrics
 from epd_portable.placement.instances import EndpointPool
 from epd_portable.placement.metrics import InstanceCollector, stats_of
-from epd_portable.runners.metrics import ReceiverMetrics, SenderMetrics
+from epd_portable.transfer.stores.metrics import StoreMetrics
 
 
 def instruments_of(owner: object) -> list[MetricWrapperBase]:

@@ -9,9 +9,9 @@ from typing import Any
 
 from epd_portable.config import document, problems
 from epd_portable.config.front import MAX_ENCODERS
-from epd_portable.connector import consumer
-from epd_portable.connector.stores import writer
+from epd_portable.encode.store_writer import QUEUE_BYTES
 from epd_portable.engine import hub
+from epd_portable.items import consumer
 from epd_portable.launch.plan import ports
 from epd_portable.launch.run import lifecycle, supervisor
 from epd_portable.placement import admission, fallbacks, instances, replies
@@ -56,7 +56,7 @@ IN_THE_CODE = {
         f"{media_urls['MAX_FETCHES']}, {media_urls['MAX_FETCHES_OF_HOST']} of one host"
     ),
     "an engine that joined and is not healthy": f"after {constants('engines.py')['FORGET_S']:g} s",
-    "outputs that wait in an encode instance": f"{writer.QUEUE_BYTES // MIB} MiB; more are dropped",
+    "outputs that wait in an encode instance": f"{QUEUE_BYTES // MIB} MiB; more are dropped",
     "restart of a process": (
         f"after {lifecycle.FIRST_PAUSE_S:g} s, doubling with each further death to "
         f"{lifecycle.LONGEST_PAUSE_S:g} s; "

@@ -14,8 +14,8 @@ import pytest
 import yaml
 
 from epd_portable.config import roles as roles_module
-from epd_portable.connector.stores.metrics import Ask, Drop
 from epd_portable.placement.assignment import FailureKind
+from epd_portable.transfer.stores.metrics import Ask, Drop
 from tests.unit.instruments import of_an_instance, of_the_front, of_the_pool
 
 FOLDER = Path(__file__).resolve().parents[2] / "docs/observability"

@@ -133,7 +133,7 @@ def _gib(nbytes: int) -> str:
 
 def _paths(producer: str, consumer: str) -> Iterator[Finding]:
     # Loads torch, which is known to be there once a platform is available.
-    from epd_portable.connector import registry as paths
+    from epd_portable.transfer import registry as paths
 
     pair = producer if producer == consumer else f"{producer}→{consumer}"
     for path, usable, reason in paths.describe(producer, consumer):

@@ -13,11 +13,11 @@ from epd_portable.config.groups import InstanceGroup, PrefillDecodeGroup
 from epd_portable.config.instance import InstanceConfig
 from epd_portable.config.roles import PAIR_LABEL, Role
 from epd_portable.config.schema import Topology
-from epd_portable.connector.registry import may_use_device_memory
 from epd_portable.launch.plan.kv import KV_CONNECTORS, KVConnector
 from epd_portable.launch.plan.model import ModelSource
 from epd_portable.launch.plan.placement import Cores, InstancePlacement
 from epd_portable.platforms.traits import PlatformTraits
+from epd_portable.transfer.registry import may_use_device_memory
 
 SCHEDULER_CLS = "epd_portable.vllm_plugin.scheduler.make_scheduler"
 CONNECTOR = {

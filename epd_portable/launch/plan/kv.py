@@ -14,9 +14,9 @@ from pydantic import JsonValue
 from epd_portable.config.groups import InstanceGroup
 from epd_portable.config.roles import ROLES, SENDS_KV, TAKES_KV, Role
 from epd_portable.config.schema import Topology
-from epd_portable.connector.curve import is_off_host
 from epd_portable.errors import ConfigError
 from epd_portable.platforms.traits import PlatformTraits
+from epd_portable.transfer.curve import is_off_host
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

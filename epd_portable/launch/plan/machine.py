@@ -14,11 +14,11 @@ from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from string import Template
 
-from epd_portable.connector.pool import SHM_FOLDER
 from epd_portable.errors import ConfigError, LaunchError, PlatformUnavailableError
 from epd_portable.launch.environment import child_environ
 from epd_portable.launch.plan.processes import Machine
 from epd_portable.platforms.traits import PlatformTraits
+from epd_portable.transfer.pool import SHM_FOLDER
 
 _PROBE_LIMIT_S = 300.0
 """Also where others keep the machine busy while it imports torch."""

@@ -11,9 +11,9 @@ from epd_portable.config.groups import InstanceGroup
 from epd_portable.config.roles import ROLES, Role, group_of
 from epd_portable.config.schema import Topology
 from epd_portable.config.transfer import AUTO
-from epd_portable.connector import registry
 from epd_portable.errors import ConfigError
 from epd_portable.platforms.traits import PlatformTraits
+from epd_portable.transfer import registry
 
 T = TypeVar("T")
 

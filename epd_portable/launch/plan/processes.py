@@ -19,8 +19,6 @@ from epd_portable.config.hardware import HardwareProfile
 from epd_portable.config.instance import InstanceConfig
 from epd_portable.config.roles import ENCODES, ROLES, SENDS_KV, TAKES_ITEMS, TAKES_KV, Role
 from epd_portable.config.schema import Topology
-from epd_portable.connector.curve import is_off_host
-from epd_portable.connector.registry import offered
 from epd_portable.errors import ConfigError
 from epd_portable.launch.plan.engine import Engine
 from epd_portable.launch.plan.front import (
@@ -52,6 +50,8 @@ from epd_portable.launch.plan.sharing import (
 from epd_portable.media.addresses import in_url
 from epd_portable.placement.profiles.policy import Policy
 from epd_portable.platforms.traits import PlatformTraits
+from epd_portable.transfer.curve import is_off_host
+from epd_portable.transfer.registry import offered
 
 AGREED_ARGS = (
     *("dtype", "revision", "code_revision", "config_format", "hf_config_path", "hf_overrides"),

@@ -16,7 +16,6 @@ from epd_portable.config.load import Check, load_topology, located
 from epd_portable.config.roles import ROLES, Role, group_of
 from epd_portable.config.schema import AUTO, Launch, Topology
 from epd_portable.config.store import StoreSection
-from epd_portable.connector.stores.base import make_store
 from epd_portable.errors import ConfigError, EPDError, PortInUseError, StoreError
 from epd_portable.launch.plan.addresses import own_address
 from epd_portable.launch.plan.file_checks import engine_settings
@@ -35,6 +34,7 @@ from epd_portable.launch.plan.ports import (
 from epd_portable.launch.plan.processes import Machine, Plan, make_plan
 from epd_portable.launch.plan.variables import variable_problems
 from epd_portable.platforms.traits import TRAITS, PlatformTraits
+from epd_portable.transfer.stores.base import make_store
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

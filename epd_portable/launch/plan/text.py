@@ -6,12 +6,12 @@ import shlex
 from collections.abc import Mapping, Sequence
 
 from epd_portable.config.roles import ENCODES
+from epd_portable.encode.two_levels import FILLED
 from epd_portable.launch.plan.check import Finding
 from epd_portable.launch.plan.engine import CPU_KV_GIB
 from epd_portable.launch.plan.processes import Plan, ProcessSpec
 from epd_portable.launch.plan.sharing import UsedDevice
 from epd_portable.platforms.traits import TRAITS
-from epd_portable.scheduling.two_levels import FILLED
 
 
 def plan_table(plan: Plan) -> str:

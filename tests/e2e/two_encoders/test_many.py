@@ -11,8 +11,8 @@ from typing import Any
 
 import zmq
 
-from epd_portable.connector.control import ControlClients
-from epd_portable.connector.curve import read_keys
+from epd_portable.transfer.control import ControlClients
+from epd_portable.transfer.curve import read_keys
 from epd_portable.wire.codec import encode
 from epd_portable.wire.descriptors import PeerDescriptor, TensorSpec
 from epd_portable.wire.messages import Announce, NotNeeded

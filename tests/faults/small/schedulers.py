@@ -9,12 +9,12 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from epd_portable.config.instance import InstanceConfig
-from epd_portable.connector.stores.entry import namespace_of
-from epd_portable.runners.dispatcher import Dispatcher
-from epd_portable.runners.prefill import PrefillRequests
-from epd_portable.runners.receiver import Receiver
-from epd_portable.scheduling.encoder_cache import EncoderCacheManager
-from epd_portable.scheduling.items import PromptItem
+from epd_portable.encode.dispatcher import Dispatcher
+from epd_portable.items.encoder_cache import EncoderCacheManager
+from epd_portable.items.items import PromptItem
+from epd_portable.items.prefill import PrefillRequests
+from epd_portable.items.receiver import Receiver
+from epd_portable.transfer.stores.entry import namespace_of
 from epd_portable.wire.descriptors import TensorSpec
 from epd_portable.wire.params import (
     CacheNews,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from epd_portable.connector.producer import TransferOrder
-from epd_portable.runners.placer import WorkerOrders
+from epd_portable.encode.producer import TransferOrder
+from epd_portable.items.placer import WorkerOrders
 from tests.faults.small.pictures import Shown
 
 STATES = "EPD_TEST_STATES"

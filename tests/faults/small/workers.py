@@ -10,14 +10,14 @@ from typing import Protocol
 import torch
 
 from epd_portable.config.instance import InstanceConfig
-from epd_portable.connector.copies import DeviceCopies
-from epd_portable.connector.stores.entry import namespace_of
-from epd_portable.connector.stores.writer import open_writer
-from epd_portable.connector.worker_endpoint import WorkerEndpoint
+from epd_portable.encode.sender import Sender
+from epd_portable.encode.store_writer import open_writer
+from epd_portable.items.placer import Placer
 from epd_portable.log import trace
 from epd_portable.platforms import registry
-from epd_portable.runners.placer import Placer
-from epd_portable.runners.sender import Sender
+from epd_portable.transfer.copies import DeviceCopies
+from epd_portable.transfer.stores.entry import namespace_of
+from epd_portable.transfer.worker_endpoint import WorkerEndpoint
 from tests.faults.small.pictures import digest
 from tests.faults.small.steps import Done, Step
 

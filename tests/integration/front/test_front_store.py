@@ -15,9 +15,9 @@ pytest.importorskip("vllm")
 from vllm.v1.engine import FinishReason
 
 from epd_portable.config.store import StoreSection
-from epd_portable.connector.stores.base import make_store
-from epd_portable.connector.stores.entry import Seal
-from epd_portable.connector.stores.file import FileStore
+from epd_portable.transfer.stores.base import make_store
+from epd_portable.transfer.stores.entry import Seal
+from epd_portable.transfer.stores.file import FileStore
 from epd_portable.wire.descriptors import TensorSpec
 from tests.integration.front.test_front import Front, Make, make, settle  # noqa: F401 - a fixture
 
@@ -197,7 +197,7 @@ async def test_silent_store_is_waited_for_once(
     front: Stored, section: StoreSection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Silent.gate = threading.Event()
-    monkeypatch.setattr("epd_portable.connector.stores.file.FileStore", Silent)
+    monkeypatch.setattr("epd_portable.transfer.stores.file.FileStore", Silent)
     played = front("e-0", "pd-0", timeout_ms=50.0)
     keep(played, section.model_copy(update={"timeout_ms": 50.0}), "a")
     try:

@@ -33,13 +33,13 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreReques
 
 from epd_portable.config.instance import InstanceConfig
 from epd_portable.config.secret import Secret
-from epd_portable.connector.curve import CurveGate, read_keys, secure_client
 from epd_portable.engine import hub as hub_module
 from epd_portable.engine.hub import Hub
 from epd_portable.front import peers as peers_module
 from epd_portable.front.client import SplitClient
 from epd_portable.front.engines import EngineSettings
 from epd_portable.front.request import GracefulHTTPError
+from epd_portable.transfer.curve import CurveGate, read_keys, secure_client
 from epd_portable.vllm_plugin.job_items import ItemReader, encode_request, to_job
 from epd_portable.wire import jobs
 from epd_portable.wire.params import EncodeTransfer

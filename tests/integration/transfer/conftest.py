@@ -11,15 +11,15 @@ import torch
 from prometheus_client import CollectorRegistry
 
 from epd_portable.config.instance import InstanceConfig
-from epd_portable.connector.copies import DeviceCopies
-from epd_portable.connector.pool import SHM_FOLDER
-from epd_portable.connector.worker_endpoint import WorkerEndpoint
+from epd_portable.items.items import PromptItem
+from epd_portable.items.metrics import ReceiverMetrics
+from epd_portable.items.placer import Placer
+from epd_portable.items.prefill import PrefillRequests
+from epd_portable.items.receiver import Receiver
 from epd_portable.platforms import registry
-from epd_portable.runners.metrics import ReceiverMetrics
-from epd_portable.runners.placer import Placer
-from epd_portable.runners.prefill import PrefillRequests
-from epd_portable.runners.receiver import Receiver
-from epd_portable.scheduling.items import PromptItem
+from epd_portable.transfer.copies import DeviceCopies
+from epd_portable.transfer.pool import SHM_FOLDER
+from epd_portable.transfer.worker_endpoint import WorkerEndpoint
 from epd_portable.wire.descriptors import TensorSpec
 from epd_portable.wire.messages import PROTOCOL_VERSION
 from epd_portable.wire.params import ExpectedTransfer, PrefillOutcome, PrefillParams

@@ -13,10 +13,10 @@ import sys
 import torch
 
 from epd_portable.config.instance import InstanceConfig
-from epd_portable.connector.copies import DeviceCopies
-from epd_portable.connector.producer import TransferOrder
+from epd_portable.encode.producer import TransferOrder
+from epd_portable.encode.sender import Sender
 from epd_portable.platforms import registry
-from epd_portable.runners.sender import Sender
+from epd_portable.transfer.copies import DeviceCopies
 from epd_portable.wire import codec, messages
 from epd_portable.wire.descriptors import TensorSpec
 from tests.keyring import secret_file

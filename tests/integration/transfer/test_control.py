@@ -15,12 +15,12 @@ import zmq
 
 from epd_portable.config.instance import InstanceConfig
 from epd_portable.config.secret import Secret
-from epd_portable.connector import connections, control
-from epd_portable.connector.control import ControlClients, ControlServer
-from epd_portable.connector.curve import OVERHEAD_BYTES, receive_parts, secure_client
-from epd_portable.connector.endpoint import ConsumerEndpoint
-from epd_portable.connector.pool import SHM_FOLDER
 from epd_portable.errors import TransportError
+from epd_portable.transfer import connections, control
+from epd_portable.transfer.control import ControlClients, ControlServer
+from epd_portable.transfer.curve import OVERHEAD_BYTES, receive_parts, secure_client
+from epd_portable.transfer.endpoint import ConsumerEndpoint
+from epd_portable.transfer.pool import SHM_FOLDER
 from epd_portable.wire.codec import MAX_MESSAGE_BYTES, encode
 from epd_portable.wire.messages import Abort, Announce, AnyMessage, Later
 from tests.keyring import keys, secret_file

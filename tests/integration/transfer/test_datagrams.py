@@ -11,14 +11,14 @@ from unittest import mock
 
 import pytest
 
-from epd_portable.connector import connections, control
-from epd_portable.connector.control import (
+from epd_portable.transfer import connections, control
+from epd_portable.transfer.control import (
     ControlClients,
     ControlServer,
     DatagramInbox,
     DatagramOutbox,
 )
-from epd_portable.connector.pool import SHM_FOLDER
+from epd_portable.transfer.pool import SHM_FOLDER
 from epd_portable.wire.codec import MAX_MESSAGE_BYTES, encode
 from epd_portable.wire.descriptors import SlotDescriptor
 from epd_portable.wire.messages import AnyMessage, Grant, Later, Written

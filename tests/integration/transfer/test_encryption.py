@@ -17,14 +17,14 @@ import torch
 import zmq
 
 from epd_portable.config.secret import Secret, make_secret_file
-from epd_portable.connector.control import ControlClients, ControlServer
-from epd_portable.connector.copies import DeviceCopies
-from epd_portable.connector.curve import CurveKeys, is_off_host, read_keys
-from epd_portable.connector.pool import SharedMemory
-from epd_portable.connector.transport import LeaseFence
-from epd_portable.connector.transports.tcp import TcpReceiver, TcpTransport
 from epd_portable.errors import ConfigError, TransportTimeoutError
 from epd_portable.platforms import registry
+from epd_portable.transfer.control import ControlClients, ControlServer
+from epd_portable.transfer.copies import DeviceCopies
+from epd_portable.transfer.curve import CurveKeys, is_off_host, read_keys
+from epd_portable.transfer.paths.tcp import TcpReceiver, TcpTransport
+from epd_portable.transfer.pool import SharedMemory
+from epd_portable.transfer.transport import LeaseFence
 from epd_portable.wire.codec import encode
 from epd_portable.wire.descriptors import SlotDescriptor
 from epd_portable.wire.messages import Abort, Later

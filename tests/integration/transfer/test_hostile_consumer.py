@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from epd_portable.connector.control import ControlServer
-from epd_portable.connector.pool import SHM_FOLDER
-from epd_portable.runners.sender import Sender
+from epd_portable.encode.sender import Sender
+from epd_portable.transfer.control import ControlServer
+from epd_portable.transfer.pool import SHM_FOLDER
 from epd_portable.wire.descriptors import SlotDescriptor
 from epd_portable.wire.messages import Announce, Grant
 from tests.integration.transfer.conftest import DEADLINE_S

@@ -11,8 +11,8 @@ import pytest
 
 from epd_benchmarks.stand_in import TOKEN_BYTES, Command
 from epd_portable.config.instance import InstanceConfig
-from epd_portable.connector import registry
-from epd_portable.connector.pool import SHM_FOLDER
+from epd_portable.transfer import registry
+from epd_portable.transfer.pool import SHM_FOLDER
 from tests.integration.transfer.hosts import end, two_hosts
 from tests.keyring import secret_file
 

@@ -13,11 +13,11 @@ import torch
 import zmq
 
 from epd_portable.config.instance import InstanceConfig
-from epd_portable.connector.copies import DeviceCopies
-from epd_portable.connector.transport import Transport
+from epd_portable.encode import writers as writers_module
+from epd_portable.encode.sender import _IDLE_POLL_S, Sender
 from epd_portable.errors import PlatformError, TransportError
-from epd_portable.runners import writers as writers_module
-from epd_portable.runners.sender import _IDLE_POLL_S, Sender
+from epd_portable.transfer.copies import DeviceCopies
+from epd_portable.transfer.transport import Transport
 from tests.contract.pairs import Pair, Route
 from tests.held_device import HeldPlatform
 from tests.integration.transfer.conftest import DEADLINE_S, PrefillSide
@@ -29,7 +29,7 @@ from tests.integration.transfer.encode_side import (
     output,
 )
 from tests.keyring import secret_file
-from tests.unit.runners.harness import counted
+from tests.unit.items.harness import counted
 from tests.waiting import until
 
 pytestmark = pytest.mark.parametrize(

@@ -12,7 +12,7 @@ MANY = len(os.sched_getaffinity(0)) > 1
 PROGRAM = """
 import os, threading
 import torch
-from epd_portable.connector.copies import CHUNK_BYTES, DeviceCopies
+from epd_portable.transfer.copies import CHUNK_BYTES, DeviceCopies
 from epd_portable.platforms import registry
 from tests.integration.transfer.encode_side import make_sender
 

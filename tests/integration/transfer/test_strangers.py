@@ -14,10 +14,10 @@ import psutil
 import pytest
 import zmq
 
-from epd_portable.connector.control import ControlServer
-from epd_portable.connector.curve import OVERHEAD_BYTES
-from epd_portable.connector.pool import SharedMemory
-from epd_portable.connector.transports.tcp import CHUNK_BYTES, TcpReceiver
+from epd_portable.transfer.control import ControlServer
+from epd_portable.transfer.curve import OVERHEAD_BYTES
+from epd_portable.transfer.paths.tcp import CHUNK_BYTES, TcpReceiver
+from epd_portable.transfer.pool import SharedMemory
 from tests.keyring import keys
 from tests.receiving import pool_name, receiving_end
 

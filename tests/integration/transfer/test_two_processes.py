@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from epd_portable.connector.pool import SharedMemory
+from epd_portable.transfer.pool import SharedMemory
 from tests.integration.transfer.conftest import EncodeSide, PrefillSide
 from tests.integration.transfer.encode_side import WIDTH, output
 

@@ -13,7 +13,7 @@ from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
 from ci.vllm_hooks import HOOKS
-from epd_portable.runners.placer import Placement, WorkerOrders
+from epd_portable.items.placer import Placement, WorkerOrders
 from epd_portable.vllm_plugin import executor
 from epd_portable.vllm_plugin.reports import StepMetadata
 from epd_portable.wire.descriptors import SlotDescriptor, TensorSpec

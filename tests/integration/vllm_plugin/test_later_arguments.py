@@ -30,8 +30,8 @@ RUNNERS = {
 }
 MANAGER = "vllm.v1.core.encoder_cache_manager:EncoderCacheManager"
 MANAGERS = (
-    "epd_portable.scheduling.two_levels:TwoLevelCache",
-    "epd_portable.scheduling.preallocator:EncoderCachePreallocator",
+    "epd_portable.encode.two_levels:TwoLevelCache",
+    "epd_portable.items.preallocator:EncoderCachePreallocator",
 )
 MADE_BY_VLLM = (
     "vllm.v1.core.sched.scheduler:Scheduler",

@@ -15,15 +15,15 @@ from typing import Any
 import pytest
 import torch
 
-from epd_portable.connector.copies import DeviceCopies
-from epd_portable.connector.producer import TransferOrder
+from epd_portable.encode.host_copies import HostCopies
+from epd_portable.encode.producer import TransferOrder
+from epd_portable.encode.two_levels import HostOrders
 from epd_portable.errors import EngineError
+from epd_portable.items.background import EncodeOrder, StepEncoder
+from epd_portable.items.placer import WorkerOrders
 from epd_portable.platforms import registry
 from epd_portable.platforms.traits import TRAITS
-from epd_portable.runners.background import EncodeOrder, StepEncoder
-from epd_portable.runners.host_copies import HostCopies
-from epd_portable.runners.placer import WorkerOrders
-from epd_portable.scheduling.two_levels import HostOrders
+from epd_portable.transfer.copies import DeviceCopies
 from tests.npu_sim.hooks.kinds import resolve
 
 pytestmark = pytest.mark.needs_vllm

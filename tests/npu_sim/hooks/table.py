@@ -29,8 +29,8 @@ CONNECTORS = "epd_portable.vllm_plugin.ec_connector"
 QUEUES = "vllm.v1.core.sched.request_queue"
 REQUEST = "vllm.v1.request:Request"
 CACHES = {
-    "two_levels.py": "epd_portable.scheduling.two_levels:TwoLevelCache",
-    "preallocator.py": "epd_portable.scheduling.preallocator:EncoderCachePreallocator",
+    "two_levels.py": "epd_portable.encode.two_levels:TwoLevelCache",
+    "preallocator.py": "epd_portable.items.preallocator:EncoderCachePreallocator",
 }
 
 WORKER = (

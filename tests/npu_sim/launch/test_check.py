@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 
-from epd_portable.connector.registry import PATHS
+from epd_portable.transfer.registry import PATHS
 from tests.npu_sim.platform.children import DEADLINE_S, nursery
 
 PAIRS = {"npu": {"ipc", "shm", "collective", "tcp"}, "npu→cpu": {"shm", "tcp"}}

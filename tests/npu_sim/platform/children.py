@@ -15,9 +15,11 @@ from tests.npu_sim.forks import Nursery
 IMPORTS = """
 import torch
 from epd_portable.config import instance
-from epd_portable.connector import copies, endpoint, pool, producer, registry, worker_endpoint
+from epd_portable.encode import producer
+from epd_portable.transfer import copies, endpoint, pool, registry, worker_endpoint
 from epd_portable.platforms import collectives_torch, npu
-from epd_portable.runners import placer, receiver, sender
+from epd_portable.items import placer, receiver
+from epd_portable.encode import sender
 """
 
 

@@ -9,8 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from epd_portable.connector.copies import DeviceCopies, QueuedCopy
 from epd_portable.platforms.base import Platform
+from epd_portable.transfer.copies import DeviceCopies, QueuedCopy
 from tests.npu_sim.platform.children import run
 
 NBYTES = 1 << 16

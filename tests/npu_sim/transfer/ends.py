@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from ascend_sim.memory import delay
 
-from epd_portable.connector import copies
-from epd_portable.connector.producer import ProducerSession, TransferOrder
-from epd_portable.connector.transports.collective import CollectiveTransport
+from epd_portable.encode.producer import ProducerSession, TransferOrder
+from epd_portable.transfer import copies
+from epd_portable.transfer.paths.collective import CollectiveTransport
 from epd_portable.wire.descriptors import TensorSpec
 from tests.integration.transfer.encode_side import make_sender
 from tests.npu_sim.platform.children import Child

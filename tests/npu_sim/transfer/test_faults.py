@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 
-from epd_portable.connector.pool import SHM_FOLDER
+from epd_portable.transfer.pool import SHM_FOLDER
 from tests.contract.pairs import Pair, Route
 from tests.integration.transfer.conftest import PrefillSide
 from tests.integration.transfer.encode_side import WIDTH, output
@@ -222,10 +222,10 @@ def small() -> Iterator[Child]:
     """A process whose devices have little memory."""
     with Child(ASCEND_SIM_MEM_MB=str(SMALL_MB)) as child:
         do(child, "from epd_portable.config.instance import InstanceConfig")
-        do(child, "from epd_portable.connector.copies import DeviceCopies")
-        do(child, "from epd_portable.connector.pool import SharedMemory")
-        do(child, "from epd_portable.connector.worker_endpoint import WorkerEndpoint")
-        do(child, "from epd_portable.runners.placer import Placement, Placer, WorkerOrders")
+        do(child, "from epd_portable.transfer.copies import DeviceCopies")
+        do(child, "from epd_portable.transfer.pool import SharedMemory")
+        do(child, "from epd_portable.transfer.worker_endpoint import WorkerEndpoint")
+        do(child, "from epd_portable.items.placer import Placement, Placer, WorkerOrders")
         do(child, "from epd_portable.wire.descriptors import SlotDescriptor, TensorSpec")
         do(child, "npu.set_device(1); copies = DeviceCopies(npu, 1)")
         pool = f"epd-test-{os.getpid()}-{uuid.uuid4().hex[:12]}"
@@ -312,9 +312,9 @@ def test_a_second_rank_on_a_device_of_its_own_places_what_a_third_device_wrote(
 
     do(second, "from tests.integration.transfer.encode_side import output")
     do(second, "from epd_portable.config.instance import InstanceConfig")
-    do(second, "from epd_portable.connector.copies import DeviceCopies")
-    do(second, "from epd_portable.connector.worker_endpoint import WorkerEndpoint")
-    do(second, "from epd_portable.runners.placer import Placement, Placer, WorkerOrders")
+    do(second, "from epd_portable.transfer.copies import DeviceCopies")
+    do(second, "from epd_portable.transfer.worker_endpoint import WorkerEndpoint")
+    do(second, "from epd_portable.items.placer import Placement, Placer, WorkerOrders")
     do(second, "from epd_portable.wire.descriptors import SlotDescriptor, TensorSpec")
     do(second, "npu.set_device(2); copies = DeviceCopies(npu, 2)")
     do(

@@ -19,15 +19,15 @@ from ascend_sim import dispatch
 from ascend_sim.memory import delay
 
 from epd_portable.config.instance import InstanceConfig
-from epd_portable.connector import registry as paths
-from epd_portable.connector.copies import DeviceCopies, QueuedCopy
-from epd_portable.connector.pool import SharedMemory
-from epd_portable.connector.transport import SlotWrite
-from epd_portable.connector.worker_endpoint import WorkerEndpoint
+from epd_portable.items.placer import Placement, Placer, WorkerOrders
 from epd_portable.platforms import registry
 from epd_portable.platforms.base import DeviceEvent
 from epd_portable.platforms.npu import NpuPlatform
-from epd_portable.runners.placer import Placement, Placer, WorkerOrders
+from epd_portable.transfer import registry as paths
+from epd_portable.transfer.copies import DeviceCopies, QueuedCopy
+from epd_portable.transfer.pool import SharedMemory
+from epd_portable.transfer.transport import SlotWrite
+from epd_portable.transfer.worker_endpoint import WorkerEndpoint
 from epd_portable.wire.descriptors import SlotDescriptor, TensorSpec
 from tests.contract.pairs import Pair, Route
 from tests.contract.transport_consumer import Consumer, digest

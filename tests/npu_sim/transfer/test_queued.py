@@ -141,9 +141,9 @@ def test_a_slot_comes_back_only_when_the_copy_into_it_has_ended(
 def test_a_copy_that_fails_ends_its_transfer_and_no_other(
     encode: Encode, pd: PrefillSide, call: str
 ) -> None:
-    encode.run("from epd_portable.connector import copies")
+    encode.run("from epd_portable.transfer import copies")
     encode.run("from epd_portable.errors import PlatformError")
-    encode.run("from epd_portable.runners import writers")
+    encode.run("from epd_portable.encode import writers")
     encode.run(f"real = {call}")
     encode.run(
         "def fail(*args, **options):\n"

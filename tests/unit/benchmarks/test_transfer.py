@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 
 from epd_benchmarks.transfer import choose_paths
-from epd_portable.connector import registry
 from epd_portable.errors import ConfigError
+from epd_portable.transfer import registry
 
 
 @pytest.fixture(autouse=True)

@@ -11,12 +11,12 @@ import pytest
 
 from epd_portable.config.store import StoreSection
 from epd_portable.config.transfer import AUTO, PATH_NAMES
-from epd_portable.connector import registry
 from epd_portable.errors import UnsupportedError
 from epd_portable.launch.plan import check
 from epd_portable.launch.plan.request import store_warnings
 from epd_portable.platforms.base import Availability, MemoryInfo
 from epd_portable.platforms.traits import TRAITS
+from epd_portable.transfer import registry
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@ import random
 
 import pytest
 
-from epd_portable.connector.stores.lookup import StoredItem
 from epd_portable.placement.assignment import (
     Assignment,
     EncodeFailure,
@@ -18,6 +17,7 @@ from epd_portable.placement.assignment import (
 )
 from epd_portable.placement.fallbacks import RetryBudget
 from epd_portable.placement.instances import EndpointPool, Instance
+from epd_portable.transfer.stores.lookup import StoredItem
 from epd_portable.wire.params import EncodedItem
 from tests.unit.builders import instance_settings
 from tests.unit.placement.profiles.situations import Picture

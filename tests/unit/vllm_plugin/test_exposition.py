@@ -16,7 +16,7 @@ exposition.serve()
 exposition.publish()
 exposition.publish()
 from prometheus_client import Counter, Gauge
-from epd_portable.runners.metrics import SenderMetrics
+from epd_portable.items.metrics import SenderMetrics
 metrics = SenderMetrics()
 metrics.transfers.labels("cache").inc()
 metrics.in_flight.inc()

@@ -1,1 +1,0 @@
-"""Moves encoder outputs between instances: control protocol, receive pool, transports, choice."""

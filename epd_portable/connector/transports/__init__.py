@@ -1,1 +1,0 @@
-"""One module a transfer path; `epd_portable.connector.registry` loads the one that is chosen."""

@@ -1,0 +1,11 @@
+"""What an encode engine does: queue, two-level cache, sender of outputs.
+
+============  =====================  ===============================================
+process       module                 what
+============  =====================  ===============================================
+scheduler     `queue`, `two_levels`  which item is encoded next, and its cache space
+scheduler     `dispatcher`           which consumer gets an item
+worker        `outputs`, `writers`   outputs until each transfer of theirs has ended
+worker        `sender`               one thread; messages of `producer`
+============  =====================  ===============================================
+"""

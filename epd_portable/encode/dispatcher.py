@@ -1,0 +1,136 @@
+"""Encode scheduler: which item goes to which consumer, and how long its room is kept."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+
+from epd_portable.config.secret import Secret
+from epd_portable.encode.producer import TransferOrder
+from epd_portable.encode.queue import KeptRoom
+from epd_portable.items.encoder_cache import EncoderCacheManager
+from epd_portable.items.prompt import engine_names
+from epd_portable.log import trace
+from epd_portable.wire.descriptors import TensorSpec
+from epd_portable.wire.params import EncodedItem, EncodeParams
+
+logger = logging.getLogger(__name__)
+
+
+class Dispatcher:
+    """Turns encode requests into transfer orders when their items get room.
+
+    An item's room in the encoder cache is kept for its transfer beyond the life of the request:
+    the request is finished once its items are encoded, the transfer when the consumer said so.
+
+    Args:
+        secret: Of the deployment; a front proves with it that it ordered a transfer.
+
+    Attributes:
+        kept: Transfers under way, with what they keep of the cache.
+    """
+
+    def __init__(self, cache: EncoderCacheManager, secret: Secret) -> None:
+        self.kept = KeptRoom()
+        self._cache = cache
+        self._secret = secret
+        self._waiting: dict[str, list[TransferOrder]] = {}
+
+    @property
+    def busy(self) -> bool:
+        """Whether transfers are under way; a step reports which of them have ended."""
+        return bool(self.kept)
+
+    def request_arrived(
+        self,
+        request_id: str,
+        items: Sequence[tuple[EncodedItem, TensorSpec]],
+        params: EncodeParams,
+    ) -> None:
+        """Remember which consumers the items of a request are for, each with its output.
+
+        A transfer that no front has signed is not delivered: a request could name any address.
+        """
+        distinct = {item.mm_hash: (item, tensor) for item, tensor in items}
+        names = engine_names([(item.mm_hash, item.modality) for item, _ in items], params.transfers)
+        orders = []
+        for transfer in params.transfers:
+            item, tensor = distinct.get(names.get(transfer.item_uuid, ""), (None, None))
+            if item is None or tensor is None:
+                logger.warning(
+                    "request %s names %d transfers but has %d items: %s is not delivered",
+                    request_id,
+                    len(params.transfers),
+                    len(distinct),
+                    transfer.transfer_id,
+                )
+                continue
+            if not self._secret.verify_transfer(
+                transfer.proof, transfer.transfer_id, transfer.item_uuid, transfer.consumer
+            ):
+                logger.warning(
+                    "request %s: transfer %r to %r has no valid proof: it is not delivered; do "
+                    "both have the same secret_file?",
+                    request_id,
+                    transfer.transfer_id,
+                    transfer.consumer,
+                )
+                continue
+            orders.append(
+                TransferOrder(
+                    transfer_id=transfer.transfer_id,
+                    mm_hash=item.mm_hash,
+                    consumer=transfer.consumer,
+                    tensor=tensor,
+                    item_uuid=transfer.item_uuid,
+                    proof=transfer.proof,
+                    kind=transfer.modality,
+                    modality=item.modality,
+                    metadata=item.metadata,
+                )
+            )
+        if orders:
+            self._waiting[request_id] = orders
+
+    def request_finished(self, request_id: str) -> None:
+        """The request ended; orders that never got room are dropped."""
+        self._waiting.pop(request_id, None)
+
+    def consumer(self, request_id: str) -> str:
+        """Return whom a request's items are for, of several the first; empty for nobody."""
+        return min((order.consumer for order in self._waiting.get(request_id, ())), default="")
+
+    def take_orders(self, scheduled: Iterable[str]) -> list[TransferOrder]:
+        """Return the orders whose items got room by this step, for the worker."""
+        taken = []
+        for request_id in scheduled:
+            orders = self._waiting.get(request_id)
+            if not orders:
+                continue
+            ready = [each for each in orders if request_id in self._cache.holders(each.mm_hash)]
+            for order in ready:
+                orders.remove(order)
+                if order.transfer_id in self.kept:
+                    logger.warning("transfer %s is under way already", order.transfer_id)
+                    continue
+                taken.append(order)
+                item = self._cache.items[order.mm_hash]
+                self.kept.keep(order.transfer_id, order.consumer, item)
+                self._cache.retain(order.mm_hash, order.transfer_id)
+                trace("transfer.ordered", transfer=order.transfer_id, mm_hash=order.mm_hash)
+        return taken
+
+    def take_lost(self, request_id: str) -> list[TransferOrder]:
+        """Return the orders of a request whose items will not be there: they keep no room."""
+        return self._waiting.pop(request_id, [])
+
+    def reset(self) -> None:
+        """The encoder cache was reset: workers send nothing of before, and report no end of it."""
+        self.kept.clear()
+
+    def transfers_ended(self, transfer_ids: Iterable[str]) -> None:
+        """Give back the room of items whose transfers have ended, well or not."""
+        for transfer_id in transfer_ids:
+            item = self.kept.give_back(transfer_id)
+            if item is not None:
+                self._cache.deallocate(item.mm_hash, transfer_id)

@@ -1,0 +1,155 @@
+"""The second level of an encode instance's cache: copies of encoder outputs in host memory."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from epd_portable.encode.two_levels import HostOrders
+
+if TYPE_CHECKING:
+    from epd_portable.platforms.base import DeviceEvent
+    from epd_portable.transfer.copies import DeviceCopies
+
+logger = logging.getLogger(__name__)
+
+_COPY_S = 30.0
+"""Longest time from the queueing of an item's computation to the end of its copy."""
+
+
+def alone(output: torch.Tensor) -> torch.Tensor:
+    """Return an output that keeps no memory but its own: no part of what was computed together."""
+    whole = output.untyped_storage().nbytes() == output.nbytes
+    return output if whole else output.clone()
+
+
+@dataclass(slots=True, eq=False)
+class _Copy:
+    """An output of the encoder, and then its copy.
+
+    Attributes:
+        output: On the device until the copy is made, then in host memory; ``None`` if lost.
+        in_host_memory: The copy is made.
+    """
+
+    output: torch.Tensor | None
+    in_host_memory: bool = False
+
+
+class HostCopies:
+    """Keeps copies of what the scheduler says, made by a thread, and gives them back.
+
+    No error in a copy ends anything but the copy: the scheduler hears of it with the next step.
+    """
+
+    def __init__(self, copies: DeviceCopies) -> None:
+        self._device = copies
+        self._wanted: set[str] = set()
+        self._copies: dict[str, _Copy] = {}
+        self._lock = threading.Lock()
+        self._lost: set[str] = set()
+        self._thread = ThreadPoolExecutor(1, "epd-host-copies")
+
+    def carry_out(
+        self, orders: HostOrders, encoder_cache: dict[str, torch.Tensor]
+    ) -> Sequence[str]:
+        """Do what a step asks for, before it computes; never waits for a copy.
+
+        Args:
+            encoder_cache: The model runner's, by ``mm_hash``; gets what is restored.
+
+        Returns:
+            What could not be restored.
+        """
+        missing = []
+        for mm_hash in orders.restored:
+            output = self._restore(mm_hash)
+            if output is not None:
+                encoder_cache[mm_hash] = output
+            else:
+                missing.append(mm_hash)
+        for mm_hash in orders.dropped:
+            self._wanted.discard(mm_hash)
+            copy = self._copies.pop(mm_hash, None)
+            if copy is not None:
+                copy.output = None
+        self._wanted.update(orders.kept)
+        return missing
+
+    def output_ready(self, mm_hash: str, output: torch.Tensor) -> None:
+        """The encoder has queued the computation of an item, ``(num_tokens, width)``."""
+        if mm_hash in self._wanted:
+            self._wanted.discard(mm_hash)
+            copy = self._copies[mm_hash] = _Copy(output.detach().contiguous())
+            computed = self._device.platform.record_event()
+            self._thread.submit(self._make, mm_hash, copy, computed)
+
+    def take_lost(self) -> set[str]:
+        """Return items whose copies could not be made, since the last call."""
+        with self._lock:
+            lost, self._lost = self._lost, set()
+        return lost
+
+    def close(self) -> None:
+        """Stop copying, and forget everything."""
+        self._thread.shutdown(cancel_futures=True)
+        self._copies.clear()
+
+    def _make(self, mm_hash: str, copy: _Copy, computed: DeviceEvent) -> None:
+        output = copy.output
+        if output is None:
+            return
+        try:
+            host = self._copy(output, computed)
+        except Exception as error:
+            self._log(mm_hash, "made", error)
+            copy.output = None
+            with self._lock:
+                self._lost.add(mm_hash)
+        else:
+            with self._lock:
+                if copy.output is not None:
+                    copy.output, copy.in_host_memory = host, True
+
+    def _copy(self, output: torch.Tensor, computed: DeviceEvent) -> torch.Tensor:
+        if output.is_cpu:
+            return alone(output)
+        self._device.platform.set_device(self._device.index)
+        deadline_s = self._device.clock() + _COPY_S
+        host = self._device.to_host(output, after=computed, deadline_s=deadline_s)
+        return host.view(output.dtype).view(output.shape)
+
+    def _restore(self, mm_hash: str) -> torch.Tensor | None:
+        """Return an item on the device; ``None`` if its copy is not there or there is no memory.
+
+        Until its copy is made, that is the output itself: it may not be computed yet, and a copy
+        on another stream would not wait for that.
+        """
+        copy = self._copies.get(mm_hash)
+        if copy is None:
+            return None
+        with self._lock:
+            output, in_host_memory = copy.output, copy.in_host_memory
+        if not in_host_memory:
+            return output
+        try:
+            if output is not None:
+                return self._device.to_device(output)
+        except Exception as error:
+            self._log(mm_hash, "restored", error)
+        return None
+
+    def _log(self, mm_hash: str, what: str, error: Exception) -> None:
+        logger.error(
+            "the copy of item %s in host memory cannot be %s, the item is encoded again when it is "
+            "asked for: %r; if memory is short lower host_cache_bytes in instances.encode",
+            mm_hash,
+            what,
+            error,
+        )

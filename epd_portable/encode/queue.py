@@ -1,0 +1,412 @@
+"""Which encode requests start in a step: whole, and fairly among the consumers of their items.
+
+A request starts when *all* its items fit together into what one step may compute and into the
+encoder cache; until then it waits. Items that are in the cache already need room there but are not
+computed. Outputs leave when all of a step are computed, so a step does not start more requests than
+make the encoder fast. The prompt of a single large item may take several steps.
+
+An item's room is kept until its consumer, a PD instance, has it; one that is slow or dead, or whose
+client left, keeps it for long. So room is shared among consumers, and this always holds:
+
+- Requests for one consumer start in the order of their arrival.
+- A consumer's *share* is the cache divided by the consumers that have requests here or had some
+  within the time that a transfer may take. A request is *entitled* to start if its consumer keeps
+  no more than its share with it, nothing at all without it, or all of its items already. So a
+  consumer that asks for no more than its share never waits for what another does not take. Alone a
+  consumer takes everything.
+- No request waits behind one that is not entitled. The first that is entitled and does not fit gets
+  its room: those that start meanwhile stay, with their consumers, in an equal part of what it and
+  those beyond their shares leave. That happens where an item is larger than a share, or when the
+  shares have become smaller because another consumer came. So every request starts, provided that
+  transfers end.
+
+A request that no empty instance could encode would wait for ever: it fails.
+"""
+
+from __future__ import annotations
+
+import heapq
+import logging
+from collections import Counter, OrderedDict
+from collections.abc import Container
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+from epd_portable.encode.two_levels import TwoLevelCache
+from epd_portable.items.encoder_cache import MultiModalRequest
+from epd_portable.items.items import Item
+
+logger = logging.getLogger(__name__)
+
+
+class EncodeRequest(MultiModalRequest, Protocol):
+    """What the queue reads of vLLM's ``Request`` beyond its items' names and sizes.
+
+    Attributes:
+        num_prompt_tokens: Places of items included.
+        num_computed_tokens: Tokens that steps have been scheduled for.
+    """
+
+    @property
+    def num_prompt_tokens(self) -> int: ...  # noqa: D102 - above
+    @property
+    def num_computed_tokens(self) -> int: ...  # noqa: D102 - above
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepLimits:
+    """What one step of the engine may do.
+
+    Attributes:
+        embeddings: Encoder embeddings that it may compute.
+        together: Of them beyond which no request starts beside others: outputs leave when all of
+            their step are computed.
+        tokens: Prompt tokens that it may pass.
+    """
+
+    embeddings: int
+    together: int
+    tokens: int
+
+
+Outcome = Literal["starts", "full", "short", "not entitled"]
+"""Of an attempt: it starts; the step computes no more; the cache has no room; or the consumer keeps
+its share."""
+
+
+class KeptRoom:
+    """Transfers under way, and how much of the encoder cache they keep for each consumer.
+
+    Room is counted in embeddings. An item that is on its way to two consumers counts for both, and
+    once for each.
+    """
+
+    def __init__(self) -> None:
+        self._transfers: dict[str, tuple[str, Item]] = {}
+        self._counts: Counter[tuple[str, Item]] = Counter()
+        """Transfers of an item to a consumer."""
+        self._embeds: Counter[str] = Counter()
+
+    def __len__(self) -> int:
+        """Return the number of transfers."""
+        return len(self._transfers)
+
+    def __contains__(self, transfer_id: str) -> bool:
+        """Return whether a transfer is under way."""
+        return transfer_id in self._transfers
+
+    def keep(self, transfer_id: str, consumer: str, item: Item) -> None:
+        """A transfer keeps its item's room from now on."""
+        if not self.keeps(consumer, item):
+            self._embeds[consumer] += item.num_embeds
+        self._counts[consumer, item] += 1
+        self._transfers[transfer_id] = (consumer, item)
+
+    def give_back(self, transfer_id: str) -> Item | None:
+        """A transfer has ended; return its item, or ``None`` if none of that id is under way."""
+        if transfer_id not in self._transfers:
+            return None
+        kept = self._transfers.pop(transfer_id)
+        if kept in self._counts:
+            self._counts[kept] -= 1
+            if not self._counts[kept]:
+                self._free(kept)
+        return kept[1]
+
+    def clear(self) -> None:
+        """All transfers under way have ended, and keep nothing."""
+        self._transfers.clear()
+        self._counts.clear()
+        self._embeds.clear()
+
+    def lost(self, item: Item) -> None:
+        """An item has no entry any more, and keeps no room; its transfers have yet to end."""
+        for kept in [each for each in self._counts if each[1] is item]:
+            self._free(kept)
+
+    def keeps(self, consumer: str, item: Item) -> bool:
+        """Return whether transfers keep an item for a consumer."""
+        return (consumer, item) in self._counts
+
+    @property
+    def embeddings(self) -> int:
+        """The room of all consumers together."""
+        return self._embeds.total()
+
+    def by_consumer(self) -> Counter[str]:
+        """Return the room of each consumer that has any."""
+        return self._embeds.copy()
+
+    def _free(self, kept: tuple[str, Item]) -> None:
+        consumer, item = kept
+        del self._counts[kept]
+        self._embeds[consumer] -= item.num_embeds
+        if not self._embeds[consumer]:
+            del self._embeds[consumer]
+
+
+@dataclass(slots=True, eq=False)
+class _Line:
+    """Requests of one consumer that wait, in the order of their arrival."""
+
+    seen_s: float
+    requests: dict[int, _Arrival] = field(default_factory=dict)
+
+
+@dataclass(slots=True, eq=False)
+class _Arrival:
+    """A request from its arrival until all of it is encoded.
+
+    Attributes:
+        consumer: Whom its items are for.
+        sizes: Embeddings of each distinct item.
+    """
+
+    number: int
+    request: EncodeRequest
+    consumer: str
+    sizes: dict[str, int]
+    total: int
+
+
+@dataclass(slots=True)
+class _Step:
+    """What is left of a step that is about to be scheduled.
+
+    Attributes:
+        together: Of what is computed together; below 0 when one request exceeds it.
+        kept: For each consumer, with what starts in this step.
+        share: What each may keep.
+        short: An entitled request waits for room.
+        counted: Items that are encoded in this step.
+        charged: Items that are kept from this step on, with their consumers.
+    """
+
+    tokens: int
+    embeddings: int
+    together: int
+    room: int
+    kept: Counter[str]
+    share: int
+    short: bool = False
+    counted: set[str] = field(default_factory=set)
+    charged: set[tuple[str, str]] = field(default_factory=set)
+
+
+class EncodeQueue:
+    """Requests of an encode instance between their arrival and the end of their encoding.
+
+    A step costs time in the number of consumers, not of requests.
+
+    Args:
+        limits: Of each step.
+        kept: Room of every transfer under way; kept up to date by its owner.
+        remember_s: How long a consumer counts that has no requests here.
+    """
+
+    def __init__(
+        self, cache: TwoLevelCache, limits: StepLimits, kept: KeptRoom, remember_s: float
+    ) -> None:
+        self._cache = cache
+        self._limits = limits
+        self._kept = kept
+        self._remember_s = remember_s
+        self._number = 0
+        self._waiting: dict[str, _Arrival] = {}
+        self._lines: OrderedDict[str, _Line] = OrderedDict()
+        """By consumer; the one that was seen last is the last."""
+        self._admitted: dict[str, _Arrival] = {}
+        self._started: dict[str, _Arrival] = {}
+        """Those whose prompts take more steps."""
+        self._hopeless: set[str] = set()
+
+    def arrived(self, request: EncodeRequest, consumer: str, now: float) -> None:
+        """Queue a request that has items, for one consumer; empty for none."""
+        sizes = {
+            feature.identifier: request.get_num_encoder_embeds(index)
+            for index, feature in enumerate(request.mm_features)
+        }
+        line, total = self._seen(consumer, now), sum(sizes.values())
+        self._number += 1
+        arrival = _Arrival(self._number, request, consumer, sizes, total)
+        self._waiting[request.request_id] = arrival
+        limits, cache_size = self._limits, self._cache.cache_size
+        too_long = request.num_prompt_tokens > limits.tokens and len(sizes) > 1
+        if total > min(limits.embeddings, cache_size) or too_long:
+            logger.error(
+                "request %s fails: its %d items have %d embeddings in a prompt of %d tokens; a "
+                "step of this encode instance computes %d embeddings and %d tokens, and its "
+                "encoder cache holds %d; send one item in each encode request, a smaller item, or "
+                "raise max_num_batched_tokens in engine_args",
+                request.request_id,
+                len(sizes),
+                total,
+                request.num_prompt_tokens,
+                limits.embeddings,
+                limits.tokens,
+                cache_size,
+            )
+            self._hopeless.add(request.request_id)
+        else:
+            line.requests[arrival.number] = arrival
+
+    def withdraw(self, request_id: str) -> None:
+        """The request has finished, or was aborted."""
+        self._hopeless.discard(request_id)
+        self._admitted.pop(request_id, None)
+        self._started.pop(request_id, None)
+        self._leave(request_id)
+
+    def admit(self, now: float) -> None:
+        """Choose the requests that start in the step that is about to be scheduled.
+
+        Admitted requests hold their items that are in the cache, so that making room for the items
+        of one evicts none of another.
+        """
+        self._forget(now)
+        step = self._next_step()
+        lines = [iter(line.requests.values()) for line in self._lines.values()]
+        firsts = [(each.number, each, line) for line in lines if (each := next(line, None))]
+        heapq.heapify(firsts)
+        while firsts:
+            _, arrival, line = heapq.heappop(firsts)
+            outcome = self._try(arrival, step)
+            if outcome == "full":
+                return
+            if outcome == "starts" and (behind := next(line, None)):
+                heapq.heappush(firsts, (behind.number, behind, line))
+            elif outcome == "short" and not step.short:
+                step.short = True
+                step.share = self._share_beside(arrival, step)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no request waits or takes more steps."""
+        return not (self._waiting or self._started)
+
+    def may_start(self, request_id: str) -> bool:
+        """Return whether the engine may schedule a request in this step."""
+        return request_id not in self._waiting or request_id in self._admitted
+
+    def scheduled(self, request_ids: Container[str]) -> None:
+        """The step has been scheduled; the engine may have left out some that were admitted."""
+        for request_id, arrival in self._admitted.items():
+            if request_id in request_ids:
+                self._leave(request_id)
+                self._started[request_id] = arrival
+            else:
+                self._cache.free(arrival.request)
+        self._admitted.clear()
+        for request_id, arrival in list(self._started.items()):
+            if arrival.request.num_computed_tokens >= arrival.request.num_prompt_tokens:
+                del self._started[request_id]
+
+    def take_hopeless(self) -> set[str]:
+        """Return requests that can never be encoded, for the engine to fail; each once."""
+        hopeless, self._hopeless = self._hopeless, set()
+        for request_id in hopeless:
+            del self._waiting[request_id]
+        return hopeless
+
+    # -- lines -----------------------------------------------------------------------------------
+
+    def _seen(self, consumer: str, now: float) -> _Line:
+        line = self._lines.setdefault(consumer, _Line(now))
+        line.seen_s = now
+        self._lines.move_to_end(consumer)
+        return line
+
+    def _forget(self, now: float) -> None:
+        """Let consumers count no more that have had no request for long."""
+        while self._lines:
+            consumer, line = next(iter(self._lines.items()))
+            if now - line.seen_s < self._remember_s:
+                break
+            if line.requests:
+                self._seen(consumer, now)
+            else:
+                del self._lines[consumer]
+
+    def _leave(self, request_id: str) -> None:
+        arrival = self._waiting.pop(request_id, None)
+        if arrival is not None and arrival.consumer in self._lines:
+            self._lines[arrival.consumer].requests.pop(arrival.number, None)
+
+    # -- what starts -----------------------------------------------------------------------------
+
+    def _next_step(self) -> _Step:
+        """Return what a step has beside the requests that have started before it."""
+        step = _Step(
+            tokens=self._limits.tokens,
+            embeddings=self._limits.embeddings,
+            together=self._limits.together,
+            room=self._cache.num_freeable_slots,
+            kept=self._kept.by_consumer(),
+            share=self._cache.cache_size // max(1, len(self._lines)),
+        )
+        for request_id, arrival in self._started.items():
+            request = arrival.request
+            step.tokens -= request.num_prompt_tokens - request.num_computed_tokens
+            for mm_hash, size in arrival.sizes.items():
+                if request_id not in self._cache.holders(mm_hash):
+                    step.embeddings -= size
+                    step.together -= size
+                    step.room -= size
+        return step
+
+    def _share_beside(self, first: _Arrival, step: _Step) -> int:
+        """Return what others may keep while the first entitled request waits for room.
+
+        Consumers beyond a share start nothing meanwhile, so the others share what those leave.
+        """
+        beyond = {consumer: kept for consumer, kept in step.kept.items() if kept > step.share}
+        size = self._cache.cache_size - sum(beyond.values())
+        sharing = max(1, len(self._lines) - len(beyond.keys() - {first.consumer}))
+        if first.total > size:  # It waits for them in any case.
+            return max(0, size) // sharing
+        return (size - max(first.total, size // sharing)) // max(1, sharing - 1)
+
+    def _try(self, arrival: _Arrival, step: _Step) -> Outcome:
+        """Admit a request if it is entitled to start and fits."""
+        request, consumer = arrival.request, arrival.consumer
+        kept, more = step.kept[consumer], self._more(arrival, step)
+        if more and kept + more > step.share and (kept or step.short):
+            return "not entitled"
+        tokens = min(request.num_prompt_tokens, self._limits.tokens)
+        most = step.embeddings
+        if self._admitted or step.together < self._limits.together:
+            most = min(most, step.together)
+        wanted = idle = 0
+        for mm_hash, size in arrival.sizes.items():
+            item = self._cache.items.get(mm_hash)
+            if item is None or not item.is_here:
+                wanted += 0 if mm_hash in step.counted else size
+            elif not item.holders:
+                idle += size
+        if tokens > step.tokens or wanted > max(0, most):
+            return "full"
+        if idle + wanted > step.room:
+            return "short"
+        for index, feature in enumerate(request.mm_features):
+            if not self._cache.hold_entry(request, index):
+                step.counted.add(feature.identifier)
+        self._admitted[request.request_id] = arrival
+        step.tokens -= tokens
+        step.embeddings -= wanted
+        step.together -= wanted
+        step.room -= idle + wanted
+        step.kept[consumer] += more
+        step.charged.update((consumer, mm_hash) for mm_hash in arrival.sizes)
+        return "starts"
+
+    def _more(self, arrival: _Arrival, step: _Step) -> int:
+        """Return how much more the consumer of a request keeps if that starts."""
+        if step.short:  # What is kept already must not be kept for longer.
+            return arrival.total
+        more = 0
+        for mm_hash, size in arrival.sizes.items():
+            item = self._cache.items.get(mm_hash)
+            charged = (arrival.consumer, mm_hash) in step.charged
+            if not (charged or (item and self._kept.keeps(arrival.consumer, item))):
+                more += size
+        return more

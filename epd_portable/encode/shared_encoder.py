@@ -1,0 +1,171 @@
+"""PD scheduler: items that the instance encodes for others, between those of its own requests.
+
+Whoever holds the encoder can be asked for an encode job. vLLM's scheduler never sees it: it has no
+KV and no tokens. Its items claim room like those of requests, in the one order of arrival
+(`epd_portable.items.preallocator`), workers encode them, and their room is kept for transfers
+as on an encode instance. Three rules keep instances that encode for each other from waiting for
+each other:
+
+- Transfers to others keep no more than half of the encoder cache.
+- A job waits for no instance: what another instance is to bring here is not passed on.
+- Whom an item was promised to hears at once that it does not come, and encodes it by itself.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+
+from epd_portable.encode.dispatcher import Dispatcher
+from epd_portable.encode.producer import TransferOrder
+from epd_portable.items.items import Claimant, PromptItem, State
+from epd_portable.items.preallocator import EncoderCachePreallocator
+from epd_portable.items.prefill import PrefillRequests
+from epd_portable.log import trace
+
+logger = logging.getLogger(__name__)
+
+_COMES_FROM_ELSEWHERE = (State.RESERVED, State.GRANTED, State.LANDED)
+
+
+class SharedEncoder:
+    """Encode jobs of a PD instance, one after the other; called by the engine, under the lock.
+
+    Args:
+        dispatcher: Knows whom the items of each job are for; has had each job before `arrived`.
+    """
+
+    def __init__(
+        self, dispatcher: Dispatcher, requests: PrefillRequests, cache: EncoderCachePreallocator
+    ) -> None:
+        self._dispatcher = dispatcher
+        self._requests = requests
+        self._cache = cache
+        self._waiting: dict[str, Sequence[PromptItem]] = {}
+        self._current: Claimant | None = None
+        self._tried = False
+        """An item of the current job was to be encoded once more."""
+        self._orders: list[TransferOrder] = []
+        self._ended: list[str] = []
+
+    def __len__(self) -> int:
+        """Return the number of jobs that have not ended."""
+        return len(self._waiting) + (self._current is not None) + len(self._ended)
+
+    def arrived(self, request_id: str, items: Sequence[PromptItem]) -> None:
+        """A job was sent to the instance."""
+        self._waiting[request_id] = items
+
+    def withdraw(self, request_id: str) -> None:
+        """Nobody waits for a job any more."""
+        self._waiting.pop(request_id, None)
+        if request_id in self._ended:
+            self._ended.remove(request_id)
+        if self._current is not None and self._current.request_id == request_id:
+            self._cache.leave(self._current)
+            self._current = None
+        self._dispatcher.request_finished(request_id)
+
+    def fail(self, request_id: str, reason: str) -> None:
+        """End a job whose items will not come."""
+        if self._current is not None and self._current.request_id == request_id:
+            self._give_up(self._current, reason)
+
+    def advance(self, *, waits: bool = True) -> None:
+        """A step is about to be scheduled: end the job whose items are there, and begin others.
+
+        Args:
+            waits: Jobs wait for room. In a pause in which nothing runs no room comes back, and a
+                job without room fails.
+        """
+        while self._current is not None or self._begin_next():
+            if self._current is not None and not self._is_over(self._current, waits):
+                return
+
+    def transfers_ended(self, transfer_ids: Iterable[str]) -> None:
+        """Give back the room of items whose transfers have ended, well or not."""
+        self._dispatcher.transfers_ended(transfer_ids)
+        self._cache.stir()
+
+    def take_orders(self) -> list[TransferOrder]:
+        """Return what the worker is to send from this step on.
+
+        What it does not have by then it never will: its consumer is told.
+        """
+        orders, self._orders = self._orders, []
+        return orders
+
+    def take_ended(self) -> list[str]:
+        """Return the jobs that have ended since the last call."""
+        ended, self._ended = self._ended, []
+        return ended
+
+    # --------------------------------------------------------------------------------------------
+
+    def _begin_next(self) -> bool:
+        """Let the first job that waits claim its room; return whether there was one to go on."""
+        if not self._waiting:
+            return False
+        request_id, items = next(iter(self._waiting.items()))
+        size = sum({each.mm_hash: each.num_embeds for each in items}.values())
+        most = self._cache.cache_size // 2
+        if size <= most < self._dispatcher.kept.embeddings + size:
+            return False
+        del self._waiting[request_id]
+        record = None
+        if size > most:
+            reason = f"it has {size} encoder embeddings, and half of the encoder cache is {most}"
+        elif not all(each.has_media and each.media for each in items):
+            reason = "the instance has no encoder, or not the media"
+        else:
+            reason = "an item of another size has its name"
+            record = self._requests.encode_for_others(request_id, items)
+        if record is None:
+            self._lose(request_id, reason)
+        self._current, self._tried = record, False
+        return True
+
+    def _is_over(self, job: Claimant, waits: bool) -> bool:
+        """Return whether a job has ended, well or not."""
+        for claim in job.claims.values():
+            item = claim.item
+            if item.state in _COMES_FROM_ELSEWHERE:
+                self._give_up(job, "another instance is to bring its item")
+                return True
+            if not claim.served and waits:
+                return False
+            if not claim.served:
+                self._give_up(job, "the instance is paused, and has no room")
+                return True
+            if item.state is State.LOCAL:
+                # For a step of a request that may never come; or it could not be encoded.
+                if self._tried or not self._cache.encode_beside(claim):
+                    self._give_up(job, "its item could not be encoded")
+                    return True
+                self._tried = True
+            if item.state is not State.PRESENT:
+                return False
+        self._orders += self._dispatcher.take_orders([job.request_id])
+        self._end(job)
+        return True
+
+    def _give_up(self, job: Claimant, reason: str) -> None:
+        self._lose(job.request_id, reason)
+        self._end(job)
+
+    def _lose(self, request_id: str, reason: str) -> None:
+        """Let consumers hear that what they were promised does not come."""
+        logger.warning("encode job %s is given up: %s", request_id, reason)
+        self._orders += self._dispatcher.take_lost(request_id)
+        self._answer(request_id)
+
+    def _end(self, job: Claimant) -> None:
+        self._cache.leave(job)
+        self._current = None
+        self._answer(job.request_id)
+
+    def _answer(self, request_id: str) -> None:
+        if request_id not in self._ended:
+            self._dispatcher.request_finished(request_id)
+            self._ended.append(request_id)
+            trace("encode.answered", request=request_id)

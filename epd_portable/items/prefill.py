@@ -1,0 +1,381 @@
+"""PD scheduler: what requests await, which of their tokens may be computed, and how they end."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from epd_portable.items.items import Claimant, PromptItem
+from epd_portable.items.metrics import RequestFailure
+from epd_portable.items.prompt import match_transfers, metadata_only_items
+from epd_portable.items.receiver import Receiver
+from epd_portable.items.stalls import StallWatch, describe
+from epd_portable.log import trace
+from epd_portable.wire.params import CacheNews, ItemOutcome, PrefillOutcome, PrefillParams
+
+if TYPE_CHECKING:
+    from epd_portable.config.instance import InstanceConfig
+
+logger = logging.getLogger(__name__)
+
+
+class PrefillRequests:
+    """The requests of a PD instance that have items; called by the engine, under the lock.
+
+    Args:
+        receiver: Brings the items, and has the encoder cache.
+        lookahead: Tokens beyond those it computes whose items the engine wants
+            (speculative decoding; vLLM's ``num_prefill_lookahead``).
+    """
+
+    def __init__(self, config: InstanceConfig, receiver: Receiver, *, lookahead: int = 0) -> None:
+        self._config = config
+        self._receiver = receiver
+        self._cache = receiver.cache
+        self._records = receiver.cache.requests
+        self._lookahead = lookahead
+        self._numbers = itertools.count()
+        self._unavailable: set[str] = set()
+        self._sleepers: list[str] = []
+        self._has_front = False
+        self._next_look_s = 0.0
+        self._watch = StallWatch(receiver.cache, self._is_able, limit_s=2 * config.wait_timeout_s)
+
+    def arrived(
+        self, request_id: str, items: Sequence[PromptItem], params: PrefillParams | None
+    ) -> None:
+        """A request with media was added to the scheduler.
+
+        It claims its items, in the order of the prompt. Those with a transfer are expected; the
+        rest is encoded here, unless another request already awaits the same item. What cannot be
+        encoded here (no media in the request, or no encoder) never is, whatever happens.
+        """
+        transfers = match_transfers(items, params)
+        record = Claimant(
+            request_id,
+            next(self._numbers),
+            items=items,
+            transfers=transfers,
+            arrived_s=self._receiver.clock(),
+            metadata_only=metadata_only_items(items, transfers, can_encode=self._config.can_encode),
+        )
+        self._receiver.enter(record)
+        if not self._refuse_crowd(record):
+            for place in items:
+                if not self._claim(record, place):
+                    break
+        awaited = [
+            mm_hash
+            for mm_hash in transfers
+            if mm_hash in record.claims and not record.claims[mm_hash].item.is_here
+        ]
+        trace("request.arrived", request=request_id, awaited=awaited)
+        self._cache.advance()
+        self._has_front |= params is not None
+        self._receiver.requested += [
+            transfers[mm_hash].transfer_id
+            for mm_hash, claim in record.claims.items()
+            if mm_hash in transfers
+            and transfers[mm_hash].on_demand
+            # Unless its room is kept for the request, it may be evicted before its turn.
+            and not (claim.item.is_here and claim.served)
+        ]
+
+    def encode_for_others(self, request_id: str, items: Sequence[PromptItem]) -> Claimant | None:
+        """Claim room for items of an encode job.
+
+        Returns:
+            The claims, for `EncoderCachePreallocator.leave`; ``None`` if requests use something
+            else of such a name.
+        """
+        record = Claimant(request_id, next(self._numbers), items=items)
+        self._cache.enter(record)
+        for place in items:
+            if self._cache.claim(record, place) is None:
+                self._cache.leave(record)
+                return None
+        self._cache.advance()
+        return record
+
+    def part_arrived(self, request_id: str) -> None:
+        """A part of a session with media has come (streaming input): the session is failed.
+
+        vLLM adds each part to the request of the first, and items of parts that are to come cannot
+        be claimed in their order.
+        """
+        record = self._records.get(request_id)
+        if record is None:
+            record = Claimant(request_id, next(self._numbers))
+            self._cache.enter(record)
+        if not record.failed:
+            detail = (
+                f"it sends media in parts (a streaming-input session), "
+                f"which {self._config.instance} does not take: send the request as a whole"
+            )
+            self._refuse(record, "unavailable", detail)
+
+    def may_schedule(
+        self, request_id: str, num_computed_tokens: int, *, running: bool = True
+    ) -> bool:
+        """Return whether the next token of a request can be computed.
+
+        False if that token belongs to an item that is not here and cannot be encoded here now, or
+        if the request has not begun and must wait for its room (`may_start` of the preallocator).
+        Text before a missing item is not held up otherwise. A request that has lost an item for
+        good is failed.
+
+        Args:
+            request_id: A request of this instance.
+            num_computed_tokens: Tokens whose KV is there, prefix cache included. Of a request that
+                is not running this is what *would* be there: nothing is given up for it yet.
+            running: The engine has begun to compute the request, and not preempted it since.
+        """
+        record = self._records.get(request_id)
+        if record is None:
+            return True
+        if record.failed:
+            return False
+        self._moved(record, num_computed_tokens, running=running)
+        may = self._may_schedule(record)
+        if not may and not running and not record.failed:
+            self._sleepers.append(request_id)
+        return may
+
+    def take_sleepers(self) -> list[str]:
+        """Return requests that could not begin in the step that was just scheduled.
+
+        The engine need not ask for them again before `take_woken` returns them.
+        """
+        sleepers, self._sleepers = self._sleepers, []
+        return [request_id for request_id in sleepers if request_id in self._records]
+
+    def take_woken(self) -> list[str]:
+        """Return requests that may begin now, if they slept; the oldest first."""
+        woken = [self._records[request_id] for request_id in self._cache.take_woken()]
+        return [record.request_id for record in sorted(woken, key=lambda each: each.number)]
+
+    def encoded_here(self, request_id: str, mm_hash: str) -> None:
+        """The step that is being scheduled encodes an item."""
+        if request_id in self._records:
+            self._records[request_id].note_local(mm_hash)
+
+    def finished(self, request_id: str, num_computed_tokens: int = 0) -> PrefillOutcome | None:
+        """A request ended, well or not: whatever only it awaited is given up.
+
+        Args:
+            num_computed_tokens: Tokens whose KV was there in the end, prefix cache included.
+
+        Returns:
+            Where each of its items came from; ``None`` for a request without items.
+        """
+        record = self._records.get(request_id)
+        if record is None:
+            return None
+        if num_computed_tokens >= record.num_computed_tokens:
+            self._moved(record, num_computed_tokens, running=True)
+        for place in record.items:
+            if place.end <= num_computed_tokens:
+                record.note(ItemOutcome(mm_hash=place.mm_hash, source="encoder_cache"))
+        self._cache.leave(record)
+        self._receiver.left(record)
+        self._unavailable.discard(request_id)
+        names = dict.fromkeys(place.mm_hash for place in record.items)
+        items = tuple(record.outcomes[name] for name in names if name in record.outcomes)
+        self._receiver.metrics.request_ended(items, record.transfers)
+        return PrefillOutcome(
+            instance=self._config.instance,
+            items=items,
+            mm_inputs_done=record.mm_inputs_done,
+            mm_inputs_total=len(record.items),
+        )
+
+    def find_stalled(self, *, computed: bool, starts: bool) -> str:
+        """Return a request that waits for its items in vain, or an empty string.
+
+        It is to be ended; see `StallWatch.look`.
+        """
+        now = self._receiver.clock()
+        record = self._watch.look(now, computed=computed, starts=starts)
+        if record is None:
+            return ""
+        self._receiver.metrics.stalls.inc()
+        state = describe(self._cache, self._receiver.pool)
+        logger.error("request %s waits for items in vain: %s", record.request_id, state)
+        return record.request_id
+
+    def end_stalled(self, request_id: str) -> None:
+        """End the wait of a request: it encodes by itself what others were to bring, or fails."""
+        record = self._records[request_id]
+        reason = (
+            f"no item has come to {self._config.instance} for {self._watch.limit_s:g} s "
+            "(twice transfer.wait_timeout_s)"
+        )
+        awaited = [claim for claim in record.claims.values() if not claim.expired]
+        for claim in awaited:
+            self._cache.expire(claim, reason)
+        if not any(claim.expired for claim in awaited):
+            names = ", ".join(record.claims)
+            detail = f"{reason}, and it waits for {names}: send it again"
+            self._refuse(record, "unavailable", detail)
+
+    def take_forgotten(self, sleepers: Iterable[str]) -> list[str]:
+        """Return requests that sleep though they can begin; there are none unless that is a fault.
+
+        Looks every `transfer.wait_timeout_s` only. To be called when `take_woken` was.
+        """
+        now = self._receiver.clock()
+        if now < self._next_look_s:
+            return []
+        self._next_look_s = now + self._config.wait_timeout_s
+        records = [self._records[each] for each in sleepers if each in self._records]
+        found = [each.request_id for each in records if not each.failed and self._is_able(each)]
+        for request_id in found:
+            self._receiver.metrics.stalls.inc()
+            logger.error("request %s was not woken when it could begin", request_id)
+        return found
+
+    def take_news(self) -> CacheNews | None:
+        """Return what a front has not been told yet; ``None`` if that is nothing, or there is none.
+
+        That a transfer is requested is told at once: encoding begins only then.
+        """
+        entries, self._cache.changes = self._cache.changes, {}
+        requested, self._receiver.requested = self._receiver.requested, []
+        if not self._has_front or not (entries or requested):
+            return None
+        return CacheNews(entries=entries, requested=tuple(requested))
+
+    def take_unavailable(self) -> set[str]:
+        """Return requests that cannot be answered, for the scheduler to fail."""
+        unavailable, self._unavailable = self._unavailable, set()
+        return unavailable
+
+    # --------------------------------------------------------------------------------------------
+
+    def _claim(self, record: Claimant, place: PromptItem) -> bool:
+        """Let a request that has just come claim one of its items; fail it if that cannot be."""
+        mm_hash, tensor = place.mm_hash, place.tensor
+        transfer = record.transfers.get(mm_hash)
+        instance, cache, pool = self._config.instance, self._cache, self._receiver.pool
+        if not cache.fits_at_all(place.num_embeds, tensor.nbytes if transfer else 0):
+            detail = (
+                f"an item of this request needs {place.num_embeds} encoder embeddings in "
+                f"{tensor.nbytes} bytes; {instance} receives at most {cache.cache_size} embeddings "
+                f"and {pool.capacity_bytes} bytes: send a smaller picture, or raise "
+                "transfer.pool_bytes"
+            )
+            self._refuse(record, "too_large", detail)
+            return False
+        again = mm_hash in record.claims
+        claim = cache.claim(record, place, transfer.transfer_id if transfer else "")
+        if claim is None:
+            detail = (
+                f"item {mm_hash} of this request is {tensor}, but requests before it use an item "
+                f"of that name that is {cache.items[mm_hash].tensor}: give different items "
+                "different uuids"
+            )
+            self._refuse(record, "unavailable", detail)
+            return False
+        if transfer is not None and not again:
+            self._receiver.expect(claim)
+        return True
+
+    def _refuse_crowd(self, record: Claimant) -> bool:
+        """Fail a request whose items a drafter would want at once, more than the cache holds."""
+        for index, first in enumerate(record.items if self._lookahead else ()):
+            sizes = {
+                each.mm_hash: each.num_embeds
+                for each in record.items[index:]
+                if each.begin < first.end + 2 * self._lookahead
+            }
+            if sum(sizes.values()) > self._cache.cache_size:
+                detail = (
+                    f"{len(sizes)} items of this request are {sum(sizes.values())} encoder "
+                    f"embeddings, which speculative decoding needs at once (it reads "
+                    f"{self._lookahead} tokens ahead); {self._config.instance} holds "
+                    f"{self._cache.cache_size}: raise max_num_batched_tokens in engine_args, or "
+                    "send smaller pictures"
+                )
+                self._refuse(record, "too_large", detail)
+                return True
+        return False
+
+    def _may_schedule(self, record: Claimant) -> bool:
+        first = record.next_item
+        if first == len(record.items):
+            if record.running:
+                self._cache.unsettled.discard(record.request_id)
+            return True
+        if not record.running and not self._cache.may_start(record):
+            return False
+        if record.items[first].mm_hash in record.lost:  # Text before it would be in vain.
+            self._fail_lost(record, record.items[first].mm_hash)
+            return False
+        missing = self._missing(record)
+        if missing in record.lost:
+            self._fail_lost(record, missing)
+        return not missing
+
+    def _missing(self, record: Claimant) -> str:
+        """Return the first item that the next tokens of a request need, and that is not here.
+
+        Nor can it be encoded in the step that computes them; an empty string if there is none.
+        """
+        computed = record.num_computed_tokens
+        for place in itertools.islice(record.items, record.next_item, None):
+            if computed + self._lookahead < place.begin:
+                break
+            if place.end <= computed:
+                continue
+            if place.mm_hash in record.lost:
+                return place.mm_hash
+            claim = record.claims[place.mm_hash]
+            here = claim.item.is_here or self._cache.may_encode(claim.item, record.request_id)
+            if not (claim.served and here):
+                return place.mm_hash
+        return ""
+
+    def _is_able(self, record: Claimant) -> bool:
+        """Return whether a request could compute now, or would be failed, if it had a seat."""
+        may_start = record.running or self._cache.may_start(record)
+        return may_start and self._missing(record) in ("", *record.lost)
+
+    def _refuse(self, record: Claimant, code: RequestFailure, detail: str) -> None:
+        """Let the scheduler end a request, which has not failed yet.
+
+        Args:
+            code: For the count.
+            detail: For the log: value, limit and remedy.
+        """
+        logger.error("request %s: %s", record.request_id, detail)
+        self._receiver.metrics.requests_failed.labels(code).inc()
+        self._unavailable.add(record.request_id)
+        self._cache.fail(record)
+        self._receiver.decline(record)
+
+    def _fail_lost(self, record: Claimant, mm_hash: str) -> None:
+        detail = (
+            f"item {mm_hash}: {record.lost[mm_hash]}; it cannot be encoded here, where the request "
+            "holds no media or the instance no encoder: send the request again"
+        )
+        self._refuse(record, "unavailable", detail)
+
+    def _moved(self, record: Claimant, num_computed_tokens: int, *, running: bool) -> None:
+        """See `EncoderCachePreallocator.moved`; remembers what the prefix cache covered."""
+        for claim in self._cache.moved(record, num_computed_tokens, running=running):
+            record.note(ItemOutcome(mm_hash=claim.item.mm_hash, source="prefix_cache"))
+        if not running:
+            return
+        if record.next_item > record.mm_inputs_done:
+            record.mm_inputs_done = record.next_item
+            trace(
+                "request.progress",
+                request=record.request_id,
+                mm_inputs_done=record.mm_inputs_done,
+                mm_inputs_total=len(record.items),
+            )
+            for place in record.items:
+                if place.mm_hash in record.lost and place.end <= num_computed_tokens:
+                    record.note(ItemOutcome(mm_hash=place.mm_hash, source="prefix_cache"))

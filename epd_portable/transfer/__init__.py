@@ -1,0 +1,1 @@
+"""Moves encoder outputs between engines: control channel, receive pool, paths and their choice."""

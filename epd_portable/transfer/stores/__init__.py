@@ -1,0 +1,1 @@
+"""Stores of encoder outputs: one module a kind; `epd_portable.transfer.stores.base` makes one."""

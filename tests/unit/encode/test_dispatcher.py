@@ -1,0 +1,122 @@
+from __future__ import annotations
+
+import pytest
+
+from epd_portable.config.secret import Secret
+from epd_portable.encode.dispatcher import Dispatcher
+from epd_portable.wire.params import EncodedItem, EncodeParams, EncodeTransfer
+from tests.unit.builders import FakeRequest, encoder_cache, request
+from tests.unit.items.harness import spec
+
+SECRET = Secret("a secret that only this test knows")
+CONSUMER = "tcp://pd"
+
+
+class Desk:
+    def __init__(self) -> None:
+        self.cache = encoder_cache(10)
+        self.dispatcher = Dispatcher(self.cache, SECRET)
+
+    def arrive(self, request_id: str, names: str, transfers: dict[str, str]) -> FakeRequest:
+        """Add a request of one-letter items and transfers ``id -> mm_hash``."""
+        params = EncodeParams(
+            transfers=tuple(
+                EncodeTransfer(
+                    transfer_id=transfer_id,
+                    item_uuid=mm_hash,
+                    consumer=CONSUMER,
+                    proof=SECRET.sign_transfer(transfer_id, mm_hash, CONSUMER),
+                )
+                for transfer_id, mm_hash in transfers.items()
+            )
+        )
+        items = [(EncodedItem(mm_hash=name, modality="image"), spec(1)) for name in names]
+        self.dispatcher.request_arrived(request_id, items, params)
+        return request(request_id, *((name, 1) for name in names))
+
+    def take(self, *scheduled: str) -> list[tuple[str, str]]:
+        return [(o.transfer_id, o.mm_hash) for o in self.dispatcher.take_orders(scheduled)]
+
+
+@pytest.fixture
+def desk() -> Desk:
+    return Desk()
+
+
+def test_an_item_is_ordered_when_it_gets_room_and_once(desk: Desk) -> None:
+    r = desk.arrive("r", "ab", {"ta": "a", "tb": "b"})
+    desk.cache.allocate(r, 0)
+    assert desk.take() == [], "not scheduled in this step"
+    assert desk.take("r", "other") == [("ta", "a")]
+    desk.cache.allocate(r, 1)
+    assert desk.take("r") == [("tb", "b")]
+    assert desk.take("r") == []
+
+
+def test_room_is_kept_for_each_consumer_beyond_the_request_until_the_transfers_end(
+    desk: Desk,
+) -> None:
+    r = desk.arrive("r", "ab", {"ta": "a", "tb": "b"})
+    dispatcher, kept = desk.dispatcher, desk.dispatcher.kept
+    assert (dispatcher.consumer("r"), dispatcher.consumer("another")) == (CONSUMER, "")
+    for input_id in (0, 1):
+        desk.cache.allocate(r, input_id)
+    assert not kept.by_consumer()
+    desk.take("r")
+    dispatcher.request_finished("r")
+    desk.cache.free(r)
+    assert dispatcher.consumer("r") == ""
+    assert (kept.by_consumer(), desk.cache.num_freeable_slots) == ({CONSUMER: 2}, 8)
+    dispatcher.transfers_ended(["ta", "unknown"])
+    assert (kept.by_consumer(), dispatcher.busy) == ({CONSUMER: 1}, True)
+    dispatcher.transfers_ended(["ta", "tb"])
+    assert not kept.by_consumer() and not dispatcher.busy
+    assert desk.cache.num_freeable_slots == 10
+
+
+def test_a_transfer_without_an_item_is_left_out(desk: Desk) -> None:
+    r = desk.arrive("r", "a", {"ta": "a", "tb": "b"})
+    desk.cache.allocate(r, 0)
+    assert desk.take("r") == [("ta", "a")]
+
+
+def test_orders_of_a_request_that_ended_without_room_are_dropped(desk: Desk) -> None:
+    r = desk.arrive("r", "a", {"ta": "a"})
+    desk.dispatcher.request_finished("r")
+    desk.cache.allocate(r, 0)
+    assert desk.take("r") == []
+    assert not desk.dispatcher.busy
+
+
+def test_an_order_whose_transfer_is_under_way_changes_nothing(desk: Desk) -> None:
+    first = desk.arrive("first", "a", {"t": "a"})
+    second = desk.arrive("second", "b", {"t": "b"})
+    desk.cache.allocate(first, 0)
+    desk.cache.allocate(second, 0)
+    assert desk.take("first", "second") == [("t", "a")]
+    desk.cache.free(first)
+    desk.cache.free(second)
+    desk.dispatcher.transfers_ended(["t"])
+    assert desk.cache.num_freeable_slots == 10
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [{"proof": ""}, {"transfer_id": "other"}, {"item_uuid": "b"}, {"consumer": "tcp://mine"}],
+    ids=lambda changed: next(iter(changed)),
+)
+def test_transfer_without_valid_proof_is_not_delivered(
+    changed: dict[str, str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """A request could name any address otherwise."""
+    desk = Desk()
+    fields = {"transfer_id": "t", "item_uuid": "a", "consumer": CONSUMER}
+    proof = SECRET.sign_transfer(fields["transfer_id"], fields["item_uuid"], fields["consumer"])
+    transfer = EncodeTransfer(**{**fields, "proof": proof, **changed})
+    items = [(EncodedItem(mm_hash=name, modality="image"), spec(1)) for name in "ab"]
+    desk.dispatcher.request_arrived("r", items, EncodeParams(transfers=(transfer,)))
+    r = request("r", ("a", 1), ("b", 1))
+    for index in range(2):
+        desk.cache.allocate(r, index)
+    assert desk.take("r") == []
+    assert "has no valid proof" in caplog.text

@@ -1,0 +1,249 @@
+"""Items that a prefill+decode instance encodes beside its steps."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from epd_portable.items import background as background_module
+from epd_portable.items.background import BackgroundEncoder, EncodeOrder, StepEncoder
+from tests.unit.items.harness import Item, PrefillSide, sources
+from tests.waiting import until
+
+OWL = Item("owl", background=True)
+
+
+def encoding(name: str) -> EncodeOrder:
+    return EncodeOrder(mm_hash=name, modality="image", media=name)
+
+
+class Block(torch.nn.Module):
+    """A module that notes that it computes, when it is let."""
+
+    def __init__(self, tower: Tower, number: int) -> None:
+        super().__init__()
+        self.tower, self.number = [tower], number
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        (tower,) = self.tower
+        tower.begun.append(self.number)
+        assert tower.may.acquire(timeout=30)
+        return x + 1
+
+
+class Tower(torch.nn.Module):
+    """An encoder of three blocks.
+
+    Attributes:
+        begun: Numbers of the blocks that have begun.
+        may: Each needs one of these to end.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begun: list[int] = []
+        self.may = threading.Semaphore(0)
+        self.blocks = [Block(self, number) for number in range(3)]
+
+    def encode(self, item: EncodeOrder) -> torch.Tensor:
+        if item.mm_hash == "broken":
+            raise RuntimeError("no such tower")
+        output = torch.zeros(2, 3)
+        assert output.is_inference()
+        for block in self.blocks:
+            output = block(output)
+        return output
+
+
+@pytest.fixture
+def tower() -> Tower:
+    return Tower()
+
+
+@pytest.fixture
+def background(tower: Tower) -> Iterator[BackgroundEncoder]:
+    background = BackgroundEncoder(tower.encode, tower.blocks)
+    yield background
+    tower.may.release(100)
+    background.close()
+
+
+def test_items_are_encoded_one_by_one_while_the_caller_goes_on(
+    tower: Tower, background: BackgroundEncoder
+) -> None:
+    background.submit(encoding("a"))
+    background.submit(encoding("b"))
+    until(lambda: tower.begun == [0])
+    placed: dict[str, torch.Tensor] = {}
+    background.place(placed)
+    assert (placed, background.take_ended()) == ({}, (set(), set()))
+    tower.may.release(3)
+    until(lambda: tower.begun == [0, 1, 2, 0])
+    background.place(placed)
+    assert list(placed) == ["a"]
+    assert placed["a"].tolist() == [[3.0] * 3] * 2
+    assert background.take_ended() == (set(), {"a"})
+    assert background.take_ended() == (set(), set()), "once"
+
+
+def test_an_encoder_that_waits_for_a_step_is_next_though_another_step_comes_at_once(
+    tower: Tower, background: BackgroundEncoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(background_module, "TURN_S", 0.0)
+    with background.step():
+        background.submit(encoding("a"))
+        until(lambda: background.turns._asking)
+        assert not tower.begun
+    tower.may.release(3)
+    with background.step():
+        assert not tower.begun, "it has had its turn up to the first block"
+    for number in range(3):
+        with background.step():
+            assert tower.begun == list(range(number + 1))
+
+
+def test_a_turn_lasts_though_a_step_waits(
+    tower: Tower, background: BackgroundEncoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(background_module, "TURN_S", 60.0)
+    background.submit(encoding("a"))
+    until(lambda: tower.begun == [0])
+    tower.may.release(3)
+    with background.step():
+        assert tower.begun == [0, 1, 2]
+
+
+def test_a_step_that_encodes_by_itself_does_not_wait_for_itself(
+    tower: Tower, background: BackgroundEncoder
+) -> None:
+    tower.may.release(3)
+    with background.step(), torch.inference_mode():
+        assert tower.encode(encoding("a")).tolist() == [[3.0] * 3] * 2
+
+
+def test_an_item_that_cannot_be_encoded_is_told_and_the_next_one_comes(
+    tower: Tower, background: BackgroundEncoder, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("broken", "b"):
+        background.submit(encoding(name))
+    tower.may.release(3)
+    placed: dict[str, torch.Tensor] = {}
+
+    def there() -> bool:
+        background.place(placed)
+        return "b" in placed
+
+    until(there)
+    assert list(placed) == ["b"]
+    assert background.take_ended() == ({"broken"}, {"b"})
+    assert "item broken could not be encoded beside the steps" in caplog.text
+    assert "no such tower" in caplog.text
+    with background.step():
+        """Nothing keeps it waiting."""
+
+
+def test_item_submitted_before_a_reset_is_not_placed(tower: Tower) -> None:
+    encoder = BackgroundEncoder(tower.encode, tower.blocks)
+    encoder.submit(encoding("under way"))
+    until(lambda: tower.begun == [0])
+    encoder.submit(encoding("queued"))
+    encoder.reset()
+    encoder.submit(encoding("new"))
+    tower.may.release(6)
+    cache: dict[str, torch.Tensor] = {}
+    ended: list[set[str]] = [set(), set()]
+
+    def all_ended() -> bool:
+        encoder.place(cache)
+        for found, more in zip(ended, encoder.take_ended(), strict=True):
+            found |= more
+        return len(set.union(*ended)) == 3
+
+    until(all_ended)
+    assert ended == [{"under way", "queued"}, {"new"}]
+    assert list(cache) == ["new"]
+    tower.may.release(30)
+    encoder.close()
+
+
+def test_closing_ends_the_thread_after_the_item_under_way(tower: Tower) -> None:
+    background = BackgroundEncoder(tower.encode, tower.blocks)
+    background.submit(encoding("a"))
+    background.submit(encoding("b"))
+    until(lambda: tower.begun == [0])
+    closing = threading.Thread(target=background.close)
+    closing.start()
+    until(lambda: background._closing)
+    tower.may.release(3)
+    closing.join()
+    assert tower.begun == [0, 1, 2]
+    assert not any(thread.name == "epd-encoder" for thread in threading.enumerate())
+    assert not any(block._forward_pre_hooks for block in tower.blocks)
+
+
+# -- the scheduler's side ------------------------------------------------------------------------
+
+
+def test_workers_are_told_once_and_the_request_computes_when_they_have_it() -> None:
+    pd = PrefillSide()
+    pd.arrive("r", OWL)
+    pd.step()
+    pd.step()
+    assert pd.encodings == ["owl"]
+    assert not pd.encode_here("r", 0), "no step does it as well"
+    assert pd.prefill.may_schedule("r", 0), "text before it is computed"
+    assert not pd.prefill.may_schedule("r", 1)
+    pd.cache.encoded("owl")
+    assert pd.prefill.may_schedule("r", 1)
+    assert sources(pd, "r") == {"owl": "local"}
+
+
+def test_what_nobody_wants_any_more_keeps_its_room_until_it_is_encoded() -> None:
+    pd = PrefillSide(cache_tokens=3)
+    pd.arrive("r", OWL)
+    pd.step()
+    pd.finish("r")
+    pd.arrive("s", Item("elk", background=True))
+    pd.step()
+    assert pd.encodings == ["owl"], "two and two do not fit into three"
+    pd.cache.encoded("owl")
+    pd.step()
+    assert pd.encodings == ["owl", "elk"]
+
+
+def test_what_cannot_be_encoded_fails_who_computes_and_cannot_encode_it_in_a_step() -> None:
+    """The other one may wait for its seat."""
+    pd = PrefillSide()
+    pd.arrive("r", OWL)
+    pd.arrive("bare", dataclasses.replace(OWL, has_media=False))
+    pd.receiver.before_step()
+    assert pd.prefill.may_schedule("bare", 0, running=True)
+    pd.cache.not_encoded("owl")
+    pd.receiver.before_step()
+    assert not pd.prefill.may_schedule("bare", 1, running=True)
+    assert pd.prefill.take_unavailable() == {"bare"}
+    pd.finish("bare")
+    pd.cache.not_encoded("owl")
+    assert pd.encode_here("r", 0)
+
+
+def test_where_encoder_and_steps_share_a_queue_an_item_is_encoded_in_the_step_that_orders_it(
+    tower: Tower,
+) -> None:
+    encoder = StepEncoder(tower.encode)
+    placed: dict[str, torch.Tensor] = {}
+    encoder.place(placed)
+    assert encoder.take_ended() == (set(), set()) and not placed
+    tower.may.release(3)
+    encoder.submit(encoding("broken"))
+    encoder.submit(encoding("b"))
+    encoder.place(placed)
+    assert list(placed) == ["b"] and placed["b"].shape == (2, 3)
+    assert encoder.take_ended() == ({"broken"}, {"b"})
+    encoder.place(placed)
+    assert encoder.take_ended() == (set(), set())
+    encoder.close()

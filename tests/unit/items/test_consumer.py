@@ -1,0 +1,366 @@
+"""The consumer's session: arrivals, refusals, deadlines, and messages twice, late or unasked."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from epd_portable.items import consumer
+from epd_portable.items.consumer import LEASE_MARGIN_S
+from epd_portable.items.items import State
+from epd_portable.items.quarantine import SETTLED_S
+from epd_portable.wire.descriptors import PathEndpoint, PeerDescriptor, TensorSpec
+from epd_portable.wire.messages import (
+    Abort,
+    AnyMessage,
+    Grant,
+    Injected,
+    Later,
+    Nack,
+    NackCode,
+    NotNeeded,
+)
+from tests.unit.builders import peer, slot
+from tests.unit.items.consumer_desk import (
+    LEASE_S,
+    PEERS,
+    TIMEOUT_S,
+    A,
+    B,
+    Desk,
+    abort,
+    announce,
+    released,
+    written,
+)
+
+OTHER_SPEC = TensorSpec(shape=(5, 8), dtype="float32")
+
+
+@pytest.fixture
+def desk() -> Desk:
+    return Desk()
+
+
+# -- arrivals ------------------------------------------------------------------------------------
+
+
+def test_an_announced_item_is_granted_its_slot_and_lands_when_it_is_written(desk: Desk) -> None:
+    desk.expect()
+    desk.give_room()
+    desk.receive(A, announce())
+    ((_, grant),) = desk.sent
+    assert isinstance(grant, Grant)
+    assert (grant.slot, grant.path, grant.lease_s) == (slot(1), "shm", LEASE_S)
+    assert desk.allowed()
+    assert desk.item().state is State.GRANTED
+    desk.now += 2.5
+    desk.receive(A, written())
+    assert [type(message) for _, message in desk.sent] == [Grant, Injected], "nothing waits"
+    assert desk.events == [("landed", "t", "encode-a", "shm", 2.5)]
+    assert not desk.allowed()
+    assert not desk.item().transfers
+
+
+def test_written_for_a_transfer_that_is_forgotten_is_not_needed(desk: Desk) -> None:
+    desk.receive(A, written(attempt=7))
+    assert desk.sent == [(A, NotNeeded(transfer_id="t", attempt=7))]
+
+
+@pytest.mark.parametrize(
+    ("sender", "message"),
+    [
+        (A, Grant(transfer_id="t", slot=slot(9), path="shm", address="", lease_s=1.0)),
+        (A, Later(transfer_id="t")),
+        (A, NotNeeded(transfer_id="t")),
+        (A, Injected(transfer_id="t")),
+        (A, Nack(transfer_id="t", code=NackCode.UNEXPECTED, detail="")),
+        (A, written(generation=2)),
+        (B, written()),
+        (B, abort()),
+    ],
+)
+def test_other_messages_leave_a_grant_alone(desk: Desk, sender: bytes, message: AnyMessage) -> None:
+    desk.get_grant()
+    desk.receive(sender, message)
+    assert (desk.said(), desk.events) == ([], [])
+    desk.receive(A, written())
+    assert desk.landings() == ["encode-a"]
+
+
+# -- before and after the request ----------------------------------------------------------------
+
+
+def test_an_early_announcement_waits_for_its_request(desk: Desk) -> None:
+    unfit = announce(transfer_id="v", producer=peer("encode-c", fingerprint="other"))
+    desk.receive(A, announce(), announce(), announce(transfer_id="u", mm_hash="other"), unfit)
+    assert desk.said() == []
+    desk.expect("v")
+    assert desk.said() == ["a v nack incompatible"]
+    desk.session.decline("u")
+    assert desk.said() == ["a u not_needed"]
+    desk.give_room()
+    desk.expect()
+    assert desk.said() == ["a t grant 1"]
+
+
+def test_a_transfer_that_two_requests_name_goes_on_until_the_later_deadline(desk: Desk) -> None:
+    desk.receive(A, announce())
+    desk.give_room()
+    desk.expect()
+    for number in range(11):
+        if number == 5:
+            desk.expect()
+        assert desk.said() == ["a t grant 1"]
+        desk.now += LEASE_S / 2
+        desk.receive(A, announce())
+    desk.receive(A, written())
+    assert desk.landings() == ["encode-a"]
+
+
+def test_who_announces_what_no_request_asks_for_is_not_needed_in_the_end(desk: Desk) -> None:
+    # One that no front has asked for is not even cached: the table of these is bounded.
+    desk.receive(A, announce(transfer_id="forged"), announce())
+    assert desk.said(TIMEOUT_S - 0.1) == []
+    desk.receive(A, announce())
+    assert desk.said(0.1) == ["a t not_needed"]
+    desk.session.decline("later")
+    desk.expect("ended")
+    desk.session.not_wanted(desk.item())
+    for transfer_id in ("later", "ended"):
+        desk.receive(A, announce(transfer_id=transfer_id))
+        assert desk.said() == [f"a {transfer_id} not_needed"]
+
+
+def test_an_early_announcement_that_is_aborted_is_forgotten(desk: Desk) -> None:
+    desk.receive(A, announce(), abort())
+    desk.receive(B, announce(B), abort(attempt=1))
+    desk.expect()
+    desk.give_room()
+    assert desk.said() == ["b t later", "b t grant 1"]
+
+
+# -- several transfers of one item, several producers of one transfer ----------------------------
+
+
+def test_transfers_of_an_item_end_but_those_that_are_still_wanted(desk: Desk) -> None:
+    for transfer_id in ("t", "u", "v"):
+        desk.expect(transfer_id)
+    desk.receive(A, announce(transfer_id="t"), announce(transfer_id="u"))
+    desk.said()
+    desk.session.not_wanted(desk.item(), but={"u"})
+    desk.receive(A, announce(transfer_id="v"))
+    assert desk.said() == ["a t not_needed", "a v not_needed"]
+    assert set(desk.item().transfers) == {"u"}
+    desk.give_room()
+    desk.session.not_wanted(desk.item(), but={"u"})
+    assert desk.said() == ["a u grant 1"]
+    desk.receive(A, written(transfer_id="u"))
+    assert desk.landings() == ["encode-a"]
+
+
+@pytest.mark.parametrize("ends", ["aborted", "lease"])
+def test_a_slot_that_was_granted_is_not_granted_to_a_sibling(desk: Desk, ends: str) -> None:
+    desk.get_grant()
+    desk.now += 1
+    desk.expect("u")
+    desk.receive(B, announce(B, transfer_id="u"))
+    assert desk.said() == ["b u later"]
+    if ends == "aborted":
+        desk.receive(A, abort())
+    said = desk.said(0 if ends == "aborted" else LEASE_S + LEASE_MARGIN_S)
+    assert said == ([] if ends == "aborted" else ["a t abort"])
+    assert desk.events[0][-1] == "others left"
+    desk.give_room(2)
+    assert desk.said() == ["b u grant 2"]
+
+
+def test_another_encoder_takes_a_granted_transfer_over_with_another_slot(desk: Desk) -> None:
+    desk.get_grant()
+    desk.receive(B, announce(B))
+    assert desk.said() == ["b t later", "a t abort"]
+    assert desk.events == [("failed", "t", 1, "retried", "others left")]
+    assert desk.session.count_transfers() == (0, 1)
+    desk.give_room(2)
+    assert desk.said() == ["b t grant 2"]
+    desk.receive(A, announce(A))
+    assert desk.sent == [(A, Abort(transfer_id="t", reason="encode-b took over"))]
+    desk.receive(A, written(1))
+    desk.receive(B, written(2))
+    assert desk.landings() == ["encode-b"]
+
+
+def test_a_restarted_encoder_takes_its_own_transfer_over(desk: Desk) -> None:
+    desk.get_grant()
+    desk.gone.add(PEERS[A].session)
+    desk.receive(b"2", announce(producer=peer("encode-a", session="encode-a-life-2")))
+    assert desk.said() == ["2 t later"], "the former life is not asked any more"
+    assert [event[0] for event in desk.events] == ["failed", "released"]
+    desk.give_room(2)
+    assert desk.said() == ["2 t grant 2"]
+
+
+def test_a_release_is_of_the_slot_of_its_attempt(desk: Desk) -> None:
+    desk.get_grant()
+    desk.receive(A, announce(attempt=1))
+    desk.give_room(2)
+    desk.said(LEASE_S + LEASE_MARGIN_S)
+    desk.receive(A, released())
+    assert [event for event in desk.events if event[0] == "released"] == [("released", 1)]
+    desk.receive(A, released(attempt=1))
+    assert desk.events[-1] == ("released", 2)
+
+
+def test_a_transfer_that_has_ended_is_not_expected_again(desk: Desk) -> None:
+    desk.get_grant()
+    desk.receive(A, abort())
+    desk.expect()
+    assert desk.session.count_transfers() == (0, 0)
+    desk.receive(A, announce(attempt=1))
+    assert desk.said() == ["a t not_needed"]
+
+
+def test_attempts_without_end_fail_the_transfer(desk: Desk) -> None:
+    desk.expect()
+    for attempt in range(consumer.MAX_REFUSED + 2):
+        desk.receive(A, announce(attempt=attempt))
+    assert [event[3] for event in desk.events] == ["refused"]
+
+
+# -- refusals ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changed", "code"),
+    [
+        ({"producer": peer("encode-a", fingerprint="other")}, "incompatible"),
+        ({"mm_hash": "another item"}, "unexpected"),
+        ({"tensor": OTHER_SPEC}, "unexpected"),
+        ({"tensor": TensorSpec(shape=(4, 8), dtype="float16")}, "unexpected"),
+    ],
+)
+def test_an_unfit_encoder_is_refused(desk: Desk, changed: dict[str, Any], code: str) -> None:
+    desk.expect()
+    desk.give_room()
+    for _ in range(2):
+        desk.receive(A, announce(**changed))
+        assert desk.said() == [f"a t nack {code}"]
+    assert desk.events == [("refused", "t", code)]
+    desk.receive(B, announce(B))
+    desk.receive(A, announce(**changed))
+    desk.receive(B, written())
+    assert desk.landings() == ["encode-b"]
+
+
+def test_refused_fingerprint_is_answered_with_the_parts_that_differ() -> None:
+    desk = Desk(fingerprint="config=a dtype=bfloat16")
+    desk.expect()
+    desk.receive(A, announce(producer=peer("encode-a", fingerprint="config=b dtype=float16")))
+    ((_, nack),) = desk.sent
+    assert isinstance(nack, Nack)
+    assert nack.detail == (
+        "encode-a differs in the configuration files of the checkpoint (config.json, params.json), "
+        "the dtype (--dtype): float16 at the sender, bfloat16 at the receiver. Start both with the "
+        "same"
+    )
+
+
+def test_a_granted_encoder_that_announces_something_else_loses_its_slot(desk: Desk) -> None:
+    desk.get_grant()
+    desk.receive(B, announce(B, tensor=OTHER_SPEC))
+    assert desk.said() == ["b t nack unexpected"]
+    assert desk.allowed(), "it is another one's"
+    desk.receive(A, announce(tensor=OTHER_SPEC))
+    assert desk.said() == ["a t nack unexpected", "a t abort"]
+    assert not desk.allowed()
+    assert desk.events[-1] == ("failed", "t", 1, "refused", "others left")
+
+
+def test_an_abort_by_the_producer_fails_the_transfer_and_releases_its_slot(desk: Desk) -> None:
+    desk.get_grant()
+    desk.receive(A, abort())
+    assert desk.said() == []
+    assert desk.events == [("failed", "t", 1, "cancelled", "last"), ("released", 1)]
+
+
+# -- deadlines and leases ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("announced", [False, True])
+def test_a_transfer_that_is_not_granted_fails_at_its_deadline(desk: Desk, announced: bool) -> None:
+    desk.expect()
+    if announced:
+        desk.receive(A, announce())
+    desk.said(TIMEOUT_S - 0.1)
+    assert desk.events == []
+    desk.said(0.1)
+    assert desk.events == [("failed", "t", None, "timeout", "last")]
+    assert "transfer.wait_timeout_s" in desk.reasons[0]
+    assert ("announced by encode-a" in desk.reasons[0]) is announced
+    assert ("its encoder has not announced it" in desk.reasons[0]) is not announced
+
+
+def test_a_lease_that_runs_out_quarantines_the_slot_until_the_producer_answers(desk: Desk) -> None:
+    desk.get_grant()
+    desk.said(LEASE_S + LEASE_MARGIN_S - 0.1)
+    assert desk.events == []
+    assert desk.said(0.1) == ["a t abort"]
+    assert desk.events == [("failed", "t", 1, "timeout", "last")]
+    assert "transfer.lease_s" in desk.reasons[0]
+    assert not desk.allowed()
+    desk.receive(A, written())
+    assert desk.said() == ["a t injected"]
+    desk.receive(B, released())
+    assert desk.said(LEASE_S - 0.1) == []
+    assert desk.said(0.1) == ["a t abort"], "it is asked again"
+    assert desk.events[1:] == []
+    desk.receive(A, released())
+    assert desk.events[1:] == [("released", 1)]
+
+
+def test_announcing_again_renews_the_lease_but_not_beyond_the_deadline(desk: Desk) -> None:
+    desk.get_grant()
+    for _ in range(5):
+        desk.now += LEASE_S / 2
+        desk.receive(A, announce())
+        assert desk.said() == ["a t grant 1"]
+    assert desk.events == []
+    desk.said(LEASE_S / 2)
+    assert [event[0] for event in desk.events] == ["failed"]
+
+
+@pytest.mark.parametrize(
+    ("other", "is_later_life"),
+    [
+        (peer("encode-a", session="another life"), True),
+        (peer("encode-c"), False),
+        (peer("encode-a", session="moved", host="another"), False),
+        (PEERS[A], False),
+    ],
+    ids=["a later life", "another instance", "another machine", "itself"],
+)
+def test_a_later_life_frees_slots(desk: Desk, other: PeerDescriptor, is_later_life: bool) -> None:
+    desk.get_grant()
+    desk.said(LEASE_S + LEASE_MARGIN_S)
+    desk.receive(b"other", announce(transfer_id="u", mm_hash="other", producer=other))
+    desk.said(SETTLED_S - 1)
+    assert desk.events[1:] == []
+    desk.said(1.0)
+    assert (desk.events[1:] == [("released", 1)]) is is_later_life
+
+
+@pytest.mark.parametrize("ends", ["lease", "not wanted"])
+@pytest.mark.parametrize("fenced", [False, True])
+def test_only_a_fenced_slot_is_free_at_once(ends: str, fenced: bool) -> None:
+    desk = Desk(fenced_paths=frozenset({"tcp"}), path=PathEndpoint(path="tcp" if fenced else "shm"))
+    desk.get_grant()
+    if ends == "not wanted":
+        desk.session.not_wanted(desk.item())
+    assert desk.said(LEASE_S + LEASE_MARGIN_S if ends == "lease" else 0.0) == ["a t abort"]
+    assert desk.item().slot is None
+    assert not desk.allowed()
+    failed = [] if ends == "not wanted" else [("failed", "t", 1, "timeout", "last")]
+    assert {*desk.events} == {*failed, *([("released", 1)] if fenced else [])}
+    desk.receive(A, released())
+    assert {*desk.events} == {*failed, ("released", 1)}

@@ -1,0 +1,115 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from epd_portable.config.secret import Secret
+from epd_portable.config.store import StoreSection
+from epd_portable.errors import CorruptEntryError, StoreError
+from epd_portable.transfer.stores.entry import Head, Seal
+from epd_portable.transfer.stores.file import FileStore
+from epd_portable.wire.descriptors import TensorSpec
+
+SPEC = TensorSpec(shape=(4, 8), dtype="float32")
+ITEM = "a" * 64
+
+
+def seal(text: str = "s" * 40) -> Seal:
+    return Seal(Secret(text))
+
+
+def payload(first: int = 0) -> memoryview:
+    data = bytearray(range(SPEC.nbytes))
+    data[0] = first
+    return memoryview(data)
+
+
+def sealed(one: Seal, key: str, data: memoryview | None = None) -> bytes:
+    return one.entry(
+        data or payload(),
+        key=key,
+        mm_hash=ITEM,
+        modality="image",
+        metadata={"image_grid_thw": [1, 2, 3]},
+        tensor=SPEC,
+    ).head
+
+
+def test_a_key_depends_on_engines_modality_item_and_secret_and_nothing_else() -> None:
+    one = seal()
+    first, second = one.namespace("model a"), one.namespace("model b")
+    keys = {
+        one.key(first, ITEM, "image"),
+        one.key(second, ITEM, "image"),
+        one.key(first, ITEM, "video"),
+        one.key(first, "b" * 64, "image"),
+        seal("t" * 40).key(first, ITEM, "image"),
+    }
+    assert len(keys) == 5
+    assert seal().key(seal().namespace("model a"), ITEM, "image") in keys
+    assert seal("t" * 40).namespace("model a") != first
+
+
+def test_borders_of_fields_are_nobodys_choice() -> None:
+    assert seal().key("n", "ab", "c") != seal().key("n", "b", "ca")
+
+
+def changed(place: int) -> bytes:
+    raw = bytearray(sealed(seal(), "key"))
+    raw[place] ^= 1
+    return bytes(raw)
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        *map(changed, (0, 10, 31, 32, 60, -1)),
+        *(b"", b"x", b"0" * 32, b"0" * 32 + b"{}", b"\x80\x04N."),
+        sealed(seal(), "other"),
+        sealed(seal("t" * 40), "key"),
+    ],
+    ids=range(13),
+)
+def test_what_is_no_head_of_this_key_and_deployment_is_refused(raw: bytes) -> None:
+    with pytest.raises(CorruptEntryError):
+        seal().open(raw, "key")
+
+
+@pytest.mark.parametrize("data", [payload(1), payload()[:-1], payload()[:0]])
+def test_other_bytes_than_were_sealed_are_refused(data: memoryview) -> None:
+    one = seal()
+    head = one.open(sealed(one, "key"), "key")
+    with pytest.raises(CorruptEntryError):
+        one.check(head, data)
+
+
+def test_a_payload_of_another_entry_is_refused() -> None:
+    """Each has a key of its own, so a tag says nothing of the bytes of another."""
+    one = seal()
+    first, second = (one.open(sealed(one, "key"), "key") for _ in range(2))
+    assert first.tag != second.tag
+    mixed = Head(
+        key="key",
+        mm_hash=ITEM,
+        modality="image",
+        metadata=None,
+        tensor=SPEC,
+        nonce=first.nonce,
+        tag=second.tag,
+    )
+    with pytest.raises(CorruptEntryError):
+        one.check(mixed, payload())
+
+
+def test_a_payload_that_is_not_its_tensor_is_not_sealed() -> None:
+    with pytest.raises(ValueError, match="128"):
+        sealed(seal(), "key", payload()[:-4])
+
+
+@pytest.mark.parametrize("key", ["", "../../etc/passwd", "0" * 16 + "-" + "../" * 10, "A" * 49])
+def test_a_key_of_another_form_leads_to_no_file(tmp_path: Path, key: str) -> None:
+    store = FileStore(StoreSection(kind="file", path=str(tmp_path)))
+    for use in (lambda: store.has_caches([key]), lambda: store.discard(key)):
+        with pytest.raises(StoreError, match="no key of an entry"):
+            use()

@@ -1,0 +1,225 @@
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+
+from epd_portable.errors import (
+    LeaseExpiredError,
+    PeerLostError,
+    PlatformError,
+    TransportTimeoutError,
+)
+from epd_portable.platforms.cpu import CpuPlatform, PassedEvent
+from epd_portable.transfer.copies import CHUNK_BYTES, DeviceCopies
+from epd_portable.transfer.paths.mapped import ShmTransport
+from epd_portable.transfer.pool import SharedMemory
+from epd_portable.transfer.transport import SlotWrite
+from epd_portable.wire.descriptors import SlotDescriptor
+from tests.keyring import keys
+from tests.receiving import pool_name, shared_memory
+from tests.unit.transfer.spies import NEVER_S, SpyEvent, SpyPlatform
+
+
+@pytest.fixture
+def platform() -> SpyPlatform:
+    return SpyPlatform()
+
+
+@pytest.fixture
+def memory() -> Iterator[SharedMemory]:
+    with shared_memory(8192) as made:
+        yield made
+
+
+def test_a_device_copies_in_one_piece_behind_the_computation(platform: SpyPlatform) -> None:
+    src = torch.arange(2 * CHUNK_BYTES // 4 + 3, dtype=torch.int32)
+    target, computed = torch.zeros(src.numel() * 4, dtype=torch.uint8), SpyEvent()
+    DeviceCopies(platform).write(target, src, after=computed, deadline_s=NEVER_S)
+    assert torch.equal(target.view(torch.int32), src)
+    assert computed.waits == 1
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_copy_has_ended_when_its_event_has_passed(platform: SpyPlatform, fails: bool) -> None:
+    passed = iter([False, False, True])
+    ended: list[bool] = []
+
+    def look() -> bool:
+        assert not ended
+        if fails:
+            raise PlatformError("device work failed")
+        return next(passed)
+
+    platform.event = SpyEvent(look)
+    src = torch.ones(2)
+    copy = DeviceCopies(platform).queue(
+        torch.zeros(8, dtype=torch.uint8),
+        src,
+        after=PassedEvent(),
+        deadline_s=NEVER_S,
+        ended=lambda: ended.append(True),
+    )
+    assert ended == []
+    if fails:
+        with pytest.raises(PlatformError):
+            copy.finish()
+    else:
+        copy.finish()
+        assert next(passed, None) is None
+    assert ended == [True]
+
+
+def test_a_copy_without_an_event_is_waited_for_before_the_error(platform: SpyPlatform) -> None:
+    looks = iter(range(3))
+    platform.refusals, platform.event = 1, SpyEvent(lambda: next(looks) == 2)
+    with pytest.raises(PlatformError, match="cannot record"):
+        DeviceCopies(platform).queue(
+            torch.zeros(8, dtype=torch.uint8),
+            torch.ones(2),
+            after=PassedEvent(),
+            deadline_s=NEVER_S,
+        )
+    assert next(looks, None) is None
+
+
+def test_a_lease_that_ended_before_the_write_touches_nothing(platform: SpyPlatform) -> None:
+    target = torch.zeros(8, dtype=torch.uint8)
+    with pytest.raises(LeaseExpiredError, match="ask for a new grant"):
+        DeviceCopies(platform, clock=lambda: 5.0).write(
+            target, torch.ones(8, dtype=torch.uint8), after=PassedEvent(), deadline_s=5.0
+        )
+    assert target.eq(0).all()
+
+
+def test_a_lease_that_ends_between_chunks_leaves_the_rest_alone_and_says_how_far_it_came() -> None:
+    looks = iter([0.0, 1.0])
+    target = torch.zeros(3 * CHUNK_BYTES, dtype=torch.uint8)
+    with pytest.raises(TransportTimeoutError, match=f"{CHUNK_BYTES} of {3 * CHUNK_BYTES} bytes"):
+        DeviceCopies(CpuPlatform(), clock=lambda: next(looks)).write(
+            target, torch.ones_like(target), after=PassedEvent(), deadline_s=1.0
+        )
+    assert target[:CHUNK_BYTES].eq(1).all()
+    assert target[CHUNK_BYTES:].eq(0).all()
+
+
+def test_a_copy_beyond_its_lease_is_waited_for_and_an_error(platform: SpyPlatform) -> None:
+    looks, now_s = iter(range(10_000)), iter([0.0, 2.5])
+    platform.event = SpyEvent(lambda: next(looks) > 100)
+    with pytest.raises(TransportTimeoutError, match=r"1\.5 s longer .* raise transfer\.lease_s"):
+        DeviceCopies(platform, clock=lambda: next(now_s)).write(
+            torch.zeros(8, dtype=torch.uint8), torch.ones(2), after=PassedEvent(), deadline_s=1.0
+        )
+    assert next(looks) > 100, "it returned while the device could still write"
+
+
+def test_a_pool_that_cannot_be_page_locked_is_used_all_the_same_and_logged(
+    platform: SpyPlatform, memory: SharedMemory, caplog: pytest.LogCaptureFixture
+) -> None:
+    platform.refuses = True
+    copies = DeviceCopies(platform)
+    with caplog.at_level(logging.WARNING):
+        assert not copies.pin(memory)
+    copies.unpin(memory)
+    assert "is not page-locked, copies block: no more page-locked memory" in caplog.text
+
+
+def test_where_a_runtime_blocks_for_pages_that_it_does_not_know_page_locking_does_not_help(
+    platform: SpyPlatform, memory: SharedMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    traits = replace(SpyPlatform.traits, foreign_pages_block=True)
+    monkeypatch.setattr(platform, "traits", traits)
+    assert not DeviceCopies(platform).pin(memory)
+    assert platform.pinned, "the device reads it faster all the same"
+
+
+def test_where_devices_compute_in_host_memory_nothing_is_page_locked(
+    platform: SpyPlatform, memory: SharedMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(platform, "traits", CpuPlatform.traits)
+    copies = DeviceCopies(platform)
+    copies.pin(memory)
+    copies.unpin(memory)
+    assert (platform.pinned, platform.unpinned) == ([], [])
+
+
+# -- pools that a producer has mapped and page-locked ----------------------------------------------
+
+SRC = torch.ones(2)
+
+
+@pytest.fixture
+def make_pool() -> Iterator[Callable[..., SharedMemory]]:
+    made: list[SharedMemory] = []
+
+    def make(name: str = "") -> SharedMemory:
+        made.append(SharedMemory.create(name or pool_name(), 4096))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.unlink()
+
+
+@pytest.fixture
+def transport(platform: SpyPlatform) -> Iterator[ShmTransport]:
+    made = ShmTransport(DeviceCopies(platform), keys())
+    yield made
+    made.close()
+
+
+def item(pool: SharedMemory, src: torch.Tensor = SRC) -> SlotWrite:
+    return SlotWrite(
+        src=src,
+        slot=SlotDescriptor(pool=pool.path.name, offset=0, nbytes=8, generation=1),
+        computed=PassedEvent(),
+        address=pool.identity,
+        deadline_s=NEVER_S,
+    )
+
+
+def write(transport: ShmTransport, pool: SharedMemory) -> None:
+    transport.write(item(pool))
+
+
+def test_a_pool_stays_page_locked_while_a_copy_into_it_is_under_way_though_its_owner_has_gone(
+    transport: ShmTransport, platform: SpyPlatform, make_pool: Callable[..., SharedMemory]
+) -> None:
+    gone = make_pool()
+    write(transport, gone)
+    platform.event = SpyEvent()
+    copy = transport.queue(item(gone))
+    assert copy is not None
+    gone.unlink()
+    write(transport, make_pool(gone.path.name))
+    assert platform.unpinned == []
+    with pytest.raises(PeerLostError, match="made anew"):
+        write(transport, gone)
+    copy.finish()
+    write(transport, make_pool())
+    assert platform.unpinned == [platform.pinned[0][0]]
+
+
+def test_a_copy_that_was_refused_keeps_no_pool_page_locked(
+    transport: ShmTransport, platform: SpyPlatform, make_pool: Callable[..., SharedMemory]
+) -> None:
+    gone = make_pool()
+    write(transport, gone)
+    with pytest.raises(ValueError, match="bytes"):
+        transport.queue(item(gone, torch.ones(3)))
+    gone.unlink()
+    write(transport, make_pool())
+    assert platform.unpinned == [platform.pinned[0][0]]
+
+
+def test_an_opening_is_no_wait(
+    transport: ShmTransport, make_pool: Callable[..., SharedMemory]
+) -> None:
+    pool = make_pool()
+    write(transport, pool)
+    with transport._lock:
+        assert transport.queue(item(pool)) is None
+    assert transport.queue(item(pool)) is not None
