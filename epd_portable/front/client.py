@@ -401,6 +401,8 @@ class SplitClient(AsyncMPClient):
                 await self._try(one, engine, engine_id)
                 if not one.again:
                     return
+                if one.refused:
+                    raise GracefulHTTPError(one.refused, HTTPStatus.BAD_REQUEST)
                 logger.warning("request %s is sent again: %s", request_id, one.again)
                 self.metrics.sent_again.inc()
                 if one.missing and self._may_leave_out(one):
@@ -486,7 +488,11 @@ class SplitClient(AsyncMPClient):
             if not one.begun:
                 one.again = f"engine {engine.name} {error}"
             elif not one.ended.is_set():
-                self._put_end(one, engine)
+                if one.exchange.begun:
+                    self._put_end(one, engine)
+                else:
+                    one.again = f"engine {engine.name} {error}"
+                    raise UnavailableError(one.again) from error
         finally:
             del self._at_engines[engine_id]
             for transfer_id in one.requested:
@@ -597,6 +603,9 @@ class SplitClient(AsyncMPClient):
         for transfer_id in news.requested:
             if requested := self._jobs.requested.get(transfer_id):
                 requested.set()
+        for request_id, reason in news.refused.items():
+            if one := self._at_engines.get(request_id):
+                one.refused = reason
 
     def _take_output(self, engine: FrontEngine, output: EngineCoreOutput) -> bool:
         """Return whether an output is a part of an answer."""
@@ -607,9 +616,11 @@ class SplitClient(AsyncMPClient):
         if one is None or one.again:
             return False  # It was given up, or is sent again.
         if output.finish_reason is FinishReason.ERROR and not one.begun:
-            one.again = "the engine could not compute it"
-            if self._can_encode:
-                one.here.update(each.identifier for each in one.core.mm_features or ())
+            one.again = one.refused or "the engine could not compute it"
+            items = {each.identifier for each in one.core.mm_features or ()}
+            if self._can_encode and not items <= one.here:
+                one.here |= items
+                one.refused = ""  # An item that its engine encodes may be larger.
             one.decide()
             return False
         if isinstance(one, PrefillJob):
@@ -632,7 +643,7 @@ class SplitClient(AsyncMPClient):
     def _put_end(
         self, one: OpenRequest, engine: FrontEngine, reason: FinishReason = FinishReason.ERROR
     ) -> None:
-        """End an answer that has begun and whose engine is gone, as vLLM ends broken ones."""
+        """End a response of which its client has a part, as vLLM ends broken ones."""
         end = EngineCoreOutput(one.core.request_id, [], finish_reason=reason)
         self._outputs.put_nowait(EngineCoreOutputs(engine_index=engine.index, outputs=[end]))
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import contextlib
 import logging
 import math
 import os
@@ -17,7 +18,7 @@ import re
 import socket
 import ssl
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
@@ -335,14 +336,16 @@ class _Fetching(MediaConnector):
     def load_from_url(self, url: str, media_io: Any, *args: Any, **kwargs: Any) -> Any:
         """See vLLM's ``MediaConnector``; called by other threads than the server's."""
         if not is_web(url[:6].encode("utf-8", "replace")):
-            return super().load_from_url(url, media_io, *args, **kwargs)
+            with _refusing(url):
+                return super().load_from_url(url, media_io, *args, **kwargs)
         fetched = asyncio.run_coroutine_threadsafe(self._fetched(url), self.fetcher.loop)
         return media_io.load_bytes(fetched.result())
 
     async def load_from_url_async(self, url: str, media_io: Any, *args: Any, **kwargs: Any) -> Any:
         """See vLLM's ``MediaConnector``."""
         if not is_web(url[:6].encode("utf-8", "replace")):
-            return await super().load_from_url_async(url, media_io, *args, **kwargs)
+            with _refusing(url):
+                return await super().load_from_url_async(url, media_io, *args, **kwargs)
         data = await self._fetched(url)
         return await asyncio.to_thread(media_io.load_bytes, data)
 
@@ -352,6 +355,29 @@ class _Fetching(MediaConnector):
         except MediaUrlError as error:
             current().refuse(error)
             raise GracefulHTTPError(str(error), HTTPStatus(error.status)) from error
+
+
+@contextlib.contextmanager
+def _refusing(url: str) -> Iterator[None]:
+    """Respond 400 where vLLM responds 500 or 501: to files, and to data that is not base64."""
+    try:
+        yield
+    except NotImplementedError as error:
+        raise _unread("data URL: only base64 is read. Send data:TYPE;base64,DATA") from error
+    except (OSError, RuntimeError) as error:
+        if url[:5].lower() != "file:":
+            raise
+        # No reason: clients learn nothing of the files of this machine.
+        raise _unread(
+            "file URL: the file is not below engine_args.allowed_local_media_path, or cannot be "
+            "read. Send it as a data URL"
+        ) from error
+
+
+def _unread(problem: str) -> GracefulHTTPError:
+    error = GracefulHTTPError(problem, HTTPStatus.BAD_REQUEST)
+    current().refuse(error)
+    return error
 
 
 def install(fetcher: UrlFetcher) -> None:

@@ -106,6 +106,7 @@ class OpenRequest:
         decided: Its present try has begun, has ended, or must be sent again.
         begun: A part of the answer is out: no other engine can give the rest.
         again: Why it must be sent again.
+        refused: Reason why no engine can ever compute it, with limit and remedy.
         awaited: Items whose encode jobs have not ended.
         held: Items that its engine has by what it said, and has not asked for.
         requested: Set when an encoder is to be asked for a transfer's item, and when it is decided.
@@ -129,6 +130,7 @@ class OpenRequest:
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     begun: bool = False
     again: str = ""
+    refused: str = ""
     awaited: set[str] = field(default_factory=set)
     held: set[str] = field(default_factory=set)
     requested: dict[str, asyncio.Event] = field(default_factory=dict)

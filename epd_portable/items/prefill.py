@@ -38,6 +38,7 @@ class PrefillRequests:
         self._lookahead = lookahead
         self._numbers = itertools.count()
         self._unavailable: set[str] = set()
+        self._refused: dict[str, str] = {}
         self._sleepers: list[str] = []
         self._has_front = False
         self._next_look_s = 0.0
@@ -243,9 +244,10 @@ class PrefillRequests:
         """
         entries, self._cache.changes = self._cache.changes, {}
         requested, self._receiver.requested = self._receiver.requested, []
-        if not self._has_front or not (entries or requested):
+        refused, self._refused = self._refused, {}
+        if not self._has_front or not (entries or requested or refused):
             return None
-        return CacheNews(entries=entries, requested=tuple(requested))
+        return CacheNews(entries=entries, requested=tuple(requested), refused=refused)
 
     def take_unavailable(self) -> set[str]:
         """Return requests that cannot be answered, for the scheduler to fail."""
@@ -258,12 +260,12 @@ class PrefillRequests:
         """Let a request that has just come claim one of its items; fail it if that cannot be."""
         mm_hash, tensor = place.mm_hash, place.tensor
         transfer = record.transfers.get(mm_hash)
-        instance, cache, pool = self._config.instance, self._cache, self._receiver.pool
+        cache, pool = self._cache, self._receiver.pool
         if not cache.fits_at_all(place.num_embeds, tensor.nbytes if transfer else 0):
             detail = (
                 f"an item of this request needs {place.num_embeds} encoder embeddings in "
-                f"{tensor.nbytes} bytes; {instance} receives at most {cache.cache_size} embeddings "
-                f"and {pool.capacity_bytes} bytes: send a smaller picture, or raise "
+                f"{tensor.nbytes} bytes; its engine receives at most {cache.cache_size} embeddings "
+                f"and {pool.capacity_bytes} bytes: send a smaller image, or raise "
                 "transfer.pool_bytes"
             )
             self._refuse(record, "too_large", detail)
@@ -294,9 +296,9 @@ class PrefillRequests:
                 detail = (
                     f"{len(sizes)} items of this request are {sum(sizes.values())} encoder "
                     f"embeddings, which speculative decoding needs at once (it reads "
-                    f"{self._lookahead} tokens ahead); {self._config.instance} holds "
-                    f"{self._cache.cache_size}: raise max_num_batched_tokens in engine_args, or "
-                    "send smaller pictures"
+                    f"{self._lookahead} tokens ahead); its engine holds "
+                    f"{self._cache.cache_size}: send smaller images, or raise "
+                    "engine_args.max_num_batched_tokens"
                 )
                 self._refuse(record, "too_large", detail)
                 return True
@@ -352,6 +354,8 @@ class PrefillRequests:
         logger.error("request %s: %s", record.request_id, detail)
         self._receiver.metrics.requests_failed.labels(code).inc()
         self._unavailable.add(record.request_id)
+        if code == "too_large":
+            self._refused[record.request_id] = detail
         self._cache.fail(record)
         self._receiver.decline(record)
 

@@ -157,12 +157,12 @@ def prefill_scheduler(base: type) -> type:
                     )
 
         def _tell_news(self, outputs: dict[int, Any]) -> None:
-            """Tell every API server of a front about the encoder cache."""
+            """Report what a front needs to every API server of it, before the other outputs."""
             if (news := self._prefill.take_news()) is not None:
                 told = EngineCoreOutput("", [])
                 compat.put_params(told, to_params(news))
                 for client in self._told_busy:
-                    outputs.setdefault(client, EngineCoreOutputs()).outputs.append(told)
+                    outputs.setdefault(client, EngineCoreOutputs()).outputs.insert(0, told)
 
         def _answer_jobs(self, outputs: dict[int, Any]) -> None:
             """Answer encode jobs that have ended, as an encode instance does: with no token."""

@@ -95,10 +95,12 @@ class CacheNews(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         entries: Items that its encoder cache got (``True``) or lost since the last, by ``mm_hash``.
         requested: Transfers on demand whose items it does not have, and those whose encoder has
             given them up.
+        refused: Requests that it fails because an item is larger than a limit: limit and remedy.
     """
 
     entries: dict[str, bool] = {}
     requested: tuple[Name, ...] = ()
+    refused: dict[str, str] = {}
 
 
 Source = Literal["transfer", "encoder_cache", "prefix_cache", "local", "store"]

@@ -264,7 +264,7 @@ def test_sound_is_refused_as_the_engine_refuses_it(client: openai.OpenAI) -> Non
                 ]
             },
             openai.BadRequestError,
-            "URL",
+            "allowed_domains",
         ),
     ],
     ids=["model", "value", "address"],

@@ -44,7 +44,7 @@ IN_THE_CODE = {
     "prefill instances asked for one prompt": str(fallbacks.MAX_PREFILLS),
     "one encode job": (
         f"`encoderTimeout` of `front.choice`, at most `transfer.wait_timeout_s` / {MAX_ENCODERS}; "
-        "without it no limit"
+        "without it the item's wait at its engine, `transfer.wait_timeout_s`"
     ),
     "a request's body arrives": f"within {replies.BODY_TIMEOUT_S:g} s",
     "a client that reads nothing of its response": f"after {connections['SEND_TIMEOUT_S']:g} s",

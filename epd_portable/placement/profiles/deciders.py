@@ -20,8 +20,8 @@ class MultimodalDecider(Parameters):
     Attributes:
         enableEncoding: Whether items are encoded apart at all.
         minImageSize: The side.
-        encoderTimeout: Milliseconds that one encode job may take, in place of
-            half of ``transfer.wait_timeout_s``.
+        encoderTimeout: Longest time of one encode job, in milliseconds. Without it the item's wait
+            at its engine counts, ``transfer.wait_timeout_s``.
     """
 
     enableEncoding: bool = True

@@ -207,9 +207,11 @@ class Front:
         await settle()
 
     async def tells(self, engine: str, *requested: str, **entries: bool) -> None:
-        news = to_params(CacheNews(entries=entries, requested=requested))
+        await self.reports(engine, CacheNews(entries=entries, requested=requested))
+
+    async def reports(self, engine: str, news: CacheNews) -> None:
         output = EngineCoreOutput("", [])
-        compat.put_params(output, news)
+        compat.put_params(output, to_params(news))
         outputs = EngineCoreOutputs(outputs=[output])
         self.client._take_outputs(self.client.engines.by_name[engine], outputs)
         await settle()

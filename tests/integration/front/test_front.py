@@ -18,6 +18,7 @@ from vllm.v1.metrics.stats import SchedulerStats
 
 from epd_portable.front.request import FrontItem, GracefulHTTPError, OpenRequest
 from epd_portable.front.server import switch
+from epd_portable.wire.params import CacheNews
 from tests.integration.front.played_front import (
     CONTROL,
     ENDED,
@@ -393,6 +394,24 @@ async def test_an_engine_that_fails_a_request_gets_it_once_more_with_its_media(m
     for _ in range(2):
         await front.says("pd-0", pd.last.request_id, end=FAILED)
     assert front.failed["r"].http_status == 503  # type: ignore[attr-defined]
+    assert front.is_empty()
+
+
+@pytest.mark.parametrize("can_encode", [True, False])
+async def test_request_with_an_item_beyond_every_limit_gets_400(
+    make: Make, can_encode: bool
+) -> None:
+    front = make("e-0", "pd-0", can_encode=can_encode)
+    await front.ask("a")
+    pd = front.engines["pd-0"]
+    for _ in range(1 + can_encode):  # Its engine may encode an item that it cannot receive.
+        assert "r" not in front.failed
+        name = pd.last.request_id
+        await front.reports("pd-0", CacheNews(refused={name: "an item is too large: send less"}))
+        await front.says("pd-0", name, end=FAILED)
+    error = front.failed["r"]
+    assert error.http_status == 400  # type: ignore[attr-defined]
+    assert "an item is too large: send less" in str(error)
     assert front.is_empty()
 
 

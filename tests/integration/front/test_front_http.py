@@ -315,28 +315,26 @@ async def test_admission_refuses_with_429_and_the_key(serve: Serve, tmp_path: Pa
     client.give_up([*client._open])
 
 
-async def test_media_urls_are_fetched_by_vllms_connector(
-    serve: Serve, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def fetching(app: ASGIApp) -> ASGIApp:
+    """Return an application that reads the image of which a body has the URL."""
+
+    async def fetch(scope: Scope, receive: Receive, send: Send) -> None:
+        url = (await Request(scope, receive).body()).decode()
+        connector = MEDIA_CONNECTOR_REGISTRY.load("http", allowed_media_domains=["none.invalid"])
+        try:
+            image = await connector.fetch_image_async(url)
+        except Exception as error:
+            await PlainTextResponse(repr(error), 500)(scope, receive, send)
+        else:
+            await PlainTextResponse(str(image.size))(scope, receive, send)
+
+    return fetch
+
+
+async def test_media_urls_are_fetched_by_vllms_connector(serve: Serve) -> None:
     site = Site(pages={"/a.png": plain(STILLS["png"])})
     await site.start()
     names = {"allowed_domains": [f"127.0.0.1:{site.port}"], "allowed_networks": ["127.0.0.0/8"]}
-
-    def fetching(app: ASGIApp) -> ASGIApp:
-        async def fetch(scope: Scope, receive: Receive, send: Send) -> None:
-            url = (await Request(scope, receive).body()).decode()
-            connector = MEDIA_CONNECTOR_REGISTRY.load(
-                "http", allowed_media_domains=["none.invalid"]
-            )
-            try:
-                image = await connector.fetch_image_async(url)
-            except GracefulHTTPError as error:
-                await PlainTextResponse(str(error), 500)(scope, receive, send)
-            else:
-                await PlainTextResponse(str(image.size))(scope, receive, send)
-
-        return fetch
-
     http, _ = serve(fetching, media_urls=names)
     closed, _ = serve(fetching)
     try:
@@ -351,6 +349,24 @@ async def test_media_urls_are_fetched_by_vllms_connector(
         assert (missing.status_code, missing.json()["error"]["code"]) == (400, "media_url_failed")
     finally:
         await site.stop()
+
+
+@pytest.mark.parametrize(
+    ("url", "words"),
+    [
+        (b"file:///etc/passwd", "engine_args.allowed_local_media_path"),
+        (b"data:image/png,abc", "only base64 is read"),
+    ],
+    ids=["file", "data"],
+)
+async def test_media_url_that_vllm_cannot_read_gets_400(
+    serve: Serve, url: bytes, words: str
+) -> None:
+    """Plain vLLM responds 500 and 501."""
+    http, _ = serve(fetching)
+    refused = await http.post(CHAT, content=url)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (400, "invalid_request")
+    assert words in refused.json()["error"]["message"]
 
 
 async def test_lines_about_requests_go_to_a_file_of_this_user_until_its_disk_is_full(

@@ -171,13 +171,13 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.usefixtures("installed")
 async def test_plugin_of_the_page_chooses(make: Make) -> None:  # noqa: F811
-    front = make("pd-0", "pd-1", "pd-2", choice=on_the_page(1))
-    for each, zone in zip(front.client.engines.by_name.values(), "wew", strict=True):
-        zones = {"w": "west", "e": "east"}
-        each.instance.labels = {**each.instance.labels, "zone": zones[zone]}
+    front = make("e-0", "e-1", "e-2", "pd-0", choice=on_the_page(1), max_queued_items=9)
+    for name, zone in (("e-0", "west"), ("e-1", "east")):
+        instance = front.client.engines.by_name[name].instance
+        instance.labels = {**instance.labels, "zone": zone}
     for number in range(5):
-        await front.ask(name=f"r{number}")
-        assert having(front, f"r{number}") == "pd-1"
+        await front.ask(f"item-{number}", name=f"r{number}")
+    assert [len(front.jobs(name)) for name in ("e-0", "e-1", "e-2")] == [0, 5, 0]
 
 
 async def test_plugin_that_cannot_be_made_is_named(make: Make, installed: Path) -> None:  # noqa: F811

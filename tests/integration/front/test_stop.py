@@ -12,6 +12,7 @@ pytest.importorskip("vllm")
 from vllm.sampling_params import SamplingParams
 
 from epd_portable.front.client import SplitClient
+from epd_portable.front.exchange import FrontExchange, exchange
 from epd_portable.front.request import GracefulHTTPError
 from epd_portable.front.server import Front
 from tests.integration.front.test_front_cache import Engine, configured
@@ -53,10 +54,18 @@ async def test_new_request_during_a_stop_gets_503_and_the_open_one_its_end(
     await stopping
 
 
-@pytest.mark.parametrize("begun", [False, True])
+@pytest.mark.parametrize(
+    ("begun", "end"),
+    [
+        ("", "no engine that answers is up: try again"),
+        ("generated", "its process has ended: try again"),
+        ("sent", "error"),
+    ],
+)
 async def test_request_beyond_the_grace_of_a_stop_ends_with_an_error(
-    client: SplitClient, front: Front, begun: bool
+    client: SplitClient, front: Front, begun: str, end: str
 ) -> None:
+    exchange.set(FrontExchange(begun=begun == "sent"))
     engine = Engine(client, "pd-0")
     engine.may_end.clear()
     loop, instance = asyncio.get_running_loop(), client.engines.by_name["pd-0"].instance
@@ -73,9 +82,9 @@ async def test_request_beyond_the_grace_of_a_stop_ends_with_an_error(
         engine.says(engine.sent[0].request_id, None)
     stopping = asyncio.create_task(asyncio.to_thread(front.shutdown, 0.1))
     async with asyncio.timeout(30):
-        if begun:
-            assert await asked == "error"
+        if begun == "sent":
+            assert await asked == end
         else:
-            with pytest.raises(GracefulHTTPError, match="no engine that answers is up"):
+            with pytest.raises(GracefulHTTPError, match=end):
                 await asked
     await stopping

@@ -100,6 +100,8 @@ class Engine:
         self.ended: dict[str, str] = {}
         self.counts: list[tuple[int, int]] = []
         """Requests that are computed and that wait, as API servers were told."""
+        self.outputs: list[Any] = []
+        """What API servers got, in its order."""
         self.servers: list[list[int]] = []
         """Which servers were told."""
 
@@ -201,6 +203,7 @@ class Engine:
             if (stats := outputs.scheduler_stats) is not None:
                 skipped = getattr(stats, "num_skipped_waiting_reqs", 0)
                 self.counts.append((stats.num_running_reqs, stats.num_waiting_reqs + skipped))
+            self.outputs += outputs.outputs
             for each in outputs.outputs:
                 if each.finish_reason is not None:
                     self.ended[each.request_id] = str(each.finish_reason)
@@ -358,6 +361,23 @@ def test_without_media_text_before_it_is_computed_and_no_deadline_makes_it_be_en
     assert engine.step_until(lambda: bool(engine.ended)) == []
     assert engine.ended == {"bare": "error"}
     assert engine.encoded == []
+
+
+def test_front_has_the_reason_before_the_end_of_a_request_beyond_the_pool(
+    vllm_config: Any,
+) -> None:
+    from epd_portable.vllm_plugin import compat
+
+    vllm_config.ec_transfer_config.ec_connector_extra_config["pool_bytes"] = 1 << 10
+    engine = Engine(vllm_config)
+    engine.arrive("r", pixels=True, transfer=True)
+    engine.step()
+    engine.scheduler.shutdown()
+    assert engine.ended == {"r": "error"}
+    news, end = engine.outputs
+    assert (news.request_id, end.request_id) == ("", "r")
+    reason = compat.take_params(news)["refused"]["r"]
+    assert reason.endswith("and 1024 bytes: send a smaller image, or raise transfer.pool_bytes")
 
 
 @pytest.mark.parametrize("items", [1, 0], ids=["media first", "text first"])
