@@ -176,59 +176,6 @@ def pictures_from_a_store(document: Document) -> Iterator[Row]:
         }
 
 
-# -- the router ------------------------------------------------------------------------------------
-
-
-def _three_digits(value: float) -> str:
-    if value == 0:
-        return "0"
-    if abs(value) >= 1000:
-        return f"{value:,.0f}"
-    return f"{value:.{max(0, 2 - math.floor(math.log10(abs(value))))}f}"
-
-
-def router_figures(document: Document) -> Iterator[Row]:
-    sides = {turn["side"] for turn in document["samples"]}
-    columns = [*sides, *(f"{side} by {peer}" for side in sides for peer in sides)]
-    for figure in document["summary"]["figures"]:
-        found: dict[str, list[float]] = defaultdict(list)
-        for turn in document["samples"]:
-            if turn["case"] == figure["case"] and figure["figure"] in turn["values"]:
-                found[turn["side"]].append(turn["values"][figure["figure"]])
-        row = {"what": figure["what"], **dict.fromkeys(columns, "–")}
-        for side, values in found.items():
-            spread = f" ({_three_digits(min(values))}–{_three_digits(max(values))})"
-            row[side] = _three_digits(median(values)) + (spread if len(values) > 1 else "")
-        higher = figure["what"].endswith(("requests/s", "tokens/s", "bodies/s"))
-        for side, values in found.items():
-            for peer, others in found.items():
-                if side == peer or len(values) != len(others) or min(*values, *others) <= 0:
-                    continue
-                shown = ratio(values, others) if higher else ratio(others, values)
-                one = (
-                    len(set(shown.replace("(", "").replace(")", "").replace("–", " ").split())) == 1
-                )
-                row[f"{side} by {peer}"] = shown.partition(" ")[0] if one else shown
-        yield row
-
-
-def router_measuring(document: Document) -> Iterator[Row]:
-    for each in document["summary"]["measuring"]:
-        if not each["wall_s"]:
-            continue
-        row = {"case, side": f"{each['case']}, {each['side']}"}
-        for title, name in (
-            ("its core: itself", "measured_cpu_s"),
-            ("clients", "load_cpu_s"),
-            ("instances", "instances_cpu_s"),
-        ):
-            row[title] = f"{each[name] / each['wall_s']:.0%}" if each[name] else "–"
-        yield row | {
-            "requests": f"{each['requests']:,}",
-            "not right": f"{each['not_right']:,}",
-        }
-
-
 # -- a topology under load -------------------------------------------------------------------------
 
 
@@ -504,82 +451,6 @@ def render_calls_cpu(document: Document) -> Iterator[Row]:
         yield row | {"TTFT p50": f"{median(first) * 1000:.0f}"}
 
 
-# -- sizing ----------------------------------------------------------------------------------------
-
-
-def _latencies(sample: Document) -> Row:
-    kinds = sample["kinds"]
-    return {
-        "TTFT p99 text, s": f"{kinds['text']['ttft_p99']:.3g}",
-        "pictures, s": f"{kinds['pictures']['ttft_p99']:.3g}",
-        "TPOT p99, ms": f"{max(kind['tpot_p99'] for kind in kinds.values()) * 1000:.3g}",
-    }
-
-
-def highest_rates(document: Document) -> Iterator[Row]:
-    found = [each for each in document["samples"] if "capacities" in each]
-    for each in found:
-        stage, share = max(
-            ((name, each["rate"] / most) for name, most in each["capacities"].items()),
-            key=lambda pair: pair[1],
-        )
-        yield {
-            "deployment": each["deployment"],
-            "by replicas": f"{each['rate'] / found[0]['rate']:.2f}",
-            "requests/s": f"{each['rate']:.3g}",
-            "goodput/s": f"{each['goodput']:.3g}",
-            "nearest to full": f"{stage} {share:.0%}",
-            "breaks first above": each["limit"],
-        } | _latencies(each)
-
-
-def _devices(deployment: str) -> int:
-    encoders, _, engines = deployment.removesuffix("pd").partition("e")
-    return int(encoders) + int(engines)
-
-
-def what_grows(document: Document) -> Iterator[Row]:
-    rows = {each["deployment"]: each for each in document["samples"] if "workers" in each}
-    for deployment, each in rows.items():
-        yield {
-            "devices": f"{_devices(deployment):,}",
-            "deployment": deployment,
-            "requests/s": f"{each['rate']:,.0f}",
-            "router, cores": f"{each['router_cores']:.2f}",
-            "processes needed": str(each["workers_needed"]),
-            "control messages/s": f"{each['messages']:,.0f}",
-            "pairs": f"{each['pairs']:,}",
-            "connections kept": f"{each['connections']:,}",
-            "items that open one": f"{each['reconnected']:.0%}",
-            "health asked every, s": f"{each['health_age_s']:.0f}",
-            "router memory, MB": f"{each['router_bytes'] / 1e6:,.1f}",
-        }
-
-
-def what_was_simulated(document: Document) -> Iterator[Row]:
-    for each in document["samples"]:
-        if "workers" in each:
-            yield {
-                "devices, router processes": f"{_devices(each['deployment']):,}, {each['workers']}",
-                "within limits": f"{each['within']:.1%}",
-                "router busy": f"{each['busy']['router']:.0%}",
-                "router waited, longest, s": f"{each['longest_wait_s']['router']:.3g}",
-                "encoders busy": f"{each['busy']['encode']:.0%}",
-            } | _latencies(each)
-
-
-def full_routers(document: Document) -> Iterator[Row]:
-    for workers, devices in document["summary"]["knees"].items():
-        yield {"processes": workers, "devices": f"{devices:,}"}
-
-
-def as_written(document: Document) -> Iterator[Row]:
-    for table in document["tables"]:
-        if table["title"].startswith("Limits of the package"):
-            for row in table["rows"]:
-                yield dict(zip(table["columns"], row, strict=True))
-
-
 TABLES: dict[tuple[str, str], Callable[[Document], Iterator[Row]]] = {
     ("Against memcpy of the same bytes", "path, size, grant"): against_memcpy,
     ("By another path", "path, size, grant"): by_another_path,
@@ -587,10 +458,6 @@ TABLES: dict[tuple[str, str], Callable[[Document], Iterator[Row]]] = {
     ("Times in µs", "decoding × items"): steps,
     ("Medians in ms; ratios: redis-benchmark", "store"): stores,
     ("Real engines: a picture from the store", "picture"): pictures_from_a_store,
-    ("CPU time", "what"): router_figures,
-    ("Wall time", "what"): router_figures,
-    ("Counted", "what"): router_figures,
-    ("The measuring itself", "case, side"): router_measuring,
     (r"\w+ by the other sides", "load"): beside_other_sides,
     ("Times in ms", "load: side: requests"): times_under_load,
     ("CPU time", "load: side"): cpu_under_load,
@@ -604,10 +471,5 @@ TABLES: dict[tuple[str, str], Callable[[Document], Iterator[Row]]] = {
     ("What caches saved", "round, side"): what_caches_saved_by_round,
     ("With a render call by without it", "pictures, at once"): render_calls,
     ("CPU time of a request, ms", "pictures, at once: side"): render_calls_cpu,
-    ("Highest rate within the limits", "deployment"): highest_rates,
-    ("What grows", "devices"): what_grows,
-    ("What the simulation saw", "devices, router processes"): what_was_simulated,
-    ("Where so many processes of the router are full", "processes"): full_routers,
-    ("Limits of the package", "limit"): as_written,
 }
 """By a pattern of the beginning of a table's heading, and the name of its first column."""
