@@ -34,6 +34,7 @@ from tests.unit.instruments import of_an_instance, of_the_front, of_the_pool
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "epd_portable"
 README = ROOT / "README.md"
+COMPARISON = ROOT / "docs/comparison.md"
 STRUCTURES = ROOT / "docs/structures.md"
 CONFIGURATION = ROOT / "docs/configuration.md"
 METRICS = ROOT / "docs/metrics.md"
@@ -223,7 +224,7 @@ def test_the_steps_of_two_hosts_are_those_that_the_job_runs() -> None:
 # -- figures and words -----------------------------------------------------------------------------
 
 
-README_COLUMNS = (
+COMPARED = (
     "TPOT p99, all",
     "TTFT p99, all",
     "TTFT p99, text",
@@ -232,21 +233,21 @@ README_COLUMNS = (
     "longest ITL p50, text",
     "CPU time",
 )
-"""Of the measured table, in the order of the README's."""
-README_PEERS = {"replicas": "replicas", "example": "upstream"}
+"""Of the measured table, in the order of the comparison's."""
+PEERS = {"replicas": "replicas", "example": "upstream"}
 
 
-def test_the_figures_of_the_readme_are_those_of_the_measurement_and_losses_are_bold() -> None:
+def test_figures_of_the_comparison_are_those_of_the_measurement() -> None:
     pages = ROOT / "docs/measurements/2026-11-load"
     measured: dict[str, dict[str, list[str]]] = {}
     for name in ("tuned", "stock"):
         table = json.loads(read(pages / f"{name}.json"))["tables"][0]
         assert table["title"] == "ours by the other sides"
         for row in (dict(zip(table["columns"], row, strict=True)) for row in table["rows"]):
-            medians = [row[column].partition(" ")[0] for column in README_COLUMNS]
+            medians = [row[column].partition(" ")[0] for column in COMPARED]
             measured.setdefault(row["load"], {})[row["by"]] = medians
             assert row["over capacity"] == "–"
-    section = read(README).partition("## What it brings")[2].partition("\n## ")[0]
+    section = read(COMPARISON).partition("## What it brings")[2].partition("\n## ")[0]
     rows = [
         [cell.strip() for cell in line.split("|")[1:-1]]
         for line in re.findall(r"^\| \d.*$", section, re.MULTILINE)
@@ -255,7 +256,7 @@ def test_the_figures_of_the_readme_are_those_of_the_measurement_and_losses_are_b
     for load, peer, *cells in rows:
         assert loads[load].startswith(load.partition(",")[0])
         by = measured[loads[load]]
-        names = (f"tuned-{README_PEERS[peer]}", README_PEERS[peer])
+        names = (f"tuned-{PEERS[peer]}", PEERS[peer])
         found = [by[name] for name in names if name in by]
         assert cells == ["; ".join(each) for each in zip(*found, strict=True)], (load, peer)
     assert sum(len(by) for by in measured.values()) == sum(

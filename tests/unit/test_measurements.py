@@ -17,7 +17,10 @@ from tests.measurements.pages import PageTable
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "docs/measurements"
 CHECKED = sorted(path.stem for path in FOLDER.glob("2*.md"))
-QUOTES = {"README.md": ("What it brings, and where it loses", "Transfer paths")}
+QUOTES = {
+    "docs/comparison.md": ("What it brings, and where it loses",),
+    "docs/configuration.md": ("Transfer paths",),
+}
 """Sections of other pages that quote figures."""
 
 
