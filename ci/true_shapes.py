@@ -1,8 +1,9 @@
 """Models of true size without their weights, for engines with ``load_format: dummy``.
 
-``python -m ci.true_shapes FOLDER 3b 7b small`` writes a folder for each: the configuration of
-Qwen2.5-VL, its limit of a picture's pixels, and the demo model's tokenizer with as many tokens as
-the real one has, each with a text by which its arrival is seen. Needs the standard library only.
+``python -m ci.true_shapes FOLDER 3b 7b cpu small`` writes a folder for each: the configuration of
+Qwen2.5-VL, its limit of an image's pixels, and the demo model's tokenizer with as many tokens as
+the real one has, each with a text by which its arrival is seen. ``cpu`` is smaller: one core keeps
+up with a few requests per second. Needs the standard library only.
 """
 
 from __future__ import annotations
@@ -11,11 +12,14 @@ import json
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 DEMO = Path(__file__).resolve().parent.parent / "epd_portable" / "demo" / "model"
 COPIED = ("tokenizer_config.json", "chat_template.jinja", "generation_config.json")
-MAX_PIXELS = 12_845_056
-"""Of Qwen2.5-VL: a picture of 1008 × 1008 pixels keeps them, and is 1296 tokens."""
+MAX_PIXELS = {"cpu": 200_704}
+"""Most pixels of an image, by model; larger images are scaled down."""
+MAX_PIXELS_OF_QWEN = 12_845_056
+"""Of Qwen2.5-VL: an image of 1008 × 1008 pixels keeps them, and is 1296 tokens."""
 
 # Configuration files of Qwen/Qwen2.5-VL-3B-Instruct and -7B-Instruct.
 TOWER = {
@@ -25,11 +29,16 @@ TOWER = {
     "num_heads": 16,
     "fullatt_block_indexes": [7, 15, 23, 31],
 }
-TEXT = {
-    "max_position_embeddings": 128000,
-    "rope_theta": 1000000.0,
-    "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]},
+TOWER_OF_CPU = {
+    "depth": 12,
+    "hidden_size": 384,
+    "intermediate_size": 1024,
+    "num_heads": 6,
+    "fullatt_block_indexes": [2, 5, 8, 11],
 }
+TEXT = {"max_position_embeddings": 128000, "rope_theta": 1000000.0}
+SECTIONS = {64: [8, 12, 12], 128: [16, 24, 24]}
+"""Parts of half a head for time, height and width, by the head's size."""
 SIZES = (
     *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
     *("num_key_value_heads", "vocab_size", "tie_word_embeddings"),
@@ -37,6 +46,7 @@ SIZES = (
 LANGUAGE = {
     "3b": (2048, 11008, 36, 16, 2, 151936, True),
     "7b": (3584, 18944, 28, 28, 4, 152064, False),
+    "cpu": (512, 1024, 6, 8, 2, 8192, True),
 }
 """`SIZES` of the language models; any other name has those of the demo model."""
 
@@ -44,7 +54,13 @@ LANGUAGE = {
 def write(folder: Path, size: str) -> None:
     """Write the files of one model."""
     sizes = LANGUAGE.get(size)
-    tower, text = (TOWER, TEXT | dict(zip(SIZES, sizes, strict=True))) if sizes else ({}, {})
+    tower: dict[str, Any] = {}
+    text: dict[str, Any] = {}
+    if sizes:
+        tower = TOWER_OF_CPU if size == "cpu" else TOWER
+        text = {**TEXT, **dict(zip(SIZES, sizes, strict=True))}
+        section = SECTIONS[text["hidden_size"] // text["num_attention_heads"]]
+        text["rope_scaling"] = {"type": "mrope", "mrope_section": section}
     folder.mkdir(parents=True, exist_ok=True)
     config, pictures, tokenizer = (
         json.loads((DEMO / f"{name}.json").read_text("utf-8"))
@@ -54,7 +70,7 @@ def write(folder: Path, size: str) -> None:
     del config["text_config"]["layer_types"]
     config["vision_config"] |= {**tower, "out_hidden_size": config["text_config"]["hidden_size"]}
     config["tie_word_embeddings"] = config["text_config"]["tie_word_embeddings"]
-    pictures["max_pixels"] = MAX_PIXELS
+    pictures["max_pixels"] = MAX_PIXELS.get(size, MAX_PIXELS_OF_QWEN)
     known = tokenizer["model"]["vocab"]
     first = 1 + max(known.values())
     known |= {f"w{number}": number for number in range(first, config["text_config"]["vocab_size"])}

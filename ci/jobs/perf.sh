@@ -5,12 +5,12 @@
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 "${PYTHON:-python3}" -m ci.make_env --platform cpu
-# A Qwen2.5-VL with random weights, made once: a load as of a real model, responses without meaning.
-model=${XDG_CACHE_HOME:-$HOME/.cache}/epd-portable/shape-12x384-6x512
-[ -d "$model" ] || .venv/bin/python -m epd_portable.demo.shape "$model" --vision-layers 12 \
-    --vision-size 384 --text-layers 6 --text-size 512 --max-pixels 200704
-exec .venv/bin/epd-bench load \
+# Sizes of a small Qwen2.5-VL, without weights: a load as of a real model, responses without meaning.
+models=$(mktemp -d)
+trap 'rm -r "$models"' EXIT
+"${PYTHON:-python3}" -m ci.true_shapes "$models" cpu
+.venv/bin/epd-bench load \
     --side ours=configs/1e1pd.yaml --side replicas:2,tuned \
-    --model "$model" --set engine_args.kv_cache_memory_bytes=268435456 \
+    --model "$models/cpu" --set engine_args.load_format=dummy --set engine_args.kv_cache_memory_bytes=268435456 \
     --point rate=6,share=0.1,text=100,output=60 --point rate=2,share=0.3,images=4 \
     --seconds 20 "$@"

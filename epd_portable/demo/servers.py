@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import httpx
 from pydantic import JsonValue
@@ -24,7 +23,6 @@ from epd_portable.launch.plan.model import resolve_model
 from epd_portable.launch.plan.ports import port_source
 from epd_portable.launch.run import sessions
 from epd_portable.launch.run.log_files import Tail
-from epd_portable.launch.run.process import on_cores
 from epd_portable.platforms.traits import TRAITS
 
 _POLL_S = 0.25
@@ -219,16 +217,3 @@ def one_process(
         report=report_stage,
         popen=popen,
     )
-
-
-def start_on_cores(cores: frozenset[int], folder: Path) -> Callable[..., subprocess.Popen[bytes]]:
-    """Return a `subprocess.Popen` whose process starts on these cores and in this folder.
-
-    In a folder of its own: Python takes modules from where it is started before all others.
-    """
-
-    def start(argv: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
-        with on_cores(cores):
-            return subprocess.Popen(argv, cwd=folder, **options)
-
-    return start

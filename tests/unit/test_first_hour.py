@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from ci import carry
+from ci import carry, true_shapes
 from ci.first_hour import CALL_AGAIN, PIECES, REHEARSALS, TARGETS, Hour, Stage, stages
 from epd_benchmarks.load.points import read_points
 from epd_benchmarks.load.sides import read_sides
@@ -236,3 +236,13 @@ def test_a_model_of_true_size_has_the_tokens_and_pixels_of_the_real_one(tmp_path
     assert read["preprocessor_config"]["max_pixels"] >= 1008 * 1008
     per_layer = 2 * 3584 * 3584 + 2 * 3584 * 512 + 3 * 3584 * text["intermediate_size"]
     assert round(text["num_hidden_layers"] * per_layer / 1e9, 1) == 6.5
+
+
+@pytest.mark.parametrize("size", ["3b", "7b", "cpu"])
+def test_rotary_sections_of_a_model_of_true_size_are_half_of_a_head(
+    tmp_path: Path, size: str
+) -> None:
+    true_shapes.write(tmp_path, size)
+    text = json.loads((tmp_path / "config.json").read_text())["text_config"]
+    head = text["hidden_size"] / text["num_attention_heads"]
+    assert sum(text["rope_scaling"]["mrope_section"]) * 2 == head

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import psutil
 from pydantic import JsonValue
@@ -29,6 +31,7 @@ from epd_portable.demo.servers import Server
 from epd_portable.launch.plan.engine import ROLE_ARGS, cpu_env
 from epd_portable.launch.plan.placement import ranks_of
 from epd_portable.launch.run import fork_server
+from epd_portable.launch.run.process import on_cores
 from epd_portable.launch.run.running import find_runs
 from epd_portable.launch.run.sessions import SHM
 from epd_portable.platforms.traits import TRAITS
@@ -147,7 +150,7 @@ def _plain_engine(
         env={**env, **topology.env},
         report=partial(_report, side),
         name=name,
-        popen=servers.start_on_cores(cores, folder),
+        popen=_start_on_cores(cores, folder),
     )
 
 
@@ -161,7 +164,7 @@ def example_proxy(side: LoadSide, setting: LoadSetting, encode: str, prefill_dec
         argv=[*argv, "--decode-servers-urls", prefill_decode],
         url=f"http://127.0.0.1:{port}",
         log=folder / "proxy.log",
-        popen=servers.start_on_cores(frozenset(setting.allotment.rest), folder),
+        popen=_start_on_cores(frozenset(setting.allotment.rest), folder),
     )
 
 
@@ -180,3 +183,16 @@ def _parts_of_topology(server: Server) -> Iterator[Part]:
         if fork_server.__name__ in child.cmdline():
             yield Part(name="fork server", pid=child.pid, below=False)
     yield Part(name="launcher", pid=server.pid, below=False)
+
+
+def _start_on_cores(cores: frozenset[int], folder: Path) -> Callable[..., subprocess.Popen[bytes]]:
+    """Return a `subprocess.Popen` whose process starts on these cores and in this folder.
+
+    In a folder of its own: Python takes modules from where it is started before all others.
+    """
+
+    def start(argv: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
+        with on_cores(cores):
+            return subprocess.Popen(argv, cwd=folder, **options)
+
+    return start
