@@ -32,14 +32,14 @@ from yarl import URL
 
 from epd_portable.errors import RequestError
 from epd_portable.placement.profiles.selection_types import SESSION_HEADER
-from epd_portable.placement.replies import (
+from epd_portable.placement.ring import HashRing
+from epd_portable.responses import (
     BODY_TIMEOUT_S,
     body_timeout,
     error_reply,
     json_reply,
     unavailable,
 )
-from epd_portable.placement.ring import HashRing
 
 logger = logging.getLogger(__name__)
 

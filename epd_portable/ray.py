@@ -37,7 +37,7 @@ from epd_portable.launch.plan.processes import Plan, new_run_id, shm_prefix
 from epd_portable.launch.plan.request import PlanRequest
 from epd_portable.launch.run.guard import Guard
 from epd_portable.launch.run.supervisor import DRAIN_MARGIN_S
-from epd_portable.placement.replies import error_reply
+from epd_portable.responses import error_reply
 
 logger = logging.getLogger(__name__)
 

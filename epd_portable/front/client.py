@@ -32,9 +32,9 @@ from epd_portable.config.roles import ENCODES, TAKES_ITEMS, TAKES_KV
 from epd_portable.config.secret import Secret
 from epd_portable.config.store import StoreSection
 from epd_portable.front.calls import call_elsewhere, calls_of_all
-from epd_portable.front.engines import Engines, EngineSettings, FrontEngine
+from epd_portable.front.engines import Engines, FrontEngine
 from epd_portable.front.exchange import admit, current
-from epd_portable.front.item_jobs import EncodeOrder, ItemJobs
+from epd_portable.front.item_jobs import EncodeOrder, ItemJobs, new_transfer
 from epd_portable.front.metrics import FrontMetrics
 from epd_portable.front.prefill import KV, PrefillJob, Prefills
 from epd_portable.front.request import (
@@ -48,18 +48,17 @@ from epd_portable.front.selection import selection_of
 from epd_portable.front.spans import Spans
 from epd_portable.placement.admission import AdmissionControl
 from epd_portable.placement.assignment import (
-    BUSY_THRESHOLD,
+    MAX_PD_ATTEMPTS,
     Assignment,
+    By,
+    RetryBudget,
     assign_items,
-    expected_transfer,
-    new_transfer,
     or_own,
 )
 from epd_portable.placement.balance import Switching
-from epd_portable.placement.fallbacks import MAX_PD_ATTEMPTS, RetryBudget
-from epd_portable.placement.instances import Instance, WentDownError, while_up
+from epd_portable.placement.instances import EngineSettings, Instance, WentDownError, while_up
 from epd_portable.placement.profiles.policy import Policy
-from epd_portable.placement.replies import BODY_TIMEOUT_S
+from epd_portable.responses import BODY_TIMEOUT_S
 from epd_portable.transfer.curve import CurveKeys
 from epd_portable.transfer.stores.lookup import StoreLookup
 from epd_portable.transfer.stores.metrics import StoreMetrics
@@ -70,6 +69,7 @@ from epd_portable.wire.params import (
     FIELD,
     CacheNews,
     EncodeTransfer,
+    ExpectedTransfer,
     PrefillParams,
     to_params,
 )
@@ -350,12 +350,12 @@ class SplitClient(AsyncMPClient):
 
     def _choose_engine(self, one: OpenRequest, before: FrontEngine | None) -> FrontEngine:
         """Return the engine that is to answer: the one before, if it is up; refuse without room."""
-        chosen = before.instance if before is not None and before.instance.usable else None
+        chosen = before.instance if before is not None and before.instance.health.usable else None
         chosen = chosen or one.selection.choose_engine()
         if chosen is None:
             raise UnavailableError("no engine that answers is up")
         encoders = [each for each in self.engines.by_name.values() if each.encodes_only]
-        room = any(each.instance.usable and not each.is_full for each in encoders)
+        room = any(each.instance.health.usable and not each.is_full for each in encoders)
         if one.core.mm_features and not self._can_encode and not room:
             if self._pool.any_usable("encode"):
                 raise FullError
@@ -387,7 +387,7 @@ class SplitClient(AsyncMPClient):
         try:
             if self._store is not None:
                 items = [each for each in one.items if each.item_uuid not in engine.holds]
-                with engine.instance.working():
+                with engine.instance.in_flight():
                     one.stored = await self._store.find_items(items, engine.namespace)
             attempts = MAX_PD_ATTEMPTS
             for attempt in itertools.count():
@@ -455,20 +455,22 @@ class SplitClient(AsyncMPClient):
             each.item.item_uuid: new_transfer(each.item, engine.instance.control, self.secret)
             for each in brought
         }
-        stores = {each.item.item_uuid: each.stored.key for each in ways if each.stored}
+        stored = [each.item.item_uuid for each in ways if each.by == "stored"]
+        stores = {name: one.stored[name].key for name in stored}
         one.requested = {each.transfer_id: asyncio.Event() for each in transfers.values()}
         self._jobs.requested |= one.requested
         one.held = {each.item.item_uuid for each in ways if each.by == "held"}
         one.awaited = {each.item.item_uuid for each in brought if each.by == "encoder"}
         self._at_engines[engine_id] = one
         try:
-            with while_up(engine.instance.working()) as use:
-                use.owe_answer(one.tokens)
+            with while_up(engine.instance.in_flight()) as use:
+                use.owe_response(one.tokens)
                 await engine.add(self._for_engine(one, engine_id, transfers, stores))
                 if here_s or not one.awaited:
                     use.compute()
-                computing = engine.instance.computing(one.tokens)
-                with engine.instance.encoding(here_s), computing, one.kv_held():
+                backlog = engine.instance.backlog
+                computing = backlog.computing(one.tokens)
+                with backlog.encoding(here_s), computing, one.kv_held():
                     async with anyio.create_task_group() as items:
                         for each in brought:
                             transfer = transfers[each.item.item_uuid]
@@ -483,7 +485,7 @@ class SplitClient(AsyncMPClient):
                     self.metrics.items.labels("not_needed").inc(len(one.awaited | one.held))
                     await one.ended.wait()
                     if not here_s:
-                        use.note_answered()
+                        use.note_response()
         except WentDownError as error:
             if not one.begun:
                 one.again = f"engine {engine.name} {error}"
@@ -511,25 +513,26 @@ class SplitClient(AsyncMPClient):
         def choose(item: FrontItem, exclude: Collection[str]) -> Instance | None:
             return self._jobs.choose_encoder(one, item, exclude, engine.name)
 
-        elastic = self._is_elastic and one.selection.is_elastic and own is None
-        stay: Collection[str] = ()
+        settled: dict[str, By] = {}
+        for name in (each.item_uuid for each in one.items):
+            if name in one.here:
+                settled[name] = "local_first"
+            elif name in engine.holds:
+                settled[name] = "held"
+            elif name in one.stored and one.stored[name].usable:
+                settled[name] = "stored"
         if self._can_encode:
-            stay = one.selection.stay(one.items, engine.instance)
-
+            for name in one.selection.stay(one.items, engine.instance):
+                if settled.get(name) != "stored":
+                    settled[name] = "local_first"
+        elastic = self._is_elastic and one.selection.is_elastic and own is None
         return assign_items(
             one.items,
-            engine,
+            engine.instance,
             choose if own is None else or_own(own, choose),
             self._jobs.times,
-            stored={
-                name: entry
-                for name, entry in one.stored.items()
-                if entry.usable and name not in {*engine.holds, *one.here}
-            },
-            left_here={*one.here, *stay},
-            held=engine.holds,
-            elastic_threshold=BUSY_THRESHOLD if elastic else None,
-            own=own,
+            settled=settled,
+            elastic=engine.busy if elastic else None,
         )
 
     def _count(self, ways: Iterable[Assignment[FrontItem]]) -> None:
@@ -562,8 +565,10 @@ class SplitClient(AsyncMPClient):
             bare = None
             if (transfer := transfers.get(feature.identifier)) is not None:
                 bare = self._metadata.without_media(feature)
-                expected[feature.identifier] = msgspec.structs.replace(
-                    expected_transfer(transfer),
+                expected[feature.identifier] = ExpectedTransfer(
+                    transfer_id=transfer.transfer_id,
+                    item_uuid=transfer.item_uuid,
+                    modality=transfer.modality,
                     media=bare is None,
                     on_demand=feature.identifier in one.held,
                     store=stores.get(feature.identifier, ""),

@@ -15,7 +15,7 @@ from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
 from uvicorn.config import HTTP_PROTOCOLS
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from epd_portable.placement.replies import BODY_TIMEOUT_S
+from epd_portable.responses import BODY_TIMEOUT_S
 
 HEAD_TIMEOUT_S = 30.0
 """Longest time from a connection, or the first byte of a further request, to the end of a head."""

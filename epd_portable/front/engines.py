@@ -18,11 +18,10 @@ from collections import defaultdict
 from collections.abc import Awaitable, Callable, Sequence
 from http import HTTPStatus
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 import zmq
-from msgspec import Meta
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.multiprocess import MultiProcessCollector
 from vllm.v1.engine.core_client import AsyncMPClient
@@ -33,11 +32,12 @@ from epd_portable.config.roles import DUTIES, ENCODES, TAKES_ITEMS, Role
 from epd_portable.errors import RequestError
 from epd_portable.front.peers import Peer
 from epd_portable.log import say_failure
-from epd_portable.placement.assignment import EncodeFailure
-from epd_portable.placement.caches import CacheSizes
+from epd_portable.placement.assignment import Busy, EncodeFailure
+from epd_portable.placement.estimates import CacheSizes
 from epd_portable.placement.instances import (
     MAX_INSTANCES,
     EndpointPool,
+    EngineSettings,
     Instance,
     LoadReport,
     WentDownError,
@@ -60,24 +60,6 @@ T = TypeVar("T")
 FORGET_S = 600.0
 """An engine that has joined and stays away so long is forgotten."""
 _LOOK_EVERY_S = 1.0
-
-
-class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """One engine, as the launcher plans it; an `InstanceSpec`.
-
-    Attributes:
-        url: Of one on another machine: ZMQ address of its hub, after ``plain+`` if jobs are not
-            encrypted.
-        max_queued_items: Jobs for others that it takes at a time.
-    """
-
-    name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._@-]{0,127}$")]
-    role: Role
-    url: Annotated[str, Meta(pattern=r"^((plain\+)?tcp://[^/\s]+:\d+)?$")] = ""
-    control: str = ""
-    weight: Annotated[float, Meta(gt=0, le=1000)] = 1.0
-    labels: dict[str, str] = {}
-    max_queued_items: int = 256
 
 
 class EngineClient(AsyncMPClient):
@@ -131,14 +113,9 @@ class FrontEngine:
         self.warming = 0
 
     @property
-    def pending_encode_s(self) -> float:
-        """Seconds of encoding that it was given and has not done."""
-        return self.instance.pending_encode_s
-
-    @property
-    def computes_for(self) -> int:
-        """Requests whose tokens wait while it encodes."""
-        return max(self.instance.computes_for, self.running)
+    def busy(self) -> Busy:
+        """Whether tokens of requests wait while it encodes."""
+        return "queue" if max(self.instance.backlog.answers.running, self.running) else "idle"
 
     def report(self, stats: SchedulerStats) -> None:
         """Take in how busy it is; what it says holds until it says more."""
@@ -147,7 +124,7 @@ class FrontEngine:
             report = LoadReport(items=running + waiting)
         else:
             report = LoadReport(running=running, waiting=waiting, kv_used=stats.kv_cache_usage)
-        self.instance.take_report(report)
+        self.instance.backlog.take_report(report)
 
     @property
     def name(self) -> str:
@@ -167,8 +144,8 @@ class FrontEngine:
     @property
     def is_full(self) -> bool:
         """Whether it has as many jobs as it takes."""
-        jobs = self.instance.jobs + self.instance.elsewhere
-        return jobs >= self.settings.max_queued_items
+        backlog = self.instance.backlog
+        return backlog.jobs + backlog.elsewhere >= self.settings.max_queued_items
 
     async def add(self, request: EngineCoreRequest) -> None:
         """Send it a request.
@@ -195,7 +172,7 @@ class FrontEngine:
             return []
         # vLLM's client would wait for ever.
         gone = contextlib.suppress(WentDownError, EngineDeadError)
-        with gone, while_up(self.instance.held()):
+        with gone, while_up(self.instance.retained()):
             return [await self.client.call_utility_async(method, *args)]
         return []
 
@@ -356,7 +333,7 @@ class Engines:
             known = None
         if known is not None:
             known.leaving = False
-            known.instance.resume()
+            known.instance.health.drain(False)
             return
         instance = self.pool.add(settings, registered=True)
         engine = FrontEngine(settings, instance, len(self.by_name))
@@ -372,13 +349,13 @@ class Engines:
         if engine.leaving or engine.life is None:
             return
         engine.leaving = True
-        engine.instance.drain()
+        engine.instance.health.drain()
         task = asyncio.create_task(self._see_off(engine))
         self._lives.add(task)
         task.add_done_callback(self._lives.discard)
 
     async def _see_off(self, engine: FrontEngine) -> None:
-        await engine.instance.wait_idle()
+        await engine.instance.backlog.wait_idle()
         if engine.leaving and self.by_name.get(engine.name) is engine:
             logger.info("engine %s has left", engine.name)
             self._remove(engine)
@@ -400,7 +377,7 @@ class Engines:
                 self._config,
                 self._name,
                 failed=self._failed,
-                loaded=lambda load: engine.instance.note_elsewhere(load.jobs, load.seconds),
+                loaded=lambda load: engine.instance.backlog.note_elsewhere(load.jobs, load.seconds),
             )
             try:
                 here = await self._met(engine, peer)
@@ -425,13 +402,13 @@ class Engines:
             met = asyncio.create_task(peer.met())
             while not met.done():
                 await asyncio.wait([met], timeout=_LOOK_EVERY_S)
-                if peer.problem and peer.problem != engine.instance.reason:
+                if peer.problem and peer.problem != engine.instance.health.reason:
                     engine.instance.seen_gone(peer.problem)
             return met.result()
 
     async def one_up(self) -> None:
         """Return when an engine is up that answers requests."""
-        waits = [asyncio.create_task(each.wait_up()) for each in self.pool.of_duty("answer")]
+        waits = [asyncio.create_task(each.health.wait_up()) for each in self.pool.of_duty("answer")]
         await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         for each in waits:
             each.cancel()
@@ -478,10 +455,10 @@ class Engines:
         elif engine is not None and verb == "leave":
             self._leave(engine)
         elif engine is not None and verb == "drain":
-            engine.instance.drain()
+            engine.instance.health.drain()
         elif engine is not None and verb == "resume":
             engine.leaving = False
-            engine.instance.resume()
+            engine.instance.health.drain(False)
         return Seen([each.shown() for each in self.pool.all], stats_of(self.pool))
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -583,9 +560,9 @@ class Engines:
                     receiver.misfits.add(sender.name)
                     found.append(f"{receiver.name} refuses its items, which differ in {differing}")
             problem = "; ".join(found)
-            if problem and problem != sender.instance.problem:
+            if problem and problem != sender.instance.health.problem:
                 logger.warning("%s: %s", sender.name, problem)
-            sender.instance.note(problem)
+            sender.instance.health.note(problem)
 
     async def _serve(
         self, engine: FrontEngine, client: AsyncMPClient | Peer, gone: Awaitable[object]
@@ -595,7 +572,7 @@ class Engines:
         engine.client = client
         engine.holds = set()
         engine.running = 0
-        engine.instance.seen_well()
+        engine.instance.health.seen_up()
         try:
             async with asyncio.TaskGroup() as life:
                 pump = life.create_task(self._pump(engine, client))

@@ -13,7 +13,7 @@ from vllm.v1.engine import EngineCoreRequest
 from epd_portable.errors import RequestError
 from epd_portable.placement.admission import AdmissionControl
 from epd_portable.placement.gate import Ticket
-from epd_portable.placement.replies import RETRY_AFTER_S
+from epd_portable.responses import RETRY_AFTER_S
 from epd_portable.vllm_plugin import compat
 
 GracefulHTTPError: Any = compat.graceful_error()

@@ -30,7 +30,7 @@ from epd_portable.placement.profiles.selection_types import (
     Decision,
     Explanation,
 )
-from epd_portable.placement.replies import error_reply
+from epd_portable.responses import error_reply
 from epd_portable.vllm_plugin import compat
 
 if TYPE_CHECKING:

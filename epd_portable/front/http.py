@@ -28,23 +28,22 @@ from epd_portable.config.roles import DUTIES
 from epd_portable.config.secret import SignatureCheck
 from epd_portable.errors import ConfigError, RequestError
 from epd_portable.front.client import SplitClient
-from epd_portable.front.engines import Engines, EngineSettings
+from epd_portable.front.engines import Engines
 from epd_portable.front.exchange import FrontExchange, exchange
 from epd_portable.front.media_urls import UrlFetcher, install
 from epd_portable.log import access_log
 from epd_portable.media.limits import MediaLimits, check_settings
-from epd_portable.placement.instances import InstanceState
-from epd_portable.placement.replies import (
-    NAMES_MEDIA,
+from epd_portable.placement.instances import EngineSettings, InstanceState
+from epd_portable.responses import (
     RETRY_AFTER_S,
-    WHY_NO_NAMES,
     body_timeout,
     error_reply,
-    not_served,
 )
 from epd_portable.vllm_plugin.media_bounds import instance_of
 
 logger = logging.getLogger(__name__)
+_NAMES_MEDIA = "/inference/v1/"
+"""Path of vLLM's endpoints at which the client names the media."""
 
 _FORMS = {"application/x-www-form-urlencoded", "multipart/form-data", "text/plain", ""}
 """Types that a page may send to another origin without a preflight (Fetch standard); also none."""
@@ -239,8 +238,13 @@ class FrontMiddleware:
                 return await receive()
             one.unread = False
             try:
-                if NAMES_MEDIA in scope["path"]:  # Before it there may be a root path.
-                    raise not_served(scope["method"], scope["path"], WHY_NO_NAMES)
+                if _NAMES_MEDIA in scope["path"]:  # Before it there may be a root path.
+                    raise RequestError(
+                        f"{scope['method']} {scope['path'][:256]} is not served: clients would "
+                        "name media, under which others would find them: send a prompt or messages",
+                        status=404,
+                        code="not_served",
+                    )
                 body = await self._read(Request(scope, receive), one)
                 self._check(body)
             except (RequestError, ClientDisconnect) as failure:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
+import uuid
 from collections.abc import Collection
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -16,6 +17,7 @@ from opentelemetry.trace import Span
 from vllm.multimodal.inputs import PlaceholderRange
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 
+from epd_portable.config.secret import Secret
 from epd_portable.front.engines import Engines
 from epd_portable.front.metrics import FrontMetrics
 from epd_portable.front.request import FrontItem, OpenRequest
@@ -24,12 +26,12 @@ from epd_portable.log import trace
 from epd_portable.placement.assignment import (
     Assignment,
     EncodeFailure,
-    EncodeTimes,
     EncodeTries,
     FailureKind,
+    RetryBudget,
 )
-from epd_portable.placement.fallbacks import RetryBudget
-from epd_portable.placement.instances import Instance, Use, WentDownError, while_up
+from epd_portable.placement.estimates import EncodeTimes
+from epd_portable.placement.instances import InFlight, Instance, WentDownError, while_up
 from epd_portable.vllm_plugin.job_items import encode_request
 from epd_portable.wire.params import EncodeTransfer
 
@@ -107,7 +109,7 @@ class ItemJobs:
         return one.selection.choose_encoder(item, exclude)
 
     async def deliver(
-        self, one: OpenRequest, way: Assignment[FrontItem], transfer: EncodeTransfer, use: Use
+        self, one: OpenRequest, way: Assignment[FrontItem], transfer: EncodeTransfer, use: InFlight
     ) -> None:
         """Have an item encoded, by one encoder after another, until the answer begins.
 
@@ -119,12 +121,12 @@ class ItemJobs:
         if way.by in ("held", "stored"):
             await requested.wait()
             if one.decided.is_set():
-                if way.stored and not one.again:
+                if way.by == "stored" and not one.again:
                     self._metrics.items.labels("stored").inc()
                 return
             requested.clear()
-            if way.stored:
-                way.stored.usable = False
+            if way.by == "stored":
+                one.stored[item.item_uuid].usable = False
             one.held.discard(item.item_uuid)
             one.awaited.add(item.item_uuid)
             self._engines.pool.work.item_came(item, self.times.of(item))
@@ -141,13 +143,16 @@ class ItemJobs:
         while encoder is not None:
             job, resets = f"{transfer.transfer_id}-{encoder.name}", self.resets
             try:
-                with while_up(encoder.working(item.item_uuid)):
+                with while_up(encoder.in_flight(item.item_uuid)):
                     async with one.turn if in_turn else contextlib.nullcontext():
                         if one.decided.is_set():
                             return
                         one.selection.note_job(item, encoder)
                         expected_s = self._servers * self.times.of(item)
-                        with encoder.encoding(expected_s), self._span(one, item, encoder) as span:
+                        with (
+                            encoder.backlog.encoding(expected_s),
+                            self._span(one, item, encoder) as span,
+                        ):
                             failure = await self._encode(one, item, transfer, encoder, job)
                             if span is not None:
                                 end = failure.kind.value if failure else "encoded"
@@ -228,9 +233,25 @@ class ItemJobs:
         now = time.monotonic()
         # Until it had done the job before, it did not work on this one.
         self.times.observe(item, now - max(begun, encoder.answered_at))
-        encoder.answered()
+        encoder.answered_at = now
         self._metrics.encode_s.labels(encoder.name).observe(now - begun)
         return None
+
+
+def new_transfer(item: FrontItem, consumer: str, secret: Secret) -> EncodeTransfer:
+    """Return a transfer of an item, whichever engine encodes it, with its proof.
+
+    Args:
+        consumer: Control address of the engine that needs the item.
+    """
+    transfer_id = uuid.uuid4().hex
+    return EncodeTransfer(
+        transfer_id=transfer_id,
+        item_uuid=item.item_uuid,
+        consumer=consumer,
+        modality=item.modality,
+        proof=secret.sign_transfer(transfer_id, item.item_uuid, consumer),
+    )
 
 
 def _job(

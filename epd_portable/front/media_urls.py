@@ -47,7 +47,7 @@ from epd_portable.media.addresses import (
     read_url,
     redirected,
 )
-from epd_portable.placement.replies import RETRY_AFTER_S
+from epd_portable.responses import RETRY_AFTER_S
 
 logger = logging.getLogger(__name__)
 

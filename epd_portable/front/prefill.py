@@ -22,7 +22,7 @@ from epd_portable.front.item_jobs import ItemJobs
 from epd_portable.front.metrics import FrontMetrics
 from epd_portable.front.request import OpenRequest, PrefilledKv
 from epd_portable.front.spans import Spans, set_end
-from epd_portable.placement.fallbacks import MAX_PREFILLS, RetryBudget
+from epd_portable.placement.assignment import MAX_PREFILLS, RetryBudget
 
 logger = logging.getLogger(__name__)
 
@@ -139,7 +139,7 @@ class Prefills:
             logger.warning("request %s: prefill at %s: %s", engine_id, engine.name, job.again)
             # An item of the job may have failed, or a reset ended it: then the engine is fine.
             is_fine = resets != self._jobs.resets or len(job.here) > left_here
-            last = engine if is_fine and engine.instance.usable else None
+            last = engine if is_fine and engine.instance.health.usable else None
             if not is_fine:
                 failed.append(engine.name)
         self._metrics.prefills.labels("local" if job.again else "unavailable").inc()

@@ -16,7 +16,7 @@ from vllm.v1.engine import EngineCoreRequest
 
 from epd_portable.front.exchange import FrontExchange, exchange
 from epd_portable.front.headers import CURRENT, Headers
-from epd_portable.placement.fallbacks import JOB_GRACE_S
+from epd_portable.placement.assignment import JOB_GRACE_S
 from epd_portable.placement.gate import Ticket
 from epd_portable.placement.instances import Instance
 from epd_portable.transfer.stores.lookup import StoredItem
@@ -172,7 +172,7 @@ class OpenRequest:
 
     def kv_held(self) -> AbstractContextManager[object]:
         """Return a context in which the engine that has the KV counts as in use."""
-        return contextlib.nullcontext() if self.kv is None else self.kv.instance.held()
+        return contextlib.nullcontext() if self.kv is None else self.kv.instance.retained()
 
     def decide(self) -> None:
         """Release what waits for it: it is `decided`."""

@@ -122,7 +122,9 @@ class EngineChoices:
         if self.explains:
             duty = "answer" if stage == "decode" else stage
             there = self.pool.of_duty(duty)
-            usable = sorted((each for each in there if each.usable), key=lambda each: each.load)
+            usable = sorted(
+                (each for each in there if each.health.usable), key=lambda each: each.load
+            )
             name = item.item_uuid if item else ""
             decision = Decision(stage=stage, item=name, profile="default")
             decision.filters = {"there": len(there), "usable": len(usable)}
@@ -241,7 +243,7 @@ class _ByHeaders(EngineChoices):
 
     def choose_engine(self) -> Instance | None:
         named = self._hints.generator
-        return named if named and named.usable else self._inner.choose_engine()
+        return named if named and named.health.usable else self._inner.choose_engine()
 
     def disaggregates_prefill(self) -> bool:
         return self._hints.prefiller is not None or self._inner.disaggregates_prefill()
@@ -289,12 +291,12 @@ class _ByHeaders(EngineChoices):
         item: FrontItem | None = None,
     ) -> bool:
         """Return whether a named engine can have it, and explain that."""
-        fits = named.usable and named.name not in exclude
+        fits = named.health.usable and named.name not in exclude
         decision = Decision(stage=stage, item=item.item_uuid if item else "", header=header)
         if fits:
             decision.winner, decision.reason = named.name, "named"
         else:
-            why = "was tried or is full" if named.usable else f"is {named.state}"
+            why = "was tried or is full" if named.health.usable else f"is {named.health.state}"
             decision.reason = f"{named.name} is named and {why}: {_OTHERWISE}"
         self.record(decision)
         return fits
@@ -310,7 +312,7 @@ class _ByHeaders(EngineChoices):
         key = item.item_uuid
         if self._hints.cache_key:
             key = f"{self._hints.cache_key}/{self._places.get(key, key)}"
-        left = {each for each in candidates if each.usable and each.name not in exclude}
+        left = {each for each in candidates if each.health.usable and each.name not in exclude}
         chosen = self.pool.choose_encoder(key, exclude, left) if left else None
         there = len(self.pool.of_duty("encode"))
         decision = Decision(stage="encode", item=item.item_uuid, header=header)

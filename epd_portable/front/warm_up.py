@@ -71,12 +71,12 @@ class WarmUp:
 
     def _pairs(self, one: Instance) -> list[tuple[Instance, Instance]]:
         """Return the pairs of an engine: who encodes, and who gets the item."""
-        usable = [each for each in self._engines.pool.all if each.usable and each is not one]
+        usable = [each for each in self._engines.pool.all if each.health.usable and each is not one]
         pairs = [*((one, each) for each in usable), *((each, one) for each in usable)]
         return [
             (first, second)
             for first, second in pairs
-            if one.usable and first.role in ENCODES and second.role in TAKES_ITEMS
+            if one.health.usable and first.role in ENCODES and second.role in TAKES_ITEMS
         ]
 
     async def _warm_up(self, comes: FrontEngine, encoder: Instance, taker: Instance) -> None:

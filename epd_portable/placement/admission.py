@@ -230,7 +230,7 @@ class AdmissionControl:
         if bound.duty is not None:
             usable = [each for tier in self._instances.tiers(bound.duty) for each in tier]
             # One that is parked serves only where no other can.
-            serving = [each for each in usable if not each.parked] or usable
+            serving = [each for each in usable if not each.health.parked] or usable
             limit *= sum(each.weight for each in serving)
         return math.ceil(limit) or None
 

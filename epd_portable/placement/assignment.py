@@ -1,134 +1,136 @@
-"""Who brings each item of a request, what both ends are told, and who is asked next. No I/O.
+"""Encoder of each item of a request, by default and after failures. No I/O.
 
-Encode instances may have a queue while the prefill+decode instance that waits for their items has
-nothing to do. With *elastic encoding* that one encodes some of them by itself, where that ends
-sooner: with as many instances, none is idle while items wait. But while it encodes it computes no
-token for anybody, or fewer (`epd_portable.items.background`), so it does so for others' sake only
-when the queue is much longer.
+Encode instances may have a queue while the prefill+decode instance that waits for their items is
+idle. With *elastic encoding* that instance encodes some of them itself, where that ends sooner:
+with as many instances, none is idle while items wait. Meanwhile it computes no token, or fewer
+(`epd_portable.encode.background`), so a busy instance does so only for a much longer queue.
 """
 
 from __future__ import annotations
 
 import contextlib
 import enum
-import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Generic, Literal, Protocol, TypeAlias, TypeVar
+from typing import Generic, Literal, TypeAlias, TypeVar
 
 from epd_portable.config.front import MAX_ENCODERS
-from epd_portable.config.secret import Secret
 from epd_portable.media.limits import RequestItem
-from epd_portable.placement.fallbacks import RetryBudget
+from epd_portable.placement.estimates import EncodeTimes
 from epd_portable.placement.instances import Instance
-from epd_portable.placement.work import nearest_size
-from epd_portable.transfer.stores.lookup import StoredItem
-from epd_portable.wire.params import EncodeTransfer, ExpectedTransfer
 
-ChooseEncoder: TypeAlias = Callable[[Collection[str]], Instance | None]
-"""Returns the usable encode instance that should have an item; not one of those names."""
 ItemT = TypeVar("ItemT", bound=RequestItem)
+ChooseEncoder: TypeAlias = Callable[[ItemT, Collection[str]], Instance | None]
+"""Returns the usable encode instance that should have an item; none of those names."""
 
+By = Literal["encoder", "stored", "local_first", "local", "held"]
+"""Origin of an item.
+
+``local_first``: the prefill+decode instance encodes it by choice; ``local``: because no encoder is
+usable. ``held``: it has the item. ``stored``: the store has it.
+"""
+Busy = Literal["idle", "queue"]
+"""``queue``: the prefill+decode instance computes for others, whose tokens wait meanwhile."""
 Reason = Literal["idle", "queue", "parked"]
-"""Why an item is encoded by the PD instance by choice.
+"""Reason of elastic encoding: see `Busy`; ``parked``: so are the encoders."""
 
-``idle``: it computes nothing, and encoders would need `IDLE_THRESHOLD` times as long. ``queue``:
-it does compute, but they would need `BUSY_THRESHOLD` times as long.
-``parked``: encoders are, and answers come from their devices meanwhile.
+THRESHOLDS: Mapping[Busy, float] = {"idle": 2.0, "queue": 4.0}
+"""Encoders must take so many times longer than the prefill+decode instance.
+
+A text that comes while an idle instance encodes waits for that: it must be worth something.
 """
 
-IDLE_THRESHOLD = 2.0
-"""A text that comes while an idle instance encodes waits for that: it must be worth something."""
-BUSY_THRESHOLD = 4.0
-"""The same while it computes for others, whose tokens wait meanwhile."""
+MAX_PD_ATTEMPTS = 2
+"""Times that one request is sent: one that kills its instance must not walk over them all."""
+JOB_GRACE_S = 2.0
+"""Encode jobs may still be answered for this long when nothing waits for them any more."""
+MAX_PREFILLS = 2
+"""Prefill instances asked for one request, before the decode instance prefills itself."""
+RETRIES_AT_ONCE = 100
+REQUESTS_PER_RETRY = 5
+"""Requests and jobs may be sent again that often: some at once, and then a part of what comes, so
+that a failing topology does not get twice the work."""
 
-_NEW = 0.2
-"""Weight of the latest time in the average."""
+
+class RetryBudget:
+    """How often something may be sent again."""
+
+    def __init__(self) -> None:
+        self._requests = RETRIES_AT_ONCE * REQUESTS_PER_RETRY
+
+    def count_request(self) -> None:
+        """Count a request: for several of them, something may be sent again."""
+        self._requests = min(self._requests + 1, RETRIES_AT_ONCE * REQUESTS_PER_RETRY)
+
+    def spend(self) -> bool:
+        """Return whether one more may be sent again, and count it."""
+        if self._requests < REQUESTS_PER_RETRY:
+            return False
+        self._requests -= REQUESTS_PER_RETRY
+        return True
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Assignment(Generic[ItemT]):
-    """Who brings one item.
+    """Origin of one item.
 
     Attributes:
-        by: ``local_first``: the PD instance encodes it by choice. ``local``: it does because no
-            encoder is usable. ``held``: it has the item.
-        encoder: Who is asked first, with ``encoder``; the PD instance where it is one.
-        stored: Its entry, with ``stored``.
-        elastic: Why elastic encoding chose the PD instance, if that did.
+        encoder: First encoder, with ``encoder``.
+        elastic: Reason of elastic encoding, if that chose the prefill+decode instance.
     """
 
     item: ItemT
-    by: Literal["encoder", "stored", "local_first", "local", "held"]
+    by: By
     encoder: Instance | None = None
-    stored: StoredItem | None = None
     elastic: Reason | None = None
 
 
 def assign_items(
     items: Sequence[ItemT],
-    pd: Computing,
-    choose: Callable[[ItemT, Collection[str]], Instance | None],
+    here: Instance,
+    choose: ChooseEncoder[ItemT],
     times: EncodeTimes,
     *,
-    stored: Mapping[str, StoredItem] | None = None,
-    left_here: Collection[str] = (),
-    held: Collection[str] = (),
-    elastic_threshold: float | None = None,
-    any_encoders: bool = True,
-    own: Instance | None = None,
+    settled: Mapping[str, By],
+    elastic: Busy | None = None,
 ) -> list[Assignment[ItemT]]:
-    """Return who brings each of some items to a PD instance, in their order.
+    """Return the origin of each of some distinct items, in their order.
 
     Args:
-        items: Distinct.
-        choose: As `ChooseEncoder`, of an item.
-        stored: What the store has, by ``item_uuid``.
-        left_here: ``item_uuid`` of those that the PD instance shall encode.
-        held: ``item_uuid`` of others, that it has in its encoder cache.
-        elastic_threshold: See `count_local_first`; ``None`` for no elastic encoding.
-        any_encoders: Whether there are encode instances, usable or not.
-        own: The PD instance, where that is an encoder as others are; see `or_own`.
+        here: Prefill+decode instance that needs them.
+        settled: Origins without a choice, by ``item_uuid``.
+        elastic: Whether ``here`` is busy; ``None`` for no elastic encoding.
     """
-    stored = stored or {}
-    asked = [item for item in items if item.item_uuid not in {*stored, *left_here, *held}]
-    encoders = choose_encoders(asked, choose, times)
+    encoders = _choose_encoders([e for e in items if e.item_uuid not in settled], choose, times)
+    first: Collection[str] = ()
+    reason: Reason | None = elastic
     chosen = [encoder for encoder in encoders.values() if encoder is not None]
-    here: Collection[str] = ()
-    reason: Reason | None = None
-    if elastic_threshold is not None and len(chosen) == len(asked):
-        times_s = [times.of(item) for item in asked]
-        if any(encoder.parked for encoder in chosen):
-            # Those whose time is not known yet are encoded there, and known then.
-            here, reason = [n for n, t in zip(encoders, times_s, strict=True) if t], "parked"
+    if elastic is not None and len(chosen) == len(encoders):
+        times_s = [times.of(item) for item in items if item.item_uuid in encoders]
+        if any(encoder.health.parked for encoder in chosen):
+            # Items of an unknown time are encoded there, and it is known then.
+            first = [name for name, time_s in zip(encoders, times_s, strict=True) if time_s]
+            reason = "parked"
         else:
-            count, reason = count_local_first(times_s, chosen, pd, threshold=elastic_threshold)
-            here = [*encoders][:count]
+            first = [*encoders][: count_local_first(times_s, chosen, here, elastic)]
     found = []
     for item in items:
-        name = item.item_uuid
-        encoder = encoders.get(name)
-        if entry := stored.get(name):
-            found.append(Assignment(item=item, by="stored", stored=entry))
-        elif name in held and name not in left_here:
-            found.append(Assignment(item=item, by="held"))
-        elif encoder is not None and encoder is own:
-            found.append(Assignment(item=item, by="local_first", encoder=own))
-        elif name in here:
+        encoder = encoders.get(item.item_uuid)
+        if by := settled.get(item.item_uuid):
+            found.append(Assignment(item=item, by=by))
+        elif item.item_uuid in first:
             found.append(Assignment(item=item, by="local_first", elastic=reason))
+        elif encoder is here:
+            found.append(Assignment(item=item, by="local_first"))
         elif encoder is not None:
             found.append(Assignment(item=item, by="encoder", encoder=encoder))
-        elif name in left_here or not any_encoders:
-            found.append(Assignment(item=item, by="local_first"))
         else:
             found.append(Assignment(item=item, by="local"))
     return found
 
 
-def or_own(
-    own: Instance, choose: Callable[[ItemT, Collection[str]], Instance | None]
-) -> Callable[[ItemT, Collection[str]], Instance | None]:
-    """Return a choice of encoders for a PD instance that is one: another only if less busy.
+def or_own(own: Instance, choose: ChooseEncoder[ItemT]) -> ChooseEncoder[ItemT]:
+    """Return a choice for a prefill+decode instance that encodes: another only if less busy.
 
     What it encodes itself is not transferred.
     """
@@ -142,68 +144,70 @@ def or_own(
     return chosen
 
 
-def choose_encoders(
-    items: Sequence[ItemT],
-    choose: Callable[[ItemT, Collection[str]], Instance | None],
-    times: EncodeTimes,
+def _choose_encoders(
+    items: Sequence[ItemT], choose: ChooseEncoder[ItemT], times: EncodeTimes
 ) -> dict[str, Instance | None]:
-    """Return who should have each of some items, by ``item_uuid``."""
+    """Return the encoder of each of some items, by ``item_uuid``."""
     found = {}
     with contextlib.ExitStack() as reserved:
         for item in items:
             found[item.item_uuid] = encoder = choose(item, ())
             if encoder is not None:
                 # Not in flight yet, but the next item's choice must see it.
-                reserved.enter_context(encoder.working(item.item_uuid))
-                reserved.enter_context(encoder.encoding(times.of(item)))
+                reserved.enter_context(encoder.in_flight(item.item_uuid))
+                reserved.enter_context(encoder.backlog.encoding(times.of(item)))
     return found
 
 
-def new_transfer(item: RequestItem, consumer: str, secret: Secret) -> EncodeTransfer:
-    """Return a way of its own for an item, whichever instance encodes it, with its proof.
+def count_local_first(
+    times_s: Sequence[float], encoders: Sequence[Instance], here: Instance, busy: Busy
+) -> int:
+    """Return how many of a request's first items the prefill+decode instance should encode.
+
+    The first, because it computes a prompt from its beginning: while it encodes these, encoders
+    bring the rest. One more is encoded here as long as that ends before encoders would have ended
+    with what is left.
 
     Args:
-        consumer: Control address of the PD instance.
+        times_s: Seconds of encoding for each item, in the order of the prompt. At the first 0, for
+            an unknown time, the count ends.
+        encoders: Encoder of each item otherwise.
+        here: The prefill+decode instance; it takes as long for an item.
     """
-    transfer_id = uuid.uuid4().hex
-    return EncodeTransfer(
-        transfer_id=transfer_id,
-        item_uuid=item.item_uuid,
-        consumer=consumer,
-        modality=item.modality,
-        proof=secret.sign_transfer(transfer_id, item.item_uuid, consumer),
-    )
-
-
-def expected_transfer(transfer: EncodeTransfer) -> ExpectedTransfer:
-    """Return what the PD instance may expect, with the item's media."""
-    return ExpectedTransfer(
-        transfer_id=transfer.transfer_id,
-        item_uuid=transfer.item_uuid,
-        modality=transfer.modality,
-    )
+    end_s = {encoder: encoder.pending_encode_s for encoder in encoders}
+    for time_s, encoder in zip(times_s, encoders, strict=True):
+        end_s[encoder] += time_s
+    here_s = here.pending_encode_s
+    for count, (time_s, encoder) in enumerate(zip(times_s, encoders, strict=True)):
+        here_s += time_s
+        if not time_s or THRESHOLDS[busy] * here_s >= max(end_s.values()):
+            return count
+        end_s[encoder] -= time_s
+        if encoder not in encoders[count + 1 :]:
+            del end_s[encoder]
+    return len(times_s)
 
 
 class FailureKind(enum.StrEnum):
-    """Why an encode job has failed."""
+    """Cause of a failed encode job."""
 
     FULL = "full"
-    """The engine's queue, or all slots, are taken."""
+    """The engine has as many jobs as it takes."""
     TIMEOUT = "timeout"
-    """It has not ended within its time."""
+    """The job has not ended within its time."""
     LOST = "lost"
-    """The engine's process has ended, or the connection to it."""
+    """The engine's process or the connection to it has ended."""
     ERROR = "error"
-    """The engine has ended it without the item."""
+    """The engine has ended the job without the item."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EncodeFailure:
-    """Why an item was not encoded.
+    """Failure of an encode job.
 
     Attributes:
         reason: For the log.
-        full_for_s: With `FailureKind.FULL`: the encoder has room again after about this long.
+        full_for_s: With `FailureKind.FULL`: seconds until the encoder takes jobs again, about.
     """
 
     kind: FailureKind
@@ -212,17 +216,23 @@ class EncodeFailure:
 
 
 class EncodeTries:
-    """Which encoder is asked for one item next; times come in as arguments, of one clock.
+    """Next encoder for one item; times come in as arguments, of one clock.
 
-    An encoder that is full may be asked again; one that failed may not, and `MAX_ENCODERS` of them
-    are the end.
+    An encoder that was full may be next again. One that failed may not, and after `MAX_ENCODERS`
+    failures none is.
 
     Args:
-        choose: Returns who should have the item.
-        deadline_s: No encoder is asked afterwards.
+        choose: Returns the encoder that should have the item; none of those names.
+        deadline_s: Time after which no encoder is next.
     """
 
-    def __init__(self, choose: ChooseEncoder, retries: RetryBudget, *, deadline_s: float) -> None:
+    def __init__(
+        self,
+        choose: Callable[[Collection[str]], Instance | None],
+        retries: RetryBudget,
+        *,
+        deadline_s: float,
+    ) -> None:
         self.failure: EncodeFailure | None = None
         self._choose = choose
         self._retries = retries
@@ -234,10 +244,9 @@ class EncodeTries:
         self._all_full = False
 
     def note_failure(self, encoder: str, failure: EncodeFailure, now_s: float) -> float:
-        """Take in how a try has ended.
+        """Take in a failure; return the seconds to wait before `next_encoder`.
 
-        Returns:
-            How long to wait before `next_encoder`: 0 unless every encoder that is left is full.
+        They are 0 unless every encoder that is left is full.
         """
         late = now_s >= self._deadline_s
         if failure.kind is FailureKind.TIMEOUT and self._last_full and late:
@@ -258,7 +267,7 @@ class EncodeTries:
         return max(first_s - now_s, 0.0) if self._all_full else 0.0
 
     def next_encoder(self) -> Instance | None:
-        """Return who is asked next; ``None`` if the PD instance is to encode the item."""
+        """Return the next encoder; ``None`` for the prefill+decode instance itself."""
         if self._all_full:
             self._full.clear()
             self._next = self._choose(self._failed)
@@ -269,90 +278,8 @@ class EncodeTries:
         return self._next
 
     def describe(self) -> str:
-        """Return whom it failed at, and why the last time."""
+        """Return the encoders that failed, and the last reason."""
         assert self.failure is not None, "nothing has failed"
         found = (("tried", self._failed), ("full", sorted(self._full)))
         parts = [f"encoders {word}: {', '.join(names)}" for word, names in found if names]
         return "; ".join([*parts, f"last: {self.failure.reason}"])
-
-
-# Elastic encoding.
-
-
-class EncodeTimes:
-    """How long encoders take for an item, on average of late, by modality and size.
-
-    Sizes are powers of two of the estimated number of pixels, so a model that scales large pictures
-    down is followed. A size that was not seen is taken for the next smaller or larger one: equal
-    pictures differ that much in the bytes from which pixels are estimated.
-    """
-
-    def __init__(self) -> None:
-        self._averages: dict[tuple[str, int], float] = {}
-
-    def observe(self, item: RequestItem, seconds: float) -> None:
-        """Take a time in."""
-        kind = _kind(item)
-        average = self._averages.get(kind, seconds)
-        self._averages[kind] = average + _NEW * (seconds - average)
-
-    def of(self, item: RequestItem) -> float:
-        """Return the seconds for an item; 0 where none of about its size was seen."""
-        return nearest_size(self._averages, *_kind(item)) or 0.0
-
-
-class Encoding(Protocol):
-    """Who encodes."""
-
-    @property
-    def pending_encode_s(self) -> float:
-        """Seconds of work that it was given and has not done."""
-
-
-class Computing(Encoding, Protocol):
-    """Who encodes, and computes tokens."""
-
-    @property
-    def computes_for(self) -> int:
-        """Requests whose tokens wait while it encodes; all but 0 are alike."""
-
-
-def count_local_first(
-    times_s: Sequence[float],
-    encoders: Sequence[Encoding],
-    here: Computing,
-    *,
-    threshold: float,
-) -> tuple[int, Reason]:
-    """Return how many of a request's first items the PD instance should encode, and why.
-
-    The first, because it computes a prompt from its beginning: while it encodes these, encoders
-    bring the rest. One more is encoded here as long as that ends before encoders would have ended
-    with what is left.
-
-    Args:
-        times_s: Seconds of encoding for each item, in the order of the prompt; 0 where they are not
-            known, and no such item is encoded here, nor any behind it.
-        encoders: Who would encode each.
-        here: The PD instance, who would encode them else; it takes as long for it.
-        threshold: So many times longer must it take encoders if the PD instance computes for other
-            requests meanwhile.
-    """
-    reason: Reason = "queue" if here.computes_for else "idle"
-    factor = threshold if here.computes_for else min(threshold, IDLE_THRESHOLD)
-    end_s = {encoder: encoder.pending_encode_s for encoder in encoders}
-    for time_s, encoder in zip(times_s, encoders, strict=True):
-        end_s[encoder] += time_s
-    here_s = here.pending_encode_s
-    for count, (time_s, encoder) in enumerate(zip(times_s, encoders, strict=True)):
-        here_s += time_s
-        if not time_s or factor * here_s >= max(end_s.values()):
-            return count, reason
-        end_s[encoder] -= time_s
-        if encoder not in encoders[count + 1 :]:
-            del end_s[encoder]
-    return len(times_s), reason
-
-
-def _kind(item: RequestItem) -> tuple[str, int]:
-    return item.modality, item.pixels.bit_length()

@@ -109,16 +109,16 @@ class Switching:
         if now_s < self._next_s:
             return
         self._next_s = now_s + TICK_S
-        usable = [each for each in self._pool.all if each.usable]
+        usable = [each for each in self._pool.all if each.health.usable]
         pairs = []
         for each in usable:
             other = self._pool.get(each.labels.get(PAIR_LABEL, ""))
-            if other is not None and other.usable and other.role != each.role:
+            if other is not None and other.health.usable and other.role != each.role:
                 pairs.append((other, each))
         paired = {each for pair in pairs for each in pair}
         for each in usable:
-            if each.parked and each not in paired:
-                each.park(False)  # The other of its pair is gone.
+            if each.health.parked and each not in paired:
+                each.health.park(False)  # The other of its pair is gone.
         devices = len(usable) - len(pairs)
         if devices < 2:
             return
@@ -131,9 +131,9 @@ class Switching:
         answer_s = sum(seconds for _, seconds in came) - encode_s
         self._balance.note(now_s, encode_s - self._encode_s, answer_s - self._answer_s)
         self._encode_s, self._answer_s = encode_s, answer_s
-        encoders = sum(not each.parked for each in only_encode)
-        encode_owed_s = sum(each.pending_encode_s for each in usable)
-        answer_owed_s = sum(each.owed_s for each in usable) - encode_owed_s
+        encoders = sum(not each.health.parked for each in only_encode)
+        encode_owed_s = sum(each.backlog.encode_s for each in usable)
+        answer_owed_s = sum(each.backlog.owed_s for each in usable) - encode_owed_s
         wanted, reason = self._balance.decide(now_s, encoders, encode_owed_s, answer_owed_s)
         least = len(only_encode) - len(pairs)
         change = min(max(wanted, least), len(only_encode)) - encoders
@@ -142,14 +142,14 @@ class Switching:
     def _switch(self, pairs: list[tuple[Instance, Instance]], change: int, reason: str) -> None:
         """Let so many more encode, or fewer; those first that have least to end."""
         starts = change > 0
-        able = [pair for pair in pairs if pair[0].parked is starts]
+        able = [pair for pair in pairs if pair[0].health.parked is starts]
         able.sort(key=lambda pair: pair[starts].load)
         for encoder, answering in able[: abs(change)]:
             names = (encoder.name, answering.name) if starts else (answering.name, encoder.name)
             logger.info("%s gets new work in place of %s: %s", *names, reason)
-            encoder.park(not starts)
+            encoder.health.park(not starts)
         for encoder, answering in pairs:
-            if not encoder.parked:
-                answering.park(True)
+            if not encoder.health.parked:
+                answering.health.park(True)
             elif not encoder.load:
-                answering.park(False)
+                answering.health.park(False)

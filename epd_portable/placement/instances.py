@@ -1,6 +1,8 @@
-"""The instances as a front sees them: how they are, how busy, and which of them gets what.
+"""The engines of a front, and the default choice among them.
 
-Nothing here does input or output: connections and requests report what they saw of an instance.
+An `Instance` joins four subjects: `Health`, `Backlog`, and the estimates of its work and of its
+caches (`epd_portable.placement.estimates`). Nothing here does input or output: connections and
+requests report events.
 """
 
 from __future__ import annotations
@@ -12,62 +14,137 @@ import random
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any, Literal, Protocol
+from typing import Annotated, Any, Literal
 
 import anyio
 import msgspec
+from msgspec import Meta
 
 from epd_portable.config.roles import ROLE_LABEL, Duty, Role, duties_of
 from epd_portable.errors import EPDError
-from epd_portable.placement.caches import CacheEstimate, CacheSizes
+from epd_portable.placement.estimates import AnswerTimes, CacheEstimate, CacheSizes, Work
 from epd_portable.placement.ring import HashRing
-from epd_portable.placement.work import AnswerLoad, Work
 
 logger = logging.getLogger(__name__)
 
 MAX_INSTANCES = 10_000
 FEW = 16
-"""Up to so many instances the loads of all are compared, else those of two."""
+"""Largest number of instances whose loads are all compared; of more, two are."""
 InstanceState = Literal["up", "down", "draining"]
-"""``draining``: gets nothing more."""
+"""``draining``: no new work at all."""
 
 
-class InstanceSpec(Protocol):
-    """What is known of an instance before it is there."""
+class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Settings of one engine, from the launcher or from an engine that joins.
+
+    Attributes:
+        name: Unique.
+        url: ZMQ address of the hub of an engine on another machine; ``plain+`` before it if jobs
+            are not encrypted.
+        control: ZMQ address of its control channel; or empty.
+        weight: Capacity relative to others of its role.
+        labels: Labels of its operator.
+        max_queued_items: Largest number of jobs for others at a time.
+    """
+
+    name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._@-]{0,127}$")]
+    role: Role
+    url: Annotated[str, Meta(pattern=r"^((plain\+)?tcp://[^/\s]+:\d+)?$")] = ""
+    control: str = ""
+    weight: Annotated[float, Meta(gt=0, le=1000)] = 1.0
+    labels: dict[str, str] = {}
+    max_queued_items: int = 256
+
+
+class Health:
+    """State of one instance; down until its process is ready.
+
+    Args:
+        name: Of the instance, for the log.
+        changed: Called after every event.
+
+    Attributes:
+        parked: New work only where no other instance is usable, see `park`.
+        reason: Why the instance is down, or that it is parked; or empty.
+        problem: Last failure between the instance and others; or empty.
+    """
+
+    def __init__(self, name: str, changed: Callable[[], None]) -> None:
+        self.healthy = self.parked = self.draining = False
+        self.reason = "not started yet"
+        self.problem = ""
+        self._name = name
+        self._report = changed
+        self._up = asyncio.Event()
 
     @property
-    def name(self) -> str:
-        """Unique."""
+    def state(self) -> InstanceState:
+        """State for this front."""
+        if self.draining:
+            return "draining"
+        return "up" if self.healthy else "down"
 
     @property
-    def role(self) -> Role:
-        """What it serves."""
+    def usable(self) -> bool:
+        """Whether the instance may get requests of clients."""
+        return self.healthy and not self.draining
 
     @property
-    def url(self) -> str:
-        """Of its HTTP server, empty without one."""
+    def preferred(self) -> bool:
+        """Whether the instance is chosen before those that are not."""
+        return self.usable and not self.parked
 
-    @property
-    def control(self) -> str:
-        """ZMQ address of its control channel, empty for encode instances."""
+    async def wait_up(self) -> None:
+        """Return as soon as the process is ready."""
+        await self._up.wait()
 
-    @property
-    def weight(self) -> float:
-        """How much it does of what others of its role do."""
+    def seen_up(self) -> None:
+        """Record that the process is ready."""
+        self.healthy = True
+        self._changed()
 
-    @property
-    def labels(self) -> Mapping[str, str]:
-        """What its operator says of it."""
+    def fall(self, reason: str) -> None:
+        """Record that the process has ended; see `Instance.seen_gone`."""
+        self.healthy = False
+        self.reason = reason
+        self._changed()
+
+    def drain(self, draining: bool = True) -> None:
+        """Stop new work, or allow it again."""
+        self.draining = draining
+        self._changed()
+
+    def park(self, parked: bool) -> None:
+        """Allow new work only where no other instance is usable, or take that back."""
+        if parked != self.parked:
+            self.parked = parked
+            self._changed()
+
+    def note(self, problem: str) -> None:
+        """Set the last failure between the instance and others; empty for none."""
+        self.problem = problem
+        self._changed()
+
+    def _changed(self) -> None:
+        if self.healthy:
+            self.reason = "parked" if self.parked else ""
+        if self.healthy and not self._up.is_set():
+            logger.info("instance %s is up", self._name)
+            self._up.set()
+        elif not self.healthy and self._up.is_set():
+            logger.warning("instance %s is down: %s", self._name, self.reason)
+            self._up.clear()
+        self._report()
 
 
 class LoadReport(msgspec.Struct, frozen=True, kw_only=True):
-    """How busy an engine is, by itself; ``None`` where that is unknown.
+    """Load of an engine by its own count; ``None`` for unknown.
 
     Attributes:
         waiting: Requests in the engine's queue, those that wait for items included.
         running: Requests that are computed.
         kv_used: Used part of the KV cache, 0 to 1.
-        items: Media items that an encode instance has accepted and not answered.
+        items: Open items of an encode instance.
     """
 
     waiting: int | None = None
@@ -77,174 +154,186 @@ class LoadReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WentDownError(EPDError):
-    """An instance went down while something of it was awaited."""
+    """An instance went down while a request or job was open there."""
 
 
-class Use:
-    """A use of an instance, which must not leave while the context lasts.
+class InFlight:
+    """A request or encode job at an instance, while the context lasts; the instance stays.
 
     Args:
-        work: Whether it counts as load: a request, or an encode job.
-        item: That the job is for; empty for others.
+        load: Counted as load: 1, or 0 for something that only needs the instance.
+        item: Name of the item of an encode job; or empty.
     """
 
-    __slots__ = ("_answer", "_callback", "_since_s", "_work", "instance", "item")
+    __slots__ = ("_callback", "_load", "_owed_ms", "_since_s", "_tokens", "instance", "item")
 
-    def __init__(self, instance: Instance, *, work: bool, item: str = "") -> None:
+    def __init__(self, instance: Instance, load: int = 1, item: str = "") -> None:
         self.instance = instance
         self.item = item
-        self._work = work
+        self._load = load
         self._since_s: float | None = None
-        self._answer = (0, 0)
+        self._tokens = self._owed_ms = 0
         self._callback: Callable[[], None] | None = None
 
-    def __enter__(self) -> Use:
-        self.instance._start_use(self, self._work)
+    def __enter__(self) -> InFlight:
+        self.instance.backlog.add(self, self._load)
         return self
 
     def __exit__(self, *_: object) -> None:
         self._callback = None
+        backlog = self.instance.backlog
         if self._since_s is not None:
-            self.instance.answers.each_s(self.instance.computes_for)
-            self.instance.computes_for -= 1
-        self.instance.answers.owed_ms -= self._answer[1]
-        self.instance._end_use(self, self._work)
+            backlog.answers.end()
+        backlog.answers.owed_ms -= self._owed_ms
+        backlog.remove(self, self._load)
 
     def compute(self) -> None:
         """Count the request, once, as one that waits for no item; until the context ends."""
         if self._since_s is None:
-            self._since_s = self.instance.answers.each_s(self.instance.computes_for)
-            self.instance.computes_for += 1
+            self._since_s = self.instance.backlog.answers.begin()
 
-    def owe_answer(self, tokens: int) -> None:
-        """Count an answer to a prompt, of which so many tokens are to be computed, as owed."""
-        self._answer = tokens, self.instance.answers.expected_ms(tokens)
-        self.instance.answers.owed_ms += self._answer[1]
+    def owe_response(self, tokens: int) -> None:
+        """Count the response to a prompt, with ``tokens`` left to compute, as backlog."""
+        self._tokens = tokens
+        self._owed_ms = self.instance.backlog.answers.expected_ms(tokens)
+        self.instance.backlog.answers.owed_ms += self._owed_ms
 
-    def note_answered(self) -> None:
-        """Learn from the whole answer that was owed, and is there."""
-        if (since_s := self._since_s) is not None:
-            self.instance.answers.observe(self._answer[0], self.instance.computes_for, since_s)
+    def note_response(self) -> None:
+        """Learn from the response, which is complete."""
+        if self._since_s is not None:
+            self.instance.backlog.answers.observe(self._tokens, self._since_s)
 
     def on_down(self, callback: Callable[[], None]) -> None:
-        """Call a function when the instance goes down while this lasts; at once if it is down.
-
-        The function must not raise.
-        """
-        if self.instance.healthy:
+        """Call a function, which must not raise, when the instance goes down; or at once."""
+        if self.instance.health.healthy:
             self._callback = callback
         else:
             callback()
 
-    def _went_down(self) -> None:
+    def went_down(self) -> None:
+        """Call the function of `on_down`, once."""
         callback, self._callback = self._callback, None
         if callback is not None:
             callback()
 
 
 @contextlib.contextmanager
-def while_up(use: Use) -> Iterator[Use]:
-    """Hold an instance in use, and cancel what is done meanwhile when it goes down.
+def while_up(use: InFlight) -> Iterator[InFlight]:
+    """Hold an instance in use, and cancel the block when the instance goes down.
 
     Raises:
-        WentDownError: It has gone down; says why.
+        WentDownError: The instance has gone down; with the reason.
     """
     with anyio.CancelScope() as scope, use:
         use.on_down(scope.cancel)
         yield use
     if scope.cancelled_caught:
-        raise WentDownError(f"went down: {use.instance.reason}")
+        raise WentDownError(f"went down: {use.instance.health.reason}")
 
 
-class Instance:
-    """One instance; down until its process is ready.
-
-    It is a `Candidate` of `epd_portable.placement.profiles`.
+class Backlog:
+    """Work that one instance has and has not ended.
 
     Attributes:
-        labels: Of the settings, and its role as ``llm-d.ai/role``.
-        jobs: Encode jobs that it has in flight; they are a part of its load.
-        elsewhere: Jobs that it has of other fronts, a part of its load as well.
-        registered: It came while the front ran, and is forgotten when it stays away.
-        answered_at: When it has answered a request last; minus infinity for never.
-        parked: Others have what both compute on; see `park`.
-        reason: Why it is down.
-        problem: What went wrong when it met others, or empty.
+        load: Requests and jobs, those of other fronts included.
+        jobs: Open encode jobs of this front.
+        items: Number of these jobs for each item, by its name.
+        elsewhere: Jobs of other fronts.
+        tokens: Tokens of prompts to compute.
+        answers: Responses to generate.
     """
 
-    def __init__(self, owner: EndpointPool, settings: InstanceSpec, *, registered: bool) -> None:
-        self.settings = settings
-        self.name: str = settings.name
-        self.role: Role = settings.role
-        self.duties: tuple[Duty, ...] = duties_of(settings.role)
-        self.weight: float = settings.weight
-        self.url: str = settings.url
-        self.labels: Mapping[str, str] = {ROLE_LABEL: settings.role, **settings.labels}
-        self.control: str = settings.control
-        self.registered = registered
-        self.load = self.jobs = 0
-        self.computes_for = self.tokens = 0
-        self.cached: CacheEstimate = owner.caches.new_estimate()
-        self.answers = AnswerLoad(owner.work, settings.role, owner.clock)
-        self.answered_at = float("-inf")
-        self.healthy = False
-        self.parked = False
-        self.draining = False
-        self.reason = "not started yet"
-        self.problem = ""
-        self._owner = owner
-        self._clock = owner.clock
-        self._tiers: list[HashRing[Instance]] = []
-        self._uses: set[Use] = set()
+    def __init__(self, answers: AnswerTimes) -> None:
+        self.load = self.jobs = self.elsewhere = self.tokens = 0
+        self.items: Counter[str] = Counter()
+        self.answers = answers
+        self._uses: set[InFlight] = set()
         self._idle = asyncio.Event()
-        self._up = asyncio.Event()
-        self._pending_encode_ms = self._elsewhere_ms = 0
-        self.elsewhere = 0
+        # Whole milliseconds: sums of floats would drift.
+        self._encode_ms = self._elsewhere_ms = 0
         self._report: LoadReport | None = None
         self._load_at_report = 0
-        self._shown: tuple[object, ...] = ()
 
     @property
-    def state(self) -> InstanceState:
-        """What it is to this front."""
-        if self.draining:
-            return "draining"
-        return "up" if self.healthy else "down"
-
-    @property
-    def usable(self) -> bool:
-        """Whether clients' requests may be sent to it."""
-        return self.healthy and not self.draining
-
-    @property
-    def preferred(self) -> bool:
-        """Whether it is chosen before those that are not."""
-        return self.usable and not self.parked
-
-    @property
-    def pending_encode_s(self) -> float:
-        """Seconds of encoding that it was given and has not done."""
-        return self._pending_encode_ms / 1000
+    def encode_s(self) -> float:
+        """Seconds of encoding to do."""
+        return self._encode_ms / 1000
 
     @property
     def owed_s(self) -> float:
-        """Seconds of work that it was given and has not ended."""
-        return (self._pending_encode_ms + self.answers.owed_ms) / 1000
-
-    def shown(self) -> dict[str, Any]:
-        """Return what operators see of it, as JSON values."""
-        names = ("name", "role", "url", "control", "healthy", "state", "parked", "idle")
-        words = {"in_flight": self.load, "reason": self.reason, "problem": self.problem}
-        return {name: getattr(self, name) for name in (*names, "registered")} | words
+        """Seconds of all work to do."""
+        return (self._encode_ms + self.answers.owed_ms) / 1000
 
     @property
     def idle(self) -> bool:
-        """Whether nothing of it is needed."""
+        """Whether nothing needs the instance."""
         return not self._uses
+
+    async def wait_idle(self) -> None:
+        """Return as soon as nothing needs the instance."""
+        while self._uses:
+            await self._idle.wait()
+
+    def add(self, use: InFlight, load: int) -> None:
+        """Count a request or job; called by `InFlight`."""
+        self._uses.add(use)
+        self._idle.clear()
+        self.load += load
+        if use.item:
+            self.jobs += 1
+            self.items[use.item] += 1
+
+    def remove(self, use: InFlight, load: int) -> None:
+        """Take `add` back."""
+        self._uses.remove(use)
+        if not self._uses:
+            self._idle.set()
+        self.load -= load
+        if use.item:
+            self.jobs -= 1
+            self.items[use.item] -= 1
+            if not self.items[use.item]:
+                del self.items[use.item]
+
+    def went_down(self) -> None:
+        """Notify every open request and job that the instance is down."""
+        for use in tuple(self._uses):
+            use.went_down()
+
+    @contextlib.contextmanager
+    def encoding(self, seconds: float) -> Iterator[None]:
+        """Count encoding that takes so long."""
+        ms = round(1000 * seconds)
+        self._encode_ms += ms
+        try:
+            yield
+        finally:
+            self._encode_ms -= ms
+
+    @contextlib.contextmanager
+    def computing(self, tokens: int) -> Iterator[None]:
+        """Count tokens of a prompt to compute."""
+        self.tokens += tokens
+        try:
+            yield
+        finally:
+            self.tokens -= tokens
+
+    def note_elsewhere(self, jobs: int, seconds: float) -> None:
+        """Set the jobs of other fronts, and the seconds that they take."""
+        ms = round(1000 * seconds)
+        self.load += jobs - self.elsewhere
+        self._encode_ms += ms - self._elsewhere_ms
+        self.elsewhere, self._elsewhere_ms = jobs, ms
+
+    def take_report(self, report: LoadReport | None) -> None:
+        """Set the engine's report, valid until the next one; ``None`` for none."""
+        self._report = report
+        self._load_at_report = self.load
 
     @property
     def reported(self) -> LoadReport | None:
-        """Its last report of its load, with what it was given since; ``None`` without one.
+        """Last report of the engine, with what it was given since; ``None`` without one.
 
         What it was given since the report, and what its engine does not compute, waits there,
         whether or not the engine knows of it already.
@@ -260,161 +349,102 @@ class Instance:
             items = max(items + since, load)
         return msgspec.structs.replace(report, waiting=waiting, items=items)
 
-    def take_report(self, report: LoadReport | None) -> None:
-        """Set what it reports of its load, which holds until the next; ``None`` for nothing."""
-        self._report = report
-        self._load_at_report = self.load
 
-    def working(self, item: str = "") -> Use:
-        """Return a context that counts one request as in flight, or a job for an item."""
-        return Use(self, work=True, item=item)
+class Instance:
+    """One instance; a `Candidate` of `epd_portable.placement.profiles`.
 
-    def held(self) -> Use:
-        """Return a context that keeps it from leaving: something of it is still needed."""
-        return Use(self, work=False)
+    Attributes:
+        labels: Labels of the settings, and the role as ``llm-d.ai/role``.
+        registered: It joined while the front ran.
+        answered_at: Time of its last encode job's end, in seconds; minus infinity for none.
+        cached: Estimate of its caches.
+    """
 
-    @contextlib.contextmanager
-    def encoding(self, seconds: float) -> Iterator[None]:
-        """Count encoding that takes it so long; within `working`."""
-        # Whole milliseconds: sums of floats would drift.
-        ms = round(1000 * seconds)
-        self._pending_encode_ms += ms
-        try:
-            yield
-        finally:
-            self._pending_encode_ms -= ms
+    def __init__(self, pool: EndpointPool, settings: EngineSettings, *, registered: bool) -> None:
+        self.name: str = settings.name
+        self.role: Role = settings.role
+        self.duties: tuple[Duty, ...] = duties_of(settings.role)
+        self.weight: float = settings.weight
+        self.url: str = settings.url
+        self.labels: Mapping[str, str] = {ROLE_LABEL: settings.role, **settings.labels}
+        self.control: str = settings.control
+        self.registered = registered
+        self.answered_at = float("-inf")
+        self.health = Health(self.name, self._changed)
+        self.backlog = Backlog(AnswerTimes(pool.work, settings.role, pool.clock))
+        self.cached: CacheEstimate = pool.caches.new_estimate()
+        self._pool = pool
+        self._shown: tuple[object, ...] = ()
 
-    def note_elsewhere(self, jobs: int, seconds: float) -> None:
-        """Set what it has to do for others than this front: so many jobs, which take so long."""
-        ms = round(1000 * seconds)
-        self._add_load(jobs - self.elsewhere)
-        self._pending_encode_ms += ms - self._elsewhere_ms
-        self.elsewhere, self._elsewhere_ms = jobs, ms
+    @property
+    def load(self) -> int:
+        """Open requests and jobs, see `Backlog`."""
+        return self.backlog.load
 
-    @contextlib.contextmanager
-    def computing(self, tokens: int) -> Iterator[None]:
-        """Count tokens of a prompt that it has to compute; within `working`."""
-        self.tokens += tokens
-        try:
-            yield
-        finally:
-            self.tokens -= tokens
+    @property
+    def tokens(self) -> int:
+        """Tokens of prompts to compute, see `Backlog`."""
+        return self.backlog.tokens
 
-    async def wait_idle(self) -> None:
-        """Return as soon as nothing of it is needed."""
-        while self._uses:
-            await self._idle.wait()
+    @property
+    def pending_encode_s(self) -> float:
+        """Seconds of encoding to do, see `Backlog`."""
+        return self.backlog.encode_s
 
-    async def wait_up(self) -> None:
-        """Return as soon as it is healthy."""
-        await self._up.wait()
+    @property
+    def reported(self) -> LoadReport | None:
+        """Load that its engine reports, see `Backlog`."""
+        return self.backlog.reported
 
-    # What was seen of it.
+    def in_flight(self, item: str = "") -> InFlight:
+        """Return a context that counts one request, or an encode job for an item."""
+        return InFlight(self, item=item)
 
-    def seen_well(self) -> None:
-        """Its process has begun, and is ready."""
-        self.healthy = True
-        self._changed()
+    def retained(self) -> InFlight:
+        """Return a context in which the instance is needed, without load."""
+        return InFlight(self, load=0)
 
     def seen_gone(self, reason: str) -> None:
-        """Its process has ended: what comes next is a new one."""
-        self._fall(reason)
-
-    def answered(self) -> None:
-        """It answered a request as it should."""
-        self.answered_at = self._clock()
-
-    # What is decided about it.
-
-    def drain(self) -> None:
-        """Send it nothing more."""
-        self.draining = True
-        self._changed()
-
-    def resume(self) -> None:
-        """Take back `drain`."""
-        self.draining = False
-        self._changed()
-
-    def park(self, parked: bool) -> None:
-        """Let it have new work only where no other is usable, or take that back."""
-        if parked != self.parked:
-            self.parked = parked
-            self._changed()
-
-    def note(self, problem: str) -> None:
-        """Set what went wrong when it met others; empty for nothing."""
-        self.problem = problem
-        self._changed()
-
-    def leave(self) -> None:
-        """Take it down for good."""
-        self.draining = True
-        self._fall("has left")
-
-    def _fall(self, reason: str) -> None:
-        self.healthy = False
-        self.reason = reason
-        # What comes back may be another process.
+        """Record that the process has ended: the next one starts empty."""
         self.cached.clear()
-        self.take_report(None)
-        self.note_elsewhere(0, 0.0)
-        self._changed()
+        self.backlog.take_report(None)
+        self.backlog.note_elsewhere(0, 0.0)
+        self.health.fall(reason)
+
+    def shown(self) -> dict[str, Any]:
+        """Return the state for operators, as JSON values."""
+        health = self.health
+        return {
+            "name": self.name,
+            "role": self.role,
+            "url": self.url,
+            "control": self.control,
+            "healthy": health.healthy,
+            "state": health.state,
+            "parked": health.parked,
+            "idle": self.backlog.idle,
+            "registered": self.registered,
+            "in_flight": self.load,
+            "reason": health.reason,
+            "problem": health.problem,
+        }
 
     def _changed(self) -> None:
-        """Make known what it is since something about it has changed."""
-        if self.healthy:
-            self.reason = "parked" if self.parked else ""
-        self._owner._place(self)
-        if self.healthy and not self._up.is_set():
-            logger.info("instance %s is up", self.name)
-            self._up.set()
-        elif not self.healthy and self._up.is_set():
-            logger.warning("instance %s is down: %s", self.name, self.reason)
-            self._up.clear()
-        if not self.healthy:
-            for use in tuple(self._uses):
-                use._went_down()
-        names = ("state", "healthy", "parked", "reason", "problem")
-        if (shown := tuple(getattr(self, name) for name in names)) != self._shown:
+        health = self.health
+        self._pool.place(self)
+        if not health.healthy:
+            self.backlog.went_down()
+        shown = (health.state, health.healthy, health.parked, health.reason, health.problem)
+        if shown != self._shown:
             self._shown = shown
-            self._owner._notify(self)
-
-    # What is counted.
-
-    def _start_use(self, use: Use, work: bool) -> None:
-        self._uses.add(use)
-        self._idle.clear()
-        self._add_load(work)
-        if use.item:
-            self.jobs += 1
-            self._owner.encoding.setdefault(use.item, []).append(self)
-
-    def _end_use(self, use: Use, work: bool) -> None:
-        self._uses.remove(use)
-        if not self._uses:
-            self._idle.set()
-        self._add_load(-work)
-        if use.item:
-            self.jobs -= 1
-            self._owner.encoding[use.item].remove(self)
-            if not self._owner.encoding[use.item]:
-                del self._owner.encoding[use.item]
-
-    def _add_load(self, load: int) -> None:
-        self.load += load
-        for tier in self._tiers:
-            tier.load += load
+            self._pool.notify(self)
 
 
 class EndpointPool:
-    """The instances that there are; lists to choose from follow every change of one.
+    """All instances; the lists to choose from follow every change of one.
 
     Args:
-        chance: Decides between equals: nothing that a client sends does.
-
-    Attributes:
-        encoding: Instances that encode an item, by its name; once for each job.
+        chance: Decides between equals: no value of a client does.
     """
 
     def __init__(
@@ -427,7 +457,6 @@ class EndpointPool:
         self.caches = caches or CacheSizes()
         self.clock = clock
         self.chance = chance or random.Random()
-        self.encoding: dict[str, list[Instance]] = {}
         self.work = Work()
         self._instances: dict[str, Instance] = {}
         self._watchers: list[Callable[[Instance], None]] = []
@@ -436,7 +465,7 @@ class EndpointPool:
 
     @property
     def all(self) -> tuple[Instance, ...]:
-        """All instances, in the order in which they came."""
+        """All instances, in order of arrival."""
         return tuple(self._instances.values())
 
     def __len__(self) -> int:
@@ -446,43 +475,36 @@ class EndpointPool:
         """Return all instances with a duty."""
         return [instance for instance in self._instances.values() if duty in instance.duties]
 
-    def counts(self) -> dict[InstanceState, int]:
-        """Return how many instances are in each state."""
-        found = Counter(instance.state for instance in self._instances.values())
-        return {state: found[state] for state in ("up", "down", "draining")}
-
     def any_usable(self, duty: Duty) -> bool:
         """Return whether an instance with a duty is usable."""
-        return any(self._tiers[duty])
+        return any(self.tiers(duty))
 
     def get(self, name: str) -> Instance | None:
         """Return the instance of that name."""
         return self._instances.get(name)
 
     def __contains__(self, instance: Instance) -> bool:
-        """Return whether an instance has not left, however many of its name there were."""
+        """Return whether an instance has not left; another one may have its name."""
         return self._instances.get(instance.name) is instance
 
     def watch(self, callback: Callable[[Instance], None]) -> None:
         """Call a function whenever an instance has come, changed or left."""
         self._watchers.append(callback)
 
-    def add(self, settings: InstanceSpec, *, registered: bool = False) -> Instance:
-        """Take in an instance, at most `MAX_INSTANCES`.
-
-        Args:
-            registered: It came while the front ran.
-        """
+    def add(self, settings: EngineSettings, *, registered: bool = False) -> Instance:
+        """Add an instance, at most `MAX_INSTANCES`."""
         assert len(self._instances) < MAX_INSTANCES
         assert settings.name not in self._instances
         instance = Instance(self, settings, registered=registered)
         self._instances[instance.name] = instance
-        self._notify(instance)
+        self.notify(instance)
         return instance
 
     def remove(self, name: str) -> None:
-        """Forget an instance, which is down from then on."""
-        self._instances.pop(name).leave()
+        """Remove an instance, which is down from then on."""
+        instance = self._instances.pop(name)
+        instance.health.draining = True
+        instance.seen_gone("has left")
 
     def tiers(self, duty: Duty) -> Iterator[Sequence[Instance]]:
         """Yield the preferred instances with a duty, then the other usable ones."""
@@ -498,28 +520,28 @@ class EndpointPool:
     ) -> Instance | None:
         """Return the usable instance that should encode an item.
 
-        One that encodes it already has least to do for it, however busy it is.
+        One that encodes it already has least to do for it, however busy it is. Otherwise a hash
+        leads a repeated item to the encoder that has it in its cache, unless that one is too busy.
 
         Args:
-            key: Name of the item, or what is hashed in its place: a repeated picture meets the
-                encoder that has it in its cache, unless that one is busier than the others.
-            exclude: Names of instances that must not have it, such as those that are full.
-            among: Those that may have it; all by default.
-            first: Hashing decides only among those for which this is least.
+            key: Name of the item, or a text to hash in its place.
+            exclude: Names of instances that must not have it, such as full ones.
+            among: Instances that may have it; all by default.
+            first: Rank: instances for which it is not least are left out.
         """
-        for instance in self.encoding.get(key, ()):
-            allowed = among is None or instance in among
-            if instance.preferred and allowed and instance.name not in exclude:
-                return instance
+
+        def may(each: Instance) -> bool:
+            return each.name not in exclude and (among is None or each in among)
+
+        for each in self._tiers["encode"][0].members:
+            if key in each.backlog.items and may(each):
+                return each
         for tier in self._tiers["encode"]:
-            named = map(self._instances.get, exclude)
-            out = {each for each in named if each is not None and tier in each._tiers}
-            if among is not None:
-                out.update(each for each in tier.members if each not in among)
-            if first and (left := [each for each in tier.members if each not in out]):
+            left = [each for each in tier.members if may(each)]
+            if first and left:
                 least = min(map(first, left))
-                out.update(each for each in left if first(each) > least)
-            if chosen := tier.choose(key, out):
+                left = [each for each in left if first(each) == least]
+            if chosen := tier.choose(key, left):
                 return chosen
         return None
 
@@ -537,19 +559,16 @@ class EndpointPool:
                 return self.chance.choice([e for e in some if e.load / e.weight == least])
         return None
 
-    def _place(self, instance: Instance) -> None:
-        """Put an instance into the tiers in which it belongs."""
-        tiers = []
-        if instance.usable and instance in self:
-            tiers = [self._tiers[duty][not instance.preferred] for duty in instance.duties]
-        if tiers == instance._tiers:
-            return
-        for tier in instance._tiers:
-            tier.remove(instance)
-        instance._tiers = tiers
-        for tier in tiers:
-            tier.add(instance)
+    def place(self, instance: Instance) -> None:
+        """Put an instance, whose health has changed, into the lists in which it belongs."""
+        for duty, tiers in self._tiers.items():
+            usable = instance.health.usable and instance in self and duty in instance.duties
+            for tier, preferred in zip(tiers, (True, False), strict=True):
+                belongs = usable and instance.health.preferred == preferred
+                if belongs != (instance in tier.members):
+                    (tier.add if belongs else tier.remove)(instance)
 
-    def _notify(self, instance: Instance) -> None:
+    def notify(self, instance: Instance) -> None:
+        """Call the watchers of an instance."""
         for callback in self._watchers:
             callback(instance)

@@ -36,7 +36,17 @@ class PoolStats(msgspec.Struct, frozen=True):
 
 def stats_of(pool: EndpointPool) -> PoolStats:
     """Return what a pool has at this moment."""
-    instances = msgspec.convert(pool.all, list[InstanceStats], from_attributes=True)
+    instances = [
+        InstanceStats(
+            name=each.name,
+            role=each.role,
+            healthy=each.health.healthy,
+            parked=each.health.parked,
+            load=each.load,
+            owed_s=each.backlog.owed_s,
+        )
+        for each in pool.all
+    ]
     return PoolStats(instances, list(pool.work.came_s.items()))
 
 

@@ -47,19 +47,13 @@ class HashRing(Generic[T]):
 
     Attributes:
         members: In the order of their points.
-        load: Sum of their loads; who changes one of a member changes this, too.
     """
 
     def __init__(self, members: Iterable[T] = ()) -> None:
         self.members: list[T] = []
-        self.load = 0
-        self.weight = 0.0
         self._points: list[int] = []
         for member in members:
             self.add(member)
-
-    def __len__(self) -> int:
-        return len(self.members)
 
     def add(self, member: T) -> None:
         """Let an instance be chosen."""
@@ -67,16 +61,11 @@ class HashRing(Generic[T]):
         index = bisect_left(self._points, point)
         self._points.insert(index, point)
         self.members.insert(index, member)
-        self.load += member.load
-        self.weight += member.weight
 
     def remove(self, member: T) -> None:
         """Let an instance be chosen no more."""
         index = self.members.index(member)
         del self._points[index], self.members[index]
-        self.load -= member.load
-        # A sum of what is left, as differences of floats would drift.
-        self.weight = sum(each.weight for each in self.members)
 
     def in_order(self, key: str) -> Iterator[T]:
         """Yield every instance, some of them several times, the one that a key prefers first."""
@@ -97,22 +86,22 @@ class HashRing(Generic[T]):
             yield from members[first:]
             yield from members[:first]
 
-    def choose(self, key: str, exclude: Collection[T] = (), bound: float = LOAD_BOUND) -> T | None:
-        """Return the instance that a key prefers of those with room.
+    def choose(
+        self, key: str, among: Collection[T] | None = None, bound: float = LOAD_BOUND
+    ) -> T | None:
+        """Return the member that a key prefers of some with capacity; ``None`` for none.
 
         Args:
-            key: As an item's hash.
-            exclude: Members that must not be chosen.
-            bound: Multiple of its share up to which an instance has room; 1 for even shares.
-
-        Returns:
-            ``None`` if every member is excluded.
+            key: Such as an item's hash.
+            among: Members that may be chosen; all by default.
+            bound: Multiple of its share up to which a member has capacity; 1 for even shares.
         """
-        if len(exclude) >= len(self.members):
+        among = self.members if among is None else among
+        if not among:
             return None
-        load = self.load - sum(each.load for each in exclude)
-        most = bounded_load(load, self.weight - sum(each.weight for each in exclude), bound)
-        left = (each for each in self.in_order(key) if each not in exclude)
+        load, weight = sum(each.load for each in among), sum(each.weight for each in among)
+        most = bounded_load(load, weight, bound)
+        left = (each for each in self.in_order(key) if each in among)
         return next((each for each in left if each.load < most * each.weight), None)
 
 

@@ -309,7 +309,7 @@ class World:
         if what == "stop":
             life.stopped = not life.stopped
         elif what == "drain":
-            instance.resume() if instance.draining else instance.drain()
+            instance.health.drain(not instance.health.draining)
         elif what == "forget":
             for each in [*life.cached]:
                 life.lose(each)
@@ -504,7 +504,7 @@ class World:
         self._note("the end begins")
         for name, life in [*self.lives.items()]:
             life.stopped = False
-            self.client.engines.by_name[name].instance.resume()
+            self.client.engines.by_name[name].instance.health.drain(False)
             if life.dead:
                 life.gone.set()
                 await self._settle(10)
@@ -531,12 +531,10 @@ class World:
             if one.ends == [str(FinishReason.STOP)]:
                 self.happened["answered"] += 1
                 assert one.tokens == one.answer
-        assert not (
-            client._open or client._at_engines or client._jobs.open or client._pool.encoding
-        )
+        assert not (client._open or client._at_engines or client._jobs.open)
         for name, engine in client.engines.by_name.items():
             assert (engine.instance.load, engine.instance.pending_encode_s) == (0, 0), name
-            assert engine.instance.idle, name
+            assert engine.instance.backlog.idle and not engine.instance.backlog.items, name
             assert not self.lives[name].requests, f"{name} still has requests"
 
     def _check_parts(self, one: Asked) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from epd_portable.config.roles import Role
 from epd_portable.encode.two_levels import TwoLevelCache
+from epd_portable.placement.instances import EngineSettings
 from epd_portable.wire.descriptors import (
     PathEndpoint,
     PeerDescriptor,
@@ -74,19 +75,7 @@ def encoder_cache(cache_size: int) -> TwoLevelCache:
     return TwoLevelCache(cache_size, 0, lambda request, index: 1)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Spec:
-    """An `InstanceSpec` of `epd_portable.placement.instances`."""
-
-    name: str
-    role: Role
-    url: str = ""
-    control: str = ""
-    weight: float = 1.0
-    labels: Mapping[str, str] = field(default_factory=dict)
-
-
-def instance_settings(name: str, role: Role = "encode", **more: Any) -> Spec:
+def instance_settings(name: str, role: Role = "encode", **more: Any) -> EngineSettings:
     """Return the specification of an instance; all but encode instances have a control channel."""
     control = "" if role == "encode" else "tcp://h:1"
-    return Spec(name=name, role=role, url=f"http://{name}:1", control=control, **more)
+    return EngineSettings(name=name, role=role, url=f"tcp://{name}:1", control=control, **more)

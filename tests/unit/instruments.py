@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from types import SimpleNamespace
-from typing import Any
 
 from prometheus_client import CollectorRegistry, Metric
 from prometheus_client.metrics import MetricWrapperBase
 
 from epd_portable.front.metrics import FrontMetrics
 from epd_portable.items.metrics import ReceiverMetrics, SenderMetrics
-from epd_portable.placement.instances import EndpointPool
+from epd_portable.placement.instances import EndpointPool, EngineSettings
 from epd_portable.placement.metrics import InstanceCollector, stats_of
 from epd_portable.transfer.stores.metrics import StoreMetrics
 
@@ -41,9 +39,6 @@ def of_the_front() -> Iterator[MetricWrapperBase]:
 def of_the_pool() -> Iterable[Metric]:
     """Return the metrics of the front's engines, with one engine and one item of work."""
     pool = EndpointPool()
-    settings: Any = SimpleNamespace(
-        name="encode-0", role="encode", url="", control="", weight=1.0, labels={}
-    )
-    pool.add(settings)
+    pool.add(EngineSettings(name="encode-0", role="encode"))
     pool.work.came_s["encode", "image", 9] = 1.0
     return InstanceCollector(lambda: stats_of(pool), "epd_front").collect()

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from epd_portable import responses
 from epd_portable.config import document, problems
 from epd_portable.config.front import MAX_ENCODERS
 from epd_portable.encode.store_writer import QUEUE_BYTES
@@ -14,7 +15,7 @@ from epd_portable.engine import hub
 from epd_portable.items import consumer
 from epd_portable.launch.plan import ports
 from epd_portable.launch.run import lifecycle, supervisor
-from epd_portable.placement import admission, fallbacks, instances, replies
+from epd_portable.placement import admission, assignment, instances
 from epd_portable.wire import jobs
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -40,13 +41,13 @@ HEAD = f"{connections['MAX_HEAD_BYTES'] // KIB} KiB"
 IN_THE_CODE = {
     "encoders tried for one item": str(MAX_ENCODERS),
     "refused announcements of one item": str(consumer.MAX_REFUSED),
-    "times that a request is sent": str(fallbacks.MAX_PD_ATTEMPTS),
-    "prefill instances asked for one prompt": str(fallbacks.MAX_PREFILLS),
+    "times that a request is sent": str(assignment.MAX_PD_ATTEMPTS),
+    "prefill instances asked for one prompt": str(assignment.MAX_PREFILLS),
     "one encode job": (
         f"`encoderTimeout` of `front.choice`, at most `transfer.wait_timeout_s` / {MAX_ENCODERS}; "
         "without it the item's wait at its engine, `transfer.wait_timeout_s`"
     ),
-    "a request's body arrives": f"within {replies.BODY_TIMEOUT_S:g} s",
+    "a request's body arrives": f"within {responses.BODY_TIMEOUT_S:g} s",
     "a client that reads nothing of its response": f"after {connections['SEND_TIMEOUT_S']:g} s",
     "fetching one file by URL": (
         f"{media_urls['TIMEOUT_S']:g} s, {media_urls['MAX_REDIRECTS']} redirects; a server "
@@ -77,7 +78,7 @@ IN_THE_CODE = {
     "requests of one connection": str(connections["MAX_PIPELINED"]),
     "a request at `/epd/`": f"{constants('http.py')['_MAX_CONTROL_BYTES'] // KIB} KiB",
     "an idle connection of a client": f"{connections['KEEP_ALIVE_S']:g} s",
-    "`Retry-After` of a 503": f"{replies.RETRY_AFTER_S} s",
+    "`Retry-After` of a 503": f"{responses.RETRY_AFTER_S} s",
     "`Retry-After` of a 429 of `front.admission`": f"1 s to {admission.LONGEST_RETRY_S} s",
     "a topology file": f"{problems.MAX_FILE_BYTES // MIB} MiB, {document.MAX_VALUES} values",
     "ports of instances without `launch.first_port`": (

@@ -12,8 +12,8 @@ from pydantic import ConfigDict, ValidationError
 
 from epd_portable.config.problems import in_one_line
 from epd_portable.errors import ConfigError
-from epd_portable.placement.profiles import deciders, filters, profile, scorers
-from epd_portable.placement.profiles.parameters import WITHOUT_EFFECT, Parameters
+from epd_portable.placement.profiles import deciders, filters, scorers
+from epd_portable.placement.profiles.filters import WITHOUT_EFFECT, Parameters
 from epd_portable.placement.profiles.selection_types import Decider, Filter, ScorePicker, Scorer
 
 GROUP = "epd_portable.choice_plugins"
@@ -29,7 +29,7 @@ class _Source(Parameters):
 BUILT_IN: Mapping[str, type[Parameters]] = {
     **filters.TYPES,
     **scorers.TYPES,
-    **profile.PICKERS,
+    **scorers.PICKERS,
     **deciders.TYPES,
     "approx-prefix-cache-producer": scorers.PrefixCache,
     "precise-prefix-cache-producer": scorers.PrefixCache,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import ClassVar, Literal
 
-from epd_portable.placement.profiles.parameters import Count, CountOrZero, Name, Parameters
+from epd_portable.placement.profiles.filters import Count, CountOrZero, Name, Parameters
 from epd_portable.placement.profiles.selection_types import Candidate, SelectionRequest, Stage
 
 

@@ -1,16 +1,15 @@
-"""Built-in filters: which candidates are left."""
+"""Built-in types: their base, and filters, which leave out candidates."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field, PrivateAttr, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
 
 from epd_portable.config.roles import ROLE_LABEL
 from epd_portable.media.limits import Modality
-from epd_portable.placement.profiles.parameters import Name, Parameters, Part
 from epd_portable.placement.profiles.selection_types import (
     Candidate,
     Candidates,
@@ -20,6 +19,33 @@ from epd_portable.placement.profiles.selection_types import (
     stages,
 )
 from epd_portable.placement.ring import HashRing
+
+Count = Annotated[int, Field(ge=1)]
+CountOrZero = Annotated[int, Field(ge=0)]
+Part = Annotated[float, Field(ge=0, le=1, strict=False)]
+Name = Annotated[str, Field(min_length=1)]
+_OF_LLMD = """
+algorithm autoTune encodedEndpointHeaderConfig evictionSweepSeconds evictionTtlSeconds headerName
+inFlightLoadProducerName indexerConfig kvEventsConfig latencyPredictionInfoProducerName
+maxNumOfEndpoints maxTokensInFlightPenalty missThreshold nonTextTokenWeight
+prefillCalibrationFile prefillCalibrationFingerprint prefillCalibrationRequired
+prefixMatchInfoProducerName prefixPluginName prefixPluginType primaryPort profileName
+requestTimeout reusableTokensProducerName sessionIdConfig speculativeIndexing strategy
+tokenProcessorConfig
+"""
+WITHOUT_EFFECT = frozenset(_OF_LLMD.split())
+"""Parameters of llm-d's types that are taken, and have no effect here."""
+
+
+class Parameters(BaseModel):
+    """Base of built-in types: their fields are their parameters, and unknown ones are refused."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    def ignored(self, given: Iterable[str]) -> list[str]:
+        """Return which of the parameters that it was made with have no effect."""
+        return sorted(set(given).difference(type(self).model_fields))
+
 
 ENCODER_TYPE_LABEL = "llm-d.ai/encoder-type"
 """``vision``, ``audio`` or ``video``, or several of them with commas."""

@@ -1,16 +1,26 @@
-"""Built-in scorers: 0 to 1 for each candidate, 1 for the best; see docs/choice.md."""
+"""Built-in scorers, 0 to 1 for each candidate, 1 for the best, and pickers; see docs/choice.md."""
 
 from __future__ import annotations
 
+import bisect
 import functools
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, PrivateAttr
 
-from epd_portable.placement.caches import Recent
-from epd_portable.placement.profiles.filters import OnRing, SessionAffinity, takes_type
-from epd_portable.placement.profiles.parameters import Count, CountOrZero, Name, Parameters, Part
+from epd_portable.placement.estimates import Recent
+from epd_portable.placement.profiles.filters import (
+    Count,
+    CountOrZero,
+    Name,
+    OnRing,
+    Parameters,
+    Part,
+    SessionAffinity,
+    takes_type,
+)
 from epd_portable.placement.profiles.selection_types import Candidate, Candidates, SelectionRequest
 from epd_portable.placement.ring import LOAD_BOUND
 
@@ -300,9 +310,7 @@ class ConsistentHashScorer(OnRing):
     def score(self, request: SelectionRequest, candidates: Candidates) -> Scores:
         """See `Scorer`."""
         ring = self.ring(request.stage, candidates)
-        ring.load = sum(each.load for each in candidates)
-        ring.weight = sum(each.weight for each in candidates)
-        chosen = ring.choose(request.affinity, bound=self.loadBound)
+        chosen = ring.choose(request.affinity, candidates, self.loadBound)
         return [float(each is chosen) for each in candidates]
 
 
@@ -323,4 +331,46 @@ TYPES: Mapping[str, type[Parameters]] = {
     "consistent-hash-scorer": ConsistentHashScorer,
     "weight-scorer": _WeightScorer,
     "context-length-aware": _ContextLengthAware,
+}
+
+
+# Pickers.
+
+
+class MaxScorePicker(Parameters):
+    """The best one; of equals, any."""
+
+    def pick(
+        self, request: SelectionRequest, candidates: Candidates, scores: Sequence[float]
+    ) -> Candidate:
+        """See `ScorePicker`."""
+        best = max(scores)
+        equal = [each for each, score in zip(candidates, scores, strict=True) if score == best]
+        return equal[int(request.chance() * len(equal))]
+
+
+class _WeightedRandomPicker(Parameters):
+    def pick(
+        self, request: SelectionRequest, candidates: Candidates, scores: Sequence[float]
+    ) -> Candidate:
+        if max(scores) <= 0:
+            scores = [1.0] * len(scores)
+        pairs = zip(candidates, scores, strict=True)
+        sums = [*itertools.accumulate(each.weight * score for each, score in pairs)]
+        index = bisect.bisect_right(sums, request.chance() * sums[-1])
+        # Rounding may lead beyond the last one.
+        return candidates[min(index, len(candidates) - 1)]
+
+
+class _RandomPicker(_WeightedRandomPicker):
+    def pick(
+        self, request: SelectionRequest, candidates: Candidates, scores: Sequence[float]
+    ) -> Candidate:
+        return super().pick(request, candidates, [1.0] * len(scores))
+
+
+PICKERS: Mapping[str, type[Parameters]] = {
+    "max-score-picker": MaxScorePicker,
+    "weighted-random-picker": _WeightedRandomPicker,
+    "random-picker": _RandomPicker,
 }

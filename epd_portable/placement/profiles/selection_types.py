@@ -11,7 +11,7 @@ from typing import Literal, Protocol, TypeAlias, runtime_checkable
 
 from epd_portable.config import roles
 from epd_portable.media.limits import RequestItem
-from epd_portable.placement.caches import CacheEstimate
+from epd_portable.placement.estimates import CacheEstimate
 from epd_portable.placement.instances import LoadReport
 
 Stage = Literal["encode", "prefill", "decode"]
@@ -119,17 +119,21 @@ class Candidate(Protocol):
     Attributes:
         name: Unique.
         weight: How much it does of what the others do; positive.
-        load: Requests or jobs that the front has given to it and that have not ended.
-        tokens: Of prompts that the front has given to it, and whose answers have not begun.
         cached: What it most likely has in its caches.
     """
 
     name: str
     labels: Mapping[str, str]
     weight: float
-    load: int
-    tokens: int
     cached: CacheEstimate
+
+    @property
+    def load(self) -> int:
+        """Requests or jobs that the front has given to it and that have not ended."""
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of prompts that the front has given to it, and whose responses have not begun."""
 
     @property
     def role(self) -> str:

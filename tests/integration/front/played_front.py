@@ -182,7 +182,7 @@ class Front:
     def comes(self, name: str) -> None:
         engine = self.client.engines.by_name[name]
         self.engines[name] = engine.client = Played(name)
-        engine.instance.seen_well()
+        engine.instance.health.seen_up()
 
     def goes(self, name: str) -> None:
         engine = self.client.engines.by_name[name]

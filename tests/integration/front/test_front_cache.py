@@ -45,7 +45,7 @@ class Engine:
         self.aborted: list[str] = []
         self._client, self._engine = client, client.engines.by_name[name]
         self._engine.client = self
-        self._engine.instance.seen_well()
+        self._engine.instance.health.seen_up()
 
     async def add_request_async(self, request: EngineCoreRequest) -> None:
         self.sent.append(request)

@@ -247,7 +247,7 @@ async def test_decisions_are_explained_where_clients_show_keys(
     assert (decode["stage"], decode["winner"], decode["profile"]) == ("decode", "pd-0", "default")
     named = {"stage": "encode", "item": "a", "header": MAPPING, "winner": "e-2", "reason": "named"}
     assert encode[0] == named and encode[1]["item"] == "b"
-    one.front.client.engines.by_name["e-2"].instance.drain()
+    one.front.client.engines.by_name["e-2"].instance.health.drain()
     response = await one.ask("a", wanted)
     _, named, chosen, *_ = json.loads(response.headers[EXPLAIN_HEADER])
     assert named["winner"] is None and "e-2 is named and is draining" in named["reason"]

@@ -86,7 +86,7 @@ def server_of(client: SplitClient) -> SimpleNamespace:
 
 def up(client: SplitClient, *names: str) -> None:
     for name in names:
-        client.engines.by_name[name].instance.seen_well()
+        client.engines.by_name[name].instance.health.seen_up()
 
 
 async def test_bodies_beyond_the_sum_wait_outside_until_others_are_gone(serve: Serve) -> None:
@@ -130,7 +130,7 @@ async def test_nobody_names_the_media_of_others(serve: Serve) -> None:
     http, _ = serve()
     refused = await http.post("/inference/v1/generate", content=b"{}")
     assert (refused.status_code, refused.json()["error"]["code"]) == (404, "not_served")
-    assert "names of media" in refused.json()["error"]["message"]
+    assert "name media" in refused.json()["error"]["message"]
 
 
 async def test_of_a_body_without_the_key_nothing_is_read(serve: Serve) -> None:
@@ -519,7 +519,7 @@ async def test_instances_are_for_holders_of_the_secret(serve: Serve) -> None:
     assert (await http.post(drain)).status_code == 401
     other = signed("POST", resume)
     assert (await http.post(drain, headers=other)).status_code == 401
-    assert client.engines.by_name["pd-0"].instance.usable
+    assert client.engines.by_name["pd-0"].instance.health.usable
     assert (await http.post(drain, headers=signed("POST", drain))).json()["idle"]
     assert (await http.get("/health")).status_code == 503
     assert (await http.post(resume, headers=other)).status_code == 200
@@ -543,7 +543,7 @@ async def test_requests_about_engines_are_timed_and_used_once(serve: Serve) -> N
     signed = {"authorization": client.secret.sign("POST", resume)}
     assert (await http.post(resume, headers=signed)).status_code == 200
     assert (await http.post(drain, headers=overheard)).status_code == 401
-    assert client.engines.by_name["pd-0"].instance.usable
+    assert client.engines.by_name["pd-0"].instance.health.usable
 
 
 async def test_request_that_the_application_fails_at_is_counted_with_500(serve: Serve) -> None:

@@ -43,7 +43,7 @@ IDENTITY = (0).to_bytes(2, "little")
 async def went_down(client: SplitClient, name: str) -> None:
     """Return as soon as an engine is down."""
     down = asyncio.Event()
-    with client.engines.by_name[name].instance.held() as use:
+    with client.engines.by_name[name].instance.retained() as use:
         use.on_down(down.set)
         await down.wait()
 
@@ -128,7 +128,7 @@ class Front:
         sockets = self.servers[0].settings.sockets
         self.engines.append(await asyncio.to_thread(Engine, sockets, name, fingerprint))
         for each in self.servers:
-            await each.engines.by_name[name].instance.wait_up()
+            await each.engines.by_name[name].instance.health.wait_up()
         return self.engines[-1]
 
 
@@ -181,7 +181,7 @@ async def test_engine_whose_items_are_refused_says_why_at_start(front: Front) ->
 async def test_what_one_server_is_told_of_an_engine_holds_at_each(front: Front) -> None:
     await front.start()
     first, second = (each.engines for each in front.servers)
-    with second.by_name["pd-0"].instance.working():
+    with second.by_name["pd-0"].instance.in_flight():
         *_, pd = await first.seen("drain", "pd-0")
         assert (pd["state"], pd["in_flight"], pd["idle"]) == ("draining", 1, False)
         assert not second.pool.any_usable("answer")
@@ -305,8 +305,8 @@ async def test_the_page_of_one_server_adds_up_what_all_see(
 ) -> None:
     monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
     first, second = (each.engines.by_name["e-0"].instance for each in front.servers)
-    second.park(True)
-    with first.working(), second.working(), second.working():
+    second.health.park(True)
+    with first.in_flight(), second.in_flight(), second.in_flight():
         page = (await front.servers[0].engines.page()).decode()
     found = [total(page, f"epd_front_instance_{name}") for name in ("parked", "in_flight")]
     assert found == [1, 3]

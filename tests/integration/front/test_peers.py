@@ -139,7 +139,7 @@ def front(config: Any, tmp_path: Path) -> Iterator[Callable[..., SplitClient]]:
         client = client_of(config, tmp_path, "pd-0", index=index, **settings)
         engine = client.engines.by_name["pd-0"]
         engine.client = Played("pd-0")
-        engine.instance.seen_well()
+        engine.instance.health.seen_up()
         made.append(client)
         return client
 
@@ -267,7 +267,7 @@ async def test_remote_engine_gets_the_item_as_it_is(
 ) -> None:
     client, far = front(), elsewhere()
     await client.engines.join(far.settings)
-    await until(lambda: client.engines.by_name["e-far"].instance.usable)
+    await until(lambda: client.engines.by_name["e-far"].instance.health.usable)
     item = image("A", 8, still)
     await client.add_request_async(asked("r", item))
     await until(lambda: far.core.requests)
@@ -308,14 +308,14 @@ async def test_full_engine_is_followed_by_the_next(
     await until(lambda: client.engines.by_name["e-far"].client)
     engine = client.engines.by_name["e-far"]
     # Known to be full by what other fronts have there: nothing is sent, and this one encodes.
-    await until(lambda: engine.instance.elsewhere == 1)
+    await until(lambda: engine.instance.backlog.elsewhere == 1)
     assert engine.is_full
     assert engine.instance.load == 1
     await client.add_request_async(asked("r", image("A")))
     await settle()
     assert "pixel_values" in client.engines.by_name["pd-0"].client.last.mm_features[0].data
     far.core.end("X")
-    await until(lambda: engine.instance.elsewhere == 0)
+    await until(lambda: engine.instance.backlog.elsewhere == 0)
     assert engine.instance.load == 0
 
 
@@ -323,15 +323,15 @@ async def test_engine_that_comes_back_gets_jobs_again(front: Any, elsewhere: Beg
     client, far = front(), elsewhere()
     await client.engines.join(far.settings)
     engine = client.engines.by_name["e-far"]
-    await until(lambda: engine.instance.usable)
+    await until(lambda: engine.instance.health.usable)
     await client.add_request_async(asked("r", image("A")))
     await until(lambda: far.core.requests)
     await far.die()
-    await until(lambda: not engine.instance.healthy)
+    await until(lambda: not engine.instance.health.healthy)
     # The item is encoded by the engine that answers: the request was sent again.
     await until(lambda: len(client.engines.by_name["pd-0"].client.requests) == 2)
     again = elsewhere(port=far.port)
-    await until(lambda: engine.instance.usable)
+    await until(lambda: engine.instance.health.usable)
     await client.add_request_async(asked("s", image("B")))
     await until(lambda: again.core.requests)
     assert again.core.last.mm_features[0].identifier == "B"
@@ -340,7 +340,7 @@ async def test_engine_that_comes_back_gets_jobs_again(front: Any, elsewhere: Beg
 async def test_front_that_leaves_ends_its_jobs(front: Any, elsewhere: Begin) -> None:
     client, far = front(), elsewhere()
     await client.engines.join(far.settings)
-    await until(lambda: client.engines.by_name["e-far"].instance.usable)
+    await until(lambda: client.engines.by_name["e-far"].instance.health.usable)
     await client.add_request_async(asked("r", image("A")))
     await until(lambda: far.core.requests)
     for task in client.engines._lives:
@@ -354,7 +354,7 @@ async def test_engine_leaves_when_nothing_needs_it(front: Any, elsewhere: Begin)
     assert await client.engines.join(far.settings)
     assert not await client.engines.join(far.settings)
     engine = client.engines.by_name["e-far"]
-    await until(lambda: engine.instance.usable)
+    await until(lambda: engine.instance.health.usable)
     await client.add_request_async(asked("r", image("A")))
     await until(lambda: far.core.requests)
     (shown,) = [x for x in await client.engines.seen("leave", "e-far") if x["name"] == "e-far"]
@@ -367,7 +367,7 @@ async def test_engine_leaves_when_nothing_needs_it(front: Any, elsewhere: Begin)
 async def test_reset_reaches_remote_engine_and_weights_do_not(front: Any, elsewhere: Begin) -> None:
     client, far = front(), elsewhere()
     await client.engines.join(far.settings)
-    await until(lambda: client.engines.by_name["e-far"].instance.usable)
+    await until(lambda: client.engines.by_name["e-far"].instance.health.usable)
     await client.call_utility_async("reset_encoder_cache")
     await client.call_utility_async("pause_scheduler", "abort", True)
     assert [each[1] for each in far.core.calls if each[1] != "is_scheduler_paused"] == [
@@ -384,8 +384,8 @@ async def test_other_engine_at_the_address_is_not_used(front: Any, elsewhere: Be
     client, far = front(), elsewhere()
     await client.engines.join(EngineSettings(name="e-near", role="encode", url=far.url))
     instance = client.engines.by_name["e-near"].instance
-    await until(lambda: "engine e-far is there" in instance.reason)
-    assert not instance.healthy
+    await until(lambda: "engine e-far is there" in instance.health.reason)
+    assert not instance.health.healthy
 
 
 def as_version_2(message: Any) -> bytes:
@@ -426,8 +426,8 @@ async def test_other_version_of_hub_is_why_an_engine_is_down(front: Any, tmp_pat
         instance = client.engines.by_name["e-far"].instance
         refused = jobs.VersionRefused(version=2, reason="version 1 of jobs at the sender")
         await hub.send_multipart([identity, as_version_2(refused)])
-        await until(lambda: "version 1 of jobs" in instance.reason)
-        assert not instance.healthy
+        await until(lambda: "version 1 of jobs" in instance.health.reason)
+        assert not instance.health.healthy
 
 
 async def test_silent_hub_is_gone_and_its_jobs_are_not_awaited(front: Any, tmp_path: Path) -> None:
@@ -439,10 +439,10 @@ async def test_silent_hub_is_gone_and_its_jobs_are_not_awaited(front: Any, tmp_p
             load=jobs.Load(),
         )  # fmt: skip
         await hub.send_multipart([identity, jobs.encode(here, "life")])
-        await until(lambda: instance.usable)
+        await until(lambda: instance.health.usable)
         await client.add_request_async(asked("r", image("A")))
-        await until(lambda: not instance.healthy)
-        assert instance.reason == "it is silent"
+        await until(lambda: not instance.health.healthy)
+        assert instance.health.reason == "it is silent"
         pd = client.engines.by_name["pd-0"].client
         await until(lambda: len(pd.requests) == 2)
         assert "pixel_values" in pd.last.mm_features[0].data
@@ -456,13 +456,13 @@ async def test_engine_joins_every_api_server(front: Any, elsewhere: Begin, tmp_p
     far = elsewhere()
     await servers[0].engines.join(far.settings)
     for each in servers:
-        await until(lambda each=each: each.engines.by_name["e-far"].instance.usable)
+        await until(lambda each=each: each.engines.by_name["e-far"].instance.health.usable)
     assert len(far.hub._fronts) == 2
     # They are one front: what one has open is not work of others to the other.
     await servers[0].add_request_async(asked("r", image("A")))
     await until(lambda: far.core.requests)
     await asyncio.sleep(3 * BEAT_S)
-    assert [each.engines.by_name["e-far"].instance.elsewhere for each in servers] == [0, 0]
+    assert [each.engines.by_name["e-far"].instance.backlog.elsewhere for each in servers] == [0, 0]
     (shown,) = [x for x in await servers[1].engines.seen() if x["name"] == "e-far"]
     assert (shown["state"], shown["in_flight"]) == ("up", 1)
     await servers[1].engines.seen("leave", "e-far")
@@ -631,7 +631,7 @@ async def test_engines_join_and_leave_by_signed_requests(http: Any, elsewhere: B
     assert (joined.status_code, joined.json()["name"]) == (201, "e-far")
     assert joined.json()["front"] == (await http("GET", path)).json()["front"]
     assert (await http("POST", path, body)).status_code == 200
-    await until(lambda: http.client.engines.by_name["e-far"].instance.usable)
+    await until(lambda: http.client.engines.by_name["e-far"].instance.health.usable)
     taken = await http("POST", path, {**body, "url": "tcp://127.0.0.1:1"})
     assert (taken.status_code, taken.json()["error"]["code"]) == (409, "name_taken")
     own = await http("POST", path, {**body, "name": "pd-0"})

@@ -49,7 +49,7 @@ class Writing:
         self._client = front.engine_core
         self._engine = self._client.engines.by_name["pd-0"]
         self._engine.client = self
-        self._engine.instance.seen_well()
+        self._engine.instance.health.seen_up()
 
     async def add_request_async(self, request: Any) -> None:
         self.task = asyncio.create_task(self._write(request.request_id))

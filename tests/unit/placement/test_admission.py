@@ -53,7 +53,7 @@ class Door:
 
     def add(self, name: str, *, weight: float = 1.0) -> Instance:
         instance = self.fleet.add(instance_settings(name, "prefill-decode", weight=weight))
-        instance.seen_well()
+        instance.health.seen_up()
         return instance
 
 
@@ -68,9 +68,9 @@ async def test_a_limit_for_each_instance_is_as_large_as_those_that_are_usable() 
     assert await door.go_at_once() == 6
     waiting = asyncio.create_task(door.enter())
     await asyncio.sleep(0)
-    double.drain()
+    double.health.drain()
     assert await door.enter_at_once() is None
-    double.resume()
+    double.health.drain(False)
     door.add("c")
     await waiting
     assert await door.go_at_once() == 1
@@ -79,12 +79,12 @@ async def test_a_limit_for_each_instance_is_as_large_as_those_that_are_usable() 
 async def test_one_that_is_parked_is_no_place_to_answer_unless_it_is_the_only_one() -> None:
     door = Door(answer={"max_requests": 2})
     parked, other = door.add("a"), door.add("b")
-    parked.park(True)
+    parked.health.park(True)
     assert await door.go_at_once() == 2
-    parked.park(False)
+    parked.health.park(False)
     assert await door.go_at_once() == 2
-    parked.park(True)
-    other.drain()
+    parked.health.park(True)
+    other.health.drain()
     waiting = asyncio.create_task(door.enter())
     await asyncio.sleep(0)
     assert not waiting.done()

@@ -7,18 +7,18 @@ import pytest
 
 from epd_portable.placement.assignment import (
     Assignment,
+    Busy,
+    By,
     EncodeFailure,
-    EncodeTimes,
     EncodeTries,
     FailureKind,
+    RetryBudget,
     assign_items,
     count_local_first,
     or_own,
 )
-from epd_portable.placement.fallbacks import RetryBudget
+from epd_portable.placement.estimates import EncodeTimes
 from epd_portable.placement.instances import EndpointPool, Instance
-from epd_portable.transfer.stores.lookup import StoredItem
-from epd_portable.wire.params import EncodedItem
 from tests.unit.builders import instance_settings
 from tests.unit.placement.profiles.situations import Picture
 
@@ -41,10 +41,10 @@ class Scene:
     def __init__(self, encoders: int = 2) -> None:
         self.pool = EndpointPool(chance=random.Random(7))
         self.pd = self.pool.add(PD)
-        self.pd.seen_well()
+        self.pd.health.seen_up()
         self.encoders = [self.pool.add(instance_settings(f"e{n}")) for n in range(encoders)]
         for each in self.encoders:
-            each.seen_well()
+            each.health.seen_up()
         self.times = EncodeTimes()
         self.times.observe(equal(1)[0], TIME_S)
         self.budget = RetryBudget()
@@ -53,17 +53,21 @@ class Scene:
     def choose(self, item: Picture, exclude: object) -> Instance | None:
         return self.pool.choose_encoder(item.item_uuid, exclude)  # type: ignore[arg-type]
 
-    def assign(self, items: list[Picture], **more: object) -> list[Assignment[Picture]]:
-        return assign_items(items, self.pd, self.choose, self.times, **more)  # type: ignore[arg-type]
+    def assign(
+        self, items: list[Picture], elastic: Busy | None = None, **settled: By
+    ) -> list[Assignment[Picture]]:
+        return assign_items(
+            items, self.pd, self.choose, self.times, settled=settled, elastic=elastic
+        )
 
     def has(self, instance: Instance, items: int) -> None:
         for _ in range(items):
-            self._running.enter_context(instance.encoding(TIME_S))
+            self._running.enter_context(instance.backlog.encoding(TIME_S))
 
-    def first_here(self, items: list[Picture], threshold: float = 4.0) -> tuple[int, str]:
+    def first_here(self, items: list[Picture], busy: Busy = "idle") -> int:
         encoders = [self.encoders[n % len(self.encoders)] for n in range(len(items))]
         times_s = [self.times.of(item) for item in items]
-        return count_local_first(times_s, encoders, self.pd, threshold=threshold)
+        return count_local_first(times_s, encoders, self.pd, busy)
 
     def tries(self, deadline_s: float = 30.0) -> EncodeTries:
         (item,) = pictures("p")
@@ -92,31 +96,22 @@ def is_chosen(scene: Scene, item: Picture, name: str) -> bool:
     return chosen is not None and chosen.name == name
 
 
-def test_what_the_store_has_or_a_decider_leaves_here_gets_no_encoder() -> None:
-    entry = StoredItem("key", EncodedItem(mm_hash="m", modality="image"))
-    found = Scene().assign(pictures("a", "b", "c"), stored={"b": entry}, left_here={"c"})
-    assert [each.by for each in found] == ["encoder", "stored", "local_first"]
-    assert [bool(each.encoder) for each in found] == [True, False, False]
-    assert found[1].stored is entry and found[2].elastic is None
+def test_settled_items_get_no_encoder() -> None:
+    found = Scene().assign(pictures("a", "b", "c", "d"), b="stored", c="local_first", d="held")
+    assert [each.by for each in found] == ["encoder", "stored", "local_first", "held"]
+    assert [bool(each.encoder) for each in found] == [True, False, False, False]
+    assert not any(each.elastic for each in found)
 
 
-def test_what_the_instance_holds_gets_no_encoder_unless_it_has_to_encode_it() -> None:
-    found = Scene().assign(pictures("a", "b", "c"), held={"b", "c"}, left_here={"c"})
-    assert [each.by for each in found] == ["encoder", "held", "local_first"]
-
-
-@pytest.mark.parametrize(("configured", "by"), [(True, "local"), (False, "local_first")])
-def test_without_an_encoder_items_are_encoded_where_they_are_needed(
-    configured: bool, by: str
-) -> None:
-    (found,) = Scene(encoders=0).assign(pictures("a"), any_encoders=configured)
-    assert (found.by, found.encoder) == (by, None)
+def test_items_without_an_encoder_are_encoded_where_they_are_needed() -> None:
+    (found,) = Scene(encoders=0).assign(pictures("a"))
+    assert (found.by, found.encoder) == ("local", None)
 
 
 def test_the_first_items_are_encoded_here_only_where_that_is_wanted() -> None:
     scene, items = Scene(encoders=1), equal(4)
     assert {each.by for each in scene.assign(items)} == {"encoder"}
-    found = scene.assign(items, elastic_threshold=4.0)
+    found = scene.assign(items, elastic="idle")
     assert [(each.by, each.elastic) for each in found[:1]] == [("local_first", "idle")]
     assert found[-1].by == "encoder" and found[-1].elastic is None
 
@@ -125,10 +120,10 @@ def test_items_of_known_sizes_are_encoded_here_while_every_encoder_is_parked() -
     scene = Scene()
     (known,), (other,) = pictures("a", pixels=PIXELS), pictures("b", pixels=1000)
     parked, _ = scene.encoders
-    parked.park(True)
+    parked.health.park(True)
     assert {each.encoder.name for each in scene.assign([known, other]) if each.encoder} == {"e1"}
     scene.pool.remove("e1")
-    found = scene.assign([known, other], elastic_threshold=4.0)
+    found = scene.assign([known, other], elastic="idle")
     assert [(each.by, each.elastic) for each in found[:1]] == [("local_first", "parked")]
     assert found[1].encoder is parked
     # Where that is not wanted it still encodes.
@@ -205,7 +200,8 @@ def test_retries_are_a_part_of_what_comes() -> None:
 
 def sharing(scene: Scene, items: list[Picture]) -> list[Assignment[Picture]]:
     """Assign items to an instance that is an encoder itself."""
-    return assign_items(items, scene.pd, or_own(scene.pd, scene.choose), scene.times, own=scene.pd)
+    choose = or_own(scene.pd, scene.choose)
+    return assign_items(items, scene.pd, choose, scene.times, settled={})
 
 
 @pytest.mark.parametrize("encoders", [0, 1, 2])
@@ -225,10 +221,10 @@ def test_who_encodes_leaves_an_item_to_another_only_if_that_is_less_busy() -> No
     (encoder,) = scene.encoders
     (own,) = sharing(scene, pictures("a"))
     assert own.by == "local_first"
-    with scene.pd.working():
+    with scene.pd.in_flight():
         (other,) = sharing(scene, pictures("a"))
         assert other.encoder is encoder
-        with encoder.working():
+        with encoder.in_flight():
             (own,) = sharing(scene, pictures("a"))
             assert own.by == "local_first"
 
@@ -236,10 +232,10 @@ def test_who_encodes_leaves_an_item_to_another_only_if_that_is_less_busy() -> No
 def test_an_instance_with_two_duties_is_chosen_for_both_and_leaves_both() -> None:
     pool = EndpointPool()
     both = pool.add(instance_settings("both", "encode-prefill-decode"))
-    both.seen_well()
+    both.health.seen_up()
     assert pool.choose_encoder("a") is both is pool.choose_least_loaded()
     assert pool.of_duty("encode") == [both] == pool.of_duty("answer")
-    with both.working():
+    with both.in_flight():
         assert pool.choose_encoder("a") is both
     pool.remove("both")
     assert pool.choose_encoder("a") is None is pool.choose_least_loaded()
@@ -255,47 +251,36 @@ def test_a_size_that_was_not_seen_is_taken_for_the_next_one() -> None:
 
 
 @pytest.mark.parametrize(
-    ("encoders", "count", "threshold", "here"),
-    [
-        (1, 1, 4.0, 0),
-        (1, 2, 4.0, 0),
-        (1, 3, 4.0, 1),
-        (1, 4, 4.0, 1),
-        (1, 8, 4.0, 2),
-        (2, 6, 4.0, 1),
-        (2, 6, 1.0, 2),
-    ],
+    ("encoders", "count", "here"),
+    [(1, 1, 0), (1, 2, 0), (1, 3, 1), (1, 4, 1), (1, 8, 2), (2, 6, 1)],
 )
 def test_pictures_of_one_request_are_shared_with_an_idle_instance(
-    encoders: int, count: int, threshold: float, here: int
+    encoders: int, count: int, here: int
 ) -> None:
-    assert Scene(encoders).first_here(equal(count), threshold) == (here, "idle")
+    assert Scene(encoders).first_here(equal(count)) == here
 
 
 def test_a_picture_behind_a_queue_is_encoded_at_once_by_an_idle_instance() -> None:
     scene = Scene(encoders=1)
     scene.has(scene.encoders[0], 2)
-    assert scene.first_here(equal(1)) == (1, "idle")
+    assert scene.first_here(equal(1)) == 1
     # Unless that has such work, too.
     scene.has(scene.pd, 2)
-    assert scene.first_here(equal(1)) == (0, "idle")
+    assert scene.first_here(equal(1)) == 0
 
 
 def test_an_instance_that_computes_for_others_helps_only_with_a_long_queue() -> None:
     scene = Scene(encoders=1)
     scene.has(scene.encoders[0], 3)
-    with scene.pd.working() as work:
-        work.compute()
-        assert scene.first_here(equal(1)) == (0, "queue")
-        scene.has(scene.encoders[0], 1)
-        assert scene.first_here(equal(1)) == (1, "queue")
-        assert scene.first_here(equal(1), threshold=6.0) == (0, "queue")
+    assert (scene.first_here(equal(1), "queue"), scene.first_here(equal(1), "idle")) == (0, 1)
+    scene.has(scene.encoders[0], 1)
+    assert scene.first_here(equal(1), "queue") == 1
 
 
 def test_nothing_is_chosen_by_times_that_nobody_has_seen() -> None:
     scene = Scene(encoders=1)
     scene.has(scene.encoders[0], 10)
-    assert scene.first_here(equal(4, 64 * PIXELS)) == (0, "idle")
+    assert scene.first_here(equal(4, 64 * PIXELS)) == 0
 
 
 def test_times_follow_what_is_seen_by_kind() -> None:

@@ -74,7 +74,7 @@ class Fleet:
             kinds: dict[str, Role] = {"e": "encode", "x": "encode-prefill-decode"}
             role = kinds.get(name[0], "prefill-decode")
             labels = {PAIR_LABEL: pair} if pair else {}
-            self.pool.add(instance_settings(name, role, labels=labels)).seen_well()
+            self.pool.add(instance_settings(name, role, labels=labels)).health.seen_up()
         self.switching = Switching(self.pool, elastic=elastic)
         self.seconds = itertools.count()
 
@@ -84,7 +84,7 @@ class Fleet:
             self.pool.work.came_s["encode", "image", 18] += encode_s
             self.pool.work.came_s["prefill-decode", "text", 9] += answer_s
             self.switching.tick(float(next(self.seconds)))
-        return {each.name for each in self.pool.all if each.parked}
+        return {each.name for each in self.pool.all if each.health.parked}
 
     def get(self, name: str) -> Instance:
         found = self.pool.get(name)
@@ -110,10 +110,10 @@ def test_new_work_turns_within_a_pair_as_the_load_does(caplog: pytest.LogCapture
 def test_a_parked_encoder_ends_its_items_first_and_answers_go_on() -> None:
     fleet = Fleet(e0="", a="e0", b="")
     assert fleet.come(0.0, 0.0) == {"a"}
-    with fleet.get("e0").working("item"):
+    with fleet.get("e0").in_flight("item"):
         assert fleet.come(0.0, 1.5) == {"e0", "a"}
     assert fleet.come(0.0, 1.5) == {"e0"}
-    with fleet.get("a").working():
+    with fleet.get("a").in_flight():
         assert fleet.come(1.5, 0.0) == {"a"}
 
 
@@ -122,7 +122,7 @@ def test_who_is_parked_serves_where_nobody_else_can() -> None:
     assert fleet.come(0.0, 0.0) == {"a"}
     fleet.get("b").seen_gone("killed")
     assert fleet.pool.choose_least_loaded() is fleet.get("a")
-    fleet.get("b").seen_well()
+    fleet.get("b").health.seen_up()
     fleet.get("e0").seen_gone("killed")
     assert fleet.come(0.0, 0.0) == set()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from epd_portable.placement.caches import CacheSizes, Recent
+from epd_portable.placement.estimates import CacheSizes, Recent
 
 
 def test_the_latest_are_kept() -> None:

@@ -30,14 +30,14 @@ def of(count: int, role: Role = "encode") -> EndpointPool:
     """Return instances that are all up."""
     instances = EndpointPool(clock=Clock(), chance=random.Random(7))
     for number in range(count):
-        instances.add(instance_settings(f"i-{number}", role)).seen_well()
+        instances.add(instance_settings(f"i-{number}", role)).health.seen_up()
     return instances
 
 
 def busy(instances: EndpointPool, loads: dict[str, int]) -> None:
     for name, load in loads.items():
         for _ in range(load):
-            found(instances, name).working().__enter__()
+            found(instances, name).in_flight().__enter__()
 
 
 def found(instances: EndpointPool, name: str) -> Instance:
@@ -55,9 +55,9 @@ def chosen(instances: EndpointPool, key: str, exclude: tuple[str, ...] = ()) -> 
 
 # State of an instance: events in their order, the state after them, and the reason.
 
-WELL, GONE, LEAVE = Instance.seen_well, lambda i: i.seen_gone("refused"), Instance.leave
-DRAIN, RESUME = Instance.drain, Instance.resume
-PARK, UNPARK = lambda i: i.park(True), lambda i: i.park(False)
+WELL, GONE = lambda i: i.health.seen_up(), lambda i: i.seen_gone("refused")
+DRAIN, RESUME = lambda i: i.health.drain(), lambda i: i.health.drain(False)
+PARK, UNPARK = lambda i: i.health.park(True), lambda i: i.health.park(False)
 
 HISTORIES: dict[str, tuple[list[Callable[[Instance], Any]], str, str]] = {
     "its process has not begun": ([], "down", "not started yet"),
@@ -71,7 +71,6 @@ HISTORIES: dict[str, tuple[list[Callable[[Instance], Any]], str, str]] = {
     "it is parked": ([WELL, PARK], "up", "parked"),
     "it is parked no more": ([WELL, PARK, UNPARK], "up", ""),
     "it ends while it is parked": ([WELL, PARK, GONE], "down", "refused"),
-    "it has left": ([WELL, LEAVE], "draining", "has left"),
 }
 
 
@@ -82,12 +81,12 @@ async def test_state_of_an_instance_after(history: str) -> None:
     instance = instances.add(instance_settings("e"))
     for event in happens:
         event(instance)
-    assert (instance.state, instance.reason) == (state, reason)
-    assert instance.usable == (state == "up")
-    assert instance.preferred == (instance.usable and reason != "parked")
-    waiting = asyncio.ensure_future(instance.wait_up())
+    assert (instance.health.state, instance.health.reason) == (state, reason)
+    assert instance.health.usable == (state == "up")
+    assert instance.health.preferred == (instance.health.usable and reason != "parked")
+    waiting = asyncio.ensure_future(instance.health.wait_up())
     await asyncio.sleep(0)
-    assert waiting.done() == instance.healthy
+    assert waiting.done() == instance.health.healthy
     waiting.cancel()
 
 
@@ -126,7 +125,7 @@ class Lives(RuleBasedStateMachine):
     def work(self, key: str) -> None:
         for instance in (self.instances.choose_encoder(key), self.instances.choose_least_loaded()):
             if instance is not None:
-                self.works.append(instance.working())
+                self.works.append(instance.in_flight())
                 self.works[-1].__enter__()
 
     @rule(number=st.integers(0, 99))
@@ -144,18 +143,19 @@ class Lives(RuleBasedStateMachine):
             names = [i.name for i in everybody if i.role == role]
             for exclude in ([], names[:1], names[::2], names):
                 left = [i for i in everybody if i.name in names and i.name not in exclude]
-                usable = [i for i in left if i.usable]
+                usable = [i for i in left if i.health.usable]
                 instance = choose(exclude)
                 assert (instance is None) == (not usable)
                 if instance is not None:
-                    assert instance in ([i for i in left if i.preferred] or usable)
+                    assert instance in ([i for i in left if i.health.preferred] or usable)
 
     @invariant()
-    def everything_in_flight_is_counted(self) -> None:
-        for tiers in self.instances._tiers.values():
-            for tier in tiers:
-                assert tier.load == sum(i.load for i in tier.members)
-                assert tier.weight == sum(i.weight for i in tier.members)
+    def lists_to_choose_from_follow_health(self) -> None:
+        for duty, role in (("encode", "encode"), ("answer", "prefill-decode")):
+            fit = {i for i in self.instances.all if i.role == role and i.health.usable}
+            first, second = map(set, self.instances.tiers(duty))
+            assert first == {i for i in fit if i.health.preferred}
+            assert second == fit - first
 
 
 Lives.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
@@ -210,9 +210,9 @@ def test_an_item_that_is_being_encoded_goes_where_it_is_encoded(count: int) -> N
     for number in range(50):
         one = instances.choose_encoder(item := f"item {number}")
         assert one is not None
-        with one.working(item):
+        with one.in_flight(item):
             assert instances.choose_encoder(item) is one
-            with one.working(item):
+            with one.in_flight(item):
                 # Who says that it is full is excluded.
                 other = instances.choose_encoder(item, [one.name])
                 assert other is not one
@@ -221,7 +221,7 @@ def test_an_item_that_is_being_encoded_goes_where_it_is_encoded(count: int) -> N
             GONE(one)
             assert instances.choose_encoder(item) is not one
             WELL(one)
-        assert not instances.encoding
+        assert not one.backlog.items
 
 
 @given(loads)
@@ -247,7 +247,7 @@ def test_of_many_the_lighter_of_two_has_a_request() -> None:
     for _ in range(20 * count):
         instance = instances.choose_least_loaded()
         assert instance is not None
-        instance.working().__enter__()
+        instance.in_flight().__enter__()
     assert max(instance.load for instance in instances.all) <= 24
 
 
@@ -256,47 +256,51 @@ def test_of_many_the_lighter_of_two_has_a_request() -> None:
 
 async def test_it_is_idle_when_nothing_of_it_is_needed_even_if_work_fails() -> None:
     instance = found(of(1), "i-0")
-    with pytest.raises(ValueError, match="broken"), instance.working(), instance.working():
+    with pytest.raises(ValueError, match="broken"), instance.in_flight(), instance.in_flight():
         assert instance.load == 2
         raise ValueError("broken")
-    with instance.held():
+    with instance.retained():
         assert instance.load == 0
-        waiting = asyncio.ensure_future(instance.wait_idle())
+        waiting = asyncio.ensure_future(instance.backlog.wait_idle())
         await asyncio.sleep(0)
-        assert not instance.idle
+        assert not instance.backlog.idle
         assert not waiting.done()
     await asyncio.wait_for(waiting, 10)
 
 
 def test_work_is_counted_once_until_it_ends() -> None:
     instance = found(of(1), "i-0")
-    with instance.working() as waits, instance.working() as computes:
+    with instance.in_flight() as waits, instance.in_flight() as computes:
         for use, count in ((computes, 1), (computes, 1), (waits, 2)):
             use.compute()
-            assert instance.computes_for == count
-        with instance.computing(7), instance.encoding(0.25):
+            assert instance.backlog.answers.running == count
+        with instance.backlog.computing(7), instance.backlog.encoding(0.25):
             assert (instance.tokens, instance.pending_encode_s) == (7, 0.25)
-    assert (instance.computes_for, instance.tokens, instance.pending_encode_s) == (0, 0, 0)
+    assert (instance.backlog.answers.running, instance.tokens, instance.pending_encode_s) == (
+        0,
+        0,
+        0,
+    )
 
 
 def test_who_uses_an_instance_hears_that_it_went_down_or_was_removed() -> None:
     instances = of(1)
     instance = found(instances, "i-0")
     heard: list[str] = []
-    with instance.held() as first, instance.working():
+    with instance.retained() as first, instance.in_flight():
         first.on_down(lambda: heard.append("first"))
-        with instance.working() as over:
+        with instance.in_flight() as over:
             over.on_down(lambda: heard.append("over"))
         PARK(instance)
         assert heard == []
         GONE(instance)
         GONE(instance)
         assert heard == ["first"]
-    with instance.working() as late:
+    with instance.in_flight() as late:
         late.on_down(lambda: heard.append("late"))
     WELL(instance)
-    with instance.working() as work:
-        work.on_down(lambda: heard.append(instance.reason))
+    with instance.in_flight() as work:
+        work.on_down(lambda: heard.append(instance.health.reason))
         instances.remove("i-0")
     assert heard == ["first", "late", "has left"]
     assert instance not in instances
@@ -307,7 +311,7 @@ def test_watchers_hear_of_changes_only() -> None:
     instances = of(1)
     instance = found(instances, "i-0")
     heard: list[str] = []
-    instances.watch(lambda changed: heard.append(changed.state))
+    instances.watch(lambda changed: heard.append(changed.health.state))
     for event in (WELL, GONE, GONE, WELL, DRAIN, DRAIN):
         event(instance)
     instances.remove("i-0")

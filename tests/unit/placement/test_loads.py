@@ -9,10 +9,10 @@ from tests.unit.builders import instance_settings
 def test_report_counts_until_its_instance_goes_down() -> None:
     instances = EndpointPool()
     pd = instances.add(instance_settings("pd0", "prefill-decode"))
-    pd.seen_well()
+    pd.health.seen_up()
     assert pd.reported is None
     report = LoadReport(waiting=2, running=3, kv_used=0.5)
-    pd.take_report(report)
+    pd.backlog.take_report(report)
     assert pd.reported == report
     pd.seen_gone("killed")
     assert pd.reported is None
@@ -21,17 +21,17 @@ def test_report_counts_until_its_instance_goes_down() -> None:
 def test_requests_sent_since_a_report_count_as_waiting() -> None:
     instances = EndpointPool()
     for name, role in (("e0", "encode"), ("pd0", "prefill-decode")):
-        instances.add(instance_settings(name, role)).seen_well()  # type: ignore[arg-type]
+        instances.add(instance_settings(name, role)).health.seen_up()  # type: ignore[arg-type]
     pd, encoder = instances.of_duty("answer")[0], instances.of_duty("encode")[0]
-    with pd.working(), pd.working():
+    with pd.in_flight(), pd.in_flight():
         # Both are on their way into the engine, whose report counts another one.
-        pd.take_report(LoadReport(waiting=1, running=0))
+        pd.backlog.take_report(LoadReport(waiting=1, running=0))
         known = pd.reported
         assert known is not None and known.waiting == 2
-        with pd.working(), pd.working():
+        with pd.in_flight(), pd.in_flight():
             known = pd.reported
             assert known is not None and known.waiting == 4
-    encoder.take_report(LoadReport(items=3))
-    with encoder.working():
+    encoder.backlog.take_report(LoadReport(items=3))
+    with encoder.in_flight():
         known = encoder.reported
         assert known is not None and known.items == 4

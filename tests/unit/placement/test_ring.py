@@ -24,7 +24,7 @@ schedulingProfiles:
 def encoders_of(count: int) -> EndpointPool:
     pool = EndpointPool()
     for number in range(count):
-        pool.add(instance_settings(f"e{number}")).seen_well()
+        pool.add(instance_settings(f"e{number}")).health.seen_up()
     return pool
 
 
@@ -35,7 +35,7 @@ def test_rules_and_hash_scorer_choose_one_encoder_for_an_item() -> None:
             instance = pool.get(busy)
             assert instance is not None
             for _ in range(4):
-                instance.working().__enter__()
+                instance.in_flight().__enter__()
         went = set()
         for number in range(100):
             name = f"p{number}"
@@ -73,4 +73,4 @@ def test_every_member_is_in_order_of_every_key() -> None:
     ring = HashRing(members)
     assert {each.name for each in ring.in_order("key")} == {each.name for each in members}
     assert list(HashRing[object]().in_order("key")) == []
-    assert HashRing(members).choose("key", members) is None
+    assert HashRing(members).choose("key", []) is None

@@ -4,38 +4,40 @@ from __future__ import annotations
 
 import pytest
 
-from epd_portable.placement.work import AnswerLoad, Work
+from epd_portable.placement.estimates import AnswerTimes, Work
 from tests.unit.builders import Clock
 
 ROLE = "prefill-decode"
 
 
-def answered(load: AnswerLoad, clock: Clock, at_once: int, each_s: float, tokens: int) -> None:
+def answered(load: AnswerTimes, clock: Clock, at_once: int, each_s: float, tokens: int) -> None:
     """Let an instance compute so many answers at the same time."""
-    began_s = load.each_s(0)
+    began_s = [load.begin() for _ in range(at_once)]
     clock.now += each_s
-    for left in range(at_once, 0, -1):
-        load.observe(tokens, left, began_s)
-        load.each_s(left)
+    for since_s in began_s:
+        load.observe(tokens, since_s)
+        load.end()
 
 
 def test_those_that_are_computed_together_have_equal_parts_of_the_time() -> None:
     clock = Clock()
-    load = AnswerLoad(Work(), ROLE, clock)
-    first = load.each_s(0)
+    load = AnswerTimes(Work(), ROLE, clock)
+    first = load.begin()
     clock.now += 4
-    second = load.each_s(1)
+    second = load.begin()
     clock.now += 6
-    assert load.each_s(2) - first == pytest.approx(4 + 3)
+    assert load.each_s() - first == pytest.approx(4 + 3)
+    load.end()
     clock.now += 1
-    assert load.each_s(1) - second == pytest.approx(3 + 1)
+    assert load.each_s() - second == pytest.approx(3 + 1)
+    load.end()
     clock.now += 50
-    assert load.each_s(0) - second == pytest.approx(3 + 1), "then it computed nothing"
+    assert load.each_s() - second == pytest.approx(3 + 1), "then it computed nothing"
 
 
 def test_an_answer_takes_what_it_took_when_the_instance_was_fullest() -> None:
     work, clock = Work(), Clock()
-    load = AnswerLoad(work, ROLE, clock)
+    load = AnswerTimes(work, ROLE, clock)
     assert load.expected_ms(100) == 0
     answered(load, clock, 1, 2.0, 100)
     assert load.expected_ms(100) == 2000
@@ -56,7 +58,7 @@ def test_an_answer_takes_what_it_took_when_the_instance_was_fullest() -> None:
 def test_what_came_is_counted_as_it_was_known_then() -> None:
     work = Work()
     work.prompt_came(ROLE, 100)
-    work.observe_answer(ROLE, 100, 3.0)
+    work.observe_response(ROLE, 100, 3.0)
     for _ in range(2):
         work.prompt_came(ROLE, 100)
     assert work.came_s == {(ROLE, "text", 7): 6.0}

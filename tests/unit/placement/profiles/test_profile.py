@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from epd_portable.placement.profiles.profile import LOG_EVERY_S, Profile
+from epd_portable.placement.profiles.policy import LOG_EVERY_S, Profile
 from epd_portable.placement.profiles.selection_types import (
     MAX_EXPLANATION_BYTES,
     MOST_SHOWN,
@@ -151,7 +151,7 @@ def test_a_plugin_that_fails_stops_no_request_and_is_logged_once_a_minute(
     stranger.answers["picked"] = with_load(0)[0]
     one = profile([FAILING], [(FAILING, 1.0), (B, 1.0)], ("q", stranger))
     now = [0.0]
-    monkeypatch.setattr("epd_portable.placement.profiles.profile.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("epd_portable.placement.profiles.policy.time.monotonic", lambda: now[0])
     for logged in (3, 3, 6):
         assert chosen_of(one) == "i1"
         assert len(caplog.records) == logged

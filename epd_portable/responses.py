@@ -1,4 +1,4 @@
-"""Answers of our own, and errors in the form of the interface that was asked."""
+"""HTTP responses of fronts and gateway, and errors in the form of each interface."""
 
 from __future__ import annotations
 
@@ -9,15 +9,9 @@ import msgspec
 from epd_portable.errors import RequestError
 
 RETRY_AFTER_S = 2
-"""What clients are told to wait when no instance can serve them at the moment."""
+"""Seconds in ``Retry-After`` of a 503."""
 BODY_TIMEOUT_S = 60.0
-"""Longest time in which a request's body must have come: what has come of it takes memory."""
-NAMES_MEDIA = "/inference/v1/"
-"""Below it are vLLM's endpoints at which who asks names the media."""
-WHY_NO_NAMES = (
-    "it takes names of media from whoever asks, under which others would find them: send a prompt "
-    "or messages"
-)
+"""Longest time for a request's body: a part of it takes memory."""
 JSON = {"content-type": "application/json"}
 
 _INVALID = "invalid_request_error"
@@ -32,12 +26,6 @@ _ANTHROPICS = "/v1/messages"
 _ANTHROPIC_TYPES = {**_ERROR_TYPES, 403: "permission_error", 503: "overloaded_error"}
 
 
-def not_served(method: str, path: str, why: str) -> RequestError:
-    """Return the error for an address that is vLLM's and not served on purpose."""
-    problem = f"{method} {path[:256]} is not served here: {why}"
-    return RequestError(problem, status=404, code="not_served")
-
-
 def body_timeout(within_s: float) -> RequestError:
     """Return the error for a body that did not come in time."""
     return RequestError(
@@ -48,7 +36,7 @@ def body_timeout(within_s: float) -> RequestError:
 
 
 class Reply(msgspec.Struct, frozen=True):
-    """A whole answer.
+    """A whole response.
 
     Attributes:
         headers: To be sent; names in lower case.
@@ -60,11 +48,11 @@ class Reply(msgspec.Struct, frozen=True):
 
 
 def error_body(message: str, *, status: int, code: str, path: str = "") -> bytes:
-    """Return an error as clients of an interface expect it.
+    """Return the body of an error.
 
     Args:
-        code: For programs; Anthropic's form has no place for it.
-        path: That was asked: below ``/v1/messages`` it is Anthropic's form, else OpenAI's.
+        code: Code for programs; Anthropic's form has none.
+        path: Requested path. Below ``/v1/messages`` it is Anthropic's form, otherwise OpenAI's.
     """
     if path.startswith(_ANTHROPICS):
         kind = _ANTHROPIC_TYPES.get(status, "api_error" if status >= 500 else _INVALID)
@@ -76,7 +64,7 @@ def error_body(message: str, *, status: int, code: str, path: str = "") -> bytes
 
 
 def error_reply(error: RequestError, path: str = "") -> Reply:
-    """Return a refused request's answer, see `error_body`."""
+    """Return the response for a refused request, see `error_body`."""
     headers = dict(JSON)
     if error.retry_after_s is not None:
         headers["retry-after"] = str(error.retry_after_s)

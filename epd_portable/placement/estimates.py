@@ -1,0 +1,226 @@
+"""Estimates of instances: seconds of their work, and likely content of their caches. Pure.
+
+Encoders are observed item by item. An instance computes several responses in one step, so each is
+charged an equal part of the time that it shares with the others.
+
+Sizes are powers of two: of the estimated number of pixels, so a model that scales large images down
+is followed, or of the prompt's tokens to compute. An unknown size is taken for the next smaller or
+larger one.
+
+Engines do not report what they evict from prefix caches, so that estimate has a bound.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+from collections import defaultdict
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from typing import TypeVar
+
+from epd_portable.config.roles import Role
+from epd_portable.media.limits import RequestItem
+
+_NEW_ITEM = 0.2
+"""Weight of the latest item in the average."""
+_NEW_RESPONSE = 0.05
+"""Weight of the latest response in the average."""
+_FORGET = 1.001
+"""Growth of the least average with each response, as a factor."""
+
+K = TypeVar("K", bound=Hashable)
+_Found = TypeVar("_Found")
+
+
+class EncodeTimes:
+    """Average seconds that encoders take for an item, by modality and size."""
+
+    def __init__(self) -> None:
+        self._averages: dict[tuple[str, int], float] = {}
+
+    def observe(self, item: RequestItem, seconds: float) -> None:
+        """Take in one encode job."""
+        kind = item.modality, item.pixels.bit_length()
+        average = self._averages.get(kind, seconds)
+        self._averages[kind] = average + _NEW_ITEM * (seconds - average)
+
+    def of(self, item: RequestItem) -> float:
+        """Return the seconds for an item; 0 for an unknown size."""
+        return _nearest(self._averages, item.modality, item.pixels) or 0.0
+
+
+class Work:
+    """Work that came, and seconds for a response, by role and size of the prompt.
+
+    With few requests at a time each has a large part of an instance, which could do more in the
+    same time. Responses are taken for the least that they took on average, forgotten slowly.
+
+    Attributes:
+        came_s: Seconds of work that came, by role, modality and size; a prompt's modality is
+            ``text``. An item belongs to ``encode``, wherever it is encoded. Unknown work is 0.
+    """
+
+    def __init__(self) -> None:
+        self.came_s: defaultdict[tuple[Role, str, int], float] = defaultdict(float)
+        self._responses_s: dict[tuple[str, int], tuple[float, float]] = {}
+
+    def item_came(self, item: RequestItem, seconds: float) -> None:
+        """Count an item to encode."""
+        self.came_s["encode", item.modality, item.pixels.bit_length()] += seconds
+
+    def prompt_came(self, role: Role, tokens: int) -> None:
+        """Count a prompt with ``tokens`` to compute."""
+        self.came_s[role, "text", tokens.bit_length()] += self.response_s(role, tokens)
+
+    def response_s(self, role: Role, tokens: int) -> float:
+        """Return the seconds for a response; 0 for an unknown size of the prompt."""
+        return (_nearest(self._responses_s, role, tokens) or (0.0, 0.0))[1]
+
+    def observe_response(self, role: Role, tokens: int, seconds: float) -> None:
+        """Take in one response."""
+        kind = role, tokens.bit_length()
+        average, least = self._responses_s.get(kind, (seconds, seconds))
+        average += _NEW_RESPONSE * (seconds - average)
+        self._responses_s[kind] = average, min(average, _FORGET * least)
+
+
+class AnswerTimes:
+    """Time of one instance, of which all requests that it computes have an equal part.
+
+    Attributes:
+        owed_ms: Work of open responses, in whole milliseconds: sums of floats would drift.
+        running: Requests that wait for no item.
+    """
+
+    def __init__(self, work: Work, role: Role, clock: Callable[[], float]) -> None:
+        self.owed_ms = self.running = 0
+        self._work = work
+        self._role: Role = role
+        self._clock = clock
+        self._each_s = self._until = 0.0
+
+    def begin(self) -> float:
+        """Count one more request; return the seconds that each had until now."""
+        since_s = self.each_s()
+        self.running += 1
+        return since_s
+
+    def end(self) -> None:
+        """Count one request less."""
+        self.each_s()
+        self.running -= 1
+
+    def each_s(self) -> float:
+        """Return the seconds that a request has had, if it ran from the beginning."""
+        now = self._clock()
+        if self.running:
+            self._each_s += (now - self._until) / self.running
+        self._until = now
+        return self._each_s
+
+    def expected_ms(self, tokens: int) -> int:
+        """Return the work of a response to a prompt with ``tokens`` to compute."""
+        return round(1000 * self._work.response_s(self._role, tokens))
+
+    def observe(self, tokens: int, since_s: float) -> None:
+        """Learn from a response that ends; ``since_s`` was returned by `begin`."""
+        self._work.observe_response(self._role, tokens, self.each_s() - since_s)
+
+
+def _nearest(found: Mapping[tuple[str, int], _Found], name: str, amount: int) -> _Found | None:
+    """Return what is known of a size, or of the next smaller or larger one."""
+    size = amount.bit_length()
+    for near in (size, size - 1, size + 1):
+        if (known := found.get((name, near))) is not None:
+            return known
+    return None
+
+
+class Recent(dict[K, None]):
+    """The keys that were used last, at most so many."""
+
+    __slots__ = ("_most",)
+
+    def __init__(self, most: int) -> None:
+        super().__init__()
+        self._most = most
+
+    def use(self, keys: Iterable[K]) -> list[K]:
+        """Take keys as used, the last one last; return those that drop out."""
+        for key in keys:
+            self.pop(key, None)
+            self[key] = None
+        # In one go: each look for the first one passes the places of those that are gone.
+        gone = [*itertools.islice(self, max(0, len(self) - self._most))]
+        for key in gone:
+            del self[key]
+        return gone
+
+
+class CacheSizes:
+    """How much each instance keeps, and which of them have the beginning of a prompt."""
+
+    def __init__(self, *, items: int = 2048, blocks: int = 31_250) -> None:
+        self.items = items
+        self.blocks = blocks
+        self._with_first: dict[int, set[CacheEstimate]] = {}
+
+    def new_estimate(self) -> CacheEstimate:
+        """Return the estimate of an instance that has nothing yet."""
+        return CacheEstimate(self.items, self.blocks, self._with_first)
+
+    def with_prefix(self, blocks: Sequence[int]) -> Collection[CacheEstimate]:
+        """Return the estimates of those that have the first of some blocks."""
+        return self._with_first.get(blocks[0], ()) if blocks else ()
+
+
+class CacheEstimate:
+    """What one instance was given and most likely still has.
+
+    Attributes:
+        items: Encoder outputs, by name.
+        blocks: Of prompts, each as a hash of it and of all before it.
+    """
+
+    __slots__ = ("_with_first", "blocks", "items")
+
+    def __init__(self, items: int, blocks: int, with_first: dict[int, set[CacheEstimate]]) -> None:
+        self.items: Recent[str] = Recent(items)
+        self.blocks: Recent[int] = Recent(blocks)
+        self._with_first = with_first
+
+    def prefix(self, blocks: Sequence[int], guess: int = 0) -> int:
+        """Return how many of a request's first blocks are here.
+
+        Whoever has a block has those before it, too: they are named and kept together.
+
+        Args:
+            guess: How many that may be; a right one takes two looks.
+        """
+        known, count = self.blocks, len(blocks)
+        if guess and blocks[guess - 1] not in known:
+            low, high = 0, guess - 1
+        elif guess < count and blocks[guess] in known:
+            low, high = guess + 1, count
+        else:
+            return guess
+        return bisect.bisect_left(blocks, True, low, high, key=lambda block: block not in known)
+
+    def use_prefix(self, blocks: Sequence[int]) -> None:
+        """Take a request's blocks as computed here; the first of them stays longest."""
+        self._drop_first(self.blocks.use(reversed(blocks)))
+        if blocks and blocks[0] in self.blocks:
+            self._with_first.setdefault(blocks[0], set()).add(self)
+
+    def clear(self) -> None:
+        """Take everything as gone: the instance was restarted, or has left."""
+        self.items.clear()
+        self._drop_first(self.blocks)
+        self.blocks.clear()
+
+    def _drop_first(self, blocks: Iterable[int]) -> None:
+        for block in blocks:
+            if holders := self._with_first.get(block):
+                holders.discard(self)
+                if not holders:
+                    del self._with_first[block]
