@@ -195,11 +195,6 @@ HOOKS: tuple[Relied, ...] = (
         "__init__ fields_for",
         since=(0, 31),
     ),
-    _row(
-        "distributed.ec_transfer.ec_connector.utils.collect_ec_item_metadata",
-        _COMPAT,
-        since=(0, 31),
-    ),
     # What is read of requests and steps.
     _row("v1.request.Request", _CONNECTOR, "ec_transfer_params", since=(0, 26)),
     _row("v1.request.Request", _COMPAT, "kv_transfer_params"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from epd_portable.config.secret import Secret
 from epd_portable.encode.producer import TransferOrder
@@ -12,9 +13,22 @@ from epd_portable.items.encoder_cache import EncoderCacheManager
 from epd_portable.items.prompt import engine_names
 from epd_portable.log import trace
 from epd_portable.wire.descriptors import TensorSpec
-from epd_portable.wire.params import EncodedItem, EncodeParams
+from epd_portable.wire.params import EncodeParams
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedItem:
+    """An item of an encode job, as its engine names it; ``tensor`` is what becomes of it.
+
+    Attributes:
+        modality: ``image``, ``video`` or ``audio``.
+    """
+
+    mm_hash: str
+    modality: str
+    tensor: TensorSpec
 
 
 class Dispatcher:
@@ -44,19 +58,19 @@ class Dispatcher:
     def request_arrived(
         self,
         request_id: str,
-        items: Sequence[tuple[EncodedItem, TensorSpec]],
+        items: Sequence[EncodedItem],
         params: EncodeParams,
     ) -> None:
         """Remember which consumers the items of a request are for, each with its output.
 
         A transfer that no front has signed is not delivered: a request could name any address.
         """
-        distinct = {item.mm_hash: (item, tensor) for item, tensor in items}
-        names = engine_names([(item.mm_hash, item.modality) for item, _ in items], params.transfers)
+        distinct = {item.mm_hash: item for item in items}
+        names = engine_names([(each.mm_hash, each.modality) for each in items], params.transfers)
         orders = []
         for transfer in params.transfers:
-            item, tensor = distinct.get(names.get(transfer.item_uuid, ""), (None, None))
-            if item is None or tensor is None:
+            item = distinct.get(names.get(transfer.item_uuid, ""))
+            if item is None:
                 logger.warning(
                     "request %s names %d transfers but has %d items: %s is not delivered",
                     request_id,
@@ -81,12 +95,11 @@ class Dispatcher:
                     transfer_id=transfer.transfer_id,
                     mm_hash=item.mm_hash,
                     consumer=transfer.consumer,
-                    tensor=tensor,
+                    tensor=item.tensor,
                     item_uuid=transfer.item_uuid,
                     proof=transfer.proof,
                     kind=transfer.modality,
                     modality=item.modality,
-                    metadata=item.metadata,
                 )
             )
         if orders:

@@ -17,7 +17,6 @@ import enum
 import itertools
 import secrets
 from dataclasses import dataclass, field
-from typing import Any
 
 import msgspec
 
@@ -47,7 +46,7 @@ class TransferOrder:
         tensor: Shape and dtype of the encoder's output.
         item_uuid: As in `epd_portable.wire.params.EncodeTransfer`, as is ``proof``.
         kind: Modality as there.
-        modality: As in `epd_portable.wire.params.EncodedItem`, as is ``metadata``.
+        modality: The engine's: ``image``, ``video`` or ``audio``.
     """
 
     transfer_id: str
@@ -58,7 +57,6 @@ class TransferOrder:
     proof: str = ""
     kind: str = "image"
     modality: str = "image"
-    metadata: dict[str, list[Any]] | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

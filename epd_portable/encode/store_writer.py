@@ -191,8 +191,7 @@ class StoreWriter:
             head = self._seal.open(raw, key)
         except CorruptEntryError:
             return False
-        known = order.metadata is None or head.metadata == order.metadata
-        return known and (head.mm_hash, head.tensor) == (order.mm_hash, order.tensor)
+        return (head.mm_hash, head.tensor) == (order.mm_hash, order.tensor)
 
     def _entry(self, key: str, output: Output) -> Entry | None:
         order = output.order
@@ -209,6 +208,5 @@ class StoreWriter:
             key=key,
             mm_hash=order.mm_hash,
             modality=order.modality,
-            metadata=order.metadata,
             tensor=order.tensor,
         )

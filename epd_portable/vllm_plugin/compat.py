@@ -338,25 +338,18 @@ def encoder_modules(model: Any) -> list[torch.nn.Module]:
     return [each for each in model.modules() if each not in language and each is not model]
 
 
-def metadata_resolver(vllm_config: VllmConfig) -> Any:
-    """Return vLLM's ``PlaceholderMetadataResolver``, or ``None`` where it has none."""
-    if version() < HAS_METADATA:
-        return None
-    from vllm.distributed.ec_transfer.ec_connector import utils
-
-    return utils.PlaceholderMetadataResolver(vllm_config.model_config)
-
-
-def metadata_fields(vllm_config: VllmConfig, resolver: Any) -> dict[str, set[str]]:
-    """Return the metadata fields of every modality that the model takes.
+def metadata_fields(vllm_config: VllmConfig) -> dict[str, set[str]]:
+    """Return the metadata fields of every modality that the model takes; none before vLLM 0.31.
 
     The first call in a process may load the model's processor, which takes a second and more.
     """
     model = vllm_config.model_config
-    if resolver is None or not model.is_multimodal_model:
+    if version() < HAS_METADATA or not model.is_multimodal_model:
         return {}
+    from vllm.distributed.ec_transfer.ec_connector import utils
     from vllm.multimodal import MULTIMODAL_REGISTRY
 
+    resolver = utils.PlaceholderMetadataResolver(model)
     modalities = MULTIMODAL_REGISTRY.create_processor(model).info.supported_mm_limits
     return {modality: resolver.fields_for(modality) for modality in modalities}
 
@@ -390,15 +383,6 @@ def sample_items(vllm_config: VllmConfig, processor: Any) -> dict[str, dict[str,
     finally:
         restore()
     return found
-
-
-def item_metadata(feature: Any, resolver: Any) -> dict[str, list[Any]]:
-    """Return the metadata that the engine has of a ``MultiModalFeatureSpec``, as JSON values."""
-    from vllm.distributed.ec_transfer.ec_connector import utils
-
-    items = utils.collect_ec_item_metadata([feature], resolver)
-    metadata: dict[str, list[Any]] = items[feature.identifier]["metadata"]
-    return metadata
 
 
 def server_commands() -> tuple[Any, Any]:

@@ -46,7 +46,7 @@ from epd_portable.transfer.worker_endpoint import WorkerEndpoint
 from epd_portable.vllm_plugin import agreement, compat, exposition
 from epd_portable.vllm_plugin.encoder_memory import cache_bytes
 from epd_portable.vllm_plugin.media_again import MediaOfWorkers
-from epd_portable.vllm_plugin.metadata import ItemMetadata
+from epd_portable.vllm_plugin.metadata import ItemMetadata, encoded_items, output_tensor
 from epd_portable.vllm_plugin.reports import Kind, StepMetadata, from_names, to_names
 from epd_portable.wire.descriptors import TensorSpec
 from epd_portable.wire.params import (
@@ -156,12 +156,6 @@ class SchedulerConnector(EPDConnector):
     def request_arrived(self, request: Request) -> None:
         """A request was added to the scheduler."""
 
-    def __init__(
-        self, vllm_config: VllmConfig, role: ECConnectorRole, *args: Any, **kwargs: Any
-    ) -> None:
-        super().__init__(vllm_config, role, *args, **kwargs)
-        self._metadata = ItemMetadata(vllm_config)
-
 
 class EncodeScheduler(SchedulerConnector):
     """The scheduler half of an encode instance: a `Dispatcher` and its `EncodeQueue`.
@@ -180,10 +174,12 @@ class EncodeScheduler(SchedulerConnector):
     def attach(self, scheduler: Any) -> EncoderCacheManager:
         """See `SchedulerConnector`."""
         config = self._config
+
+        def nbytes(request: Request, index: int) -> int:
+            return output_tensor(self._vllm_config, request.mm_features[index]).nbytes
+
         self._cache = TwoLevelCache(
-            scheduler.encoder_cache_manager.cache_size,
-            config.host_cache_bytes,
-            lambda request, index: self._metadata.tensor(request.mm_features[index]).nbytes,
+            scheduler.encoder_cache_manager.cache_size, config.host_cache_bytes, nbytes
         )
         secret = Secret.read(config.secret_file)
         self._dispatcher = Dispatcher(self._cache, secret)
@@ -203,7 +199,7 @@ class EncodeScheduler(SchedulerConnector):
             return
         params = compat.read_transfer_params(EncodeParams, request)
         if params is not None:
-            items = self._metadata.encoded_items(request)
+            items = encoded_items(self._vllm_config, request)
             self._dispatcher.request_arrived(request.request_id, items, params)
         consumer = self._dispatcher.consumer(request.request_id)
         self.queue.arrived(request, consumer, time.monotonic())
@@ -292,6 +288,7 @@ class PDScheduler(SchedulerConnector):
 
     def attach(self, scheduler: Any) -> EncoderCacheManager:
         """See `SchedulerConnector`."""
+        self._metadata = ItemMetadata(self._vllm_config)
         self.receiver = Receiver(
             self._config,
             fingerprint=self._fingerprint,
@@ -324,7 +321,7 @@ class PDScheduler(SchedulerConnector):
         if params is None:
             return False
         self._dispatcher.request_arrived(
-            request.request_id, self._metadata.encoded_items(request), params
+            request.request_id, encoded_items(self._vllm_config, request), params
         )
         encodes = self._config.can_encode and request.lora_request is None
         items = self._metadata.prompt_items(request, with_media=encodes)

@@ -1,59 +1,50 @@
 """The items of a request, and their metadata: the fields that size an item's place in the prompt.
 
-An encode instance publishes them (`ItemMetadata.of`); a PD instance checks whether a request holds
-the item's media as well (`ItemMetadata.has_media`). vLLM declares the fields of a model
-(``MultiModalDataParser.embedding_fields``, by ``PlaceholderMetadataResolver``, 0.31 and later).
+The front replaces an item's media by its metadata for the engine that does not encode it. vLLM
+declares the fields of a model (``MultiModalDataParser.embedding_fields``, by
+``PlaceholderMetadataResolver``, 0.31 and later).
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from epd_portable.encode.dispatcher import EncodedItem
 from epd_portable.items.items import PromptItem
 from epd_portable.vllm_plugin import compat
 from epd_portable.wire.descriptors import TensorSpec
-from epd_portable.wire.params import EncodedItem
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.request import Request
 
-MAX_REMEMBERED = 16384
-"""Items whose fields are remembered: a few numbers each."""
+
+def output_tensor(config: VllmConfig, feature: Any) -> TensorSpec:
+    """Return what the encoder makes of a ``MultiModalFeatureSpec``: ``(num_embeds, width)``."""
+    width = compat.encoder_output_width(config, feature.modality)
+    return TensorSpec(
+        shape=(feature.mm_position.get_num_embeds(), width), dtype=compat.dtype_name(config)
+    )
+
+
+def encoded_items(config: VllmConfig, request: Request) -> list[EncodedItem]:
+    """Return what an encode job is to encode, in order."""
+    return [
+        EncodedItem(each.identifier, each.modality, output_tensor(config, each))
+        for each in request.mm_features
+    ]
 
 
 class ItemMetadata:
-    """The metadata of one engine's items.
+    """The metadata of one model's items.
 
-    An item that the engine's front end has cached may arrive without data, so the fields of the
-    latest `MAX_REMEMBERED` items are kept. The model's processor is loaded here, before the engine
-    is ready.
+    The model's processor is loaded here, which takes a second and more.
     """
 
-    def __init__(self, vllm_config: VllmConfig) -> None:
-        self._vllm_config = vllm_config
-        self._resolver = compat.metadata_resolver(vllm_config)
-        self._declared = compat.metadata_fields(vllm_config, self._resolver)
-        self._known: OrderedDict[str, dict[str, list[Any]]] = OrderedDict()
-
-    def of(self, feature: Any) -> dict[str, list[Any]] | None:
-        """Return the fields of a ``MultiModalFeatureSpec``, see `EncodedItem.metadata`."""
-        wanted = self._fields(feature.modality)
-        if not wanted:
-            return {}
-        if feature.data is not None and not _position_fields(feature.data) <= wanted:
-            return {}
-        found = compat.item_metadata(feature, self._resolver)
-        if wanted <= found.keys():
-            self._known[feature.identifier] = found
-            if len(self._known) > MAX_REMEMBERED:
-                self._known.popitem(last=False)
-        if feature.identifier not in self._known:
-            return None
-        self._known.move_to_end(feature.identifier)
-        return self._known[feature.identifier]
+    def __init__(self, config: VllmConfig) -> None:
+        self._config = config
+        self._declared = compat.metadata_fields(config)
 
     def has_media(self, feature: Any) -> bool:
         """Return whether a ``MultiModalFeatureSpec`` holds more than metadata.
@@ -74,28 +65,6 @@ class ItemMetadata:
         data = type(feature.data)({key: feature.data[key] for key in wanted})
         return replace(feature, data=data)
 
-    def tensor(self, feature: Any) -> TensorSpec:
-        """Return what the encoder makes of a ``MultiModalFeatureSpec``: ``(num_embeds, width)``."""
-        width = compat.encoder_output_width(self._vllm_config, feature.modality)
-        return TensorSpec(
-            shape=(feature.mm_position.get_num_embeds(), width),
-            dtype=compat.dtype_name(self._vllm_config),
-        )
-
-    def encoded_items(self, request: Request) -> list[tuple[EncodedItem, TensorSpec]]:
-        """Return what an encode job is to encode, in order."""
-        return [
-            (
-                EncodedItem(
-                    mm_hash=feature.identifier,
-                    modality=feature.modality,
-                    metadata=self.of(feature),
-                ),
-                self.tensor(feature),
-            )
-            for feature in request.mm_features
-        ]
-
     def prompt_items(self, request: Request, *, with_media: bool) -> list[PromptItem]:
         """Return the items of a prompt, in order.
 
@@ -109,7 +78,7 @@ class ItemMetadata:
                 begin=feature.mm_position.offset,
                 end=feature.mm_position.offset + feature.mm_position.length,
                 num_embeds=feature.mm_position.get_num_embeds(),
-                tensor=self.tensor(feature),
+                tensor=output_tensor(self._config, feature),
                 modality=feature.modality,
                 has_media=self.has_media(feature),
                 media=feature.data if with_media and feature.data else None,

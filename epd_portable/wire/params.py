@@ -43,21 +43,6 @@ class EncodeParams(msgspec.Struct, frozen=True, kw_only=True):
     transfers: Annotated[tuple[EncodeTransfer, ...], Meta(max_length=MAX_TRANSFERS)]
 
 
-class EncodedItem(msgspec.Struct, frozen=True, kw_only=True):
-    """What a PD instance must know of an item in place of its media.
-
-    Attributes:
-        modality: The engine's: ``image``, ``video`` or ``audio``.
-        metadata: Fields that size the item's place in the prompt, such as Qwen-VL's
-            ``image_grid_thw``. Empty if the model's items cannot be sent without their media;
-            ``None`` if the engine does not hold this item's fields any more.
-    """
-
-    mm_hash: Name
-    modality: Word
-    metadata: dict[Word, list[Any]] | None = None
-
-
 class ExpectedTransfer(msgspec.Struct, frozen=True, kw_only=True):
     """One item that a PD request will receive.
 

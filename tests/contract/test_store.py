@@ -69,9 +69,7 @@ def key(name: str) -> str:
 def entry(name: str, nbytes: int = 4096, *, dtype: str = "float32", fill: int = 1) -> Entry:
     spec = TensorSpec(shape=(nbytes // (64 * DTYPE_BYTES[dtype]), 64), dtype=dtype)
     payload = memoryview(bytes([fill]) * spec.nbytes)
-    return SEAL.entry(
-        payload, key=key(name), mm_hash=name, modality="image", metadata=None, tensor=spec
-    )
+    return SEAL.entry(payload, key=key(name), mm_hash=name, modality="image", tensor=spec)
 
 
 def loaded(store: Store, name: str, nbytes: int = 4096) -> bytes | None:

@@ -25,7 +25,7 @@ from epd_portable.front.item_jobs import EncodeOrder
 from epd_portable.front.request import GracefulHTTPError
 from epd_portable.transfer.stores.lookup import StoredItem
 from epd_portable.vllm_plugin import compat
-from epd_portable.wire.params import CacheNews, EncodedItem, to_params
+from epd_portable.wire.params import CacheNews, to_params
 from tests.integration.front.played_front import (
     CONTROL,
     PAIRS,
@@ -195,8 +195,7 @@ class Store:
         found = {}
         for each in items:
             if self._random.random() < 0.3:
-                metadata = EncodedItem(mm_hash=each.item_uuid, modality=each.modality)
-                found[each.item_uuid] = StoredItem(f"key of {each.item_uuid}", metadata)
+                found[each.item_uuid] = StoredItem(f"key of {each.item_uuid}")
         await asyncio.sleep(0)
         return found
 

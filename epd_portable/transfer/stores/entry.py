@@ -10,7 +10,7 @@ import hashlib
 import hmac
 import secrets
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -35,7 +35,7 @@ class Head(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         key: The entry's key; under another one the entry is invalid.
-        modality: As in `epd_portable.wire.params.EncodedItem`.
+        modality: The engine's: ``image``, ``video`` or ``audio``.
         nonce: For the key of ``tag``, in hexadecimal digits.
         tag: Authentication code of the payload, in hexadecimal digits.
     """
@@ -44,7 +44,6 @@ class Head(msgspec.Struct, frozen=True, kw_only=True):
     key: Name
     mm_hash: Name
     modality: Word
-    metadata: dict[Word, list[Any]] | None
     tensor: TensorSpec
     nonce: Word
     tag: Word
@@ -112,7 +111,6 @@ class Seal:
         key: str,
         mm_hash: str,
         modality: str,
-        metadata: dict[str, list[Any]] | None,
         tensor: TensorSpec,
     ) -> Entry:
         """Return an entry to be written, its head sealed; the arguments are those of `Head`.
@@ -130,7 +128,6 @@ class Seal:
             key=key,
             mm_hash=mm_hash,
             modality=modality,
-            metadata=metadata,
             tensor=tensor,
             nonce=nonce,
             tag=self._tag(nonce, payload),

@@ -18,7 +18,6 @@ from epd_portable.transfer.circuit_breaker import CircuitBreaker
 from epd_portable.transfer.stores.base import Store, make_store
 from epd_portable.transfer.stores.entry import Seal
 from epd_portable.transfer.stores.metrics import StoreMetrics
-from epd_portable.wire.params import EncodedItem
 
 logger = logging.getLogger(__name__)
 
@@ -31,17 +30,11 @@ class StoredItem:
 
     Attributes:
         key: Of its entry.
-        metadata: What a PD instance must know of it in place of its media.
         usable: Nothing has gone wrong with it yet.
     """
 
     key: str
-    metadata: EncodedItem
     usable: bool = True
-
-    def serves(self, *, metadata_only: bool) -> bool:
-        """Return whether a PD instance can have the item so; ``metadata_only``: without media."""
-        return self.usable and (bool(self.metadata.metadata) or not metadata_only)
 
 
 class StoreLookup:
@@ -105,15 +98,14 @@ class StoreLookup:
 
     def _read(self, key: str, raw: bytes) -> StoredItem | None:
         try:
-            head = self._seal.open(raw, key)
+            self._seal.open(raw, key)
         except CorruptEntryError as error:
             self._metrics.asked("corrupt")
             logger.warning("an item is encoded anew: %s", error)
             self._threads.submit(self._discard, key)
             return None
         self._metrics.asked("hit")
-        metadata = EncodedItem(mm_hash=head.mm_hash, modality=head.modality, metadata=head.metadata)
-        return StoredItem(key, metadata)
+        return StoredItem(key)
 
     def _discard(self, key: str) -> None:
         try:

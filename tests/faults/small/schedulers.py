@@ -9,7 +9,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from epd_portable.config.instance import InstanceConfig
-from epd_portable.encode.dispatcher import Dispatcher
+from epd_portable.encode.dispatcher import Dispatcher, EncodedItem
 from epd_portable.items.encoder_cache import EncoderCacheManager
 from epd_portable.items.items import PromptItem
 from epd_portable.items.prefill import PrefillRequests
@@ -18,7 +18,6 @@ from epd_portable.transfer.stores.entry import namespace_of
 from epd_portable.wire.descriptors import TensorSpec
 from epd_portable.wire.params import (
     CacheNews,
-    EncodedItem,
     EncodeParams,
     PrefillParams,
     read_params,
@@ -138,8 +137,7 @@ class EncodeScheduler(Scheduler):
 
     def arrived(self, request: Request) -> None:
         items = [
-            (EncodedItem(mm_hash=item.identifier, modality="image"), tensor(item))
-            for item in request.mm_features
+            EncodedItem(item.identifier, "image", tensor(item)) for item in request.mm_features
         ]
         assert request.params is not None, "an encode job names its transfers"
         self._dispatcher.request_arrived(

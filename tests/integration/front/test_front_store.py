@@ -62,7 +62,7 @@ def keep(front: Front, section: StoreSection, name: str) -> str:
     seal = Seal(front.client.secret)
     key = seal.key(namespace(front), name, "image")
     payload = memoryview(bytes(SPEC.nbytes))
-    entry = seal.entry(payload, key=key, mm_hash=name, modality="image", metadata=None, tensor=SPEC)
+    entry = seal.entry(payload, key=key, mm_hash=name, modality="image", tensor=SPEC)
     make_store(section).save_caches([entry])
     return key
 

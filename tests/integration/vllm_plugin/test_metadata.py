@@ -57,36 +57,21 @@ GRID = torch.tensor([1, 4, 4])
 PIXELS = torch.zeros(16, 8)
 
 
-def test_a_picture_is_described_by_its_grid_which_alone_is_none(metadata: Any) -> None:
+def keys(found: Any) -> set[str]:
+    """Return the fields of an item without its media; none if it cannot be sent so."""
+    return set() if found is None else {*found.data.keys()}
+
+
+def test_image_without_media_is_its_grid(metadata: Any) -> None:
     item = feature(pixel_values=PIXELS, image_grid_thw=GRID)
-    assert metadata.of(item) == {"image_grid_thw": [1, 4, 4]}
-    assert metadata.has_media(item)
-    assert not metadata.has_media(feature(image_grid_thw=GRID))
-    # What lies in another process counts.
+    bare = metadata.without_media(item)
+    assert keys(bare) == {"image_grid_thw"} and bare.identifier == "cat"
+    assert metadata.has_media(item) and not metadata.has_media(bare)
+    # Data in another process count as media.
     assert metadata.has_media(feature())
 
 
-def test_an_item_without_data_is_described_as_it_was_before(metadata: Any) -> None:
-    assert metadata.of(feature("dog")) is None
-    metadata.of(feature("dog", pixel_values=PIXELS, image_grid_thw=GRID))
-    assert metadata.of(feature("dog")) == {"image_grid_thw": [1, 4, 4]}
-
-
-def test_no_more_items_are_remembered_than_allowed(
-    metadata: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from epd_portable.vllm_plugin import metadata as module
-
-    monkeypatch.setattr(module, "MAX_REMEMBERED", 2)
-    for name in ("emu", "fox", "gnu"):
-        metadata.of(feature(name, pixel_values=PIXELS, image_grid_thw=GRID))
-    assert metadata.of(feature("emu")) is None
-    assert metadata.of(feature("gnu")) == {"image_grid_thw": [1, 4, 4]}
-
-
-def test_the_model_is_asked_at_the_start_and_never_while_items_come(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_model_is_asked_at_the_start_only(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.multimodal import MULTIMODAL_REGISTRY
 
     metadata = make_metadata()
@@ -95,20 +80,20 @@ def test_the_model_is_asked_at_the_start_and_never_while_items_come(
         raise AssertionError("a processor was built for an item")
 
     monkeypatch.setattr(MULTIMODAL_REGISTRY, "create_processor", refuse)
-    picture = feature(pixel_values=PIXELS, image_grid_thw=GRID)
+    image = feature(pixel_values=PIXELS, image_grid_thw=GRID)
     video = feature("clip", "video", pixel_values_videos=PIXELS, video_grid_thw=GRID)
     song = feature("song", "audio", pixel_values=PIXELS)
-    described = [metadata.of(each) for each in (picture, video, song)]
-    assert described == [{"image_grid_thw": [1, 4, 4]}, {"video_grid_thw": [1, 4, 4]}, {}]
-    assert all(metadata.has_media(each) for each in (picture, video, song))
+    found = [keys(metadata.without_media(each)) for each in (image, video, song)]
+    assert found == [{"image_grid_thw"}, {"video_grid_thw"}, set()]
+    assert all(metadata.has_media(each) for each in (image, video, song))
 
 
-def test_a_video_placed_by_more_than_what_is_declared_cannot_be_described(metadata: Any) -> None:
-    plain = {"pixel_values_videos": PIXELS, "video_grid_thw": GRID}
-    assert metadata.of(feature("clip", "video", **plain)) == {"video_grid_thw": [1, 4, 4]}
-    timed = feature("timed", "video", second_per_grid_ts=torch.tensor(0.5), **plain)
-    assert metadata.of(timed) == {}
+def test_video_placed_by_undeclared_fields_keeps_its_media(metadata: Any) -> None:
+    fields = {"pixel_values_videos": PIXELS, "video_grid_thw": GRID}
+    assert keys(metadata.without_media(feature("clip", "video", **fields)))
+    timed = feature("timed", "video", second_per_grid_ts=torch.tensor(0.5), **fields)
+    assert metadata.without_media(timed) is None
 
 
-def test_a_modality_that_the_model_does_not_declare_cannot_be_described(metadata: Any) -> None:
-    assert metadata.of(feature("song", "audio", pixel_values=PIXELS)) == {}
+def test_image_without_its_grid_keeps_its_media(metadata: Any) -> None:
+    assert metadata.without_media(feature(pixel_values=PIXELS)) is None

@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 
 from epd_portable.config.secret import Secret
-from epd_portable.encode.dispatcher import Dispatcher
-from epd_portable.wire.params import EncodedItem, EncodeParams, EncodeTransfer
+from epd_portable.encode.dispatcher import Dispatcher, EncodedItem
+from epd_portable.wire.params import EncodeParams, EncodeTransfer
 from tests.unit.builders import FakeRequest, encoder_cache, request
 from tests.unit.items.harness import spec
 
@@ -30,7 +30,7 @@ class Desk:
                 for transfer_id, mm_hash in transfers.items()
             )
         )
-        items = [(EncodedItem(mm_hash=name, modality="image"), spec(1)) for name in names]
+        items = [EncodedItem(name, "image", spec(1)) for name in names]
         self.dispatcher.request_arrived(request_id, items, params)
         return request(request_id, *((name, 1) for name in names))
 
@@ -113,7 +113,7 @@ def test_transfer_without_valid_proof_is_not_delivered(
     fields = {"transfer_id": "t", "item_uuid": "a", "consumer": CONSUMER}
     proof = SECRET.sign_transfer(fields["transfer_id"], fields["item_uuid"], fields["consumer"])
     transfer = EncodeTransfer(**{**fields, "proof": proof, **changed})
-    items = [(EncodedItem(mm_hash=name, modality="image"), spec(1)) for name in "ab"]
+    items = [EncodedItem(name, "image", spec(1)) for name in "ab"]
     desk.dispatcher.request_arrived("r", items, EncodeParams(transfers=(transfer,)))
     r = request("r", ("a", 1), ("b", 1))
     for index in range(2):

@@ -5,11 +5,10 @@ from __future__ import annotations
 import pytest
 
 from epd_portable.config.secret import Secret
-from epd_portable.encode.dispatcher import Dispatcher
+from epd_portable.encode.dispatcher import Dispatcher, EncodedItem
 from epd_portable.encode.shared_encoder import SharedEncoder
 from epd_portable.items.items import PromptItem, State
 from epd_portable.wire.params import (
-    EncodedItem,
     EncodeParams,
     EncodeTransfer,
     is_encode_job,
@@ -40,9 +39,7 @@ class Shared:
                 EncodeTransfer(transfer_id=name, item_uuid=name, consumer=OTHER, proof=proof),
             )
         )
-        self.dispatcher.request_arrived(
-            job, [(EncodedItem(mm_hash=name, modality="image"), spec(size))], params
-        )
+        self.dispatcher.request_arrived(job, [EncodedItem(name, "image", spec(size))], params)
         place = PromptItem(
             input_id=0,
             mm_hash=name,

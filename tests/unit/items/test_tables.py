@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Iterator
 
-from epd_portable.encode.dispatcher import Dispatcher
+from epd_portable.encode.dispatcher import Dispatcher, EncodedItem
 from epd_portable.items.consumer import MAX_ENDED
-from epd_portable.wire.params import EncodedItem, EncodeParams, EncodeTransfer
+from epd_portable.wire.params import EncodeParams, EncodeTransfer
 from tests.unit.builders import encoder_cache, request
 from tests.unit.encode.test_dispatcher import SECRET
 from tests.unit.items.harness import Item, Pair, PrefillSide, spec
@@ -118,7 +118,7 @@ def test_an_encode_instance_keeps_nothing_of_requests_and_transfers_that_have_en
         name, consumer = f"r-{number}", f"tcp://pd-{number}"
         proof = SECRET.sign_transfer(name, name, consumer)
         transfer = EncodeTransfer(transfer_id=name, item_uuid=name, consumer=consumer, proof=proof)
-        item = (EncodedItem(mm_hash=name, modality="image"), spec(1))
+        item = EncodedItem(name, "image", spec(1))
         dispatcher.request_arrived(name, [item], EncodeParams(transfers=(transfer,)))
         asked = request(name, (name, 1))
         if number % 2:

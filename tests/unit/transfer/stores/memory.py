@@ -23,9 +23,7 @@ def key(name: str) -> str:
 
 def entry(name: str, *, tensor: TensorSpec = SPEC, fill: int = 1) -> Entry:
     payload = memoryview(bytes([fill]) * tensor.nbytes)
-    return SEAL.entry(
-        payload, key=key(name), mm_hash=name, modality="image", metadata=None, tensor=tensor
-    )
+    return SEAL.entry(payload, key=key(name), mm_hash=name, modality="image", tensor=tensor)
 
 
 class MemoryStore(Store):

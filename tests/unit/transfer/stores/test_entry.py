@@ -31,7 +31,6 @@ def sealed(one: Seal, key: str, data: memoryview | None = None) -> bytes:
         key=key,
         mm_hash=ITEM,
         modality="image",
-        metadata={"image_grid_thw": [1, 2, 3]},
         tensor=SPEC,
     ).head
 
@@ -93,7 +92,6 @@ def test_a_payload_of_another_entry_is_refused() -> None:
         key="key",
         mm_hash=ITEM,
         modality="image",
-        metadata=None,
         tensor=SPEC,
         nonce=first.nonce,
         tag=second.tag,
