@@ -21,6 +21,7 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreReques
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from epd_portable.front.client import SplitClient
+from epd_portable.front.exchange import FrontExchange, exchange
 from epd_portable.front.item_jobs import EncodeOrder
 from epd_portable.front.request import GracefulHTTPError
 from epd_portable.transfer.stores.lookup import StoredItem
@@ -47,10 +48,12 @@ TOKENS = 3
 
 @dataclass(eq=False)
 class Asked:
-    """A request as its client sees it."""
+    """A request as its client sees it; a stream has begun with its first token."""
 
     name: str
     pictures: str
+    streams: bool = False
+    exchange: FrontExchange = field(default_factory=FrontExchange)
     tokens: list[int] = field(default_factory=list)
     ends: list[str] = field(default_factory=list)
     given_up: bool = False
@@ -272,9 +275,10 @@ class World:
     async def _ask(self) -> None:
         count = self.random.choice([0, 1, 1, 2, 3])
         pictures = "".join(self.random.choices(self.items, k=count))
-        one = Asked(str(len(self.asked)), pictures)
+        one = Asked(str(len(self.asked)), pictures, streams=self.random.random() < 0.5)
         self.asked[one.name] = one
         self._note(f"ask {one.name} of {pictures!r}")
+        exchange.set(one.exchange)
         try:
             await self.client.add_request_async(request(one.name, pictures))
         except GracefulHTTPError as error:
@@ -486,6 +490,7 @@ class World:
                     continue
                 assert not one.ends, f"{one} goes on after its end: {each}"
                 one.tokens += each.new_token_ids
+                one.exchange.begun |= one.streams
                 if each.finish_reason is not None:
                     one.ends.append(str(each.finish_reason))
                     self._note(f"{one.name} ends: {each.finish_reason}")
@@ -494,9 +499,9 @@ class World:
         self._note(f"{request_id} fails: {error}")
         assert isinstance(error, GracefulHTTPError), repr(error)
         one = self.asked[request_id]
-        assert not one.tokens, "what has begun is not refused"
+        assert not one.exchange.begun, "a stream that has begun is not refused"
         one.ends.append(f"failed: {error}")
-        self.happened["failed"] += 1
+        self.happened["failed after a token" if one.tokens else "failed"] += 1
 
     async def _end(self) -> None:
         """Let nothing go wrong any more until everybody is answered."""

@@ -34,6 +34,7 @@ MUST_HAPPEN = {
     "encode failed",
     "encoded where it was needed",
     "failed",
+    "failed after a token",
     "forget",
     "given up",
     "held",
