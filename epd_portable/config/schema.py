@@ -14,7 +14,15 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from epd_portable.config.front import FrontSection
 from epd_portable.config.groups import EngineArgs, Environment, Instances
 from epd_portable.config.quantities import FrontUrl, Seconds, Section, Size
-from epd_portable.config.roles import DUTIES, ENCODES, ROLES, SENDS_KV, TAKES_ITEMS, Role
+from epd_portable.config.roles import (
+    DUTIES,
+    ENCODES,
+    ROLES,
+    SENDS_KV,
+    TAKES_ITEMS,
+    Role,
+    group_of,
+)
 from epd_portable.config.store import StoreSection
 from epd_portable.config.transfer import PathName
 
@@ -127,7 +135,7 @@ class Topology(Section):
         if self.secret_file is None:
             raise ValueError(f"launch.join {front}: set secret_file, a copy of that front's")
         counts = self.instances.counts
-        if others := [role for role in ROLES if role != "encode" and counts[role]]:
+        if others := [group_of(role) for role in ROLES if role != "encode" and counts[role]]:
             raise ValueError(
                 f"instances: {', '.join(others)} cannot join a front on another machine, only "
                 "encode can: start them with their front, or set their count to 0"

@@ -237,7 +237,9 @@ def plan(as_json: bool, **options: Any) -> None:
     request = PlanRequest.from_options(**options)
     topology = request.load()
     run_id, machine = new_run_id(), request.expected_machine(os.environ)
-    result = request.plan(topology, run_id, machine, temp_dir=str(_temp_dir(run_id)))
+    temp_dir = str(_temp_dir(run_id))
+    # Ports are chosen again at a start, and the host may be another machine.
+    result = request.plan(topology, run_id, machine, temp_dir=temp_dir, free=lambda *_: True)
     warnings = [*result.warnings]
     if not request.hardware:
         # A machine that is not here has other files and ports.

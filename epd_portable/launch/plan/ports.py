@@ -56,6 +56,22 @@ def claim(port: int, host: str = "127.0.0.1") -> bool:
     return True
 
 
+def require_address(host: str) -> None:
+    """Check that a host is an address of this machine.
+
+    Raises:
+        ConfigError: It is not.
+    """
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        try:
+            probe.bind((host, 0))
+        except OSError as error:
+            raise ConfigError(
+                f"launch.host {host} cannot be used here: {error.strerror or error}. Write an "
+                "address of this machine, or auto."
+            ) from error
+
+
 def require_free(port: int, host: str) -> None:
     """Check the public port.
 

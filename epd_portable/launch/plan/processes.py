@@ -17,7 +17,7 @@ from pydantic import JsonValue
 from epd_portable.config.choice import with_file
 from epd_portable.config.hardware import HardwareProfile
 from epd_portable.config.instance import InstanceConfig
-from epd_portable.config.roles import ENCODES, ROLES, SENDS_KV, TAKES_ITEMS, TAKES_KV, Role
+from epd_portable.config.roles import ENCODES, ROLES, SENDS_KV, TAKES_ITEMS, TAKES_KV, Role, group_of
 from epd_portable.config.schema import Topology
 from epd_portable.errors import ConfigError
 from epd_portable.launch.plan.engine import Engine
@@ -360,8 +360,8 @@ def _disagreements(topology: Topology) -> list[str]:
     senders = [role for role in args if role in ENCODES]
     pairs = {frozenset({role, other}) for role in senders for other in args if other in TAKES_ITEMS}
     return [
-        f"{name} differs between {' and '.join(sorted(pair))} instances, which refuse each other's "
-        f"items then: set it in engine_args, for all of them"
+        f"{name} differs between {' and '.join(sorted(map(group_of, pair)))} instances, which refuse "
+        "each other's items then: set it in engine_args, for all of them"
         for pair in sorted(pairs, key=sorted)
         for name in AGREED_ARGS
         if len({repr(_agreed(args[role].get(name))) for role in pair}) > 1

@@ -27,8 +27,10 @@ from epd_portable.launch.plan.machine import (
 )
 from epd_portable.launch.plan.model import ModelSource, resolve_model
 from epd_portable.launch.plan.ports import (
+    claim,
     port_source,
     ports_in_order,
+    require_address,
     require_free,
 )
 from epd_portable.launch.plan.processes import Machine, Plan, make_plan
@@ -125,8 +127,11 @@ class PlanRequest:
         temp_dir: str,
         model: ModelSource | None = None,
         free_port: Callable[[], int] | None = None,
+        free: Callable[[int, str], bool] = claim,
     ) -> Plan:
         """Make the plan, for this machine where model and ports are left out.
+
+        ``free`` returns whether a port of a host can be used.
 
         Raises:
             ConfigError: The topology does not fit; names the place of the key.
@@ -139,7 +144,7 @@ class PlanRequest:
                 traits=self.traits,
                 machine=machine,
                 run_id=run_id,
-                free_port=free_port or self._free_ports(topology, run_id),
+                free_port=free_port or self._free_ports(topology, run_id, free),
                 temp_dir=temp_dir,
                 hardware=self.hardware,
             )
@@ -164,13 +169,15 @@ class PlanRequest:
             free_port=itertools.count(first_port).__next__,
         )
 
-    def _free_ports(self, topology: Topology, run_id: str) -> Callable[[], int]:
+    def _free_ports(
+        self, topology: Topology, run_id: str, free: Callable[[int, str], bool]
+    ) -> Callable[[], int]:
         launch, front = topology.launch, topology.front
         avoid = self.hardware.ports_to_avoid if self.hardware else ()
         reserved = {front.port, *avoid}
         if launch.first_port is not None:
             return ports_in_order(launch.first_port, reserved=reserved)
-        return port_source(run_id, reserved=reserved, host=launch.host)
+        return port_source(run_id, reserved=reserved, host=launch.host, free=free)
 
 
 def counts_of(part: Mapping[Role, int]) -> Iterator[str]:
@@ -191,8 +198,9 @@ def refusals(
     """
     front, launch, kv = topology.front, topology.launch, plan.kv
     found: list[EPDError] = [ConfigError(text) for text in variable_problems(plan, environ)]
-    if launch.first_port is not None:
-        with _noted(found):
+    with _noted(found):
+        require_address(launch.host)
+        if launch.first_port is not None:
             _require_fixed_ports(launch, plan, free)
     if not launch.join:
         with _noted(found):

@@ -178,6 +178,8 @@ def test_a_file_of_encoders_alone_joins_the_front_of_another_host() -> None:
     assert any("no instance answers" in line for line in problems(none + secret))
     more = text.replace("prefill_decode: {count: 0}", "decode: {}")
     assert any("decode cannot join" in line for line in problems(more + join + secret))
+    both = text.replace("prefill_decode: {count: 0}", "prefill_decode: {}")
+    assert any("prefill_decode cannot join" in line for line in problems(both + join + secret))
     wrong = problems(text + secret + "launch: {join: 10.0.0.1}")
     assert any("'10.0.0.1' is no URL; write http://10.0.0.1" in line for line in wrong)
 

@@ -16,6 +16,7 @@ import pytest
 from click.testing import CliRunner
 
 from epd_benchmarks import cli as bench
+from epd_portable.config.secret import make_secret_file
 from epd_portable.errors import ConfigError, LaunchError
 from epd_portable.launch import cli as launch
 from epd_portable.launch.commands.command_line import EXIT_STATUSES, CommandLine
@@ -120,24 +121,33 @@ def test_an_error_is_one_line_of_json_where_json_is_asked_for(name: str) -> None
     }
 
 
-def test_a_plan_warns_of_what_up_refuses(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("settings", "refusal"),
+    [
+        ("secret_file: /no/such", "secret_file: cannot be read: No such file"),
+        ("launch: {host: 192.0.2.1}\nsecret_file: s", "launch.host 192.0.2.1 cannot be used here"),
+    ],
+    ids=["missing file", "address of another machine"],
+)
+def test_plan_warns_of_what_up_refuses(tmp_path: Path, settings: str, refusal: str) -> None:
+    make_secret_file(str(tmp_path / "s"))
     config = tmp_path / "t.yaml"
-    config.write_text("model: demo\nsecret_file: /no/such\n")
-    result = CliRunner().invoke(
-        launch.main, ["plan", "--platform", "cpu", "--config", str(config), "--json"]
-    )
+    config.write_text(f"model: demo\n{settings}\n".replace(": s\n", f": {tmp_path / 's'}\n"))
+    words = ["--platform", "cpu", "--config", str(config), "--json"]
+    result = CliRunner().invoke(launch.main, ["plan", *words])
     assert result.exit_code == 0
-    warnings = json.loads(result.stdout)["warnings"]
-    assert any(
-        warning.startswith("up refuses this here: secret_file: cannot be read: No such file")
-        for warning in warnings
-    )
+    assert [
+        warning
+        for warning in json.loads(result.stdout)["warnings"]
+        if warning.startswith(f"up refuses this here: {refusal}")
+    ]
+    assert CliRunner().invoke(launch.main, ["up", *words]).exit_code == 2
 
 
 @pytest.mark.parametrize(
     ("settings", "named"),
     [
-        ({"encode": {"dtype": "float16"}}, "dtype differs between encode and prefill-decode"),
+        ({"encode": {"dtype": "float16"}}, "dtype differs between encode and prefill_decode"),
         ({"prefill_decode": {"mm_processor_kwargs": {"min_pixels": 4}}}, "mm_processor_kwargs"),
         ({"prefill_decode": {"media_io_kwargs": {"video": {"num_frames": 4}}}}, "media_io_kwargs"),
         ({"encode": {"mm_processor_kwargs": {"device": "cuda"}}}, ""),

@@ -29,9 +29,8 @@ from click.testing import CliRunner
 
 from epd_portable.config.hardware import load_profile
 from epd_portable.launch import cli
-from epd_portable.launch.plan import machine, request
+from epd_portable.launch.plan import machine
 from epd_portable.launch.plan.model import resolve_model
-from epd_portable.launch.plan.ports import port_source
 from epd_portable.platforms.traits import TRAITS
 
 GOLDEN = Path(__file__).with_name("golden")
@@ -50,12 +49,8 @@ RUN_ID = "0000002a"
 def pinned() -> Iterator[None]:
     """Hold still what differs from run to run and from machine to machine."""
 
-    def every_port_is_free(run_id: str, *, reserved: frozenset[int], host: str) -> Any:
-        return port_source(run_id, reserved=reserved, host=host, free=lambda *_: True)
-
     with (
         mock.patch.object(cli, "new_run_id", lambda: RUN_ID),
-        mock.patch.object(request, "port_source", every_port_is_free),
         mock.patch.object(cli, "refusals", lambda *_: []),
         mock.patch.object(machine, "allowed_cores", lambda: tuple(range(16))),
         mock.patch.object(machine, "has_compiler", lambda *_: True),
