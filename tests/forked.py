@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import gc
 import importlib
 import inspect
@@ -32,10 +33,10 @@ import sys
 import tempfile
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import IO, Any, NoReturn
 
-from epd_portable.launch.run.fork_server import show
 from tests import warm
 
 BASE = {
@@ -85,7 +86,6 @@ COLD = "EPD_TEST_COLD"
 _FRESH = ("epd_portable", "tests", "platforms", "runners")
 """Ours: they read their variables when they are imported, and are imported in no time."""
 _FORKED = (
-    "epd_portable.launch.run.fork_server",
     "epd_portable.engine.core",
     "epd_portable.engine.remote",
     "epd_portable.front.server",
@@ -180,6 +180,21 @@ def _become(
         with contextlib.suppress(OSError):  # That of the listing itself.
             os.close(descriptor)
     warm.run_to_end(argv[1:])
+
+
+def show(argv: Iterable[str], env: Mapping[str, str]) -> None:
+    """Write command line and environment where Linux reads them for ``/proc``, in place of ours.
+
+    What is longer than ours is cut off.
+    """
+    fields = Path("/proc/self/stat").read_bytes().rpartition(b")")[2].split()
+    # proc(5) counts from 1; the third field is the first after the name.
+    places = map(int, fields[45:49])
+    for texts in argv, [f"{name}={value}" for name, value in env.items()]:
+        begin, end = next(places), next(places)
+        data = b"".join(os.fsencode(text) + b"\0" for text in texts)[: end - begin]
+        ctypes.memset(begin, 0, end - begin)
+        ctypes.memmove(begin, data, len(data))
 
 
 def _descriptors() -> set[int]:

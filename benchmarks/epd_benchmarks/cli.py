@@ -13,7 +13,7 @@ from epd_benchmarks.stand_in import TOKEN_BYTES
 from epd_portable.config.instance import PLATFORMS, PlatformName
 from epd_portable.config.quantities import parse_size
 from epd_portable.config.transfer import PATH_NAMES
-from epd_portable.launch.commands.command_line import CommandLine, stopping_at_sigterm
+from epd_portable.launch.commands.command_line import CommandLine
 from epd_portable.platforms import registry
 
 DEFAULT_SIZES = ("4KiB", "64KiB", "1MiB", "4MiB", "16MiB", "64MiB")
@@ -32,10 +32,7 @@ Tables go to standard output, progress to standard error, samples to the file of
 """
 """The page of ``epd-bench --help``; a line of ``\\b`` keeps the lines of its paragraph."""
 
-MEANT = dict.fromkeys(("serve", "serving", "throughput", "latency"), "`load` measures serving")
-"""Commands of other programs, and their counterpart here."""
-
-main = CommandLine(name="epd-bench", help=HELP, meant=MEANT, json_errors=False)
+main = CommandLine(name="epd-bench", help=HELP, json_errors=False)
 """The command ``epd-bench``."""
 
 main.add_command(load_command)
@@ -116,7 +113,7 @@ def transfer_command(
     json_file: Path | None,
 ) -> None:
     """Measure transfers; users read `TRANSFER_HELP`."""
-    with stopping_at_sigterm():
+    with console.stopping_at_sigterm():
         found = registry.get(platform)
         devices = found.device_count()
         place = transfer.describe_place(platform, found.availability().reason, devices)
@@ -148,7 +145,7 @@ Exit status: 0; 1 when something failed; 2 on bad input.
 @console.json_option
 def step_command(steps: int, json_file: Path | None) -> None:
     """Measure steps; users read `STEP_HELP`."""
-    with stopping_at_sigterm():
+    with console.stopping_at_sigterm():
         console.finish(step.make_report(step.measure(steps)), json_file)
 
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import signal
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from types import FrameType
 
 import click
 
@@ -13,6 +16,7 @@ from epd_benchmarks import report
 from epd_portable.config.secret import make_secret_file
 from epd_portable.errors import MeasurementError
 
+_TERMINATED = 143
 json_option = click.option(
     "--json",
     "json_file",
@@ -46,3 +50,24 @@ def new_secret() -> Iterator[str]:
         secret_file = str(Path(folder) / "secret")
         make_secret_file(secret_file)
         yield secret_file
+
+
+@contextlib.contextmanager
+def stopping_at_sigterm() -> Iterator[None]:
+    """Let SIGTERM end the block as Ctrl-C does: what it has started is ended."""
+    asked = False
+
+    def stop(signum: int, frame: FrameType | None) -> None:
+        nonlocal asked
+        asked = True
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    except KeyboardInterrupt:
+        if asked:
+            sys.exit(_TERMINATED)
+        raise
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -70,7 +70,6 @@ class Launch(Section):
     startup_timeout_s: Seconds = 600.0
     stop_grace_s: Seconds = 15.0
     hung_after_s: Annotated[float, Field(ge=0)] = 120.0
-    log_max_bytes: Annotated[Size, Field(ge=64 << 10)] = 100 << 20
 
 
 class Topology(Section):

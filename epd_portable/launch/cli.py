@@ -45,27 +45,6 @@ from epd_portable.launch.run.running import RUN_FOLDER
 from epd_portable.launch.run.supervisor import Supervisor
 from epd_portable.platforms.traits import TRAITS
 
-_START = "`up` starts a topology, and may be left out: epd-launch --platform P --config FILE"
-_STOP = "Ctrl-C stops a topology, or SIGTERM to the launcher whose pid `epd-launch status` shows"
-MEANT = {
-    **dict.fromkeys(("serve", "start", "run", "launch"), _START),
-    **dict.fromkeys(("stop", "down", "kill"), _STOP),
-    **dict.fromkeys(("ps", "list", "ls", "top"), "`status` shows what runs here"),
-    **dict.fromkeys(("log", "tail"), "`logs` shows what processes say"),
-    **dict.fromkeys(("doctor", "info", "devices"), "`check` says what this machine can do"),
-    **dict.fromkeys(("dry-run", "validate"), "`plan` shows what would be started"),
-    **dict.fromkeys(
-        ("restart", "reload", "update"),
-        "SIGHUP to the launcher starts the instances again, one after the other",
-    ),
-    **dict.fromkeys(
-        ("join", "leave"),
-        "a launcher with launch.join registers its encode instances, and removes them at its stop",
-    ),
-    "page": "`instances` shows the state of each; /metrics and the access log have the rest",
-}
-"""Words of other programs or of former versions, and what to use here."""
-
 HELP = """Run a multimodal model as separate encode and prefill+decode instances of vLLM.
 
 \b
@@ -82,8 +61,7 @@ Each command has examples of its own: epd-launch COMMAND --help.
 
 `up` is the command when none is named; `epd-launch up --help` lists its options. It runs in the
 foreground until Ctrl-C or SIGTERM; then the front finishes open requests and the instances end. A
-second Ctrl-C ends everything at once. SIGHUP restarts the instances one after the other, for a new
-version of vLLM, of this package or of the model; no request is lost where a role has two instances.
+second Ctrl-C ends everything at once.
 
 Bash completes commands and options after this (zsh, fish: alike):
 
@@ -94,9 +72,8 @@ Bash completes commands and options after this (zsh, fish: alike):
 
 UP_HELP = """Start the topology, serve in the foreground, stop on Ctrl-C or SIGTERM.
 
-At a stop open requests have front.drain_s seconds to end; a second signal cuts them. SIGHUP
-updates the instances one after the other: each is drained, restarted and warmed up before the
-next. The SIGHUP of a terminal that is closed is a stop.
+At a stop open requests have front.drain_s seconds to end; a second signal cuts them. A terminal
+that is closed is a stop, unless the launcher runs under nohup.
 
 With --json every line of standard output is an object with schema_version, time, event, text and
 the event's own fields (docs/operations.md); the last event is stopped, or error.
@@ -141,7 +118,7 @@ Exit status: 0 when a platform can be used (with --platform: that one) and, with
 matches the profile; otherwise 1; 2 on bad input. Warnings do not count.
 """
 
-main = CommandLine(name="epd-launch", help=HELP, meant=MEANT, default="up")
+main = CommandLine(name="epd-launch", help=HELP, default="up")
 """The command ``epd-launch``."""
 
 for _command in (

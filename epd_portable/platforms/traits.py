@@ -51,8 +51,6 @@ class PlatformTraits:
             blocks its caller until it has ended, even when the memory is page-locked.
         encode_together_embeds: Items of so many embeddings together are encoded in one step, unless
             a single one is larger; more is no faster than several steps, and leaves later.
-        forks_engines: Whether engines may be forked from a process that has imported what they do:
-            that starts no threads and opens no device.
         encodes_in_background: Whether a prefill+decode instance of one rank encodes in a thread, in
             turns with its steps.
         one_rank_a_device: Whether the library of collectives refuses groups of which two ranks are
@@ -89,7 +87,6 @@ class PlatformTraits:
     # 8192 patches of Qwen2.5-VL, whose matrices then fill a device. By arithmetic, not measured.
     encode_together_embeds: int = 2048
     encodes_in_background: bool = False
-    forks_engines: bool = False
     one_rank_a_device: bool = False
     peers_must_be_visible: bool = False
     kv_connector: str
@@ -174,7 +171,6 @@ _CPU = PlatformTraits(
     # embeddings each, and 0.2 to 1.0 times at 64 to 576.
     encode_together_embeds=64,
     encodes_in_background=True,
-    forks_engines=True,
     kv_connector="nixl",
 )
 

@@ -34,7 +34,7 @@ def named(launcher: int, name: str) -> psutil.Process:
 
 def process(launcher: int, name: str) -> psutil.Process:
     """Return a process of a topology, by its name in the plan."""
-    for child in started(launcher):
+    for child in psutil.Process(launcher).children():
         with contextlib.suppress(psutil.Error, ProcessLookupError):  # One that ends at this moment.
             if child.environ().get("EPD_INSTANCE") == name:
                 return child
@@ -131,18 +131,8 @@ def shared_memory(processes: Iterable[psutil.Process]) -> set[Path]:
     return {path for path in mapped if path.parent == Path("/dev/shm") and path.exists()}
 
 
-def started(launcher: int) -> list[psutil.Process]:
-    """Return what a launcher has started, by itself or by its fork server."""
-    found = psutil.Process(launcher).children()
-    for child in [*found]:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            if "epd_portable.launch.run.fork_server" in child.cmdline():
-                found += child.children()
-    return found
-
-
 def _child(launcher: int, words: str) -> psutil.Process:
-    for child in started(launcher):
+    for child in psutil.Process(launcher).children():
         # One that was killed stays for a moment, and has no command line.
         with contextlib.suppress(psutil.NoSuchProcess):
             if any(words in word for word in child.cmdline()):

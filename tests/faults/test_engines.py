@@ -19,7 +19,7 @@ import pytest
 
 from tests.e2e.asking import body, picture, text
 from tests.e2e.conftest import ROOT, Split, forget, running
-from tests.e2e.engines import RESTART_S, metric, started, wait_until
+from tests.e2e.engines import RESTART_S, metric, wait_until
 from tests.faults.leaving import ask_and_leave
 from tests.faults.placed import count_placed
 from tests.faults.points import (
@@ -111,7 +111,7 @@ class Engines:
 
     def servers(self) -> set[int]:
         """Return the processes that the launcher has started: engines, front and guard."""
-        return {process.pid for process in started(self.split.pid)}
+        return {process.pid for process in psutil.Process(self.split.pid).children()}
 
     def back(self, before: set[int]) -> bool:
         """Whether another process has come for a killed one, and all serve and get requests."""

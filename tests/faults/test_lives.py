@@ -105,22 +105,3 @@ def test_one_of_each_is_killed_under_a_mixed_load_and_comes_back(
     again = requests("after the lives", 0, MORE)
     check(again, send(topology, again), failures=False)
     served.check_nothing_is_left()
-
-
-def test_all_instances_are_started_anew_under_a_mixed_load_and_no_answer_is_lost(
-    served: Served,
-) -> None:
-    topology = served.topology
-    load = MixedLoad(topology, "update")
-    before = servers(topology)
-    with load.going_on():
-        load.more()
-        topology.process.send_signal(signal.SIGHUP)
-        topology.wait_for("updated ")
-        topology.until(topology.recovered, "all are back")
-        load.more()
-    assert load.check(failures=False) == len(load.seen)
-    after = servers(topology)
-    assert after.keys() == before.keys()
-    assert not set(after.values()) & set(before.values())
-    served.check_nothing_is_left()

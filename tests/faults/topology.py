@@ -32,7 +32,6 @@ from epd_portable.launch.plan.engine import (
     ROLE_ARGS,
     render_arguments,
 )
-from epd_portable.launch.plan.front import PRELOADED
 from epd_portable.launch.plan.ports import is_free, port_source
 from epd_portable.launch.plan.processes import shm_prefix
 from epd_portable.launch.run import sessions
@@ -277,7 +276,6 @@ class Topology:
             "url": url,
             "ports": {},
             "shm_name": shm_name,
-            "preload": PRELOADED,
         }
 
     def _read(self) -> None:

@@ -21,7 +21,6 @@ from epd_portable.config.instance import PLATFORMS, PlatformName
 from epd_portable.config.load import load_topology
 from epd_portable.config.schema import Topology
 from epd_portable.errors import ConfigError, MeasurementError
-from epd_portable.launch.commands.command_line import stopping_at_sigterm
 from epd_portable.launch.plan.file_checks import engine_settings
 from epd_portable.launch.plan.machine import allowed_cores, assumed_machine
 from epd_portable.platforms.traits import TRAITS
@@ -131,7 +130,7 @@ def load_command(
         most = tuple(map(str, range(max(counts.values()))))
         devices = assumed_machine(traits, os.environ).devices or most
     turns: list[dict[str, Any]] = []
-    with stopping_at_sigterm(), tempfile.TemporaryDirectory(prefix="epd-bench-") as folder:
+    with console.stopping_at_sigterm(), tempfile.TemporaryDirectory(prefix="epd-bench-") as folder:
         setting = LoadSetting(
             sides=sides,
             platform=platform,

@@ -18,7 +18,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import psutil
 from pydantic import JsonValue
 
 from epd_benchmarks import console
@@ -30,7 +29,6 @@ from epd_portable.demo import servers
 from epd_portable.demo.servers import Server
 from epd_portable.launch.plan.engine import ROLE_ARGS, cpu_env
 from epd_portable.launch.plan.placement import ranks_of
-from epd_portable.launch.run import fork_server
 from epd_portable.launch.run.process import on_cores
 from epd_portable.launch.run.running import find_runs
 from epd_portable.launch.run.sessions import SHM
@@ -179,9 +177,6 @@ def _parts_of_topology(server: Server) -> Iterator[Part]:
             url = process.url if "http" in process.ports else ""
         metrics_url = f"{url}/metrics" if url else ""
         yield Part(name=process.name, pid=process.pid, metrics_url=metrics_url)
-    for child in psutil.Process(server.pid).children():
-        if fork_server.__name__ in child.cmdline():
-            yield Part(name="fork server", pid=child.pid, below=False)
     yield Part(name="launcher", pid=server.pid, below=False)
 
 

@@ -8,12 +8,10 @@ import functools
 import importlib.metadata
 import io
 import json
-import signal
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from types import FrameType
 from typing import Any, TypeVar
 
 import click
@@ -36,7 +34,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 SCHEMA_VERSION = 1
 """Of all that commands print as JSON, errors included; grows when a field changes or goes."""
 
-FAILED, BAD_INPUT, INTERRUPTED, TERMINATED = 1, 2, 130, 143
+FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
 """Exit statuses beside 0."""
 _HELP = {"help_option_names": ["-h", "--help"]}
 _BAD_INPUT = (ConfigError, PlatformUnavailableError, PortInUseError)
@@ -51,7 +49,6 @@ class CommandLine(click.Group):
     """A command with subcommands, whose errors are one line for people or one of JSON.
 
     Args:
-        meant: By commands and options that are not here but elsewhere, or were, what to use.
         default: The command that is meant where options come first; empty for none.
         json_errors: Whether ``--json`` prints errors as JSON too.
     """
@@ -59,7 +56,6 @@ class CommandLine(click.Group):
     def __init__(
         self,
         *,
-        meant: Mapping[str, str] | None = None,
         default: str = "",
         json_errors: bool = True,
         **settings: Any,
@@ -68,7 +64,6 @@ class CommandLine(click.Group):
         settings.setdefault("no_args_is_help", True)
         settings.setdefault("epilog", EXIT_STATUSES)
         super().__init__(**settings)
-        self._meant = meant or {}
         self._default = default
         self._json_errors = json_errors
         self.params.append(_version_option())
@@ -84,14 +79,6 @@ class CommandLine(click.Group):
         if self._default and args and args[0].startswith("-") and args[0] not in own:
             args = [self._default, *args]
         return super().parse_args(ctx, args)
-
-    def resolve_command(
-        self, ctx: click.Context, args: list[str]
-    ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Find the command; say for a word of another program what to use here."""
-        if args and args[0] in self._meant and args[0] not in self.commands:
-            raise click.UsageError(f"No such command {args[0]!r}: {self._meant[args[0]]}", ctx)
-        return super().resolve_command(ctx, args)
 
     def main(
         self,
@@ -116,12 +103,10 @@ class CommandLine(click.Group):
         """Print an error in one line, and return the exit status; raise what is a fault of ours."""
         match error:
             case click.ClickException():
-                option = error.option_name if isinstance(error, click.NoSuchOption) else ""
-                hint = self._meant.get(option, "")
-                said, code = f"{error.format_message()} {hint}".strip(), error.exit_code
+                said, code = error.format_message(), error.exit_code
                 page = io.StringIO()
                 error.show(page)
-                text = f"{page.getvalue()}{hint}"
+                text = page.getvalue()
             case EPDError():
                 code = BAD_INPUT if isinstance(error, _BAD_INPUT) else FAILED
                 said, text = str(error), f"{self.name}: {error}"
@@ -144,27 +129,6 @@ class CommandLine(click.Group):
         else:
             click.echo(without_passwords(text.rstrip("\n")), err=True)
         return code
-
-
-@contextlib.contextmanager
-def stopping_at_sigterm() -> Iterator[None]:
-    """Let SIGTERM end the block as Ctrl-C does: what it has started is ended."""
-    asked = False
-
-    def stop(signum: int, frame: FrameType | None) -> None:
-        nonlocal asked
-        asked = True
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, stop)
-    try:
-        yield
-    except KeyboardInterrupt:
-        if asked:
-            sys.exit(TERMINATED)
-        raise
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def address(*schemes: str) -> Callable[[click.Context, click.Parameter, str], str]:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import datetime
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 import click
-import yaml
 
 from epd_portable.config.folders import temp_folder
 from epd_portable.errors import ConfigError, LaunchError
@@ -30,10 +28,6 @@ STATUS_HELP = """Show your topologies that run on this machine, with all their p
 It reads what each launcher that runs writes into the folder of its run. It sees launchers of the
 same user and temporary folder (TMPDIR) only.
 
-\b
-A scrape configuration for Prometheus; ports change with a restart unless launch.first_port is set:
-  epd-launch status --prometheus > epd.scrape.yaml
-
 Exit status: 0 when one runs, 1 when none does.
 """
 
@@ -49,16 +43,11 @@ With --json each line is an object with schema_version, instance and text.
 
 @click.command(help=STATUS_HELP)
 @json_option
-@click.option("--prometheus", is_flag=True, help="Print a scrape configuration for Prometheus.")
-def status(as_json: bool, prometheus: bool) -> None:
+def status(as_json: bool) -> None:
     """Show what runs on this machine; users read `STATUS_HELP`."""
-    if as_json and prometheus:
-        raise ConfigError("--json and --prometheus: choose one of them")
     runs = _running()
     if as_json:
         print_json(runs=[run.model_dump(mode="json") for run in runs])
-    elif prometheus:
-        click.echo(yaml.safe_dump(scrape_configuration(runs), sort_keys=False), nl=False)
     else:
         click.echo("\n\n".join(map(run_table, runs)) or "no topology of yours runs here")
     if not runs:
@@ -158,34 +147,6 @@ def run_table(run: RunRecord) -> str:
 
 def _duration(seconds: float) -> str:
     return str(datetime.timedelta(seconds=int(seconds)))
-
-
-def scrape_configuration(runs: Sequence[RunRecord]) -> dict[str, Any]:
-    """Return a configuration of Prometheus that scrapes fronts, and engines with their own page.
-
-    The front's metrics have a label ``instance`` of their own, which ``honor_labels`` keeps.
-    """
-    scheme: dict[str, Any] = {}
-    targets: dict[bool, list[dict[str, Any]]] = {True: [], False: []}
-    for run in runs:
-        for each in run.processes:
-            is_front = each.role == "front"
-            labels = {"model": run.model}
-            if not is_front:
-                labels |= {"instance": each.name, "role": each.role}
-            elif each.url.startswith("https"):
-                # On this machine, by an address that its certificate need not name.
-                scheme = {"scheme": "https", "tls_config": {"insecure_skip_verify": True}}
-            address, _, path = each.url.partition("://")[2].partition("/")
-            if not path:
-                targets[is_front].append({"targets": [address], "labels": labels})
-    front = {"job_name": "epd-front", "honor_labels": True, **scheme}
-    return {
-        "scrape_configs": [
-            {**front, "static_configs": targets[True]},
-            {"job_name": "epd-engines", "static_configs": targets[False]},
-        ]
-    }
 
 
 def _running() -> list[RunRecord]:

@@ -16,8 +16,6 @@ from epd_portable.errors import ConfigError
 from epd_portable.launch.plan import installed
 from epd_portable.launch.plan.engine import CARRIES_PARAMS, MEDIA_BOUNDS, PARAMS, Engine
 
-PRELOADED = ("epd_portable.front.server", "epd_portable.engine.core")
-"""What front and engines import before they know which model they serve."""
 _ANSWERS = tuple(role for role in ROLES if DUTIES[role] == "answer")
 _OF_A_SERVER = ("mm_processor_device", "media_io_kwargs", "api_server_count")
 """Engine arguments of the server that processes media."""

@@ -17,12 +17,19 @@ from pydantic import JsonValue
 from epd_portable.config.choice import with_file
 from epd_portable.config.hardware import HardwareProfile
 from epd_portable.config.instance import InstanceConfig
-from epd_portable.config.roles import ENCODES, ROLES, SENDS_KV, TAKES_ITEMS, TAKES_KV, Role, group_of
+from epd_portable.config.roles import (
+    ENCODES,
+    ROLES,
+    SENDS_KV,
+    TAKES_ITEMS,
+    TAKES_KV,
+    Role,
+    group_of,
+)
 from epd_portable.config.schema import Topology
 from epd_portable.errors import ConfigError
 from epd_portable.launch.plan.engine import Engine
 from epd_portable.launch.plan.front import (
-    PRELOADED,
     answering,
     check_engine_args,
     core_argv,
@@ -30,7 +37,7 @@ from epd_portable.launch.plan.front import (
     hub_address,
     remote_argv,
 )
-from epd_portable.launch.plan.kv import KV_CONNECTORS, KVConnector, kv_connector
+from epd_portable.launch.plan.kv import KVConnector, kv_connector
 from epd_portable.launch.plan.model import ModelSource
 from epd_portable.launch.plan.placement import (
     Cores,
@@ -64,8 +71,6 @@ QUEUED_BODIES = 8
 """Of the largest size that the front lets through, that an encode instance queues."""
 _NAMES = ("EPD_INSTANCE", "OTEL_SERVICE_NAME")
 """Variables that hold the name of a process."""
-_READ_LATE = frozenset((*_NAMES, *KV_CONNECTORS["nixl"].env("", 0)))
-"""Variables that no library reads when it is loaded."""
 SMALLEST_POOL_BYTES = 4 << 10
 """Receive pool of an instance that gets no items."""
 
@@ -99,8 +104,6 @@ class ProcessSpec:
         shm_name: Its file in ``/dev/shm``, removed before each start; empty for none.
         tls_cert_file: The certificate that it shows, if it speaks HTTPS.
         after: Instances on its devices that must be up before it is started.
-        preload: Modules of those that are forked from one process that has imported them; empty
-            where it is started by itself.
     """
 
     name: str
@@ -115,7 +118,6 @@ class ProcessSpec:
     shm_name: str = ""
     tls_cert_file: str = ""
     after: tuple[str, ...] = ()
-    preload: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -238,8 +240,6 @@ def make_plan(
         members = tuple(_member(engine) for engine in engines)
     else:
         processes.append(_front(engines, placements))
-        if traits.forks_engines:
-            processes = _forked(processes, traits)
     return Plan(
         run_id=run_id,
         platform=traits.name,
@@ -360,8 +360,8 @@ def _disagreements(topology: Topology) -> list[str]:
     senders = [role for role in args if role in ENCODES]
     pairs = {frozenset({role, other}) for role in senders for other in args if other in TAKES_ITEMS}
     return [
-        f"{name} differs between {' and '.join(sorted(map(group_of, pair)))} instances, which refuse "
-        "each other's items then: set it in engine_args, for all of them"
+        f"{name} differs between {' and '.join(map(group_of, sorted(pair)))} instances, which "
+        "refuse each other's items then: set it in engine_args, for all of them"
         for pair in sorted(pairs, key=sorted)
         for name in AGREED_ARGS
         if len({repr(_agreed(args[role].get(name))) for role in pair}) > 1
@@ -438,23 +438,6 @@ def _front(engines: Sequence[Engine], placements: Placements) -> ProcessSpec:
         api_cores=steps if own and not placements.rest else (),
         tls_cert_file=topology.front.tls_cert_file or "",
     )
-
-
-def _forked(processes: Sequence[ProcessSpec], traits: PlatformTraits) -> list[ProcessSpec]:
-    """Let the front and the engines with the same variables be forked from one process.
-
-    Others start by themselves: what libraries read when they are loaded differs.
-    """
-    modules = (*PRELOADED, traits.worker_base.partition(":")[0])
-    common = _read_early(processes[-1].env)
-    return [
-        dataclasses.replace(spec, preload=modules) if _read_early(spec.env) == common else spec
-        for spec in processes
-    ]
-
-
-def _read_early(env: Mapping[str, str]) -> dict[str, str]:
-    return {name: value for name, value in env.items() if name not in _READ_LATE}
 
 
 def _public_url(topology: Topology) -> str:

@@ -1,31 +1,21 @@
-"""Client of a front's ``/epd/`` addresses: instances join, leave, and are drained and resumed."""
+"""Client of a front's ``/epd/`` addresses, with signed requests."""
 
 from __future__ import annotations
 
 import json
 import ssl
-import threading
-import time
-from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from collections.abc import Mapping
+from typing import Any
 
 import httpx
 
 from epd_portable.config.secret import Secret
 from epd_portable.errors import LaunchError, RefusedError
-from epd_portable.launch.plan.addresses import addresses_of
-from epd_portable.launch.run.wait import Wait
-
-T = TypeVar("T")
 
 _TIMEOUT_S = 30.0
 _CONNECT_TIMEOUT_S = 5.0
-_LOOK_EVERY_S = 0.2
 _FINAL = frozenset({400, 401, 403, 404})
 """Statuses of refusals that only another setting changes. A name is free again later (409)."""
-_MOST_FRONTS = 64
-"""Asked at the same time."""
 
 
 def trusting(cert_file: str) -> ssl.SSLContext:
@@ -69,89 +59,37 @@ class FrontClient:
         return f"{self._url} at {self._address}" if named else self._url
 
     def instances(self, *, timeout_s: float = _TIMEOUT_S) -> list[dict[str, Any]]:
-        """Return what the front says of each of its instances."""
-        answer = self._request("GET", "/epd/instances", timeout_s=timeout_s)
-        found: list[dict[str, Any]] | None = answer.get("instances")
-        if found is None:
-            raise LaunchError(f"front {self}: no instances in its response. Check the address.")
-        return found
+        """Return what the front reports of each of its instances."""
+        return self.look(timeout_s=timeout_s)[1]
 
-    def find_instance(self, name: str) -> tuple[str, dict[str, Any] | None]:
-        """Return the id of the front process, and what it says of an instance that it knows."""
-        answer = self._request("GET", "/epd/instances")
-        found = (each for each in answer["instances"] if each["name"] == name)
-        return answer["front"], next(found, None)
+    def look(self, *, timeout_s: float = _TIMEOUT_S) -> tuple[str, list[dict[str, Any]]]:
+        """Return the id of the front process, and what it reports of each of its instances."""
+        answer = self.request("GET", timeout_s=timeout_s)
+        try:
+            return answer["front"], answer["instances"]
+        except LookupError as error:
+            raise LaunchError(
+                f"front {self}: no instances in its response. Check the address."
+            ) from error
 
     def register(self, instance: Mapping[str, Any]) -> str:
-        """Register an instance (fields of `InstanceSettings`); return the front process's id."""
-        front: str = self._request("POST", "/epd/instances", instance)["front"]
+        """Register an instance (fields of `EngineSettings`); return the front process's id."""
+        front: str = self.request("POST", content=instance)["front"]
         return front
 
-    def wait_up(self, name: str, *, timeout_s: float, until: threading.Event) -> dict[str, Any]:
-        """Wait until the front has warmed an instance up, and sends it clients' requests.
-
-        ``until`` ends the wait. Returns what the front says of the instance.
-
-        Raises:
-            LaunchError: It is not up in time.
-        """
-        seen = self._look(name)
-        wait = Wait(f"{name} is not up at front {self}, which goes on trying,", timeout_s)
-        while seen["state"] != "up":
-            wait.go_on(f"{seen['state']}{seen['reason'] and ': ' + seen['reason']}")
-            if until.wait(_LOOK_EVERY_S):
-                break
-            seen = self._look(name)
-        return seen
-
-    def drain(self, name: str, *, timeout_s: float, until: threading.Event) -> bool:
-        """Send an instance no new requests, and wait for its open ones; return whether it is idle.
-
-        ``until`` ends the wait.
-        """
-        self._request("POST", f"/epd/instances/{name}/drain")
-        deadline_s = time.monotonic() + timeout_s
-        while not self._look(name)["idle"]:
-            if time.monotonic() >= deadline_s or until.wait(_LOOK_EVERY_S):
-                return False
-        return True
-
-    def resume(self, name: str) -> None:
-        """Undo `drain`: the instance gets requests as soon as it is healthy."""
-        self._request("POST", f"/epd/instances/{name}/resume")
-
-    def leave(self, name: str, *, timeout_s: float) -> None:
-        """Remove an instance and wait for its open requests.
-
-        Raises:
-            LaunchError: It still works on some after the time.
-        """
-        seen: dict[str, Any] | None = self._request("DELETE", f"/epd/instances/{name}")
-        wait = Wait(f"{name} gets no new requests, and has not left front {self}", timeout_s)
-        while seen is not None:
-            wait.go_on(f"{seen['in_flight']} requests are open. Repeat before you end it.")
-            time.sleep(_LOOK_EVERY_S)
-            _, seen = self.find_instance(name)
-
-    def _look(self, name: str) -> dict[str, Any]:
-        """Return what the front reports of an instance that it has."""
-        _, seen = self.find_instance(name)
-        if seen is None:
-            raise LaunchError(f"front {self} does not know {name} any more")
-        return seen
-
-    def _request(
+    def request(
         self,
         method: str,
-        path: str,
+        path: str = "",
         content: Mapping[str, Any] | None = None,
         *,
         timeout_s: float = _TIMEOUT_S,
     ) -> dict[str, Any]:
+        """Send a request to a path below ``/epd/instances``, and return the response."""
         data = json.dumps(content).encode() if content is not None else b""
         timeout = httpx.Timeout(timeout_s, connect=min(timeout_s, _CONNECT_TIMEOUT_S))
         try:
-            url = httpx.URL(self._url + path)
+            url = httpx.URL(f"{self._url}/epd/instances{path}")
             signature = self._secret.sign(method, url.raw_path.decode(), data)
             with httpx.Client(timeout=timeout, trust_env=False, verify=self._verify) as client:
                 answer = client.request(
@@ -180,31 +118,3 @@ class FrontClient:
             ) from error
         final = answer.status_code in _FINAL
         raise (RefusedError if final else LaunchError)(f"front {self}: {reason}")
-
-
-class FrontClients:
-    """Several fronts, which are asked the same at the same time.
-
-    Args:
-        urls: Base addresses of fronts, or of names that several of them have.
-        cert_file: See `FrontClient`.
-    """
-
-    def __init__(self, urls: Iterable[str], secret: Secret, *, cert_file: str = "") -> None:
-        self._urls = tuple(urls)
-        self._secret = secret
-        self._cert_file = cert_file
-
-    def each(self, call: Callable[[FrontClient], T]) -> list[T]:
-        """Return what a call of each returns, when all have answered.
-
-        Raises:
-            LaunchError: One of them does.
-        """
-        clients = [
-            FrontClient(url, self._secret, address=address, cert_file=self._cert_file)
-            for url in self._urls
-            for address in addresses_of(url)
-        ]
-        with ThreadPoolExecutor(_MOST_FRONTS) as pool:
-            return list(pool.map(call, clients))

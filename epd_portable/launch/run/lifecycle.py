@@ -63,7 +63,6 @@ class _State:
     silent_probes: int = 0
     silent_since: float = 0.0
     kill_at: float | None = None  # when it was asked to end
-    renewed: bool = False  # asked to end by `Lifecycle.renew`, which is no death
 
     @property
     def word(self) -> str:
@@ -152,21 +151,12 @@ class Lifecycle:
         reason = f"has not answered as it should for {silent_s:.0f} s (launch.hung_after_s)"
         return [_end_of("ending", name, reason), ProcessOrder("stop", name)]
 
-    def renew(self, name: str, now: float) -> list[Action]:
-        """End a process that is up and start it again at once: that is no death."""
-        state = self._states[name]
-        state.kill_at, state.renewed = now + self._launch.stop_grace_s, True
-        return [ProcessOrder("stop", name)]
-
     def exited(self, name: str, how: str, now: float) -> list[Action]:
         """A process ended; ``how`` says it to the user, as in ``was killed by SIGKILL``."""
         state = self._states[name]
         if self.phase is not Phase.SERVING:
             self.phase = Phase.FAILED
             return [Fail(name, how)]
-        if state.renewed:
-            self._states[name] = _State(deaths=state.deaths, restart_at=now)
-            return self._start_what_is_due(now)
         healthy_until = state.silent_since if state.silent_probes else now
         if state.healthy_at is not None and healthy_until - state.healthy_at >= FORGIVEN_AFTER_S:
             state.deaths = 0

@@ -1,14 +1,11 @@
-"""Logs, and the folder of a run: readable by their user only, within a size.
+"""Logs, and the folder of a run: readable by their user only.
 
-Logs show what requests hold, and the folder of a run has its secret. A log that is full is copied
-aside and truncated where it is: its writers have it open to append and go on at its new end. No
-pipe can fill up or break, and with the launcher dead logs merely grow. What is written between the
-end of the copy and the truncation, some microseconds, is lost.
+Logs show what requests hold, and the folder of a run has its secret. Writers have a log open to
+append, so that others may truncate it while they write, as ``logrotate`` does (``copytruncate``).
 """
 
 from __future__ import annotations
 
-import itertools
 import os
 import stat
 from pathlib import Path
@@ -16,7 +13,6 @@ from typing import BinaryIO
 
 from epd_portable.errors import ConfigError, LaunchError
 
-_CHUNK_BYTES = 1 << 20
 _TAIL_BYTES = 256 << 10
 
 
@@ -91,51 +87,8 @@ def open_log(path: Path) -> BinaryIO:
     return file
 
 
-def rotate(log: Path, *, max_bytes: int, files: int) -> None:
-    """Truncate a log that is larger than ``max_bytes``; keep about the last ``max_bytes`` of it.
-
-    Raises:
-        FileNotFoundError: There is no such log.
-        OSError: It cannot be copied; it was truncated all the same.
-    """
-    descriptor = os.open(log, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
-        size = os.fstat(descriptor).st_size
-        if size > max_bytes:
-            try:
-                end = size + max_bytes
-                _keep(descriptor, log, begin=max(0, size - max_bytes), end=end, files=files)
-            finally:
-                os.ftruncate(descriptor, 0)
-    finally:
-        os.close(descriptor)
-
-
-def _keep(source: int, log: Path, *, begin: int, end: int, files: int) -> None:
-    """Copy a log from ``begin`` to where it ends, but at most ``end``, and forget the oldest."""
-    older = [log.with_name(f"{log.name}.{number}") for number in range(1, files)]
-    for path in log.parent.glob(f"{log.name}.[0-9]*"):
-        if path not in older[:-1]:
-            path.unlink()
-    for path, older_path in reversed([*itertools.pairwise(older)]):
-        if path.exists():
-            path.rename(older_path)
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    copy = os.open(older[0], flags, 0o600)
-    try:
-        os.fchmod(copy, 0o600)
-        # It grows meanwhile; the truncation follows the first time that nothing more is there.
-        while begin < end and (data := os.pread(source, min(_CHUNK_BYTES, end - begin), begin)):
-            begin += os.write(copy, data)
-    except OSError:
-        older[0].unlink()
-        raise
-    finally:
-        os.close(copy)
-
-
 class Tail:
-    """Reads the end of a log that others append to and rotate; it may not exist yet."""
+    """Reads the end of a log that others append to and truncate; it may not exist yet."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -150,7 +103,7 @@ class Tail:
 
     def new(self) -> list[str]:
         """Return the lines that were completed since the last look."""
-        # Rotated meanwhile, if it is shorter.
+        # Truncated meanwhile, if it is shorter.
         begin = self._place if self._size() >= self._place else 0
         *whole, self._rest = (self._rest + self._read(begin)).split(b"\n")
         return [line.decode("utf-8", "replace") for line in whole]

@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from http import HTTPStatus
 from pathlib import Path
@@ -20,15 +20,12 @@ from epd_portable.config.folders import cache_folder
 from epd_portable.errors import LaunchError
 from epd_portable.launch.environment import child_environ
 from epd_portable.launch.plan.processes import ProcessSpec
-from epd_portable.launch.run.fork_server import Forked, ForkServer
 from epd_portable.launch.run.front_client import trusting
 from epd_portable.launch.run.log_files import open_log
 from epd_portable.launch.run.sessions import SHM, members
 
 _TAIL_BYTES = 256 << 10
 _OF_ONE_ENGINE = ("PROMETHEUS_MULTIPROC_DIR", envs.EPD_METRICS_DIR.name)
-FORK_SERVER_LOG = "fork-server.log"
-_FORK_SERVER = {envs.EPD_INSTANCE.name: "fork-server"}
 _PROBE_THREADS = 64
 """So many silent processes at a time; while there are more, some are probed less often."""
 
@@ -40,7 +37,6 @@ class Child:
         log_dir: Folder of its log ``<name>.log``, to which every start appends.
         run_id: Marks the process and its children as part of a run.
         environ: Environment that ``spec.env`` is laid over.
-        fork_server: From which it is forked, if it can be; ``None`` starts a program.
 
     Raises:
         LaunchError: The program cannot be started.
@@ -58,7 +54,6 @@ class Child:
         log_dir: Path,
         run_id: str,
         environ: Mapping[str, str],
-        fork_server: ForkServer | None = None,
     ) -> None:
         self.spec = spec
         self.log = log_dir / f"{spec.name}.log"
@@ -71,12 +66,8 @@ class Child:
         with open_log(self.log) as output, on_cores(self._cores):
             self._log_start = output.tell()
             env = _environment(environ, spec.env, run_id)
-            process: subprocess.Popen[bytes] | Forked | None = None
-            if spec.preload and fork_server is not None and fork_server.is_ready():
-                with contextlib.suppress(OSError):  # It has just ended.
-                    process = fork_server.fork(spec.argv, env=env, output=output)
             try:
-                self._process = process or subprocess.Popen(
+                self._process = subprocess.Popen(
                     spec.argv,
                     env=env,
                     stdin=subprocess.DEVNULL,
@@ -139,34 +130,11 @@ class Child:
         """
         with contextlib.suppress(FileNotFoundError), self.log.open("rb") as file:
             end = file.seek(0, os.SEEK_END)
-            # Rotated meanwhile: all that is in it is of this start.
+            # Truncated meanwhile: all that is in it is of this start.
             self._log_start = self._log_start if self._log_start <= end else 0
             file.seek(max(self._log_start, end - _TAIL_BYTES))
             return file.read().decode("utf-8", errors="replace")
         return ""
-
-
-def start_fork_server(
-    specs: Sequence[ProcessSpec], *, log_dir: Path, run_id: str, environ: Mapping[str, str]
-) -> ForkServer | None:
-    """Start what processes with ``preload`` are forked from, if there are any.
-
-    Raises:
-        LaunchError: It cannot be started.
-    """
-    forked = [spec for spec in specs if spec.preload]
-    if not forked:
-        return None
-    with open_log(log_dir / FORK_SERVER_LOG) as output:
-        try:
-            return ForkServer(
-                forked[0].preload,
-                [spec.argv for spec in forked],
-                env=_environment(environ, {**forked[0].env, **_FORK_SERVER}, run_id),
-                output=output,
-            )
-        except OSError as error:
-            raise LaunchError(f"the fork server cannot be started: {error}") from error
 
 
 def bind_threads(pid: int, cores: Collection[int]) -> None:

@@ -1,13 +1,14 @@
 """Registers a launcher's instances at the fronts that ``launch.join`` names, and lets them leave.
 
-Each instance has a thread for each address of each front: a front that does not answer keeps no
-other one waiting. What fronts say of instances is kept, and whatever changes is said.
+Each address of each front has a thread: a front that does not respond delays no other one.
 """
 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from epd_portable.config.secret import Secret
@@ -18,16 +19,16 @@ from epd_portable.launch.run.front_client import FrontClient
 
 _LOOK_EVERY_S = 1.0
 _JOINING_S = 0.2
-"""Between looks at a front that warms an instance up."""
+"""Between looks at a front that warms an instance up, or that an instance leaves."""
 
 
 class Registrar:
     """Every instance at every front that ``launch.join`` leads to, also as its names change.
 
     Args:
-        instances: Fields of `InstanceSettings` of each.
+        instances: Fields of `EngineSettings` of each.
         fronts: Base addresses of fronts, or of names that several of them have.
-        is_up: Returns whether an instance answers; a front forgets one that does not.
+        is_up: Returns whether an instance responds; a front forgets one that does not.
         leave_timeout_s: Longest wait for open requests of an instance that leaves.
         say: Called from several threads.
         resolve: Returns the addresses of a front's URL; raises `LaunchError` if there are none.
@@ -51,13 +52,13 @@ class Registrar:
         self.is_up = is_up
         self.leave_timeout_s = leave_timeout_s
         self.say = say
-        self._instances = instances
-        self._fronts = fronts
-        self._secret = secret
+        self.instances = instances
+        self.secret = secret
+        self._urls = fronts
         self._resolve = resolve
-        self._addresses: dict[str, list[str]] = {}
+        self._named: dict[str, list[str]] = {}
         self._unresolved: dict[str, LaunchError] = {}
-        self._memberships: dict[tuple[str, str, str], Membership] = {}
+        self._fronts: dict[tuple[str, str], _Front] = {}
         self._thread = threading.Thread(target=self._run, name="epd-join", daemon=True)
 
     def start(self) -> None:
@@ -68,91 +69,88 @@ class Registrar:
         """Return whether all have left."""
         return not self._thread.is_alive()
 
-    def states(self) -> dict[str, str]:
-        """Return the state of each instance at fronts; at several, of one where it is not up."""
-        shown: dict[str, str] = {}
-        for each in tuple(self._memberships.values()):
-            if shown.get(each.instance, "up") == "up":
-                shown[each.instance] = each.state
-        return {each["name"]: shown.get(each["name"], "starting") for each in self._instances}
-
     def problems(self) -> dict[str, LaunchError | None]:
         """Return the instances that are not up at every front, each with the last reason."""
         found: dict[str, LaunchError | None] = {}
-        for each in tuple(self._memberships.values()):
-            if each.state != "up":
-                found[each.instance] = found.get(each.instance) or each.problem
-        for name, state in self.states().items():
-            if state != "up" and not found.get(name):
-                found[name] = next(iter(self._unresolved.values()), None)
+        fronts = tuple(self._fronts.values())
+        for name in (each["name"] for each in self.instances):
+            away = [front for front in fronts if front.members[name].state != "up"]
+            reasons = [front.members[name].problem or front.problem for front in away]
+            if away or not fronts:
+                reasons += self._unresolved.values()
+                found[name] = next(filter(None, reasons), None)
         return found
+
+    def noted(self) -> dict[str, str]:
+        """Return the problems between instances that serve all the same, as fronts report them."""
+        members = (each for front in tuple(self._fronts.values()) for each in front.members.items())
+        return {name: member.noted for name, member in members if member.noted}
 
     def is_named(self, url: str, address: str) -> bool:
         """Return whether a front's URL still has an address."""
-        return address in self._addresses[url]
+        return address in self._named[url]
 
     def _run(self) -> None:
         """Follow the names of the fronts until all are to leave, and return when they have."""
         while not self.leaving.is_set():
-            for url in self._fronts:
+            for url in self._urls:
                 try:
-                    self._addresses[url] = self._resolve(url)
+                    self._named[url] = self._resolve(url)
                     self._unresolved.pop(url, None)
                 except LaunchError as error:  # Fronts that were known may still be there.
                     if str(self._unresolved.get(url)) != str(error):
                         self.say(Notice("warning", f"front {url}: {error}"))
                     self._unresolved[url] = error
-            self._follow()
+            for key in [key for key, front in self._fronts.items() if not front.is_alive()]:
+                del self._fronts[key]
+            for url, addresses in self._named.items():
+                for address in addresses:
+                    if (url, address) not in self._fronts:
+                        front = self._fronts[url, address] = _Front(self, url, address)
+                        front.start()
             self.leaving.wait(_LOOK_EVERY_S)
-        for each in self._memberships.values():
-            each.join()
-
-    def _follow(self) -> None:
-        """Register whatever is new, and forget fronts that have gone."""
-        for key, membership in tuple(self._memberships.items()):
-            if not membership.is_alive():
-                del self._memberships[key]
-        for url, addresses in self._addresses.items():
-            for address in addresses:
-                for instance in self._instances:
-                    key = (url, address, instance["name"])
-                    if key not in self._memberships:
-                        front = FrontClient(url, self._secret, address=address)
-                        self._memberships[key] = Membership(self, instance, front, url, address)
-                        self._memberships[key].start()
+        for front in self._fronts.values():
+            front.join()
 
 
-class Membership(threading.Thread):
-    """One instance at one front, which is ``url`` at ``address``.
+@dataclass(slots=True)
+class _Member:
+    """One instance at one front.
 
     Attributes:
-        instance: Its name.
-        state: What the front last said. ``starting`` before the front knows the instance, and
+        state: As the front last reported. ``starting`` before the front knows the instance, and
             ``gone`` once it was removed there.
-        problem: Why it is not up, as of the last look; `RefusedError` where it would not change.
+        problem: Why it is not up; `RefusedError` where it would not change.
+        noted: Its problem with others, though it serves.
+        registered: Id of the front process that has the instance; empty for none.
+        joins: End of the notice once it is up there; ``None`` after that.
     """
 
-    def __init__(
-        self,
-        registrar: Registrar,
-        instance: Mapping[str, Any],
-        front: FrontClient,
-        url: str,
-        address: str,
-    ) -> None:
+    state: str = "starting"
+    problem: LaunchError | None = None
+    noted: str = ""
+    registered: str = ""
+    joins: str | None = None
+
+
+class _Front(threading.Thread):
+    """All instances at one front, which is ``url`` at ``address``.
+
+    Attributes:
+        members: By the names of instances.
+        problem: Why the front did not respond to the last look.
+    """
+
+    def __init__(self, registrar: Registrar, url: str, address: str) -> None:
         super().__init__(name="epd-join", daemon=True)
-        self.instance: str = instance["name"]
-        self.state = "starting"
+        self.members = {each["name"]: _Member() for each in registrar.instances}
         self.problem: LaunchError | None = None
         self._registrar = registrar
-        self._settings = instance
-        self._front = front
         self._place = url, address
-        self._registered = ""  # the front process that has the instance
-        self._joins: str | None = None  # end of the notice once it is up there
+        self._client = FrontClient(url, registrar.secret, address=address)
 
     def run(self) -> None:
-        """Register when it is up, and again with every restart of the front; then leave.
+        """Register each instance that is up, and again when the front restarts; then leave.
 
         Returns without it when the front is neither named any more nor there.
         """
@@ -160,46 +158,89 @@ class Membership(threading.Thread):
         while not leaving.is_set():
             try:
                 self._look()
+                self.problem = None
             except LaunchError as error:
                 if not self._registrar.is_named(*self._place):
-                    self._warn(f"front {self._front} has gone")
+                    self._warn_all(f"front {self._client} has gone")
                     return
                 if str(error) != str(self.problem):
-                    self._warn(str(error))
+                    self._warn_all(str(error))
                 self.problem = error
-            leaving.wait(_LOOK_EVERY_S if self._joins is None else _JOINING_S)
-        if self._registered:
-            try:
-                timeout_s = self._registrar.leave_timeout_s
-                self._front.leave(self.instance, timeout_s=timeout_s)
-                self._say("left", f"has left {self._front}")
-            except LaunchError as error:
-                self._warn(str(error))
+            joining = any(each.joins is not None for each in self.members.values())
+            leaving.wait(_JOINING_S if joining else _LOOK_EVERY_S)
+        self._leave()
 
     def _look(self) -> None:
-        front, seen = self._front.find_instance(self.instance)
-        if self._registered and seen is not None:
-            if seen["state"] == "up" and self._joins is not None:
-                self._say("joined", f"has joined {self._front}{self._joins}")
-                self._joins = None
-            self.state = seen["state"]
-            self.problem = LaunchError(seen["reason"]) if seen["reason"] else None
-        elif self._registered == front:
-            self._registered, self.state = "", "gone"
-            # One that is down, or hangs, is removed after a while.
-            on_purpose = self._registrar.is_up(self.instance)
-            self._warn(f"front {self._front} has removed it")
+        front, seen = self._client.look()
+        states = {each["name"]: each for each in seen}
+        for settings in self._registrar.instances:
+            name = settings["name"]
+            member = self.members[name]
+            try:
+                self._follow(settings, member, states.get(name), front)
+            except LaunchError as error:
+                if str(error) != str(member.problem):
+                    self._warn(name, str(error))
+                member.problem = error
+
+    def _follow(
+        self,
+        settings: Mapping[str, Any],
+        member: _Member,
+        seen: Mapping[str, Any] | None,
+        front: str,
+    ) -> None:
+        name, registrar = settings["name"], self._registrar
+        if member.registered and seen is not None:
+            if seen["state"] == "up" and member.joins is not None:
+                self._say("joined", name, f"has joined {self._client}{member.joins}")
+                member.joins = None
+            member.state, member.noted = seen["state"], seen.get("problem", "")
+            member.problem = LaunchError(seen["reason"]) if seen["reason"] else None
+        elif member.registered == front:
+            # One that is down, or hangs, is removed after a while, and joins again.
+            on_purpose = registrar.is_up(name)
+            member.state, member.registered = "gone", "never" if on_purpose else ""
+            self._warn(name, f"front {self._client} has removed it")
             if on_purpose:
-                self._warn("joins again when its launcher is started again")
-                self._registrar.leaving.wait()
-        elif self._registrar.is_up(self.instance):
-            again = " again: the front has restarted" if self._registered else ""
-            self._registered, self._joins = self._front.register(self._settings), again
-            self.problem = None
+                self._warn(name, "joins again when its launcher is started again")
+        elif member.registered != "never" and registrar.is_up(name):
+            again = " again: the front has restarted" if member.registered else ""
+            member.registered, member.joins = self._client.register(settings), again
+            member.problem = None
 
-    def _warn(self, text: str) -> None:
-        self._registrar.say(Notice("warning", f"{self.instance}: {text}"))
+    def _leave(self) -> None:
+        """Remove the instances from the front, and wait for their open requests."""
+        there = []
+        for name, member in self.members.items():
+            if member.registered not in ("", "never"):
+                try:
+                    self._client.request("DELETE", f"/{name}")
+                    there.append(name)
+                except LaunchError as error:
+                    self._warn(name, str(error))
+        end = time.monotonic() + self._registrar.leave_timeout_s
+        while there:
+            try:
+                left = {each["name"]: each["in_flight"] for each in self._client.instances()}
+                if time.monotonic() >= end:
+                    raise LaunchError(f"front {self._client}: {left} requests are still open")
+            except LaunchError as error:
+                for name in there:
+                    self._warn(name, str(error))
+                return
+            for name in [name for name in there if name not in left]:
+                there.remove(name)
+                self._say("left", name, f"has left {self._client}")
+            time.sleep(_JOINING_S if there else 0.0)
 
-    def _say(self, event: Literal["joined", "left"], text: str) -> None:
-        fields = {"instance": self.instance, "front": str(self._front)}
-        self._registrar.say(Notice(event, f"{self.instance} {text}", fields))
+    def _warn_all(self, text: str) -> None:
+        for name in self.members:
+            self._warn(name, text)
+
+    def _warn(self, name: str, text: str) -> None:
+        self._registrar.say(Notice("warning", f"{name}: {text}"))
+
+    def _say(self, event: Literal["joined", "left"], name: str, text: str) -> None:
+        fields = {"instance": name, "front": str(self._client)}
+        self._registrar.say(Notice(event, f"{name} {text}", fields))

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-import itertools
 import os
 import signal
-import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -23,8 +19,7 @@ from epd_portable.launch.notices import Notice
 from epd_portable.launch.plan.processes import Plan, shm_prefix
 from epd_portable.launch.plan.text import columns, ports_text
 from epd_portable.launch.run import sessions
-from epd_portable.launch.run.fork_server import ForkServer
-from epd_portable.launch.run.front_client import FrontClient, FrontClients
+from epd_portable.launch.run.front_client import FrontClient
 from epd_portable.launch.run.guard import Guard
 from epd_portable.launch.run.lifecycle import (
     HUNG_PROBES,
@@ -34,19 +29,10 @@ from epd_portable.launch.run.lifecycle import (
     Phase,
     ProcessOrder,
 )
-from epd_portable.launch.run.log_files import rotate
-from epd_portable.launch.run.logs import FIRST_STAGE, Progress, failure_line, latest_stage
-from epd_portable.launch.run.process import (
-    FORK_SERVER_LOG,
-    Child,
-    Probes,
-    describe_exit,
-    start_fork_server,
-)
+from epd_portable.launch.run.logs import Progress, failure_line, latest_stage
+from epd_portable.launch.run.process import Child, Probes, describe_exit
 from epd_portable.launch.run.registrar import Registrar
 from epd_portable.launch.run.running import ProcessRecord, RunRecord, write_record
-from epd_portable.launch.run.update import RollingUpdate
-from epd_portable.launch.run.wait import Wait
 
 _STEP_S = 0.1
 _START_PROBE_EVERY_S = 0.5
@@ -54,22 +40,18 @@ _START_PROBE_TIMEOUT_S = 1.0
 PROBE_EVERY_S = 5.0
 PROBES = 24
 """At least so many within ``launch.hung_after_s``."""
-_LOG_FILES = 3
-_ROTATE_EVERY_S = 0.5
 _NOTE_EVERY_S = 3.0
-_PROBLEMS_EVERY_S = 10.0
 _ORPHAN_GRACE_S = 1.0
 DRAIN_MARGIN_S = 5.0
 """What a front may take longer than its own grace, to close what is left."""
-_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Supervisor:
     """One run of a plan in the foreground.
 
     Args:
-        drain_s: How long open requests may go on: of the front at a stop, of an instance at an
-            update.
+        drain_s: How long open requests may go on at a stop.
         log_dir: Existing folder for one log file a process.
         temp_dir: Existing folder of the run; removed at the end.
         config: Path of the topology file, for the record.
@@ -98,16 +80,12 @@ class Supervisor:
         self._specs = {spec.name: spec for spec in plan.processes}
         self._instances = [spec for spec in plan.processes if spec.role != "front"]
         self._children: dict[str, Child] = {}
-        self._fork_server: ForkServer | None = None
-        self._forks = True
         self._starts: Counter[str] = Counter()
         after = {name: spec.after for name, spec in self._specs.items()}
         self._lifecycle = Lifecycle(self._specs, launch, after)
         self._probes = Probes()
-        self._problem_thread = ThreadPoolExecutor(1, thread_name_prefix="epd-problems")
-        self._problem_look: Future[dict[str, str]] | None = None
+        self._seen: list[dict[str, Any]] = []  # by the front of the plan, of its instances
         self._problems_noted: dict[str, str] = {}
-        self._fronts = self._front_clients()
         self._registrar: Registrar | None = None
         if plan.joins:
             self._registrar = Registrar(
@@ -120,12 +98,7 @@ class Supervisor:
             )
         self._has_joined = False
         self._away = ""  # why instances are not up at the topology's own front
-        self._update: RollingUpdate | None = None
-        self._deciding = threading.Lock()  # An update runs in its own thread.
         self._stop_requests = 0
-        self._hangups = 0
-        self._had_terminal = _has_terminal()
-        self._outlives_terminal = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
         self._started, self._started_s = time.time(), time.monotonic()
         self._next_at: dict[str, float] = {}
         self._record: RunRecord | None = None
@@ -153,9 +126,6 @@ class Supervisor:
         """
         started_at = time.monotonic()
         progress = Progress(started_at=started_at)
-        self._preload(progress)
-        if self._stop_requests:
-            return
         self._perform(self._lifecycle.start_all(time.monotonic()))
         while self._lifecycle.phase is Phase.STARTING and not self._stop_requests:
             self._step(progress)
@@ -163,8 +133,7 @@ class Supervisor:
             self._join_fronts(self._registrar, progress)
         self._has_joined = True
         if not self._stop_requests:
-            with contextlib.suppress(LaunchError):
-                self._note_problems(self._problems())
+            self._note_problems()
             self._say(self._ready(elapsed_s=time.monotonic() - started_at))
 
     def _join_fronts(self, registrar: Registrar, progress: Progress) -> None:
@@ -174,45 +143,19 @@ class Supervisor:
             LaunchError: A front refuses one for good, or they are not up in time.
         """
         registrar.start()
-        wait = Wait(
-            f"instances are not up at {', '.join(self._plan.joins)}",
-            self._launch.startup_timeout_s,
-            limit="launch.startup_timeout_s",
-        )
+        limit_s = self._launch.startup_timeout_s
+        end = time.monotonic() + limit_s
         while not self._stop_requests and (problems := registrar.problems()):
             for name, problem in problems.items():
                 if isinstance(problem, RefusedError):
                     raise LaunchError(f"{name} cannot join: {problem}") from problem
-            name, problem = next(iter(problems.items()))
-            wait.go_on(f"{name}{f': {problem}' if problem else ''}")
+            if time.monotonic() >= end:
+                name, problem = next(iter(problems.items()))
+                raise LaunchError(
+                    f"instances are not up at {', '.join(self._plan.joins)} after {limit_s:g} s "
+                    f"(launch.startup_timeout_s): {name}{f': {problem}' if problem else ''}"
+                )
             self._step(progress)
-
-    def _preload(self, progress: Progress) -> None:
-        """Wait until processes can be forked; if that is not to be, they start by themselves."""
-        self._fork_server = server = start_fork_server(
-            self._plan.processes,
-            log_dir=self._log_dir,
-            run_id=self._plan.run_id,
-            environ=os.environ,
-        )
-        if server is None:
-            return
-        end = time.monotonic() + self._launch.startup_timeout_s
-        while not (server.is_ready() or server.has_ended() or self._stop_requests):
-            if time.monotonic() > end:
-                sessions.send_signal(server.pid, signal.SIGKILL)
-            for notice in progress.notices({"fork server": FIRST_STAGE}, time.monotonic()):
-                self._say(notice)
-            time.sleep(_STEP_S)
-
-    def _running_fork_server(self) -> ForkServer | None:
-        """Return what processes are forked from; ``None`` once they start by themselves."""
-        if self._fork_server is not None and self._fork_server.has_ended():
-            self._fork_server = None
-            log = self._log_dir / FORK_SERVER_LOG
-            text = f"the fork server has ended: processes start by themselves (log: {log})"
-            self._say(Notice("warning", text))
-        return self._fork_server
 
     def main_loop(self) -> None:
         """Keep every process alive until a stop is asked for."""
@@ -234,9 +177,6 @@ class Supervisor:
             self._say(Notice("stopping", "stopping"))
         self._write_record("stopping")
         self._probes.close()
-        self._problem_thread.shutdown(wait=False, cancel_futures=True)
-        if self._update is not None:
-            self._update.give_up()
         if self._registrar is not None:
             self._registrar.leaving.set()
         if asked and self._lifecycle.phase is Phase.SERVING:
@@ -250,8 +190,6 @@ class Supervisor:
             reap=lambda: [child.exit_status() for child in children],
             hurry=lambda: self._stop_requests > asked,
         )
-        if self._fork_server is not None:
-            self._fork_server.close()
         mapped = (path for child in children for path in child.mapped)
         sessions.remove_unused(mapped, since=self._started)
         self._guard.close(timeout_s=grace_s + 10.0)
@@ -280,8 +218,7 @@ class Supervisor:
             time.sleep(_STEP_S)
 
     def _step(self, progress: Progress | None = None) -> None:
-        with self._deciding:
-            self._look_after_all()
+        self._look_after_all()
         if progress is not None:
             for notice in progress.notices(self._stages(), time.monotonic()):
                 self._say(notice)
@@ -298,14 +235,9 @@ class Supervisor:
         self._probe(now)
         if self._is_due("note", now, _NOTE_EVERY_S):
             self._note_shared_memory()
-        if self._is_due("rotate", now, _ROTATE_EVERY_S):
-            self._rotate_logs()
         self._perform(self._lifecycle.tick(time.monotonic()))
-        if self._hangups:
-            self._hangups = 0
-            self._hung_up()
         if self._phase is Phase.SERVING:
-            self._look_for_problems(now)
+            self._note_problems()
         self._write_record(self._phase.value)
         self._keep_guarded()
 
@@ -342,7 +274,7 @@ class Supervisor:
             timeout_s = hung_after_s / HUNG_PROBES
             for name in self._lifecycle.up():
                 self._probes.ask(
-                    self._children[name], lambda child: child.is_well(timeout_s=timeout_s)
+                    self._children[name], lambda child: self._is_well(child, timeout_s)
                 )
 
     def _is_ready(self, child: Child) -> bool:
@@ -350,7 +282,8 @@ class Supervisor:
         if child.spec.role != "front" or self._lifecycle.phase is not Phase.STARTING:
             return child.is_ready(timeout_s=_START_PROBE_TIMEOUT_S)
         try:
-            away = [each for each in self._seen_by_fronts() if each["state"] != "up"]
+            self._look(child, _START_PROBE_TIMEOUT_S)
+            away = [each for each in self._seen if each["state"] != "up"]
         except LaunchError as error:
             self._away = str(error)
             return False
@@ -363,71 +296,29 @@ class Supervisor:
         child = self._children.get(name)
         return child is not None and child.is_ready(timeout_s=_START_PROBE_TIMEOUT_S)
 
-    def _problems(self) -> dict[str, str]:
-        """Return what went wrong when our instances met others, by their names."""
-        found: dict[str, str] = {}
-        for each in self._seen_by_fronts():
-            if problem := each.get("problem"):  # Fronts of older releases report none.
-                found.setdefault(each["name"], problem)
-        return found
+    def _is_well(self, child: Child, timeout_s: float) -> bool:
+        """Return whether a process that was up still responds as it should."""
+        if child.spec.role == "front":
+            with contextlib.suppress(LaunchError):
+                self._look(child, timeout_s)
+                return True
+        return child.is_well(timeout_s=timeout_s)
 
-    def _note_problems(self, problems: Mapping[str, str]) -> None:
-        """Report problems that are new; `status` shows all."""
-        for name, problem in problems.items():
+    def _look(self, front: Child, timeout_s: float) -> None:
+        """Take in what the front of the plan reports of instances of ours."""
+        client = FrontClient(front.spec.url, self._secret, cert_file=front.spec.tls_cert_file or "")
+        seen = client.instances(timeout_s=timeout_s)
+        self._seen = [each for each in seen if each["name"] in self._specs]
+
+    def _note_problems(self) -> None:
+        """Report problems between instances that are new; `status` shows all."""
+        found = {each["name"]: each["problem"] for each in self._seen if each["problem"]}
+        if self._registrar is not None:
+            found = self._registrar.noted()
+        for name, problem in found.items():
             if self._problems_noted.get(name) != problem:
                 self._say(Notice("warning", f"serving all the same: {problem}"))
-        self._problems_noted = dict(problems)
-
-    def _look_for_problems(self, now: float) -> None:
-        """Take in what fronts report, and ask again: an update may bring another release."""
-        if self._problem_look is not None and self._problem_look.done():
-            with contextlib.suppress(LaunchError):
-                self._note_problems(self._problem_look.result())
-            self._problem_look = None
-        if self._problem_look is None and self._is_due("problems", now, _PROBLEMS_EVERY_S):
-            self._problem_look = self._problem_thread.submit(self._problems)
-
-    def _seen_by_fronts(self) -> list[dict[str, Any]]:
-        """Return what fronts say of instances of ours."""
-        ask = functools.partial(FrontClient.instances, timeout_s=_START_PROBE_TIMEOUT_S)
-        seen = itertools.chain.from_iterable(self._fronts.each(ask))
-        return [each for each in seen if each["name"] in self._specs]
-
-    def _hung_up(self) -> None:
-        """Stop if the terminal was closed, but not under nohup; otherwise begin an update."""
-        if self._had_terminal and not _has_terminal():
-            self._had_terminal = False
-            self._stop_requests += not self._outlives_terminal
-        elif self._phase is not Phase.SERVING:
-            self._say(Notice("update_refused", "no update while the topology starts"))
-        elif self._update is not None and not self._update.ended:
-            text = "an update is under way; ask again when it has ended"
-            self._say(Notice("update_refused", text))
-        else:
-            self._forks = False
-            self._update = RollingUpdate(
-                self._instances,
-                fronts=self._fronts,
-                drain_s=self._drain_s,
-                patience_s=self._launch.stop_grace_s + self._launch.startup_timeout_s,
-                up=self._lifecycle.up,
-                renew=self._renew,
-                say=self._say,
-            )
-            self._update.start()
-
-    def _renew(self, name: str) -> None:
-        """End an instance and start it again; one that has died meanwhile is started for that."""
-        with self._deciding:
-            if name in self._lifecycle.up():
-                self._perform(self._lifecycle.renew(name, time.monotonic()))
-
-    def _front_clients(self) -> FrontClients:
-        """Return the fronts elsewhere that instances join, or the one of the plan."""
-        fronts = [spec for spec in self._plan.processes if spec.role == "front"]
-        urls = self._plan.joins or [spec.url for spec in fronts]
-        cert_file = fronts[0].tls_cert_file if fronts else ""
-        return FrontClients(urls, self._secret, cert_file=cert_file)
+        self._problems_noted = found
 
     def _keep_guarded(self) -> None:
         if not self._guard.alive:
@@ -463,8 +354,6 @@ class Supervisor:
                 log_dir=self._log_dir,
                 run_id=self._plan.run_id,
                 environ=os.environ,
-                # After an update what is installed then is to run.
-                fork_server=self._running_fork_server() if self._forks else None,
             )
         except LaunchError as error:
             # A death: there may be memory, room on the disk or its program again a little later.
@@ -487,16 +376,6 @@ class Supervisor:
         children = {child.session: child for child in self._children.values()}
         for pid, session in sessions.members(children, None).items():
             children[session].mapped |= sessions.mapped_files([pid])
-
-    def _rotate_logs(self) -> None:
-        for name in self._specs:
-            log = self._log_dir / f"{name}.log"
-            try:
-                rotate(log, max_bytes=self._launch.log_max_bytes, files=_LOG_FILES)
-            except FileNotFoundError:
-                continue
-            except OSError as error:
-                self._warn_once(f"what {log} held is dropped: it cannot be kept ({error})")
 
     def _stages(self) -> dict[str, str]:
         pending = self._lifecycle.pending()
@@ -596,25 +475,15 @@ class Supervisor:
         def stop(signum: int, frame: FrameType | None) -> None:
             self._stop_requests += 1
 
-        def hang_up(signum: int, frame: FrameType | None) -> None:
-            self._hangups += 1
-
-        before = {signum: signal.signal(signum, stop) for signum in _STOP_SIGNALS}
-        before[signal.SIGHUP] = signal.signal(signal.SIGHUP, hang_up)
+        # Under nohup the launcher outlives its terminal.
+        ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+        heard = [each for each in _STOP_SIGNALS if each != signal.SIGHUP or not ignored]
+        before = {signum: signal.signal(signum, stop) for signum in heard}
         try:
             yield
         finally:
             for signum, handler in before.items():
                 signal.signal(signum, handler)
-
-
-def _has_terminal() -> bool:
-    """Return whether this process has a controlling terminal; a closed one is none any more."""
-    try:
-        os.close(os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY | os.O_CLOEXEC))
-    except OSError:
-        return False
-    return True
 
 
 def _last_words(child: Child, *, status: int | None) -> str:

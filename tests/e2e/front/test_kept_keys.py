@@ -8,7 +8,6 @@ import os
 import signal
 import ssl
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -119,16 +118,16 @@ def test_it_speaks_https_answers_browsers_and_sends_spans(served: Served) -> Non
 
 
 @pytest.mark.needs_prometheus
-def test_prometheus_reads_the_front_as_status_prints(served: Served, tmp_path: Path) -> None:
-    command = [str(Path(sys.executable).with_name("epd-launch")), "status", "--prometheus"]
-    printed = yaml.safe_load(subprocess.run(command, capture_output=True, check=True).stdout)
-    address = served.split.url.partition("://")[2]
-    job, engines = printed["scrape_configs"]
-    engines["static_configs"] = []  # These engines have no page of their own.
-    job["static_configs"] = [each for each in job["static_configs"] if each["targets"] == [address]]
+def test_prometheus_reads_the_front_as_documented(served: Served, tmp_path: Path) -> None:
+    page = (Path(__file__).parents[3] / "docs/observability.md").read_text("utf-8")
+    text = page.partition("```yaml\nscrape_configs:")[2].partition("```")[0]
+    jobs = yaml.safe_load(f"scrape_configs:{text}")["scrape_configs"]
+    scheme, _, address = served.split.url.partition("://")
+    jobs[0]["static_configs"][0]["targets"] = [address]
+    jobs[0] |= {"scheme": scheme, "tls_config": {"insecure_skip_verify": True}}
     config = tmp_path / "prometheus.yaml"
     every = {"scrape_interval": "200ms", "scrape_timeout": "200ms"}
-    config.write_text(yaml.safe_dump({"global": every, **printed}))
+    config.write_text(yaml.safe_dump({"global": every, "scrape_configs": jobs[:1]}))
     port = port_source("0000005c")()
     flags = [f"--config.file={config}", f"--storage.tsdb.path={tmp_path / 'data'}"]
     server = subprocess.Popen(["prometheus", *flags, f"--web.listen-address=127.0.0.1:{port}"])

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -232,10 +231,12 @@ def test_without_encoders_the_prefill_instance_encodes(served: Served) -> None:
         pytest.skip("shown by the one with every stage apart")
     apart = 'epd_front_prefills_total{where="disaggregated"}'
     before, begin_s = served.counted(apart), time.monotonic()
-    assert served.client().drain("encode-0", timeout_s=60, until=threading.Event())
+    client = served.client()
+    client.request("POST", "/encode-0/drain")
+    wait_until(lambda: all(each["idle"] for each in client.instances()), "encode-0 is idle")
     for content in ([picture(43), ASK], "How are you?"):
         assert_equal(ask(served.split.url, content), ask(served.reference_url, content))
-    served.client().resume("encode-0")
+    client.request("POST", "/encode-0/resume")
     assert served.split.encoding(begin_s) == {"prefill-0"}
     assert served.counted(apart) == before + 2
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import pty
 import signal
+import termios
 from collections.abc import Callable
 
 from tests.integration.launch.conftest import Asked, Run
@@ -48,3 +51,34 @@ def test_an_open_request_is_answered_after_the_stop_signal(routed: Routed) -> No
     run.wait_for("open requests may take 30 s to end (front.drain_s)")
     assert "pid" in asked.ended()
     run.ends_well()
+
+
+def with_terminal(routed: Routed, on_hangup: signal.Handlers) -> tuple[Run, int]:
+    """Return a topology of a launcher with a terminal of its own, and the terminal's other end."""
+    terminal, theirs = pty.openpty()
+
+    def take_it() -> None:
+        fcntl.ioctl(theirs, termios.TIOCSCTTY, 0)
+        signal.signal(signal.SIGHUP, on_hangup)
+
+    run = routed(ENGINE, popen={"preexec_fn": take_it, "pass_fds": (theirs,)})
+    os.close(theirs)
+    return run, terminal
+
+
+def test_closed_terminal_stops_the_launcher(routed: Routed) -> None:
+    run, terminal = with_terminal(routed, signal.SIG_DFL)
+    os.close(terminal)
+    run.wait_for("stopping")
+    run.ends_well()
+
+
+def test_launcher_under_nohup_outlives_its_terminal(routed: Routed) -> None:
+    run, terminal = with_terminal(routed, signal.SIG_IGN)
+    os.close(terminal)
+    run.process.send_signal(signal.SIGHUP)
+    engine = run.pid_of("pd-0")
+    os.kill(engine, signal.SIGKILL)
+    run.wait_for("pd-0 is back")
+    assert not any("stopping" in line for line in run.lines)
+    run.stop()

@@ -62,13 +62,3 @@ async def test_unreachable_server_and_missing_secret_are_reported(secret: str) -
     assert unreachable.exit_code == 1
     assert f"front {NO_SERVER} cannot be reached" in unreachable.output
     assert (await instances(NO_SERVER, f"{secret}-none")).exit_code == 2
-
-
-@pytest.mark.parametrize(
-    ("word", "instead"),
-    [("page", "`instances`"), ("join", "launch.join"), ("leave", "launch.join")],
-)
-def test_removed_command_names_its_replacement(word: str, instead: str) -> None:
-    result = CliRunner().invoke(main, (word, "e"))
-    assert result.exit_code == 2
-    assert instead in result.output

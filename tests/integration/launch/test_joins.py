@@ -6,11 +6,18 @@ import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+from epd_portable.launch.run.front_client import FrontClient
 from tests.integration.launch.conftest import Asked, Run, client_of
 
 
-def test_instances_of_another_launcher_join_are_updated_and_leave(
+def find(front: FrontClient, name: str) -> dict[str, Any]:
+    """Return what a front reports of an instance; empty if it does not have it."""
+    return next((each for each in front.instances() if each["name"] == name), {})
+
+
+def test_instances_of_another_launcher_join_and_leave(
     routed: Callable[..., Run], launch: Callable[..., Run], tmp_path: Path
 ) -> None:
     there = routed({"pd-0": []})
@@ -19,29 +26,25 @@ def test_instances_of_another_launcher_join_are_updated_and_leave(
     joining = {"joins": [url], "secret": (tmp_path / "secret").read_text().strip()}
     here = launch({name: []}, **joining)
     assert any(f"{name} has joined {url}" in line for line in here.lines)
-    assert front.find_instance(name)[1]["state"] == "up"
-    here.process.send_signal(signal.SIGHUP)
-    here.wait_for(f"updated {name}")
+    assert find(front, name)["state"] == "up"
     # One that hangs, and is removed for that, joins again when it answers.
     pid = here.pid_of(name)
     os.kill(pid, signal.SIGSTOP)
-    front.leave(name, timeout_s=60)
+    front.request("DELETE", f"/{name}")
     here.wait_for(f"{name}: front {url} has removed it")
     os.kill(pid, signal.SIGCONT)
     here.wait_for(f"{name} has joined {url}")
     # What it works on ends before it does.
-    here.until(lambda: front.find_instance(name)[1]["state"] == "up", "it is up")
+    here.until(lambda: find(front, name)["state"] == "up", "it is up")
     asked = [Asked(there, 3.0) for _ in range(2)]
     here.until(lambda: all(each["in_flight"] for each in front.instances()), "each has one")
     here.stop()
     assert {each.ended()["pid"] for each in asked} == {pid, there.pid_of("pd-0")}
     assert f"{name} has left {url}" in here.all_lines()
-    assert front.find_instance(name)[1] is None
+    assert not find(front, name)
     # Without a front it is not ready, and says so.
     there.stop()
     here = launch({name: []}, **joining, startup_timeout_s=2.0, until="cannot be reached")
-    here.process.send_signal(signal.SIGHUP)
-    here.wait_for("no update while the topology starts")
     here.wait_for("failed:")
     assert f"instances are not up at {url} after 2 s (launch.startup_timeout_s)" in here.lines[-1]
     assert f"{name}: front {url} cannot be reached" in here.lines[-1]
@@ -69,6 +72,6 @@ def test_launcher_reports_a_refusal_that_can_heal_and_waits_for_it(
     here = launch({"pd-0": []}, joins=[url], secret=shared, until="pd-0: joins its fronts: ")
     taken = f"instance 'pd-0' is at http://127.0.0.1:{there.ports['pd-0']} and healthy"
     assert f"{taken}: take another" in here.lines[-1]
-    client_of(there).leave("pd-0", timeout_s=60)
+    client_of(there).request("DELETE", "/pd-0")
     here.wait_for("ready:")
     here.stop()

@@ -39,7 +39,7 @@ def test_the_help_of_a_command_tells_its_exit_statuses_and_defaults(command: str
         ([*LOAD, "x.yaml", "--point", "size=large"], "size.0: Input should be a valid integer"),
         (["load", "--platform", "cpu"], "Missing option '--side'"),
         (["step", "--steps", "9"], "9 is not in the range"),
-        (["serve"], "No such command 'serve': `load` measures serving"),
+        (["serve"], "No such command 'serve'"),
         ([*LOAD, "x.yaml", "--point", "pictures=4"], "unknown key 'pictures'; known are rate,"),
     ],
 )

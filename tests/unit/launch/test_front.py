@@ -69,19 +69,6 @@ def test_the_front_has_cores_of_its_own_or_those_that_api_servers_may_use() -> N
     assert (among.cores, among.api_cores) == (((0,),), (1,))
 
 
-def test_processes_with_equal_variables_are_forked_and_others_start_by_themselves() -> None:
-    encode, pd, front = planned().processes
-    assert encode.preload == pd.preload == front.preload
-    assert "vllm.v1.worker.cpu_worker" in front.preload
-    wide = "instances: {encode: {cores: [0]}, prefill_decode: {cores: [1, 2]}}"
-    encode, pd, front = planned(wide).processes
-    assert not encode.preload and pd.preload == front.preload != ()
-    apart = planned("instances: {encode: {count: 1}, prefill: {count: 1}, decode: {count: 1}}")
-    assert {each.preload for each in apart.processes} == {front.preload}
-    on_devices = plan_of("model: demo", platform="cuda").processes
-    assert not any(each.preload for each in on_devices)
-
-
 @pytest.mark.parametrize(
     ("extra", "problem"),
     [

@@ -146,7 +146,6 @@ CPU_MAY_DIFFER = {
     rf"{PLACE}((api_)?cores|devices).*": "instances are bound to cores there, not to devices",
     rf"{PLACE}env\.VLLM_CPU_(OMP_THREADS_BIND|KVCACHE_SPACE)": "the same",
     rf"{PLACE}env\.(OMP_NUM_THREADS|TORCH_COMPILE_DISABLE)": "the same",
-    rf"{PLACE}preload.*": "engines are forked there",
     rf"({PLACE}after|\.devices).*": "devices may be shared, cores are not",
     rf"{PLACE}argv\.--settings\.(engines|instances)\[\d\]\.labels\.epd\.pair": "the same",
     rf"{PLACE}argv\.--distributed-executor-backend": "vLLM has one rank in the engine's process "

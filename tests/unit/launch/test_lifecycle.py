@@ -153,17 +153,6 @@ def test_the_time_of_a_silence_is_not_counted_as_healthy() -> None:
         lifecycle.healthy("encode-0", now + 10.0)
 
 
-def test_one_that_is_renewed_and_does_not_end_is_killed_and_by_the_rules_from_then_on() -> None:
-    lifecycle = serving()
-    lifecycle.renew("encode-0", 10.0)
-    assert lifecycle.tick(24.9) == []
-    assert ProcessOrder("kill", "encode-0") in lifecycle.tick(25.0)
-    assert lifecycle.exited("encode-0", "was killed by SIGKILL", 26.0) == [START]
-    assert said(lifecycle.exited("encode-0", "exited with status 1", 27.0)) == [
-        "encode-0 exited with status 1; restarting it in 1 s"
-    ]
-
-
 def test_neighbours_start_one_after_the_other_in_their_order() -> None:
     lifecycle = new(NEIGHBOURS)
     assert lifecycle.start_all(0.0) == [
@@ -200,9 +189,12 @@ def test_neighbours_that_died_together_start_again_one_at_a_time_in_either_order
 
 def test_nothing_starts_while_a_neighbour_is_being_ended() -> None:
     lifecycle = serving(NEIGHBOURS)
-    lifecycle.exited("encode-0", "died", 10.0)
-    lifecycle.renew("decode-0", 10.5)
-    assert lifecycle.tick(11.0) == []
-    assert lifecycle.exited("decode-0", "exited with status 0", 12.0) == [START]
+    for asked_at in (0.0, 10.0):
+        lifecycle.silent("decode-0", asked_at, asked_at + 10.0)
+    lifecycle.exited("encode-0", "died", 29.5)
+    assert ProcessOrder("stop", "decode-0") in lifecycle.silent("decode-0", 20.0, 30.0)
+    assert lifecycle.tick(31.0) == []
+    assert START in lifecycle.exited("decode-0", "exited with status 0", 32.0)
+    assert lifecycle.tick(34.0) == []
     assert lifecycle.waiting() == {"decode-0": ["encode-0"]}
-    assert ProcessOrder("start", "decode-0") in lifecycle.healthy("encode-0", 13.0)
+    assert ProcessOrder("start", "decode-0") in lifecycle.healthy("encode-0", 35.0)

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from click.testing import CliRunner, Result
 
 from epd_portable.launch.cli import main
@@ -105,24 +104,6 @@ def test_a_run_of_another_user_is_not_read(folder: Path, monkeypatch: pytest.Mon
     write_record(folder, record())
     monkeypatch.setattr("os.geteuid", lambda: 12345)
     assert find_runs(folder.parent) == []
-
-
-def test_scrape_configuration_has_fronts_and_engines_with_pages(folder: Path) -> None:
-    front = "https://127.0.0.1:8000"
-    # An engine without a server is read at its front.
-    without = process("encode-1", url=f"{front}/epd/instances/encode-1")
-    write_record(folder, record(process(), without, process("front", url=front)))
-    made = yaml.safe_load(ask("status", "--prometheus").stdout)
-    front, instances = made["scrape_configs"]
-    assert front["honor_labels"] is True
-    assert front["scheme"] == "https"
-    assert front["static_configs"] == [{"targets": ["127.0.0.1:8000"], "labels": {"model": "demo"}}]
-    assert instances["static_configs"] == [
-        {
-            "targets": ["127.0.0.1:20000"],
-            "labels": {"model": "demo", "instance": "encode-0", "role": "encode"},
-        }
-    ]
 
 
 def test_logs_are_shown_of_all_or_of_one(folder: Path, tmp_path: Path) -> None:

@@ -63,9 +63,8 @@ def run(command: str, file: str = "model: demo\n", **env: str) -> Result:
 @pytest.mark.parametrize(
     ("command", "named"),
     [
-        ("epd-launch serve", ["'serve'", "`up` starts a topology"]),
-        ("epd-launch stop", ["'stop'", "Ctrl-C stops a topology"]),
-        ("epd-launch restart", ["'restart'", "SIGHUP to the launcher"]),
+        ("epd-launch serve", ["No such command 'serve'"]),
+        ("epd-launch instance", ["'instance'", "'instances'"]),
         (
             "epd-launch engine --platform cpu --config t.yaml",
             ["no instance takes the items", "set launch.join"],
@@ -86,7 +85,6 @@ def run(command: str, file: str = "model: demo\n", **env: str) -> Result:
         ),
         (f"{UP} --port 0", ["'--port'", "0"]),
         (f"{UP} --log-dir t.yaml", ["'--log-dir'", "'t.yaml'"]),
-        ("epd-launch status --json --prometheus", ["choose one"]),
         (
             "epd-launch instances --front localhost:8000 --secret-file s",
             ["'--front'", "write http://localhost:8000"],
@@ -102,7 +100,6 @@ def run(command: str, file: str = "model: demo\n", **env: str) -> Result:
         ("epd-launch secret no/such/s", ["no/such/s cannot be written"]),
         ("epd-launch secret t.yaml", ["t.yaml exists", "remove it first"]),
         (f"{PLAN} store.url=redis://:p@h", ["redis://:***@h"]),
-        ("epd-bench serve", ["'serve'", "`load` measures serving"]),
         ("epd-bench transfer --bytes 1GB", ["'--bytes'", "did you mean 1GiB?"]),
     ],
 )
