@@ -82,7 +82,7 @@ EPD_COMPUTE_SHARE = Variable(
     "EPD_COMPUTE_SHARE",
     None,
     _percentage,
-    "Percent of an Ascend device's cores that a worker uses; set by epd-launch.",
+    "Percent of an Ascend device's cores that a worker uses; set in env of a group.",
 )
 TABLE: tuple[Variable[Any], ...] = tuple(
     each for each in globals().copy().values() if isinstance(each, Variable)

@@ -73,7 +73,6 @@ class InstanceGroup(Section):
     env: Environment = Field(default_factory=dict)
     cores: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)] | None = None
     devices: Annotated[list[Device], Field(min_length=1)] | None = None
-    share: Annotated[int, Field(ge=1, le=100)] | None = None
     weight: Weight = 1.0
     labels: Labels = Field(default_factory=dict)
 

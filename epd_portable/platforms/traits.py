@@ -35,13 +35,6 @@ class PlatformTraits:
         env_with_slab: The same of engines whose device memory others open: what keeps their
             allocator from mapping it piece by piece. Empty where it does not by itself.
         env_on_shared_device: The same of engines with others on one of their devices.
-        share_env: Variable that limits a process to a percentage of a device's compute; ``None``
-            where there is none.
-        encode_share_env: Names and values of more variables of encode instances with such a limit:
-            what lets the steps of others on the device go first.
-        share_by: What keeps the process to it, for messages.
-        share_service: Where the service without which it limits nothing can be seen: a file, with
-            variables of the environment; empty where it needs none.
         slot_alignment_bytes: Start of every slot in a receive pool is a multiple of this.
         slab_alignment_bytes: Start and size of device memory that is registered for remote access
             are multiples of this.
@@ -76,10 +69,6 @@ class PlatformTraits:
     env_without_compiler: tuple[tuple[str, str], ...] = ()
     env_with_slab: tuple[tuple[str, str], ...] = ()
     env_on_shared_device: tuple[tuple[str, str], ...] = ()
-    share_env: str | None = None
-    encode_share_env: tuple[tuple[str, str], ...] = ()
-    share_by: str = ""
-    share_service: tuple[str, ...] = ()
     slot_alignment_bytes: int
     slab_alignment_bytes: int
     needs_device_copy: bool
@@ -104,12 +93,6 @@ _CUDA = PlatformTraits(
     compiler=("nvcc", "$CUDA_HOME/bin/nvcc", "/usr/local/cuda/bin/nvcc"),
     # FlashInfer compiles its sampler, which is the default (vLLM 0.32); vLLM has another one.
     env_without_compiler=(("VLLM_USE_FLASHINFER_SAMPLER", "0"),),
-    share_env="CUDA_MPS_ACTIVE_THREAD_PERCENTAGE",
-    # 0 is normal, 1 is below normal.
-    encode_share_env=(("CUDA_MPS_CLIENT_PRIORITY", "1"),),
-    share_by="NVIDIA's MPS",
-    # nvidia-cuda-mps-control listens there.
-    share_service=("$CUDA_MPS_PIPE_DIRECTORY/control", "/tmp/nvidia-mps/control"),
     slot_alignment_bytes=512,
     slab_alignment_bytes=512,
     needs_device_copy=True,
@@ -137,9 +120,6 @@ _NPU = PlatformTraits(
         ("HCCL_HOST_SOCKET_PORT_RANGE", "auto"),
         ("HCCL_NPU_SOCKET_PORT_RANGE", "auto"),
     ),
-    # No variable of CANN's is a percentage; our worker sets its process's limit.
-    share_env="EPD_COMPUTE_SHARE",
-    share_by="CANN's limit of a process's cores, aclrtSetDeviceResLimit",
     # aclrtMemcpyAsync demands 64 at both ends; 512 keeps slots apart for the copy engine.
     slot_alignment_bytes=512,
     # HCCS reaches registered memory in pages of 2 MiB.

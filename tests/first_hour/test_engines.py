@@ -18,7 +18,6 @@ from typing import Any
 
 import pytest
 
-from epd_portable.launch.plan.machine import has_shares
 from epd_portable.platforms import registry
 from epd_portable.platforms.traits import TRAITS
 from tests.e2e.asking import ask, ask_all, assert_brought, assert_close, assert_equal, picture
@@ -43,6 +42,7 @@ SHARED = (
     f"{PD}.engine_args.kv_cache_memory_bytes={GIB}",
 )
 """Of instances that share a device."""
+SHARE = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
 ENCODE_BYTES = 2 * GIB
 """Context, workspaces of kernels and the demo model's tower; its share is a fifth of a device."""
 GRAPHS = f"{PD}.engine_args.compilation_config.cudagraph_mode"
@@ -83,7 +83,7 @@ FLOAT32 = [
         ),
     ),
     *(
-        Way("cuda", path, ("shares", f"{ENCODE}.share=30", f"{PD}.share=70"))
+        Way("cuda", path, ("shares", f"{ENCODE}.env.{SHARE}='30'", f"{PD}.env.{SHARE}='70'"))
         for path in ("ipc", "shm")
     ),
 ]
@@ -105,7 +105,8 @@ def by(ways: list[Way]) -> pytest.MarkDecorator:
             else getattr(pytest.mark, f"needs_{way.platform}")
         )
         if way.mode[0] == "shares":
-            runs = has_shares(TRAITS["cuda"], os.environ)
+            pipes = os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps")
+            runs = Path(pipes, "control").exists()
             yield pytest.mark.skipif(not runs, reason="NVIDIA's MPS does not run here")
         if way.mode[0] == "full-graphs":
             yield pytest.mark.skipif(IS_SIMULATED, reason="engines' graphs are not simulated")
@@ -196,8 +197,7 @@ class TestInFloat32(ManyItems, FloatEquality):
         ahead = way.platform != "cpu" and way.mode != SYNCHRONOUS
         assert (encode["ahead"], decode["ahead"]) == (False, ahead)
         servers = [instance(pair.split.pid, role) for role in ("ec_producer", "ec_consumer")]
-        variable = str(TRAITS[way.platform].share_env)
-        shares = [server.environ().get(variable) for server in servers]
+        shares = [server.environ().get(SHARE) for server in servers]
         assert shares == (["30", "70"] if way.mode[0] == "shares" else [None, None])
 
     def test_an_encode_job_is_answered_behind_its_computation(self, pair: Pair, way: Way) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -12,9 +11,8 @@ from epd_portable.config.hardware import HardwareProfile
 from epd_portable.errors import PlatformError
 from epd_portable.launch.plan.installed import ENGINES, installed_engines
 from epd_portable.launch.plan.kv import KV_CONNECTORS
-from epd_portable.launch.plan.machine import allowed_cores, has_shares, memory_nodes, quota_cores
+from epd_portable.launch.plan.machine import allowed_cores, memory_nodes, quota_cores
 from epd_portable.platforms import registry as platforms
-from epd_portable.platforms.base import LimitsCompute, Platform
 
 MEMORY_TOLERANCE = 0.1
 """Part by which memory may differ from a profile, because drivers reserve some of it."""
@@ -25,8 +23,7 @@ class Finding:
     """One line of the report.
 
     Attributes:
-        kind: ``engine``, ``cores``, ``platform``, ``share``, ``hardware``, ``device``, ``path``
-            or ``kv``.
+        kind: ``engine``, ``cores``, ``platform``, ``hardware``, ``device``, ``path`` or ``kv``.
         name: A device as ``platform:index``, a path as ``platform/path`` between two of its
             instances, or ``producer→consumer/path`` between platforms.
         reason: What was found, or what is missing.
@@ -75,8 +72,6 @@ def _cores() -> Finding:
 def _platform(name: str, expected: HardwareProfile | None) -> Iterator[Finding]:
     """Look at a platform that can be used, and at its devices."""
     platform = platforms.get(name)
-    if platform.traits.share_env is not None:
-        yield _share(platform)
     connector = KV_CONNECTORS[platform.traits.kv_connector]
     has_module = importlib.util.find_spec(connector.module) is not None
     reason = f"the module {connector.module} is {'here' if has_module else 'not here'}"
@@ -96,22 +91,6 @@ def _platform(name: str, expected: HardwareProfile | None) -> Iterator[Finding]:
         yield Finding("device", f"{name}:{index}", True, reason)
     if expected:
         yield compare(expected, sizes)
-
-
-def _share(platform: Platform) -> Finding:
-    """Say whether instances can be limited to a part of a device's compute."""
-    traits = platform.traits
-    found = f"by {traits.share_by} ({traits.share_env}; not run on hardware)"
-    if not has_shares(traits, os.environ):
-        reason = f"the service does not run, so instances take turns; {found}"
-        return Finding("share", traits.name, False, reason)
-    try:
-        units = platform.compute_units(0) if isinstance(platform, LimitsCompute) else {}
-    except PlatformError as error:
-        return Finding("share", traits.name, False, str(error))
-    whole = ", ".join(f"{count} {unit}" for unit, count in units.items())
-    reason = f"{found}, of {whole}" if whole else f"the service runs; {found}"
-    return Finding("share", traits.name, True, reason)
 
 
 def compare(expected: HardwareProfile, sizes: Sequence[int]) -> Finding:

@@ -148,10 +148,6 @@ class Engine:
             # An engine takes the first tensor_parallel_size of them.
             visible = (*self.placement.devices, *self.placement.peers)
             variables[traits.visible_devices_env] = ",".join(visible)
-        if group.share is not None and traits.share_env is not None:
-            variables[traits.share_env] = str(group.share)
-            if self.role == "encode":
-                variables |= dict(traits.encode_share_env)
         # What it counts is on the page of the front, or on its own.
         variables["EPD_METRICS_DIR"] = f"{self.temp_dir}/metrics"
         if self.kv:
@@ -176,14 +172,11 @@ class Engine:
         }
 
 
-def owned_variables(traits: PlatformTraits, *, has_share: bool, has_kv: bool) -> dict[str, str]:
+def owned_variables(traits: PlatformTraits, *, has_kv: bool) -> dict[str, str]:
     """Return the variables that only the launcher sets for a group, and what to do instead."""
     remedies = dict.fromkeys(("EPD_INSTANCE", "EPD_PLATFORM", "TMPDIR"), "remove it")
     if traits.visible_devices_env is not None:
         remedies[traits.visible_devices_env] = "list devices instead"
-    if has_share and traits.share_env is not None:
-        names = (traits.share_env, *dict(traits.encode_share_env))
-        remedies |= dict.fromkeys(names, "write share beside count")
     if has_kv:
         remedies |= dict.fromkeys(KV_CONNECTORS[traits.kv_connector].env("", 0), "remove it")
     return remedies

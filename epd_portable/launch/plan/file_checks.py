@@ -31,9 +31,8 @@ def engine_settings(traits: PlatformTraits, data: Mapping[str, Any]) -> Found:
     variables = {variable.name: variable for variable in envs.TABLE}
     arguments = installed_arguments()
     for groups, path, section in _sections(data, "env"):
-        has_share = any(isinstance(each, dict) and each.get("share") for each in groups.values())
         has_kv = not KV_GROUPS.isdisjoint(groups)
-        owned = owned_variables(traits, has_share=has_share, has_kv=has_kv)
+        owned = owned_variables(traits, has_kv=has_kv)
         for name, value in section.items():
             if name in owned:
                 yield (*path, name), f"{name} is set by the launcher; {owned[name]}"

@@ -9,7 +9,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from string import Template
@@ -62,22 +62,8 @@ def memory_nodes(root: Path = Path("/")) -> int:
 def has_compiler(traits: PlatformTraits, environ: Mapping[str, str]) -> bool:
     """Return whether engines find the compiler of their platform; also where they need none."""
     path = environ.get("PATH")
-    places = _places(traits.compiler, environ)
+    places = [Template(each).safe_substitute(environ) for each in traits.compiler]
     return not places or any(shutil.which(place, path=path) for place in places)
-
-
-def has_shares(traits: PlatformTraits, environ: Mapping[str, str]) -> bool:
-    """Return whether processes can be limited to a part of a device's compute.
-
-    Where a service does that, it must run.
-    """
-    places = _places(traits.share_service, environ)
-    here = not places or any(Path(place).exists() for place in places)
-    return traits.share_env is not None and here
-
-
-def _places(templates: Sequence[str], environ: Mapping[str, str]) -> list[str]:
-    return [Template(each).safe_substitute(environ) for each in templates]
 
 
 def assumed_machine(traits: PlatformTraits, environ: Mapping[str, str]) -> Machine:
@@ -94,7 +80,6 @@ def assumed_machine(traits: PlatformTraits, environ: Mapping[str, str]) -> Machi
         devices=devices,
         cores=allowed_cores(),
         has_compiler=has_compiler(traits, environ),
-        has_shares=has_shares(traits, environ),
     )
 
 

@@ -19,7 +19,6 @@ from epd_portable.config.hardware import HardwareProfile
 from epd_portable.config.instance import InstanceConfig
 from epd_portable.config.roles import (
     ENCODES,
-    ROLES,
     SENDS_KV,
     TAKES_ITEMS,
     TAKES_KV,
@@ -83,13 +82,11 @@ class Machine:
         devices: Device indices or UUIDs; ``None`` when they are not known.
         cores: CPU cores that this process may use.
         has_compiler: Whether engines find what they compile kernels with, where they need it.
-        has_shares: Whether the service runs that keeps instances to their ``share`` of a device.
     """
 
     devices: tuple[str, ...] | None
     cores: tuple[int, ...]
     has_compiler: bool = True
-    has_shares: bool = True
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -328,11 +325,6 @@ def _check_host(topology: Topology, traits: PlatformTraits) -> None:
 
 def _warnings(topology: Topology, machine: Machine, hardware: HardwareProfile | None) -> list[str]:
     found = []
-    if not machine.has_shares and any(topology.instances.of(role).share for role in ROLES):
-        found.append(
-            "share has no effect: the service that keeps instances to it does not run here, and "
-            "the launcher never starts it (docs/configuration.md says how)"
-        )
     if topology.store is not None and topology.secret_file is None:
         found.append(
             "store: only holders of the same secret can use its entries, and the launcher makes "

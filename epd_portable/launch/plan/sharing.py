@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from pydantic import JsonValue
 
-from epd_portable.config.roles import ENCODES, ROLES, TAKES_ITEMS, Role, group_of
+from epd_portable.config.roles import ENCODES, TAKES_ITEMS, Role, group_of
 from epd_portable.config.schema import Topology
 from epd_portable.errors import ConfigError
 from epd_portable.launch.plan.placement import InstancePlacement
@@ -33,7 +33,6 @@ class Tenant:
         kv_cache_bytes: Of that, for the KV cache, of an encode instance for its encoder cache, as
             the file says it; ``None`` where the engine measures what is left.
         measures: Whether the engine measures what is left for its KV cache.
-        share: Percent of the device's compute; ``None`` where instances take turns.
     """
 
     name: str
@@ -41,7 +40,6 @@ class Tenant:
     utilization: float
     kv_cache_bytes: JsonValue
     measures: bool
-    share: int | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,7 +71,6 @@ def used_devices(
             utilization=_utilization(topology, each.role),
             kv_cache_bytes=kv_cache_bytes,
             measures=each.role != "encode" and kv_cache_bytes is None,
-            share=group.share,
         )
         for device in each.devices:
             tenants.setdefault(device, []).append(tenant)
@@ -112,18 +109,11 @@ def shared_with(instances: Sequence[InstancePlacement]) -> dict[str, str]:
 def check_sharing(
     topology: Topology, traits: PlatformTraits, devices: Sequence[UsedDevice]
 ) -> None:
-    """Refuse shares of compute, and groups of ranks on one device, where the platform has none.
+    """Refuse groups of ranks on one device where the platform has none.
 
     Raises:
-        ConfigError: Names the key or the instances.
+        ConfigError: Names the instances.
     """
-    for role in ROLES:
-        if topology.instances.of(role).share is not None and traits.share_env is None:
-            raise ConfigError(
-                f"instances.{group_of(role)}.share: on platform {traits.name} a process cannot be "
-                "kept to a part of a device; remove it, or move it under platform.<name> of the "
-                "platform that it is meant for"
-            )
     if topology.transfer.path != "collective" or not traits.one_rank_a_device:
         return
     for each in devices:

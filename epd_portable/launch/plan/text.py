@@ -11,7 +11,6 @@ from epd_portable.launch.plan.check import Finding
 from epd_portable.launch.plan.engine import CPU_KV_GIB
 from epd_portable.launch.plan.processes import Plan, ProcessSpec
 from epd_portable.launch.plan.sharing import UsedDevice
-from epd_portable.platforms.traits import TRAITS
 
 
 def plan_table(plan: Plan) -> str:
@@ -38,7 +37,7 @@ def plan_table(plan: Plan) -> str:
     if plan.store:
         lines += ["", f"encoder outputs are kept by {plan.store}"]
     if plan.devices:
-        lines += ["", *_devices(plan.devices, TRAITS[plan.platform].share_by)]
+        lines += ["", *_devices(plan.devices)]
     for spec in plan.processes:
         if spec.role == "encode" and (space := spec.env.get(CPU_KV_GIB)):
             cache = f"{FILLED:.0%} of {CPU_KV_GIB}={space} (GiB), for it has no KV cache"
@@ -61,7 +60,7 @@ def findings_table(findings: Sequence[Finding]) -> str:
     return "\n".join(columns([("what", "name", "usable", "why"), *rows]))
 
 
-def _devices(devices: Sequence[UsedDevice], share_by: str) -> list[str]:
+def _devices(devices: Sequence[UsedDevice]) -> list[str]:
     """Return what each instance takes of its devices; those on one start one after the other."""
     rows = []
     for device in devices:
@@ -72,13 +71,9 @@ def _devices(devices: Sequence[UsedDevice], share_by: str) -> list[str]:
             cache = f"the KV cache takes {given}"
             if tenant.role == "encode":
                 cache = f"the encoder cache takes {FILLED:.0%} of {given}"
-            compute = f"{tenant.share}% of its compute" if tenant.share else ""
             memory = f"{tenant.utilization:.0%} of its memory"
-            rows.append((f"device {device.device}", tenant.name, memory, cache, compute))
-    lines = columns(rows)
-    if any(tenant.share for device in devices for tenant in device.tenants):
-        lines.append(f"instances are kept to their compute by {share_by}; not run on hardware")
-    return lines
+            rows.append((f"device {device.device}", tenant.name, memory, cache))
+    return columns(rows)
 
 
 def _place(spec: ProcessSpec) -> str:

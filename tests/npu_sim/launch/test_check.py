@@ -65,8 +65,6 @@ def test_devices_memory_and_paths_are_listed() -> None:
         usable, why = found["device", f"npu:{index}"]
         assert usable == "yes"
         assert why.endswith("of 2.00 GiB are free")
-    usable, why = found["share", "npu"]
-    assert (usable, why.endswith("of 20 cube cores, 40 vector cores")) == ("yes", True)
     paths = {name: usable for (what, name), (usable, _) in found.items() if what == "path"}
     # NIXL may be installed or not.
     del paths["npu/nixl"]

@@ -54,7 +54,6 @@ def pinned() -> Iterator[None]:
         mock.patch.object(cli, "refusals", lambda *_: []),
         mock.patch.object(machine, "allowed_cores", lambda: tuple(range(16))),
         mock.patch.object(machine, "has_compiler", lambda *_: True),
-        mock.patch.object(machine, "has_shares", lambda *_: True),
         mock.patch.object(tempfile, "gettempdir", lambda: "/tmp"),
         mock.patch.dict("os.environ"),
     ):
@@ -151,7 +150,6 @@ CPU_MAY_DIFFER = {
     rf"{PLACE}argv\.--distributed-executor-backend": "vLLM has one rank in the engine's process "
     "by itself on devices, and not on the CPU",
 }
-SHARES = ("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "CUDA_MPS_CLIENT_PRIORITY", "EPD_COMPUTE_SHARE")
 MISSING = object()
 
 
@@ -192,8 +190,6 @@ def written_by_overlays(topology: Path) -> set[str]:
                 flag = name.replace("_", "-")
                 patterns.add(rf"\.processes\[\d+\]\.argv\.--(no-)?{flag}(\..*)?")
             patterns |= {rf"\.processes\[\d+\]\.env\.{name}" for name in group.get("env") or {}}
-            if "share" in group:
-                patterns.add(rf"\.processes\[\d+\]\.env\.({'|'.join(SHARES)})")
     return patterns
 
 

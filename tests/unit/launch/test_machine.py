@@ -10,7 +10,7 @@ import pytest
 
 from epd_portable.errors import LaunchError
 from epd_portable.launch.plan import machine
-from epd_portable.launch.plan.machine import has_compiler, has_shares, memory_nodes, quota_cores
+from epd_portable.launch.plan.machine import has_compiler, memory_nodes, quota_cores
 from epd_portable.launch.plan.request import PlanRequest
 from epd_portable.platforms.traits import TRAITS
 
@@ -66,17 +66,6 @@ def test_a_compiler_is_looked_for_on_the_path_and_in_its_home(tmp_path: Path) ->
     assert not has_compiler(traits, {"PATH": str(tmp_path)})
     assert has_compiler(traits, {"PATH": str(file.parent)})
     assert has_compiler(TRAITS["cpu"], {})
-
-
-def test_the_service_of_shares_is_seen_where_it_listens(tmp_path: Path) -> None:
-    traits = replace(TRAITS["cuda"], share_service=("$CUDA_MPS_PIPE_DIRECTORY/control",))
-    environ = {"CUDA_MPS_PIPE_DIRECTORY": str(tmp_path)}
-    assert not has_shares(traits, environ)
-    (tmp_path / "control").touch()
-    assert has_shares(traits, environ)
-    assert not has_shares(traits, {})
-    assert has_shares(TRAITS["npu"], {}), "it needs no service"
-    assert not has_shares(TRAITS["cpu"], environ)
 
 
 def test_a_runtime_that_never_counts_its_devices_is_told_of(

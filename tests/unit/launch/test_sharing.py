@@ -21,8 +21,8 @@ instances:
 """
 
 
-def plan(text: str, platform: str = "cuda", *, has_shares: bool = True) -> Plan:
-    return plan_of(f"model: m\n{text}", platform, devices=("0", "1"), has_shares=has_shares)
+def plan(text: str, platform: str = "cuda") -> Plan:
+    return plan_of(f"model: m\n{text}", platform, devices=("0", "1"))
 
 
 def shared(made: Plan) -> tuple[UsedDevice, ...]:
@@ -137,47 +137,3 @@ def test_a_plan_for_people_shows_order_memory_and_reason() -> None:
     assert f"device 0  encode-0          20% of its memory  {takes}" in text
     starts = [line.split()[-2:] for line in text.splitlines() if line.startswith("encode-0 ")]
     assert starts == [["after", "prefill_decode-0"]]
-
-
-SHARES = ONE_DEVICE.replace("encode: {", "encode: {share: 30, ").replace(
-    "prefill_decode:\n", "prefill_decode:\n    share: 70\n"
-)
-PERCENTAGE = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
-
-
-def test_instances_are_kept_to_their_share_of_the_compute_of_a_device() -> None:
-    made = plan(SHARES)
-    assert [spec.env.get(PERCENTAGE) for spec in made.processes] == ["30", "70", "70"]
-    assert [tenant.share for tenant in shared(made)[0].tenants] == [70, 30]
-    assert made.warnings == ()
-    text = plan_table(made)
-    assert "what is left of it  30% of its compute" in text
-    assert "kept to their compute by NVIDIA's MPS; not run on hardware" in text
-    assert "kept to their compute" not in plan_table(plan(ONE_DEVICE))
-    assert all(PERCENTAGE not in spec.env for spec in plan(ONE_DEVICE).processes)
-    # Each worker sets its own limit there.
-    ascend = plan(SHARES, "npu")
-    assert [spec.env.get("EPD_COMPUTE_SHARE") for spec in ascend.processes] == ["30", "70", "70"]
-    assert all(PERCENTAGE not in spec.env for spec in ascend.processes)
-    assert "by CANN's limit of a process's cores" in plan_table(ascend)
-
-
-def test_an_encode_instance_with_a_share_gives_way_to_one_that_has_no_limit() -> None:
-    made = plan(ONE_DEVICE.replace("encode: {", "encode: {share: 30, "))
-    limits = [
-        (spec.env.get(PERCENTAGE), spec.env.get("CUDA_MPS_CLIENT_PRIORITY"))
-        for spec in made.processes
-    ]
-    assert limits == [("30", "1"), (None, None), (None, None)]
-
-
-def test_shares_that_nothing_keeps_instances_to_are_warned_of() -> None:
-    (warning,) = plan(SHARES, has_shares=False).warnings
-    assert warning.startswith("share has no effect: the service")
-    assert plan(ONE_DEVICE, has_shares=False).warnings == ()
-
-
-def test_shares_are_refused_where_there_are_none() -> None:
-    on_cores = SHARES.replace("devices", "cores")
-    with pytest.raises(ConfigError, match=r"instances\.encode\.share: on platform cpu"):
-        plan(on_cores, "cpu")

@@ -125,7 +125,6 @@ def test_a_wrong_command_line_is_answered_with_what_to_write(
         ("front.drain_s=.inf", "should be a finite number"),
         ("transfer.path=rdma", "known are auto, ipc, shm, nixl, collective, tcp"),
         ("transfer.path=ipc", "write auto or shm"),
-        ("instances.encode.share=101", "got 101"),
         ("instances.encode=3", "expected a mapping of count, tensor_parallel_size,"),
         ("instances.encode.env.A=1", 'put it in quotes, as "1"'),
         ("instances.encode.devices=[0]", "has no use for it; move it under platform.<name>"),
@@ -162,17 +161,6 @@ def test_a_wrong_value_is_answered_with_its_key_its_place_and_the_remedy(
         (
             *("cuda", "instances: {encode: {env: {CUDA_VISIBLE_DEVICES: '3'}}}"),
             *("instances.encode.env.CUDA_VISIBLE_DEVICES", "list devices instead"),
-        ),
-        (
-            *(
-                "cuda",
-                "instances: {encode: {share: 30, env: {CUDA_MPS_ACTIVE_THREAD_PERCENTAGE: '1'}}}",
-            ),
-            *("instances.encode.env.CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "write share beside count"),
-        ),
-        (
-            *("npu", "instances: {encode: {share: 30}}\nenv: {EPD_COMPUTE_SHARE: '1'}"),
-            *("env.EPD_COMPUTE_SHARE", "write share beside count"),
         ),
         (
             *("cpu", "instances: {prefill: {}, decode: {env: {VLLM_NIXL_SIDE_CHANNEL_PORT: '1'}}}"),
