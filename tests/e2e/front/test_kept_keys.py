@@ -122,9 +122,8 @@ def test_prometheus_reads_the_front_as_documented(served: Served, tmp_path: Path
     page = (Path(__file__).parents[3] / "docs/observability.md").read_text("utf-8")
     text = page.partition("```yaml\nscrape_configs:")[2].partition("```")[0]
     jobs = yaml.safe_load(f"scrape_configs:{text}")["scrape_configs"]
-    scheme, _, address = served.split.url.partition("://")
-    jobs[0]["static_configs"][0]["targets"] = [address]
-    jobs[0] |= {"scheme": scheme, "tls_config": {"insecure_skip_verify": True}}
+    jobs[0]["static_configs"][0]["targets"] = [served.split.url.partition("://")[2]]
+    jobs[0] |= {"scheme": "https", "tls_config": {"insecure_skip_verify": True}}
     config = tmp_path / "prometheus.yaml"
     every = {"scrape_interval": "200ms", "scrape_timeout": "200ms"}
     config.write_text(yaml.safe_dump({"global": every, "scrape_configs": jobs[:1]}))
