@@ -32,19 +32,13 @@ LAUNCHER_OWNED_ARGS = {
 """Engine arguments that the launcher writes itself or refuses, and what to do instead."""
 
 
-def engine_argument_problem(name: str) -> str:
-    """Return why a name cannot be that of an engine argument here; empty if it can."""
+def _check_engine_arg_name(name: str) -> str:
     if not re.fullmatch(r"[a-z][a-z0-9_]*", name):
         wanted = re.sub(r"[^a-z0-9]+", "_", name.lower().strip("-"))
-        return f"write {wanted}: names of engine arguments have underscores, no dashes"
+        raise ValueError(f"write {wanted}: names of engine arguments have underscores, no dashes")
     owned = "data_parallel_size" if name.startswith("data_parallel_") else name
-    remedy = LAUNCHER_OWNED_ARGS.get(owned)
-    return f"{name} cannot be set here: {remedy}" if remedy else ""
-
-
-def _check_engine_arg_name(name: str) -> str:
-    if problem := engine_argument_problem(name):
-        raise ValueError(problem)
+    if remedy := LAUNCHER_OWNED_ARGS.get(owned):
+        raise ValueError(f"{name} cannot be set here: {remedy}")
     return name
 
 

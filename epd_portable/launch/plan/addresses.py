@@ -3,19 +3,12 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Mapping, Sequence
-from pathlib import Path
 from urllib.parse import urlsplit
-
-import psutil
 
 from epd_portable.errors import ConfigError, LaunchError
 
-_REMEDY = "write the address of this machine that others reach, as 10.0.0.2"
-_DEFAULT = ("00000000", "00000000")
-"""Destination and mask of a default route in ``/proc/net/route``."""
-_UP = 1
-"""Flag of a route that is used."""
+_ELSEWHERE = ("192.0.2.1", 9)
+"""Address of no machine (RFC 5737)."""
 
 
 def addresses_of(url: str) -> list[str]:
@@ -35,36 +28,18 @@ def addresses_of(url: str) -> list[str]:
     return sorted(v4 or {str(address[0]) for *_, address in found})
 
 
-def own_address(
-    root: Path = Path("/"), interfaces: Mapping[str, Sequence[str]] | None = None
-) -> str:
-    """Return the IPv4 address of the interface that the default route leaves by.
-
-    Args:
-        root: Has the folder ``proc``.
-        interfaces: IPv4 addresses of each; by default those of this machine.
+def own_address() -> str:
+    """Return the IPv4 address by which this machine reaches others: that of its default route.
 
     Raises:
-        ConfigError: There is none, or there are several.
+        ConfigError: There is no such route.
     """
-    if interfaces is None:
-        interfaces = {
-            name: [each.address for each in addresses if each.family == socket.AF_INET]
-            for name, addresses in psutil.net_if_addrs().items()
-        }
-    metrics: dict[str, int] = {}
-    for line in (root / "proc/net/route").read_text().splitlines()[1:]:
-        name, destination, _, flags, _, _, metric, mask, *_ = line.split()
-        if (destination, mask) == _DEFAULT and int(flags, 16) & _UP:
-            metrics[name] = min(int(metric), metrics.get(name, int(metric)))
-    leave_by = [name for name, metric in metrics.items() if metric == min(metrics.values())]
-    if not leave_by:
-        raise ConfigError(f"launch.host: auto: this machine has no default route; {_REMEDY}")
-    found = [address for name in leave_by for address in interfaces.get(name, ())]
-    if len(found) != 1:
-        there = ", ".join(found) or "no IPv4 address"
-        raise ConfigError(
-            f"launch.host: auto: the default route leaves by {' and '.join(leave_by)}, which has "
-            f"{there}; {_REMEDY}"
-        )
-    return found[0]
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(_ELSEWHERE)  # Chooses an address; sends nothing.
+        except OSError as error:
+            raise ConfigError(
+                f"launch.host: auto: this machine has no default route ({error.strerror}). Write "
+                "the address of this machine that others reach, as 10.0.0.2."
+            ) from error
+        return str(probe.getsockname()[0])

@@ -12,13 +12,11 @@ from typing import Any
 from epd_portable import envs
 from epd_portable.config.api_keys import ApiKeys
 from epd_portable.config.document import KeyPath, dotted
-from epd_portable.config.groups import engine_argument_problem
 from epd_portable.config.roles import SENDS_KV, TAKES_KV, group_of
 from epd_portable.config.secret import Secret
 from epd_portable.config.store import StoreSection
 from epd_portable.errors import ConfigError
 from epd_portable.launch.plan.engine import owned_variables
-from epd_portable.launch.plan.installed import installed_arguments
 from epd_portable.log import STDERR
 from epd_portable.platforms.traits import PlatformTraits
 
@@ -29,7 +27,6 @@ KV_GROUPS = frozenset(map(group_of, SENDS_KV | TAKES_KV))
 def engine_settings(traits: PlatformTraits, data: Mapping[str, Any]) -> Found:
     """Check the variables and engine arguments of a file that is planned or started here."""
     variables = {variable.name: variable for variable in envs.TABLE}
-    arguments = installed_arguments()
     for groups, path, section in _sections(data, "env"):
         has_kv = not KV_GROUPS.isdisjoint(groups)
         owned = owned_variables(traits, has_kv=has_kv)
@@ -42,13 +39,9 @@ def engine_settings(traits: PlatformTraits, data: Mapping[str, Any]) -> Found:
                 except ConfigError as error:
                     yield (*path, name), str(error)
     for groups, path, section in _sections(data, "engine_args"):
-        for name, value in section.items():
-            if name == "kv_transfer_config" and not KV_GROUPS.isdisjoint(groups):
-                yield (*path, name), "the launcher writes it; its settings are under transfer"
-            elif not arguments or engine_argument_problem(name):
-                continue  # What the schema refuses is reported by it.
-            elif problem := arguments.problem(name, value):
-                yield (*path, name), problem
+        if "kv_transfer_config" in section and not KV_GROUPS.isdisjoint(groups):
+            text = "the launcher writes it; its settings are under transfer"
+            yield (*path, "kv_transfer_config"), text
 
 
 def named_files(data: Mapping[str, Any]) -> Found:

@@ -12,18 +12,14 @@ from dataclasses import dataclass
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from pydantic import JsonValue
-
 from epd_portable.config.choice import with_file
 from epd_portable.config.hardware import HardwareProfile
 from epd_portable.config.instance import InstanceConfig
 from epd_portable.config.roles import (
     ENCODES,
     SENDS_KV,
-    TAKES_ITEMS,
     TAKES_KV,
     Role,
-    group_of,
 )
 from epd_portable.config.schema import Topology
 from epd_portable.errors import ConfigError
@@ -59,13 +55,6 @@ from epd_portable.platforms.traits import PlatformTraits
 from epd_portable.transfer.curve import is_off_host
 from epd_portable.transfer.registry import offered
 
-AGREED_ARGS = (
-    *("dtype", "revision", "code_revision", "config_format", "hf_config_path", "hf_overrides"),
-    *("mm_processor_kwargs", "media_io_kwargs", "trust_remote_code"),
-)
-"""Engine arguments that encode and prefill+decode instances must have in common."""
-_SAME_AS_NONE = ("auto", "main", "master", False)
-"""Values that equal the default."""
 QUEUED_BODIES = 8
 """Of the largest size that the front lets through, that an encode instance queues."""
 _NAMES = ("EPD_INSTANCE", "OTEL_SERVICE_NAME")
@@ -331,7 +320,6 @@ def _warnings(topology: Topology, machine: Machine, hardware: HardwareProfile | 
             "one for this run only; set secret_file (epd-launch secret FILE makes one), or nothing "
             "of the store outlives the run"
         )
-    found += _disagreements(topology)
     if hardware is not None:
         avoid = hardware.ports_to_avoid
         if topology.front.port in avoid:
@@ -340,36 +328,6 @@ def _warnings(topology: Topology, machine: Machine, hardware: HardwareProfile | 
                 f"ports {avoid[0]} to {avoid[-1]}; choose one outside them"
             )
     return found
-
-
-def _disagreements(topology: Topology) -> list[str]:
-    """Return engine arguments by which instances refuse each other's items."""
-    args = {
-        role: {**topology.engine_args, **topology.instances.of(role).engine_args}
-        for role, count in topology.instances.counts.items()
-        if count
-    }
-    senders = [role for role in args if role in ENCODES]
-    pairs = {frozenset({role, other}) for role in senders for other in args if other in TAKES_ITEMS}
-    return [
-        f"{name} differs between {' and '.join(map(group_of, sorted(pair)))} instances, which "
-        "refuse each other's items then: set it in engine_args, for all of them"
-        for pair in sorted(pairs, key=sorted)
-        for name in AGREED_ARGS
-        if len({repr(_agreed(args[role].get(name))) for role in pair}) > 1
-    ]
-
-
-def _agreed(value: JsonValue) -> JsonValue:
-    """Return an engine argument without the place of the work, which does not change outputs."""
-    if not isinstance(value, dict):
-        return None if value in _SAME_AS_NONE else value
-    found = {
-        name: _agreed(each) if isinstance(each, dict) else each
-        for name, each in value.items()
-        if name not in ("device", "backend")
-    }
-    return {name: each for name, each in found.items() if each is not None} or None
 
 
 def _instance(

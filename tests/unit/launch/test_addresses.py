@@ -7,42 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from epd_portable.errors import ConfigError, LaunchError
-from epd_portable.launch.plan.addresses import addresses_of, own_address
+from epd_portable.errors import LaunchError
+from epd_portable.launch.plan.addresses import addresses_of
 from epd_portable.launch.plan.request import PlanRequest
-
-HEAD = "Iface Destination Gateway Flags RefCnt Use Metric Mask MTU Window IRTT\n"
-BY_ETH0 = "eth0 00000000 0100000A 0003 0 0 100 00000000 0 0 0\n"
-BY_WIFI = "wlan0 00000000 0100000A 0003 0 0 {metric} 00000000 0 0 0\n"
-INTERFACES = {"lo": ["127.0.0.1"], "eth0": ["10.0.0.2"], "wlan0": ["10.9.0.2"]}
-
-
-def root_with(tmp_path: Path, routes: str) -> Path:
-    file = tmp_path / "proc/net/route"
-    file.parent.mkdir(parents=True)
-    file.write_text(HEAD + routes + "eth0 0000000A 00000000 0001 0 0 100 00FFFFFF 0 0 0\n")
-    return tmp_path
-
-
-@pytest.mark.parametrize("routes", [BY_ETH0, BY_WIFI.format(metric=600) + BY_ETH0])
-def test_the_address_is_that_of_the_preferred_default_route(tmp_path: Path, routes: str) -> None:
-    assert own_address(root_with(tmp_path, routes), INTERFACES) == "10.0.0.2"
-
-
-@pytest.mark.parametrize(
-    ("routes", "eth0", "said"),
-    [
-        ("", ["10.0.0.2"], "no default route; write the address"),
-        (BY_WIFI.format(metric=100) + BY_ETH0, ["10.0.0.2"], "wlan0 and eth0.*10.9.0.2, 10.0.0.2;"),
-        (BY_ETH0, ["10.0.0.2", "10.0.0.3"], "eth0, which has 10.0.0.2, 10.0.0.3; write"),
-        (BY_ETH0, [], "no IPv4 address; write"),
-    ],
-)
-def test_no_address_or_several_are_refused_with_the_remedy(
-    tmp_path: Path, routes: str, eth0: list[str], said: str
-) -> None:
-    with pytest.raises(ConfigError, match=rf"launch\.host: auto: .*{said}"):
-        own_address(root_with(tmp_path, routes), {**INTERFACES, "eth0": eth0})
 
 
 def test_one_encode_engine_is_planned_whatever_the_file_says_of_counts(tmp_path: Path) -> None:

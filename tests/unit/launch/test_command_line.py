@@ -144,32 +144,6 @@ def test_plan_warns_of_what_up_refuses(tmp_path: Path, settings: str, refusal: s
     assert CliRunner().invoke(launch.main, ["up", *words]).exit_code == 2
 
 
-@pytest.mark.parametrize(
-    ("settings", "named"),
-    [
-        ({"encode": {"dtype": "float16"}}, "dtype differs between encode and prefill_decode"),
-        ({"prefill_decode": {"mm_processor_kwargs": {"min_pixels": 4}}}, "mm_processor_kwargs"),
-        ({"prefill_decode": {"media_io_kwargs": {"video": {"num_frames": 4}}}}, "media_io_kwargs"),
-        ({"encode": {"mm_processor_kwargs": {"device": "cuda"}}}, ""),
-        ({"encode": {"revision": "main", "trust_remote_code": False}}, ""),
-        ({"encode": {"max_num_seqs": 4}}, ""),
-    ],
-)
-def test_plan_warns_of_arguments_by_which_items_are_refused(
-    settings: dict[str, dict[str, object]], named: str
-) -> None:
-    sets = [
-        f"--set=instances.{role}.engine_args.{name}={json.dumps(value)}"
-        for role, args in settings.items()
-        for name, value in args.items()
-    ]
-    config = str(ROOT / "configs" / "1e1pd.yaml")
-    words = ["plan", "--platform", "cpu", "--config", config, "--json", *sets]
-    result = CliRunner().invoke(launch.main, words)
-    found = [each for each in json.loads(result.stdout)["warnings"] if "refuse each other" in each]
-    assert [named in each for each in found] == [True] * bool(named)
-
-
 def test_fixed_ports_are_those_of_the_plan_which_says_why_they_cannot_be_used(
     tmp_path: Path,
 ) -> None:

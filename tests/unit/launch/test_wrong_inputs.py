@@ -17,29 +17,17 @@ from click.testing import CliRunner, Result
 from epd_benchmarks import cli as bench
 from epd_portable import envs
 from epd_portable.launch import cli as launch
-from epd_portable.launch.plan import file_checks
-from epd_portable.launch.plan.installed import EngineArguments
 
 COMMANDS = {"epd-launch": launch.main, "epd-bench": bench.main}
 PLAN = "epd-launch plan --platform cpu --config t.yaml"
 UP = "epd-launch --platform cpu --config t.yaml"
-ENGINE = EngineArguments(
-    engine="vLLM 0.32.0",
-    known={
-        "gpu_memory_utilization": frozenset({"float"}),
-        "max_model_len": frozenset({"int"}),
-        "enforce_eager": frozenset({"bool"}),
-        "limit_mm_per_prompt": frozenset({"dict"}),
-    },
-)
 
 
 @pytest.fixture(autouse=True)
 def pinned(tmp_path: Path) -> Iterator[None]:
-    """Work in a folder, beside an engine whose arguments are known."""
+    """Work in a folder."""
     with (
         contextlib.chdir(tmp_path),
-        mock.patch.object(file_checks, "installed_arguments", lambda: ENGINE),
         mock.patch.object(tempfile, "tempdir", str(tmp_path)),
         mock.patch.dict("os.environ"),
     ):
@@ -131,14 +119,9 @@ def test_a_wrong_command_line_is_answered_with_what_to_write(
         ("env.TMPDIR=/x", "TMPDIR is set by the launcher; remove it"),
         ("env.EPD_LOG_LEVEL=loud", "expected DEBUG, INFO, WARNING or ERROR"),
         ("env.A-B=x", "has not the form that it needs"),
-        ("engine_args.gpu_memory_utilisation=0.5", "did you mean gpu_memory_utilization?"),
-        ("engine_args.gpu_memory_utilization=half", "wants a number here, got 'half'"),
-        ("engine_args.max_model_len=4x", "wants a whole number here, got '4x'"),
-        ('engine_args.enforce_eager="yes"', "wants true or false here, got 'yes'"),
         ("engine_args.max-model-len=3", "write max_model_len"),
         ("engine_args.port=3", "the public one is front.port"),
         ("engine_args=[]", "expected a mapping of keys and values, got a list"),
-        ("engine_args.limit_mm_per_prompt=3", "wants a mapping here, got 3"),
         ("launch.host=0.0.0.0", "write the one that others reach this machine by"),
         ("launch.host=10.0.0.1", "set secret_file"),
         ("launch.first_port=65535", "65535 is the highest; lower it"),
@@ -236,17 +219,16 @@ def test_a_password_in_an_address_is_never_shown() -> None:
         ),
         (
             "front: {prot: 1}\ninstances: {encoder: {}}\nsecret_file: nope\nenv: {TMPDIR: x}\n"
-            "engine_args: {gpu_memory_utilisation: 0.5}\nlaunch: {warm_up: true}\n"
+            "launch: {warm_up: true}\n"
             "model: demo\nmodel: x\n",
             [
-                "7 problems",
+                "6 problems",
                 "front.prot (line 1): unknown key; did you mean port?",
                 "instances.encoder (line 2): unknown key; did you mean encode?",
                 "secret_file (line 3): cannot be read: No such file or directory",
                 "env.TMPDIR (line 4): TMPDIR is set by the launcher; remove it",
-                "engine_args.gpu_memory_utilisation (line 5): vLLM 0.32.0 has no such argument",
-                "launch.warm_up (line 6): unknown key; known are host, join",
-                "line 8: model is written twice; keep one",
+                "launch.warm_up (line 5): unknown key; known are host, join",
+                "line 7: model is written twice; keep one",
             ],
         ),
         (
