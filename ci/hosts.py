@@ -301,7 +301,7 @@ def _load(gateway: str, stop: Path) -> None:
         finally:
             connection.close()
         if response.status != 200:
-            named = response.status in (429, 500, 503) and found.get("error", {}).get("message")
+            named = response.status in (429, 503) and found.get("error", {}).get("message")
             return f"status {response.status}", "", "" if named else str(found)
         said = found["choices"][0]["message"]["content"]
         item = ((found.get("ec_transfer_params") or {}).get("items") or [{}])[0]
