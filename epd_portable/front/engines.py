@@ -164,7 +164,8 @@ class FrontEngine:
     async def abort(self, client: Any, request_id: str) -> None:
         """End a request that was sent to it, if it is still in the life that `client` is of."""
         if client is not None and client is self.client:
-            await client.abort_requests_async([request_id])
+            with contextlib.suppress(EngineDeadError):  # The request has ended with it.
+                await client.abort_requests_async([request_id])
 
     async def call(self, method: str, *args: Any) -> list[Any]:
         """Call a method of it; return what it says, or nothing if it is down or goes down."""

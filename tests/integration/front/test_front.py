@@ -14,6 +14,7 @@ pytest.importorskip("vllm")
 
 from prometheus_client import generate_latest
 from vllm.v1.engine import EngineCoreOutputs
+from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.metrics.stats import SchedulerStats
 
 from epd_portable.front.request import FrontItem, GracefulHTTPError, OpenRequest
@@ -394,6 +395,32 @@ async def test_an_engine_that_fails_a_request_gets_it_once_more_with_its_media(m
     for _ in range(2):
         await front.says("pd-0", pd.last.request_id, end=FAILED)
     assert front.failed["r"].http_status == 503  # type: ignore[attr-defined]
+    assert front.is_empty()
+
+
+@pytest.mark.parametrize("dies", ["pd-0", "e-0"])
+async def test_request_of_a_dead_engine_gets_503_or_another_encoder(make: Make, dies: str) -> None:
+    front = make("e-0", "e-1", "pd-0")
+    await front.ask("a")
+    lost = front.with_job() if dies == "e-0" else dies
+    engine = front.engines[lost]
+
+    async def dead(request_ids: list[str]) -> None:
+        raise EngineDeadError
+
+    engine.abort_requests_async = dead  # type: ignore[method-assign]
+    if dies == "pd-0":
+        await front.says("pd-0", "r", 7)
+    # Its client is there until its sockets are closed.
+    front.client.engines.by_name[lost].instance.seen_gone("its process has ended")
+    await settle()
+    if dies == "pd-0":
+        assert front.failed["r"].http_status == 503  # type: ignore[attr-defined]
+    else:
+        other = front.with_job()
+        assert not front.failed and other != lost
+        await front.says(other, front.engines[other].last.request_id, end=ENDED)
+        await front.says("pd-0", "r", 7, end=ENDED)
     assert front.is_empty()
 
 
