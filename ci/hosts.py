@@ -1,11 +1,12 @@
-"""Runs the section "Two hosts" of docs/deploy.md, from its own text, for four hosts; then faults.
+"""Runs two sections of docs/deploy.md, from their own text, for four hosts; then faults.
 
-    python -m ci.hosts
+    python -m ci.hosts            Two hosts
+    python -m ci.hosts prefill    Prefill on another host
 
-Two hosts have a front and a prefill+decode engine, two an encode engine that both fronts share; a
-gateway forwards to both fronts. Under load through the gateway processes are killed and stopped,
-and a host is cut off. Each request must end with the right response, or with an error that names
-its cause.
+Two hosts have a front and an engine that generates. The two others have engines that both fronts
+share: two that encode, or one that prefills and one that encodes. A gateway forwards to both
+fronts. Under load through the gateway processes are killed and stopped, and a host is cut off.
+Each request must end with the right response, or with an error that names its cause.
 
 Each host is a network namespace with a ``/dev/shm`` and a home folder of its own, on one bridge.
 Needs root, ``ip`` and an environment (`make env`). Whatever happens, processes, namespaces and
@@ -35,8 +36,10 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs/deploy.md"
 BLOCK = re.compile(r"^```bash\n# ([\w.]+): (\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 FRONTS = ("10.0.0.1", "10.0.0.3")
-ENCODERS = ("10.0.0.2", "10.0.0.4")
+SHARED = ("10.0.0.2", "10.0.0.4")
 GATEWAY = f"http://{FRONTS[0]}:8080"
+SMALL = "--set engine_args.kv_cache_memory_bytes=134217728 --set env.UCX_TLS=tcp"
+"""NIXL touches all memory of the KV; and UCX would use memory of the machine, not the network."""
 START_S = 420.0
 STOP_S = 120.0
 ASK_S = 120.0
@@ -46,16 +49,23 @@ CUT_S = 20.0
 CLIENTS = 4
 
 
-def blocks(text: str) -> dict[str, tuple[str, str]]:
-    """Return ``(host, script)`` of each step of the section by its name.
+STEPS = {
+    "Two hosts": ["install", "secret", "serve", "join", "ask"],
+    "Prefill on another host": ["decode", "prefill", "encode"],
+}
+"""Steps of each section."""
+
+
+def blocks(text: str, title: str = "Two hosts") -> dict[str, tuple[str, str]]:
+    """Return ``(host, script)`` of each step of a section by its name.
 
     Raises:
         ValueError: The section has no such steps.
     """
-    section = text.partition("\n## Two hosts\n")[2].partition("\n## ")[0]
+    section = text.partition(f"\n## {title}\n")[2].partition("\n## ")[0]
     found = {name: (host, script) for host, name, script in BLOCK.findall(section)}
-    if list(found) != ["install", "secret", "serve", "join", "ask"]:
-        raise ValueError(f"docs/deploy.md, Two hosts: found the steps {', '.join(found)}")
+    if list(found) != STEPS[title]:
+        raise ValueError(f"docs/deploy.md, {title}: found the steps {', '.join(found)}")
     return found
 
 
@@ -69,7 +79,7 @@ class Machine:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._bridge = f"epd-{os.getpid()}-bridge"
-        hosts = (*FRONTS, *ENCODERS)
+        hosts = (*FRONTS, *SHARED)
         self._names = {host: f"epd-{os.getpid()}-{host[-1]}" for host in hosts}
 
     @contextlib.contextmanager
@@ -136,20 +146,26 @@ class Machine:
 
 def commands(steps: dict[str, tuple[str, str]]) -> dict[str, tuple[str, str]]:
     """Return ``(host, command)`` of what runs on the hosts by its name, from those of the page."""
-    (first, serve), (second, join) = steps["serve"], steps["join"]
+    prefills = "prefill" in steps
+    (first, serve) = steps["decode" if prefills else "serve"]
+    joins = [steps[each] for each in (("prefill", "encode") if prefills else ("join", "join"))]
     fronts = [f"http://{host}:8000" for host in FRONTS]
     found = {f"front {host}": (host, serve.replace(first, host)) for host in FRONTS}
-    for host in ENCODERS:
+    for host, (second, join) in zip(SHARED, joins, strict=True):
         command = join.replace(second, host).replace(fronts[0], f"'[{', '.join(fronts)}]'")
-        found[f"encoder {host}"] = host, command
+        found[f"engine {host}"] = host, command
+    if prefills:
+        found = {name: (host, f"{each.rstrip()} {SMALL}") for name, (host, each) in found.items()}
     named = " ".join(f"--front {each}" for each in fronts)
     command = f"epd-launch gateway {named} --host {FRONTS[0]} --port {GATEWAY.rpartition(':')[2]}"
     return {**found, "gateway": (FRONTS[0], command)}
 
 
-def main() -> None:
-    """Run the section; exit status 1 when something is not as the page says."""
-    steps = blocks(PAGE.read_text("utf-8"))
+def main(*, prefills: bool = False) -> None:
+    """Run a section; exit status 1 when something is not as the page says."""
+    text = PAGE.read_text("utf-8")
+    steps = blocks(text)
+    served = blocks(text, "Prefill on another host") if prefills else steps
     folder = Path(tempfile.mkdtemp(prefix="epd-hosts-"))
     machine = Machine(folder)
     running: dict[str, subprocess.Popen[bytes]] = {}
@@ -157,20 +173,23 @@ def main() -> None:
         with machine.up():
             print("install: skipped, this checkout has its environment", flush=True)
             _finish(machine, "secret", steps, folder)
-            for host in (FRONTS[1], ENCODERS[1]):
+            for host in (FRONTS[1], *SHARED):
                 shutil.copy2(machine.home(FRONTS[0]) / "epd.secret", machine.home(host))
-            for name, (host, command) in commands(steps).items():
+            for name, (host, command) in commands(served).items():
                 log = folder / f"{name}.log"
                 # A single command, which the shell becomes: signals reach the launcher itself.
                 running[name] = machine.start(host, f"exec {command.lstrip()}", log)
                 if name != "gateway":
                     print(f"{name}: {_wait_ready(running[name], log)}", flush=True)
             answer = _finish(machine, "ask", steps, folder)
-            for expected in ("encode-0@10.0.0.", '"path":"tcp"', '"source":"transfer"'):
+            by_transfer = "encode-0@10.0.0.", '"path":"tcp"', '"source":"transfer"'
+            # A decode engine finds the image in the KV that it reads.
+            for expected in ('"source":"prefix_cache"',) if prefills else by_transfer:
                 if expected not in answer.replace('": ', '":'):
                     sys.exit(f"ask: {expected} is not in the answer:\n{answer}")
-            _faults(machine, folder)
-            for name in ("gateway", *(f"encoder {host}" for host in ENCODERS)):
+            shared = f"{'prefill' if prefills else 'encode'}-0@{SHARED[0]}"
+            _faults(machine, folder, shared, "prefix_cache" if prefills else "transfer")
+            for name in ("gateway", *(f"engine {host}" for host in SHARED)):
                 _stop(name, running[name], folder)
             host, script = steps["ask"]
             # Another picture: the first one is in a cache.
@@ -178,7 +197,7 @@ def main() -> None:
             left = _finish(machine, "ask", steps, folder)
             if "encode-0@" in left or '"source":"local"' not in left.replace('": ', '":'):
                 sys.exit(f"without encoders the first host answered:\n{left}")
-            print("ask: the first host encodes by itself", flush=True)
+            print("ask: the first host does all by itself", flush=True)
             for host in FRONTS:
                 _stop(f"front {host}", running[f"front {host}"], folder)
     finally:
@@ -199,17 +218,20 @@ def _stop(name: str, process: subprocess.Popen[bytes], folder: Path) -> None:
         sys.exit((folder / f"{name}.log").read_text("utf-8", "replace")[-4000:])
 
 
-def _faults(machine: Machine, folder: Path) -> None:
-    """Break processes and the network under load; exit where a response is wrong."""
+def _faults(machine: Machine, folder: Path, shared: str, source: str) -> None:
+    """Break processes and the network under load; exit where a response is wrong.
+
+    Args:
+        shared: Engine of the first host that both fronts share.
+        source: Of items whose way is by the shared engines.
+    """
+    cut = SHARED[0 if source == "prefix_cache" else 1]
     log, stop = folder / "load.log", folder / "stop"
     script = f"exec python -m ci.hosts load {GATEWAY} {stop}"
     loading = machine.start(FRONTS[0], script, log)
     try:
-        _wait_transfers(log)
-        for host, name in (
-            (ENCODERS[0], f"encode-0@{ENCODERS[0]}"),
-            (FRONTS[1], "front"),
-        ):
+        _wait_items(log, source)
+        for host, name in ((SHARED[0], shared), (FRONTS[1], "front")):
             for fault in ("kill", "stop"):
                 time.sleep(LOAD_S)
                 pid = _pid_of(machine, host, name)
@@ -220,11 +242,11 @@ def _faults(machine: Machine, folder: Path) -> None:
                     os.killpg(pid, signal.SIGSTOP)
                     time.sleep(STOPPED_S)
                     os.killpg(pid, signal.SIGCONT)
-                _wait_transfers(log)
-        print(f"faults: cut off {ENCODERS[1]} for {CUT_S:g} s", flush=True)
-        with machine.cut_off(ENCODERS[1]):
+                _wait_items(log, source)
+        print(f"faults: cut off {cut} for {CUT_S:g} s", flush=True)
+        with machine.cut_off(cut):
             time.sleep(CUT_S)
-        _wait_transfers(log)
+        _wait_items(log, source)
     finally:
         stop.touch()
         loading.wait(ASK_S)
@@ -259,15 +281,15 @@ def _pid_of(machine: Machine, host: str, name: str) -> int:
     sys.exit(f"faults: {name} is not up after {START_S:g} s")
 
 
-def _wait_transfers(log: Path) -> None:
-    """Return when new requests get their items from the other host again."""
+def _wait_items(log: Path, source: str) -> None:
+    """Return when new requests get their items, or the KV of these, from other hosts again."""
     begin, end = log.stat().st_size, time.monotonic() + START_S
     while time.monotonic() < end:
         text = log.read_bytes()[begin:].decode()
-        if text.count('"what": "transfer"') >= 5:
+        if text.count(f'"what": "{source}"') >= 5:
             return
         time.sleep(0.5)
-    sys.exit(f"faults: no item came from the other host for {START_S:g} s")
+    sys.exit(f"faults: no {source} for {START_S:g} s")
 
 
 def _load(gateway: str, stop: Path) -> None:
@@ -361,4 +383,4 @@ if __name__ == "__main__":
     if sys.argv[1:2] == ["load"]:
         _load(sys.argv[2], Path(sys.argv[3]))
     else:
-        main()
+        main(prefills=sys.argv[1:2] == ["prefill"])

@@ -1,9 +1,11 @@
 #!/usr/bin/env bash
-# Job "hosts": the section "Two hosts" of docs/deploy.md, from the page's own text, for two fronts and two encode engines in
-# four network namespaces of this machine; then kills, stops and a cut network under load. Needs root, and 16 GB.
+# Job "hosts": the sections "Two hosts" and "Prefill on another host" of docs/deploy.md, from the page's own text, for two fronts
+# and two shared engines in four network namespaces of this machine; then kills, stops and a cut network under load. Needs root,
+# and 16 GB.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 "${PYTHON:-python3}" -m ci.make_env
 as_root=()
 [ "$(id -u)" = 0 ] || as_root=(sudo --preserve-env=PATH)
-exec "${as_root[@]}" .venv/bin/python -m ci.hosts
+"${as_root[@]}" .venv/bin/python -m ci.hosts
+exec "${as_root[@]}" .venv/bin/python -m ci.hosts prefill

@@ -120,25 +120,29 @@ class Topology(Section):
                 "prefill and encode_prefill instances compute for decode instances, and there are "
                 "none: name decode, or prefill_decode or encode_prefill_decode in their place"
             )
-        elif counts["decode"] and not prefill:
+        elif counts["decode"] and not prefill and self.secret_file is None:
             problem = (
-                "no instance prefills for the decode instances: name prefill or encode_prefill, or "
-                "prefill_decode in place of decode"
+                "no instance prefills for the decode instances: name prefill or encode_prefill, "
+                "prefill_decode in place of decode, or set secret_file, by which prefill engines "
+                "of other machines join"
             )
         if problem:
             raise ValueError(f"instances: {problem}")
         return self
 
     def _check_to_join(self, front: str) -> Topology:
-        """Check a topology whose encode instances join fronts on other machines."""
+        """Check a topology whose instances join fronts on other machines."""
         if self.secret_file is None:
             raise ValueError(f"launch.join {front}: set secret_file, a copy of that front's")
         counts = self.instances.counts
-        if others := [group_of(role) for role in ROLES if role != "encode" and counts[role]]:
+        if others := [
+            group_of(role) for role in ROLES if DUTIES[role] == "answer" and counts[role]
+        ]:
             raise ValueError(
                 f"instances: {', '.join(others)} cannot join a front on another machine, only "
-                "encode can: start them with their front, or set their count to 0"
+                "encode, prefill and encode_prefill can: start them with their front, or set "
+                "their count to 0"
             )
-        if not counts["encode"]:
+        if not any(counts.values()):
             raise ValueError("instances: there is none to join launch.join; raise encode.count")
         return self

@@ -15,6 +15,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import numpy as np
 import vllm
 import zmq
@@ -28,7 +29,8 @@ from epd_portable.errors import ProtocolError, TransportError
 from epd_portable.placement.pace import Pace
 from epd_portable.transfer.curve import CurveGate, CurveKeys
 from epd_portable.transfer.sessions import new_session
-from epd_portable.vllm_plugin.job_items import ItemReader
+from epd_portable.vllm_plugin import compat
+from epd_portable.vllm_plugin.job_items import JobReader, is_proved
 from epd_portable.wire import jobs
 from epd_portable.wire.jobs import (
     BEAT_S,
@@ -37,23 +39,29 @@ from epd_portable.wire.jobs import (
     Beat,
     Cancel,
     Done,
+    EncodeJob,
     Failed,
     FromHub,
     Full,
     Here,
     Job,
+    KvJob,
     Load,
+    News,
     OtherVersionError,
     Reset,
     VersionRefused,
 )
 from epd_portable.wire.messages import MAX_REASON
+from epd_portable.wire.params import CacheNews
 
 logger = logging.getLogger(__name__)
 
 MAX_FRONTS = 1000
 _WAITING_MESSAGES = 32
 """Of one front, each at most `CHUNK_BYTES` long, before they are read."""
+_NEWS_ITEMS = 4096
+"""In one message."""
 _RESPONDS_WITHIN_BEATS = 30
 """Beats after which an engine that has not responded is not well: a large item takes a CPU long."""
 
@@ -91,6 +99,7 @@ class Hub:
         address: ZMQ address to listen on.
         config: Names the engine and what it takes.
         fingerprint: Of the engine.
+        kv: Form of its KV; empty where it prefills for none.
         plain: Nothing is encrypted. A job is still proved to be a holder's of the secret.
 
     Attributes:
@@ -107,19 +116,22 @@ class Hub:
         config: InstanceConfig,
         role: Role,
         fingerprint: str,
-        reader: ItemReader,
+        reader: JobReader,
         *,
+        kv: str = "",
         plain: bool = False,
     ) -> None:
         self._config = config
         self._role = role
         self._fingerprint = fingerprint
+        self._kv = kv
         self._reader = reader
         self._session = new_session()
         self._fronts: dict[bytes, _Front] = {}
         self._owners: dict[str, bytes] = {}
         self._lives = self._unanswered = 0
         self._calls: set[asyncio.Task[None]] = set()
+        self._held: set[str] = set()
         self._pace = Pace()
         self.well = False
         self._context = zmq.Context()
@@ -198,7 +210,7 @@ class Hub:
             self._beat(identity, message)
         elif front is None:
             pass  # Forgotten: its next heartbeat shows it another life.
-        elif isinstance(message, Job):
+        elif isinstance(message, EncodeJob | KvJob):
             await self._begin(identity, front, message)
         elif isinstance(message, Cancel):
             await self._abort(front, set(message.jobs))
@@ -217,16 +229,16 @@ class Hub:
             self._fronts[identity] = _Front(beat.front, f"{self._session}-{self._lives}")
             logger.info("front %s is here", beat.front)
             self._send_here(identity)
+            held = [*self._held]
+            for begin in range(0, len(held), _NEWS_ITEMS):
+                items = dict.fromkeys(held[begin : begin + _NEWS_ITEMS], True)
+                self._send(identity, News(news=CacheNews(entries=items)))
 
     async def _begin(self, identity: bytes, front: _Front, job: Job) -> None:
         """Take the head of a job, unless there is too much."""
         front.arriving = None
         _, nbytes = jobs.offsets(job.tensors)
-        to = job.transfer
-        if (
-            not self._secret.verify_transfer(to.proof, to.transfer_id, to.item_uuid, to.consumer)
-            or to.item_uuid != job.item
-        ):
+        if not is_proved(job, self._secret):
             reason = "its proof is wrong: is it the same secret_file at both ends?"
             self._send(identity, Failed(job=job.job, reason=reason))
         elif job.job in self._owners:
@@ -301,10 +313,11 @@ class Hub:
             await self._client.abort_requests_async(own)
 
     async def _reset(self, identity: bytes, message: Reset) -> None:
-        """Let the engine forget what it has encoded: weights have changed at a front."""
+        """Let the engine use nothing that it has cached: weights have changed at a front."""
+        self._reader.resets += 1
         await self._client.call_utility_async("reset_encoder_cache")
         load = self._load_of(self._fronts.get(identity))
-        self._send(identity, Done(job=message.job, reason="stop", params=None, load=load))
+        self._send(identity, Done(job=message.job, reason="stop", load=load))
 
     async def _forget(self, identity: bytes, why: str) -> None:
         front = self._fronts.pop(identity)
@@ -329,7 +342,7 @@ class Hub:
             role=self._role,
             vllm=vllm.__version__,
             fingerprint=self._fingerprint,
-            control=self._config.control_address,
+            kv=self._kv,
             most=self._config.max_queued_items,
             well=self.well,
             load=self._load_of(self._fronts.get(identity)),
@@ -348,8 +361,17 @@ class Hub:
         with contextlib.suppress(EngineDeadError):
             while True:
                 for each in (await self._client.get_output_async()).outputs:
-                    if each.finish_reason is not None:
+                    if not each.request_id:
+                        self._pass_on(msgspec.convert(compat.take_params(each), CacheNews))
+                    elif each.finish_reason is not None:
                         self._end(each)
+
+    def _pass_on(self, news: CacheNews) -> None:
+        """Send news to every front; transfers are those of one, by their names."""
+        for item, is_here in news.entries.items():
+            (self._held.add if is_here else self._held.discard)(item)
+        for identity in self._fronts:
+            self._send(identity, News(news=news))
 
     def _end(self, output: Any) -> None:
         identity = self._owners.get(output.request_id)
@@ -360,12 +382,14 @@ class Hub:
         del self._owners[output.request_id]
         front = self._fronts[identity]
         del front.jobs[output.request_id]
-        params = getattr(output, "ec_transfer_params", None)
-        reason = str(output.finish_reason)
-        self._send(
-            identity,
-            Done(job=output.request_id, reason=reason, params=params, load=self._load_of(front)),
+        done = Done(
+            job=output.request_id,
+            reason=str(output.finish_reason),
+            params=compat.take_params(output),
+            kv=output.kv_transfer_params,
+            load=self._load_of(front),
         )
+        self._send(identity, done)
 
     async def _tick(self) -> None:
         """Send heartbeats; count those without an answer, of fronts and of the engine."""

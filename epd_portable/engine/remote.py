@@ -31,11 +31,11 @@ from vllm.v1.executor import Executor
 
 from epd_portable.config.folders import temp_folder
 from epd_portable.config.instance import InstanceConfig
-from epd_portable.config.roles import Role
+from epd_portable.config.roles import SENDS_KV, Role
 from epd_portable.engine.core import configuration, run
 from epd_portable.engine.hub import Hub
 from epd_portable.vllm_plugin import agreement, exposition
-from epd_portable.vllm_plugin.job_items import ItemReader
+from epd_portable.vllm_plugin.job_items import JobReader
 
 logger = logging.getLogger(__name__)
 
@@ -63,8 +63,9 @@ def main() -> None:
     places = msgspec.json.decode(given, type=Places)
     config, log_stats = configuration(argv)
     instance = InstanceConfig.parse(config.ec_transfer_config.ec_connector_extra_config)
-    fingerprint, reader = agreement.fingerprint(config), ItemReader(config)
-    hub = Hub(places.hub, instance, places.role, fingerprint, reader, plain=places.plain)
+    fingerprint, reader = agreement.fingerprint(config), JobReader(config, places.role)
+    kv = agreement.kv_form(config) if places.role in SENDS_KV else ""
+    hub = Hub(places.hub, instance, places.role, fingerprint, reader, kv=kv, plain=places.plain)
     exposition.serve()
     _serve_page(places.page, lambda: hub.well)
     place = f"ipc://{temp_folder()}/hub-{os.getpid()}"

@@ -43,12 +43,15 @@ def calls_of_all(method: str, *args: Any) -> list[Call]:
     return [(None, method, args)]
 
 
-_FORGETS = ("reset_encoder_cache", "pause_scheduler", "sleep", "release_kv_cache_memory")
+_FORGETS = (
+    *("reset_encoder_cache", "reset_prefix_cache", "pause_scheduler", "sleep"),
+    "release_kv_cache_memory",
+)
 _CHANGES_WEIGHTS = ("collective_rpc",)
 
 
 def call_elsewhere(method: str, *args: Any) -> bool:
-    """Return whether an engine that other fronts use too must forget what it has encoded.
+    """Return whether an engine that other fronts use too must forget what it has computed.
 
     After these calls weights may be others. It goes on with its work, whatever is called: a pause
     ends the requests from which its jobs come.

@@ -36,7 +36,7 @@ from epd_portable.front.engines import Engines, FrontEngine
 from epd_portable.front.exchange import admit, current
 from epd_portable.front.item_jobs import EncodeOrder, ItemJobs, new_transfer
 from epd_portable.front.metrics import FrontMetrics
-from epd_portable.front.prefill import KV, PrefillJob, Prefills
+from epd_portable.front.prefill import PrefillJob, Prefills
 from epd_portable.front.request import (
     FrontItem,
     FullError,
@@ -51,6 +51,7 @@ from epd_portable.placement.assignment import (
     MAX_PD_ATTEMPTS,
     Assignment,
     By,
+    EncodeFailure,
     RetryBudget,
     assign_items,
     or_own,
@@ -59,10 +60,10 @@ from epd_portable.placement.balance import Switching
 from epd_portable.placement.instances import EngineSettings, Instance, WentDownError, while_up
 from epd_portable.placement.profiles.policy import Policy
 from epd_portable.responses import BODY_TIMEOUT_S
-from epd_portable.transfer.curve import CurveKeys
 from epd_portable.transfer.stores.lookup import StoreLookup
 from epd_portable.transfer.stores.metrics import StoreMetrics
 from epd_portable.vllm_plugin import compat
+from epd_portable.vllm_plugin.job_items import KV
 from epd_portable.vllm_plugin.metadata import ItemMetadata
 from epd_portable.vllm_plugin.video_parts import VideoParts
 from epd_portable.wire.params import (
@@ -154,8 +155,8 @@ class SplitClient(AsyncMPClient):
             config,
             outputs=self._take_outputs,
             caches=self._policy.cache_sizes if self._policy else None,
-            failed=lambda job, failure: self._jobs.fail(job, failure),
-            keys=CurveKeys.derive(self.secret),
+            failed=self._fail_job,
+            secret=self.secret,
         )
         self.engine_ranks_managed = [each.index for each in self.engines.by_name.values()]
         self._pool = self.engines.pool
@@ -365,12 +366,17 @@ class SplitClient(AsyncMPClient):
         return self.engines.by_name[chosen.name]
 
     def _choose_prefill(self, job: OpenRequest, exclude: Collection[str]) -> FrontEngine | None:
-        chosen = job.selection.choose_prefill(exclude)
+        engines = self.engines.by_name
+        full = {each.name for each in engines.values() if each.life is not None and each.is_full}
+        for each in engines.values():
+            if each.instance.role in TAKES_KV:
+                full |= each.misfits
+        chosen = job.selection.choose_prefill([*exclude, *full])
         if chosen is None:
             return None
         job.tokens = job.selection.note_prompt(chosen)
         self._pool.work.prompt_came(chosen.role, job.tokens)
-        return self.engines.by_name[chosen.name]
+        return engines[chosen.name]
 
     def _may_leave_out(self, one: OpenRequest) -> bool:
         """Return whether a request is served without items that no engine can encode."""
@@ -519,7 +525,7 @@ class SplitClient(AsyncMPClient):
                 settled[name] = "local_first"
             elif name in engine.holds:
                 settled[name] = "held"
-            elif name in one.stored and one.stored[name].usable:
+            elif engine.life is None and name in one.stored and one.stored[name].usable:
                 settled[name] = "stored"
         if self._can_encode:
             for name in one.selection.stay(one.items, engine.instance):
@@ -599,6 +605,13 @@ class SplitClient(AsyncMPClient):
         outputs.outputs = [each for each in outputs.outputs if self._take_output(engine, each)]
         if engine.life is None:  # vLLM counts by the engines of the start.
             self._outputs.put_nowait(outputs)
+
+    def _fail_job(self, job: str, failure: EncodeFailure) -> None:
+        """Take in why an engine of another machine has not done a job."""
+        self._jobs.fail(job, failure)
+        if (one := self._at_engines.get(job)) is not None:
+            one.again = failure.reason
+            one.decide()
 
     def _take_news(self, engine: FrontEngine, news: CacheNews) -> None:
         for mm_hash, is_here in news.entries.items():

@@ -28,7 +28,8 @@ from vllm.v1.engine.core_client import AsyncMPClient
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.executor import Executor
 
-from epd_portable.config.roles import DUTIES, ENCODES, TAKES_ITEMS, Role
+from epd_portable.config.roles import DUTIES, ENCODES, SENDS_KV, TAKES_ITEMS, TAKES_KV, Role
+from epd_portable.config.secret import Secret
 from epd_portable.errors import RequestError
 from epd_portable.front.peers import Peer
 from epd_portable.log import say_failure
@@ -44,7 +45,6 @@ from epd_portable.placement.instances import (
     while_up,
 )
 from epd_portable.placement.metrics import InstanceCollector, InstanceStats, PoolStats, stats_of
-from epd_portable.transfer.curve import CurveKeys
 from epd_portable.wire.fingerprint import differences
 from epd_portable.wire.jobs import Here
 
@@ -145,7 +145,8 @@ class FrontEngine:
     def is_full(self) -> bool:
         """Whether it has as many jobs as it takes."""
         backlog = self.instance.backlog
-        return backlog.jobs + backlog.elsewhere >= self.settings.max_queued_items
+        jobs = backlog.jobs + backlog.elsewhere if self.life is None else backlog.load
+        return jobs >= self.settings.max_queued_items
 
     async def add(self, request: EngineCoreRequest) -> None:
         """Send it a request.
@@ -259,7 +260,7 @@ class Engines:
         config: Of the front; the first engine that generates completes it.
         outputs: Takes what an engine puts out.
         failed: Takes why an engine of another machine has not done a job.
-        keys: Of the connections to such engines.
+        secret: Of the connections to such engines.
         caches: Sizes of what engines are taken to have in their caches.
 
     Attributes:
@@ -274,7 +275,7 @@ class Engines:
         config: VllmConfig,
         outputs: Callable[[FrontEngine, EngineCoreOutputs], None],
         failed: Callable[[str, EncodeFailure], None],
-        keys: CurveKeys,
+        secret: Secret,
         caches: CacheSizes | None = None,
     ) -> None:
         self.pool = EndpointPool(caches=caches)
@@ -289,7 +290,7 @@ class Engines:
         self._complete = False
         self._outputs = outputs
         self._failed = failed
-        self._keys = keys
+        self._secret = secret
         self._name = f"{socket.gethostname()}:{paths[0]}"
         self._numbers = itertools.count()
         self._lives: set[asyncio.Task[None]] = set()
@@ -374,7 +375,7 @@ class Engines:
             peer = Peer(
                 engine.name,
                 settings.url,
-                self._keys,
+                self._secret,
                 self._config,
                 self._name,
                 failed=self._failed,
@@ -551,15 +552,21 @@ class Engines:
         return await making
 
     def _compare_fingerprints(self) -> None:
-        """Note of each engine that encodes which engines refuse its items, and why."""
+        """Note of each engine which others refuse its items or KV, and why."""
         known = [each for each in self.by_name.values() if each.fingerprint]
-        for sender in (each for each in known if each.instance.role in ENCODES):
+        kinds = ("items", ENCODES, TAKES_ITEMS), ("KV", SENDS_KV, TAKES_KV)
+        for sender in known:
             found = []
-            for receiver in (each for each in known if each.instance.role in TAKES_ITEMS):
+            for what, receiver in [
+                (what, each)
+                for what, sends, takes in kinds
+                for each in known
+                if sender.instance.role in sends and each.instance.role in takes
+            ]:
                 receiver.misfits.discard(sender.name)
                 if differing := differences(receiver.fingerprint, sender.fingerprint):
                     receiver.misfits.add(sender.name)
-                    found.append(f"{receiver.name} refuses its items, which differ in {differing}")
+                    found.append(f"{receiver.name} refuses its {what}, which differ in {differing}")
             problem = "; ".join(found)
             if problem and problem != sender.instance.health.problem:
                 logger.warning("%s: %s", sender.name, problem)

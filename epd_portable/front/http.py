@@ -24,7 +24,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from epd_portable.config.api_keys import ApiKeys
 from epd_portable.config.front import MediaUrls
-from epd_portable.config.roles import DUTIES
+from epd_portable.config.roles import DUTIES, ENCODES, TAKES_KV
 from epd_portable.config.secret import SignatureCheck
 from epd_portable.errors import ConfigError, RequestError
 from epd_portable.front.client import SplitClient
@@ -179,10 +179,14 @@ class FrontMiddleware:
         except msgspec.MsgspecError as error:
             text = f"instance to register: {error}"
             raise RequestError(text, status=400, code="invalid_instance") from error
-        if settings.role != "encode" or not settings.url:
+        roles = {each.instance.role for each in engines.by_name.values()}
+        is_used = settings.role in ENCODES or not roles.isdisjoint(TAKES_KV)
+        reached = settings.url and (settings.control or settings.role == "encode")
+        if DUTIES[settings.role] == "answer" or not (is_used and reached):
             text = (
                 f"instance {settings.name!r} of role {settings.role} at {settings.url!r}: a front "
-                "takes encode engines at tcp://host:port; others run on its machine"
+                "takes encode engines at tcp://host:port, and with decode instances engines that "
+                "prefill; others run on its machine"
             )
             raise RequestError(text, status=400, code="invalid_instance")
         if settings.url.startswith("plain+") and not self._settings.trusted_network:

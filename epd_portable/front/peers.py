@@ -14,17 +14,21 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import zmq
 import zmq.asyncio
 from vllm.config import VllmConfig
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
 from vllm.v1.engine.exceptions import EngineDeadError
 
+from epd_portable.config.secret import Secret
 from epd_portable.errors import ProtocolError
 from epd_portable.front.calls import call_elsewhere
 from epd_portable.placement.assignment import EncodeFailure, FailureKind
 from epd_portable.transfer.curve import CurveKeys, connect_client
 from epd_portable.transfer.sessions import new_session
+from epd_portable.vllm_plugin import compat
+from epd_portable.vllm_plugin.agreement import kv_form
 from epd_portable.vllm_plugin.job_items import to_job
 from epd_portable.wire import jobs
 from epd_portable.wire.jobs import (
@@ -40,6 +44,7 @@ from epd_portable.wire.jobs import (
     Here,
     Leave,
     Load,
+    News,
     Reset,
     VersionRefused,
 )
@@ -56,7 +61,7 @@ class Peer:
     Args:
         name: Of the engine that is expected there.
         address: ZMQ address of its hub, after ``plain+`` where nothing is encrypted.
-        keys: Of the deployment.
+        secret: Of the deployment.
         config: Of the front.
         front: Name that API servers of one front have in common.
         failed: Called with a job and why it was not done.
@@ -72,7 +77,7 @@ class Peer:
         self,
         name: str,
         address: str,
-        keys: CurveKeys,
+        secret: Secret,
         config: VllmConfig,
         front: str,
         *,
@@ -83,6 +88,7 @@ class Peer:
         self.problem = self.ended = ""
         self._name = name
         self._config = config
+        self._secret = secret
         self._front = front
         self._failed = failed
         self._loaded = loaded
@@ -105,7 +111,7 @@ class Peer:
         if address.startswith("plain+"):
             self._socket.connect(address.removeprefix("plain+"))
         else:
-            connect_client(self._socket, address, keys, what="hub of an engine")
+            connect_client(self._socket, address, CurveKeys.derive(secret), what="hub of an engine")
         self._tasks = [asyncio.create_task(x) for x in (self._beat(), self._take(), self._watch())]
 
     async def met(self) -> Here:
@@ -121,7 +127,7 @@ class Peer:
     # -- what a front calls of vLLM's clients -----------------------------------------------------
 
     async def get_output_async(self) -> EngineCoreOutputs:
-        """Return the end of a job."""
+        """Return the end of a job, or news of the engine's encoder cache."""
         return await self._outputs.get()
 
     async def add_request_async(self, request: EngineCoreRequest) -> None:
@@ -131,13 +137,14 @@ class Peer:
             EngineDeadError: The hub is gone.
         """
         try:
-            job, tensors = to_job(request, self._config)
+            job, tensors = to_job(request, self._config, self._secret)
+            head = jobs.encode_head(job, self._session)
         except ProtocolError as error:
             failure = EncodeFailure(kind=FailureKind.ERROR, reason=str(error))
             self._failed(request.request_id, failure)
             return
         begins, _ = jobs.offsets(job.tensors)
-        await self._send(job)
+        await self._send_parts([head])
         end = 0
         for begin, data in zip(begins, tensors, strict=True):
             if begin > end:
@@ -170,7 +177,7 @@ class Peer:
         return False
 
     def get_kv_event_sources(self, *_: Any, **__: Any) -> dict[int, Any]:
-        """Return nothing: an encoder has no KV."""
+        """Return nothing: it publishes where it runs."""
         return {}
 
     def shutdown(self) -> None:
@@ -246,6 +253,8 @@ class Peer:
             self._complain(f"engine {here.name} is there")
         elif self._met.is_set() and life != self._life:
             self._end("it has forgotten this front")
+        elif here.kv and here.kv != (own := kv_form(self._config)):
+            self._complain(f"its KV is {here.kv}; read here is {own}")
         elif here.well:
             self.here, self._life = here, life
             self._loaded(here.load)
@@ -253,7 +262,10 @@ class Peer:
         elif self._met.is_set():
             self._end("its engine does not respond")
 
-    def _take_answer(self, message: Done | Full | Failed) -> None:
+    def _take_answer(self, message: News | Done | Full | Failed) -> None:
+        if isinstance(message, News):
+            self._put(EngineCoreOutput("", []), msgspec.to_builtins(message.news))
+            return
         if isinstance(message, Failed):
             reason = f"refuses the job: {message.reason}"
             self._failed(message.job, EncodeFailure(kind=FailureKind.ERROR, reason=reason))
@@ -269,8 +281,15 @@ class Peer:
                 call.set_result(None)
         else:
             reason = _REASONS.get(message.reason, FinishReason.ERROR)
-            output = EngineCoreOutput(message.job, [], finish_reason=reason)
-            self._outputs.put_nowait(EngineCoreOutputs(outputs=[output]))
+            output = EngineCoreOutput(
+                message.job, [], finish_reason=reason, kv_transfer_params=message.kv
+            )
+            self._put(output, message.params)
+
+    def _put(self, output: EngineCoreOutput, params: dict[str, Any] | None) -> None:
+        if params is not None:
+            compat.put_params(output, params)
+        self._outputs.put_nowait(EngineCoreOutputs(outputs=[output]))
 
     def _complain(self, problem: str) -> None:
         if problem != self.problem:

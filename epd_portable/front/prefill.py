@@ -14,7 +14,6 @@ from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 
 from epd_portable.front.engines import FrontEngine
@@ -23,15 +22,12 @@ from epd_portable.front.metrics import FrontMetrics
 from epd_portable.front.request import OpenRequest, PrefilledKv
 from epd_portable.front.spans import Spans, set_end
 from epd_portable.placement.assignment import MAX_PREFILLS, RetryBudget
+from epd_portable.vllm_plugin.job_items import prefill_sampling
 
 logger = logging.getLogger(__name__)
 
-KV = "kv_transfer_params"
-"""vLLM's field of ``extra_args`` and of outputs."""
 SUFFIX = "-prefill"
 """End of a prefill job's id, after the id of the request's try."""
-_WANTS_KV = {"do_remote_decode": True, "do_remote_prefill": False}
-"""vLLM's parameters of a request whose tokens are generated elsewhere."""
 
 
 @dataclass(eq=False, slots=True)
@@ -164,7 +160,5 @@ def _request(core: EngineCoreRequest) -> EngineCoreRequest:
     """Return the request that computes a prompt and generates one token."""
     asked = copy.copy(core)
     asked.request_id = f"{core.request_id}{SUFFIX}"
-    asked.sampling_params = SamplingParams(
-        max_tokens=1, temperature=0, ignore_eos=True, extra_args={KV: {**_WANTS_KV}}
-    )
+    asked.sampling_params = prefill_sampling()
     return asked

@@ -18,6 +18,7 @@ from epd_portable.config.document import dotted
 from epd_portable.config.folders import temp_folder
 from epd_portable.config.hardware import find_hardware
 from epd_portable.config.instance import PLATFORMS
+from epd_portable.config.roles import DUTIES, ROLES, Role
 from epd_portable.config.secret import Secret, make_secret_file
 from epd_portable.errors import ConfigError
 from epd_portable.launch.commands import gateway, members, status
@@ -84,11 +85,11 @@ the event's own fields (docs/operations.md); the last event is stopped, or error
 Exit status: 0 when a stop was asked for, 1 when a process did not start, 2 on bad input.
 """
 
-ENGINE_HELP = """Start one encode engine, which joins fronts on other machines, in the foreground.
+ENGINE_HELP = """Start one engine, which joins fronts on other machines, in the foreground.
 
-The file has launch.join and secret_file. One encode engine of it is started, whatever its counts;
-its name ends in launch.host. At Ctrl-C or SIGTERM it leaves the fronts, has front.drain_s seconds
-for its open jobs, and ends.
+The file has launch.join and secret_file. One engine of --role is started, whatever its counts; its
+name ends in launch.host. Engines that prefill do so for decode instances of the fronts. At Ctrl-C
+or SIGTERM it leaves the fronts, has front.drain_s seconds for its open jobs, and ends.
 
 \b
   epd-launch engine --platform cpu --config configs/1e1pd.yaml \\
@@ -151,11 +152,18 @@ def up(log_dir: Path | None, as_json: bool, **options: Any) -> None:
 
 @main.command(help=ENGINE_HELP)
 @topology_options
+@click.option(
+    "--role",
+    type=click.Choice([role for role in ROLES if DUTIES[role] != "answer"]),
+    default="encode",
+    show_default=True,
+    help="What it does for the fronts.",
+)
 @_log_dir_option
 @json_lines_option
-def engine(log_dir: Path | None, as_json: bool, **options: Any) -> None:
-    """Start one encode engine that joins fronts; users read `ENGINE_HELP`."""
-    _serve(PlanRequest.from_options(alone=True, **options), log_dir, as_json=as_json)
+def engine(role: Role, log_dir: Path | None, as_json: bool, **options: Any) -> None:
+    """Start one engine that joins fronts; users read `ENGINE_HELP`."""
+    _serve(PlanRequest.from_options(alone=role, **options), log_dir, as_json=as_json)
 
 
 def _serve(request: PlanRequest, log_dir: Path | None, *, as_json: bool) -> None:

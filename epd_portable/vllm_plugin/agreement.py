@@ -13,6 +13,8 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import vllm
+
 from epd_portable.errors import ConfigError
 from epd_portable.vllm_plugin import compat
 from epd_portable.vllm_plugin.weights import identity
@@ -102,6 +104,19 @@ def stored_as(vllm_config: VllmConfig) -> str:
             "commit of a hub; name a folder as model, or leave store out of the configuration"
         )
     return _digest([fingerprint(vllm_config), weights, _quantization(model)], digits=16)
+
+
+def kv_form(vllm_config: VllmConfig) -> str:
+    """Return what two engines must have in common for one to read the other's KV.
+
+    vLLM's NIXL connector compares these, too, but only after a prompt was computed.
+    """
+    connector = getattr(vllm_config.kv_transfer_config, "kv_connector", None)
+    model, cache = vllm_config.model_config, vllm_config.cache_config
+    return (
+        f"{connector} of vLLM {vllm.__version__}, model {model.model!r}, "
+        f"kv_cache_dtype {cache.cache_dtype}"
+    )
 
 
 def _config_folder(model: ModelConfig) -> Path:

@@ -461,7 +461,7 @@ def passing_errors(base: type) -> Any:
 def put_params(output: Any, params: dict[str, Any] | None) -> None:
     """Put ``ec_transfer_params`` into an ``EngineCoreOutput``."""
     if version() < CARRIES_PARAMS:
-        output.kv_transfer_params = params and {FIELD: params}
+        output.kv_transfer_params = params and {**(output.kv_transfer_params or {}), FIELD: params}
     else:
         output.ec_transfer_params = params
 

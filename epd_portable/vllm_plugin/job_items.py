@@ -1,4 +1,4 @@
-"""Items of encode jobs: from what a front's vLLM made of them to messages, and to an engine's vLLM.
+"""Jobs: from what a front's vLLM made of items and prompts to messages, and to an engine's vLLM.
 
 An engine trusts its clients: a tensor of another shape than its model expects ends it. So a job's
 fields are compared with what the engine's own processor makes, before the engine sees them.
@@ -18,11 +18,34 @@ from vllm.multimodal.inputs import MultiModalFeatureSpec, MultiModalKwargsItems,
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreRequest
 
+from epd_portable.config.roles import ENCODES, SENDS_KV, Role
+from epd_portable.config.secret import Secret
 from epd_portable.errors import ProtocolError
 from epd_portable.vllm_plugin import compat
-from epd_portable.wire.jobs import JOB_DTYPES, Job, JobLora, JobTensor, offsets
-from epd_portable.wire.params import FIELD, EncodeParams, EncodeTransfer, read_params, to_params
+from epd_portable.vllm_plugin.metadata import ItemMetadata
+from epd_portable.wire.jobs import (
+    JOB_DTYPES,
+    EncodeJob,
+    Job,
+    JobItem,
+    JobLora,
+    JobTensor,
+    KvJob,
+    offsets,
+)
+from epd_portable.wire.params import (
+    FIELD,
+    EncodeParams,
+    EncodeTransfer,
+    PrefillParams,
+    read_params,
+    to_params,
+)
 
+KV = "kv_transfer_params"
+"""vLLM's field of ``extra_args`` and of outputs."""
+_WANTS_KV = {"do_remote_decode": True, "do_remote_prefill": False}
+"""vLLM's parameters of a request whose tokens are generated elsewhere."""
 _TENSOR = "tensor"
 _MAX_DEPTH = 3
 
@@ -44,59 +67,126 @@ def encode_request(
         token_ids: Of the item's places, which begin at 0.
     """
     params = to_params(EncodeParams(transfers=(transfer,)))
-    return EngineCoreRequest(
-        request_id=job,
-        prompt_token_ids=[*token_ids],
-        mm_features=[feature],
-        sampling_params=SamplingParams(max_tokens=1, temperature=0, extra_args={FIELD: params}),
-        pooling_params=None,
+    sampling = SamplingParams(max_tokens=1, temperature=0, extra_args={FIELD: params})
+    return _request(
+        job,
+        token_ids,
+        [feature],
+        sampling,
         arrival_time=arrival_time,
         lora_request=lora_request,
-        cache_salt=None,
-        data_parallel_rank=None,
         priority=priority,
         trace_headers=trace_headers,
     )
 
 
-def to_job(request: EngineCoreRequest, config: VllmConfig) -> tuple[Job, list[memoryview]]:
-    """Return what `encode_request` made as a message, and the bytes of its tensors.
+def prefill_sampling(params: PrefillParams | None = None) -> SamplingParams:
+    """Return the parameters of a request that computes a prompt and generates one token.
+
+    Args:
+        params: Of items that encode engines bring.
+    """
+    extra: dict[str, Any] = {KV: {**_WANTS_KV}}
+    if params is not None:
+        extra[FIELD] = to_params(params)
+    return SamplingParams(max_tokens=1, temperature=0, ignore_eos=True, extra_args=extra)
+
+
+def _request(
+    job: str,
+    token_ids: Sequence[int],
+    features: list[MultiModalFeatureSpec],
+    sampling: SamplingParams,
+    *,
+    cache_salt: str | None = None,
+    **others: Any,
+) -> EngineCoreRequest:
+    return EngineCoreRequest(
+        request_id=job,
+        prompt_token_ids=[*token_ids],
+        mm_features=features or None,
+        sampling_params=sampling,
+        pooling_params=None,
+        cache_salt=cache_salt,
+        data_parallel_rank=None,
+        **others,
+    )
+
+
+def to_job(
+    request: EngineCoreRequest, config: VllmConfig, secret: Secret
+) -> tuple[Job, list[memoryview]]:
+    """Return an encode or a prefill job as a message, and the bytes of its tensors.
+
+    Args:
+        request: As made by `encode_request`, or with the parameters of `prefill_sampling`.
 
     Raises:
         ProtocolError: It cannot be sent.
     """
-    assert request.mm_features is not None
     assert request.sampling_params is not None
-    (feature,) = request.mm_features
-    assert feature.data is not None
-    given = (request.sampling_params.extra_args or {})[FIELD]
-    (transfer,) = read_params(given, EncodeParams).transfers
+    extra = request.sampling_params.extra_args or {}
+    given, prefills = extra.get(FIELD), KV in extra
     tensors: list[JobTensor] = []
     data: list[memoryview] = []
-    run = _run_of_frames(config) if feature.modality == "image" else 0
-    fields = {
-        name: _pack(element.field.reduce_data([element]), tensors, data, run, 0)
-        for name, element in feature.data.items()
-    }
-    mask = feature.mm_position.is_embed
+    _pack(torch.tensor(request.prompt_token_ids, dtype=torch.int32), tensors, data, 0, 0)
+    items = tuple(_item(each, config, tensors, data) for each in request.mm_features or ())
     lora = request.lora_request
-    of_encoder = getattr(config.lora_config, "enable_tower_connector_lora", False)
-    job = Job(
-        job=request.request_id,
-        modality=feature.modality,
-        item=feature.identifier,
-        token_ids=tuple(request.prompt_token_ids or ()),
-        fields=fields,
-        tensors=tuple(tensors),
-        transfer=transfer,
-        embeds=b"" if mask is None else mask.to(torch.uint8).numpy().tobytes(),
-        lora=JobLora(name=lora.lora_name, number=lora.lora_int_id, path=lora.lora_path)
-        if lora is not None and of_encoder
-        else None,
-        priority=request.priority,
-        trace_headers={**(request.trace_headers or {})},
+    if not prefills and not getattr(config.lora_config, "enable_tower_connector_lora", False):
+        lora = None
+    head: dict[str, Any] = {
+        "job": request.request_id,
+        "items": items,
+        "tensors": tuple(tensors),
+        "lora": None if lora is None else JobLora(name=lora.lora_name, path=lora.lora_path),
+        "priority": request.priority,
+        "trace_headers": {**(request.trace_headers or {})},
+    }
+    if prefills:
+        proof = proof_of_prefill(request.request_id, secret)
+        expected = read_params(given, PrefillParams).transfers if given else ()
+        salt = request.cache_salt
+        return KvJob(**head, proof=proof, expected=expected, cache_salt=salt), data
+    assert given is not None
+    (transfer,) = read_params(given, EncodeParams).transfers
+    return EncodeJob(**head, transfer=transfer), data
+
+
+def proof_of_prefill(job: str, secret: Secret) -> str:
+    """Return `KvJob.proof`."""
+    return secret.sign_transfer(job, "", "prefill")
+
+
+def is_proved(job: Job, secret: Secret) -> bool:
+    """Return whether a holder of the secret has sent a job."""
+    if isinstance(job, KvJob):
+        return secret.verify_transfer(job.proof, job.job, "", "prefill")
+    to = job.transfer
+    return secret.verify_transfer(to.proof, to.transfer_id, to.item_uuid, to.consumer) and all(
+        each.item == to.item_uuid for each in job.items
     )
-    return job, data
+
+
+def _item(
+    feature: MultiModalFeatureSpec,
+    config: VllmConfig,
+    tensors: list[JobTensor],
+    data: list[memoryview],
+) -> JobItem:
+    assert feature.data is not None
+    run = _run_of_frames(config) if feature.modality == "image" else 0
+    place, mask = feature.mm_position, feature.mm_position.is_embed
+    return JobItem(
+        item=feature.identifier,
+        modality=feature.modality,
+        offset=place.offset,
+        length=place.length,
+        fields={
+            name: _pack(element.field.reduce_data([element]), tensors, data, run, 0)
+            for name, element in feature.data.items()
+        },
+        embeds=b"" if mask is None else mask.to(torch.uint8).numpy().tobytes(),
+    )
 
 
 def _run_of_frames(config: VllmConfig) -> int:
@@ -137,21 +227,34 @@ def _pack(
     raise ProtocolError(f"an item for another machine: a field is a {type(value).__name__}")
 
 
-class ItemReader:
+class JobReader:
     """Makes an engine's requests of jobs.
 
     The model's processor is loaded here, before the engine is ready.
+
+    Args:
+        role: Of the engine; other jobs are refused.
+
+    Attributes:
+        resets: A prompt shares no KV with those before it was changed.
     """
 
-    def __init__(self, config: VllmConfig) -> None:
+    def __init__(self, config: VllmConfig, role: Role) -> None:
         self._config = config
+        self._role = role
+        self.resets = 0
         model = config.model_config
-        self._processor = compat.item_processor(config)
-        self._samples = compat.sample_items(config, self._processor)
+        self._samples: dict[str, dict[str, Any]] = {}
+        if model.is_multimodal_model:
+            self._processor = compat.item_processor(config)
+            self._samples = compat.sample_items(config, self._processor)
+        self._metadata = ItemMetadata(config)
         self._most_tokens = model.max_model_len
+        self._words = model.get_vocab_size()
         self._most_embeds = config.scheduler_config.encoder_cache_size
         vision = getattr(model.hf_config, "vision_config", None)
         self._merge = int(getattr(vision, "spatial_merge_size", 0) or 0)
+        self._loras: dict[JobLora, int] = {}
 
     def request(self, job: Job, data: np.ndarray[Any, Any], arrival_time: float) -> Any:
         """Return a job as the engine takes it.
@@ -160,50 +263,98 @@ class ItemReader:
             data: Of its tensors, as bytes; the request may share this memory.
 
         Raises:
-            ProtocolError: The engine could not encode it.
+            ProtocolError: The engine could not do it.
         """
-        lora = None
-        if job.lora is not None:
-            if self._config.lora_config is None:
-                raise ProtocolError(
-                    f"adapter {job.lora.name!r}: this engine serves none. Set "
-                    "engine_args.enable_lora as at the front"
-                )
-            lora = LoRARequest(job.lora.name, job.lora.number, job.lora.path)
-        return encode_request(
-            job.job,
-            job.token_ids,
-            self._feature(job, data),
-            job.transfer,
-            arrival_time=arrival_time,
-            lora_request=lora,
-            priority=job.priority,
-            trace_headers=job.trace_headers or None,
-        )
-
-    def _feature(self, job: Job, data: np.ndarray[Any, Any]) -> MultiModalFeatureSpec:
-        sample = self._samples.get(job.modality)
-        if sample is None:
-            raise ProtocolError(
-                f"{job.modality}: the model takes {', '.join(self._samples) or 'no media'}"
-            )
-        if job.fields.keys() != sample.keys():
-            raise ProtocolError(
-                f"fields {', '.join(job.fields)}: {', '.join(sample)} here. Run releases of vLLM "
-                "at front and engine that process this model's items alike"
-            )
-        places = self._places(job)
+        if self._role not in (ENCODES if isinstance(job, EncodeJob) else SENDS_KV):
+            raise ProtocolError(f"{type(job).__name__}: this engine has the role {self._role}")
         begins, _ = offsets(job.tensors)
         tensors = [
             _tensor(each, data[begin : begin + each.nbytes])
             for each, begin in zip(job.tensors, begins, strict=True)
         ]
-        given = {name: _unpack(value, tensors, 0) for name, value in job.fields.items()}
+        others: dict[str, Any] = {
+            "arrival_time": arrival_time,
+            "lora_request": self._lora(job.lora),
+            "priority": job.priority,
+            "trace_headers": job.trace_headers or None,
+        }
+        if isinstance(job, EncodeJob):
+            tokens = self._tokens(job, tensors[0], self._most_tokens)
+            if [(each.offset, each.length) for each in job.items] != [(0, len(tokens))]:
+                raise ProtocolError(f"an encode job of {len(job.items)} items in other places")
+            feature = self._feature(job.items[0], tensors, bare=False)
+            return encode_request(job.job, tokens, feature, job.transfer, **others)
+        # The engine generates a token.
+        tokens = self._tokens(job, tensors[0], self._most_tokens - 1)
+        names = {each.item for each in job.items}
+        brought = {each.item_uuid: each for each in job.expected}
+        if len(brought) < len(job.expected) or not brought.keys() <= names:
+            raise ProtocolError("expected items: each once, and in the prompt")
+        bare = {name for name, each in brought.items() if not each.media}
+        features = [self._feature(each, tensors, bare=each.item in bare) for each in job.items]
+        params = PrefillParams(transfers=job.expected) if job.expected else None
+        sampling = prefill_sampling(params)
+        # vLLM's own reset fails while blocks are in use, as those of other fronts always are.
+        salt = f"{self.resets} {job.cache_salt or ''}" if self.resets else job.cache_salt
+        return _request(job.job, tokens, features, sampling, cache_salt=salt, **others)
+
+    def _lora(self, lora: JobLora | None) -> LoRARequest | None:
+        if lora is None:
+            return None
+        if self._config.lora_config is None:
+            raise ProtocolError(
+                f"adapter {lora.name!r}: this engine serves none. Set engine_args.enable_lora as "
+                "at the front"
+            )
+        # Fronts number theirs by themselves, and may give one name to several.
+        number = self._loras.setdefault(lora, len(self._loras) + 1)
+        return LoRARequest(f"{lora.name} {lora.path}", number, lora.path)
+
+    def _tokens(self, job: Job, ids: torch.Tensor, most: int) -> list[int]:
+        if ids.dtype != torch.int32 or ids.ndim != 1 or not 0 < len(ids) <= most:
+            raise ProtocolError(
+                f"token ids {tuple(ids.shape)} of {ids.dtype}: at most {most} of int32, by "
+                f"max_model_len of {self._most_tokens}"
+            )
+        text, end = torch.ones(len(ids), dtype=torch.bool), 0
+        for each in job.items:
+            if each.offset < end or each.offset + each.length > len(ids):
+                raise ProtocolError(
+                    f"item {each.item} at {each.offset}, {each.length} places: in their order, "
+                    f"within {len(ids)} tokens"
+                )
+            end = each.offset + each.length
+            text[each.offset : end] = False  # Placeholders may be words of none.
+        words = ids[text]
+        if len(words) and not 0 <= int(words.min()) <= int(words.max()) < self._words:
+            raise ProtocolError(f"token ids: the model has those from 0 to {self._words - 1}")
+        found: list[int] = ids.tolist()
+        return found
+
+    def _feature(
+        self, item: JobItem, tensors: Sequence[torch.Tensor], *, bare: bool
+    ) -> MultiModalFeatureSpec:
+        """Return an item; a bare one has its metadata only."""
+        sample = self._samples.get(item.modality)
+        if sample is None:
+            raise ProtocolError(
+                f"{item.modality}: the model takes {', '.join(self._samples) or 'no media'}"
+            )
+        if bare:
+            wanted = self._metadata.fields(item.modality)
+            sample = {name: each for name, each in sample.items() if name in wanted}
+        if item.fields.keys() != sample.keys():
+            raise ProtocolError(
+                f"fields {', '.join(item.fields)}: {', '.join(sample)} here. Run releases of vLLM "
+                "at front and engine that process this model's items alike"
+            )
+        places = self._places(item)
+        given = {name: _unpack(value, tensors, 0) for name, value in item.fields.items()}
         for name, value in given.items():
             _compare(name, value, sample[name])
         try:
             fields = self._processor._get_mm_fields_config(given, {})
-            items = MultiModalKwargsItems.from_hf_inputs(given, fields)[job.modality]
+            items = MultiModalKwargsItems.from_hf_inputs(given, fields)[item.modality]
         except Exception as error:  # Whatever a model's own code makes of them.
             raise ProtocolError(f"its fields do not fit together: {error!r}") from error
         if len(items) != 1 or items[0].keys() != given.keys():
@@ -216,23 +367,20 @@ class ItemReader:
                 )
         self._compare_grid(given, places)
         return MultiModalFeatureSpec(
-            data=items[0], modality=job.modality, identifier=job.item, mm_position=places
+            data=items[0], modality=item.modality, identifier=item.item, mm_position=places
         )
 
-    def _places(self, job: Job) -> PlaceholderRange:
-        count = len(job.token_ids)
-        if count > self._most_tokens:
-            raise ProtocolError(f"{count} tokens: at most max_model_len of {self._most_tokens}")
-        mask = None
-        if job.embeds:
-            if len(job.embeds) != count or not any(job.embeds):
-                raise ProtocolError(f"embeds of {len(job.embeds)} places: {count}, some not 0")
-            mask = torch.frombuffer(bytearray(job.embeds), dtype=torch.uint8).bool()
-        places = PlaceholderRange(0, count, mask)
+    def _places(self, item: JobItem) -> PlaceholderRange:
+        count, mask = item.length, None
+        if item.embeds:
+            if len(item.embeds) != count or not any(item.embeds):
+                raise ProtocolError(f"embeds of {len(item.embeds)} places: {count}, some not 0")
+            mask = torch.frombuffer(bytearray(item.embeds), dtype=torch.uint8).bool()
+        places = PlaceholderRange(item.offset, count, mask)
         if (embeds := places.get_num_embeds()) > self._most_embeds:
             raise ProtocolError(
                 f"{embeds} embeddings: the encoder cache takes {self._most_embeds}. Raise "
-                "engine_args.max_num_batched_tokens of the encode instance"
+                "engine_args.max_num_batched_tokens of the engine's group"
             )
         return places
 

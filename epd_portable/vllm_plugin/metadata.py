@@ -55,11 +55,11 @@ class ItemMetadata:
         if feature.data is None:
             return True
         keys = set(feature.data.keys())
-        return not keys or not keys <= self._fields(feature.modality)
+        return not keys or not keys <= self.fields(feature.modality)
 
     def without_media(self, feature: Any) -> Any | None:
         """Return a ``MultiModalFeatureSpec`` with metadata only; ``None`` if these are too few."""
-        wanted = self._fields(feature.modality)
+        wanted = self.fields(feature.modality)
         if not wanted or not _position_fields(feature.data) <= wanted <= feature.data.keys():
             return None
         data = type(feature.data)({key: feature.data[key] for key in wanted})
@@ -86,7 +86,8 @@ class ItemMetadata:
             for index, feature in enumerate(request.mm_features)
         ]
 
-    def _fields(self, modality: str) -> set[str]:
+    def fields(self, modality: str) -> set[str]:
+        """Return the names of a modality's metadata; empty if its items need their media."""
         return self._declared.get(modality, set())
 
 

@@ -4,10 +4,12 @@
 
     front                                   hub of an engine
       │ Beat ─────────────────────────────▶ │
-      │ ◀───────────────────────────── Here │
+      │ ◀─────────────────────── Here, News │
       │ Job, then its bytes in chunks ────▶ │
       │ ◀──────────── Done │ Full │ Failed  │
       │ Cancel, Reset, Leave ─────────────▶ │
+
+A `Job` is an `EncodeJob` or a `KvJob`.
 
 Fields of an item are named tensors; each end makes vLLM's own types of them. Their bytes follow a
 `Job` in messages of at most `CHUNK_BYTES`, one tensor after the other, each at a multiple of
@@ -30,9 +32,9 @@ from epd_portable.errors import ProtocolError
 from epd_portable.wire.codec import Envelope, reader
 from epd_portable.wire.descriptors import DTYPE_BYTES, MAX_DIMS, Name, Word
 from epd_portable.wire.messages import MAX_REASON
-from epd_portable.wire.params import EncodeTransfer
+from epd_portable.wire.params import MAX_TRANSFERS, CacheNews, EncodeTransfer, ExpectedTransfer
 
-JOBS_VERSION = 1
+JOBS_VERSION = 2
 CHUNK_BYTES = 1 << 20
 """Of a job's bytes in one message. Longer messages are refused."""
 ALIGNMENT = 64
@@ -42,10 +44,10 @@ BEAT_S = 1.0
 stand behind pixels."""
 MISSED_BEATS = 5
 """Heartbeats sent without a message from the other end, after which that has gone."""
-MAX_TENSORS = 64
+MAX_TENSORS = 8192
 MAX_FIELDS = 64
-MAX_TOKENS = 1 << 17
-"""Places of one item in a prompt."""
+MAX_TOKENS = 1 << 22
+"""Of a prompt."""
 JOB_DTYPES = DTYPE_BYTES | dict.fromkeys(("uint8", "int8", "bool"), 1) | {
     "int16": 2, "int32": 4, "int64": 8
 }  # fmt: skip
@@ -91,39 +93,71 @@ class JobTensor(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class JobLora(msgspec.Struct, frozen=True, kw_only=True):
-    """The adapter that an item is encoded with, where it changes the encoder."""
+    """An adapter, where it changes what the engine computes."""
 
     name: Name
-    number: int
     path: Name
 
 
-class Job(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="job",
-          tag_field="kind"):  # fmt: skip
-    """Front → hub: encode one item and bring it to its consumer.
+class JobItem(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One item of a prompt.
+
+    Attributes:
+        item: Name of the item in encoder caches.
+        offset: Its first place in the prompt.
+        length: Its places.
+        fields: What the model's processor made of it, as for a batch of one item. A mapping with
+            the key ``tensor`` stands for the tensor of that index.
+        embeds: A byte for each of these places, 1 where an embedding stands; empty for all.
+    """
+
+    item: Name
+    modality: Word
+    offset: Annotated[int, Meta(ge=0, le=MAX_TOKENS)] = 0
+    length: Annotated[int, Meta(ge=1, le=MAX_TOKENS)]
+    fields: Annotated[dict[Word, Any], Meta(min_length=1, max_length=MAX_FIELDS)]
+    embeds: Annotated[bytes, Meta(max_length=MAX_TOKENS)] = b""
+
+
+class _Job(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="kind"):
+    """Front → hub: the head of a job.
 
     Attributes:
         job: Unique at the hub.
-        item: Name of the item in encoder caches.
-        token_ids: Of its places in the prompt.
-        embeds: A byte for each of these places, 1 where an embedding stands; empty for all.
-        fields: What the model's processor made of it, as for a batch of one item. A mapping with
-            the key ``tensor`` stands for the tensor of that index.
-        tensors: Whose bytes follow.
+        items: In the order of the prompt.
+        tensors: Whose bytes follow: the prompt's token ids (int32), then those of the items.
         trace_headers: Of the span to which it belongs.
     """
 
     job: Name
-    modality: Word
-    item: Name
-    token_ids: Annotated[tuple[int, ...], Meta(min_length=1, max_length=MAX_TOKENS)]
-    fields: Annotated[dict[Word, Any], Meta(min_length=1, max_length=MAX_FIELDS)]
-    tensors: Annotated[tuple[JobTensor, ...], Meta(max_length=MAX_TENSORS)]
-    transfer: EncodeTransfer
-    embeds: Annotated[bytes, Meta(max_length=MAX_TOKENS)] = b""
+    items: Annotated[tuple[JobItem, ...], Meta(max_length=MAX_TRANSFERS)] = ()
+    tensors: Annotated[tuple[JobTensor, ...], Meta(min_length=1, max_length=MAX_TENSORS)]
     lora: JobLora | None = None
-    priority: int = 0
+    priority: Annotated[int, Meta(ge=-(1 << 31), lt=1 << 31)] = 0
     trace_headers: Annotated[dict[Word, Name], Meta(max_length=16)] = {}
+
+
+class EncodeJob(_Job, frozen=True, kw_only=True, omit_defaults=True, tag="encode"):
+    """Encode one item and bring it to its consumer; the prompt is the item's places."""
+
+    transfer: EncodeTransfer
+
+
+class KvJob(_Job, frozen=True, kw_only=True, omit_defaults=True, tag="prefill"):
+    """Compute the KV of a prompt, for a decode engine to read.
+
+    Attributes:
+        expected: Items that encode engines bring. Other items have their media.
+        cache_salt: Prompts with another one share no KV.
+        proof: Shows that a holder of the secret sends it, see `Secret.sign_transfer`.
+    """
+
+    proof: Word
+    expected: Annotated[tuple[ExpectedTransfer, ...], Meta(max_length=MAX_TRANSFERS)] = ()
+    cache_salt: Annotated[str, Meta(max_length=CHUNK_BYTES)] | None = None
+
+
+Job: TypeAlias = EncodeJob | KvJob
 
 
 class Cancel(msgspec.Struct, frozen=True, kw_only=True, tag="cancel", tag_field="kind"):
@@ -133,7 +167,7 @@ class Cancel(msgspec.Struct, frozen=True, kw_only=True, tag="cancel", tag_field=
 
 
 class Reset(msgspec.Struct, frozen=True, kw_only=True, tag="reset", tag_field="kind"):
-    """Front → hub: encode from now on whatever is asked for, also what the engine has cached.
+    """Front → hub: compute from now on whatever is asked for, also what the engine has cached.
 
     Attributes:
         job: Name for the `Done` that answers.
@@ -164,7 +198,7 @@ class Here(msgspec.Struct, frozen=True, kw_only=True, tag="here", tag_field="kin
     Attributes:
         vllm: Release of its vLLM, for the log.
         fingerprint: See `epd_portable.wire.fingerprint`.
-        control: Address of its control channel, where it takes items; empty on encode.
+        kv: Form of the KV that it computes, see `agreement.kv_form`; empty for none.
         most: Jobs that it takes at a time.
         well: Its engine responds.
     """
@@ -173,10 +207,16 @@ class Here(msgspec.Struct, frozen=True, kw_only=True, tag="here", tag_field="kin
     role: Word
     vllm: Word
     fingerprint: Annotated[str, Meta(max_length=1 << 16)]
-    control: Name = ""
+    kv: Annotated[str, Meta(max_length=1 << 16)] = ""
     most: int
     well: bool
     load: Load
+
+
+class News(msgspec.Struct, frozen=True, kw_only=True, tag="news", tag_field="kind"):
+    """Hub → every front: changes of the engine's encoder cache; at first, all that is there."""
+
+    news: CacheNews
 
 
 class Done(msgspec.Struct, frozen=True, kw_only=True, tag="done", tag_field="kind"):
@@ -185,11 +225,13 @@ class Done(msgspec.Struct, frozen=True, kw_only=True, tag="done", tag_field="kin
     Attributes:
         reason: vLLM's word for how: ``stop`` and ``length`` are well.
         params: ``ec_transfer_params`` of the end.
+        kv: ``kv_transfer_params`` of the end.
     """
 
     job: Name
     reason: Word
-    params: dict[str, Any] | None
+    params: dict[str, Any] | None = None
+    kv: dict[str, Any] | None = None
     load: Load
 
 
@@ -219,8 +261,8 @@ class VersionRefused(msgspec.Struct, frozen=True, kw_only=True, tag="refused", t
     reason: Annotated[str, Meta(max_length=MAX_REASON)]
 
 
-FromFront: TypeAlias = Beat | Job | Cancel | Reset | Leave
-FromHub: TypeAlias = Here | Done | Full | Failed | VersionRefused
+FromFront: TypeAlias = Beat | EncodeJob | KvJob | Cancel | Reset | Leave
+FromHub: TypeAlias = Here | News | Done | Full | Failed | VersionRefused
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -239,6 +281,22 @@ def encode(message: FromFront | FromHub, session: str) -> bytes:
     return _encoder.encode(
         Envelope(protocol=JOBS_VERSION, session=session, body=msgspec.Raw(_encoder.encode(message)))
     )
+
+
+def encode_head(job: Job, session: str) -> bytes:
+    """Return the bytes of a job's head, which a hub takes.
+
+    Raises:
+        ProtocolError: What a client set is longer or larger than a hub takes.
+    """
+    try:
+        data = encode(job, session)
+        if len(data) > CHUNK_BYTES:
+            raise ProtocolError(f"a job's head of {len(data)} bytes: at most {CHUNK_BYTES}")
+        decode_from_front(data)
+    except (ValueError, OverflowError) as error:
+        raise ProtocolError(f"a job for another machine: {error}") from error
+    return data
 
 
 def decode_from_front(data: bytes | memoryview) -> tuple[FromFront, str]:

@@ -24,6 +24,7 @@ from epd_portable.front.client import SplitClient
 from epd_portable.front.exchange import FrontExchange, exchange
 from epd_portable.front.item_jobs import EncodeOrder
 from epd_portable.front.request import GracefulHTTPError
+from epd_portable.placement.assignment import EncodeFailure, FailureKind
 from epd_portable.transfer.stores.lookup import StoredItem
 from epd_portable.vllm_plugin import compat
 from epd_portable.wire.params import CacheNews, to_params
@@ -372,6 +373,8 @@ class World:
         self.happened["asked for"] += len(consumers)
         signed = (transfer["transfer_id"], transfer["item_uuid"], transfer["consumer"])
         assert self.client.secret.sign_transfer(*signed) == transfer["proof"]
+        if fails and self._refuses(life, core):
+            return
         if fails:
             self.happened["encode failed"] += 1
             life.put(core.request_id, end=FinishReason.ERROR)
@@ -383,6 +386,8 @@ class World:
 
     def _prefill(self, life: Life, core: EngineCoreRequest, fails: bool) -> None:
         seen = [self._seen(life, core, feature) for feature in core.mm_features or ()]
+        if fails and self._refuses(life, core):
+            return
         if fails:
             self.happened["prefill failed"] += 1
             self._note(f"{life.name} fails {core.request_id}")
@@ -399,6 +404,17 @@ class World:
             life.put(core.request_id, 0, end=FinishReason.LENGTH, kv=kv)
         elif any(self._is_lost(life, core, each) for each in core.mm_features or ()):
             life.put(core.request_id, end=FinishReason.ERROR)
+
+    def _refuses(self, life: Life, core: EngineCoreRequest) -> bool:
+        """Refuse a job now and then, as a hub does that its engine has not seen."""
+        if self.random.random() < 0.6:
+            return False
+        self._note(f"{life.name} refuses {core.request_id}")
+        self.happened["job refused"] += 1
+        del life.requests[core.request_id]
+        failure = EncodeFailure(kind=FailureKind.ERROR, reason="refuses the job")
+        self.client._fail_job(core.request_id, failure)
+        return True
 
     def _answer(self, life: Life, core: EngineCoreRequest, fails: bool, kv: dict[str, Any]) -> None:
         seen = [self._seen(life, core, feature) for feature in core.mm_features or ()]

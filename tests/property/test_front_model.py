@@ -39,6 +39,7 @@ MUST_HAPPEN = {
     "given up",
     "held",
     "held and lost",
+    "job refused",
     "loaded",
     "not loaded",
     "part encoded",

@@ -15,15 +15,54 @@ from epd_portable.errors import NoCommonPathError, ProtocolError, TransportError
 from epd_portable.transfer import registry
 from epd_portable.transfer.sessions import process_is_gone
 from epd_portable.transfer.slab import _read_address
-from epd_portable.wire import codec
+from epd_portable.wire import codec, jobs
 from epd_portable.wire.descriptors import PathEndpoint, PeerDescriptor
 from epd_portable.wire.messages import PROTOCOL_VERSION, Announce, Foreign, Received
-from epd_portable.wire.params import EncodeParams, PrefillParams, read_params
+from epd_portable.wire.params import (
+    CacheNews,
+    EncodeParams,
+    EncodeTransfer,
+    ExpectedTransfer,
+    PrefillParams,
+    read_params,
+)
 from tests.property.budget import budget
 from tests.unit.builders import peer
 from tests.unit.items.harness import CAT, DOG, EncodeSide, PrefillSide
 from tests.unit.wire.test_codec import MESSAGES
 
+TENSORS = (jobs.JobTensor(dtype="int32", shape=(9,)), jobs.JobTensor(dtype="uint8", shape=(4,)))
+ITEM = jobs.JobItem(item="cat", modality="image", offset=2, length=4, fields={"x": {"tensor": 1}})
+JOBS: list[jobs.FromFront | jobs.FromHub] = [
+    jobs.Beat(front="f"),
+    jobs.EncodeJob(
+        job="j",
+        items=(ITEM,),
+        tensors=TENSORS,
+        transfer=EncodeTransfer(transfer_id="t", item_uuid="cat", consumer="tcp://h:1"),
+        lora=jobs.JobLora(name="a", path="/a"),
+    ),
+    jobs.KvJob(
+        job="j",
+        items=(ITEM,),
+        tensors=TENSORS,
+        proof="p",
+        expected=(ExpectedTransfer(transfer_id="t", item_uuid="cat", media=False),),
+        cache_salt="s",
+    ),
+    jobs.Cancel(jobs=("j",)),
+    jobs.Reset(job="j"),
+    jobs.Leave(),
+    jobs.Here(
+        name="n", role="prefill", vllm="0", fingerprint="", most=1, well=True, load=jobs.Load()
+    ),
+    jobs.News(news=CacheNews(entries={"cat": True}, requested=("t",))),
+    jobs.Done(job="j", reason="stop", kv={"remote_host": "h"}, load=jobs.Load(jobs=1)),
+    jobs.Full(job="j", retry_s=1.0, load=jobs.Load()),
+    jobs.Failed(job="j", reason="r"),
+    jobs.VersionRefused(version=9, reason="r"),
+]
+VALID_JOBS = [jobs.encode(message, "life") for message in JOBS]
 VALID = [codec.encode(message, session="life") for message in MESSAGES]
 BOMBS = {
     "nested arrays": b"\x91" * codec.MAX_MESSAGE_BYTES,
@@ -55,9 +94,9 @@ values = st.recursive(
 
 
 @st.composite
-def damaged(draw: st.DrawFn) -> bytes:
+def damaged(draw: st.DrawFn, valid: list[bytes] = VALID) -> bytes:
     """Draw a valid message with a few edits of its bytes."""
-    data = bytearray(draw(st.sampled_from(VALID)))
+    data = bytearray(draw(st.sampled_from(valid)))
     for _ in range(draw(st.integers(1, 4))):
         place = draw(st.integers(0, len(data)))
         edit = draw(st.sampled_from(["set", "cut", "insert", "splice"]))
@@ -68,22 +107,25 @@ def damaged(draw: st.DrawFn) -> bytes:
         elif edit == "insert":
             data[place:place] = draw(st.binary(min_size=1, max_size=9))
         else:
-            data[place:] = draw(st.sampled_from(VALID))[place:]
+            data[place:] = draw(st.sampled_from(valid))[place:]
     return bytes(data)
 
 
 @st.composite
-def shaped(draw: st.DrawFn) -> bytes:
+def shaped(
+    draw: st.DrawFn, messages: list[Any] = MESSAGES, version: int = PROTOCOL_VERSION
+) -> bytes:
     """Draw a message whose fields hold anything, most often what they should."""
-    body: dict[str, Any] = msgspec.to_builtins(draw(st.sampled_from(MESSAGES)))
-    body["transfer_id"] = draw(st.sampled_from(["t-cat", "t-dog"]))
+    body: dict[str, Any] = msgspec.to_builtins(draw(st.sampled_from(messages)))
+    if messages is MESSAGES:
+        body["transfer_id"] = draw(st.sampled_from(["t-cat", "t-dog"]))
     target = body
     while inner := [name for name, value in target.items() if isinstance(value, dict)]:
         if not draw(st.booleans()):
             break
         target = target[draw(st.sampled_from(inner))]
     target[draw(st.sampled_from([*target, "more"]))] = draw(values)
-    return msgspec.msgpack.encode([PROTOCOL_VERSION, "life", body])
+    return msgspec.msgpack.encode([version, "life", body])
 
 
 def decoded(data: bytes) -> Received | None:
@@ -101,6 +143,23 @@ def test_any_bytes_are_a_message_that_can_be_sent_on_or_a_protocol_error(data: b
         message = message.refusal()
     if message is not None:
         assert decoded(codec.encode(message, session="life")) == message
+
+
+@budget(400)
+@given(
+    data=damaged(VALID_JOBS) | st.binary(max_size=100) | shaped(JOBS, jobs.JOBS_VERSION),
+    read=st.sampled_from([jobs.decode_from_front, jobs.decode_from_hub]),
+)
+def test_any_bytes_about_jobs_are_a_message_or_a_protocol_error(data: bytes, read: Any) -> None:
+    try:
+        message, life = read(data)
+    except ProtocolError:
+        return
+    assert read(jobs.encode(message, life)) == (message, life)
+    if isinstance(message, jobs.EncodeJob | jobs.KvJob):
+        begins, count = jobs.offsets(message.tensors)
+        ends = [begin + each.nbytes for begin, each in zip(begins, message.tensors, strict=True)]
+        assert ends[-1] == count and sorted(begins) == begins
 
 
 @budget(150)

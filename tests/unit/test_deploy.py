@@ -183,7 +183,9 @@ def test_pods_have_devices_memory_and_time_by_their_plan(folder: Path) -> None:
         params = cli.main.commands[command].make_context(command, words).params
         assert str(params["config"]) == "/etc/epd/topology.yaml"
         options = {name: params[name] for name in ("platform", "hardware", "overrides", "model")}
-        request = PlanRequest.from_options(config=config, alone=command == "engine", **options)
+        request = PlanRequest.from_options(
+            config=config, alone="encode" if command == "engine" else None, **options
+        )
         if "launch.host=auto" in params["overrides"]:  # No address of this machine.
             request = request.with_settings("launch.host=192.0.2.1")
         topology, plan = request.plan_elsewhere(20000)

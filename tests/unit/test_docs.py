@@ -218,7 +218,9 @@ def test_shell_blocks_and_python_blocks_are_well_formed(page: Path) -> None:
 
 def test_the_steps_of_two_hosts_are_those_that_the_job_runs() -> None:
     steps = hosts.blocks(read(DEPLOY))
-    assert {host for host, _ in steps.values()} == {"both", hosts.FRONTS[0], hosts.ENCODERS[0]}
+    assert {host for host, _ in steps.values()} == {"both", hosts.FRONTS[0], hosts.SHARED[0]}
+    steps = hosts.blocks(read(DEPLOY), "Prefill on another host")
+    assert {host for host, _ in steps.values()} == {hosts.FRONTS[0], *hosts.SHARED}
 
 
 # -- figures and words -----------------------------------------------------------------------------

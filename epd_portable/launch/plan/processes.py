@@ -289,6 +289,7 @@ def _member(engine: Engine) -> dict[str, Any]:
         "name": engine.instance.instance,
         "role": engine.role,
         "url": hub_address(engine),
+        "control": engine.instance.control_address,
         "weight": engine.group.weight,
         "labels": dict(engine.labels),
     }
@@ -340,7 +341,7 @@ def _instance(
 ) -> InstanceConfig:
     transfer, host, role = topology.transfer, topology.launch.host, placement.role
     settings: dict[str, Any] = {}
-    if role in ENCODES:
+    if role in ENCODES or topology.launch.join:
         settings["max_queued_items"] = topology.instances.encode.max_queued_items
         settings["max_queued_bytes"] = QUEUED_BODIES * topology.front.max_body_bytes
     if role == "encode":

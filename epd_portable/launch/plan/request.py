@@ -63,12 +63,13 @@ class PlanRequest:
         overrides: tuple[str, ...] = (),
         model: str | None = None,
         port: int | None = None,
-        alone: bool = False,
+        alone: Role | None = None,
     ) -> PlanRequest:
         """Return what the options of ``up``, ``engine`` and ``plan`` ask for.
 
         Args:
-            alone: One encode engine is planned, whatever the counts, to join fronts elsewhere.
+            alone: One engine of this role is planned, whatever the counts, to join fronts
+                elsewhere; ``None`` for what the counts say.
 
         Raises:
             ConfigError: Neither a platform nor a profile was given, they contradict each other, or
@@ -85,7 +86,7 @@ class PlanRequest:
                 "name a platform with --platform, or a hardware profile with --hardware"
             )
         request = cls(traits=TRAITS[platform], hardware=found, config=config, overrides=overrides)
-        return request.with_settings(*counts_of({"encode": 1})) if alone else request
+        return request.with_settings(*counts_of({alone: 1})) if alone else request
 
     def with_settings(self, *settings: str) -> PlanRequest:
         """Return the request with more of what is laid over its file."""

@@ -32,17 +32,26 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
 
 from epd_portable.config.instance import InstanceConfig
+from epd_portable.config.roles import Role
 from epd_portable.config.secret import Secret
 from epd_portable.engine import hub as hub_module
 from epd_portable.engine.hub import Hub
 from epd_portable.front import peers as peers_module
 from epd_portable.front.client import SplitClient
-from epd_portable.front.engines import EngineSettings
+from epd_portable.front.engines import EngineSettings, FrontEngine
 from epd_portable.front.request import GracefulHTTPError
 from epd_portable.transfer.curve import CurveGate, read_keys, secure_client
-from epd_portable.vllm_plugin.job_items import ItemReader, encode_request, to_job
+from epd_portable.vllm_plugin import compat
+from epd_portable.vllm_plugin.agreement import kv_form
+from epd_portable.vllm_plugin.job_items import (
+    KV,
+    JobReader,
+    encode_request,
+    prefill_sampling,
+    to_job,
+)
 from epd_portable.wire import jobs
-from epd_portable.wire.params import EncodeTransfer
+from epd_portable.wire.params import CacheNews, EncodeTransfer, ExpectedTransfer, to_params
 from tests.integration.front.played_front import Played, client_of, settle
 from tests.integration.front.test_front_http import server_of
 
@@ -54,8 +63,9 @@ CONSUMER = "tcp://127.0.0.1:1"
 
 
 @pytest.fixture(scope="module")
-def reader(config: Any) -> ItemReader:
-    return ItemReader(config)
+def readers(config: Any) -> dict[Role, JobReader]:
+    roles: tuple[Role, ...] = ("encode", "prefill", "encode-prefill")
+    return {role: JobReader(config, role) for role in roles}
 
 
 @pytest.fixture(autouse=True)
@@ -75,9 +85,16 @@ class Core(Played):
     async def get_output_async(self) -> EngineCoreOutputs:
         return await self.outputs.get()
 
-    def end(self, job: str, reason: FinishReason = FinishReason.STOP) -> None:
-        ended = EngineCoreOutput(job, [], finish_reason=reason)
+    def end(
+        self, job: str, reason: FinishReason = FinishReason.STOP, kv: dict[str, Any] | None = None
+    ) -> None:
+        ended = EngineCoreOutput(job, [], finish_reason=reason, kv_transfer_params=kv)
         self.outputs.put_nowait(EngineCoreOutputs(outputs=[ended]))
+
+    def news(self, *requested: str, **entries: bool) -> None:
+        news = EngineCoreOutput("", [])
+        compat.put_params(news, to_params(CacheNews(entries=entries, requested=requested)))
+        self.outputs.put_nowait(EngineCoreOutputs(outputs=[news]))
 
     def open(self) -> list[str]:
         return [each for each in self.requests if each not in self.aborted]
@@ -86,20 +103,24 @@ class Core(Played):
 class Elsewhere:
     """An engine on another machine: a real hub over a played engine."""
 
-    def __init__(self, folder: Path, reader: ItemReader, port: int = 0, **settings: Any) -> None:
+    def __init__(
+        self, folder: Path, reader: JobReader, role: Role, kv: str, port: int = 0, **settings: Any
+    ) -> None:
         self.secret_file = str(folder / "secret")
         instance = InstanceConfig(
             instance="e-far", platform="cpu", secret_file=self.secret_file, **settings
         )
         self.port = port or free_port()
         self.url = f"tcp://127.0.0.1:{self.port}"
-        self.hub = Hub(self.url, instance, "encode", "", reader)
+        self.role = role
+        self.hub = Hub(self.url, instance, role, "", reader, kv=kv)
         self.core = Core()
         self._task = asyncio.create_task(self.hub.serve(self.core))
 
     @property
     def settings(self) -> EngineSettings:
-        return EngineSettings(name="e-far", role="encode", url=self.url)
+        control = "" if self.role == "encode" else "tcp://far:1"
+        return EngineSettings(name="e-far", role=self.role, url=self.url, control=control)
 
     async def die(self) -> None:
         self._task.cancel()
@@ -117,12 +138,16 @@ Begin = Callable[..., Elsewhere]
 
 
 @pytest.fixture
-async def elsewhere(tmp_path: Path, reader: ItemReader) -> AsyncIterator[Begin]:
+async def elsewhere(
+    config: Any, tmp_path: Path, readers: dict[Role, JobReader]
+) -> AsyncIterator[Begin]:
     """Return what starts an engine elsewhere; all end with the test."""
     begun: list[Elsewhere] = []
 
-    def begin(**settings: Any) -> Elsewhere:
-        begun.append(Elsewhere(tmp_path, reader, **settings))
+    def begin(role: Role = "encode", kv: str | None = None, **settings: Any) -> Elsewhere:
+        if kv is None:
+            kv = "" if role == "encode" else kv_form(config)
+        begun.append(Elsewhere(tmp_path, readers[role], role, kv, **settings))
         return begun[-1]
 
     yield begin
@@ -135,10 +160,10 @@ def front(config: Any, tmp_path: Path) -> Iterator[Callable[..., SplitClient]]:
     """Return what makes a front with one engine that answers."""
     made: list[SplitClient] = []
 
-    def make(index: int = 0, **settings: Any) -> SplitClient:
-        client = client_of(config, tmp_path, "pd-0", index=index, **settings)
-        engine = client.engines.by_name["pd-0"]
-        engine.client = Played("pd-0")
+    def make(index: int = 0, name: str = "pd-0", **settings: Any) -> SplitClient:
+        client = client_of(config, tmp_path, name, index=index, **settings)
+        engine = client.engines.by_name[name]
+        engine.client = Played(name)
         engine.instance.health.seen_up()
         made.append(client)
         return client
@@ -224,18 +249,36 @@ class Raw:
                 if isinstance(message, kind) and (kind is jobs.Here or not is_beat):
                     return message
 
-    def job(self, config: Any, name: str, side: int = 8, **changed: Any) -> tuple[jobs.Job, bytes]:
+    def job(
+        self, config: Any, name: str, side: int = 8, **changed: Any
+    ) -> tuple[jobs.EncodeJob, bytes]:
         proof = self._secret.sign_transfer(name, name, CONSUMER)
         transfer = EncodeTransfer(transfer_id=name, item_uuid=name, consumer=CONSUMER, proof=proof)
         request = encode_request(
             name, [5] * (side * side // 4), image(name, side), transfer, arrival_time=0.0
         )
-        job, data = to_job(request, config)
+        job, data = self._as_job(request, config)
+        assert isinstance(job, jobs.EncodeJob)
+        return msgspec.structs.replace(job, **changed), data
+
+    def prefill_job(
+        self, config: Any, name: str, *items: MultiModalFeatureSpec, tokens: int = 0
+    ) -> tuple[jobs.KvJob, bytes]:
+        request = asked(name, *items)
+        request.sampling_params = prefill_sampling()
+        if tokens:
+            request.prompt_token_ids = [5] * tokens
+        job, data = self._as_job(request, config)
+        assert isinstance(job, jobs.KvJob)
+        return job, data
+
+    def _as_job(self, request: EngineCoreRequest, config: Any) -> tuple[jobs.Job, bytes]:
+        job, data = to_job(request, config, self._secret)
         begins, count = jobs.offsets(job.tensors)
         whole = bytearray(count)
         for begin, each in zip(begins, data, strict=True):
             whole[begin : begin + each.nbytes] = each
-        return msgspec.structs.replace(job, **changed), bytes(whole)
+        return job, bytes(whole)
 
     async def send_job(self, job: jobs.Job, data: bytes) -> None:
         await self.send(job)
@@ -292,7 +335,7 @@ async def test_pixels_of_a_still_image_are_sent_once(
     front()  # Makes the secret.
     job, data = raw(elsewhere()).job(config, "A")
     assert len(data) < 64 * 1176 * 0.6
-    assert sorted(each.repeats for each in job.tensors) == [1, 2]
+    assert sorted(each.repeats for each in job.tensors) == [1, 1, 2]
 
 
 async def test_full_engine_is_followed_by_the_next(
@@ -310,13 +353,13 @@ async def test_full_engine_is_followed_by_the_next(
     # Known to be full by what other fronts have there: nothing is sent, and this one encodes.
     await until(lambda: engine.instance.backlog.elsewhere == 1)
     assert engine.is_full
-    assert engine.instance.load == 1
+    assert engine.instance.backlog.load == 1
     await client.add_request_async(asked("r", image("A")))
     await settle()
     assert "pixel_values" in client.engines.by_name["pd-0"].client.last.mm_features[0].data
     far.core.end("X")
     await until(lambda: engine.instance.backlog.elsewhere == 0)
-    assert engine.instance.load == 0
+    assert engine.instance.backlog.load == 0
 
 
 async def test_engine_that_comes_back_gets_jobs_again(front: Any, elsewhere: Begin) -> None:
@@ -388,17 +431,20 @@ async def test_other_engine_at_the_address_is_not_used(front: Any, elsewhere: Be
     assert not instance.health.healthy
 
 
-def as_version_2(message: Any) -> bytes:
-    return msgspec.msgpack.encode([2, *msgspec.msgpack.decode(jobs.encode(message, "x"))[1:]])
+OTHER = jobs.JOBS_VERSION + 1
+
+
+def as_other_version(message: Any) -> bytes:
+    return msgspec.msgpack.encode([OTHER, *msgspec.msgpack.decode(jobs.encode(message, "x"))[1:]])
 
 
 async def test_other_version_is_refused_by_hub(elsewhere: Begin, raw: Any, front: Any) -> None:
     front()
     sender = raw(elsewhere())
-    await sender.socket.send(as_version_2(jobs.Beat(front="x")))
+    await sender.socket.send(as_other_version(jobs.Beat(front="x")))
     refused = await sender.next()
     assert isinstance(refused, jobs.VersionRefused)
-    assert "version 2 of jobs at the sender, 1 at the receiver" in refused.reason
+    assert f"version {OTHER} of jobs at the sender, {jobs.JOBS_VERSION} at" in refused.reason
 
 
 @contextlib.asynccontextmanager
@@ -424,8 +470,8 @@ async def test_other_version_of_hub_is_why_an_engine_is_down(front: Any, tmp_pat
     client = front()
     async with played_hub(client, tmp_path) as (hub, identity):
         instance = client.engines.by_name["e-far"].instance
-        refused = jobs.VersionRefused(version=2, reason="version 1 of jobs at the sender")
-        await hub.send_multipart([identity, as_version_2(refused)])
+        refused = jobs.VersionRefused(version=OTHER, reason="version 1 of jobs at the sender")
+        await hub.send_multipart([identity, as_other_version(refused)])
         await until(lambda: "version 1 of jobs" in instance.health.reason)
         assert not instance.health.healthy
 
@@ -446,6 +492,177 @@ async def test_silent_hub_is_gone_and_its_jobs_are_not_awaited(front: Any, tmp_p
         pd = client.engines.by_name["pd-0"].client
         await until(lambda: len(pd.requests) == 2)
         assert "pixel_values" in pd.last.mm_features[0].data
+
+
+# -- prefill jobs ----------------------------------------------------------------------------------
+
+PLACE = {"do_remote_prefill": True, "remote_block_ids": [[1, 2]], "remote_host": "10.0.0.2"}
+
+
+def extra_of(core: EngineCoreRequest) -> dict[str, Any]:
+    assert core.sampling_params is not None
+    return core.sampling_params.extra_args or {}
+
+
+async def joined(client: SplitClient, far: Elsewhere) -> FrontEngine:
+    """Let an engine join a front; return it when it is up."""
+    await client.engines.join(far.settings)
+    await until(lambda: client.engines.by_name["e-far"].instance.health.usable)
+    return client.engines.by_name["e-far"]
+
+
+@pytest.mark.parametrize("role", ["prefill", "encode-prefill"])
+async def test_remote_engine_computes_the_prompt_as_it_is(
+    front: Any, elsewhere: Begin, role: Role
+) -> None:
+    client, far = front(name="d-0"), elsewhere(role)
+    await joined(client, far)
+    core = asked("r", image("A"), image("B"))
+    core.sampling_params = SamplingParams(max_tokens=7, min_tokens=3, stop=["x"], seed=1)
+    core.cache_salt, core.priority = "salt", 3
+    await client.add_request_async(core)
+    await until(lambda: far.core.requests)
+    job = far.core.last
+    assert job.prompt_token_ids == core.prompt_token_ids
+    assert (job.cache_salt, job.priority) == ("salt", 3)
+    assert job.sampling_params.ignore_eos and not job.sampling_params.stop
+    assert job.sampling_params.max_tokens == 1
+    assert extra_of(job)[KV] == {"do_remote_decode": True, "do_remote_prefill": False}
+    for got, sent in zip(job.mm_features, core.mm_features, strict=True):
+        assert (got.identifier, got.mm_position) == (sent.identifier, sent.mm_position)
+        for name, element in sent.data.items():
+            assert torch.equal(got.data[name].data, element.data)
+    decode = client.engines.by_name["d-0"].client
+    assert not decode.requests
+    far.core.end(job.request_id, FinishReason.LENGTH, PLACE)
+    await until(lambda: decode.requests)
+    assert extra_of(decode.last)[KV] == PLACE
+
+
+async def test_items_of_a_remote_prefill_job_come_from_encoders(
+    front: Any, elsewhere: Begin
+) -> None:
+    client, far = front(name="d-0"), elsewhere("prefill")
+    engine = await joined(client, far)
+    client.engines.by_name["e-0"] = near = FrontEngine(
+        EngineSettings(name="e-0", role="encode"),
+        client.engines.pool.add(EngineSettings(name="e-0", role="encode")),
+        9,
+    )
+    near.client = Played("e-0")
+    near.instance.health.seen_up()
+    await client.add_request_async(asked("r", image("A")))
+    await until(lambda: far.core.requests)
+    job, encode = far.core.last, near.client.last
+    (given,) = extra_of(encode)["ec_transfer_params"]["transfers"]
+    (expected,) = extra_of(job)["ec_transfer_params"]["transfers"]
+    assert given["consumer"] == "tcp://far:1"
+    assert expected["transfer_id"] == given["transfer_id"]
+    assert not expected["media"]
+    assert [*job.mm_features[0].data] == ["image_grid_thw"]
+    # What an engine says of its cache reaches every front.
+    far.core.news(A=True)
+    await until(lambda: "A" in engine.holds)
+    assert not client._jobs.requested[given["transfer_id"]].is_set()
+    far.core.news(given["transfer_id"], A=False)
+    await until(lambda: not engine.holds)
+    assert client._jobs.requested[given["transfer_id"]].is_set()
+
+
+async def test_front_that_comes_later_learns_what_an_engine_holds(
+    front: Any, elsewhere: Begin, raw: Any
+) -> None:
+    client, far = front(name="d-0"), elsewhere("prefill")
+    far.core.news(A=True, B=True)
+    far.core.news(A=False)
+    engine = await joined(client, far)
+    await until(lambda: engine.holds == {"B"})
+
+
+@pytest.mark.parametrize("known", [True, False])
+async def test_full_remote_prefill_engine_is_passed_over(
+    front: Any, elsewhere: Begin, known: bool
+) -> None:
+    client, far = front(name="d-0"), elsewhere("prefill", max_queued_items=1)
+    engine, decode = await joined(client, far), client.engines.by_name["d-0"].client
+    await client.add_request_async(asked("r"))
+    await until(lambda: far.core.requests)
+    assert engine.is_full
+    if not known:  # As when other fronts have sent jobs meanwhile.
+        engine.settings = msgspec.structs.replace(engine.settings, max_queued_items=2)
+    await client.add_request_async(asked("s"))
+    await until(lambda: "s" in decode.requests)
+    assert extra_of(decode.last) == {}
+    assert len(far.core.requests) == 1
+    far.core.end(far.core.last.request_id, FinishReason.LENGTH, PLACE)
+    await until(lambda: "r" in decode.requests)
+    assert not engine.is_full
+
+
+async def test_lost_remote_prefill_engine_leaves_the_prompt_to_decode(
+    front: Any, elsewhere: Begin
+) -> None:
+    client, far = front(name="d-0"), elsewhere("prefill")
+    engine, decode = await joined(client, far), client.engines.by_name["d-0"].client
+    await client.add_request_async(asked("r", image("A")))
+    await until(lambda: far.core.requests)
+    await far.die()
+    await until(lambda: decode.requests)
+    assert extra_of(decode.last) == {}
+    assert not engine.instance.health.usable
+
+
+async def test_request_that_ends_cancels_its_remote_prefill_job(
+    front: Any, elsewhere: Begin
+) -> None:
+    client, far = front(name="d-0"), elsewhere("prefill")
+    engine = await joined(client, far)
+    await client.add_request_async(asked("r"))
+    await until(lambda: far.core.requests)
+    client.give_up(["r"])
+    await until(lambda: not far.core.open())
+    await until(lambda: far.hub.jobs == engine.instance.backlog.load == 0)
+
+
+@pytest.mark.parametrize(
+    "spoiled", [{"cache_salt": "x" * (2 << 20)}, {"cache_salt": "\ud800"}, {"priority": 1 << 40}]
+)
+async def test_prompt_that_no_hub_takes_is_left_to_decode(
+    front: Any, elsewhere: Begin, spoiled: dict[str, Any]
+) -> None:
+    client, far = front(name="d-0"), elsewhere("prefill")
+    engine, decode = await joined(client, far), client.engines.by_name["d-0"].client
+    core = asked("r", image("A"))
+    for name, value in spoiled.items():
+        setattr(core, name, value)
+    await client.add_request_async(core)
+    await until(lambda: decode.requests)
+    assert not far.core.requests
+    assert engine.instance.health.usable
+
+
+async def test_kv_of_another_form_is_why_an_engine_is_down(front: Any, elsewhere: Begin) -> None:
+    client, far = front(name="d-0"), elsewhere("prefill", kv="NixlConnector of vLLM 0.1")
+    await client.engines.join(far.settings)
+    instance = client.engines.by_name["e-far"].instance
+    await until(
+        lambda: "its KV is NixlConnector of vLLM 0.1; read here is" in instance.health.reason
+    )
+    assert not instance.health.usable
+
+
+async def test_reset_lets_a_remote_engine_use_no_prefix_again(front: Any, elsewhere: Begin) -> None:
+    client, far = front(name="d-0"), elsewhere("prefill")
+    await joined(client, far)
+    await client.call_utility_async("reset_prefix_cache")
+    assert [each[1] for each in far.core.calls if each[1] != "is_scheduler_paused"] == [
+        "reset_encoder_cache"
+    ]
+    core = asked("r")
+    core.cache_salt = "salt"
+    await client.add_request_async(core)
+    await until(lambda: far.core.requests)
+    assert far.core.last.cache_salt == "1 salt"
 
 
 async def test_engine_joins_every_api_server(front: Any, elsewhere: Begin, tmp_path: Path) -> None:
@@ -475,57 +692,89 @@ async def test_engine_joins_every_api_server(front: Any, elsewhere: Begin, tmp_p
 # -- fronts that the hub must not trust ------------------------------------------------------------
 
 
-def spoiled(config: Any, job: jobs.Job, data: bytes) -> dict[str, tuple[jobs.Job, bytes, str]]:
+def spoiled(
+    sender: Raw, config: Any
+) -> dict[str, tuple[tuple[jobs.EncodeJob | jobs.KvJob, bytes], str]]:
     """Return bad jobs, and what is said of each."""
     replace = msgspec.structs.replace
+    job, data = sender.job(config, "A")
+    (item,) = job.items
     grid, pixels = (
-        next(i for i, each in enumerate(job.tensors) if (each.repeats == 2) is large)
+        next(i for i, each in enumerate(job.tensors) if i and (each.repeats == 2) is large)
         for large in (False, True)
     )
 
-    def with_tensor(index: int, **changed: Any) -> jobs.Job:
+    def with_tensor(index: int, **changed: Any) -> jobs.EncodeJob:
         tensors = [*job.tensors]
         tensors[index] = replace(tensors[index], **changed)
         return replace(job, tensors=tuple(tensors))
 
-    float_pixels = with_tensor(pixels, dtype="float32", shape=(16, 1176))
+    def with_item(**changed: Any) -> tuple[jobs.EncodeJob, bytes]:
+        return replace(job, items=(replace(item, **changed),)), data
+
+    def prefill(
+        *items: MultiModalFeatureSpec, words: Any = None, tokens: int = 0, **changed: Any
+    ) -> tuple[jobs.KvJob, bytes]:
+        made, content = sender.prefill_job(config, "P", *items, tokens=tokens)
+        content = content if words is None else words.numpy().tobytes() + content[12:]
+        return replace(made, **changed), content
+
     begin = jobs.offsets(job.tensors)[0][grid]
     other_grid = data[:begin] + torch.tensor([1, 6, 10]).numpy().tobytes() + data[begin + 24 :]
-    narrow = with_tensor(pixels, shape=(192, 392), run=196)
-    flat = with_tensor(grid, shape=(3,))
-    wrong_index = {**job.fields, "pixel_values": {"tensor": 9}}
-    wrong_type = {**job.fields, "pixel_values": "x"}
-    adapter = jobs.JobLora(name="a", number=1, path="/x")
+    adapter = jobs.JobLora(name="a", path="/x")
     unproved = replace(job.transfer, proof="x")
+    expected = ExpectedTransfer(transfer_id="t", item_uuid="B", media=False)
+    ids = torch.int32
+    two = prefill(image("B"), image("C"))[0].items
     return {
-        "dtype": (float_pixels, data, "torch.uint8"),
-        "rows": (job, other_grid, "shape (64, 1176): its item has"),
-        "width": (narrow, data, "width 392: 1176 here"),
-        "dimensions": (flat, data, "in 1 dimensions"),
-        "tokens": (replace(job, token_ids=(5,) * 9), data, "not 9 groups of 2 x 2"),
-        "most": (replace(job, token_ids=(5,) * 100_000), data, "at most max_model_len"),
-        "modality": (replace(job, modality="audio"), data, "audio: the model takes"),
-        "fields": (replace(job, fields={"x": 1}), data, "fields x:"),
-        "index": (replace(job, fields=wrong_index), data, "tensor 9"),
-        "type": (replace(job, fields=wrong_type), data, "a str, not a Tensor"),
-        "embeds": (replace(job, embeds=b"\0" * 16), data, "some not 0"),
-        "adapter": (replace(job, lora=adapter), data, "serves none"),
-        "proof": (replace(job, transfer=unproved), data, "proof is wrong"),
-        "item": (replace(job, item="another"), data, "proof is wrong"),
-        "longer": (job, data + b"x", "more bytes"),
+        "dtype": ((with_tensor(pixels, dtype="float32", shape=(16, 1176)), data), "torch.uint8"),
+        "rows": ((job, other_grid), "shape (64, 1176): its item has"),
+        "width": ((with_tensor(pixels, shape=(192, 392), run=196), data), "width 392: 1176 here"),
+        "dimensions": ((with_tensor(grid, shape=(3,)), data), "in 1 dimensions"),
+        "places": (with_item(length=9), "in other places"),
+        "offset": (with_item(offset=1, length=15), "in other places"),
+        "outside": (with_item(offset=1), "within 16 tokens"),
+        "kind of tokens": ((with_tensor(0, dtype="float32"), data), "of int32"),
+        "modality": (with_item(modality="audio"), "audio: the model takes"),
+        "fields": (with_item(fields={"x": 1}), "fields x:"),
+        "index": (with_item(fields={**item.fields, "pixel_values": {"tensor": 9}}), "tensor 9"),
+        "type": (with_item(fields={**item.fields, "pixel_values": "x"}), "a str, not a Tensor"),
+        "embeds": (with_item(embeds=b"\0" * 16), "some not 0"),
+        "adapter": ((replace(job, lora=adapter), data), "serves none"),
+        "proof": ((replace(job, transfer=unproved), data), "proof is wrong"),
+        "item": (with_item(item="another"), "proof is wrong"),
+        "longer": ((job, data + b"x"), "more bytes"),
+        "none": ((replace(job, items=()), data), "0 items"),
+        "prefill's proof": (prefill(proof=job.transfer.proof), "proof is wrong"),
+        "most": (prefill(tokens=config.model_config.max_model_len), "at most"),
+        "word": (prefill(words=torch.tensor([1, 2, 1 << 30], dtype=ids)), "from 0 to"),
+        "minus": (prefill(words=torch.tensor([-1, 2, 3], dtype=ids)), "from 0 to"),
+        "bare": (prefill(bare(image("B"))), "fields image_grid_thw: "),
+        "too much": (prefill(image("B"), expected=(expected,)), "image_grid_thw here"),
+        "absent": (prefill(image("C"), expected=(expected,)), "in the prompt"),
+        "twice": (prefill(bare(image("B")), expected=(expected, expected)), "each once"),
+        "order": (prefill(image("B"), image("C"), items=two[::-1]), "in their order"),
     }
+
+
+def bare(item: MultiModalFeatureSpec) -> MultiModalFeatureSpec:
+    """Return an item with its metadata only."""
+    assert item.data is not None
+    data = MultiModalKwargsItem({"image_grid_thw": item.data["image_grid_thw"]})
+    return MultiModalFeatureSpec(
+        data, item.modality, item.identifier, item.mm_position, item.mm_hash
+    )
 
 
 async def test_bad_jobs_never_reach_the_engine(
     config: Any, elsewhere: Begin, raw: Any, front: Any
 ) -> None:
     front()
-    far = elsewhere()
+    far = elsewhere("encode-prefill")
     sender = raw(far)
     await sender.beat()
-    for what in spoiled(config, *sender.job(config, "A")):
-        job, data, said = spoiled(config, *sender.job(config, "A"))[what]
-        await sender.send_job(job, data)
+    for what, (bad, said) in spoiled(sender, config).items():
+        await sender.send_job(*bad)
         failed = await sender.next()
         assert isinstance(failed, jobs.Failed), (what, failed)
         assert said in failed.reason, (what, failed.reason)
@@ -645,6 +894,7 @@ async def test_engines_join_and_leave_by_signed_requests(http: Any, elsewhere: B
     ("changed", "said"),
     [
         ({"role": "prefill-decode"}, "encode engines at tcp://"),
+        ({"role": "prefill", "control": "tcp://far:1"}, "with decode instances"),
         ({"url": "http://10.0.0.1:80"}, "url"),
         ({"url": ""}, "encode engines at tcp://"),
         ({"url": "plain+tcp://10.0.0.1:80"}, "transfer.trusted_network"),

@@ -166,7 +166,7 @@ def test_a_file_of_the_package_is_found_from_anywhere_and_a_file_of_ones_own_goe
     assert load_topology(Path("1e1pd.yaml"), "cpu").model == "mine"
 
 
-def test_a_file_of_encoders_alone_joins_the_front_of_another_host() -> None:
+def test_file_of_encode_and_prefill_joins_fronts_elsewhere() -> None:
     text = "model: demo\ninstances: {encode: {count: 2}, prefill_decode: {count: 0}}\n"
     join = "launch: {join: http://10.0.0.1:8000/}\n"
     assert any("no instance takes the items" in line for line in problems(text))
@@ -176,6 +176,10 @@ def test_a_file_of_encoders_alone_joins_the_front_of_another_host() -> None:
     none = "model: demo\ninstances: {encode: {count: 0}, prefill_decode: {count: 0}}\n"
     assert any("none to join" in line for line in problems(none + join + secret))
     assert any("no instance answers" in line for line in problems(none + secret))
+    prefill = "model: demo\ninstances: {prefill: {count: 1}, encode_prefill: {count: 1}}\n"
+    assert parse_topology(prefill + join + secret, "cpu").launch.join
+    decode = "model: demo\ninstances: {decode: {}}\n"
+    assert parse_topology(decode + secret, "cpu").instances.decode.count == 1
     more = text.replace("prefill_decode: {count: 0}", "decode: {}")
     assert any("decode cannot join" in line for line in problems(more + join + secret))
     both = text.replace("prefill_decode: {count: 0}", "prefill_decode: {}")

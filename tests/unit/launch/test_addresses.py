@@ -7,21 +7,23 @@ from pathlib import Path
 
 import pytest
 
+from epd_portable.config.roles import Role
 from epd_portable.errors import LaunchError
 from epd_portable.launch.plan.addresses import addresses_of
 from epd_portable.launch.plan.request import PlanRequest
 
 
-def test_one_encode_engine_is_planned_whatever_the_file_says_of_counts(tmp_path: Path) -> None:
+@pytest.mark.parametrize("role", ["encode", "prefill", "encode-prefill"])
+def test_one_engine_is_planned_whatever_the_counts(tmp_path: Path, role: Role) -> None:
     file = tmp_path / "t.yaml"
     file.write_text(
         "model: demo\nsecret_file: s\ninstances: {encode: {count: 3}, decode: {count: 2}}\n"
         "launch: {join: 'http://10.0.0.1:8000'}\n"
         "platform: {cpu: {instances: {prefill: {count: 4}}}}\n"
     )
-    request = PlanRequest.from_options(platform="cpu", config=file, alone=True)
+    request = PlanRequest.from_options(platform="cpu", config=file, alone=role)
     counts = request.load().instances.counts
-    assert {role: count for role, count in counts.items() if count} == {"encode": 1}
+    assert {role: count for role, count in counts.items() if count} == {role: 1}
 
 
 def test_a_name_has_its_addresses_once_each_and_one_without_is_refused() -> None:

@@ -129,6 +129,23 @@ def test_encode_instances_join_fronts_as_engines_without_servers() -> None:
     assert plain["url"] == f"plain+{hub}"
 
 
+def test_prefill_instances_join_fronts_with_their_control_address() -> None:
+    joining = (
+        "model: demo\nsecret_file: secret\nlaunch: {host: 10.0.0.2, join: 'http://10.0.0.1:8000'}\n"
+        "transfer: {trusted_network: true}\ninstances: {prefill: {}, encode_prefill: {}}\n"
+    )
+    plan = plan_of(joining)
+    assert [each["role"] for each in plan.members] == ["prefill", "encode-prefill"]
+    for engine, member in zip(plan.processes, plan.members, strict=True):
+        assert json.loads(engine.argv[3])["role"] == engine.role
+        assert member["control"] == f"tcp://10.0.0.2:{engine.ports['control']}"
+        assert engine.env["VLLM_NIXL_SIDE_CHANNEL_HOST"] == "10.0.0.2"
+        (config,) = (each for each in engine.argv if "kv_producer" in each)
+        assert json.loads(config)["kv_connector"] == "NixlConnector"
+    with pytest.raises(ConfigError, match="trusted_network"):
+        plan_of(joining.replace("true", "false"))
+
+
 def test_front_waits_for_engines_of_other_machines() -> None:
     alone = "secret_file: secret\ninstances: {encode: {count: 0}}"
     pd, front = planned(alone).processes
