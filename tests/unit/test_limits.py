@@ -47,6 +47,9 @@ IN_THE_CODE = {
         f"`encoderTimeout` of `front.choice`, at most `transfer.wait_timeout_s` / {MAX_ENCODERS}; "
         "without it the item's wait at its engine, `transfer.wait_timeout_s`"
     ),
+    "one prefill job": (
+        "none: it ends with its engine, which counts as hung after `launch.hung_after_s`"
+    ),
     "a request's body arrives": f"within {responses.BODY_TIMEOUT_S:g} s",
     "a client that reads nothing of its response": f"after {connections['SEND_TIMEOUT_S']:g} s",
     "fetching one file by URL": (
