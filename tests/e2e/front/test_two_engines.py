@@ -8,7 +8,6 @@ from __future__ import annotations
 import itertools
 import os
 import re
-import signal
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -25,7 +24,6 @@ from tests.e2e.front.test_front import is_up, killed, process
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(1200)]
 
-NAMES = ("encode-0", "prefill_decode-0", "prefill_decode-1")
 ASK = text("Describe the picture.")
 
 
@@ -105,23 +103,6 @@ def test_new_work_turns_between_two_engines_on_one_core(front: Split, reference_
             wait_until(turned, f"{idle} gets nothing new", within_s=120)
         for request, said in answers[-12:]:
             assert words(post(reference_url, request)) == said
-
-
-def test_an_update_loses_nothing(front: Split, reference_url: str) -> None:
-    pids = {name: process(front.pid, name).pid for name in NAMES}
-
-    def is_new(name: str) -> bool:
-        try:
-            return process(front.pid, name).pid != pids[name] and is_up(front, name)
-        except AssertionError:
-            return False
-
-    with load(front, reference_url) as seen:
-        os.kill(front.pid, signal.SIGHUP)
-        for name in NAMES:
-            wait_until(lambda name=name: is_new(name), f"{name} is new", within_s=RESTART_S)
-    assert len(seen) > 10
-    assert {reply.status_code for reply in seen} == {200}
 
 
 def test_requests_of_a_killed_engine_go_to_the_other(front: Split, reference_url: str) -> None:
