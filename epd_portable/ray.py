@@ -32,7 +32,7 @@ from epd_portable.config.problems import read_text
 from epd_portable.config.quantities import Section
 from epd_portable.errors import LaunchError, RequestError
 from epd_portable.launch.environment import child_environ
-from epd_portable.launch.plan.ports import FIRST_PORT, port_source
+from epd_portable.launch.plan.ports import port_source
 from epd_portable.launch.plan.processes import Plan, new_run_id, shm_prefix
 from epd_portable.launch.plan.request import PlanRequest
 from epd_portable.launch.run.guard import Guard
@@ -87,7 +87,7 @@ def build_app(args: Mapping[str, Any]) -> serve.Application:
         model=given.model,
         overrides=tuple(given.set),
     ).with_settings(*_BEHIND_SERVE)
-    topology, plan = request.plan_elsewhere(FIRST_PORT)
+    topology, plan = request.plan_elsewhere()
     settings = [f"--set={each}" for each in request.overrides]
     spec = LauncherSpec(
         options=("--platform", request.traits.name, *settings),

@@ -21,11 +21,12 @@ from epd_portable.config.instance import PLATFORMS
 from epd_portable.config.roles import DUTIES, ROLES, Role
 from epd_portable.config.secret import Secret, make_secret_file
 from epd_portable.errors import ConfigError
-from epd_portable.launch.commands import gateway, members, status
+from epd_portable.launch.commands import gateway, status
 from epd_portable.launch.commands.command_line import (
     FAILED,
     PORT,
     CommandLine,
+    address,
     json_lines_option,
     json_option,
     printer,
@@ -41,6 +42,7 @@ from epd_portable.launch.plan.ports import claim, is_free
 from epd_portable.launch.plan.processes import new_run_id, run_secret_file
 from epd_portable.launch.plan.request import PlanRequest, refusals, store_warnings
 from epd_portable.launch.plan.text import findings_table, plan_table
+from epd_portable.launch.run.front_client import FrontClient
 from epd_portable.launch.run.log_files import make_private_folder, use_log_folder
 from epd_portable.launch.run.running import RUN_FOLDER
 from epd_portable.launch.run.supervisor import Supervisor
@@ -119,14 +121,26 @@ Exit status: 0 when a platform can be used (with --platform: that one) and, with
 matches the profile; otherwise 1; 2 on bad input. Warnings do not count.
 """
 
+SECRET_HELP = """Write a new secret to FILE, readable by you only.
+
+Name FILE as secret_file in the topology file, and copy it, mode 600, to every host that takes
+part:
+
+\b
+  epd-launch secret ~/epd.secret
+  epd-launch --platform cpu --config configs/1e1pd.yaml --set secret_file=~/epd.secret
+"""
+
+INSTANCES_HELP = """Show the instances of a front: states, requests in flight, why one is down.
+
+\b
+  epd-launch instances --front http://10.0.0.1:8000 --secret-file ~/epd.secret
+"""
+
 main = CommandLine(name="epd-launch", help=HELP, default="up")
 """The command ``epd-launch``."""
 
-for _command in (
-    gateway.gateway,
-    *(status.status, status.logs),
-    *(members.secret, members.instances),
-):
+for _command in (gateway.gateway, status.status, status.logs):
     main.add_command(_command)
 
 
@@ -260,6 +274,42 @@ def check(platform: str | None, hardware: str | None, as_json: bool) -> None:
     compared = [finding.usable for finding in findings if finding.kind == "hardware"]
     if not any(platforms) or not all(compared):
         sys.exit(FAILED)
+
+
+@main.command(help=SECRET_HELP)
+@click.argument("file")
+@json_option
+def secret(file: str, as_json: bool) -> None:
+    """Make a secret file."""
+    make_secret_file(file)
+    text = f"{file} holds a secret of 256 bits; keep it as you keep a private key"
+    show(text, as_json=as_json, secret_file=file)
+
+
+@main.command(help=INSTANCES_HELP)
+@click.option(
+    "--front",
+    required=True,
+    metavar="URL",
+    callback=address("http", "https"),
+    help="The front, as in http://10.0.0.1:8000.",
+)
+@click.option(
+    "--secret-file",
+    required=True,
+    metavar="FILE",
+    help="The deployment's secret, a copy of the front's secret_file.",
+)
+@json_option
+def instances(front: str, secret_file: str, as_json: bool) -> None:
+    """Show the instances of a front."""
+    found = FrontClient(front, Secret.read(secret_file)).instances()
+    lines = [
+        f"{seen['name']:24} {seen['role']:16} {seen['state']:9} {seen['in_flight']:4} in flight  "
+        f"{seen['url']}  {seen['reason'] or seen['problem']}".rstrip()
+        for seen in found
+    ]
+    show("\n".join(lines), as_json=as_json, instances=found)
 
 
 def _temp_dir(run_id: str) -> Path:

@@ -188,7 +188,7 @@ def test_pods_have_devices_memory_and_time_by_their_plan(folder: Path) -> None:
         )
         if "launch.host=auto" in params["overrides"]:  # No address of this machine.
             request = request.with_settings("launch.host=192.0.2.1")
-        topology, plan = request.plan_elsewhere(20000)
+        topology, plan = request.plan_elsewhere()
         if plan.devices:
             limits = container["resources"]["limits"]
             assert limits == {DEVICES[request.traits.name]: str(len(plan.devices))}

@@ -11,7 +11,6 @@ from epd_portable.config.hardware import HardwareProfile
 from epd_portable.errors import PlatformError
 from epd_portable.launch.plan.installed import ENGINES, installed_engines
 from epd_portable.launch.plan.kv import KV_CONNECTORS
-from epd_portable.launch.plan.machine import allowed_cores, memory_nodes, quota_cores
 from epd_portable.platforms import registry as platforms
 
 MEMORY_TOLERANCE = 0.1
@@ -23,7 +22,7 @@ class Finding:
     """One line of the report.
 
     Attributes:
-        kind: ``engine``, ``cores``, ``platform``, ``hardware``, ``device``, ``path`` or ``kv``.
+        kind: ``engine``, ``platform``, ``hardware``, ``device``, ``path`` or ``kv``.
         name: A device as ``platform:index``, a path as ``platform/path`` between two of its
             instances, or ``producer→consumer/path`` between platforms.
         reason: What was found, or what is missing.
@@ -48,7 +47,6 @@ def inspect(
         Finding("engine", each, each in here, here.get(each, "is not installed"))
         for each in ENGINES
     ]
-    findings.append(_cores())
     usable = []
     for name in platform_names:
         state = platforms.availability(name)
@@ -59,14 +57,6 @@ def inspect(
     for producer, consumer in itertools.product(usable, repeat=2):
         findings += _paths(producer, consumer)
     return findings
-
-
-def _cores() -> Finding:
-    cores, quota = len(allowed_cores()), quota_cores()
-    reason = f"{cores} cores on {memory_nodes() or 1} memory node(s)"
-    if quota is not None and quota < cores:
-        reason += f", and the time of {quota:g} of them by the container's limit"
-    return Finding("cores", "cpu", quota is None or quota >= cores, reason)
 
 
 def _platform(name: str, expected: HardwareProfile | None) -> Iterator[Finding]:

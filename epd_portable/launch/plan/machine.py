@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import json
 import os
@@ -11,7 +10,6 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path, PurePosixPath
 from string import Template
 
 from epd_portable.errors import ConfigError, LaunchError, PlatformUnavailableError
@@ -35,28 +33,6 @@ print(json.dumps({"ok": state.ok, "reason": state.reason, "count": count}))
 def allowed_cores() -> tuple[int, ...]:
     """Return the CPU cores that this process may use."""
     return tuple(sorted(os.sched_getaffinity(0)))
-
-
-def quota_cores(root: Path = Path("/")) -> float | None:
-    """Return the cores' time that this process's control group (version 2) may take, if limited."""
-    try:
-        group = PurePosixPath((root / "proc/self/cgroup").read_text().strip().rpartition("::")[2])
-    except OSError:
-        return None
-    found = []
-    # Limits of every group above hold, too; in a container they may not be visible.
-    for each in (group, *group.parents):
-        with contextlib.suppress(OSError):
-            folder = root / "sys/fs/cgroup" / str(each).lstrip("/")
-            quota, period = (folder / "cpu.max").read_text().split()
-            found += [int(quota) / int(period)] if quota != "max" else []
-    return min(found, default=None)
-
-
-def memory_nodes(root: Path = Path("/")) -> int:
-    """Return how many memory (NUMA) nodes have CPU cores; 0 if that is not known."""
-    files = (root / "sys/devices/system/node").glob("node[0-9]*/cpulist")
-    return sum(bool(file.read_text().strip()) for file in files)
 
 
 def has_compiler(traits: PlatformTraits, environ: Mapping[str, str]) -> bool:

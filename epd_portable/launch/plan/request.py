@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -34,7 +33,6 @@ from epd_portable.launch.plan.ports import (
     require_free,
 )
 from epd_portable.launch.plan.processes import Machine, Plan, make_plan
-from epd_portable.launch.plan.variables import variable_problems
 from epd_portable.platforms.traits import TRAITS, PlatformTraits
 from epd_portable.transfer.stores.base import make_store
 
@@ -127,10 +125,9 @@ class PlanRequest:
         *,
         temp_dir: str,
         model: ModelSource | None = None,
-        free_port: Callable[[], int] | None = None,
         free: Callable[[int, str], bool] = claim,
     ) -> Plan:
-        """Make the plan, for this machine where model and ports are left out.
+        """Make the plan, for this machine where the model is left out.
 
         ``free`` returns whether a port of a host can be used.
 
@@ -145,7 +142,7 @@ class PlanRequest:
                 traits=self.traits,
                 machine=machine,
                 run_id=run_id,
-                free_port=free_port or self._free_ports(topology, run_id, free),
+                free_port=self._free_ports(topology, run_id, free),
                 temp_dir=temp_dir,
                 hardware=self.hardware,
             )
@@ -153,7 +150,7 @@ class PlanRequest:
             name = self.traits.name
             raise located(error, self.config, name, overrides=self.overrides) from error
 
-    def plan_elsewhere(self, first_port: int) -> tuple[Topology, Plan]:
+    def plan_elsewhere(self) -> tuple[Topology, Plan]:
         """Plan a launcher of another machine, which finds the model and ports by itself.
 
         Raises:
@@ -167,7 +164,7 @@ class PlanRequest:
             self.expected_machine({}),
             temp_dir="/tmp",
             model=ModelSource(argument=topology.model, served_name=name, is_folder=False),
-            free_port=itertools.count(first_port).__next__,
+            free=lambda *_: True,
         )
 
     def _free_ports(
@@ -198,7 +195,7 @@ def refusals(
     ``free`` says whether a port of a host can be used, where the file fixes those of instances.
     """
     front, launch, kv = topology.front, topology.launch, plan.kv
-    found: list[EPDError] = [ConfigError(text) for text in variable_problems(plan, environ)]
+    found: list[EPDError] = [ConfigError(text) for text in _variable_problems(plan, environ)]
     with _noted(found):
         require_address(launch.host)
         if launch.first_port is not None:
@@ -217,6 +214,25 @@ def refusals(
         with _noted(found):
             make_store(topology.store).close()  # Imports the store's library.
     return found
+
+
+def _variable_problems(plan: Plan, environ: Mapping[str, str]) -> Collection[str]:
+    """Return why variables, of the launcher or the plan, cut engines off; one problem for each."""
+    found: dict[str, str] = {}
+    for spec in reversed(plan.processes):
+        variables = {**environ, **spec.env}
+        port, ranks = variables.get("VLLM_PORT", ""), variables.get("VLLM_DP_SIZE", "")
+        if port and not port.isdecimal():
+            found["port"] = (
+                f"VLLM_PORT is set for {spec.name}: {port} is no port number; Kubernetes sets it "
+                "for a Service named vllm. Unset it, or set enableServiceLinks: false in the Pod."
+            )
+        if ranks not in ("", "1"):
+            found["ranks"] = (
+                f"VLLM_DP_SIZE is set for {spec.name}: {ranks} is data parallelism, which is not "
+                "supported. Unset it."
+            )
+    return found.values()
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""What a machine says of its cores, in files as Linux writes them."""
+"""Machines, as plans see them."""
 
 from __future__ import annotations
 
@@ -10,49 +10,9 @@ import pytest
 
 from epd_portable.errors import LaunchError
 from epd_portable.launch.plan import machine
-from epd_portable.launch.plan.machine import has_compiler, memory_nodes, quota_cores
+from epd_portable.launch.plan.machine import has_compiler
 from epd_portable.launch.plan.request import PlanRequest
 from epd_portable.platforms.traits import TRAITS
-
-
-def written(root: Path, files: dict[str, str]) -> Path:
-    for name, text in files.items():
-        file = root / name
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(text)
-    return root
-
-
-@pytest.mark.parametrize(
-    ("files", "expected"),
-    [
-        ({}, None),
-        ({"proc/self/cgroup": "0::/\n"}, None),
-        ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "max 100000\n"}, None),
-        ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "150000 100000\n"}, 1.5),
-        (
-            {
-                "proc/self/cgroup": "0::/a/b\n",
-                "sys/fs/cgroup/a/b/cpu.max": "max 100000\n",
-                "sys/fs/cgroup/a/cpu.max": "400000 100000\n",
-                "sys/fs/cgroup/cpu.max": "800000 100000\n",
-            },
-            4.0,
-        ),
-        ({"proc/self/cgroup": "4:memory:/x\n3:cpu,cpuacct:/x\n"}, None),
-    ],
-)
-def test_the_least_limit_of_cpu_time_is_found(
-    tmp_path: Path, files: dict[str, str], expected: float | None
-) -> None:
-    assert quota_cores(written(tmp_path, files)) == expected
-
-
-def test_memory_nodes_without_cores_are_left_out(tmp_path: Path) -> None:
-    folder = "sys/devices/system/node"
-    files = {"node0/cpulist": "0-2,8\n", "node1/cpulist": "\n", "node2/cpulist": "3\n"}
-    root = written(tmp_path, {f"{folder}/{name}": text for name, text in files.items()})
-    assert memory_nodes(root) == 2
 
 
 def test_a_compiler_is_looked_for_on_the_path_and_in_its_home(tmp_path: Path) -> None:
