@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
@@ -42,7 +42,6 @@ from epd_portable.launch.plan.placement import (
     place_instances,
 )
 from epd_portable.launch.plan.sharing import (
-    UsedDevice,
     check_sharing,
     shared_with,
     sharing_warnings,
@@ -116,7 +115,8 @@ class Plan:
         processes: Instances first, the front last, if there is one.
         joins: Base addresses of fronts on other machines that instances join.
         members: What these fronts are told of each instance.
-        devices: Those that have instances; none on platforms that have cores only.
+        devices: Those that have instances, with their names in the order of their starts; none on
+            platforms that have cores only.
         hardware: Profile and device that it is planned for; empty for this machine.
         kv: What brings KV from prefill to decode instances.
         store: Where encoder outputs are kept; empty for nowhere.
@@ -130,7 +130,7 @@ class Plan:
     warnings: tuple[str, ...]
     joins: tuple[str, ...] = ()
     members: tuple[dict[str, Any], ...] = ()
-    devices: tuple[UsedDevice, ...] = ()
+    devices: dict[str, tuple[str, ...]] = field(default_factory=dict)
     hardware: str = ""
     kv: KVConnector | None = None
     store: str = ""
@@ -185,7 +185,7 @@ def make_plan(
     secret_file = topology.secret_file or run_secret_file(temp_dir)
     placements = place_instances(topology, traits, devices=machine.devices, cores=machine.cores)
     instances = placements.instances
-    devices = used_devices(topology, instances)
+    devices = used_devices(instances)
     check_sharing(topology, traits, devices)
     shares = shared_with(instances)
     if front.switch_roles and not shares and topology.secret_file is None:
@@ -201,9 +201,7 @@ def make_plan(
             traits=traits,
             instance=_instance(topology, traits, placement, ports, run_id, secret_file),
             placement=placement,
-            shares_device=any(
-                each.is_shared and each.device in placement.devices for each in devices
-            ),
+            shares_device=any(len(devices[device]) > 1 for device in placement.devices),
             shares=shares.get(placement.name, ""),
             ports=ports,
             kv=kv if "kv" in ports else None,
@@ -216,7 +214,7 @@ def make_plan(
     processes = [_instance_process(engine, after) for engine in engines]
     warnings = [
         *placements.warnings,
-        *sharing_warnings(devices),
+        *sharing_warnings(topology, devices),
         *_warnings(topology, machine, hardware),
     ]
     url = _public_url(topology)
@@ -235,7 +233,7 @@ def make_plan(
         warnings=tuple(warnings),
         joins=tuple(topology.launch.join),
         members=members,
-        devices=devices,
+        devices={name: tuple(each.name for each in here) for name, here in devices.items()},
         hardware=f"{hardware.name}: {hardware.device}" if hardware else "",
         kv=kv,
         store=f"{store.where}, at most {store.max_bytes >> 20} MiB" if store else "",

@@ -10,7 +10,6 @@ from epd_portable.encode.two_levels import FILLED
 from epd_portable.launch.plan.check import Finding
 from epd_portable.launch.plan.engine import CPU_KV_GIB
 from epd_portable.launch.plan.processes import Plan, ProcessSpec
-from epd_portable.launch.plan.sharing import UsedDevice
 
 
 def plan_table(plan: Plan) -> str:
@@ -36,8 +35,6 @@ def plan_table(plan: Plan) -> str:
         lines += ["", f"KV goes to decode instances by {plan.kv.cls}"]
     if plan.store:
         lines += ["", f"encoder outputs are kept by {plan.store}"]
-    if plan.devices:
-        lines += ["", *_devices(plan.devices)]
     for spec in plan.processes:
         if spec.role == "encode" and (space := spec.env.get(CPU_KV_GIB)):
             cache = f"{FILLED:.0%} of {CPU_KV_GIB}={space} (GiB), for it has no KV cache"
@@ -58,22 +55,6 @@ def findings_table(findings: Sequence[Finding]) -> str:
         for finding in findings
     ]
     return "\n".join(columns([("what", "name", "usable", "why"), *rows]))
-
-
-def _devices(devices: Sequence[UsedDevice]) -> list[str]:
-    """Return what each instance takes of its devices; those on one start one after the other."""
-    rows = []
-    for device in devices:
-        for tenant in device.tenants:
-            given = "what is left of it"
-            if tenant.kv_cache_bytes is not None:
-                given = f"{tenant.kv_cache_bytes} bytes"
-            cache = f"the KV cache takes {given}"
-            if tenant.role == "encode":
-                cache = f"the encoder cache takes {FILLED:.0%} of {given}"
-            memory = f"{tenant.utilization:.0%} of its memory"
-            rows.append((f"device {device.device}", tenant.name, memory, cache))
-    return columns(rows)
 
 
 def _place(spec: ProcessSpec) -> str:

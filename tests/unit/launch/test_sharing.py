@@ -8,7 +8,6 @@ import pytest
 
 from epd_portable.errors import ConfigError
 from epd_portable.launch.plan.processes import Plan
-from epd_portable.launch.plan.sharing import UsedDevice
 from epd_portable.launch.plan.text import plan_table
 from tests.unit.launch.plans import plan_of
 
@@ -25,8 +24,8 @@ def plan(text: str, platform: str = "cuda") -> Plan:
     return plan_of(f"model: m\n{text}", platform, devices=("0", "1"))
 
 
-def shared(made: Plan) -> tuple[UsedDevice, ...]:
-    return tuple(each for each in made.devices if each.is_shared)
+def shared(made: Plan) -> list[str]:
+    return [device for device, names in made.devices.items() if len(names) > 1]
 
 
 def after(made: Plan) -> dict[str, tuple[str, ...]]:
@@ -35,11 +34,9 @@ def after(made: Plan) -> dict[str, tuple[str, ...]]:
 
 def test_instances_on_devices_of_their_own_start_at_once() -> None:
     made = plan("")
-    assert (after(made), shared(made), made.warnings) == ({}, (), ())
-    text = plan_table(made)
-    assert "92% of its memory  the encoder cache takes 75% of what is left of it\n" in text
-    assert "device 1  prefill_decode-0  92% of its memory  the KV cache takes what is left" in text
-    assert "device 0" not in plan_table(plan("", "cpu"))
+    assert (after(made), shared(made), made.warnings) == ({}, [], ())
+    assert made.devices == {"0": ("encode-0",), "1": ("prefill_decode-0",)}
+    assert plan("", "cpu").devices == {}
 
 
 @pytest.mark.parametrize(
@@ -105,9 +102,9 @@ def test_a_group_of_two_ranks_on_one_device_is_refused_where_its_library_refuses
     text = f"{ONE_DEVICE}\ntransfer: {{path: collective}}"
     with pytest.raises(ConfigError, match=r"prefill_decode-0 and encode-0 are on device 0: nccl"):
         plan(text)
-    assert shared(plan(text, "npu"))
+    assert shared(plan(text, "npu")) == ["0"]
     apart = text.replace("encode: {devices: [0]", "encode: {devices: [1]")
-    assert shared(plan(apart)) == ()
+    assert shared(plan(apart)) == []
 
 
 @pytest.mark.parametrize(
@@ -127,13 +124,12 @@ def test_only_instances_between_which_items_go_make_a_group(
         with pytest.raises(ConfigError, match="makes no group of ranks on one device"):
             plan(text)
     else:
-        assert shared(plan(text))
+        assert shared(plan(text)) == ["0"]
 
 
-def test_a_plan_for_people_shows_order_memory_and_reason() -> None:
-    text = plan_table(plan(ONE_DEVICE))
-    assert "device 0  prefill_decode-0  60% of its memory  the KV cache takes 1024 bytes" in text
-    takes = "the encoder cache takes 75% of what is left of it"
-    assert f"device 0  encode-0          20% of its memory  {takes}" in text
+def test_plan_for_people_shows_the_order_of_starts_on_a_device() -> None:
+    made = plan(ONE_DEVICE)
+    assert made.devices == {"0": ("prefill_decode-0", "encode-0")}
+    text = plan_table(made)
     starts = [line.split()[-2:] for line in text.splitlines() if line.startswith("encode-0 ")]
     assert starts == [["after", "prefill_decode-0"]]
