@@ -41,6 +41,7 @@ from epd_portable.front.client import SplitClient
 from epd_portable.front.engines import EngineSettings, FrontEngine
 from epd_portable.front.request import GracefulHTTPError
 from epd_portable.transfer.curve import CurveGate, read_keys, secure_client
+from epd_portable.transfer.stores.lookup import StoredItem
 from epd_portable.vllm_plugin import compat
 from epd_portable.vllm_plugin.agreement import kv_form
 from epd_portable.vllm_plugin.job_items import (
@@ -51,7 +52,12 @@ from epd_portable.vllm_plugin.job_items import (
     to_job,
 )
 from epd_portable.wire import jobs
-from epd_portable.wire.params import CacheNews, EncodeTransfer, ExpectedTransfer, to_params
+from epd_portable.wire.params import (
+    CacheNews,
+    EncodeTransfer,
+    ExpectedTransfer,
+    to_params,
+)
 from tests.integration.front.played_front import Played, client_of, settle
 from tests.integration.front.test_front_http import server_of
 
@@ -104,7 +110,14 @@ class Elsewhere:
     """An engine on another machine: a real hub over a played engine."""
 
     def __init__(
-        self, folder: Path, reader: JobReader, role: Role, kv: str, port: int = 0, **settings: Any
+        self,
+        folder: Path,
+        reader: JobReader,
+        role: Role,
+        kv: str,
+        fingerprint: str,
+        port: int = 0,
+        **settings: Any,
     ) -> None:
         self.secret_file = str(folder / "secret")
         instance = InstanceConfig(
@@ -113,7 +126,7 @@ class Elsewhere:
         self.port = port or free_port()
         self.url = f"tcp://127.0.0.1:{self.port}"
         self.role = role
-        self.hub = Hub(self.url, instance, role, "", reader, kv=kv)
+        self.hub = Hub(self.url, instance, role, fingerprint, reader, kv=kv)
         self.core = Core()
         self._task = asyncio.create_task(self.hub.serve(self.core))
 
@@ -144,10 +157,12 @@ async def elsewhere(
     """Return what starts an engine elsewhere; all end with the test."""
     begun: list[Elsewhere] = []
 
-    def begin(role: Role = "encode", kv: str | None = None, **settings: Any) -> Elsewhere:
+    def begin(
+        role: Role = "encode", kv: str | None = None, fingerprint: str = "", **settings: Any
+    ) -> Elsewhere:
         if kv is None:
             kv = "" if role == "encode" else kv_form(config)
-        begun.append(Elsewhere(tmp_path, readers[role], role, kv, **settings))
+        begun.append(Elsewhere(tmp_path, readers[role], role, kv, fingerprint, **settings))
         return begun[-1]
 
     yield begin
@@ -594,6 +609,8 @@ async def test_full_remote_prefill_engine_is_passed_over(
     await until(lambda: "s" in decode.requests)
     assert extra_of(decode.last) == {}
     assert len(far.core.requests) == 1
+    where = "unavailable" if known else "local"
+    assert client.metrics.registry.get_sample_value("epd_front_prefills_total", {"where": where})
     far.core.end(far.core.last.request_id, FinishReason.LENGTH, PLACE)
     await until(lambda: "r" in decode.requests)
     assert not engine.is_full
@@ -649,6 +666,16 @@ async def test_kv_of_another_form_is_why_an_engine_is_down(front: Any, elsewhere
         lambda: "its KV is NixlConnector of vLLM 0.1; read here is" in instance.health.reason
     )
     assert not instance.health.usable
+
+
+async def test_kv_of_a_misfit_is_not_read(front: Any, elsewhere: Begin) -> None:
+    client, far = front(name="d-0"), elsewhere("prefill", fingerprint="dtype=float32")
+    client.engines.by_name["d-0"].fingerprint = "dtype=bfloat16"
+    engine, decode = await joined(client, far), client.engines.by_name["d-0"].client
+    assert "d-0 refuses its KV, which differ in the dtype" in engine.instance.health.problem
+    await client.add_request_async(asked("r"))
+    await until(lambda: decode.requests)
+    assert not far.core.requests
 
 
 async def test_reset_lets_a_remote_engine_use_no_prefix_again(front: Any, elsewhere: Begin) -> None:
@@ -787,6 +814,35 @@ async def test_bad_jobs_never_reach_the_engine(
     assert (await sender.next()).reason == "a job of this name is open"
     far.core.end("A")
     assert (await sender.next()).reason == "stop"
+
+
+@pytest.mark.parametrize("role", ["encode", "prefill"])
+async def test_job_of_another_role_is_refused(
+    config: Any, elsewhere: Begin, raw: Any, front: Any, role: Role
+) -> None:
+    front()
+    sender = raw(elsewhere(role))
+    await sender.beat()
+    made = sender.job(config, "A") if role == "prefill" else sender.prefill_job(config, "A")
+    await sender.send_job(*made)
+    assert f"has the role {role}" in (await sender.next()).reason
+
+
+async def test_items_of_a_store_are_not_sent_to_remote_engines(
+    front: Any, elsewhere: Begin
+) -> None:
+    client, far = front(name="d-0"), elsewhere("encode-prefill")
+    await joined(client, far)
+
+    class Store:
+        async def find_items(self, items: Any, namespace: str) -> dict[str, StoredItem]:
+            return {"A": StoredItem("key")}
+
+    client._store = Store()
+    await client.add_request_async(asked("r", image("A")))
+    await until(lambda: far.core.requests)
+    assert "pixel_values" in far.core.last.mm_features[0].data
+    assert "ec_transfer_params" not in extra_of(far.core.last)
 
 
 async def test_job_larger_than_all_that_may_wait_is_refused(
