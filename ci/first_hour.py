@@ -182,7 +182,7 @@ def stages(target: Target) -> list[Stage]:
         told("probe", 150, python, "-m", "tests.first_hour.probe", name),
         told("check", 60, python, "-m", "epd_portable.launch.cli", "check", "--platform", name),
         tested("devices", 300, "tests/devices"),
-        tested("contract", 300, "tests/contract/test_transport.py"),
+        tested("contract", 300, "tests/contract/test_paths.py"),
         told("transfer", 150, *transfer, "--json", "{out}/transfer.json", writes="transfer.json"),
         told("shapes", 60, python, "-m", "ci.true_shapes", "{out}/models", *target.sizes),
         *(engines(f"equal {path}", f"{name}-{path}-usual") for path in target.paths),

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from epd_portable.transfer.paths.base import LeaseFence, ReceiveMemory, ReceivingEnd, SlotWrite
 from epd_portable.transfer.pool import SharedMemory
-from epd_portable.transfer.transport import LeaseFence, ReceiveMemory, ReceivingEnd, SlotWrite
 from epd_portable.wire.descriptors import SlotDescriptor
 from tests.keyring import keys
 

@@ -208,7 +208,7 @@ def make_report(cases: Sequence[TransferCase], place: str, left_out: Mapping[str
     modules = {
         target.partition(":")[0]
         for entry in entries
-        for target in (entry.transport, entry.receiver)
+        for target in (entry.writer, entry.receiver)
         if target
     }
     return Report(

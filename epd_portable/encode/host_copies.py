@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-import threading
+from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -31,41 +31,35 @@ def alone(output: torch.Tensor) -> torch.Tensor:
 
 @dataclass(slots=True, eq=False)
 class _Copy:
-    """An output of the encoder, and then its copy.
-
-    Attributes:
-        output: On the device until the copy is made, then in host memory; ``None`` if lost.
-        in_host_memory: The copy is made.
-    """
+    """An encoder output on the device until its copy is made, then the copy; neither if lost."""
 
     output: torch.Tensor | None
-    in_host_memory: bool = False
+    host: torch.Tensor | None = None
 
 
 class HostCopies:
-    """Keeps copies of what the scheduler says, made by a thread, and gives them back.
+    """Copies that the scheduler orders, made by a thread, and restored.
 
-    No error in a copy ends anything but the copy: the scheduler hears of it with the next step.
+    An error ends one copy only, and is reported to the scheduler with the next step.
     """
 
     def __init__(self, copies: DeviceCopies) -> None:
         self._device = copies
         self._wanted: set[str] = set()
         self._copies: dict[str, _Copy] = {}
-        self._lock = threading.Lock()
-        self._lost: set[str] = set()
+        self._lost: deque[str] = deque()
         self._thread = ThreadPoolExecutor(1, "epd-host-copies")
 
     def carry_out(
         self, orders: HostOrders, encoder_cache: dict[str, torch.Tensor]
     ) -> Sequence[str]:
-        """Do what a step asks for, before it computes; never waits for a copy.
+        """Follow the orders of a step, before it computes; never waits for a copy.
 
         Args:
-            encoder_cache: The model runner's, by ``mm_hash``; gets what is restored.
+            encoder_cache: The model runner's, by ``mm_hash``; gets restored items.
 
         Returns:
-            What could not be restored.
+            Items that could not be restored.
         """
         missing = []
         for mm_hash in orders.restored:
@@ -76,46 +70,36 @@ class HostCopies:
                 missing.append(mm_hash)
         for mm_hash in orders.dropped:
             self._wanted.discard(mm_hash)
-            copy = self._copies.pop(mm_hash, None)
-            if copy is not None:
+            if copy := self._copies.pop(mm_hash, None):
                 copy.output = None
         self._wanted.update(orders.kept)
         return missing
 
     def output_ready(self, mm_hash: str, output: torch.Tensor) -> None:
-        """The encoder has queued the computation of an item, ``(num_tokens, width)``."""
+        """Note that the computation of an item, ``(num_tokens, width)``, is queued."""
         if mm_hash in self._wanted:
             self._wanted.discard(mm_hash)
             copy = self._copies[mm_hash] = _Copy(output.detach().contiguous())
-            computed = self._device.platform.record_event()
-            self._thread.submit(self._make, mm_hash, copy, computed)
+            self._thread.submit(self._make, mm_hash, copy, self._device.platform.record_event())
 
     def take_lost(self) -> set[str]:
         """Return items whose copies could not be made, since the last call."""
-        with self._lock:
-            lost, self._lost = self._lost, set()
-        return lost
+        return {self._lost.popleft() for _ in range(len(self._lost))}
 
     def close(self) -> None:
-        """Stop copying, and forget everything."""
+        """Stop copying, and release all copies."""
         self._thread.shutdown(cancel_futures=True)
         self._copies.clear()
 
     def _make(self, mm_hash: str, copy: _Copy, computed: DeviceEvent) -> None:
-        output = copy.output
-        if output is None:
-            return
         try:
-            host = self._copy(output, computed)
+            if (output := copy.output) is not None:
+                copy.host = self._copy(output, computed)
         except Exception as error:
             self._log(mm_hash, "made", error)
+            self._lost.append(mm_hash)
+        finally:
             copy.output = None
-            with self._lock:
-                self._lost.add(mm_hash)
-        else:
-            with self._lock:
-                if copy.output is not None:
-                    copy.output, copy.in_host_memory = host, True
 
     def _copy(self, output: torch.Tensor, computed: DeviceEvent) -> torch.Tensor:
         if output.is_cpu:
@@ -126,7 +110,7 @@ class HostCopies:
         return host.view(output.dtype).view(output.shape)
 
     def _restore(self, mm_hash: str) -> torch.Tensor | None:
-        """Return an item on the device; ``None`` if its copy is not there or there is no memory.
+        """Return an item on the device; ``None`` without a copy or without memory.
 
         Until its copy is made, that is the output itself: it may not be computed yet, and a copy
         on another stream would not wait for that.
@@ -134,16 +118,14 @@ class HostCopies:
         copy = self._copies.get(mm_hash)
         if copy is None:
             return None
-        with self._lock:
-            output, in_host_memory = copy.output, copy.in_host_memory
-        if not in_host_memory:
+        # In this order: the thread sets the copy before it releases the output.
+        if (output := copy.output) is not None:
             return output
         try:
-            if output is not None:
-                return self._device.to_device(output)
+            return None if copy.host is None else self._device.to_device(copy.host)
         except Exception as error:
             self._log(mm_hash, "restored", error)
-        return None
+            return None
 
     def _log(self, mm_hash: str, what: str, error: Exception) -> None:
         logger.error(

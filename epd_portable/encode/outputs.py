@@ -1,33 +1,53 @@
-"""Encode worker: encoder outputs, kept until every transfer of theirs has ended."""
+"""Encode worker: outputs until every transfer of theirs has ended, and writes into granted slots.
+
+The model runner's thread does not wait for a write:
+
+- A short copy in host memory is made at once, by the thread that asks.
+- A copy that a device makes by itself is queued behind the computation. One thread, the watcher,
+  waits for the ends of these, which come in the order in which they were queued.
+- Whatever else may block is left to a thread of a pool.
+"""
 
 from __future__ import annotations
 
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
-from epd_portable.encode.producer import TransferOrder
+from epd_portable.encode.producer import TransferOrder, Write
 from epd_portable.encode.store_writer import Output as StoreOutput
 from epd_portable.encode.store_writer import StoreWriter
 from epd_portable.errors import TransportError
 from epd_portable.items.metrics import SenderMetrics
 from epd_portable.log import trace
+from epd_portable.transfer import registry
+from epd_portable.transfer.copies import CHUNK_BYTES, QueuedCopy
+from epd_portable.transfer.paths.base import PathWriter, SlotWrite
 from epd_portable.transfer.stream_clock import StreamClock
 from epd_portable.wire.descriptors import TensorSpec
 
 if TYPE_CHECKING:
     import torch
 
+    from epd_portable.config.instance import InstanceConfig
     from epd_portable.platforms.base import DeviceEvent
     from epd_portable.transfer.copies import DeviceCopies
-
+    from epd_portable.transfer.curve import CurveKeys
 
 OUTDATED = "the encoder cache was reset, and its output may be that of other weights"
 """Why a transfer from before a reset fails."""
+_WRITERS = 4
+CLOSE_S = 30.0
+"""A write that goes on for so long when closing is abandoned."""
+_COMPUTED_WAIT_S = 1.0
+"""Longest time from the end of a copy until the end of the computation before it is reported."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,9 +212,198 @@ class KeptOutputs:
         return self._copies.to_host(output.tensor, after=output.computed, deadline_s=deadline_s)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WriteResult:
+    """How a write ended.
+
+    Attributes:
+        write: Which.
+        write_s: Its duration from when the output was computed.
+        error: What it failed with.
+    """
+
+    write: Write
+    write_s: float = 0.0
+    error: Exception | None = None
+
+
+Work = Callable[[], WriteResult]
+
+
+class Writers:
+    """Threads that write, and the paths by which they do.
+
+    Args:
+        on_result: Called with each result by one of the threads.
+        on_death: Called when a thread ends by an unexpected error.
+
+    Attributes:
+        are_immediate: Some writes begin in the thread that starts them.
+    """
+
+    def __init__(
+        self,
+        config: InstanceConfig,
+        copies: DeviceCopies,
+        keys: CurveKeys,
+        outputs: KeptOutputs,
+        *,
+        on_result: Callable[[WriteResult], None],
+        on_death: Callable[[BaseException], None],
+    ) -> None:
+        self._copies = copies
+        self._keys = keys
+        self._outputs = outputs
+        self._on_result = on_result
+        self._on_death = on_death
+        paths = [path.name for path in registry.offered_by(config)]
+        platform = copies.platform.name
+        self._in_place = {path for path in paths if registry.copies_in_place(path, platform)}
+        self._queues = {path for path in paths if registry.queues_copies(path, platform)}
+        self._paths: dict[str, PathWriter] = {}
+        self._lock = threading.Lock()
+        self._blocking: SimpleQueue[Work | None] = SimpleQueue()
+        self._queued: SimpleQueue[Work | None] = SimpleQueue()
+        self._copied_s = 0.0
+        """When the copy stream ended the last copy that the watcher has waited for."""
+        self._threads = [
+            self._thread(f"epd-writer-{number}", self._blocking) for number in range(_WRITERS)
+        ]
+        if self._queues:
+            self._threads.append(self._thread("epd-watcher", self._queued))
+        self.are_immediate = bool(self._in_place or self._queues)
+
+    def open(self) -> None:
+        """Start the threads."""
+        for thread in self._threads:
+            thread.start()
+
+    def start(self, write: Write) -> WriteResult | None:
+        """Begin a write, which blocks for about a millisecond at most.
+
+        Returns:
+            The result, if it has ended; otherwise a callback gets it.
+        """
+        if write.path in self._in_place and write.slot.nbytes <= CHUNK_BYTES:
+            return self._write(write)
+        if write.path in self._queues:
+            begin_s = time.monotonic()
+            try:
+                output = self._outputs.output_for(write.transfer_id)
+                copy = self.path_writer(write.path).queue(_slot_write(write, output))
+            except Exception as error:
+                return WriteResult(write=write, error=error)
+            if copy is not None:
+                try:
+                    _trace_begun(write)
+                finally:  # Whatever happens, the end of the copy must be waited for.
+                    self._queued.put(
+                        partial(self._finish_copy, write, copy, output.computed_at, begin_s)
+                    )
+                return None
+        self._blocking.put(partial(self._write, write))
+        return None
+
+    def path_writer(self, path: str) -> PathWriter:
+        """Return the path_writer of a path; loads it the first time."""
+        with self._lock:
+            if path not in self._paths:
+                self._paths[path] = registry.load_writer(path, self._copies, self._keys)
+            return self._paths[path]
+
+    def close(self) -> None:
+        """End the threads after the writes under way; one that is stuck keeps its memory."""
+        for _ in range(_WRITERS):
+            self._blocking.put(None)
+        self._queued.put(None)
+        deadline_s = time.monotonic() + CLOSE_S
+        for thread in self._threads:
+            thread.join(max(0.0, deadline_s - time.monotonic()))
+        if not any(thread.is_alive() for thread in self._threads):
+            for path_writer in self._paths.values():
+                path_writer.close()
+
+    def _thread(self, name: str, queue: SimpleQueue[Work | None]) -> threading.Thread:
+        def run() -> None:
+            try:
+                self._copies.platform.set_device(self._copies.index)
+                while (work := queue.get()) is not None:
+                    self._on_result(work())
+            except BaseException as error:
+                self._on_death(error)
+                raise
+
+        return threading.Thread(target=run, name=name, daemon=True)
+
+    def _write(self, write: Write) -> WriteResult:
+        try:
+            output = self._outputs.output_for(write.transfer_id)
+            _trace_begun(write)
+            begin_s = time.monotonic()
+            self.path_writer(write.path).write(_slot_write(write, output))
+            write_s, end_s = _duration(output.computed_at, begin_s)
+            _trace_written(write, write_s, end_s)
+        except Exception as error:
+            return WriteResult(write=write, error=error)
+        return WriteResult(write=write, write_s=write_s)
+
+    def _finish_copy(
+        self, write: Write, copy: QueuedCopy, computed_at: Future[float], begin_s: float
+    ) -> WriteResult:
+        try:
+            copy.finish()
+            # It was queued behind the computation, and behind the copies before it.
+            write_s, self._copied_s = _duration(computed_at, max(begin_s, self._copied_s))
+            _trace_written(write, write_s, self._copied_s)
+        except Exception as error:
+            return WriteResult(write=write, error=error)
+        return WriteResult(write=write, write_s=write_s)
+
+
 def _fits(spec: TensorSpec, tensor: torch.Tensor) -> bool:
     return (tuple(tensor.shape), str(tensor.dtype)) == (spec.shape, f"torch.{spec.dtype}")
 
 
 def _trace_ready(mm_hash: str, at_s: float) -> None:
     trace("output.ready", at_s=at_s, mm_hash=mm_hash)
+
+
+def _slot_write(write: Write, output: EncoderOutput) -> SlotWrite:
+    return SlotWrite(
+        src=output.tensor,
+        slot=write.slot,
+        computed=output.computed,
+        address=write.address,
+        deadline_s=write.deadline_s,
+    )
+
+
+def _duration(computed_at: Future[float], begin_s: float) -> tuple[float, float]:
+    """Return how long a write took that has ended just now, and when that was.
+
+    Args:
+        computed_at: When its output was computed; another thread hears of it, perhaps a little
+            later than this one heard of the end.
+        begin_s: When the write could have begun otherwise.
+    """
+    end_s = time.monotonic()
+    with suppress(TimeoutError):
+        begin_s = max(begin_s, computed_at.result(_COMPUTED_WAIT_S))
+    end_s = max(begin_s, end_s)
+    return end_s - begin_s, end_s
+
+
+def _trace_begun(write: Write) -> None:
+    trace("transfer.begun", transfer=write.transfer_id, mm_hash=write.mm_hash, path=write.path)
+
+
+def _trace_written(write: Write, write_s: float, end_s: float) -> None:
+    trace(
+        "transfer.written",
+        at_s=end_s,
+        transfer=write.transfer_id,
+        mm_hash=write.mm_hash,
+        path=write.path,
+        nbytes=write.slot.nbytes,
+        write_s=write_s,
+    )

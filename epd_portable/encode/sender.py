@@ -17,10 +17,9 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
 
-from epd_portable.encode.outputs import OUTDATED, KeptOutputs
+from epd_portable.encode.outputs import OUTDATED, KeptOutputs, WriteResult, Writers
 from epd_portable.encode.producer import Actions, Finished, ProducerSession, TransferOrder
 from epd_portable.encode.store_writer import StoreWriter
-from epd_portable.encode.writers import WriteResult, Writers
 from epd_portable.errors import EPDError, TransportError, UnsupportedError
 from epd_portable.items.metrics import SenderMetrics
 from epd_portable.transfer import registry
@@ -141,7 +140,7 @@ class Sender:
         source = "host" if restored else "cache" if ready else "encoder"
         self._metrics.transfers.labels(source).inc()
         self._metrics.in_flight.inc()
-        self._post(partial(self._submit, order, ready or missing))
+        self._post(lambda now: self._session.submit(order, ready=ready or missing, now=now))
 
     def output_ready(self, mm_hash: str, output: torch.Tensor) -> None:
         """The encoder has queued the computation of an item, ``(num_tokens, width)``."""
@@ -266,10 +265,6 @@ class Sender:
                 if result is not None:
                     self._finish_write(result, time.monotonic())
             self._act(self._session.take_actions())
-
-    def _submit(self, order: TransferOrder, ready: bool, now: float) -> None:
-        with self._surviving(order.transfer_id):
-            self._session.submit(order, ready=ready, now=now)
 
     def _outdate(self, transfer_id: str, now: float) -> None:
         self._session.fail(transfer_id, OUTDATED)

@@ -306,7 +306,7 @@ class SplitClient(AsyncMPClient):
         if self.is_draining:
             raise UnavailableError("this server is being stopped")
         one = OpenRequest(self._parts.divide(request) if self._parts.most > 1 else request)
-        one.headers.items.update(dict.fromkeys(each.item_uuid for each in one.items))
+        one.exchange.names.update(dict.fromkeys(each.item_uuid for each in one.items))
         one.selection = selection_of(self._pool, self._policy, one)
         self._open[request.request_id] = one
         try:

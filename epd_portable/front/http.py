@@ -392,7 +392,7 @@ def _line_of(scope: Scope, one: FrontExchange, begun: float) -> str:
         "first_byte_s": round(one.first_at - begun, 4) if one.first_at else 0,
         "duration_s": round(time.monotonic() - begun, 4),
         "engine": one.engine,
-        "prefill": one.prefill,
+        "prefill": one.prefilled.name if one.prefilled else "",
         "tokens": one.tokens,
         "items": [*one.items.values()],
     }

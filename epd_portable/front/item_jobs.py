@@ -164,7 +164,7 @@ class ItemJobs:
                             use.compute()
                         await requested.wait()
                         if one.decided.is_set():
-                            one.headers.encoded[item.item_uuid] = encoder
+                            one.exchange.encoded[item.item_uuid] = encoder
                             if not one.again:
                                 outcome = "encoded" if encoder is first else "retried"
                                 self._metrics.items.labels(outcome).inc()

@@ -107,7 +107,7 @@ class Prefills:
         if not one.selection.disaggregates_prefill():
             self._metrics.prefills.labels("local_first").inc()
             return True
-        job = PrefillJob(core=_request(one.core), stored=one.stored, headers=one.headers)
+        job = PrefillJob(core=_request(one.core), stored=one.stored, exchange=one.exchange)
         job.selection = one.selection
         failed: list[str] = []
         last: FrontEngine | None = None
@@ -127,8 +127,7 @@ class Prefills:
             if job.params:
                 self._metrics.prefills.labels("disaggregated").inc()
                 one.kv = PrefilledKv(engine.instance, job.params)
-                one.headers.prefilled = engine.instance
-                one.exchange.prefill = engine.name
+                one.exchange.prefilled = engine.instance
                 return True
             if job.aborted:
                 return False

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from vllm.v1.engine import EngineCoreRequest
 
 from epd_portable.front.exchange import FrontExchange, exchange
-from epd_portable.front.headers import CURRENT, Headers
 from epd_portable.placement.assignment import JOB_GRACE_S
 from epd_portable.placement.gate import Ticket
 from epd_portable.placement.instances import Instance
@@ -113,8 +112,7 @@ class OpenRequest:
         tokens: Of the prompt, that its engine most likely has to compute.
         kv: KV of the prompt, where a prefill engine has computed it.
         stored: Its items that the store has.
-        headers: Of the HTTP request that it is of.
-        exchange: That HTTP request.
+        exchange: The HTTP request that it is of.
         selection: Chooses engines for it.
         turn: Held by the encode job that runs, where jobs run one after the other.
         ticket: Place that admission gave the request; ``None`` without limits.
@@ -136,7 +134,6 @@ class OpenRequest:
     requested: dict[str, asyncio.Event] = field(default_factory=dict)
     tokens: int = 0
     stored: dict[str, StoredItem] = field(default_factory=dict)
-    headers: Headers = field(default_factory=lambda: CURRENT.get() or Headers())
     exchange: FrontExchange = field(default_factory=lambda: exchange.get(None) or FrontExchange())
     selection: EngineChoices = field(init=False)
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -166,7 +163,7 @@ class OpenRequest:
             words: Returns the tokens of a text.
         """
         self.core = _without(self.core, self.missing, words)
-        self.headers.left_out |= self.missing
+        self.exchange.left_out |= self.missing
         self.missing = set()
         self.__dict__.pop("items", None)
 

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Collection, Sequence
 
 from epd_portable.config.roles import Duty
-from epd_portable.front.headers import CACHE_KEY, ENCODERS, MODEL, PREFILLER, Hints
+from epd_portable.front.exchange import CACHE_KEY, ENCODERS, MODEL, PREFILLER, Hints
 from epd_portable.front.request import FrontItem, OpenRequest, blocks_of
 from epd_portable.placement.instances import EndpointPool, Instance
 from epd_portable.placement.profiles.policy import BLOCK_TOKENS, Policy
@@ -29,7 +29,7 @@ _OTHERWISE = "the gateway's other headers count, then the front chooses"
 def selection_of(pool: EndpointPool, policy: Policy | None, one: OpenRequest) -> EngineChoices:
     """Return the choices for a request."""
     selection = EngineChoices(pool, one) if policy is None else _ByPolicy(pool, one, policy)
-    return _ByHeaders(selection, hints) if (hints := one.headers.hints) else selection
+    return _ByHeaders(selection, hints) if (hints := one.exchange.hints) else selection
 
 
 class EngineChoices:
@@ -95,13 +95,13 @@ class EngineChoices:
 
     def record(self, decision: Decision) -> None:
         """Explain a decision, where that is wanted."""
-        self.one.headers.explain(decision)
+        self.one.exchange.explain(decision)
         logger.debug("request %s: %s", self.one.core.request_id, json.dumps(decision.shown()))
 
     @property
     def explains(self) -> bool:
         """Whether decisions are recorded."""
-        return self.one.headers.explanation is not None or logger.isEnabledFor(logging.DEBUG)
+        return self.one.exchange.explanation is not None or logger.isEnabledFor(logging.DEBUG)
 
     def _nearest(self, duty: Duty, exclude: Collection[str] = ()) -> Instance | None:
         """Return who has the most of a prompt's beginning, unless others are much less busy."""
@@ -206,17 +206,17 @@ class _ByPolicy(EngineChoices):
         return None
 
     def _request(self, stage: Stage, item: FrontItem | None = None) -> SelectionRequest:
-        prompt, headers = NO_PROMPT if item else self.prompt, self.one.headers
+        prompt, exchange = NO_PROMPT if item else self.prompt, self.one.exchange
         return SelectionRequest(
             stage=stage,
             key=self._chance,
-            model=headers.model,
-            session=headers.session,
+            model=exchange.model,
+            session=exchange.session,
             items=self.one.items,
             item=item,
             prompt=prompt,
             having=self.pool.caches.with_prefix(prompt.blocks),
-            profile=headers.get(self.policy.profile_header),
+            profile=exchange.get(self.policy.profile_header),
         )
 
 

@@ -21,8 +21,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from epd_portable.config.roles import ENCODES, TAKES_ITEMS
 from epd_portable.front.client import SplitClient
 from epd_portable.front.engines import FrontEngine
-from epd_portable.front.exchange import FrontExchange, exchange
-from epd_portable.front.headers import CURRENT, Headers, Hints
+from epd_portable.front.exchange import FrontExchange, Hints, exchange
 from epd_portable.placement.instances import Instance
 
 logger = logging.getLogger(__name__)
@@ -86,8 +85,7 @@ class WarmUp:
             prefiller=taker if prefills else None,
             generator=None if prefills else taker,
         )
-        CURRENT.set(Headers(hints=hints))
-        exchange.set(here := FrontExchange())
+        exchange.set(here := FrontExchange(hints=hints))
         try:
             if (prompt := await asyncio.to_thread(self._prompt)) is None:
                 return

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 
-from epd_portable.items.background import EncodeOrder
 from epd_portable.items.items import Item, State
-from epd_portable.items.placer import Placement, WorkerOrders
+from epd_portable.items.placer import EncodeOrder, Placement, WorkerOrders
 from epd_portable.items.preallocator import EncoderCachePreallocator
 from epd_portable.wire.descriptors import SlotDescriptor
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from epd_portable.items.background import EncodeOrder
 from epd_portable.transfer.stream_clock import StreamClock
 from epd_portable.wire.descriptors import SlotDescriptor, TensorSpec
 
@@ -15,6 +14,21 @@ if TYPE_CHECKING:
     from epd_portable.platforms.base import DeviceEvent
     from epd_portable.transfer.copies import DeviceCopies
     from epd_portable.transfer.worker_endpoint import WorkerEndpoint
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EncodeOrder:
+    """One item to encode.
+
+    Attributes:
+        mm_hash: Key in the encoder cache.
+        modality: The engine's.
+        media: What the model's processor made of it (vLLM's ``MultiModalKwargsItem``).
+    """
+
+    mm_hash: str
+    modality: str
+    media: Any
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

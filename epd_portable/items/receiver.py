@@ -10,12 +10,11 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from epd_portable.errors import TransportError
-from epd_portable.items.background import EncodeOrder
 from epd_portable.items.consumer import ConsumerSession, FailureCause, Transfer
 from epd_portable.items.items import Claim, Claimant, Item, State
 from epd_portable.items.metrics import ReceiverMetrics
 from epd_portable.items.orders import OrderBook
-from epd_portable.items.placer import Placement
+from epd_portable.items.placer import EncodeOrder, Placement
 from epd_portable.items.preallocator import EncoderCachePreallocator
 from epd_portable.items.slots import ReceivePool
 from epd_portable.log import trace

@@ -11,12 +11,12 @@ from epd_portable.config.secret import Secret
 from epd_portable.transfer import registry
 from epd_portable.transfer.control import ControlServer
 from epd_portable.transfer.curve import CurveKeys
+from epd_portable.transfer.paths.base import LeaseFence, ReceivingEnd
 from epd_portable.transfer.pool import SharedMemory
 from epd_portable.transfer.sessions import host_identity, new_session, process_is_gone
 from epd_portable.transfer.stores.base import make_store
 from epd_portable.transfer.stores.entry import Seal
 from epd_portable.transfer.stores.loader import IDENTITY, StoreLoader
-from epd_portable.transfer.transport import LeaseFence, ReceivingEnd
 from epd_portable.transfer.worker_endpoint import read_publication
 from epd_portable.wire.descriptors import PathEndpoint, PeerDescriptor, TensorSpec
 from epd_portable.wire.messages import Announce, AnyMessage, Nack, NackCode, Received

@@ -18,12 +18,12 @@ from epd_portable.config.transfer import AUTO
 from epd_portable.errors import ConfigError, NoCommonPathError
 from epd_portable.platforms.traits import TRAITS
 from epd_portable.transfer.curve import is_off_host, may_be_plain
-from epd_portable.transfer.pool import SHM_FOLDER
-from epd_portable.transfer.transport import (
+from epd_portable.transfer.paths.base import (
     PathReceiver,
+    PathWriter,
     ReceivingEnd,
-    Transport,
 )
+from epd_portable.transfer.pool import SHM_FOLDER
 from epd_portable.wire.descriptors import PathEndpoint, PeerDescriptor
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ class PathEntry:
 
     Attributes:
         name: In configuration, messages and metrics.
-        transport: ``module:class`` of the encode side; imported when the path is first used.
+        writer: ``module:class`` of the encode side; imported when the path is first used.
         receiver: The same for the consumer's end; empty if none is needed.
         summary: Half a sentence.
         same_host: Both ends must share ``/dev/shm``.
@@ -58,7 +58,7 @@ class PathEntry:
     """
 
     name: str
-    transport: str
+    writer: str
     receiver: str = ""
     summary: str
     same_host: bool = False
@@ -80,27 +80,27 @@ class PathEntry:
         return self.same_host or not self.device_memory
 
 
-_TRANSPORTS = "epd_portable.transfer.paths"
+_PATHS = "epd_portable.transfer.paths"
 
 PATHS: tuple[PathEntry, ...] = (
     PathEntry(
         name="ipc",
-        transport=f"{_TRANSPORTS}.mapped:IpcTransport",
+        writer=f"{_PATHS}.mapped:IpcWriter",
         same_host=True,
         device_memory=True,
         summary="the producer's device copies into the memory of the consumer's",
     ),
     PathEntry(
         name="shm",
-        transport=f"{_TRANSPORTS}.mapped:ShmTransport",
+        writer=f"{_PATHS}.mapped:ShmWriter",
         same_host=True,
         zero_copy=True,
         summary="the producer copies into the consumer's pool in /dev/shm",
     ),
     PathEntry(
         name="nixl",
-        transport=f"{_TRANSPORTS}.nixl:NixlTransport",
-        receiver=f"{_TRANSPORTS}.nixl:NixlReceiver",
+        writer=f"{_PATHS}.nixl:NixlWriter",
+        receiver=f"{_PATHS}.nixl:NixlReceiver",
         zero_copy=True,
         plain_off_host=True,
         summary="NIXL writes into the consumer's registered pool, by RDMA where there is any",
@@ -109,8 +109,8 @@ PATHS: tuple[PathEntry, ...] = (
     ),
     PathEntry(
         name="collective",
-        transport=f"{_TRANSPORTS}.collective:CollectiveTransport",
-        receiver=f"{_TRANSPORTS}.collective:CollectiveReceiver",
+        writer=f"{_PATHS}.collective:CollectiveWriter",
+        receiver=f"{_PATHS}.collective:CollectiveReceiver",
         device_memory=True,
         zero_copy=True,
         plain_off_host=True,
@@ -119,8 +119,8 @@ PATHS: tuple[PathEntry, ...] = (
     ),
     PathEntry(
         name="tcp",
-        transport=f"{_TRANSPORTS}.tcp:TcpTransport",
-        receiver=f"{_TRANSPORTS}.tcp:TcpReceiver",
+        writer=f"{_PATHS}.tcp:TcpWriter",
+        receiver=f"{_PATHS}.tcp:TcpReceiver",
         fenced=True,
         summary="chunks over ZMQ, copied into the pool by the consumer",
     ),
@@ -153,9 +153,9 @@ class Choice:
     refused: tuple[Refused, ...]
 
 
-def load_transport(name: str, copies: DeviceCopies, keys: CurveKeys) -> Transport:
+def load_writer(name: str, copies: DeviceCopies, keys: CurveKeys) -> PathWriter:
     """Make the encode side of a path."""
-    make: Callable[[DeviceCopies, CurveKeys], Transport] = _load(entry(name).transport)
+    make: Callable[[DeviceCopies, CurveKeys], PathWriter] = _load(entry(name).writer)
     return make(copies, keys)
 
 

@@ -20,10 +20,10 @@ import msgspec
 from epd_portable.config.transfer import AUTO
 from epd_portable.errors import CapacityError, TransportError, UnsupportedError
 from epd_portable.transfer import registry
+from epd_portable.transfer.paths.base import ReceivingEnd, RevokedFence
 from epd_portable.transfer.pool import SHM_FOLDER, SharedMemory, check_private
 from epd_portable.transfer.sessions import new_session, process_is_gone
 from epd_portable.transfer.slab import DeviceSlab, OpenedSlab, Slab
-from epd_portable.transfer.transport import ReceivingEnd, RevokedFence
 from epd_portable.wire.descriptors import PathEndpoint
 
 if TYPE_CHECKING:

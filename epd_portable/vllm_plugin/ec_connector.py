@@ -23,6 +23,7 @@ from vllm.v1.request import RequestStatus
 
 from epd_portable.config.instance import InstanceConfig
 from epd_portable.config.secret import Secret
+from epd_portable.encode.background import BackgroundEncoder, StepEncoder
 from epd_portable.encode.dispatcher import Dispatcher
 from epd_portable.encode.host_copies import HostCopies, alone
 from epd_portable.encode.producer import TransferOrder
@@ -32,10 +33,9 @@ from epd_portable.encode.shared_encoder import SharedEncoder
 from epd_portable.encode.store_writer import open_writer
 from epd_portable.encode.two_levels import TwoLevelCache
 from epd_portable.errors import EngineError
-from epd_portable.items.background import BackgroundEncoder, EncodeOrder, StepEncoder
 from epd_portable.items.encoder_cache import EncoderCacheManager
 from epd_portable.items.metrics import ReceiverMetrics, SenderMetrics
-from epd_portable.items.placer import Placer
+from epd_portable.items.placer import EncodeOrder, Placer
 from epd_portable.items.prefill import PrefillRequests
 from epd_portable.items.receiver import Receiver
 from epd_portable.platforms.traits import TRAITS

@@ -13,8 +13,8 @@ from epd_portable.platforms import registry
 from epd_portable.platforms.traits import TRAITS
 from epd_portable.transfer import registry as paths
 from epd_portable.transfer.copies import Clock, DeviceCopies
+from epd_portable.transfer.paths.base import PathWriter
 from epd_portable.transfer.sessions import host_identity, new_session
-from epd_portable.transfer.transport import Transport
 from epd_portable.wire.descriptors import PathEndpoint, PeerDescriptor
 from tests.keyring import keys
 
@@ -62,8 +62,8 @@ class Route:
         platform.set_device(0)
         return DeviceCopies(platform, 0) if clock is None else DeviceCopies(platform, 0, clock)
 
-    def transport(self, clock: Clock | None = None) -> Transport:
-        return paths.load_transport(self.path, self.encode_copies(clock), keys())
+    def writer(self, clock: Clock | None = None) -> PathWriter:
+        return paths.load_writer(self.path, self.encode_copies(clock), keys())
 
     @property
     def has_devices(self) -> bool:

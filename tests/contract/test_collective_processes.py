@@ -24,8 +24,8 @@ from epd_portable.platforms.collectives import CollectiveGroup, Rendezvous
 from epd_portable.platforms.collectives_torch import RendezvousHost
 from epd_portable.platforms.npu import NpuPlatform
 from tests import warm
+from tests.contract.path_consumer import CONTEXT as FORKED
 from tests.contract.remote_ranks import RankProcess
-from tests.contract.transport_consumer import CONTEXT as FORKED
 
 PEER = """
 import sys, time, torch

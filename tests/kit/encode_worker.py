@@ -1,7 +1,7 @@
 """The worker half of an encode instance over a fake device, without threads and sockets.
 
 Real: `EncodeWorker`, its `Sender` with all outputs, orders and messages, and `HostCopies`. Fake:
-threads, which go on when a test says so; the control channel; transports, which read an output
+threads, which go on when a test says so; the control channel; paths, which read an output
 when its write ends; and the device. It computes what was queued later, in the order of the queue,
 and its copy stream is ahead of that. An encoder output is a tensor full of the number of its
 weights, and of `UNCOMPUTED` before it is computed. Not modelled: the device's memory, and failures
@@ -23,7 +23,7 @@ from unittest import mock
 
 import torch
 
-from epd_portable.encode.writers import WriteResult
+from epd_portable.encode.outputs import WriteResult
 from epd_portable.errors import TransportError
 from epd_portable.platforms.base import MemoryInfo
 from epd_portable.platforms.traits import TRAITS

@@ -8,7 +8,7 @@ from random import Random
 import msgspec
 
 from epd_portable.encode.producer import ProducerSession, TransferOrder, Write
-from epd_portable.transfer.transport import LeaseFence
+from epd_portable.transfer.paths.base import LeaseFence
 from epd_portable.wire.descriptors import PathEndpoint, PeerDescriptor, TensorSpec
 from epd_portable.wire.messages import AnyMessage
 from tests.kit.engine import ADDRESS

@@ -21,9 +21,9 @@ from epd_portable.config.secret import Secret
 from epd_portable.demo import MODEL_DIR
 from epd_portable.errors import NoCommonPathError
 from epd_portable.launch.plan.engine import CONNECTOR, SCHEDULER_CLS
+from epd_portable.transfer.paths.base import LeaseFence
 from epd_portable.transfer.registry import fenced_paths
 from epd_portable.transfer.stores.loader import IDENTITY
-from epd_portable.transfer.transport import LeaseFence
 from epd_portable.vllm_plugin.reports import to_names
 from epd_portable.wire.descriptors import PathEndpoint, PeerDescriptor, TensorSpec
 from epd_portable.wire.messages import Announce, AnyMessage

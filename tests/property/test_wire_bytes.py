@@ -285,7 +285,7 @@ def test_transfer_parameters_have_limits() -> None:
         .map(lambda data: base64.b85encode(data).decode()),
     )
 )
-def test_any_text_is_an_address_of_device_memory_or_a_transport_error(address: str) -> None:
+def test_any_text_is_an_address_of_device_memory_or_an_error(address: str) -> None:
     try:
         _read_address(address)
     except TransportError:

@@ -25,7 +25,7 @@ SOURCES = (
     "epd_portable/config/store.py",
     "epd_portable/transfer/registry.py",
     "epd_portable/transfer/stores/base.py",
-    "epd_portable/transfer/transport.py",
+    "epd_portable/transfer/paths/base.py",
     "epd_portable/errors.py",
     "epd_portable/platforms/base.py",
     "epd_portable/platforms/traits.py",

@@ -21,7 +21,7 @@ _COMPARED = (
     ("images", "E2E", "p50"),
 )
 """By which users decide, whichever side they favour."""
-_MEASURED = ("epd_portable.placement.assignment", "epd_portable.items.background")
+_MEASURED = ("epd_portable.placement.assignment", "epd_portable.encode.background")
 """Modules that decide who encodes an image, and between which steps."""
 
 Turn = dict[str, Any]

@@ -96,7 +96,7 @@ def front_argv(engines: Sequence[Engine]) -> tuple[str, ...]:
     if front.item_outcomes and version and version < CARRIES_PARAMS:
         found += ["--middleware", PARAMS]
     if front.choice or front.hop_keys_file or front.partial_results or front.api_keys_file:
-        found += ["--middleware", "epd_portable.front.headers.PlacementMiddleware"]
+        found += ["--middleware", "epd_portable.front.exchange.PlacementMiddleware"]
     # The last is outermost.
     found += ["--middleware", "epd_portable.front.http.FrontMiddleware"]
     return tuple(found)

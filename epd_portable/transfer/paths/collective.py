@@ -40,12 +40,12 @@ from epd_portable.log import trace
 from epd_portable.platforms.collectives import CollectiveGroup, Rendezvous
 from epd_portable.platforms.collectives_torch import RendezvousHost
 from epd_portable.transfer.copies import DeviceCopies
-from epd_portable.transfer.transport import (
+from epd_portable.transfer.paths.base import (
     PathReceiver,
+    PathWriter,
     ReceivingEnd,
     RevokedFence,
     SlotWrite,
-    Transport,
 )
 from epd_portable.wire.codec import reader
 from epd_portable.wire.descriptors import SlotDescriptor
@@ -104,7 +104,7 @@ def frames_over(connected: socket.socket) -> Connection:
     return Connection(connected.detach())
 
 
-class CollectiveTransport(Transport):
+class CollectiveWriter(PathWriter):
     """Has one group with each consumer; writes to the same consumer take turns."""
 
     def __init__(self, copies: DeviceCopies, keys: CurveKeys) -> None:
@@ -113,7 +113,7 @@ class CollectiveTransport(Transport):
         self._links: dict[str, _Link] = {}
 
     def write(self, item: SlotWrite) -> None:
-        """See `Transport.write`; the address is that of the consumer's `CollectiveReceiver`."""
+        """See `PathWriter.write`; the address is that of the consumer's `CollectiveReceiver`."""
         self._check(item)
         over: list[_Link] = []
         with self._lock:

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 from epd_portable.errors import PeerLostError, TransportError
 from epd_portable.log import trace
 from epd_portable.transfer.copies import DeviceCopies, QueuedCopy
+from epd_portable.transfer.paths.base import PathWriter, SlotWrite, check_source
 from epd_portable.transfer.pool import SharedMemory
 from epd_portable.transfer.slab import OpenedSlab
-from epd_portable.transfer.transport import SlotWrite, Transport, check_source
 
 if TYPE_CHECKING:
     from epd_portable.transfer.curve import CurveKeys
@@ -40,7 +40,7 @@ class _Mapping(Generic[MemoryT]):
         return partial(self.writes.discard, write)
 
 
-class MappedTransport(Transport, Generic[MemoryT]):
+class MappedWriter(PathWriter, Generic[MemoryT]):
     """Maps each consumer's memory at the first write to it, and copies straight into it."""
 
     _path: str
@@ -63,7 +63,7 @@ class MappedTransport(Transport, Generic[MemoryT]):
         """Undo `_map`."""
 
     def write(self, item: SlotWrite) -> None:
-        """See `Transport.write`."""
+        """See `PathWriter.write`."""
         self._check(item)
         with self._lock:
             mapping = self._mapping(item.slot.pool, item.address)
@@ -75,7 +75,7 @@ class MappedTransport(Transport, Generic[MemoryT]):
             ended()
 
     def queue(self, item: SlotWrite) -> QueuedCopy | None:
-        """See `Transport.queue`; the first write to a consumer takes long, as it maps memory."""
+        """See `PathWriter.queue`; the first write to a consumer takes long, as it maps memory."""
         if not self._lock.acquire(blocking=False):
             return None
         try:
@@ -114,7 +114,7 @@ class MappedTransport(Transport, Generic[MemoryT]):
         return mapping
 
 
-class ShmTransport(MappedTransport[SharedMemory]):
+class ShmWriter(MappedWriter[SharedMemory]):
     """Copies into a pool, from a device in one copy; the address is `SharedMemory.identity`."""
 
     _path = "shm"
@@ -139,7 +139,7 @@ class ShmTransport(MappedTransport[SharedMemory]):
         self._copies.unpin(memory)
 
 
-class IpcTransport(MappedTransport[OpenedSlab]):
+class IpcWriter(MappedWriter[OpenedSlab]):
     """Copies into a slab; the address is `DeviceSlab.address`."""
 
     _path = "ipc"

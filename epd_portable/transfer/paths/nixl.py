@@ -23,15 +23,15 @@ from epd_portable.errors import ConfigError, PeerLostError, TransportError
 from epd_portable.log import trace
 from epd_portable.transfer.connections import Connections
 from epd_portable.transfer.copies import DeviceCopies
-from epd_portable.transfer.paths.buffers import RegisteredBuffers, late_write
-from epd_portable.transfer.transport import (
+from epd_portable.transfer.paths.base import (
     LeaseFence,
     PathReceiver,
+    PathWriter,
     ReceivingEnd,
     SlotWrite,
-    Transport,
     check_slot,
 )
+from epd_portable.transfer.paths.buffers import RegisteredBuffers, late_write
 from epd_portable.wire.codec import address_reader, as_address
 from epd_portable.wire.descriptors import MAX_ADDRESS
 
@@ -84,7 +84,7 @@ class _Agent:
             self.nixl.deregister_memory(registered)
 
 
-class NixlTransport(Transport):
+class NixlWriter(PathWriter):
     """Writes encoder outputs into pools of consumers; each write has a buffer of its own."""
 
     def __init__(self, copies: DeviceCopies, keys: CurveKeys) -> None:
@@ -97,7 +97,7 @@ class NixlTransport(Transport):
         )
 
     def write(self, item: SlotWrite) -> None:
-        """See `Transport.write`; the address holds what NIXL must know of the consumer."""
+        """See `PathWriter.write`; the address holds what NIXL must know of the consumer."""
         self._check(item)
         check_slot(item.slot, _parse(item.address).nbytes)
         host = self._copies.to_host(item.src, after=item.computed, deadline_s=item.deadline_s)

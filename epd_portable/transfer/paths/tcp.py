@@ -22,12 +22,12 @@ from epd_portable.log import trace
 from epd_portable.transfer.connections import Connections
 from epd_portable.transfer.copies import DeviceCopies
 from epd_portable.transfer.curve import CurveGate, CurveKeys, connect_client
-from epd_portable.transfer.transport import (
+from epd_portable.transfer.paths.base import (
     LeaseFence,
     PathReceiver,
+    PathWriter,
     ReceivingEnd,
     SlotWrite,
-    Transport,
 )
 from epd_portable.wire.codec import reader
 from epd_portable.wire.descriptors import SlotDescriptor
@@ -62,7 +62,7 @@ _read_chunk = reader(_Chunk, "a chunk")
 _read_answer = reader(_Answer, "an answer")
 
 
-class TcpTransport(Transport):
+class TcpWriter(PathWriter):
     """Sends encoder outputs; each write has a connection of its own while it lasts."""
 
     def __init__(self, copies: DeviceCopies, keys: CurveKeys) -> None:
@@ -72,7 +72,7 @@ class TcpTransport(Transport):
         self._free = Connections(self._connect_all, _close_all)
 
     def write(self, item: SlotWrite) -> None:
-        """See `Transport.write`; from a device through page-locked host memory."""
+        """See `PathWriter.write`; from a device through page-locked host memory."""
         self._check(item)
         host = self._copies.to_host(item.src, after=item.computed, deadline_s=item.deadline_s)
         socket = self._take_connection(item.address)

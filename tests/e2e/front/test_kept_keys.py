@@ -21,7 +21,7 @@ import psutil
 import pytest
 import yaml
 
-from epd_portable.front.headers import KEY, MAPPING
+from epd_portable.front.exchange import KEY, MAPPING
 from epd_portable.launch.plan.ports import port_source
 from epd_portable.wire.params import FIELD
 from tests.certificates import make_certificate

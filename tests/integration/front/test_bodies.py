@@ -18,7 +18,7 @@ pytest.importorskip("vllm")
 from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from epd_portable.front.headers import PlacementMiddleware
+from epd_portable.front.exchange import PlacementMiddleware
 from tests.integration.front.test_front_http import CHAT, Serve, serve  # noqa: F401
 from tests.property.budget import budget
 

@@ -20,7 +20,7 @@ from starlette.types import Receive, Scope, Send
 from vllm.exceptions import GracefulHTTPError
 from vllm.v1.engine import FinishReason
 
-from epd_portable.front.headers import (
+from epd_portable.front.exchange import (
     CACHE_KEY,
     ENCODER_MODEL_LABEL,
     ENCODERS,

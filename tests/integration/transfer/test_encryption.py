@@ -22,9 +22,9 @@ from epd_portable.platforms import registry
 from epd_portable.transfer.control import ControlClients, ControlServer
 from epd_portable.transfer.copies import DeviceCopies
 from epd_portable.transfer.curve import CurveKeys, is_off_host, read_keys
-from epd_portable.transfer.paths.tcp import TcpReceiver, TcpTransport
+from epd_portable.transfer.paths.base import LeaseFence
+from epd_portable.transfer.paths.tcp import TcpReceiver, TcpWriter
 from epd_portable.transfer.pool import SharedMemory
-from epd_portable.transfer.transport import LeaseFence
 from epd_portable.wire.codec import encode
 from epd_portable.wire.descriptors import SlotDescriptor
 from epd_portable.wire.messages import Abort, Later
@@ -238,12 +238,12 @@ def write(
     slot: SlotDescriptor = SLOT,
 ) -> None:
     copies = DeviceCopies(registry.get("cpu"))
-    transport = TcpTransport(copies, held)
+    writer = TcpWriter(copies, held)
     try:
         src = torch.frombuffer(bytearray(WORDS), dtype=torch.uint8) if item is None else item
-        transport.write(slot_write(copies, src, slot, address, limit_s))
+        writer.write(slot_write(copies, src, slot, address, limit_s))
     finally:
-        transport.close()
+        writer.close()
 
 
 def content(memory: SharedMemory) -> bytes:

@@ -13,11 +13,11 @@ import torch
 import zmq
 
 from epd_portable.config.instance import InstanceConfig
-from epd_portable.encode import writers as writers_module
+from epd_portable.encode import outputs as outputs_module
 from epd_portable.encode.sender import _IDLE_POLL_S, Sender
 from epd_portable.errors import PlatformError, TransportError
 from epd_portable.transfer.copies import DeviceCopies
-from epd_portable.transfer.transport import Transport
+from epd_portable.transfer.paths.base import PathWriter
 from tests.contract.pairs import Pair, Route
 from tests.held_device import HeldPlatform
 from tests.integration.transfer.conftest import DEADLINE_S, PrefillSide
@@ -171,8 +171,8 @@ def test_a_write_that_raises_ends_its_transfer_and_no_other(
 
     pd.arrive("r", "cat", 10)
     with monkeypatch.context() as patch:
-        transport: Transport = sender._writers.transport("shm")
-        patch.setattr(transport, "write", fail)
+        path_writer: PathWriter = sender._writers.path_writer("shm")
+        patch.setattr(path_writer, "write", fail)
         sender.submit(order("t-r", "cat", pd.address, 10), output("cat", 10))
         ended(sender, pd, "t-r")
     pd.step_until(lambda: pd.free_bytes == pd.pool_bytes)
@@ -277,16 +277,16 @@ def test_a_sender_that_stops_can_be_woken(path: str, monkeypatch: pytest.MonkeyP
 def test_a_short_copy_is_made_by_the_thread_that_says_written_and_a_long_one_beside_it(
     sender: Sender, pd: PrefillSide, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(writers_module, "CHUNK_BYTES", output("cat", 10).nbytes)
+    monkeypatch.setattr(outputs_module, "CHUNK_BYTES", output("cat", 10).nbytes)
     writers: list[str] = []
-    transport = sender._writers.transport("shm")
-    real = transport.write
+    path_writer = sender._writers.path_writer("shm")
+    real = path_writer.write
 
     def noted(*args: object, **kwargs: object) -> None:
         writers.append(threading.current_thread().name)
         real(*args, **kwargs)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(transport, "write", noted)
+    monkeypatch.setattr(path_writer, "write", noted)
     for name, tokens in (("cat", 10), ("dog", 11)):
         pd.arrive(name, name, tokens)
         sender.submit(order(f"t-{name}", name, pd.address, tokens), output(name, tokens))
@@ -300,17 +300,17 @@ def stuck(
     sender: Sender, pd: PrefillSide, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[threading.Event]:
     """A write that is under way, far beyond its lease, until the event is set."""
-    monkeypatch.setattr(writers_module, "CHUNK_BYTES", 0)
+    monkeypatch.setattr(outputs_module, "CHUNK_BYTES", 0)
     let_go, begun = threading.Event(), threading.Event()
-    transport = sender._writers.transport("shm")
-    real = transport.write
+    path_writer = sender._writers.path_writer("shm")
+    real = path_writer.write
 
     def stuck(*args: object, **kwargs: object) -> None:
         begun.set()
         assert let_go.wait(DEADLINE_S)
         real(*args, **kwargs)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(transport, "write", stuck)
+    monkeypatch.setattr(path_writer, "write", stuck)
     begin(sender, pd)
     pd.step_until(begun.is_set)
     yield let_go
@@ -320,9 +320,9 @@ def stuck(
 def test_closing_leaves_a_write_alone_that_is_stuck_and_the_memory_that_it_uses(
     sender: Sender, stuck: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(writers_module, "CLOSE_S", 0.1)
+    monkeypatch.setattr(outputs_module, "CLOSE_S", 0.1)
     closed: list[bool] = []
-    monkeypatch.setattr(sender._writers.transport("shm"), "close", lambda: closed.append(True))
+    monkeypatch.setattr(sender._writers.path_writer("shm"), "close", lambda: closed.append(True))
     sender.close()
     assert not sender._thread.is_alive()
     assert closed == []

@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 import torch
 
+from epd_portable.encode.background import StepEncoder
 from epd_portable.encode.host_copies import HostCopies
 from epd_portable.encode.producer import TransferOrder
 from epd_portable.encode.two_levels import HostOrders
 from epd_portable.errors import EngineError
-from epd_portable.items.background import EncodeOrder, StepEncoder
-from epd_portable.items.placer import WorkerOrders
+from epd_portable.items.placer import EncodeOrder, WorkerOrders
 from epd_portable.platforms import registry
 from epd_portable.platforms.traits import TRAITS
 from epd_portable.transfer.copies import DeviceCopies

@@ -16,7 +16,7 @@ from ascend_sim.memory import delay
 
 from epd_portable.encode.producer import ProducerSession, TransferOrder
 from epd_portable.transfer import copies
-from epd_portable.transfer.paths.collective import CollectiveTransport
+from epd_portable.transfer.paths.collective import CollectiveWriter
 from epd_portable.wire.descriptors import TensorSpec
 from tests.integration.transfer.encode_side import make_sender
 from tests.npu_sim.platform.children import Child
@@ -36,7 +36,7 @@ class EncodeWorker(logging.Handler):
         self.notes: list[Note] = []
         # The device gets the copy of `ipc`; of `collective` the item is waited for to be computed.
         _tell(self._writing.set, copies.DeviceCopies, "queue")
-        _tell(self._writing.set, CollectiveTransport, "write")
+        _tell(self._writing.set, CollectiveWriter, "write")
         _tell(functools.partial(self._note, "queued"), copies.DeviceCopies, "queue")
         _tell(functools.partial(self._note, "written"), ProducerSession, "write_done")
         self._sender = make_sender(path, wait_timeout_s, "npu")

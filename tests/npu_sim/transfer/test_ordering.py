@@ -25,12 +25,12 @@ from epd_portable.platforms.base import DeviceEvent
 from epd_portable.platforms.npu import NpuPlatform
 from epd_portable.transfer import registry as paths
 from epd_portable.transfer.copies import DeviceCopies, QueuedCopy
+from epd_portable.transfer.paths.base import SlotWrite
 from epd_portable.transfer.pool import SharedMemory
-from epd_portable.transfer.transport import SlotWrite
 from epd_portable.transfer.worker_endpoint import WorkerEndpoint
 from epd_portable.wire.descriptors import SlotDescriptor, TensorSpec
 from tests.contract.pairs import Pair, Route
-from tests.contract.transport_consumer import Consumer, digest
+from tests.contract.path_consumer import Consumer, digest
 from tests.keyring import keys
 
 DELAY_US = 800_000
@@ -255,7 +255,7 @@ class Encoder:
     def __init__(self, route: Route, consumer: Consumer, copies: DeviceCopies) -> None:
         self._consumer = consumer
         self.copies = copies
-        self._transport = paths.load_transport(route.path, copies, keys())
+        self._writer = paths.load_writer(route.path, copies, keys())
         self._output = torch.zeros(SPEC.shape, device=copies.device)
         torch.npu.synchronize()
         self._write(copies.platform.record_event())
@@ -271,7 +271,7 @@ class Encoder:
 
     def _write(self, computed: DeviceEvent) -> SlotDescriptor:
         slot = self._consumer.grant(0, SPEC.nbytes)
-        self._transport.write(
+        self._writer.write(
             SlotWrite(
                 src=self._output,
                 slot=slot,
@@ -284,7 +284,7 @@ class Encoder:
 
     def close(self) -> None:
         torch.npu.synchronize()
-        self._transport.close()
+        self._writer.close()
 
 
 MakeEncoder = Callable[[type[DeviceCopies]], Encoder]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from epd_portable.errors import NoCommonPathError
 from epd_portable.items.consumer import ConsumerSession, FailureCause, Transfer
 from epd_portable.items.items import Item, State
-from epd_portable.transfer.transport import LeaseFence
+from epd_portable.transfer.paths.base import LeaseFence
 from epd_portable.wire.descriptors import PathEndpoint, PeerDescriptor, SlotDescriptor, TensorSpec
 from epd_portable.wire.messages import Abort, Announce, AnyMessage, Grant, Nack, NackCode, Written
 from tests.unit.builders import FINGERPRINT, SPEC, peer, slot

@@ -23,7 +23,7 @@ from epd_portable.items.prefill import PrefillRequests
 from epd_portable.items.receiver import Receiver
 from epd_portable.platforms.traits import TRAITS
 from epd_portable.transfer import registry
-from epd_portable.transfer.transport import LeaseFence
+from epd_portable.transfer.paths.base import LeaseFence
 from epd_portable.wire.descriptors import PathEndpoint, PeerDescriptor, TensorSpec
 from epd_portable.wire.messages import Announce, AnyMessage
 from epd_portable.wire.params import ExpectedTransfer, PrefillOutcome, PrefillParams

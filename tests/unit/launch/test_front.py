@@ -164,7 +164,7 @@ def test_store_reaches_the_front() -> None:
 )
 def test_placement_middleware_is_there_where_a_key_needs_it(key: str) -> None:
     *_, front = planned(f"front: {{{key}}}").processes
-    assert ("epd_portable.front.headers.PlacementMiddleware" in front.argv) == bool(key)
+    assert ("epd_portable.front.exchange.PlacementMiddleware" in front.argv) == bool(key)
 
 
 def test_an_engine_without_encoder_is_behind_a_front_that_takes_media() -> None:

@@ -30,16 +30,16 @@ from epd_portable.platforms import registry
 from epd_portable.platforms.collectives import CollectiveGroup, Rendezvous
 from epd_portable.transfer.copies import DeviceCopies
 from epd_portable.transfer.paths import collective
+from epd_portable.transfer.paths.base import RevokedFence
 from epd_portable.transfer.paths.collective import (
     MAX_FRAME_BYTES,
     PRODUCER_RANK,
     Answer,
     CollectiveReceiver,
-    CollectiveTransport,
+    CollectiveWriter,
     Join,
     Put,
 )
-from epd_portable.transfer.transport import RevokedFence
 from epd_portable.wire.descriptors import SlotDescriptor
 from tests.keyring import keys
 from tests.receiving import receiving_end, slot_write
@@ -87,15 +87,15 @@ class Consumer:
 
     def assert_serves(self) -> None:
         """Another producer joins and writes an item."""
-        transport = CollectiveTransport(self.copies, keys())
+        writer = CollectiveWriter(self.copies, keys())
         slot = SlotDescriptor(pool="pool", offset=128, nbytes=256, generation=99)
-        self.write(transport, slot, 7)
-        transport.close()
+        self.write(writer, slot, 7)
+        writer.close()
         assert self.memory.tensor(128, 256).eq(7).all()
 
-    def write(self, transport: CollectiveTransport, slot: SlotDescriptor, value: int) -> None:
+    def write(self, writer: CollectiveWriter, slot: SlotDescriptor, value: int) -> None:
         src = torch.full((slot.nbytes,), value, dtype=torch.uint8)
-        transport.write(slot_write(self.copies, src, slot, self.receiver.address))
+        writer.write(slot_write(self.copies, src, slot, self.receiver.address))
 
 
 def until(condition: Callable[[], bool], otherwise: Callable[[], object]) -> None:
@@ -326,16 +326,16 @@ def test_an_item_without_room_is_refused(
     def refuse(*_: object, **__: object) -> None:
         raise torch.OutOfMemoryError("out of memory")
 
-    transport = CollectiveTransport(consumer.copies, keys())
+    writer = CollectiveWriter(consumer.copies, keys())
     with monkeypatch.context() as patch:
         patch.setattr(torch, "empty", refuse)
         with pytest.raises(LeaseExpiredError) as caught:
-            consumer.write(transport, SLOT, 1)
+            consumer.write(writer, SLOT, 1)
     for part in ("64 bytes on cpu", "free: lower gpu_memory_utilization", "transfer.path"):
         assert part in str(caught.value)
     assert consumer.untouched
-    consumer.write(transport, SLOT, 3)
-    transport.close()
+    consumer.write(writer, SLOT, 3)
+    writer.close()
 
 
 # -- what a consumer may answer ------------------------------------------------------------------
@@ -354,15 +354,13 @@ ANSWERS = {
 def test_an_answer_of_nonsense_is_an_error(kind: str) -> None:
     answer, error = ANSWERS[kind]
     copies = DeviceCopies(registry.get("cpu"))
-    transport = CollectiveTransport(copies, keys())
+    writer = CollectiveWriter(copies, keys())
     with socket.create_server((HOST, 0)) as server:
         threading.Thread(target=_answer, args=(server, answer), daemon=True).start()
         with pytest.raises(error):
             address = f"{HOST}:{server.getsockname()[1]}"
-            transport.write(
-                slot_write(copies, torch.ones(64, dtype=torch.uint8), SLOT, address, 0.5)
-            )
-    transport.close()
+            writer.write(slot_write(copies, torch.ones(64, dtype=torch.uint8), SLOT, address, 0.5))
+    writer.close()
 
 
 def _answer(server: socket.socket, answer: bytes) -> None:
@@ -402,20 +400,18 @@ def test_an_item_is_put_when_computed(consumer: Consumer, monkeypatch: pytest.Mo
         return Put(*given, **options)
 
     monkeypatch.setattr(collective, "Put", put)
-    transport = CollectiveTransport(consumer.copies, keys())
+    writer = CollectiveWriter(consumer.copies, keys())
     src, address = torch.full((SLOT.nbytes,), 7, dtype=torch.uint8), consumer.receiver.address
-    transport.write(slot_write(consumer.copies, src, SLOT, address, computed=SpyEvent(look)))
-    transport.close()
+    writer.write(slot_write(consumer.copies, src, SLOT, address, computed=SpyEvent(look)))
+    writer.close()
     assert happened == ["looked", "looked", "looked", "told"]
 
 
 def test_an_item_that_is_not_computed_holds_up_no_other(consumer: Consumer) -> None:
-    transport = CollectiveTransport(consumer.copies, keys())
+    writer = CollectiveWriter(consumer.copies, keys())
     src, never = torch.zeros(SLOT.nbytes, dtype=torch.uint8), SpyEvent(lambda: False)
     with pytest.raises(TransportTimeoutError, match="device work was not complete"):
-        transport.write(
-            slot_write(consumer.copies, src, SLOT, consumer.receiver.address, 0.05, never)
-        )
-    consumer.write(transport, SLOT, 7)
-    transport.close()
+        writer.write(slot_write(consumer.copies, src, SLOT, consumer.receiver.address, 0.05, never))
+    consumer.write(writer, SLOT, 7)
+    writer.close()
     assert consumer.memory.tensor(0, 64).eq(7).all()

@@ -15,9 +15,9 @@ from epd_portable.errors import (
 )
 from epd_portable.platforms.cpu import CpuPlatform, PassedEvent
 from epd_portable.transfer.copies import CHUNK_BYTES, DeviceCopies
-from epd_portable.transfer.paths.mapped import ShmTransport
+from epd_portable.transfer.paths.base import SlotWrite
+from epd_portable.transfer.paths.mapped import ShmWriter
 from epd_portable.transfer.pool import SharedMemory
-from epd_portable.transfer.transport import SlotWrite
 from epd_portable.wire.descriptors import SlotDescriptor
 from tests.keyring import keys
 from tests.receiving import pool_name, shared_memory
@@ -165,8 +165,8 @@ def make_pool() -> Iterator[Callable[..., SharedMemory]]:
 
 
 @pytest.fixture
-def transport(platform: SpyPlatform) -> Iterator[ShmTransport]:
-    made = ShmTransport(DeviceCopies(platform), keys())
+def writer(platform: SpyPlatform) -> Iterator[ShmWriter]:
+    made = ShmWriter(DeviceCopies(platform), keys())
     yield made
     made.close()
 
@@ -181,45 +181,43 @@ def item(pool: SharedMemory, src: torch.Tensor = SRC) -> SlotWrite:
     )
 
 
-def write(transport: ShmTransport, pool: SharedMemory) -> None:
-    transport.write(item(pool))
+def write(writer: ShmWriter, pool: SharedMemory) -> None:
+    writer.write(item(pool))
 
 
 def test_a_pool_stays_page_locked_while_a_copy_into_it_is_under_way_though_its_owner_has_gone(
-    transport: ShmTransport, platform: SpyPlatform, make_pool: Callable[..., SharedMemory]
+    writer: ShmWriter, platform: SpyPlatform, make_pool: Callable[..., SharedMemory]
 ) -> None:
     gone = make_pool()
-    write(transport, gone)
+    write(writer, gone)
     platform.event = SpyEvent()
-    copy = transport.queue(item(gone))
+    copy = writer.queue(item(gone))
     assert copy is not None
     gone.unlink()
-    write(transport, make_pool(gone.path.name))
+    write(writer, make_pool(gone.path.name))
     assert platform.unpinned == []
     with pytest.raises(PeerLostError, match="made anew"):
-        write(transport, gone)
+        write(writer, gone)
     copy.finish()
-    write(transport, make_pool())
+    write(writer, make_pool())
     assert platform.unpinned == [platform.pinned[0][0]]
 
 
 def test_a_copy_that_was_refused_keeps_no_pool_page_locked(
-    transport: ShmTransport, platform: SpyPlatform, make_pool: Callable[..., SharedMemory]
+    writer: ShmWriter, platform: SpyPlatform, make_pool: Callable[..., SharedMemory]
 ) -> None:
     gone = make_pool()
-    write(transport, gone)
+    write(writer, gone)
     with pytest.raises(ValueError, match="bytes"):
-        transport.queue(item(gone, torch.ones(3)))
+        writer.queue(item(gone, torch.ones(3)))
     gone.unlink()
-    write(transport, make_pool())
+    write(writer, make_pool())
     assert platform.unpinned == [platform.pinned[0][0]]
 
 
-def test_an_opening_is_no_wait(
-    transport: ShmTransport, make_pool: Callable[..., SharedMemory]
-) -> None:
+def test_an_opening_is_no_wait(writer: ShmWriter, make_pool: Callable[..., SharedMemory]) -> None:
     pool = make_pool()
-    write(transport, pool)
-    with transport._lock:
-        assert transport.queue(item(pool)) is None
-    assert transport.queue(item(pool)) is not None
+    write(writer, pool)
+    with writer._lock:
+        assert writer.queue(item(pool)) is None
+    assert writer.queue(item(pool)) is not None

@@ -10,8 +10,8 @@ from epd_portable.errors import ConfigError, NoCommonPathError
 from epd_portable.platforms import registry as platforms
 from epd_portable.transfer import registry
 from epd_portable.transfer.copies import DeviceCopies
+from epd_portable.transfer.paths.base import PathReceiver, PathWriter
 from epd_portable.transfer.registry import Refused
-from epd_portable.transfer.transport import PathReceiver, Transport
 from epd_portable.wire.descriptors import PathEndpoint, PeerDescriptor
 from tests.keyring import keys
 from tests.unit.builders import peer
@@ -105,22 +105,22 @@ def test_every_entry_loads_what_it_names(entry: registry.PathEntry) -> None:
     if missing := really_missing(entry):
         pytest.skip(missing)
     copies = DeviceCopies(platforms.get("cpu"))
-    transport = registry.load_transport(entry.name, copies, keys())
-    assert isinstance(transport, Transport)
-    transport.close()
+    writer = registry.load_writer(entry.name, copies, keys())
+    assert isinstance(writer, PathWriter)
+    writer.close()
     if entry.receiver:
         assert issubclass(registry._load(entry.receiver), PathReceiver)
 
 
-def test_choosing_loads_no_transport() -> None:
+def test_choosing_loads_no_path() -> None:
     code = (
         "import sys; from epd_portable.transfer import registry; registry.offered('auto', 'npu');"
-        "print([m for m in sys.modules if 'transfer.paths.' in m or m == 'torch'])"
+        "print([m for m in sys.modules if '.transfer.paths.' in m or m == 'torch'])"
     )
     printed = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     )
-    assert printed.stdout.strip() == "[]"
+    assert printed.stdout.strip() == "['epd_portable.transfer.paths.base']"
 
 
 ACCELERATORS = ("cuda", "npu")

@@ -15,14 +15,14 @@ from epd_portable.errors import TransportTimeoutError
 from epd_portable.platforms import registry
 from epd_portable.transfer.copies import DeviceCopies
 from epd_portable.transfer.curve import secure_client
+from epd_portable.transfer.paths.base import LeaseFence
 from epd_portable.transfer.paths.tcp import (
     CHUNK_BYTES,
     MAX_ANSWER_BYTES,
     TcpReceiver,
-    TcpTransport,
+    TcpWriter,
 )
 from epd_portable.transfer.pool import SharedMemory
-from epd_portable.transfer.transport import LeaseFence
 from epd_portable.wire.descriptors import SlotDescriptor
 from tests.keyring import keys
 from tests.receiving import pool_name, receiving_end, slot_write
@@ -44,14 +44,12 @@ class Consumer:
     def write(self, slot: SlotDescriptor, address: str = "", limit_s: float = DEADLINE_S) -> None:
         """Write ones into a slot by the real other end, or send them elsewhere."""
         copies = DeviceCopies(registry.get("cpu"))
-        transport = TcpTransport(copies, keys())
+        writer = TcpWriter(copies, keys())
         try:
             src = torch.ones(slot.nbytes, dtype=torch.uint8)
-            transport.write(
-                slot_write(copies, src, slot, address or self.receiver.address, limit_s)
-            )
+            writer.write(slot_write(copies, src, slot, address or self.receiver.address, limit_s))
         finally:
-            transport.close()
+            writer.close()
 
     def assert_serves(self) -> None:
         slot = msgspec.structs.replace(SLOT, offset=128, generation=9)

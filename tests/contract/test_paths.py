@@ -25,11 +25,11 @@ from epd_portable.errors import LeaseExpiredError, NoCommonPathError, TransportE
 from epd_portable.platforms.traits import TRAITS
 from epd_portable.transfer import connections, registry
 from epd_portable.transfer.copies import QueuedCopy
+from epd_portable.transfer.paths.base import PathWriter, SlotWrite
 from epd_portable.transfer.pool import SHM_FOLDER
-from epd_portable.transfer.transport import SlotWrite, Transport
 from epd_portable.wire.descriptors import SlotDescriptor
 from tests.contract.pairs import REFUSED, ROUTES, Route, encode_peer, parameters
-from tests.contract.transport_consumer import CONTEXT, DEADLINE_S, MIB, Consumer, digest
+from tests.contract.path_consumer import CONTEXT, DEADLINE_S, MIB, Consumer, digest
 from tests.receiving import slot_write
 from tests.waiting import until
 
@@ -61,8 +61,8 @@ def consumer(shared: Consumer) -> Consumer:
 
 
 @pytest.fixture(scope="module")
-def transport(route: Route) -> Iterator[Transport]:
-    made = route.transport()
+def writer(route: Route) -> Iterator[PathWriter]:
+    made = route.writer()
     yield made
     made.close()
 
@@ -86,8 +86,8 @@ def host_tensor(num_tokens: int, dtype: torch.dtype = torch.float32, seed: int =
     return torch.randn(num_tokens, WIDTH, generator=generator).to(dtype)
 
 
-def source(transport: Transport, num_tokens: int, **options: int) -> torch.Tensor:
-    return host_tensor(num_tokens, **options).to(transport._copies.device)
+def source(writer: PathWriter, num_tokens: int, **options: int) -> torch.Tensor:
+    return host_tensor(num_tokens, **options).to(writer._copies.device)
 
 
 def nbytes(src: torch.Tensor) -> int:
@@ -95,13 +95,13 @@ def nbytes(src: torch.Tensor) -> int:
 
 
 def write(
-    transport: Transport,
+    writer: PathWriter,
     consumer: Consumer,
     src: torch.Tensor,
     slot: SlotDescriptor,
     seconds: float = 30.0,
 ) -> None:
-    transport.write(slot_write(transport._copies, src, slot, consumer.address, seconds))
+    writer.write(slot_write(writer._copies, src, slot, consumer.address, seconds))
 
 
 def within_guards(content: torch.Tensor) -> str:
@@ -126,11 +126,11 @@ def untouched(size: int) -> str:
     return hashlib.sha256(bytes([FILL]) * size).hexdigest()
 
 
-def assert_serves(transport: Transport, consumer: Consumer) -> None:
+def assert_serves(writer: PathWriter, consumer: Consumer) -> None:
     """The path still works between the two."""
     src = host_tensor(7, seed=7)
     slot = consumer.grant(GUARD, nbytes(src))
-    write(transport, consumer, src.to(transport._copies.device), slot)
+    write(writer, consumer, src.to(writer._copies.device), slot)
     assert consumer.digest(GUARD, nbytes(src)) == digest(src)
 
 
@@ -165,12 +165,12 @@ def _offered(platform: str) -> list[str]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("num_tokens", [1, 1024, 8 * MIB // ROW_BYTES + 1, 40 * MIB // ROW_BYTES])
 def test_an_item_arrives_bit_for_bit_beside_untouched_neighbours_and_is_placed(
-    route: Route, transport: Transport, consumer: Consumer, num_tokens: int, dtype: torch.dtype
+    route: Route, writer: PathWriter, consumer: Consumer, num_tokens: int, dtype: torch.dtype
 ) -> None:
     src = host_tensor(num_tokens, dtype)
     consumer.fill(nbytes(src) + 2 * GUARD, FILL)
     slot = consumer.grant(GUARD, nbytes(src))
-    write(transport, consumer, src.to(transport._copies.device), slot)
+    write(writer, consumer, src.to(writer._copies.device), slot)
     assert consumer.digest(0, nbytes(src) + 2 * GUARD) == within_guards(src)
     placed, device = consumer.place(slot, src)
     assert placed == digest(src)
@@ -178,38 +178,38 @@ def test_an_item_arrives_bit_for_bit_beside_untouched_neighbours_and_is_placed(
 
 
 def test_another_rank_of_the_instance_places_the_same_item(
-    transport: Transport, consumer: Consumer, make_consumer: Callable[..., Consumer]
+    writer: PathWriter, consumer: Consumer, make_consumer: Callable[..., Consumer]
 ) -> None:
     src = host_tensor(100, torch.bfloat16)
     slot = consumer.grant(GUARD, nbytes(src))
-    write(transport, consumer, src.to(transport._copies.device), slot)
+    write(writer, consumer, src.to(writer._copies.device), slot)
     rank = make_consumer(pool=consumer.pool, rank=1, device_index=0, pool_bytes=48 * MIB)
     assert rank.place(slot, src)[0] == consumer.place(slot, src)[0] == digest(src)
 
 
 def test_the_source_is_not_changed_and_may_be_written_again(
-    transport: Transport, consumer: Consumer
+    writer: PathWriter, consumer: Consumer
 ) -> None:
-    src = source(transport, 100)
+    src = source(writer, 100)
     before = digest(src)
     for offset in (0, nbytes(src)):
         slot = consumer.grant(offset, nbytes(src))
-        write(transport, consumer, src, slot)
+        write(writer, consumer, src, slot)
         assert consumer.digest(offset, nbytes(src)) == before
     assert digest(src) == before
 
 
 def test_several_threads_may_write_at_once(
-    route: Route, transport: Transport, consumer: Consumer
+    route: Route, writer: PathWriter, consumer: Consumer
 ) -> None:
-    sources = [source(transport, 3000 + number, seed=number) for number in range(6)]
+    sources = [source(writer, 3000 + number, seed=number) for number in range(6)]
     slots = [consumer.grant(number * 2 * MIB, nbytes(src)) for number, src in enumerate(sources)]
     failures: list[Exception] = []
 
     def work(src: torch.Tensor, slot: SlotDescriptor) -> None:
         try:
-            transport._copies.platform.set_device(0)
-            write(transport, consumer, src, slot)
+            writer._copies.platform.set_device(0)
+            write(writer, consumer, src, slot)
         except Exception as error:  # handed to the test's own thread
             failures.append(error)
 
@@ -225,14 +225,14 @@ def test_several_threads_may_write_at_once(
         assert consumer.digest(slot.offset, slot.nbytes) == digest(src)
 
 
-def test_one_transport_serves_two_consumers(
-    transport: Transport, consumer: Consumer, make_consumer: Callable[..., Consumer]
+def test_one_writer_serves_two_consumers(
+    writer: PathWriter, consumer: Consumer, make_consumer: Callable[..., Consumer]
 ) -> None:
     both = [consumer, make_consumer()]
-    sources = [source(transport, 10, seed=seed) for seed in (1, 2)]
+    sources = [source(writer, 10, seed=seed) for seed in (1, 2)]
     slots = [each.grant(0, nbytes(sources[0])) for each in both]
     for each, src, slot in zip(both, sources, slots, strict=True):
-        write(transport, each, src, slot)
+        write(writer, each, src, slot)
     for each, src, slot in zip(both, sources, slots, strict=True):
         assert each.digest(slot.offset, slot.nbytes) == digest(src)
 
@@ -244,43 +244,43 @@ ONE_SIDED = [each for each in ROUTES if registry.entry(each.path).one_sided]
 
 
 def queue(
-    transport: Transport,
+    writer: PathWriter,
     consumer: Consumer,
     src: torch.Tensor,
     slot: SlotDescriptor,
     seconds: float = 30.0,
 ) -> QueuedCopy | None:
-    return transport.queue(slot_write(transport._copies, src, slot, consumer.address, seconds))
+    return writer.queue(slot_write(writer._copies, src, slot, consumer.address, seconds))
 
 
 @pytest.mark.parametrize("route", parameters(ONE_SIDED), indirect=True)
 def test_a_consumer_that_was_never_written_is_opened_by_a_write_and_not_by_who_cannot_wait(
     route: Route, consumer: Consumer
 ) -> None:
-    transport = route.transport()
+    writer = route.writer()
     consumer.fill(MIB, FILL)
-    src = source(transport, 10)
+    src = source(writer, 10)
     slot = consumer.grant(0, nbytes(src))
-    assert queue(transport, consumer, src, slot) is None
+    assert queue(writer, consumer, src, slot) is None
     assert consumer.digest(0, MIB) == untouched(MIB)
-    write(transport, consumer, src, slot)
-    copy = queue(transport, consumer, src, consumer.grant(0, nbytes(src)))
+    write(writer, consumer, src, slot)
+    copy = queue(writer, consumer, src, consumer.grant(0, nbytes(src)))
     assert (copy is not None) == route.queues
     if copy is not None:
         copy.finish()
-    transport.close()
+    writer.close()
 
 
 @pytest.mark.parametrize("num_tokens", [1, 1024, 40 * MIB // ROW_BYTES])
 def test_what_was_queued_has_arrived_when_it_has_finished_and_nothing_is_begun_otherwise(
-    route: Route, transport: Transport, consumer: Consumer, num_tokens: int
+    route: Route, writer: PathWriter, consumer: Consumer, num_tokens: int
 ) -> None:
-    assert_serves(transport, consumer)
+    assert_serves(writer, consumer)
     src = host_tensor(num_tokens, seed=3)
     size = nbytes(src) + 2 * GUARD
     consumer.fill(size, FILL)
     slot = consumer.grant(GUARD, nbytes(src))
-    copy = queue(transport, consumer, src.to(transport._copies.device), slot)
+    copy = queue(writer, consumer, src.to(writer._copies.device), slot)
     assert (copy is not None) == route.queues
     if copy is not None:
         copy.finish()
@@ -288,51 +288,51 @@ def test_what_was_queued_has_arrived_when_it_has_finished_and_nothing_is_begun_o
 
 
 def test_a_copy_is_not_queued_too_late_nor_one_that_does_not_fit(
-    route: Route, transport: Transport, consumer: Consumer
+    route: Route, writer: PathWriter, consumer: Consumer
 ) -> None:
-    assert_serves(transport, consumer)
-    src = source(transport, 4)
+    assert_serves(writer, consumer)
+    src = source(writer, 4)
     consumer.fill(MIB, FILL)
     slot = consumer.grant(0, nbytes(src))
     outside = msgspec.structs.replace(slot, offset=1 << 40)
     refused: list[tuple[torch.Tensor, SlotDescriptor, float, type[Exception], str]] = [
         (src, slot, 0.0, LeaseExpiredError, "ended before"),
-        (source(transport, 3), slot, 30.0, ValueError, "bytes"),
+        (source(writer, 3), slot, 30.0, ValueError, "bytes"),
         (src, outside, 30.0, ValueError, "outside"),
     ]
     for what, where, seconds, error, why in refused:
         if route.queues:
             with pytest.raises(error, match=why):
-                queue(transport, consumer, what, where, seconds)
+                queue(writer, consumer, what, where, seconds)
         else:
-            assert queue(transport, consumer, what, where, seconds) is None, "a write finds out"
+            assert queue(writer, consumer, what, where, seconds) is None, "a write finds out"
     assert consumer.digest(0, MIB) == untouched(MIB)
 
 
 @pytest.mark.parametrize("route", parameters(ONE_SIDED), indirect=True)
 def test_a_consumer_that_has_gone_is_left_to_a_write_to_find_out(
-    transport: Transport, make_consumer: Callable[..., Consumer]
+    writer: PathWriter, make_consumer: Callable[..., Consumer]
 ) -> None:
     consumer = make_consumer()
-    assert_serves(transport, consumer)
-    src = source(transport, 10)
+    assert_serves(writer, consumer)
+    src = source(writer, 10)
     slot = consumer.grant(0, nbytes(src))
     consumer.close()
-    assert queue(transport, consumer, src, slot) is None
+    assert queue(writer, consumer, src, slot) is None
 
 
 # -- leases --------------------------------------------------------------------------------------
 
 
 def test_an_expired_lease_is_refused_and_touches_nothing(
-    transport: Transport, consumer: Consumer
+    writer: PathWriter, consumer: Consumer
 ) -> None:
-    src = source(transport, 4)
+    src = source(writer, 4)
     consumer.fill(nbytes(src), FILL)
     slot = consumer.grant(0, nbytes(src))
     for late_s in (0.0, -1.0):
         with pytest.raises(LeaseExpiredError):
-            write(transport, consumer, src, slot, seconds=late_s)
+            write(writer, consumer, src, slot, seconds=late_s)
     assert consumer.digest(0, nbytes(src)) == untouched(nbytes(src))
 
 
@@ -355,11 +355,11 @@ def test_a_lease_that_ends_during_the_write_ends_the_write(
     # What copies in one piece looks at the clock before it and after it.
     in_one_piece = route.in_one_piece
     tick_s = 2.0 if in_one_piece else 1.0
-    transport = route.transport(Ticking(lambda look: tick_s * look))
-    src = source(transport, 40 * MIB // ROW_BYTES)
+    writer = route.writer(Ticking(lambda look: tick_s * look))
+    src = source(writer, 40 * MIB // ROW_BYTES)
     with pytest.raises(TransportError):
-        write(transport, consumer, src, consumer.grant(0, nbytes(src)), seconds)
-    transport.close()
+        write(writer, consumer, src, consumer.grant(0, nbytes(src)), seconds)
+    writer.close()
 
 
 @pytest.mark.parametrize("at", [3, 5, 8, 9, 10])
@@ -380,32 +380,32 @@ def test_a_slot_that_is_taken_back_is_not_touched_by_a_fenced_write_under_way(
             seen.append(consumer.digest(0, src_bytes))
         return time.monotonic()
 
-    transport = route.transport(Ticking(take_back))
-    src = source(transport, src_bytes // ROW_BYTES)
+    writer = route.writer(Ticking(take_back))
+    src = source(writer, src_bytes // ROW_BYTES)
     try:
-        write(transport, consumer, src, slot)
+        write(writer, consumer, src, slot)
     except LeaseExpiredError:
         assert seen
         assert consumer.digest(0, src_bytes) == seen[0]
     else:
         assert consumer.digest(0, src_bytes) == digest(src), "it had all arrived before"
-    transport.close()
+    writer.close()
 
 
 @pytest.mark.parametrize(
     "route", parameters(route for route in ROUTES if route.fenced), indirect=True
 )
 def test_a_fenced_path_refuses_what_is_not_leased_and_goes_on(
-    transport: Transport, consumer: Consumer
+    writer: PathWriter, consumer: Consumer
 ) -> None:
-    src = source(transport, 10)
+    src = source(writer, 10)
     consumer.fill(nbytes(src), FILL)
     slot = consumer.grant(0, nbytes(src))
     consumer.take_back(slot)
     with pytest.raises(LeaseExpiredError, match="not leased"):
-        write(transport, consumer, src, slot)
+        write(writer, consumer, src, slot)
     assert consumer.digest(0, nbytes(src)) == untouched(nbytes(src))
-    assert_serves(transport, consumer)
+    assert_serves(writer, consumer)
 
 
 # -- what is not what was granted ----------------------------------------------------------------
@@ -424,89 +424,89 @@ def test_a_fenced_path_refuses_what_is_not_leased_and_goes_on(
     ids=["smaller", "larger", "another dtype", "transposed", "strided", "another device"],
 )
 def test_a_tensor_that_is_not_what_was_granted_is_refused(
-    transport: Transport, consumer: Consumer, make: Callable[[torch.device], torch.Tensor], why: str
+    writer: PathWriter, consumer: Consumer, make: Callable[[torch.device], torch.Tensor], why: str
 ) -> None:
     consumer.fill(8 * ROW_BYTES, FILL)
     slot = consumer.grant(0, 4 * ROW_BYTES)
     with pytest.raises(ValueError, match=why):
-        write(transport, consumer, make(transport._copies.device), slot)
+        write(writer, consumer, make(writer._copies.device), slot)
     assert consumer.digest(0, 8 * ROW_BYTES) == untouched(8 * ROW_BYTES)
-    assert_serves(transport, consumer)
+    assert_serves(writer, consumer)
 
 
 @pytest.mark.parametrize("offset", [-GUARD, 1 << 40], ids=["before", "behind"])
 def test_a_slot_outside_the_memory_is_refused_and_the_path_goes_on(
-    transport: Transport, consumer: Consumer, offset: int
+    writer: PathWriter, consumer: Consumer, offset: int
 ) -> None:
-    src = source(transport, 10)
+    src = source(writer, 10)
     consumer.fill(MIB, FILL)
     slot = msgspec.structs.replace(consumer.grant(0, nbytes(src)), offset=offset)
     with pytest.raises((TransportError, ValueError)):
-        write(transport, consumer, src, slot)
+        write(writer, consumer, src, slot)
     assert consumer.digest(0, MIB) == untouched(MIB)
-    assert_serves(transport, consumer)
+    assert_serves(writer, consumer)
 
 
 @pytest.mark.parametrize("address", ["", "nonsense", "tcp://*:x", "\ud800", "0", "::"])
 def test_an_address_that_is_none_is_an_error(
-    transport: Transport, consumer: Consumer, address: str
+    writer: PathWriter, consumer: Consumer, address: str
 ) -> None:
-    src = source(transport, 10)
+    src = source(writer, 10)
     slot = consumer.grant(0, nbytes(src))
     with pytest.raises(TransportError):
-        transport.write(slot_write(transport._copies, src, slot, address, 1))
-    assert_serves(transport, consumer)
+        writer.write(slot_write(writer._copies, src, slot, address, 1))
+    assert_serves(writer, consumer)
 
 
 # -- ends that go --------------------------------------------------------------------------------
 
 
 def test_a_consumer_that_was_killed_is_never_a_hang(
-    route: Route, transport: Transport, make_consumer: Callable[..., Consumer]
+    route: Route, writer: PathWriter, make_consumer: Callable[..., Consumer]
 ) -> None:
     consumer = make_consumer()
-    src = source(transport, 10)
-    write(transport, consumer, src, consumer.grant(0, nbytes(src)))
+    src = source(writer, 10)
+    write(writer, consumer, src, consumer.grant(0, nbytes(src)))
     slot = consumer.grant(0, nbytes(src))
     consumer.kill()
     begin_s = time.monotonic()
     if route.needs_nobody:  # its pool is still there: nobody reads what is written
-        write(transport, consumer, src, slot)
+        write(writer, consumer, src, slot)
     else:
         with pytest.raises(TransportError):
-            write(transport, consumer, src, slot, seconds=0.5)
+            write(writer, consumer, src, slot, seconds=0.5)
     assert time.monotonic() - begin_s < PROMPT_S
 
 
 def test_a_consumer_that_has_closed_is_an_error_within_the_deadline(
-    transport: Transport, make_consumer: Callable[..., Consumer]
+    writer: PathWriter, make_consumer: Callable[..., Consumer]
 ) -> None:
     consumer = make_consumer()
-    src = source(transport, 10)
-    write(transport, consumer, src, consumer.grant(0, nbytes(src)))
+    src = source(writer, 10)
+    write(writer, consumer, src, consumer.grant(0, nbytes(src)))
     slot = consumer.grant(0, nbytes(src))
     consumer.close()
     begin_s = time.monotonic()
     with pytest.raises(TransportError):
-        write(transport, consumer, src, slot, seconds=0.5)
+        write(writer, consumer, src, slot, seconds=0.5)
     assert time.monotonic() - begin_s < PROMPT_S
 
 
 def test_a_restarted_consumer_is_not_written_by_a_grant_of_its_former_life(
-    route: Route, transport: Transport, make_consumer: Callable[..., Consumer]
+    route: Route, writer: PathWriter, make_consumer: Callable[..., Consumer]
 ) -> None:
     former = make_consumer()
-    src = source(transport, 10)
-    write(transport, former, src, former.grant(0, nbytes(src)))
+    src = source(writer, 10)
+    write(writer, former, src, former.grant(0, nbytes(src)))
     slot = former.grant(0, nbytes(src))
     former.kill()
     same = {"data_address": former.address} if route.path == "tcp" else {}
     anew = make_consumer(pool=former.pool, **same)
     anew.fill(MIB, FILL)
     with pytest.raises(TransportError):
-        write(transport, former, src, slot, seconds=2.0)
+        write(writer, former, src, slot, seconds=2.0)
     assert anew.digest(0, MIB) == untouched(MIB)
-    assert_serves(transport, anew)
+    assert_serves(writer, anew)
 
 
 def test_consumers_that_have_gone_leave_nothing_in_their_producer(
@@ -515,16 +515,16 @@ def test_consumers_that_have_gone_leave_nothing_in_their_producer(
     monkeypatch.setattr(connections, "MAX_CONSUMERS", 1)
     # What failed writes of other tests hold in their tracebacks: agents end with their objects.
     gc.collect()
-    transport = route.transport()
+    writer = route.writer()
     held = []
     for _ in range(4):
         consumer = make_consumer()
-        assert_serves(transport, consumer)
+        assert_serves(writer, consumer)
         held.append(opened_by_this_process())
         consumer.close()
     # Fewer is well: something of an earlier test may have ended meanwhile.
     until(lambda: all(map(int.__ge__, held[0], opened_by_this_process())))
-    transport.close()
+    writer.close()
 
 
 @pytest.mark.parametrize("at", [1, 9])
@@ -538,26 +538,26 @@ def test_a_consumer_that_stops_during_a_write_is_an_error_at_the_deadline(
             consumer.signal(signal.SIGSTOP)
         return time.monotonic()
 
-    transport = route.transport(Ticking(stop))
-    src = source(transport, 2 * MIB // ROW_BYTES)
+    writer = route.writer(Ticking(stop))
+    src = source(writer, 2 * MIB // ROW_BYTES)
     slot = consumer.grant(0, nbytes(src))
     begin_s = time.monotonic()
     try:
-        write(transport, consumer, src, slot, seconds=2.0)
+        write(writer, consumer, src, slot, seconds=2.0)
     except TransportError:
         assert time.monotonic() - begin_s < PROMPT_S
         assert registry.entry(route.path).receiver, "nobody is needed there"
     finally:
-        transport.close()
+        writer.close()
         consumer.signal(signal.SIGCONT)
-    again = route.transport()
+    again = route.writer()
     assert_serves(again, consumer)
     again.close()
 
 
 @pytest.mark.parametrize("at", [3, 6, 8, 9, 10])
 def test_a_producer_that_is_killed_during_a_write_harms_no_other(
-    route: Route, transport: Transport, consumer: Consumer, at: int
+    route: Route, writer: PathWriter, consumer: Consumer, at: int
 ) -> None:
     size = 2 * MIB
     slot = consumer.grant(8 * MIB, size)
@@ -574,7 +574,7 @@ def test_a_producer_that_is_killed_during_a_write_harms_no_other(
     begin_s = time.monotonic()
     consumer.take_back(slot)
     assert time.monotonic() - begin_s < PROMPT_S
-    assert_serves(transport, consumer)
+    assert_serves(writer, consumer)
 
 
 def _write_and_die(
@@ -587,11 +587,11 @@ def _write_and_die(
             os.kill(os.getpid(), signal.SIGKILL)
         return time.monotonic()
 
-    transport = route.transport(Ticking(die))
-    src = source(transport, slot.nbytes // ROW_BYTES)
-    computed = transport._copies.platform.record_event()
+    writer = route.writer(Ticking(die))
+    src = source(writer, slot.nbytes // ROW_BYTES)
+    computed = writer._copies.platform.record_event()
     deadline_s = time.monotonic() + 30
-    transport.write(
+    writer.write(
         SlotWrite(src=src, slot=slot, computed=computed, address=address, deadline_s=deadline_s)
     )
     os.kill(os.getpid(), signal.SIGKILL)

@@ -24,8 +24,8 @@ from epd_portable.platforms import registry
 from epd_portable.transfer import registry as paths
 from epd_portable.transfer.copies import DeviceCopies
 from epd_portable.transfer.endpoint import ConsumerEndpoint
+from epd_portable.transfer.paths.base import LeaseFence
 from epd_portable.transfer.pool import SHM_FOLDER
-from epd_portable.transfer.transport import LeaseFence
 from epd_portable.transfer.worker_endpoint import WorkerEndpoint
 from epd_portable.wire.descriptors import SlotDescriptor, TensorSpec
 from tests.contract.pairs import FINGERPRINT, Route, encode_peer
@@ -39,7 +39,7 @@ START_S = 120.0
 
 # Forked from a process that has imported everything and used no device, so one takes milliseconds.
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["pytest", "tests.contract.transport_consumer"])
+CONTEXT.set_forkserver_preload(["pytest", "tests.contract.path_consumer"])
 _generations = itertools.count(1)
 
 

@@ -1,8 +1,9 @@
-"""PD worker: encodes items in the background, so that tokens of other requests do not wait for it.
+"""Overlapped encoding: a prefill+decode worker encodes items next to its steps.
 
-vLLM encodes within a step, which then computes no token until the last item is encoded. Here a
-thread encodes, and stops between two modules of the encoder when a step waits: both compute in
-turns, and the encoder's last `TURN_S`, or until the module that it is in has computed.
+vLLM encodes within a step, which then computes no token until the last item is encoded. On a device
+the encoder has a stream of its own (`StepEncoder`). On CPUs a thread encodes, and stops between two
+modules of the encoder when a step waits: both compute in turns. The encoder's turn lasts `TURN_S`,
+and to the end of a module.
 
 Never do both compute at once: vLLM's kernels for the CPU keep buffers for the whole process, and
 cores would be shared.
@@ -16,9 +17,9 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from epd_portable.items.placer import EncodeOrder
 from epd_portable.log import trace
 
 if TYPE_CHECKING:
@@ -27,26 +28,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 TURN_S = 0.01
-"""As long as a step of a small model takes, so that both have half of the time."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EncodeOrder:
-    """One item to encode.
-
-    Attributes:
-        mm_hash: Key in the encoder cache.
-        modality: The engine's.
-        media: What the model's processor made of it (vLLM's ``MultiModalKwargsItem``).
-    """
-
-    mm_hash: str
-    modality: str
-    media: Any
+"""Seconds of a step of a small model, so that both have half of the time."""
 
 
 class ComputeTurns:
-    """Lets steps and one encoder compute in turns: neither has two while the other waits."""
+    """Turns of steps and one encoder: neither has two while the other waits."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()

@@ -45,7 +45,7 @@ class SlotWrite:
     deadline_s: float
 
 
-class Transport(ABC):
+class PathWriter(ABC):
     """The encode side of one path: writes encoder outputs into granted slots of all consumers.
 
     It may be called from several threads, whose current device is that of ``copies``.

@@ -4,8 +4,8 @@ import threading
 
 import torch
 
+from epd_portable.transfer.paths.base import MAX_REVOKED, LeaseFence, RevokedFence
 from epd_portable.transfer.paths.buffers import RegisteredBuffers
-from epd_portable.transfer.transport import MAX_REVOKED, LeaseFence, RevokedFence
 from tests.unit.builders import slot
 
 

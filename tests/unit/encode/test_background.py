@@ -9,8 +9,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from epd_portable.items import background as background_module
-from epd_portable.items.background import BackgroundEncoder, EncodeOrder, StepEncoder
+from epd_portable.encode import background as background_module
+from epd_portable.encode.background import BackgroundEncoder, StepEncoder
+from epd_portable.items.placer import EncodeOrder
 from tests.unit.items.harness import Item, PrefillSide, sources
 from tests.waiting import until
 
