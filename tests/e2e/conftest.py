@@ -40,7 +40,7 @@ ENGINE_MODULES = (
     "zmq",
     "tests.e2e.processors",
 )
-"""What the fork server imports; the rest is imported by those that need it."""
+"""What engines are forked from imports these; the rest is imported by those that need it."""
 CPU_MODULES = (*ENGINE_MODULES, "vllm.v1.worker.cpu_worker")
 KV_BLOCKS = 1024
 """Of engines on the CPU: 131,072 tokens. Their GiB is written page by page whenever one starts."""

@@ -473,7 +473,8 @@ class Supervisor:
     @contextlib.contextmanager
     def _stop_signals(self) -> Iterator[None]:
         def stop(signum: int, frame: FrameType | None) -> None:
-            self._stop_requests += 1
+            # A terminal that is closed sends SIGHUP, and so does its shell: once is meant.
+            self._stop_requests += signum != signal.SIGHUP or not self._stop_requests
 
         # Under nohup the launcher outlives its terminal.
         ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN

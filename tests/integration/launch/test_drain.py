@@ -68,8 +68,11 @@ def with_terminal(routed: Routed, on_hangup: signal.Handlers) -> tuple[Run, int]
 
 def test_closed_terminal_stops_the_launcher(routed: Routed) -> None:
     run, terminal = with_terminal(routed, signal.SIG_DFL)
+    asked = Asked(run, 3.0)
     os.close(terminal)
-    run.wait_for("stopping")
+    run.wait_for("open requests may take 30 s to end")
+    run.process.send_signal(signal.SIGHUP)  # By its shell, after the kernel.
+    assert "pid" in asked.ended()
     run.ends_well()
 
 
