@@ -154,7 +154,7 @@ HOOKS: tuple[Relied, ...] = (
     ),
     _row(
         "v1.core.encoder_cache_manager.EncoderCacheManager",
-        ("items/encoder_cache.py", "items/preallocator.py"),
+        ("items/table.py", "items/encoder_cache.py"),
         "cache_size check_and_update_cache can_allocate allocate get_cached_input_ids "
         "free_encoder_input free get_freed_mm_hashes",
         implemented=True,
@@ -200,7 +200,7 @@ HOOKS: tuple[Relied, ...] = (
     _row("v1.request.Request", _COMPAT, "kv_transfer_params"),
     _row(
         "v1.request.Request",
-        (*_CONNECTOR, "items/encoder_cache.py"),
+        (*_CONNECTOR, "items/table.py"),
         "request_id mm_features num_computed_tokens num_prompt_tokens status is_finished "
         "get_num_encoder_embeds",
     ),

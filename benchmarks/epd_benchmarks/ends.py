@@ -29,8 +29,8 @@ from epd_portable.encode.producer import TransferOrder
 from epd_portable.encode.sender import Sender
 from epd_portable.errors import MeasurementError
 from epd_portable.items.placer import Placer
-from epd_portable.items.prefill import PrefillRequests
-from epd_portable.items.receiver import Receiver
+from epd_portable.items.requests import PrefillRequests
+from epd_portable.items.shell import ItemShell
 from epd_portable.platforms import registry
 from epd_portable.platforms.base import DeviceEvent, Platform
 from epd_portable.transfer.copies import DeviceCopies
@@ -54,13 +54,13 @@ class Consumer:
         self._endpoint = WorkerEndpoint(config, copies)
         cache_size = config.pool_bytes // TOKEN_BYTES
         try:
-            self._receiver = Receiver(config, fingerprint=_FINGERPRINT, cache_size=cache_size)
+            self._shell = ItemShell(config, fingerprint=_FINGERPRINT, cache_size=cache_size)
         except BaseException:
             self._endpoint.close()
             raise
-        self._prefill = PrefillRequests(config, self._receiver)
-        self._cache = self._receiver.cache
-        self._receiver.listen()
+        self._prefill = PrefillRequests(config, self._shell)
+        self._cache = self._shell.cache
+        self._shell.listen()
         self._placer = Placer(copies, self._endpoint)
         self._outputs: dict[str, torch.Tensor] = {}
         self._step_s = 0.0
@@ -74,21 +74,21 @@ class Consumer:
         name = command.name
         request = StandInRequest.of(name, [name], command.tensor)
         params = PrefillParams(transfers=(ExpectedTransfer(transfer_id=name, item_uuid=name),))
-        with self._receiver.lock:
+        with self._shell.lock:
             self._prefill.arrived(name, request.prompt(), params)
         self._step()
         while name not in self._outputs:
-            with self._receiver.lock:
+            with self._shell.lock:
                 self._prefill.may_schedule(name, 0)
                 failed = self._prefill.take_unavailable()
             if failed:
                 raise MeasurementError(f"item {name} did not arrive in {self._timeout_s:g} s")
-            self._receiver.rest(REST_S)
+            self._shell.rest(REST_S)
             self._step()
         at_s = time.monotonic()
         if not bool((self._outputs[name].cpu() == command.value).all()):
             raise MeasurementError(f"item {name} of {command.tensor} arrived with other content")
-        with self._receiver.lock:
+        with self._shell.lock:
             self._prefill.finished(name)
             self._cache.reset()
         self._step()
@@ -97,14 +97,14 @@ class Consumer:
     def close(self) -> None:
         """Stop receiving."""
         self._placer.clock.close()
-        self._receiver.close()
+        self._shell.close()
         self._endpoint.close()
 
     def _step(self) -> None:
-        with self._receiver.lock:
-            self._receiver.before_step()
+        with self._shell.lock:
+            self._shell.before_step()
             freed = self._cache.get_freed_mm_hashes()
-            orders = self._receiver.orders.take_orders(freed, computes=True)
+            orders = self._shell.orders.take_orders(freed, computes=True)
         for mm_hash in freed:
             self._outputs.pop(mm_hash, None)
         if orders.placements:
@@ -113,8 +113,8 @@ class Consumer:
         if orders.placements and self._platform.traits.needs_device_copy:
             # The current stream waits for the placer's copies, so an event on it is behind them.
             _wait(self._platform.record_event(), self._timeout_s)
-        with self._receiver.lock:
-            self._receiver.step_done()
+        with self._shell.lock:
+            self._shell.step_done()
 
 
 class Producer:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from epd_portable.items.items import PromptItem
+from epd_portable.items.table import PromptItem
 from epd_portable.wire.descriptors import TensorSpec
 
 WIDTH = 2048

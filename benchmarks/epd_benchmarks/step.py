@@ -1,9 +1,9 @@
 """``epd-bench step``: what a prefill+decode instance's engine pays for this package in every step.
 
-A real `Receiver`, called as vLLM's scheduler calls it: it asks about every request that decodes, in
-every step; requests that wait for their items sleep and are not asked about. Nothing is computed,
-so what is measured is the package's own work. Beside it, in turns, the same loop with a question
-that does nothing: what the engine pays for asking at all.
+A real `ItemShell`, called as vLLM's scheduler calls it: it asks about every request that decodes,
+in every step; requests that wait for their items sleep and are not asked about. Nothing is
+computed, so what is measured is the package's own work. Beside it, in turns, the same loop with a
+question that does nothing: what the engine pays for asking at all.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from epd_benchmarks.stand_in import DTYPE, WIDTH, StandInRequest
 from epd_benchmarks.stats import quantile
 from epd_portable.config.instance import InstanceConfig
 from epd_portable.demo.servers import free_port
-from epd_portable.items.prefill import PrefillRequests
-from epd_portable.items.receiver import Receiver
+from epd_portable.items.requests import PrefillRequests
+from epd_portable.items.shell import ItemShell
 from epd_portable.wire.descriptors import TensorSpec
 from epd_portable.wire.params import ExpectedTransfer, PrefillParams
 
@@ -30,11 +30,11 @@ ITEM_TOKENS = 4
 _TIMEOUT_S = 3600.0
 _WARM_UP = 20
 _MEASURED = (
-    "epd_portable.items.prefill",
-    "epd_portable.items.receiver",
+    "epd_portable.items.requests",
+    "epd_portable.items.shell",
     "epd_portable.items.stalls",
     "epd_portable.items.encoder_cache",
-    "epd_portable.items.preallocator",
+    "epd_portable.items.room",
 )
 _TENSOR = TensorSpec(shape=(ITEM_TOKENS, WIDTH), dtype=DTYPE)
 
@@ -109,7 +109,7 @@ def _row(case: StepCase) -> dict[str, str]:
 
 @dataclass
 class _Engine:
-    receiver: Receiver
+    receiver: ItemShell
     prefill: PrefillRequests
     running: list[StandInRequest] = field(default_factory=list)
     asleep: set[str] = field(default_factory=set)
@@ -139,11 +139,11 @@ class _Engine:
     def step(self) -> tuple[float, float]:
         """Do what a step makes the package do, and ask as many idle questions."""
         receiver, prefill = self.receiver, self.prefill
-        unsettled = receiver.cache.unsettled
+        incomplete = receiver.cache.incomplete
 
         def may_schedule(request: StandInRequest, num_computed_tokens: int) -> bool:
             # As `PDScheduler.ensure_cache_available`.
-            return request.request_id not in unsettled or prefill.may_schedule(
+            return request.request_id not in incomplete or prefill.may_schedule(
                 request.request_id, num_computed_tokens
             )
 
@@ -186,7 +186,7 @@ def _engine(case: StepCase, secret_file: str) -> Iterator[_Engine]:
         can_encode=True,
         secret_file=secret_file,
     )
-    receiver = Receiver(config, fingerprint="step", cache_size=64 * ITEM_TOKENS)
+    receiver = ItemShell(config, fingerprint="step", cache_size=64 * ITEM_TOKENS)
     receiver.listen()
     try:
         prefill = PrefillRequests(config, receiver)

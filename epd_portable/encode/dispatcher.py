@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from epd_portable.config.secret import Secret
 from epd_portable.encode.producer import TransferOrder
 from epd_portable.encode.queue import KeptRoom
-from epd_portable.items.encoder_cache import EncoderCacheManager
 from epd_portable.items.prompt import engine_names
+from epd_portable.items.table import ItemTable
 from epd_portable.log import trace
 from epd_portable.wire.descriptors import TensorSpec
 from epd_portable.wire.params import EncodeParams
@@ -44,7 +44,7 @@ class Dispatcher:
         kept: Transfers under way, with what they keep of the cache.
     """
 
-    def __init__(self, cache: EncoderCacheManager, secret: Secret) -> None:
+    def __init__(self, cache: ItemTable, secret: Secret) -> None:
         self.kept = KeptRoom()
         self._cache = cache
         self._secret = secret

@@ -33,8 +33,7 @@ from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from epd_portable.encode.two_levels import TwoLevelCache
-from epd_portable.items.encoder_cache import MultiModalRequest
-from epd_portable.items.items import Item
+from epd_portable.items.table import Item, MultiModalRequest
 
 logger = logging.getLogger(__name__)
 

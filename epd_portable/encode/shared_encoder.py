@@ -2,7 +2,7 @@
 
 Whoever holds the encoder can be asked for an encode job. vLLM's scheduler never sees it: it has no
 KV and no tokens. Its items claim room like those of requests, in the one order of arrival
-(`epd_portable.items.preallocator`), workers encode them, and their room is kept for transfers
+(`epd_portable.items.room`), workers encode them, and their room is kept for transfers
 as on an encode instance. Three rules keep instances that encode for each other from waiting for
 each other:
 
@@ -18,9 +18,9 @@ from collections.abc import Iterable, Sequence
 
 from epd_portable.encode.dispatcher import Dispatcher
 from epd_portable.encode.producer import TransferOrder
-from epd_portable.items.items import Claimant, PromptItem, State
-from epd_portable.items.preallocator import EncoderCachePreallocator
-from epd_portable.items.prefill import PrefillRequests
+from epd_portable.items.encoder_cache import PrefillEncoderCache
+from epd_portable.items.requests import PrefillRequests
+from epd_portable.items.table import ItemRequest, PromptItem, State
 from epd_portable.log import trace
 
 logger = logging.getLogger(__name__)
@@ -36,13 +36,13 @@ class SharedEncoder:
     """
 
     def __init__(
-        self, dispatcher: Dispatcher, requests: PrefillRequests, cache: EncoderCachePreallocator
+        self, dispatcher: Dispatcher, requests: PrefillRequests, cache: PrefillEncoderCache
     ) -> None:
         self._dispatcher = dispatcher
         self._requests = requests
         self._cache = cache
         self._waiting: dict[str, Sequence[PromptItem]] = {}
-        self._current: Claimant | None = None
+        self._current: ItemRequest | None = None
         self._tried = False
         """An item of the current job was to be encoded once more."""
         self._orders: list[TransferOrder] = []
@@ -85,7 +85,6 @@ class SharedEncoder:
     def transfers_ended(self, transfer_ids: Iterable[str]) -> None:
         """Give back the room of items whose transfers have ended, well or not."""
         self._dispatcher.transfers_ended(transfer_ids)
-        self._cache.stir()
 
     def take_orders(self) -> list[TransferOrder]:
         """Return what the worker is to send from this step on.
@@ -125,21 +124,21 @@ class SharedEncoder:
         self._current, self._tried = record, False
         return True
 
-    def _is_over(self, job: Claimant, waits: bool) -> bool:
+    def _is_over(self, job: ItemRequest, waits: bool) -> bool:
         """Return whether a job has ended, well or not."""
         for claim in job.claims.values():
             item = claim.item
             if item.state in _COMES_FROM_ELSEWHERE:
                 self._give_up(job, "another instance is to bring its item")
                 return True
-            if not claim.served and waits:
+            if not claim.is_served and waits:
                 return False
-            if not claim.served:
+            if not claim.is_served:
                 self._give_up(job, "the instance is paused, and has no room")
                 return True
             if item.state is State.LOCAL:
                 # For a step of a request that may never come; or it could not be encoded.
-                if self._tried or not self._cache.encode_beside(claim):
+                if self._tried or not self._cache.encode_in_background(claim):
                     self._give_up(job, "its item could not be encoded")
                     return True
                 self._tried = True
@@ -149,7 +148,7 @@ class SharedEncoder:
         self._end(job)
         return True
 
-    def _give_up(self, job: Claimant, reason: str) -> None:
+    def _give_up(self, job: ItemRequest, reason: str) -> None:
         self._lose(job.request_id, reason)
         self._end(job)
 
@@ -159,7 +158,7 @@ class SharedEncoder:
         self._orders += self._dispatcher.take_lost(request_id)
         self._answer(request_id)
 
-    def _end(self, job: Claimant) -> None:
+    def _end(self, job: ItemRequest) -> None:
         self._cache.leave(job)
         self._current = None
         self._answer(job.request_id)

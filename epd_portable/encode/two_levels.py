@@ -16,8 +16,7 @@ from collections.abc import Callable, Set
 from dataclasses import dataclass, field
 from typing import Any
 
-from epd_portable.items.encoder_cache import EncoderCacheManager, MultiModalRequest
-from epd_portable.items.items import Item, State
+from epd_portable.items.table import Item, ItemTable, MultiModalRequest, State
 
 FILLED = 0.75
 """Part of that memory that is filled: outputs have all sizes, so what they leave is in pieces."""
@@ -38,7 +37,7 @@ class HostOrders:
     kept: list[str] = field(default_factory=list)
 
 
-class TwoLevelCache(EncoderCacheManager):
+class TwoLevelCache(ItemTable):
     """See the module.
 
     Args:
@@ -82,8 +81,8 @@ class TwoLevelCache(EncoderCacheManager):
             self._copies.move_to_end(mm_hash)
             if mm_hash not in self.items:
                 num_embeds = request.get_num_encoder_embeds(input_id)
-                if self._make_room(num_embeds):
-                    self._enter(Item(mm_hash, num_embeds))
+                if self.make_space(num_embeds):
+                    self.occupy(Item(mm_hash, num_embeds), State.PRESENT)
                     self._restored.append(mm_hash)
         return self.check_and_update_cache(request, input_id)
 
@@ -114,9 +113,8 @@ class TwoLevelCache(EncoderCacheManager):
             self._dropped.append(mm_hash)
         gone = [self.items[mm_hash] for mm_hash in missing if mm_hash in self]
         for item in gone:
-            item.holders.clear()
-            self._rest(item)
-            self._evict(item)
+            self.release(item, *item.holders)
+            self.evict(item)
         return gone
 
     # -- what vLLM's scheduler calls -------------------------------------------------------------
@@ -128,7 +126,7 @@ class TwoLevelCache(EncoderCacheManager):
         item = self.items.get(request.mm_features[input_id].identifier)
         if item is None or not item.is_here:
             return False
-        self._hold(item, request.request_id)
+        self.hold(item, request.request_id)
         self._inputs.setdefault(request.request_id, set()).add(input_id)
         return True
 
@@ -150,7 +148,7 @@ class TwoLevelCache(EncoderCacheManager):
         """
         num_embeds = request.get_num_encoder_embeds(input_id)
         together = num_embeds + num_embeds_to_schedule
-        return num_embeds <= encoder_compute_budget and self._make_room(together)
+        return num_embeds <= encoder_compute_budget and self.make_space(together)
 
     def allocate(
         self, request: MultiModalRequest, input_id: int, *args: Any, **kwargs: Any
@@ -163,7 +161,7 @@ class TwoLevelCache(EncoderCacheManager):
         if mm_hash not in self.items:
             item = Item(mm_hash, request.get_num_encoder_embeds(input_id))
             assert item.num_embeds <= self.num_free_slots, "allocate without can_allocate"
-            self._enter(item)
+            self.occupy(item, State.PRESENT)
             self._copy(mm_hash, self._nbytes_of(request, input_id))
         self.check_and_update_cache(request, input_id)
 
@@ -201,11 +199,6 @@ class TwoLevelCache(EncoderCacheManager):
         self._copied_bytes = 0
 
     # --------------------------------------------------------------------------------------------
-
-    def _enter(self, item: Item) -> None:
-        self.items[item.mm_hash] = item
-        self._occupy(item, State.PRESENT)
-        self._rest(item)
 
     def _copy(self, mm_hash: str, nbytes: int) -> None:
         """Have a copy kept of what is encoded now, in place of one that there may be."""

@@ -10,9 +10,9 @@ from typing import Literal, get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from epd_portable.items.consumer import FailureCause
-from epd_portable.items.encoder_cache import EncoderCacheManager
 from epd_portable.items.slots import ReceivePool
+from epd_portable.items.table import ItemTable
+from epd_portable.items.transfers import FailureCause
 from epd_portable.wire.messages import NackCode
 from epd_portable.wire.params import ItemOutcome, Source
 
@@ -94,7 +94,7 @@ class SenderMetrics(Instruments):
         )
 
 
-class ReceiverMetrics(Instruments):
+class ConsumerMetrics(Instruments):
     """Of the scheduler's process. Not for several threads."""
 
     def __init__(self, registry: CollectorRegistry | None = None) -> None:
@@ -175,7 +175,7 @@ class ReceiverMetrics(Instruments):
         self._in_flight.set(granted)
         self._waiting.set(waiting)
 
-    def room(self, pool: ReceivePool, cache: EncoderCacheManager) -> None:
+    def room(self, pool: ReceivePool, cache: ItemTable) -> None:
         """Note how much room is taken; cheap if that has not changed, as after most steps."""
         now = (pool.free_bytes, cache.num_free_slots, cache.num_freeable_slots)
         if now == self._room:

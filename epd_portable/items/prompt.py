@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from epd_portable.items.items import PromptItem
+from epd_portable.items.table import PromptItem
 from epd_portable.wire.params import (
     EncodeTransfer,
     ExpectedTransfer,

@@ -1,7 +1,7 @@
 """PD scheduler: the deadline of claims, in every state, where nothing else has one.
 
 A second line of defence. Transfers have deadlines of their own, and the order of claims
-(`epd_portable.items.preallocator`) is made so that every claim is served. If that is not true
+(`epd_portable.items.room`) is made so that every claim is served. If that is not true
 in some case, one request would wait for ever, and with it every request behind it.
 """
 
@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from epd_portable.items.items import Claimant, State
-from epd_portable.items.preallocator import EncoderCachePreallocator
+from epd_portable.items import room
+from epd_portable.items.encoder_cache import PrefillEncoderCache
 from epd_portable.items.slots import ReceivePool
+from epd_portable.items.table import ItemRequest, State
 
 LOOK_EVERY_S = 1.0
 LONGEST_STEP_S = 1.0
@@ -39,8 +40,8 @@ class StallWatch:
 
     def __init__(
         self,
-        cache: EncoderCachePreallocator,
-        able: Callable[[Claimant], bool],
+        cache: PrefillEncoderCache,
+        able: Callable[[ItemRequest], bool],
         *,
         limit_s: float,
     ) -> None:
@@ -53,7 +54,7 @@ class StallWatch:
         self._progress = -1
         self._computed = False
 
-    def look(self, now: float, *, computed: bool, starts: bool) -> Claimant | None:
+    def look(self, now: float, *, computed: bool, starts: bool) -> ItemRequest | None:
         """Return the first request that waits in vain, if there is one.
 
         Args:
@@ -67,7 +68,7 @@ class StallWatch:
             return None
         passed_s, self._unlooked_s = self._unlooked_s, 0.0
         computed, self._computed = self._computed, False
-        contenders = [each for each in self._cache.contenders() if starts or each.running]
+        contenders = [each for each in room.contenders(self._cache) if starts or each.running]
         able = [each for each in contenders if self._able(each)]
         blocked = [each for each in contenders if each not in able]
         moved = self._progress != self._cache.progress
@@ -86,11 +87,11 @@ class StallWatch:
         return found
 
 
-def describe(cache: EncoderCachePreallocator, pool: ReceivePool) -> str:
+def describe(cache: PrefillEncoderCache, pool: ReceivePool) -> str:
     """Return the state of items and of the requests that contend for room, for the log."""
     items = [
         f"{each.mm_hash} ({each.num_embeds}, {each.state.name}, held by "
-        f"{sorted(each.holders)}, wanted by {sorted(each.wanted)}, transfers "
+        f"{sorted(each.holders)}, pending for {sorted(each.pending)}, transfers "
         f"{ {key: transfer.progress for key, transfer in each.transfers.items()} })"
         for each in list(cache.items.values())[:MAX_DESCRIBED]
     ]
@@ -98,7 +99,7 @@ def describe(cache: EncoderCachePreallocator, pool: ReceivePool) -> str:
         f"{each.request_id} ({'runs' if each.running else 'waits'} at "
         f"{each.num_computed_tokens}, claims "
         f"{ {key: claim.place for key, claim in each.claims.items()} })"
-        for each in cache.contenders()[:MAX_DESCRIBED]
+        for each in room.contenders(cache)[:MAX_DESCRIBED]
     ]
     return (
         f"encoder cache {cache.num_free_slots} free and {cache.num_freeable_slots} freeable of "

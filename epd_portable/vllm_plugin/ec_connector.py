@@ -33,11 +33,11 @@ from epd_portable.encode.shared_encoder import SharedEncoder
 from epd_portable.encode.store_writer import open_writer
 from epd_portable.encode.two_levels import TwoLevelCache
 from epd_portable.errors import EngineError
-from epd_portable.items.encoder_cache import EncoderCacheManager
-from epd_portable.items.metrics import ReceiverMetrics, SenderMetrics
+from epd_portable.items.metrics import ConsumerMetrics, SenderMetrics
 from epd_portable.items.placer import EncodeOrder, Placer
-from epd_portable.items.prefill import PrefillRequests
-from epd_portable.items.receiver import Receiver
+from epd_portable.items.requests import PrefillRequests
+from epd_portable.items.shell import ItemShell
+from epd_portable.items.table import ItemTable
 from epd_portable.platforms.traits import TRAITS
 from epd_portable.transfer.cores import limit_compute
 from epd_portable.transfer.stores.entry import namespace_of
@@ -149,7 +149,7 @@ class SchedulerConnector(EPDConnector):
     """The scheduler half: what our scheduler calls, in addition to vLLM's hooks."""
 
     @abstractmethod
-    def attach(self, scheduler: Any) -> EncoderCacheManager:
+    def attach(self, scheduler: Any) -> ItemTable:
         """Return the encoder cache that vLLM's scheduler, just made, works with from now on."""
 
     @abstractmethod
@@ -171,7 +171,7 @@ class EncodeScheduler(SchedulerConnector):
     _step = 0
     computed_step = 0
 
-    def attach(self, scheduler: Any) -> EncoderCacheManager:
+    def attach(self, scheduler: Any) -> ItemTable:
         """See `SchedulerConnector`."""
         config = self._config
 
@@ -276,32 +276,32 @@ class PDScheduler(SchedulerConnector):
     """The scheduler half of a PD instance.
 
     Attributes:
-        receiver: Brings items; the scheduler works under its lock.
+        shell: Brings items; the scheduler works under its lock.
         requests: What it serves.
         encoder: What it encodes for others.
     """
 
-    receiver: Receiver
+    shell: ItemShell
     requests: PrefillRequests
     encoder: SharedEncoder
     _dispatcher: Dispatcher
 
-    def attach(self, scheduler: Any) -> EncoderCacheManager:
+    def attach(self, scheduler: Any) -> ItemTable:
         """See `SchedulerConnector`."""
         self._metadata = ItemMetadata(self._vllm_config)
-        self.receiver = Receiver(
+        self.shell = ItemShell(
             self._config,
             fingerprint=self._fingerprint,
             cache_size=scheduler.encoder_cache_manager.cache_size,
             encode_together=TRAITS[self._config.platform].encode_together_embeds,
-            metrics=ReceiverMetrics(),
+            metrics=ConsumerMetrics(),
             namespace=self._namespace,
         )
         # What a drafter reads ahead (0.30 on; before, only EAGLE did, one token).
         lookahead = getattr(scheduler, "num_prefill_lookahead", int(scheduler.use_eagle))
-        self.requests = PrefillRequests(self._config, self.receiver, lookahead=lookahead)
-        self._opened.callback(self.receiver.close)
-        self._cache = self.receiver.cache
+        self.requests = PrefillRequests(self._config, self.shell, lookahead=lookahead)
+        self._opened.callback(self.shell.close)
+        self._cache = self.shell.cache
         secret = Secret.read(self._config.secret_file)
         self._dispatcher = Dispatcher(self._cache, secret)
         self.encoder = SharedEncoder(self._dispatcher, self.requests, self._cache)
@@ -311,7 +311,7 @@ class PDScheduler(SchedulerConnector):
     def reset(self) -> None:
         """Let nothing that is on its way become an entry: the encoder cache was reset."""
         self._dispatcher.reset()
-        self.receiver.reset()
+        self.shell.reset()
 
     def job_arrived(self, request: Request) -> bool:
         """Take a request in if it is an encode job: vLLM's scheduler is not to see it then."""
@@ -345,7 +345,7 @@ class PDScheduler(SchedulerConnector):
         self, request: Request, num_computed_tokens: int, *args: Any, **kwargs: Any
     ) -> bool:
         """Return whether the request's next token can be computed."""
-        if request.request_id not in self._cache.unsettled:
+        if request.request_id not in self._cache.incomplete:
             return True  # Asked of every request in every step: of almost all while they decode.
         running = request.status is RequestStatus.RUNNING
         return self.requests.may_schedule(request.request_id, num_computed_tokens, running=running)
@@ -361,7 +361,7 @@ class PDScheduler(SchedulerConnector):
         self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any
     ) -> StepMetadata:
         """See `EPDConnector`."""
-        receipts = self.receiver.orders.take_orders(
+        receipts = self.shell.orders.take_orders(
             scheduler_output.free_encoder_mm_hashes,
             computes=scheduler_output.total_num_scheduled_tokens > 0,
         )

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from epd_portable.encode.dispatcher import EncodedItem
-from epd_portable.items.items import PromptItem
+from epd_portable.items.table import PromptItem
 from epd_portable.vllm_plugin import compat
 from epd_portable.wire.descriptors import TensorSpec
 

@@ -1,6 +1,6 @@
 """The scheduler of a prefill+decode instance: requests that wait for items are kept out of its way.
 
-Messages are taken in by a thread (`Receiver`), so the engine's works on requests and the encoder
+Messages are taken in by a thread (`ItemShell`), so the engine's works on requests and the encoder
 cache under its lock.
 """
 
@@ -36,13 +36,13 @@ def prefill_scheduler(base: type) -> type:
             self._counts = (0, 0)
             self._told_busy: dict[int, bool] = {}  # by API server
             super().__init__(*args, **kwargs)
-            self._receiver = self.ec_connector.receiver
+            self._shell = self.ec_connector.shell
             self._prefill = self.ec_connector.requests
             self._encoder = self.ec_connector.encoder
-            self._receiver.listen()
+            self._shell.listen()
 
         def add_request(self, request: Any, *args: Any, **kwargs: Any) -> None:
-            with self._receiver.lock:
+            with self._shell.lock:
                 self._told_busy.setdefault(request.client_index, False)
                 if self.ec_connector.job_arrived(request):
                     self._jobs[request.request_id] = request
@@ -51,7 +51,7 @@ def prefill_scheduler(base: type) -> type:
 
         def finish_requests(self, request_ids: Any, *args: Any, **kwargs: Any) -> Any:
             names = {request_ids} if isinstance(request_ids, str) else request_ids
-            with self._receiver.lock:
+            with self._shell.lock:
                 finished = super().finish_requests(request_ids, *args, **kwargs)
                 for request_id in [*self._jobs] if names is None else self._jobs.keys() & {*names}:
                     self._encoder.withdraw(request_id)
@@ -65,8 +65,8 @@ def prefill_scheduler(base: type) -> type:
                 return finished
 
         def schedule(self, *args: Any, **kwargs: Any) -> Any:
-            with self._receiver.lock:
-                self._receiver.before_step()
+            with self._shell.lock:
+                self._shell.before_step()
                 self._end_stalled()
                 starts = self.pause_state == PauseState.UNPAUSED
                 self._encoder.advance(waits=starts or bool(self.running))
@@ -130,11 +130,11 @@ def prefill_scheduler(base: type) -> type:
         def update_from_output(
             self, scheduler_output: Any, model_runner_output: Any, *args: Any, **kwargs: Any
         ) -> Any:
-            with self._receiver.lock:
+            with self._shell.lock:
                 outputs = super().update_from_output(
                     scheduler_output, model_runner_output, *args, **kwargs
                 )
-                self._receiver.step_done()
+                self._shell.step_done()
                 self._answer_jobs(outputs)
                 self._tell_servers(outputs)
                 self._tell_news(outputs)
@@ -191,19 +191,19 @@ def prefill_scheduler(base: type) -> type:
             return stats
 
         def set_pause_state(self, pause_state: Any, *args: Any, **kwargs: Any) -> None:
-            with self._receiver.lock:
+            with self._shell.lock:
                 super().set_pause_state(pause_state, *args, **kwargs)
-                self._receiver.pause(
+                self._shell.pause(
                     waiting=pause_state != PauseState.UNPAUSED,
                     running=pause_state == PauseState.PAUSED_ALL,
                 )
 
         def reset_encoder_cache(self, *args: Any, **kwargs: Any) -> None:
-            with self._receiver.lock:
+            with self._shell.lock:
                 super().reset_encoder_cache(*args, **kwargs)
 
         def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> Any:
-            with self._receiver.lock:
+            with self._shell.lock:
                 return super().reset_prefix_cache(*args, **kwargs)
 
         def has_requests(self, *args: Any, **kwargs: Any) -> bool:
@@ -227,6 +227,6 @@ def prefill_scheduler(base: type) -> type:
             idle_since_s = self._idle_since_s
             if idle_since_s is not None and time.monotonic() - idle_since_s >= _SLEEP_S:
                 self._idle_since_s = None
-                self._receiver.rest(_SLEEP_S)
+                self._shell.rest(_SLEEP_S)
 
     return PrefillScheduler

@@ -12,10 +12,10 @@ import torch
 from epd_portable.config.instance import InstanceConfig
 from epd_portable.encode.producer import TransferOrder
 from epd_portable.encode.sender import Sender
-from epd_portable.items.items import PromptItem
 from epd_portable.items.placer import Placer
-from epd_portable.items.prefill import PrefillRequests
-from epd_portable.items.receiver import Receiver
+from epd_portable.items.requests import PrefillRequests
+from epd_portable.items.shell import ItemShell
+from epd_portable.items.table import PromptItem
 from epd_portable.platforms import registry
 from epd_portable.transfer.copies import DeviceCopies
 from epd_portable.transfer.worker_endpoint import WorkerEndpoint
@@ -73,9 +73,9 @@ class Consumer:
         copies = DeviceCopies(registry.get("cpu"))
         self._end = WorkerEndpoint(config, copies)
         self._placer = Placer(copies, self._end)
-        self.receiver = Receiver(config, fingerprint=FINGERPRINT, cache_size=100_000, clock=clock)
-        self.prefill = PrefillRequests(config, self.receiver)
-        self.cache = self.receiver.cache
+        self.shell = ItemShell(config, fingerprint=FINGERPRINT, cache_size=100_000, clock=clock)
+        self.prefill = PrefillRequests(config, self.shell)
+        self.cache = self.shell.cache
         self.outputs: dict[str, torch.Tensor] = {}
         self.waiting: dict[str, Request] = {}
 
@@ -99,18 +99,18 @@ class Consumer:
 
     def step(self) -> None:
         """Do what an engine does in one step."""
-        self.receiver.take_in()
-        self.receiver.before_step()
+        self.shell.take_in()
+        self.shell.before_step()
         freed = self.cache.get_freed_mm_hashes()
-        orders = self.receiver.orders.take_orders(freed, computes=True)
+        orders = self.shell.orders.take_orders(freed, computes=True)
         self._placer.carry_out(orders, self.outputs)
         for mm_hash in freed:
             self.outputs.pop(mm_hash, None)
-        self.receiver.step_done()
+        self.shell.step_done()
 
     def granted(self) -> int:
         """Return how many transfers a producer may write for."""
-        transfers = self.receiver._session._transfers.values()
+        transfers = self.shell._transfers._transfers.values()
         return sum(transfer.grant is not None for transfer in transfers)
 
     def finish(self, name: str) -> None:
@@ -144,9 +144,9 @@ class Consumer:
         """Return what is still kept when nothing is under way and the cache is emptied."""
         self.cache.reset()
         self.step()
-        session = self.receiver._session
+        session = self.shell._transfers
         counts = {
-            "bytes": self.receiver.pool.capacity_bytes - self.receiver.pool.free_bytes,
+            "bytes": self.shell.pool.capacity_bytes - self.shell.pool.free_bytes,
             "room": self.cache.cache_size - self.cache.num_free_slots,
             "transfers": len(session._transfers),
             "quarantined": len(session._quarantine),
@@ -156,7 +156,7 @@ class Consumer:
 
     def close(self) -> None:
         """Stop receiving."""
-        self.receiver.close()
+        self.shell.close()
         self._end.close()
 
 

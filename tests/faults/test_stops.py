@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from epd_portable.items.consumer import LEASE_MARGIN_S
+from epd_portable.items.transfers import LEASE_MARGIN_S
 from tests.faults.conftest import Served
 from tests.faults.points import (
     ENCODER_SCHEDULER,

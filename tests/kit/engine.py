@@ -204,14 +204,14 @@ def _seams(sizes: Sizes, clock: Clock, shelf: Shelf | None, made: dict[str, Any]
     """Let the connector have the model's clock and post, and no thread of its own."""
     from vllm.v1.core.sched import scheduler as vllm_scheduler
 
-    from epd_portable.items import receiver as receivers
-    from epd_portable.items.metrics import ReceiverMetrics
+    from epd_portable.items import shell as shells
+    from epd_portable.items.metrics import ConsumerMetrics
     from epd_portable.vllm_plugin import agreement, ec_connector, exposition
 
-    class Receiver(receivers.Receiver):
+    class ItemShell(shells.ItemShell):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             made["registry"] = CollectorRegistry()
-            kwargs |= {"clock": clock, "metrics": ReceiverMetrics(made["registry"])}
+            kwargs |= {"clock": clock, "metrics": ConsumerMetrics(made["registry"])}
             super().__init__(*args, **kwargs)
             made["receiver"] = self
 
@@ -226,8 +226,8 @@ def _seams(sizes: Sizes, clock: Clock, shelf: Shelf | None, made: dict[str, Any]
         return Budget(max(sizes.encoder_tokens, *sizes.items.values()), sizes.cache)
 
     patches = (
-        (receivers, "ConsumerEndpoint", open_post),
-        (ec_connector, "Receiver", Receiver),
+        (shells, "ConsumerEndpoint", open_post),
+        (ec_connector, "ItemShell", ItemShell),
         (vllm_scheduler, "MultiModalBudget", budget),
         (exposition, "publish", lambda: None),
         (agreement, "fingerprint", lambda config: "same"),
@@ -316,7 +316,7 @@ class Engine:
         if sizes.second:
             self.scheduler.use_v2_model_runner = True
         self.post: Post = made["post"]
-        self._receiver, self._registry = made["receiver"], made["registry"]
+        self._shell, self._registry = made["receiver"], made["registry"]
         self._flying: deque[Work] = deque()
         self._unloaded = ""
         """Request whose KV was not loaded, as the next step reports."""
@@ -478,8 +478,8 @@ class Engine:
 
     def take_in(self) -> None:
         """Messages are taken in, as between any two of the engine's doings."""
-        with self._receiver.lock:
-            self._receiver.take_in()
+        with self._shell.lock:
+            self._shell.take_in()
 
     # -- turns -------------------------------------------------------------------------------------
 

@@ -24,8 +24,9 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from epd_portable.items.items import Claim, Claimant, Item, State, order
-from epd_portable.wire.descriptors import SlotDescriptor
+from epd_portable.items.room import position
+from epd_portable.items.slots import Slot, SlotState
+from epd_portable.items.table import COMPUTED, Claim, Item, ItemRequest, State
 from tests.property.budget import budget, seeded
 from tests.unit.items.cache_desk import Desk, tensor
 
@@ -69,11 +70,11 @@ class Preallocation(RuleBasedStateMachine):
         self.cache = self.desk.cache
         self.count = 0
         self.prompts: dict[str, dict[int, Wish]] = {}
-        self.resident: dict[str, SlotDescriptor] = {}
+        self.resident: dict[str, Slot] = {}
         """Of items that have landed, until the workers have forgotten them."""
-        self.under_way: deque[dict[str, SlotDescriptor]] = deque()
+        self.under_way: deque[tuple[int, list[Slot]]] = deque()
 
-    def who(self, name: str) -> Claimant:
+    def who(self, name: str) -> ItemRequest:
         return self.desk.who(name)
 
     def claims(self) -> Iterator[Claim]:
@@ -82,8 +83,8 @@ class Preallocation(RuleBasedStateMachine):
 
     def waiting(self) -> list[Claim]:
         """Return the claims that are not served, in the order in which they must be."""
-        waiting = [claim for claim in self.claims() if claim.waits]
-        return sorted(waiting, key=lambda claim: (claim.claimant.rank, claim.place))
+        waiting = [claim for claim in self.claims() if claim.is_pending]
+        return sorted(waiting, key=position)
 
     def items(self, *states: State) -> list[str]:
         return sorted(name for name, item in self.cache.items.items() if item.state in states)
@@ -104,14 +105,16 @@ class Preallocation(RuleBasedStateMachine):
         self.who(name)
         for place, wish in enumerate(wishes):
             others = [other for other in self.prompts[name].values() if other.name == wish.name]
-            self._claim(name, place, others[0] if others else wish, again=bool(others))
+            if not self._claim(name, place, others[0] if others else wish, again=bool(others)):
+                self._leave(name)  # It is refused.
+                return
 
-    def _claim(self, name: str, place: int, wish: Wish, *, again: bool = False) -> None:
+    def _claim(self, name: str, place: int, wish: Wish, *, again: bool = False) -> bool:
         known = self.cache.items.get(wish.name)
         if known is not None and known.tensor != tensor(wish.size):
-            if known.holders or known.wanted or known.state is State.ENCODING:
+            if known.holders or known.pending or known.state is State.ENCODING:
                 assert self.cache.open(wish.name, tensor(wish.size)) is None
-                return
+                return False
             self.seen["replaced"] += 1
         self.prompts[name][place] = wish
         by_transfer = wish.kind != "local" and not again
@@ -119,6 +122,7 @@ class Preallocation(RuleBasedStateMachine):
         self.desk.claim(
             name, wish.name, wish.size, place, by_transfer=by_transfer, metadata_only=metadata_only
         )
+        return True
 
     @precondition(lambda self: self.prompts)
     @rule(data=st.data())
@@ -132,43 +136,34 @@ class Preallocation(RuleBasedStateMachine):
             self.cache.free(engine_request)
             assert not self.cache.get_cached_input_ids(engine_request)
         del self.prompts[name]
-        assert name not in self.cache.unsettled
+        assert name not in self.cache.incomplete
 
     @precondition(lambda self: self.prompts)
     @rule(data=st.data())
     def start(self, data: st.DataObject) -> None:
-        claimant = self.who(data.draw(st.sampled_from(sorted(self.prompts))))
-        if self.cache.may_start(claimant):
-            assert not claimant.waits or self.waiting()[0].claimant.rank <= claimant.rank
-            self.desk.run(claimant.request_id)
+        made = self.who(data.draw(st.sampled_from(sorted(self.prompts))))
+        if self.desk.may_start(made.request_id):
+            assert not made.is_pending or self.waiting()[0].request is made
+            self.desk.run(made.request_id)
             self.seen["started"] += 1
         else:
-            assert claimant.waits or any(
-                claim.metadata_only and claim.item.state is State.LOCAL
-                for claim in claimant.claims.values()
-            )
+            assert made.is_pending
 
     @precondition(lambda self: any(self.who(name).running for name in self.prompts))
     @rule(data=st.data())
     def preempt(self, data: st.DataObject) -> None:
-        """Take a request's seat: it keeps what it has, and needs again what it has passed."""
+        """Preempt a request: it needs again what it has passed."""
         running = [name for name in self.prompts if self.who(name).running]
         name = data.draw(st.sampled_from(sorted(running)))
         if not self.prompts[name]:
             return
-        claimant = self.who(name)
-        held = {mm_hash for mm_hash, claim in claimant.claims.items() if claim.served}
         self.desk.preempt(name)
-        assert held == {mm_hash for mm_hash, claim in claimant.claims.items() if claim.served}
-        assert not claimant.running
-        passed = [
-            wish.name for wish in self.prompts[name].values() if wish.name not in claimant.claims
-        ]
-        for place, wish in list(self.prompts[name].items()):
-            if wish.name in passed and wish.name not in claimant.lost:
-                self._claim(name, place, wish, again=True)
+        made = self.who(name)
+        assert not made.running
+        names = {wish.name for wish in self.prompts[name].values()}
+        assert made.claims.keys() | made.lost.keys() == names
 
-    @precondition(lambda self: any(claim.served for claim in self.claims()))
+    @precondition(lambda self: any(claim.is_served for claim in self.claims()))
     @rule(data=st.data())
     def compute_past(self, data: st.DataObject) -> None:
         held = [
@@ -195,9 +190,11 @@ class Preallocation(RuleBasedStateMachine):
             assert not here and not may_encode
         elif here:
             assert known == claim.item.num_embeds
-            assert claim.served and not may_encode
+            assert claim.is_served and not may_encode
         elif may_encode:
-            assert claim.served and not claim.metadata_only and claim.item.num_embeds <= budget_left
+            assert (
+                claim.is_served and not claim.metadata_only and claim.item.num_embeds <= budget_left
+            )
             self.cache.allocate(engine_request, place)
             self.seen["encoded here"] += 1
 
@@ -206,7 +203,9 @@ class Preallocation(RuleBasedStateMachine):
     def fail_who_lost_an_item(self) -> None:
         self.seen["lost"] += 1
         for name in [name for name in self.prompts if self.who(name).lost]:
-            assert any(wish.kind == "bare" for wish in self.prompts[name].values())
+            bare = {wish.name for wish in self.prompts[name].values() if wish.kind == "bare"}
+            for mm_hash, reason in self.who(name).lost.items():
+                assert mm_hash in bare or "another item of that name" in reason
             self._leave(name)
 
     # -- transfers ---------------------------------------------------------------------------------
@@ -215,65 +214,47 @@ class Preallocation(RuleBasedStateMachine):
     def reserve(self) -> None:
         before = self.waiting()
         given = self.desk.reserve()
-        served = [not claim.waits for claim in before]
+        served = [not claim.is_pending for claim in before]
         assert served == sorted(served, reverse=True), "first come, first served"
         self.seen["reserved"] += len(given)
         left = self.waiting()
         if left:
             self.seen["waited"] += 1
             assert not self._could_be_served(left[0])
-            assert not any(self._could_make_way(claim, left[0]) for claim in self.claims())
+            if not self._space_comes_back(left[0]):
+                assert not any(self._could_be_preempted(claim, left[0]) for claim in self.claims())
 
     def _could_be_served(self, claim: Claim) -> bool:
         item = claim.item
         if item.state is not State.WAITING:
-            return True
+            return item.state is not State.LOCAL or not claim.metadata_only
         used = (each for each in self.cache.items.values() if each.state is not State.WAITING)
         kept = (each for each in used if each.holders or not each.is_here)
         has_room = CACHE_EMBEDS - sum(each.num_embeds for each in kept) >= item.num_embeds
         if not item.transfers:
             return claim.metadata_only or has_room
-        slot = self.desk.pool.take_slot(item.num_embeds)
+        slot = self.desk.pool.reserve(item.num_embeds)
         if slot is not None:
-            self.desk.pool.give_back(slot)
-        read = {*self.resident, *itertools.chain(*self.under_way)}
-        return slot is not None and has_room and item.mm_hash not in read
+            self.desk.pool.free(slot)
+        return slot is not None and has_room and item.mm_hash not in self.resident
 
-    def _could_make_way(self, claim: Claim, first: Claim) -> bool:
-        if not claim.served or claim.item.state in (State.GRANTED, State.ENCODING):
-            return False
-        if (claim.claimant.rank, claim.place) <= (first.claimant.rank, first.place):
-            return False
-        if not all(
-            order(self.who(name).claims[claim.item.mm_hash]) > order(first)
-            for name in claim.item.holders
-        ):
-            return False  # It would be kept for somebody all the same.
+    def _could_be_preempted(self, claim: Claim, first: Claim) -> bool:
+        under_way = claim.item.state in (State.GRANTED, State.ENCODING)
+        return claim.is_served and not under_way and position(claim) > position(first)
+
+    def _space_comes_back(self, first: Claim) -> bool:
+        """Whether a slot is on its way, or a request holds all that it needs and will compute."""
         item = first.item
-        if item.transfers and self.cache.can_preallocate(item.num_embeds):
-            has_slot = claim.item.slot is not None or claim.item.mm_hash in self.resident
-            if not has_slot or self.under_way_slots() or item.mm_hash in self.resident:
-                return False
-        if claim.is_last_chance and (
-            self.items(State.GRANTED, State.ENCODING) or self._somebody_computes()
-        ):
-            return False
-        return claim.claimant.waits or (first.claimant.running and not claim.claimant.running)
-
-    def _somebody_computes(self) -> bool:
-        """Whether somebody who runs has all that it waits for, and will give room back."""
-        runs = [self.who(name) for name in self.prompts if self.who(name).running]
+        if item.transfers and self.cache.num_freeable_slots >= item.num_embeds:
+            gone = any(not self._is_entry(name) for name in self.resident)
+            if gone or self.desk.pool.retiring:
+                return True
         return any(
-            any(claim.served for claim in claimant.claims.values())
-            and not claimant.waits
-            and not claimant.to_be_encoded
-            for claimant in runs
+            any(claim.is_served for claim in made.claims.values())
+            and not any(claim.is_pending for claim in made.claims.values())
+            and (made.running or not first.request.running)
+            for made in map(self.who, self.prompts)
         )
-
-    def under_way_slots(self) -> bool:
-        """Whether a slot comes back by itself, when the workers have forgotten what was in it."""
-        gone = [name for name in self.resident if not self._is_entry(name)]
-        return bool(gone) or any(self.under_way)
 
     def _is_entry(self, mm_hash: str) -> bool:
         return mm_hash in self.cache
@@ -320,11 +301,7 @@ class Preallocation(RuleBasedStateMachine):
         self._give_up(self.cache.items[data.draw(st.sampled_from(sorted(names)))])
 
     def _give_up(self, item: Item) -> None:
-        was_granted = item.state is State.GRANTED
-        self.desk.not_wanted(item)
-        if was_granted:
-            self.cache.lost_slot(item)
-        self.cache.lost_transfer(item, "nobody delivers it")
+        self.desk.lose_transfers(item.mm_hash, "no encoder delivers it")
 
     @precondition(lambda self: self.desk.writing)
     @rule()
@@ -346,13 +323,13 @@ class Preallocation(RuleBasedStateMachine):
 
     def _compute(self, name: str) -> None:
         """Compute what can be of a request, item by item."""
-        claimant = self.who(name)
-        if not claimant.running:
-            if not self.cache.may_start(claimant):
+        made = self.who(name)
+        if not made.running:
+            if not self.desk.may_start(name):
                 return
             self.desk.run(name)
         for place, wish in sorted(self.prompts[name].items()):
-            claim = claimant.claims.get(wish.name)
+            claim = made.claims.get(wish.name)
             if claim is None or place < claim.place:
                 continue
             if self.desk.may_encode(name, place):
@@ -360,7 +337,7 @@ class Preallocation(RuleBasedStateMachine):
             if not self.cache.check_and_update_cache(self.desk.request(name), place):
                 return
             self.desk.compute_past(name, place)
-        assert not claimant.claims
+        assert not made.claims
 
     # -- the workers -------------------------------------------------------------------------------
 
@@ -371,19 +348,22 @@ class Preallocation(RuleBasedStateMachine):
         assert not any(mm_hash in self.cache for mm_hash in freed)
         placed = self.items(State.LANDED)
         for mm_hash in placed:
-            self.cache.items[mm_hash].state = State.PRESENT
-        retired = {}
-        for mm_hash in dict.fromkeys(freed + (placed if self.copies else [])):
-            slot = self.cache.retire(mm_hash)
-            assert slot == self.resident.pop(mm_hash, None)
-            if slot is not None:
-                retired[mm_hash] = slot
-        self.under_way.append(retired)
+            self.cache.placed(self.cache.items[mm_hash])
+        before = set(self.resident)
+        for mm_hash in freed:
+            self.cache.retire(mm_hash)
+        step = self.desk.begin_step(*(placed if self.copies else []))
+        gone = [self.resident.pop(each) for each in before - self.desk.pool.resident.keys()]
+        assert all(each.state is SlotState.RETIRING for each in gone)
+        self.under_way.append((step, gone))
 
     @precondition(lambda self: self.under_way)
     @rule()
     def end_step(self) -> None:
-        self.cache.give_back(self.under_way.popleft().values())
+        step, gone = self.under_way.popleft()
+        assert all(each in self.desk.pool.retiring for each in gone)
+        self.cache.step_ended(step)
+        assert not any(each in self.desk.pool.retiring for each in gone)
 
     @rule(really=seldom)
     def reset(self, really: bool) -> None:
@@ -404,36 +384,55 @@ class Preallocation(RuleBasedStateMachine):
         assert self.cache.num_freeable_slots == free + idle
 
     @invariant()
-    def every_slot_that_is_out_has_one_owner(self) -> None:
+    def every_slot_has_one_state_and_one_place(self) -> None:
+        pool = self.desk.pool
         for item in self.cache.items.values():
             assert (item.slot is not None) == (item.state in (State.RESERVED, State.GRANTED))
+            if item.slot is not None:
+                leased = item.state is State.GRANTED
+                assert item.slot.state is (SlotState.LEASED if leased else SlotState.RESERVED)
+        assert pool.resident == self.resident
+        assert all(each.state is SlotState.QUARANTINED for each in self.desk.writing)
         owned = [item.slot for item in self.cache.items.values() if item.slot is not None]
-        owned += [*self.resident.values(), *self.desk.writing]
-        owned += [slot for step in self.under_way for slot in step.values()]
-        taken = sorted((slot.offset, slot.offset + slot.nbytes) for slot in owned)
+        owned += [*self.resident.values(), *self.desk.writing, *pool.retiring]
+        assert {*map(id, owned)} == {*map(id, pool.slots.values())}
+        assert len(owned) == len(pool.slots)
+        taken = sorted(
+            (each.descriptor.offset, each.descriptor.offset + each.size) for each in owned
+        )
         assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(taken))
         assert not taken or taken[-1][1] <= POOL_BYTES
-        assert self.desk.pool.free_bytes == POOL_BYTES - sum(slot.nbytes for slot in owned)
+        assert pool.free_bytes == POOL_BYTES - sum(each.size for each in owned)
+
+    @invariant()
+    def a_request_holds_a_run_of_its_items_from_the_one_that_it_needs_next(self) -> None:
+        """But for an item that it has computed once, and needs again."""
+        for name in self.prompts:
+            claims = self.who(name).claims.values()
+            gap = min((each.place for each in claims if each.is_pending), default=COMPUTED)
+            for claim in claims:
+                if claim.is_served and gap < claim.place < COMPUTED:
+                    assert claim.place > min(claim.inputs)
 
     @invariant()
     def what_is_held_stays_and_what_nobody_wants_goes(self) -> None:
         for name in self.prompts:
-            claimant = self.who(name)
+            made = self.who(name)
             here: set[int] = set()
-            for mm_hash, claim in claimant.claims.items():
+            for mm_hash, claim in made.claims.items():
                 item = self.cache.items[mm_hash]
                 assert claim.item is item
-                assert (name in item.holders) == claim.served == (name not in item.wanted)
-                assert not claim.served or item.state is not State.WAITING
-                if claim.served and item.is_here:
+                assert (name in item.holders) == claim.is_served == (name not in item.pending)
+                assert not claim.is_served or item.state is not State.WAITING
+                if claim.is_served and item.is_here:
                     here |= {
-                        n for n, end in claim.inputs.items() if end > claimant.num_computed_tokens
+                        n for n, at in claim.inputs.items() if at.end > made.num_computed_tokens
                     }
             if self.prompts[name]:
                 assert self.cache.get_cached_input_ids(self.desk.request(name)) == here
         names = set(self.prompts)
         for item in self.cache.items.values():
-            assert item.holders | set(item.wanted) <= names
+            assert item.holders | set(item.pending) <= names
             assert self._is_wanted(item) or item.is_here
 
     def _is_wanted(self, item: Item) -> bool:
@@ -441,11 +440,11 @@ class Preallocation(RuleBasedStateMachine):
             return bool(item.holders)
         if item.state is State.ENCODING:
             return True  # Nobody may want it any more, but it cannot be stopped.
-        return bool(item.holders or item.wanted)
+        return bool(item.holders or item.pending)
 
     @invariant()
     def whether_somebody_waits_is_known(self) -> None:
-        assert (self.cache._queue.first is not None) == bool(self.waiting())
+        assert (self.cache.pending.first is not None) == bool(self.waiting())
 
     def teardown(self) -> None:
         """Let everybody have what they wait for, and go: whoever waits is served."""
@@ -465,7 +464,7 @@ class Preallocation(RuleBasedStateMachine):
         assert self.desk.pool.free_bytes == POOL_BYTES
         assert self.cache.num_free_slots == self.cache.num_freeable_slots == CACHE_EMBEDS
         assert not self.cache.items
-        assert not self.cache.unsettled
+        assert not self.cache.incomplete
 
     def _finish_steps(self) -> None:
         while self.under_way:

@@ -20,9 +20,9 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from epd_portable.items import consumer
-from epd_portable.items.consumer import LEASE_MARGIN_S
-from epd_portable.items.items import State
+from epd_portable.items import transfers
+from epd_portable.items.table import State
+from epd_portable.items.transfers import LEASE_MARGIN_S
 from epd_portable.wire.messages import Grant
 from tests.property.budget import budget, seeded
 from tests.property.world import Encoder, Item, Parcel, Pd, tokens, write_unit
@@ -291,7 +291,7 @@ class Transfers(RuleBasedStateMachine):
     def what_is_resident_holds_its_own_bytes(self) -> None:
         self.seen["steps"] += 1
         for pd in self.pds.values():
-            used = pd.side.pool._used
+            used = pd.side.pool.slots
             for placement in pd.resident:
                 if placement.slot.generation in used:
                     pd.check(placement)
@@ -299,13 +299,12 @@ class Transfers(RuleBasedStateMachine):
     @invariant()
     def every_slot_that_is_out_has_one_owner(self) -> None:
         for pd in self.pds.values():
-            receiver, session = pd.side.receiver, pd.side.receiver._session
-            cache = pd.side.cache
+            cache, session = pd.side.cache, pd.side.shell._transfers
             owned = [item.slot for item in cache.items.values() if item.slot is not None]
-            owned += cache._resident.values()
+            owned += [*pd.side.pool.resident.values(), *pd.side.pool.retiring]
             owned += (entry.slot for entry in session._quarantine._entries.values())
-            owned += receiver.orders._taken_back
-            assert sorted(slot.generation for slot in owned) == sorted(pd.side.pool._used)
+            assert {*map(id, owned)} == {*map(id, pd.side.pool.slots.values())}
+            assert len(owned) == len(pd.side.pool.slots)
 
     @invariant()
     def nobody_waits_beyond_the_deadline(self) -> None:
@@ -314,7 +313,7 @@ class Transfers(RuleBasedStateMachine):
         A claim that has expired waits for cache space only; transfers for others go on.
         """
         for pd in self.pds.values():
-            for request_id, record in pd.side.receiver.cache.requests.items():
+            for request_id, record in pd.side.shell.cache.requests.items():
                 deadline_s = pd.arrivals[request_id] + TIMEOUT_S
                 for mm_hash, claim in record.claims.items():
                     item = claim.item
@@ -326,21 +325,21 @@ class Transfers(RuleBasedStateMachine):
                     if pd.clock.now >= deadline_s:
                         for transfer in item.transfers.values():
                             assert transfer.deadline_s >= deadline_s + TIMEOUT_S
-            for transfer in pd.side.receiver._session._transfers.values():
+            for transfer in pd.side.shell._transfers._transfers.values():
                 assert pd.clock.now < transfer.deadline_s
                 assert transfer.grant is None or pd.clock.now < transfer.lease_end_s
 
     @invariant()
     def tables_are_bounded(self) -> None:
         for pd in self.pds.values():
-            session = pd.side.receiver._session
+            session = pd.side.shell._transfers
             self.seen["quarantined"] += len(session._quarantine)
             assert len(session._ended) <= MAX_ENDED
             assert len(session._early) <= MAX_EARLY
             assert all(session._next_due_s <= each.due_s for each in session._transfers.values())
             for transfer in session._transfers.values():
                 self.seen["refused"] += len(transfer.refused)
-                assert len(transfer.refused) <= consumer.MAX_REFUSED
+                assert len(transfer.refused) <= transfers.MAX_REFUSED
 
     @invariant()
     def room_in_the_cache_adds_up(self) -> None:
@@ -356,7 +355,7 @@ class Transfers(RuleBasedStateMachine):
             assert set(cache._idle) == {item.mm_hash for item in idle}
             assert all(name == item.mm_hash for name, item in cache.items.items())
             for item in items:
-                assert item.state is not State.WAITING or item.wanted or item.transfers
+                assert item.state is not State.WAITING or item.pending or item.transfers
                 has_slot = item.state in (State.RESERVED, State.GRANTED)
                 assert (item.slot is not None) == has_slot
 
@@ -374,7 +373,7 @@ class Transfers(RuleBasedStateMachine):
                 pd.side.finish(request_id)
         self.all_goes_well_for_a_while(4)
         for pd in self.pds.values():
-            session = pd.side.receiver._session
+            session = pd.side.shell._transfers
             assert not session._transfers
             assert not len(session._quarantine)
             assert not len(session._early)
@@ -388,8 +387,8 @@ class Transfers(RuleBasedStateMachine):
 def test_whatever_happens_no_byte_goes_astray_and_nothing_stays_held(
     number: int, path: str, copies: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(consumer, "MAX_ENDED", MAX_ENDED)
-    monkeypatch.setattr(consumer, "MAX_EARLY", MAX_EARLY)
+    monkeypatch.setattr(transfers, "MAX_ENDED", MAX_ENDED)
+    monkeypatch.setattr(transfers, "MAX_EARLY", MAX_EARLY)
     seen: Counter[str] = Counter()
     machine = type("Machine", (Transfers,), {"path": path, "copies": copies, "seen": seen})
     run_state_machine_as_test(seeded(number, machine), settings=budget(EXAMPLES, steps=STEPS))

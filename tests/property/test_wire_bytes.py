@@ -182,8 +182,8 @@ def test_whatever_decodes_is_taken_in_by_both_sides_and_costs_them_nothing(
             pd.step()
     pd.clock.now += 1e5
     pd.step()
-    assert not pd.receiver._session._transfers
-    for claim in pd.receiver.cache.requests["r"].claims.values():
+    assert not pd.shell._transfers._transfers
+    for claim in pd.shell.cache.requests["r"].claims.values():
         assert claim.item.is_here or not claim.item.transfers
 
 

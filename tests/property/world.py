@@ -1,9 +1,9 @@
 """Encode and PD instances, their memory and the network between them, without processes or sockets.
 
-What is real: both sessions, the receiver around the consumer's, preallocator, encoder cache, pool
-and fence. What is modelled: the network, which loses, repeats, delays and reorders; clocks, one a
-process; and memory, as units that remember who wrote them. A write has no sense of time here: it
-may go on long after its lease, as that of a stopped process does.
+What is real: both sessions, the shell around the consumer's, encoder cache, pool and fence. What is
+modelled: the network, which loses, repeats, delays and reorders; clocks, one a process; and memory,
+as units that remember who wrote them. A write has no sense of time here: it may go on long after
+its lease, as that of a stopped process does.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from epd_portable.encode.producer import Write
-from epd_portable.items.items import State
 from epd_portable.items.placer import Placement
+from epd_portable.items.table import State
 from epd_portable.wire.messages import AnyMessage, Grant
 from tests.unit.builders import FINGERPRINT, Clock
 from tests.unit.items.harness import TOKEN_BYTES, EncodeSide, Item, PrefillSide
@@ -98,7 +98,7 @@ class Pd:
             for placement in self.unread.values() if self.copies else ():
                 self.check(placement)
             self.unread.clear()
-        used = self.side.pool._used
+        used = self.side.pool.slots
         self.resident = [each for each in self.resident if each.slot.generation in used]
         for identity, message in self.side.mailbox.outbox:
             if isinstance(message, Grant):
@@ -125,11 +125,11 @@ class Pd:
         """Tell whether a slot still is the writer's."""
         placed = {each.slot.generation for each in self.resident}
         generation = write.slot.generation
-        return generation in self.side.pool._used and generation not in placed
+        return generation in self.side.pool.slots and generation not in placed
 
     def is_leased(self, write: Write) -> bool:
         """Ask the fence, as receivers of fenced paths do."""
-        with self.side.receiver._session._endpoint.fence.writing(write.slot) as leased:
+        with self.side.shell._transfers._endpoint.fence.writing(write.slot) as leased:
             return leased
 
 

@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry, Metric
 from prometheus_client.metrics import MetricWrapperBase
 
 from epd_portable.front.metrics import FrontMetrics
-from epd_portable.items.metrics import ReceiverMetrics, SenderMetrics
+from epd_portable.items.metrics import ConsumerMetrics, SenderMetrics
 from epd_portable.placement.instances import EndpointPool, EngineSettings
 from epd_portable.placement.metrics import InstanceCollector, stats_of
 from epd_portable.transfer.stores.metrics import StoreMetrics
@@ -23,7 +23,7 @@ def of_an_instance() -> Iterator[MetricWrapperBase]:
     """Yield the metrics of workers and stores."""
     registry = CollectorRegistry()
     for owner in (
-        *(made(registry) for made in (ReceiverMetrics, SenderMetrics)),
+        *(made(registry) for made in (ConsumerMetrics, SenderMetrics)),
         *(StoreMetrics(side, registry) for side in ("pd", "encode")),
     ):
         yield from instruments_of(owner)

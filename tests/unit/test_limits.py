@@ -12,7 +12,7 @@ from epd_portable.config import document, problems
 from epd_portable.config.front import MAX_ENCODERS
 from epd_portable.encode.store_writer import QUEUE_BYTES
 from epd_portable.engine import hub
-from epd_portable.items import consumer
+from epd_portable.items import transfers
 from epd_portable.launch.plan import ports
 from epd_portable.launch.run import lifecycle, supervisor
 from epd_portable.placement import admission, assignment, instances
@@ -40,7 +40,7 @@ HEAD = f"{connections['MAX_HEAD_BYTES'] // KIB} KiB"
 
 IN_THE_CODE = {
     "encoders tried for one item": str(MAX_ENCODERS),
-    "refused announcements of one item": str(consumer.MAX_REFUSED),
+    "refused announcements of one item": str(transfers.MAX_REFUSED),
     "times that a request is sent": str(assignment.MAX_PD_ATTEMPTS),
     "prefill instances asked for one prompt": str(assignment.MAX_PREFILLS),
     "one encode job": (

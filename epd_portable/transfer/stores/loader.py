@@ -1,8 +1,8 @@
 """A PD instance's side of a store: one more producer, which writes into granted slots.
 
 It speaks the control protocol as an encode instance does, without a network: it announces an item
-(`StoreLoader.load`), is granted the slot that the preallocator gave, fills it, and says *written*.
-So order, leases and quarantine of slots are those of every transfer. What differs is a failure:
+(`StoreLoader.load`), is granted the slot of the item, fills it, and sends *written*. So order,
+leases and quarantine of slots are those of every transfer. What differs is a failure:
 `NackCode.NOT_STORED` ends its part in the transfer, and the front has an encoder deliver the item.
 
 ::

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import httpx
 import pytest
 
-from epd_portable.items.consumer import LEASE_MARGIN_S
+from epd_portable.items.transfers import LEASE_MARGIN_S
 from tests.e2e.asking import ask, body, picture, post, text
 from tests.e2e.conftest import ROOT, Split, running
 from tests.e2e.engines import RESTART_S, wait_until

@@ -10,10 +10,9 @@ from typing import Any
 
 from epd_portable.config.instance import InstanceConfig
 from epd_portable.encode.dispatcher import Dispatcher, EncodedItem
-from epd_portable.items.encoder_cache import EncoderCacheManager
-from epd_portable.items.items import PromptItem
-from epd_portable.items.prefill import PrefillRequests
-from epd_portable.items.receiver import Receiver
+from epd_portable.items.requests import PrefillRequests
+from epd_portable.items.shell import ItemShell
+from epd_portable.items.table import ItemTable, PromptItem
 from epd_portable.transfer.stores.entry import namespace_of
 from epd_portable.wire.descriptors import TensorSpec
 from epd_portable.wire.params import (
@@ -40,7 +39,7 @@ class Scheduler(ABC):
     def __init__(
         self,
         worker: Connection,
-        cache: EncoderCacheManager,
+        cache: ItemTable,
         lock: AbstractContextManager[Any] | None = None,
     ) -> None:
         self.cache = cache
@@ -181,18 +180,18 @@ class PDScheduler(Scheduler):
     """Computes the text and the pictures of each request in order."""
 
     def __init__(self, config: InstanceConfig, worker: Connection) -> None:
-        self._receiver = Receiver(
+        self._shell = ItemShell(
             config,
             fingerprint=fingerprint(),
             cache_size=CACHE_EMBEDS,
             namespace=namespace_of(config, fingerprint),
         )
-        self._prefill = PrefillRequests(config, self._receiver)
-        super().__init__(worker, self._receiver.cache, self._receiver.lock)
+        self._prefill = PrefillRequests(config, self._shell)
+        super().__init__(worker, self._shell.cache, self._shell.lock)
         self._running: set[str] = set()
         self._computed: dict[str, int] = {}
         self._digests: dict[str, list[str]] = {}
-        self._receiver.listen()
+        self._shell.listen()
 
     def arrived(self, request: Request) -> None:
         self._computed[request.request_id] = 0
@@ -209,13 +208,13 @@ class PDScheduler(Scheduler):
         return to_params(outcome) if outcome is not None else None
 
     def schedule(self) -> Step:
-        self._receiver.before_step()
+        self._shell.before_step()
         encode: list[Item] = []
         read: list[tuple[str, int, str]] = []
         for request in self.requests.values():
             self._advance(request, encode, read)
         freed = self.cache.get_freed_mm_hashes()
-        receipts = self._receiver.orders.take_orders(freed, computes=True)
+        receipts = self._shell.orders.take_orders(freed, computes=True)
         return Step(freed, encode, read=read, receipts=receipts)
 
     def _advance(
@@ -243,7 +242,7 @@ class PDScheduler(Scheduler):
             self._computed[request_id] = place.end
 
     def take_output(self, step: Step, done: Done) -> list[Answer]:
-        self._receiver.step_done()
+        self._shell.step_done()
         if (news := self._prefill.take_news()) is not None:
             self.news.append(news)
         for (request_id, input_id, _), found in zip(step.read, done.digests, strict=True):
@@ -261,17 +260,17 @@ class PDScheduler(Scheduler):
         return failed + complete
 
     def state(self) -> dict[str, int]:
-        receiver = self._receiver
-        session, cache = receiver._session, receiver.cache
+        shell = self._shell
+        session, cache = shell._transfers, shell.cache
         return {
-            "pool.used": receiver.pool.capacity_bytes - receiver.pool.free_bytes,
-            "waiting": int(any(each.waits for each in cache.requests.values())),
-            "resident": len(cache._resident),
-            "retiring": cache._retiring,
+            "pool.used": shell.pool.capacity_bytes - shell.pool.free_bytes,
+            "waiting": int(any(each.is_pending for each in cache.requests.values())),
+            "resident": len(shell.pool.resident),
+            "retiring": len(shell.pool.retiring),
             "transfers": len(session._transfers),
             "early": len(session._early),
             "quarantined": len(session._quarantine),
-            "records": len(receiver.cache.requests),
+            "records": len(shell.cache.requests),
         }
 
 

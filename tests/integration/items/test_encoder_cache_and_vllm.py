@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 
 from epd_portable.encode.two_levels import TwoLevelCache
-from epd_portable.items.preallocator import EncoderCachePreallocator
+from epd_portable.items.encoder_cache import PrefillEncoderCache
 from tests.unit.builders import encoder_cache, request
 
 pytestmark = pytest.mark.needs_vllm
@@ -82,7 +82,7 @@ def test_without_preallocation_it_answers_as_vllm_s_own_manager(
     assert ours.get_freed_mm_hashes() == theirs.get_freed_mm_hashes()
 
 
-@pytest.mark.parametrize("ours", [TwoLevelCache, EncoderCachePreallocator])
+@pytest.mark.parametrize("ours", [TwoLevelCache, PrefillEncoderCache])
 def test_each_has_every_method_that_vllm_s_own_manager_has_but_the_factory(ours: type) -> None:
     original = vllm_manager()
     theirs = {name for name in vars(original) if not name.startswith("_")}

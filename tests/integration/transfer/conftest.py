@@ -11,11 +11,11 @@ import torch
 from prometheus_client import CollectorRegistry
 
 from epd_portable.config.instance import InstanceConfig
-from epd_portable.items.items import PromptItem
-from epd_portable.items.metrics import ReceiverMetrics
+from epd_portable.items.metrics import ConsumerMetrics
 from epd_portable.items.placer import Placer
-from epd_portable.items.prefill import PrefillRequests
-from epd_portable.items.receiver import Receiver
+from epd_portable.items.requests import PrefillRequests
+from epd_portable.items.shell import ItemShell
+from epd_portable.items.table import PromptItem
 from epd_portable.platforms import registry
 from epd_portable.transfer.copies import DeviceCopies
 from epd_portable.transfer.pool import SHM_FOLDER
@@ -69,25 +69,25 @@ class PrefillSide:
         self.endpoint = WorkerEndpoint(config, copies)
         self.registry = CollectorRegistry()
         self.placer = Placer(copies, self.endpoint)
-        self.receiver = Receiver(
+        self.shell = ItemShell(
             config,
             fingerprint=FINGERPRINT,
             cache_size=10_000,
-            metrics=ReceiverMetrics(self.registry),
+            metrics=ConsumerMetrics(self.registry),
         )
-        self.prefill = PrefillRequests(config, self.receiver)
-        self.cache = self.receiver.cache
+        self.prefill = PrefillRequests(config, self.shell)
+        self.cache = self.shell.cache
         self.encoder_cache: dict[str, torch.Tensor] = {}
         self.placed: list[str] = []
         self.requests: dict[str, FakeRequest] = {}
 
     @property
     def free_bytes(self) -> int:
-        return self.receiver.pool.free_bytes
+        return self.shell.pool.free_bytes
 
     @property
     def pool_bytes(self) -> int:
-        return self.receiver.pool.capacity_bytes
+        return self.shell.pool.capacity_bytes
 
     def arrive(self, request_id: str, mm_hash: str, num_tokens: int) -> None:
         """A request with one item arrives, whose transfer is ``t-<request id>``."""
@@ -119,23 +119,23 @@ class PrefillSide:
 
     def granted(self, transfer_id: str) -> bool:
         """Whether a producer may write by this transfer."""
-        transfer = self.receiver._session._transfers.get(transfer_id)
+        transfer = self.shell._transfers._transfers.get(transfer_id)
         return transfer is not None and transfer.grant is not None
 
     def step(self) -> None:
-        with self.receiver.lock:
-            self.receiver.take_in()
-            self.receiver.before_step()
+        with self.shell.lock:
+            self.shell.take_in()
+            self.shell.before_step()
             freed = self.cache.get_freed_mm_hashes()
-            orders = self.receiver.orders.take_orders(freed, computes=True)
+            orders = self.shell.orders.take_orders(freed, computes=True)
         self.placer.carry_out(orders, self.encoder_cache)
         for mm_hash in freed:
             self.encoder_cache.pop(mm_hash, None)
         # An engine's step that computes has ended when the device has its output.
         self.platform.record_event().synchronize(DEADLINE_S)
         self.placed += [placement.mm_hash for placement in orders.placements]
-        with self.receiver.lock:
-            self.receiver.step_done()
+        with self.shell.lock:
+            self.shell.step_done()
 
     def step_until(self, condition: Callable[[], bool]) -> None:
         """Step as an engine does while requests wait, until the condition holds."""
@@ -145,7 +145,7 @@ class PrefillSide:
         """Wait without stepping, where the receiver listens by itself."""
 
         def holds() -> bool:
-            with self.receiver.lock:
+            with self.shell.lock:
                 return condition()
 
         until(holds)
@@ -228,7 +228,7 @@ def make_pd(route: Route, tmp_path: Path) -> Iterator[Callable[..., PrefillSide]
 
     yield make
     for pd in made:
-        pd.receiver.close()
+        pd.shell.close()
         pd.endpoint.close()
         assert not (SHM_FOLDER / pd.pool).exists()
 

@@ -83,7 +83,7 @@ def test_an_output_is_kept_until_its_transfers_end(sender: Sender, pd: PrefillSi
     assert counts["epd_encode_sent_bytes_total{path=shm}"] == output("cat", 10).nbytes
     sender.submit(order("t-late", "cat", pd.address, 10), output("cat", 10))
     assert len(sender._outputs) == 1
-    pd.receiver._session.decline("t-late")
+    pd.shell._transfers.decline("t-late")
     ended(sender, pd, "t-late")
     sender.output_ready("cat", output("cat", 10))
     assert_nothing_is_kept(sender)

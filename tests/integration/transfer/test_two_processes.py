@@ -37,8 +37,8 @@ def test_an_item_arrives_and_equals_the_source_as_a_view_of_the_pool_where_that_
 
 def test_messages_between_steps(make_pd: Callable[..., PrefillSide], encode: EncodeSide) -> None:
     pd = make_pd()
-    pd.receiver.listen()
-    with pd.receiver.lock:
+    pd.shell.listen()
+    with pd.shell.lock:
         pd.arrive("r", "cat", 300)
         encode.tell("order", "t-r", "cat", pd.address, 300)
         encode.tell("output", "cat", 300)
@@ -47,15 +47,15 @@ def test_messages_between_steps(make_pd: Callable[..., PrefillSide], encode: Enc
     pd.step()
     assert pd.placed == ["cat"]
     assert torch.equal(pd.encoder_cache["cat"].cpu(), output("cat", 300))
-    with pd.receiver.lock:
+    with pd.shell.lock:
         (item,) = pd.finish("r").items
     assert item.source == "transfer"
 
 
 def test_deadlines_between_steps(make_pd: Callable[..., PrefillSide], encode: EncodeSide) -> None:
     pd = make_pd(lease_s=0.5)
-    pd.receiver.listen()
-    with pd.receiver.lock:
+    pd.shell.listen()
+    with pd.shell.lock:
         pd.arrive("r", "cat", 300)
     encode.tell("order", "t-r", "cat", pd.address, 300)
     pd.wait_until(lambda: pd.granted("t-r"))

@@ -47,7 +47,7 @@ class Site:
             for module in (messages, codec):
                 self._patch.setattr(module, "PROTOCOL_VERSION", version)
             self.pd = PrefillSide(SHM, self.folder, wait_timeout_s=UNLIMITED_S)
-            self.pd.receiver.listen()
+            self.pd.shell.listen()
             return
         if name in self.encoders:
             self.encoders[name].close()
@@ -82,7 +82,7 @@ class Site:
             pd.step_until(lambda: item in pd.placed)
             assert torch.equal(pd.encoder_cache[item], output(item, TOKENS))
             break
-        with pd.receiver.lock:
+        with pd.shell.lock:
             pd.finish(request)
         return asked
 
@@ -92,7 +92,7 @@ class Site:
         self._close_pd()
 
     def _arrive(self, pd: PrefillSide, request: str, item: str) -> None:
-        with pd.receiver.lock:
+        with pd.shell.lock:
             pd.arrive(request, item, TOKENS)
 
     def _requested(self, pd: PrefillSide) -> tuple[str, ...]:
@@ -101,7 +101,7 @@ class Site:
 
     def _close_pd(self) -> None:
         assert self.pd is not None
-        self.pd.receiver.close()
+        self.pd.shell.close()
         self.pd.endpoint.close()
 
 

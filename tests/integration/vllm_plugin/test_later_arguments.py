@@ -31,7 +31,7 @@ RUNNERS = {
 MANAGER = "vllm.v1.core.encoder_cache_manager:EncoderCacheManager"
 MANAGERS = (
     "epd_portable.encode.two_levels:TwoLevelCache",
-    "epd_portable.items.preallocator:EncoderCachePreallocator",
+    "epd_portable.items.encoder_cache:PrefillEncoderCache",
 )
 MADE_BY_VLLM = (
     "vllm.v1.core.sched.scheduler:Scheduler",

@@ -91,7 +91,7 @@ class Engine:
             log_stats=True,
         )
         self.now_s = 1000.0
-        self.scheduler.ec_connector.receiver.clock = lambda: self.now_s
+        self.scheduler.ec_connector.shell.clock = lambda: self.now_s
         self.encoded: list[tuple[str, int]] = []
         """Requests and their items that steps encoded."""
         self.encoded_beside: list[str] = []
@@ -502,7 +502,7 @@ class Turns:
         self._engine = engine
         self.events: list[str] = []
         self.computed: dict[str, int] = {}
-        receiver = engine.scheduler.ec_connector.receiver
+        receiver = engine.scheduler.ec_connector.shell
         rest = receiver.rest
         monkeypatch.setattr(
             receiver,

@@ -30,7 +30,7 @@ QUEUES = "vllm.v1.core.sched.request_queue"
 REQUEST = "vllm.v1.request:Request"
 CACHES = {
     "two_levels.py": "epd_portable.encode.two_levels:TwoLevelCache",
-    "preallocator.py": "epd_portable.items.preallocator:EncoderCachePreallocator",
+    "encoder_cache.py": "epd_portable.items.encoder_cache:PrefillEncoderCache",
 }
 
 WORKER = (
@@ -245,9 +245,7 @@ CONNECTING = (
         "ec_connector.py: WorkerConnector.end_step",
         "vllm.v1.outputs:ECConnectorOutput(finished_sending=, finished_recving=)",
     ),
-    *calls(
-        "encoder_cache.py: MultiModalRequest", f"{REQUEST}.get_num_encoder_embeds(self, input_id)"
-    ),
+    *calls("table.py: MultiModalRequest", f"{REQUEST}.get_num_encoder_embeds(self, input_id)"),
     *calls(
         "ec_connector.py: SchedulerConnector._tensor",
         "vllm.multimodal.inputs:PlaceholderRange.get_num_embeds(self)",

@@ -89,7 +89,7 @@ def open_pd(child: Child, route: Route, folder: Path) -> str:
 def pd(route: Route, tmp_path: Path) -> Iterator[PrefillSide]:
     made = PrefillSide(route, tmp_path, lease_s=LEASE_S)
     yield made
-    made.receiver.close()
+    made.shell.close()
     made.endpoint.close()
 
 
@@ -303,12 +303,12 @@ def test_a_second_rank_on_a_device_of_its_own_places_what_a_third_device_wrote(
 ) -> None:
     encode, first, second = make_encode(**THREE), make_child(**THREE), make_child(**THREE)
     pool = open_pd(first, route, tmp_path)
-    do(first, "pd.step = pd.receiver.take_in")
+    do(first, "pd.step = pd.shell.take_in")
     do(first, "pd.arrive('r', 'cat', 300)")
     encode.order("t-r", "cat", first.tell("pd.address"), (300, WIDTH))
     encode.put_out("cat", "output('cat', 300)")
-    do(first, "pd.step_until(lambda: pd.receiver.orders._placements)")
-    do(first, "orders = pd.receiver.orders.take_orders([], computes=True)")
+    do(first, "pd.step_until(lambda: pd.shell.orders._placements)")
+    do(first, "orders = pd.shell.orders.take_orders([], computes=True)")
 
     do(second, "from tests.integration.transfer.encode_side import output")
     do(second, "from epd_portable.config.instance import InstanceConfig")
@@ -328,8 +328,8 @@ def test_a_second_rank_on_a_device_of_its_own_places_what_a_third_device_wrote(
     assert second.tell("str(cache['cat'].device)") == "npu:2"
     assert second.tell("torch.equal(cache['cat'].cpu(), output('cat', 300))") == "True"
 
-    do(first, "pd.placer.carry_out(orders, pd.encoder_cache); pd.receiver.step_done()")
+    do(first, "pd.placer.carry_out(orders, pd.encoder_cache); pd.shell.step_done()")
     assert first.tell("str(pd.encoder_cache['cat'].device)") == "npu:1"
     assert first.tell("torch.equal(pd.encoder_cache['cat'].cpu(), output('cat', 300))") == ("True")
     do(second, "end.close()")
-    do(first, "pd.receiver.close(); pd.endpoint.close()")
+    do(first, "pd.shell.close(); pd.endpoint.close()")

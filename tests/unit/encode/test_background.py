@@ -221,10 +221,10 @@ def test_what_cannot_be_encoded_fails_who_computes_and_cannot_encode_it_in_a_ste
     pd = PrefillSide()
     pd.arrive("r", OWL)
     pd.arrive("bare", dataclasses.replace(OWL, has_media=False))
-    pd.receiver.before_step()
+    pd.shell.before_step()
     assert pd.prefill.may_schedule("bare", 0, running=True)
     pd.cache.not_encoded("owl")
-    pd.receiver.before_step()
+    pd.shell.before_step()
     assert not pd.prefill.may_schedule("bare", 1, running=True)
     assert pd.prefill.take_unavailable() == {"bare"}
     pd.finish("bare")

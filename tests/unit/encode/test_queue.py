@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from epd_portable.encode.queue import EncodeQueue, KeptRoom, StepLimits
 from epd_portable.encode.two_levels import TwoLevelCache
-from epd_portable.items.items import Item
+from epd_portable.items.table import Item
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import pytest
 from epd_portable.config.secret import Secret
 from epd_portable.encode.dispatcher import Dispatcher, EncodedItem
 from epd_portable.encode.shared_encoder import SharedEncoder
-from epd_portable.items.items import PromptItem, State
+from epd_portable.items.table import PromptItem, State
 from epd_portable.wire.params import (
     EncodeParams,
     EncodeTransfer,
@@ -63,10 +63,8 @@ class Shared:
     @property
     def told(self) -> list[str]:
         """Items that workers were told to encode since the last call."""
-        orders = self.pd.receiver.orders.take_orders(
-            self.cache.get_freed_mm_hashes(), computes=False
-        )
-        self.pd.receiver.step_done()
+        orders = self.pd.shell.orders.take_orders(self.cache.get_freed_mm_hashes(), computes=False)
+        self.pd.shell.step_done()
         return [each.mm_hash for each in orders.encodings]
 
     def sent(self) -> list[str]:
@@ -82,7 +80,7 @@ class Shared:
         return self.encoder.take_ended()
 
     def assert_all_room_is_back(self) -> None:
-        assert not self.encoder and not self.cache.requests and not self.cache.unsettled
+        assert not self.encoder and not self.cache.requests and not self.cache.incomplete
         assert self.cache.num_freeable_slots == self.cache.cache_size
 
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
-from epd_portable.errors import NoCommonPathError
-from epd_portable.items.consumer import ConsumerSession, FailureCause, Transfer
-from epd_portable.items.items import Item, State
+from epd_portable.items.encoder_cache import PrefillEncoderCache
+from epd_portable.items.slots import ReceivePool
+from epd_portable.items.table import Item, ItemRequest, PromptItem
+from epd_portable.items.transfers import Fence, Landed, Send, TransferFailed, Transfers
 from epd_portable.transfer.paths.base import LeaseFence
-from epd_portable.wire.descriptors import PathEndpoint, PeerDescriptor, SlotDescriptor, TensorSpec
+from epd_portable.wire.descriptors import PathEndpoint, PeerDescriptor, TensorSpec
 from epd_portable.wire.messages import Abort, Announce, AnyMessage, Grant, Nack, NackCode, Written
 from tests.unit.builders import FINGERPRINT, SPEC, peer, slot
 
@@ -17,40 +16,40 @@ PEERS = {A: peer("encode-a"), B: peer("encode-b")}
 LEASE_S, TIMEOUT_S = 10.0, 30.0
 
 
-@dataclass
 class Desk:
-    """A session, the items whose room it decides, and everything that came out of it.
+    """Transfers over a real table, and everything that came out of them.
 
-    It stands for the preallocator and the receiver: an item that lost its slot has no room, and
-    other transfers of one that has landed are in vain.
+    Slots of one item each are numbered from 1. Claims are served by `give_room` only.
 
     Attributes:
-        events: What became of transfers, in order; slots by their generation.
+        events: Ends of transfers, in order, and slots that were released.
         reasons: Of failures, for the log.
     """
 
-    fingerprint: str = FINGERPRINT
-    fenced_paths: frozenset[str] = frozenset()
-    path: PathEndpoint | None = field(default_factory=lambda: PathEndpoint(path="shm"))
-    now: float = 100.0
-    items: dict[str, Item] = field(default_factory=dict)
-    gone: set[str] = field(default_factory=set)
-    sent: list[tuple[bytes, AnyMessage]] = field(default_factory=list)
-    events: list[tuple[object, ...]] = field(default_factory=list)
-    reasons: list[str] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
+    def __init__(
+        self,
+        fingerprint: str = FINGERPRINT,
+        fenced_paths: frozenset[str] = frozenset(),
+        path: PathEndpoint | None = None,
+    ) -> None:
+        self.fingerprint = fingerprint
+        self.fenced_paths = fenced_paths
+        self.path = path or PathEndpoint(path="shm")
+        self.now = 100.0
+        self.gone: set[str] = set()
+        self.sent: list[tuple[bytes, AnyMessage]] = []
+        self.events: list[tuple[object, ...]] = []
+        self.reasons: list[str] = []
         self.fence = LeaseFence()
-        self.session = ConsumerSession(self, self, wait_timeout_s=TIMEOUT_S, lease_s=LEASE_S)
+        self.pool = ReceivePool("pool", 16 * SPEC.nbytes, SPEC.nbytes)
+        self.pool._generation = 0
+        self.cache = PrefillEncoderCache(16 * SPEC.shape[0], self.pool)
+        self.session = Transfers(self, self.cache, wait_timeout_s=TIMEOUT_S, lease_s=LEASE_S)
+        self._expected = 0
 
     # -- the endpoint ------------------------------------------------------------------------------
 
-    def send(self, identity: bytes, message: AnyMessage) -> None:
-        self.sent.append((identity, message))
-
     def choose(self, producer: PeerDescriptor) -> PathEndpoint:
-        if self.path is None:
-            raise NoCommonPathError("no path")
         return self.path
 
     def verify_transfer(self, message: Announce) -> bool:
@@ -59,81 +58,78 @@ class Desk:
     def is_gone(self, producer: PeerDescriptor) -> bool:
         return producer.session in self.gone
 
-    # -- what becomes of transfers -----------------------------------------------------------------
+    # -- actions -----------------------------------------------------------------------------------
 
-    def may_bring(self, item: Item, transfer_id: str) -> bool:
-        return True
-
-    def landed(self, transfer: Transfer, grant: Grant, *, transfer_s: float) -> None:
-        item = transfer.item
-        assert transfer.producer is not None
-        assert item.slot == grant.slot
-        name = transfer.producer.instance
-        self.events.append(("landed", transfer.transfer_id, name, grant.path, transfer_s))
-        item.state, item.slot = State.LANDED, None
-        self.session.not_wanted(item)
-
-    def failed(
-        self,
-        transfer: Transfer,
-        slot: SlotDescriptor | None,
-        *,
-        cause: FailureCause,
-        reason: str,
-    ) -> None:
-        item = transfer.item
-        left = "others left" if item.transfers else "last"
-        generation = None if slot is None else slot.generation
-        self.events.append(("failed", transfer.transfer_id, generation, cause, left))
-        self.reasons.append(reason)
-        if slot is not None:
-            assert item.slot is None
-            item.state = State.WAITING
-
-    def refused(self, transfer: Transfer, nack: Nack) -> None:
-        assert nack.transfer_id == transfer.transfer_id
-        self.events.append(("refused", transfer.transfer_id, nack.code.value))
-
-    def needs_another(self, transfer: Transfer) -> bool:
-        return False
-
-    def may_wait(self, transfer: Transfer) -> bool:
-        return False
-
-    def not_needed(self, transfer_id: str) -> None:
-        pass
-
-    def released(self, slot: SlotDescriptor) -> None:
-        self.events.append(("released", slot.generation))
+    def apply(self) -> None:
+        """Do what came out, as the shell does."""
+        while touched := self.cache.take_touched():
+            self.session.reconcile(touched, self.now)
+        for action in self.session.take_actions():
+            if isinstance(action, Send):
+                self.sent.append((action.identity, action.message))
+            elif isinstance(action, Fence):
+                (self.fence.allow if action.allowed else self.fence.forbid)(action.slot)
+            elif isinstance(action, Landed):
+                transfer = action.transfer
+                assert transfer.producer is not None
+                name, path = transfer.producer.instance, action.grant.path
+                self.events.append(("landed", transfer.transfer_id, name, path, action.transfer_s))
+            elif isinstance(action, TransferFailed):
+                transfer = action.transfer
+                left = "others left" if transfer.item.transfers else "last"
+                self.events.append(("failed", transfer.transfer_id, action.cause, left))
+                self.reasons.append(action.reason)
+            else:
+                assert action.nack.transfer_id == action.transfer.transfer_id
+                code = action.nack.code.value
+                self.events.append(("refused", action.transfer.transfer_id, code))
+        for each in self.pool.pass_on(0):
+            self.events.append(("released", each.descriptor.generation))
 
     # -- what a test does --------------------------------------------------------------------------
 
-    def item(self, mm_hash: str = "item", tensor: TensorSpec = SPEC) -> Item:
-        return self.items.setdefault(mm_hash, Item(mm_hash, tensor.shape[0], tensor))
+    def item(self, mm_hash: str = "item") -> Item:
+        return self.cache.items[mm_hash]
 
-    def expect(
-        self,
-        transfer_id: str = "t",
-        mm_hash: str = "item",
-    ) -> None:
-        item = self.item(mm_hash)
-        self.session.expect(transfer_id, item, self.now, owner="r")
+    def expect(self, transfer_id: str = "t", mm_hash: str = "item") -> None:
+        """Let a request arrive that claims an item by a transfer of its own."""
+        self._expected += 1
+        made = ItemRequest(f"r{self._expected}", self._expected)
+        self.cache.enter(made)
+        place = PromptItem(
+            input_id=0,
+            mm_hash=mm_hash,
+            begin=0,
+            end=1,
+            num_embeds=SPEC.shape[0],
+            tensor=SPEC,
+        )
+        claim = self.cache.claim(made, place, transfer_id)
+        assert claim is not None
+        self.session.expect(transfer_id, claim.item, self.now, owner=made.request_id)
+        self.apply()
 
-    def give_room(self, generation: int = 1, mm_hash: str = "item") -> None:
-        """Reserve a slot for an item."""
-        item = self.item(mm_hash)
-        assert item.state is State.WAITING
-        item.state, item.slot = State.RESERVED, slot(generation)
-        self.session.room_given(item)
+    def leave(self) -> None:
+        """Let all requests leave."""
+        for made in list(self.cache.requests.values()):
+            self.cache.leave(made)
+        self.apply()
+
+    def give_room(self) -> None:
+        """Serve all claims."""
+        self.cache.serve()
+        self.apply()
 
     def receive(self, sender: bytes, *messages: AnyMessage) -> None:
         for message in messages:
             self.session.receive(sender, message, self.now)
+            self.apply()
 
     def said(self, after_s: float = 0.0) -> list[str]:
         """Advance the clock, judge deadlines, and return what was sent since the last call."""
         self.now += after_s
         self.session.tick(self.now)
+        self.apply()
         sent, self.sent = self.sent, []
         return [f"{to.decode()[-1]} {each.transfer_id} {words(each)}" for to, each in sent]
 

@@ -15,12 +15,12 @@ from prometheus_client import CollectorRegistry
 
 from epd_portable.config.instance import InstanceConfig
 from epd_portable.encode.producer import ProducerSession, TransferOrder, Write
-from epd_portable.items import receiver as receiver_module
-from epd_portable.items.items import PromptItem
-from epd_portable.items.metrics import ReceiverMetrics
+from epd_portable.items import shell as shell_module
+from epd_portable.items.metrics import ConsumerMetrics
 from epd_portable.items.placer import Placement
-from epd_portable.items.prefill import PrefillRequests
-from epd_portable.items.receiver import Receiver
+from epd_portable.items.requests import PrefillRequests
+from epd_portable.items.shell import ItemShell
+from epd_portable.items.table import PromptItem
 from epd_portable.platforms.traits import TRAITS
 from epd_portable.transfer import registry
 from epd_portable.transfer.paths.base import LeaseFence
@@ -96,7 +96,7 @@ DOG = Item("dog", transfer_id="t-dog")
 
 
 class PrefillSide:
-    """A `Receiver` and the encoder cache, called as the engine calls them.
+    """A `ItemShell` and the encoder cache, called as the engine calls them.
 
     Attributes:
         computed: Tokens that requests have computed, where the engine asks in every step whether
@@ -130,21 +130,21 @@ class PrefillSide:
             can_encode=can_encode,
         )
         with mock.patch.object(
-            receiver_module, "ConsumerEndpoint", lambda *args, **kwargs: self.mailbox
+            shell_module, "ConsumerEndpoint", lambda *args, **kwargs: self.mailbox
         ):
-            self.receiver = Receiver(
+            self.shell = ItemShell(
                 config,
                 fingerprint=FINGERPRINT,
                 cache_size=cache_tokens,
                 clock=self.clock,
-                metrics=ReceiverMetrics(self.registry),
+                metrics=ConsumerMetrics(self.registry),
                 traits=dataclasses.replace(
                     TRAITS["cpu"], slot_alignment_bytes=ALIGNMENT, needs_device_copy=copies
                 ),
             )
-        self.prefill = PrefillRequests(config, self.receiver, lookahead=lookahead)
-        self.cache = self.receiver.cache
-        self.pool = self.receiver.pool
+        self.prefill = PrefillRequests(config, self.shell, lookahead=lookahead)
+        self.cache = self.shell.cache
+        self.pool = self.shell.pool
         self.requests: dict[str, FakeRequest] = {}
         self.items: dict[str, Sequence[PromptItem]] = {}
         self.failed: set[str] = set()
@@ -189,16 +189,14 @@ class PrefillSide:
 
     def step(self, *, computes: bool = True) -> list[Placement]:
         """Run one step of the engine; return what the workers place."""
-        self.receiver.take_in()
-        self.receiver.before_step()
+        self.shell.take_in()
+        self.shell.before_step()
         for request_id in self.requests:
             self.prefill.may_schedule(request_id, self.computed.get(request_id, 0))
-        orders = self.receiver.orders.take_orders(
-            self.cache.get_freed_mm_hashes(), computes=computes
-        )
+        orders = self.shell.orders.take_orders(self.cache.get_freed_mm_hashes(), computes=computes)
         self.encodings += [encoding.mm_hash for encoding in orders.encodings]
         self.failed |= self.prefill.take_unavailable()
-        self.receiver.step_done()
+        self.shell.step_done()
         if (news := self.prefill.take_news()) is not None:
             self.requested += news.requested
         return orders.placements
@@ -339,8 +337,8 @@ def assert_everything_is_back(pd: PrefillSide) -> None:
     pd.forget_everything()
     assert pd.pool.free_bytes == pd.pool.capacity_bytes
     assert pd.cache.num_free_slots == pd.cache.num_freeable_slots == pd.cache.cache_size
-    assert not pd.receiver.cache.requests
+    assert not pd.shell.cache.requests
     assert not pd.cache.items
-    assert not pd.cache._resident
+    assert not pd.pool.slots
     assert not pd.cache.requests
-    assert not pd.cache.unsettled
+    assert not pd.cache.incomplete

@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 
 from epd_portable.encode.two_levels import TwoLevelCache
+from epd_portable.items.table import Item, State
 from tests.unit.builders import FakeRequest, encoder_cache, request
 
 
@@ -25,21 +26,18 @@ def cache() -> TwoLevelCache:
     return encoder_cache(10)
 
 
-def test_preallocation_does_not_evict_what_is_held(cache: TwoLevelCache) -> None:
+def test_space_is_not_taken_from_an_entry_that_is_held(cache: TwoLevelCache) -> None:
     assert encode(cache, request("r", ("held", 5)))
-    assert not cache.can_preallocate(6)
-    with pytest.raises(ValueError, match="6 embeddings do not fit in 5"):
-        cache.preallocate("cat", 6)
+    assert not cache.make_space(6)
+    assert cache.make_space(5)
     assert room(cache) == (5, 5)
 
 
-@pytest.mark.parametrize("how", ["entry", "preallocated"])
-def test_an_item_is_not_given_room_twice(cache: TwoLevelCache, how: str) -> None:
-    cache.preallocate("cat", 4)
-    if how == "entry":
-        cache.finalize_allocation("cat")
-    with pytest.raises(ValueError, match="already"):
-        cache.preallocate("cat", 4)
+def test_an_item_with_space_is_not_given_space_again(cache: TwoLevelCache) -> None:
+    item = Item("cat", 4)
+    cache.occupy(item, State.RESERVED)
+    with pytest.raises(AssertionError, match="cat: RESERVED to LOCAL"):
+        cache.occupy(item, State.LOCAL)
 
 
 def test_reset_forgets_entries_and_keeps_what_is_on_its_way(cache: TwoLevelCache) -> None:
@@ -47,13 +45,15 @@ def test_reset_forgets_entries_and_keeps_what_is_on_its_way(cache: TwoLevelCache
     assert encode(cache, r, 0)
     assert encode(cache, r, 1)
     cache.free_encoder_input(r, 1)
-    cache.preallocate("cat", 3)
+    item = Item("cat", 3)
+    cache.occupy(item, State.RESERVED)
     cache.reset()
     assert room(cache) == (7, 7)
     assert cache.get_cached_input_ids(r) == set()
     assert set(cache.get_freed_mm_hashes()) == {"held", "idle"}
     assert not cache.check_and_update_cache(request("s", ("cat", 3)), 0)
-    cache.finalize_allocation("cat")
+    cache.grant(item)
+    cache.land(item)
     assert cache.check_and_update_cache(request("s", ("cat", 3)), 0)
     cache.free(r)
     cache.deallocate("held", "r")

@@ -2,11 +2,11 @@ from __future__ import annotations
 
 import pytest
 
-from epd_portable.items.items import Claimant, PromptItem
 from epd_portable.items.prompt import (
     match_transfers,
     metadata_only_items,
 )
+from epd_portable.items.table import ItemRequest, PromptItem
 from epd_portable.wire.params import ExpectedTransfer, ItemOutcome, PrefillParams, Source
 from tests.unit.items.harness import spec
 
@@ -93,9 +93,9 @@ def test_bare_is_what_has_no_media_by_the_engine_or_by_the_front(
 # -- how far a request is ------------------------------------------------------------------------
 
 
-def record(*ends: tuple[str, int]) -> Claimant:
+def record(*ends: tuple[str, int]) -> ItemRequest:
     """Return a request of items of one token each, by the end of each."""
-    return Claimant(
+    return ItemRequest(
         "r",
         0,
         items=[

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from epd_portable.items.items import State
+from epd_portable.items.table import State
 from epd_portable.wire.messages import Grant, Later
 from tests.unit.items.harness import (
     CAT,
@@ -46,7 +46,7 @@ def test_a_slot_is_not_given_back_before_the_step_that_forgets_its_item_has_ende
     pair.settle()
     pair.pd.finish("r")
     pair.pd.cache.reset()
-    receiver, pool = pair.pd.receiver, pair.pd.pool
+    receiver, pool = pair.pd.shell, pair.pd.pool
     receiver.take_in()
     receiver.orders.take_orders([], computes=True)
     receiver.orders.take_orders(pair.pd.cache.get_freed_mm_hashes(), computes=True)
@@ -88,9 +88,9 @@ def test_a_request_begins_when_all_its_items_have_room_or_nobody_waits_before_it
     assert may_start("t", 2), "the prefix cache covers all that it waits for"
     assert not may_start("s", 3), "s2 has no room"
     pd.finish("r")
-    pd.receiver.before_step()
+    pd.shell.before_step()
     assert [may_start(name) for name in "st"] == [True, False], "t is covered no more"
-    pd.receiver.before_step()
+    pd.shell.before_step()
     assert [may_start(name) for name in "st"] == [True, True]
     for name in "st":
         pd.finish(name)
@@ -128,7 +128,7 @@ def test_an_item_is_kept_though_the_prefix_cache_would_cover_it_until_its_reques
     pair.round()
     assert pair.encode.ended == []
     assert not pair.pd.prefill.may_schedule("r", 1, running=False), "the hit is gone"
-    assert pair.pd.receiver.cache.requests["r"].mm_inputs_done == 0
+    assert pair.pd.shell.cache.requests["r"].mm_inputs_done == 0
     pair.encode.session.output_ready("cat")
     pair.settle()
     assert pair.pd.prefill.may_schedule("r", 1, running=False)
@@ -143,16 +143,16 @@ def test_a_request_that_is_preempted_beyond_an_item_needs_it_again(evicted: bool
     pair.encode.submit(CAT, ready=True)
     pair.settle()
     assert pair.pd.prefill.may_schedule("r", 3)
-    assert "r" not in pair.pd.cache.unsettled, "the engine need not ask any more"
+    assert "r" not in pair.pd.cache.incomplete, "the engine need not ask any more"
     if evicted:
         pair.pd.arrive("s", Item("large", 4))
-        pair.pd.receiver.before_step()
+        pair.pd.shell.before_step()
         assert pair.pd.encode_here("s", 0)
         pair.pd.finish("s")
     pair.pd.cache.free(pair.pd.requests["r"])
-    assert "r" in pair.pd.cache.unsettled
+    assert "r" in pair.pd.cache.incomplete
     assert not pair.pd.prefill.may_schedule("r", 1, running=False), "it claims its item again"
-    pair.pd.receiver.before_step()
+    pair.pd.shell.before_step()
     assert pair.pd.prefill.may_schedule("r", 1, running=False)
     assert ("cat" in pair.pd.cache) != evicted
     assert pair.pd.encode_here("r", 0)
@@ -162,7 +162,7 @@ def test_a_request_that_is_preempted_beyond_an_item_needs_it_again(evicted: bool
 
 def test_progress_counts_items_that_lie_wholly_in_what_is_computed(pair: Pair) -> None:
     pair.pd.arrive("r", CAT, DOG, CAT)  # 1-2 cat, 4-5 dog, 7-8 cat
-    record = pair.pd.receiver.cache.requests["r"]
+    record = pair.pd.shell.cache.requests["r"]
     counted = []
     for computed in (0, 2, 3, 5, 6, 4, 9):
         pair.pd.prefill.may_schedule("r", computed)
@@ -200,7 +200,7 @@ def test_an_item_is_copied_in_any_step_but_its_slot_is_free_when_one_has_ended_t
     None
 ):
     pair = Pair(PrefillSide(copies=True))
-    receiver, pool = pair.pd.receiver, pair.pd.pool
+    receiver, pool = pair.pd.shell, pair.pd.pool
     deliver(pair, "r", CAT)
     assert placed(pair, computes=False) == ["cat"]
     assert placed(pair, computes=False) == []
@@ -281,7 +281,7 @@ def test_slots_that_come_back_with_a_step_serve_the_next_in_that_step() -> None:
         pair.encode.submit(item, ready=True)
     pair.settle()
     pair.pd.finish("r")
-    receiver, cache = pair.pd.receiver, pair.pd.cache
+    receiver, cache = pair.pd.shell, pair.pd.cache
     receiver.take_in()
     assert granted(pair) == []
     receiver.orders.take_orders(cache.get_freed_mm_hashes(), computes=True)
@@ -325,7 +325,7 @@ def test_the_deadline_of_a_request_ends_no_transfer_of_a_later_one(can_encode: b
 def test_an_engine_rests_while_a_request_waits_until_a_message_has_come(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    receiver = pair.pd.receiver
+    receiver = pair.pd.shell
     rests: list[tuple[float, bool]] = []
     news = receiver._has_news
     monkeypatch.setattr(

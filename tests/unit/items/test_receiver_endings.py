@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from epd_portable.errors import TransportError
-from epd_portable.items.consumer import LEASE_MARGIN_S
+from epd_portable.items.transfers import LEASE_MARGIN_S
 from tests.unit.items.harness import (
     CAT,
     LEASE_S,
@@ -105,11 +105,11 @@ def test_workers_hear_of_a_grant_that_was_taken_back_before_its_slot_is_free() -
     pair.round()
     (write,) = pair.encode.writes.values()
     pair.pd.finish("r")
-    pair.pd.receiver.take_in()
-    orders, pool = pair.pd.receiver.orders, pair.pd.pool
+    pair.pd.shell.take_in()
+    orders, pool = pair.pd.shell.orders, pair.pd.pool
     assert orders.take_orders([], computes=False).revoked == [write.slot.generation]
     assert pool.free_bytes < pool.capacity_bytes
-    pair.pd.receiver.step_done()
+    pair.pd.shell.step_done()
     assert pool.free_bytes == pool.capacity_bytes
 
 
@@ -120,14 +120,14 @@ def test_what_an_encoder_says_during_a_step_that_outlasts_its_lease_counts(
     pair.pd.arrive("r", CAT)
     pair.encode.submit(CAT, ready=written)
     pair.round()
-    pair.pd.receiver.take_in()
-    pair.pd.receiver.orders.take_orders([], computes=True)
+    pair.pd.shell.take_in()
+    pair.pd.shell.orders.take_orders([], computes=True)
     pair.pd.clock.now += LEASE_S / 2
     if written:
         pair.encode.finish_write("t-cat")
     pair.to_pd()
     pair.pd.clock.now += LEASE_S / 2 + LEASE_MARGIN_S
-    pair.pd.receiver.step_done()
+    pair.pd.shell.step_done()
     if not written:
         pair.encode.session.output_ready("cat")
     assert [placement.mm_hash for placement in pair.settle()] == ["cat"]
@@ -146,11 +146,11 @@ def test_an_engine_whose_receiver_has_died_ends(caplog: pytest.LogCaptureFixture
         raise OSError("no such thing as a socket")
 
     pd.mailbox.control = SimpleNamespace(wait=wait)  # type: ignore[attr-defined]
-    pd.receiver.listen()
+    pd.shell.listen()
     assert broken.wait(10)
-    pd.receiver.thread.join(10)  # type: ignore[union-attr]
+    pd.shell.thread.join(10)  # type: ignore[union-attr]
     with pytest.raises(TransportError, match="epd-receiver ended with OSError"):
-        pd.receiver.before_step()
+        pd.shell.before_step()
     assert "no item comes here any more" in caplog.text
 
 
@@ -211,7 +211,7 @@ def _evicted(pair: Pair, item: Item) -> None:
     pair.pd.finish("s")
     pair.pd.cache.free(pair.pd.requests["r"])  # preempted
     assert not pair.pd.prefill.may_schedule("r", 1, running=False)
-    pair.pd.receiver.before_step()
+    pair.pd.shell.before_step()
     assert not pair.pd.prefill.may_schedule("r", 0, running=False)
 
 
@@ -256,7 +256,7 @@ def test_lost_it_is_not_missed_if_the_prefix_cache_covers_it(case: tuple[Pair, I
     pair.pd.arrive("r", item)
     pair.pd.computed["r"] = 3
     _timed_out(pair, item)
-    pair.pd.receiver.take_in()
+    pair.pd.shell.take_in()
     assert pair.pd.prefill.may_schedule("r", 3, running=False)
     pair.settle()
     assert failures(pair.pd) == {}

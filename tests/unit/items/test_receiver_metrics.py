@@ -186,7 +186,7 @@ def test_room_is_that_after_the_last_step() -> None:
     pair.encode.session.output_ready("cat")
     pair.settle()
     pair.pd.finish("r")
-    pair.pd.receiver.step_done()
+    pair.pd.shell.step_done()
     assert room(pair.pd) == [8 * TOKEN_BYTES, 2 * TOKEN_BYTES, 100, 2, 0]
     pair.pd.forget_everything()
     assert room(pair.pd) == [8 * TOKEN_BYTES, 0, 100, 0, 0]

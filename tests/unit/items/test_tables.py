@@ -6,7 +6,7 @@ from collections import Counter, deque
 from collections.abc import Iterator
 
 from epd_portable.encode.dispatcher import Dispatcher, EncodedItem
-from epd_portable.items.consumer import MAX_ENDED
+from epd_portable.items.transfers import MAX_ENDED
 from epd_portable.wire.params import EncodeParams, EncodeTransfer
 from tests.unit.builders import encoder_cache, request
 from tests.unit.encode.test_dispatcher import SECRET
@@ -103,9 +103,9 @@ def test_requests_that_have_ended_leave_nothing_that_grows() -> None:
         pair.encode.sent.clear()
         pair.encode.ended.clear()
         if first % 1000 == 0:
-            held = Holdings(pair.pd.receiver, pair.encode.session)
-            assert held.entries.pop("ConsumerSession._ended") <= MAX_ENDED
-            assert held.objects["Claimant"] <= FEW, held.objects
+            held = Holdings(pair.pd.shell, pair.encode.session)
+            assert held.entries.pop("Transfers._ended") <= MAX_ENDED
+            assert held.objects["ItemRequest"] <= FEW, held.objects
             assert held.objects["Transfer"] <= FEW, held.objects
             assert held.entries.total() <= 3 * FEW, held.entries
     assert held.objects["Item"] > 0, "what is idle in the cache is not seen"

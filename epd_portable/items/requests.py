@@ -7,11 +7,12 @@ import logging
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from epd_portable.items.items import Claimant, PromptItem
+from epd_portable.items import room
 from epd_portable.items.metrics import RequestFailure
 from epd_portable.items.prompt import match_transfers, metadata_only_items
-from epd_portable.items.receiver import Receiver
+from epd_portable.items.shell import ItemShell
 from epd_portable.items.stalls import StallWatch, describe
+from epd_portable.items.table import ItemRequest, PromptItem
 from epd_portable.log import trace
 from epd_portable.wire.params import CacheNews, ItemOutcome, PrefillOutcome, PrefillParams
 
@@ -25,16 +26,16 @@ class PrefillRequests:
     """The requests of a PD instance that have items; called by the engine, under the lock.
 
     Args:
-        receiver: Brings the items, and has the encoder cache.
+        shell: Brings the items, and has the encoder cache.
         lookahead: Tokens beyond those it computes whose items the engine wants
             (speculative decoding; vLLM's ``num_prefill_lookahead``).
     """
 
-    def __init__(self, config: InstanceConfig, receiver: Receiver, *, lookahead: int = 0) -> None:
+    def __init__(self, config: InstanceConfig, shell: ItemShell, *, lookahead: int = 0) -> None:
         self._config = config
-        self._receiver = receiver
-        self._cache = receiver.cache
-        self._records = receiver.cache.requests
+        self._shell = shell
+        self._cache = shell.cache
+        self._records = shell.cache.requests
         self._lookahead = lookahead
         self._numbers = itertools.count()
         self._unavailable: set[str] = set()
@@ -42,7 +43,7 @@ class PrefillRequests:
         self._sleepers: list[str] = []
         self._has_front = False
         self._next_look_s = 0.0
-        self._watch = StallWatch(receiver.cache, self._is_able, limit_s=2 * config.wait_timeout_s)
+        self._watch = StallWatch(shell.cache, self._is_able, limit_s=2 * config.wait_timeout_s)
 
     def arrived(
         self, request_id: str, items: Sequence[PromptItem], params: PrefillParams | None
@@ -54,15 +55,15 @@ class PrefillRequests:
         encoded here (no media in the request, or no encoder) never is, whatever happens.
         """
         transfers = match_transfers(items, params)
-        record = Claimant(
+        record = ItemRequest(
             request_id,
             next(self._numbers),
             items=items,
             transfers=transfers,
-            arrived_s=self._receiver.clock(),
+            arrived_s=self._shell.clock(),
             metadata_only=metadata_only_items(items, transfers, can_encode=self._config.can_encode),
         )
-        self._receiver.enter(record)
+        self._shell.enter(record)
         if not self._refuse_crowd(record):
             for place in items:
                 if not self._claim(record, place):
@@ -73,31 +74,31 @@ class PrefillRequests:
             if mm_hash in record.claims and not record.claims[mm_hash].item.is_here
         ]
         trace("request.arrived", request=request_id, awaited=awaited)
-        self._cache.advance()
+        self._shell.advance()
         self._has_front |= params is not None
-        self._receiver.requested += [
+        self._shell.requested += [
             transfers[mm_hash].transfer_id
             for mm_hash, claim in record.claims.items()
             if mm_hash in transfers
             and transfers[mm_hash].on_demand
             # Unless its room is kept for the request, it may be evicted before its turn.
-            and not (claim.item.is_here and claim.served)
+            and not (claim.item.is_here and claim.is_served)
         ]
 
-    def encode_for_others(self, request_id: str, items: Sequence[PromptItem]) -> Claimant | None:
+    def encode_for_others(self, request_id: str, items: Sequence[PromptItem]) -> ItemRequest | None:
         """Claim room for items of an encode job.
 
         Returns:
-            The claims, for `EncoderCachePreallocator.leave`; ``None`` if requests use something
+            The claims, for `PrefillEncoderCache.leave`; ``None`` if requests use something
             else of such a name.
         """
-        record = Claimant(request_id, next(self._numbers), items=items)
+        record = ItemRequest(request_id, next(self._numbers), items=items)
         self._cache.enter(record)
         for place in items:
             if self._cache.claim(record, place) is None:
                 self._cache.leave(record)
                 return None
-        self._cache.advance()
+        self._shell.advance()
         return record
 
     def part_arrived(self, request_id: str) -> None:
@@ -108,7 +109,7 @@ class PrefillRequests:
         """
         record = self._records.get(request_id)
         if record is None:
-            record = Claimant(request_id, next(self._numbers))
+            record = ItemRequest(request_id, next(self._numbers))
             self._cache.enter(record)
         if not record.failed:
             detail = (
@@ -123,9 +124,9 @@ class PrefillRequests:
         """Return whether the next token of a request can be computed.
 
         False if that token belongs to an item that is not here and cannot be encoded here now, or
-        if the request has not begun and must wait for its room (`may_start` of the preallocator).
-        Text before a missing item is not held up otherwise. A request that has lost an item for
-        good is failed.
+        if the request has not begun and must wait for its space (`room.may_start`). Text
+        before a missing item is not held up otherwise. A request that has lost an item for good is
+        failed.
 
         Args:
             request_id: A request of this instance.
@@ -180,11 +181,11 @@ class PrefillRequests:
             if place.end <= num_computed_tokens:
                 record.note(ItemOutcome(mm_hash=place.mm_hash, source="encoder_cache"))
         self._cache.leave(record)
-        self._receiver.left(record)
+        self._shell.left(record)
         self._unavailable.discard(request_id)
         names = dict.fromkeys(place.mm_hash for place in record.items)
         items = tuple(record.outcomes[name] for name in names if name in record.outcomes)
-        self._receiver.metrics.request_ended(items, record.transfers)
+        self._shell.metrics.request_ended(items, record.transfers)
         return PrefillOutcome(
             instance=self._config.instance,
             items=items,
@@ -197,12 +198,12 @@ class PrefillRequests:
 
         It is to be ended; see `StallWatch.look`.
         """
-        now = self._receiver.clock()
+        now = self._shell.clock()
         record = self._watch.look(now, computed=computed, starts=starts)
         if record is None:
             return ""
-        self._receiver.metrics.stalls.inc()
-        state = describe(self._cache, self._receiver.pool)
+        self._shell.metrics.stalls.inc()
+        state = describe(self._cache, self._shell.pool)
         logger.error("request %s waits for items in vain: %s", record.request_id, state)
         return record.request_id
 
@@ -226,14 +227,14 @@ class PrefillRequests:
 
         Looks every `transfer.wait_timeout_s` only. To be called when `take_woken` was.
         """
-        now = self._receiver.clock()
+        now = self._shell.clock()
         if now < self._next_look_s:
             return []
         self._next_look_s = now + self._config.wait_timeout_s
         records = [self._records[each] for each in sleepers if each in self._records]
         found = [each.request_id for each in records if not each.failed and self._is_able(each)]
         for request_id in found:
-            self._receiver.metrics.stalls.inc()
+            self._shell.metrics.stalls.inc()
             logger.error("request %s was not woken when it could begin", request_id)
         return found
 
@@ -243,7 +244,7 @@ class PrefillRequests:
         That a transfer is requested is told at once: encoding begins only then.
         """
         entries, self._cache.changes = self._cache.changes, {}
-        requested, self._receiver.requested = self._receiver.requested, []
+        requested, self._shell.requested = self._shell.requested, []
         refused, self._refused = self._refused, {}
         if not self._has_front or not (entries or requested or refused):
             return None
@@ -256,11 +257,11 @@ class PrefillRequests:
 
     # --------------------------------------------------------------------------------------------
 
-    def _claim(self, record: Claimant, place: PromptItem) -> bool:
+    def _claim(self, record: ItemRequest, place: PromptItem) -> bool:
         """Let a request that has just come claim one of its items; fail it if that cannot be."""
         mm_hash, tensor = place.mm_hash, place.tensor
         transfer = record.transfers.get(mm_hash)
-        cache, pool = self._cache, self._receiver.pool
+        cache, pool = self._cache, self._shell.pool
         if not cache.fits_at_all(place.num_embeds, tensor.nbytes if transfer else 0):
             detail = (
                 f"an item of this request needs {place.num_embeds} encoder embeddings in "
@@ -281,10 +282,10 @@ class PrefillRequests:
             self._refuse(record, "unavailable", detail)
             return False
         if transfer is not None and not again:
-            self._receiver.expect(claim)
+            self._shell.expect(claim)
         return True
 
-    def _refuse_crowd(self, record: Claimant) -> bool:
+    def _refuse_crowd(self, record: ItemRequest) -> bool:
         """Fail a request whose items a drafter would want at once, more than the cache holds."""
         for index, first in enumerate(record.items if self._lookahead else ()):
             sizes = {
@@ -304,13 +305,13 @@ class PrefillRequests:
                 return True
         return False
 
-    def _may_schedule(self, record: Claimant) -> bool:
+    def _may_schedule(self, record: ItemRequest) -> bool:
         first = record.next_item
         if first == len(record.items):
             if record.running:
-                self._cache.unsettled.discard(record.request_id)
+                self._cache.incomplete.discard(record.request_id)
             return True
-        if not record.running and not self._cache.may_start(record):
+        if not record.running and not room.may_start(self._cache, record):
             return False
         if record.items[first].mm_hash in record.lost:  # Text before it would be in vain.
             self._fail_lost(record, record.items[first].mm_hash)
@@ -320,7 +321,7 @@ class PrefillRequests:
             self._fail_lost(record, missing)
         return not missing
 
-    def _missing(self, record: Claimant) -> str:
+    def _missing(self, record: ItemRequest) -> str:
         """Return the first item that the next tokens of a request need, and that is not here.
 
         Nor can it be encoded in the step that computes them; an empty string if there is none.
@@ -335,16 +336,16 @@ class PrefillRequests:
                 return place.mm_hash
             claim = record.claims[place.mm_hash]
             here = claim.item.is_here or self._cache.may_encode(claim.item, record.request_id)
-            if not (claim.served and here):
+            if not (claim.is_served and here):
                 return place.mm_hash
         return ""
 
-    def _is_able(self, record: Claimant) -> bool:
+    def _is_able(self, record: ItemRequest) -> bool:
         """Return whether a request could compute now, or would be failed, if it had a seat."""
-        may_start = record.running or self._cache.may_start(record)
+        may_start = record.running or room.may_start(self._cache, record)
         return may_start and self._missing(record) in ("", *record.lost)
 
-    def _refuse(self, record: Claimant, code: RequestFailure, detail: str) -> None:
+    def _refuse(self, record: ItemRequest, code: RequestFailure, detail: str) -> None:
         """Let the scheduler end a request, which has not failed yet.
 
         Args:
@@ -352,22 +353,22 @@ class PrefillRequests:
             detail: For the log: value, limit and remedy.
         """
         logger.error("request %s: %s", record.request_id, detail)
-        self._receiver.metrics.requests_failed.labels(code).inc()
+        self._shell.metrics.requests_failed.labels(code).inc()
         self._unavailable.add(record.request_id)
         if code == "too_large":
             self._refused[record.request_id] = detail
         self._cache.fail(record)
-        self._receiver.decline(record)
+        self._shell.decline(record)
 
-    def _fail_lost(self, record: Claimant, mm_hash: str) -> None:
+    def _fail_lost(self, record: ItemRequest, mm_hash: str) -> None:
         detail = (
             f"item {mm_hash}: {record.lost[mm_hash]}; it cannot be encoded here, where the request "
             "holds no media or the instance no encoder: send the request again"
         )
         self._refuse(record, "unavailable", detail)
 
-    def _moved(self, record: Claimant, num_computed_tokens: int, *, running: bool) -> None:
-        """See `EncoderCachePreallocator.moved`; remembers what the prefix cache covered."""
+    def _moved(self, record: ItemRequest, num_computed_tokens: int, *, running: bool) -> None:
+        """See `PrefillEncoderCache.moved`; remembers what the prefix cache covered."""
         for claim in self._cache.moved(record, num_computed_tokens, running=running):
             record.note(ItemOutcome(mm_hash=claim.item.mm_hash, source="prefix_cache"))
         if not running:

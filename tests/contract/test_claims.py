@@ -1,10 +1,10 @@
-"""What the preallocator does for requests: each rule by itself."""
+"""Space for claims of a prefill+decode engine: each rule by itself."""
 
 from __future__ import annotations
 
 import pytest
 
-from epd_portable.items.items import State
+from epd_portable.items.table import State
 from tests.unit.builders import request
 from tests.unit.items.cache_desk import Desk, tensor
 
@@ -32,7 +32,7 @@ def test_what_a_running_request_waits_for_comes_before_what_others_wait_for(desk
     desk.claim("seated", "held", 6)
     desk.reserve()
     desk.claim("first", "a", 6)
-    desk.who("seated").running = True
+    desk.run("seated")
     desk.claim("seated", "b", 4, 1)
     desk.claim("seated", "c", 4, 2)
     assert desk.reserve() == ["b"]
@@ -47,21 +47,20 @@ def test_what_a_running_request_waits_for_comes_before_what_others_wait_for(desk
 def test_a_request_may_start_when_it_has_all_its_room_or_is_the_first_that_waits(
     desk: Desk,
 ) -> None:
-    r, s, t = (desk.who(name) for name in "rst")
     desk.claim("r", "r1", 4, 0)
     desk.claim("s", "s1", 4, 0)
     desk.claim("s", "s2", 4, 1)
     desk.claim("t", "t1", 1)
     desk.reserve()
-    assert [desk.cache.may_start(who) for who in (r, s, t)] == [True, False, False]
+    assert [desk.may_start(who) for who in "rst"] == [True, False, False]
     desk.run("r")
-    assert [desk.cache.may_start(who) for who in (r, s, t)] == [True, True, False]
+    assert [desk.may_start(who) for who in "rst"] == [True, True, False]
     desk.run("r", False)
-    assert not desk.cache.may_start(s), "r may wait for the seat that s would take"
+    assert not desk.may_start("s"), "r may wait for the seat that s would take"
     desk.leave("s")
     desk.reserve()
-    assert desk.cache.may_start(t)
-    assert desk.cache.may_start(desk.who("without items"))
+    assert desk.may_start("t")
+    assert desk.may_start("without items")
 
 
 def test_the_place_of_what_a_request_waits_for_changes_when_it_runs_and_when_it_is_preempted(
@@ -202,14 +201,14 @@ def test_no_more_is_evicted_while_slots_are_on_their_way_back() -> None:
         desk.leave(name)
     desk.claim("s", "new", 5)
     desk.reserve()
-    desk.cache.stir()
+    desk.claim("t", "small", 1)  # Something changes.
     desk.reserve()
-    slots = desk.begin_step()
-    assert len(slots) == 1
-    desk.cache.stir()
+    step = desk.begin_step()
+    assert len(desk.pool.retiring) == 1
+    desk.leave("t")
     desk.reserve()
     assert "two" in desk.cache
-    desk.cache.give_back(slots)
+    desk.cache.step_ended(step)
     assert desk.reserve() == ["new"]
     assert "two" in desk.cache
 
@@ -244,12 +243,11 @@ def test_an_item_whose_former_slot_is_still_read_gets_another_only_after_that(
     desk.assert_everything_is_back()
 
 
-def test_an_item_that_was_not_reserved_does_not_land(desk: Desk) -> None:
-    with pytest.raises(KeyError):
-        desk.cache.finalize_allocation("a")
-    desk.claim("r", "a", 5)
-    with pytest.raises(KeyError):
-        desk.cache.finalize_allocation("a")
+def test_an_item_that_was_not_granted_does_not_land(desk: Desk) -> None:
+    item = desk.claim("r", "a", 5).item
+    desk.reserve()
+    with pytest.raises(AssertionError, match="RESERVED to RESIDENT"):
+        desk.cache.land(item)
 
 
 # -- leaving -------------------------------------------------------------------------------------
@@ -259,7 +257,7 @@ def test_a_request_that_claims_its_own_item_again_waits_once(desk: Desk) -> None
     claim = desk.claim("r", "a", 5)
     assert desk.claim("r", "a", 5) is claim
     assert list(claim.inputs) == [0]
-    assert desk.who("r").waits
+    assert desk.who("r").is_pending
     desk.reserve()
     assert desk.cache.num_free_slots == 5
 
@@ -342,16 +340,16 @@ def test_a_preempted_request_keeps_its_room_until_it_is_finished(desk: Desk) -> 
     desk.claim("r", "a", 6)
     desk.reserve()
     desk.deliver("a")
-    desk.who("r").running = True
-    desk.cache.unsettled.discard("r")
+    desk.run("r")
+    desk.cache.incomplete.discard("r")
     desk.cache.free(desk.request("r"))
     assert desk.cache.holders("a") == {"r"}
     assert not desk.who("r").running
-    assert "r" in desk.cache.unsettled, "it computes its items again"
+    assert "r" in desk.cache.incomplete, "it computes its items again"
     desk.leave("r")
     desk.cache.free(desk.request("r"))
     assert desk.cache.num_freeable_slots == 10
-    assert not desk.cache.unsettled
+    assert not desk.cache.incomplete
 
 
 def test_a_reset_loses_what_cannot_be_encoded_here(desk: Desk) -> None:
@@ -457,31 +455,41 @@ def test_an_item_takes_the_room_of_what_comes_later_in_its_own_prompt(desk: Desk
     assert desk.reserve() == ["a"], "in the slot of b, its own is still being written"
     assert state(desk, "b") is State.WAITING
     desk.release()
+    desk.step()
     assert desk.reserve() == ["b"]
     desk.leave("r")
     desk.assert_everything_is_back()
 
 
-@pytest.mark.parametrize("known", [False, True], ids=["written", "taken back"])
-def test_what_cannot_be_had_again_is_kept_while_a_producer_is_asked_for_a_slot(known: bool) -> None:
-    desk = Desk(cache_embeds=3, pool_bytes=3)
-    for place, (mm_hash, size) in enumerate([("a", 2), ("b", 1)]):
-        desk.claim("r", mm_hash, size, place, metadata_only=True)
-    assert desk.reserve() == ["a", "b"]
-    desk.run("r")
-    desk.grant("a")
-    desk.deliver("b")
+def test_a_request_holds_no_item_behind_one_that_it_lost(desk: Desk) -> None:
+    for place, mm_hash in enumerate("abc"):
+        desk.claim("r", mm_hash, 2, place)
+    assert desk.reserve() == ["a", "b", "c"]
+    for mm_hash in "ab":
+        desk.grant(mm_hash)
+    desk.deliver("c")
     desk.lose_slot("a")
-    if known:  # But not to the workers.
-        desk.cache.taken_back()
-        (slot,) = desk.writing
-        desk.writing.clear()
-    assert desk.reserve() == []
-    assert desk.cache.holders("b") == {"r"}
-    if known:
-        desk.cache.give_back([slot])
-    desk.release()
+    held = {name for name, claim in desk.who("r").claims.items() if claim.is_served}
+    assert held == set()
+    assert state(desk, "b") is State.GRANTED, "it is being written"
+    assert desk.cache.holders("c") == frozenset(), "it may be evicted"
     assert desk.reserve() == ["a"]
+    held = {name for name, claim in desk.who("r").claims.items() if claim.is_served}
+    assert held == set("abc")
+
+
+def test_a_preempted_request_releases_what_is_behind_what_it_needs_again(desk: Desk) -> None:
+    for place, mm_hash in enumerate("ab"):
+        desk.claim_local("r", mm_hash, 5, place)
+    desk.reserve()
+    desk.run("r")
+    desk.encode("r", 0)
+    desk.encode("r", 1)
+    desk.compute_past("r", 0)
+    desk.preempt("r")
+    assert desk.cache.holders("b") == frozenset()
+    desk.reserve()
+    assert desk.cache.holders("a") == desk.cache.holders("b") == {"r"}, "both are still here"
 
 
 # -- what could never be -------------------------------------------------------------------------
@@ -539,26 +547,19 @@ def test_an_item_that_its_request_cannot_have_again_is_kept_while_others_are_abo
     desk.assert_everything_is_back()
 
 
-@pytest.mark.parametrize("covered_before", [False, True])
-def test_an_item_is_not_left_to_a_request_that_the_prefix_cache_covers(
-    desk: Desk, covered_before: bool
-) -> None:
-    """It encodes what it needs, and nothing more; who cannot has a transfer of its own."""
+def test_an_item_is_not_left_to_a_request_that_the_prefix_cache_covers(desk: Desk) -> None:
+    """It encodes what it needs, and nothing more; one that cannot encode has its own transfer."""
     desk.claim_local("r", "a", 4)
     desk.reserve()
     assert desk.may_encode("r")
-    if not covered_before:
-        desk.claim("s", "a", 4, metadata_only=True)
-        assert desk.reserve() == []
+    desk.claim("s", "a", 4, metadata_only=True)
     desk.cache.moved(desk.who("r"), 1, running=False)
-    if covered_before:
-        desk.claim("s", "a", 4, metadata_only=True)
+    assert desk.reserve() == [], "r may still encode it"
+    assert desk.may_start("r")
+    desk.run("r")
     assert desk.reserve() == ["a"]
     desk.deliver("a")
-    assert desk.cache.may_start(desk.who("s"))
-    desk.cache.moved(desk.who("r"), 0, running=False)  # It covers it no more.
-    desk.reserve()
-    assert desk.cache.may_start(desk.who("r"))
+    assert desk.may_start("s")
 
 
 def test_what_could_not_be_encoded_after_a_reset_is_encoded_beside_the_steps_the_next_time() -> (
