@@ -83,8 +83,10 @@ class PlanRequest:
             raise ConfigError(
                 "name a platform with --platform, or a hardware profile with --hardware"
             )
-        request = cls(traits=TRAITS[platform], hardware=found, config=config, overrides=overrides)
-        return request.with_settings(*counts_of({alone: 1})) if alone else request
+        if alone:
+            counts = (f"instances.{group_of(role)}.count={role == alone:d}" for role in ROLES)
+            overrides = (*overrides, *counts)
+        return cls(traits=TRAITS[platform], hardware=found, config=config, overrides=overrides)
 
     def with_settings(self, *settings: str) -> PlanRequest:
         """Return the request with more of what is laid over its file."""
@@ -176,12 +178,6 @@ class PlanRequest:
         if launch.first_port is not None:
             return ports_in_order(launch.first_port, reserved=reserved)
         return port_source(run_id, reserved=reserved, host=launch.host, free=free)
-
-
-def counts_of(part: Mapping[Role, int]) -> Iterator[str]:
-    """Yield ``--set`` of how many instances of each role there are."""
-    for role in ROLES:
-        yield f"instances.{group_of(role)}.count={part.get(role, 0)}"
 
 
 def refusals(
