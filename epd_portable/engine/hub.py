@@ -26,7 +26,7 @@ from epd_portable.config.instance import InstanceConfig
 from epd_portable.config.roles import Role
 from epd_portable.config.secret import Secret
 from epd_portable.errors import ProtocolError, TransportError
-from epd_portable.placement.pace import Pace
+from epd_portable.placement.estimates import Pace
 from epd_portable.transfer.curve import CurveGate, CurveKeys
 from epd_portable.transfer.sessions import new_session
 from epd_portable.vllm_plugin import compat

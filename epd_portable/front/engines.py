@@ -31,6 +31,7 @@ from vllm.v1.executor import Executor
 from epd_portable.config.roles import DUTIES, ENCODES, SENDS_KV, TAKES_ITEMS, TAKES_KV, Role
 from epd_portable.config.secret import Secret
 from epd_portable.errors import RequestError
+from epd_portable.front.metrics import InstanceCollector, InstanceStats, PoolStats, stats_of
 from epd_portable.front.peers import Peer
 from epd_portable.log import say_failure
 from epd_portable.placement.assignment import Busy, EncodeFailure
@@ -44,7 +45,6 @@ from epd_portable.placement.instances import (
     WentDownError,
     while_up,
 )
-from epd_portable.placement.metrics import InstanceCollector, InstanceStats, PoolStats, stats_of
 from epd_portable.wire.fingerprint import differences
 from epd_portable.wire.jobs import Here
 
@@ -442,7 +442,7 @@ class Engines:
         registry = CollectorRegistry()
         MultiProcessCollector(registry)  # type: ignore[no-untyped-call]
         together = _together([each.stats for each in await self._ask_all()])
-        registry.register(InstanceCollector(lambda: together, "epd_front"))
+        registry.register(InstanceCollector(lambda: together))
         return generate_latest(registry)
 
     async def _ask_all(self, verb: str = "", name: str = "") -> list[Seen]:

@@ -26,8 +26,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from vllm.v1.engine import EngineCoreRequest
 
 from epd_portable.errors import RequestError
-from epd_portable.placement.admission import AdmissionControl
-from epd_portable.placement.gate import Ticket
+from epd_portable.placement.admission import AdmissionControl, QueuedRequest
 from epd_portable.placement.instances import EndpointPool, Instance
 from epd_portable.placement.profiles.selection_types import (
     EXPLAIN_HEADER,
@@ -235,7 +234,7 @@ def current() -> FrontExchange:
     return exchange.get(None) or FrontExchange()
 
 
-async def admit(admission: AdmissionControl, request: EngineCoreRequest) -> Ticket | None:
+async def admit(admission: AdmissionControl, request: EngineCoreRequest) -> QueuedRequest | None:
     """Return when a request of vLLM's may go on; see `AdmissionControl.enter`.
 
     Raises:

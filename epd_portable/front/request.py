@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from vllm.v1.engine import EngineCoreRequest
 
 from epd_portable.front.exchange import FrontExchange, exchange
+from epd_portable.placement.admission import QueuedRequest
 from epd_portable.placement.assignment import JOB_GRACE_S
-from epd_portable.placement.gate import Ticket
 from epd_portable.placement.instances import Instance
 from epd_portable.transfer.stores.lookup import StoredItem
 from epd_portable.vllm_plugin import compat
@@ -139,7 +139,7 @@ class OpenRequest:
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
     kv: PrefilledKv | None = None
     task: asyncio.Task[None] | None = None
-    ticket: Ticket | None = None
+    ticket: QueuedRequest | None = None
 
     @functools.cached_property
     def items(self) -> list[FrontItem]:

@@ -1,26 +1,40 @@
-"""Admission: requests beyond the limits wait, or are refused with 429.
+"""Admission: requests beyond the limits wait in order, or are refused with 429.
 
-The order is the `Gate`'s. Here are what requests take of its limits, and the limits themselves,
-some of which follow the instances that are usable.
+Limits bound amounts in flight: requests, items, bytes. Some follow the instances that are usable.
+A request takes its amounts when it is admitted, and releases them. One that does not fit waits in
+the `AdmissionQueue`:
+
+- Smaller values of priority are admitted first, as in vLLM.
+- Within a priority, keys share by start-time fair queuing: each is charged the part of the tightest
+  limit that its requests take. While two of them wait, neither gets ahead of the other by more than
+  what two requests take.
+- Requests of one key are admitted first come, first served.
+- No request passes another at a limit that the other one lacks: a large request is not delayed for
+  ever by small ones, while a text does not wait for images that wait for encoders.
+
+A request that takes more than a whole limit takes all of it, and is admitted when nothing else is
+in flight at that limit.
 """
 
 from __future__ import annotations
 
 import asyncio
+import heapq
 import math
 import time
-from collections.abc import Callable
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeAlias
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+import prometheus_client
+from prometheus_client import CollectorRegistry, Gauge, Histogram
 
 from epd_portable.config.front import AdmissionSection
 from epd_portable.config.roles import Duty
 from epd_portable.errors import RequestError
-from epd_portable.placement.gate import Gate, Limit, Ticket
+from epd_portable.placement.estimates import Pace
 from epd_portable.placement.instances import EndpointPool, Instance
-from epd_portable.placement.pace import Pace
 
 LONGEST_RETRY_S = 60
 
@@ -31,6 +45,277 @@ Reason = Literal["full", "timeout"]
 _KINDS: tuple[Kind, ...] = ("requests", "items", "bytes")
 _OF_INSTANCES: tuple[tuple[Duty, Kind], ...] = (("encode", "items"), ("answer", "requests"))
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
+
+Limit: TypeAlias = int | None
+"""At least 1; ``None`` for none."""
+Where = Literal["new", "waiting", "admitted", "left"]
+
+
+class QueuedRequest:
+    """One request that waits or is admitted.
+
+    Args:
+        amounts: Amounts that it takes of each limit.
+        key: Digest of its client's key.
+        priority: Smaller is admitted first.
+
+    Attributes:
+        where: State of the request.
+        taken: Amounts in flight of each limit.
+        number: Place in the order of arrival, while it waits.
+        lane: A bit for each limit of which it takes something, while it waits.
+    """
+
+    __slots__ = ("amounts", "key", "lane", "number", "priority", "taken", "where")
+
+    def __init__(self, amounts: Sequence[int], *, key: bytes = b"", priority: int = 0) -> None:
+        self.amounts = amounts
+        self.key = key
+        self.priority = priority
+        self.where: Where = "new"
+        self.taken: list[int] = []
+        self.number = 0
+        self.lane = 0
+
+
+class _Shares:
+    """How much each key was served, in parts of limits.
+
+    Attributes:
+        served: By key; a key that begins to wait is not behind the others for the time before.
+        level: Of the key that was served last.
+    """
+
+    def __init__(self) -> None:
+        self.served: dict[bytes, float] = {}
+        self.level = 0.0
+
+    def join(self, key: bytes) -> None:
+        self.served[key] = max(self.level, self.served.get(key, 0.0))
+
+    def charge(self, key: bytes, part: float) -> None:
+        self.level = max(self.level, self.served[key])
+        self.served[key] = self.level + part
+
+
+class _Lane:
+    """Requests of one priority that take of the same limits: a queue for each key."""
+
+    def __init__(self, shares: _Shares) -> None:
+        self.queues: dict[bytes, OrderedDict[int, QueuedRequest]] = {}
+        self._shares = shares
+        # What a key was served, the number of its first request here, and the key; as of when it
+        # was pushed. Both only grow, so an entry is corrected when it comes to the top.
+        self._heads: list[tuple[float, int, bytes]] = []
+
+    def append(self, request: QueuedRequest) -> None:
+        queue = self.queues.setdefault(request.key, OrderedDict())
+        queue[request.number] = request
+        if len(queue) == 1:
+            self._push(request.key)
+
+    def remove(self, request: QueuedRequest) -> None:
+        queue = self.queues[request.key]
+        is_first = next(iter(queue)) == request.number
+        del queue[request.number]
+        if not queue:
+            del self.queues[request.key]
+        elif is_first:
+            self._push(request.key)
+
+    def first(self) -> tuple[float, int, QueuedRequest]:
+        """Return what the key of the next request was served, its number, and the request."""
+        while True:
+            served, number, key = self._heads[0]
+            queue = self.queues.get(key)
+            if queue is None or next(iter(queue)) != number:
+                heapq.heappop(self._heads)
+            elif served != self._shares.served[key]:
+                heapq.heapreplace(self._heads, (self._shares.served[key], number, key))
+            else:
+                return served, number, queue[number]
+
+    def _push(self, key: bytes) -> None:
+        if len(self._heads) > 2 * len(self.queues) + 64:
+            self._heads = [self._head(each) for each in self.queues]
+            heapq.heapify(self._heads)
+        else:
+            heapq.heappush(self._heads, self._head(key))
+
+    def _head(self, key: bytes) -> tuple[float, int, bytes]:
+        return self._shares.served[key], next(iter(self.queues[key])), key
+
+
+class AdmissionQueue:
+    """Order of requests beyond the limits; no I/O.
+
+    Args:
+        limits: Largest amounts in flight, by kind.
+        max_waiting: Largest number of requests that wait.
+
+    Attributes:
+        used: Amounts in flight, by kind.
+        admitted: Number of requests in flight.
+        waiting: Number of requests that wait.
+    """
+
+    def __init__(self, limits: Sequence[Limit], *, max_waiting: int) -> None:
+        self.used = [0] * len(limits)
+        self.admitted = 0
+        self.waiting = 0
+        self._limits = list(limits)
+        self._max_waiting = max_waiting
+        self._arrived = 0
+        self._lacking = 0
+        """Limits that those lacked which the last `admit` left waiting, a bit for each."""
+        self._priorities: dict[int, dict[int, _Lane]] = {}
+        """Lanes that are not empty, by priority."""
+        self._waiting_of_key: Counter[bytes] = Counter()
+        self._waiting_in_lane: Counter[int] = Counter()
+        self._shares = _Shares()
+
+    def enter(self, request: QueuedRequest) -> None:
+        """Add a new request: admitted at once, or waiting for `admit`."""
+        if not self.waiting and not self._lacks(request):
+            self._go(request)
+            return
+        self._arrived += 1
+        request.number = self._arrived
+        request.lane = sum(1 << kind for kind, amount in enumerate(request.amounts) if amount)
+        request.where = "waiting"
+        if not self._waiting_of_key[request.key]:
+            self._shares.join(request.key)
+        self._count(request, 1)
+        lanes = self._priorities.setdefault(request.priority, {})
+        lanes.setdefault(request.lane, _Lane(self._shares)).append(request)
+
+    def admit(self) -> list[QueuedRequest]:
+        """Return requests that are admitted now, in order."""
+        admitted: list[QueuedRequest] = []
+        lacking = 0
+        for priority in sorted(self._priorities):
+            request, lacking_here = self._next(priority, lacking)
+            while request is not None:
+                self._charge(request)
+                self._remove(request)
+                self._go(request)
+                admitted.append(request)
+                request, lacking_here = self._next(priority, lacking)
+            lacking = lacking_here
+            if self._all_lack(lacking):
+                break
+        self._lacking = lacking
+        return admitted
+
+    def reject(self) -> QueuedRequest | None:
+        """Remove a request if more wait than may; call it after `admit`.
+
+        It has the last priority, and is the latest of the key with the most that wait there.
+        """
+        if self.waiting <= self._max_waiting:
+            return None
+        count: Counter[bytes] = Counter()
+        latest: dict[bytes, QueuedRequest] = {}
+        for lane in self._priorities[max(self._priorities)].values():
+            for key, queue in lane.queues.items():
+                count[key] += len(queue)
+                last = queue[next(reversed(queue))]
+                if key not in latest or latest[key].number < last.number:
+                    latest[key] = last
+        request = latest[max(count, key=lambda key: (count[key], latest[key].number))]
+        self.leave(request)
+        return request
+
+    def release(self, request: QueuedRequest, kinds: Iterable[int]) -> None:
+        """Release amounts of a request in flight; call `admit` afterwards."""
+        for kind in kinds:
+            self.used[kind] -= request.taken[kind]
+            request.taken[kind] = 0
+
+    def leave(self, request: QueuedRequest) -> None:
+        """End a request in any state; call `admit` afterwards."""
+        if request.where == "admitted":
+            self.release(request, range(len(self.used)))
+            self.admitted -= 1
+        elif request.where == "waiting":
+            self._remove(request)
+        request.where = "left"
+
+    def set_limit(self, kind: int, limit: Limit) -> None:
+        """Change a limit; call `admit` afterwards."""
+        self._limits[kind] = limit
+
+    def lacking_limit(self, request: QueuedRequest) -> int:
+        """Return which limit keeps a request from going, or those before it."""
+        lacking = self._lacks(request) or self._lacking & request.lane
+        return (lacking & -lacking).bit_length() - 1
+
+    def _lacks(self, request: QueuedRequest) -> int:
+        """Return a bit for each limit within which a request has no room."""
+        lacking = 0
+        for kind, (amount, used, limit) in enumerate(
+            zip(request.amounts, self.used, self._limits, strict=True)
+        ):
+            if amount and limit is not None and used + min(amount, limit) > limit:
+                lacking |= 1 << kind
+        return lacking
+
+    def _go(self, request: QueuedRequest) -> None:
+        request.where = "admitted"
+        self.admitted += 1
+        for kind, (amount, limit) in enumerate(zip(request.amounts, self._limits, strict=True)):
+            taken = amount if limit is None else min(amount, limit)
+            request.taken.append(taken)
+            self.used[kind] += taken
+
+    def _next(self, priority: int, lacking: int) -> tuple[QueuedRequest | None, int]:
+        """Return the next request of a priority, if there is one, and what those before it lack.
+
+        ``lacking`` is what those of smaller priorities lack.
+        """
+        lanes = self._priorities.get(priority, {})
+        for *_, request in sorted(lane.first() for lane in lanes.values()):
+            if self._all_lack(lacking):
+                break
+            lacks = self._lacks(request)
+            if not lacks and not request.lane & lacking:
+                return request, lacking
+            # Also what one lacks that waits for others: it must not be taken meanwhile.
+            lacking |= lacks
+        return None, lacking
+
+    def _all_lack(self, lacking: int) -> bool:
+        return all(lane & lacking for lane in self._waiting_in_lane)
+
+    def _charge(self, request: QueuedRequest) -> None:
+        parts = [
+            min(amount / limit, 1.0)
+            for amount, limit in zip(request.amounts, self._limits, strict=True)
+            if limit is not None
+        ]
+        self._shares.charge(request.key, max(parts, default=0.0))
+
+    def _remove(self, request: QueuedRequest) -> None:
+        lanes = self._priorities[request.priority]
+        lane = lanes[request.lane]
+        lane.remove(request)
+        if not lane.queues:
+            del lanes[request.lane]
+        if not lanes:
+            del self._priorities[request.priority]
+        self._count(request, -1)
+        if not self.waiting:
+            # Later requests start afresh, and keys that ask no more are forgotten.
+            self._shares = _Shares()
+
+    def _count(self, request: QueuedRequest, change: int) -> None:
+        self.waiting += change
+        self._waiting_of_key[request.key] += change
+        self._waiting_in_lane[request.lane] += change
+        if not self._waiting_of_key[request.key]:
+            del self._waiting_of_key[request.key]
+        if not self._waiting_in_lane[request.lane]:
+            del self._waiting_in_lane[request.lane]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,7 +354,7 @@ class AdmissionMetrics:
             registry=registry,
             buckets=_SECONDS,
         )
-        self.refused = Counter(
+        self.refused = prometheus_client.Counter(
             f"{front}_admission_refused",
             "Requests answered 429, by reason and by the limit that was reached.",
             ("reason", "limit"),
@@ -99,19 +384,19 @@ class AdmissionControl:
         self._servers = servers
         self._clock = clock
         self._bounds = _bounds(settings)
-        self._gate = Gate(
+        self._queue = AdmissionQueue(
             [self._limit(bound) for bound in self._bounds],
             max_waiting=math.ceil(settings.max_waiting / servers),
         )
         self._encode_kinds = [n for n, bound in enumerate(self._bounds) if bound.duty == "encode"]
         self._pace = Pace()
-        self._waiters: dict[Ticket, asyncio.Future[RequestError | None]] = {}
+        self._waiters: dict[QueuedRequest, asyncio.Future[RequestError | None]] = {}
         if any(bound.duty for bound in self._bounds):
             instances.watch(self._rescale)
 
     async def enter(
         self, *, items: int, nbytes: int, key: bytes = b"", priority: int = 0
-    ) -> Ticket | None:
+    ) -> QueuedRequest | None:
         """Return when a request may go on; cancelling gives its place up.
 
         Clients' keys share what is admitted; ``nbytes`` is the size of the body.
@@ -127,43 +412,43 @@ class AdmissionControl:
         takes: dict[Kind, int] = {"requests": 1, "items": items, "bytes": nbytes}
         heeded = priority if self._settings.heed_priority else 0
         amounts = [takes[bound.kind] for bound in self._bounds]
-        ticket = Ticket(amounts, key=key, priority=heeded)
-        self._pace.see(self._clock(), busy=self._gate.going > 0)
-        self._gate.enter(ticket)
-        if ticket.where == "waiting":
-            await self._wait(ticket)
-        return ticket
+        request = QueuedRequest(amounts, key=key, priority=heeded)
+        self._pace.see(self._clock(), busy=self._queue.admitted > 0)
+        self._queue.enter(request)
+        if request.where == "waiting":
+            await self._wait(request)
+        return request
 
-    def encoded(self, ticket: Ticket | None) -> None:
+    def encoded(self, request: QueuedRequest | None) -> None:
         """Note that no item of a request is with an encoder any more."""
-        if ticket is not None and self._encode_kinds:
-            self._gate.give_back(ticket, self._encode_kinds)
+        if request is not None and self._encode_kinds:
+            self._queue.release(request, self._encode_kinds)
             self._admit()
 
-    def leave(self, ticket: Ticket | None) -> None:
+    def leave(self, request: QueuedRequest | None) -> None:
         """Note that a request has ended."""
-        if ticket is None:
+        if request is None:
             return
         self._pace.see(self._clock(), busy=True)
         self._pace.count_end()
-        self._gate.leave(ticket)
+        self._queue.leave(request)
         self._admit()
 
-    async def _wait(self, ticket: Ticket) -> None:
+    async def _wait(self, request: QueuedRequest) -> None:
         loop = asyncio.get_running_loop()
         longest_s = self._settings.max_wait_s
-        waiter = self._waiters[ticket] = loop.create_future()
+        waiter = self._waiters[request] = loop.create_future()
         why = f"its turn did not come within {longest_s:g} s"
-        timer = loop.call_later(longest_s, self._refuse, ticket, "timeout", why)
+        timer = loop.call_later(longest_s, self._refuse, request, "timeout", why)
         started = self._clock()
-        name = _class(ticket.priority)
+        name = _class(request.priority)
         self._metrics.waiting.labels(name).inc()
         try:
             self._admit()
-            if (other := self._gate.turn_away()) is not None:
+            if (other := self._queue.reject()) is not None:
                 why = (
                     "as many others wait as front.admission.max_waiting allows"
-                    if other is ticket
+                    if other is request
                     else "others came for whom front.admission.max_waiting leaves the place"
                 )
                 self._refuse(other, "full", why)
@@ -171,29 +456,29 @@ class AdmissionControl:
                 raise refusal
         except BaseException:
             # A request that goes away may have been let in the moment before.
-            self._gate.leave(ticket)
+            self._queue.leave(request)
             self._admit()
             raise
         finally:
             timer.cancel()
-            del self._waiters[ticket]
+            del self._waiters[request]
             self._metrics.waiting.labels(name).dec()
             self._metrics.wait_s.labels(name).observe(self._clock() - started)
 
     def _admit(self) -> None:
-        if not self._gate.waiting:
+        if not self._queue.waiting:
             return
-        for ticket in self._gate.admit():
-            waiter = self._waiters[ticket]
+        for request in self._queue.admit():
+            waiter = self._waiters[request]
             if not waiter.done():
                 waiter.set_result(None)
 
-    def _refuse(self, ticket: Ticket, reason: Reason, why: str) -> None:
+    def _refuse(self, request: QueuedRequest, reason: Reason, why: str) -> None:
         """End the waiting of a request with 429."""
-        waiter = self._waiters[ticket]
+        waiter = self._waiters[request]
         if waiter.done():
             return
-        bound = self._bounds[self._gate.lacking_limit(ticket)]
+        bound = self._bounds[self._queue.lacking_limit(request)]
         self._metrics.refused.labels(reason, bound.key).inc()
         for_each = f" for each usable instance of {bound.duty}" if bound.duty else ""
         retry_s = self._retry_after_s()
@@ -209,8 +494,8 @@ class AdmissionControl:
 
     def _retry_after_s(self) -> int:
         """Return when those that wait now have gone, at the pace that was observed."""
-        self._pace.see(self._clock(), busy=self._gate.going > 0)
-        wait_s = (self._gate.waiting + 1) * self._pace.seconds_each
+        self._pace.see(self._clock(), busy=self._queue.admitted > 0)
+        wait_s = (self._queue.waiting + 1) * self._pace.seconds_each
         return max(1, math.ceil(min(wait_s, LONGEST_RETRY_S)))
 
     # What is taken, and what there is.
@@ -218,7 +503,7 @@ class AdmissionControl:
     def _rescale(self, _: Instance) -> None:
         for kind, bound in enumerate(self._bounds):
             if bound.duty is not None:
-                self._gate.set_limit(kind, self._limit(bound))
+                self._queue.set_limit(kind, self._limit(bound))
         self._admit()
 
     def _limit(self, bound: _Bound) -> Limit:

@@ -12,8 +12,8 @@ from epd_portable.placement.admission import (
     LONGEST_RETRY_S,
     AdmissionControl,
     AdmissionMetrics,
+    QueuedRequest,
 )
-from epd_portable.placement.gate import Ticket
 from epd_portable.placement.instances import EndpointPool, Instance
 from tests.unit.builders import instance_settings
 
@@ -31,10 +31,10 @@ class Door:
             clock=lambda: self.now_s,
         )
 
-    async def enter(self) -> Ticket | None:
+    async def enter(self) -> QueuedRequest | None:
         return await self.keeper.enter(items=0, nbytes=0)
 
-    async def enter_at_once(self) -> Ticket | None:
+    async def enter_at_once(self) -> QueuedRequest | None:
         """Return who was let in at once; ``None`` for nobody."""
         entering = asyncio.create_task(self.enter())
         for _ in range(3):

@@ -4,23 +4,25 @@ from collections.abc import Sequence
 
 import pytest
 
-from epd_portable.placement.gate import Gate, Limit, Ticket
+from epd_portable.placement.admission import AdmissionQueue, Limit, QueuedRequest
 
 REQUESTS, ITEMS = range(2)
 
 
-def gate(requests: Limit = 1, items: Limit = None, *, max_waiting: int = 100) -> Gate:
-    return Gate([requests, items], max_waiting=max_waiting)
+def gate(requests: Limit = 1, items: Limit = None, *, max_waiting: int = 100) -> AdmissionQueue:
+    return AdmissionQueue([requests, items], max_waiting=max_waiting)
 
 
-def enter(door: Gate, *, items: int = 0, key: str = "", priority: int = 0) -> Ticket:
-    ticket = Ticket([1, items], key=key.encode(), priority=priority)
+def enter(
+    door: AdmissionQueue, *, items: int = 0, key: str = "", priority: int = 0
+) -> QueuedRequest:
+    ticket = QueuedRequest([1, items], key=key.encode(), priority=priority)
     door.enter(ticket)
     door.admit()
     return ticket
 
 
-def order(door: Gate, *first: Ticket) -> list[Ticket]:
+def order(door: AdmissionQueue, *first: QueuedRequest) -> list[QueuedRequest]:
     """End requests one after the other; return who went, in order."""
     going, went = list(first), []
     while going:
@@ -52,11 +54,11 @@ def test_one_too_many_turns_away_who_has_the_least_claim(
     door = gate(max_waiting=2)
     enter(door)
     tickets = [enter(door, key=key, priority=priority) for key, priority in waiting]
-    assert door.turn_away() is None
+    assert door.reject() is None
     tickets.append(enter(door, key=newcomer[0], priority=newcomer[1]))
-    assert door.turn_away() is tickets[turned_away]
-    assert tickets[turned_away].where == "gone"
-    assert (door.waiting, door.turn_away()) == (2, None)
+    assert door.reject() is tickets[turned_away]
+    assert tickets[turned_away].where == "left"
+    assert (door.waiting, door.reject()) == (2, None)
 
 
 def test_nobody_overtakes_at_a_limit_that_somebody_before_lacks() -> None:
@@ -68,7 +70,7 @@ def test_nobody_overtakes_at_a_limit_that_somebody_before_lacks() -> None:
     assert order(door, first) == [large, small]
 
 
-class Counted(Ticket):
+class Counted(QueuedRequest):
     """Counts how often somebody looks at what it takes, and whose it is."""
 
     looks = 0
@@ -94,8 +96,8 @@ class Counted(Ticket):
 
 @pytest.mark.parametrize("keys", [10, 1000])
 def test_who_goes_next_is_found_without_a_look_at_everybody(keys: int) -> None:
-    door = Gate([4, 4], max_waiting=keys)
-    going = [Ticket([1, 1]) for _ in range(4)]
+    door = AdmissionQueue([4, 4], max_waiting=keys)
+    going = [QueuedRequest([1, 1]) for _ in range(4)]
     for ticket in going:
         door.enter(ticket)
     for number in range(keys):
@@ -108,7 +110,7 @@ def test_who_goes_next_is_found_without_a_look_at_everybody(keys: int) -> None:
         door.leave(going.pop(0))
         admitted = door.admit()
         door.enter(Counted([1, 1], key=b"late %d" % went))
-        assert door.turn_away() is None or door.waiting == keys
+        assert door.reject() is None or door.waiting == keys
         going += admitted
         went += len(admitted)
     assert Counted.looks < 200

@@ -21,7 +21,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from epd_portable.placement.gate import Gate, Limit, Ticket
+from epd_portable.placement.admission import AdmissionQueue, Limit, QueuedRequest
 from tests.property.budget import budget, seeded
 
 KINDS = range(3)
@@ -41,16 +41,16 @@ class AtTheGate(RuleBasedStateMachine):
     def open(self, first: tuple[Limit, Limit, Limit], max_waiting: int) -> None:
         self.max_waiting = max_waiting
         self.limits = list(first)
-        self.gate = Gate(first, max_waiting=self.max_waiting)
+        self.gate = AdmissionQueue(first, max_waiting=self.max_waiting)
         self.entered = 0
-        self.waiting: list[Ticket] = []
-        self.going: list[Ticket] = []
+        self.waiting: list[QueuedRequest] = []
+        self.going: list[QueuedRequest] = []
         self.turned_away = 0
         self.left = 0
         # Beyond a limit that has fallen may be what was within it before.
         self.bounds = [0 if limit is None else limit for limit in self.limits]
 
-    def lacks(self, ticket: Ticket) -> set[int]:
+    def lacks(self, ticket: QueuedRequest) -> set[int]:
         return {
             kind
             for kind, (limit, amount) in enumerate(zip(self.limits, ticket.amounts, strict=True))
@@ -82,11 +82,11 @@ class AtTheGate(RuleBasedStateMachine):
 
     @rule(taken=amounts, key=st.sampled_from(KEYS), priority=st.integers(-1, 1))
     def enter(self, taken: tuple[int, int, int], key: bytes, priority: int) -> None:
-        ticket = Ticket(taken, key=key, priority=priority)
+        ticket = QueuedRequest(taken, key=key, priority=priority)
         self.entered += 1
         anybody = bool(self.waiting)
         self.gate.enter(ticket)
-        if ticket.where == "going":
+        if ticket.where == "admitted":
             assert not anybody
             self.going.append(ticket)
             return
@@ -98,7 +98,7 @@ class AtTheGate(RuleBasedStateMachine):
             assert not went, "who came made room"
         # Its key has had something now, so that others of this priority may be before the key.
         assert all(other.key != key for other in went - {ticket}), "who came made room"
-        surplus = self.gate.turn_away()
+        surplus = self.gate.reject()
         assert (surplus is not None) == (len(self.waiting) > self.max_waiting)
         if surplus is not None:
             assert surplus.priority == max(each.priority for each in self.waiting)
@@ -120,7 +120,7 @@ class AtTheGate(RuleBasedStateMachine):
         self.waiting.remove(ticket)
         self.leave(ticket)
 
-    def leave(self, ticket: Ticket) -> None:
+    def leave(self, ticket: QueuedRequest) -> None:
         self.left += 1
         self.gate.leave(ticket)
         self.gate.leave(ticket)
@@ -129,7 +129,7 @@ class AtTheGate(RuleBasedStateMachine):
     @precondition(lambda self: self.going)
     @rule(data=st.data())
     def give_back(self, data: st.DataObject) -> None:
-        self.gate.give_back(data.draw(st.sampled_from(self.going)), [2])
+        self.gate.release(data.draw(st.sampled_from(self.going)), [2])
         self.settle()
 
     @rule(kind=st.sampled_from(KINDS), limit=limits)
@@ -149,11 +149,11 @@ class AtTheGate(RuleBasedStateMachine):
 
     @invariant()
     def nobody_is_lost(self) -> None:
-        assert self.gate.going == len(self.going)
+        assert self.gate.admitted == len(self.going)
         assert self.gate.waiting == len(self.waiting)
         assert self.entered == len(self.going) + len(self.waiting) + self.turned_away + self.left
         assert all(ticket.where == "waiting" for ticket in self.waiting)
-        assert all(ticket.where == "going" for ticket in self.going)
+        assert all(ticket.where == "admitted" for ticket in self.going)
 
     def teardown(self) -> None:
         """Whatever has happened: who waits goes when others end."""
@@ -178,12 +178,12 @@ def test_the_gate_holds_its_limits_and_its_order() -> None:
 def test_none_of_two_keys_that_wait_is_ahead_by_more_than_two_requests(
     limit: int, sizes: tuple[list[int], list[int]], ends: list[int]
 ) -> None:
-    gate = Gate([limit], max_waiting=100)
-    first = Ticket([limit])
+    gate = AdmissionQueue([limit], max_waiting=100)
+    first = QueuedRequest([limit])
     gate.enter(first)
     for key, of_key in zip(KEYS, sizes, strict=False):
         for size in of_key:
-            gate.enter(Ticket([size], key=key))
+            gate.enter(QueuedRequest([size], key=key))
     going, given_to = [first], {KEYS[0]: [0.0], KEYS[1]: [0.0]}
     for end in ends:
         if not going:
@@ -203,16 +203,16 @@ def test_none_of_two_keys_that_wait_is_ahead_by_more_than_two_requests(
 @budget(100)
 @given(sizes=st.lists(st.integers(1, 3), min_size=1, max_size=30), limit=st.integers(1, 6))
 def test_a_flood_of_small_requests_starves_no_large_one(sizes: list[int], limit: int) -> None:
-    gate = Gate([limit], max_waiting=1000)
-    before = [Ticket([size]) for size in sizes]
-    large = Ticket([limit])
+    gate = AdmissionQueue([limit], max_waiting=1000)
+    before = [QueuedRequest([size]) for size in sizes]
+    large = QueuedRequest([limit])
     for ticket in (*before, large):
         gate.enter(ticket)
-    going = [ticket for ticket in before if ticket.where == "going"]
+    going = [ticket for ticket in before if ticket.where == "admitted"]
     ends = 0
-    while large.where != "going":
+    while large.where != "admitted":
         gate.leave(going.pop(0))
         ends += 1
-        gate.enter(Ticket([1]))
+        gate.enter(QueuedRequest([1]))
         going += gate.admit()
     assert ends <= len(before)
