@@ -43,8 +43,8 @@ from epd_portable.front.request import (
     GracefulHTTPError,
     OpenRequest,
     UnavailableError,
+    selection_of,
 )
-from epd_portable.front.selection import selection_of
 from epd_portable.front.spans import Spans
 from epd_portable.placement.admission import AdmissionControl
 from epd_portable.placement.assignment import (

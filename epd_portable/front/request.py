@@ -1,4 +1,7 @@
-"""A request at the front, its items, and the errors that clients get when it cannot be served."""
+"""A request at the front: its items, the choices of engines for it, and its errors.
+
+Engines are chosen by the default rules, by `front.choice`, or by headers of a trusted gateway.
+"""
 
 from __future__ import annotations
 
@@ -6,27 +9,47 @@ import asyncio
 import contextlib
 import copy
 import functools
-from collections.abc import Callable, Collection
+import json
+import logging
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from vllm.v1.engine import EngineCoreRequest
 
-from epd_portable.front.exchange import FrontExchange, exchange
+from epd_portable.config.roles import Duty
+from epd_portable.front.exchange import (
+    CACHE_KEY,
+    ENCODERS,
+    MODEL,
+    PREFILLER,
+    FrontExchange,
+    Hints,
+    exchange,
+)
 from epd_portable.placement.admission import QueuedRequest
 from epd_portable.placement.assignment import JOB_GRACE_S
-from epd_portable.placement.instances import Instance
+from epd_portable.placement.estimates import NO_PROMPT, Prompt
+from epd_portable.placement.instances import EndpointPool, Instance
+from epd_portable.placement.profiles.policy import BLOCK_TOKENS, Policy
+from epd_portable.placement.profiles.selection_types import (
+    MOST_SHOWN,
+    Decision,
+    SelectionRequest,
+    Stage,
+)
+from epd_portable.placement.ring import bounded_load
 from epd_portable.transfer.stores.lookup import StoredItem
 from epd_portable.vllm_plugin import compat
 from epd_portable.vllm_plugin.video_parts import is_part
 
-if TYPE_CHECKING:
-    from epd_portable.front.selection import EngineChoices
+logger = logging.getLogger(__name__)
 
 GracefulHTTPError: Any = compat.graceful_error()
 _COLOURS = 3
+_OTHERWISE = "the gateway's other headers count, then the front chooses"
 
 
 class UnavailableError(GracefulHTTPError):
@@ -212,3 +235,320 @@ def _without(
     changed.prompt_token_ids = prompt + tokens[begin:]
     changed.mm_features = features or None
     return changed
+
+
+# Choices of engines.
+
+
+def selection_of(pool: EndpointPool, policy: Policy | None, one: OpenRequest) -> EngineChoices:
+    """Return the choices for a request."""
+    selection = EngineChoices(pool, one) if policy is None else _ByPolicy(pool, one, policy)
+    return _ByHeaders(selection, hints) if (hints := one.exchange.hints) else selection
+
+
+class EngineChoices:
+    """Choices by the default rules.
+
+    A request goes to the engine with most of its prompt's beginning, or with the least load. Items
+    go by hash, below a bound of load.
+
+    Attributes:
+        blocks: The prompt's, see `blocks_of`.
+        decode: Engine that is to generate.
+        is_elastic: The engine that generates may encode items itself where that ends sooner.
+    """
+
+    is_elastic = True
+
+    def __init__(self, pool: EndpointPool, one: OpenRequest) -> None:
+        self.pool = pool
+        self.one = one
+        self.prompt = prompt_of(one)
+        self.decode: Instance | None = None
+
+    def choose_engine(self) -> Instance | None:
+        """Return the usable engine that should generate; ``None`` if there is none."""
+        chosen = self._nearest("answer") or self.pool.choose_least_loaded()
+        return self._explained("decode", chosen, "the prompt's beginning, then the least load")
+
+    def disaggregates_prefill(self) -> bool:
+        """Return whether another engine than the one that decodes should prefill."""
+        return True
+
+    def choose_prefill(self, tried: Collection[str]) -> Instance | None:
+        """Return the usable engine that should prefill; none of those names."""
+        chosen = self._nearest("prefill", tried)
+        chosen = chosen or self.pool.choose_least_loaded(tried, "prefill")
+        return self._explained("prefill", chosen, "the prompt's beginning, then the least load")
+
+    def stay(self, items: Sequence[FrontItem], engine: Instance) -> Collection[str]:
+        """Return the names of items that the engine should encode itself."""
+        return ()
+
+    def choose_encoder(self, item: FrontItem, exclude: Collection[str]) -> Instance | None:
+        """Return the usable engine that should encode an item; none of those names."""
+        # The first token waits for the last part of a video.
+        first = _pending if item.is_part else None
+        chosen = self.pool.choose_encoder(item.item_uuid, exclude, first=first)
+        return self._explained("encode", chosen, "an item's hash, below the load bound", item)
+
+    def note_engine(self, engine: Instance) -> int:
+        """Record that an engine is to generate; return the tokens that it has to compute."""
+        self.decode = engine
+        return self.note_prompt(engine)
+
+    def note_prompt(self, engine: Instance) -> int:
+        """Record that an engine computes the prompt; return the tokens that it lacks."""
+        blocks = self.prompt.blocks
+        cached = self.prompt.up_to(engine.cached.prefix(blocks))
+        engine.cached.use_prefix(blocks)
+        return self.prompt.tokens - cached
+
+    def note_job(self, item: FrontItem, encoder: Instance, *, failed: bool = False) -> None:
+        """Record that an encoder gets an item's job, or that the job failed."""
+
+    def record(self, decision: Decision) -> None:
+        """Explain a decision, where that is wanted."""
+        self.one.exchange.explain(decision)
+        logger.debug("request %s: %s", self.one.core.request_id, json.dumps(decision.shown()))
+
+    @property
+    def explains(self) -> bool:
+        """Whether decisions are recorded."""
+        return self.one.exchange.explanation is not None or logger.isEnabledFor(logging.DEBUG)
+
+    def _nearest(self, duty: Duty, exclude: Collection[str] = ()) -> Instance | None:
+        """Return who has the most of a prompt's beginning, unless others are much less busy."""
+        usable = [each for each in next(self.pool.tiers(duty)) if each.name not in exclude]
+        blocks = self.prompt.blocks
+        if len(usable) < 2 or not blocks:
+            return None
+        most = bounded_load(sum(each.load for each in usable), sum(each.weight for each in usable))
+        known = [
+            (each.cached.prefix(blocks), each) for each in usable if each.load < most * each.weight
+        ]
+        count, nearest = max(known, key=lambda pair: pair[0], default=(0, None))
+        return nearest if count else None
+
+    def _explained(
+        self, stage: Stage, chosen: Instance | None, by: str, item: FrontItem | None = None
+    ) -> Instance | None:
+        if self.explains:
+            duty = "answer" if stage == "decode" else stage
+            there = self.pool.of_duty(duty)
+            usable = sorted(
+                (each for each in there if each.health.usable), key=lambda each: each.load
+            )
+            name = item.item_uuid if item else ""
+            decision = Decision(stage=stage, item=name, profile="default")
+            decision.filters = {"there": len(there), "usable": len(usable)}
+            decision.totals = {each.name: -each.load for each in usable[:MOST_SHOWN]}
+            decision.winner = chosen.name if chosen else ""
+            decision.reason = f"by {by}; total is minus the load" if chosen else "none is left"
+            self.record(decision)
+        return chosen
+
+
+class _ByPolicy(EngineChoices):
+    """Choices by a configuration."""
+
+    def __init__(self, pool: EndpointPool, one: OpenRequest, policy: Policy) -> None:
+        self.pool = pool
+        self.one = one
+        self.policy = policy
+        self.prompt = NO_PROMPT
+        if policy.wants_blocks:
+            self.prompt = prompt_of(one, policy.block_tokens, policy.most_blocks)
+        self.decode = None
+        self._together = ""
+        self._chance = f"{pool.chance.getrandbits(64):x}"
+
+    def choose_engine(self) -> Instance | None:
+        return self._choose(self._request("decode"))
+
+    def note_engine(self, engine: Instance) -> int:
+        # Afterwards the whole prompt counts as cached there.
+        self._together = self.policy.why_together(self._request("prefill"), engine)
+        return super().note_engine(engine)
+
+    def disaggregates_prefill(self) -> bool:
+        why = self._together
+        if why and self.decode is not None:
+            self.record(Decision(stage="prefill", winner=self.decode.name, reason=why))
+        return not why
+
+    def choose_prefill(self, tried: Collection[str]) -> Instance | None:
+        return self._choose(self._request("prefill"), tried)
+
+    def stay(self, items: Sequence[FrontItem], engine: Instance) -> Collection[str]:
+        found = []
+        for item in items:
+            if why := self.policy.why_together(self._request("encode", item), engine):
+                name = item.item_uuid
+                self.record(Decision(stage="encode", item=name, winner=engine.name, reason=why))
+                found.append(name)
+        return found
+
+    def choose_encoder(self, item: FrontItem, exclude: Collection[str]) -> Instance | None:
+        return self._choose(self._request("encode", item), exclude)
+
+    def note_prompt(self, engine: Instance) -> int:
+        engine.cached.items.use(each.item_uuid for each in self.one.items)
+        return super().note_prompt(engine)
+
+    def note_job(self, item: FrontItem, encoder: Instance, *, failed: bool = False) -> None:
+        if failed:
+            encoder.cached.items.pop(item.item_uuid, None)
+        else:
+            encoder.cached.items.use((item.item_uuid,))
+
+    def _choose(self, request: SelectionRequest, exclude: Collection[str] = ()) -> Instance | None:
+        duty = "answer" if request.stage == "decode" else request.stage
+        for tier in self.pool.tiers(duty):
+            candidates = [each for each in tier if each.name not in exclude]
+            if not candidates:
+                continue
+            decision = None
+            if self.explains:
+                name = request.item.item_uuid if request.item else ""
+                decision = Decision(stage=request.stage, item=name)
+            chosen = self.policy.choose(request, candidates, decision)
+            if decision is not None:
+                self.record(decision)
+            if chosen is not None:
+                return chosen
+        return None
+
+    def _request(self, stage: Stage, item: FrontItem | None = None) -> SelectionRequest:
+        prompt, exchange = NO_PROMPT if item else self.prompt, self.one.exchange
+        return SelectionRequest(
+            stage=stage,
+            key=self._chance,
+            model=exchange.model,
+            session=exchange.session,
+            items=self.one.items,
+            item=item,
+            prompt=prompt,
+            having=self.pool.caches.with_prefix(prompt.blocks),
+            profile=exchange.get(self.policy.profile_header),
+        )
+
+
+class _ByHeaders(EngineChoices):
+    """Choices of a trusted gateway; another's where it names nothing.
+
+    Raises:
+        GracefulHTTPError: A header numbers more items than there are.
+    """
+
+    def __init__(self, inner: EngineChoices, hints: Hints) -> None:
+        self.pool = inner.pool
+        self.one = inner.one
+        self.prompt = inner.prompt
+        self._inner = inner
+        self._hints = hints
+        names = [each.item_uuid for each in self.one.items]
+        self._places = {name: place for place, name in enumerate(names)}
+        self._by_item = hints.of_items(names)
+
+    @property
+    def is_elastic(self) -> bool:  # type: ignore[override]
+        return not (self._hints.encoders or self._by_item or self._hints.model)
+
+    def choose_engine(self) -> Instance | None:
+        named = self._hints.generator
+        return named if named and named.health.usable else self._inner.choose_engine()
+
+    def disaggregates_prefill(self) -> bool:
+        return self._hints.prefiller is not None or self._inner.disaggregates_prefill()
+
+    def choose_prefill(self, tried: Collection[str]) -> Instance | None:
+        named = self._hints.prefiller
+        if named is not None and self._named("prefill", PREFILLER, named, tried):
+            return named
+        return self._inner.choose_prefill(tried)
+
+    def stay(self, items: Sequence[FrontItem], engine: Instance) -> Collection[str]:
+        if self._hints.encoders or self._by_item:
+            return ()
+        return self._inner.stay(items, engine)
+
+    def choose_encoder(self, item: FrontItem, exclude: Collection[str]) -> Instance | None:
+        header, named = self._by_item.get(item.item_uuid, ("", None))
+        if named is not None and self._named("encode", header, named, exclude, item):
+            return named
+        chosen = None
+        if self._hints.encoders:
+            chosen = self._near(ENCODERS, self._hints.encoders, item, exclude)
+        if chosen is None and self._hints.model:
+            # No other one makes of an item what the language model was trained with.
+            return self._near(MODEL, self._hints.of_model, item, exclude)
+        if chosen is None and self._hints.cache_key:
+            chosen = self._near(CACHE_KEY, self.pool.of_duty("encode"), item, exclude)
+        return chosen or self._inner.choose_encoder(item, exclude)
+
+    def note_engine(self, engine: Instance) -> int:
+        return self._inner.note_engine(engine)
+
+    def note_prompt(self, engine: Instance) -> int:
+        return self._inner.note_prompt(engine)
+
+    def note_job(self, item: FrontItem, encoder: Instance, *, failed: bool = False) -> None:
+        self._inner.note_job(item, encoder, failed=failed)
+
+    def _named(
+        self,
+        stage: Stage,
+        header: str,
+        named: Instance,
+        exclude: Collection[str],
+        item: FrontItem | None = None,
+    ) -> bool:
+        """Return whether a named engine can have it, and explain that."""
+        fits = named.health.usable and named.name not in exclude
+        decision = Decision(stage=stage, item=item.item_uuid if item else "", header=header)
+        if fits:
+            decision.winner, decision.reason = named.name, "named"
+        else:
+            why = "was tried or is full" if named.health.usable else f"is {named.health.state}"
+            decision.reason = f"{named.name} is named and {why}: {_OTHERWISE}"
+        self.record(decision)
+        return fits
+
+    def _near(
+        self,
+        header: str,
+        candidates: Collection[Instance],
+        item: FrontItem,
+        exclude: Collection[str],
+    ) -> Instance | None:
+        """Return the engine of some that should encode an item, and explain it."""
+        key = item.item_uuid
+        if self._hints.cache_key:
+            key = f"{self._hints.cache_key}/{self._places.get(key, key)}"
+        left = {each for each in candidates if each.health.usable and each.name not in exclude}
+        chosen = self.pool.choose_encoder(key, exclude, left) if left else None
+        there = len(self.pool.of_duty("encode"))
+        decision = Decision(stage="encode", item=item.item_uuid, header=header)
+        decision.filters = {"there": there, header: len(candidates), "usable": len(left)}
+        decision.totals = {each.name: -each.load for each in left}
+        if chosen is not None:
+            decision.winner = chosen.name
+            decision.reason = "by a hash, below the load bound; total is minus the load"
+        elif header == MODEL:
+            decision.reason = "no engine with this model can encode it, and no other may"
+        else:
+            decision.reason = f"none of these can encode it: {_OTHERWISE}"
+        self.record(decision)
+        return chosen
+
+
+def prompt_of(one: OpenRequest, size: int = BLOCK_TOKENS, most: int = 1 << 30) -> Prompt:
+    """Return a request's prompt as at most so many blocks of so many tokens."""
+    blocks = blocks_of(one.core, size)[:most]
+    ends = range(size, size * (len(blocks) + 1), size)
+    return Prompt(blocks, ends, len(one.core.prompt_token_ids or ()))
+
+
+def _pending(encoder: Instance) -> tuple[float, float]:
+    return encoder.pending_encode_s / encoder.weight, encoder.load / encoder.weight

@@ -16,6 +16,7 @@ import bisect
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TypeVar
 
 from epd_portable.config.roles import Role
@@ -167,6 +168,29 @@ class Pace:
         if self._busy_s > _PACE_S:
             self._ended *= _PACE_S / self._busy_s
             self._busy_s = _PACE_S
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A prompt, cut into blocks.
+
+    Attributes:
+        blocks: Their names, each made of its content and of all before it: equal for two prompts
+            as far as these begin alike.
+        ends: Tokens up to the end of each.
+        tokens: Of all of it, also beyond the blocks, and those that items are taken for.
+    """
+
+    blocks: Sequence[int] = ()
+    ends: Sequence[int] = ()
+    tokens: int = 0
+
+    def up_to(self, count: int) -> int:
+        """Return how many tokens the first blocks have."""
+        return self.ends[count - 1] if count else 0
+
+
+NO_PROMPT = Prompt()
 
 
 class Recent(dict[K, None]):

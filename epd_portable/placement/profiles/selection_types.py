@@ -11,7 +11,7 @@ from typing import Literal, Protocol, TypeAlias, runtime_checkable
 
 from epd_portable.config import roles
 from epd_portable.media.limits import RequestItem
-from epd_portable.placement.estimates import CacheEstimate
+from epd_portable.placement.estimates import NO_PROMPT, CacheEstimate, Prompt
 from epd_portable.placement.instances import LoadReport
 
 Stage = Literal["encode", "prefill", "decode"]
@@ -30,29 +30,6 @@ MOST_SHOWN = 16
 
 
 # What is asked, and among whom.
-
-
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    """A prompt, cut into blocks.
-
-    Attributes:
-        blocks: Their names, each made of its content and of all before it: equal for two prompts
-            as far as these begin alike.
-        ends: Tokens up to the end of each.
-        tokens: Of all of it, also beyond the blocks, and those that items are taken for.
-    """
-
-    blocks: Sequence[int] = ()
-    ends: Sequence[int] = ()
-    tokens: int = 0
-
-    def up_to(self, count: int) -> int:
-        """Return how many tokens the first blocks have."""
-        return self.ends[count - 1] if count else 0
-
-
-NO_PROMPT = Prompt()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -7,13 +7,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from epd_portable.media.limits import Modality
-from epd_portable.placement.estimates import CacheEstimate, CacheSizes
+from epd_portable.placement.estimates import CacheEstimate, CacheSizes, Prompt
 from epd_portable.placement.instances import LoadReport
 from epd_portable.placement.profiles.catalogue import make_plugin
 from epd_portable.placement.profiles.selection_types import (
     Decider,
     Filter,
-    Prompt,
     ScorePicker,
     Scorer,
     SelectionRequest,
