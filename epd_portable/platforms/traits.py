@@ -77,6 +77,7 @@ class PlatformTraits:
     encode_together_embeds: int = 2048
     encodes_in_background: bool = False
     one_rank_a_device: bool = False
+    share_env: tuple[str, str] | None = None
     peers_must_be_visible: bool = False
     kv_connector: str
 
@@ -98,6 +99,10 @@ _CUDA = PlatformTraits(
     needs_device_copy=True,
     # NCCL: "Duplicate GPU detected".
     one_rank_a_device=True,
+    share_env=(
+        "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE",
+        "start NVIDIA's MPS by nvidia-cuda-mps-control -d",
+    ),
     # cudaIpcOpenMemHandle takes an ordinal of the opener for the device that owns the memory.
     peers_must_be_visible=True,
     kv_connector="nixl",
@@ -127,6 +132,7 @@ _NPU = PlatformTraits(
     needs_device_copy=True,
     # torch_npu (2.13) takes for page-locked only what it allocated itself.
     foreign_pages_block=True,
+    share_env=("EPD_COMPUTE_SHARE", "no service is needed"),
     # Shared memory is opened by its key alone.
     # vllm-ascend's own; NIXL has no backend for these devices.
     kv_connector="mooncake",

@@ -214,7 +214,7 @@ def make_plan(
     processes = [_instance_process(engine, after) for engine in engines]
     warnings = [
         *placements.warnings,
-        *sharing_warnings(topology, devices),
+        *sharing_warnings(topology, traits, devices),
         *_warnings(topology, machine, hardware),
     ]
     url = _public_url(topology)

@@ -11,9 +11,13 @@ from epd_portable.launch.plan.processes import Plan
 from epd_portable.launch.plan.text import plan_table
 from tests.unit.launch.plans import plan_of
 
+SHARE = '{CUDA_MPS_ACTIVE_THREAD_PERCENTAGE: "30"}'
 ONE_DEVICE = """
 instances:
-  encode: {devices: [0], engine_args: {gpu_memory_utilization: 0.2}}
+  encode:
+    devices: [0]
+    engine_args: {gpu_memory_utilization: 0.2}
+    env: {CUDA_MPS_ACTIVE_THREAD_PERCENTAGE: "30"}
   prefill_decode:
     devices: [0]
     engine_args: {gpu_memory_utilization: 0.6, kv_cache_memory_bytes: 1024}
@@ -81,7 +85,7 @@ instances:
     [
         (
             "engine_args: {kv_cache_memory_bytes: 1}\n"
-            "instances: {encode: {devices: [0]}, prefill_decode: {devices: [0]}}",
+            f"instances: {{encode: {{devices: [0], env: {SHARE}}}, prefill_decode: {{devices: [0]}}}}",
             ["want more memory than it has", "to 1.84 (prefill_decode-0 0.92, encode-0 0.92)"],
         ),
         (
@@ -98,12 +102,21 @@ def test_memory_that_is_not_divided_well_is_warned_of(text: str, said: list[str]
     assert warning.startswith("device 0: ") and all(each in warning for each in said)
 
 
+def test_instances_that_compute_in_turns_are_warned_of() -> None:
+    (warning,) = plan(ONE_DEVICE.replace(SHARE, "{}")).warnings
+    assert warning.startswith("device 0: prefill_decode-0 and encode-0 compute in turns")
+    assert "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE in instances.*.env" in warning
+    assert "nvidia-cuda-mps-control -d" in warning
+    (warning,) = plan(ONE_DEVICE.replace(SHARE, "{}"), "npu").warnings
+    assert "EPD_COMPUTE_SHARE" in warning
+
+
 def test_a_group_of_two_ranks_on_one_device_is_refused_where_its_library_refuses_it() -> None:
     text = f"{ONE_DEVICE}\ntransfer: {{path: collective}}"
     with pytest.raises(ConfigError, match=r"prefill_decode-0 and encode-0 are on device 0: nccl"):
         plan(text)
     assert shared(plan(text, "npu")) == ["0"]
-    apart = text.replace("encode: {devices: [0]", "encode: {devices: [1]")
+    apart = text.replace("devices: [0]", "devices: [1]", 1)
     assert shared(plan(apart)) == []
 
 
