@@ -217,6 +217,11 @@ class PrefillEncoderCache(ItemTable):
         return touched
 
     @property
+    def is_at_rest(self) -> bool:
+        """Whether nothing has changed since `serve` and `take_touched`."""
+        return self._served_version == self.version and not self.touched
+
+    @property
     def slot_returns(self) -> bool:
         """Whether a slot will be free when workers have forgotten its item or its writer."""
         resident = self.pool.resident

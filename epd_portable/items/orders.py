@@ -48,9 +48,11 @@ class OrderBook:
         """
         self._scheduled += 1
         unused = list(freed)
-        # Workers may encode before they forget: these wait for the next step.
-        encodings = [each for each in self._cache.encodings if each.mm_hash not in unused]
-        self._cache.encodings = [each for each in self._cache.encodings if each.mm_hash in unused]
+        encodings, self._cache.encodings = self._cache.encodings, []
+        if unused and encodings:
+            # Workers may encode before they forget: these wait for the next step.
+            self._cache.encodings = [each for each in encodings if each.mm_hash in unused]
+            encodings = [each for each in encodings if each.mm_hash not in unused]
         pool = self._cache.pool
         if not (unused or self._placements or self._unread or pool.retiring):
             return WorkerOrders(encodings=encodings, computes=computes)

@@ -1,4 +1,4 @@
-"""PD scheduler: what requests await, which of their tokens may be computed, and how they end."""
+"""Requests with items in a prefill+decode engine: items they await, tokens that may be computed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class PrefillRequests:
 
     Args:
         shell: Brings the items, and has the encoder cache.
-        lookahead: Tokens beyond those it computes whose items the engine wants
+        lookahead: Tokens beyond those it computes whose items the engine needs
             (speculative decoding; vLLM's ``num_prefill_lookahead``).
     """
 
@@ -48,7 +48,7 @@ class PrefillRequests:
     def arrived(
         self, request_id: str, items: Sequence[PromptItem], params: PrefillParams | None
     ) -> None:
-        """A request with media was added to the scheduler.
+        """Add a request with media, which was added to the scheduler.
 
         It claims its items, in the order of the prompt. Those with a transfer are expected; the
         rest is encoded here, unless another request already awaits the same item. What cannot be
@@ -86,7 +86,7 @@ class PrefillRequests:
         ]
 
     def encode_for_others(self, request_id: str, items: Sequence[PromptItem]) -> ItemRequest | None:
-        """Claim room for items of an encode job.
+        """Claim space for items of an encode job.
 
         Returns:
             The claims, for `PrefillEncoderCache.leave`; ``None`` if requests use something
@@ -102,7 +102,7 @@ class PrefillRequests:
         return record
 
     def part_arrived(self, request_id: str) -> None:
-        """A part of a session with media has come (streaming input): the session is failed.
+        """Fail a session of which a part with media has come (streaming input).
 
         vLLM adds each part to the request of the first, and items of parts that are to come cannot
         be claimed in their order.
@@ -159,12 +159,12 @@ class PrefillRequests:
         return [record.request_id for record in sorted(woken, key=lambda each: each.number)]
 
     def encoded_here(self, request_id: str, mm_hash: str) -> None:
-        """The step that is being scheduled encodes an item."""
+        """Note that the step that is being scheduled encodes an item."""
         if request_id in self._records:
             self._records[request_id].note_local(mm_hash)
 
     def finished(self, request_id: str, num_computed_tokens: int = 0) -> PrefillOutcome | None:
-        """A request ended, well or not: whatever only it awaited is given up.
+        """Remove a request that ended, and release the items that only it awaited.
 
         Args:
             num_computed_tokens: Tokens whose KV was there in the end, prefix cache included.
@@ -194,9 +194,9 @@ class PrefillRequests:
         )
 
     def find_stalled(self, *, computed: bool, starts: bool) -> str:
-        """Return a request that waits for its items in vain, or an empty string.
+        """Return a request whose wait for items is to be ended, or an empty string.
 
-        It is to be ended; see `StallWatch.look`.
+        See `StallWatch.look`.
         """
         now = self._shell.clock()
         record = self._watch.look(now, computed=computed, starts=starts)
@@ -204,11 +204,11 @@ class PrefillRequests:
             return ""
         self._shell.metrics.stalls.inc()
         state = describe(self._cache, self._shell.pool)
-        logger.error("request %s waits for items in vain: %s", record.request_id, state)
+        logger.error("request %s: no progress of its items: %s", record.request_id, state)
         return record.request_id
 
     def end_stalled(self, request_id: str) -> None:
-        """End the wait of a request: it encodes by itself what others were to bring, or fails."""
+        """End the wait of a request: it encodes items of other requests' transfers, or fails."""
         record = self._records[request_id]
         reason = (
             f"no item has come to {self._config.instance} for {self._watch.limit_s:g} s "
@@ -239,9 +239,9 @@ class PrefillRequests:
         return found
 
     def take_news(self) -> CacheNews | None:
-        """Return what a front has not been told yet; ``None`` if that is nothing, or there is none.
+        """Return news for the front since the last call; ``None`` without news or a front.
 
-        That a transfer is requested is told at once: encoding begins only then.
+        A requested transfer is reported at once: encoding begins only then.
         """
         entries, self._cache.changes = self._cache.changes, {}
         requested, self._shell.requested = self._shell.requested, []
@@ -251,14 +251,14 @@ class PrefillRequests:
         return CacheNews(entries=entries, requested=tuple(requested), refused=refused)
 
     def take_unavailable(self) -> set[str]:
-        """Return requests that cannot be answered, for the scheduler to fail."""
+        """Return requests that cannot have their items, for the scheduler to fail."""
         unavailable, self._unavailable = self._unavailable, set()
         return unavailable
 
     # --------------------------------------------------------------------------------------------
 
     def _claim(self, record: ItemRequest, place: PromptItem) -> bool:
-        """Let a request that has just come claim one of its items; fail it if that cannot be."""
+        """Let a new request claim one of its items; fail it if that is impossible."""
         mm_hash, tensor = place.mm_hash, place.tensor
         transfer = record.transfers.get(mm_hash)
         cache, pool = self._cache, self._shell.pool
@@ -286,7 +286,7 @@ class PrefillRequests:
         return True
 
     def _refuse_crowd(self, record: ItemRequest) -> bool:
-        """Fail a request whose items a drafter would want at once, more than the cache holds."""
+        """Fail a request whose items a drafter needs at once, if the cache holds fewer."""
         for index, first in enumerate(record.items if self._lookahead else ()):
             sizes = {
                 each.mm_hash: each.num_embeds
@@ -313,7 +313,7 @@ class PrefillRequests:
             return True
         if not record.running and not room.may_start(self._cache, record):
             return False
-        if record.items[first].mm_hash in record.lost:  # Text before it would be in vain.
+        if record.items[first].mm_hash in record.lost:  # Text before it would be wasted.
             self._fail_lost(record, record.items[first].mm_hash)
             return False
         missing = self._missing(record)
@@ -341,7 +341,7 @@ class PrefillRequests:
         return ""
 
     def _is_able(self, record: ItemRequest) -> bool:
-        """Return whether a request could compute now, or would be failed, if it had a seat."""
+        """Return whether a request could compute, or would be failed, if the engine ran it now."""
         may_start = record.running or room.may_start(self._cache, record)
         return may_start and self._missing(record) in ("", *record.lost)
 

@@ -158,13 +158,12 @@ class ItemShell:
 
     def advance(self) -> None:
         """Serve claims and grant slots until nothing changes any more, then apply the actions."""
-        is_at_rest = False
-        while not is_at_rest:
+        while not self.cache.is_at_rest:
             self._transfers.reconcile(self.cache.take_touched(), self.clock())
             self.cache.serve()
-            is_at_rest = not self.cache.touched
-        for action in self._transfers.take_actions():
-            self._apply(action)
+        if self._transfers.has_actions:
+            for action in self._transfers.take_actions():
+                self._apply(action)
 
     # -- steps -----------------------------------------------------------------------------------
 

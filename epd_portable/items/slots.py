@@ -134,8 +134,10 @@ class ReceivePool:
 
     def step_ended(self, step: int) -> bool:
         """Free slots that were passed to this step or one before; return whether there were any."""
+        if not self.retiring:
+            return False
         left = [each for each in self.retiring if each.step is None or each.step > step]
-        ended = [each for each in self.retiring if each not in left] if self.retiring else []
+        ended = [each for each in self.retiring if each not in left]
         self.retiring = left
         for slot in ended:
             self.free(slot)

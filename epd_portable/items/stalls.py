@@ -26,15 +26,15 @@ MAX_DESCRIBED = 20
 
 
 class StallWatch:
-    """Finds requests that wait for items in vain.
+    """Finds requests whose items make no progress.
 
     The clock runs while requests are *blocked*, which need an item that is neither here nor to be
     encoded by themselves, and nothing makes progress: no item comes, no request with items
-    computes, and none could with a seat that other requests have, which compute. Long queues are
+    computes, and none could if the engine ran it in place of requests that compute. Long queues are
     no stall, nor are long answers.
 
     Args:
-        able: Returns whether a request could compute now, or would be failed, if it had a seat.
+        able: Returns whether a request could compute, or would be failed, if the engine ran it now.
         limit_s: Longest time without progress.
     """
 
@@ -55,7 +55,7 @@ class StallWatch:
         self._computed = False
 
     def look(self, now: float, *, computed: bool, starts: bool) -> ItemRequest | None:
-        """Return the first request that waits in vain, if there is one.
+        """Return the first request whose wait is to be ended, if there is one.
 
         Args:
             computed: The last step had tokens.

@@ -352,6 +352,11 @@ class Transfers:
             elif item.state is State.RESERVED:
                 self._grant_first(item)
 
+    @property
+    def has_actions(self) -> bool:
+        """Whether `take_actions` would return any."""
+        return bool(self._actions or self._unanswered)
+
     def take_actions(self) -> list[Action]:
         """Return what is to be done, in this order; to be called when the table is at rest."""
         for transfer in self._unanswered:

@@ -22,7 +22,7 @@ from epd_portable.wire.messages import (
     NotNeeded,
 )
 from tests.unit.builders import peer, slot
-from tests.unit.items.consumer_desk import (
+from tests.unit.items.transfers_desk import (
     LEASE_S,
     PEERS,
     TIMEOUT_S,
