@@ -85,17 +85,13 @@ def sharing_warnings(topology: Topology, traits: PlatformTraits, devices: Device
     for device, instances in devices.items():
         if len(instances) < 2:
             continue
-        whole = [
-            each
-            for each in instances
-            if traits.share_env and traits.share_env[0] not in _variables(topology, each)
-        ]
-        if traits.share_env and len(whole) == len(instances):
-            variable, remedy = traits.share_env
+        share = traits.share_env
+        if share and not any(share[0] in _variables(topology, each) for each in instances):
+            variable, remedy = share
             warnings.append(
-                f"device {device}: {_names(instances)} compute in turns, which made first tokens of "
-                f"images 1.2 to 1.3 times as late as one vLLM's (one H200); set {variable} in "
-                f"instances.*.env, and {remedy}"
+                f"device {device}: {_names(instances)} compute in turns, by which first tokens of "
+                "images came 1.2 to 1.3 times as late as one vLLM's (on one H200); set "
+                f"{variable} in instances.*.env, and {remedy}"
             )
         parts = {each.name: _utilization(_arguments(topology, each)) for each in instances}
         if (total := round(sum(parts.values()), 6)) > 1:

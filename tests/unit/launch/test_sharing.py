@@ -85,7 +85,8 @@ instances:
     [
         (
             "engine_args: {kv_cache_memory_bytes: 1}\n"
-            f"instances: {{encode: {{devices: [0], env: {SHARE}}}, prefill_decode: {{devices: [0]}}}}",
+            f"instances: {{encode: {{devices: [0], env: {SHARE}}},"
+            " prefill_decode: {devices: [0]}}",
             ["want more memory than it has", "to 1.84 (prefill_decode-0 0.92, encode-0 0.92)"],
         ),
         (
