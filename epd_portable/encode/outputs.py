@@ -305,7 +305,7 @@ class Writers:
         return None
 
     def path_writer(self, path: str) -> PathWriter:
-        """Return the path_writer of a path; loads it the first time."""
+        """Return the writer of a path; loads it the first time."""
         with self._lock:
             if path not in self._paths:
                 self._paths[path] = registry.load_writer(path, self._copies, self._keys)
@@ -341,11 +341,10 @@ class Writers:
             _trace_begun(write)
             begin_s = time.monotonic()
             self.path_writer(write.path).write(_slot_write(write, output))
-            write_s, end_s = _duration(output.computed_at, begin_s)
-            _trace_written(write, write_s, end_s)
+            result, _ = _ended(write, output.computed_at, begin_s)
+            return result
         except Exception as error:
             return WriteResult(write=write, error=error)
-        return WriteResult(write=write, write_s=write_s)
 
     def _finish_copy(
         self, write: Write, copy: QueuedCopy, computed_at: Future[float], begin_s: float
@@ -353,11 +352,10 @@ class Writers:
         try:
             copy.finish()
             # It was queued behind the computation, and behind the copies before it.
-            write_s, self._copied_s = _duration(computed_at, max(begin_s, self._copied_s))
-            _trace_written(write, write_s, self._copied_s)
+            result, self._copied_s = _ended(write, computed_at, max(begin_s, self._copied_s))
+            return result
         except Exception as error:
             return WriteResult(write=write, error=error)
-        return WriteResult(write=write, write_s=write_s)
 
 
 def _fits(spec: TensorSpec, tensor: torch.Tensor) -> bool:
@@ -378,26 +376,22 @@ def _slot_write(write: Write, output: EncoderOutput) -> SlotWrite:
     )
 
 
-def _duration(computed_at: Future[float], begin_s: float) -> tuple[float, float]:
-    """Return how long a write took that has ended just now, and when that was.
+def _trace_begun(write: Write) -> None:
+    trace("transfer.begun", transfer=write.transfer_id, mm_hash=write.mm_hash, path=write.path)
+
+
+def _ended(write: Write, computed_at: Future[float], begin_s: float) -> tuple[WriteResult, float]:
+    """Return the result of a write that has ended just now, and the time of its end.
 
     Args:
-        computed_at: When its output was computed; another thread hears of it, perhaps a little
-            later than this one heard of the end.
-        begin_s: When the write could have begun otherwise.
+        computed_at: Time at which its output was computed; another thread sets it, perhaps a little
+            later.
+        begin_s: Time at which the write could have begun otherwise.
     """
     end_s = time.monotonic()
     with suppress(TimeoutError):
         begin_s = max(begin_s, computed_at.result(_COMPUTED_WAIT_S))
     end_s = max(begin_s, end_s)
-    return end_s - begin_s, end_s
-
-
-def _trace_begun(write: Write) -> None:
-    trace("transfer.begun", transfer=write.transfer_id, mm_hash=write.mm_hash, path=write.path)
-
-
-def _trace_written(write: Write, write_s: float, end_s: float) -> None:
     trace(
         "transfer.written",
         at_s=end_s,
@@ -405,5 +399,6 @@ def _trace_written(write: Write, write_s: float, end_s: float) -> None:
         mm_hash=write.mm_hash,
         path=write.path,
         nbytes=write.slot.nbytes,
-        write_s=write_s,
+        write_s=end_s - begin_s,
     )
+    return WriteResult(write=write, write_s=end_s - begin_s), end_s
