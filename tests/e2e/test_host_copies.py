@@ -10,8 +10,8 @@ from tests.e2e.engines import counts, metric
 
 pytestmark = pytest.mark.full
 
-MANY = range(7000, 7040)
-"""Pictures of 16 embeddings: more than an encoder cache of 512 holds."""
+MANY = range(7000, 7300)
+"""Pictures of 16 embeddings: more than the encoder caches of both engines hold."""
 
 
 @pytest.fixture(scope="module")
