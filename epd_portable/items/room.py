@@ -115,6 +115,8 @@ def claim_to_preempt(table: PrefillEncoderCache, first: Claim) -> Claim | None:
         return None
     if any(is_about_to_compute(each, first.request) for each in table.with_space.values()):
         return None
+    if any(not each.holders <= table.requests.keys() for each in table.items.values()):
+        return None  # A transfer to another engine holds space, until its deadline.
     behind = [
         claim
         for request in table.with_space.values()
