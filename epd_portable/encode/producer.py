@@ -214,13 +214,19 @@ class ProducerSession:
             self._close(transfer, problem)
 
     def fail(self, transfer_id: str, problem: str) -> None:
-        """Abort a transfer, if it is under way; a write that has begun ends first."""
+        """Abort a transfer, if it is under way; a write that has begun ends first.
+
+        So does one of the same id that was submitted during that write.
+        """
         transfer = self._transfers.get(transfer_id)
-        if transfer is not None:
-            if not transfer.is_announced:
-                self._ask(transfer, now=0.0)  # Consumers ignore what ends before that.
-            transfer.last_message = transfer.abort(problem)
-            self._end(transfer, problem)
+        if transfer is None:
+            return
+        if transfer.next is not None:
+            transfer.next.problem = problem
+        if not transfer.is_announced:
+            self._ask(transfer, now=0.0)  # Consumers ignore what ends before that.
+        transfer.last_message = transfer.abort(problem)
+        self._end(transfer, problem)
 
     def withdraw(self, path: str) -> None:
         """Stop offering a path by which this process cannot write."""
@@ -310,9 +316,12 @@ class ProducerSession:
         if transfer.last_message is not None:
             self._send(transfer, transfer.last_message)
         del self._transfers[order.transfer_id]
-        if transfer.next is not None:
-            self._transfers[order.transfer_id] = transfer.next
+        following = transfer.next
+        if following is not None:
+            self._transfers[order.transfer_id] = following
         self._finish(transfer, problem)
+        if following is not None and following.problem is not None:
+            self.fail(order.transfer_id, following.problem)
 
     def _finish(self, transfer: _Transfer, problem: str) -> None:
         order = transfer.order

@@ -141,7 +141,7 @@ class FrontExchange:
         tokens: Number of generated tokens.
         items: Origin of each item, an `ItemOutcome`, by its name.
         names: Names of the distinct items, in their order.
-        encoded: Encoder of each item that one has encoded, by its name.
+        encoded: Encoder of each item that is not encoded elsewhere, by the item's name.
         left_out: Names of items that the response does without.
         headers: All headers, in lower case.
         model: Name that the client asks for.

@@ -148,6 +148,8 @@ class ItemJobs:
                         if one.decided.is_set():
                             return
                         one.selection.note_job(item, encoder)
+                        # The first token may come before the reply to the job.
+                        one.exchange.encoded[item.item_uuid] = encoder
                         expected_s = self._servers * self.times.of(item)
                         with (
                             encoder.backlog.encoding(expected_s),
@@ -164,7 +166,6 @@ class ItemJobs:
                             use.compute()
                         await requested.wait()
                         if one.decided.is_set():
-                            one.exchange.encoded[item.item_uuid] = encoder
                             if not one.again:
                                 outcome = "encoded" if encoder is first else "retried"
                                 self._metrics.items.labels(outcome).inc()
@@ -175,6 +176,7 @@ class ItemJobs:
             except WentDownError as error:
                 failure = EncodeFailure(kind=FailureKind.LOST, reason=str(error))
             assert failure is not None
+            one.exchange.encoded.pop(item.item_uuid, None)
             if resets != self.resets:
                 # It has forgotten the item with others, in a reset: that is no failure.
                 encoder = self.choose_encoder(one, item, [use.instance.name], use.instance.name)

@@ -320,7 +320,10 @@ def test_requests_of_each_shape_get_plain_vllms_response(
     assert len(rows) > 200
     for (title, *_), (ours, theirs) in zip(rows, sent, strict=True):
         with subtests.test(title):
-            assert ours.result() == theirs.result()
+            if "a file" in title:  # vLLM answers with 500, and does not say why.
+                assert (ours.result()[0], theirs.result()[0]) == (400, 500)
+            else:
+                assert ours.result() == theirs.result()
 
 
 @pytest.mark.parametrize("kind", samples.UNUSUAL)

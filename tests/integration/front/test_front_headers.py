@@ -145,6 +145,13 @@ async def test_named_encoders_get_the_items(make: Make, tmp_path: Path, path: st
     assert sum(map(len, one.jobs.values())) == 2 * ROUNDS
 
 
+async def test_encoder_is_named_though_its_reply_is_late(make: Make, tmp_path: Path) -> None:  # noqa: F811
+    one = served(make, tmp_path)
+    one.open = dict  # type: ignore[method-assign] - no job gets a reply
+    response = await one.ask("a", {MAPPING: '{"0": "e-1"}'}, path="/streamed")
+    assert json.loads(response.headers[MAPPING]) == {"0": "e-1"}
+
+
 @pytest.mark.parametrize("name", [ENCODERS, ENCODERS_TOO])
 async def test_items_are_distributed_among_named_encoders(
     make: Make,  # noqa: F811

@@ -215,6 +215,19 @@ def test_a_transfer_that_is_failed_and_submitted_again_during_a_write_ends_each_
     assert len(desk.session) == 0
 
 
+def test_transfer_submitted_during_a_write_fails_with_it(desk: Desk) -> None:
+    desk.reach("writing")
+    desk.session.fail("t", "reset")
+    desk.submit(ready=True)
+    desk.session.fail("t", "reset again")
+    desk.end_write(well=True)
+    actions = desk.poll()
+    assert [each.problem for each in actions.finished] == 2 * ["reset again"]
+    assert [type(each) for _, each in actions.messages] == [Abort, Announce, Abort]
+    desk.receive(grant(attempt=1))
+    assert not desk.poll().writes and len(desk.session) == 0
+
+
 @pytest.mark.parametrize("consumer", [PD, OTHER])
 @pytest.mark.parametrize(
     "message",
