@@ -16,5 +16,5 @@ def pd(route: Route, tmp_path: Path) -> Iterator[PrefillSide]:
     """A PD instance without an engine, in this process; the module says by which route."""
     made = PrefillSide(route, tmp_path)
     yield made
-    made.receiver.close()
+    made.shell.close()
     made.endpoint.close()
