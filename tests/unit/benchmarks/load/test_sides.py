@@ -118,8 +118,11 @@ def test_sides_that_would_not_be_equal_are_refused(counts: dict[str, int], words
 
 
 def test_what_a_process_uses_is_read_until_it_has_ended() -> None:
-    argv = [sys.executable, "-c", "import sys; sys.stdin.read()"]
-    with subprocess.Popen(argv, stdin=subprocess.PIPE) as process:
+    argv = [sys.executable, "-c", "import sys; print(flush=True); sys.stdin.read()"]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(argv, stdin=pipe, stdout=pipe) as process:
+        assert process.stdout is not None
+        process.stdout.readline()  # It has computed something by then.
         part = usage.Part(name="engine-0", pid=process.pid)
         assert usage.read_cpu_s([part])["engine-0"] > 0
         assert usage.read_memory_bytes([part])["engine-0"] > 0
