@@ -5,7 +5,7 @@ from __future__ import annotations
 from http import HTTPStatus
 from typing import Any
 
-from epd_portable.front.request import GracefulHTTPError
+from epd_portable.front.exchange import GracefulHTTPError
 
 Call = tuple[bool | None, str, tuple[Any, ...]]
 """One of all engines, or of those that only encode, or of the others: its name, and arguments."""

@@ -33,14 +33,13 @@ from epd_portable.config.secret import Secret
 from epd_portable.config.store import StoreSection
 from epd_portable.front.calls import call_elsewhere, calls_of_all
 from epd_portable.front.engines import Engines, FrontEngine
-from epd_portable.front.exchange import admit, current
+from epd_portable.front.exchange import GracefulHTTPError, admit, current
 from epd_portable.front.item_jobs import EncodeOrder, ItemJobs, new_transfer
 from epd_portable.front.metrics import FrontMetrics
 from epd_portable.front.prefill import PrefillJob, Prefills
 from epd_portable.front.request import (
     FrontItem,
     FullError,
-    GracefulHTTPError,
     OpenRequest,
     UnavailableError,
     selection_of,

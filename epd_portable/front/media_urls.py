@@ -35,9 +35,8 @@ from vllm.multimodal.media import MEDIA_CONNECTOR_REGISTRY, MediaConnector
 from yarl import URL
 
 from epd_portable.config.front import MediaUrls
-from epd_portable.front.exchange import current
+from epd_portable.front.exchange import GracefulHTTPError, current
 from epd_portable.front.metrics import FrontMetrics
-from epd_portable.front.request import GracefulHTTPError
 from epd_portable.media.addresses import (
     AddressPolicy,
     Domains,

@@ -26,6 +26,7 @@ from epd_portable.front.exchange import (
     MODEL,
     PREFILLER,
     FrontExchange,
+    GracefulHTTPError,
     Hints,
     exchange,
 )
@@ -42,12 +43,10 @@ from epd_portable.placement.profiles.selection_types import (
 )
 from epd_portable.placement.ring import bounded_load
 from epd_portable.transfer.stores.lookup import StoredItem
-from epd_portable.vllm_plugin import compat
 from epd_portable.vllm_plugin.video_parts import is_part
 
 logger = logging.getLogger(__name__)
 
-GracefulHTTPError: Any = compat.graceful_error()
 _COLOURS = 3
 _OTHERWISE = "the gateway's other headers count, then the front chooses"
 

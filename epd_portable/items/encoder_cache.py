@@ -247,8 +247,7 @@ class PrefillEncoderCache(ItemTable):
     def preempt(self, claim: Claim) -> None:
         """Take an item from a request, and what the request holds behind it."""
         self._unserve(claim)
-        for each in room.beyond_gap(claim.request):
-            self._unserve(each)
+        self._close_gap(claim.request)
 
     def land(self, item: Item) -> None:
         """Note that the bytes of a granted item are in its slot."""
@@ -425,8 +424,7 @@ class PrefillEncoderCache(ItemTable):
                 continue
             if self.claim(request, place) is None:
                 request.lost[place.mm_hash] = "another item of that name has taken its place"
-        for claim in room.beyond_gap(request):
-            self._unserve(claim)
+        self._close_gap(request)
 
     def _find_place(self, claim: Claim) -> None:
         """Give a claim the place of its first occurrence that is not computed."""
@@ -523,8 +521,12 @@ class PrefillEncoderCache(ItemTable):
             self._note_space(claim.request)
             self.pending.add(claim)
         for claim in held:
-            for each in room.beyond_gap(claim.request):
-                self._unserve(each)
+            self._close_gap(claim.request)
+
+    def _close_gap(self, request: ItemRequest) -> None:
+        """Release what a request holds behind its first pending claim."""
+        for claim in room.beyond_gap(request):
+            self._unserve(claim)
 
     def _release_unused(self, item: Item) -> None:
         """Take the space of an item that no request is to encode, or that no transfer may bring."""

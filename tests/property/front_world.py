@@ -21,9 +21,8 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreReques
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from epd_portable.front.client import SplitClient
-from epd_portable.front.exchange import FrontExchange, exchange
+from epd_portable.front.exchange import FrontExchange, GracefulHTTPError, exchange
 from epd_portable.front.item_jobs import EncodeOrder
-from epd_portable.front.request import GracefulHTTPError
 from epd_portable.placement.assignment import EncodeFailure, FailureKind
 from epd_portable.transfer.stores.lookup import StoredItem
 from epd_portable.vllm_plugin import compat

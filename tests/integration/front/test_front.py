@@ -17,7 +17,8 @@ from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.metrics.stats import SchedulerStats
 
-from epd_portable.front.request import FrontItem, GracefulHTTPError, OpenRequest
+from epd_portable.front.exchange import GracefulHTTPError
+from epd_portable.front.request import FrontItem, OpenRequest
 from epd_portable.front.server import switch
 from epd_portable.wire.params import CacheNews
 from tests.integration.front.played_front import (

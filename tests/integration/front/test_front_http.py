@@ -26,8 +26,8 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 
 from epd_portable.config.instance import InstanceConfig
 from epd_portable.front.client import SplitClient
+from epd_portable.front.exchange import GracefulHTTPError
 from epd_portable.front.http import FrontMiddleware
-from epd_portable.front.request import GracefulHTTPError
 from epd_portable.vllm_plugin import compat
 from epd_portable.wire.params import ItemOutcome, PrefillOutcome, to_params
 from tests.integration.front.played_front import Played, client_of, request

@@ -14,7 +14,7 @@ pytest.importorskip("vllm")
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreRequest, FinishReason
 
-from epd_portable.front.request import GracefulHTTPError
+from epd_portable.front.exchange import GracefulHTTPError
 from tests.integration.front.played_front import ENDED, FAILED, Front, request, settle
 
 pytestmark = pytest.mark.needs_vllm

@@ -39,7 +39,7 @@ from epd_portable.engine.hub import Hub
 from epd_portable.front import peers as peers_module
 from epd_portable.front.client import SplitClient
 from epd_portable.front.engines import EngineSettings, FrontEngine
-from epd_portable.front.request import GracefulHTTPError
+from epd_portable.front.exchange import GracefulHTTPError
 from epd_portable.transfer.curve import CurveGate, read_keys, secure_client
 from epd_portable.transfer.stores.lookup import StoredItem
 from epd_portable.vllm_plugin import compat

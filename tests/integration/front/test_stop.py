@@ -12,8 +12,7 @@ pytest.importorskip("vllm")
 from vllm.sampling_params import SamplingParams
 
 from epd_portable.front.client import SplitClient
-from epd_portable.front.exchange import FrontExchange, exchange
-from epd_portable.front.request import GracefulHTTPError
+from epd_portable.front.exchange import FrontExchange, GracefulHTTPError, exchange
 from epd_portable.front.server import Front
 from tests.integration.front.test_front_cache import Engine, configured
 from tests.integration.front.test_warm_up import client, front
