@@ -271,7 +271,7 @@ class ItemTable:
         num_freeable_slots: Free space and the space of idle entries.
         items: Items with space, claims or transfers, by ``mm_hash``.
         changes: Items that became entries (``True``) or were evicted, until they are taken;
-            ``None`` where nobody takes them.
+            ``None`` where they are not taken.
         version: Number of changes of items so far.
     """
 

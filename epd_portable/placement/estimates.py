@@ -249,7 +249,7 @@ class CacheEstimate:
     def prefix(self, blocks: Sequence[int], guess: int = 0) -> int:
         """Return how many of a request's first blocks are here.
 
-        Whoever has a block has those before it, too: they are named and kept together.
+        An instance that has a block has those before it: they are named and kept together.
 
         Args:
             guess: How many that may be; a right one takes two looks.
