@@ -467,6 +467,10 @@ class SplitClient(AsyncMPClient):
         one.held = {each.item.item_uuid for each in ways if each.by == "held"}
         one.awaited = {each.item.item_uuid for each in brought if each.by == "encoder"}
         self._at_engines[engine_id] = one
+        for each in brought:
+            if each.encoder is not None:
+                expected_s = self._servers * self._jobs.times.of(each.item)
+                one.reserve(each.item.item_uuid, each.encoder, expected_s)
         try:
             with while_up(engine.instance.in_flight()) as use:
                 use.owe_response(one.tokens)
@@ -501,6 +505,7 @@ class SplitClient(AsyncMPClient):
                     one.again = f"engine {engine.name} {error}"
                     raise UnavailableError(one.again) from error
         finally:
+            one.release(*one.reserved)
             del self._at_engines[engine_id]
             for transfer_id in one.requested:
                 del self._jobs.requested[transfer_id]

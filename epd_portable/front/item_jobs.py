@@ -144,6 +144,7 @@ class ItemJobs:
             job, resets = f"{transfer.transfer_id}-{encoder.name}", self.resets
             try:
                 with while_up(encoder.in_flight(item.item_uuid)):
+                    one.release(item.item_uuid)
                     async with one.turn if in_turn else contextlib.nullcontext():
                         if one.decided.is_set():
                             return

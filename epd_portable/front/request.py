@@ -131,6 +131,7 @@ class OpenRequest:
         awaited: Items whose encode jobs have not ended.
         held: Items that its engine has by what it said, and has not asked for.
         requested: Set when an encoder is to be asked for a transfer's item, and when it is decided.
+        reserved: Places for encode jobs that are assigned and have not started, by ``item_uuid``.
         tokens: Of the prompt, that its engine most likely has to compute.
         kv: KV of the prompt, where a prefill engine has computed it.
         stored: Its items that the store has.
@@ -154,6 +155,7 @@ class OpenRequest:
     awaited: set[str] = field(default_factory=set)
     held: set[str] = field(default_factory=set)
     requested: dict[str, asyncio.Event] = field(default_factory=dict)
+    reserved: dict[str, contextlib.ExitStack] = field(default_factory=dict)
     tokens: int = 0
     stored: dict[str, StoredItem] = field(default_factory=dict)
     exchange: FrontExchange = field(default_factory=lambda: exchange.get(None) or FrontExchange())
@@ -192,6 +194,22 @@ class OpenRequest:
     def kv_held(self) -> AbstractContextManager[object]:
         """Return a context in which the engine that has the KV counts as in use."""
         return contextlib.nullcontext() if self.kv is None else self.kv.instance.retained()
+
+    def reserve(self, item_uuid: str, encoder: Instance, expected_s: float) -> None:
+        """Count an encode job before it starts: other requests choose encoders meanwhile.
+
+        Args:
+            expected_s: Seconds of encoding.
+        """
+        self.reserved[item_uuid] = reserved = contextlib.ExitStack()
+        reserved.enter_context(encoder.in_flight(item_uuid))
+        reserved.enter_context(encoder.backlog.encoding(expected_s))
+
+    def release(self, *item_uuids: str) -> None:
+        """Take `reserve` back for these items."""
+        for each in item_uuids:
+            if reserved := self.reserved.pop(each, None):
+                reserved.close()
 
     def decide(self) -> None:
         """Release what waits for it: it is `decided`."""

@@ -187,6 +187,21 @@ async def test_an_engine_that_answers_takes_no_more_jobs_for_others_than_it_may(
     assert [each.mm_features[0].identifier for each in front.jobs(other)] == ["b"]
 
 
+async def test_requests_that_arrive_together_do_not_share_the_last_place_of_an_encoder(
+    make: Make,
+) -> None:
+    front = make("e-0", "pd-0", max_queued_items=1)
+    for name in "ab":
+        await front.client.add_request_async(request(name, [name]))
+    await settle()
+    assert [each.mm_features[0].identifier for each in front.jobs("e-0")] == ["a"]
+    assert front.items() == {"local": 1}
+    await front.says("e-0", front.engines["e-0"].last.request_id, end=ENDED)
+    for name in "ab":
+        await front.says("pd-0", name, 7, end=ENDED)
+    assert front.is_empty()
+
+
 async def test_an_item_that_its_encoder_gives_up_is_asked_of_another(make: Make) -> None:
     front = make("e-0", "e-1", "pd-0", can_encode=False)
     await front.ask("a")
