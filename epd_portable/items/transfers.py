@@ -598,9 +598,12 @@ class Transfers:
             self._fail(transfer, cause, reason)
 
     def _fail_if_abandoned(self, transfer: Transfer) -> None:
-        """Fail a transfer that no encoder has announced, and that none will: its requests ended."""
-        if transfer.writer is None and not transfer.owners:
-            reason = "its request has ended, and no encoder has announced it"
+        """Fail a transfer without an encoder if its own requests do not need the item any more.
+
+        No encoder is requested then, and other requests must not wait for one.
+        """
+        if transfer.writer is None and not self._owners(transfer):
+            reason = "its request does not need it any more, and no encoder has announced it"
             self._fail(transfer, "cancelled", reason)
 
     def _fail(self, transfer: Transfer, cause: FailureCause, reason: str) -> None:

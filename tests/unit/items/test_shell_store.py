@@ -121,6 +121,19 @@ def test_an_item_without_media_that_nobody_brings_is_never_encoded(
     assert_everything_is_back(pair.pd)
 
 
+def test_an_item_is_encoded_here_when_a_load_fails_for_a_request_past_it(
+    pair: Pair, store: Store
+) -> None:
+    pair.pd.arrive("r", CAT)
+    pair.pd.arrive("s", Item("cat"))
+    store.announce(CAT)
+    pair.pd.computed["r"] = 3  # The prefix cache covers the item.
+    pair.pd.step()
+    store.nack(NackCode.NOT_STORED)
+    assert pair.pd.requested == [], "no request needs this transfer"
+    assert pair.pd.encode_here("s", 0)
+
+
 def test_a_slot_whose_load_is_too_late_comes_back_when_the_loader_says_so(
     pair: Pair, store: Store
 ) -> None:
