@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
 import click
 
-from epd_benchmarks import console, step, transfer
+from epd_benchmarks import console, report, step, transfer
 from epd_benchmarks.load.command import load_command
 from epd_benchmarks.stand_in import TOKEN_BYTES
 from epd_portable.config.instance import PLATFORMS, PlatformName
@@ -27,6 +28,8 @@ Time of a transfer of an encoder output, by path and size, against memcpy:
   epd-bench transfer --platform npu
 Cost of this package in every step of a prefill+decode engine:
   epd-bench step
+Results of an earlier run:
+  epd-bench show benchmarks/results/load-tuned.json
 
 Tables go to standard output, progress to standard error, samples to the file of --json.
 """
@@ -151,3 +154,10 @@ def step_command(steps: int, json_file: Path | None) -> None:
 
 if __name__ == "__main__":
     main()
+
+
+@main.command("show")
+@click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+def show_command(file: Path) -> None:
+    """Print the tables of a results file, under the command, commit and machine of the run."""
+    click.echo(report.to_markdown(json.loads(file.read_text("utf-8"))))

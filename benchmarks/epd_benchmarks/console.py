@@ -31,7 +31,7 @@ def finish(made: report.Report, json_file: Path | None) -> None:
     Raises:
         MeasurementError: It cannot be written; the tables have been printed by then.
     """
-    click.echo(report.to_markdown(made))
+    click.echo(report.to_markdown(report.document(made)))
     try:
         report.write(made, json_file)
     except OSError as error:

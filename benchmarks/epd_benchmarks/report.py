@@ -1,4 +1,4 @@
-"""What a measurement leaves behind: JSON for programs, a Markdown page for people."""
+"""Results of a measurement: JSON for programs, Markdown for people."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import os
 import platform
 import re
 import shlex
+import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import psutil
 
-from epd_benchmarks.measured import digests
 from epd_portable.launch.commands.command_line import SCHEMA_VERSION
 
 Plain: TypeAlias = "str | int | float | bool | Sequence[Plain] | dict[str, Plain] | None"
@@ -62,17 +62,14 @@ class Report:
     command: str = field(default_factory=lambda: shlex.join(["epd-bench", *sys.argv[1:]]))
 
 
-def conditions(measured: Iterable[str]) -> dict[str, Plain]:
-    """Say where and when a measurement ran, without a name of a host.
-
-    Args:
-        measured: Modules that the figures are about.
-    """
+def conditions() -> dict[str, Plain]:
+    """Return commit, date, versions and machine of a measurement, without a name of a host."""
     versions: dict[str, Plain] = {}
     for name in _DISTRIBUTIONS:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name)
     return {
+        "commit": _commit(),
         "date": datetime.date.today().isoformat(),
         "python": platform.python_version(),
         "versions": versions,
@@ -81,8 +78,15 @@ def conditions(measured: Iterable[str]) -> dict[str, Plain]:
         "memory_bytes": psutil.virtual_memory().total,
         "load_before": _LOAD_BEFORE,
         "load_after": round(os.getloadavg()[0], 2),
-        "measured": {**digests(measured)},
     }
+
+
+def _commit() -> str:
+    """Return the short commit of the checkout that runs, empty outside of one."""
+    with contextlib.suppress(OSError, subprocess.CalledProcessError):
+        command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    return ""
 
 
 def _processor() -> str:
@@ -90,43 +94,59 @@ def _processor() -> str:
     return found[1].strip() if found else ""
 
 
-def to_json(report: Report) -> str:
-    """Return everything; one line a sample, times to a nanosecond."""
+def document(report: Report) -> dict[str, Any]:
+    """Return everything as JSON has it; times to a nanosecond."""
     tables = [
         {"title": title, "columns": [*rows[0]], "rows": [[*row.values()] for row in rows]}
         for title, rows in report.tables.items()
     ]
-    said = {"schema_version": SCHEMA_VERSION, **dataclasses.asdict(report), "tables": tables}
-    whole = _rounded(said)
-    assert isinstance(whole, dict)
-    samples = whole.pop("samples")
-    assert isinstance(samples, list)
-    head = json.dumps(whole, indent=1, ensure_ascii=False).removesuffix("\n}")
-    lines = ",\n".join(json.dumps(sample, separators=(",", ":")) for sample in samples)
-    return f'{head},\n "samples": [\n{lines}\n]}}\n'
+    found = {"schema_version": SCHEMA_VERSION, **dataclasses.asdict(report), "tables": tables}
+    return cast("dict[str, Any]", _rounded(found))
 
 
-def to_markdown(report: Report) -> str:
-    """Return the tables, under the command that made them."""
-    where: dict[str, Any] = report.conditions
+def to_json(results: Mapping[str, Any]) -> str:
+    """Return a document as JSON: one line for each value, row of a table and sample."""
+    parts = {name: _line(value) for name, value in results.items()}
+    parts["tables"] = _lines(
+        f'{{"title":{_line(table["title"])},"columns":{_line(table["columns"])},'
+        f'"rows":{_lines(map(_line, table["rows"]))}}}'
+        for table in results["tables"]
+    )
+    parts["samples"] = _lines(map(_line, results["samples"]))
+    return "{\n" + ",\n".join(f'"{name}":{text}' for name, text in parts.items()) + "\n}\n"
+
+
+def _lines(values: Iterable[str]) -> str:
+    return "[\n" + ",\n".join(values) + "\n]"
+
+
+def _line(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+
+
+def to_markdown(results: Mapping[str, Any]) -> str:
+    """Return the tables of a document, under the command that made them."""
+    where = results["conditions"]
     versions = ", ".join(f"{name} {version}" for name, version in where["versions"].items())
     processor = f" ({where['processor']})" if where["processor"] else ""
     lines = [
-        f"## {report.title}",
+        f"## {results['title']}",
         "",
         "```",
-        report.command,
+        results["command"],
         "```",
         "",
-        f"{where['date']}; {where['cpus']} CPU cores{processor}, "
+        f"{where['date']}, commit {where['commit'] or 'unknown'}; "
+        f"{where['cpus']} CPU cores{processor}, "
         f"{where['memory_bytes'] / 2**30:.0f} GiB; load average {where['load_before']:g} before, "
         f"{where['load_after']:g} after; Python {where['python']}, {versions}.",
         "",
     ]
-    lines += [*(f"- {note}" for note in report.notes), ""]
-    for title, rows in report.tables.items():
-        cells = (rows[0], ["---", *["---:"] * (len(rows[0]) - 1)], *(row.values() for row in rows))
-        lines += [f"### {title}", "", *(f"| {' | '.join(each)} |" for each in cells), ""]
+    lines += [*(f"- {note}" for note in results["notes"]), ""]
+    for table in results["tables"]:
+        columns = table["columns"]
+        cells = (columns, ["---", *["---:"] * (len(columns) - 1)], *table["rows"])
+        lines += [f"### {table['title']}", "", *(f"| {' | '.join(each)} |" for each in cells), ""]
     return "\n".join(lines)
 
 
@@ -134,7 +154,7 @@ def write(report: Report, file: Path | None) -> None:
     """Write the JSON into a file, if there is one, with its folder."""
     if file is not None:
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(to_json(report), encoding="utf-8")
+        file.write_text(to_json(document(report)), encoding="utf-8")
 
 
 def _rounded(value: Plain) -> Plain:

@@ -204,16 +204,9 @@ def make_report(cases: Sequence[TransferCase], place: str, left_out: Mapping[str
             _between(case, cases, paths) for case in cases
         ]
     reasons = "; ".join(f"{path} ({reason})" for path, reason in left_out.items())
-    entries = map(registry.entry, paths)
-    modules = {
-        target.partition(":")[0]
-        for entry in entries
-        for target in (entry.writer, entry.receiver)
-        if target
-    }
     return Report(
         title="From the encoder's output to the placed tensor, by path and size",
-        conditions=conditions({*modules, "epd_portable.transfer.curve"}),
+        conditions=conditions(),
         notes=(
             f"{place} Not measured: {reasons}." if reasons else place,
             "One producer and one consumer process for each path, no engine; the combinations take "

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Job "perf": a topology under an open load beside tuned replicas of plain vLLM; its first table is to
-# be read beside that of docs/measurements/2026-11-load.md. A quarter of an hour, and of any use only
+# compare with that of benchmarks/results/load-tuned.json. A quarter of an hour, and of any use only
 # where nothing else runs. What is given besides goes to epd-bench load.
 set -euo pipefail
 cd "$(dirname "$0")/../.."

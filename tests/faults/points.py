@@ -1,4 +1,4 @@
-"""The named points of the protocol, and who is struck there; `docs/measurements/faults.md`."""
+"""The named points of the protocol, and who is struck there; tests/faults/README.md."""
 
 from __future__ import annotations
 

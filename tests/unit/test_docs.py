@@ -6,7 +6,6 @@ import ast
 import importlib
 import importlib.util
 import itertools
-import json
 import re
 import shlex
 import subprocess
@@ -34,7 +33,6 @@ from tests.unit.instruments import of_an_instance, of_the_front, of_the_pool
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "epd_portable"
 README = ROOT / "README.md"
-COMPARISON = ROOT / "docs/comparison.md"
 STRUCTURES = ROOT / "docs/structures.md"
 CONFIGURATION = ROOT / "docs/configuration.md"
 METRICS = ROOT / "docs/metrics.md"
@@ -44,7 +42,7 @@ TROUBLESHOOTING = ROOT / "docs/troubleshooting.md"
 DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 
 PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
-"""What users read: no records of decisions or measurements."""
+"""Pages for users, without records of decisions."""
 
 FENCE = re.compile(r"^ *```(\w*)\n(.*?)^ *```$", re.DOTALL | re.MULTILINE)
 CODE = re.compile(r"`([^`\n]+)`")
@@ -94,6 +92,20 @@ def test_the_layers_in_structures_are_those_that_are_checked() -> None:
     (layers,) = (each["layers"] for each in contracts if each.get("containers") == ["epd_portable"])
     drawn = next(block for _, block in FENCE.findall(read(STRUCTURES)))
     assert drawn.split("\n")[:-1] == layers
+
+
+# -- size and map ----------------------------------------------------------------------------------
+
+
+def test_readme_is_short_and_shows_a_command_early() -> None:
+    text = read(README)
+    assert len(text.splitlines()) <= 150
+    assert len(text.partition("```bash")[0].split()) <= 200
+
+
+def test_map_links_every_page() -> None:
+    linked = set(LINK.findall(read(ROOT / "docs/README.md")))
+    assert {path.name for path in (ROOT / "docs").glob("*.md")} - {"README.md"} <= linked
 
 
 # -- what documents name exists --------------------------------------------------------------------
@@ -223,47 +235,7 @@ def test_the_steps_of_two_hosts_are_those_that_the_job_runs() -> None:
     assert {host for host, _ in steps.values()} == {hosts.FRONTS[0], *hosts.SHARED}
 
 
-# -- figures and words -----------------------------------------------------------------------------
-
-
-COMPARED = (
-    "TPOT p99, all",
-    "TTFT p99, all",
-    "TTFT p99, text",
-    "TTFT p50, pictures",
-    "TTFT p99, pictures",
-    "longest ITL p50, text",
-    "CPU time",
-)
-"""Of the measured table, in the order of the comparison's."""
-PEERS = {"replicas": "replicas", "example": "upstream"}
-
-
-def test_figures_of_the_comparison_are_those_of_the_measurement() -> None:
-    pages = ROOT / "docs/measurements/2026-11-load"
-    measured: dict[str, dict[str, list[str]]] = {}
-    for name in ("tuned", "stock"):
-        table = json.loads(read(pages / f"{name}.json"))["tables"][0]
-        assert table["title"] == "ours by the other sides"
-        for row in (dict(zip(table["columns"], row, strict=True)) for row in table["rows"]):
-            medians = [row[column].partition(" ")[0] for column in COMPARED]
-            measured.setdefault(row["load"], {})[row["by"]] = medians
-            assert row["over capacity"] == "–"
-    section = read(COMPARISON).partition("## What it brings")[2].partition("\n## ")[0]
-    rows = [
-        [cell.strip() for cell in line.split("|")[1:-1]]
-        for line in re.findall(r"^\| \d.*$", section, re.MULTILINE)
-    ]
-    loads = dict(zip(dict.fromkeys(row[0] for row in rows), measured, strict=True))
-    for load, peer, *cells in rows:
-        assert loads[load].startswith(load.partition(",")[0])
-        by = measured[loads[load]]
-        names = (f"tuned-{PEERS[peer]}", PEERS[peer])
-        found = [by[name] for name in names if name in by]
-        assert cells == ["; ".join(each) for each in zip(*found, strict=True)], (load, peer)
-    assert sum(len(by) for by in measured.values()) == sum(
-        cells[0].count(";") + 1 for _, _, *cells in rows
-    )
+# -- alarms and metrics ----------------------------------------------------------------------------
 
 
 def test_every_alarm_has_its_row_with_its_severity() -> None:

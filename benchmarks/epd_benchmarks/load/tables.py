@@ -21,8 +21,6 @@ _COMPARED = (
     ("images", "E2E", "p50"),
 )
 """By which users decide, whichever side they favour."""
-_MEASURED = ("epd_portable.placement.assignment", "epd_portable.encode.background")
-"""Modules that decide who encodes an image, and between which steps."""
 
 Turn = dict[str, Any]
 """The figures of one side in one round of a point."""
@@ -53,7 +51,7 @@ def make_report(turns: Sequence[Turn], setting: LoadSetting) -> Report:
     }
     return Report(
         title=f"Under load: {', '.join(f'{name} ({what})' for name, what in sides.items())}",
-        conditions=conditions(_MEASURED),
+        conditions=conditions(),
         notes=tuple(notes),
         tables={title: rows for title, rows in tables.items() if rows},
         summary={"sides": {**sides}, "platform": setting.platform},

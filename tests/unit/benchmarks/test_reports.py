@@ -39,7 +39,7 @@ def transfer_page(*cases: TransferCase, **left_out: str) -> report.Report:
 
 
 def test_a_page_begins_with_its_command_and_says_where_it_ran_and_what_was_left_out() -> None:
-    page = report.to_markdown(transfer_page(ipc="cpu has no device memory"))
+    page = report.to_markdown(report.document(transfer_page(ipc="cpu has no device memory")))
     assert page.index(COMMAND) < page.index("|")
     assert re.search(r"\d CPU cores.*, \d+ GiB; load average [\d.]+ before", page)
     assert "Not measured: ipc (cpu has no device memory)." in page
