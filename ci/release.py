@@ -42,7 +42,7 @@ NEWEST = re.compile(r"^NEWEST: Version = \((\d+), (\d+)\)$", re.M)
 LIMITS = {
     COMPAT: NEWEST,
     "pyproject.toml": re.compile(r'^cuda = \["vllm>=[\d.]+,<(\d+)\.(\d+)"\]$', re.M),
-    "README.md": re.compile(r"vLLM \d+\.\d+ to (\d+)\.(\d+)"),
+    "docs/status.md": re.compile(r"vLLM \d+\.\d+ to (\d+)\.(\d+)"),
 }
 """Where limits are, and their form; that of ``pyproject.toml`` is the first release refused."""
 RUNS_ON_CPU = {
