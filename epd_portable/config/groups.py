@@ -59,16 +59,27 @@ Environment = dict[Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")], s
 
 
 class InstanceGroup(Section):
-    """All instances of one role; ``docs/configuration.md`` describes the keys."""
+    """All instances of one role; ``docs/keys.md`` is generated from the docstrings."""
 
     count: Annotated[int, Field(ge=0, le=1024)] = 1
+    """Number of instances, 0 to 1024."""
     tensor_parallel_size: Annotated[int, Field(ge=1, le=1024)] = 1
+    """Devices of each instance, on CPU groups of cores. 1 for `encode`."""
     engine_args: EngineArgs = Field(default_factory=dict)
+    """vLLM arguments of this role, laid over the common ones."""
     env: Environment = Field(default_factory=dict)
+    """Environment variables of this role, laid over the common ones."""
     cores: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)] | None = None
+    """CPU: cores of the whole role, divided among its ranks, as `[0, 1]`. None: the cores of the
+    launcher are divided evenly. With fewer cores than ranks, no rank is bound."""
     devices: Annotated[list[Device], Field(min_length=1)] | None = None
+    """Device indices or UUIDs of the whole role, `tensor_parallel_size` for each instance. None: a
+    device for each rank. A device listed twice is
+    [shared](configuration.md#one-device-for-several-instances)."""
     weight: Weight = 1.0
+    """Share of the load, relative to other instances of the role. More than 0, at most 1000."""
     labels: Labels = Field(default_factory=dict)
+    """Labels for the filters of `front.choice`, as `llm-d.ai/encoder-type: vision`."""
 
 
 class EncodeGroup(InstanceGroup):
@@ -77,13 +88,19 @@ class EncodeGroup(InstanceGroup):
     # What an encoder of ten items a second works off within `transfer.wait_timeout_s`: what waits
     # longer is encoded elsewhere anyway.
     max_queued_items: Annotated[int, Field(ge=1)] = 256
+    """Items queued or in work at one instance. Further items go to another encode engine or are
+    encoded where they are needed. Without local encoding the request gets 429."""
     host_cache_bytes: Annotated[Size, Field(ge=0)] = 256 << 20
+    """Host memory for copies of encoder outputs behind the encoder cache of one instance. `0`:
+    none."""
 
 
 class PrefillDecodeGroup(InstanceGroup):
     """All prefill-decode instances; with ``encoder`` they can encode items by themselves."""
 
     encoder: bool = True
+    """Hold the vision tower, for local encoding. `false` saves its memory and needs vLLM 0.31.
+    Requests then get 503 when no encode engine can encode an item."""
 
 
 class Instances(Section):

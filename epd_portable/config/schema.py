@@ -1,7 +1,7 @@
 """The topology file: every key that a user may write, its default and its limits.
 
-``docs/configuration.md`` says what each key means. ``load.py`` reads files into these models;
-nothing here opens a file or knows a device.
+``docs/keys.md`` is generated from the docstrings of the keys. ``load.py`` reads files into these
+models; nothing here opens a file or knows a device.
 """
 
 from __future__ import annotations
@@ -54,37 +54,68 @@ class TransferSection(Section):
     """How encoder outputs travel."""
 
     path: PathName = "auto"
+    """`auto`: the first path of both ends, see [Transfer paths](configuration.md#transfer-paths).
+    `shm`, `tcp`, `ipc`, `nixl`, `collective`: that path, or an error."""
     pool_bytes: Annotated[Size, Field(ge=4 << 10)] = 1 << 30
+    """Receive pool of each instance that gets items, in `/dev/shm`, and again in device memory for
+    `ipc` and `collective`. The largest item must fit. At least 4 KiB."""
     wait_timeout_s: Seconds = 30.0
+    """Longest wait of a request for one item, then local encoding. After twice that time without
+    progress of any item, the first waiting request ends with 503."""
     lease_s: Seconds = 10.0
+    """Longest time from a grant to the end of its write. Renewed while the encoder works."""
     trusted_network: bool = False
+    """Allow unencrypted KV, jobs, `nixl` and `collective` between hosts. Without it, `auto` omits
+    these paths, and naming one is an error."""
 
 
 class Launch(Section):
     """How the launcher starts, watches and stops processes."""
 
     host: Annotated[str, AfterValidator(_check_host)] = "127.0.0.1"
+    """IPv4 address of this machine for jobs, HTTP, control and data, or `auto`: the address of the
+    default route. Any but a loopback address needs `secret_file`."""
     join: Annotated[list[FrontUrl], BeforeValidator(_one_or_more)] = Field(default=[])
+    """URL of a front on another machine, or a list. No front is started here: the encode and
+    prefill engines of this file [join](configuration.md#several-hosts) each address of each
+    name."""
     name: Annotated[str, Field(pattern=r"^[a-z0-9]([-.a-z0-9]{0,62})$")] | None = None
+    """Suffix of the names of engines that join, in place of `launch.host`: for several launchers on
+    one host. Lower-case letters, digits, hyphens and dots."""
     first_port: Annotated[int, Field(ge=1024, le=65535)] | None = None
+    """First port of the instances, which take ports in the order of `epd-launch plan`. 1024 to
+    32767. None: free ports, other ones in each run."""
     startup_timeout_s: Seconds = 600.0
+    """Longest time from the start of a process until it is healthy, then until engines are up at
+    the fronts of `launch.join`."""
     stop_grace_s: Seconds = 15.0
+    """Time from SIGTERM to SIGKILL at a stop. A second Ctrl-C ends it."""
     hung_after_s: Annotated[float, Field(ge=0)] = 120.0
+    """A process that fails every probe for this time, at least three, is restarted. A probe waits a
+    third of it. `0`: never."""
 
 
 class Topology(Section):
     """A whole topology file, with the overlay of one platform already laid over it."""
 
     model: Annotated[str, Field(min_length=1)]
+    """Hugging Face id, folder of a checkpoint, or `demo` for the bundled model."""
     served_model_name: Annotated[str, Field(min_length=1)] | None = None
+    """Model name for clients. None: the model's id, or the last part of its folder."""
     secret_file: Annotated[str, Field(min_length=1)] | None = None
+    """File with the [secret](configuration.md#secrets) of a deployment. None: a secret for the run,
+    and no engine of another machine can join."""
     instances: Instances = Instances()
     transfer: TransferSection = TransferSection()
     front: FrontSection = FrontSection()
     launch: Launch = Launch()
     store: StoreSection | None = None
+    """[Store](store.md) of encoder outputs, with the keys below. Needs `epd-portable[store]`."""
     engine_args: EngineArgs = Field(default_factory=dict)
+    """vLLM arguments of all instances, see [Engine arguments](configuration.md#engine-arguments).
+    """
     env: Environment = Field(default_factory=dict)
+    """[Environment variables](configuration.md#environment-of-instances) of all instances."""
 
     def gets_items(self, role: Role) -> bool:
         """Return whether instances of a role get items from others: those here, or who joins."""

@@ -36,13 +36,24 @@ class StoreSection(Section):
     model_config = ConfigDict(hide_input_in_errors=True)
 
     kind: Literal["redis", "file"]
+    """`redis`: a Redis or Valkey server. `file`: a folder that all instances and the front share.
+    """
     url: Annotated[str, AfterValidator(_check_url)] | None = None
+    """`redis`: `redis://host:port`, or `rediss://` with TLS, and `user@` for a user. A password in
+    it is refused."""
     password_file: Annotated[str, Field(min_length=1)] | None = None
+    """`redis`: file of mode 600 with the password."""
     tls_ca_file: Annotated[str, Field(min_length=1)] | None = None
+    """`redis`: CA certificates (PEM). None: those of the system."""
     path: Annotated[str, Field(min_length=1)] | None = None
+    """`file`: the folder."""
     max_bytes: Annotated[Size, Field(ge=1 << 20)] = 8 << 30
+    """Size of all entries. The least recently used are removed first. At least 1 MiB."""
     ttl_s: Seconds = 86400.0
+    """Entries unused for this time are removed."""
     timeout_ms: Annotated[float, Field(ge=1, le=60_000)] = 500.0
+    """Longest time of one lookup or load. Beyond it the [circuit
+    breaker](store.md#when-the-store-is-slow-full-or-gone) opens."""
 
     @model_validator(mode="after")
     def _keys_fit_the_kind(self) -> StoreSection:

@@ -18,15 +18,11 @@ import click
 import pytest
 import yaml
 from click.testing import CliRunner
-from pydantic import BaseModel
 
-from ci import hosts
+from ci import hosts, keys
 from epd_portable import envs
-from epd_portable.config.groups import LAUNCHER_OWNED_ARGS, InstanceGroup
 from epd_portable.config.load import OVERLAYS, PLATFORMS, parse_topology
-from epd_portable.config.quantities import UNITS
 from epd_portable.config.schema import Topology
-from epd_portable.config.store import StoreSection
 from epd_portable.launch.notices import Event
 from tests.unit.instruments import of_an_instance, of_the_front, of_the_pool
 
@@ -34,7 +30,6 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "epd_portable"
 README = ROOT / "README.md"
 STRUCTURES = ROOT / "docs/structures.md"
-CONFIGURATION = ROOT / "docs/configuration.md"
 METRICS = ROOT / "docs/metrics.md"
 DEPLOY = ROOT / "docs/deploy.md"
 OPERATIONS = ROOT / "docs/operations.md"
@@ -116,6 +111,24 @@ def test_every_link_leads_somewhere(document: Path) -> None:
     targets = [t for t in LINK.findall(FENCE.sub("", read(document))) if "://" not in t]
     missing = [target for target in targets if not (document.parent / target).exists()]
     assert not missing, f"{document.relative_to(ROOT)} links to what does not exist: {missing}"
+
+
+def anchors(page: Path) -> set[str]:
+    """Return the fragments of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", FENCE.sub("", read(page)), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", each.lower()).strip().replace(" ", "-") for each in headings}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_every_fragment_is_a_heading(document: Path) -> None:
+    found = re.findall(r"\]\(([^)#\s]*)#([^)\s]+)\)", FENCE.sub("", read(document)))
+    wrong = [
+        f"{target}#{fragment}"
+        for target, fragment in found
+        if "://" not in target and (not target or target.endswith(".md"))
+        if fragment not in anchors(document.parent / target if target else document)
+    ]
+    assert not wrong
 
 
 NO_FILES = re.compile(
@@ -266,62 +279,12 @@ def test_every_variable_that_documents_name_exists() -> None:
 # -- configuration ---------------------------------------------------------------------------------
 
 
-def shown_default(name: str, model: type[BaseModel]) -> str:
-    field = model.model_fields[name]
-    if field.is_required():
-        return "required"
-    value = field.get_default(call_default_factory=True)
-    if value is None:
-        return "none"
-    if isinstance(value, bool):
-        return f"`{str(value).lower()}`"
-    if name.endswith("_bytes") and value:
-        unit, size = max(
-            ((unit, size) for unit, size in UNITS.items() if value % size == 0),
-            key=lambda pair: pair[1],
-        )
-        return f"`{value // size}{unit}`"
-    return f"`{value}`"
-
-
-def keys(model: type[BaseModel] = Topology, prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Yield every key that may be written and its default; what all roles have as ``*``."""
-    shared = InstanceGroup.model_fields if issubclass(model, InstanceGroup) else ()
-    for name, field in model.model_fields.items():
-        kind = field.annotation
-        if isinstance(kind, type) and issubclass(kind, BaseModel):
-            yield from keys(kind, f"{prefix}{name}.")
-        elif kind == StoreSection | None:
-            yield f"{prefix}{name}", "none"
-            yield from keys(StoreSection, f"{prefix}{name}.")
-        else:
-            where = "instances.*." if name in shared else prefix
-            yield f"{where}{name}", shown_default(name, model)
-
-
-def test_every_key_of_the_topology_file_is_documented_with_its_default() -> None:
-    rows = re.findall(
-        r"^\| `([\w.*]+)` \| (required|none|`[^`]+`) \| .+ \|$", read(CONFIGURATION), re.MULTILINE
-    )
-    documented = {key: default for key, default in rows if not key.startswith("EPD_")}
-    assert documented == dict(keys()), "docs/configuration.md and config/schema.py differ"
-
-
-def test_every_platform_and_every_engine_argument_of_the_launcher_is_documented() -> None:
-    text = read(CONFIGURATION)
-    assert all(f"`{OVERLAYS}.{name}`" in text for name in PLATFORMS)
-    section = text.partition("## Engine arguments")[2].partition("\n## ")[0]
-    assert set(re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE)) == LAUNCHER_OWNED_ARGS.keys()
-
-
-def test_every_variable_of_the_package_is_documented_with_its_default() -> None:
-    rows = re.findall(r"^\| `(EPD_\w+)` \| (\S+) \|", read(CONFIGURATION), re.MULTILINE)
-    table = {v.name: f"`{v.default}`" if v.default else "empty" for v in envs.TABLE}
-    assert dict(rows) == table
+def test_page_of_keys_is_generated_from_the_schema() -> None:
+    assert read(keys.PAGE) == keys.page(), "run: python -m ci.keys"
 
 
 def test_every_key_in_code_font_exists() -> None:
-    known = {key for key, _ in keys()}
+    known = {key for key, *_ in keys.all_keys()}
     # Events of traces look like keys, and so does the name of a log file.
     other = literals_of_calls("trace") | {"front.log"}
     for document in PAGES:

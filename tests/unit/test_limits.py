@@ -42,50 +42,47 @@ IN_THE_CODE = {
     "encoders tried for one item": str(MAX_ENCODERS),
     "refused announcements of one item": str(transfers.MAX_REFUSED),
     "times that a request is sent": str(assignment.MAX_PD_ATTEMPTS),
-    "prefill instances asked for one prompt": str(assignment.MAX_PREFILLS),
+    "prefill engines tried for one prompt": str(assignment.MAX_PREFILLS),
     "one encode job": (
         f"`encoderTimeout` of `front.choice`, at most `transfer.wait_timeout_s` / {MAX_ENCODERS}; "
-        "without it the item's wait at its engine, `transfer.wait_timeout_s`"
+        "otherwise `transfer.wait_timeout_s`"
     ),
-    "one prefill job": (
-        "none: it ends with its engine, which counts as hung after `launch.hung_after_s`"
+    "one prefill job": "none; a hung engine ends after `launch.hung_after_s`",
+    "request: body": f"{responses.BODY_TIMEOUT_S:g} s, then 408",
+    "request: URL and headers": f"{HEAD} (431), {connections['HEAD_TIMEOUT_S']:g} s (408)",
+    "request: framing of chunks": f"{HEAD} and {connections['FRAMING']} times the body",
+    "request at `/epd/`": f"{constants('http.py')['_MAX_CONTROL_BYTES'] // KIB} KiB",
+    "requests of one connection": str(connections["MAX_PIPELINED"]),
+    "client that reads nothing": f"disconnected after {connections['SEND_TIMEOUT_S']:g} s",
+    "idle connection": f"{connections['KEEP_ALIVE_S']:g} s",
+    "one file by URL": (
+        f"{media_urls['TIMEOUT_S']:g} s, {media_urls['MAX_REDIRECTS']} redirects, one retry"
     ),
-    "a request's body arrives": f"within {responses.BODY_TIMEOUT_S:g} s",
-    "a client that reads nothing of its response": f"after {connections['SEND_TIMEOUT_S']:g} s",
-    "fetching one file by URL": (
-        f"{media_urls['TIMEOUT_S']:g} s, {media_urls['MAX_REDIRECTS']} redirects; a server "
-        "that breaks off or answers 5xx is asked once more within that time"
-    ),
-    "files that are fetched at a time": (
+    "files fetched at a time": (
         f"{media_urls['MAX_FETCHES']}, {media_urls['MAX_FETCHES_OF_HOST']} of one host"
     ),
-    "an engine that joined and is not healthy": f"after {constants('engines.py')['FORGET_S']:g} s",
-    "outputs that wait in an encode instance": f"{QUEUE_BYTES // MIB} MiB; more are dropped",
-    "restart of a process": (
-        f"after {lifecycle.FIRST_PAUSE_S:g} s, doubling with each further death to "
-        f"{lifecycle.LONGEST_PAUSE_S:g} s; "
-        f"anew after {lifecycle.FORGIVEN_AFTER_S:g} s of health"
+    "engine that joined and is not healthy": (
+        f"forgotten after {constants('engines.py')['FORGET_S']:g} s"
     ),
-    "probes of a process": (
+    "outputs that wait to be written": f"{QUEUE_BYTES // MIB} MiB; more are dropped",
+    "restart of a process": (
+        f"after {lifecycle.FIRST_PAUSE_S:g} s, doubled to {lifecycle.LONGEST_PAUSE_S:g} s; "
+        f"reset after {lifecycle.FORGIVEN_AFTER_S:g} s of health"
+    ),
+    "health probes": (
         f"every {supervisor.PROBE_EVERY_S:g} s, or {supervisor.PROBES} times within "
         "`launch.hung_after_s`"
     ),
     "engines of one front": str(instances.MAX_INSTANCES),
     "API servers of fronts": str(hub.MAX_FRONTS),
     "heartbeats": (
-        f"every {jobs.BEAT_S:g} s; {jobs.MISSED_BEATS} without an answer, and the other end counts "
-        "as gone"
+        f"every {jobs.BEAT_S:g} s; {jobs.MISSED_BEATS} without a response count as a lost engine"
     ),
-    "headers of a request": f"{HEAD}, within {connections['HEAD_TIMEOUT_S']:g} s",
-    "framing of a body in chunks": f"{HEAD} and {connections['FRAMING']} times the body",
-    "requests of one connection": str(connections["MAX_PIPELINED"]),
-    "a request at `/epd/`": f"{constants('http.py')['_MAX_CONTROL_BYTES'] // KIB} KiB",
-    "an idle connection of a client": f"{connections['KEEP_ALIVE_S']:g} s",
     "`Retry-After` of a 503": f"{responses.RETRY_AFTER_S} s",
-    "`Retry-After` of a 429 of `front.admission`": f"1 s to {admission.LONGEST_RETRY_S} s",
-    "a topology file": f"{problems.MAX_FILE_BYTES // MIB} MiB, {document.MAX_VALUES} values",
-    "ports of instances without `launch.first_port`": (
-        f"{ports.FIRST_PORT} to {ports.LAST_PORT}, except those that a hardware profile avoids"
+    "`Retry-After` of a 429 of admission": f"1 s to {admission.LONGEST_RETRY_S} s",
+    "topology file": f"{problems.MAX_FILE_BYTES // MIB} MiB, {document.MAX_VALUES} values",
+    "ports without `launch.first_port`": (
+        f"{ports.FIRST_PORT} to {ports.LAST_PORT}, without those that a hardware profile avoids"
     ),
 }
 """First words of each row, and its value."""

@@ -216,7 +216,7 @@ def topology_options(command: F) -> F:
             required=True,
             metavar="FILE",
             help="Topology file, for example configs/1e1pd.yaml: the package's if there is no such "
-            "file here. All keys: docs/configuration.md.",
+            "file here. All keys: docs/keys.md.",
         ),
         click.option(
             "--set",
