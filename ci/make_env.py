@@ -2,8 +2,7 @@
 
 ``make env`` and ``make npu-sim`` run this with the machine's own Python, before anything is
 installed: it needs the standard library only. A second run finds its stamp and returns at once.
-Why the PyTorch CPU index is asked only sometimes: docs/decisions/0004-cpu-torch.md; what installs:
-docs/decisions/0024-environments-by-uv.md.
+How packages are installed, and which indexes are used: docs/decisions/0024-environments-by-uv.md.
 """
 
 from __future__ import annotations

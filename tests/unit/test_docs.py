@@ -103,6 +103,20 @@ def test_map_links_every_page() -> None:
     assert {path.name for path in (ROOT / "docs").glob("*.md")} - {"README.md"} <= linked
 
 
+RECORDS = sorted((ROOT / "docs/decisions").glob("0*.md"))
+
+
+@pytest.mark.parametrize("record", RECORDS, ids=lambda path: path.stem)
+def test_record_has_its_form_and_a_row_in_the_index(record: Path) -> None:
+    text = read(record)
+    title = re.match(r"# \d+\. (.*)\n\n- Status: .+\n- Date: \d{4}-\d\d-\d\d\n", text)
+    assert title
+    assert len(text.splitlines()) <= 40
+    sections = re.findall(r"^## (.*)$", text, re.MULTILINE)
+    assert sections == ["Context", "Decision", "Consequences", "Alternatives"]
+    assert f"[{title[1]}]({record.name})" in read(record.parent / "README.md")
+
+
 # -- what documents name exists --------------------------------------------------------------------
 
 
