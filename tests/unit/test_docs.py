@@ -19,7 +19,7 @@ import pytest
 import yaml
 from click.testing import CliRunner
 
-from ci import hosts, keys
+from ci import hosts, reference
 from epd_portable import envs
 from epd_portable.config.load import OVERLAYS, PLATFORMS, parse_topology
 from epd_portable.config.schema import Topology
@@ -64,22 +64,6 @@ def commands(path: Path) -> Iterator[str]:
 
 
 # -- structures ------------------------------------------------------------------------------------
-
-
-def modules() -> set[str]:
-    return {
-        path.relative_to(PACKAGE).as_posix()
-        for path in PACKAGE.rglob("*.py")
-        if path.name != "__init__.py"
-    }
-
-
-def test_every_module_has_its_line_in_structures() -> None:
-    named = re.findall(r"^\| `([\w/]+\.py)` \| .+ \|$", read(STRUCTURES), re.MULTILINE)
-    assert len(named) == len(set(named)), "a module has two lines in docs/structures.md"
-    missing, gone = sorted(modules() - set(named)), sorted(set(named) - modules())
-    assert not missing, f"give each its line in docs/structures.md: {missing}"
-    assert not gone, f"docs/structures.md has lines for what does not exist: {gone}"
 
 
 def test_the_layers_in_structures_are_those_that_are_checked() -> None:
@@ -293,12 +277,14 @@ def test_every_variable_that_documents_name_exists() -> None:
 # -- configuration ---------------------------------------------------------------------------------
 
 
-def test_page_of_keys_is_generated_from_the_schema() -> None:
-    assert read(keys.PAGE) == keys.page(), "run: python -m ci.keys"
+@pytest.mark.parametrize("name", reference.PAGES)
+def test_generated_page_is_up_to_date(name: str) -> None:
+    expected = reference.PAGES[name]()
+    assert read(ROOT / f"docs/{name}.md") == expected, "run: python -m ci.reference"
 
 
 def test_every_key_in_code_font_exists() -> None:
-    known = {key for key, *_ in keys.all_keys()}
+    known = {key for key, *_ in reference.all_keys()}
     # Events of traces look like keys, and so does the name of a log file.
     other = literals_of_calls("trace") | {"front.log"}
     for document in PAGES:
