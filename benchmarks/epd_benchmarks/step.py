@@ -146,7 +146,7 @@ class _Engine:
             prefill.find_stalled(computed=True, starts=True)
             for request in self.running:
                 may_schedule(request, request.num_computed_tokens)
-            for request_id in self.asleep.intersection(prefill.take_woken()):
+            for request_id in self.asleep.intersection(prefill.take_woken(is_busy=True)):
                 self.asleep.discard(request_id)
                 prefill.may_schedule(request_id, 0, running=False)
             prefill.take_forgotten(self.asleep)
@@ -182,7 +182,7 @@ def _engine(case: StepCase, secret_file: str) -> Iterator[_Engine]:
     receiver = ItemShell(config, fingerprint="step", cache_size=64 * ITEM_TOKENS)
     receiver.listen()
     try:
-        prefill = PrefillRequests(config, receiver)
+        prefill = PrefillRequests(config, receiver, min_start_tokens=256)
         engine = _Engine(receiver, prefill)
         with receiver.lock:
             for number in range(case.decoding):

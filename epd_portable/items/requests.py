@@ -29,14 +29,28 @@ class PrefillRequests:
         shell: Brings the items, and has the encoder cache.
         lookahead: Tokens beyond those it computes whose items the engine needs
             (speculative decoding; vLLM's ``num_prefill_lookahead``).
+        min_start_tokens: See `PlatformTraits`.
+
+    Attributes:
+        held_back: Requests that were not started for a few tokens since the engine was last idle.
     """
 
-    def __init__(self, config: InstanceConfig, shell: ItemShell, *, lookahead: int = 0) -> None:
+    def __init__(
+        self,
+        config: InstanceConfig,
+        shell: ItemShell,
+        *,
+        lookahead: int = 0,
+        min_start_tokens: int = 0,
+    ) -> None:
         self._config = config
         self._shell = shell
         self._cache = shell.cache
         self._records = shell.cache.requests
         self._lookahead = lookahead
+        self._min_start_tokens = min_start_tokens
+        self._is_busy = False
+        self.held_back: dict[str, None] = {}
         self._numbers = itertools.count()
         self._unavailable: set[str] = set()
         self._refused: dict[str, str] = {}
@@ -124,9 +138,9 @@ class PrefillRequests:
         """Return whether the next token of a request can be computed.
 
         False if that token belongs to an item that is not here and cannot be encoded here now, or
-        if the request has not begun and must wait for its space (`room.may_start`). Text
-        before a missing item is not held up otherwise. A request that has lost an item for good is
-        failed.
+        if the request has not begun and must wait for its space (`room.may_start`), or for an item
+        before which there are a few tokens only (`PlatformTraits.min_start_tokens`). Text before a
+        missing item is not held up otherwise. A request that has lost an item for good is failed.
 
         Args:
             request_id: A request of this instance.
@@ -153,10 +167,19 @@ class PrefillRequests:
         sleepers, self._sleepers = self._sleepers, []
         return [request_id for request_id in sleepers if request_id in self._records]
 
-    def take_woken(self) -> list[str]:
-        """Return requests that may begin now, if they slept; the oldest first."""
-        woken = [self._records[request_id] for request_id in self._cache.take_woken()]
-        return [record.request_id for record in sorted(woken, key=lambda each: each.number)]
+    def take_woken(self, *, is_busy: bool) -> list[str]:
+        """Return requests that may begin now, if they slept; the oldest first.
+
+        Args:
+            is_busy: Requests compute in the step that comes, as far as the last one shows.
+        """
+        self._is_busy = is_busy
+        woken = dict.fromkeys(self._cache.take_woken())
+        if self.held_back and not is_busy:
+            woken |= self.held_back
+            self.held_back = {}
+        records = [self._records[request_id] for request_id in woken]
+        return [record.request_id for record in sorted(records, key=lambda each: each.number)]
 
     def encoded_here(self, request_id: str, mm_hash: str) -> None:
         """Note that the step that is being scheduled encodes an item."""
@@ -183,6 +206,7 @@ class PrefillRequests:
         self._cache.leave(record)
         self._shell.left(record)
         self._unavailable.discard(request_id)
+        self.held_back.pop(request_id, None)
         names = dict.fromkeys(place.mm_hash for place in record.items)
         items = tuple(record.outcomes[name] for name in names if name in record.outcomes)
         self._shell.metrics.request_ended(items, record.transfers)
@@ -319,7 +343,24 @@ class PrefillRequests:
         missing = self._missing(record)
         if missing in record.lost:
             self._fail_lost(record, missing)
-        return not missing
+        if missing:
+            return False
+        if is_held_back := self._is_held_back(record):
+            self.held_back[record.request_id] = None
+        return not is_held_back
+
+    def _is_held_back(self, record: ItemRequest) -> bool:
+        """Return whether a start would compute a few tokens of text only, while others compute.
+
+        It would release no space (`room`): an item is computed only if it is here.
+        """
+        first = record.next_item
+        if record.running or not self._is_busy or first == len(record.items):
+            return False
+        place = record.items[first]
+        if place.begin - record.num_computed_tokens >= self._min_start_tokens:
+            return False
+        return place.mm_hash not in record.lost and not self._is_ready(record, place)
 
     def _missing(self, record: ItemRequest) -> str:
         """Return the first item that the next tokens of a request need, and that is not here.
@@ -332,18 +373,21 @@ class PrefillRequests:
                 break
             if place.end <= computed:
                 continue
-            if place.mm_hash in record.lost:
-                return place.mm_hash
-            claim = record.claims[place.mm_hash]
-            here = claim.item.is_here or self._cache.may_encode(claim.item, record.request_id)
-            if not (claim.is_served and here):
+            if place.mm_hash in record.lost or not self._is_ready(record, place):
                 return place.mm_hash
         return ""
+
+    def _is_ready(self, record: ItemRequest, place: PromptItem) -> bool:
+        """Return whether a request may compute an item in a step, or encode it there."""
+        claim = record.claims[place.mm_hash]
+        here = claim.item.is_here or self._cache.may_encode(claim.item, record.request_id)
+        return claim.is_served and here
 
     def _is_able(self, record: ItemRequest) -> bool:
         """Return whether a request could compute, or would be failed, if the engine ran it now."""
         may_start = record.running or room.may_start(self._cache, record)
-        return may_start and self._missing(record) in ("", *record.lost)
+        missing = self._missing(record)
+        return may_start and (missing in record.lost or not (missing or self._is_held_back(record)))
 
     def _refuse(self, record: ItemRequest, code: RequestFailure, detail: str) -> None:
         """Let the scheduler end a request, which has not failed yet.

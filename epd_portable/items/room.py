@@ -10,7 +10,8 @@ nothing. (1) If one of them, or one behind, holds space, pends on nothing and ca
 place to compute in (`is_about_to_compute`), it releases its space. (2) Otherwise each claim behind
 F gives its space up, the last first (`claim_to_preempt`): nothing else computes with it. Items that
 are written or encoded end by their deadlines. (3) Then only f holds space, all of it before F, and
-f may run (`may_start`): it computes what it holds, releases it, and F is served.
+f may run (`may_start`): it computes what it holds, releases it, and F is served. A start for text
+alone, which is held back while others compute, would release no space: nobody waits for that.
 """
 
 from __future__ import annotations

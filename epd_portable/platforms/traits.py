@@ -46,6 +46,9 @@ class PlatformTraits:
             a single one is larger; more is no faster than several steps, and leaves later.
         encodes_in_background: Whether a prefill+decode instance of one rank encodes in a thread, in
             turns with its steps.
+        min_start_tokens: Lower bound of the tokens of text before a missing item that start a
+            waiting request while others compute. Decode steps have graphs, and a step that has text
+            as well is slower for all of them.
         one_rank_a_device: Whether the library of collectives refuses groups of which two ranks are
             on one device.
         peers_must_be_visible: Whether a process opens the device memory of another only on a
@@ -76,6 +79,8 @@ class PlatformTraits:
     # 8192 patches of Qwen2.5-VL, whose matrices then fill a device. By arithmetic, not measured.
     encode_together_embeds: int = 2048
     encodes_in_background: bool = False
+    # With more tokens a step without graphs is limited by computation. By arithmetic, not measured.
+    min_start_tokens: int = 256
     one_rank_a_device: bool = False
     share_env: tuple[str, str] | None = None
     peers_must_be_visible: bool = False
@@ -157,6 +162,8 @@ _CPU = PlatformTraits(
     # embeddings each, and 0.2 to 1.0 times at 64 to 576.
     encode_together_embeds=64,
     encodes_in_background=True,
+    # No graphs: text takes as long in this step as in the step of its item.
+    min_start_tokens=0,
     kv_connector="nixl",
 )
 

@@ -289,17 +289,20 @@ class PDScheduler(SchedulerConnector):
     def attach(self, scheduler: Any) -> ItemTable:
         """See `SchedulerConnector`."""
         self._metadata = ItemMetadata(self._vllm_config)
+        traits = TRAITS[self._config.platform]
         self.shell = ItemShell(
             self._config,
             fingerprint=self._fingerprint,
             cache_size=scheduler.encoder_cache_manager.cache_size,
-            encode_together=TRAITS[self._config.platform].encode_together_embeds,
+            encode_together=traits.encode_together_embeds,
             metrics=ConsumerMetrics(),
             namespace=self._namespace,
         )
         # What a drafter reads ahead (0.30 on; before, only EAGLE did, one token).
         lookahead = getattr(scheduler, "num_prefill_lookahead", int(scheduler.use_eagle))
-        self.requests = PrefillRequests(self._config, self.shell, lookahead=lookahead)
+        self.requests = PrefillRequests(
+            self._config, self.shell, lookahead=lookahead, min_start_tokens=traits.min_start_tokens
+        )
         self._opened.callback(self.shell.close)
         self._cache = self.shell.cache
         secret = Secret.read(self._config.secret_file)

@@ -70,7 +70,8 @@ def prefill_scheduler(base: type) -> type:
                 self._end_stalled()
                 starts = self.pause_state == PauseState.UNPAUSED
                 self._encoder.advance(waits=starts or bool(self.running))
-                self._wake(self._prefill.take_woken())
+                is_busy = bool(self._scheduled and self.running)
+                self._wake(self._prefill.take_woken(is_busy=is_busy))
                 self._wake(self._prefill.take_forgotten(self._asleep))
                 output = super().schedule(*args, **kwargs)
                 self._put_to_sleep(self._prefill.take_sleepers())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
@@ -20,7 +21,9 @@ from epd_portable.config.instance import InstanceConfig
 from epd_portable.config.secret import Secret
 from epd_portable.demo import MODEL_DIR
 from epd_portable.errors import NoCommonPathError
+from epd_portable.items.table import State
 from epd_portable.launch.plan.engine import CONNECTOR, SCHEDULER_CLS
+from epd_portable.platforms.traits import TRAITS
 from epd_portable.transfer.paths.base import LeaseFence
 from epd_portable.transfer.registry import fenced_paths
 from epd_portable.transfer.stores.loader import IDENTITY
@@ -225,12 +228,17 @@ def _seams(sizes: Sizes, clock: Clock, shelf: Shelf | None, made: dict[str, Any]
     def budget(*args: Any) -> Budget:
         return Budget(max(sizes.encoder_tokens, *sizes.items.values()), sizes.cache)
 
+    traits = {
+        name: dataclasses.replace(each, min_start_tokens=sizes.min_start_tokens)
+        for name, each in TRAITS.items()
+    }
     patches = (
         (shells, "ConsumerEndpoint", open_post),
         (ec_connector, "ItemShell", ItemShell),
         (vllm_scheduler, "MultiModalBudget", budget),
         (exposition, "publish", lambda: None),
         (agreement, "fingerprint", lambda config: "same"),
+        (ec_connector, "TRAITS", traits),
     )
     for where, name, value in patches:
         patch = mock.patch.object(where, name, value)
@@ -318,6 +326,8 @@ class Engine:
         self.post: Post = made["post"]
         self._shell, self._registry = made["receiver"], made["registry"]
         self._flying: deque[Work] = deque()
+        self._last_counts: dict[str, int] = {}
+        """Tokens of the last step, by request."""
         self._unloaded = ""
         """Request whose KV was not loaded, as the next step reports."""
         self.unfinished: dict[str, Running] = {}
@@ -492,7 +502,9 @@ class Engine:
         """
         rng, scheduler = self._rng, self.scheduler
         before = {each.request_id: each.num_preemptions for each in scheduler.running}
+        is_busy = bool(self._last_counts and scheduler.running)
         planned = scheduler.schedule()
+        self._check_starts(planned, before, is_busy=is_busy)
         self.steps += 1
         for request_id, count in before.items():
             running = self.unfinished.get(request_id)
@@ -509,6 +521,25 @@ class Engine:
             return
         meanwhile()
         self._update(self._flying.popleft(), may_invalidate)
+
+    def _check_starts(self, planned: Any, running: Collection[str], *, is_busy: bool) -> None:
+        """No request is started for a few tokens before a missing item while others compute."""
+        self._last_counts = planned.num_scheduled_tokens
+        held_back = self.scheduler.ec_connector.requests.held_back
+        self._seen["starts held back"] += len(held_back)
+        if held_back and not is_busy:
+            raise Violation(f"{sorted(held_back)} are held back, and nobody computes")
+        for request_id in planned.num_scheduled_tokens.keys() - running if is_busy else ():
+            end = self.unfinished[request_id].request.num_computed_tokens
+            begin = end - planned.num_scheduled_tokens[request_id]
+            places = self.unfinished[request_id].prompt.places
+            name, offset, _ = next((each for each in places if sum(each[1:]) > begin), ("", 0, 0))
+            is_short = begin < end <= offset < begin + self._sizes.min_start_tokens
+            if is_short and name not in self._entries() and not self._is_local(name):
+                raise Violation(f"{request_id} is started for a few tokens before {name}")
+
+    def _is_local(self, name: str) -> bool:
+        return self.scheduler.encoder_cache_manager.items[name].state is State.LOCAL
 
     def _work(self, planned: Any) -> Work:
         reads, counts = [], planned.num_scheduled_tokens

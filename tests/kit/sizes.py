@@ -42,6 +42,7 @@ class Sizes:
     reserves_all: bool = True
     prefix_caching: bool = True
     lookahead: int = 0
+    min_start_tokens: int = 0
     second: bool = False
     wait_timeout_s: float = 30.0
     lease_s: float = 10.0

@@ -45,6 +45,7 @@ MUST_HAPPEN = {
     "requests that ended: length",
     "resets of the encoder cache",
     "resets of the prefix cache",
+    "starts held back",
     "stores that hang or go on",
 }
 

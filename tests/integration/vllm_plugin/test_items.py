@@ -169,3 +169,40 @@ def test_requests_end_when_the_encoder_of_the_instance_hangs() -> None:
     assert side.ended["A"] == side.ended["B"] == "error"
     assert side.engine.metric("epd_pd_stalls_total") == 2
     assert side.scheduler.requests.keys() <= {"text"}
+
+
+@pytest.mark.parametrize(
+    ("text", "starts"), [(15, False), (300, True)], ids=["few tokens", "enough tokens"]
+)
+def test_start_before_a_missing_item_needs_enough_tokens(text: int, starts: bool) -> None:
+    side = Side(items={"x": 8}, cache=8, min_start_tokens=256, tokens=512, blocks=200)
+    encoder = side.encoder()
+    side.ask("decodes", 3, answer=100)
+    side.turns(2)
+    side.ask("A", text, bare("x"), 1, transfers={"x": "t-A"})
+    side.turns(5)
+    assert side.computed("A") == (text if starts else 0)
+    side.encode(encoder, "t-A", "x")
+    side.until_ended("A", within_s=5.0)
+    assert "decodes" not in side.ended
+    side.leave("decodes")
+    side.close()
+
+
+def test_start_for_few_tokens_is_made_when_others_have_ended() -> None:
+    side = Side(items={"x": 8}, cache=8, min_start_tokens=256)
+    encoder = side.encoder()
+    side.ask("decodes", 3, answer=100)
+    side.turns(2)
+    side.ask("A", 15, bare("x"), 1, transfers={"x": "t-A"})
+    side.turns(5)
+    assert side.computed("A") == 0
+    side.leave("decodes")
+    side.turns(2)
+    assert side.computed("A") == 15
+    side.ask("B", 15, bare("x"), 1, transfers={"x": "t-B"})
+    side.turns(2)
+    assert side.computed("B") == 15, "A waits for its item, and nobody decodes"
+    side.encode(encoder, "t-A", "x")
+    side.until_ended("A", "B", within_s=5.0)
+    side.close()

@@ -150,6 +150,7 @@ def draw(rng: Random) -> Shape:
         reserves_all=rng.random() < 0.5,
         prefix_caching=rng.random() < 0.8,
         lookahead=lookahead,
+        min_start_tokens=rng.choice([0, 4, 12, 256]),
         cache=rng.choice([largest, largest + rng.randint(0, largest), 3 * largest, 8 * largest]),
         pool=rng.choice([largest, largest + rng.randint(0, largest), 3 * largest, 8 * largest]),
         items=items,
