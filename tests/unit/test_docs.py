@@ -326,6 +326,43 @@ def literals_of_calls(function: str) -> set[str]:
     return found
 
 
+OTHERS = (
+    # Messages of pip, torch, vLLM and Python; parts that the package formats.
+    r"No matching distribution|PackageNotFoundError|Failed to load|Free memory on device|is less|"
+    r"Error in memory|No space left|No module named|unrecognized arguments|x-request-id|EPD_LOG|"
+    r"front\.item_outcomes|do not fit into|bytes of encoder outputs|worker|is not known|"
+    r"s \(launch\.hung|s; killing it|transfer\.path 'collective'|not offered|the thread epd-"
+)
+
+
+def texts_of_the_package() -> str:
+    """Return all string constants; values within f-strings are NUL."""
+    found = []
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(read(path))):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append(node.value)
+            elif isinstance(node, ast.JoinedStr):
+                parts = (v.value if isinstance(v, ast.Constant) else "\0" for v in node.values)
+                found.append("".join(map(str, parts)))
+    return "\n".join(found)
+
+
+def test_messages_in_troubleshooting_are_those_of_the_package() -> None:
+    code = texts_of_the_package()
+    page = read(TROUBLESHOOTING).partition("## Event traces")[0]
+    cells = re.findall(r"^\| ([^|]+) \|", page, re.MULTILINE)
+    unknown = [
+        part
+        for cell in cells
+        for span in CODE.findall(cell)
+        for part in (each.strip(" :;,.") for each in re.split(r"…|\d+(?:\.\d+)?|\.\.\.", span))
+        if len(part) > 6 and not re.match(OTHERS, part)
+        if not re.search(re.escape(part).replace(r"\ ", r"[\s\0]+"), code)
+    ]
+    assert not unknown, f"docs/troubleshooting.md: no such text in the package: {unknown}"
+
+
 def test_every_event_of_a_trace_is_explained() -> None:
     section = read(TROUBLESHOOTING).partition("## Event traces")[2]
     first_cells = re.findall(r"^\| ([^|]+) \|", section, re.MULTILINE)
