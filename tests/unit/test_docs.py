@@ -87,6 +87,11 @@ def test_map_links_every_page() -> None:
     assert {path.name for path in (ROOT / "docs").glob("*.md")} - {"README.md"} <= linked
 
 
+@pytest.mark.parametrize("page", PAGES[1:], ids=lambda path: path.stem)
+def test_first_paragraph_names_the_readers(page: Path) -> None:
+    assert page.name == "transfers.md" or re.match(r"# .+\n\nFor \w+", read(page))
+
+
 RECORDS = sorted((ROOT / "docs/decisions").glob("0*.md"))
 
 

@@ -15,7 +15,7 @@ import pytest
 from ci import suite
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = ROOT / "docs/systems.md"
+PAGE = ROOT / "tests/requirements.md"
 RUNS_IN = {"engines": "tests/e2e/", "simulated": "tests/npu_sim/", "parts": "tests/", "full": ""}
 """Where the tests of a row are that is shown so; ``full``: anywhere, but only in the full run."""
 WORDS = {*RUNS_IN, "otherwise", "no", "not run"}
