@@ -1,17 +1,14 @@
 """An HTTP request at the front: its body, its response, and headers that place it.
 
-``--middleware epd_portable.front.exchange.PlacementMiddleware``, within the front's other
-middleware, reads the engines that a trusted gateway names, sessions, and the wish for explanations.
 The headers are llm-d's, and those of its first proposal. A gateway shows a key in the header
 ``x-epd-hop-key``. Without a key the headers of placement are ignored.
 
 vLLM's handlers run in the task of the request or in tasks that this one starts, so a context
-variable leads from here to `epd_portable.front.client`.
+variable leads from `epd_portable.front.http` to `epd_portable.front.client`.
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
@@ -21,8 +18,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 from starlette.requests import ClientDisconnect
-from starlette.responses import Response
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from vllm.v1.engine import EngineCoreRequest
 
 from epd_portable.errors import RequestError
@@ -30,16 +25,14 @@ from epd_portable.placement.admission import AdmissionControl, QueuedRequest
 from epd_portable.placement.instances import EndpointPool, Instance
 from epd_portable.placement.profiles.selection_types import (
     EXPLAIN_HEADER,
-    SESSION_HEADER,
     Decision,
     Explanation,
 )
-from epd_portable.responses import RETRY_AFTER_S, error_reply
+from epd_portable.responses import RETRY_AFTER_S
 from epd_portable.vllm_plugin import compat
 
 if TYPE_CHECKING:
     from epd_portable.config.api_keys import ApiKeys
-    from epd_portable.front.client import SplitClient
 
 GracefulHTTPError: Any = compat.graceful_error()
 _CODES = {429: "engines_full", 503: "service_unavailable"}
@@ -56,8 +49,6 @@ MODEL = "x-encoder-model"
 ENCODER_MODEL_LABEL = "llm-d.ai/encoder-model"
 LEFT_OUT = "x-epd-items-left-out"
 MAX_NAMED = 1024
-MAX_NAME_BYTES = 4096
-"""Longer names of models and sessions in a body are ignored."""
 T = TypeVar("T")
 
 
@@ -181,9 +172,13 @@ class FrontExchange:
         if self.explanation is not None:
             self.explanation.decisions.append(decision)
 
-    def of_response(self, status: int) -> Iterator[tuple[str, str]]:
-        """Yield the headers of the response."""
-        if self.explanation is not None and status != HTTPStatus.UNAUTHORIZED:
+    def of_response(self) -> Iterator[tuple[bytes, bytes]]:
+        """Yield further headers of the response."""
+        for name, value in self._of_response():
+            yield name.encode(), value.encode("latin-1", "replace")
+
+    def _of_response(self) -> Iterator[tuple[str, str]]:
+        if self.explanation is not None:
             yield EXPLAIN_HEADER, self.explanation.text()
         if self.left_out:
             yield LEFT_OUT, str(len(self.left_out))
@@ -253,79 +248,17 @@ async def admit(admission: AdmissionControl, request: EngineCoreRequest) -> Queu
         raise GracefulHTTPError(str(error), HTTPStatus(error.status)) from error
 
 
-class _Named(msgspec.Struct):
-    """Fields of a body that place a request; others are skipped."""
-
-    model: msgspec.Raw = msgspec.Raw(b'""')
-    session_id: msgspec.Raw = msgspec.Raw(b'""')
-
-
-class PlacementMiddleware:
-    """Reads placement headers, and adds those of the response."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one connection's request (ASGI)."""
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        client: SplitClient = scope["app"].state.engine_client.engine_core
-        values = {k.decode("latin-1"): v.decode("latin-1") for k, v in scope["headers"]}
-        one = current()
-        token = exchange.set(one)
-        one.headers, one.session = values, values.get(SESSION_HEADER, "")
-        try:
-            one.hints = read_hints(values, client.hop_keys, client.engines.pool)
-        except RequestError as error:
-            reply = error_reply(error, scope["path"])
-            await Response(reply.body, reply.status, reply.headers)(scope, receive, send)
-            return
-        if client.settings.explains and one.get(EXPLAIN_HEADER) == "1":
-            one.explanation = Explanation()
-        start: Message | None = None
-
-        async def read() -> Message:
-            message = await receive()
-            with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-                named = msgspec.json.decode(message.get("body") or b"{}", type=_Named)
-                one.model = _text_of(named.model)
-                one.session = one.session or _text_of(named.session_id)
-            return message
-
-        async def with_headers(message: Message) -> None:
-            # Engines are chosen when vLLM has begun a stream: its start waits for its first event.
-            nonlocal start
-            if message["type"] == "http.response.start":
-                start = message
-                return
-            if start is not None:
-                added = one.of_response(start["status"])
-                more = [(k.encode(), v.encode("latin-1", "replace")) for k, v in added]
-                await send({**start, "headers": [*start.get("headers", ()), *more]})
-                start = None
-            await send(message)
-
-        try:
-            await self._app(scope, read, with_headers)
-        finally:
-            exchange.reset(token)
-
-
-def read_hints(values: Mapping[str, str], keys: ApiKeys | None, pool: EndpointPool) -> Hints | None:
-    """Return the engines that a trusted gateway names; ``None`` for clients.
+def read_hints(values: Mapping[str, str], keys: ApiKeys, pool: EndpointPool) -> Hints:
+    """Return the engines that a gateway names.
 
     Args:
-        values: Headers, in lower case.
-        keys: Of gateways; ``None`` trusts none.
+        values: Headers, in lower case, with `KEY`.
+        keys: Of trusted gateways.
 
     Raises:
         RequestError: 401 for a wrong key, 400 for an invalid header, 403 for an unknown address.
     """
-    if (shown := values.get(KEY)) is None or keys is None:
-        return None
-    if not keys.holds(shown):
+    if not keys.holds(values[KEY]):
         raise RequestError(
             f"{KEY} is wrong: show one of the keys of front.hop_keys_file, or no such header",
             status=401,
@@ -381,14 +314,6 @@ def read_hints(values: Mapping[str, str], keys: ApiKeys | None, pool: EndpointPo
 def address_of(instance: Instance) -> str:
     """Return an engine's ``host:port``, or its name where it has no address."""
     return (instance.url or instance.control).partition("://")[2] or instance.name
-
-
-def _text_of(raw: msgspec.Raw) -> str:
-    """Return a string, or a number as its digits; empty for what is no name."""
-    if len(memoryview(raw)) > MAX_NAME_BYTES:
-        return ""
-    found = msgspec.json.decode(raw)
-    return str(found) if isinstance(found, str | int | float) else ""
 
 
 def _decoded(values: Mapping[str, str], header: str, kind: type[T], example: str) -> T:

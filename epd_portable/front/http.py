@@ -1,4 +1,4 @@
-"""What the front has around vLLM's application: bounds, instances, access lines.
+"""HTTP around vLLM's application: keys, bounds, placement headers, instances, access lines.
 
 ``--middleware epd_portable.front.http.FrontMiddleware``, the last, so outermost. All
 that vLLM's server has by itself is left to it.
@@ -29,17 +29,18 @@ from epd_portable.config.secret import SignatureCheck
 from epd_portable.errors import ConfigError, RequestError
 from epd_portable.front.client import SplitClient
 from epd_portable.front.engines import Engines
-from epd_portable.front.exchange import FrontExchange, exchange
+from epd_portable.front.exchange import KEY, FrontExchange, exchange, read_hints
 from epd_portable.front.media_urls import UrlFetcher, install
 from epd_portable.log import access_log
 from epd_portable.media.limits import MediaLimits, check_settings
 from epd_portable.placement.instances import EngineSettings, InstanceState
-from epd_portable.responses import (
-    RETRY_AFTER_S,
-    body_timeout,
-    error_reply,
+from epd_portable.placement.profiles.selection_types import (
+    EXPLAIN_HEADER,
+    SESSION_HEADER,
+    Explanation,
 )
-from epd_portable.vllm_plugin.media_bounds import instance_of
+from epd_portable.responses import RETRY_AFTER_S, body_timeout, error_reply
+from epd_portable.vllm_plugin import media_bounds
 
 logger = logging.getLogger(__name__)
 _NAMES_MEDIA = "/inference/v1/"
@@ -50,12 +51,14 @@ _FORMS = {"application/x-www-form-urlencoded", "multipart/form-data", "text/plai
 _CONTROL = "/epd/instances"
 _RESPONDS_WITHIN_S = 30.0
 _MAX_CONTROL_BYTES = 64 << 10
+MAX_NAME_BYTES = 4096
+"""Longer names of models and sessions in a body are ignored."""
 _OPEN_PATHS = frozenset({"/health", "/ping", "/metrics"})
 """Paths that need no API key."""
 
 
 class FrontMiddleware:
-    """Answers what is about the engines, bounds request bodies, and notes each request's end."""
+    """Answers what is about the engines; bounds, places and logs the requests of clients."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -69,11 +72,13 @@ class FrontMiddleware:
         if self._client is None and hasattr(scope["app"].state, "engine_client"):
             client = scope["app"].state.engine_client.engine_core
             try:
-                self._open(client, instance_of(scope).media_limits)
+                self._open(client, media_bounds.instance_of(scope).media_limits)
             except ConfigError as error:
                 await receive()
                 await send({"type": "lifespan.startup.failed", "message": str(error)})
                 return
+        if self._client is not None:
+            media_bounds.begin_request(self._limits)
         if scope["type"] == "websocket" and (
             not self._has_key(scope, FrontExchange()) or self._origin_problem(scope)
         ):
@@ -105,6 +110,7 @@ class FrontMiddleware:
         media_urls = MediaUrls.model_validate(client.settings.media_urls)
         most_bytes = client.settings.max_bodies_bytes
         install(UrlFetcher(media_urls, most_bytes, client.metrics))
+        media_bounds.bound_process(limits)  # Last: what is fetched is bounded as well.
         self._client = client
         self._metrics = client.metrics
         self._limits = limits
@@ -250,7 +256,7 @@ class FrontMiddleware:
                         code="not_served",
                     )
                 body = await self._read(Request(scope, receive), one)
-                self._check(body)
+                self._take(_fields_of(body), one)
             except (RequestError, ClientDisconnect) as failure:
                 one.failure = failure
                 raise
@@ -269,6 +275,8 @@ class FrontMiddleware:
             if held is not None:
                 start, held, one.begun = held, None, True
                 one.first_at = time.monotonic()
+                if one.hints or one.explanation or one.left_out:
+                    start["headers"] = [*start["headers"], *one.of_response()]
                 await send(start)
             one.nbytes_out += len(message.get("body", b""))
             await send(message)
@@ -277,7 +285,7 @@ class FrontMiddleware:
             if not self._has_key(scope, one):
                 await _UNAUTHORIZED(scope, receive, noted)
                 return
-            one.failure = self._origin_problem(scope)
+            one.failure = self._origin_problem(scope) or self._place(scope, one)
             with contextlib.suppress(RequestError, ClientDisconnect):
                 if one.failure is None:
                     await self._app(scope, bounded, noted)
@@ -348,10 +356,27 @@ class FrontMiddleware:
             return b"".join(pieces)
         raise body_timeout(settings.body_timeout_s)
 
-    def _check(self, body: bytes) -> None:
-        """Refuse settings that enlarge media; nothing is decoded."""
-        for name, raw in msgspec.structs.asdict(_settings_of(body)).items():
-            check_settings(self._limits, name, raw)
+    def _place(self, scope: Scope, one: FrontExchange) -> RequestError | None:
+        """Read the headers that place a request; return why they are refused."""
+        assert self._client is not None
+        headers = {k.decode("latin-1"): v.decode("latin-1") for k, v in scope["headers"]}
+        one.headers, one.session = headers, headers.get(SESSION_HEADER, "")
+        if self._settings.explains and headers.get(EXPLAIN_HEADER) == "1":
+            one.explanation = Explanation()
+        keys = self._client.hop_keys
+        if keys is not None and KEY in headers:
+            try:
+                one.hints = read_hints(headers, keys, self._client.engines.pool)
+            except RequestError as error:
+                return error
+        return None
+
+    def _take(self, fields: _Fields, one: FrontExchange) -> None:
+        """Take in the fields of a body, and refuse settings that enlarge media."""
+        one.model = _text_of(fields.model)
+        one.session = one.session or _text_of(fields.session_id)
+        check_settings(self._limits, "mm_processor_kwargs", fields.mm_processor_kwargs)
+        check_settings(self._limits, "media_io_kwargs", fields.media_io_kwargs)
 
 
 def _here() -> str:
@@ -359,24 +384,36 @@ def _here() -> str:
     return str(os.getsid(0))
 
 
-class _MediaSettings(msgspec.Struct):
-    """Settings of a request for its media; other fields are skipped."""
+class _Fields(msgspec.Struct):
+    """Fields of a body that are read here; others are skipped, and media are not decoded."""
 
+    model: msgspec.Raw = msgspec.Raw(b'""')
+    session_id: msgspec.Raw = msgspec.Raw(b'""')
     mm_processor_kwargs: msgspec.Raw = msgspec.Raw()
     media_io_kwargs: msgspec.Raw = msgspec.Raw()
 
 
-def _settings_of(body: bytes) -> _MediaSettings:
-    """Return the settings in a body; none for a body that vLLM cannot read."""
+def _fields_of(body: bytes) -> _Fields:
+    """Return the fields of a body; none for a body that vLLM cannot read."""
     with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return msgspec.json.decode(body, type=_MediaSettings)
+        return msgspec.json.decode(body, type=_Fields)
     # vLLM reads more than JSON: other encodings, a byte order mark, NaN.
     with contextlib.suppress(ValueError, RecursionError):
         read = json.loads(body)
         if isinstance(read, dict):
-            given = {name: read[name] for name in _MediaSettings.__struct_fields__ if name in read}
-            return _MediaSettings(**{n: msgspec.Raw(json.dumps(v)) for n, v in given.items()})
-    return _MediaSettings()
+            given = {name: read[name] for name in _Fields.__struct_fields__ if name in read}
+            return _Fields(**{n: msgspec.Raw(json.dumps(v)) for n, v in given.items()})
+    return _Fields()
+
+
+def _text_of(raw: msgspec.Raw) -> str:
+    """Return a string, or a number as its digits; empty for what is no name."""
+    if len(memoryview(raw)) > MAX_NAME_BYTES:
+        return ""
+    with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        found = msgspec.json.decode(raw)
+        return str(found) if isinstance(found, str | int | float) else ""
+    return ""
 
 
 def _line_of(scope: Scope, one: FrontExchange, begun: float) -> str:

@@ -29,9 +29,8 @@ from weakref import WeakValueDictionary
 import aiohttp
 import anyio
 import certifi
-import vllm.envs
 from aiohttp.abc import AbstractResolver
-from vllm.multimodal.media import MEDIA_CONNECTOR_REGISTRY, MediaConnector
+from vllm.multimodal.media import MediaConnector
 from yarl import URL
 
 from epd_portable.config.front import MediaUrls
@@ -47,6 +46,7 @@ from epd_portable.media.addresses import (
     redirected,
 )
 from epd_portable.responses import RETRY_AFTER_S
+from epd_portable.vllm_plugin.media_bounds import extend_connector
 
 logger = logging.getLogger(__name__)
 
@@ -381,12 +381,7 @@ def _unread(problem: str) -> GracefulHTTPError:
 
 def install(fetcher: UrlFetcher) -> None:
     """Let vLLM's media connector of this process fetch by these rules only."""
-    name = vllm.envs.VLLM_MEDIA_CONNECTOR
-    connector = MEDIA_CONNECTOR_REGISTRY.name2class[name]
-    if issubclass(connector, _Fetching):
-        connector = connector.__mro__[2]
-    fetching = type("Fetching" + connector.__name__, (_Fetching, connector), {"fetcher": fetcher})
-    MEDIA_CONNECTOR_REGISTRY.register(name)(fetching)
+    extend_connector(_Fetching, fetcher=fetcher)
 
 
 def _look_up(host: str, port: int) -> list[str]:

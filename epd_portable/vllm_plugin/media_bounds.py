@@ -1,7 +1,6 @@
-"""Bounds on decoding in an instance's API server, applied where media files are opened.
+"""Bounds on decoding in an API server of the front, applied where media files are opened.
 
-``--middleware epd_portable.vllm_plugin.media_bounds.MediaBoundsMiddleware``: vLLM puts the class
-around its application (0.26 to 0.33). When the server starts, it
+When the server starts, `bound_process`
 
 - lets Pillow open `IMAGE_FORMATS` only, up to ``max_item_pixels``, with bounded headers and pixels;
 - puts a subclass of vLLM's media connector in its place, which counts the items and the pixels of
@@ -30,7 +29,7 @@ from typing import IO, Any
 import cv2
 import vllm.envs
 from PIL import Image, ImageFile, UnidentifiedImageError
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Scope
 from vllm.multimodal.media import MEDIA_CONNECTOR_REGISTRY, MediaConnector
 from vllm.multimodal.media.base import MediaIO
 
@@ -127,38 +126,29 @@ class RequestBudget:
 _budget: ContextVar[RequestBudget | None] = ContextVar("epd_request_budget", default=None)
 
 
-class MediaBoundsMiddleware:
-    """Bounds the process when its server starts, and gives each request a `RequestBudget`.
-
-    Args:
-        limits: ``None`` reads them from the instance's settings when the server starts.
-    """
-
-    def __init__(self, app: ASGIApp, *, limits: MediaLimits | None = None) -> None:
-        self._app = app
-        self._limits = limits
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one connection's request (ASGI)."""
-        if scope["type"] == "lifespan":
-            self._limits = self._limits or instance_of(scope).media_limits
-            bound_process(self._limits)
-        elif self._limits is not None:
-            _budget.set(RequestBudget(self._limits))
-        await self._app(scope, receive, send)
+def begin_request(limits: MediaLimits) -> None:
+    """Give the request of the present task a `RequestBudget`."""
+    _budget.set(RequestBudget(limits))
 
 
 def bound_process(limits: MediaLimits) -> None:
     """Bound what this process decodes from here on; a second call changes the limits alone."""
     bound_pillow(limits)
-    name = vllm.envs.VLLM_MEDIA_CONNECTOR
-    connector = MEDIA_CONNECTOR_REGISTRY.name2class[name]
-    if issubclass(connector, _Bounded):
-        connector = connector.__mro__[2]
-    bounded = type("Bounded" + connector.__name__, (_Bounded, connector), {"limits": limits})
-    MEDIA_CONNECTOR_REGISTRY.register(name)(bounded)
+    extend_connector(_Bounded, limits=limits)
     if limits.max_memory_bytes is not None:
         limit_memory(limits.max_memory_bytes)
+
+
+def extend_connector(mixin: type[MediaConnector], **attributes: object) -> None:
+    """Put a mixin before vLLM's media connector and earlier mixins, or change its attributes."""
+    name = vllm.envs.VLLM_MEDIA_CONNECTOR
+    connector = MEDIA_CONNECTOR_REGISTRY.name2class[name]
+    mixins, base = getattr(connector, "extended", ({}, connector))
+    mixins = {**mixins, mixin: attributes}
+    given = {key: value for each in mixins.values() for key, value in each.items()}
+    bases = (*reversed(mixins), base)
+    made = type("Extended" + base.__name__, bases, {**given, "extended": (mixins, base)})
+    MEDIA_CONNECTOR_REGISTRY.register(name)(made)
 
 
 def limit_memory(more_bytes: int) -> None:

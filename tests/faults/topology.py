@@ -28,7 +28,6 @@ from epd_portable.config.roles import Role
 from epd_portable.config.store import StoreSection
 from epd_portable.launch.plan.engine import (
     CONNECTOR,
-    MEDIA_BOUNDS,
     ROLE_ARGS,
     render_arguments,
 )
@@ -233,7 +232,6 @@ class Topology:
         argv += ["--settings", json.dumps(settings), *arguments]
         argv += ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", "small"]
         argv += ["--disable-uvicorn-access-log", "--shutdown-timeout", "2"]
-        argv += ["--middleware", MEDIA_BOUNDS]
         argv += ["--middleware", "epd_portable.front.http.FrontMiddleware"]
         return [*specs, self._spec("front", "front", argv, self.url, "")]
 

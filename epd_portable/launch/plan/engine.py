@@ -27,7 +27,6 @@ CONNECTOR = {
 PARAMS = "epd_portable.vllm_plugin.params_bridge.ParamsMiddleware"
 CARRIES_PARAMS = (0, 26)
 """First vLLM whose API server knows ``ec_transfer_params``."""
-MEDIA_BOUNDS = "epd_portable.vllm_plugin.media_bounds.MediaBoundsMiddleware"
 CPU_KV_GIB = "VLLM_CPU_KVCACHE_SPACE"
 ROLE_ARGS: dict[str, dict[str, JsonValue]] = {
     # An encoder computes no KV blocks, so there is no prefix to find again. It generates nothing,

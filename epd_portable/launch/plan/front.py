@@ -14,7 +14,7 @@ from epd_portable.config.roles import DUTIES, ROLES
 from epd_portable.config.schema import Topology
 from epd_portable.errors import ConfigError
 from epd_portable.launch.plan import installed
-from epd_portable.launch.plan.engine import CARRIES_PARAMS, MEDIA_BOUNDS, PARAMS, Engine
+from epd_portable.launch.plan.engine import CARRIES_PARAMS, PARAMS, Engine
 
 _ANSWERS = tuple(role for role in ROLES if DUTIES[role] == "answer")
 _OF_A_SERVER = ("mm_processor_device", "media_io_kwargs", "api_server_count")
@@ -91,12 +91,9 @@ def front_argv(engines: Sequence[Engine]) -> tuple[str, ...]:
     found += ["--allowed-media-domains", _NO_DOMAIN]
     found += ["--shutdown-timeout", str(math.ceil(front.drain_s))]
     found += ["--enable-request-id-headers", "--disable-uvicorn-access-log"]
-    found += ["--middleware", MEDIA_BOUNDS]
     version = installed.vllm_version()
     if front.item_outcomes and version and version < CARRIES_PARAMS:
         found += ["--middleware", PARAMS]
-    if front.choice or front.hop_keys_file or front.partial_results or front.api_keys_file:
-        found += ["--middleware", "epd_portable.front.exchange.PlacementMiddleware"]
     # The last is outermost.
     found += ["--middleware", "epd_portable.front.http.FrontMiddleware"]
     return tuple(found)

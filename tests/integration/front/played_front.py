@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from vllm.multimodal.inputs import (
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
 
+from epd_portable.config.instance import InstanceConfig
 from epd_portable.config.roles import Role
 from epd_portable.config.secret import make_secret_file
 from epd_portable.front.client import FrontSettings, SplitClient
@@ -71,6 +73,17 @@ def client_of(
         "elastic_encode": False,
     }
     return SplitClient(config, FrontSettings(engines=engines, **(fixed | settings)), index)
+
+
+def server_of(client: SplitClient) -> SimpleNamespace:
+    """Return what the middleware sees of vLLM's application."""
+    told = InstanceConfig(instance="pd-0", platform="cpu").as_json()
+    transfer = SimpleNamespace(ec_connector_extra_config=told)
+    state = SimpleNamespace(
+        engine_client=SimpleNamespace(engine_core=client),
+        vllm_config=SimpleNamespace(ec_transfer_config=transfer),
+    )
+    return SimpleNamespace(state=state)
 
 
 PAIRS = {"A": 1, "B": 2, "C": 5}

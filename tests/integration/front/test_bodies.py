@@ -18,7 +18,6 @@ pytest.importorskip("vllm")
 from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from epd_portable.front.exchange import PlacementMiddleware
 from tests.integration.front.test_front_http import CHAT, Serve, serve  # noqa: F401
 from tests.property.budget import budget
 
@@ -51,14 +50,9 @@ names = st.sampled_from(
 )
 
 
-def placed(app: ASGIApp) -> ASGIApp:
-    """Return an application behind the front's inner middleware, which reads bodies as well."""
-    return PlacementMiddleware(app)
-
-
 @pytest.mark.parametrize("name", BOMBS)
 async def test_large_bodies_take_little_further_memory(serve: Serve, name: str) -> None:  # noqa: F811
-    http, _ = serve(placed)
+    http, _ = serve()
     await http.post(CHAT, content=b"{}")
     tracemalloc.start()
     try:
@@ -88,7 +82,7 @@ async def test_any_body_is_passed_on_or_refused(fronted: Any, body: bytes) -> No
 @pytest.fixture
 def fronted(serve: Serve) -> Any:  # noqa: F811
     """Return a client of one front for all bodies of a test."""
-    http, _ = serve(placed)
+    http, _ = serve()
     return http
 
 

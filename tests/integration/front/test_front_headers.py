@@ -6,7 +6,6 @@ import asyncio
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -14,6 +13,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from prometheus_client import CollectorRegistry
 from starlette.requests import Request
 from starlette.responses import JSONResponse, StreamingResponse
 from starlette.types import Receive, Scope, Send
@@ -30,9 +30,10 @@ from epd_portable.front.exchange import (
     MAPPING,
     MODEL,
     REFS,
-    PlacementMiddleware,
 )
+from epd_portable.front.http import FrontMiddleware
 from epd_portable.placement.profiles.selection_types import EXPLAIN_HEADER
+from tests.integration.front.played_front import server_of
 from tests.integration.front.test_front import Front, Make, make, settle  # noqa: F401 - a fixture
 
 pytestmark = pytest.mark.needs_vllm
@@ -40,6 +41,12 @@ pytestmark = pytest.mark.needs_vllm
 ENDED = FinishReason.STOP
 HOP_KEY = "h" * 20
 ROUNDS = 6
+
+
+@pytest.fixture(autouse=True)
+def no_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let each front of a test have metrics of its own."""
+    monkeypatch.setattr("epd_portable.front.http.REGISTRY", CollectorRegistry())
 
 
 class Served:
@@ -52,9 +59,7 @@ class Served:
         self.front = front
         self.jobs: dict[str, list[str]] = {each: [] for each in front.engines}
         self._number = 0
-        state = SimpleNamespace(engine_client=SimpleNamespace(engine_core=front.client))
-        server = SimpleNamespace(state=state)
-        middleware = PlacementMiddleware(self._vllm)
+        server, middleware = server_of(front.client), FrontMiddleware(self._vllm)
 
         async def within(scope: Scope, receive: Receive, send: Send) -> None:
             await middleware({**scope, "app": server}, receive, send)

@@ -8,7 +8,6 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -24,13 +23,12 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from vllm.multimodal.media import MEDIA_CONNECTOR_REGISTRY
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 
-from epd_portable.config.instance import InstanceConfig
 from epd_portable.front.client import SplitClient
 from epd_portable.front.exchange import GracefulHTTPError
 from epd_portable.front.http import FrontMiddleware
 from epd_portable.vllm_plugin import compat
 from epd_portable.wire.params import ItemOutcome, PrefillOutcome, to_params
-from tests.integration.front.played_front import Played, client_of, request
+from tests.integration.front.played_front import Played, client_of, request, server_of
 from tests.integration.front.web import Site, plain
 from tests.metrics_page import total
 from tests.unit.media.samples import STILLS
@@ -71,17 +69,6 @@ def serve(config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
     for middleware in made:
         for handler in middleware._log.handlers if middleware._log else ():
             handler.close()
-
-
-def server_of(client: SplitClient) -> SimpleNamespace:
-    """Return what the middleware sees of vLLM's application."""
-    told = InstanceConfig(instance="pd-0", platform="cpu").as_json()
-    transfer = SimpleNamespace(ec_connector_extra_config=told)
-    state = SimpleNamespace(
-        engine_client=SimpleNamespace(engine_core=client),
-        vllm_config=SimpleNamespace(ec_transfer_config=transfer),
-    )
-    return SimpleNamespace(state=state)
 
 
 def up(client: SplitClient, *names: str) -> None:

@@ -21,7 +21,6 @@ import epd_portable
 from epd_portable.front.http import FrontMiddleware
 from epd_portable.front.server import Front
 from epd_portable.media.limits import MediaLimits
-from epd_portable.vllm_plugin.media_bounds import MediaBoundsMiddleware
 from tests.integration.front import test_front
 from tests.integration.front.played_front import request
 from tests.integration.front.test_front import Make, make  # noqa: F401 - a fixture
@@ -85,7 +84,7 @@ async def test_image_enters_the_files_of_the_page(make: Make) -> None:  # noqa: 
     async def send(message: Any) -> None:
         sent.append(message)
 
-    served = FrontMiddleware(MediaBoundsMiddleware(vllm, limits=MediaLimits()))
+    served = FrontMiddleware(vllm)
     served._open(played.client, MediaLimits())
     sent: list[Any] = []
     walk = Walk()

@@ -58,8 +58,7 @@ from epd_portable.wire.params import (
     ExpectedTransfer,
     to_params,
 )
-from tests.integration.front.played_front import Played, client_of, settle
-from tests.integration.front.test_front_http import server_of
+from tests.integration.front.played_front import Played, client_of, server_of, settle
 
 pytestmark = [pytest.mark.needs_vllm, pytest.mark.timeout(120)]
 

@@ -25,7 +25,7 @@ from epd_portable.front import connections
 from epd_portable.front.http import FrontMiddleware
 from epd_portable.front.server import Front
 from tests.integration.front import test_front_cache
-from tests.integration.front.test_front_http import server_of
+from tests.integration.front.played_front import server_of
 
 pytestmark = pytest.mark.needs_vllm
 

@@ -7,8 +7,8 @@ A process of its own, because bounds of decoders hold for a process: one JSON ob
 
 from __future__ import annotations
 
-import asyncio
 import base64
+import contextvars
 import io
 import json
 import os
@@ -27,7 +27,6 @@ os.environ |= {"VLLM_MAX_IMAGE_PIXELS": str(LIMIT), "VLLM_MAX_AUDIO_DECODE_DURAT
 import cv2  # noqa: E402
 import numpy as np  # noqa: E402
 from PIL import Image  # noqa: E402
-from starlette.types import Receive, Scope, Send  # noqa: E402
 from vllm.multimodal.media import MEDIA_CONNECTOR_REGISTRY  # noqa: E402
 
 from epd_portable.media.limits import MediaLimits  # noqa: E402
@@ -237,25 +236,19 @@ def main() -> None:
     good = [("image", "good PNG", png(1000, 1000)), ("video", "good MP4", film(".mp4", "mp4v"))]
     for modality, name, data in [good[0], *made, *good]:
         load(modality, name, data)
-    asyncio.run(load_icons())
+    contextvars.copy_context().run(load_icons)
     os.environ["VLLM_MAX_IMAGE_PIXELS"] = str(64 << 20)
     media_bounds.bound_process(MediaLimits(max_memory_bytes=64 << 20))
     load("image", "more than there is memory for", png(8000, 8000))
     load("image", "good PNG at last", png(1000, 1000))
 
 
-async def load_icons() -> None:
+def load_icons() -> None:
     """Load two icons in one request, the first of which has more pixels than it may have."""
 
-    async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        for name in ("first icon of a request", "second icon of a request"):
-            load("image", name, icon(png(1000, 1000)))
-
-    async def nothing(*_: object) -> None: ...
-
-    limits = MediaLimits(max_request_pixels=10)
-    middleware = media_bounds.MediaBoundsMiddleware(app, limits=limits)
-    await middleware({"type": "http"}, nothing, nothing)  # type: ignore[arg-type]
+    media_bounds.begin_request(MediaLimits(max_request_pixels=10))
+    for name in ("first icon of a request", "second icon of a request"):
+        load("image", name, icon(png(1000, 1000)))
 
 
 def load(modality: str, name: str, data: bytes | str, *, media_type: str = "") -> None:

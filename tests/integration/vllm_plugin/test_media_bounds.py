@@ -8,7 +8,6 @@ from functools import cache
 from typing import Any
 
 import pytest
-from starlette.types import Receive, Scope, Send
 
 from epd_portable.media.limits import MediaLimits
 from tests import warm
@@ -100,17 +99,13 @@ def test_the_process_goes_on_with_files_within_its_limits() -> None:
     assert {name: found()[name]["outcome"] for name in GOOD} == dict.fromkeys(GOOD, "loaded")
 
 
-async def test_each_request_has_a_budget_of_its_own() -> None:
+def test_each_request_has_a_budget_of_its_own() -> None:
     from epd_portable.vllm_plugin import media_bounds
 
     seen: list[media_bounds.RequestBudget | None] = []
-
-    async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        seen.append(media_bounds._budget.get())
-
-    middleware = media_bounds.MediaBoundsMiddleware(app, limits=MediaLimits(max_request_pixels=10))
     for _ in range(2):
-        await middleware({"type": "http"}, _nothing, _nothing)  # type: ignore[arg-type]
+        media_bounds.begin_request(MediaLimits(max_request_pixels=10))
+        seen.append(media_bounds._budget.get())
     first, second = seen
     assert first is not None and second is not None and first is not second
     first.charge(10)
@@ -118,7 +113,3 @@ async def test_each_request_has_a_budget_of_its_own() -> None:
     second.charge(6)
     with pytest.raises(ValueError, match="11 pixels or more: at most 10 "):
         first.charge(1)
-
-
-async def _nothing(*_: object) -> None:
-    return

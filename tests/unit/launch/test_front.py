@@ -159,14 +159,6 @@ def test_store_reaches_the_front() -> None:
     assert json.loads(front.argv[4])["store"]["path"] == "/tmp/store"
 
 
-@pytest.mark.parametrize(
-    "key", ["", "hop_keys_file: /k", "partial_results: true", f"choice: {CHOICE}"]
-)
-def test_placement_middleware_is_there_where_a_key_needs_it(key: str) -> None:
-    *_, front = planned(f"front: {{{key}}}").processes
-    assert ("epd_portable.front.exchange.PlacementMiddleware" in front.argv) == bool(key)
-
-
 def test_an_engine_without_encoder_is_behind_a_front_that_takes_media() -> None:
     less = "instances: {prefill_decode: {encoder: false}}"
     _, pd, front = planned(f"{less}\nengine_args: {{limit_mm_per_prompt: {{video: 0}}}}").processes
