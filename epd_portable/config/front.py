@@ -156,9 +156,6 @@ class FrontSection(Section):
     elastic_encode: bool = True
     """Let a prefill+decode engine encode items of its requests when that ends sooner: [Elastic
     encoding](front.md#elastic-encoding)."""
-    switch_roles: bool = False
-    """Route new work to one engine of each pair on the same devices or cores, by demand: [Roles
-    that switch](front.md#roles-that-switch)."""
     choice: ChoiceSection | None = None
     """[Choice of engines](choice.md) in the format of llm-d's `EndpointPickerConfig`, or `{file:
     …}`. None: items by consistent hashing with bounded loads, requests by least load."""

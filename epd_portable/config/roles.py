@@ -33,8 +33,6 @@ Duty = Literal["encode", "prefill", "answer"]
 
 ROLE_LABEL = "llm-d.ai/role"
 """Label of an instance that has its role."""
-PAIR_LABEL = "epd.pair"
-"""Label of a prefill-decode instance: the encode instance on the same devices or cores."""
 
 DUTIES: Mapping[Role, Duty] = MappingProxyType(  # What a role is there for first.
     {

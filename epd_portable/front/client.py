@@ -55,7 +55,6 @@ from epd_portable.placement.assignment import (
     assign_items,
     or_own,
 )
-from epd_portable.placement.balance import Switching
 from epd_portable.placement.instances import EngineSettings, Instance, WentDownError, while_up
 from epd_portable.placement.profiles.policy import Policy
 from epd_portable.responses import BODY_TIMEOUT_S
@@ -98,7 +97,6 @@ class FrontSettings(msgspec.Struct, frozen=True, kw_only=True):
     secret_file: str
     trusted_network: bool = False
     elastic_encode: bool = True
-    switch_roles: bool = False
     can_encode: bool = True
     wait_timeout_s: float = 30.0
     item_outcomes: bool = False
@@ -131,7 +129,6 @@ class SplitClient(AsyncMPClient):
         hop_keys: Of trusted gateways; ``None`` for none.
         is_draining: It takes no new request.
         metrics: What it counts.
-        switching: To be called every second, if roles are to switch.
     """
 
     def __init__(self, config: VllmConfig, settings: FrontSettings, index: int = 0) -> None:
@@ -162,7 +159,6 @@ class SplitClient(AsyncMPClient):
         self._servers = len(settings.sockets)
         self._can_encode = settings.can_encode
         self._is_elastic = settings.can_encode and settings.elastic_encode
-        self.switching = Switching(self._pool, elastic=self._is_elastic)
         self._metadata = ItemMetadata(config)
         self._encoders, self._parts = 0, VideoParts(config, 0)
         self._count_encoders()
@@ -357,7 +353,7 @@ class SplitClient(AsyncMPClient):
         encoders = [each for each in self.engines.by_name.values() if each.encodes_only]
         room = any(each.instance.health.usable and not each.is_full for each in encoders)
         if one.core.mm_features and not self._can_encode and not room:
-            if self._pool.any_usable("encode"):
+            if self._pool.usable("encode"):
                 raise FullError
             if not self._may_leave_out(one):
                 raise UnavailableError("no encode engine is up")

@@ -210,7 +210,6 @@ def _together(seen: Sequence[PoolStats]) -> PoolStats:
             name=same[0].name,
             role=same[0].role,
             healthy=all(each.healthy for each in same),
-            parked=any(each.parked for each in same),
             load=sum(each.load for each in same),
             owed_s=sum(each.owed_s for each in same) / len(same),
         )
@@ -243,7 +242,6 @@ def _worst(same: Sequence[dict[str, Any]]) -> dict[str, Any]:
     worst = min(same, key=lambda each: (each["state"] == "up", each["healthy"]))
     return {
         **worst,
-        "parked": any(each["parked"] for each in same),
         "idle": all(each["idle"] for each in same),
         "in_flight": sum(each["in_flight"] for each in same),
     }

@@ -22,7 +22,6 @@ class InstanceStats(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     role: Role
     healthy: bool
-    parked: bool
     load: int
     owed_s: float
 
@@ -45,7 +44,6 @@ def stats_of(pool: EndpointPool) -> PoolStats:
             name=each.name,
             role=each.role,
             healthy=each.health.healthy,
-            parked=each.health.parked,
             load=each.load,
             owed_s=each.backlog.owed_s,
         )
@@ -69,11 +67,6 @@ class InstanceCollector(Collector):
         gauge, each_one = GaugeMetricFamily, ("instance", "role")
         up = gauge("epd_front_instance_up", "1 if healthy.", labels=each_one)
         load = gauge("epd_front_instance_in_flight", "Requests or jobs in flight.", labels=each_one)
-        parked = gauge(
-            "epd_front_instance_parked",
-            "1 if the other instance on its device gets new work.",
-            labels=each_one,
-        )
         owed = gauge(
             "epd_front_owed_seconds", "Work given and not done, of one instance.", labels=["role"]
         )
@@ -88,13 +81,12 @@ class InstanceCollector(Collector):
             where = (each.name, each.role)
             up.add_metric(where, float(each.healthy))
             load.add_metric(where, float(each.load))
-            parked.add_metric(where, float(each.parked))
             by_role[each.role] = by_role.get(each.role, 0.0) + each.owed_s
         for role, owed_s in by_role.items():
             owed.add_metric([role], owed_s)
         for (role, modality, size), seconds in stats.came_s:
             came.add_metric([role, modality, str(1 << size)], seconds)
-        return (up, load, parked, owed, came)
+        return (up, load, owed, came)
 
 
 class FrontMetrics:

@@ -336,7 +336,7 @@ class EngineChoices:
 
     def _nearest(self, duty: Duty, exclude: Collection[str] = ()) -> Instance | None:
         """Return who has the most of a prompt's beginning, unless others are much less busy."""
-        usable = [each for each in next(self.pool.tiers(duty)) if each.name not in exclude]
+        usable = [each for each in self.pool.usable(duty) if each.name not in exclude]
         blocks = self.prompt.blocks
         if len(usable) < 2 or not blocks:
             return None
@@ -421,20 +421,15 @@ class _ByPolicy(EngineChoices):
 
     def _choose(self, request: SelectionRequest, exclude: Collection[str] = ()) -> Instance | None:
         duty = "answer" if request.stage == "decode" else request.stage
-        for tier in self.pool.tiers(duty):
-            candidates = [each for each in tier if each.name not in exclude]
-            if not candidates:
-                continue
-            decision = None
-            if self.explains:
-                name = request.item.item_uuid if request.item else ""
-                decision = Decision(stage=request.stage, item=name)
-            chosen = self.policy.choose(request, candidates, decision)
-            if decision is not None:
-                self.record(decision)
-            if chosen is not None:
-                return chosen
-        return None
+        candidates = [each for each in self.pool.usable(duty) if each.name not in exclude]
+        decision = None
+        if self.explains:
+            name = request.item.item_uuid if request.item else ""
+            decision = Decision(stage=request.stage, item=name)
+        chosen = self.policy.choose(request, candidates, decision)
+        if decision is not None:
+            self.record(decision)
+        return chosen
 
     def _request(self, stage: Stage, item: FrontItem | None = None) -> SelectionRequest:
         prompt, exchange = NO_PROMPT if item else self.prompt, self.one.exchange

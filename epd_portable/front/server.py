@@ -19,7 +19,6 @@ import multiprocessing
 import signal
 import socket
 import sys
-import time
 from collections.abc import MutableSequence
 from multiprocessing.connection import wait
 from typing import Any
@@ -37,7 +36,6 @@ from vllm.v1.engine.core_client import EngineCoreClient
 from epd_portable.front import connections
 from epd_portable.front.client import FrontSettings, SplitClient
 from epd_portable.front.warm_up import WarmUp
-from epd_portable.placement.balance import TICK_S, Switching
 from epd_portable.vllm_plugin import compat, exposition
 
 logger = logging.getLogger(__name__)
@@ -124,8 +122,6 @@ async def serve(
     client = SplitClient(config, settings, index)
     await client.engines.listen()
     loop = asyncio.get_running_loop()
-    if settings.switch_roles:
-        loop.call_soon(switch, loop, client.switching)
 
     def when_up(*_: Any, renderer: Any = None, **__: Any) -> SplitClient:
         if renderer is not None:
@@ -155,12 +151,6 @@ async def serve(
         await ended
     finally:
         sock.close()
-
-
-def switch(loop: asyncio.AbstractEventLoop, switching: Switching) -> None:
-    """Tick every second; of a tick that fails the loop logs why, and the next one comes."""
-    loop.call_later(TICK_S, switch, loop, switching)
-    switching.tick(time.monotonic())
 
 
 def _serve_all(settings: FrontSettings, *given: Any) -> int:

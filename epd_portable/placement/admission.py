@@ -513,10 +513,7 @@ class AdmissionControl:
         """
         limit: float = bound.limit / self._servers
         if bound.duty is not None:
-            usable = [each for tier in self._instances.tiers(bound.duty) for each in tier]
-            # One that is parked serves only where no other can.
-            serving = [each for each in usable if not each.health.parked] or usable
-            limit *= sum(each.weight for each in serving)
+            limit *= sum(each.weight for each in self._instances.usable(bound.duty))
         return math.ceil(limit) or None
 
 

@@ -31,9 +31,6 @@ usable. ``held``: it has the item. ``stored``: the store has it.
 """
 Busy = Literal["idle", "queue"]
 """``queue``: the prefill+decode instance computes for others, whose tokens wait meanwhile."""
-Reason = Literal["idle", "queue", "parked"]
-"""Reason of elastic encoding: see `Busy`; ``parked``: so are the encoders."""
-
 THRESHOLDS: Mapping[Busy, float] = {"idle": 2.0, "queue": 4.0}
 """Encoders must take so many times longer than the prefill+decode instance.
 
@@ -76,13 +73,13 @@ class Assignment(Generic[ItemT]):
 
     Attributes:
         encoder: First encoder, with ``encoder``.
-        elastic: Reason of elastic encoding, if that chose the prefill+decode instance.
+        elastic: Whether the prefill+decode instance is busy, if elastic encoding chose it.
     """
 
     item: ItemT
     by: By
     encoder: Instance | None = None
-    elastic: Reason | None = None
+    elastic: Busy | None = None
 
 
 def assign_items(
@@ -103,23 +100,17 @@ def assign_items(
     """
     encoders = _choose_encoders([e for e in items if e.item_uuid not in settled], choose, times)
     first: Collection[str] = ()
-    reason: Reason | None = elastic
     chosen = [encoder for encoder in encoders.values() if encoder is not None]
     if elastic is not None and len(chosen) == len(encoders):
         times_s = [times.of(item) for item in items if item.item_uuid in encoders]
-        if any(encoder.health.parked for encoder in chosen):
-            # Items of an unknown time are encoded there, and it is known then.
-            first = [name for name, time_s in zip(encoders, times_s, strict=True) if time_s]
-            reason = "parked"
-        else:
-            first = [*encoders][: count_local_first(times_s, chosen, here, elastic)]
+        first = [*encoders][: count_local_first(times_s, chosen, here, elastic)]
     found = []
     for item in items:
         encoder = encoders.get(item.item_uuid)
         if by := settled.get(item.item_uuid):
             found.append(Assignment(item=item, by=by))
         elif item.item_uuid in first:
-            found.append(Assignment(item=item, by="local_first", elastic=reason))
+            found.append(Assignment(item=item, by="local_first", elastic=elastic))
         elif encoder is here:
             found.append(Assignment(item=item, by="local_first"))
         elif encoder is not None:

@@ -64,13 +64,12 @@ class Health:
         changed: Called after every event.
 
     Attributes:
-        parked: New work only where no other instance is usable, see `park`.
-        reason: Why the instance is down, or that it is parked; or empty.
+        reason: Why the instance is down; or empty.
         problem: Last failure between the instance and others; or empty.
     """
 
     def __init__(self, name: str, changed: Callable[[], None]) -> None:
-        self.healthy = self.parked = self.draining = False
+        self.healthy = self.draining = False
         self.reason = "not started yet"
         self.problem = ""
         self._name = name
@@ -88,11 +87,6 @@ class Health:
     def usable(self) -> bool:
         """Whether the instance may get requests of clients."""
         return self.healthy and not self.draining
-
-    @property
-    def preferred(self) -> bool:
-        """Whether the instance is chosen before those that are not."""
-        return self.usable and not self.parked
 
     async def wait_up(self) -> None:
         """Return as soon as the process is ready."""
@@ -114,12 +108,6 @@ class Health:
         self.draining = draining
         self._changed()
 
-    def park(self, parked: bool) -> None:
-        """Allow new work only where no other instance is usable, or take that back."""
-        if parked != self.parked:
-            self.parked = parked
-            self._changed()
-
     def note(self, problem: str) -> None:
         """Set the last failure between the instance and others; empty for none."""
         self.problem = problem
@@ -127,7 +115,7 @@ class Health:
 
     def _changed(self) -> None:
         if self.healthy:
-            self.reason = "parked" if self.parked else ""
+            self.reason = ""
         if self.healthy and not self._up.is_set():
             logger.info("instance %s is up", self._name)
             self._up.set()
@@ -421,7 +409,6 @@ class Instance:
             "control": self.control,
             "healthy": health.healthy,
             "state": health.state,
-            "parked": health.parked,
             "idle": self.backlog.idle,
             "registered": self.registered,
             "in_flight": self.load,
@@ -434,7 +421,7 @@ class Instance:
         self._pool.place(self)
         if not health.healthy:
             self.backlog.went_down()
-        shown = (health.state, health.healthy, health.parked, health.reason, health.problem)
+        shown = (health.state, health.healthy, health.reason, health.problem)
         if shown != self._shown:
             self._shown = shown
             self._pool.notify(self)
@@ -461,7 +448,7 @@ class EndpointPool:
         self._instances: dict[str, Instance] = {}
         self._watchers: list[Callable[[Instance], None]] = []
         duties: tuple[Duty, ...] = ("encode", "answer", "prefill")
-        self._tiers = {duty: (HashRing[Instance](), HashRing[Instance]()) for duty in duties}
+        self._usable = {duty: HashRing[Instance]() for duty in duties}
 
     @property
     def all(self) -> tuple[Instance, ...]:
@@ -475,9 +462,9 @@ class EndpointPool:
         """Return all instances with a duty."""
         return [instance for instance in self._instances.values() if duty in instance.duties]
 
-    def any_usable(self, duty: Duty) -> bool:
-        """Return whether an instance with a duty is usable."""
-        return any(self.tiers(duty))
+    def usable(self, duty: Duty) -> Sequence[Instance]:
+        """Return the usable instances with a duty; a list that changes with them."""
+        return self._usable[duty].members
 
     def get(self, name: str) -> Instance | None:
         """Return the instance of that name."""
@@ -506,11 +493,6 @@ class EndpointPool:
         instance.health.draining = True
         instance.seen_gone("has left")
 
-    def tiers(self, duty: Duty) -> Iterator[Sequence[Instance]]:
-        """Yield the preferred instances with a duty, then the other usable ones."""
-        for tier in self._tiers[duty]:
-            yield tier.members
-
     def choose_encoder(
         self,
         key: str,
@@ -529,44 +511,36 @@ class EndpointPool:
             among: Instances that may have it; all by default.
             first: Rank: instances for which it is not least are left out.
         """
-
-        def may(each: Instance) -> bool:
-            return each.name not in exclude and (among is None or each in among)
-
-        for each in self._tiers["encode"][0].members:
-            if key in each.backlog.items and may(each):
+        left = [
+            each
+            for each in self.usable("encode")
+            if each.name not in exclude and (among is None or each in among)
+        ]
+        for each in left:
+            if key in each.backlog.items:
                 return each
-        for tier in self._tiers["encode"]:
-            left = [each for each in tier.members if may(each)]
-            if first and left:
-                least = min(map(first, left))
-                left = [each for each in left if first(each) == least]
-            if chosen := tier.choose(key, left):
-                return chosen
-        return None
+        if first and left:
+            least = min(map(first, left))
+            left = [each for each in left if first(each) == least]
+        return self._usable["encode"].choose(key, left)
 
     def choose_least_loaded(
         self, exclude: Collection[str] = (), duty: Duty = "answer"
     ) -> Instance | None:
         """Return the usable instance with the least load for its weight; of many, of two."""
-        for tier in self._tiers[duty]:
-            left = tier.members
-            if exclude:
-                left = [each for each in left if each.name not in exclude]
-            if left:
-                some = self.chance.sample(left, 2) if len(left) > FEW else left
-                least = min(each.load / each.weight for each in some)
-                return self.chance.choice([e for e in some if e.load / e.weight == least])
-        return None
+        left = [each for each in self.usable(duty) if each.name not in exclude]
+        if not left:
+            return None
+        some = self.chance.sample(left, 2) if len(left) > FEW else left
+        least = min(each.load / each.weight for each in some)
+        return self.chance.choice([e for e in some if e.load / e.weight == least])
 
     def place(self, instance: Instance) -> None:
         """Put an instance, whose health has changed, into the lists in which it belongs."""
-        for duty, tiers in self._tiers.items():
-            usable = instance.health.usable and instance in self and duty in instance.duties
-            for tier, preferred in zip(tiers, (True, False), strict=True):
-                belongs = usable and instance.health.preferred == preferred
-                if belongs != (instance in tier.members):
-                    (tier.add if belongs else tier.remove)(instance)
+        for duty, ring in self._usable.items():
+            belongs = instance.health.usable and instance in self and duty in instance.duties
+            if belongs != (instance in ring.members):
+                (ring.add if belongs else ring.remove)(instance)
 
     def notify(self, instance: Instance) -> None:
         """Call the watchers of an instance."""

@@ -11,7 +11,7 @@ from pydantic import JsonValue
 
 from epd_portable.config.groups import InstanceGroup, PrefillDecodeGroup
 from epd_portable.config.instance import InstanceConfig
-from epd_portable.config.roles import PAIR_LABEL, Role
+from epd_portable.config.roles import Role
 from epd_portable.config.schema import Topology
 from epd_portable.launch.plan.kv import KV_CONNECTORS, KVConnector
 from epd_portable.launch.plan.model import ModelSource
@@ -42,7 +42,6 @@ class Engine:
     Attributes:
         instance: What its connector gets.
         shares_device: Whether another one is on one of its devices.
-        shares: Name of the encode instance with which it makes a pair, or empty.
         ports: By purpose: ``jobs`` where it does jobs of fronts on other machines, ``http`` for
             its page there, and ``kv`` where it sends or takes KV.
         kv: The connector of KV, if it has one.
@@ -56,7 +55,6 @@ class Engine:
     instance: InstanceConfig
     placement: InstancePlacement
     shares_device: bool
-    shares: str
     ports: Mapping[str, int]
     kv: KVConnector | None
     temp_dir: str
@@ -71,11 +69,6 @@ class Engine:
     def group(self) -> InstanceGroup:
         """Its section of the file."""
         return self.topology.instances.of(self.role)
-
-    @property
-    def labels(self) -> dict[str, str]:
-        """Those that the file gives it, and the one of its pair."""
-        return {**self.group.labels, **({PAIR_LABEL: self.shares} if self.shares else {})}
 
     @property
     def wished_args(self) -> dict[str, JsonValue]:

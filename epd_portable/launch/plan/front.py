@@ -131,7 +131,7 @@ def _settings(engines: Sequence[Engine]) -> dict[str, object]:
                 "role": engine.role,
                 "control": engine.instance.control_address,
                 "weight": engine.group.weight,
-                "labels": engine.labels,
+                "labels": {**engine.group.labels},
                 "max_queued_items": queued,
             }
             for engine in engines
@@ -140,7 +140,6 @@ def _settings(engines: Sequence[Engine]) -> dict[str, object]:
         "secret_file": answers.instance.secret_file,
         "trusted_network": topology.transfer.trusted_network,
         "elastic_encode": front.elastic_encode,
-        "switch_roles": front.switch_roles,
         "can_encode": topology.instances.prefill_decode.encoder,
         "wait_timeout_s": topology.transfer.wait_timeout_s,
         "item_outcomes": front.item_outcomes,

@@ -43,7 +43,6 @@ from epd_portable.launch.plan.placement import (
 )
 from epd_portable.launch.plan.sharing import (
     check_sharing,
-    shared_with,
     sharing_warnings,
     starts_after,
     used_devices,
@@ -180,20 +179,13 @@ def make_plan(
     """
     _check_host(topology, traits)
     check_engine_args(topology)
-    front, store = topology.front, topology.store
+    store = topology.store
     kv = kv_connector(topology, traits)
     secret_file = topology.secret_file or run_secret_file(temp_dir)
     placements = place_instances(topology, traits, devices=machine.devices, cores=machine.cores)
     instances = placements.instances
     devices = used_devices(instances)
     check_sharing(topology, traits, devices)
-    shares = shared_with(instances)
-    if front.switch_roles and not shares and topology.secret_file is None:
-        raise ConfigError(
-            "front.switch_roles: no prefill_decode instance has the same devices or cores as an "
-            "encode instance, so none can take its place: list the same in instances.encode and "
-            "instances.prefill_decode (devices; on CPU cores), or leave switch_roles out"
-        )
     engines = [
         Engine(
             topology=topology,
@@ -202,7 +194,6 @@ def make_plan(
             instance=_instance(topology, traits, placement, ports, run_id, secret_file),
             placement=placement,
             shares_device=any(len(devices[device]) > 1 for device in placement.devices),
-            shares=shares.get(placement.name, ""),
             ports=ports,
             kv=kv if "kv" in ports else None,
             temp_dir=temp_dir,
@@ -289,7 +280,7 @@ def _member(engine: Engine) -> dict[str, Any]:
         "url": hub_address(engine),
         "control": engine.instance.control_address,
         "weight": engine.group.weight,
-        "labels": dict(engine.labels),
+        "labels": dict(engine.group.labels),
     }
 
 

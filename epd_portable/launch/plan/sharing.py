@@ -45,23 +45,6 @@ def starts_after(devices: Devices) -> dict[str, tuple[str, ...]]:
     return {name: tuple(others) for name, others in earlier.items()}
 
 
-def shared_with(instances: Sequence[InstancePlacement]) -> dict[str, str]:
-    """Return which prefill-decode instances have just what an encode instance has, and its name.
-
-    They make pairs, see `epd_portable.placement.balance`.
-    """
-    encoders = {
-        (each.devices, each.cores): each.name
-        for each in instances
-        if each.role == "encode" and (each.devices or each.cores)
-    }
-    return {
-        each.name: encoders.pop((each.devices, each.cores))
-        for each in instances
-        if each.role == "prefill-decode" and (each.devices, each.cores) in encoders
-    }
-
-
 def check_sharing(topology: Topology, traits: PlatformTraits, devices: Devices) -> None:
     """Refuse groups of ranks on one device where the platform has none.
 

@@ -1,18 +1,15 @@
 """The front with two engines that answer, one of them on an encoder's core.
 
-Nothing is lost while one is away, or while the two on one core take turns.
+Nothing is lost while one is away.
 """
 
 from __future__ import annotations
 
 import itertools
 import os
-import re
 import threading
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import httpx
 import pytest
@@ -33,7 +30,7 @@ def front(start: Start) -> Split:
     settings = ["engine_args.dtype=float32", "instances.prefill_decode.count=2"]
     settings += [f"instances.encode.cores=[{first}]"]
     settings += [f"instances.prefill_decode.cores=[{first},{second}]"]
-    return start([*settings, "front.elastic_encode=true", "front.switch_roles=true"])
+    return start([*settings, "front.elastic_encode=true"])
 
 
 @contextmanager
@@ -66,43 +63,6 @@ def load(front: Split, reference_url: str) -> Iterator[list[httpx.Response]]:
 def words(reply: httpx.Response) -> str:
     assert reply.status_code == 200, reply.text
     return str(reply.json()["choices"][0]["message"]["content"])
-
-
-def parked(front: Split) -> set[str]:
-    page = httpx.get(f"{front.url}/metrics", trust_env=False).text
-    found = re.findall(r'^epd_front_instance_parked{instance="([^"]+)".*} 1.0$', page, re.MULTILINE)
-    return set(found)
-
-
-def test_new_work_turns_between_two_engines_on_one_core(front: Split, reference_url: str) -> None:
-    number = itertools.count(100)
-
-    def written() -> dict[str, Any]:
-        return body(f"Story {next(number)}", max_tokens=200, ignore_eos=True)
-
-    def seen() -> dict[str, Any]:
-        return body([picture(next(number), 448), ASK], max_tokens=1)
-
-    def asked(request: dict[str, Any]) -> tuple[dict[str, Any], str]:
-        return request, words(post(front.url, request))
-
-    for turn in range(3):
-        kind, idle = (seen, "prefill_decode-0") if turn % 2 else (written, "encode-0")
-        answers: list[tuple[dict[str, Any], str]] = []
-        with ThreadPoolExecutor(6) as pool:
-
-            def turned(
-                pool: ThreadPoolExecutor = pool,
-                kind: Callable[[], dict[str, Any]] = kind,
-                idle: str = idle,
-                answers: list[tuple[dict[str, Any], str]] = answers,
-            ) -> bool:
-                answers += pool.map(asked, [kind() for _ in range(12)])
-                return parked(front) == {idle}
-
-            wait_until(turned, f"{idle} gets nothing new", within_s=120)
-        for request, said in answers[-12:]:
-            assert words(post(reference_url, request)) == said
 
 
 def test_requests_of_a_killed_engine_go_to_the_other(front: Split, reference_url: str) -> None:

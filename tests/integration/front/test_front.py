@@ -19,7 +19,6 @@ from vllm.v1.metrics.stats import SchedulerStats
 
 from epd_portable.front.exchange import GracefulHTTPError
 from epd_portable.front.request import FrontItem, OpenRequest
-from epd_portable.front.server import switch
 from epd_portable.wire.params import CacheNews
 from tests.integration.front.played_front import (
     CONTROL,
@@ -456,25 +455,6 @@ async def test_request_with_an_item_beyond_every_limit_gets_400(
     assert error.http_status == 400  # type: ignore[attr-defined]
     assert "an item is too large: send less" in str(error)
     assert front.is_empty()
-
-
-async def test_a_tick_of_switching_that_fails_is_logged_and_the_next_comes(
-    make: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr("epd_portable.front.server.TICK_S", 0.01)
-    front = make()
-    again = asyncio.Event()
-
-    def tick(_: float) -> None:
-        if not caplog.records:
-            raise ValueError("a fault of the front")
-        again.set()
-
-    front.client.switching.tick = tick  # type: ignore[method-assign]
-    loop = asyncio.get_running_loop()
-    loop.call_soon(switch, loop, front.client.switching)
-    await asyncio.wait_for(again.wait(), 30)
-    assert "a fault of the front" in caplog.text
 
 
 async def test_a_front_that_stops_ends_what_is_open_and_takes_nothing(make: Make) -> None:

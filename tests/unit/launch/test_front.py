@@ -24,7 +24,6 @@ KEYS = {
     "max_body_bytes": ("max_body_bytes: 1MiB", '"max_body_bytes": 1048576'),
     "max_bodies_bytes": ("max_bodies_bytes: 2GiB", '"max_bodies_bytes": 2147483648'),
     "elastic_encode": ("elastic_encode: false", '"elastic_encode": false'),
-    "switch_roles": ("switch_roles: true", '"switch_roles": true'),
     "choice": (f"choice: {CHOICE}", '"choice": {"plugins": [{"type": "weight-scorer"}]'),
     "hop_keys_file": ("hop_keys_file: /keys", '"hop_keys_file": "/keys"'),
     "encode_order": ("encode_order: sequential", '"encode_order": "sequential"'),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
 from epd_portable.errors import ConfigError
@@ -41,28 +39,6 @@ def test_instances_on_devices_of_their_own_start_at_once() -> None:
     assert (after(made), shared(made), made.warnings) == ({}, [], ())
     assert made.devices == {"0": ("encode-0",), "1": ("prefill_decode-0",)}
     assert plan("", "cpu").devices == {}
-
-
-@pytest.mark.parametrize(
-    ("platform", "key", "some", "more"),
-    [("cuda", "devices", "[0]", "[0, 1]"), ("cpu", "cores", "[1]", "[1, 0]")],
-)
-def test_who_has_just_what_an_encoder_has_makes_a_pair_with_it(
-    platform: str, key: str, some: str, more: str
-) -> None:
-    groups = f"encode: {{{key}: {some}}}, prefill_decode: {{count: 2, {key}: {more}}}"
-    text = f"model: m\nfront: {{switch_roles: true}}\ninstances: {{{groups}}}"
-    argv = plan_of(text, platform, devices=("0", "1")).processes[-1].argv
-    settings = json.loads(argv[argv.index("--settings") + 1])
-    assert settings["switch_roles"]
-    labels = [each["labels"] for each in settings["engines"]]
-    pair = {"epd.pair": "encode-0"}
-    assert labels == ([{}, pair, {}] if platform == "cuda" else [{}, {}, pair])
-
-
-def test_roles_that_nobody_can_switch_are_refused() -> None:
-    with pytest.raises(ConfigError, match="switch_roles: no prefill_decode instance has the same"):
-        plan("front: {switch_roles: true}")
 
 
 def test_on_several_shared_devices_each_waits_for_all_that_are_on_one_with_it() -> None:

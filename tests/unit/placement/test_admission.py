@@ -76,21 +76,6 @@ async def test_a_limit_for_each_instance_is_as_large_as_those_that_are_usable() 
     assert await door.go_at_once() == 1
 
 
-async def test_one_that_is_parked_is_no_place_to_answer_unless_it_is_the_only_one() -> None:
-    door = Door(answer={"max_requests": 2})
-    parked, other = door.add("a"), door.add("b")
-    parked.health.park(True)
-    assert await door.go_at_once() == 2
-    parked.health.park(False)
-    assert await door.go_at_once() == 2
-    parked.health.park(True)
-    other.health.drain()
-    waiting = asyncio.create_task(door.enter())
-    await asyncio.sleep(0)
-    assert not waiting.done()
-    waiting.cancel()
-
-
 async def test_a_small_limit_is_one_request_at_least() -> None:
     door = Door(answer={"max_requests": 1})
     door.add("slow", weight=0.5)

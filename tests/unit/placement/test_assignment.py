@@ -116,20 +116,6 @@ def test_the_first_items_are_encoded_here_only_where_that_is_wanted() -> None:
     assert found[-1].by == "encoder" and found[-1].elastic is None
 
 
-def test_items_of_known_sizes_are_encoded_here_while_every_encoder_is_parked() -> None:
-    scene = Scene()
-    (known,), (other,) = pictures("a", pixels=PIXELS), pictures("b", pixels=1000)
-    parked, _ = scene.encoders
-    parked.health.park(True)
-    assert {each.encoder.name for each in scene.assign([known, other]) if each.encoder} == {"e1"}
-    scene.pool.remove("e1")
-    found = scene.assign([known, other], elastic="idle")
-    assert [(each.by, each.elastic) for each in found[:1]] == [("local_first", "parked")]
-    assert found[1].encoder is parked
-    # Where that is not wanted it still encodes.
-    assert {each.encoder for each in scene.assign([known, other])} == {parked}
-
-
 def test_another_encoder_is_asked_when_one_fails_and_then_none() -> None:
     scene = Scene(encoders=3)
     tries = scene.tries()

@@ -57,7 +57,6 @@ def chosen(instances: EndpointPool, key: str, exclude: tuple[str, ...] = ()) -> 
 
 WELL, GONE = lambda i: i.health.seen_up(), lambda i: i.seen_gone("refused")
 DRAIN, RESUME = lambda i: i.health.drain(), lambda i: i.health.drain(False)
-PARK, UNPARK = lambda i: i.health.park(True), lambda i: i.health.park(False)
 
 HISTORIES: dict[str, tuple[list[Callable[[Instance], Any]], str, str]] = {
     "its process has not begun": ([], "down", "not started yet"),
@@ -68,9 +67,6 @@ HISTORIES: dict[str, tuple[list[Callable[[Instance], Any]], str, str]] = {
     "it drains while it is down": ([DRAIN], "draining", "not started yet"),
     "it resumes": ([WELL, DRAIN, RESUME], "up", ""),
     "it resumes while it is down": ([WELL, DRAIN, GONE, RESUME], "down", "refused"),
-    "it is parked": ([WELL, PARK], "up", "parked"),
-    "it is parked no more": ([WELL, PARK, UNPARK], "up", ""),
-    "it ends while it is parked": ([WELL, PARK, GONE], "down", "refused"),
 }
 
 
@@ -83,7 +79,6 @@ async def test_state_of_an_instance_after(history: str) -> None:
         event(instance)
     assert (instance.health.state, instance.health.reason) == (state, reason)
     assert instance.health.usable == (state == "up")
-    assert instance.health.preferred == (instance.health.usable and reason != "parked")
     waiting = asyncio.ensure_future(instance.health.wait_up())
     await asyncio.sleep(0)
     assert waiting.done() == instance.health.healthy
@@ -115,7 +110,7 @@ class Lives(RuleBasedStateMachine):
 
     @rule(
         number=st.integers(0, 99),
-        event=st.sampled_from([WELL, WELL, WELL, GONE, DRAIN, RESUME, PARK, UNPARK]),
+        event=st.sampled_from([WELL, WELL, WELL, GONE, DRAIN, RESUME]),
     )
     def live(self, number: int, event: Callable[[Instance], Any]) -> None:
         if instance := self.pick(number):
@@ -134,7 +129,7 @@ class Lives(RuleBasedStateMachine):
             self.works.pop(number % len(self.works)).__exit__(None, None, None)
 
     @invariant()
-    def only_usable_ones_are_chosen_the_preferred_first_and_excluded_ones_never(self) -> None:
+    def only_usable_ones_are_chosen_and_excluded_ones_never(self) -> None:
         everybody = self.instances.all
         for role, choose in (
             ("encode", lambda exclude: self.instances.choose_encoder("key", exclude)),
@@ -146,16 +141,13 @@ class Lives(RuleBasedStateMachine):
                 usable = [i for i in left if i.health.usable]
                 instance = choose(exclude)
                 assert (instance is None) == (not usable)
-                if instance is not None:
-                    assert instance in ([i for i in left if i.health.preferred] or usable)
+                assert instance is None or instance in usable
 
     @invariant()
     def lists_to_choose_from_follow_health(self) -> None:
         for duty, role in (("encode", "encode"), ("answer", "prefill-decode")):
             fit = {i for i in self.instances.all if i.role == role and i.health.usable}
-            first, second = map(set, self.instances.tiers(duty))
-            assert first == {i for i in fit if i.health.preferred}
-            assert second == fit - first
+            assert set(self.instances.usable(duty)) == fit
 
 
 Lives.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
@@ -291,7 +283,6 @@ def test_who_uses_an_instance_hears_that_it_went_down_or_was_removed() -> None:
         first.on_down(lambda: heard.append("first"))
         with instance.in_flight() as over:
             over.on_down(lambda: heard.append("over"))
-        PARK(instance)
         assert heard == []
         GONE(instance)
         GONE(instance)
