@@ -61,8 +61,7 @@ from epd_portable.responses import BODY_TIMEOUT_S
 from epd_portable.transfer.stores.lookup import StoreLookup
 from epd_portable.transfer.stores.metrics import StoreMetrics
 from epd_portable.vllm_plugin import compat
-from epd_portable.vllm_plugin.job_items import KV
-from epd_portable.vllm_plugin.metadata import ItemMetadata
+from epd_portable.vllm_plugin.requests import KV, ItemMetadata
 from epd_portable.vllm_plugin.video_parts import VideoParts
 from epd_portable.wire.params import (
     FIELD,
@@ -124,7 +123,7 @@ class SplitClient(AsyncMPClient):
         index: Of this API server.
 
     Attributes:
-        fail: Ends a request that has not begun with an error.
+        fail: Ends a request with an error at vLLM's server, and its siblings.
         words: Returns the tokens of a text; ``None`` without a tokenizer.
         hop_keys: Of trusted gateways; ``None`` for none.
         is_draining: It takes no new request.
@@ -137,7 +136,7 @@ class SplitClient(AsyncMPClient):
         self.secret = Secret.read(settings.secret_file)
         self.resources = SimpleNamespace(engine_dead=False)
         self.engines_running = False
-        self.fail: Callable[[str, Exception], None] = lambda request_id, error: None
+        self.fail: Callable[[str, BaseException], None] = lambda request_id, error: None
         self.words: Callable[[str], list[int]] | None = None
         paths = [Path(each) for each in settings.sockets]
         self._policy = _policy_of(settings)
@@ -288,8 +287,10 @@ class SplitClient(AsyncMPClient):
         """
         try:
             await self._begin(request)
-        except GracefulHTTPError as error:
-            current().refuse(error)
+        except BaseException as error:
+            if isinstance(error, GracefulHTTPError):
+                current().refuse(error)
+            self.fail(request.request_id, error)
             raise
 
     async def _begin(self, request: EngineCoreRequest) -> None:

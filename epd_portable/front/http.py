@@ -375,8 +375,9 @@ class FrontMiddleware:
         """Take in the fields of a body, and refuse settings that enlarge media."""
         one.model = _text_of(fields.model)
         one.session = one.session or _text_of(fields.session_id)
-        check_settings(self._limits, "mm_processor_kwargs", fields.mm_processor_kwargs)
-        check_settings(self._limits, "media_io_kwargs", fields.media_io_kwargs)
+        for name in ("mm_processor_kwargs", "media_io_kwargs"):
+            if memoryview(raw := getattr(fields, name)).nbytes:
+                check_settings(self._limits, name, raw)
 
 
 def _here() -> str:

@@ -32,7 +32,7 @@ from epd_portable.placement.assignment import (
 )
 from epd_portable.placement.estimates import EncodeTimes
 from epd_portable.placement.instances import InFlight, Instance, WentDownError, while_up
-from epd_portable.vllm_plugin.job_items import encode_request
+from epd_portable.vllm_plugin.requests import encode_request
 from epd_portable.wire.params import EncodeTransfer
 
 logger = logging.getLogger(__name__)

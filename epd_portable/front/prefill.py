@@ -22,7 +22,7 @@ from epd_portable.front.metrics import FrontMetrics
 from epd_portable.front.request import OpenRequest, PrefilledKv
 from epd_portable.front.spans import Spans, set_end
 from epd_portable.placement.assignment import MAX_PREFILLS, RetryBudget
-from epd_portable.vllm_plugin.job_items import prefill_sampling
+from epd_portable.vllm_plugin.requests import prefill_sampling
 
 logger = logging.getLogger(__name__)
 

@@ -69,17 +69,10 @@ class Front(compat.passing_errors(AsyncLLM)):  # type: ignore[misc]
             client.drain(timeout)
         super().shutdown()
 
-    async def _add_request(self, request: Any, *args: Any, **kwargs: Any) -> None:
-        try:
-            await super()._add_request(request, *args, **kwargs)
-        except BaseException:
-            await self.abort(request.request_id, internal=True)
-            raise
-
-    def _fail(self, request_id: str, error: Exception) -> None:
+    def _fail(self, request_id: str, error: BaseException) -> None:
         state = self.output_processor.request_states.get(request_id)
         if state is not None:
-            if state.queue is not None:
+            if state.queue is not None and isinstance(error, Exception):
                 state.queue.put(error)
             # With it its siblings, where several answers were asked for: theirs are not read.
             whole = state.parent_req.request_id if state.parent_req else request_id

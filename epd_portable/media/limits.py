@@ -73,7 +73,7 @@ class MediaLimits:
         return int(self.max_seconds * FRAMES_PER_S)
 
 
-def check_settings(limits: MediaLimits, name: str, raw: msgspec.Raw | None) -> None:
+def check_settings(limits: MediaLimits, name: str, raw: msgspec.Raw) -> None:
     """Check that a request's settings for the processing of media keep within the limits.
 
     Every number in them counts, at whatever depth: edges of pictures and numbers of tiles by what
@@ -81,14 +81,12 @@ def check_settings(limits: MediaLimits, name: str, raw: msgspec.Raw | None) -> N
 
     Args:
         name: ``mm_processor_kwargs`` or ``media_io_kwargs``.
-        raw: As the client sent it; ``None`` or empty if it sent none.
+        raw: JSON from the client.
 
     Raises:
         RequestError: 400; names the number, the limit and the remedy.
     """
-    nbytes = 0 if raw is None else len(memoryview(raw))
-    if raw is None or not nbytes:
-        return
+    nbytes = len(memoryview(raw))
     if nbytes > MAX_SETTINGS_BYTES:
         raise _refused(
             f"{name} has {nbytes} bytes: at most {MAX_SETTINGS_BYTES} are allowed; send fewer "

@@ -46,8 +46,8 @@ from epd_portable.transfer.worker_endpoint import WorkerEndpoint
 from epd_portable.vllm_plugin import agreement, compat, exposition
 from epd_portable.vllm_plugin.encoder_memory import cache_bytes
 from epd_portable.vllm_plugin.media_again import MediaOfWorkers
-from epd_portable.vllm_plugin.metadata import ItemMetadata, encoded_items, output_tensor
 from epd_portable.vllm_plugin.reports import Kind, StepMetadata, from_names, to_names
+from epd_portable.vllm_plugin.requests import ItemMetadata, encoded_items, output_tensor
 from epd_portable.wire.descriptors import TensorSpec
 from epd_portable.wire.params import (
     EncodeParams,

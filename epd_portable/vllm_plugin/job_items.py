@@ -1,4 +1,4 @@
-"""Jobs: from what a front's vLLM made of items and prompts to messages, and to an engine's vLLM.
+"""Jobs for other machines: a front's requests as messages, and these as an engine's requests.
 
 An engine trusts its clients: a tensor of another shape than its model expects ends it. So a job's
 fields are compared with what the engine's own processor makes, before the engine sees them.
@@ -15,14 +15,19 @@ import torch
 from vllm.config import VllmConfig
 from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, MultiModalKwargsItems, PlaceholderRange
-from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreRequest
 
 from epd_portable.config.roles import ENCODES, SENDS_KV, Role
 from epd_portable.config.secret import Secret
 from epd_portable.errors import ProtocolError
 from epd_portable.vllm_plugin import compat
-from epd_portable.vllm_plugin.metadata import ItemMetadata
+from epd_portable.vllm_plugin.requests import (
+    KV,
+    ItemMetadata,
+    encode_request,
+    prefill_sampling,
+    request_of,
+)
 from epd_portable.wire.jobs import (
     JOB_DTYPES,
     EncodeJob,
@@ -36,81 +41,12 @@ from epd_portable.wire.jobs import (
 from epd_portable.wire.params import (
     FIELD,
     EncodeParams,
-    EncodeTransfer,
     PrefillParams,
     read_params,
-    to_params,
 )
 
-KV = "kv_transfer_params"
-"""vLLM's field of ``extra_args`` and of outputs."""
-_WANTS_KV = {"do_remote_decode": True, "do_remote_prefill": False}
-"""vLLM's parameters of a request whose tokens are generated elsewhere."""
 _TENSOR = "tensor"
 _MAX_DEPTH = 3
-
-
-def encode_request(
-    job: str,
-    token_ids: Sequence[int],
-    feature: MultiModalFeatureSpec,
-    transfer: EncodeTransfer,
-    *,
-    arrival_time: float,
-    lora_request: Any = None,
-    priority: int = 0,
-    trace_headers: Any = None,
-) -> EngineCoreRequest:
-    """Return the request that has one item encoded and brought to its consumer.
-
-    Args:
-        token_ids: Of the item's places, which begin at 0.
-    """
-    params = to_params(EncodeParams(transfers=(transfer,)))
-    sampling = SamplingParams(max_tokens=1, temperature=0, extra_args={FIELD: params})
-    return _request(
-        job,
-        token_ids,
-        [feature],
-        sampling,
-        arrival_time=arrival_time,
-        lora_request=lora_request,
-        priority=priority,
-        trace_headers=trace_headers,
-    )
-
-
-def prefill_sampling(params: PrefillParams | None = None) -> SamplingParams:
-    """Return the parameters of a request that computes a prompt and generates one token.
-
-    Args:
-        params: Of items that encode engines bring.
-    """
-    extra: dict[str, Any] = {KV: {**_WANTS_KV}}
-    if params is not None:
-        extra[FIELD] = to_params(params)
-    return SamplingParams(max_tokens=1, temperature=0, ignore_eos=True, extra_args=extra)
-
-
-def _request(
-    job: str,
-    token_ids: Sequence[int],
-    features: list[MultiModalFeatureSpec],
-    sampling: SamplingParams,
-    *,
-    cache_salt: str | None = None,
-    **others: Any,
-) -> EngineCoreRequest:
-    return EngineCoreRequest(
-        request_id=job,
-        prompt_token_ids=[*token_ids],
-        mm_features=features or None,
-        sampling_params=sampling,
-        pooling_params=None,
-        cache_salt=cache_salt,
-        data_parallel_rank=None,
-        **others,
-    )
 
 
 def to_job(
@@ -119,7 +55,7 @@ def to_job(
     """Return an encode or a prefill job as a message, and the bytes of its tensors.
 
     Args:
-        request: As made by `encode_request`, or with the parameters of `prefill_sampling`.
+        request: By `encode_request`, or with the parameters of `prefill_sampling`.
 
     Raises:
         ProtocolError: It cannot be sent.
@@ -296,7 +232,7 @@ class JobReader:
         sampling = prefill_sampling(params)
         # vLLM's own reset fails while blocks are in use, as those of other fronts always are.
         salt = f"{self.resets} {job.cache_salt or ''}" if self.resets else job.cache_salt
-        return _request(job.job, tokens, features, sampling, cache_salt=salt, **others)
+        return request_of(job.job, tokens, features, sampling, cache_salt=salt, **others)
 
     def _lora(self, lora: JobLora | None) -> LoRARequest | None:
         if lora is None:

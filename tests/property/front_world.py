@@ -282,9 +282,8 @@ class World:
         try:
             await self.client.add_request_async(request(one.name, pictures))
         except GracefulHTTPError as error:
-            one.ends.append(f"refused: {error}")
+            assert one.ends == [f"failed: {error}"], one
             self.happened["refused"] += 1
-            await self.client.abort_requests_async([one.name])
 
     async def _give_up(self) -> None:
         if open_ := [each for each in self.asked.values() if not each.ends and not each.given_up]:

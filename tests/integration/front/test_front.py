@@ -466,6 +466,7 @@ async def test_a_front_that_stops_ends_what_is_open_and_takes_nothing(make: Make
         await asyncio.sleep(0)
     with pytest.raises(GracefulHTTPError):
         await front.ask(name="s")
+    assert {*front.failed} == {"s"}  # vLLM's server has registered it, and its siblings.
     await front.says("pd-0", "r", 7, end=ENDED)
     assert await front.answers() == [("r", [7], ENDED)]
     await stopping

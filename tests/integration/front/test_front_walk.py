@@ -6,7 +6,7 @@ import json
 import re
 import sys
 from pathlib import Path
-from types import FrameType, SimpleNamespace
+from types import FrameType
 from typing import Any, cast
 
 import pytest
@@ -19,7 +19,6 @@ from vllm.v1.engine import FinishReason
 
 import epd_portable
 from epd_portable.front.http import FrontMiddleware
-from epd_portable.front.server import Front
 from epd_portable.media.limits import MediaLimits
 from tests.integration.front import test_front
 from tests.integration.front.played_front import request
@@ -60,18 +59,11 @@ class Walk:
 
 async def test_image_enters_the_files_of_the_page(make: Make) -> None:  # noqa: F811
     played = make("e-0", "pd-0")
-    front: Any = object.__new__(Front)
-    front.engine_core = played.client
-    front.output_processor = SimpleNamespace(
-        has_request=lambda _: True, add_request=lambda *_: None
-    )
-    front.log_requests = False
-    front.shutdown = lambda: None
 
     async def vllm(scope: Any, receive: Any, send: Any) -> None:
         while (await receive()).get("more_body"):
             pass
-        await front._add_request(request(scope["path"], ("a",)), None, None, 0, None)
+        await played.client.add_request_async(request(scope["path"], ("a",)))
         await test_front.settle()
         await played.says("e-0", played.engines["e-0"].last.request_id, end=FinishReason.STOP)
         await played.says("pd-0", scope["path"], 7, end=FinishReason.STOP)

@@ -44,13 +44,8 @@ from epd_portable.transfer.curve import CurveGate, read_keys, secure_client
 from epd_portable.transfer.stores.lookup import StoredItem
 from epd_portable.vllm_plugin import compat
 from epd_portable.vllm_plugin.agreement import kv_form
-from epd_portable.vllm_plugin.job_items import (
-    KV,
-    JobReader,
-    encode_request,
-    prefill_sampling,
-    to_job,
-)
+from epd_portable.vllm_plugin.job_items import JobReader, to_job
+from epd_portable.vllm_plugin.requests import KV, encode_request, prefill_sampling
 from epd_portable.wire import jobs
 from epd_portable.wire.params import (
     CacheNews,

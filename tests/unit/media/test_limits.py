@@ -38,11 +38,6 @@ def test_settings_within_the_limits_are_accepted(settings: object) -> None:
     check_settings(LIMITS, NAME, raw(settings))
 
 
-def test_absent_settings_are_accepted() -> None:
-    for absent in (None, msgspec.Raw()):
-        check_settings(LIMITS, NAME, absent)
-
-
 @pytest.mark.parametrize(
     ("settings", "words"),
     [

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.needs_vllm
 def make_metadata() -> Any:
     from vllm.config import ModelConfig
 
-    from epd_portable.vllm_plugin.metadata import ItemMetadata
+    from epd_portable.vllm_plugin.requests import ItemMetadata
 
     config = ModelConfig(model=str(MODEL_DIR), dtype="float32", max_model_len=256)
     return ItemMetadata(SimpleNamespace(model_config=config))  # type: ignore[arg-type]

@@ -1,4 +1,6 @@
-"""The items of a request, and their metadata: the fields that size an item's place in the prompt.
+"""vLLM's requests: their items with and without media, and requests of encode and prefill jobs.
+
+Metadata of an item are the fields that size its place in the prompt.
 
 The front replaces an item's media by its metadata for the engine that does not encode it. vLLM
 declares the fields of a model (``MultiModalDataParser.embedding_fields``, by
@@ -7,17 +9,28 @@ declares the fields of a model (``MultiModalDataParser.embedding_fields``, by
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
+
+from vllm.sampling_params import SamplingParams
+from vllm.v1.engine import EngineCoreRequest
 
 from epd_portable.encode.dispatcher import EncodedItem
 from epd_portable.items.table import PromptItem
 from epd_portable.vllm_plugin import compat
 from epd_portable.wire.descriptors import TensorSpec
+from epd_portable.wire.params import FIELD, EncodeParams, EncodeTransfer, PrefillParams, to_params
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.multimodal.inputs import MultiModalFeatureSpec
     from vllm.v1.request import Request
+
+KV = "kv_transfer_params"
+"""vLLM's field of ``extra_args`` and of outputs."""
+_WANTS_KV = {"do_remote_decode": True, "do_remote_prefill": False}
+"""vLLM's parameters of a request whose tokens are generated elsewhere."""
 
 
 def output_tensor(config: VllmConfig, feature: Any) -> TensorSpec:
@@ -34,6 +47,76 @@ def encoded_items(config: VllmConfig, request: Request) -> list[EncodedItem]:
         EncodedItem(each.identifier, each.modality, output_tensor(config, each))
         for each in request.mm_features
     ]
+
+
+def encode_request(
+    job: str,
+    token_ids: Sequence[int],
+    feature: MultiModalFeatureSpec,
+    transfer: EncodeTransfer,
+    *,
+    arrival_time: float,
+    lora_request: Any = None,
+    priority: int = 0,
+    trace_headers: Any = None,
+) -> EngineCoreRequest:
+    """Return the request that has one item encoded and brought to its consumer.
+
+    Args:
+        token_ids: Of the item's places, which begin at 0.
+    """
+    params = to_params(EncodeParams(transfers=(transfer,)))
+    sampling = SamplingParams(max_tokens=1, temperature=0, extra_args={FIELD: params})
+    return request_of(
+        job,
+        token_ids,
+        [feature],
+        sampling,
+        arrival_time=arrival_time,
+        lora_request=lora_request,
+        priority=priority,
+        trace_headers=trace_headers,
+    )
+
+
+def prefill_sampling(params: PrefillParams | None = None) -> SamplingParams:
+    """Return the parameters of a request that computes a prompt and generates one token.
+
+    Args:
+        params: Of items that encode engines bring.
+    """
+    extra: dict[str, Any] = {KV: {**_WANTS_KV}}
+    if params is not None:
+        extra[FIELD] = to_params(params)
+    return SamplingParams(max_tokens=1, temperature=0, ignore_eos=True, extra_args=extra)
+
+
+def request_of(
+    job: str,
+    token_ids: Sequence[int],
+    features: list[MultiModalFeatureSpec],
+    sampling: SamplingParams,
+    *,
+    cache_salt: str | None = None,
+    **others: Any,
+) -> EngineCoreRequest:
+    """Return a request of a job.
+
+    Args:
+        token_ids: Token ids of the prompt.
+        features: Items of the prompt, in order.
+        others: Further fields.
+    """
+    return EngineCoreRequest(
+        request_id=job,
+        prompt_token_ids=[*token_ids],
+        mm_features=features or None,
+        sampling_params=sampling,
+        pooling_params=None,
+        cache_salt=cache_salt,
+        data_parallel_rank=None,
+        **others,
+    )
 
 
 class ItemMetadata:
