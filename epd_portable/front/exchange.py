@@ -134,7 +134,6 @@ class FrontExchange:
         names: Names of the distinct items, in their order.
         encoded: Encoder of each item that is not encoded elsewhere, by the item's name.
         left_out: Names of items that the response does without.
-        headers: All headers, in lower case.
         model: Name that the client asks for.
         session: Name of the client's conversation; or empty.
         hints: Engines that a trusted gateway names; ``None`` for clients.
@@ -157,15 +156,10 @@ class FrontExchange:
     names: dict[str, None] = field(default_factory=dict)
     encoded: dict[str, Instance] = field(default_factory=dict)
     left_out: set[str] = field(default_factory=set)
-    headers: Mapping[str, str] = field(default_factory=dict)
     model: str = ""
     session: str = ""
     hints: Hints | None = None
     explanation: Explanation | None = None
-
-    def get(self, name: str) -> str:
-        """Return a header; empty without it."""
-        return self.headers.get(name, "").strip()
 
     def explain(self, decision: Decision) -> None:
         """Record a decision, if the client wants it."""

@@ -360,7 +360,7 @@ class FrontMiddleware:
         """Read the headers that place a request; return why they are refused."""
         assert self._client is not None
         headers = {k.decode("latin-1"): v.decode("latin-1") for k, v in scope["headers"]}
-        one.headers, one.session = headers, headers.get(SESSION_HEADER, "")
+        one.session = headers.get(SESSION_HEADER, "")
         if self._settings.explains and headers.get(EXPLAIN_HEADER) == "1":
             one.explanation = Explanation()
         keys = self._client.hop_keys

@@ -442,7 +442,6 @@ class _ByPolicy(EngineChoices):
             item=item,
             prompt=prompt,
             having=self.pool.caches.with_prefix(prompt.blocks),
-            profile=exchange.get(self.policy.profile_header),
         )
 
 

@@ -19,7 +19,6 @@ in flight at that limit.
 from __future__ import annotations
 
 import asyncio
-import heapq
 import math
 import time
 from collections import Counter, OrderedDict
@@ -78,74 +77,6 @@ class QueuedRequest:
         self.lane = 0
 
 
-class _Shares:
-    """How much each key was served, in parts of limits.
-
-    Attributes:
-        served: By key; a key that begins to wait is not behind the others for the time before.
-        level: Of the key that was served last.
-    """
-
-    def __init__(self) -> None:
-        self.served: dict[bytes, float] = {}
-        self.level = 0.0
-
-    def join(self, key: bytes) -> None:
-        self.served[key] = max(self.level, self.served.get(key, 0.0))
-
-    def charge(self, key: bytes, part: float) -> None:
-        self.level = max(self.level, self.served[key])
-        self.served[key] = self.level + part
-
-
-class _Lane:
-    """Requests of one priority that take of the same limits: a queue for each key."""
-
-    def __init__(self, shares: _Shares) -> None:
-        self.queues: dict[bytes, OrderedDict[int, QueuedRequest]] = {}
-        self._shares = shares
-        # What a key was served, the number of its first request here, and the key; as of when it
-        # was pushed. Both only grow, so an entry is corrected when it comes to the top.
-        self._heads: list[tuple[float, int, bytes]] = []
-
-    def append(self, request: QueuedRequest) -> None:
-        queue = self.queues.setdefault(request.key, OrderedDict())
-        queue[request.number] = request
-        if len(queue) == 1:
-            self._push(request.key)
-
-    def remove(self, request: QueuedRequest) -> None:
-        queue = self.queues[request.key]
-        is_first = next(iter(queue)) == request.number
-        del queue[request.number]
-        if not queue:
-            del self.queues[request.key]
-        elif is_first:
-            self._push(request.key)
-
-    def first(self) -> tuple[float, int, QueuedRequest]:
-        """Return what the key of the next request was served, its number, and the request."""
-        while True:
-            served, number, key = self._heads[0]
-            queue = self.queues.get(key)
-            if queue is None or next(iter(queue)) != number:
-                heapq.heappop(self._heads)
-            elif served != self._shares.served[key]:
-                heapq.heapreplace(self._heads, (self._shares.served[key], number, key))
-            else:
-                return served, number, queue[number]
-
-    def _push(self, key: bytes) -> None:
-        if len(self._heads) > 2 * len(self.queues) + 64:
-            self._heads = [self._head(each) for each in self.queues]
-            heapq.heapify(self._heads)
-        else:
-            heapq.heappush(self._heads, self._head(key))
-
-    def _head(self, key: bytes) -> tuple[float, int, bytes]:
-        return self._shares.served[key], next(iter(self.queues[key])), key
-
-
 class AdmissionQueue:
     """Order of requests beyond the limits; no I/O.
 
@@ -168,11 +99,12 @@ class AdmissionQueue:
         self._arrived = 0
         self._lacking = 0
         """Limits that those lacked which the last `admit` left waiting, a bit for each."""
-        self._priorities: dict[int, dict[int, _Lane]] = {}
-        """Lanes that are not empty, by priority."""
-        self._waiting_of_key: Counter[bytes] = Counter()
-        self._waiting_in_lane: Counter[int] = Counter()
-        self._shares = _Shares()
+        self._queues: dict[tuple[int, int, bytes], OrderedDict[int, QueuedRequest]] = {}
+        """Requests that wait, by priority, lane and key; none is empty."""
+        self._served: dict[bytes, float] = {}
+        """Parts of limits that each key got, while any request waits."""
+        self._level = 0.0
+        """Of the key that was served last: no key that begins to wait has less."""
 
     def enter(self, request: QueuedRequest) -> None:
         """Add a new request: admitted at once, or waiting for `admit`."""
@@ -183,17 +115,17 @@ class AdmissionQueue:
         request.number = self._arrived
         request.lane = sum(1 << kind for kind, amount in enumerate(request.amounts) if amount)
         request.where = "waiting"
-        if not self._waiting_of_key[request.key]:
-            self._shares.join(request.key)
-        self._count(request, 1)
-        lanes = self._priorities.setdefault(request.priority, {})
-        lanes.setdefault(request.lane, _Lane(self._shares)).append(request)
+        self.waiting += 1
+        place = _, _, key = request.priority, request.lane, request.key
+        if not any(each == key for _, _, each in self._queues):
+            self._served[key] = max(self._level, self._served.get(key, 0.0))
+        self._queues.setdefault(place, OrderedDict())[request.number] = request
 
     def admit(self) -> list[QueuedRequest]:
         """Return requests that are admitted now, in order."""
         admitted: list[QueuedRequest] = []
         lacking = 0
-        for priority in sorted(self._priorities):
+        for priority in sorted({each for each, _, _ in self._queues}):
             request, lacking_here = self._next(priority, lacking)
             while request is not None:
                 self._charge(request)
@@ -202,8 +134,6 @@ class AdmissionQueue:
                 admitted.append(request)
                 request, lacking_here = self._next(priority, lacking)
             lacking = lacking_here
-            if self._all_lack(lacking):
-                break
         self._lacking = lacking
         return admitted
 
@@ -216,8 +146,9 @@ class AdmissionQueue:
             return None
         count: Counter[bytes] = Counter()
         latest: dict[bytes, QueuedRequest] = {}
-        for lane in self._priorities[max(self._priorities)].values():
-            for key, queue in lane.queues.items():
+        lowest = max(priority for priority, _, _ in self._queues)
+        for (priority, _, key), queue in self._queues.items():
+            if priority == lowest:
                 count[key] += len(queue)
                 last = queue[next(reversed(queue))]
                 if key not in latest or latest[key].number < last.number:
@@ -273,10 +204,16 @@ class AdmissionQueue:
 
         ``lacking`` is what those of smaller priorities lack.
         """
-        lanes = self._priorities.get(priority, {})
-        for *_, request in sorted(lane.first() for lane in lanes.values()):
-            if self._all_lack(lacking):
+        lanes = {lane for _, lane, _ in self._queues}
+        heads = [
+            (self._served[key], next(iter(queue)), queue)
+            for (each, _, key), queue in self._queues.items()
+            if each == priority
+        ]
+        for _, number, queue in sorted(heads, key=lambda head: head[:2]):
+            if all(lane & lacking for lane in lanes):
                 break
+            request = queue[number]
             lacks = self._lacks(request)
             if not lacks and not request.lane & lacking:
                 return request, lacking
@@ -284,38 +221,25 @@ class AdmissionQueue:
             lacking |= lacks
         return None, lacking
 
-    def _all_lack(self, lacking: int) -> bool:
-        return all(lane & lacking for lane in self._waiting_in_lane)
-
     def _charge(self, request: QueuedRequest) -> None:
         parts = [
             min(amount / limit, 1.0)
             for amount, limit in zip(request.amounts, self._limits, strict=True)
             if limit is not None
         ]
-        self._shares.charge(request.key, max(parts, default=0.0))
+        self._level = max(self._level, self._served[request.key])
+        self._served[request.key] = self._level + max(parts, default=0.0)
 
     def _remove(self, request: QueuedRequest) -> None:
-        lanes = self._priorities[request.priority]
-        lane = lanes[request.lane]
-        lane.remove(request)
-        if not lane.queues:
-            del lanes[request.lane]
-        if not lanes:
-            del self._priorities[request.priority]
-        self._count(request, -1)
+        self.waiting -= 1
+        place = request.priority, request.lane, request.key
+        queue = self._queues[place]
+        del queue[request.number]
+        if not queue:
+            del self._queues[place]
         if not self.waiting:
             # Later requests start afresh, and keys that ask no more are forgotten.
-            self._shares = _Shares()
-
-    def _count(self, request: QueuedRequest, change: int) -> None:
-        self.waiting += change
-        self._waiting_of_key[request.key] += change
-        self._waiting_in_lane[request.lane] += change
-        if not self._waiting_of_key[request.key]:
-            del self._waiting_of_key[request.key]
-        if not self._waiting_in_lane[request.lane]:
-            del self._waiting_in_lane[request.lane]
+            self._served, self._level = {}, 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

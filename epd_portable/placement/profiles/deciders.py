@@ -63,11 +63,6 @@ class _PrefixBasedDecider(Parameters):
 class Handler(Parameters):
     """What holds without a handler: a profile is for the stage that it is named after."""
 
-    @property
-    def header(self) -> str:
-        """Header that names the profile for one request, in lower case; or empty."""
-        return ""
-
     def profile_of(self, stage: Stage) -> str:
         """Return the name of a stage's profile."""
         return stage
@@ -113,18 +108,6 @@ class _EpdProfileHandler(Handler):
         return self.deciderPluginName if stage == "encode" else None
 
 
-class _HeaderProfileHandler(_SingleProfileHandler):
-    headerName: Name = "EPP-Profile"
-    defaultProfile: Name = "decode"
-
-    @property
-    def header(self) -> str:
-        return self.headerName.strip().lower()
-
-    def profile_of(self, stage: Stage) -> str:
-        return self.defaultProfile if stage == "decode" else stage
-
-
 TYPES: Mapping[str, type[Parameters]] = {
     "always-disagg-multimodal-decider": _Always,
     "always-disagg-pd-decider": _Always,
@@ -132,6 +115,5 @@ TYPES: Mapping[str, type[Parameters]] = {
     "prefix-based-pd-decider": _PrefixBasedDecider,
     "disagg-profile-handler": _DisaggProfileHandler,
     "epd-profile-handler": _EpdProfileHandler,
-    "header-profile-handler": _HeaderProfileHandler,
     "single-profile-handler": _SingleProfileHandler,
 }

@@ -23,7 +23,6 @@ from epd_portable.placement.profiles.scorers import (
     ConsistentHashScorer,
     EmbeddingsCache,
     MaxScorePicker,
-    NoHitLruScorer,
     PrefixCache,
 )
 from epd_portable.placement.profiles.selection_types import (
@@ -105,9 +104,6 @@ class Profile:
             return None
         totals = self._scored(request, left, decision)
         chosen = self._picked(request, left, totals)
-        for scorer, _ in self.scorers.values():
-            if isinstance(scorer, NoHitLruScorer):
-                scorer.note_picked(chosen)
         if is_explained:
             decision.totals = {each.name: one for each, one in zip(left, totals, strict=True)}
             decision.winner = chosen.name
@@ -182,7 +178,6 @@ class Policy:
         block_tokens: Size of a block.
         most_blocks: Blocks of a prompt that are compared.
         wants_loads: Whether instances are to report how busy they are.
-        profile_header: Header by which a request may name a profile, in lower case; or empty.
     """
 
     def __init__(self, section: ChoiceSection) -> None:
@@ -200,8 +195,6 @@ class Policy:
             raise ConfigError(f"{len(handlers)} profile handlers are given: keep one")
         self._handler = handlers[0] if handlers else Handler()
         self._profiles = {each.name: self._profile(each) for each in section.schedulingProfiles}
-        # Of one profile there is nothing to choose.
-        self.profile_header = self._handler.header if len(self._profiles) > 1 else ""
         self._default = Profile(
             "default", {}, {"consistent-hash-scorer": (ConsistentHashScorer(), 1.0)}
         )
@@ -233,12 +226,6 @@ class Policy:
         the same, is chosen for as by default: by key, among those with room.
         """
         profile = self.stages.get(request.stage, self._default)
-        if request.profile:
-            if request.profile not in self._profiles:
-                if decision is not None:
-                    decision.reason = f"there is no profile {request.profile[:64]!r}"
-                return None
-            profile = self._profiles[request.profile]
         return profile.choose(request, candidates, decision)
 
     def why_together(self, request: SelectionRequest, decode: Candidate | None) -> str:
@@ -302,7 +289,7 @@ class Policy:
             name = self._handler.profile_of(stage)
             if name in profiles:
                 found[stage] = profiles[name]
-            elif name != stage and not (self._handler.header and len(profiles) == 1):
+            elif name != stage:
                 raise ConfigError(
                     f"the handler names profile {name!r} for {stage}, which schedulingProfiles "
                     f"lack: {known}"

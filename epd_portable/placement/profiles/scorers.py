@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import bisect
-import functools
 import itertools
 from collections.abc import Mapping, Sequence
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field, PrivateAttr
+from pydantic import Field
 
-from epd_portable.placement.estimates import Recent
 from epd_portable.placement.profiles.filters import (
     Count,
     CountOrZero,
-    Name,
     OnRing,
     Parameters,
     Part,
@@ -209,87 +206,6 @@ class _TokenLoadScorer(Parameters):
         ]
 
 
-class NoHitLruScorer(Parameters):
-    """``no-hit-lru-scorer``: prompts that no candidate has any of go round."""
-
-    wants_blocks: ClassVar[bool] = True
-
-    lruSize: Count = 1024
-
-    _last: Recent[str] = PrivateAttr()
-    _is_new: bool = PrivateAttr(False)
-
-    def model_post_init(self, context: object) -> None:
-        """Make the list of instances that got such a prompt, the latest one last."""
-        self._last = Recent(self.lruSize)
-
-    def score(self, request: SelectionRequest, candidates: Candidates) -> Scores:
-        """See `Scorer`."""
-        self._is_new = not any(request.cached_tokens(candidates))
-        if not self._is_new:
-            return [0.5] * len(candidates)
-        if len(candidates) == 1:
-            return [1.0]
-        # Those that never got one first, in their order; the one that got one last at the end.
-        never = [each.name for each in candidates if each.name not in self._last]
-        ranks = {name: rank for rank, name in enumerate([*never, *self._last])}
-        most = len(candidates) - 1
-        return [max(0.0, 1 - ranks[each.name] / most) for each in candidates]
-
-    def note_picked(self, candidate: Candidate) -> None:
-        """Note which candidate gets the request that was scored for last."""
-        if self._is_new:
-            self._last.use((candidate.name,))
-
-
-class _ContextLengthAware(Parameters):
-    """By a label that names the prompts an instance is for: ``0-2048``, in tokens."""
-
-    wants_blocks: ClassVar[bool] = True
-
-    label: Name = "llm-d.ai/context-length-range"
-    enableFiltering: bool = False
-
-    def keep(self, request: SelectionRequest, candidates: Candidates) -> Candidates:
-        if not self.enableFiltering:
-            return candidates
-        ranges = [_range(each.labels.get(self.label)) for each in candidates]
-        return [
-            each
-            for each, (least, most) in zip(candidates, ranges, strict=True)
-            if least <= request.prompt.tokens <= most
-        ]
-
-    def score(self, request: SelectionRequest, candidates: Candidates) -> Scores:
-        return [
-            self._score(request.prompt.tokens, each.labels.get(self.label)) for each in candidates
-        ]
-
-    @staticmethod
-    def _score(tokens: int, label: str | None) -> float:
-        if label is None:
-            return 0.5
-        least, most = _range(label)
-        if most < least:
-            return 0.0
-        if least <= tokens <= most:
-            width = most - least
-            narrow, room = 1 / (1 + width / 10_000), (most - tokens) / (width or 1)
-            return 0.3 + 0.7 * (0.7 * narrow + 0.3 * room) if width else 1.0
-        return 0.3 / (1 + max(tokens - most, least - tokens) / 1000)
-
-
-@functools.lru_cache(maxsize=1024)
-def _range(label: str | None) -> tuple[float, float]:
-    """Return the least and the most tokens; of a label that says none, nothing is between them."""
-    if label is None:
-        return 0, float("inf")
-    parts = [part.strip() for part in label.split("-")]
-    if len(parts) != 2 or not all(part.isascii() and part.isdigit() for part in parts):
-        return 1, 0
-    return int(parts[0]), int(parts[1])
-
-
 # By a hash.
 
 
@@ -323,14 +239,12 @@ TYPES: Mapping[str, type[Parameters]] = {
     "encode-load-scorer": _EncodeLoadScorer,
     "encode-time-scorer": _EncodeTimeScorer,
     "token-load-scorer": _TokenLoadScorer,
-    "no-hit-lru-scorer": NoHitLruScorer,
     "prefix-cache-scorer": PrefixCache,
     "precise-prefix-cache-scorer": PrefixCache,
     "mm-embeddings-cache-scorer": EmbeddingsCache,
     "session-affinity-scorer": _SessionAffinityScorer,
     "consistent-hash-scorer": ConsistentHashScorer,
     "weight-scorer": _WeightScorer,
-    "context-length-aware": _ContextLengthAware,
 }
 
 

@@ -44,7 +44,6 @@ class SelectionRequest:
         item: For ``encode`` the one that is to be encoded.
         prompt: Its text, and its media by their content; empty where an item is to be encoded.
         having: Whose caches have the first block of it; ``None`` if that was not looked up.
-        profile: Of the configuration, if the request names one that it may name.
     """
 
     stage: Stage
@@ -55,7 +54,6 @@ class SelectionRequest:
     item: RequestItem | None = None
     prompt: Prompt = NO_PROMPT
     having: Collection[CacheEstimate] | None = None
-    profile: str = ""
 
     @property
     def blocks(self) -> Sequence[int]:

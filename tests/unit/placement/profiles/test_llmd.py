@@ -11,9 +11,7 @@ import pytest
 from epd_portable.config.choice import ChoiceSection, parse_choice, with_file
 from epd_portable.errors import ConfigError
 from epd_portable.placement.instances import LoadReport
-from epd_portable.placement.profiles.catalogue import make_plugin
 from epd_portable.placement.profiles.policy import Policy
-from epd_portable.placement.profiles.scorers import NoHitLruScorer
 from epd_portable.placement.profiles.selection_types import SelectionRequest
 from tests.unit.placement.profiles.situations import (
     Snapshot,
@@ -143,58 +141,6 @@ def test_affinity_may_be_explored_and_its_gate_left_out() -> None:
     assert kept(kind, LONG, there, maxTTFTPenaltyMs=0, explorationProbability=1) == "a b"
     assert kept(kind, LONG, there, affinityThreshold=0) == "a b"
     assert kept(kind, asked(), there) == "a b"
-
-
-def test_prompts_that_nobody_has_go_round() -> None:
-    one = make_plugin("no-hit-lru-scorer", "x", {})
-    assert isinstance(one, NoHitLruScorer)
-    there = [pd("a"), pd("b"), pd("c")]
-    assert one.score(LONG, there) == [1, 0.5, 0]
-    one.note_picked(there[1])
-    assert one.score(LONG, there) == [1, 0, 0.5]
-    one.note_picked(there[0])
-    one.score(LONG, [pd("a", cached=1), *there[1:]])
-    one.note_picked(there[2])  # Of a prompt that somebody has.
-    assert one.score(LONG, there) == [0, 0.5, 1]
-    assert one.score(LONG, [there[0]]) == [1]
-    assert one.score(LONG, [pd("a", cached=1), *there[1:]]) == [0.5] * 3
-
-
-def test_a_profile_tells_who_got_a_prompt_that_nobody_had() -> None:
-    found = Policy(
-        parse_choice(
-            "plugins: [{type: no-hit-lru-scorer}]\n"
-            "schedulingProfiles: [{name: decode, plugins: [{pluginRef: no-hit-lru-scorer}]}]"
-        )
-    )
-    there = [pd("a"), pd("b"), pd("c")]
-    went = [chosen.name for _ in range(6) if (chosen := found.choose(LONG, there))]
-    assert sorted(went[:3]) == ["a", "b", "c"] and went[:3] == went[3:]
-
-
-def test_a_header_may_name_the_profile() -> None:
-    text = """
-plugins:
-- {type: header-profile-handler, parameters: {defaultProfile: all}}
-- {type: by-label, name: large, parameters: {label: size, validValues: [large]}}
-schedulingProfiles:
-- {name: all, plugins: []}
-- {name: large, plugins: [{pluginRef: large}]}
-"""
-    found = Policy(parse_choice(text))
-    assert found.profile_header == "epp-profile"
-    there = [seen("a"), seen("b", labels={"size": "large"})]
-
-    def choose(profile: str) -> set[str]:
-        needs = (asked(key=str(key), profile=profile) for key in range(24))
-        return {chosen.name for need in needs if (chosen := found.choose(need, there))}
-
-    assert (choose(""), choose("large"), choose("Large")) == ({"a", "b"}, {"b"}, set())
-    assert found.why_together(to_encode(), None) == "the handler decides so"
-    # With one profile there is nothing to name, nor need it have the default's name.
-    one = text[: text.index("- {name: all")] + "- {name: large, plugins: [{pluginRef: large}]}\n"
-    found = Policy(parse_choice(one.replace(", parameters: {defaultProfile: all}", "")))
-    assert (found.profile_header, choose("")) == ("", {"b"})
 
 
 # What is said.

@@ -319,30 +319,6 @@ def test_a_repeated_picture_meets_its_encoder_unless_that_is_too_busy() -> None:
     assert scores(kind, busy, need).index(1) == first
 
 
-@pytest.mark.parametrize(
-    ("label", "tokens", "score"),
-    [
-        ("0-2048", 1024, 0.812),
-        ("0-2048", 2048, 0.707),
-        ("0-2048", 4048, 0.1),
-        ("4096-8192", 3096, 0.15),
-        ("700-700", 700, 1.0),
-        ("9-3", 5, 0.0),
-        ("long", 5, 0.0),
-        ("-1-5", 3, 0.0),
-        (None, 5, 0.5),
-    ],
-)
-def test_prompts_meet_instances_for_their_length(
-    label: str | None, tokens: int, score: float
-) -> None:
-    there = [seen("a", labels={"llm-d.ai/context-length-range": label} if label else {})]
-    kind, need = "context-length-aware", asked(tokens=tokens)
-    assert scores(kind, there, need) == [score]
-    assert kept(kind, need, there) == "a"
-    assert (kept(kind, need, there, enableFiltering=True) == "a") is (score > 0.3)
-
-
 # Pickers.
 
 
