@@ -17,7 +17,7 @@ DEMO_RUN := $(BIN)/python -m epd_portable.demo.run --platform $(PLATFORM)
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help env check unit test full npu-sim faults engines hooks perf demo clean
+.PHONY: help env check unit test full mutants npu-sim faults engines hooks perf demo clean
 
 help:  ## List the commands
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -39,6 +39,9 @@ test: env  ## Run the checks and what of the tests fits twelve minutes on two co
 
 full:  ## Run all tests, what `make test` leaves out too, for hours; again to go on where it ended
 	@ci/jobs/full.sh
+
+mutants: env  ## Report the mutants of a package that its tests do not kill: PACKAGES="transfer wire"
+	$(BIN)/python -m tests.mutants $(or $(PACKAGES),transfer wire)
 
 npu-sim:  ## Test the NPU side: the real torch_npu over a simulated Ascend runtime, .venv-npu-sim
 	PYTHON=$(PYTHON) ci/jobs/npu-sim.sh

@@ -69,6 +69,7 @@ class Piece:
 def pieces(*, full: bool) -> list[Piece]:
     """Return the whole suite, each lane in its order."""
     more = ["--full"] if full else []
+    mutants = [*PYTEST[:2], "tests.mutants", "transfer", "wire", "encode", "--least", "70"]
     npu = ["ci/jobs/npu-sim.sh", *([] if full else ["--short"])]
     faults = {"faults": "tests/faults"}
     if full:
@@ -107,6 +108,7 @@ def pieces(*, full: bool) -> list[Piece]:
         # Short: lanes that end first take them, and all end at about the same time.
         npu_piece("faults", "devices"),
         Piece(name="checks", lane="computing", argv=["ci/check.sh"]),
+        *([Piece(name="mutants", lane="computing", argv=mutants)] if full else []),
     ]
 
 

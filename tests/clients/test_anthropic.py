@@ -72,7 +72,7 @@ def test_tokens_are_counted_without_encoding(client: anthropic.Anthropic, encode
     assert counted.input_tokens > 16
 
 
-def test_what_is_refused_is_the_clients_own_kind_of_error(client: anthropic.Anthropic) -> None:
+def test_refusal_is_the_clients_own_kind_of_error(client: anthropic.Anthropic) -> None:
     with pytest.raises(anthropic.BadRequestError, match=r"image|picture"):
         client.messages.create(
             model=MODEL,

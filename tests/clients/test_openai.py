@@ -145,7 +145,7 @@ def test_a_picture_in_a_response(client: openai.OpenAI, encodes: Encodes) -> Non
     assert text == seen_in(25)
 
 
-def test_what_an_instance_would_have_to_keep_is_refused_with_the_reason(
+def test_stored_responses_are_refused_with_the_reason(
     client: openai.OpenAI,
 ) -> None:
     answer = client.responses.create(model=MODEL, input="hello", max_output_tokens=4)
@@ -269,7 +269,7 @@ def test_sound_is_refused_as_the_engine_refuses_it(client: openai.OpenAI) -> Non
     ],
     ids=["model", "value", "address"],
 )
-def test_what_is_refused_is_the_clients_own_kind_of_error(
+def test_refusal_is_the_clients_own_kind_of_error(
     client: openai.OpenAI, changed: Any, kind: type[openai.APIStatusError], words: str
 ) -> None:
     asked = {"model": MODEL, "messages": question(20), "max_tokens": 4, **changed}
@@ -277,7 +277,7 @@ def test_what_is_refused_is_the_clients_own_kind_of_error(
         client.chat.completions.create(**asked)
 
 
-def test_what_the_model_cannot_do_is_the_engines_refusal(client: openai.OpenAI) -> None:
+def test_unsupported_task_gets_the_engines_refusal(client: openai.OpenAI) -> None:
     with pytest.raises(openai.APIStatusError) as refused:
         client.embeddings.create(model=MODEL, input="hello")
     assert refused.value.status_code in (400, 404)

@@ -28,7 +28,7 @@ def test_claims_are_reserved_in_order_until_the_first_that_does_not_fit(desk: De
     assert desk.reserve() == [], "c would fit, but b was first"
 
 
-def test_what_a_running_request_waits_for_comes_before_what_others_wait_for(desk: Desk) -> None:
+def test_running_requests_items_are_granted_first(desk: Desk) -> None:
     desk.claim("seated", "held", 6)
     desk.reserve()
     desk.claim("first", "a", 6)
@@ -44,7 +44,7 @@ def test_what_a_running_request_waits_for_comes_before_what_others_wait_for(desk
     assert desk.reserve() == ["c"]
 
 
-def test_a_request_may_start_when_it_has_all_its_room_or_is_the_first_that_waits(
+def test_request_starts_with_all_its_space_or_as_the_first_waiting(
     desk: Desk,
 ) -> None:
     desk.claim("r", "r1", 4, 0)
@@ -63,7 +63,7 @@ def test_a_request_may_start_when_it_has_all_its_room_or_is_the_first_that_waits
     assert desk.may_start("without items")
 
 
-def test_the_place_of_what_a_request_waits_for_changes_when_it_runs_and_when_it_is_preempted(
+def test_claim_order_follows_start_and_preemption_of_its_request(
     desk: Desk,
 ) -> None:
     desk.claim("r", "a", 6)
@@ -79,7 +79,7 @@ def test_the_place_of_what_a_request_waits_for_changes_when_it_runs_and_when_it_
     assert desk.reserve() == ["b"], "whoever is not running gives way to who came before"
 
 
-def test_who_computes_and_waits_for_room_gets_that_of_requests_that_were_not_started(
+def test_running_request_takes_space_of_requests_not_started(
     desk: Desk,
 ) -> None:
     """They may wait for its seat."""
@@ -98,7 +98,7 @@ def test_who_computes_and_waits_for_room_gets_that_of_requests_that_were_not_sta
 # -- items that several requests want ------------------------------------------------------------
 
 
-def test_nobody_holds_a_present_entry_while_somebody_waits_before_it(desk: Desk) -> None:
+def test_present_entry_is_not_held_while_an_earlier_claim_waits(desk: Desk) -> None:
     desk.claim("r", "here", 6)
     desk.reserve()
     desk.deliver("here")
@@ -118,7 +118,7 @@ def test_nobody_holds_a_present_entry_while_somebody_waits_before_it(desk: Desk)
     assert "here" not in desk.cache
 
 
-def test_a_present_entry_is_held_when_the_turn_comes_and_its_transfer_is_not_wanted(
+def test_present_entry_is_held_in_turn_without_its_transfer(
     desk: Desk,
 ) -> None:
     desk.claim("r", "here", 4)
@@ -173,9 +173,7 @@ def test_an_item_that_is_awaited_under_another_description_is_refused(desk: Desk
 # -- slots ---------------------------------------------------------------------------------------
 
 
-def test_an_idle_resident_is_evicted_when_slots_are_short_and_its_slot_is_used_a_step_later() -> (
-    None
-):
+def test_idle_items_slot_is_reused_a_step_after_its_eviction() -> None:
     desk = Desk(cache_embeds=100, pool_bytes=10)
     desk.claim("r", "old", 8)
     desk.reserve()
@@ -226,7 +224,7 @@ def test_entries_that_occupy_no_slot_are_not_evicted_for_slots() -> None:
     assert "local" in desk.cache
 
 
-def test_an_item_whose_former_slot_is_still_read_gets_another_only_after_that(
+def test_item_gets_a_new_slot_after_its_former_one_was_read(
     desk: Desk,
 ) -> None:
     desk.claim("r", "a", 4)
@@ -295,7 +293,7 @@ def test_an_item_without_transfers_is_encoded_here(desk: Desk) -> None:
     desk.assert_everything_is_back()
 
 
-def test_a_transfer_that_comes_while_an_item_is_to_be_encoded_here_is_in_vain(
+def test_transfer_is_dropped_while_its_item_is_encoded_locally(
     desk: Desk,
 ) -> None:
     desk.claim_local("r", "a", 6)
@@ -307,7 +305,7 @@ def test_a_transfer_that_comes_while_an_item_is_to_be_encoded_here_is_in_vain(
     assert desk.cache.holders("a") == {"r", "s"}
 
 
-def test_an_item_that_cannot_be_encoded_here_is_lost_with_its_last_transfer(desk: Desk) -> None:
+def test_item_without_encoder_is_lost_with_its_last_transfer(desk: Desk) -> None:
     desk.claim("r", "a", 5, metadata_only=True)
     desk.claim("s", "a", 5)
     desk.reserve()
@@ -320,7 +318,7 @@ def test_an_item_that_cannot_be_encoded_here_is_lost_with_its_last_transfer(desk
     assert desk.may_encode("s")
 
 
-def test_who_cannot_encode_an_item_is_told_when_who_could_leaves(desk: Desk) -> None:
+def test_item_is_lost_when_the_only_request_with_media_leaves(desk: Desk) -> None:
     desk.claim_local("r", "a", 5)
     desk.claim_local("s", "a", 5, metadata_only=True)
     desk.reserve()
@@ -381,7 +379,7 @@ def preempted(desk: Desk, size: int) -> None:
     desk.claim_local("first", "a", size)
 
 
-def test_who_waits_for_more_gives_its_room_to_who_came_before_and_lost_it(desk: Desk) -> None:
+def test_later_request_returns_space_to_an_earlier_one(desk: Desk) -> None:
     preempted(desk, 6)
     desk.reserve()
     assert desk.may_encode("first")
@@ -409,7 +407,7 @@ def test_an_item_that_is_being_written_makes_way_once_that_has_ended(
     assert desk.may_encode("first")
 
 
-def test_whoever_computes_gives_no_room_to_who_waits_for_a_seat(desk: Desk) -> None:
+def test_running_request_gives_no_space_to_a_waiting_one(desk: Desk) -> None:
     desk.run("second")
     preempted(desk, 6)
     desk.reserve()
@@ -420,7 +418,7 @@ def test_whoever_computes_gives_no_room_to_who_waits_for_a_seat(desk: Desk) -> N
     assert desk.may_encode("first")
 
 
-def test_of_those_that_wait_for_more_the_last_makes_way_and_no_more_of_them_than_must(
+def test_last_of_the_waiting_requests_gives_way_first(
     desk: Desk,
 ) -> None:
     for name in ("first", "second", "third"):
@@ -435,7 +433,7 @@ def test_of_those_that_wait_for_more_the_last_makes_way_and_no_more_of_them_than
     assert state(desk, "third") is State.WAITING
 
 
-def test_who_has_all_that_it_needs_gives_nothing_up(desk: Desk) -> None:
+def test_request_with_all_its_items_gives_no_space(desk: Desk) -> None:
     desk.claim("first", "a", 6)
     desk.claim("second", "b", 4)
     desk.reserve()
@@ -495,14 +493,14 @@ def test_a_preempted_request_releases_what_is_behind_what_it_needs_again(desk: D
 # -- what could never be -------------------------------------------------------------------------
 
 
-def test_what_could_never_fit_is_known_at_once(desk: Desk) -> None:
+def test_item_larger_than_the_cache_is_refused_at_once(desk: Desk) -> None:
     assert desk.cache.fits_at_all(10, 10)
     assert not desk.cache.fits_at_all(11, 1)
     assert not desk.cache.fits_at_all(1, 11)
     assert desk.cache.fits_at_all(10), "encoded here, it needs no slot"
 
 
-def test_an_item_that_only_others_could_have_again_is_kept_while_room_comes_back(
+def test_item_without_media_is_retained_while_space_is_freed(
     desk: Desk,
 ) -> None:
     desk.claim("q", "e", 4)
@@ -526,7 +524,7 @@ def test_an_item_that_only_others_could_have_again_is_kept_while_room_comes_back
     desk.assert_everything_is_back()
 
 
-def test_an_item_that_its_request_cannot_have_again_is_kept_while_others_are_about_to_compute(
+def test_item_without_media_is_retained_before_others_compute(
     desk: Desk,
 ) -> None:
     desk.claim("q", "e", 4)
@@ -562,9 +560,7 @@ def test_an_item_is_not_left_to_a_request_that_the_prefix_cache_covers(desk: Des
     assert desk.may_start("s")
 
 
-def test_what_could_not_be_encoded_after_a_reset_is_encoded_beside_the_steps_the_next_time() -> (
-    None
-):
+def test_item_is_encoded_beside_steps_after_a_failure_and_a_reset() -> None:
     desk = Desk(background=True)
     desk.claim("r", "a", 4, by_transfer=False)
     desk.reserve()

@@ -131,7 +131,7 @@ def test_ranks_know_themselves(make: MakeGroups) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8], ids=str)
 @pytest.mark.parametrize("shape", [(), (5, 7)], ids=str)
-def test_what_is_sent_arrives_bit_for_bit(
+def test_tensor_arrives_bit_for_bit(
     pair: Sequence[CollectiveGroup], shape: tuple[int, ...], dtype: torch.dtype
 ) -> None:
     sent = on(pair[0], torch.arange(math.prod(shape)).reshape(shape).to(dtype) + 1)
@@ -307,7 +307,7 @@ def test_a_closed_group_refuses_calls_and_says_why(
         call(pair[0], AMPLE_S)
 
 
-def test_after_a_missed_deadline_the_group_is_closed_and_the_peer_finds_it_gone(
+def test_missed_deadline_closes_the_group_at_both_ends(
     pair: Sequence[CollectiveGroup],
 ) -> None:
     with pytest.raises(TransportTimeoutError):

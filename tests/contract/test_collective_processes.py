@@ -137,7 +137,7 @@ def test_a_peer_killed_between_calls_is_found_lost_at_the_next(
 
 
 @pytest.mark.parametrize("stop", ["while receiving", "while sending"])
-def test_a_peer_killed_while_a_tensor_moves_is_an_error_within_the_deadline_and_nothing_else(
+def test_killed_peer_is_an_error_at_the_deadline(
     platform_name: str, host: RendezvousHost, stop: str
 ) -> None:
     with peer(platform_name, host, stop) as process:
@@ -165,7 +165,7 @@ def test_a_peer_killed_while_a_tensor_moves_is_an_error_within_the_deadline_and_
 
 
 @pytest.mark.needs_npu
-def test_on_npu_groups_end_before_torch_npu_uses_the_stream_of_a_failed_one_again(
+def test_npu_groups_end_before_a_failed_ones_stream_is_reused(
     host: RendezvousHost,
 ) -> None:
     platform = NpuPlatform()

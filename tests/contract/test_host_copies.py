@@ -69,7 +69,7 @@ def test_an_output_comes_back_as_it_was(
     assert not copies.take_lost()
 
 
-def test_a_copy_that_was_dropped_does_not_come_back_and_is_said_to_be_missing(
+def test_dropped_copy_stays_away_and_is_reported_missing(
     copies: HostCopies, device: torch.device
 ) -> None:
     copies.carry_out(HostOrders(kept=["cat", "dog"]), {})
@@ -84,7 +84,7 @@ def test_a_copy_that_was_dropped_does_not_come_back_and_is_said_to_be_missing(
     assert not copies.take_lost()
 
 
-def test_a_copy_that_cannot_be_made_ends_nothing_and_the_scheduler_hears_of_it(
+def test_failed_copy_is_reported_to_the_scheduler(
     copies: HostCopies, device: torch.device, caplog: pytest.LogCaptureFixture
 ) -> None:
     copies.carry_out(HostOrders(kept=["cat", "dog"]), {})

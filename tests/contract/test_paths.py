@@ -164,7 +164,7 @@ def _offered(platform: str) -> list[str]:
 # 40 MiB of float32; the same tokens in half the bytes end inside a chunk of any path.
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("num_tokens", [1, 1024, 8 * MIB // ROW_BYTES + 1, 40 * MIB // ROW_BYTES])
-def test_an_item_arrives_bit_for_bit_beside_untouched_neighbours_and_is_placed(
+def test_item_arrives_bit_for_bit_beside_untouched_neighbours(
     route: Route, writer: PathWriter, consumer: Consumer, num_tokens: int, dtype: torch.dtype
 ) -> None:
     src = host_tensor(num_tokens, dtype)
@@ -177,7 +177,7 @@ def test_an_item_arrives_bit_for_bit_beside_untouched_neighbours_and_is_placed(
     assert device.partition(":")[0] == TRAITS[route.pair.prefill].device_type
 
 
-def test_another_rank_of_the_instance_places_the_same_item(
+def test_second_rank_places_the_item(
     writer: PathWriter, consumer: Consumer, make_consumer: Callable[..., Consumer]
 ) -> None:
     src = host_tensor(100, torch.bfloat16)
@@ -225,7 +225,7 @@ def test_several_threads_may_write_at_once(
         assert consumer.digest(slot.offset, slot.nbytes) == digest(src)
 
 
-def test_one_writer_serves_two_consumers(
+def test_writer_serves_two_consumers(
     writer: PathWriter, consumer: Consumer, make_consumer: Callable[..., Consumer]
 ) -> None:
     both = [consumer, make_consumer()]
@@ -254,9 +254,7 @@ def queue(
 
 
 @pytest.mark.parametrize("route", parameters(ONE_SIDED), indirect=True)
-def test_a_consumer_that_was_never_written_is_opened_by_a_write_and_not_by_who_cannot_wait(
-    route: Route, consumer: Consumer
-) -> None:
+def test_new_consumer_is_opened_by_a_blocking_write_only(route: Route, consumer: Consumer) -> None:
     writer = route.writer()
     consumer.fill(MIB, FILL)
     src = source(writer, 10)
@@ -272,7 +270,7 @@ def test_a_consumer_that_was_never_written_is_opened_by_a_write_and_not_by_who_c
 
 
 @pytest.mark.parametrize("num_tokens", [1, 1024, 40 * MIB // ROW_BYTES])
-def test_what_was_queued_has_arrived_when_it_has_finished_and_nothing_is_begun_otherwise(
+def test_queued_write_has_arrived_when_finished_or_never_began(
     route: Route, writer: PathWriter, consumer: Consumer, num_tokens: int
 ) -> None:
     assert_serves(writer, consumer)
@@ -366,7 +364,7 @@ def test_a_lease_that_ends_during_the_write_ends_the_write(
 @pytest.mark.parametrize(
     "route", parameters(route for route in ROUTES if route.fenced), indirect=True
 )
-def test_a_slot_that_is_taken_back_is_not_touched_by_a_fenced_write_under_way(
+def test_revoked_slot_is_untouched_by_a_fenced_write(
     route: Route, consumer: Consumer, at: int
 ) -> None:
     src_bytes = 20 * MIB

@@ -82,7 +82,7 @@ def loaded(store: Store, name: str, nbytes: int = 4096) -> bytes | None:
     return bytes(into)
 
 
-def test_what_one_has_written_another_finds_and_loads(make: Make) -> None:
+def test_written_entry_is_found_and_loaded_by_another(make: Make) -> None:
     writer, reader = make(), make()
     entries = [entry("cat", fill=1), entry("dog", fill=2)]
     assert reader.has_caches([key("cat")]) == [None]
@@ -134,7 +134,7 @@ def test_an_entry_of_another_size_than_is_expected_is_damaged(make: Make, nbytes
     assert loaded(store, "cat") == bytes(entry("cat").payload), "nothing of it is left behind"
 
 
-def test_what_was_not_used_for_the_longest_time_goes_first(make: Make) -> None:
+def test_least_recently_used_entry_is_evicted_first(make: Make) -> None:
     store = make(max_bytes=4 * MiB + 65536)
     names = ["a", "b", "c", "d"]
     for name in names:
@@ -149,7 +149,7 @@ def test_what_was_not_used_for_the_longest_time_goes_first(make: Make) -> None:
     assert there[0] and not there[1] and there[2] and there[4], there
 
 
-def test_all_entries_together_stay_below_the_limit(make: Make) -> None:
+def test_sum_of_entries_stays_below_the_limit(make: Make) -> None:
     store = make(max_bytes=3 * MiB)
     for number in range(20):
         store.save_caches([entry(f"{number}", MiB // 2)])
@@ -167,7 +167,7 @@ def test_an_entry_larger_than_the_whole_store_is_refused(make: Make) -> None:
     assert store.has_caches([key("cat")]) == [None]
 
 
-def test_what_was_not_used_for_its_time_is_gone(make: Make) -> None:
+def test_unused_entry_expires(make: Make) -> None:
     store = make(ttl_s=0.3)
     store.save_caches([entry("cat")])
     deadline_s = time.monotonic() + 30
@@ -358,7 +358,7 @@ def test_entries_that_others_have_removed_are_not_counted_for_ever(
 
 
 @pytest.mark.needs_redis
-def test_what_others_plant_in_place_of_a_head_is_not_read_and_harms_no_other_entry(
+def test_foreign_file_in_place_of_a_head_harms_no_other_entry(
     server: RedisServer,
 ) -> None:
     store = make_store(server.section(timeout_ms=60000))
@@ -447,7 +447,7 @@ def test_links_devices_and_pipes_are_not_opened(tmp_path: Path) -> None:
         loaded(store, "cat")
 
 
-def test_what_others_plant_keeps_no_room_from_being_made(tmp_path: Path) -> None:
+def test_foreign_files_do_not_prevent_eviction(tmp_path: Path) -> None:
     store = of_files(tmp_path, max_bytes=MiB)
     store.save_caches([entry("cat")])
     (path,) = files(tmp_path / "epd-store-1")
@@ -463,9 +463,7 @@ def test_what_others_plant_keeps_no_room_from_being_made(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("plant", [Path.symlink_to, os.mkfifo], ids=["link", "pipe"])
-def test_what_is_no_file_harms_no_other_entry_and_goes(
-    tmp_path: Path, plant: Callable[..., None]
-) -> None:
+def test_foreign_folders_and_links_are_removed(tmp_path: Path, plant: Callable[..., None]) -> None:
     store = of_files(tmp_path)
     store.save_caches([entry("cat"), entry("dog")])
     elsewhere = tmp_path / "elsewhere"

@@ -48,7 +48,7 @@ def test_the_device_writes_into_a_pinned_pool_and_reads_from_it(
         copies.unpin(pool)
 
 
-def test_what_is_refused_to_be_pinned_leaves_the_device_as_it_was(
+def test_failed_pinning_leaves_the_device_unchanged(
     platform: Platform, device: torch.device
 ) -> None:
     """The runtime's error must not be that of the next kernel."""
@@ -58,7 +58,7 @@ def test_what_is_refused_to_be_pinned_leaves_the_device_as_it_was(
     assert torch.full((8,), 2.0, device=device).sum().item() == 16
 
 
-def test_a_copy_comes_back_from_host_memory_beside_its_caller_and_before_later_work(
+def test_copy_returns_beside_its_caller_and_before_later_work(
     platform: Platform,
 ) -> None:
     with Child(platform.name, ASCEND_SIM_COPY_US="300000") as child:

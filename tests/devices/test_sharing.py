@@ -24,7 +24,7 @@ def share(owner: Child, name: str, make: str) -> ShareHandle:
     return msgspec.msgpack.decode(bytes.fromhex(text), type=ShareHandle)
 
 
-def test_each_end_sees_what_the_other_writes(platform: Platform, owner: Child) -> None:
+def test_writes_of_each_end_are_seen_by_the_other(platform: Platform, owner: Child) -> None:
     opened = platform.open_tensor(share(owner, "x", "torch.arange(200, dtype=torch.uint8)"))
     assert opened.cpu().tolist() == list(range(200))
     opened.fill_(7)
@@ -34,7 +34,7 @@ def test_each_end_sees_what_the_other_writes(platform: Platform, owner: Child) -
     assert opened.cpu().unique().tolist() == [9]
 
 
-def test_a_part_of_an_allocation_is_opened_as_that_part_and_its_neighbours_stay(
+def test_part_of_an_allocation_is_opened_without_its_neighbours(
     platform: Platform, owner: Child
 ) -> None:
     assert owner.tell("whole = (torch.arange(4000) % 251).byte().to(device)") == "done"
@@ -46,7 +46,7 @@ def test_a_part_of_an_allocation_is_opened_as_that_part_and_its_neighbours_stay(
     assert same == str(4000 - 512)
 
 
-def test_a_handle_is_opened_again_while_it_is_open_and_when_all_have_let_go(
+def test_handle_is_opened_again_while_open_and_after_close(
     platform: Platform, owner: Child
 ) -> None:
     handle = share(owner, "x", "torch.full((100,), 3, dtype=torch.uint8)")
@@ -72,7 +72,7 @@ def test_a_device_is_found_though_its_owner_counts_it_as_another(platform: Platf
         assert opened.cpu().unique().tolist() == [3]
 
 
-def test_the_device_writes_into_the_slab_of_another_process_behind_its_computation(
+def test_device_writes_into_another_slab_behind_its_computation(
     platform: Platform, owner: Child, device: torch.device
 ) -> None:
     made = f"slab = DeviceSlab(DeviceCopies(platform, last), {NBYTES}, new_session())"

@@ -73,7 +73,7 @@ def test_copies_on_the_copy_stream_run_beside_the_engine_s_work(
     computed.synchronize(AMPLE_S)
 
 
-def test_work_that_waits_for_an_event_comes_after_it_and_its_caller_does_not_wait(
+def test_work_waits_for_its_event_without_blocking_the_caller(
     platform: Platform, target: torch.Tensor
 ) -> None:
     early, late = pinned(0), pinned(0)
@@ -87,7 +87,7 @@ def test_work_that_waits_for_an_event_comes_after_it_and_its_caller_does_not_wai
     assert (early.unique().tolist(), late.unique().tolist()) == ([0], [1])
 
 
-def test_the_copy_stream_of_a_device_is_always_the_same_and_not_the_engine_s(
+def test_copy_stream_of_a_device_is_one_and_not_the_engines(
     platform: Platform, device: torch.device
 ) -> None:
     current = runtime(platform).current_stream
@@ -101,7 +101,7 @@ def test_the_copy_stream_of_a_device_is_always_the_same_and_not_the_engine_s(
             assert current() != first
 
 
-def test_who_copies_does_not_wait_for_who_pins_memory(platform: AcceleratorPlatform) -> None:
+def test_copy_does_not_wait_for_a_pin_of_memory(platform: AcceleratorPlatform) -> None:
     entered: list[bool] = []
 
     def enter() -> None:
@@ -176,7 +176,7 @@ def reused_while_read(platform: Platform, device: torch.device, *, adopt: bool) 
     return not torch.equal(read, torch.ones(ELEMENTS))
 
 
-def test_adopted_memory_is_not_given_to_others_while_the_engine_still_reads_it(
+def test_adopted_memory_is_not_reused_while_the_engine_reads_it(
     platform: Platform, device: torch.device
 ) -> None:
     runtime(platform).empty_cache()

@@ -30,7 +30,7 @@ class TestTwoRanks(TwoRanks):
     """The ranks exchange their sums through shared memory, and wait for each other by spinning."""
 
 
-def test_it_holds_no_encoder(pair: Pair) -> None:
+def test_ranks_without_encoder_hold_no_weights_of_it(pair: Pair) -> None:
     loaded = pair.split.events("model.loaded", since_s=0)
     ranks = [e["parameters"] for e in loaded if e["instance"] == "prefill_decode-0"]
     [encoder] = [e["parameters"] for e in loaded if e["instance"] == "encode-0"]

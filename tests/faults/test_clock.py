@@ -30,7 +30,7 @@ ASKS_THE_WALL_CLOCK = {
 }
 
 
-def test_nothing_but_ages_and_dates_is_decided_by_the_wall_clock() -> None:
+def test_wall_clock_decides_ages_and_dates_only() -> None:
     package = ROOT / "epd_portable"
     found = set()
     for path in package.rglob("*.py"):
@@ -45,7 +45,7 @@ def test_nothing_but_ages_and_dates_is_decided_by_the_wall_clock() -> None:
     assert found <= set(ASKS_THE_WALL_CLOCK)
 
 
-def test_a_topology_whose_wall_clocks_jump_serves_restarts_and_goes_with_its_launcher(
+def test_topology_serves_restarts_and_ends_under_wall_clock_jumps(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
     """Every call of ``time.time`` is up to a day wrong, in another way each time.
@@ -75,9 +75,7 @@ def test_a_topology_whose_wall_clocks_jump_serves_restarts_and_goes_with_its_lau
 
 
 @pytest.mark.parametrize("path", ["shm", "tcp", "collective", "nixl"])
-def test_a_monotonic_clock_that_leaps_ends_leases_and_waits_and_loses_nothing(
-    tmp_path: Path, path: str
-) -> None:
+def test_leaping_monotonic_clock_ends_leases_and_loses_nothing(tmp_path: Path, path: str) -> None:
     """As after a machine was asleep and its clock went on: every deadline has passed at once."""
     leap_s = 0.0
     address, _ = addresses(tmp_path)

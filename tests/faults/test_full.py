@@ -65,7 +65,7 @@ print(sorted(path.name for path in Path("/dev/shm").iterdir()))
 """
 
 
-def test_a_pool_that_does_not_fit_into_shm_is_refused_at_the_start_and_leaves_no_file() -> None:
+def test_pool_larger_than_shm_is_refused_and_leaves_no_file() -> None:
     done = python(POOL.format(nbytes=SHM_BYTES + 4096), before=small_shm())
     assert done.returncode == 0, done.stderr
     refusal, left = done.stdout.splitlines()

@@ -64,7 +64,7 @@ def test_a_killed_process_costs_no_wrong_answer_and_leaves_nothing(
     ],
     ids=str,
 )
-def test_a_killed_member_of_a_group_costs_no_wrong_answer_and_leaves_nothing(
+def test_killed_group_member_costs_no_wrong_response(
     by_collective: Served, victim: Victim, point: str, seed: int
 ) -> None:
     kill_and_recover(by_collective, victim, point, seed)

@@ -85,7 +85,7 @@ def until_new(topology: Topology, name: str, pid: int) -> None:
 
 
 @pytest.mark.parametrize("killed", [("encode-1", "prefill_decode-0")], ids=str)
-def test_one_of_each_is_killed_under_a_mixed_load_and_comes_back(
+def test_processes_of_each_kind_return_after_kills_under_load(
     served: Served, killed: tuple[str, ...]
 ) -> None:
     topology = served.topology

@@ -58,7 +58,7 @@ def test_a_process_that_stops_for_longer_than_the_lease_costs_no_answer(
     ],
     ids=str,
 )
-def test_a_member_of_a_group_that_stops_for_longer_than_the_lease_costs_no_answer(
+def test_stop_beyond_the_lease_in_a_group_costs_no_response(
     by_collective: Served, victim: Victim, point: str, seed: int
 ) -> None:
     stop_and_resume(by_collective, victim, point, seed)

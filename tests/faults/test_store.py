@@ -118,7 +118,7 @@ def sources(replies: Sequence[Reply]) -> set[str]:
     return {source for reply in replies for source in reply.sources}
 
 
-def test_what_was_encoded_once_is_had_from_the_store_by_all(stored: Stored) -> None:
+def test_store_serves_an_item_encoded_once_to_every_engine(stored: Stored) -> None:
     asked = stored.store("once")
     jobs, hits = stored.encoded(), stored.counted("hit")
     for _ in range(2):
@@ -130,7 +130,7 @@ def test_what_was_encoded_once_is_had_from_the_store_by_all(stored: Stored) -> N
 
 
 @pytest.mark.full
-def test_it_outlives_every_engine(stored: Stored) -> None:
+def test_store_outlives_every_engine(stored: Stored) -> None:
     asked = stored.store("outlive")
     topology = stored.topology
     pids = topology.faults.folder / "pids"

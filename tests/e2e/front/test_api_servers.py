@@ -61,7 +61,7 @@ def instances(front: Split) -> list[dict[str, Any]]:
     return found
 
 
-def test_each_answers_as_one_process_does(front: Split, reference_url: str) -> None:
+def test_servers_answer_like_one_process(front: Split, reference_url: str) -> None:
     ours = ask_each(front, 0)
     for seed, answer in enumerate(ours):
         theirs = ask(reference_url, [picture(seed), ASK])
@@ -70,7 +70,7 @@ def test_each_answers_as_one_process_does(front: Split, reference_url: str) -> N
         assert answer.sources == ["transfer"]
 
 
-def test_both_serve_and_the_page_adds_up_what_they_count(front: Split) -> None:
+def test_metrics_page_sums_counts_of_both_servers(front: Split) -> None:
     names = ("vllm:request_success_total", "epd_front_items_total", "epd_encode_transfers_total")
     before = [counted(front.url, name) for name in names]
     request = body([picture(30), ASK], stream=True, max_tokens=200, ignore_eos=True)

@@ -102,7 +102,7 @@ def in_flight(front: Split) -> float:
 
 
 @pytest.mark.parametrize("count", [0, 1, 2])
-def test_it_answers_as_one_process_does(front: Split, reference_url: str, count: int) -> None:
+def test_front_answers_like_one_process(front: Split, reference_url: str, count: int) -> None:
     content = [*(picture(10 * count + seed) for seed in range(count)), ASK]
     ours, theirs = ask(front.url, content), ask(reference_url, content)
     assert ours.tokens == theirs.tokens
@@ -160,7 +160,7 @@ def test_weights_are_updated_while_requests_wait_for_items(
         assert ours.sources == ["transfer"]
 
 
-def test_two_engines_encode_a_video_and_its_first_part_is_computed_before_the_next_is_there(
+def test_first_video_part_is_computed_before_the_next_arrives(
     front: Split, reference_url: str
 ) -> None:
     # The picture comes last: of what is left for two engines with one item each either may get it.
@@ -193,7 +193,7 @@ def test_two_engines_encode_a_video_and_its_first_part_is_computed_before_the_ne
 
 
 @pytest.mark.full
-def test_parts_that_their_engine_has_lost_come_from_the_caches_of_their_encoders(
+def test_lost_video_parts_come_from_caches_of_their_encoders(
     front: Split, reference_url: str
 ) -> None:
     content = [frames(90, 16, 112), ASK]
@@ -233,7 +233,7 @@ def test_a_picture_that_comes_again_is_processed_and_encoded_once(front: Split) 
     assert counted(front.url, "vllm:mm_cache_hits_total") >= 1
 
 
-def test_a_picture_that_an_encode_engine_has_no_memory_for_comes_from_the_other(
+def test_image_beyond_an_encoders_memory_comes_from_the_other(
     front: Split, reference_url: str
 ) -> None:
     content = [picture(70), ASK]

@@ -96,7 +96,7 @@ def test_first_request_of_a_client_connects_nothing(served: Served) -> None:
     assert events("control.opened") == events("path.opened") == []
 
 
-def test_it_speaks_https_answers_browsers_and_sends_spans(served: Served) -> None:
+def test_front_serves_https_cors_and_spans(served: Served) -> None:
     client, page = served.client, {"origin": ORIGIN}
     asked = body([picture(1), text("Describe the picture.")])
     answer = client.post(PATH, json=asked, headers=page)

@@ -198,7 +198,7 @@ def test_answers_with_transferred_items_are_those_of_one_process(
             assert_equal(split, reference)
 
 
-def test_another_item_gives_another_answer(served: Served) -> None:
+def test_response_changes_with_the_item(served: Served) -> None:
     """Otherwise equality would prove nothing."""
     for modality in MODALITIES[served.name]:
         one, other = (served.ask([item, ASK]) for item in PAIRS[modality])

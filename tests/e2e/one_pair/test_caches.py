@@ -40,7 +40,7 @@ def test_a_prompt_in_the_prefix_cache_needs_no_item(pair: Pair) -> None:
     assert metric(pair.split.pid, "ec_consumer", "vllm:prefix_cache_hits_total") > 0
 
 
-def test_an_item_that_went_before_it_was_used_is_encoded_where_it_is_needed(pair: Pair) -> None:
+def test_item_evicted_before_its_use_is_encoded_locally(pair: Pair) -> None:
     content = [picture(502), ASK]
     landed = len(pair.split.events("item.landed"))
     with ThreadPoolExecutor(SEATS + 1) as pool:

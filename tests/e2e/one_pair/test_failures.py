@@ -64,7 +64,7 @@ def test_text_requests_do_not_wait_for_a_slow_picture(pair: Pair) -> None:
         assert pending.result().sources == ["transfer"]
 
 
-def test_both_instances_count_every_item_and_its_bytes(pair: Pair) -> None:
+def test_instances_count_every_item_and_its_bytes(pair: Pair) -> None:
     def seen(role: str) -> dict[str, int]:
         return dict(counts(pair.split.pid, role) - before[role])
 

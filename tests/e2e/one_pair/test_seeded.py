@@ -26,7 +26,7 @@ def drawn(url: str, *, seed: int) -> list[list[str]]:
     return [[step["token"] for step in choice["logprobs"]["content"]] for choice in choices]
 
 
-def test_a_seeded_answer_is_that_of_one_process_though_its_prompt_is_computed_in_parts(
+def test_seeded_response_equals_one_process_under_chunked_prefill(
     pair: Pair,
 ) -> None:
     """After each part vLLM sets the generator back, which one of the CPU does not allow."""

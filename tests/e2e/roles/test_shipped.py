@@ -174,7 +174,7 @@ def test_pictures_of_one_request_are_encoded_by_all_that_hold_the_encoder(served
         assert Counter(each["source"] for each in answer.items) == {"local": 2, "transfer": 2}
 
 
-def test_pictures_that_another_has_no_room_for_are_encoded_where_they_are_needed(
+def test_images_beyond_an_encoders_memory_are_encoded_locally(
     served: Served,
 ) -> None:
     if served.name not in SHARED:
@@ -261,7 +261,7 @@ def test_item_that_prefill_engines_have_forgotten_comes_from_the_store(served: S
 
 
 @pytest.mark.full
-def test_what_cannot_be_computed_apart_is_answered_all_the_same(served: Served) -> None:
+def test_requests_that_cannot_be_split_are_served(served: Served) -> None:
     content = [picture(60), ASK]
     answer = post(served.split.url, body(content, prompt_logprobs=1))
     assert answer.status_code == 200, answer.text
@@ -284,7 +284,7 @@ def test_prompts_of_other_interfaces_are_computed_apart_too(served: Served, path
 
 
 @pytest.mark.full
-def test_one_that_encodes_for_others_may_be_killed(served: Served) -> None:
+def test_requests_survive_a_killed_encoding_replica(served: Served) -> None:
     """After those that say where pictures are encoded: KV that went with it is computed again."""
     if served.name not in SHARED:
         pytest.skip("its instances do not encode for each other")
@@ -305,7 +305,7 @@ def test_one_that_encodes_for_others_may_be_killed(served: Served) -> None:
 
 
 @pytest.mark.full
-def test_each_stage_may_be_killed(served: Served) -> None:
+def test_requests_survive_a_kill_of_each_stage(served: Served) -> None:
     """Runs last: whoever is killed comes back, and nothing else may be asked meanwhile."""
     if served.name not in ("1e1p1d", "1p1d"):
         pytest.skip("shown by those with every stage apart")

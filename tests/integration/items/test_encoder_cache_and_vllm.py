@@ -83,7 +83,7 @@ def test_without_preallocation_it_answers_as_vllm_s_own_manager(
 
 
 @pytest.mark.parametrize("ours", [TwoLevelCache, PrefillEncoderCache])
-def test_each_has_every_method_that_vllm_s_own_manager_has_but_the_factory(ours: type) -> None:
+def test_managers_have_every_method_of_vllms_manager(ours: type) -> None:
     original = vllm_manager()
     theirs = {name for name in vars(original) if not name.startswith("_")}
     assert theirs - {"create_manager"} <= set(dir(ours))

@@ -89,7 +89,7 @@ def test_an_answer_may_be_as_long_as_the_limit_and_no_longer(
     assert len(caplog.records) == 1
 
 
-def test_of_a_message_in_many_parts_no_more_is_copied_than_tells_that_it_is_too_long() -> None:
+def test_message_in_many_parts_is_copied_up_to_the_limit_only() -> None:
     with (
         zmq.Context() as context,
         context.socket(zmq.PAIR) as one,
@@ -154,7 +154,7 @@ def test_a_peer_that_does_not_read_loses_messages(monkeypatch: pytest.MonkeyPatc
         server.close()
 
 
-def test_what_a_turn_leaves_ends_the_next_wait_at_once_at_either_end(
+def test_messages_left_by_a_turn_end_the_next_wait_at_once(
     server: ControlServer, clients: ControlClients, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """ZMQ tells of messages once, when they come."""

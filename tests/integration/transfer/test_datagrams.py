@@ -83,7 +83,7 @@ def by_datagram(clients: ControlClients, consumer: Consumer, message: AnyMessage
 
 
 @pytest.mark.parametrize(("path", "short"), [("shm", True), ("ipc", True), ("tcp", False)])
-def test_written_takes_the_short_way_once_a_path_within_the_host_was_granted(
+def test_written_takes_the_datagram_after_a_grant_on_the_host(
     clients: ControlClients, consumer: Consumer, path: str, short: bool
 ) -> None:
     meet(clients, consumer, path)
@@ -91,7 +91,7 @@ def test_written_takes_the_short_way_once_a_path_within_the_host_was_granted(
     assert not by_datagram(clients, consumer, Later(transfer_id="t"))
 
 
-def test_both_ways_are_heard_in_one_turn_and_a_flood_leaves_a_rest(
+def test_turn_reads_zmq_and_datagrams_and_leaves_a_floods_rest(
     clients: ControlClients, consumer: Consumer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(control, "MAX_AT_ONCE", 3)
@@ -123,7 +123,9 @@ def test_a_restarted_consumer_is_reached_again(clients: ControlClients, pool: st
         second.close()
 
 
-def test_what_does_not_fit_goes_by_zmq(clients: ControlClients, consumer: Consumer) -> None:
+def test_message_larger_than_a_datagram_goes_by_zmq(
+    clients: ControlClients, consumer: Consumer
+) -> None:
     meet(clients, consumer)
     many = 3000
     for number in range(many):
@@ -153,7 +155,7 @@ def test_nonsense_is_dropped_and_the_next_one_arrives(
     assert len([each for each in caplog.records if "dropped" in each.msg]) == 4
 
 
-def test_nobody_else_may_open_it_and_nothing_is_left_of_it(pool: str) -> None:
+def test_datagram_socket_is_private_and_removed(pool: str) -> None:
     before = os.umask(0)
     try:
         inbox = DatagramInbox(pool)

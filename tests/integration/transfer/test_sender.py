@@ -274,7 +274,7 @@ def test_a_sender_that_stops_can_be_woken(path: str, monkeypatch: pytest.MonkeyP
     sender.close()
 
 
-def test_a_short_copy_is_made_by_the_thread_that_says_written_and_a_long_one_beside_it(
+def test_short_copy_runs_on_the_sending_thread_and_a_long_one_beside(
     sender: Sender, pd: PrefillSide, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(outputs_module, "CHUNK_BYTES", output("cat", 10).nbytes)
@@ -317,7 +317,7 @@ def stuck(
     let_go.set()
 
 
-def test_closing_leaves_a_write_alone_that_is_stuck_and_the_memory_that_it_uses(
+def test_close_leaves_a_stuck_write_and_its_memory_alone(
     sender: Sender, stuck: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(outputs_module, "CLOSE_S", 0.1)
@@ -328,7 +328,7 @@ def test_closing_leaves_a_write_alone_that_is_stuck_and_the_memory_that_it_uses(
     assert closed == []
 
 
-def test_nothing_is_written_any_more_by_a_sender_that_has_ended(path: str, pd: PrefillSide) -> None:
+def test_ended_sender_writes_no_more(path: str, pd: PrefillSide) -> None:
     sender = make_sender(path)
     pd.arrive("r", "cat", 10)
     sender.submit(order("t-r", "cat", pd.address, 10), None)
@@ -343,7 +343,7 @@ def test_nothing_is_written_any_more_by_a_sender_that_has_ended(path: str, pd: P
     assert pd.placed == []
 
 
-def test_an_error_nobody_foresaw_ends_the_transfer_that_it_concerns_and_is_told_once(
+def test_unexpected_error_ends_its_transfer_and_is_logged_once(
     sender: Sender,
     pd: PrefillSide,
     monkeypatch: pytest.MonkeyPatch,
@@ -410,7 +410,7 @@ def test_a_turn_that_fails_is_followed_by_others(
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize("error", [SystemExit(1), zmq.ZMQError(errno.ENOTSOCK)])
-def test_once_the_thread_has_ended_a_transfer_is_refused_so_that_the_engine_fails(
+def test_transfer_is_refused_after_the_thread_has_ended(
     path: str, monkeypatch: pytest.MonkeyPatch, error: BaseException
 ) -> None:
     """It ends at once of what is no `Exception`, and of others when every transfer is late."""

@@ -54,7 +54,7 @@ print("ok")
 
 
 @pytest.mark.skipif(not MANY, reason="one core: nothing can be bound to a part of the cores")
-def test_its_threads_run_on_all_cores_and_copy_alone_where_openmp_binds_the_main_thread() -> None:
+def test_sender_threads_use_all_cores_under_openmp_binding() -> None:
     cores = " ".join(map(str, sorted(os.sched_getaffinity(0))))
     ended = subprocess.run(
         [sys.executable, "-c", PROGRAM],

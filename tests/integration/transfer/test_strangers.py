@@ -97,7 +97,7 @@ def test_an_endless_message_ends(
     assert grown < LITTLE_BYTES
 
 
-def test_the_same_message_makes_a_process_grow_that_does_not_ask_for_the_key() -> None:
+def test_large_message_makes_a_process_without_key_check_grow() -> None:
     """Else the test above would prove nothing."""
     with zmq.Context() as context, context.socket(zmq.ROUTER) as plain:
         plain.linger = 0

@@ -13,7 +13,7 @@ from tests.integration.transfer.encode_side import WIDTH, output
 TOKEN_BYTES = WIDTH * 4
 
 
-def test_an_item_arrives_and_equals_the_source_as_a_view_of_the_pool_where_that_can_be(
+def test_item_arrives_as_a_view_of_the_pool_where_possible(
     make_pd: Callable[..., PrefillSide], encode: EncodeSide, path: str
 ) -> None:
     pd = make_pd()

@@ -42,7 +42,7 @@ def config(**changes: Any) -> Any:
     return SimpleNamespace(**built, **top)
 
 
-def test_every_hook_of_the_connector_takes_arguments_that_a_newer_vllm_adds() -> None:
+def test_connector_hooks_take_arguments_added_by_newer_vllm() -> None:
     from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorBase
 
     from epd_portable.vllm_plugin import ec_connector
@@ -63,7 +63,7 @@ def test_every_hook_of_the_connector_takes_arguments_that_a_newer_vllm_adds() ->
     } == set()
 
 
-def test_what_is_supported_is_not_refused() -> None:
+def test_supported_configuration_is_accepted() -> None:
     from epd_portable.vllm_plugin import compat
 
     compat.check_supported(config())
@@ -102,7 +102,7 @@ def test_what_is_supported_is_not_refused() -> None:
         ({"ec_manager_config__encoder_cache_manager_cls": "a.b.Scores"}, "a.b.Scores cannot be"),
     ],
 )
-def test_what_cannot_be_served_correctly_is_refused_with_the_remedy(
+def test_unsupported_configuration_is_refused_with_the_remedy(
     changes: dict[str, Any], why: str
 ) -> None:
     from epd_portable.vllm_plugin import compat
@@ -123,7 +123,7 @@ def test_the_second_model_runner_is_refused_where_it_has_no_hooks(
         compat.check_supported(config(use_v2_model_runner=True))
 
 
-def test_an_instance_without_encoder_is_refused_where_items_come_by_their_media_only(
+def test_instance_without_encoder_is_refused_for_items_by_media(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from epd_portable.vllm_plugin import compat
@@ -156,7 +156,7 @@ def widths(hf_config: Any, measured: dict[str, int] | None = None) -> dict[str, 
     }
 
 
-def test_outputs_are_as_wide_as_the_language_model_unless_they_were_measured() -> None:
+def test_outputs_are_as_wide_as_the_language_model_or_as_measured() -> None:
     without_levels = SimpleNamespace(vision_config=SimpleNamespace(deepstack_visual_indexes=None))
     for hf_config in (SimpleNamespace(), without_levels):
         assert widths(hf_config) == {"image": 64, "video": 64, "audio": 64}
@@ -164,7 +164,7 @@ def test_outputs_are_as_wide_as_the_language_model_unless_they_were_measured() -
     assert widths(SimpleNamespace(), measured) == {"image": 100, "video": 64, "audio": 64}
 
 
-def test_deepstack_levels_lie_beside_what_is_seen_but_not_beside_what_is_heard() -> None:
+def test_deepstack_levels_are_of_images_and_not_of_audio() -> None:
     vision = SimpleNamespace(vision_config=SimpleNamespace(deepstack_visual_indexes=[0, 1]))
     for hf_config in (vision, SimpleNamespace(thinker_config=vision)):
         assert widths(hf_config) == {"image": 192, "video": 192, "audio": 64}

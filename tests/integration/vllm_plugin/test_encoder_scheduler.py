@@ -245,7 +245,7 @@ def test_an_item_whose_copy_is_lost_is_encoded_again(name: str) -> None:
     engine.scheduler.shutdown()
 
 
-def test_an_item_that_could_not_be_restored_is_encoded_when_it_is_asked_for_again() -> None:
+def test_item_is_encoded_at_the_next_request_after_a_failed_restore() -> None:
     engine = Engine(config_on("cpu", host_cache_bytes=1 << 30))
     for name in ("cat", "dog"):
         engine.arrive(name, (name, 600))
@@ -266,7 +266,7 @@ def test_an_item_that_could_not_be_restored_is_encoded_when_it_is_asked_for_agai
     engine.scheduler.shutdown()
 
 
-def test_an_engine_without_requests_rests_and_takes_ended_transfers_in_with_the_next(
+def test_idle_engine_rests_and_reads_ended_transfers_later(
     engine: Engine,
 ) -> None:
     engine.arrive("a", ("cat", 600))
@@ -313,7 +313,7 @@ def test_the_prompt_of_one_item_may_be_longer_than_a_step(engine: Engine) -> Non
     assert engine.empty()
 
 
-def test_an_item_that_no_step_can_compute_fails_its_request_and_holds_up_nobody(
+def test_item_larger_than_a_step_fails_its_own_request_only(
     engine: Engine,
 ) -> None:
     engine.arrive("a", ("cat", LIMIT + 1))
@@ -367,7 +367,7 @@ def test_on_a_device_requests_are_answered_when_their_step_is_computed(on_device
     assert engine.empty()
 
 
-def test_small_pictures_leave_a_device_before_the_burst_is_computed_that_they_came_with() -> None:
+def test_small_images_leave_before_their_burst_is_computed() -> None:
     """A step there has room for all of them, and they would leave with the last."""
     engine = Engine(config_on("npu", step_tokens=32_768))
     for number in range(24):

@@ -78,7 +78,7 @@ def test_a_hint_on_how_tokens_are_best_computed_is_nothing_for_workers(name: str
     assert not executor.concerns_workers(replace(waiting(), **{name: [1]}))
 
 
-def test_what_no_version_of_vllm_sets_yet_reaches_workers_too() -> None:
+def test_unknown_fields_of_a_step_reach_workers() -> None:
     assert all(
         executor.concerns_workers(replace(waiting(), **{each.name: ["something"]}))
         for each in fields(SchedulerOutput)

@@ -66,7 +66,7 @@ def test_hostile_files_are_refused_before_they_cost_anything() -> None:
         ),
     ],
 )
-def test_what_is_refused_says_what_would_be_allowed(name: str, words: str) -> None:
+def test_refusal_names_the_limit(name: str, words: str) -> None:
     assert re.search(words, found()[name]["outcome"]), found()[name]
 
 
@@ -99,7 +99,7 @@ def test_the_process_goes_on_with_files_within_its_limits() -> None:
     assert {name: found()[name]["outcome"] for name in GOOD} == dict.fromkeys(GOOD, "loaded")
 
 
-def test_each_request_has_a_budget_of_its_own() -> None:
+def test_request_has_a_media_budget_of_its_own() -> None:
     from epd_portable.vllm_plugin import media_bounds
 
     seen: list[media_bounds.RequestBudget | None] = []

@@ -67,14 +67,14 @@ def test_steps_are_scheduled_however_they_are_asked_for(scheduler: Any) -> None:
         ({"block": 1}, {"items": []}, {"block": 1, "ec_transfer_params": {"items": []}}),
     ],
 )
-def test_what_the_connector_says_at_the_end_goes_into_the_answer(
+def test_connectors_final_params_go_into_the_response(
     scheduler: Any, kv: Any, outcome: Any, answer: Any
 ) -> None:
     scheduler.answer = kv
     assert scheduler._free_request(request("a", outcome), delay_free_blocks=True) == answer
 
 
-def test_requests_that_cannot_be_answered_are_failed_once_and_their_clients_told(
+def test_request_with_a_grammar_error_fails_once(
     scheduler: Any,
 ) -> None:
     from vllm.v1.request import RequestStatus

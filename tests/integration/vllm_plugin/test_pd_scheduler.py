@@ -296,7 +296,7 @@ def test_beside_the_steps_an_item_is_encoded_while_text_is_computed(engine_besid
     assert engine.ended == {"r": "length"}
 
 
-def test_an_item_of_a_prompt_whose_kv_comes_is_encoded_by_a_step_that_needs_it_only(
+def test_item_of_a_remote_prefill_is_encoded_when_a_step_needs_it(
     engine_beside: Engine,
 ) -> None:
     engine = engine_beside
@@ -317,7 +317,7 @@ def test_kv_parameters_of_a_wrong_type_end_no_engine(engine_beside: Engine, kv: 
     assert engine.ended == {"r": "length"}
 
 
-def test_what_cannot_be_encoded_beside_the_steps_is_encoded_in_one(engine_beside: Engine) -> None:
+def test_item_is_encoded_in_a_step_when_not_beside_steps(engine_beside: Engine) -> None:
     engine = engine_beside
     engine.fails.add("item of r")
     engine.arrive("r", pixels=True)
@@ -351,7 +351,7 @@ def test_without_media_and_transfer_its_request_fails_and_blocks_nobody(engine: 
 
 
 @pytest.mark.usefixtures("takes_bare_items")
-def test_without_media_text_before_it_is_computed_and_no_deadline_makes_it_be_encoded(
+def test_text_before_an_item_without_media_is_computed(
     engine: Engine,
 ) -> None:
     engine.arrive("bare", pixels=False, transfer=True)
@@ -398,7 +398,7 @@ def test_media_that_come_in_parts_are_refused_and_end_nobody_else(
     assert not engine.scheduler.has_unfinished_requests()
 
 
-def test_a_request_that_waits_for_its_first_token_is_not_in_the_engines_queue(
+def test_request_waiting_for_its_first_token_is_not_queued(
     engine: Engine,
 ) -> None:
     for number in range(3):
@@ -430,7 +430,7 @@ def test_api_servers_hear_nothing_of_steps_that_only_wait(engine: Engine) -> Non
     assert [engine.step(), engine.step(), engine.counts[2:]] == [{}, {}, [(0, 2)]]
 
 
-def test_each_of_several_api_servers_hears_when_the_engine_begins_and_ceases_to_compute(
+def test_api_servers_are_notified_of_busy_and_idle_engine(
     engine: Engine,
 ) -> None:
     for name, server in (("q", 0), ("r", 2), ("s", 0), ("t", 1)):
@@ -529,7 +529,7 @@ class Turns:
 
 
 @pytest.mark.parametrize("text", [0, TEXT], ids=["asleep", "running"])
-def test_an_engine_whose_requests_wait_rests_once_a_turn_before_it_looks_for_new_ones(
+def test_engine_of_waiting_requests_rests_once_a_turn(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, text: int
 ) -> None:
     engine.arrive("r", pixels=True, transfer=True, text=text)

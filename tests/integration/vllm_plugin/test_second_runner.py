@@ -195,9 +195,7 @@ def test_an_encoder_without_memory_leaves_its_items_to_who_needs_them(
 
 
 @pytest.mark.parametrize("encodes", [True])
-def test_what_cannot_be_restored_is_missing_until_the_scheduler_knows_or_it_is_encoded(
-    hooking: Any, host: Host
-) -> None:
+def test_failed_restore_is_missing_until_reported_or_encoded(hooking: Any, host: Host) -> None:
     from epd_portable.vllm_plugin.reports import StepMetadata
 
     connector = hooking.ec_connector

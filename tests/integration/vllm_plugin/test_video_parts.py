@@ -104,7 +104,7 @@ def test_other_models_are_named_in_the_log(config: Any, caplog: pytest.LogCaptur
     assert "frames of Other are not known to be encoded independently" in caplog.text
 
 
-def test_each_architecture_is_compared_with_one_process() -> None:
+def test_models_with_video_parts_are_compared_with_one_process() -> None:
     """By `tests/e2e/front/test_modalities.py`; the last takes tower and positions of another."""
     assert {each for each in DIVISIBLE if "Moe" not in each} == {
         "Qwen2VLForConditionalGeneration",

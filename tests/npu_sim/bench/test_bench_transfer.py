@@ -54,7 +54,7 @@ def test_items_are_moved_from_device_to_device_by_every_path(
     assert "producer on device 0, consumer on device 1" in page
 
 
-def test_the_peer_is_a_copy_between_the_devices_and_lasts_until_it_is_complete(
+def test_baseline_is_a_complete_copy_between_devices(
     measured: tuple[str, dict[str, Any]],
 ) -> None:
     _, data = measured
@@ -62,7 +62,7 @@ def test_the_peer_is_a_copy_between_the_devices_and_lasts_until_it_is_complete(
         assert min(case["memcpy_s"]) >= COPY_S, case
 
 
-def test_items_larger_in_sum_than_a_device_pass_through_its_memory_from_both_ends(
+def test_items_larger_than_the_device_pass_through_its_memory(
     tmp_path: Path,
 ) -> None:
     memory, size, rounds = 256 * MIB, 16 * MIB, 20

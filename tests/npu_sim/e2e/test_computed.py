@@ -67,7 +67,7 @@ def test_encode_jobs_are_answered_behind_the_computation_and_in_its_order(pair: 
         assert write["write_s"] < min(e - b for b, e in zip(begun, ended, strict=True))
 
 
-def test_the_encoder_cache_fills_a_part_of_what_the_device_has_for_its_instance(
+def test_encoder_cache_takes_a_part_of_the_instances_memory(
     pair: Pair,
 ) -> None:
     (log,) = pair.split.log_dir.glob("encode-0*.log")
@@ -82,7 +82,7 @@ def test_the_encoder_cache_fills_a_part_of_what_the_device_has_for_its_instance(
 @pytest.mark.parametrize(
     ("instance", "cores"), [("encode-0", (6, 12)), ("prefill_decode-0", (14, 28))]
 )
-def test_each_instance_keeps_itself_to_its_share(
+def test_instance_stays_within_its_memory_share(
     pair: Pair, instance: str, cores: tuple[int, int]
 ) -> None:
     (log,) = pair.split.log_dir.glob(f"{instance}*.log")
@@ -90,7 +90,7 @@ def test_each_instance_keeps_itself_to_its_share(
     assert limit in log.read_text()
 
 
-def test_pictures_of_a_burst_leave_before_those_are_computed_that_came_with_them(
+def test_first_outputs_of_a_burst_leave_before_the_last_is_computed(
     pair: Pair,
 ) -> None:
     split = pair.since_now().split

@@ -67,7 +67,7 @@ class TestBothOnTheSecond(FloatEquality):
         with simulated(folder, both, env=ENV, popen=interpreting) as split:
             yield Pair(split=split, reference_url=reference_url)
 
-    def test_both_instances_have_the_second_runner(self, pair: Pair) -> None:
+    def test_second_runner_serves_in_every_instance(self, pair: Pair) -> None:
         assert runners(pair.split) == {"encode-0": 2, "prefill_decode-0": 2}
 
 

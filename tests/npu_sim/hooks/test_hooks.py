@@ -121,7 +121,7 @@ SCHEDULERS = ["test_encoder_scheduler.py", "test_pd_scheduler.py"]
         pytest.param(NEWEST, ["test_second_runner.py"], id="second runner"),
     ],
 )
-def test_what_holds_over_vllm_holds_with_vllm_ascend(pair: Pair, files: list[str]) -> None:
+def test_vllm_ascend_passes_the_tests_over_vllm(pair: Pair, files: list[str]) -> None:
     tests = [f"tests/integration/vllm_plugin/{file}" for file in files]
     result = pair.run(RUN_TESTS.format(files=tests))
     assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-1000:]

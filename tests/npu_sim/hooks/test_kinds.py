@@ -124,7 +124,7 @@ def serves(ours: str, at_least: str = "allocate") -> Hook:
     ],
     ids=lambda hook: hook.name,
 )
-def test_what_fits_has_no_problem(hook: Hook) -> None:
+def test_matching_hook_has_no_problem(hook: Hook) -> None:
     assert hook.problem() is None
 
 
@@ -151,5 +151,5 @@ def test_what_fits_has_no_problem(hook: Hook) -> None:
         (serves("Cache", "free"), "free is not called"),
     ],
 )
-def test_what_is_gone_or_does_not_fit_is_named(hook: Hook, problem: str) -> None:
+def test_problem_names_a_missing_or_changed_hook(hook: Hook, problem: str) -> None:
     assert problem in (hook.problem() or "")

@@ -59,7 +59,7 @@ def events(printed: str) -> dict[str, list[tuple[str, int]]]:
     return found
 
 
-def test_a_process_makes_one_communicator_at_a_time_whatever_is_asked_at_once(
+def test_communicators_of_a_process_are_made_one_at_a_time(
     printed: str,
 ) -> None:
     found = events(printed)
@@ -95,7 +95,7 @@ def printed_beside_a_setting(observer: str) -> str:
 
 
 @pytest.mark.parametrize(("when", "groups"), [("printed", GROUPS), ("printed_beside_a_setting", 6)])
-def test_a_pair_has_one_communicator_of_the_stated_buffer_size_whatever_the_environment_says(
+def test_communicator_ignores_buffer_size_of_the_environment(
     request: pytest.FixtureRequest, when: str, groups: int
 ) -> None:
     found = events(request.getfixturevalue(when))
@@ -116,9 +116,7 @@ def place(host: RendezvousHost, rank: int) -> Rendezvous:
     return Rendezvous(host=host.host, port=host.port, name="pair", rank=rank)
 
 
-def test_a_group_that_waits_too_long_for_others_of_its_process_is_an_error_at_its_deadline(
-    npu: Platform, host: RendezvousHost
-) -> None:
+def test_group_times_out_while_another_group_is_made(npu: Platform, host: RendezvousHost) -> None:
     turns = NpuPlatform.turns
     assert turns is not None
     with closing(RankProcess()) as other, ThreadPoolExecutor(1) as pool:

@@ -74,7 +74,7 @@ def test_memory_of_the_allocator_is_aligned_for_copies_and_for_slots(npu: Platfo
         assert tensor.data_ptr() % TRAITS["npu"].slot_alignment_bytes == 0
 
 
-def test_vllm_ascend_s_alias_of_torch_cuda_does_not_make_the_cuda_platform_available() -> None:
+def test_cuda_platform_is_unavailable_under_ascends_alias() -> None:
     printed = run(
         """
 import torch, torch_npu

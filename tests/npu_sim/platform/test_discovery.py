@@ -92,7 +92,7 @@ def _link(source: str, target: str) -> None:
         shutil.copy2(source, target)
 
 
-def test_without_a_runtime_torch_itself_does_not_load_and_the_reason_says_how_it_would(
+def test_missing_runtime_is_reported_with_its_remedy(
     without_runtime: str,
 ) -> None:
     ok, reason, _, cpu_ok, cpu_reason = look(

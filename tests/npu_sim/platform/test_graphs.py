@@ -35,7 +35,7 @@ def queued(copies: DeviceCopies, target: torch.Tensor, value: int) -> QueuedCopy
     return copies.queue(target, source, after=after, deadline_s=time.monotonic() + AMPLE_S)
 
 
-def test_a_graph_reads_what_the_copy_stream_brought_if_compute_waits_before_it(
+def test_graph_reads_copied_data_when_compute_waits_before_it(
     copies: DeviceCopies, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     item, read = (torch.zeros(NBYTES, dtype=torch.uint8, device="npu:0") for _ in range(2))

@@ -59,7 +59,7 @@ def runtime_knows(address: int) -> bool:
     return found.kind == host
 
 
-def test_the_runtime_knows_a_pinned_range_to_its_last_byte_until_it_is_unpinned(
+def test_pinned_range_is_known_to_its_last_byte_until_unpinned(
     platform: Platform, shared: tuple[int, torch.Tensor]
 ) -> None:
     address, _ = shared
@@ -93,7 +93,7 @@ def test_unpinning_what_is_not_pinned_is_an_error(
     platform.unpin_host(shared[0])
 
 
-def test_what_the_runtime_refuses_is_an_error_that_names_the_range(platform: Platform) -> None:
+def test_pin_error_names_the_range(platform: Platform) -> None:
     device_memory = torch.empty(NBYTES, dtype=torch.uint8, device="npu:0")
     address = device_memory.data_ptr()
     with pytest.raises(PlatformError, match=f"{NBYTES} bytes at {address:#x}"):

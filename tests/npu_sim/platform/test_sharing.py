@@ -30,7 +30,7 @@ def share(exporter: Child, name: str, make: str) -> ShareHandle:
     return msgspec.msgpack.decode(bytes.fromhex(text), type=ShareHandle)
 
 
-def test_a_device_that_the_opener_does_not_see_is_reached_from_the_one_it_has(
+def test_hidden_device_is_reached_from_a_visible_one(
     exporter: Child,
 ) -> None:
     handle = share(exporter, "x", "torch.full((100,), 3, dtype=torch.uint8).to('npu:1')")
@@ -51,7 +51,7 @@ def test_a_handle_of_a_dead_exporter_is_an_error(npu: Platform) -> None:
         npu.open_tensor(handle)
 
 
-def test_memory_comes_back_when_its_owner_drops_it_though_openers_never_came_or_were_killed(
+def test_shared_memory_is_freed_when_openers_are_absent_or_killed(
     exporter: Child,
 ) -> None:
     free = "(gc.collect(), torch.npu.empty_cache(), npu.memory_info(1).free_bytes)[2]"
@@ -71,7 +71,7 @@ def test_memory_comes_back_when_its_owner_drops_it_though_openers_never_came_or_
     assert int(exporter.tell(free)) == before
 
 
-def test_a_process_that_lost_a_peer_of_a_group_lets_go_of_memory_and_ends_well(
+def test_process_frees_memory_and_exits_after_a_lost_peer(
     exporter: Child,
 ) -> None:
     handle = share(exporter, "x", "torch.full((100,), 3, dtype=torch.uint8).to('npu:1')")

@@ -34,7 +34,7 @@ def build(folder: Path, python: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_it_builds_without_a_warning_into_one_library_under_all_names(tmp_path: Path) -> None:
+def test_runtime_builds_without_warnings_under_all_names(tmp_path: Path) -> None:
     done = build(tmp_path / "made", sys.executable)
 
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
@@ -54,7 +54,7 @@ def test_an_interpreter_without_torch_npu_is_refused_with_the_remedy(tmp_path: P
     assert "set PYTHON" in done.stderr
 
 
-def test_its_files_stay_short() -> None:
+def test_runtime_files_stay_short() -> None:
     lines = {path.name: len(path.read_text().splitlines()) for path in RUNTIME.iterdir()}
 
     assert max(lines.values()) <= MOST_LINES, lines

@@ -59,7 +59,7 @@ def capture() -> Iterator[Capture]:
         made.end()  # Of a test that has failed.
 
 
-def test_another_stream_takes_part_by_an_event_and_must_be_waited_for(capture: Capture) -> None:
+def test_capture_includes_a_stream_joined_by_an_event(capture: Capture) -> None:
     for ends, code in ((True, acl.SUCCESS), (False, UNJOINED)):
         capture.begin()
         assert capture.wait(capture.other, capture.stream) == acl.SUCCESS
@@ -123,7 +123,7 @@ def test_which_threads_may_copy_synchronously_depends_on_the_mode(
                 assert capture.end() == (INVALIDATED if code else acl.SUCCESS)
 
 
-def test_another_thread_may_not_end_what_this_one_began(capture: Capture) -> None:
+def test_capture_is_ended_by_its_own_thread_only(capture: Capture) -> None:
     capture.begin()
     with another_thread() as elsewhere:
         assert elsewhere(capture.end) == WRONG_THREAD

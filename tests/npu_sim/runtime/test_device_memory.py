@@ -27,7 +27,7 @@ def test_copies_past_the_end_of_an_allocation_are_refused(offset: int) -> None:
         assert "outside of allocated device memory" in acl.message()
 
 
-def test_a_copy_of_more_bytes_than_the_caller_says_there_is_room_for_is_refused() -> None:
+def test_copy_beyond_the_stated_capacity_is_refused() -> None:
     with acl.memory(PAGE) as address:
         code = acl.code_of("aclrtMemcpy", address, 4, b"12345", 5, acl.HOST_TO_DEVICE)
 

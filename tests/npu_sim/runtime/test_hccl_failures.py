@@ -79,7 +79,7 @@ def test_a_communicator_that_failed_stays_failed() -> None:
     hccl.on_ranks(2, work)
 
 
-def test_destroying_a_communicator_ends_its_running_work_and_that_of_its_peer() -> None:
+def test_destroyed_communicator_ends_work_at_both_peers() -> None:
     is_running = threading.Event()
 
     def work(rank: Rank) -> str:

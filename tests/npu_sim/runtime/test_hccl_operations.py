@@ -61,7 +61,7 @@ def room(rank: Rank, size: int) -> int:
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
-def test_all_reduce_gives_every_rank_the_same_result(dtype: torch.dtype, reduction: int) -> None:
+def test_ranks_get_equal_results_from_all_reduce(dtype: torch.dtype, reduction: int) -> None:
     wanted = to_bytes(reduced(reduction, dtype))
 
     def work(rank: Rank) -> bytes:
@@ -108,7 +108,7 @@ OPERATIONS: dict[str, tuple[list[torch.Tensor | None], Call, list[torch.Tensor]]
 
 
 @pytest.mark.parametrize("function", OPERATIONS)
-def test_each_rank_gets_its_own_from_all_or_from_the_root(function: str) -> None:
+def test_ranks_get_their_own_part_of_an_operation(function: str) -> None:
     given, call, wanted = OPERATIONS[function]
 
     def work(rank: Rank) -> bytes:
@@ -130,7 +130,7 @@ def test_broadcast_spreads_the_bytes_of_its_root() -> None:
     assert hccl.on_ranks(RANKS, work) == [to_bytes(values_of(2))] * RANKS
 
 
-def test_all_to_all_moves_parts_of_different_sizes() -> None:
+def test_exchange_among_ranks_moves_parts_of_different_sizes() -> None:
     def work(rank: Rank) -> bytes:
         array = ctypes.c_uint64 * 2
         other = 1 - rank.number
@@ -149,7 +149,7 @@ def test_all_to_all_moves_parts_of_different_sizes() -> None:
     assert hccl.on_ranks(2, work) == [b"0c", b"ab1"]
 
 
-def test_a_batch_may_hold_messages_of_different_types_and_sizes_to_one_rank() -> None:
+def test_batch_holds_messages_of_different_types_and_sizes() -> None:
     size = 8 * acl.MIB
 
     def work(rank: Rank) -> bytes:

@@ -63,7 +63,7 @@ def test_a_key_of_a_process_that_died_is_refused() -> None:
     assert caught.value.code == acl.INVALID_HANDLE
 
 
-def test_a_key_of_memory_that_was_freed_is_refused_even_if_its_file_number_is_used_again() -> None:
+def test_key_of_freed_memory_is_refused_after_inode_reuse() -> None:
     again = EXPORTER.replace(
         "acl.free(address)", f"acl.free(address); address = acl.malloc({SIZE})"
     )
@@ -91,7 +91,7 @@ def test_closed_memory_cannot_be_read_and_opened_memory_cannot_be_freed() -> Non
 @pytest.mark.parametrize(
     "key", [b"", b"asim:1:2", f"asim:{os.getpid()}:0:1:99:0".encode()], ids=repr
 )
-def test_what_is_not_a_key_is_refused(key: bytes) -> None:
+def test_invalid_key_is_refused(key: bytes) -> None:
     with pytest.raises(acl.RuntimeCallError, match="not a key"):
         acl.import_key(key)
 

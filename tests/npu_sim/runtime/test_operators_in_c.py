@@ -64,6 +64,6 @@ except RuntimeError as error:
 
 
 @pytest.mark.parametrize("function", ["rtKernelLaunch", "aclrtProcessReport"])
-def test_what_is_not_simulated_says_so(function: str) -> None:
+def test_operator_without_simulation_is_an_error(function: str) -> None:
     assert acl.code_of(function, 0) != acl.SUCCESS
     assert "not simulated" in acl.message()

@@ -46,7 +46,7 @@ def addresses(size: int) -> Iterator[int]:
         acl.call("aclrtReleaseMemAddress", start)
 
 
-def test_neighbouring_mappings_are_one_memory_and_bytes_outlive_their_mapping() -> None:
+def test_neighbouring_mappings_are_one_memory_that_outlives_them() -> None:
     with addresses(2 * PAGE) as start, physical_memory() as first, physical_memory() as second:
         acl.call("aclrtMapMem", start, PAGE, 0, first, 0)
         acl.call("aclrtMapMem", start + PAGE, PAGE, 0, second, 0)

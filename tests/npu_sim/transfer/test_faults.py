@@ -114,7 +114,7 @@ def all_free(pd: PrefillSide) -> bool:
 # -- leases --------------------------------------------------------------------------------------
 
 
-def test_a_producer_slower_than_its_lease_is_given_up_and_its_slot_comes_back(
+def test_slot_is_freed_after_a_producer_outlasts_its_lease(
     route: Route, encode: Encode, pd: PrefillSide, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert_serves(encode, pd, "before")
@@ -150,7 +150,7 @@ def test_a_producer_slower_than_its_lease_is_given_up_and_its_slot_comes_back(
 # -- ends that are killed ------------------------------------------------------------------------
 
 
-def test_a_producer_killed_while_its_device_writes_is_given_up_and_another_one_serves(
+def test_second_producer_serves_after_a_kill_of_the_first(
     make_encode: Callable[..., Encode],
     encode: Encode,
     pd: PrefillSide,
@@ -172,7 +172,7 @@ def test_a_producer_killed_while_its_device_writes_is_given_up_and_another_one_s
     assert_serves(encode, pd)
 
 
-def test_a_consumer_killed_while_the_device_writes_ends_the_transfer_and_no_other(
+def test_killed_consumer_ends_its_own_transfer_only(
     route: Route,
     make_encode: Callable[..., Encode],
     make_child: Callable[..., Child],
@@ -238,7 +238,7 @@ def small() -> Iterator[Child]:
     assert list(SHM_FOLDER.glob(f"{pool}*")) == []
 
 
-def test_a_pool_larger_than_the_device_is_refused_at_start_with_figures_and_what_to_do(
+def test_pool_larger_than_the_device_is_refused_with_a_remedy(
     small: Child,
 ) -> None:
     with within(SOON_S):
@@ -257,7 +257,7 @@ def test_a_pool_larger_than_the_device_is_refused_at_start_with_figures_and_what
     do(small, "end.close()")
 
 
-def test_an_item_for_which_the_device_has_no_room_is_an_error_with_figures_and_what_to_do(
+def test_item_larger_than_free_memory_is_an_error_with_a_remedy(
     small: Child,
 ) -> None:
     nbytes = 8 << 20
@@ -295,7 +295,7 @@ def test_an_item_for_which_the_device_has_no_room_is_an_error_with_figures_and_w
 THREE = {"ASCEND_SIM_DEVICES": "3"}
 
 
-def test_a_second_rank_on_a_device_of_its_own_places_what_a_third_device_wrote(
+def test_second_rank_places_an_item_written_by_a_third_device(
     route: Route,
     make_encode: Callable[..., Encode],
     make_child: Callable[..., Child],

@@ -192,7 +192,7 @@ def test_a_step_without_tokens_begins_the_copy_and_nobody_waits_for_it(sound: In
         assert sound.encoder_cache[item.mm_hash].eq(number).all(), "it was there without a step"
 
 
-def test_what_was_placed_and_forgotten_before_a_step_computed_harms_nobody(
+def test_item_forgotten_before_its_step_computed_is_harmless(
     sound: Instance,
 ) -> None:
     first, second = sound.arrive(2), sound.arrive(3)
@@ -224,7 +224,7 @@ def test_memory_of_an_item_is_not_used_again_before_its_readers_have_read(sound:
     assert read_late(sound).eq(2).all()
 
 
-def test_memory_that_the_engine_s_stream_did_not_adopt_is_used_again_too_early(
+def test_memory_without_adoption_is_reused_too_early(
     sound: Instance, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(NpuPlatform, "adopt", lambda *_: None)

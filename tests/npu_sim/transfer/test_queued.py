@@ -77,9 +77,7 @@ def test_the_copy_of_an_item_that_was_granted_is_queued_by_who_puts_it_out(
     assert steps(encode) == [("queued", "MainThread"), ("written", "epd-watcher")]
 
 
-def test_the_copy_of_an_item_that_was_put_out_is_queued_by_who_hears_the_grant(
-    encode: Encode, pd: PrefillSide
-) -> None:
+def test_grant_queues_the_copy_of_an_offered_item(encode: Encode, pd: PrefillSide) -> None:
     order(encode, pd, "cat")
     encode.put_out("cat", f"output('cat', {TOKENS})")
     assert steps(encode) == []
@@ -97,7 +95,7 @@ def test_a_copy_for_which_its_caller_would_be_blocked_is_made_by_a_writer(
     assert steps(encode) == [("queued", "epd-writer"), ("written", "epd-writer")]
 
 
-def test_who_puts_items_out_waits_for_none_and_each_is_said_to_be_written_when_its_copy_has_ended(
+def test_written_is_sent_at_the_end_of_each_copy_without_waiting(
     encode: Encode, pd: PrefillSide
 ) -> None:
     names = ["cat", "dog", "emu"]

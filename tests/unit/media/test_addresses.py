@@ -133,7 +133,7 @@ def test_a_url_has_one_usual_form(url: str, expected: str) -> None:
 
 
 @given(st.text(max_size=60))
-def test_whatever_is_read_is_read_the_same_again(text: str) -> None:
+def test_address_is_read_like_its_normal_form(text: str) -> None:
     for url in (text, f"https://{text}", f"http://example.com/{text}"):
         try:
             target = read_url(url)
@@ -272,6 +272,6 @@ def test_a_redirect_is_not_followed(location: str, words: str) -> None:
         redirected(HERE, location)
 
 
-def test_what_begins_as_a_url_of_the_web() -> None:
+def test_url_of_the_web_is_known_by_its_beginning() -> None:
     assert all(map(is_web, [b"http://x", b"HTTPS://x", b"https:x", b"http:"]))
     assert not any(map(is_web, [b"", b"httpx://", b" http://x", b"data:image/png", b"file:///x"]))

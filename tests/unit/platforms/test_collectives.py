@@ -105,7 +105,7 @@ def ordered() -> tuple[Turns, Turns]:
 
 
 @pytest.mark.parametrize("count", [3, 4])
-def test_processes_in_a_ring_that_all_make_two_groups_at_once_never_lock_up(count: int) -> None:
+def test_ring_of_processes_makes_two_groups_each_without_deadlock(count: int) -> None:
     processes = [Turns() for _ in range(count)]
     inside = [0] * count
 

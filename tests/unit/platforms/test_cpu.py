@@ -15,7 +15,7 @@ def platform() -> Platform:
     return CpuPlatform()
 
 
-def test_it_is_one_device(platform: Platform) -> None:
+def test_cpu_is_one_device(platform: Platform) -> None:
     assert platform.device_count() == 1
     assert platform.device(0) == torch.device("cpu")
     platform.set_device(0)
@@ -28,7 +28,7 @@ def test_a_second_device_is_refused(platform: Platform, index: int) -> None:
             call(index)
 
 
-def test_it_tells_the_hosts_memory(platform: Platform) -> None:
+def test_cpu_reports_the_hosts_memory(platform: Platform) -> None:
     info = platform.memory_info(0)
     assert 0 < info.free_bytes <= info.total_bytes
 
@@ -43,7 +43,9 @@ def test_it_tells_the_hosts_memory(platform: Platform) -> None:
         (torch.int8, False),
     ],
 )
-def test_it_supports_engine_dtypes(platform: Platform, dtype: torch.dtype, supported: bool) -> None:
+def test_cpu_supports_engine_dtypes(
+    platform: Platform, dtype: torch.dtype, supported: bool
+) -> None:
     assert platform.supports_dtype(dtype) is supported
 
 
@@ -57,7 +59,7 @@ def test_opening_a_handle_is_refused_with_its_kind(platform: Platform) -> None:
         platform.open_tensor(SimpleNamespace(device_type="cuda"))  # type: ignore[arg-type]
 
 
-def test_what_is_left_of_a_part_of_the_memory_is_never_more_than_is_free() -> None:
+def test_rest_of_a_memory_share_is_at_most_the_free_memory() -> None:
     before = MemoryInfo(free_bytes=90, total_bytes=100)
     after = MemoryInfo(free_bytes=60, total_bytes=100)
     assert after.left_of(0.5, before) == 20
@@ -81,7 +83,7 @@ class NeverEvent(DeviceEvent):
         return False
 
 
-def test_synchronize_gives_up_at_its_deadline_and_asks_few_times_each_millisecond() -> None:
+def test_synchronize_times_out_with_few_queries() -> None:
     event = NeverEvent()
     with pytest.raises(TransportTimeoutError, match=r"not complete after 0\.2 s"):
         event.synchronize(timeout_s=0.2)

@@ -20,7 +20,7 @@ def run(code: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize(
     "module", ["registry", "traits", "base", "collectives", "torchvision_guard"]
 )
-def test_what_a_planner_imports_leaves_torch_out(module: str) -> None:
+def test_imports_of_a_planner_leave_torch_out(module: str) -> None:
     result = run(
         f"import sys; import epd_portable.platforms.{module}; "
         "from epd_portable.platforms.registry import names; names(); "

@@ -114,7 +114,7 @@ def test_a_tensor_arrives(pair: tuple[CollectiveGroup, CollectiveGroup]) -> None
     assert torch.equal(got, sent)
 
 
-def test_work_that_failed_is_a_lost_peer_at_both_ends_though_it_says_that_it_is_completed(
+def test_failed_work_is_a_lost_peer_though_reported_complete(
     pair: tuple[CollectiveGroup, CollectiveGroup], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second = pair

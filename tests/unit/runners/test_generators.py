@@ -67,7 +67,7 @@ def test_torch_sets_no_generator_of_the_cpu_back() -> None:
         discard(seeded(1))
 
 
-def test_what_is_drawn_after_a_mark_is_drawn_again() -> None:
+def test_numbers_after_a_mark_are_drawn_again() -> None:
     plain = seeded(1)
     generator = RewindableGenerator.continuing(seeded(1))
     assert draw(generator) == draw(plain)

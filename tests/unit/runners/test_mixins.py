@@ -189,7 +189,7 @@ def test_the_encoder_runs_as_it_would_without_us(mixin: type) -> None:
 
 
 @pytest.mark.parametrize("mixin", [EncoderRunnerMixin, PDRunnerMixin])
-def test_a_step_goes_on_without_what_could_not_be_encoded_if_the_connector_says_so(
+def test_step_continues_without_an_output_the_connector_allows(
     mixin: type, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runner = mixed(mixin)
@@ -257,14 +257,14 @@ def test_the_items_that_its_encoder_computes_are_traced() -> None:
 
 
 @pytest.mark.parametrize("tokens", [0, 3])
-def test_where_vllm_has_no_hook_orders_are_submitted_before_the_step(tokens: int) -> None:
+def test_orders_are_submitted_before_the_step_without_vllms_hook(tokens: int) -> None:
     runner = mixed(OrderingSecondRunnerMixin, SecondRunner)
     runner.execute_model(step(Metadata(), tokens))
     runner.execute_model(step(None, 3))
     assert [call[0] for call in runner.calls] == ["begin", "model", "model"]
 
 
-def test_where_vllm_has_one_orders_are_left_to_it() -> None:
+def test_orders_are_left_to_vllms_hook() -> None:
     runner = mixed(SecondRunnerMixin, SecondRunner)
     runner.execute_model(step(Metadata(), 3))
     assert [call[0] for call in runner.calls] == ["model"]

@@ -10,7 +10,7 @@ def made(clock: Clock) -> CircuitBreaker:
     return CircuitBreaker(first_s=1.0, longest_s=5.0, clock=clock, chance=lambda: 0.5)
 
 
-def test_one_failure_opens_it_and_time_lets_one_ask() -> None:
+def test_breaker_opens_on_failure_and_allows_one_trial_after_time() -> None:
     clock = Clock()
     breaker = made(clock)
     assert breaker.allows() and breaker.state == "closed"

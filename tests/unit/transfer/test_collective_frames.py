@@ -208,7 +208,7 @@ NO_REQUESTS = {
 
 
 @pytest.mark.parametrize("kind", NO_REQUESTS)
-def test_what_is_no_request_ends_its_connection(
+def test_invalid_request_ends_its_connection(
     consumer: Consumer, caplog: pytest.LogCaptureFixture, kind: str
 ) -> None:
     sent, why = NO_REQUESTS[kind]
@@ -268,7 +268,7 @@ def test_without_threads_the_next_ones_are_served(
     assert "can't start new thread" in caplog.text
 
 
-def test_who_connects_and_does_not_join_keeps_no_thread(
+def test_connection_without_join_holds_no_thread(
     consumer: Consumer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch, caplog.at_level(logging.WARNING):

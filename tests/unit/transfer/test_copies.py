@@ -95,7 +95,7 @@ def test_a_lease_that_ended_before_the_write_touches_nothing(platform: SpyPlatfo
     assert target.eq(0).all()
 
 
-def test_a_lease_that_ends_between_chunks_leaves_the_rest_alone_and_says_how_far_it_came() -> None:
+def test_lease_ended_between_chunks_stops_the_copy_at_its_place() -> None:
     looks = iter([0.0, 1.0])
     target = torch.zeros(3 * CHUNK_BYTES, dtype=torch.uint8)
     with pytest.raises(TransportTimeoutError, match=f"{CHUNK_BYTES} of {3 * CHUNK_BYTES} bytes"):
@@ -127,7 +127,7 @@ def test_a_pool_that_cannot_be_page_locked_is_used_all_the_same_and_logged(
     assert "is not page-locked, copies block: no more page-locked memory" in caplog.text
 
 
-def test_where_a_runtime_blocks_for_pages_that_it_does_not_know_page_locking_does_not_help(
+def test_page_locking_is_useless_where_unknown_pages_block(
     platform: SpyPlatform, memory: SharedMemory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     traits = replace(SpyPlatform.traits, foreign_pages_block=True)
@@ -136,7 +136,7 @@ def test_where_a_runtime_blocks_for_pages_that_it_does_not_know_page_locking_doe
     assert platform.pinned, "the device reads it faster all the same"
 
 
-def test_where_devices_compute_in_host_memory_nothing_is_page_locked(
+def test_memory_is_not_page_locked_for_devices_on_host_memory(
     platform: SpyPlatform, memory: SharedMemory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(platform, "traits", CpuPlatform.traits)
@@ -185,7 +185,7 @@ def write(writer: ShmWriter, pool: SharedMemory) -> None:
     writer.write(item(pool))
 
 
-def test_a_pool_stays_page_locked_while_a_copy_into_it_is_under_way_though_its_owner_has_gone(
+def test_pool_stays_page_locked_during_a_copy_without_its_owner(
     writer: ShmWriter, platform: SpyPlatform, make_pool: Callable[..., SharedMemory]
 ) -> None:
     gone = make_pool()

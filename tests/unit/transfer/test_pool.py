@@ -45,7 +45,7 @@ def test_a_removed_file_is_not_current_and_cannot_be_opened(memory: SharedMemory
         SharedMemory.open(memory.path.name)
 
 
-def test_a_pool_larger_than_the_machine_says_how_much_is_free_and_leaves_nothing() -> None:
+def test_pool_larger_than_free_memory_is_an_error_without_a_file() -> None:
     name = pool_name()
     with pytest.raises(CapacityError, match=r"free; lower transfer\.pool_bytes"):
         SharedMemory.create(name, 1 << 55)
@@ -80,7 +80,7 @@ def test_only_a_private_file_is_a_pool(
 
 
 @pytest.mark.parametrize("kind", ["link", "pipe", "folder"])
-def test_what_is_no_file_is_no_pool(kind: str, memory: SharedMemory) -> None:
+def test_pool_that_is_no_regular_file_is_refused(kind: str, memory: SharedMemory) -> None:
     path = memory.path.with_name(f"{memory.path.name}-{kind}")
     if kind == "link":
         path.symlink_to(memory.path)

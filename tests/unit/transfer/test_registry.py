@@ -55,7 +55,9 @@ def on(
         ("cpu", "npu", False, "tcp"),
     ],
 )
-def test_each_pair_takes_its_best_path(encode: str, pd: str, same_host: bool, taken: str) -> None:
+def test_best_path_is_chosen_for_each_pair(
+    encode: str, pd: str, same_host: bool, taken: str
+) -> None:
     host = "host" if same_host else "elsewhere"
     choice = registry.choose(on(encode, "encode-0", host=host), on(pd, "pd-0"))
     assert choice.endpoint == PathEndpoint(path=taken, address=f"{taken}-address")
@@ -136,7 +138,7 @@ ACCELERATORS = ("cuda", "npu")
     ],
     ids=["host memory to host memory", "queued on a device", "in device memory", "fenced"],
 )
-def test_what_a_path_does_on_each_platform(
+def test_features_of_a_path_on_each_platform(
     asks: Callable[[str, str], bool], paths: tuple[str, ...], platforms: tuple[str, ...]
 ) -> None:
     found = {
@@ -161,7 +163,7 @@ def test_every_path_is_described_and_what_cannot_be_used_has_its_reason(platform
     assert "between hosts, or when asked for" in described["nixl"][1]
 
 
-def test_between_platforms_a_path_says_why_it_cannot_be_used_or_where_it_copies() -> None:
+def test_path_between_platforms_gives_its_reason_or_its_copies() -> None:
     described = {path: found for path, *found in registry.describe("cpu", "npu")}
     assert described["ipc"] == [False, NO_DEVICES.reason]
     assert described["collective"] == [False, "the encode side is on cpu, the other on npu"]
@@ -172,7 +174,7 @@ def test_between_platforms_a_path_says_why_it_cannot_be_used_or_where_it_copies(
     assert both.endswith("; copies: one from the device and one to the device")
 
 
-def test_a_path_that_does_not_encrypt_is_left_out_where_bytes_must_not_be_plain() -> None:
+def test_path_without_encryption_is_left_out_where_it_is_needed() -> None:
     assert "collective" in {path.name for path in registry.offered("auto", "npu")}
     left = {path.name for path in registry.offered("auto", "npu", plain=False)}
     assert left == {"ipc", "shm", "tcp"}

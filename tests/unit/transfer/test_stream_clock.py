@@ -47,7 +47,7 @@ def clock(device: HeldPlatform) -> Iterator[StreamClock]:
     made.close()
 
 
-def test_a_point_is_reached_when_the_device_comes_to_it_and_not_when_it_is_marked(
+def test_point_is_reached_by_the_device_and_not_by_its_mark(
     device: HeldPlatform, clock: StreamClock
 ) -> None:
     first, second = Future[float](), Future[float]()
@@ -89,7 +89,7 @@ def test_without_a_trace_nothing_is_recorded_for_it(
     assert "clock" not in {thread.name for thread in threading.enumerate()}
 
 
-def test_where_operations_are_complete_when_they_return_there_is_no_thread(trace: Trace) -> None:
+def test_clock_has_no_thread_on_synchronous_devices(trace: Trace) -> None:
     clock = StreamClock(DeviceCopies(registry.get("cpu")), "clock")
     reached = Future[float]()
     begin_s = time.monotonic()
@@ -101,7 +101,7 @@ def test_where_operations_are_complete_when_they_return_there_is_no_thread(trace
     clock.close()
 
 
-def test_who_marks_a_point_of_a_device_that_has_failed_hears_of_it(
+def test_mark_on_a_failed_device_reports_its_error(
     device: HeldPlatform, clock: StreamClock
 ) -> None:
     reached = Future[float]()

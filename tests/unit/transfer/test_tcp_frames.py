@@ -96,7 +96,7 @@ NO_CHUNKS: dict[str, tuple[list[bytes], str]] = {
 
 
 @pytest.mark.parametrize("sent", NO_CHUNKS)
-def test_what_is_no_chunk_of_a_granted_slot_is_refused(consumer: Consumer, sent: str) -> None:
+def test_chunk_outside_a_granted_slot_is_refused(consumer: Consumer, sent: str) -> None:
     frames, problem = NO_CHUNKS[sent]
     consumer.fence.allow(SLOT)
     with zmq.Context() as context, context.socket(zmq.DEALER) as peer:

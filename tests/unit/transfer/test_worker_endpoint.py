@@ -83,7 +83,7 @@ def test_a_worker_without_receivers_publishes_nothing(pool: str, path: str, rank
     worker.close()
 
 
-def test_what_a_worker_published_that_has_ended_is_an_error(pool: str) -> None:
+def test_endpoint_of_an_ended_worker_is_an_error(pool: str) -> None:
     pid, start, namespace, rest = new_session().split("-")
     ended = "-".join([pid, str(int(start) + 1), namespace, rest])
     publication = Publication(session=ended, slab="", paths=(PathEndpoint(path="ipc"),))
@@ -92,7 +92,9 @@ def test_what_a_worker_published_that_has_ended_is_an_error(pool: str) -> None:
         read_publication(pool)
 
 
-def test_another_user_s_file_is_not_believed(pool: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_endpoint_file_of_another_user_is_refused(
+    pool: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     publication = Publication(session=new_session(), slab="", paths=(PathEndpoint(path="ipc"),))
     file = publish(pool, publication)
     assert read_publication(pool) == publication
@@ -126,7 +128,7 @@ def test_a_worker_that_cannot_open_its_paths_leaves_nothing(pool: str) -> None:
     assert list(SHM_FOLDER.glob(f"{pool}*")) == []
 
 
-def test_another_rank_opens_the_slab_of_rank_0_when_it_starts(pool: str) -> None:
+def test_later_rank_opens_the_slab_of_rank_0_at_its_start(pool: str) -> None:
     platform = SharingPlatform()
     first = on_device(pool, platform)
     second = on_device(pool, platform, rank=1)
@@ -137,7 +139,7 @@ def test_another_rank_opens_the_slab_of_rank_0_when_it_starts(pool: str) -> None
     assert (first.slab_bytes, second.slab_bytes) == (8192, 0)
 
 
-def test_another_rank_waits_at_its_start_for_a_rank_0_that_is_slower(pool: str) -> None:
+def test_later_rank_waits_at_its_start_for_rank_0(pool: str) -> None:
     platform = SharingPlatform()
     with ThreadPoolExecutor(1) as threads:
         second = threads.submit(on_device, pool, platform, 1)

@@ -61,7 +61,7 @@ def page(environ: dict[str, str], program: str = SERVER) -> list[str]:
     return run(environ, program).stdout.splitlines()
 
 
-def test_the_page_adds_up_what_the_processes_count_and_keeps_its_own_series(
+def test_page_sums_series_of_processes_and_keeps_its_own(
     environ: dict[str, str],
 ) -> None:
     lines = page(environ)
@@ -96,7 +96,7 @@ def test_a_folder_that_vllm_serves_by_itself_is_used_instead(
     assert 'epd_encode_transfers_total{source="cache"} 1.0' in lines
 
 
-def test_a_process_whose_engine_has_no_page_for_it_says_so_and_counts_for_itself(
+def test_process_without_page_of_its_engine_counts_for_itself(
     environ: dict[str, str], tmp_path: Path
 ) -> None:
     assert "VLLM_PLUGINS" in run(environ, WORKER.replace("exposition.serve()", "")).stderr

@@ -56,7 +56,7 @@ def test_pieces_of_an_answer_are_passed_on_as_they_come(client: TestClient) -> N
 
 
 @pytest.mark.parametrize("body", [b"", b"[1]", b"{broken", b'{"ec_transfer_params":'])
-def test_what_is_no_object_is_left_to_the_server(body: bytes) -> None:
+def test_body_that_is_no_object_is_left_to_the_server(body: bytes) -> None:
     seen: list[bytes] = []
 
     async def echo(request: Request) -> Response:

@@ -55,7 +55,7 @@ def test_other_tensors_are_other_weights(tmp_path: Path, other: Tensors) -> None
     assert of(tmp_path / "a", MODEL) != of(tmp_path / "b", other)
 
 
-def test_another_dtype_is_other_weights(tmp_path: Path) -> None:
+def test_weights_differ_with_their_dtype(tmp_path: Path) -> None:
     assert of(tmp_path / "a", MODEL) != of(tmp_path / "b", MODEL, "I32")
 
 

@@ -35,7 +35,7 @@ def sealed(one: Seal, key: str, data: memoryview | None = None) -> bytes:
     ).head
 
 
-def test_a_key_depends_on_engines_modality_item_and_secret_and_nothing_else() -> None:
+def test_key_depends_on_engines_modality_item_and_secret_only() -> None:
     one = seal()
     first, second = one.namespace("model a"), one.namespace("model b")
     keys = {
@@ -70,7 +70,7 @@ def changed(place: int) -> bytes:
     ],
     ids=range(13),
 )
-def test_what_is_no_head_of_this_key_and_deployment_is_refused(raw: bytes) -> None:
+def test_invalid_head_is_refused(raw: bytes) -> None:
     with pytest.raises(CorruptEntryError):
         seal().open(raw, "key")
 

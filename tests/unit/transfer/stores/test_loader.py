@@ -237,7 +237,7 @@ def test_a_load_that_is_given_up_closes_the_breaker(side: Callable[..., Side]) -
     assert one.breaker.state == "closed"
 
 
-def test_what_is_given_up_before_its_turn_is_not_asked_for(side: Callable[..., Side]) -> None:
+def test_load_cancelled_before_its_turn_is_not_requested(side: Callable[..., Side]) -> None:
     one = side("cat")
     announced = one.announce("cat")
     one.loader.send(Later(transfer_id="t-cat", attempt=announced.attempt))
