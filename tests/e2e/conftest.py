@@ -239,7 +239,7 @@ def start(fork: Popen, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sta
 
 def every_instance_is_up(split: Split) -> bool:
     """Tell whether the front sends requests to every engine that it knows."""
-    counts = httpx.get(f"{split.url}/health", timeout=10, trust_env=False).json()["counts"]
+    counts = httpx.get(f"{split.url}/health", timeout=60, trust_env=False).json()["counts"]
     return bool(counts["up"] == sum(counts.values()))
 
 

@@ -12,21 +12,12 @@ import pytest
 
 from tests.e2e.conftest import CPU_MODULES, Pair, forking, running
 from tests.e2e.equality import FloatSmoke
+from tests.e2e.second_runner import ENV, SETTINGS
 
 pytestmark = [
     pytest.mark.needs_nixl,
     pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed"),
 ]
-
-ENV = {"TRITON_INTERPRET": "1", "VLLM_USE_V2_MODEL_RUNNER": "1"}
-SETTINGS = (
-    "engine_args.dtype=float32",
-    "engine_args.skip_mm_profiling=true",
-    "transfer.path=nixl",
-    "transfer.pool_bytes=16MiB",
-    "transfer.lease_s=60",
-    "transfer.wait_timeout_s=120",
-)
 
 
 @pytest.fixture(scope="module")

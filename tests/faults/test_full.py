@@ -14,14 +14,12 @@ import uuid
 from pathlib import Path
 
 import httpx
-import pytest
 
 from epd_portable.launch.plan.ports import port_source
 from epd_portable.launch.run import sessions
 from epd_portable.transfer.pool import SHM_FOLDER
+from tests.kit.shm import ROOT, SHM_BYTES, small_shm
 
-ROOT = Path(__file__).parents[2]
-SHM_BYTES = 1 << 20
 DEADLINE_S = 60.0
 
 
@@ -37,19 +35,6 @@ def python(
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT), **env},
     )
-
-
-def small_shm() -> tuple[str, ...]:
-    """Return a command's beginning by which it gets a /dev/shm of its own, of one MiB.
-
-    Skips the test where that is not allowed.
-    """
-    mount = f"mount -t tmpfs -o size={SHM_BYTES} tmpfs {SHM_FOLDER}"
-    begin = ("unshare", "--mount", "sh", "-c", f'{mount} && exec "$@"', "sh")
-    tried = subprocess.run([*begin, "true"], capture_output=True, text=True)
-    if tried.returncode:
-        pytest.skip(f"no mount namespace here: {tried.stderr.strip()}")
-    return begin
 
 
 POOL = """

@@ -21,9 +21,9 @@ import pytest
 from epd_portable.launch.plan.ports import port_source
 from tests.faults.small.pictures import Picture
 from tests.faults.small.workers import WEIGHTS
-from tests.faults.test_full import ROOT, small_shm
 from tests.faults.topology import DEADLINE_S, Reply, Topology
 from tests.faults.traffic import check, quiet, send
+from tests.kit.shm import ROOT, small_shm
 from tests.metrics_page import total
 from tests.servers import RedisServer
 

@@ -16,8 +16,8 @@ from click.testing import CliRunner
 from epd_portable.launch.cli import main
 from tests.e2e.asking import Answer, ask, body, picture, text
 from tests.e2e.conftest import Split, Start, slow_steps
-from tests.e2e.engines import RESTART_S, counted, wait_until
-from tests.e2e.front.test_front import in_flight, is_up, killed, process
+from tests.e2e.engines import RESTART_S, counted, process, wait_until
+from tests.kit.fronts import in_flight, is_up, killed
 
 pytestmark = pytest.mark.full
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import json
 import math
-import signal
 import subprocess
 import time
 from collections.abc import Iterator
@@ -37,6 +36,7 @@ from tests.e2e.engines import RESTART_S, counted, process, wait_until
 from tests.e2e.front import shapes
 from tests.e2e.modalities.parts import frames
 from tests.forked import Popen
+from tests.kit.fronts import in_flight, is_up, killed
 from tests.metrics_page import total
 from tests.unit.media import samples
 
@@ -63,24 +63,6 @@ def front(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Split]:
 
 
 @contextmanager
-def killed(front: Split, name: str) -> Iterator[None]:
-    """Kill a process, and wait at the end until the launcher's new one is up."""
-    old = process(front.pid, name)
-    old.send_signal(signal.SIGKILL)
-    old.wait(10)
-    yield
-    wait_until(lambda: is_up(front, name), f"{name} is back", within_s=RESTART_S)
-
-
-def is_up(front: Split, name: str) -> bool:
-    path = "/health" if name == "front" else f"/epd/instances/{name}/health"
-    try:
-        return httpx.get(front.url + path, timeout=5, trust_env=False).status_code == 200
-    except httpx.HTTPError:
-        return False
-
-
-@contextmanager
 def load(front: Split, seeds: range) -> Iterator[list[Future[httpx.Response]]]:
     """Ask of a picture and a video for each seed, six at a time."""
     with ThreadPoolExecutor(6) as pool:
@@ -95,10 +77,6 @@ def both(seed: int) -> list[dict[str, Any]]:
 JOBS = "epd_front_encode_job_seconds_count"
 RETRIED = 'epd_front_items_total{outcome="retried"}'
 NOT_NEEDED = 'epd_front_items_total{outcome="not_needed"}'
-
-
-def in_flight(front: Split) -> float:
-    return counted(front.url, "epd_front_instance_in_flight")
 
 
 @pytest.mark.parametrize("count", [0, 1, 2])

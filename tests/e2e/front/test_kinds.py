@@ -13,7 +13,7 @@ from tests.e2e.conftest import CPU_MODULES, VIDEOS, Pair, Split, forking, runnin
 from tests.e2e.equality import assert_answer_is_that_of_one_process
 from tests.e2e.modalities.parts import frames
 from tests.e2e.ranks import TWO_RANKS
-from tests.e2e.test_second_runner import ENV, SETTINGS
+from tests.e2e.second_runner import ENV, SETTINGS
 from tests.forked import Popen
 
 pytestmark = pytest.mark.full

@@ -11,18 +11,18 @@ from pathlib import Path
 import pytest
 
 from epd_portable.demo import servers
+from tests.checkpoints import NAMES
 from tests.e2e.asking import ask
 from tests.e2e.conftest import running, serving
 from tests.e2e.equality import assert_equal
-from tests.e2e.modalities.parts import frames
-from tests.e2e.modalities.test_models import (
+from tests.e2e.modalities.contents import (
     ASK,
     CONTENTS,
     MODALITIES,
-    NAMES,
     SETTINGS,
     checkpoint_of,
 )
+from tests.e2e.modalities.parts import frames
 from tests.forked import Popen
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(1200)]

@@ -11,8 +11,8 @@ from tests.e2e.asking import ask, ask_all, ask_streamed, assert_equal, body, pic
 from tests.e2e.cases import ASK, mixed_32
 from tests.e2e.conftest import Pair, running
 from tests.e2e.equality import FloatSmoke
-from tests.e2e.front.test_front import killed
 from tests.forked import Popen
+from tests.kit.fronts import killed
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(1200)]
 

@@ -16,9 +16,9 @@ import pytest
 from epd_portable.items.transfers import LEASE_MARGIN_S
 from tests.e2e.asking import ask, body, picture, post, text
 from tests.e2e.conftest import ROOT, Split, running
-from tests.e2e.engines import RESTART_S, wait_until
-from tests.e2e.front.test_front import in_flight, is_up, process
+from tests.e2e.engines import RESTART_S, process, wait_until
 from tests.faults.points import ENCODER_WORKER, PD_WORKER, Faults, Victim
+from tests.kit.fronts import in_flight, is_up
 
 pytestmark = pytest.mark.full
 
@@ -117,7 +117,7 @@ def test_an_engine_that_stops_for_a_while_costs_no_answer(
 ) -> None:
     with stopped.at(victim, point) as answers:
         pid = stopped.pid(victim)
-        health = httpx.get(f"{stopped.split.url}/health", timeout=5, trust_env=False)
+        health = httpx.get(f"{stopped.split.url}/health", timeout=60, trust_env=False)
         assert health.status_code == 200
         if victim is ENCODER_WORKER:
             assert post(stopped.split.url, body("Hello")).status_code == 200

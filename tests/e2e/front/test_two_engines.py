@@ -16,8 +16,8 @@ import pytest
 
 from tests.e2e.asking import body, picture, post, text
 from tests.e2e.conftest import Split, Start
-from tests.e2e.engines import RESTART_S, wait_until
-from tests.e2e.front.test_front import is_up, killed, process
+from tests.e2e.engines import RESTART_S, process, wait_until
+from tests.kit.fronts import is_up, killed
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(1200)]
 

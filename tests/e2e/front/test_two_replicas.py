@@ -9,7 +9,7 @@ import pytest
 
 from tests.e2e.asking import ask, ask_all, assert_equal, picture, text
 from tests.e2e.conftest import Split, Start
-from tests.e2e.front.test_front import killed
+from tests.kit.fronts import killed
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(1200)]
 

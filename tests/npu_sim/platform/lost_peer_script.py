@@ -18,7 +18,7 @@ from epd_portable.errors import PeerLostError, TransportTimeoutError
 from epd_portable.platforms import registry
 from epd_portable.platforms.base import ShareHandle
 from epd_portable.platforms.collectives_torch import RendezvousHost
-from tests.contract.test_collective_processes import await_stop, exchange, join, peer
+from tests.kit.ranks import await_stop, exchange, join, peer
 
 AMPLE_S = 60.0
 

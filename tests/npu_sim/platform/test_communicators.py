@@ -128,7 +128,7 @@ def test_group_times_out_while_another_group_is_made(npu: Platform, host: Rendez
             start_s = time.monotonic()
             with pytest.raises(TransportTimeoutError, match="being made, one at a time, for all"):
                 npu.new_group(place(host, 0), index=0, timeout_s=SHORT_S)
-            assert SHORT_S <= time.monotonic() - start_s < SHORT_S + 5
+            assert SHORT_S <= time.monotonic() - start_s < AMPLE_S
             # The other end does not wait for its own deadline, which is far away.
             assert isinstance(far.exception(AMPLE_S / 2), PeerLostError)
         finally:

@@ -14,8 +14,8 @@ from tests.npu_sim.runtime import acl, children, hccl
 if TYPE_CHECKING:
     from tests.npu_sim.runtime.hccl import Rank
 
-SOON_S = 10
-"""Far below the default timeout of a minute."""
+SOON_S = 30
+"""Half of the default timeout."""
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ def fail(stream: int) -> None:
     with acl.pinned(SIZE) as host:
         address = acl.malloc(SIZE)
         gate = threading.Event()
-        wait_at = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(lambda _: gate.wait(10) and None)
+        wait_at = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(lambda _: gate.wait(120) and None)
         acl.call("aclrtLaunchHostFunc", stream, wait_at, None)
         acl.call("aclrtMemcpyAsync", address, SIZE, host, SIZE, acl.HOST_TO_DEVICE, stream)
         acl.free(address)

@@ -73,7 +73,7 @@ def test_threads_leave_the_error_mode_as_it_was(monkeypatch: pytest.MonkeyPatch)
     def second() -> None:
         with errors_spare_the_process("EPD_TEST_MODE"):
             inside.set()
-            assert first_has_left.wait(10)
+            assert first_has_left.wait(120)
             assert os.environ["EPD_TEST_MODE"] == "2"
 
     with ThreadPoolExecutor(1) as pool:

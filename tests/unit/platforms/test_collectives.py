@@ -3,7 +3,6 @@ from __future__ import annotations
 import itertools
 import socket
 import threading
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
@@ -34,11 +33,11 @@ def test_a_host_that_is_not_there_is_told_at_once() -> None:
 
 
 def test_a_host_that_accepts_and_never_answers_is_an_error_at_the_deadline() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        begin_s = time.monotonic()
-        with pytest.raises(TransportTimeoutError, match=r"did not come within 0\.5 s"):
-            meet(silent.getsockname()[1], timeout_s=0.5)
-        assert time.monotonic() - begin_s < 5
+    with (
+        socket.create_server(("127.0.0.1", 0)) as silent,
+        pytest.raises(TransportTimeoutError, match=r"did not come within 0\.5 s"),
+    ):
+        meet(silent.getsockname()[1], timeout_s=0.5)
 
 
 def test_a_host_takes_a_free_port_on_its_own_address_only() -> None:
