@@ -31,9 +31,9 @@ from epd_portable.config.load import or_shipped
 from epd_portable.config.problems import read_text
 from epd_portable.config.quantities import Section
 from epd_portable.errors import LaunchError, RequestError
-from epd_portable.launch.environment import child_environ
+from epd_portable.launch.environment import child_environ, new_run_id
 from epd_portable.launch.plan.ports import port_source
-from epd_portable.launch.plan.processes import Plan, new_run_id, shm_prefix
+from epd_portable.launch.plan.processes import Plan
 from epd_portable.launch.plan.request import PlanRequest
 from epd_portable.launch.run.guard import Guard
 from epd_portable.launch.run.supervisor import DRAIN_MARGIN_S
@@ -133,9 +133,7 @@ class Launcher:
         folder = Path(tempfile.mkdtemp(prefix="epd-ray-"))
         config, log = folder / "topology.yaml", folder / "guard.log"
         config.write_text(spec.topology, "utf-8")
-        self._guard = Guard(
-            run_id=mark, shm_prefix=shm_prefix(mark), temp_dir=folder, grace_s=1.0, log=log
-        )
+        self._guard = Guard(run_id=mark, temp_dir=folder, grace_s=1.0, log=log)
         options = (*spec.options, f"--config={config}", f"--port={port}", "--json")
         environ = child_environ(os.environ)
         environ.pop("OMP_NUM_THREADS", None)  # Ray limits the replica's own process by it.

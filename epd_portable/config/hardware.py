@@ -1,4 +1,4 @@
-"""Hardware profiles: what one kind of server has, for plans and to compare a machine with."""
+"""Hardware profiles: the devices of one kind of server, for plans of a machine that is not here."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from epd_portable import envs
 from epd_portable.config.instance import PlatformName
 from epd_portable.config.load import SHIPPED
 from epd_portable.config.problems import checked, read_text
-from epd_portable.config.quantities import Port, Section, Size
+from epd_portable.config.quantities import Port, Section
 from epd_portable.errors import ConfigError
 
 PROFILES = SHIPPED / "hardware"
@@ -24,7 +24,6 @@ def _bare(value: Any) -> Any:
 
 
 Count = Annotated[int, BeforeValidator(_bare), Field(ge=1, le=1024)]
-Bytes = Annotated[Size, BeforeValidator(_bare), Field(gt=0)]
 PortRange = Annotated[list[Port], BeforeValidator(_bare), Field(min_length=2, max_length=2)]
 
 
@@ -35,8 +34,6 @@ class HardwareProfile(Section):
     device: Annotated[str, Field(min_length=1)]
     accelerator_type: Annotated[str, Field(min_length=1)] | None = None
     devices_per_node: Count
-    memory_bytes: Bytes
-    torch_memory_bytes: Bytes | None = None
     avoid_ports: PortRange | None = None
     _name: str = PrivateAttr(default="")
 
@@ -51,11 +48,6 @@ class HardwareProfile(Section):
     def name(self) -> str:
         """That of its file, without the ending."""
         return self._name
-
-    @property
-    def usable_memory_bytes(self) -> int:
-        """What an engine divides on one device."""
-        return self.torch_memory_bytes or self.memory_bytes
 
     @property
     def ports_to_avoid(self) -> range:

@@ -22,7 +22,7 @@ from epd_portable.launch.plan.machine import has_compiler
 from epd_portable.launch.plan.model import resolve_model
 from epd_portable.launch.plan.ports import port_source
 from epd_portable.launch.run import sessions
-from epd_portable.launch.run.log_files import Tail
+from epd_portable.launch.run.logs import Tail
 from epd_portable.platforms.traits import TRAITS
 
 _POLL_S = 0.25

@@ -16,7 +16,6 @@ import click
 
 from epd_portable.config.document import dotted
 from epd_portable.config.folders import temp_folder
-from epd_portable.config.hardware import find_hardware
 from epd_portable.config.instance import PLATFORMS
 from epd_portable.config.roles import DUTIES, ROLES, Role
 from epd_portable.config.secret import Secret, make_secret_file
@@ -26,37 +25,34 @@ from epd_portable.launch.commands.command_line import (
     FAILED,
     PORT,
     CommandLine,
-    address,
+    ServerUrl,
     json_lines_option,
     json_option,
     printer,
     show,
     topology_options,
-    warn,
 )
+from epd_portable.launch.environment import new_run_id, run_secret_file
 from epd_portable.launch.notices import Notice
 from epd_portable.launch.plan.check import inspect
 from epd_portable.launch.plan.file_checks import named_files
 from epd_portable.launch.plan.machine import probed_machine
-from epd_portable.launch.plan.ports import claim, is_free
-from epd_portable.launch.plan.processes import new_run_id, run_secret_file
 from epd_portable.launch.plan.request import PlanRequest, refusals, store_warnings
 from epd_portable.launch.plan.text import findings_table, plan_table
 from epd_portable.launch.run.front_client import FrontClient
-from epd_portable.launch.run.log_files import make_private_folder, use_log_folder
+from epd_portable.launch.run.logs import make_private_folder, use_log_folder
 from epd_portable.launch.run.running import RUN_FOLDER
 from epd_portable.launch.run.supervisor import Supervisor
 from epd_portable.platforms.traits import TRAITS
 
 HELP = """Run a multimodal model as separate encode and prefill+decode instances of vLLM.
 
-\b
-Start one encode and one prefill+decode instance on a CPU, with the bundled model:
+One encode and one prefill+decode instance on a CPU, with the bundled model; the same on NVIDIA or
+Ascend, with another model and port; three prefill+decode instances, bytes over TCP:
+
   epd-launch --platform cpu --config configs/1e1pd.yaml
-The same on NVIDIA or Ascend, with another model and port:
   epd-launch --platform cuda --config configs/1e1pd.yaml --model Qwen/Qwen2.5-VL-3B-Instruct
   epd-launch --platform npu --config configs/1e1pd.yaml --port 9000
-Three prefill+decode instances, bytes over TCP:
   epd-launch --platform cpu --config configs/1e1pd.yaml \\
     --set instances.prefill_decode.count=3 --set transfer.path=tcp
 
@@ -65,78 +61,7 @@ Each command has examples of its own: epd-launch COMMAND --help.
 `up` is the command when none is named; `epd-launch up --help` lists its options. It runs in the
 foreground until Ctrl-C or SIGTERM; then the front finishes open requests and the instances end. A
 second Ctrl-C ends everything at once.
-
-Bash completes commands and options after this (zsh, fish: alike):
-
-\b
-  eval "$(_EPD_LAUNCH_COMPLETE=bash_source epd-launch)"
 """
-"""The page of ``epd-launch --help``; a line of ``\\b`` keeps the lines of its paragraph."""
-
-UP_HELP = """Start the topology, serve in the foreground, stop on Ctrl-C or SIGTERM.
-
-At a stop open requests have front.drain_s seconds to end; a second signal cuts them. A terminal
-that is closed is a stop, unless the launcher runs under nohup.
-
-With --json every line of standard output is an object with schema_version, time, event, text and
-the event's own fields (docs/operations.md); the last event is stopped, or error.
-
-\b
-  epd-launch up --platform cpu --config configs/1e1pd.yaml --port 8000 --log-dir logs
-
-Exit status: 0 when a stop was asked for, 1 when a process did not start, 2 on bad input.
-"""
-
-ENGINE_HELP = """Start one engine, which joins fronts on other machines, in the foreground.
-
-The file has launch.join and secret_file. One engine of --role is started, whatever its counts; its
-name ends in launch.host. Engines that prefill do so for decode instances of the fronts. At Ctrl-C
-or SIGTERM it leaves the fronts, has front.drain_s seconds for its open jobs, and ends.
-
-\b
-  epd-launch engine --platform cpu --config configs/1e1pd.yaml \\
-    --set secret_file=~/epd.secret --set launch.host=auto \\
-    --set launch.join=http://10.0.0.1:8000
-
-Output, log files and exit status are those of `up`.
-"""
-
-PLAN_HELP = """Show the processes that would be started; needs no device and starts nothing.
-
-With --hardware it plans for the devices of that profile, whatever this machine has. What `up`
-would refuse here, such as a port in use, is a warning.
-
-\b
-  epd-launch plan --platform cuda --config configs/1e3pd.yaml --set transfer.path=shm
-  epd-launch plan --hardware h200 --config configs/h200-8.yaml
-"""
-
-CHECK_HELP = """Show the platforms, devices and transfer paths that can be used; why others cannot.
-
-\b
-  epd-launch check
-  epd-launch check --hardware 910b-64g
-
-Exit status: 0 when a platform can be used (with --platform: that one) and, with --hardware,
-matches the profile; otherwise 1; 2 on bad input. Warnings do not count.
-"""
-
-SECRET_HELP = """Write a new secret to FILE, readable by you only.
-
-Name FILE as secret_file in the topology file, and copy it, mode 600, to every host that takes
-part:
-
-\b
-  epd-launch secret ~/epd.secret
-  epd-launch --platform cpu --config configs/1e1pd.yaml --set secret_file=~/epd.secret
-"""
-
-INSTANCES_HELP = """Show the instances of a front: states, requests in flight, why one is down.
-
-\b
-  epd-launch instances --front http://10.0.0.1:8000 --secret-file ~/epd.secret
-"""
-
 main = CommandLine(name="epd-launch", help=HELP, default="up")
 """The command ``epd-launch``."""
 
@@ -154,17 +79,28 @@ _log_dir_option = click.option(
 )
 
 
-@main.command(help=UP_HELP)
+@main.command()
 @topology_options
 @_port_option
 @_log_dir_option
 @json_lines_option
 def up(log_dir: Path | None, as_json: bool, **options: Any) -> None:
-    """Start a topology; users read `UP_HELP`."""
+    """Start the topology, serve in the foreground, stop on Ctrl-C or SIGTERM.
+
+    At a stop open requests have front.drain_s seconds to end; a second signal cuts them. A terminal
+    that is closed is a stop, unless the launcher runs under nohup.
+
+    With --json every line of standard output is an object with schema_version, time, event, text
+    and the event's own fields (docs/operations.md); the last event is stopped, or error.
+
+      epd-launch up --platform cpu --config configs/1e1pd.yaml --port 8000 --log-dir logs
+
+    Exit status: 0 when a stop was asked for, 1 when a process did not start, 2 on bad input.
+    """
     _serve(PlanRequest.from_options(**options), log_dir, as_json=as_json)
 
 
-@main.command(help=ENGINE_HELP)
+@main.command()
 @topology_options
 @click.option(
     "--role",
@@ -176,7 +112,18 @@ def up(log_dir: Path | None, as_json: bool, **options: Any) -> None:
 @_log_dir_option
 @json_lines_option
 def engine(role: Role, log_dir: Path | None, as_json: bool, **options: Any) -> None:
-    """Start one engine that joins fronts; users read `ENGINE_HELP`."""
+    r"""Start one engine, which joins fronts on other machines, in the foreground.
+
+    The file has launch.join and secret_file. One engine of --role is started, whatever its counts;
+    its name ends in launch.host. Engines that prefill do so for decode instances of the fronts. At
+    Ctrl-C or SIGTERM it leaves the fronts, has front.drain_s seconds for its open jobs, and ends.
+
+      epd-launch engine --platform cpu --config configs/1e1pd.yaml \
+        --set secret_file=~/epd.secret --set launch.host=auto \
+        --set launch.join=http://10.0.0.1:8000
+
+    Output, log files and exit status are those of `up`.
+    """
     _serve(PlanRequest.from_options(alone=role, **options), log_dir, as_json=as_json)
 
 
@@ -187,7 +134,7 @@ def _serve(request: PlanRequest, log_dir: Path | None, *, as_json: bool) -> None
     machine = probed_machine(request.traits, os.environ)
     temp_dir = _temp_dir(run_id)
     plan = request.plan(topology, run_id, machine, temp_dir=str(temp_dir))
-    refused = refusals(topology, plan, claim, os.environ)
+    refused = refusals(topology, plan)
     if len(refused) == 1:
         raise refused[0]
     if refused:
@@ -227,12 +174,19 @@ def _serve(request: PlanRequest, log_dir: Path | None, *, as_json: bool) -> None
         shutil.rmtree(logs)
 
 
-@main.command(help=PLAN_HELP)
+@main.command()
 @topology_options
 @_port_option
 @json_option
 def plan(as_json: bool, **options: Any) -> None:
-    """Show a plan; users read `PLAN_HELP`."""
+    """Show the processes that would be started; needs no device and starts nothing.
+
+    With --hardware it plans for the devices of that profile, whatever this machine has. What `up`
+    would refuse here, such as a port in use, is a warning.
+
+      epd-launch plan --platform cuda --config configs/1e3pd.yaml --set transfer.path=shm
+      epd-launch plan --hardware h200 --config configs/h200-8.yaml
+    """
     request = PlanRequest.from_options(**options)
     topology = request.load()
     run_id, machine = new_run_id(), request.expected_machine(os.environ)
@@ -244,54 +198,59 @@ def plan(as_json: bool, **options: Any) -> None:
         # A machine that is not here has other files and ports.
         missing = named_files(topology.model_dump())
         refused = [f"{dotted(path)}: {problem}" for path, problem in missing]
-        refused += map(str, refusals(topology, result, is_free, os.environ))
+        refused += map(str, refusals(topology, result))
         warnings += [f"up refuses this here: {problem}" for problem in refused]
         warnings += store_warnings(topology.store)
     result = dataclasses.replace(result, warnings=tuple(warnings))
-    if not as_json:
-        warn(warnings)
+    for warning in () if as_json else warnings:
+        printer(as_json=False)(Notice("warning", warning))
     show(plan_table(result), as_json=as_json, **result.as_json())
 
 
-@main.command(help=CHECK_HELP)
+@main.command()
 @click.option(
     "--platform", type=click.Choice(PLATFORMS), help="Check this platform only.  [default: all]"
 )
-@click.option(
-    "--hardware",
-    metavar="PROFILE",
-    help="Compare the devices with a hardware profile: a name such as h200, or a file.",
-)
 @json_option
-def check(platform: str | None, hardware: str | None, as_json: bool) -> None:
-    """Show what can be used here; users read `CHECK_HELP`."""
-    expected = find_hardware(hardware, platform) if hardware else None
-    platform = expected.platform if expected else platform
-    findings = inspect([platform] if platform else list(TRAITS), expected)
+def check(platform: str | None, as_json: bool) -> None:
+    """Show the platforms, devices and transfer paths that can be used; why others cannot.
+
+      epd-launch check
+      epd-launch check --platform npu
+
+    Exit status: 0 when a platform can be used (with --platform: that one), otherwise 1; 2 on bad
+    input.
+    """
+    findings = inspect([platform] if platform else list(TRAITS))
     found = [dataclasses.asdict(finding) for finding in findings]
     show(findings_table(findings), as_json=as_json, findings=found)
-    platforms = [finding.usable for finding in findings if finding.kind == "platform"]
-    compared = [finding.usable for finding in findings if finding.kind == "hardware"]
-    if not any(platforms) or not all(compared):
+    if not any(finding.usable for finding in findings if finding.kind == "platform"):
         sys.exit(FAILED)
 
 
-@main.command(help=SECRET_HELP)
+@main.command()
 @click.argument("file")
 @json_option
 def secret(file: str, as_json: bool) -> None:
-    """Make a secret file."""
+    """Write a new secret to FILE, readable by you only.
+
+    Name FILE as secret_file in the topology file, and copy it, mode 600, to every host that takes
+    part:
+
+      epd-launch secret ~/epd.secret
+      epd-launch --platform cpu --config configs/1e1pd.yaml --set secret_file=~/epd.secret
+    """
     make_secret_file(file)
     text = f"{file} holds a secret of 256 bits; keep it as you keep a private key"
     show(text, as_json=as_json, secret_file=file)
 
 
-@main.command(help=INSTANCES_HELP)
+@main.command()
 @click.option(
     "--front",
     required=True,
     metavar="URL",
-    callback=address("http", "https"),
+    type=ServerUrl(),
     help="The front, as in http://10.0.0.1:8000.",
 )
 @click.option(
@@ -302,7 +261,10 @@ def secret(file: str, as_json: bool) -> None:
 )
 @json_option
 def instances(front: str, secret_file: str, as_json: bool) -> None:
-    """Show the instances of a front."""
+    """Show the instances of a front: states, requests in flight, why one is down.
+
+    epd-launch instances --front http://10.0.0.1:8000 --secret-file ~/epd.secret
+    """
     found = FrontClient(front, Secret.read(secret_file)).instances()
     lines = [
         f"{seen['name']:24} {seen['role']:16} {seen['state']:9} {seen['in_flight']:4} in flight  "

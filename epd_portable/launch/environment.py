@@ -1,22 +1,35 @@
-"""Environment of child processes: a home that can be written, a path without the working directory.
-
-Others may write into the working directory, and ``python -m`` and ``python -c`` put it first into
-the path that Python imports from, also in what vLLM and multiprocessing start.
-"""
+"""Names that the processes of a run share, and the environment of child processes."""
 
 from __future__ import annotations
 
 import os
+import secrets
 from collections.abc import Mapping
 
 from epd_portable.config.folders import with_home
 
 
-def child_environ(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return an environment for a child process.
+def new_run_id() -> str:
+    """Return eight random hexadecimal digits."""
+    return secrets.token_hex(4)
 
-    Python leaves the working directory out of its path. Empty elements of ``PYTHONPATH``, which
-    mean that directory, are removed.
+
+def shm_prefix(run_id: str) -> str:
+    """Return what every ``/dev/shm`` file of a run starts with."""
+    return f"epd-{run_id}-"
+
+
+def run_secret_file(temp_dir: str) -> str:
+    """Return the path of the secret that the launcher makes for a run that names none."""
+    return f"{temp_dir}/secret"
+
+
+def child_environ(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return an environment for a child process: a home that can be written, a safe Python path.
+
+    Others may write into the working directory, and ``python -m`` and ``python -c`` put it first
+    into the path that Python imports from, also in what vLLM and multiprocessing start. Python
+    leaves it out of its path, and empty elements of ``PYTHONPATH``, which mean it, are removed.
 
     Raises:
         ConfigError: See `with_home`.

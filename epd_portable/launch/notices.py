@@ -6,33 +6,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-Event = Literal[
-    "starting",
-    "stage",
-    "waiting",
-    "joined",
-    "ready",
-    "exited",
-    "ending",
-    "killing",
-    "back",
-    "warning",
-    "stopping",
-    "draining",
-    "left",
-    "stopped",
-]
-"""What can happen; docs/operations.md says what each means."""
+_AtStart = Literal["starting", "waiting", "joined", "ready"]
+_OfProcesses = Literal["exited", "ending", "killing", "back", "warning"]
+Event = Literal[_AtStart, _OfProcesses, "stopping", "draining", "left", "stopped"]
+"""Kinds of events; their meanings are in docs/operations.md."""
 
 
 @dataclass(frozen=True, slots=True)
 class Notice:
-    """Something that happened.
-
-    Attributes:
-        text: For people, in one or several lines.
-        fields: For programs, beside the text: plain JSON values.
-    """
+    """One event: text for people, and fields for programs besides the text."""
 
     event: Event
     text: str

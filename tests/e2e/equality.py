@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from epd_portable.launch.plan import installed
+from epd_portable.launch.plan import machine as installed
 from tests.e2e.asking import (
     ask,
     ask_all,

@@ -62,7 +62,8 @@ def ours() -> dict[int, str]:
             alive = process.status() != psutil.STATUS_ZOMBIE
             if alive and "epd_portable." in words and str(BIN) in words:
                 found[process.pid] = words
-    shm_prefixes.update(re.findall(r"launch\.run\.guard \S+ (\S+)", " ".join(found.values())))
+    ids = re.findall(r"launch\.run\.guard (\S+)", " ".join(found.values()))
+    shm_prefixes.update(f"epd-{each}-" for each in ids)
     return found
 
 

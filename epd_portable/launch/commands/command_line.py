@@ -6,10 +6,12 @@ import contextlib
 import errno
 import functools
 import importlib.metadata
+import inspect
 import io
 import json
+import re
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeVar
@@ -27,7 +29,7 @@ from epd_portable.errors import (
     without_passwords,
 )
 from epd_portable.launch.notices import Notice
-from epd_portable.launch.plan.installed import installed_engines
+from epd_portable.launch.plan.machine import installed_engines
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -63,6 +65,7 @@ class CommandLine(click.Group):
         settings["context_settings"] = {"max_content_width": 100} | _HELP
         settings.setdefault("no_args_is_help", True)
         settings.setdefault("epilog", EXIT_STATUSES)
+        settings["help"] = _with_examples(settings.get("help", ""))
         super().__init__(**settings)
         self._default = default
         self._json_errors = json_errors
@@ -71,6 +74,7 @@ class CommandLine(click.Group):
     def add_command(self, cmd: click.Command, name: str | None = None) -> None:
         """Add a command, whose first context, which may be without a parent, names its options."""
         cmd.context_settings.update(_HELP)
+        cmd.help = _with_examples(cmd.help or "")
         super().add_command(cmd, name)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
@@ -131,38 +135,37 @@ class CommandLine(click.Group):
         return code
 
 
-def address(*schemes: str) -> Callable[[click.Context, click.Parameter, str], str]:
-    """Return a callback of click that checks the address of a server."""
-
-    def check(context: click.Context, option: click.Parameter, url: str) -> str:
-        if url and (problem := url_problem(url, schemes)):
-            raise click.BadParameter(problem, context, option)
-        return url
-
-    return check
+def _with_examples(text: str) -> str:
+    """Return a page of help on which indented paragraphs keep their lines."""
+    return re.sub(r"\n\n(?= )", "\n\n\b\n", inspect.cleandoc(text))
 
 
-def _json_option(said: str) -> Callable[[F], F]:
-    return click.option("--json", "as_json", is_flag=True, help=f"Print {said}; errors too.")
+class ServerUrl(click.ParamType):  # type: ignore[type-arg]
+    """The address of a server of HTTP or HTTPS."""
+
+    name = "url"
+
+    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """Return the address; `click.BadParameter` with what to write."""
+        if problem := url_problem(value):
+            self.fail(problem, param, ctx)
+        return value
 
 
-json_option = _json_option("JSON, for programs")
+json_option = click.option(
+    "--json", "as_json", is_flag=True, help="Print JSON, for programs; errors too."
+)
 """``--json`` of a command that prints one object."""
-json_lines_option = _json_option("one JSON object per line, for programs")
-"""The same of a command that prints an object a line."""
-
-
-def print_json(**content: Any) -> None:
-    """Print fields as one object, with the version of its form."""
-    click.echo(json.dumps({"schema_version": SCHEMA_VERSION, **content}, indent=2))
+json_lines_option = click.option(
+    "--json", "as_json", is_flag=True, help="Print one JSON object per line; errors too."
+)
+"""``--json`` of a command that prints an object a line."""
 
 
 def show(text: str, *, as_json: bool, **content: Any) -> None:
-    """Print a text for people, or in its place fields for programs, as `print_json` does."""
-    if as_json:
-        print_json(**content)
-    else:
-        click.echo(text)
+    """Print a text for people, or in its place fields for programs, with the form's version."""
+    fields = {"schema_version": SCHEMA_VERSION, **content}
+    click.echo(json.dumps(fields, indent=2) if as_json else text)
 
 
 def one_line(**content: Any) -> str:
@@ -172,68 +175,61 @@ def one_line(**content: Any) -> str:
 
 def printer(*, as_json: bool) -> Callable[[Notice], None]:
     """Return what prints notices: lines, of which warnings go to stderr, or objects."""
-    return _print_object if as_json else _print_line
 
+    def show(notice: Notice) -> None:
+        is_warning = notice.event == "warning"
+        if as_json:
+            time = datetime.now(UTC).isoformat(timespec="milliseconds")
+            click.echo(one_line(time=time, event=notice.event, text=notice.text, **notice.fields))
+        else:
+            click.echo(f"warning: {notice.text}" if is_warning else notice.text, err=is_warning)
 
-def warn(warnings: Iterable[str]) -> None:
-    """Print warnings for people."""
-    for warning in warnings:
-        _print_line(Notice("warning", warning))
-
-
-def _print_line(notice: Notice) -> None:
-    is_warning = notice.event == "warning"
-    click.echo(f"warning: {notice.text}" if is_warning else notice.text, err=is_warning)
-
-
-def _print_object(notice: Notice) -> None:
-    time = datetime.now(UTC).isoformat(timespec="milliseconds")
-    click.echo(one_line(time=time, event=notice.event, text=notice.text, **notice.fields))
+    return show
 
 
 PORT = click.IntRange(1, 65535)
 PORT.name = "port"
 
 
+_TOPOLOGY_OPTIONS = (
+    click.option(
+        "--platform",
+        type=click.Choice(PLATFORMS),
+        envvar=envs.EPD_PLATFORM.name,
+        help=f"What the instances run on; by default {envs.EPD_PLATFORM.name}, or that of "
+        "--hardware.",
+    ),
+    click.option(
+        "--hardware",
+        metavar="PROFILE",
+        help="Plan for a hardware profile: a name such as 910b-64g, or a file.",
+    ),
+    click.option(
+        "--config",
+        type=click.Path(path_type=Path),
+        required=True,
+        metavar="FILE",
+        help="Topology file, for example configs/1e1pd.yaml: the package's if there is no such "
+        "file here. All keys: docs/keys.md.",
+    ),
+    click.option(
+        "--set",
+        "overrides",
+        multiple=True,
+        metavar="KEY=VALUE",
+        help="Set one key of the file, as in transfer.path=tcp; may be repeated.",
+    ),
+    click.option(
+        "--model",
+        metavar="M",
+        help="Short for --set model=M: a Hugging Face id, a folder, or demo.",
+    ),
+)
+
+
 def topology_options(command: F) -> F:
     """Add the options of commands that plan a topology; see `PlanRequest.from_options`."""
-    options = [
-        click.option(
-            "--platform",
-            type=click.Choice(PLATFORMS),
-            envvar=envs.EPD_PLATFORM.name,
-            help=f"What the instances run on; by default {envs.EPD_PLATFORM.name}, or that of "
-            "--hardware.",
-        ),
-        click.option(
-            "--hardware",
-            metavar="PROFILE",
-            help="Check the plan against a hardware profile: a name such as 910b-64g, or a file.",
-        ),
-        click.option(
-            "--config",
-            type=click.Path(path_type=Path),
-            required=True,
-            metavar="FILE",
-            help="Topology file, for example configs/1e1pd.yaml: the package's if there is no such "
-            "file here. All keys: docs/keys.md.",
-        ),
-        click.option(
-            "--set",
-            "overrides",
-            multiple=True,
-            metavar="KEY=VALUE",
-            help="Set one key of the file, as in transfer.path=tcp; may be repeated.",
-        ),
-        click.option(
-            "--model",
-            metavar="M",
-            help="Short for --set model=M: a Hugging Face id, a folder, or demo.",
-        ),
-    ]
-    for option in reversed(options):
-        command = option(command)
-    return command
+    return functools.reduce(lambda found, option: option(found), _TOPOLOGY_OPTIONS[::-1], command)
 
 
 def _version_option() -> click.Option:

@@ -8,43 +8,16 @@ import ssl
 import click
 import uvloop
 
-from epd_portable.config.quantities import url_problem
 from epd_portable.errors import ConfigError
-from epd_portable.launch.commands.command_line import PORT, json_lines_option, printer
+from epd_portable.launch.commands.command_line import PORT, ServerUrl, json_lines_option, printer
 from epd_portable.launch.notices import Notice
-
-HELP = """Serve one address for several fronts; bytes are forwarded, not read.
-
-For users who have nothing that balances plain vLLM servers, as a Kubernetes Service, llm-d or
-Envoy does. A request goes to the front with the fewest open requests; requests with the same header
-x-session-id go to the same front while it has room. Before the first byte of a response it is sent
-again to another front. API keys, limits and media are the fronts' business.
-
-GET /health says 200 while a front gets requests; GET /metrics has the gateway's own metrics. At
-Ctrl-C or SIGTERM open requests have --drain-s seconds to end.
-
-\b
-  epd-launch gateway --front http://10.0.0.1:8000 --front http://10.0.0.2:8000 --port 8080
-
-Exit status: 0 when a stop was asked for, 2 on bad input.
-"""
-
-
-def _urls(_: object, __: object, given: tuple[str, ...]) -> tuple[str, ...]:
-    for each in given:
-        if problem := url_problem(each):
-            raise click.BadParameter(problem)
-    if len(set(given)) < len(given):
-        raise click.BadParameter("a front is named twice")
-    return given
-
 
 _FILE = click.Path(exists=True, dir_okay=False)
 
 
-@click.command(help=HELP)
+@click.command()
 @click.option(
-    "--front", "fronts", multiple=True, required=True, metavar="URL", callback=_urls,
+    "--front", "fronts", multiple=True, required=True, type=ServerUrl(), metavar="URL",
     help="A front; may be repeated.",
 )  # fmt: skip
 @click.option("--host", default="127.0.0.1", show_default=True, help="Where it listens.")
@@ -70,9 +43,24 @@ def gateway(
     tls_ca_file: str | None,
     as_json: bool,
 ) -> None:
-    """Serve; users read `HELP`."""
+    """Serve one address for several fronts; bytes are forwarded, not read.
+
+    For users who have nothing that balances plain vLLM servers, as a Kubernetes Service, llm-d or
+    Envoy does. A request goes to the front with the fewest open requests; requests with the same
+    header x-session-id go to the same front while it has room. Before the first byte of a response
+    it is sent again to another front. API keys, limits and media are the fronts' business.
+
+    GET /health says 200 while a front gets requests; GET /metrics has the gateway's own metrics. At
+    Ctrl-C or SIGTERM open requests have --drain-s seconds to end.
+
+      epd-launch gateway --front http://10.0.0.1:8000 --front http://10.0.0.2:8000 --port 8080
+
+    Exit status: 0 when a stop was asked for, 2 on bad input.
+    """
     from epd_portable.gateway import Gateway, serve
 
+    if len(set(fronts)) < len(fronts):
+        raise ConfigError("--front: a front is named twice")
     if (tls_cert_file is None) != (tls_key_file is None):
         raise ConfigError("--tls-cert-file and --tls-key-file belong together: set both or neither")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import time
-from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import click
@@ -15,68 +14,52 @@ from epd_portable.launch.commands.command_line import (
     json_lines_option,
     json_option,
     one_line,
-    print_json,
+    show,
 )
 from epd_portable.launch.plan.text import columns, ports_text
-from epd_portable.launch.run.log_files import Tail
+from epd_portable.launch.run.logs import Tail
 from epd_portable.launch.run.running import RunRecord, find_runs
 
 _LOOK_EVERY_S = 0.3
 
-STATUS_HELP = """Show your topologies that run on this machine, with all their processes.
 
-It reads what each launcher that runs writes into the folder of its run. It sees launchers of the
-same user and temporary folder (TMPDIR) only.
-
-Exit status: 0 when one runs, 1 when none does.
-"""
-
-LOGS_HELP = """Show the end of the logs of a running topology, of all processes or of INSTANCE.
-
-\b
-  epd-launch logs -f encode-0
-  epd-launch logs -n 100 front
-
-With --json each line is an object with schema_version, instance and text.
-"""
-
-
-@click.command(help=STATUS_HELP)
+@click.command()
 @json_option
 def status(as_json: bool) -> None:
-    """Show what runs on this machine; users read `STATUS_HELP`."""
-    runs = _running()
-    if as_json:
-        print_json(runs=[run.model_dump(mode="json") for run in runs])
-    else:
-        click.echo("\n\n".join(map(run_table, runs)) or "no topology of yours runs here")
+    """Show your topologies that run on this machine, with all their processes.
+
+    It reads what each launcher that runs writes into the folder of its run. It sees launchers of
+    the same user and temporary folder (TMPDIR) only.
+
+    Exit status: 0 when one runs, 1 when none does.
+    """
+    runs = find_runs(temp_folder())
+    text = "\n\n".join(map(run_table, runs)) or "no topology of yours runs here"
+    show(text, as_json=as_json, runs=[run.model_dump(mode="json") for run in runs])
     if not runs:
         raise SystemExit(1)
 
 
-@click.command(help=LOGS_HELP)
+@click.command()
 @click.argument("instance", required=False)
 @click.option("-f", "--follow", is_flag=True, help="Follow the logs until Ctrl-C.")
 @click.option(
-    "-n",
-    "--lines",
-    default=20,
-    show_default=True,
-    type=click.IntRange(min=0, max=100_000),
+    "-n", "--lines", default=20, show_default=True, type=click.IntRange(0, 100_000),
     help="Lines to show from the end of each log.",
-)
+)  # fmt: skip
 @click.option(
     "--run", "run_id", metavar="RUN", help="Which topology, where several run: its id in `status`."
 )
 @json_lines_option
 def logs(instance: str | None, follow: bool, lines: int, run_id: str | None, as_json: bool) -> None:
-    """Show logs."""
+    """Show the end of the logs of a running topology, of all processes or of INSTANCE.
+
+      epd-launch logs -f encode-0
+      epd-launch logs -n 100 front
+
+    With --json each line is an object with schema_version, instance and text.
+    """
     run = _choose_run(run_id)
-
-    def ended() -> str:
-        goes_on = run.run_id in {each.run_id for each in _running()}
-        return "" if goes_on else f"run {run.run_id} has ended"
-
     tails = {each.name: Tail(Path(each.log)) for each in run.processes}
     if instance is not None:
         if instance not in tails:
@@ -84,15 +67,8 @@ def logs(instance: str | None, follow: bool, lines: int, run_id: str | None, as_
                 f"run {run.run_id} has no process {instance}; there are {', '.join(tails)}"
             )
         tails = {instance: tails[instance]}
-    _show(tails, lines, as_json=as_json, ended=ended if follow else None)
 
-
-def _show(
-    tails: Mapping[str, Tail], lines: int, *, as_json: bool, ended: Callable[[], str] | None
-) -> None:
-    """Print the last lines of logs, and with ``ended`` new ones until it says that they end."""
-
-    def show(name: str, found: list[str]) -> None:
+    def show_lines(name: str, found: list[str]) -> None:
         for line in found:
             if as_json:
                 click.echo(one_line(instance=name, text=line))
@@ -100,21 +76,21 @@ def _show(
                 click.echo(f"{name}: {line}" if len(tails) > 1 else line)
 
     for name, tail in tails.items():
-        show(name, tail.last(lines))
-    while ended is not None:
+        show_lines(name, tail.last(lines))
+    goes_on = follow
+    while goes_on:
         # Looked up before the last read, so that everything until its end is shown.
-        over = ended()
+        goes_on = run.run_id in {each.run_id for each in find_runs(temp_folder())}
         for name, tail in tails.items():
-            show(name, tail.new())
-        if over:
-            click.echo(over, err=True)
-            return
-        time.sleep(_LOOK_EVERY_S)
+            show_lines(name, tail.new())
+        time.sleep(_LOOK_EVERY_S if goes_on else 0.0)
+    if follow:
+        click.echo(f"run {run.run_id} has ended", err=True)
 
 
 def _choose_run(run_id: str | None) -> RunRecord:
     """Return the run that is meant."""
-    runs = {run.run_id: run for run in _running()}
+    runs = {run.run_id: run for run in find_runs(temp_folder())}
     if run_id is None and len(runs) > 1:
         raise ConfigError(f"several topologies run: choose one with --run, of {', '.join(runs)}")
     run = next(iter(runs.values()), None) if run_id is None else runs.get(run_id)
@@ -135,7 +111,7 @@ def run_table(run: RunRecord) -> str:
     rows += [
         (
             *(each.name, each.role, each.state, str(each.pid or "-")),
-            "-" if each.uptime_s is None else _duration(each.uptime_s),
+            _duration(each.uptime_s),
             *(str(each.restarts), each.url, ports_text(each.ports, without="http") or "-"),
             each.log,
         )
@@ -145,9 +121,5 @@ def run_table(run: RunRecord) -> str:
     return "\n".join([head, launcher, *columns(rows), *problems])
 
 
-def _duration(seconds: float) -> str:
-    return str(datetime.timedelta(seconds=int(seconds)))
-
-
-def _running() -> list[RunRecord]:
-    return find_runs(temp_folder())
+def _duration(seconds: float | None) -> str:
+    return "-" if seconds is None else str(datetime.timedelta(seconds=int(seconds)))

@@ -7,14 +7,10 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from epd_portable.config.hardware import HardwareProfile
 from epd_portable.errors import PlatformError
-from epd_portable.launch.plan.installed import ENGINES, installed_engines
 from epd_portable.launch.plan.kv import KV_CONNECTORS
+from epd_portable.launch.plan.machine import ENGINES, installed_engines
 from epd_portable.platforms import registry as platforms
-
-MEMORY_TOLERANCE = 0.1
-"""Part by which memory may differ from a profile, because drivers reserve some of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,10 +18,10 @@ class Finding:
     """One line of the report.
 
     Attributes:
-        kind: ``engine``, ``platform``, ``hardware``, ``device``, ``path`` or ``kv``.
+        kind: ``engine``, ``platform``, ``device``, ``path`` or ``kv``.
         name: A device as ``platform:index``, a path as ``platform/path`` between two of its
             instances, or ``producer→consumer/path`` between platforms.
-        reason: What was found, or what is missing.
+        reason: State, version or memory; what is missing where it is not usable.
     """
 
     kind: str
@@ -34,13 +30,10 @@ class Finding:
     reason: str
 
 
-def inspect(
-    platform_names: Sequence[str], expected: HardwareProfile | None = None
-) -> list[Finding]:
+def inspect(platform_names: Sequence[str]) -> list[Finding]:
     """Look at the installed engines, the platforms, their devices and their transfer paths.
 
-    Imports torch where it is installed, and opens each device of a platform that can be used. With
-    ``expected``, devices are compared with those of a profile.
+    Imports torch where it is installed, and opens each device of a platform that can be used.
     """
     here = installed_engines()
     findings = [
@@ -53,13 +46,13 @@ def inspect(
         findings.append(Finding("platform", name, state.ok, state.reason))
         if state.ok:
             usable.append(name)
-            findings += _platform(name, expected)
+            findings += _platform(name)
     for producer, consumer in itertools.product(usable, repeat=2):
         findings += _paths(producer, consumer)
     return findings
 
 
-def _platform(name: str, expected: HardwareProfile | None) -> Iterator[Finding]:
+def _platform(name: str) -> Iterator[Finding]:
     """Look at a platform that can be used, and at its devices."""
     platform = platforms.get(name)
     connector = KV_CONNECTORS[platform.traits.kv_connector]
@@ -69,35 +62,16 @@ def _platform(name: str, expected: HardwareProfile | None) -> Iterator[Finding]:
     if not has_module:
         reason += f": {connector.install}"
     yield Finding("kv", f"{name}/{connector.name}", has_module, reason)
-    sizes: list[int] = []
     for index in range(platform.device_count()):
         try:
             memory = platform.memory_info(index)
+            sizes = (
+                f"{size / (1 << 30):.2f} GiB" for size in (memory.free_bytes, memory.total_bytes)
+            )
+            reason, usable = f"{' of '.join(sizes)} are free", True
         except PlatformError as error:
-            yield Finding("device", f"{name}:{index}", False, str(error))
-            continue
-        sizes.append(memory.total_bytes)
-        reason = f"{_gib(memory.free_bytes)} of {_gib(memory.total_bytes)} are free"
-        yield Finding("device", f"{name}:{index}", True, reason)
-    if expected:
-        yield compare(expected, sizes)
-
-
-def compare(expected: HardwareProfile, sizes: Sequence[int]) -> Finding:
-    """Say whether devices of these sizes, in bytes, are those of a profile."""
-    count, wanted = expected.devices_per_node, expected.usable_memory_bytes
-    differing = [size for size in sizes if abs(size - wanted) > MEMORY_TOLERANCE * wanted]
-    problems = []
-    if len(sizes) != count:
-        problems.append(f"{len(sizes)} devices answer, {count} expected")
-    if differing:
-        problems.append(f"torch sees {_gib(differing[0])} of a device, {_gib(wanted)} expected")
-    fits = f"{len(sizes)} devices with {_gib(wanted)} each, as expected"
-    return Finding("hardware", expected.name, not problems, "; ".join(problems) or fits)
-
-
-def _gib(nbytes: int) -> str:
-    return f"{nbytes / (1 << 30):.2f} GiB"
+            reason, usable = str(error), False
+        yield Finding("device", f"{name}:{index}", usable, reason)
 
 
 def _paths(producer: str, consumer: str) -> Iterator[Finding]:

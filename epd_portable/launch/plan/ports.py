@@ -1,13 +1,16 @@
-"""Ports of the topology: which are free, and whether the public one is."""
+"""Ports and addresses of this machine: which are free, and the one that others reach it by."""
 
 from __future__ import annotations
 
 import errno
 import socket
 from collections.abc import Callable, Collection, Iterator
+from functools import partial
 
-from epd_portable.errors import ConfigError, LaunchError, PortInUseError
+from epd_portable.errors import ConfigError, EPDError, LaunchError, PortInUseError
 
+_ELSEWHERE = ("192.0.2.1", 9)
+"""Address of no machine (RFC 5737)."""
 FIRST_PORT = 20000
 LAST_PORT = 29999
 """Below the range that Linux hands to outgoing connections (32768 on), so that none of those takes
@@ -56,36 +59,19 @@ def claim(port: int, host: str = "127.0.0.1") -> bool:
     return True
 
 
-def require_address(host: str) -> None:
-    """Check that a host is an address of this machine.
-
-    Raises:
-        ConfigError: It is not.
-    """
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        try:
-            probe.bind((host, 0))
-        except OSError as error:
-            raise ConfigError(
-                f"launch.host {host} cannot be used here: {error.strerror or error}. Write an "
-                "address of this machine, or auto."
-            ) from error
-
-
 def require_free(port: int, host: str) -> None:
     """Check the public port.
 
     Raises:
         PortInUseError: Another process listens there; names a free port instead.
     """
-    if is_free(port, host):
-        return
-    others = range(port + 1, min(port + 100, HIGHEST_PORT + 1))
-    other = next((each for each in others if is_free(each, host)), None)
-    hint = "take another with --port" + (f", {other} is free" if other else "")
-    raise PortInUseError(
-        f"front.port {port} on {host} is in use by another process; {hint}, or stop that process"
-    )
+    if not is_free(port, host):
+        others = range(port + 1, min(port + 100, HIGHEST_PORT + 1))
+        other = next((f", {each} is free" for each in others if is_free(each, host)), "")
+        raise PortInUseError(
+            f"front.port {port} on {host} is in use by another process; take another with --port"
+            f"{other}, or stop that process"
+        )
 
 
 def port_source(
@@ -102,28 +88,39 @@ def port_source(
     """
     allowed = [port for port in range(FIRST_PORT, LAST_PORT + 1) if port not in reserved]
     start = int(run_id, 16) % len(allowed)
-    candidates = iter(allowed[start:] + allowed[:start])
-
-    def next_port() -> int:
-        for port in candidates:
-            if free(port, host):
-                return port
-        raise LaunchError(f"no free port of {host} from {FIRST_PORT} to {LAST_PORT} is left")
-
-    return next_port
+    ports = (port for port in allowed[start:] + allowed[:start] if free(port, host))
+    problem = f"no free port of {host} from {FIRST_PORT} to {LAST_PORT} is left"
+    return partial(_next, ports, LaunchError(problem))
 
 
 def ports_in_order(first: int, *, reserved: Collection[int | None] = ()) -> Callable[[], int]:
-    """Return what returns the ports from ``launch.first_port`` on, the same ones every time.
+    """Return what returns the ports from ``launch.first_port`` on, but for ``reserved`` ones."""
+    ports = (port for port in range(first, HIGHEST_PORT + 1) if port not in reserved)
+    problem = (
+        f"launch.first_port {first} leaves too few ports for all instances: {HIGHEST_PORT} is the "
+        "highest; lower it"
+    )
+    return partial(_next, ports, ConfigError(problem))
 
-    But for ``reserved`` ones. It raises `ConfigError` where there is none above the last.
+
+def _next(ports: Iterator[int], at_end: EPDError) -> int:
+    for port in ports:
+        return port
+    raise at_end
+
+
+def own_address() -> str:
+    """Return the IPv4 address by which this machine reaches others: that of its default route.
+
+    Raises:
+        ConfigError: There is no such route.
     """
-
-    def ports() -> Iterator[int]:
-        yield from (port for port in range(first, HIGHEST_PORT + 1) if port not in reserved)
-        raise ConfigError(
-            f"launch.first_port {first} leaves too few ports for all instances: "
-            f"{HIGHEST_PORT} is the highest; lower it"
-        )
-
-    return ports().__next__
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(_ELSEWHERE)  # Chooses an address; sends nothing.
+        except OSError as error:
+            raise ConfigError(
+                f"launch.host: auto: this machine has no default route ({error.strerror}). Write "
+                "the address of this machine that others reach, as 10.0.0.2."
+            ) from error
+        return str(probe.getsockname()[0])

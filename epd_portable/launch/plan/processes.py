@@ -6,74 +6,30 @@ Pure: devices, cores and free ports come in as arguments, so one file plans alik
 from __future__ import annotations
 
 import dataclasses
-import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from epd_portable.config.choice import with_file
 from epd_portable.config.hardware import HardwareProfile
-from epd_portable.config.instance import InstanceConfig
-from epd_portable.config.roles import (
-    ENCODES,
-    SENDS_KV,
-    TAKES_KV,
-    Role,
-)
+from epd_portable.config.roles import SENDS_KV, TAKES_KV, Role
 from epd_portable.config.schema import Topology
 from epd_portable.errors import ConfigError
 from epd_portable.launch.plan.engine import Engine
-from epd_portable.launch.plan.front import (
-    answering,
-    check_engine_args,
-    core_argv,
-    front_argv,
-    hub_address,
-    remote_argv,
-)
+from epd_portable.launch.plan.front import answering, as_member, engine_argv, front_argv
 from epd_portable.launch.plan.kv import KVConnector, kv_connector
+from epd_portable.launch.plan.machine import Machine
 from epd_portable.launch.plan.model import ModelSource
-from epd_portable.launch.plan.placement import (
-    Cores,
-    InstancePlacement,
-    Placements,
-    cores_of,
-    place_instances,
-)
-from epd_portable.launch.plan.sharing import (
-    check_sharing,
-    sharing_warnings,
-    starts_after,
-    used_devices,
-)
+from epd_portable.launch.plan.placement import Cores, InstancePlacement, place_instances
 from epd_portable.media.addresses import in_url
 from epd_portable.placement.profiles.policy import Policy
 from epd_portable.platforms.traits import PlatformTraits
 from epd_portable.transfer.curve import is_off_host
 from epd_portable.transfer.registry import offered
 
-QUEUED_BODIES = 8
-"""Of the largest size that the front lets through, that an encode instance queues."""
 _NAMES = ("EPD_INSTANCE", "OTEL_SERVICE_NAME")
 """Variables that hold the name of a process."""
-SMALLEST_POOL_BYTES = 4 << 10
-"""Receive pool of an instance that gets no items."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Machine:
-    """What a plan may use.
-
-    Attributes:
-        devices: Device indices or UUIDs; ``None`` when they are not known.
-        cores: CPU cores that this process may use.
-        has_compiler: Whether engines find what they compile kernels with, where they need it.
-    """
-
-    devices: tuple[str, ...] | None
-    cores: tuple[int, ...]
-    has_compiler: bool = True
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -98,7 +54,6 @@ class ProcessSpec:
     ports: dict[str, int]
     devices: tuple[str, ...] = ()
     cores: tuple[Cores, ...] = ()
-    api_cores: Cores = ()
     shm_name: str = ""
     tls_cert_file: str = ""
     after: tuple[str, ...] = ()
@@ -140,21 +95,6 @@ class Plan:
         return dataclasses.asdict(self) | {"kv": kv}
 
 
-def new_run_id() -> str:
-    """Return eight random hexadecimal digits."""
-    return secrets.token_hex(4)
-
-
-def shm_prefix(run_id: str) -> str:
-    """Return what every ``/dev/shm`` file of a run starts with."""
-    return f"epd-{run_id}-"
-
-
-def run_secret_file(temp_dir: str) -> str:
-    """Return the path of the secret that the launcher makes for a run that names none."""
-    return f"{temp_dir}/secret"
-
-
 def make_plan(
     topology: Topology,
     *,
@@ -178,52 +118,66 @@ def make_plan(
         ConfigError: The topology does not fit the platform or the machine.
     """
     _check_host(topology, traits)
-    check_engine_args(topology)
-    store = topology.store
+    store, joins = topology.store, tuple(topology.launch.join)
     kv = kv_connector(topology, traits)
-    secret_file = topology.secret_file or run_secret_file(temp_dir)
-    placements = place_instances(topology, traits, devices=machine.devices, cores=machine.cores)
-    instances = placements.instances
-    devices = used_devices(instances)
-    check_sharing(topology, traits, devices)
-    engines = [
-        Engine(
+    placed = place_instances(topology, traits, devices=machine.devices, cores=machine.cores)
+    devices = placed.by_device
+    warnings = list(placed.warnings)
+    if store is not None and topology.secret_file is None:
+        warnings.append(
+            "store: only holders of the same secret can use its entries, and the launcher makes "
+            "one for this run only; set secret_file (epd-launch secret FILE makes one), or nothing "
+            "of the store outlives the run"
+        )
+
+    def engine(placement: InstancePlacement) -> Engine:
+        ports = {"http": free_port(), "jobs": free_port()} if joins else {}
+        if placement.role != "encode":
+            ports |= {"control": free_port(), "data": free_port()}
+        own_kv = kv if placement.role in SENDS_KV | TAKES_KV else None
+        if own_kv:
+            ranks = topology.instances.of(placement.role).tensor_parallel_size
+            ports |= own_kv.ports(ranks, free_port)
+        return Engine(
             topology=topology,
             model=model,
             traits=traits,
-            instance=_instance(topology, traits, placement, ports, run_id, secret_file),
             placement=placement,
             shares_device=any(len(devices[device]) > 1 for device in placement.devices),
             ports=ports,
-            kv=kv if "kv" in ports else None,
+            kv=own_kv,
+            run_id=run_id,
             temp_dir=temp_dir,
             has_compiler=machine.has_compiler,
         )
-        for placement, ports in _listeners(topology, instances, kv, free_port)
-    ]
-    after = starts_after(devices)
-    processes = [_instance_process(engine, after) for engine in engines]
-    warnings = [
-        *placements.warnings,
-        *sharing_warnings(topology, traits, devices),
-        *_warnings(topology, machine, hardware),
-    ]
-    url = _public_url(topology)
-    members: tuple[dict[str, Any], ...] = ()
-    if topology.launch.join:
-        url = topology.launch.join[0]
-        members = tuple(_member(engine) for engine in engines)
-    else:
-        processes.append(_front(engines, placements))
+
+    engines = [engine(placement) for placement in placed.instances]
+    processes = [_engine_process(each, placed.starts_after(each.name)) for each in engines]
+    if not joins:
+        if topology.front.choice is not None:
+            Policy(with_file(topology.front.choice))  # Says here what is wrong with it.
+        env = answering(engines).env()
+        processes.append(
+            ProcessSpec(
+                name="front",
+                role="front",
+                argv=front_argv(engines),
+                env={name: "front" if name in _NAMES else value for name, value in env.items()},
+                url=_front_url(topology),
+                ports={"http": topology.front.port},
+                cores=(placed.rest,) if placed.rest else (),
+                tls_cert_file=topology.front.tls_cert_file or "",
+            )
+        )
     return Plan(
         run_id=run_id,
         platform=traits.name,
         model=model.served_name,
-        url=f"{url}/v1",
+        url=f"{joins[0] if joins else _front_url(topology)}/v1",
         processes=tuple(processes),
         warnings=tuple(warnings),
-        joins=tuple(topology.launch.join),
-        members=members,
+        joins=joins,
+        members=tuple(map(as_member, engines)) if joins else (),
         devices={name: tuple(each.name for each in here) for name, here in devices.items()},
         hardware=f"{hardware.name}: {hardware.device}" if hardware else "",
         kv=kv,
@@ -231,57 +185,22 @@ def make_plan(
     )
 
 
-def _listeners(
-    topology: Topology,
-    instances: Sequence[InstancePlacement],
-    kv: KVConnector | None,
-    free_port: Callable[[], int],
-) -> Iterator[tuple[InstancePlacement, dict[str, int]]]:
-    """Yield each instance with its ports."""
-    for placement in instances:
-        ports = {"http": free_port(), "jobs": free_port()} if topology.launch.join else {}
-        if placement.role != "encode":
-            ports |= {"control": free_port(), "data": free_port()}
-        if kv and placement.role in SENDS_KV | TAKES_KV:
-            ranks = topology.instances.of(placement.role).tensor_parallel_size
-            ports |= kv.ports(ranks, free_port)
-        yield placement, ports
-
-
-def _instance_process(engine: Engine, after: Mapping[str, Sequence[str]]) -> ProcessSpec:
-    topology, placement = engine.topology, engine.placement
-    has_page = "http" in engine.ports
-    if has_page:
-        argv = remote_argv(engine)
-        url = _base_url(topology.launch.host, engine.ports["http"])
-    else:
-        argv = core_argv(engine)
-        url = f"{_public_url(topology)}/epd/instances/{placement.name}"
+def _engine_process(engine: Engine, after: tuple[str, ...]) -> ProcessSpec:
+    topology, port = engine.topology, engine.ports.get("http")
+    front = f"{_front_url(topology)}/epd/instances/{engine.name}"
     return ProcessSpec(
-        name=placement.name,
+        name=engine.name,
         role=engine.role,
-        argv=argv,
+        argv=engine_argv(engine),
         env=engine.env(),
-        url=url,
+        url=_base_url(topology.launch.host, port) if port else front,
         ports=dict(engine.ports),
-        devices=placement.devices,
-        cores=placement.cores,
+        devices=engine.placement.devices,
+        cores=engine.placement.cores,
         shm_name=engine.instance.pool,
-        tls_cert_file="" if has_page else topology.front.tls_cert_file or "",
-        after=tuple(after.get(placement.name, ())),
+        tls_cert_file="" if port else topology.front.tls_cert_file or "",
+        after=after,
     )
-
-
-def _member(engine: Engine) -> dict[str, Any]:
-    """Return what fronts on other machines are told of an engine."""
-    return {
-        "name": engine.instance.instance,
-        "role": engine.role,
-        "url": hub_address(engine),
-        "control": engine.instance.control_address,
-        "weight": engine.group.weight,
-        "labels": dict(engine.group.labels),
-    }
 
 
 def _check_host(topology: Topology, traits: PlatformTraits) -> None:
@@ -302,86 +221,8 @@ def _check_host(topology: Topology, traits: PlatformTraits) -> None:
     offered(transfer.path, traits.name, plain=transfer.trusted_network)
 
 
-def _warnings(topology: Topology, machine: Machine, hardware: HardwareProfile | None) -> list[str]:
-    found = []
-    if topology.store is not None and topology.secret_file is None:
-        found.append(
-            "store: only holders of the same secret can use its entries, and the launcher makes "
-            "one for this run only; set secret_file (epd-launch secret FILE makes one), or nothing "
-            "of the store outlives the run"
-        )
-    if hardware is not None:
-        avoid = hardware.ports_to_avoid
-        if topology.front.port in avoid:
-            found.append(
-                f"front.port {topology.front.port}: on {hardware.name} other software takes "
-                f"ports {avoid[0]} to {avoid[-1]}; choose one outside them"
-            )
-    return found
-
-
-def _instance(
-    topology: Topology,
-    traits: PlatformTraits,
-    placement: InstancePlacement,
-    ports: Mapping[str, int],
-    run_id: str,
-    secret_file: str,
-) -> InstanceConfig:
-    transfer, host, role = topology.transfer, topology.launch.host, placement.role
-    settings: dict[str, Any] = {}
-    if role in ENCODES or topology.launch.join:
-        settings["max_queued_items"] = topology.instances.encode.max_queued_items
-        settings["max_queued_bytes"] = QUEUED_BODIES * topology.front.max_body_bytes
-    if role == "encode":
-        settings["host_cache_bytes"] = topology.instances.encode.host_cache_bytes
-    else:
-        settings |= {
-            "control_address": f"tcp://{host}:{ports['control']}",
-            "data_address": f"tcp://{host}:{ports['data']}",
-            "pool": f"{shm_prefix(run_id)}{placement.name}",
-            "pool_bytes": transfer.pool_bytes if topology.gets_items(role) else SMALLEST_POOL_BYTES,
-            "can_encode": topology.instances.prefill_decode.encoder,
-        }
-    return InstanceConfig(
-        instance=placement.name,
-        platform=traits.name,
-        path=transfer.path,
-        wait_timeout_s=transfer.wait_timeout_s,
-        lease_s=transfer.lease_s,
-        host=host,
-        secret_file=secret_file,
-        trusted_network=transfer.trusted_network,
-        store=topology.store,
-        media_limits=topology.front.media.limits,
-        **settings,
-    )
-
-
-def _front(engines: Sequence[Engine], placements: Placements) -> ProcessSpec:
-    answers = answering(engines)
-    topology = answers.topology
-    if topology.front.choice is not None:
-        Policy(with_file(topology.front.choice))  # Says here what is wrong with it.
-    env = answers.env()
-    own = placements.rest or cores_of(placements.instances, of_encoders=True)
-    steps = cores_of(placements.instances, of_encoders=False)
-    return ProcessSpec(
-        name="front",
-        role="front",
-        argv=front_argv(engines),
-        env={name: "front" if name in _NAMES else value for name, value in env.items()},
-        url=_public_url(topology),
-        ports={"http": topology.front.port},
-        # On cores that no engine has, if there are any; else where API servers may run.
-        cores=(own,) if own else (),
-        api_cores=steps if own and not placements.rest else (),
-        tls_cert_file=topology.front.tls_cert_file or "",
-    )
-
-
-def _public_url(topology: Topology) -> str:
-    """Return the base address of what stands in front."""
+def _front_url(topology: Topology) -> str:
+    """Return the base address of the front."""
     front = topology.front
     return _base_url(front.host, front.port, tls=front.tls_cert_file is not None)
 

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from epd_portable import envs
 from epd_portable.config.hardware import HardwareProfile, find_hardware
 from epd_portable.config.load import Check, load_topology, located
 from epd_portable.config.roles import ROLES, Role, group_of
-from epd_portable.config.schema import AUTO, Launch, Topology
+from epd_portable.config.schema import AUTO, Topology
 from epd_portable.config.store import StoreSection
-from epd_portable.errors import ConfigError, EPDError, PortInUseError, StoreError
-from epd_portable.launch.plan.addresses import own_address
+from epd_portable.errors import ConfigError, EPDError, StoreError
 from epd_portable.launch.plan.file_checks import engine_settings
 from epd_portable.launch.plan.machine import (
+    Machine,
     allowed_cores,
     assumed_machine,
     require_module,
@@ -27,12 +27,12 @@ from epd_portable.launch.plan.machine import (
 from epd_portable.launch.plan.model import ModelSource, resolve_model
 from epd_portable.launch.plan.ports import (
     claim,
+    own_address,
     port_source,
     ports_in_order,
-    require_address,
     require_free,
 )
-from epd_portable.launch.plan.processes import Machine, Plan, make_plan
+from epd_portable.launch.plan.processes import Plan, make_plan
 from epd_portable.platforms.traits import TRAITS, PlatformTraits
 from epd_portable.transfer.stores.base import make_store
 
@@ -112,7 +112,7 @@ class PlanRequest:
             self.config,
             self.traits.name,
             overrides=self.overrides,
-            checks=(functools.partial(engine_settings, self.traits), *checks),
+            checks=(partial(engine_settings, self.traits), *checks),
         )
         if topology.launch.host != AUTO:
             return topology
@@ -136,6 +136,8 @@ class PlanRequest:
         Raises:
             ConfigError: The topology does not fit; names the place of the key.
         """
+        launch = topology.launch
+        reserved = {topology.front.port, *(self.hardware.ports_to_avoid if self.hardware else ())}
         try:
             return make_plan(
                 topology,
@@ -144,7 +146,9 @@ class PlanRequest:
                 traits=self.traits,
                 machine=machine,
                 run_id=run_id,
-                free_port=self._free_ports(topology, run_id, free),
+                free_port=ports_in_order(launch.first_port, reserved=reserved)
+                if launch.first_port is not None
+                else port_source(run_id, reserved=reserved, host=launch.host, free=free),
                 temp_dir=temp_dir,
                 hardware=self.hardware,
             )
@@ -169,90 +173,23 @@ class PlanRequest:
             free=lambda *_: True,
         )
 
-    def _free_ports(
-        self, topology: Topology, run_id: str, free: Callable[[int, str], bool]
-    ) -> Callable[[], int]:
-        launch, front = topology.launch, topology.front
-        avoid = self.hardware.ports_to_avoid if self.hardware else ()
-        reserved = {front.port, *avoid}
-        if launch.first_port is not None:
-            return ports_in_order(launch.first_port, reserved=reserved)
-        return port_source(run_id, reserved=reserved, host=launch.host, free=free)
 
-
-def refusals(
-    topology: Topology,
-    plan: Plan,
-    free: Callable[[int, str], bool],
-    environ: Mapping[str, str],
-) -> list[EPDError]:
-    """Return why this machine cannot run a plan at this moment.
-
-    ``free`` says whether a port of a host can be used, where the file fixes those of instances.
-    """
-    front, launch, kv = topology.front, topology.launch, plan.kv
-    found: list[EPDError] = [ConfigError(text) for text in _variable_problems(plan, environ)]
-    with _noted(found):
-        require_address(launch.host)
-        if launch.first_port is not None:
-            _require_fixed_ports(launch, plan, free)
-    if not launch.join:
-        with _noted(found):
-            require_free(front.port, front.host)
-    with _noted(found):
-        counts = topology.instances.counts
-        pools = sum(count for role, count in counts.items() if topology.gets_items(role))
-        require_shm(topology.transfer.pool_bytes, pools)
-    if kv is not None:
-        with _noted(found):
-            require_module(kv.module, needed_by=kv.cls, install=kv.install)
-    if topology.store is not None:
-        with _noted(found):
-            make_store(topology.store).close()  # Imports the store's library.
+def refusals(topology: Topology, plan: Plan) -> list[EPDError]:
+    """Return why this machine cannot run a plan at this moment."""
+    front, kv, counts = topology.front, plan.kv, topology.instances.counts
+    pools = sum(count for role, count in counts.items() if topology.gets_items(role))
+    checks = [partial(require_shm, topology.transfer.pool_bytes, pools)]
+    if not plan.joins:
+        checks.append(partial(require_free, front.port, front.host))
+    if kv:
+        checks.append(partial(require_module, kv.module, needed_by=kv.cls, install=kv.install))
+    found: list[EPDError] = []
+    for check in checks:
+        try:
+            check()
+        except EPDError as error:
+            found.append(error)
     return found
-
-
-def _variable_problems(plan: Plan, environ: Mapping[str, str]) -> Collection[str]:
-    """Return why variables, of the launcher or the plan, cut engines off; one problem for each."""
-    found: dict[str, str] = {}
-    for spec in reversed(plan.processes):
-        variables = {**environ, **spec.env}
-        port, ranks = variables.get("VLLM_PORT", ""), variables.get("VLLM_DP_SIZE", "")
-        if port and not port.isdecimal():
-            found["port"] = (
-                f"VLLM_PORT is set for {spec.name}: {port} is no port number; Kubernetes sets it "
-                "for a Service named vllm. Unset it, or set enableServiceLinks: false in the Pod."
-            )
-        if ranks not in ("", "1"):
-            found["ranks"] = (
-                f"VLLM_DP_SIZE is set for {spec.name}: {ranks} is data parallelism, which is not "
-                "supported. Unset it."
-            )
-    return found.values()
-
-
-@contextlib.contextmanager
-def _noted(found: list[EPDError]) -> Iterator[None]:
-    try:
-        yield
-    except EPDError as error:
-        found.append(error)
-
-
-def _require_fixed_ports(launch: Launch, plan: Plan, free: Callable[[int, str], bool]) -> None:
-    taken = [
-        f"{port} ({purpose} of {spec.name})"
-        for spec in plan.processes
-        if spec.role != "front"
-        for purpose, port in spec.ports.items()
-        if not free(port, launch.host)
-    ]
-    if taken:
-        raise PortInUseError(
-            f"launch.first_port {launch.first_port}: {', '.join(taken)} is in use by another "
-            "process or run; `epd-launch status` shows what runs here; choose another first_port, "
-            "or leave it out"
-        )
 
 
 def store_warnings(section: StoreSection | None) -> list[str]:

@@ -62,8 +62,7 @@ def _place(spec: ProcessSpec) -> str:
         return f"devices {','.join(spec.devices)}"
     if spec.cores:
         bound = "|".join(",".join(map(str, cores)) for cores in spec.cores)
-        more = ",".join(map(str, spec.api_cores))
-        return f"cores {bound}" + (f" (API server also {more})" if more else "")
+        return f"cores {bound}"
     return "any core"
 
 

@@ -18,29 +18,28 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from epd_portable.errors import LaunchError
-from epd_portable.launch.environment import child_environ
-from epd_portable.launch.run.log_files import open_log
+from epd_portable.launch.environment import child_environ, shm_prefix
+from epd_portable.launch.run.logs import open_log
 from epd_portable.launch.run.sessions import end_processes, members, remove_shm
 
 
 class Guard:
     """The launcher's end of the guard process.
 
-    At the end files of ``/dev/shm`` that start with ``shm_prefix`` and the folder ``temp_dir`` are
-    removed; ``log`` is a file for what the guard says, ``sessions`` have started before it.
+    At the end the files of the run in ``/dev/shm`` and its folder ``temp_dir`` are removed; ``log``
+    is a file for what the guard says, ``sessions`` have started before it.
     """
 
     def __init__(
         self,
         *,
         run_id: str,
-        shm_prefix: str,
         temp_dir: Path,
         grace_s: float,
         log: Path,
         sessions: Iterable[int] = (),
     ) -> None:
-        settings = [run_id, shm_prefix, str(temp_dir), str(grace_s), *map(str, sessions)]
+        settings = [run_id, str(temp_dir), str(grace_s), *map(str, sessions)]
         with open_log(log) as output:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "epd_portable.launch.run.guard", *settings],
@@ -91,7 +90,7 @@ class Guard:
 
 def main() -> None:
     """Wait for the launcher's end, then clean up after it."""
-    run_id, shm_prefix, temp_dir, grace_s, *sessions = sys.argv[1:]
+    run_id, temp_dir, grace_s, *sessions = sys.argv[1:]
     known = set(map(int, sessions))
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(signum, signal.SIG_IGN)
@@ -105,7 +104,7 @@ def main() -> None:
     left = end_processes(known, run_id, grace_s=float(grace_s))
     if left:
         print(f"these processes cannot be ended: {' '.join(map(str, left))}", flush=True)
-    remove_shm(shm_prefix)
+    remove_shm(shm_prefix(run_id))
     shutil.rmtree(temp_dir, ignore_errors=True)
 
 

@@ -1,8 +1,8 @@
 """When to start, restart and give up: decisions from events and times, without any I/O.
 
-While the topology starts, the first death ends it. Once everything has been healthy it serves, and
-a death is followed by a restart after a pause that doubles up to a limit. A process that lives and
-is silent for too long is asked to end, then killed: a death too.
+While the topology starts, the first death ends it. While it serves, a death is followed by a
+restart after a pause that doubles up to a limit. A process that lives and is silent for too long is
+asked to end, then killed: a death too.
 
 Instances on one device start one at a time: an engine measures the device's free memory while it
 starts, and takes what another one takes or frees meanwhile for its own.
@@ -98,6 +98,10 @@ class Lifecycle:
             state.restart_at = now
         return self._start_what_is_due(now)
 
+    def all_up(self) -> bool:
+        """Return whether every process has been healthy since its start."""
+        return all(state.healthy_at is not None for state in self._states.values())
+
     def waiting(self) -> dict[str, list[str]]:
         """Return the processes that are due, with the neighbours that each waits for."""
         return {
@@ -110,18 +114,6 @@ class Lifecycle:
         """Return for each process ``starting``, ``up``, ``ending`` or ``waiting`` to be started."""
         return {name: state.word for name, state in self._states.items()}
 
-    def pending(self) -> list[str]:
-        """Return the running processes that have not been healthy since their start."""
-        return [
-            name
-            for name, state in self._states.items()
-            if state.started_at is not None and state.healthy_at is None
-        ]
-
-    def up(self) -> list[str]:
-        """Return the processes that have been healthy since their start and may go on."""
-        return [name for name, state in self._states.items() if state.word == "up"]
-
     def healthy(self, name: str, now: float) -> list[Action]:
         """A running process answered its probe."""
         state = self._states[name]
@@ -132,8 +124,6 @@ class Lifecycle:
         started = self._start_what_is_due(now)
         if self.phase is Phase.SERVING:
             return [Notice("back", f"{name} is back", {"instance": name}), *started]
-        if all(state.healthy_at is not None for state in self._states.values()):
-            self.phase = Phase.SERVING
         return started
 
     def silent(self, name: str, asked_at: float, now: float) -> list[Action]:

@@ -1,26 +1,23 @@
-"""What the logs of processes tell a user: how far a start is, why it failed. Pure."""
+"""Logs of processes: files that only their user can read, their ends, and the lines that tell most.
+
+Logs show what requests hold, and the folder of a run has its secret. Writers have a log open to
+append, so that others may truncate it while they write, as ``logrotate`` does (``copytruncate``).
+"""
 
 from __future__ import annotations
 
 import itertools
+import os
 import re
+import stat
 from collections.abc import Mapping
+from pathlib import Path
+from typing import BinaryIO
 
+from epd_portable.errors import ConfigError, LaunchError
 from epd_portable.launch.notices import Notice
 
-MILESTONES = (
-    ("non-default args:", "reading the configuration"),
-    ("Resolved architecture:", "starting the engine process"),
-    ("Initializing a V1 LLM engine", "starting the worker"),
-    ("Creating connector with name", "connecting the worker"),
-    ("Starting to load model", "loading the model"),
-    ("Loading weights took", "weights are loaded"),
-    ("Warming up", "warming up"),
-    ("init engine (profile", "engine is ready"),
-    ("Starting vLLM server", "starting the HTTP server"),
-)
-"""What vLLM writes while it starts, in its order, and what it means."""
-FIRST_STAGE = "importing"
+_TAIL_BYTES = 256 << 10
 
 _ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 # "(EngineCore pid=12) ERROR 01-31 12:00:00 [core.py:99] " before the text of a vLLM line.
@@ -38,12 +35,120 @@ _SECOND_HAND = re.compile(
 )
 _HEADLINE_ONLY = re.compile(r"validation errors? for")
 _LONGEST = 300
+_LONGEST_STAGE = 80
+_FIRST_REPORT_S, _REPORT_EVERY_S = 2.0, 30.0
 
 
-def latest_stage(output: str) -> str:
-    """Return how far a start is, in words."""
-    reached = [meaning for text, meaning in MILESTONES if text in output]
-    return reached[-1] if reached else FIRST_STAGE
+def make_private_folder(path: Path) -> None:
+    """Make a new folder of mode 700, whatever the umask.
+
+    Raises:
+        FileExistsError: There is something of that name, perhaps not ours.
+    """
+    path.mkdir(mode=0o700)
+    path.chmod(0o700)
+
+
+def use_log_folder(path: Path) -> None:
+    """Make a folder for logs, or take one that is there.
+
+    An empty one is closed to others. One that others may enter and that holds something, such as
+    ``/var/log``, is refused; so is one of another user, who could put links in place of logs.
+
+    Raises:
+        ConfigError: It cannot be made or used; says what to do.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            make_private_folder(path)
+        except FileExistsError:
+            if problem := _folder_problem(path):
+                raise ConfigError(f"log folder {path} {problem}") from None
+            path.chmod(0o700)
+    except OSError as error:
+        raise ConfigError(f"log folder {path} cannot be used: {error}") from error
+
+
+def _folder_problem(path: Path) -> str:
+    found = path.stat()
+    if not stat.S_ISDIR(found.st_mode):
+        return "is no folder: name another"
+    if found.st_uid != os.geteuid():
+        return f"belongs to user {found.st_uid}, who could replace logs: name a folder of your own"
+    if found.st_mode & 0o077 and (held := next(path.iterdir(), None)):
+        return (
+            f"has mode {stat.S_IMODE(found.st_mode):04o}, and others must not read logs; it holds "
+            f"{held.name} and is left as it is: name a new folder, or chmod 700 {path}"
+        )
+    return ""
+
+
+def open_log(path: Path) -> BinaryIO:
+    """Open a log, a new one or one of an earlier run, to append to it.
+
+    Raises:
+        LaunchError: It cannot be opened, or is a link or another user's.
+    """
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+    try:
+        file = os.fdopen(os.open(path, flags, 0o600), "ab")
+        os.fchmod(file.fileno(), 0o600)
+    except OSError as error:
+        raise LaunchError(f"log {path} cannot be written: {error}") from error
+    return file
+
+
+class Tail:
+    """Reads the end of a log that others append to and truncate; it may not exist yet.
+
+    Args:
+        place: Bytes to pass over.
+    """
+
+    def __init__(self, path: Path, place: int = 0) -> None:
+        self._path = path
+        self._place = place
+        self._rest = b""
+
+    def since_start(self) -> str:
+        """Return what was written behind the first place, at most 256 KiB of it, and stay there."""
+        size = self._size()
+        # Truncated meanwhile: all that is in it is new.
+        start = self._place = self._place if self._place <= size else 0
+        data = self._read(max(start, size - _TAIL_BYTES))
+        self._place = start
+        return data.decode("utf-8", "replace")
+
+    def last(self, count: int) -> list[str]:
+        """Return the last lines."""
+        data = self._read(max(0, self._size() - _TAIL_BYTES))
+        lines = data.decode("utf-8", "replace").splitlines()
+        return lines[max(0, len(lines) - count) :]
+
+    def new(self) -> list[str]:
+        """Return the lines that were completed since the last look."""
+        begin = self._place if self._size() >= self._place else 0
+        *whole, self._rest = (self._rest + self._read(begin)).split(b"\n")
+        return [line.decode("utf-8", "replace") for line in whole]
+
+    def _size(self) -> int:
+        return self._path.stat().st_size if self._path.exists() else 0
+
+    def _read(self, begin: int) -> bytes:
+        if not self._path.exists():
+            return b""
+        with self._path.open("rb") as file:
+            file.seek(begin)
+            data = file.read(_TAIL_BYTES)
+            self._place = file.tell()
+        return data
+
+
+def latest_line(output: str) -> str:
+    """Return the last line of what a process has written, without vLLM's prefix."""
+    lines = (_VLLM_PREFIX.sub("", _ANSI.sub("", line)).strip() for line in output.splitlines())
+    return next((_shorten(line, _LONGEST_STAGE) for line in [*lines][::-1] if line), "importing")
 
 
 def failure_line(output: str, *, guess: bool = True) -> str:
@@ -72,41 +177,28 @@ def failure_line(output: str, *, guess: bool = True) -> str:
     return _shorten(text)
 
 
-def _shorten(text: str) -> str:
+def _shorten(text: str, longest: int = _LONGEST) -> str:
     text = text.strip()
-    return text if len(text) <= _LONGEST else text[: _LONGEST - 3] + "..."
+    return text if len(text) <= longest else text[: longest - 3] + "..."
 
 
 class Progress:
-    """Turns stages of processes into notices: one a change, and one after a long silence.
+    """Reports what a start waits for: after 2 s, 4 s, 8 s and so on, then every 30 s.
 
     Args:
         started_at: Time of the start, as all times here in seconds of one clock.
     """
 
-    def __init__(self, *, started_at: float, quiet_s: float = 10.0) -> None:
+    def __init__(self, *, started_at: float) -> None:
         self._started_at = started_at
-        self._quiet_s = quiet_s
-        self._said_at = started_at
-        self._stages: dict[str, str] = {}
+        self._next_at = started_at + _FIRST_REPORT_S
 
     def notices(self, stages: Mapping[str, str], now: float) -> list[Notice]:
-        """Return what to show, by the stage of each process."""
+        """Return what to show, by what each process does that is not ready."""
+        if now < self._next_at or not stages:
+            return []
         elapsed_s = now - self._started_at
-        clock = f"{elapsed_s:3.0f} s"
-        elapsed = {"elapsed_s": round(elapsed_s, 1)}
-        notices = [
-            Notice(
-                "stage", f"{clock}  {name}: {stage}", {"instance": name, "stage": stage} | elapsed
-            )
-            for name, stage in stages.items()
-            if stage != self._stages.get(name, FIRST_STAGE)
-        ]
-        self._stages = dict(stages)
-        if not notices and now - self._said_at >= self._quiet_s:
-            waiting = ", ".join(f"{name} ({stage})" for name, stage in stages.items())
-            text = f"{clock}  still waiting for {waiting}"
-            notices = [Notice("waiting", text, {"stages": self._stages} | elapsed)]
-        if notices:
-            self._said_at = now
-        return notices
+        self._next_at = now + min(elapsed_s, _REPORT_EVERY_S)
+        waiting = ", ".join(f"{name} ({stage})" for name, stage in stages.items())
+        text = f"{elapsed_s:3.0f} s  still waiting for {waiting}"
+        return [Notice("waiting", text, {"stages": {**stages}, "elapsed_s": round(elapsed_s, 1)})]

@@ -7,8 +7,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Collection, Iterator, Mapping
 from http import HTTPStatus
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -21,13 +20,10 @@ from epd_portable.errors import LaunchError
 from epd_portable.launch.environment import child_environ
 from epd_portable.launch.plan.processes import ProcessSpec
 from epd_portable.launch.run.front_client import trusting
-from epd_portable.launch.run.log_files import open_log
-from epd_portable.launch.run.sessions import SHM, members
+from epd_portable.launch.run.logs import Tail, open_log
+from epd_portable.launch.run.sessions import SHM
 
-_TAIL_BYTES = 256 << 10
 _OF_ONE_ENGINE = ("PROMETHEUS_MULTIPROC_DIR", envs.EPD_METRICS_DIR.name)
-_PROBE_THREADS = 64
-"""So many silent processes at a time; while there are more, some are probed less often."""
 
 
 class Child:
@@ -58,13 +54,12 @@ class Child:
         self.spec = spec
         self.log = log_dir / f"{spec.name}.log"
         self.mapped: set[Path] = set()
-        self._cores = {core for rank in spec.cores for core in rank}
         if spec.shm_name:
             # If another user's file has that name, the instance says so.
             with contextlib.suppress(OSError):
                 (SHM / spec.shm_name).unlink(missing_ok=True)
-        with open_log(self.log) as output, on_cores(self._cores):
-            self._log_start = output.tell()
+        with open_log(self.log) as output, on_cores({core for rank in spec.cores for core in rank}):
+            self._tail = Tail(self.log, output.tell())
             env = _environment(environ, spec.env, run_id)
             try:
                 self._process = subprocess.Popen(
@@ -80,14 +75,6 @@ class Child:
         self.session = self._process.pid
         self.started_s = time.monotonic()
 
-    def spread_api_server(self) -> None:
-        """Let API servers run on their further cores too; an instance's engines keep theirs."""
-        if self.spec.api_cores:
-            alone = self.spec.role != "front"
-            pids = [self.session] if alone else members({self.session}, None)
-            for pid in pids:
-                bind_threads(pid, self._cores.union(self.spec.api_cores))
-
     def exit_status(self) -> int | None:
         """Return the exit status, negative for a signal, or ``None`` while it runs."""
         return self._process.poll()
@@ -99,11 +86,10 @@ class Child:
     def is_well(self, *, timeout_s: float) -> bool:
         """Return whether a process that was ready still answers ``GET /health`` as it should.
 
-        An instance answers 200. A front that has no instance to use answers 503, and is well. For
-        an engine its front answers, and 503 if the engine does not respond to it.
+        A front that has no instance to use answers 503, and is well. For an engine its front
+        answers, and 503 if the engine does not respond to it; the front's silence is no sign of it.
         """
         if urlsplit(self.spec.url).path:
-            # Silence says nothing of the engine: the front must have the time to speak of it.
             status = self._health(timeout_s, f"?within_s={timeout_s / 2:g}")
             return status != HTTPStatus.SERVICE_UNAVAILABLE
         status = self._health(timeout_s)
@@ -111,39 +97,17 @@ class Child:
 
     def _health(self, timeout_s: float, query: str = "") -> int | None:
         """Return the status of ``GET /health``; ``None`` without an answer in time."""
-        cert_file = self.spec.tls_cert_file
+        url, cert_file = f"{self.spec.url}/health{query}", self.spec.tls_cert_file
         try:
-            return httpx.get(
-                f"{self.spec.url}/health{query}",
-                timeout=timeout_s,
-                trust_env=False,
-                # Read each time: it may be renewed. Without one it is plain HTTP.
-                verify=trusting(cert_file) if cert_file else False,
-            ).status_code
+            # Read each time: it may be renewed. Without one it is plain HTTP.
+            verify = trusting(cert_file) if cert_file else False
+            return httpx.get(url, timeout=timeout_s, trust_env=False, verify=verify).status_code
         except (httpx.HTTPError, OSError):
             return None
 
     def output(self) -> str:
-        """Return the end of what this start has written so far, at most 256 KiB.
-
-        Nothing if the log has been removed.
-        """
-        with contextlib.suppress(FileNotFoundError), self.log.open("rb") as file:
-            end = file.seek(0, os.SEEK_END)
-            # Truncated meanwhile: all that is in it is of this start.
-            self._log_start = self._log_start if self._log_start <= end else 0
-            file.seek(max(self._log_start, end - _TAIL_BYTES))
-            return file.read().decode("utf-8", errors="replace")
-        return ""
-
-
-def bind_threads(pid: int, cores: Collection[int]) -> None:
-    """Let the threads of a process run on these cores, and those that they start."""
-    # Threads and the process may end meanwhile.
-    with contextlib.suppress(ProcessLookupError, FileNotFoundError):
-        for thread in os.listdir(f"/proc/{pid}/task"):
-            with contextlib.suppress(ProcessLookupError):
-                os.sched_setaffinity(int(thread), cores)
+        """Return the end of what this start has written so far, at most 256 KiB."""
+        return self._tail.since_start()
 
 
 @contextlib.contextmanager
@@ -187,33 +151,3 @@ def describe_exit(status: int) -> str:
         return f"was killed by {signal.Signals(-status).name}"
     except ValueError:
         return f"was killed by signal {-status}"
-
-
-Probe = tuple[Child, float, bool]
-"""A process, when it was asked (``time.monotonic``), and whether its answer was yes."""
-
-
-class Probes:
-    """Questions to processes, in threads, one at a time for each process."""
-
-    def __init__(self) -> None:
-        self._threads = ThreadPoolExecutor(_PROBE_THREADS, thread_name_prefix="epd-probe")
-        self._under_way: dict[Child, Future[Probe]] = {}
-
-    def ask(self, child: Child, question: Callable[[Child], bool]) -> None:
-        """Ask a question of a process, unless it has not answered the last one yet."""
-
-        def probe() -> Probe:
-            return child, time.monotonic(), question(child)
-
-        if child not in self._under_way:
-            self._under_way[child] = self._threads.submit(probe)
-
-    def answered(self) -> list[Probe]:
-        """Return the probes that have ended; each is returned once."""
-        children = [child for child, future in self._under_way.items() if future.done()]
-        return [self._under_way.pop(child).result() for child in children]
-
-    def close(self) -> None:
-        """Ask nothing more."""
-        self._threads.shutdown(wait=False, cancel_futures=True)

@@ -1,4 +1,4 @@
-"""Registers a launcher's instances at the fronts that ``launch.join`` names, and lets them leave.
+"""The instances of a launcher at their fronts: watched at its own, registered at others.
 
 Each address of each front has a thread: a front that does not respond delays no other one.
 """
@@ -7,75 +7,81 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 from epd_portable.config.secret import Secret
 from epd_portable.errors import LaunchError
 from epd_portable.launch.notices import Notice
-from epd_portable.launch.plan.addresses import addresses_of
-from epd_portable.launch.run.front_client import FrontClient
+from epd_portable.launch.run.front_client import FrontClient, addresses_of
 
 _LOOK_EVERY_S = 1.0
 _JOINING_S = 0.2
-"""Between looks at a front that warms an instance up, or that an instance leaves."""
+"""Between looks at a front at which an instance starts, or that an instance leaves."""
+_SETTLED = ("up", "down", "gone")
 
 
 class Registrar:
-    """Every instance at every front that ``launch.join`` leads to, also as its names change.
+    """Every instance at the launcher's own front, or at every front that ``launch.join`` leads to.
 
     Args:
-        instances: Fields of `EngineSettings` of each.
-        fronts: Base addresses of fronts, or of names that several of them have.
+        instances: Names of all instances.
+        members: Fields of `EngineSettings` of those to register.
+        own: Client of the front that ends with the launcher; ``None`` for none.
+        fronts: Base addresses of other fronts, or of names that several of them have.
         is_up: Returns whether an instance responds; a front forgets one that does not.
         leave_timeout_s: Longest wait for open requests of an instance that leaves.
         say: Called from several threads.
-        resolve: Returns the addresses of a front's URL; raises `LaunchError` if there are none.
 
     Attributes:
-        leaving: Set to let all instances leave.
+        leaving: Set to let all instances leave other fronts.
     """
 
     def __init__(
         self,
-        instances: Sequence[Mapping[str, Any]],
-        fronts: Sequence[str],
+        instances: Collection[str],
+        members: Sequence[Mapping[str, Any]],
         secret: Secret,
         *,
+        own: FrontClient | None,
+        fronts: Sequence[str],
         is_up: Callable[[str], bool],
         leave_timeout_s: float,
         say: Callable[[Notice], None],
-        resolve: Callable[[str], list[str]] = addresses_of,
     ) -> None:
         self.leaving = threading.Event()
+        self.instances = instances
+        self.members = {each["name"]: each for each in members}
         self.is_up = is_up
         self.leave_timeout_s = leave_timeout_s
         self.say = say
-        self.instances = instances
-        self.secret = secret
+        self._secret = secret
         self._urls = fronts
-        self._resolve = resolve
         self._named: dict[str, list[str]] = {}
         self._unresolved: dict[str, LaunchError] = {}
+        self._own = _Front(self, own) if own else None
         self._fronts: dict[tuple[str, str], _Front] = {}
         self._thread = threading.Thread(target=self._run, name="epd-join", daemon=True)
 
     def start(self) -> None:
-        """Begin to register instances."""
+        """Begin to watch and register instances."""
+        if self._own:
+            self._own.start()
         self._thread.start()
 
     def has_ended(self) -> bool:
-        """Return whether all have left."""
+        """Return whether all have left other fronts."""
         return not self._thread.is_alive()
 
     def problems(self) -> dict[str, LaunchError | None]:
         """Return the instances that are not up at every front, each with the last reason."""
         found: dict[str, LaunchError | None] = {}
-        fronts = tuple(self._fronts.values())
-        for name in (each["name"] for each in self.instances):
-            away = [front for front in fronts if front.members[name].state != "up"]
-            reasons = [front.members[name].problem or front.problem for front in away]
+        fronts = self._all()
+        for name in self.members if self._own is None else self.instances:
+            away = [each for each in fronts if not each.has_up(name)]
+            reasons = [each.problem_of(name) for each in away]
             if away or not fronts:
                 reasons += self._unresolved.values()
                 found[name] = next(filter(None, reasons), None)
@@ -83,11 +89,13 @@ class Registrar:
 
     def noted(self) -> dict[str, str]:
         """Return the problems between instances that serve all the same, as fronts report them."""
-        members = (each for front in tuple(self._fronts.values()) for each in front.members.items())
+        members = (each for front in self._all() for each in front.members.items())
         return {name: member.noted for name, member in members if member.noted}
 
-    def is_named(self, url: str, address: str) -> bool:
-        """Return whether a front's URL still has an address."""
+    def _all(self) -> list[_Front]:
+        return [*([self._own] if self._own else ()), *self._fronts.values()]
+
+    def _is_named(self, url: str, address: str) -> bool:
         return address in self._named[url]
 
     def _run(self) -> None:
@@ -95,7 +103,7 @@ class Registrar:
         while not self.leaving.is_set():
             for url in self._urls:
                 try:
-                    self._named[url] = self._resolve(url)
+                    self._named[url] = addresses_of(url)
                     self._unresolved.pop(url, None)
                 except LaunchError as error:  # Fronts that were known may still be there.
                     if str(self._unresolved.get(url)) != str(error):
@@ -106,7 +114,9 @@ class Registrar:
             for url, addresses in self._named.items():
                 for address in addresses:
                     if (url, address) not in self._fronts:
-                        front = self._fronts[url, address] = _Front(self, url, address)
+                        client = FrontClient(url, self._secret, address=address)
+                        is_named = partial(self._is_named, url, address)
+                        front = self._fronts[url, address] = _Front(self, client, is_named)
                         front.start()
             self.leaving.wait(_LOOK_EVERY_S)
         for front in self._fronts.values():
@@ -132,22 +142,43 @@ class _Member:
     registered: str = ""
     joins: str | None = None
 
+    def take(self, seen: Mapping[str, Any]) -> None:
+        """Take in what the front reports."""
+        self.state, self.noted = seen["state"], seen.get("problem", "")
+        self.problem = LaunchError(seen["reason"]) if seen["reason"] else None
+
 
 class _Front(threading.Thread):
-    """All instances at one front, which is ``url`` at ``address``.
+    """All instances at one front.
+
+    Args:
+        is_named: Returns whether ``launch.join`` still leads there; by default the front is the
+            launcher's own, which comes and goes with others of its processes.
 
     Attributes:
         members: By the names of instances.
-        problem: Why the front did not respond to the last look.
     """
 
-    def __init__(self, registrar: Registrar, url: str, address: str) -> None:
+    def __init__(
+        self,
+        registrar: Registrar,
+        client: FrontClient,
+        is_named: Callable[[], bool] | None = None,
+    ) -> None:
         super().__init__(name="epd-join", daemon=True)
-        self.members = {each["name"]: _Member() for each in registrar.instances}
-        self.problem: LaunchError | None = None
+        self.members = {name: _Member() for name in registrar.members}
+        self._problem: LaunchError | None = None  # Why it did not respond to the last look.
         self._registrar = registrar
-        self._place = url, address
-        self._client = FrontClient(url, registrar.secret, address=address)
+        self._client = client
+        self._is_named = is_named
+
+    def has_up(self, name: str) -> bool:
+        """Return whether an instance is up there."""
+        return name in self.members and self.members[name].state == "up"
+
+    def problem_of(self, name: str) -> LaunchError | None:
+        """Return why an instance is not up there."""
+        return self.members.get(name, _Member()).problem or self._problem
 
     def run(self) -> None:
         """Register each instance that is up, and again when the front restarts; then leave.
@@ -158,23 +189,27 @@ class _Front(threading.Thread):
         while not leaving.is_set():
             try:
                 self._look()
-                self.problem = None
+                self._problem = None
             except LaunchError as error:
-                if not self._registrar.is_named(*self._place):
+                if self._is_named and not self._is_named():
                     self._warn_all(f"front {self._client} has gone")
                     return
-                if str(error) != str(self.problem):
+                if self._is_named and str(error) != str(self._problem):
                     self._warn_all(str(error))
-                self.problem = error
-            joining = any(each.joins is not None for each in self.members.values())
-            leaving.wait(_JOINING_S if joining else _LOOK_EVERY_S)
-        self._leave()
+                self._problem = error
+            settled = [each.state in _SETTLED for each in self.members.values()]
+            leaving.wait(_LOOK_EVERY_S if settled and all(settled) else _JOINING_S)
+        if self._is_named:
+            self._leave()
 
     def _look(self) -> None:
         front, seen = self._client.look()
         states = {each["name"]: each for each in seen}
-        for settings in self._registrar.instances:
-            name = settings["name"]
+        if self._is_named is None:
+            for name in set(self._registrar.instances).difference(self._registrar.members):
+                if name in states:
+                    self.members.setdefault(name, _Member()).take(states[name])
+        for name, settings in self._registrar.members.items():
             member = self.members[name]
             try:
                 self._follow(settings, member, states.get(name), front)
@@ -195,16 +230,12 @@ class _Front(threading.Thread):
             if seen["state"] == "up" and member.joins is not None:
                 self._say("joined", name, f"has joined {self._client}{member.joins}")
                 member.joins = None
-            member.state, member.noted = seen["state"], seen.get("problem", "")
-            member.problem = LaunchError(seen["reason"]) if seen["reason"] else None
+            member.take(seen)
         elif member.registered == front:
             # One that is down, or hangs, is removed after a while, and joins again.
-            on_purpose = registrar.is_up(name)
-            member.state, member.registered = "gone", "never" if on_purpose else ""
+            member.state, member.registered = "gone", ""
             self._warn(name, f"front {self._client} has removed it")
-            if on_purpose:
-                self._warn(name, "joins again when its launcher is started again")
-        elif member.registered != "never" and registrar.is_up(name):
+        elif registrar.is_up(name):
             again = " again: the front has restarted" if member.registered else ""
             member.registered, member.joins = self._client.register(settings), again
             member.problem = None
@@ -213,7 +244,7 @@ class _Front(threading.Thread):
         """Remove the instances from the front, and wait for their open requests."""
         there = []
         for name, member in self.members.items():
-            if member.registered not in ("", "never"):
+            if member.registered:
                 try:
                     self._client.request("DELETE", f"/{name}")
                     there.append(name)

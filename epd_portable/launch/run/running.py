@@ -22,6 +22,11 @@ _A_RUN = re.compile(rf"{RUN_FOLDER}[0-9a-f]{{8}}")
 _MAX_BYTES = 4 << 20
 
 
+def _uptime_s(started_s: float | None) -> float | None:
+    """Return how long ago a start was, by ``time.monotonic``: one clock for all processes here."""
+    return None if started_s is None else round(time.monotonic() - started_s, 1)
+
+
 class ProcessRecord(BaseModel):
     """One process of a run.
 
@@ -29,9 +34,7 @@ class ProcessRecord(BaseModel):
         state: ``starting``, ``up``, ``ending``, or ``waiting`` to be started (again).
         ports: All that it listens on, by purpose.
         log: Path of its log file.
-        pid: Of the one that runs now.
-        started_s: ``time.monotonic`` at its start, the same clock for all processes of a machine.
-        problem: What went wrong when it met other instances, as the front reports it, or empty.
+        problem: Its problem with other instances, as the front reports it, or empty.
     """
 
     name: str
@@ -48,8 +51,8 @@ class ProcessRecord(BaseModel):
     @computed_field  # type: ignore[prop-decorator]
     @property
     def uptime_s(self) -> float | None:
-        """How long it has run."""
-        return None if self.started_s is None else round(time.monotonic() - self.started_s, 1)
+        """Seconds since its last start."""
+        return _uptime_s(self.started_s)
 
 
 class RunRecord(BaseModel):
@@ -59,7 +62,6 @@ class RunRecord(BaseModel):
         phase: ``starting``, ``serving`` or ``stopping``.
         config: Topology file; empty where it is not known.
         pid: Of the launcher.
-        started_s: ``time.monotonic`` at its start, the same clock for all processes of a machine.
         processes: All of the plan, in its order.
     """
 
@@ -75,9 +77,9 @@ class RunRecord(BaseModel):
 
     @computed_field  # type: ignore[prop-decorator]
     @property
-    def uptime_s(self) -> float:
-        """How long the launcher has run."""
-        return round(time.monotonic() - self.started_s, 1)
+    def uptime_s(self) -> float | None:
+        """Seconds since the start of the launcher."""
+        return _uptime_s(self.started_s)
 
 
 def write_record(folder: Path, record: RunRecord) -> None:

@@ -8,15 +8,16 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 from epd_portable.config.schema import Launch
 from epd_portable.config.secret import Secret
 from epd_portable.errors import LaunchError, RefusedError
 from epd_portable.launch.notices import Notice
-from epd_portable.launch.plan.processes import Plan, shm_prefix
+from epd_portable.launch.plan.processes import Plan
 from epd_portable.launch.plan.text import columns, ports_text
 from epd_portable.launch.run import sessions
 from epd_portable.launch.run.front_client import FrontClient
@@ -29,8 +30,8 @@ from epd_portable.launch.run.lifecycle import (
     Phase,
     ProcessOrder,
 )
-from epd_portable.launch.run.logs import Progress, failure_line, latest_stage
-from epd_portable.launch.run.process import Child, Probes, describe_exit
+from epd_portable.launch.run.logs import Progress, failure_line, latest_line
+from epd_portable.launch.run.process import Child, describe_exit
 from epd_portable.launch.run.registrar import Registrar
 from epd_portable.launch.run.running import ProcessRecord, RunRecord, write_record
 
@@ -40,6 +41,8 @@ _START_PROBE_TIMEOUT_S = 1.0
 PROBE_EVERY_S = 5.0
 PROBES = 24
 """At least so many within ``launch.hung_after_s``."""
+_PROBE_THREADS = 64
+"""So many silent processes at a time; while there are more, some are probed less often."""
 _NOTE_EVERY_S = 3.0
 _ORPHAN_GRACE_S = 1.0
 DRAIN_MARGIN_S = 5.0
@@ -72,7 +75,6 @@ class Supervisor:
         self._plan = plan
         self._config = config
         self._launch = launch
-        self._secret = secret
         self._drain_s = drain_s
         self._log_dir = log_dir
         self._temp_dir = temp_dir
@@ -83,21 +85,20 @@ class Supervisor:
         self._starts: Counter[str] = Counter()
         after = {name: spec.after for name, spec in self._specs.items()}
         self._lifecycle = Lifecycle(self._specs, launch, after)
-        self._probes = Probes()
-        self._seen: list[dict[str, Any]] = []  # by the front of the plan, of its instances
+        self._threads = ThreadPoolExecutor(_PROBE_THREADS, thread_name_prefix="epd-probe")
+        self._probes: dict[Child, tuple[float, Future[bool]]] = {}  # With their starts.
+        front = self._specs.get("front")
+        self._registrar = Registrar(
+            [spec.name for spec in self._instances],
+            plan.members,
+            secret,
+            own=FrontClient(front.url, secret, cert_file=front.tls_cert_file) if front else None,
+            fronts=plan.joins,
+            is_up=self._answers,
+            leave_timeout_s=drain_s,
+            say=self._say,
+        )
         self._problems_noted: dict[str, str] = {}
-        self._registrar: Registrar | None = None
-        if plan.joins:
-            self._registrar = Registrar(
-                plan.members,
-                plan.joins,
-                secret,
-                is_up=self._answers,
-                leave_timeout_s=drain_s,
-                say=self._say,
-            )
-        self._has_joined = False
-        self._away = ""  # why instances are not up at the topology's own front
         self._stop_requests = 0
         self._started, self._started_s = time.time(), time.monotonic()
         self._next_at: dict[str, float] = {}
@@ -114,59 +115,49 @@ class Supervisor:
             self._guard = self._new_guard()
             try:
                 self.startup()
-                self.main_loop()
+                while not self._stop_requests:
+                    self._step()
             finally:
                 self.shutdown()
 
     def startup(self) -> None:
-        """Start every process and return when all are healthy, or a stop was asked for.
+        """Start every process; return when all are up at their fronts, or a stop was asked for.
 
         Raises:
-            LaunchError: Names the process, the reason and its log file.
+            LaunchError: Names the process, the reason and its log file; or a front refuses an
+                instance for good, or they are not up in time.
         """
-        started_at = time.monotonic()
-        progress = Progress(started_at=started_at)
+        progress = Progress(started_at=self._started_s)
         self._perform(self._lifecycle.start_all(time.monotonic()))
-        while self._lifecycle.phase is Phase.STARTING and not self._stop_requests:
+        while not self._lifecycle.all_up() and not self._stop_requests:
             self._step(progress)
-        if self._registrar is not None:
-            self._join_fronts(self._registrar, progress)
-        self._has_joined = True
-        if not self._stop_requests:
-            self._note_problems()
-            self._say(self._ready(elapsed_s=time.monotonic() - started_at))
-
-    def _join_fronts(self, registrar: Registrar, progress: Progress) -> None:
-        """Register all instances, and return when they are up at every front.
-
-        Raises:
-            LaunchError: A front refuses one for good, or they are not up in time.
-        """
-        registrar.start()
+        if self._stop_requests:
+            return
+        self._registrar.start()
         limit_s = self._launch.startup_timeout_s
         end = time.monotonic() + limit_s
-        while not self._stop_requests and (problems := registrar.problems()):
+        while not self._stop_requests and (problems := self._registrar.problems()):
             for name, problem in problems.items():
                 if isinstance(problem, RefusedError):
                     raise LaunchError(f"{name} cannot join: {problem}") from problem
             if time.monotonic() >= end:
                 name, problem = next(iter(problems.items()))
                 raise LaunchError(
-                    f"instances are not up at {', '.join(self._plan.joins)} after {limit_s:g} s "
-                    f"(launch.startup_timeout_s): {name}{f': {problem}' if problem else ''}"
+                    f"instances are not up at {', '.join(self._plan.joins) or 'the front'} after "
+                    f"{limit_s:g} s (launch.startup_timeout_s): "
+                    f"{name}{f': {problem}' if problem else ''}"
                 )
             self._step(progress)
-
-    def main_loop(self) -> None:
-        """Keep every process alive until a stop is asked for."""
-        while not self._stop_requests:
-            self._step()
+        if not self._stop_requests:
+            self._lifecycle.phase = Phase.SERVING
+            self._note_problems()
+            self._say(self._ready(elapsed_s=time.monotonic() - self._started_s))
 
     def shutdown(self) -> None:
         """End every process and remove what the run leaves behind.
 
-        While it serves, the front first ends what is open, with the instances that this needs. A
-        further stop signal ends that, and the grace of the rest.
+        Once all have started, the front first ends what is open, with the instances that this
+        needs. A further stop signal ends that, and the grace of the rest.
 
         Raises:
             LaunchError: Some process cannot be ended.
@@ -176,10 +167,9 @@ class Supervisor:
         if asked:
             self._say(Notice("stopping", "stopping"))
         self._write_record("stopping")
-        self._probes.close()
-        if self._registrar is not None:
-            self._registrar.leaving.set()
-        if asked and self._lifecycle.phase is Phase.SERVING:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._registrar.leaving.set()
+        if asked and self._lifecycle.all_up():
             self._drain(until=lambda: self._stop_requests > asked)
         self._note_shared_memory()
         children = self._children.values()
@@ -199,32 +189,21 @@ class Supervisor:
             self._say(Notice("stopped", "stopped"))
 
     def _drain(self, *, until: Callable[[], bool]) -> None:
-        """Wait until fronts have ended, or instances have left them; these go on meanwhile."""
-        fronts = [
-            child
-            for child in self._children.values()
-            if child.spec.role == "front" and child.exit_status() is None
-        ]
+        """Wait until the front has ended, or instances have left others; these go on meanwhile."""
+        front = self._children.get("front")
         text = f"open requests may take {self._drain_s:g} s to end (front.drain_s)"
         self._say(Notice("draining", text, {"drain_s": self._drain_s}))
-        for front in fronts:
+        if front:
             sessions.send_signal(front.session, signal.SIGTERM)
         end = time.monotonic() + self._drain_s + DRAIN_MARGIN_S
         while time.monotonic() < end and not until():
-            has_left = self._registrar is None or self._registrar.has_ended()
-            if has_left and all(front.exit_status() is not None for front in fronts):
+            if self._registrar.has_ended() and (not front or front.exit_status() is not None):
                 return
             self._keep_guarded()
             time.sleep(_STEP_S)
 
     def _step(self, progress: Progress | None = None) -> None:
-        self._look_after_all()
-        if progress is not None:
-            for notice in progress.notices(self._stages(), time.monotonic()):
-                self._say(notice)
-        time.sleep(_STEP_S)
-
-    def _look_after_all(self) -> None:
+        """Look after all processes, and rest."""
         now = time.monotonic()
         for name, child in list(self._children.items()):
             status = child.exit_status()
@@ -236,16 +215,13 @@ class Supervisor:
         if self._is_due("note", now, _NOTE_EVERY_S):
             self._note_shared_memory()
         self._perform(self._lifecycle.tick(time.monotonic()))
-        if self._phase is Phase.SERVING:
+        if self._lifecycle.phase is Phase.SERVING:
             self._note_problems()
-        self._write_record(self._phase.value)
+        self._write_record(self._lifecycle.phase.value)
         self._keep_guarded()
-
-    @property
-    def _phase(self) -> Phase:
-        """That of the topology, which starts until its instances are up at fronts elsewhere."""
-        phase = self._lifecycle.phase
-        return Phase.STARTING if phase is Phase.SERVING and not self._has_joined else phase
+        for notice in progress.notices(self._stages(), time.monotonic()) if progress else ():
+            self._say(notice)
+        time.sleep(_STEP_S)
 
     def _is_due(self, what: str, now: float, every_s: float) -> bool:
         due = now >= self._next_at.get(what, 0.0)
@@ -255,66 +231,35 @@ class Supervisor:
 
     def _probe(self, now: float) -> None:
         """Probe processes that start, and less often and with longer timeouts those that serve."""
-        for child, asked_at, well in self._probes.answered():
+        for child in [child for child, (_, probe) in self._probes.items() if probe.done()]:
             name = child.spec.name
+            asked_at, probe = self._probes.pop(child)
             if self._children.get(name) is not child:
                 continue  # It has ended meanwhile.
-            if well:
-                if name in self._lifecycle.pending():
-                    child.spread_api_server()
+            if probe.result():
                 self._perform(self._lifecycle.healthy(name, now))
             else:
                 self._perform(self._lifecycle.silent(name, asked_at, now))
-        if self._is_due("start probe", now, _START_PROBE_EVERY_S):
-            for name in self._lifecycle.pending():
-                self._probes.ask(self._children[name], self._is_ready)
         hung_after_s = self._launch.hung_after_s
+        due: dict[str, Callable[[Child], bool]] = {}
+        if self._is_due("start", now, _START_PROBE_EVERY_S):
+            due["starting"] = partial(Child.is_ready, timeout_s=_START_PROBE_TIMEOUT_S)
         every_s = min(PROBE_EVERY_S, hung_after_s / PROBES)
         if hung_after_s and self._is_due("probe", now, every_s):
-            timeout_s = hung_after_s / HUNG_PROBES
-            for name in self._lifecycle.up():
-                self._probes.ask(
-                    self._children[name], lambda child: self._is_well(child, timeout_s)
-                )
-
-    def _is_ready(self, child: Child) -> bool:
-        """Return whether a process has started; a front with the topology has all instances up."""
-        if child.spec.role != "front" or self._lifecycle.phase is not Phase.STARTING:
-            return child.is_ready(timeout_s=_START_PROBE_TIMEOUT_S)
-        try:
-            self._look(child, _START_PROBE_TIMEOUT_S)
-            away = [each for each in self._seen if each["state"] != "up"]
-        except LaunchError as error:
-            self._away = str(error)
-            return False
-        reasons = [f"{each['name']}: {each['reason']}" for each in away if each["reason"]]
-        self._away = "; ".join(reasons)
-        return not away
+            due["up"] = partial(Child.is_well, timeout_s=hung_after_s / HUNG_PROBES)
+        for name, state in self._lifecycle.states().items():
+            asked = self._children.get(name)
+            if state in due and asked and asked not in self._probes:
+                self._probes[asked] = now, self._threads.submit(due[state], asked)
 
     def _answers(self, name: str) -> bool:
         """Return whether an instance answers now; one that hangs still counts as up."""
         child = self._children.get(name)
         return child is not None and child.is_ready(timeout_s=_START_PROBE_TIMEOUT_S)
 
-    def _is_well(self, child: Child, timeout_s: float) -> bool:
-        """Return whether a process that was up still responds as it should."""
-        if child.spec.role == "front":
-            with contextlib.suppress(LaunchError):
-                self._look(child, timeout_s)
-                return True
-        return child.is_well(timeout_s=timeout_s)
-
-    def _look(self, front: Child, timeout_s: float) -> None:
-        """Take in what the front of the plan reports of instances of ours."""
-        client = FrontClient(front.spec.url, self._secret, cert_file=front.spec.tls_cert_file or "")
-        seen = client.instances(timeout_s=timeout_s)
-        self._seen = [each for each in seen if each["name"] in self._specs]
-
     def _note_problems(self) -> None:
         """Report problems between instances that are new; `status` shows all."""
-        found = {each["name"]: each["problem"] for each in self._seen if each["problem"]}
-        if self._registrar is not None:
-            found = self._registrar.noted()
+        found = self._registrar.noted()
         for name, problem in found.items():
             if self._problems_noted.get(name) != problem:
                 self._say(Notice("warning", f"serving all the same: {problem}"))
@@ -378,17 +323,14 @@ class Supervisor:
             children[session].mapped |= sessions.mapped_files([pid])
 
     def _stages(self) -> dict[str, str]:
-        pending = self._lifecycle.pending()
+        states = self._lifecycle.states()
         stages = {
-            name: latest_stage(child.output()) if name in pending else "ready"
+            name: latest_line(child.output())
             for name, child in self._children.items()
+            if states[name] == "starting"
         }
-        late = [name for name, stage in stages.items() if stage != "ready"]
-        if self._away and late and all(self._specs[name].role == "front" for name in late):
-            stages |= {name: f"{stages[name]}: {self._away}" for name in late}
-        for name, problem in self._registrar.problems().items() if self._registrar else ():
-            if stages.get(name) == "ready":
-                stages[name] = f"joins its fronts{f': {problem}' if problem else ''}"
+        for name, problem in self._registrar.problems().items() if not stages else ():
+            stages[name] = str(problem or "is not up at its fronts")
         for name, others in self._lifecycle.waiting().items():
             stages[name] = f"waits for {' and '.join(others)} on its device"
         return stages
@@ -452,7 +394,6 @@ class Supervisor:
     def _new_guard(self) -> Guard:
         return Guard(
             run_id=self._plan.run_id,
-            shm_prefix=shm_prefix(self._plan.run_id),
             temp_dir=self._temp_dir,
             grace_s=self._launch.stop_grace_s,
             log=self._log_dir / "guard.log",

@@ -21,8 +21,9 @@ import psutil
 import pytest
 
 from epd_portable.config.secret import Secret, make_secret_file
+from epd_portable.launch.environment import new_run_id
 from epd_portable.launch.plan.ports import is_free, port_source
-from epd_portable.launch.plan.processes import ProcessSpec, new_run_id
+from epd_portable.launch.plan.processes import ProcessSpec
 from epd_portable.launch.run import sessions
 from epd_portable.launch.run.front_client import FrontClient
 from epd_portable.launch.run.process import Child

@@ -39,6 +39,7 @@ def main() -> None:
                 "control": "tcp://127.0.0.1:1" if spec.role == "prefill-decode" else "",
             }
             for spec in specs
+            if raw.get("joins")
         ),
     )
     if "pauses_s" in raw:

@@ -32,8 +32,9 @@ class Answer(BaseHTTPRequestHandler):
             case ["epd", "instances"]:
                 state, problem = options.state, options.problem
                 reason = "" if state == "up" else state
-                seen = {"name": "encode-0", "state": state, "reason": reason, "problem": problem}
-                self.say(status, json.dumps({"front": "x", "instances": [seen]}))
+                seen = {"state": state, "reason": reason, "problem": problem}
+                all_seen = [{"name": name, **seen} for name in options.instances.split(",")]
+                self.say(status, json.dumps({"front": "x", "instances": all_seen}))
             case ["metrics"]:
                 self.say(200, f"stand_in_status {status}\n")
             case ["become", number]:
@@ -86,7 +87,8 @@ def main() -> None:
     parser.add_argument("--ill-again", default="", help="never answer after the first start")
     parser.add_argument("--stubborn", action="store_true", help="ignore SIGTERM")
     parser.add_argument("--child", action="store_true", help="start a process that ignores SIGTERM")
-    parser.add_argument("--problem", default="", help="what a front says of its instance")
+    parser.add_argument("--instances", default="encode-0", help="of a front")
+    parser.add_argument("--problem", default="", help="what a front says of them")
     parser.add_argument("--state", default="up", help="the same")
     parser.add_argument("--renamed", action="store_true", help="as by setproctitle: no environment")
     parser.add_argument("--chatty", action="store_true", help="write 1 MB a second")

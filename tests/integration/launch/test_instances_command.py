@@ -53,7 +53,7 @@ async def test_refusal_is_reported_with_the_reason(secret: str) -> None:
 
 async def test_server_of_another_kind_is_reported(secret: str) -> None:
     output = await refused_by_server(b'{"error":"Unauthorized"}', secret)
-    assert "answered 401, and not as a front does" in output
+    assert "status 401, and not the response of a front" in output
     assert "Unauthorized" in output
 
 

@@ -69,7 +69,7 @@ def test_launcher_reports_a_refusal_that_can_heal_and_waits_for_it(
     there = routed({"pd-0": [], "pd-1": []})
     url = f"http://127.0.0.1:{there.ports['front']}"
     shared = (tmp_path / "secret").read_text().strip()
-    here = launch({"pd-0": []}, joins=[url], secret=shared, until="pd-0: joins its fronts: ")
+    here = launch({"pd-0": []}, joins=[url], secret=shared, until="still waiting for pd-0 (front ")
     taken = f"instance 'pd-0' is at http://127.0.0.1:{there.ports['pd-0']} and healthy"
     assert f"{taken}: take another" in here.lines[-1]
     client_of(there).request("DELETE", "/pd-0")

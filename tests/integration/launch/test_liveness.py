@@ -17,7 +17,8 @@ def ill(run: Any, name: str) -> None:
 
 
 def test_who_is_stopped_is_killed_after_the_grace_and_started_again(launch: Launch) -> None:
-    servers: dict[str, list[str]] = {"encode-0": [], "encode-1": [], "front": []}
+    front_options = ["--instances=encode-0,encode-1"]
+    servers = {"encode-0": [], "encode-1": [], "front": front_options}
     run = launch(servers, hung_after_s=1.5, stop_grace_s=0.5, pauses_s=(0.2, 0.8))
     first, other, front = (run.pid_of(name) for name in ("encode-0", "encode-1", "front"))
     # It has nobody to use from now on, which is no fault of it.

@@ -11,9 +11,8 @@ import pytest
 
 from epd_portable.config.instance import PlatformName
 from epd_portable.errors import LaunchError, PlatformUnavailableError
-from epd_portable.launch.environment import child_environ
+from epd_portable.launch.environment import child_environ, new_run_id
 from epd_portable.launch.plan import machine
-from epd_portable.launch.plan.processes import new_run_id
 from epd_portable.launch.run.guard import Guard
 from epd_portable.launch.run.process import Child
 from epd_portable.platforms.traits import TRAITS
@@ -82,7 +81,6 @@ def test_the_guard_imports_none(here: Path) -> None:
     run_id = new_run_id()
     guard = Guard(
         run_id=run_id,
-        shm_prefix=f"epd-{run_id}-",
         temp_dir=here / "temp",
         grace_s=1.0,
         log=here / "guard.log",

@@ -36,15 +36,13 @@ def changed(**keys: object) -> str:
 def test_every_shipped_profile_loads_and_its_numbers_are_right(path: Path) -> None:
     profile = load_profile(path)
     assert profile.devices_per_node == 8
-    gigabytes = int(path.stem.rpartition("-")[2][:-1]) if "-" in path.stem else 141
-    assert profile.memory_bytes in (gigabytes << 30, gigabytes * 10**9)
-    assert 0.9 < profile.usable_memory_bytes / profile.memory_bytes <= 1
+    assert profile.name == path.stem
 
 
 @pytest.mark.parametrize(
     ("keys", "said"),
     [
-        ({"memory_bytes": {"value": "80GiB", "source": "x"}}, "write the value alone"),
+        ({"devices_per_node": {"value": 8, "source": "x"}}, "write the value alone"),
         ({"platform": "tpu"}, "unknown platform 'tpu'; known are cuda, npu, cpu"),
         ({"avoid_ports": [9, 3]}, "9 is above 3"),
         ({"avoid_ports": [9]}, "should have at least 2 items"),

@@ -5,11 +5,15 @@ from __future__ import annotations
 import json
 
 import pytest
+import yaml
 
+from epd_portable.config.document import dotted
 from epd_portable.config.front import FrontSection
 from epd_portable.errors import ConfigError
 from epd_portable.launch.plan.engine import PARAMS
+from epd_portable.launch.plan.file_checks import engine_settings
 from epd_portable.launch.plan.processes import Plan
+from epd_portable.platforms.traits import TRAITS
 from tests.unit.launch.plans import options, plan_of
 
 CHOICE = "{plugins: [{type: weight-scorer}], schedulingProfiles: [{name: decode, plugins: []}]}"
@@ -60,12 +64,11 @@ def test_several_api_servers_share_bounds_and_are_known_to_each_engine() -> None
     assert options(front)["--api-server-count"] == "2"
 
 
-def test_the_front_has_cores_of_its_own_or_those_that_api_servers_may_use() -> None:
+def test_front_has_the_cores_that_no_engine_has_or_may_use_all() -> None:
     lists = "instances: {encode: {cores: [0]}, prefill_decode: {cores: [1]}}"
     *_, beside = plan_of(f"model: demo\n{lists}").processes
     *_, among = plan_of(f"model: demo\n{lists}", cores=(0, 1)).processes
-    assert (beside.cores, beside.api_cores) == (((2, 3),), ())
-    assert (among.cores, among.api_cores) == (((0,),), (1,))
+    assert (beside.cores, among.cores) == (((2, 3),), ())
 
 
 @pytest.mark.parametrize(
@@ -83,15 +86,15 @@ def test_the_front_has_cores_of_its_own_or_those_that_api_servers_may_use() -> N
 def test_arguments_of_servers_that_engines_do_not_have_are_refused(
     extra: str, problem: str
 ) -> None:
-    with pytest.raises(ConfigError, match=problem):
-        planned(extra)
+    ((key, found),) = engine_settings(TRAITS["cpu"], yaml.safe_load(extra))
+    assert problem in f"{dotted(key)} {found}"
 
 
 @pytest.mark.parametrize(("version", "carried"), [((0, 25), True), ((0, 26), False)])
 def test_item_outcomes_have_their_middleware_before_vllm_0_26(
     version: tuple[int, int], carried: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("epd_portable.launch.plan.installed.vllm_version", lambda: version)
+    monkeypatch.setattr("epd_portable.launch.plan.machine.vllm_version", lambda: version)
     plan = planned("front: {item_outcomes: true}")
     assert (PARAMS in plan.processes[-1].argv) is carried
     assert PARAMS not in planned().processes[-1].argv

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from epd_portable.launch.plan import installed
+from epd_portable.launch.plan import machine as installed
 
 
 @pytest.mark.parametrize(

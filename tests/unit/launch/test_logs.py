@@ -1,11 +1,10 @@
-"""Reading logs for people: one telling line, and how far a start is."""
+"""Reading logs for people: one telling line, and the last one."""
 
 from __future__ import annotations
 
 import pytest
 
-from epd_portable.launch.notices import Notice
-from epd_portable.launch.run.logs import Progress, failure_line, latest_stage
+from epd_portable.launch.run.logs import Progress, failure_line, latest_line
 
 ENGINE_FAILURE = """\
 (APIServer pid=10) INFO 01-31 12:00:00 [api_server.py:9] vLLM API server version 0.32.0
@@ -65,25 +64,19 @@ def test_without_a_guess_only_an_exception_is_taken_and_a_very_long_line_is_cut(
     assert len(failure_line("ValueError: " + "x" * 10_000)) == 300
 
 
-def test_the_stage_is_the_last_milestone_in_the_log() -> None:
-    assert latest_stage("") == "importing"
-    assert latest_stage("INFO Starting to load model /m...") == "loading the model"
-    assert latest_stage("Starting to load model\nLoading weights took 1 s") == "weights are loaded"
+def test_the_last_line_of_a_log_is_found_without_its_prefix() -> None:
+    assert latest_line("") == "importing"
+    prefixed = "(EngineCore pid=11) INFO 01-31 12:00:05 [core.py:9] Loading weights took 1 s\n\n"
+    assert latest_line(f"first\n{prefixed}") == "Loading weights took 1 s"
+    assert len(latest_line("x" * 1000)) == 80
 
 
-def test_progress_tells_each_change_once_and_breaks_long_silence() -> None:
-    progress = Progress(started_at=100.0, quiet_s=10.0)
-    assert progress.notices({"a": "importing", "b": "importing"}, 101.0) == []
+def test_progress_reports_at_doubled_times_what_is_not_ready() -> None:
+    progress = Progress(started_at=100.0)
     stages = {"a": "loading", "b": "importing"}
-    assert progress.notices(stages, 105.0) == [
-        Notice(
-            "stage",
-            "  5 s  a: loading",
-            {"instance": "a", "stage": "loading", "elapsed_s": 5.0},
-        )
-    ]
-    assert progress.notices(stages, 114.0) == []
-    (waiting,) = progress.notices(stages, 115.0)
-    assert waiting.text == " 15 s  still waiting for a (loading), b (importing)"
-    assert (waiting.event, waiting.fields) == ("waiting", {"stages": stages, "elapsed_s": 15.0})
-    assert progress.notices(stages, 116.0) == []
+    times = [now for now in range(100, 200) if progress.notices(stages, float(now))]
+    assert times == [102, 104, 108, 116, 132, 162, 192]
+    (waiting,) = progress.notices(stages, 222.0)
+    assert waiting.text == "122 s  still waiting for a (loading), b (importing)"
+    assert (waiting.event, waiting.fields) == ("waiting", {"stages": stages, "elapsed_s": 122.0})
+    assert Progress(started_at=0.0).notices({}, 100.0) == []
