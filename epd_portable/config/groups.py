@@ -14,6 +14,7 @@ from pydantic import (
     model_validator,
 )
 
+from epd_portable.config.instance import PlatformName
 from epd_portable.config.quantities import Section, Size
 from epd_portable.config.roles import ROLES, Role, group_of
 
@@ -93,6 +94,12 @@ class EncodeGroup(InstanceGroup):
     host_cache_bytes: Annotated[Size, Field(ge=0)] = 256 << 20
     """Host memory for copies of encoder outputs behind the encoder cache of one instance. `0`:
     none."""
+    platform: PlatformName | None = None
+    """Platform of encode instances, see [Encode on other
+    silicon](configuration.md#encode-on-other-silicon). None: that of the topology."""
+    environment: Annotated[str, Field(min_length=1)] | None = None
+    """Folder of the Python environment of encode instances, relative to where the launcher is
+    started. None: that of the launcher."""
 
 
 class PrefillDecodeGroup(InstanceGroup):

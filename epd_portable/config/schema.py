@@ -123,6 +123,13 @@ class Topology(Section):
             return role in TAKES_ITEMS
         return sum(self.instances.counts[each] for each in ENCODES) > 1
 
+    @property
+    def encodes_apart(self) -> bool:
+        """Whether encode instances have a platform or an environment of their own."""
+        group = self.instances.encode
+        named = group.platform is not None or group.environment is not None
+        return named and group.count > 0 and not self.launch.join
+
     @model_validator(mode="after")
     def _roles_go_together(self) -> Topology:
         counts = self.instances.counts

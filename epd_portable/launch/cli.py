@@ -34,10 +34,10 @@ from epd_portable.launch.commands.command_line import (
 )
 from epd_portable.launch.environment import new_run_id, run_secret_file
 from epd_portable.launch.notices import Notice
-from epd_portable.launch.plan.check import inspect
+from epd_portable.launch.plan.check import inspect, inspect_environment
 from epd_portable.launch.plan.file_checks import named_files
 from epd_portable.launch.plan.machine import probed_machine
-from epd_portable.launch.plan.request import PlanRequest, refusals, store_warnings
+from epd_portable.launch.plan.request import PlanRequest, python_of, refusals, store_warnings
 from epd_portable.launch.plan.text import findings_table, plan_table
 from epd_portable.launch.run.front_client import FrontClient
 from epd_portable.launch.run.logs import make_private_folder, use_log_folder
@@ -132,8 +132,12 @@ def _serve(request: PlanRequest, log_dir: Path | None, *, as_json: bool) -> None
     topology = request.load(named_files)
     run_id = new_run_id()
     machine = probed_machine(request.traits, os.environ)
+    encoders = None
+    if topology.encodes_apart:
+        traits = request.for_encode(topology).traits
+        encoders = probed_machine(traits, os.environ, python_of(topology))
     temp_dir = _temp_dir(run_id)
-    plan = request.plan(topology, run_id, machine, temp_dir=str(temp_dir))
+    plan = request.plan(topology, run_id, machine, temp_dir=str(temp_dir), encode_machine=encoders)
     refused = refusals(topology, plan)
     if len(refused) == 1:
         raise refused[0]
@@ -211,20 +215,33 @@ def plan(as_json: bool, **options: Any) -> None:
 @click.option(
     "--platform", type=click.Choice(PLATFORMS), help="Check this platform only.  [default: all]"
 )
+@click.option(
+    "--config",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Topology file: the environment of its encode instances is checked too.",
+)
 @json_option
-def check(platform: str | None, as_json: bool) -> None:
+def check(platform: str | None, config: Path | None, as_json: bool) -> None:
     """Show the platforms, devices and transfer paths that can be used; why others cannot.
 
       epd-launch check
-      epd-launch check --platform npu
+      epd-launch check --platform npu --config configs/1e1pd.yaml
 
-    Exit status: 0 when a platform can be used (with --platform: that one), otherwise 1; 2 on bad
-    input.
+    Exit status: 0 when a platform can be used (with --platform: that one; with --config: each that
+    the file needs), otherwise 1; 2 on bad input.
     """
     findings = inspect([platform] if platform else list(TRAITS))
+    if config:
+        request = PlanRequest.from_options(platform=platform, config=config)
+        topology = request.load()
+        if topology.encodes_apart:
+            encode = request.for_encode(topology).traits.name
+            findings += inspect_environment(python_of(topology), encode)
     found = [dataclasses.asdict(finding) for finding in findings]
     show(findings_table(findings), as_json=as_json, findings=found)
-    if not any(finding.usable for finding in findings if finding.kind == "platform"):
+    usable = [finding.usable for finding in findings if finding.kind == "platform"]
+    if not (all(usable) if config else any(usable)):
         sys.exit(FAILED)
 
 

@@ -55,6 +55,7 @@ class Engine:
         kv: The connector of KV, if it has one.
         temp_dir: Folder of the run.
         has_compiler: See `Machine`.
+        python: Interpreter of its environment.
     """
 
     topology: Topology
@@ -67,6 +68,7 @@ class Engine:
     run_id: str
     temp_dir: str
     has_compiler: bool
+    python: str
 
     @property
     def name(self) -> str:
@@ -89,7 +91,7 @@ class Engine:
         topology, role, ports = self.topology, self.role, self.ports
         transfer, host = topology.transfer, topology.launch.host
         settings: dict[str, Any] = {}
-        if role in ENCODES or topology.launch.join:
+        if role in ENCODES or "jobs" in ports:
             settings["max_queued_items"] = topology.instances.encode.max_queued_items
             settings["max_queued_bytes"] = QUEUED_BODIES * topology.front.max_body_bytes
         if role == "encode":
@@ -185,7 +187,8 @@ class Engine:
             visible = (*self.placement.devices, *self.placement.peers)
             variables[traits.visible_devices_env] = ",".join(visible)
         # What it counts is on the page of the front, or on its own.
-        variables["EPD_METRICS_DIR"] = f"{self.temp_dir}/metrics"
+        own = f"-{self.name}" if "jobs" in self.ports else ""
+        variables["EPD_METRICS_DIR"] = f"{self.temp_dir}/metrics{own}"
         if self.kv:
             variables |= self.kv.env(self.topology.launch.host, self.ports["kv"])
         return variables

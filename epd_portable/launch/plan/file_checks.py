@@ -13,6 +13,7 @@ from typing import Any
 from epd_portable import envs
 from epd_portable.config.api_keys import ApiKeys
 from epd_portable.config.document import KeyPath, dotted
+from epd_portable.config.folders import expanded
 from epd_portable.config.roles import SENDS_KV, TAKES_KV, group_of
 from epd_portable.config.secret import Secret, read_private_file
 from epd_portable.errors import ConfigError
@@ -65,10 +66,15 @@ def named_files(data: Mapping[str, Any]) -> Found:
         ("front", "api_keys_file"): lambda path: ApiKeys(path, "front.api_keys_file"),
         ("front", "hop_keys_file"): lambda path: ApiKeys(path, "front.hop_keys_file"),
         ("front", "access_log"): lambda path: path == STDERR or Path(path).resolve().parent.stat(),
+        ("instances", "encode", "environment"): lambda path: (
+            expanded(path).absolute() / "bin/python"
+        ).stat(),
         ("store", "password_file"): partial(read_private_file, key="store.password_file"),
     }
     for (*above, key), read in readers.items():
-        holder = data.get(above[0]) if above else data
+        holder: Any = data
+        for part in above:
+            holder = holder.get(part) if isinstance(holder, dict) else None
         path = holder.get(key) if isinstance(holder, dict) else None
         if not isinstance(path, str) or not path:
             continue

@@ -41,7 +41,7 @@ def engine_argv(engine: Engine) -> tuple[str, ...]:
             }
         )
     # What the front has processed is kept there.
-    return (sys.executable, "-m", module, places, *engine.arguments(mm_processor_cache_gb=0))
+    return (engine.python, "-m", module, places, *engine.arguments(mm_processor_cache_gb=0))
 
 
 def as_member(engine: Engine) -> dict[str, Any]:

@@ -96,7 +96,9 @@ def assumed_machine(traits: PlatformTraits, environ: Mapping[str, str]) -> Machi
     )
 
 
-def probed_machine(traits: PlatformTraits, environ: Mapping[str, str]) -> Machine:
+def probed_machine(
+    traits: PlatformTraits, environ: Mapping[str, str], python: str = sys.executable
+) -> Machine:
     """Describe the machine as the platform's runtime sees it.
 
     Takes seconds where devices must be counted, and no time where instances are bound to cores.
@@ -110,7 +112,7 @@ def probed_machine(traits: PlatformTraits, environ: Mapping[str, str]) -> Machin
         return machine
     try:
         process = subprocess.run(
-            [sys.executable, "-c", _PROBE, traits.name],
+            [python, "-c", _PROBE, traits.name],
             env=child_environ(environ),
             cwd="/",
             stdin=subprocess.DEVNULL,

@@ -8,7 +8,7 @@ cache: what others take while they measure only makes their encoder cache smalle
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -83,8 +83,12 @@ def place_instances(
     *,
     devices: Sequence[str] | None,
     cores: Sequence[int],
+    roles: Collection[Role] = ROLES,
+    share_cores: bool = False,
 ) -> Placements:
-    """Give every instance devices, if these are known, or some of the CPU cores.
+    """Give instances of some roles devices, if these are known, or some of the CPU cores.
+
+    With ``share_cores`` those of the other roles, which are planned apart, have their part of them.
 
     Raises:
         ConfigError: The topology does not fit the platform or the machine.
@@ -96,8 +100,8 @@ def place_instances(
             f"transfer.path: {path} writes into the memory of a device, and devices of platform "
             f"{traits.name} have none of their own; write auto or shm"
         )
-    groups = {role: topology.instances.of(role) for role in ROLES}
     numbered = traits.visible_devices_env is not None
+    groups = {role: topology.instances.of(role) for role in ROLES if role in roles or share_cores}
     refused = "cores" if numbered else "devices"
     for role, group in groups.items():
         if getattr(group, refused) is not None:
@@ -118,6 +122,7 @@ def place_instances(
             peers=tuple(one for one in visible if one not in each.devices),
         )
         for each in placed.instances
+        if each.role in roles
     ]
     found = replace(placed, instances=tuple(instances))
     if path == "collective" and traits.one_rank_a_device:

@@ -6,14 +6,15 @@ Pure: devices, cores and free ports come in as arguments, so one file plans alik
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from epd_portable.config.choice import with_file
 from epd_portable.config.hardware import HardwareProfile
-from epd_portable.config.roles import SENDS_KV, TAKES_KV, Role
+from epd_portable.config.roles import ROLES, SENDS_KV, TAKES_KV, Role
 from epd_portable.config.schema import Topology
 from epd_portable.errors import ConfigError
 from epd_portable.launch.plan.engine import Engine
@@ -44,6 +45,7 @@ class ProcessSpec:
         shm_name: Its file in ``/dev/shm``, removed before each start; empty for none.
         tls_cert_file: The certificate that it shows, if it speaks HTTPS.
         after: Instances on its devices that must be up before it is started.
+        apart: Platform and interpreter, where they are not those of the others.
     """
 
     name: str
@@ -57,6 +59,7 @@ class ProcessSpec:
     shm_name: str = ""
     tls_cert_file: str = ""
     after: tuple[str, ...] = ()
+    apart: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -105,6 +108,9 @@ def make_plan(
     free_port: Callable[[], int],
     temp_dir: str,
     hardware: HardwareProfile | None = None,
+    roles: Collection[Role] = ROLES,
+    share_cores: bool = False,
+    python: str = "",
 ) -> Plan:
     """Decide processes, command lines, devices, cores and ports.
 
@@ -113,14 +119,25 @@ def make_plan(
         model: What ``topology.model`` resolves to.
         free_port: Returns one free port of ``launch.host`` after another.
         temp_dir: Folder of the run, see `Engine.env` and `run_secret_file`.
+        roles: Instances of others are left out.
+        share_cores: These have their part of the cores.
+        python: Interpreter of engines that join the front of another plan; empty for a whole plan.
 
     Raises:
         ConfigError: The topology does not fit the platform or the machine.
     """
     _check_host(topology, traits)
     store, joins = topology.store, tuple(topology.launch.join)
+    has_hubs = bool(joins or python)
     kv = kv_connector(topology, traits)
-    placed = place_instances(topology, traits, devices=machine.devices, cores=machine.cores)
+    placed = place_instances(
+        topology,
+        traits,
+        devices=machine.devices,
+        cores=machine.cores,
+        roles=roles,
+        share_cores=share_cores,
+    )
     devices = placed.by_device
     warnings = list(placed.warnings)
     if store is not None and topology.secret_file is None:
@@ -131,7 +148,7 @@ def make_plan(
         )
 
     def engine(placement: InstancePlacement) -> Engine:
-        ports = {"http": free_port(), "jobs": free_port()} if joins else {}
+        ports = {"http": free_port(), "jobs": free_port()} if has_hubs else {}
         if placement.role != "encode":
             ports |= {"control": free_port(), "data": free_port()}
         own_kv = kv if placement.role in SENDS_KV | TAKES_KV else None
@@ -149,11 +166,12 @@ def make_plan(
             run_id=run_id,
             temp_dir=temp_dir,
             has_compiler=machine.has_compiler,
+            python=python or sys.executable,
         )
 
     engines = [engine(placement) for placement in placed.instances]
     processes = [_engine_process(each, placed.starts_after(each.name)) for each in engines]
-    if not joins:
+    if not has_hubs:
         if topology.front.choice is not None:
             Policy(with_file(topology.front.choice))  # Says here what is wrong with it.
         env = answering(engines).env()
@@ -177,7 +195,7 @@ def make_plan(
         processes=tuple(processes),
         warnings=tuple(warnings),
         joins=joins,
-        members=tuple(map(as_member, engines)) if joins else (),
+        members=tuple(map(as_member, engines)) if has_hubs else (),
         devices={name: tuple(each.name for each in here) for name, here in devices.items()},
         hardware=f"{hardware.name}: {hardware.device}" if hardware else "",
         kv=kv,
@@ -187,6 +205,7 @@ def make_plan(
 
 def _engine_process(engine: Engine, after: tuple[str, ...]) -> ProcessSpec:
     topology, port = engine.topology, engine.ports.get("http")
+    joins_own = port and not topology.launch.join
     front = f"{_front_url(topology)}/epd/instances/{engine.name}"
     return ProcessSpec(
         name=engine.name,
@@ -200,6 +219,7 @@ def _engine_process(engine: Engine, after: tuple[str, ...]) -> ProcessSpec:
         shm_name=engine.instance.pool,
         tls_cert_file="" if port else topology.front.tls_cert_file or "",
         after=after,
+        apart=f"{engine.traits.name}, {engine.python}" if joins_own else "",
     )
 
 

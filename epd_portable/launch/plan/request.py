@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 from epd_portable import envs
+from epd_portable.config.folders import expanded
 from epd_portable.config.hardware import HardwareProfile, find_hardware
 from epd_portable.config.load import Check, load_topology, located
 from epd_portable.config.roles import ROLES, Role, group_of
@@ -35,6 +37,8 @@ from epd_portable.launch.plan.ports import (
 from epd_portable.launch.plan.processes import Plan, make_plan
 from epd_portable.platforms.traits import TRAITS, PlatformTraits
 from epd_portable.transfer.stores.base import make_store
+
+_ENCODE: tuple[Role, ...] = ("encode",)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -126,32 +130,69 @@ class PlanRequest:
         machine: Machine,
         *,
         temp_dir: str,
+        encode_machine: Machine | None = None,
         model: ModelSource | None = None,
         free: Callable[[int, str], bool] = claim,
     ) -> Plan:
         """Make the plan, for this machine where the model is left out.
 
-        ``free`` returns whether a port of a host can be used.
+        ``free`` returns whether a port of a host can be used. The machine of encode instances that
+        have a platform of their own is assumed where it is left out.
 
         Raises:
             ConfigError: The topology does not fit; names the place of the key.
         """
         launch = topology.launch
         reserved = {topology.front.port, *(self.hardware.ports_to_avoid if self.hardware else ())}
-        try:
-            return make_plan(
-                topology,
+        with self._located():
+            make = partial(
+                make_plan,
                 model=model
                 or resolve_model(topology.model, served_name=topology.served_model_name),
-                traits=self.traits,
-                machine=machine,
                 run_id=run_id,
                 free_port=ports_in_order(launch.first_port, reserved=reserved)
                 if launch.first_port is not None
                 else port_source(run_id, reserved=reserved, host=launch.host, free=free),
                 temp_dir=temp_dir,
-                hardware=self.hardware,
             )
+            if not topology.encodes_apart:
+                return make(topology, traits=self.traits, machine=machine, hardware=self.hardware)
+            encode = self.for_encode(topology)
+            bound = [each.traits.visible_devices_env is None for each in (self, encode)]
+            with encode._located():
+                others = make(
+                    encode.load(),
+                    traits=encode.traits,
+                    machine=encode_machine or assumed_machine(encode.traits, {}),
+                    roles=_ENCODE,
+                    share_cores=all(bound),
+                    python=python_of(topology),
+                )
+            plan = make(
+                topology,
+                traits=self.traits,
+                machine=machine,
+                hardware=self.hardware,
+                roles=[role for role in ROLES if role not in _ENCODE],
+                share_cores=all(bound),
+            )
+        return replace(
+            plan,
+            processes=(*others.processes, *plan.processes),
+            warnings=(*others.warnings, *plan.warnings),
+            members=others.members,
+        )
+
+    def for_encode(self, topology: Topology) -> PlanRequest:
+        """Return the request for encode instances of a platform or environment of their own."""
+        name = topology.instances.encode.platform or self.traits.name
+        return replace(self, traits=TRAITS[name], hardware=None)
+
+    @contextlib.contextmanager
+    def _located(self) -> Iterator[None]:
+        """Add the place of the key to errors."""
+        try:
+            yield
         except ConfigError as error:
             name = self.traits.name
             raise located(error, self.config, name, overrides=self.overrides) from error
@@ -172,6 +213,12 @@ class PlanRequest:
             model=ModelSource(argument=topology.model, served_name=name, is_folder=False),
             free=lambda *_: True,
         )
+
+
+def python_of(topology: Topology) -> str:
+    """Return the interpreter of encode instances."""
+    environment = topology.instances.encode.environment
+    return str(expanded(environment).absolute() / "bin/python") if environment else sys.executable
 
 
 def refusals(topology: Topology, plan: Plan) -> list[EPDError]:

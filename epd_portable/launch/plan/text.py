@@ -59,11 +59,12 @@ def findings_table(findings: Sequence[Finding]) -> str:
 
 def _place(spec: ProcessSpec) -> str:
     if spec.devices:
-        return f"devices {','.join(spec.devices)}"
-    if spec.cores:
-        bound = "|".join(",".join(map(str, cores)) for cores in spec.cores)
-        return f"cores {bound}"
-    return "any core"
+        place = f"devices {','.join(spec.devices)}"
+    elif spec.cores:
+        place = f"cores {'|'.join(','.join(map(str, cores)) for cores in spec.cores)}"
+    else:
+        place = "any core"
+    return f"{place} ({spec.apart})" if spec.apart else place
 
 
 def ports_text(ports: Mapping[str, int], *, without: str = "") -> str:

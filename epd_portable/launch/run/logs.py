@@ -52,8 +52,8 @@ def make_private_folder(path: Path) -> None:
 def use_log_folder(path: Path) -> None:
     """Make a folder for logs, or take one that is there.
 
-    An empty one is closed to others. One that others may enter and that holds something, such as
-    ``/var/log``, is refused; so is one of another user, who could put links in place of logs.
+    One that others may enter is closed to them if it holds nothing but logs, otherwise refused, as
+    ``/var/log`` is. So is one of another user, who could put links in place of logs.
 
     Raises:
         ConfigError: It cannot be made or used; says what to do.
@@ -76,12 +76,20 @@ def _folder_problem(path: Path) -> str:
         return "is no folder: name another"
     if found.st_uid != os.geteuid():
         return f"belongs to user {found.st_uid}, who could replace logs: name a folder of your own"
-    if found.st_mode & 0o077 and (held := next(path.iterdir(), None)):
+    other = next((each.name for each in path.iterdir() if not _is_log(each)), None)
+    if found.st_mode & 0o077 and other is not None:
         return (
             f"has mode {stat.S_IMODE(found.st_mode):04o}, and others must not read logs; it holds "
-            f"{held.name} and is left as it is: name a new folder, or chmod 700 {path}"
+            f"{other} and is left as it is: name a folder for logs only, or chmod 700 {path}"
         )
     return ""
+
+
+def _is_log(path: Path) -> bool:
+    """Return whether this is ``<name>.log``, or an older part of one: ``<name>.log.1``."""
+    found = path.lstat()
+    ours = stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid()
+    return ours and ".log" in (path.suffix, path.with_suffix("").suffix)
 
 
 def open_log(path: Path) -> BinaryIO:

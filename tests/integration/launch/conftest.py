@@ -275,6 +275,7 @@ def routed(launch: Callable[..., Run], tmp_path: Path) -> Callable[..., Run]:
             told = [
                 f"--engine={name},{ROLES[name.partition('-')[0]]},http://127.0.0.1:{ports[name]}"
                 for name in engines
+                if name not in settings.get("apart", ())
             ]
             own = [f"--port={ports['front']}", f"--secret-file={secret_file}"]
             return [str(HERE / "front.py"), *own, *told]
@@ -298,6 +299,7 @@ def launch(tmp_path: Path) -> Iterator[Callable[..., Run]]:
         secret: str = "0" * 64,
         as_json: bool = False,
         joins: Sequence[str] = (),
+        apart: Sequence[str] = (),
         pauses_s: tuple[float, float] = (1.0, 30.0),
         until: str = "ready:",
         **launch: Any,
@@ -305,12 +307,12 @@ def launch(tmp_path: Path) -> Iterator[Callable[..., Run]]:
         """Start a topology, and return when it says ``until``.
 
         ``specs`` are further fields of processes, by their names, ``joins`` the fronts that all
-        join, ``pauses_s`` the shortest and the longest before a restart, all others keys of
-        ``launch``.
+        join, ``apart`` those that join the launcher's own, ``pauses_s`` the shortest and the
+        longest before a restart, all others keys of ``launch``.
         """
         launch = {"stop_grace_s": 2.0, **launch}
         settings = {"drain_s": drain_s, "secret": secret, "as_json": as_json}
-        settings |= {"joins": joins, "pauses_s": pauses_s}
+        settings |= {"joins": joins, "apart": apart, "pauses_s": pauses_s}
         runs.append(Run(tmp_path, servers, launch, popen or {}, specs or {}, **settings))
         runs[-1].wait_for(until)
         return runs[-1]

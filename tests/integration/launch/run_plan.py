@@ -39,7 +39,7 @@ def main() -> None:
                 "control": "tcp://127.0.0.1:1" if spec.role == "prefill-decode" else "",
             }
             for spec in specs
-            if raw.get("joins")
+            if raw.get("joins") or spec.name in raw.get("apart", ())
         ),
     )
     if "pauses_s" in raw:

@@ -75,3 +75,19 @@ def test_launcher_reports_a_refusal_that_can_heal_and_waits_for_it(
     client_of(there).request("DELETE", "/pd-0")
     here.wait_for("ready:")
     here.stop()
+
+
+def test_instance_of_another_environment_joins_the_launchers_own_front(
+    routed: Callable[..., Run],
+) -> None:
+    run = routed({"pd-0": [], "other-1": []}, apart=["other-1"], pauses_s=(0.2, 0.8))
+    url = f"http://127.0.0.1:{run.ports['front']}"
+    assert any(line.endswith(f"other-1 has joined {url}") for line in run.lines)
+    assert {each["name"] for each in client_of(run).instances()} == {"pd-0", "other-1"}
+    os.kill(run.pid_of("other-1"), signal.SIGKILL)
+    run.wait_for("other-1 is back")
+    os.kill(run.pid_of("front"), signal.SIGKILL)
+    run.wait_for(f"other-1 has joined {url} again: the front has restarted")
+    run.stop()
+    # It ends with its front, after the front, and does not leave before.
+    assert not any("has left" in line for line in run.all_lines())

@@ -34,6 +34,9 @@ def mode(path: Path) -> int:
 def test_what_is_made_and_what_is_there_is_closed_to_others(tmp_path: Path, umask: None) -> None:
     (tmp_path / "there").mkdir()
     (tmp_path / "there").chmod(0o777)
+    for name in ("x.log", "x.log.1"):
+        (tmp_path / "there" / name).touch()
+        (tmp_path / "there" / name).chmod(0o666)
     make_private_folder(tmp_path / "run")
     assert mode(tmp_path / "run") == 0o700
     for name in ("there", "made"):

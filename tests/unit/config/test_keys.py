@@ -10,7 +10,7 @@ from epd_portable.config.groups import Instances
 from epd_portable.config.problems import section_of
 from epd_portable.config.schema import Topology
 
-MOST_KEYS = 82
+MOST_KEYS = 84
 
 
 def leaves(model: type[BaseModel], at: str = "") -> set[str]:

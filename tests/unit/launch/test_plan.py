@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from epd_portable.config.instance import InstanceConfig
 from epd_portable.errors import ConfigError
+from epd_portable.launch.plan.machine import Machine
 from epd_portable.launch.plan.model import ModelSource
+from epd_portable.launch.plan.request import PlanRequest
 from epd_portable.launch.plan.text import plan_table
 from epd_portable.platforms.traits import TRAITS
 from tests.unit.launch.plans import front, instance, options, plan_of
@@ -268,3 +272,42 @@ def test_instances_that_join_have_names_of_their_host_and_no_front() -> None:
     assert encode.url.startswith("http://10.0.0.2:")
     assert plan.joins == ("http://10.0.0.1:8000",)
     assert "instances join http://10.0.0.1:8000" in plan_table(plan)
+
+
+@pytest.mark.parametrize(
+    ("platform", "encode", "expected"),
+    [
+        ("npu", "platform: cpu", [((0, 1, 2, 3),), ()]),
+        ("npu", "platform: cpu, cores: [3]", [((3,),), ()]),
+        ("cpu", "environment: other", [((0, 1),), ((2, 3),)]),
+        ("cpu", "environment: other, cores: [3]", [((3,),), ((0, 1, 2),)]),
+    ],
+)
+def test_encode_instances_planned_apart_share_cores_with_those_on_cores(
+    platform: str,
+    encode: str,
+    expected: list[object],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = tmp_path / "t.yaml"
+    config.write_text(f"model: demo\ninstances: {{encode: {{{encode}}}}}\n")
+    request = PlanRequest.from_options(platform=platform, config=config)
+    machine = Machine(devices=("0",), cores=(0, 1, 2, 3))
+    plan = request.plan(
+        request.load(),
+        "00c0ffee",
+        machine,
+        encode_machine=Machine(devices=(), cores=machine.cores),
+        temp_dir="/tmp/x",
+        free=lambda *_: True,
+    )
+    by_name = {spec.name: spec for spec in plan.processes}
+    assert [by_name[name].cores for name in ("encode-0", "prefill_decode-0")] == expected
+    own = str(tmp_path / "other/bin/python") if "environment" in encode else sys.executable
+    assert by_name["encode-0"].argv[0] == own
+    assert by_name["encode-0"].apart == f"cpu, {own}"
+    assert [each["name"] for each in plan.members] == ["encode-0"]
+    assert instance(by_name["prefill_decode-0"])["pool_bytes"] == 1 << 30
+    assert [each["name"] for each in front(plan)["engines"]] == ["prefill_decode-0"]

@@ -251,11 +251,13 @@ def test_files_that_others_can_read_or_that_are_not_there_are_listed() -> None:
     file = (
         "model: demo\nsecret_file: s\n"
         "front: {api_keys_file: k, tls_cert_file: c, tls_key_file: c, access_log: no/x}\n"
+        "instances: {encode: {environment: nowhere}}\n"
     )
     text = run(UP, file).output
     assert "secret_file (line 2): has mode 0644" in text and "chmod 600 s" in text
     assert "front.tls_cert_file (line 3): c cannot be used" in text
     assert "front.access_log (line 3): " in text and "/no cannot be used: No such file" in text
+    assert "instances.encode.environment (line 4): " in text and "nowhere/bin/python cannot" in text
     assert "front.api_keys_file (line 3): k has mode 0644" in text and "chmod 600 k" in text
 
 
