@@ -31,7 +31,7 @@ from vllm.v1.executor import Executor
 from epd_portable.config.roles import DUTIES, ENCODES, SENDS_KV, TAKES_ITEMS, TAKES_KV, Role
 from epd_portable.config.secret import Secret
 from epd_portable.errors import RequestError
-from epd_portable.front.metrics import InstanceCollector, InstanceStats, PoolStats, stats_of
+from epd_portable.front.metrics import InstanceCollector
 from epd_portable.front.peers import Peer
 from epd_portable.log import say_failure
 from epd_portable.placement.assignment import Busy, EncodeFailure
@@ -42,6 +42,7 @@ from epd_portable.placement.instances import (
     EngineSettings,
     Instance,
     LoadReport,
+    Seen,
     WentDownError,
     while_up,
 )
@@ -189,61 +190,28 @@ class FrontEngine:
         return False
 
 
-class Seen(msgspec.Struct, array_like=True, frozen=True):
-    """What one API server sees of the engines.
-
-    Attributes:
-        instances: `Instance.shown` of each.
-    """
-
-    instances: list[dict[str, Any]]
-    stats: PoolStats
-
-
-def _together(seen: Sequence[PoolStats]) -> PoolStats:
-    """Return what all API servers see of the engines.
+def _together(seen: Sequence[Seen]) -> Seen:
+    """Return what all API servers see of the engines that all of them have: others join or leave.
 
     Each takes others for like it, so what one expects of an engine is what all give it.
     """
-    instances = [
-        InstanceStats(
-            name=same[0].name,
-            role=same[0].role,
-            healthy=all(each.healthy for each in same),
-            load=sum(each.load for each in same),
-            owed_s=sum(each.owed_s for each in same) / len(same),
-        )
-        for same in _by_name([[(each.name, each) for each in one.instances] for one in seen])
-    ]
+    views = [{each["name"]: each for each in one.instances} for one in seen]
+    names = [name for name in views[0] if all(name in view for view in views)]
     came_s: defaultdict[tuple[Role, str, int], float] = defaultdict(float)
     for one in seen:
         for kind, seconds in one.came_s:
             came_s[kind] += seconds / len(seen)
-    return PoolStats(instances, list(came_s.items()))
-
-
-def _shown(seen: Sequence[Seen]) -> list[dict[str, Any]]:
-    """Return each engine as the server sees it for which it is least there."""
-    named = [[(each["name"], each) for each in one.instances] for one in seen]
-    return [_worst(same) for same in _by_name(named)]
-
-
-def _by_name(seen: Sequence[Sequence[tuple[str, T]]]) -> list[list[T]]:
-    """Return what servers see of each engine that all of them have: others join or leave."""
-    others = [dict(each) for each in seen[1:]]
-    return [
-        [first, *(other[name] for other in others)]
-        for name, first in seen[0]
-        if all(name in other for other in others)
-    ]
+    return Seen([_worst([view[name] for view in views]) for name in names], [*came_s.items()])
 
 
 def _worst(same: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return an engine as the API server sees it for which it is least there."""
     worst = min(same, key=lambda each: (each["state"] == "up", each["healthy"]))
     return {
         **worst,
         "idle": all(each["idle"] for each in same),
         "in_flight": sum(each["in_flight"] for each in same),
+        "owed_s": sum(each["owed_s"] for each in same) / len(same),
     }
 
 
@@ -433,13 +401,13 @@ class Engines:
         Raises:
             OSError: A server is not there.
         """
-        return _shown(await self._ask_all(verb, name))
+        return _together(await self._ask_all(verb, name)).instances
 
     async def page(self) -> bytes:
         """Return the metrics of all API servers in Prometheus' format; there are several."""
         registry = CollectorRegistry()
         MultiProcessCollector(registry)  # type: ignore[no-untyped-call]
-        together = _together([each.stats for each in await self._ask_all()])
+        together = _together(await self._ask_all())
         registry.register(InstanceCollector(lambda: together))
         return generate_latest(registry)
 
@@ -459,7 +427,7 @@ class Engines:
         elif engine is not None and verb == "resume":
             engine.leaving = False
             engine.instance.health.drain(False)
-        return Seen([each.shown() for each in self.pool.all], stats_of(self.pool))
+        return self.pool.seen()
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()

@@ -4,52 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-import msgspec
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from epd_portable.config.roles import Role
 from epd_portable.placement.admission import AdmissionMetrics
-from epd_portable.placement.instances import EndpointPool
+from epd_portable.placement.instances import EndpointPool, Seen
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
-
-
-class InstanceStats(msgspec.Struct, frozen=True, kw_only=True):
-    """What is shown of one instance, see `Instance`."""
-
-    name: str
-    role: Role
-    healthy: bool
-    load: int
-    owed_s: float
-
-
-class PoolStats(msgspec.Struct, frozen=True):
-    """What is shown of all instances.
-
-    Attributes:
-        came_s: Items of `Work.came_s`.
-    """
-
-    instances: list[InstanceStats]
-    came_s: list[tuple[tuple[Role, str, int], float]]
-
-
-def stats_of(pool: EndpointPool) -> PoolStats:
-    """Return what a pool has at this moment."""
-    instances = [
-        InstanceStats(
-            name=each.name,
-            role=each.role,
-            healthy=each.health.healthy,
-            load=each.load,
-            owed_s=each.backlog.owed_s,
-        )
-        for each in pool.all
-    ]
-    return PoolStats(instances, list(pool.work.came_s.items()))
 
 
 class InstanceCollector(Collector):
@@ -59,7 +21,7 @@ class InstanceCollector(Collector):
         read: Returns them.
     """
 
-    def __init__(self, read: Callable[[], PoolStats]) -> None:
+    def __init__(self, read: Callable[[], Seen]) -> None:
         self._read = read
 
     def collect(self) -> Iterable[Metric]:
@@ -76,15 +38,15 @@ class InstanceCollector(Collector):
             labels=["role", "modality", "size"],
         )
         by_role: dict[str, float] = {}
-        stats = self._read()
-        for each in stats.instances:
-            where = (each.name, each.role)
-            up.add_metric(where, float(each.healthy))
-            load.add_metric(where, float(each.load))
-            by_role[each.role] = by_role.get(each.role, 0.0) + each.owed_s
+        seen = self._read()
+        for each in seen.instances:
+            where = (each["name"], each["role"])
+            up.add_metric(where, float(each["healthy"]))
+            load.add_metric(where, float(each["in_flight"]))
+            by_role[each["role"]] = by_role.get(each["role"], 0.0) + each["owed_s"]
         for role, owed_s in by_role.items():
             owed.add_metric([role], owed_s)
-        for (role, modality, size), seconds in stats.came_s:
+        for (role, modality, size), seconds in seen.came_s:
             came.add_metric([role, modality, str(1 << size)], seconds)
         return (up, load, owed, came)
 
@@ -103,7 +65,7 @@ class FrontMetrics:
 
     def __init__(self, pool: EndpointPool) -> None:
         self.registry = CollectorRegistry()
-        self.registry.register(InstanceCollector(lambda: stats_of(pool)))
+        self.registry.register(InstanceCollector(pool.seen))
         self.admission = AdmissionMetrics(self.registry, "epd_front")
         self.requests = Counter(
             "epd_front_requests",

@@ -412,6 +412,7 @@ class Instance:
             "idle": self.backlog.idle,
             "registered": self.registered,
             "in_flight": self.load,
+            "owed_s": self.backlog.owed_s,
             "reason": health.reason,
             "problem": health.problem,
         }
@@ -425,6 +426,18 @@ class Instance:
         if shown != self._shown:
             self._shown = shown
             self._pool.notify(self)
+
+
+class Seen(msgspec.Struct, array_like=True, frozen=True):
+    """State of the instances, as one API server sees it.
+
+    Attributes:
+        instances: `Instance.shown` of each.
+        came_s: Items of `Work.came_s`.
+    """
+
+    instances: list[dict[str, Any]]
+    came_s: list[tuple[tuple[Role, str, int], float]]
 
 
 class EndpointPool:
@@ -457,6 +470,10 @@ class EndpointPool:
 
     def __len__(self) -> int:
         return len(self._instances)
+
+    def seen(self) -> Seen:
+        """Return the state of the instances at this moment."""
+        return Seen([each.shown() for each in self.all], [*self.work.came_s.items()])
 
     def of_duty(self, duty: Duty) -> list[Instance]:
         """Return all instances with a duty."""

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from prometheus_client import CollectorRegistry, Metric
 from prometheus_client.metrics import MetricWrapperBase
 
-from epd_portable.front.metrics import FrontMetrics, InstanceCollector, stats_of
+from epd_portable.front.metrics import FrontMetrics, InstanceCollector
 from epd_portable.items.metrics import ConsumerMetrics, SenderMetrics
 from epd_portable.placement.instances import EndpointPool, EngineSettings
 from epd_portable.transfer.stores.metrics import StoreMetrics
@@ -40,4 +40,4 @@ def of_the_pool() -> Iterable[Metric]:
     pool = EndpointPool()
     pool.add(EngineSettings(name="encode-0", role="encode"))
     pool.work.came_s["encode", "image", 9] = 1.0
-    return InstanceCollector(lambda: stats_of(pool)).collect()
+    return InstanceCollector(pool.seen).collect()
