@@ -18,7 +18,7 @@ from collections import defaultdict
 from collections.abc import Awaitable, Callable, Sequence
 from http import HTTPStatus
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import zmq
@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 _said = say_failure(logger, "an engine is sent away")
-T = TypeVar("T")
+
 
 FORGET_S = 600.0
 """An engine that has joined and stays away so long is forgotten."""

@@ -441,7 +441,6 @@ class _ByPolicy(EngineChoices):
             items=self.one.items,
             item=item,
             prompt=prompt,
-            having=self.pool.caches.with_prefix(prompt.blocks),
         )
 
 

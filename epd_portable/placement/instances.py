@@ -360,7 +360,7 @@ class Instance:
         self.answered_at = float("-inf")
         self.health = Health(self.name, self._changed)
         self.backlog = Backlog(AnswerTimes(pool.work, settings.role, pool.clock))
-        self.cached: CacheEstimate = pool.caches.new_estimate()
+        self.cached = CacheEstimate(pool.caches)
         self._pool = pool
         self._shown: tuple[object, ...] = ()
 

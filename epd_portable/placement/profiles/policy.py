@@ -210,9 +210,11 @@ class Policy:
         self.block_tokens = _first((each.block_tokens for each in prefixes), BLOCK_TOKENS)
         longest = (each.most_blocks(self.block_tokens) for each in prefixes)
         self.most_blocks = _first(longest, MOST_BLOCKS)
-        self.cache_sizes = kept = CacheSizes()
-        kept.items = _first((each.items for each in self._made(EmbeddingsCache)), kept.items)
-        kept.blocks = _first((each.lruCapacityPerServer for each in prefixes), kept.blocks)
+        usual, items = CacheSizes(), (each.items for each in self._made(EmbeddingsCache))
+        self.cache_sizes = CacheSizes(
+            items=_first(items, usual.items),
+            blocks=_first((each.lruCapacityPerServer for each in prefixes), usual.blocks),
+        )
         timeouts = (each.encoderTimeout for each in self._made(MultimodalDecider))
         timeout_ms = _first(timeouts, 0)
         self.encode_timeout_s = timeout_ms / 1000 if timeout_ms else None

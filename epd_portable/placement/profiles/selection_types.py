@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol, TypeAlias, runtime_checkable
 
@@ -43,7 +43,6 @@ class SelectionRequest:
         session: The client's name for its conversation, or empty.
         item: For ``encode`` the one that is to be encoded.
         prompt: Its text, and its media by their content; empty where an item is to be encoded.
-        having: Whose caches have the first block of it; ``None`` if that was not looked up.
     """
 
     stage: Stage
@@ -53,7 +52,6 @@ class SelectionRequest:
     items: Sequence[RequestItem] = ()
     item: RequestItem | None = None
     prompt: Prompt = NO_PROMPT
-    having: Collection[CacheEstimate] | None = None
 
     @property
     def blocks(self) -> Sequence[int]:
@@ -62,16 +60,7 @@ class SelectionRequest:
 
     def cached_tokens(self, candidates: Candidates) -> list[int]:
         """Return how many of the prompt's first tokens each candidate most likely has."""
-        blocks, found, matched = self.blocks, [0] * len(candidates), 0
-        if blocks:
-            having = self.having
-            if having is None:
-                having = {each.cached for each in candidates if blocks[0] in each.cached.blocks}
-            for index in [i for i, each in enumerate(candidates) if each.cached in having]:
-                # Mostly as many as another one has: of a system prompt, say.
-                matched = candidates[index].cached.prefix(blocks, matched)
-                found[index] = self.prompt.up_to(matched)
-        return found
+        return [self.prompt.up_to(each.cached.prefix(self.blocks)) for each in candidates]
 
     @property
     def affinity(self) -> str:

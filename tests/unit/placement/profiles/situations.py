@@ -39,7 +39,7 @@ class Snapshot:
     pending_encode_s: float = 0.0
     tokens: int = 0
     reported: LoadReport | None = None
-    cached: CacheEstimate = field(default_factory=CacheSizes().new_estimate)
+    cached: CacheEstimate = field(default_factory=lambda: CacheEstimate(CacheSizes()))
 
 
 def seen(name: str, **more: Any) -> Snapshot:
@@ -53,7 +53,7 @@ def with_load(*loads: int, **more: Any) -> list[Snapshot]:
 def having(
     name: str, *, items: Sequence[str] = (), blocks: Sequence[int] = (), **more: Any
 ) -> Snapshot:
-    cached = CacheSizes().new_estimate()
+    cached = CacheEstimate(CacheSizes())
     cached.items.use(items)
     cached.use_prefix(blocks)
     return seen(name, cached=cached, **more)
