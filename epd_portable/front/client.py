@@ -474,9 +474,8 @@ class SplitClient(AsyncMPClient):
                 await engine.add(self._for_engine(one, engine_id, transfers, stores))
                 if here_s or not one.awaited:
                     use.compute()
-                backlog = engine.instance.backlog
-                computing = backlog.computing(one.tokens)
-                with backlog.encoding(here_s), computing, one.kv_held():
+                computing = engine.instance.computing(one.tokens)
+                with engine.instance.encoding(here_s), computing, one.kv_held():
                     async with anyio.create_task_group() as items:
                         for each in brought:
                             transfer = transfers[each.item.item_uuid]

@@ -116,7 +116,7 @@ class FrontEngine:
     @property
     def busy(self) -> Busy:
         """Whether tokens of requests wait while it encodes."""
-        return "queue" if max(self.instance.backlog.answers.running, self.running) else "idle"
+        return "queue" if max(self.instance.answers.running, self.running) else "idle"
 
     def report(self, stats: SchedulerStats) -> None:
         """Take in how busy it is; what it says holds until it says more."""
@@ -125,7 +125,7 @@ class FrontEngine:
             report = LoadReport(items=running + waiting)
         else:
             report = LoadReport(running=running, waiting=waiting, kv_used=stats.kv_cache_usage)
-        self.instance.backlog.take_report(report)
+        self.instance.take_report(report)
 
     @property
     def name(self) -> str:
@@ -145,8 +145,8 @@ class FrontEngine:
     @property
     def is_full(self) -> bool:
         """Whether it has as many jobs as it takes."""
-        backlog = self.instance.backlog
-        jobs = backlog.jobs + backlog.elsewhere if self.life is None else backlog.load
+        one = self.instance
+        jobs = one.jobs + one.elsewhere if self.life is None else one.load
         return jobs >= self.settings.max_queued_items
 
     async def add(self, request: EngineCoreRequest) -> None:
@@ -323,7 +323,7 @@ class Engines:
         task.add_done_callback(self._lives.discard)
 
     async def _see_off(self, engine: FrontEngine) -> None:
-        await engine.instance.backlog.wait_idle()
+        await engine.instance.wait_idle()
         if engine.leaving and self.by_name.get(engine.name) is engine:
             logger.info("engine %s has left", engine.name)
             self._remove(engine)
@@ -345,7 +345,7 @@ class Engines:
                 self._config,
                 self._name,
                 failed=self._failed,
-                loaded=lambda load: engine.instance.backlog.note_elsewhere(load.jobs, load.seconds),
+                loaded=lambda load: engine.instance.note_elsewhere(load.jobs, load.seconds),
             )
             try:
                 here = await self._met(engine, peer)

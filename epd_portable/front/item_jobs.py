@@ -153,7 +153,7 @@ class ItemJobs:
                         one.exchange.encoded[item.item_uuid] = encoder
                         expected_s = self._servers * self.times.of(item)
                         with (
-                            encoder.backlog.encoding(expected_s),
+                            encoder.encoding(expected_s),
                             self._span(one, item, encoder) as span,
                         ):
                             failure = await self._encode(one, item, transfer, encoder, job)

@@ -203,7 +203,7 @@ class OpenRequest:
         """
         self.reserved[item_uuid] = reserved = contextlib.ExitStack()
         reserved.enter_context(encoder.in_flight(item_uuid))
-        reserved.enter_context(encoder.backlog.encoding(expected_s))
+        reserved.enter_context(encoder.encoding(expected_s))
 
     def release(self, *item_uuids: str) -> None:
         """Take `reserve` back for these items."""

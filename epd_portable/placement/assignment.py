@@ -146,7 +146,7 @@ def _choose_encoders(
             if encoder is not None:
                 # Not in flight yet, but the next item's choice must see it.
                 reserved.enter_context(encoder.in_flight(item.item_uuid))
-                reserved.enter_context(encoder.backlog.encoding(times.of(item)))
+                reserved.enter_context(encoder.encoding(times.of(item)))
     return found
 
 

@@ -1,6 +1,6 @@
 """The engines of a front, and the default choice among them.
 
-An `Instance` joins four subjects: `Health`, `Backlog`, and the estimates of its work and of its
+An `Instance` joins four subjects: `Backlog`, `Health`, and the estimates of its work and of its
 caches (`epd_portable.placement.estimates`). Nothing here does input or output: connections and
 requests report events.
 """
@@ -164,32 +164,32 @@ class InFlight:
         self._callback: Callable[[], None] | None = None
 
     def __enter__(self) -> InFlight:
-        self.instance.backlog.add(self, self._load)
+        self.instance.begin(self, self._load)
         return self
 
     def __exit__(self, *_: object) -> None:
         self._callback = None
-        backlog = self.instance.backlog
+        instance = self.instance
         if self._since_s is not None:
-            backlog.answers.end()
-        backlog.answers.owed_ms -= self._owed_ms
-        backlog.remove(self, self._load)
+            instance.answers.end()
+        instance.answers.owed_ms -= self._owed_ms
+        instance.end(self, self._load)
 
     def compute(self) -> None:
         """Count the request, once, as one that waits for no item; until the context ends."""
         if self._since_s is None:
-            self._since_s = self.instance.backlog.answers.begin()
+            self._since_s = self.instance.answers.begin()
 
     def owe_response(self, tokens: int) -> None:
         """Count the response to a prompt, with ``tokens`` left to compute, as backlog."""
         self._tokens = tokens
-        self._owed_ms = self.instance.backlog.answers.expected_ms(tokens)
-        self.instance.backlog.answers.owed_ms += self._owed_ms
+        self._owed_ms = self.instance.answers.expected_ms(tokens)
+        self.instance.answers.owed_ms += self._owed_ms
 
     def note_response(self) -> None:
         """Learn from the response, which is complete."""
         if self._since_s is not None:
-            self.instance.backlog.answers.observe(self._tokens, self._since_s)
+            self.instance.answers.observe(self._tokens, self._since_s)
 
     def on_down(self, callback: Callable[[], None]) -> None:
         """Call a function, which must not raise, when the instance goes down; or at once."""
@@ -225,7 +225,7 @@ class Backlog:
     Attributes:
         load: Requests and jobs, those of other fronts included.
         jobs: Open encode jobs of this front.
-        items: Number of these jobs for each item, by its name.
+        item_jobs: Number of these jobs for each item, by its name.
         elsewhere: Jobs of other fronts.
         tokens: Tokens of prompts to compute.
         answers: Responses to generate.
@@ -233,7 +233,7 @@ class Backlog:
 
     def __init__(self, answers: AnswerTimes) -> None:
         self.load = self.jobs = self.elsewhere = self.tokens = 0
-        self.items: Counter[str] = Counter()
+        self.item_jobs: Counter[str] = Counter()
         self.answers = answers
         self._uses: set[InFlight] = set()
         self._idle = asyncio.Event()
@@ -243,7 +243,7 @@ class Backlog:
         self._load_at_report = 0
 
     @property
-    def encode_s(self) -> float:
+    def pending_encode_s(self) -> float:
         """Seconds of encoding to do."""
         return self._encode_ms / 1000
 
@@ -262,26 +262,26 @@ class Backlog:
         while self._uses:
             await self._idle.wait()
 
-    def add(self, use: InFlight, load: int) -> None:
+    def begin(self, use: InFlight, load: int) -> None:
         """Count a request or job; called by `InFlight`."""
         self._uses.add(use)
         self._idle.clear()
         self.load += load
         if use.item:
             self.jobs += 1
-            self.items[use.item] += 1
+            self.item_jobs[use.item] += 1
 
-    def remove(self, use: InFlight, load: int) -> None:
-        """Take `add` back."""
+    def end(self, use: InFlight, load: int) -> None:
+        """Take `begin` back."""
         self._uses.remove(use)
         if not self._uses:
             self._idle.set()
         self.load -= load
         if use.item:
             self.jobs -= 1
-            self.items[use.item] -= 1
-            if not self.items[use.item]:
-                del self.items[use.item]
+            self.item_jobs[use.item] -= 1
+            if not self.item_jobs[use.item]:
+                del self.item_jobs[use.item]
 
     def went_down(self) -> None:
         """Notify every open request and job that the instance is down."""
@@ -338,8 +338,8 @@ class Backlog:
         return msgspec.structs.replace(report, waiting=waiting, items=items)
 
 
-class Instance:
-    """One instance; a `Candidate` of `epd_portable.placement.profiles`.
+class Instance(Backlog):
+    """One instance, with its backlog; a `Candidate` of `epd_portable.placement.profiles`.
 
     Attributes:
         labels: Labels of the settings, and the role as ``llm-d.ai/role``.
@@ -349,6 +349,7 @@ class Instance:
     """
 
     def __init__(self, pool: EndpointPool, settings: EngineSettings, *, registered: bool) -> None:
+        super().__init__(AnswerTimes(pool.work, settings.role, pool.clock))
         self.name: str = settings.name
         self.role: Role = settings.role
         self.duties: tuple[Duty, ...] = duties_of(settings.role)
@@ -359,30 +360,9 @@ class Instance:
         self.registered = registered
         self.answered_at = float("-inf")
         self.health = Health(self.name, self._changed)
-        self.backlog = Backlog(AnswerTimes(pool.work, settings.role, pool.clock))
         self.cached = CacheEstimate(pool.caches)
         self._pool = pool
         self._shown: tuple[object, ...] = ()
-
-    @property
-    def load(self) -> int:
-        """Open requests and jobs, see `Backlog`."""
-        return self.backlog.load
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of prompts to compute, see `Backlog`."""
-        return self.backlog.tokens
-
-    @property
-    def pending_encode_s(self) -> float:
-        """Seconds of encoding to do, see `Backlog`."""
-        return self.backlog.encode_s
-
-    @property
-    def reported(self) -> LoadReport | None:
-        """Load that its engine reports, see `Backlog`."""
-        return self.backlog.reported
 
     def in_flight(self, item: str = "") -> InFlight:
         """Return a context that counts one request, or an encode job for an item."""
@@ -395,8 +375,8 @@ class Instance:
     def seen_gone(self, reason: str) -> None:
         """Record that the process has ended: the next one starts empty."""
         self.cached.clear()
-        self.backlog.take_report(None)
-        self.backlog.note_elsewhere(0, 0.0)
+        self.take_report(None)
+        self.note_elsewhere(0, 0.0)
         self.health.fall(reason)
 
     def shown(self) -> dict[str, Any]:
@@ -409,10 +389,10 @@ class Instance:
             "control": self.control,
             "healthy": health.healthy,
             "state": health.state,
-            "idle": self.backlog.idle,
+            "idle": self.idle,
             "registered": self.registered,
             "in_flight": self.load,
-            "owed_s": self.backlog.owed_s,
+            "owed_s": self.owed_s,
             "reason": health.reason,
             "problem": health.problem,
         }
@@ -421,7 +401,7 @@ class Instance:
         health = self.health
         self._pool.place(self)
         if not health.healthy:
-            self.backlog.went_down()
+            self.went_down()
         shown = (health.state, health.healthy, health.reason, health.problem)
         if shown != self._shown:
             self._shown = shown
@@ -534,7 +514,7 @@ class EndpointPool:
             if each.name not in exclude and (among is None or each in among)
         ]
         for each in left:
-            if key in each.backlog.items:
+            if key in each.item_jobs:
                 return each
         if first and left:
             least = min(map(first, left))

@@ -552,7 +552,7 @@ class World:
         assert not (client._open or client._at_engines or client._jobs.open)
         for name, engine in client.engines.by_name.items():
             assert (engine.instance.load, engine.instance.pending_encode_s) == (0, 0), name
-            assert engine.instance.backlog.idle and not engine.instance.backlog.items, name
+            assert engine.instance.idle and not engine.instance.item_jobs, name
             assert not self.lives[name].requests, f"{name} still has requests"
 
     def _check_parts(self, one: Asked) -> None:

@@ -482,16 +482,16 @@ async def test_an_idle_engine_encodes_some_of_many_pictures_by_itself(make: Make
     assert fields == [{"pixel_values", "image_grid_thw"}, *[{"image_grid_thw"}] * 3]
     encoded = [each.mm_features[0].identifier for each in front.jobs("e-0")]
     assert encoded == ["b", "c", "d"]
-    assert (pd.pending_encode_s, pd.backlog.answers.running) == (1.0, 1)
+    assert (pd.pending_encode_s, pd.answers.running) == (1.0, 1)
     # It is busy, and has an item to encode: the next are for the encoder alone.
     await front.ask("e", "f", name="s")
     assert [set(each.data) for each in front.engines["pd-0"].last.mm_features] == [
         {"image_grid_thw"}
     ] * 2
-    assert pd.backlog.answers.running == 1
+    assert pd.answers.running == 1
     for job in front.jobs("e-0"):
         await front.says("e-0", job.request_id, end=ENDED)
-    assert pd.backlog.answers.running == 2
+    assert pd.answers.running == 2
     for name in "rs":
         await front.says("pd-0", name, 7, end=ENDED)
     assert pd.pending_encode_s == 0
@@ -502,7 +502,7 @@ async def test_an_idle_engine_encodes_the_first_part_of_a_video_that_would_wait(
     front = make("e-0", "e-1", "pd-0", elastic_encode=True, max_queued_items=8)
     front.client._jobs.times.observe(FrontItem(feature("A", 0)), 1.0)
     first, second = (front.client.engines.by_name[name].instance for name in ("e-0", "e-1"))
-    with first.backlog.encoding(3.0), second.backlog.encoding(3.0):
+    with first.encoding(3.0), second.encoding(3.0):
         await front.ask("B")
     sent = front.engines["pd-0"].last.mm_features
     assert [each.identifier for each in sent] == ["B#0-1", "B#1-2"]

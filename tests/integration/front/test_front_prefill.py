@@ -190,7 +190,7 @@ async def test_prefill_engine_that_goes_after_its_job_changes_nothing(make: Make
     front = make("p-0", "d-0")
     await front.ask()
     await computed(front, "p-0")
-    assert not front.client.engines.by_name["p-0"].instance.backlog.idle
+    assert not front.client.engines.by_name["p-0"].instance.idle
     front.goes("p-0")
     await settle()
     assert len(front.engines["d-0"].requests) == 1
@@ -202,9 +202,9 @@ async def test_prefill_engine_is_in_use_until_the_response_begins(make: Make) ->
     await front.ask()
     await computed(front, "p-0")
     prefill = front.client.engines.by_name["p-0"].instance
-    assert (prefill.load, prefill.backlog.idle) == (0, False)
+    assert (prefill.load, prefill.idle) == (0, False)
     await front.says("d-0", "r", 7)
-    assert prefill.backlog.idle
+    assert prefill.idle
     await front.says("d-0", "r", 8, end=ENDED)
     assert front.is_empty()
 

@@ -360,15 +360,15 @@ async def test_full_engine_is_followed_by_the_next(
     await until(lambda: client.engines.by_name["e-far"].client)
     engine = client.engines.by_name["e-far"]
     # Known to be full by what other fronts have there: nothing is sent, and this one encodes.
-    await until(lambda: engine.instance.backlog.elsewhere == 1)
+    await until(lambda: engine.instance.elsewhere == 1)
     assert engine.is_full
-    assert engine.instance.backlog.load == 1
+    assert engine.instance.load == 1
     await client.add_request_async(asked("r", image("A")))
     await settle()
     assert "pixel_values" in client.engines.by_name["pd-0"].client.last.mm_features[0].data
     far.core.end("X")
-    await until(lambda: engine.instance.backlog.elsewhere == 0)
-    assert engine.instance.backlog.load == 0
+    await until(lambda: engine.instance.elsewhere == 0)
+    assert engine.instance.load == 0
 
 
 async def test_engine_that_comes_back_gets_jobs_again(front: Any, elsewhere: Begin) -> None:
@@ -632,7 +632,7 @@ async def test_request_that_ends_cancels_its_remote_prefill_job(
     await until(lambda: far.core.requests)
     client.give_up(["r"])
     await until(lambda: not far.core.open())
-    await until(lambda: far.hub.jobs == engine.instance.backlog.load == 0)
+    await until(lambda: far.hub.jobs == engine.instance.load == 0)
 
 
 @pytest.mark.parametrize(
@@ -700,7 +700,7 @@ async def test_engine_joins_every_api_server(front: Any, elsewhere: Begin, tmp_p
     await servers[0].add_request_async(asked("r", image("A")))
     await until(lambda: far.core.requests)
     await asyncio.sleep(3 * BEAT_S)
-    assert [each.engines.by_name["e-far"].instance.backlog.elsewhere for each in servers] == [0, 0]
+    assert [each.engines.by_name["e-far"].instance.elsewhere for each in servers] == [0, 0]
     (shown,) = [x for x in await servers[1].engines.seen() if x["name"] == "e-far"]
     assert (shown["state"], shown["in_flight"]) == ("up", 1)
     await servers[1].engines.seen("leave", "e-far")

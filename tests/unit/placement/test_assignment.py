@@ -62,7 +62,7 @@ class Scene:
 
     def has(self, instance: Instance, items: int) -> None:
         for _ in range(items):
-            self._running.enter_context(instance.backlog.encoding(TIME_S))
+            self._running.enter_context(instance.encoding(TIME_S))
 
     def first_here(self, items: list[Picture], busy: Busy = "idle") -> int:
         encoders = [self.encoders[n % len(self.encoders)] for n in range(len(items))]

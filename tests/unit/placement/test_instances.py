@@ -213,7 +213,7 @@ def test_an_item_that_is_being_encoded_goes_where_it_is_encoded(count: int) -> N
             GONE(one)
             assert instances.choose_encoder(item) is not one
             WELL(one)
-        assert not one.backlog.items
+        assert not one.item_jobs
 
 
 @given(loads)
@@ -253,9 +253,9 @@ async def test_it_is_idle_when_nothing_of_it_is_needed_even_if_work_fails() -> N
         raise ValueError("broken")
     with instance.retained():
         assert instance.load == 0
-        waiting = asyncio.ensure_future(instance.backlog.wait_idle())
+        waiting = asyncio.ensure_future(instance.wait_idle())
         await asyncio.sleep(0)
-        assert not instance.backlog.idle
+        assert not instance.idle
         assert not waiting.done()
     await asyncio.wait_for(waiting, 10)
 
@@ -265,10 +265,10 @@ def test_work_is_counted_once_until_it_ends() -> None:
     with instance.in_flight() as waits, instance.in_flight() as computes:
         for use, count in ((computes, 1), (computes, 1), (waits, 2)):
             use.compute()
-            assert instance.backlog.answers.running == count
-        with instance.backlog.computing(7), instance.backlog.encoding(0.25):
+            assert instance.answers.running == count
+        with instance.computing(7), instance.encoding(0.25):
             assert (instance.tokens, instance.pending_encode_s) == (7, 0.25)
-    assert (instance.backlog.answers.running, instance.tokens, instance.pending_encode_s) == (
+    assert (instance.answers.running, instance.tokens, instance.pending_encode_s) == (
         0,
         0,
         0,

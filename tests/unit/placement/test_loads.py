@@ -12,7 +12,7 @@ def test_report_counts_until_its_instance_goes_down() -> None:
     pd.health.seen_up()
     assert pd.reported is None
     report = LoadReport(waiting=2, running=3, kv_used=0.5)
-    pd.backlog.take_report(report)
+    pd.take_report(report)
     assert pd.reported == report
     pd.seen_gone("killed")
     assert pd.reported is None
@@ -25,13 +25,13 @@ def test_requests_sent_since_a_report_count_as_waiting() -> None:
     pd, encoder = instances.of_duty("answer")[0], instances.of_duty("encode")[0]
     with pd.in_flight(), pd.in_flight():
         # Both are on their way into the engine, whose report counts another one.
-        pd.backlog.take_report(LoadReport(waiting=1, running=0))
+        pd.take_report(LoadReport(waiting=1, running=0))
         known = pd.reported
         assert known is not None and known.waiting == 2
         with pd.in_flight(), pd.in_flight():
             known = pd.reported
             assert known is not None and known.waiting == 4
-    encoder.backlog.take_report(LoadReport(items=3))
+    encoder.take_report(LoadReport(items=3))
     with encoder.in_flight():
         known = encoder.reported
         assert known is not None and known.items == 4
