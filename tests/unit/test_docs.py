@@ -92,7 +92,7 @@ def test_first_paragraph_names_the_readers(page: Path) -> None:
     assert page.name == "transfers.md" or re.match(r"# .+\n\nFor \w+", read(page))
 
 
-PROSE_BUDGET = {"semicolons": 3, "sentences of more than 30 words": 1, "banned words": 8}
+PROSE_BUDGET = {"semicolons": 3, "sentences of more than 30 words": 0, "banned words": 8}
 """Most of each in all documents: lower a number when a change allows it."""
 BANNED = (
     r"\b(?:pictures?|anew|whoever|whatever|nobody|beside|asks?|asked|tells?|told|says?|said|room)\b"
@@ -105,7 +105,9 @@ def test_prose_stays_within_its_budget() -> None:
     for document in DOCUMENTS:
         if document.name in GENERATED:
             continue
-        text = re.sub(r"<!--.*?-->|^#.*$", "", FENCE.sub("", read(document)), flags=re.MULTILINE)
+        text = re.sub(
+            r"<!--.*?-->|^#.*$|^- Status:.*$", "", FENCE.sub("", read(document)), flags=re.MULTILINE
+        )
         text = re.sub(r"\]\([^)]*\)", "]", CODE.sub("X", text))
         prose = re.sub(r"^\|.*$", "", text, flags=re.MULTILINE)
         sentences = re.split(r"(?<=[.!?:])\s+|\n\s*\n|\n\s*- |\n\d+\. ", prose)
