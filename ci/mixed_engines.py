@@ -24,7 +24,7 @@ from typing import Any
 
 from epd_portable.config.secret import Secret, make_secret_file
 from epd_portable.demo import servers
-from epd_portable.launch.run.front_client import FrontClient
+from epd_portable.launch.run.fronts import FrontClient
 from tests import published
 from tests.e2e.asking import Answer, ask, assert_equal, picture, text
 

@@ -17,9 +17,8 @@ from pydantic import JsonValue
 
 from epd_portable.errors import LaunchError
 from epd_portable.launch.environment import child_environ
-from epd_portable.launch.plan.engine import render_arguments
+from epd_portable.launch.plan.engine import render_arguments, resolve_model
 from epd_portable.launch.plan.machine import has_compiler
-from epd_portable.launch.plan.model import resolve_model
 from epd_portable.launch.plan.ports import port_source
 from epd_portable.launch.run import sessions
 from epd_portable.launch.run.logs import Tail

@@ -39,7 +39,7 @@ from epd_portable.launch.plan.file_checks import named_files
 from epd_portable.launch.plan.machine import probed_machine
 from epd_portable.launch.plan.request import PlanRequest, python_of, refusals, store_warnings
 from epd_portable.launch.plan.text import findings_table, plan_table
-from epd_portable.launch.run.front_client import FrontClient
+from epd_portable.launch.run.fronts import FrontClient
 from epd_portable.launch.run.logs import make_private_folder, use_log_folder
 from epd_portable.launch.run.running import RUN_FOLDER
 from epd_portable.launch.run.supervisor import Supervisor

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import functools
 import importlib.metadata
 import inspect
@@ -118,12 +117,9 @@ class CommandLine(click.Group):
                 click.echo("stopped by Ctrl-C", err=True)
                 return INTERRUPTED
             case OSError():
-                what = f"{error.filename}" if error.filename else "what it has to say"
-                verb = "read or write" if error.filename else "write"
-                remedy = "; make room" if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
+                what = f"{error.filename or 'output'}: {error.strerror or error}"
                 with contextlib.suppress(OSError):
-                    reason = error.strerror or str(error)
-                    click.echo(f"{self.name}: cannot {verb} {what}: {reason}{remedy}", err=True)
+                    click.echo(f"{self.name}: cannot read or write {what}", err=True)
                 return FAILED
             case _:
                 raise error

@@ -17,11 +17,10 @@ from epd_portable.config.hardware import HardwareProfile
 from epd_portable.config.roles import ROLES, SENDS_KV, TAKES_KV, Role
 from epd_portable.config.schema import Topology
 from epd_portable.errors import ConfigError
-from epd_portable.launch.plan.engine import Engine
+from epd_portable.launch.plan.engine import Engine, ModelSource
 from epd_portable.launch.plan.front import answering, as_member, engine_argv, front_argv
 from epd_portable.launch.plan.kv import KVConnector, kv_connector
 from epd_portable.launch.plan.machine import Machine
-from epd_portable.launch.plan.model import ModelSource
 from epd_portable.launch.plan.placement import Cores, InstancePlacement, place_instances
 from epd_portable.media.addresses import in_url
 from epd_portable.placement.profiles.policy import Policy
@@ -60,6 +59,10 @@ class ProcessSpec:
     tls_cert_file: str = ""
     after: tuple[str, ...] = ()
     apart: str = ""
+
+    def public(self) -> dict[str, Any]:
+        """Return what users are told of it."""
+        return {"name": self.name, "role": self.role, "url": self.url, "ports": self.ports}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

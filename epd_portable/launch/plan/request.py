@@ -18,6 +18,7 @@ from epd_portable.config.roles import ROLES, Role, group_of
 from epd_portable.config.schema import AUTO, Topology
 from epd_portable.config.store import StoreSection
 from epd_portable.errors import ConfigError, EPDError, StoreError
+from epd_portable.launch.plan.engine import ModelSource, resolve_model
 from epd_portable.launch.plan.file_checks import engine_settings
 from epd_portable.launch.plan.machine import (
     Machine,
@@ -26,7 +27,6 @@ from epd_portable.launch.plan.machine import (
     require_module,
     require_shm,
 )
-from epd_portable.launch.plan.model import ModelSource, resolve_model
 from epd_portable.launch.plan.ports import (
     claim,
     own_address,

@@ -19,7 +19,7 @@ from epd_portable.config.folders import cache_folder
 from epd_portable.errors import LaunchError
 from epd_portable.launch.environment import child_environ
 from epd_portable.launch.plan.processes import ProcessSpec
-from epd_portable.launch.run.front_client import trusting
+from epd_portable.launch.run.fronts import trusting
 from epd_portable.launch.run.logs import Tail, open_log
 from epd_portable.launch.run.sessions import SHM
 

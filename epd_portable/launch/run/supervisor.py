@@ -20,7 +20,7 @@ from epd_portable.launch.notices import Notice
 from epd_portable.launch.plan.processes import Plan
 from epd_portable.launch.plan.text import columns, ports_text
 from epd_portable.launch.run import sessions
-from epd_portable.launch.run.front_client import FrontClient
+from epd_portable.launch.run.fronts import FrontClient, Registrar
 from epd_portable.launch.run.guard import Guard
 from epd_portable.launch.run.lifecycle import (
     HUNG_PROBES,
@@ -32,7 +32,6 @@ from epd_portable.launch.run.lifecycle import (
 )
 from epd_portable.launch.run.logs import Progress, failure_line, latest_line
 from epd_portable.launch.run.process import Child, describe_exit
-from epd_portable.launch.run.registrar import Registrar
 from epd_portable.launch.run.running import ProcessRecord, RunRecord, write_record
 
 _STEP_S = 0.1
@@ -270,10 +269,8 @@ class Supervisor:
             try:
                 self._guard = self._new_guard()
             except (LaunchError, OSError) as error:
-                text = (
-                    "nothing would end this run if its launcher were killed, until there is a guard"
-                )
-                self._warn_once(f"{text}: {error}")
+                text = "nothing would end this run if its launcher were killed, until there is a "
+                self._warn_once(f"{text}guard: {error}")
 
     def _perform(self, actions: list[Action]) -> None:
         for action in actions:
@@ -288,18 +285,13 @@ class Supervisor:
                 case Fail(name, reason):
                     # Still among the children if it did not end but took too long.
                     slow = self._children.get(name)
-                    raise LaunchError(
-                        f"{name} {reason}{_last_words(slow, status=None) if slow else ''}"
-                    )
+                    words = _last_words(slow, status=None) if slow else ""
+                    raise LaunchError(f"{name} {reason}{words}")
 
     def _start(self, name: str) -> None:
+        spec, run_id = self._specs[name], self._plan.run_id
         try:
-            child = Child(
-                self._specs[name],
-                log_dir=self._log_dir,
-                run_id=self._plan.run_id,
-                environ=os.environ,
-            )
+            child = Child(spec, log_dir=self._log_dir, run_id=run_id, environ=os.environ)
         except LaunchError as error:
             # A death: there may be memory, room on the disk or its program again a little later.
             how = f"was not started: {error}"
@@ -343,36 +335,24 @@ class Supervisor:
         ]
         counts = Counter(spec.role.replace("-", "_") for spec in self._instances)
         roles = ", ".join(f"{count} {role}" for role, count in counts.items())
-        roles = roles or "no instances of its own"
         first = f"ready: {self._plan.url} ({roles}, {self._plan.platform}) in {elapsed_s:.0f} s"
-        fields = {
-            "url": self._plan.url,
-            "elapsed_s": round(elapsed_s, 1),
-            "processes": [
-                {"name": spec.name, "role": spec.role, "url": spec.url, "ports": spec.ports}
-                for spec in self._plan.processes
-            ],
-        }
+        processes = [spec.public() for spec in self._plan.processes]
+        fields = {"url": self._plan.url, "elapsed_s": round(elapsed_s, 1), "processes": processes}
         return Notice("ready", "\n".join([first, *columns(rows)]), fields)
 
     def _write_record(self, phase: str) -> None:
         """Write the run's record, for `find_runs`, when it has changed."""
+        plan = self._plan
         record = RunRecord(
-            run_id=self._plan.run_id,
+            **{key: getattr(plan, key) for key in ("run_id", "platform", "model", "url")},
             phase=phase,
-            platform=self._plan.platform,
-            model=self._plan.model,
-            url=self._plan.url,
             config=self._config,
             pid=os.getpid(),
             started_s=self._started_s,
             processes=tuple(
                 ProcessRecord(
-                    name=name,
-                    role=self._specs[name].role,
+                    **self._specs[name].public(),
                     state=state,
-                    url=self._specs[name].url,
-                    ports=self._specs[name].ports,
                     log=str((self._log_dir / f"{name}.log").absolute()),
                     pid=child.session if (child := self._children.get(name)) else None,
                     started_s=child.started_s if child else None,

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from epd_portable.config.secret import Secret
-from epd_portable.launch.run.front_client import FrontClient
+from epd_portable.launch.run.fronts import FrontClient
 from tests import forked
 from tests.e2e.asking import ask, ask_all, ask_streamed, assert_equal, body, picture, post, text
 from tests.e2e.cases import ASK, SINGLE

@@ -25,7 +25,7 @@ from epd_portable.launch.environment import new_run_id
 from epd_portable.launch.plan.ports import is_free, port_source
 from epd_portable.launch.plan.processes import ProcessSpec
 from epd_portable.launch.run import sessions
-from epd_portable.launch.run.front_client import FrontClient
+from epd_portable.launch.run.fronts import FrontClient
 from epd_portable.launch.run.process import Child
 from epd_portable.launch.run.running import RUN_FOLDER
 from tests import warm

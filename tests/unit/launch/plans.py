@@ -9,7 +9,7 @@ from typing import Any
 from epd_portable.config.hardware import HardwareProfile
 from epd_portable.config.instance import InstanceConfig
 from epd_portable.config.load import parse_topology
-from epd_portable.launch.plan.model import ModelSource
+from epd_portable.launch.plan.engine import ModelSource
 from epd_portable.launch.plan.processes import Machine, Plan, ProcessSpec, make_plan
 from epd_portable.platforms.traits import TRAITS
 

@@ -10,7 +10,7 @@ import pytest
 from epd_portable.config.roles import Role
 from epd_portable.errors import LaunchError
 from epd_portable.launch.plan.request import PlanRequest
-from epd_portable.launch.run.front_client import addresses_of
+from epd_portable.launch.run.fronts import addresses_of
 
 
 @pytest.mark.parametrize("role", ["encode", "prefill", "encode-prefill"])

@@ -74,7 +74,7 @@ def failing(error: BaseException) -> CommandLine:
     [
         (
             OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/var/log/x"),
-            *(1, "epd-test: cannot read or write /var/log/x: No space left on device; make room"),
+            *(1, "epd-test: cannot read or write /var/log/x: No space left on device"),
         ),
         (KeyboardInterrupt(), 130, "stopped by Ctrl-C"),
         (LaunchError("no redis://u:p@h"), 1, "epd-test: no redis://u:***@h"),
@@ -104,7 +104,7 @@ def test_a_page_that_cannot_be_printed_is_one_line() -> None:
         )
     assert done.returncode == 1
     assert done.stderr == (
-        "epd-launch: cannot write what it has to say: No space left on device; make room\n"
+        "epd-launch: cannot read or write output: No space left on device\n"
     )
 
 

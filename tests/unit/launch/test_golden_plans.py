@@ -30,7 +30,7 @@ from click.testing import CliRunner
 from epd_portable.config.hardware import load_profile
 from epd_portable.launch import cli
 from epd_portable.launch.plan import machine
-from epd_portable.launch.plan.model import resolve_model
+from epd_portable.launch.plan.engine import resolve_model
 from epd_portable.platforms.traits import TRAITS
 
 GOLDEN = Path(__file__).with_name("golden")

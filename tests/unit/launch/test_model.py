@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from epd_portable.errors import ConfigError
-from epd_portable.launch.plan.model import resolve_model
+from epd_portable.launch.plan.engine import resolve_model
 
 
 def test_a_model_is_a_hub_id_or_a_folder_which_wins(

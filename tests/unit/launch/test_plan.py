@@ -11,8 +11,8 @@ import pytest
 
 from epd_portable.config.instance import InstanceConfig
 from epd_portable.errors import ConfigError
+from epd_portable.launch.plan.engine import ModelSource
 from epd_portable.launch.plan.machine import Machine
-from epd_portable.launch.plan.model import ModelSource
 from epd_portable.launch.plan.request import PlanRequest
 from epd_portable.launch.plan.text import plan_table
 from epd_portable.platforms.traits import TRAITS

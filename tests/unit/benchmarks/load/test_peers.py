@@ -9,7 +9,7 @@ from epd_benchmarks.load.sides import Allotment, LoadSetting, read_side
 from epd_benchmarks.load.start import example_proxy, plain_engines
 from epd_portable.config.load import load_topology
 from epd_portable.demo.servers import Server
-from epd_portable.launch.plan.model import resolve_model
+from epd_portable.launch.plan.engine import resolve_model
 from epd_portable.launch.plan.processes import Machine, make_plan
 from epd_portable.platforms.traits import TRAITS
 
