@@ -21,7 +21,6 @@ DEFAULT_SIZES = ("4KiB", "64KiB", "1MiB", "4MiB", "16MiB", "64MiB")
 
 HELP = """Measure transfers, serving and engine steps, each with a baseline in the same run.
 
-\b
 A topology under load, with replicas of plain vLLM as baseline:
   epd-bench load --side ours=configs/1e1pd.yaml --side replicas:2 --point rate=2/6
 Time of a transfer of an encoder output, by path and size, against memcpy:
@@ -33,7 +32,6 @@ Results of an earlier run:
 
 Tables go to standard output, progress to standard error, samples to the file of --json.
 """
-"""The page of ``epd-bench --help``; a line of ``\\b`` keeps the lines of its paragraph."""
 
 main = CommandLine(name="epd-bench", help=HELP, json_errors=False)
 """The command ``epd-bench``."""
@@ -62,19 +60,7 @@ def read_sizes(context: click.Context, option: click.Parameter, texts: Sequence[
     return list(dict.fromkeys(found))
 
 
-TRANSFER_HELP = """Measure transfers: from the encoder's output to the tensor at the consumer.
-
-A real sender and a real receiver in processes of their own, no engine; all bytes are checked. Each
-round moves an item twice: with its output 10 ms after the announcement, and at once.
-
-\b
-  epd-bench transfer --path shm --path tcp --bytes 1MiB --bytes 64MiB --json t.json
-
-Exit status: 0; 1 when something failed; 2 on bad input.
-"""
-
-
-@main.command("transfer", help=TRANSFER_HELP)
+@main.command("transfer")
 @click.option(
     "--platform",
     default="cpu",
@@ -115,29 +101,25 @@ def transfer_command(
     repeat: int,
     json_file: Path | None,
 ) -> None:
-    """Measure transfers; users read `TRANSFER_HELP`."""
-    with console.stopping_at_sigterm():
-        found = registry.get(platform)
-        devices = found.device_count()
-        place = transfer.describe_place(platform, found.availability().reason, devices)
-        chosen, left_out = transfer.choose_paths(paths, platform, devices)
-        samples = transfer.measure(chosen, sizes, platform, devices=devices, repeat=repeat)
-        console.finish(transfer.make_report(samples, place, left_out), json_file)
+    """Measure transfers: from the encoder's output to the tensor at the consumer.
+
+    A real sender and a real receiver in processes of their own, no engine; all bytes are checked.
+    Each round moves an item twice: with its output 10 ms after the announcement, and at once.
+
+      epd-bench transfer --path shm --path tcp --bytes 1MiB --bytes 64MiB --json t.json
+
+    Exit status: 0; 1 when something failed; 2 on bad input.
+    """
+    console.stop_at_sigterm()
+    found = registry.get(platform)
+    devices = found.device_count()
+    place = transfer.describe_place(platform, found.availability().reason, devices)
+    chosen, left_out = transfer.choose_paths(paths, platform, devices)
+    samples = transfer.measure(chosen, sizes, platform, devices=devices, repeat=repeat)
+    console.finish(transfer.make_report(samples, place, left_out), json_file)
 
 
-STEP_HELP = """Measure what the package adds to a step of a prefill+decode engine.
-
-Its bookkeeping alone, of 256 requests that decode, with 1 and 32 items each, while 0, 100 and 1,000
-more wait for an item; no engine, no model.
-
-\b
-  epd-bench step --json s.json
-
-Exit status: 0; 1 when something failed; 2 on bad input.
-"""
-
-
-@main.command("step", help=STEP_HELP)
+@main.command("step")
 @click.option(
     "--steps",
     default=1000,
@@ -147,13 +129,17 @@ Exit status: 0; 1 when something failed; 2 on bad input.
 )
 @console.json_option
 def step_command(steps: int, json_file: Path | None) -> None:
-    """Measure steps; users read `STEP_HELP`."""
-    with console.stopping_at_sigterm():
-        console.finish(step.make_report(step.measure(steps)), json_file)
+    """Measure what the package adds to a step of a prefill+decode engine.
 
+    Its bookkeeping alone, of 256 requests that decode, with 1 and 32 items each, while 0, 100 and
+    1,000 more wait for an item; no engine, no model.
 
-if __name__ == "__main__":
-    main()
+      epd-bench step --json s.json
+
+    Exit status: 0; 1 when something failed; 2 on bad input.
+    """
+    console.stop_at_sigterm()
+    console.finish(step.make_report(step.measure(steps)), json_file)
 
 
 @main.command("show")
@@ -161,3 +147,7 @@ if __name__ == "__main__":
 def show_command(file: Path) -> None:
     """Print the tables of a results file, under the command, commit and machine of the run."""
     click.echo(report.to_markdown(json.loads(file.read_text("utf-8"))))
+
+
+if __name__ == "__main__":
+    main()

@@ -8,7 +8,6 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from types import FrameType
 
 import click
 
@@ -52,22 +51,6 @@ def new_secret() -> Iterator[str]:
         yield secret_file
 
 
-@contextlib.contextmanager
-def stopping_at_sigterm() -> Iterator[None]:
-    """Let SIGTERM end the block as Ctrl-C does: what it has started is ended."""
-    asked = False
-
-    def stop(signum: int, frame: FrameType | None) -> None:
-        nonlocal asked
-        asked = True
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, stop)
-    try:
-        yield
-    except KeyboardInterrupt:
-        if asked:
-            sys.exit(_TERMINATED)
-        raise
-    finally:
-        signal.signal(signal.SIGTERM, before)
+def stop_at_sigterm() -> None:
+    """Let SIGTERM end this process as an exception does: what it has started is ended."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(_TERMINATED))

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias
 
 import psutil
 
@@ -101,7 +101,10 @@ def document(report: Report) -> dict[str, Any]:
         for title, rows in report.tables.items()
     ]
     found = {"schema_version": SCHEMA_VERSION, **dataclasses.asdict(report), "tables": tables}
-    return cast("dict[str, Any]", _rounded(found))
+    rounded: dict[str, Any] = json.loads(
+        json.dumps(found), parse_float=lambda x: round(float(x), 9)
+    )
+    return rounded
 
 
 def to_json(results: Mapping[str, Any]) -> str:
@@ -155,13 +158,3 @@ def write(report: Report, file: Path | None) -> None:
     if file is not None:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(to_json(document(report)), encoding="utf-8")
-
-
-def _rounded(value: Plain) -> Plain:
-    if isinstance(value, float):
-        return round(value, 9)
-    if isinstance(value, dict):
-        return {name: _rounded(inner) for name, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_rounded(inner) for inner in value]
-    return value

@@ -30,7 +30,6 @@ WARM_UP = 4
 
 HELP = f"""Compare sides under load: a topology, replicas of plain vLLM, vLLM's own example.
 
-\b
 Sides, each as NAME=WHAT or WHAT; ratios are of the first by each of the others:
   ours=configs/1e1pd.yaml        a topology, started by epd-launch
   tcp=configs/1e1pd.yaml,transfer.path=tcp    the topology with other keys
@@ -40,12 +39,10 @@ Sides, each as NAME=WHAT or WHAT; ratios are of the first by each of the others:
   replicas:2,tuned               on a CPU with the executor and threads that epd-launch gives
   there=url:http://h:1,http://h:2    servers that run already; requests go to them in turns
 
-\b
 Keys of points of load; a key that one leaves out is as in the one before it; images=1/4 and
 size=448/1024 draw one of these each time:
 {describe_keys()}
 
-\b
 Three rates, with an image in one of ten requests, and four images in three of ten:
   epd-bench load --side ours=configs/1e1pd.yaml --side replicas:2 --side replicas:2,tuned \\
     --point rate=2/6/10,share=0.1 --point rate=2,share=0.3,images=4 --json l.json
@@ -130,7 +127,8 @@ def load_command(
         most = tuple(map(str, range(max(counts.values()))))
         devices = assumed_machine(traits, os.environ).devices or most
     turns: list[dict[str, Any]] = []
-    with console.stopping_at_sigterm(), tempfile.TemporaryDirectory(prefix="epd-bench-") as folder:
+    console.stop_at_sigterm()
+    with tempfile.TemporaryDirectory(prefix="epd-bench-") as folder:
         setting = LoadSetting(
             sides=sides,
             platform=platform,

@@ -8,7 +8,6 @@ import importlib.metadata
 import inspect
 import io
 import json
-import re
 import sys
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
@@ -132,8 +131,9 @@ class CommandLine(click.Group):
 
 
 def _with_examples(text: str) -> str:
-    """Return a page of help on which indented paragraphs keep their lines."""
-    return re.sub(r"\n\n(?= )", "\n\n\b\n", inspect.cleandoc(text))
+    """Return a page of help on which paragraphs with indented lines keep their lines."""
+    paragraphs = inspect.cleandoc(text).split("\n\n")
+    return "\n\n".join(f"\b\n{each}" if "\n  " in f"\n{each}" else each for each in paragraphs)
 
 
 class ServerUrl(click.ParamType):  # type: ignore[type-arg]

@@ -103,9 +103,7 @@ def test_a_page_that_cannot_be_printed_is_one_line() -> None:
             cwd=ROOT,
         )
     assert done.returncode == 1
-    assert done.stderr == (
-        "epd-launch: cannot read or write output: No space left on device\n"
-    )
+    assert done.stderr == ("epd-launch: cannot read or write output: No space left on device\n")
 
 
 @pytest.mark.parametrize("name", ["plan", "up"])
