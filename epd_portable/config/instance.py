@@ -5,7 +5,7 @@ It travels as vLLM's ``ec_connector_extra_config``, so it holds plain JSON value
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
@@ -29,7 +29,10 @@ def known_platform(name: str) -> str:
     return name
 
 
-_OF_FEW = ("store", "host_cache_bytes", "max_queued_items", "max_queued_bytes")
+EncodePriority = Literal["tokens", "balanced", "images"]
+"""What an engine that encodes beside its steps prefers, see `Topology.encode_priority`."""
+
+_OF_FEW = ("store", "host_cache_bytes", "max_queued_items", "max_queued_bytes", "encode_priority")
 
 PlatformName = Annotated[str, AfterValidator(known_platform)]
 
@@ -51,6 +54,7 @@ class InstanceConfig(BaseModel):
             the instance does not start.
         trusted_network: Items may leave the host unencrypted, by paths that cannot encrypt.
         can_encode: Whether the PD instance holds the vision tower and may encode by itself.
+        encode_priority: What the PD instance prefers while it encodes beside its steps.
         host_cache_bytes: Of an encode instance: host memory for copies of encoder outputs.
         max_queued_items: Media items that it has queued or in work for others.
         store: Where encoder outputs are kept beyond instances; ``None`` for nowhere.
@@ -73,6 +77,7 @@ class InstanceConfig(BaseModel):
     secret_file: str = ""
     trusted_network: bool = False
     can_encode: bool = True
+    encode_priority: EncodePriority = "balanced"
     host_cache_bytes: int = Field(default=0, ge=0)
     max_queued_items: int = Field(default=256, ge=1)
     max_queued_bytes: int = Field(default=512 << 20, ge=1)

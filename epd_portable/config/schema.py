@@ -13,6 +13,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from epd_portable.config.front import FrontSection
 from epd_portable.config.groups import EngineArgs, Environment, Instances
+from epd_portable.config.instance import EncodePriority
 from epd_portable.config.quantities import FrontUrl, Seconds, Section, Size
 from epd_portable.config.roles import (
     DUTIES,
@@ -105,6 +106,9 @@ class Topology(Section):
     secret_file: Annotated[str, Field(min_length=1)] | None = None
     """File with the [secret](configuration.md#secrets) of a deployment. None: a secret for the run,
     and no engine of another machine can join."""
+    encode_priority: EncodePriority = "balanced"
+    """What goes first at an engine that generates tokens and encodes: `tokens`, `balanced` or
+    `images`, see [Encode priority](front.md#encode-priority)."""
     instances: Instances = Instances()
     transfer: TransferSection = TransferSection()
     front: FrontSection = FrontSection()

@@ -1,9 +1,9 @@
 """Overlapped encoding: a prefill+decode worker encodes items next to its steps.
 
-vLLM encodes within a step, which then computes no token until the last item is encoded. On a device
-the encoder has a stream of its own (`StepEncoder`). On CPUs a thread encodes, and stops between two
-modules of the encoder when a step waits: both compute in turns. The encoder's turn lasts `TURN_S`,
-and to the end of a module.
+vLLM encodes within a step, which then computes no token until the last item is encoded. On devices
+an item is encoded at the beginning of a step (`StepEncoder`). On CPUs a thread encodes, and stops
+between two modules of the encoder when a step waits: both compute in turns, whose lengths are in
+`TURNS`.
 
 Never do both compute at once: vLLM's kernels for the CPU keep buffers for the whole process, and
 cores would be shared.
@@ -12,13 +12,16 @@ cores would be shared.
 from __future__ import annotations
 
 import logging
+import math
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from epd_portable.config.instance import EncodePriority
 from epd_portable.items.placer import EncodeOrder
 from epd_portable.log import trace
 
@@ -27,37 +30,62 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-TURN_S = 0.01
-"""Seconds of a step of a small model, so that both have half of the time."""
+
+@dataclass(frozen=True, slots=True)
+class TurnLengths:
+    """Lengths of turns while steps and the encoder both have something to compute.
+
+    Attributes:
+        encoder_s: Seconds of the encoder's turn, which lasts to the end of a module.
+        steps: Steps between two turns of the encoder.
+        rest_s: Seconds without a step after which none is expected, and the encoder need not wait.
+            Between two steps vLLM schedules and sends tokens.
+    """
+
+    encoder_s: float
+    steps: int
+    rest_s: float = 0.0
+
+
+TURNS: Mapping[EncodePriority, TurnLengths] = {
+    "tokens": TurnLengths(encoder_s=0.0, steps=8, rest_s=0.02),
+    # A step of a small model takes as long, so both have half of the time.
+    "balanced": TurnLengths(encoder_s=0.01, steps=1),
+    "images": TurnLengths(encoder_s=math.inf, steps=1),
+}
 
 
 class ComputeTurns:
-    """Turns of steps and one encoder: neither has two while the other waits."""
+    """Turns of steps and one encoder; each gets one, however much the other has to compute."""
 
-    def __init__(self) -> None:
+    def __init__(self, turns: TurnLengths) -> None:
+        self._turns = turns
         self._changed = threading.Condition()
         self._stepping = False
         """A step computes, or waits for that."""
         self._encoding = False
         self._asking = False
         """The encoder waits."""
-        self._owed = False
-        """It has waited for a step: the next turn is the encoder's."""
+        self._passed = 0
+        """Steps for which it has waited."""
+        self._stepped_s = 0.0
+        """When the last step ended."""
         self._begun_s = 0.0
         """When the encoder's turn began."""
 
-    @contextmanager
-    def step(self) -> Iterator[None]:
-        """Compute, as soon as the encoder pauses."""
+    def begin_step(self) -> None:
+        """Return as soon as a step may compute."""
         with self._changed:
             self._stepping = True
-            self._changed.wait_for(lambda: not (self._encoding or self._owed))
-        try:
-            yield
-        finally:
-            with self._changed:
+            self._changed.wait_for(lambda: not (self._encoding or self._is_owed()))
+
+    def end_step(self) -> None:
+        """Let the encoder compute, if it is its turn; does nothing outside of a step."""
+        with self._changed:
+            if self._stepping:
                 self._stepping = False
-                self._owed = self._asking
+                self._stepped_s = time.monotonic()
+                self._passed += self._asking
                 self._changed.notify_all()
 
     @contextmanager
@@ -71,17 +99,26 @@ class ComputeTurns:
 
     def pause(self) -> None:
         """End a turn that has lasted, if a step waits; the encoder calls this where it can stop."""
-        if self._stepping and time.monotonic() - self._begun_s >= TURN_S:
+        if self._stepping and time.monotonic() - self._begun_s >= self._turns.encoder_s:
             self._stop()
             self._begin()
 
     def _begin(self) -> None:
         with self._changed:
             self._asking = True
-            self._changed.wait_for(lambda: self._owed or not self._stepping)
-            self._asking = self._owed = False
+            while not self._may_encode():
+                self._changed.wait(self._turns.rest_s or None)
+            self._asking, self._passed = False, 0
             self._encoding = True
             self._begun_s = time.monotonic()
+
+    def _is_owed(self) -> bool:
+        return self._passed >= self._turns.steps
+
+    def _may_encode(self) -> bool:
+        if self._is_owed():
+            return True
+        return not self._stepping and time.monotonic() - self._stepped_s >= self._turns.rest_s
 
     def _stop(self) -> None:
         with self._changed:
@@ -127,9 +164,11 @@ class StepEncoder:
         placed, self._placed = self._placed, set()
         return failed, placed
 
-    def step(self) -> AbstractContextManager[None]:
-        """Compute a step: at once, as nothing is encoded beside it."""
-        return nullcontext()
+    def begin_step(self) -> None:
+        """A step is about to compute: at once, as nothing is encoded beside it."""
+
+    def end_step(self) -> None:
+        """A step has computed."""
 
     def close(self) -> None:
         """Nothing goes on between steps."""
@@ -150,13 +189,17 @@ class BackgroundEncoder(StepEncoder):
     Args:
         encode: Returns the output ``(num_embeds, width)`` of an item; called by the thread.
         modules: Of the encoder; before each it can stop for a step.
+        priority: What the turns prefer.
     """
 
     def __init__(
-        self, encode: Callable[[EncodeOrder], torch.Tensor], modules: Iterable[torch.nn.Module]
+        self,
+        encode: Callable[[EncodeOrder], torch.Tensor],
+        modules: Iterable[torch.nn.Module],
+        priority: EncodePriority = "balanced",
     ) -> None:
         super().__init__(encode)
-        self.turns = ComputeTurns()
+        self.turns = ComputeTurns(TURNS[priority])
         self._resets = 0
         self._orders: queue.SimpleQueue[tuple[int, EncodeOrder] | None] = queue.SimpleQueue()
         """Each with the number of resets before it."""
@@ -182,9 +225,13 @@ class BackgroundEncoder(StepEncoder):
         super().reset()
         self._resets += 1
 
-    def step(self) -> AbstractContextManager[None]:
-        """Compute a step, as soon as the encoder pauses."""
-        return self.turns.step()
+    def begin_step(self) -> None:
+        """See `ComputeTurns.begin_step`."""
+        self.turns.begin_step()
+
+    def end_step(self) -> None:
+        """See `ComputeTurns.end_step`."""
+        self.turns.end_step()
 
     def close(self) -> None:
         """End the thread, after the item that it encodes."""

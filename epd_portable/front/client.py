@@ -28,6 +28,7 @@ from vllm.v1.engine.core_client import AsyncMPClient
 from epd_portable.config.api_keys import ApiKeys
 from epd_portable.config.choice import ChoiceSection, with_file
 from epd_portable.config.front import MAX_ENCODERS, AdmissionSection
+from epd_portable.config.instance import EncodePriority
 from epd_portable.config.roles import ENCODES, TAKES_ITEMS, TAKES_KV
 from epd_portable.config.secret import Secret
 from epd_portable.config.store import StoreSection
@@ -53,6 +54,7 @@ from epd_portable.placement.assignment import (
     EncodeFailure,
     RetryBudget,
     assign_items,
+    elastic_encoding,
     or_own,
 )
 from epd_portable.placement.instances import EngineSettings, Instance, WentDownError, while_up
@@ -96,6 +98,7 @@ class FrontSettings(msgspec.Struct, frozen=True, kw_only=True):
     secret_file: str
     trusted_network: bool = False
     elastic_encode: bool = True
+    encode_priority: EncodePriority = "balanced"
     can_encode: bool = True
     wait_timeout_s: float = 30.0
     item_outcomes: bool = False
@@ -531,14 +534,16 @@ class SplitClient(AsyncMPClient):
             for name in one.selection.stay(one.items, engine.instance):
                 if settled.get(name) != "stored":
                     settled[name] = "local_first"
-        elastic = self._is_elastic and one.selection.is_elastic and own is None
+        elastic = None
+        if self._is_elastic and one.selection.is_elastic and own is None:
+            elastic = elastic_encoding(engine.busy, self.settings.encode_priority)
         return assign_items(
             one.items,
             engine.instance,
             choose if own is None else or_own(own, choose),
             self._jobs.times,
             settled=settled,
-            elastic=engine.busy if elastic else None,
+            elastic=elastic,
         )
 
     def _count(self, ways: Iterable[Assignment[FrontItem]]) -> None:

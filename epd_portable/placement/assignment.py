@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Generic, Literal, TypeAlias, TypeVar
 
 from epd_portable.config.front import MAX_ENCODERS
+from epd_portable.config.instance import EncodePriority
 from epd_portable.media.limits import RequestItem
 from epd_portable.placement.estimates import EncodeTimes
 from epd_portable.placement.instances import Instance
@@ -31,8 +32,12 @@ usable. ``held``: it has the item. ``stored``: the store has it.
 """
 Busy = Literal["idle", "queue"]
 """``queue``: the prefill+decode instance computes for others, whose tokens wait meanwhile."""
-THRESHOLDS: Mapping[Busy, float] = {"idle": 2.0, "queue": 4.0}
-"""Encoders must take so many times longer than the prefill+decode instance.
+THRESHOLDS: Mapping[EncodePriority, Mapping[Busy, float]] = {
+    "tokens": {"idle": 4.0},
+    "balanced": {"idle": 2.0, "queue": 4.0},
+    "images": {"idle": 1.0, "queue": 2.0},
+}
+"""Encoders must take so many times longer than the prefill+decode instance; none: never.
 
 A text that comes while an idle instance encodes waits for that: it must be worth something.
 """
@@ -67,6 +72,25 @@ class RetryBudget:
         return True
 
 
+@dataclass(frozen=True, slots=True)
+class ElasticEncoding:
+    """When the prefill+decode instance encodes by choice.
+
+    Attributes:
+        busy: Whether it computes for others.
+        threshold: Encoders must take so many times longer.
+    """
+
+    busy: Busy
+    threshold: float
+
+
+def elastic_encoding(busy: Busy, priority: EncodePriority = "balanced") -> ElasticEncoding | None:
+    """Return when an instance encodes by choice; ``None`` for never."""
+    threshold = THRESHOLDS[priority].get(busy)
+    return None if threshold is None else ElasticEncoding(busy, threshold)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Assignment(Generic[ItemT]):
     """Origin of one item.
@@ -89,28 +113,28 @@ def assign_items(
     times: EncodeTimes,
     *,
     settled: Mapping[str, By],
-    elastic: Busy | None = None,
+    elastic: ElasticEncoding | None = None,
 ) -> list[Assignment[ItemT]]:
     """Return the origin of each of some distinct items, in their order.
 
     Args:
         here: Prefill+decode instance that needs them.
         settled: Origins without a choice, by ``item_uuid``.
-        elastic: Whether ``here`` is busy; ``None`` for no elastic encoding.
+        elastic: When ``here`` encodes by choice; ``None`` for never.
     """
     encoders = _choose_encoders([e for e in items if e.item_uuid not in settled], choose, times)
     first: Collection[str] = ()
     chosen = [encoder for encoder in encoders.values() if encoder is not None]
     if elastic is not None and len(chosen) == len(encoders):
         times_s = [times.of(item) for item in items if item.item_uuid in encoders]
-        first = [*encoders][: count_local_first(times_s, chosen, here, elastic)]
+        first = [*encoders][: count_local_first(times_s, chosen, here, elastic.threshold)]
     found = []
     for item in items:
         encoder = encoders.get(item.item_uuid)
         if by := settled.get(item.item_uuid):
             found.append(Assignment(item=item, by=by))
-        elif item.item_uuid in first:
-            found.append(Assignment(item=item, by="local_first", elastic=elastic))
+        elif elastic is not None and item.item_uuid in first:
+            found.append(Assignment(item=item, by="local_first", elastic=elastic.busy))
         elif encoder is here:
             found.append(Assignment(item=item, by="local_first"))
         elif encoder is not None:
@@ -151,7 +175,7 @@ def _choose_encoders(
 
 
 def count_local_first(
-    times_s: Sequence[float], encoders: Sequence[Instance], here: Instance, busy: Busy
+    times_s: Sequence[float], encoders: Sequence[Instance], here: Instance, threshold: float
 ) -> int:
     """Return how many of a request's first items the prefill+decode instance should encode.
 
@@ -164,6 +188,7 @@ def count_local_first(
             an unknown time, the count ends.
         encoders: Encoder of each item otherwise.
         here: The prefill+decode instance; it takes as long for an item.
+        threshold: See `ElasticEncoding`.
     """
     end_s = {encoder: encoder.pending_encode_s for encoder in encoders}
     for time_s, encoder in zip(times_s, encoders, strict=True):
@@ -171,7 +196,7 @@ def count_local_first(
     here_s = here.pending_encode_s
     for count, (time_s, encoder) in enumerate(zip(times_s, encoders, strict=True)):
         here_s += time_s
-        if not time_s or THRESHOLDS[busy] * here_s >= max(end_s.values()):
+        if not time_s or threshold * here_s >= max(end_s.values()):
             return count
         end_s[encoder] -= time_s
         if encoder not in encoders[count + 1 :]:

@@ -9,7 +9,7 @@ import logging
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -470,10 +470,6 @@ class WorkerConnector(EPDConnector):
         """Return what has ended by the end of a step; `reports` says how."""
         return self._take_ended()
 
-    def turn(self) -> AbstractContextManager[None]:
-        """Compute while nothing is encoded in the background."""
-        return nullcontext()
-
     @contextmanager
     def encoding(self, items: Sequence[str]) -> Iterator[None]:
         """Let the encoder compute some items, by ``mm_hash``.
@@ -611,10 +607,14 @@ class EncodeWorker(WorkerConnector):
 
 
 class PDWorker(WorkerConnector):
-    """The worker half of a PD instance: a `Placer`, an encoder, and a `Sender` once it is asked."""
+    """The worker half of a PD instance: a `Placer`, an encoder, and a `Sender` once it is asked.
+
+    Attributes:
+        encoder: Knows when steps compute.
+    """
 
     _placer: Placer
-    _encoder: StepEncoder
+    encoder: StepEncoder
     _sender: Sender | None = None
 
     def _open(self, copies: DeviceCopies, rank: int) -> int:
@@ -633,23 +633,24 @@ class PDWorker(WorkerConnector):
             return compat.encode(model, item.modality, item.media, device)
 
         if self._in_background:
-            self._encoder = BackgroundEncoder(encode, compat.encoder_modules(model))
+            modules, priority = compat.encoder_modules(model), self._config.encode_priority
+            self.encoder = BackgroundEncoder(encode, modules, priority)
         else:
-            self._encoder = StepEncoder(encode)
-        self._opened.callback(self._encoder.close)
+            self.encoder = StepEncoder(encode)
+        self._opened.callback(self.encoder.close)
 
     def begin_step(self, metadata: StepMetadata, encoder_cache: dict[str, torch.Tensor]) -> None:
         """See `WorkerConnector`."""
         self._placer.carry_out(metadata.receipts, encoder_cache)
         for encoding in metadata.receipts.encodings:
-            self._encoder.submit(encoding)
-        self._encoder.place(encoder_cache)
+            self.encoder.submit(encoding)
+        self.encoder.place(encoder_cache)
         if metadata.orders and self._rank == 0:
             self._send(metadata.orders, encoder_cache)
 
     def reset(self) -> None:
         """Let nothing that is on its way become an entry: the encoder cache was reset."""
-        self._encoder.reset()
+        self.encoder.reset()
         if self._sender is not None:
             self._sender.reset()
 
@@ -674,10 +675,6 @@ class PDWorker(WorkerConnector):
         with super().encoding(items):
             yield
 
-    def turn(self) -> AbstractContextManager[None]:
-        """See `WorkerConnector`."""
-        return self._encoder.step()
-
     def start_load_caches(
         self, encoder_cache: dict[str, torch.Tensor], *args: Any, **kwargs: Any
     ) -> None:
@@ -686,7 +683,7 @@ class PDWorker(WorkerConnector):
             self.begin_step(self._step_metadata(), encoder_cache)
 
     def _take_ended(self) -> Ended:
-        failed, placed = self._encoder.take_ended()
+        failed, placed = self.encoder.take_ended()
         sent = self._sender.progress.take_ended() if self._sender is not None else set()
         return sent or None, to_names({"encoded": placed, "not encoded": failed}) or None
 

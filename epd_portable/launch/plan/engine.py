@@ -150,6 +150,7 @@ class Engine:
                 "pool": f"{shm_prefix(self.run_id)}{self.name}",
                 "pool_bytes": transfer.pool_bytes if gets_items else SMALLEST_POOL_BYTES,
                 "can_encode": topology.instances.prefill_decode.encoder,
+                "encode_priority": topology.encode_priority,
             }
         return InstanceConfig(
             instance=self.name,

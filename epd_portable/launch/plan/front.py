@@ -120,6 +120,7 @@ def _settings(engines: Sequence[Engine]) -> dict[str, object]:
         "secret_file": answers.instance.secret_file,
         "trusted_network": topology.transfer.trusted_network,
         "can_encode": topology.instances.prefill_decode.encoder,
+        "encode_priority": topology.encode_priority,
         "wait_timeout_s": topology.transfer.wait_timeout_s,
         "max_bodies_bytes": bodies,
         "explains": front.api_keys_file is not None,

@@ -108,7 +108,7 @@ def hooking(
         connector._sender = host
     else:
         connector._rank = 0
-        connector._encoder = StepEncoder(lambda item: torch.full((1, 3), 7.0))
+        connector.encoder = StepEncoder(lambda item: torch.full((1, 3), 7.0))
     connector._missing, connector._unreported = set(), set()
     connector._config = SimpleNamespace(can_encode=True)
     monkeypatch.setattr(theirs, "get_ec_transfer", lambda: connector)

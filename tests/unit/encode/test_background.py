@@ -5,12 +5,18 @@ from __future__ import annotations
 import dataclasses
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
 
-from epd_portable.encode import background as background_module
-from epd_portable.encode.background import BackgroundEncoder, StepEncoder
+from epd_portable.encode.background import (
+    TURNS,
+    BackgroundEncoder,
+    ComputeTurns,
+    StepEncoder,
+    TurnLengths,
+)
 from epd_portable.items.placer import EncodeOrder
 from tests.unit.items.harness import Item, PrefillSide, sources
 from tests.waiting import until
@@ -91,38 +97,126 @@ def test_items_are_encoded_one_by_one_while_the_caller_goes_on(
     assert background.take_ended() == (set(), set()), "once"
 
 
-def test_an_encoder_that_waits_for_a_step_is_next_though_another_step_comes_at_once(
-    tower: Tower, background: BackgroundEncoder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(background_module, "TURN_S", 0.0)
-    with background.step():
-        background.submit(encoding("a"))
-        until(lambda: background.turns._asking)
-        assert not tower.begun
-    tower.may.release(3)
-    with background.step():
-        assert not tower.begun, "it has had its turn up to the first block"
-    for number in range(3):
-        with background.step():
-            assert tower.begun == list(range(number + 1))
+@contextmanager
+def step(turns: ComputeTurns | BackgroundEncoder) -> Iterator[None]:
+    turns.begin_step()
+    yield
+    turns.end_step()
 
 
-def test_a_turn_lasts_though_a_step_waits(
-    tower: Tower, background: BackgroundEncoder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(background_module, "TURN_S", 60.0)
+class WatchedTurns(ComputeTurns):
+    """Counts how often the encoder has looked whether it may compute."""
+
+    looks = 0
+
+    def _may_encode(self) -> bool:
+        found = super()._may_encode()
+        self.looks += 1
+        return found
+
+
+class Encoder:
+    """An encoder that asks for its turn in a thread, and says how often it got one."""
+
+    def __init__(self, turns: ComputeTurns) -> None:
+        self.turns = turns
+        self.count = 0
+        self.may_pause = threading.Semaphore(0)
+        self._thread = threading.Thread(target=self._work, daemon=True)
+        self._thread.start()
+
+    def _work(self) -> None:
+        with self.turns.encoder():
+            self.count += 1
+            while self.may_pause.acquire(timeout=30) and self.count < 100:
+                self.turns.pause()
+                self.count += 1
+
+    def close(self) -> None:
+        self.count = 100
+        self.may_pause.release()
+        while self._thread.is_alive():
+            with step(self.turns):
+                """It may wait for steps."""
+            self._thread.join(timeout=0.01)
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_an_encoder_gets_a_turn_after_so_many_steps(steps: int) -> None:
+    turns = WatchedTurns(TurnLengths(encoder_s=0.0, steps=steps, rest_s=60.0))
+    turns.begin_step()
+    encoder = Encoder(turns)
+    until(lambda: turns._asking)
+    looks = turns.looks
+    turns.end_step()
+    for done in range(1, steps):
+        until(lambda before=looks: turns.looks > before)
+        assert encoder.count == 0, f"{done} steps"
+        looks = turns.looks
+        with step(turns):
+            """The encoder waits."""
+    until(lambda: encoder.count == 1)
+    waiting = threading.Thread(target=turns.begin_step)
+    waiting.start()
+    until(lambda: turns._stepping)
+    assert waiting.is_alive(), "the encoder has not paused"
+    encoder.may_pause.release()
+    waiting.join()
+    turns.end_step()
+    encoder.close()
+
+
+def test_an_encoder_begins_at_once_where_no_step_came_for_a_while() -> None:
+    encoder = Encoder(ComputeTurns(TURNS["tokens"]))
+    until(lambda: encoder.count == 1)
+    encoder.close()
+
+
+def test_sampling_is_of_the_step_before_it() -> None:
+    turns = ComputeTurns(TURNS["balanced"])
+    turns.begin_step()
+    encoder = Encoder(turns)
+    until(lambda: turns._asking)
+    turns.begin_step()
+    assert encoder.count == 0, "the step has not ended"
+    turns.end_step()
+    turns.end_step()
+    until(lambda: encoder.count == 1)
+    encoder.close()
+
+
+def test_an_item_is_encoded_to_its_end_where_images_come_first() -> None:
+    turns = ComputeTurns(TURNS["images"])
+    encoder = Encoder(turns)
+    until(lambda: encoder.count == 1)
+    waiting = threading.Thread(target=turns.begin_step)
+    waiting.start()
+    until(lambda: turns._stepping)
+    encoder.may_pause.release(3)
+    until(lambda: encoder.count == 4)
+    assert waiting.is_alive()
+    encoder.count = 100
+    encoder.may_pause.release()
+    waiting.join()
+    turns.end_step()
+    encoder.close()
+
+
+def test_a_turn_lasts_though_a_step_waits(tower: Tower) -> None:
+    background = BackgroundEncoder(tower.encode, tower.blocks, "images")
     background.submit(encoding("a"))
     until(lambda: tower.begun == [0])
     tower.may.release(3)
-    with background.step():
+    with step(background):
         assert tower.begun == [0, 1, 2]
+    background.close()
 
 
 def test_a_step_that_encodes_by_itself_does_not_wait_for_itself(
     tower: Tower, background: BackgroundEncoder
 ) -> None:
     tower.may.release(3)
-    with background.step(), torch.inference_mode():
+    with step(background), torch.inference_mode():
         assert tower.encode(encoding("a")).tolist() == [[3.0] * 3] * 2
 
 
@@ -143,7 +237,7 @@ def test_an_item_that_cannot_be_encoded_is_told_and_the_next_one_comes(
     assert background.take_ended() == ({"broken"}, {"b"})
     assert "item broken could not be encoded beside the steps" in caplog.text
     assert "no such tower" in caplog.text
-    with background.step():
+    with step(background):
         """Nothing keeps it waiting."""
 
 

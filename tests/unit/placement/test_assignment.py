@@ -6,6 +6,7 @@ import random
 import pytest
 
 from epd_portable.placement.assignment import (
+    THRESHOLDS,
     Assignment,
     Busy,
     By,
@@ -15,6 +16,7 @@ from epd_portable.placement.assignment import (
     RetryBudget,
     assign_items,
     count_local_first,
+    elastic_encoding,
     or_own,
 )
 from epd_portable.placement.estimates import EncodeTimes
@@ -57,7 +59,12 @@ class Scene:
         self, items: list[Picture], elastic: Busy | None = None, **settled: By
     ) -> list[Assignment[Picture]]:
         return assign_items(
-            items, self.pd, self.choose, self.times, settled=settled, elastic=elastic
+            items,
+            self.pd,
+            self.choose,
+            self.times,
+            settled=settled,
+            elastic=elastic_encoding(elastic) if elastic else None,
         )
 
     def has(self, instance: Instance, items: int) -> None:
@@ -67,7 +74,7 @@ class Scene:
     def first_here(self, items: list[Picture], busy: Busy = "idle") -> int:
         encoders = [self.encoders[n % len(self.encoders)] for n in range(len(items))]
         times_s = [self.times.of(item) for item in items]
-        return count_local_first(times_s, encoders, self.pd, busy)
+        return count_local_first(times_s, encoders, self.pd, THRESHOLDS["balanced"][busy])
 
     def tries(self, deadline_s: float = 30.0) -> EncodeTries:
         (item,) = pictures("p")
@@ -101,6 +108,13 @@ def test_settled_items_get_no_encoder() -> None:
     assert [each.by for each in found] == ["encoder", "stored", "local_first", "held"]
     assert [bool(each.encoder) for each in found] == [True, False, False, False]
     assert not any(each.elastic for each in found)
+
+
+def test_tokens_first_means_no_elastic_encoding_at_a_busy_instance() -> None:
+    assert elastic_encoding("queue", "tokens") is None
+    idle = [elastic_encoding("idle", each) for each in ("tokens", "balanced", "images")]
+    thresholds = [each.threshold for each in idle if each]
+    assert thresholds == sorted({*thresholds}, reverse=True) and len(thresholds) == 3
 
 
 def test_items_without_an_encoder_are_encoded_where_they_are_needed() -> None:

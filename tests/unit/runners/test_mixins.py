@@ -1,7 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -45,6 +44,10 @@ class Noting:
         self.epd = self
         self.report: object = None
         self.traced: list[tuple[str, dict[str, object]]] = []
+        self.encoder = SimpleNamespace(
+            begin_step=lambda: self.calls.append("turn"),
+            end_step=lambda: self.calls.append("over"),
+        )
 
     def begin_step(self, metadata: object, encoder_cache: dict[str, Any]) -> None:
         assert encoder_cache is self.outputs
@@ -60,12 +63,6 @@ class Noting:
     def end_step(self) -> object:
         self.calls.append("end")
         return self.report
-
-    @contextmanager
-    def turn(self) -> Iterator[None]:
-        self.calls.append("turn")
-        yield
-        self.calls.append("over")
 
 
 class Runner(Noting):
@@ -167,14 +164,25 @@ def test_a_report_is_attached_to_a_copy_of_the_output(mixin: type, tokens: int) 
     assert Runner.shared.ec_connector_output is None
 
 
-def test_a_step_that_computes_takes_its_turn_and_draws_in_another() -> None:
+def test_a_step_that_computes_and_samples_takes_one_turn() -> None:
     runner = mixed(PDRunnerMixin)
     step = Step(total_num_scheduled_tokens=3)
     assert runner.execute_model(step, extra="kept") is Runner.shared
-    assert runner.calls == [("begin", "metadata"), "turn", ("model", "kept"), "over"]
+    computed = [("begin", "metadata"), "turn", ("model", "kept")]
+    assert runner.calls == [*computed, "over"], "nothing is sampled"
     runner.calls.clear()
+    runner.shared = None
+    assert runner.execute_model(step, extra="kept") is None
     assert runner.sample_tokens("grammar") == "tokens"
-    assert runner.calls == ["turn", "grammar", "over"]
+    assert runner.calls == [*computed, "grammar", "over"]
+
+
+def test_a_step_that_fails_ends_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = mixed(PDRunnerMixin)
+    monkeypatch.setattr(Runner, "execute_model", fail)
+    with pytest.raises(MemoryError):
+        runner.execute_model(Step(total_num_scheduled_tokens=3))
+    assert runner.calls == [("begin", "metadata"), "turn", "over"]
 
 
 @pytest.mark.parametrize("mixin", [EncoderRunnerMixin, PDRunnerMixin])
