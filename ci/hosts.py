@@ -1,4 +1,4 @@
-"""Runs two sections of docs/deploy.md, from their own text, for four hosts; then faults.
+"""Runs two sections of docs/hosts.md, from their own text, for four hosts; then faults.
 
     python -m ci.hosts            Two hosts
     python -m ci.hosts prefill    Prefill on another host
@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE = ROOT / "docs/deploy.md"
+PAGE = ROOT / "docs/hosts.md"
 BLOCK = re.compile(r"^```bash\n# ([\w.]+): (\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 FRONTS = ("10.0.0.1", "10.0.0.3")
 SHARED = ("10.0.0.2", "10.0.0.4")
@@ -65,7 +65,7 @@ def blocks(text: str, title: str = "Two hosts") -> dict[str, tuple[str, str]]:
     section = text.partition(f"\n## {title}\n")[2].partition("\n## ")[0]
     found = {name: (host, script) for host, name, script in BLOCK.findall(section)}
     if list(found) != STEPS[title]:
-        raise ValueError(f"docs/deploy.md, {title}: found the steps {', '.join(found)}")
+        raise ValueError(f"docs/hosts.md, {title}: found the steps {', '.join(found)}")
     return found
 
 

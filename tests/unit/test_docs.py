@@ -32,6 +32,7 @@ README = ROOT / "README.md"
 STRUCTURES = ROOT / "docs/structures.md"
 METRICS = ROOT / "docs/metrics.md"
 DEPLOY = ROOT / "docs/deploy.md"
+HOSTS = ROOT / "docs/hosts.md"
 OPERATIONS = ROOT / "docs/operations.md"
 TROUBLESHOOTING = ROOT / "docs/troubleshooting.md"
 DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
@@ -270,9 +271,9 @@ def test_shell_blocks_and_python_blocks_are_well_formed(page: Path) -> None:
 
 
 def test_the_steps_of_two_hosts_are_those_that_the_job_runs() -> None:
-    steps = hosts.blocks(read(DEPLOY))
+    steps = hosts.blocks(read(HOSTS))
     assert {host for host, _ in steps.values()} == {"both", hosts.FRONTS[0], hosts.SHARED[0]}
-    steps = hosts.blocks(read(DEPLOY), "Prefill on another host")
+    steps = hosts.blocks(read(HOSTS), "Prefill on another host")
     assert {host for host, _ in steps.values()} == {hosts.FRONTS[0], *hosts.SHARED}
 
 
