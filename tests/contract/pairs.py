@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -123,6 +123,18 @@ def parameters(routes: Iterable[Route]) -> list[Any]:
         )
         for route in routes
     ]
+
+
+def spread(routes: Iterable[Route], values: Sequence[Any], count: int) -> list[Any]:
+    """Some values for each route, in turn: all values for some route, and not each for each."""
+    spread: list[Any] = []
+    for number, each in enumerate(parameters(routes)):
+        for place in range(number * count, (number + 1) * count):
+            value = values[place % len(values)]
+            spread.append(
+                pytest.param(each.values[0], value, id=f"{each.id}-{value}", marks=each.marks)
+            )
+    return spread
 
 
 PAIRS = [Pair(*names) for names in product(PLATFORMS, PLATFORMS)]

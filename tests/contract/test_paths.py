@@ -28,7 +28,7 @@ from epd_portable.transfer.copies import QueuedCopy
 from epd_portable.transfer.paths.base import PathWriter, SlotWrite
 from epd_portable.transfer.pool import SHM_FOLDER
 from epd_portable.wire.descriptors import SlotDescriptor
-from tests.contract.pairs import REFUSED, ROUTES, Route, encode_peer, parameters
+from tests.contract.pairs import REFUSED, ROUTES, Route, encode_peer, parameters, spread
 from tests.contract.path_consumer import CONTEXT, DEADLINE_S, MIB, Consumer, digest
 from tests.receiving import slot_write
 from tests.waiting import until
@@ -162,11 +162,17 @@ def _offered(platform: str) -> list[str]:
 
 
 # 40 MiB of float32; the same tokens in half the bytes end inside a chunk of any path.
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("num_tokens", [1, 1024, 8 * MIB // ROW_BYTES + 1, 40 * MIB // ROW_BYTES])
+SIZES = [1, 1024, 8 * MIB // ROW_BYTES + 1, 40 * MIB // ROW_BYTES]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+CONTENTS = [(size, DTYPES[(n + m) % 3]) for m in range(3) for n, size in enumerate(SIZES)]
+"""Every number of tokens with every dtype; four in a row hold all of both."""
+
+
+@pytest.mark.parametrize(("route", "content"), spread(ROUTES, CONTENTS, 4), indirect=["route"])
 def test_item_arrives_bit_for_bit_beside_untouched_neighbours(
-    route: Route, writer: PathWriter, consumer: Consumer, num_tokens: int, dtype: torch.dtype
+    route: Route, writer: PathWriter, consumer: Consumer, content: tuple[int, torch.dtype]
 ) -> None:
+    num_tokens, dtype = content
     src = host_tensor(num_tokens, dtype)
     consumer.fill(nbytes(src) + 2 * GUARD, FILL)
     slot = consumer.grant(GUARD, nbytes(src))
@@ -445,7 +451,11 @@ def test_a_slot_outside_the_memory_is_refused_and_the_path_goes_on(
     assert_serves(writer, consumer)
 
 
-@pytest.mark.parametrize("address", ["", "nonsense", "tcp://*:x", "\ud800", "0", "::"])
+@pytest.mark.parametrize(
+    ("route", "address"),
+    spread(ROUTES, ["", "nonsense", "tcp://*:x", "\ud800", "0", "::"], 3),
+    indirect=["route"],
+)
 def test_an_address_that_is_none_is_an_error(
     writer: PathWriter, consumer: Consumer, address: str
 ) -> None:
@@ -554,7 +564,7 @@ def test_a_consumer_that_stops_during_a_write_is_an_error_at_the_deadline(
     again.close()
 
 
-@pytest.mark.parametrize("at", [3, 6, 8, 9, 10])
+@pytest.mark.parametrize(("route", "at"), spread(ROUTES, [3, 6, 8, 9, 10], 2), indirect=["route"])
 def test_a_producer_that_is_killed_during_a_write_harms_no_other(
     route: Route, writer: PathWriter, consumer: Consumer, at: int
 ) -> None:

@@ -404,6 +404,21 @@ def of_files(tmp_path: Path, **keys: object) -> Store:
     return make_store(StoreSection(kind="file", path=str(tmp_path), **keys))  # type: ignore[arg-type]
 
 
+def test_file_entry_survives_short_reads_and_writes_and_leaves_no_descriptor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, write = os.preadv, os.write
+    monkeypatch.setattr(os, "preadv", lambda file, into, at: read(file, [into[0][:1000]], at))
+    monkeypatch.setattr(os, "write", lambda file, data: write(file, data[:1000]))
+    store = of_files(tmp_path)
+    before = os.listdir("/proc/self/fd")
+    for name in ("cat", "dog"):
+        store.save_caches([entry(name)])
+        assert loaded(store, name) == bytes(entry(name).payload)
+        store.discard(key(name))
+    assert len(os.listdir("/proc/self/fd")) <= len(before)
+
+
 @pytest.mark.parametrize("size", [0, 1, 7, 8, 100, 4000, 4400])
 def test_a_half_written_file_is_damaged_or_not_there(tmp_path: Path, size: int) -> None:
     store = of_files(tmp_path)

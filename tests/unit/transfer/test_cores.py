@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from epd_portable.transfer.cores import cores_kept, timers_late
+from epd_portable.transfer.cores import cores_kept, on_all_cores, timers_late
 
 
 def test_a_thread_runs_afterwards_where_it_ran_before() -> None:
@@ -19,6 +19,26 @@ def test_a_thread_runs_afterwards_where_it_ran_before() -> None:
     assert after == before
     if len(before) == 1:
         pytest.skip("there is one core")
+
+
+def test_new_threads_get_the_cores_of_every_thread() -> None:
+    """OpenMP binds the thread that loads it to one core."""
+    before = os.sched_getaffinity(0)
+    if len(before) == 1:
+        pytest.skip("there is one core")
+    end = threading.Event()
+    other = threading.Thread(target=end.wait)
+    other.start()
+    os.sched_setaffinity(0, {max(before)})
+    try:
+        with on_all_cores():
+            inside = os.sched_getaffinity(0)
+        after = os.sched_getaffinity(0)
+    finally:
+        os.sched_setaffinity(0, before)
+        end.set()
+        other.join()
+    assert (inside, after) == (before, {max(before)})
 
 
 def test_timers_are_late_in_threads_that_start_meanwhile_and_nowhere_else() -> None:

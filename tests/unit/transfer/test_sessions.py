@@ -61,6 +61,11 @@ def test_the_later_of_two_lives_is_known(other: tuple[subprocess.Popen[str], str
     assert not is_later_life(peer(session=other[1], host="another"), first)
 
 
+def test_host_identity_holds_the_boot_and_the_shared_memory() -> None:
+    boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    assert host_identity() == f"{boot_id}:{os.stat('/dev/shm').st_dev}"
+
+
 LEADER_ENDS = """
 import ctypes, threading
 from epd_portable.transfer.sessions import new_session
