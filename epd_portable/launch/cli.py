@@ -34,11 +34,12 @@ from epd_portable.launch.commands.command_line import (
 )
 from epd_portable.launch.environment import new_run_id, run_secret_file
 from epd_portable.launch.notices import Notice
+from epd_portable.launch.plan.advice import Traffic, advice_rows, ways
 from epd_portable.launch.plan.check import inspect, inspect_environment
 from epd_portable.launch.plan.file_checks import named_files
 from epd_portable.launch.plan.machine import probed_machine
 from epd_portable.launch.plan.request import PlanRequest, python_of, refusals, store_warnings
-from epd_portable.launch.plan.text import findings_table, plan_table
+from epd_portable.launch.plan.text import columns, findings_table, plan_table
 from epd_portable.launch.run.fronts import FrontClient
 from epd_portable.launch.run.logs import make_private_folder, use_log_folder
 from epd_portable.launch.run.running import RUN_FOLDER
@@ -181,15 +182,23 @@ def _serve(request: PlanRequest, log_dir: Path | None, *, as_json: bool) -> None
 @main.command()
 @topology_options
 @_port_option
+@click.option(
+    "--advise",
+    metavar="NAME=NUMBER,...",
+    help="Compare ways to use the devices of the plan: ms of encode (an image), prefill (a prompt) "
+    "and token (a step by its requests), images and output tokens of a request, optionally remote "
+    "(ms of an image elsewhere) and rate (requests a second).",
+)
 @json_option
-def plan(as_json: bool, **options: Any) -> None:
-    """Show the processes that would be started; needs no device and starts nothing.
+def plan(advise: str | None, as_json: bool, **options: Any) -> None:
+    r"""Show the processes that would be started; needs no device and starts nothing.
 
     With --hardware it plans for the devices of that profile, whatever this machine has. What `up`
     would refuse here, such as a port in use, is a warning.
 
       epd-launch plan --platform cuda --config configs/1e3pd.yaml --set transfer.path=shm
-      epd-launch plan --hardware h200 --config configs/h200-8.yaml
+      epd-launch plan --hardware h200 --config configs/h200-8.yaml \
+        --advise encode=16,prefill=9,token=0.11,output=128,images=0.5
     """
     request = PlanRequest.from_options(**options)
     topology = request.load()
@@ -208,7 +217,14 @@ def plan(as_json: bool, **options: Any) -> None:
     result = dataclasses.replace(result, warnings=tuple(warnings))
     for warning in () if as_json else warnings:
         printer(as_json=False)(Notice("warning", warning))
-    show(plan_table(result), as_json=as_json, **result.as_json())
+    text, content = plan_table(result), result.as_json()
+    if advise:
+        traffic = Traffic.read(advise)
+        engines = [spec for spec in result.processes if spec.role != "front"]
+        found = ways(traffic, len(result.devices) or sum(len(spec.cores) or 1 for spec in engines))
+        text += "\n\n" + "\n".join(columns(advice_rows(found, traffic)))
+        content["advice"] = [dataclasses.asdict(way) for way in found]
+    show(text, as_json=as_json, **content)
 
 
 @main.command()
