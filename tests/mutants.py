@@ -2,7 +2,7 @@
 
 Each mutant changes one operator, condition, number or statement of a package, in a copy of the
 checkout, and is killed by the first test that fails. A first run records the lines that each test
-executes in its own process: a mutant gets the tests that reach it. A seed fixes the sample.
+executes in its own process: a mutant gets the tests that reach it, or else its file.
 """
 
 from __future__ import annotations
@@ -162,8 +162,9 @@ def run(tree: Path, package: str, options: argparse.Namespace) -> float:
     chosen = random.Random(options.seed).sample(every, min(options.count, len(every)))
     survived = 0
     for path, lines, words, text in chosen:
-        names = [name for name in quick if lines & reached[name]] or quick
-        files = sorted({name.partition("::")[0] for name in names})
+        near = [name for name in quick if any(path == other for other, _ in reached[name])]
+        names = [name for name in near if lines & reached[name]] or near or quick
+        files = {name.partition("::")[0] for name in names}
         Path(path).write_text(text, "utf-8")
         if not run_pytest(tree, ["-x", "--timeout=150", *files], Chosen("", names)):
             survived += 1

@@ -230,7 +230,7 @@ def offered(
     """
     if asked != AUTO:
         wanted = entry(asked)
-        if problem := _problem(wanted, platform) or _missing(wanted):
+        if problem := _problem(wanted, platform) or missing(wanted):
             raise ConfigError(f"transfer.path {asked!r}: {problem}; write {AUTO}")
         if wanted.plain_off_host and not plain:
             raise ConfigError(
@@ -242,7 +242,7 @@ def offered(
         path
         for path in PATHS
         if not _problem(path, platform)
-        and not _missing(path)
+        and not missing(path)
         and not _reserved(path, platform)
         and (off_host or not path.library)
         and (plain or not path.plain_off_host)
@@ -284,7 +284,7 @@ def describe(producer: str, consumer: str) -> list[tuple[str, bool, str]]:
     """Return ``(path, usable, reason)`` for every path between two platforms of this host."""
     described = []
     for path in PATHS:
-        problem = _problem_between(path, producer, consumer) or _missing(path)
+        problem = _problem_between(path, producer, consumer) or missing(path)
         if not problem and path.same_host and not os.access(SHM_FOLDER, os.W_OK):
             problem = f"{SHM_FOLDER} cannot be written"
         remark = _reserved(path, producer)
@@ -333,7 +333,7 @@ def _problem_between(
     return ""
 
 
-def _missing(path: PathEntry) -> str:
+def missing(path: PathEntry) -> str:
     """Why this environment does not have a path."""
     if path.library and importlib.util.find_spec(path.library) is None:
         return f"{path.library} is not installed: install epd-portable[{path.extra}]"

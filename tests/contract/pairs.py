@@ -20,7 +20,7 @@ from tests.keyring import keys
 
 FINGERPRINT = "same"
 PLATFORMS = [name for name in registry.names() if registry.availability(name).ok]
-PATHS = [entry.name for entry in paths.PATHS if not paths._missing(entry)]
+PATHS = [entry.name for entry in paths.PATHS if not paths.missing(entry)]
 
 
 @dataclass(frozen=True)

@@ -118,7 +118,7 @@ def on(group: CollectiveGroup, tensor: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.fixture
-def pair(make: MakeGroups) -> Sequence[CollectiveGroup]:
+def ranks(make: MakeGroups) -> Sequence[CollectiveGroup]:
     return make()
 
 
@@ -135,22 +135,22 @@ def test_ranks_know_themselves(make: MakeGroups) -> None:
     ids=str,
 )
 def test_tensor_arrives_bit_for_bit(
-    pair: Sequence[CollectiveGroup], shape: tuple[int, ...], dtype: torch.dtype
+    ranks: Sequence[CollectiveGroup], shape: tuple[int, ...], dtype: torch.dtype
 ) -> None:
-    sent = on(pair[0], torch.arange(math.prod(shape)).reshape(shape).to(dtype) + 1)
-    received = on(pair[1], torch.zeros(shape, dtype=dtype))
-    results(lambda: pair[0].send(sent, AMPLE_S), lambda: pair[1].recv(received, AMPLE_S))
+    sent = on(ranks[0], torch.arange(math.prod(shape)).reshape(shape).to(dtype) + 1)
+    received = on(ranks[1], torch.zeros(shape, dtype=dtype))
+    results(lambda: ranks[0].send(sent, AMPLE_S), lambda: ranks[1].recv(received, AMPLE_S))
     assert torch.equal(sent.cpu(), received.cpu())
 
 
-def test_large_tensors_arrive_whole(pair: Sequence[CollectiveGroup]) -> None:
+def test_large_tensors_arrive_whole(ranks: Sequence[CollectiveGroup]) -> None:
     content = torch.randn(1 << 20, generator=torch.Generator().manual_seed(1))
-    sent, received = on(pair[1], content), on(pair[0], torch.zeros(1 << 20))
-    results(lambda: pair[1].send(sent, AMPLE_S), lambda: pair[0].recv(received, AMPLE_S))
+    sent, received = on(ranks[1], content), on(ranks[0], torch.zeros(1 << 20))
+    results(lambda: ranks[1].send(sent, AMPLE_S), lambda: ranks[0].recv(received, AMPLE_S))
     assert torch.equal(received.cpu(), content)
 
 
-def test_sends_arrive_in_order_and_in_both_directions(pair: Sequence[CollectiveGroup]) -> None:
+def test_sends_arrive_in_order_and_in_both_directions(ranks: Sequence[CollectiveGroup]) -> None:
     def give(group: CollectiveGroup) -> None:
         for value in range(5):
             group.send(on(group, torch.tensor([value])), AMPLE_S)
@@ -159,20 +159,20 @@ def test_sends_arrive_in_order_and_in_both_directions(pair: Sequence[CollectiveG
         box = on(group, torch.tensor([-1]))
         return [(group.recv(box, AMPLE_S), int(box.cpu()))[1] for _ in range(5)]
 
-    assert results(lambda: give(pair[0]), lambda: take(pair[1]))[1] == [0, 1, 2, 3, 4]
-    assert results(lambda: take(pair[0]), lambda: give(pair[1]))[0] == [0, 1, 2, 3, 4]
+    assert results(lambda: give(ranks[0]), lambda: take(ranks[1]))[1] == [0, 1, 2, 3, 4]
+    assert results(lambda: take(ranks[0]), lambda: give(ranks[1]))[0] == [0, 1, 2, 3, 4]
 
 
 def test_the_sender_may_overwrite_its_tensor_when_send_returns(
-    pair: Sequence[CollectiveGroup],
+    ranks: Sequence[CollectiveGroup],
 ) -> None:
-    tensor, received = on(pair[0], torch.ones(1 << 18)), on(pair[1], torch.zeros(1 << 18))
+    tensor, received = on(ranks[0], torch.ones(1 << 18)), on(ranks[1], torch.zeros(1 << 18))
 
     def send_and_overwrite() -> None:
-        pair[0].send(tensor, AMPLE_S)
+        ranks[0].send(tensor, AMPLE_S)
         tensor.fill_(-1)
 
-    results(send_and_overwrite, lambda: pair[1].recv(received, AMPLE_S))
+    results(send_and_overwrite, lambda: ranks[1].recv(received, AMPLE_S))
     assert torch.equal(received.cpu(), torch.ones(1 << 18))
 
 
@@ -198,19 +198,19 @@ def test_a_rank_that_closes_right_after_a_call_does_not_cut_off_the_others(
 
 
 def test_a_mismatch_is_an_error_at_both_ends_and_the_group_stays_usable(
-    pair: Sequence[CollectiveGroup],
+    ranks: Sequence[CollectiveGroup],
 ) -> None:
-    offered, wanted = on(pair[0], torch.ones(3)), on(pair[1], torch.ones(4))
+    offered, wanted = on(ranks[0], torch.ones(3)), on(ranks[1], torch.ones(4))
     at_sender, at_receiver = errors(
-        lambda: pair[0].send(offered, AMPLE_S), lambda: pair[1].recv(wanted, AMPLE_S)
+        lambda: ranks[0].send(offered, AMPLE_S), lambda: ranks[1].recv(wanted, AMPLE_S)
     )
     assert isinstance(at_sender, ValueError)
     assert isinstance(at_receiver, ValueError)
     assert "rank 1 expects 16 bytes, this rank sends 12" in str(at_sender)
     assert "rank 0 sends 12 bytes, this rank expects 16" in str(at_receiver)
     assert torch.equal(wanted.cpu(), torch.ones(4))
-    ones, box = on(pair[0], torch.ones(2)), on(pair[1], torch.zeros(2))
-    results(lambda: pair[0].send(ones, AMPLE_S), lambda: pair[1].recv(box, AMPLE_S))
+    ones, box = on(ranks[0], torch.ones(2)), on(ranks[1], torch.zeros(2))
+    results(lambda: ranks[0].send(ones, AMPLE_S), lambda: ranks[1].recv(box, AMPLE_S))
     assert box.cpu().sum() == 2
 
 
@@ -224,19 +224,19 @@ def test_a_mismatch_is_an_error_at_both_ends_and_the_group_stays_usable(
     ids=["strided", "empty", "elsewhere"],
 )
 def test_a_tensor_that_cannot_be_moved_is_refused_at_once(
-    pair: Sequence[CollectiveGroup], tensor: torch.Tensor, complaint: str
+    ranks: Sequence[CollectiveGroup], tensor: torch.Tensor, complaint: str
 ) -> None:
-    if tensor.is_cpu and pair[0].device.type != "cpu":
-        moved = torch.empty_strided((), (), dtype=tensor.dtype, device=pair[0].device)
+    if tensor.is_cpu and ranks[0].device.type != "cpu":
+        moved = torch.empty_strided((), (), dtype=tensor.dtype, device=ranks[0].device)
         tensor = moved.new_empty(16)[: tensor.numel()].as_strided(tensor.shape, tensor.stride())
-    for call in (pair[0].send, pair[0].recv):
+    for call in (ranks[0].send, ranks[0].recv):
         with pytest.raises(ValueError, match=complaint):
             call(tensor, AMPLE_S)
 
 
-def test_a_deadline_must_lie_ahead(pair: Sequence[CollectiveGroup]) -> None:
-    tensor = on(pair[0], torch.ones(1))
-    for call in (pair[0].send, pair[0].recv):
+def test_a_deadline_must_lie_ahead(ranks: Sequence[CollectiveGroup]) -> None:
+    tensor = on(ranks[0], torch.ones(1))
+    for call in (ranks[0].send, ranks[0].recv):
         for timeout_s in (0.0, -1.0, math.inf, math.nan):
             with pytest.raises(ValueError, match="positive and finite"):
                 call(tensor, timeout_s)
@@ -257,38 +257,38 @@ MakeCall = Callable[[CollectiveGroup, float], None]
 @every_call
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_peer_that_does_not_come_is_an_error_at_the_deadline(
-    pair: Sequence[CollectiveGroup], call: MakeCall, rank: int
+    ranks: Sequence[CollectiveGroup], call: MakeCall, rank: int
 ) -> None:
     start_s = time.monotonic()
     with pytest.raises(TransportTimeoutError, match=r"did not come within 0\.2 s"):
-        call(pair[rank], SHORT_S)
+        call(ranks[rank], SHORT_S)
     assert SHORT_S <= time.monotonic() - start_s < AMPLE_S
 
 
 @every_call
 def test_a_peer_that_has_closed_is_an_error_long_before_the_deadline(
-    pair: Sequence[CollectiveGroup], call: MakeCall
+    ranks: Sequence[CollectiveGroup], call: MakeCall
 ) -> None:
-    pair[1].close()
+    ranks[1].close()
     start_s = time.monotonic()
     with pytest.raises(PeerLostError):
-        call(pair[0], AMPLE_S)
+        call(ranks[0], AMPLE_S)
     assert time.monotonic() - start_s < AMPLE_S / 2
 
 
 @every_call
 def test_a_peer_that_closes_while_this_rank_waits_wakes_it(
-    pair: Sequence[CollectiveGroup], call: MakeCall
+    ranks: Sequence[CollectiveGroup], call: MakeCall
 ) -> None:
     waits = threading.Event()
 
     def wait() -> None:
         waits.set()
-        call(pair[0], AMPLE_S)
+        call(ranks[0], AMPLE_S)
 
     def leave() -> None:
         assert waits.wait(AMPLE_S)
-        pair[1].close()
+        ranks[1].close()
 
     start_s = time.monotonic()
     error, _ = errors(wait, leave)
@@ -298,31 +298,31 @@ def test_a_peer_that_closes_while_this_rank_waits_wakes_it(
 
 @every_call
 def test_a_closed_group_refuses_calls_and_says_why(
-    pair: Sequence[CollectiveGroup], call: MakeCall
+    ranks: Sequence[CollectiveGroup], call: MakeCall
 ) -> None:
-    pair[0].close()
-    pair[0].close()
+    ranks[0].close()
+    ranks[0].close()
     with pytest.raises(TransportError, match=r"is closed \(close\(\) was called\); make a new one"):
-        call(pair[0], AMPLE_S)
+        call(ranks[0], AMPLE_S)
 
 
 def test_missed_deadline_closes_the_group_at_both_ends(
-    pair: Sequence[CollectiveGroup],
+    ranks: Sequence[CollectiveGroup],
 ) -> None:
     with pytest.raises(TransportTimeoutError):
-        pair[0].recv(four(pair[0]), SHORT_S)
+        ranks[0].recv(four(ranks[0]), SHORT_S)
     with pytest.raises(TransportError, match="is closed"):
-        pair[0].recv(four(pair[0]), SHORT_S)
+        ranks[0].recv(four(ranks[0]), SHORT_S)
     with pytest.raises(PeerLostError):
-        pair[1].recv(four(pair[1]), AMPLE_S)
+        ranks[1].recv(four(ranks[1]), AMPLE_S)
 
 
 def test_two_ranks_that_both_send_are_told_so_instead_of_waiting(
-    pair: Sequence[CollectiveGroup],
+    ranks: Sequence[CollectiveGroup],
 ) -> None:
     found = errors(
-        lambda: pair[0].send(four(pair[0]), AMPLE_S),
-        lambda: pair[1].send(four(pair[1]), AMPLE_S),
+        lambda: ranks[0].send(four(ranks[0]), AMPLE_S),
+        lambda: ranks[1].send(four(ranks[1]), AMPLE_S),
     )
     assert any(isinstance(error, ProtocolError) for error in found)
     assert all(isinstance(error, ProtocolError | PeerLostError) for error in found)

@@ -87,7 +87,7 @@ def host_tensor(num_tokens: int, dtype: torch.dtype = torch.float32, seed: int =
 
 
 def source(writer: PathWriter, num_tokens: int, **options: int) -> torch.Tensor:
-    return host_tensor(num_tokens, **options).to(writer._copies.device)
+    return host_tensor(num_tokens, **options).to(writer.copies.device)
 
 
 def nbytes(src: torch.Tensor) -> int:
@@ -101,7 +101,7 @@ def write(
     slot: SlotDescriptor,
     seconds: float = 30.0,
 ) -> None:
-    writer.write(slot_write(writer._copies, src, slot, consumer.address, seconds))
+    writer.write(slot_write(writer.copies, src, slot, consumer.address, seconds))
 
 
 def within_guards(content: torch.Tensor) -> str:
@@ -130,7 +130,7 @@ def assert_serves(writer: PathWriter, consumer: Consumer) -> None:
     """The path still works between the two."""
     src = host_tensor(7, seed=7)
     slot = consumer.grant(GUARD, nbytes(src))
-    write(writer, consumer, src.to(writer._copies.device), slot)
+    write(writer, consumer, src.to(writer.copies.device), slot)
     assert consumer.digest(GUARD, nbytes(src)) == digest(src)
 
 
@@ -176,7 +176,7 @@ def test_item_arrives_bit_for_bit_beside_untouched_neighbours(
     src = host_tensor(num_tokens, dtype)
     consumer.fill(nbytes(src) + 2 * GUARD, FILL)
     slot = consumer.grant(GUARD, nbytes(src))
-    write(writer, consumer, src.to(writer._copies.device), slot)
+    write(writer, consumer, src.to(writer.copies.device), slot)
     assert consumer.digest(0, nbytes(src) + 2 * GUARD) == within_guards(src)
     placed, device = consumer.place(slot, src)
     assert placed == digest(src)
@@ -188,7 +188,7 @@ def test_second_rank_places_the_item(
 ) -> None:
     src = host_tensor(100, torch.bfloat16)
     slot = consumer.grant(GUARD, nbytes(src))
-    write(writer, consumer, src.to(writer._copies.device), slot)
+    write(writer, consumer, src.to(writer.copies.device), slot)
     rank = make_consumer(pool=consumer.pool, rank=1, device_index=0, pool_bytes=48 * MIB)
     assert rank.place(slot, src)[0] == consumer.place(slot, src)[0] == digest(src)
 
@@ -214,7 +214,7 @@ def test_several_threads_may_write_at_once(
 
     def work(src: torch.Tensor, slot: SlotDescriptor) -> None:
         try:
-            writer._copies.platform.set_device(0)
+            writer.copies.platform.set_device(0)
             write(writer, consumer, src, slot)
         except Exception as error:  # handed to the test's own thread
             failures.append(error)
@@ -256,7 +256,7 @@ def queue(
     slot: SlotDescriptor,
     seconds: float = 30.0,
 ) -> QueuedCopy | None:
-    return writer.queue(slot_write(writer._copies, src, slot, consumer.address, seconds))
+    return writer.queue(slot_write(writer.copies, src, slot, consumer.address, seconds))
 
 
 @pytest.mark.parametrize("route", parameters(ONE_SIDED), indirect=True)
@@ -284,7 +284,7 @@ def test_queued_write_has_arrived_when_finished_or_never_began(
     size = nbytes(src) + 2 * GUARD
     consumer.fill(size, FILL)
     slot = consumer.grant(GUARD, nbytes(src))
-    copy = queue(writer, consumer, src.to(writer._copies.device), slot)
+    copy = queue(writer, consumer, src.to(writer.copies.device), slot)
     assert (copy is not None) == route.queues
     if copy is not None:
         copy.finish()
@@ -433,7 +433,7 @@ def test_a_tensor_that_is_not_what_was_granted_is_refused(
     consumer.fill(8 * ROW_BYTES, FILL)
     slot = consumer.grant(0, 4 * ROW_BYTES)
     with pytest.raises(ValueError, match=why):
-        write(writer, consumer, make(writer._copies.device), slot)
+        write(writer, consumer, make(writer.copies.device), slot)
     assert consumer.digest(0, 8 * ROW_BYTES) == untouched(8 * ROW_BYTES)
     assert_serves(writer, consumer)
 
@@ -462,7 +462,7 @@ def test_an_address_that_is_none_is_an_error(
     src = source(writer, 10)
     slot = consumer.grant(0, nbytes(src))
     with pytest.raises(TransportError):
-        writer.write(slot_write(writer._copies, src, slot, address, 1))
+        writer.write(slot_write(writer.copies, src, slot, address, 1))
     assert_serves(writer, consumer)
 
 
@@ -598,7 +598,7 @@ def _write_and_die(
 
     writer = route.writer(Ticking(die))
     src = source(writer, slot.nbytes // ROW_BYTES)
-    computed = writer._copies.platform.record_event()
+    computed = writer.copies.platform.record_event()
     deadline_s = time.monotonic() + 30
     writer.write(
         SlotWrite(src=src, slot=slot, computed=computed, address=address, deadline_s=deadline_s)

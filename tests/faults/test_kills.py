@@ -27,7 +27,7 @@ REQUESTS = 8
 PATHS = [
     path
     for path in ("shm", "tcp", "collective", "nixl")
-    if not registry._missing(registry.entry(path))
+    if not registry.missing(registry.entry(path))
 ]
 ALWAYS = {
     (ENCODER_WORKER, "transfer.begun"),

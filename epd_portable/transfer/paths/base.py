@@ -52,7 +52,7 @@ class PathWriter(ABC):
     """
 
     def __init__(self, copies: DeviceCopies, keys: CurveKeys) -> None:
-        self._copies = copies
+        self.copies = copies
         self._keys = keys
 
     @abstractmethod
@@ -87,8 +87,8 @@ class PathWriter(ABC):
 
     def _check(self, item: SlotWrite) -> None:
         """Raise `LeaseExpiredError`, or `ValueError` if an output is not what was granted for."""
-        check_source(item.src, item.slot, self._copies.device)
-        self._copies.check_lease(item.deadline_s)
+        check_source(item.src, item.slot, self.copies.device)
+        self.copies.check_lease(item.deadline_s)
 
 
 class ReceiveMemory(Protocol):

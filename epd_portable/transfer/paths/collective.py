@@ -122,12 +122,12 @@ class CollectiveWriter(PathWriter):
                 # A consumer that restarts has another address: links to its former life are over.
                 gone = [known for known, each in self._links.items() if each.is_over()]
                 over = [self._links.pop(known) for known in gone]
-                link = self._links[item.address] = _Link(self._copies, item.address)
+                link = self._links[item.address] = _Link(self.copies, item.address)
         for each in over:
             each.close()
         # Before the turn of this item begins: meanwhile the consumer's device would spin in the
         # library's kernel, and other items would wait.
-        item.computed.synchronize(item.deadline_s - self._copies.clock())
+        item.computed.synchronize(item.deadline_s - self.copies.clock())
         link.write(item)
 
     def close(self) -> None:

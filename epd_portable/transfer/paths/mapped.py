@@ -70,7 +70,7 @@ class MappedWriter(PathWriter, Generic[MemoryT]):
             ended = mapping.begin_write()
         try:
             target = mapping.memory.tensor(item.slot.offset, item.slot.nbytes)
-            self._copies.write(target, item.src, after=item.computed, deadline_s=item.deadline_s)
+            self.copies.write(target, item.src, after=item.computed, deadline_s=item.deadline_s)
         finally:
             ended()
 
@@ -86,9 +86,9 @@ class MappedWriter(PathWriter, Generic[MemoryT]):
         finally:
             self._lock.release()
         try:
-            check_source(item.src, item.slot, self._copies.device)
+            check_source(item.src, item.slot, self.copies.device)
             target = mapping.memory.tensor(item.slot.offset, item.slot.nbytes)
-            return self._copies.queue(
+            return self.copies.queue(
                 target, item.src, after=item.computed, deadline_s=item.deadline_s, ended=ended
             )
         except BaseException:
@@ -130,13 +130,13 @@ class ShmWriter(MappedWriter[SharedMemory]):
             ) from error
         if memory.identity != address:
             raise PeerLostError(f"receive pool {pool} was made anew: its owner has restarted")
-        return memory, not self._copies.pin(memory)
+        return memory, not self.copies.pin(memory)
 
     def _is_gone(self, memory: SharedMemory) -> bool:
         return not memory.is_current()
 
     def _unmap(self, memory: SharedMemory) -> None:
-        self._copies.unpin(memory)
+        self.copies.unpin(memory)
 
 
 class IpcWriter(MappedWriter[OpenedSlab]):
@@ -145,7 +145,7 @@ class IpcWriter(MappedWriter[OpenedSlab]):
     _path = "ipc"
 
     def _map(self, pool: str, address: str) -> tuple[OpenedSlab, bool]:
-        return OpenedSlab(self._copies.platform, address), False
+        return OpenedSlab(self.copies.platform, address), False
 
     def _is_gone(self, memory: OpenedSlab) -> bool:
         return memory.is_gone

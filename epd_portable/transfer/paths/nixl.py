@@ -100,10 +100,10 @@ class NixlWriter(PathWriter):
         """See `PathWriter.write`; the address holds what NIXL must know of the consumer."""
         self._check(item)
         check_slot(item.slot, _parse(item.address).nbytes)
-        host = self._copies.to_host(item.src, after=item.computed, deadline_s=item.deadline_s)
+        host = self.copies.to_host(item.src, after=item.computed, deadline_s=item.deadline_s)
         buffer = self._buffers.fill(host)
         try:
-            self._copies.check_lease(item.deadline_s)
+            self.copies.check_lease(item.deadline_s)
             self._send(buffer.memory, item)
         except BaseException:
             # The network card may still read the buffer.
@@ -126,7 +126,7 @@ class NixlWriter(PathWriter):
             try:
                 while True:
                     done = self._is_done(handle)
-                    if self._copies.clock() >= item.deadline_s:
+                    if self.copies.clock() >= item.deadline_s:
                         raise late_write(item.slot, "nixl")
                     if done:
                         break

@@ -74,7 +74,7 @@ class TcpWriter(PathWriter):
     def write(self, item: SlotWrite) -> None:
         """See `PathWriter.write`; from a device through page-locked host memory."""
         self._check(item)
-        host = self._copies.to_host(item.src, after=item.computed, deadline_s=item.deadline_s)
+        host = self.copies.to_host(item.src, after=item.computed, deadline_s=item.deadline_s)
         socket = self._take_connection(item.address)
         try:
             self._send(socket, host.numpy().data, item)
@@ -129,7 +129,7 @@ class TcpWriter(PathWriter):
     def _take_answer(self, socket: zmq.Socket[bytes], item: SlotWrite) -> None:
         """Wait for the answer to one chunk."""
         address, slot = item.address, item.slot
-        remaining_ms = int((item.deadline_s - self._copies.clock()) * 1000)
+        remaining_ms = int((item.deadline_s - self.copies.clock()) * 1000)
         if remaining_ms <= 0 or not socket.poll(remaining_ms):
             raise TransportTimeoutError(
                 f"no answer from {address} for slot {slot.generation} before its lease ended; "

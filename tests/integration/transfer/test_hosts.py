@@ -30,7 +30,7 @@ def best_between_hosts() -> str:
 @pytest.mark.full
 @pytest.mark.parametrize("path", ["nixl", "collective", "tcp", "auto"])
 def test_an_item_goes_from_one_host_to_another(tmp_path: Path, path: str) -> None:
-    if path != "auto" and (missing := registry._missing(registry.entry(path))):
+    if path != "auto" and (missing := registry.missing(registry.entry(path))):
         pytest.skip(missing)
     pool = f"epd-test-{uuid.uuid4().hex[:12]}"
     common = {"platform": "cpu", "path": path, "trusted_network": True}

@@ -10,7 +10,7 @@ from epd_portable.transfer import registry
 @pytest.fixture(autouse=True)
 def every_library(monkeypatch: pytest.MonkeyPatch) -> None:
     """Paths are those of an environment that has everything, whatever this one has."""
-    monkeypatch.setattr(registry, "_missing", lambda path: "")
+    monkeypatch.setattr(registry, "missing", lambda path: "")
 
 
 @pytest.mark.parametrize("platform", ["cuda", "npu"])

@@ -89,7 +89,7 @@ def nccl(monkeypatch: pytest.MonkeyPatch) -> type[Nccl]:
 
 
 @pytest.fixture
-def pair(nccl: type[Nccl]) -> Iterator[tuple[CollectiveGroup, CollectiveGroup]]:
+def ranks(nccl: type[Nccl]) -> Iterator[tuple[CollectiveGroup, CollectiveGroup]]:
     host = RendezvousHost()
 
     def join(rank: int) -> CollectiveGroup:
@@ -104,8 +104,8 @@ def pair(nccl: type[Nccl]) -> Iterator[tuple[CollectiveGroup, CollectiveGroup]]:
     host.close()
 
 
-def test_a_tensor_arrives(pair: tuple[CollectiveGroup, CollectiveGroup]) -> None:
-    first, second = pair
+def test_a_tensor_arrives(ranks: tuple[CollectiveGroup, CollectiveGroup]) -> None:
+    first, second = ranks
     sent, got = torch.arange(5.0), torch.zeros(5)
     with ThreadPoolExecutor(1) as pool:
         taken = pool.submit(second.recv, got, TIMEOUT_S)
@@ -115,9 +115,9 @@ def test_a_tensor_arrives(pair: tuple[CollectiveGroup, CollectiveGroup]) -> None
 
 
 def test_failed_work_is_a_lost_peer_though_reported_complete(
-    pair: tuple[CollectiveGroup, CollectiveGroup], monkeypatch: pytest.MonkeyPatch
+    ranks: tuple[CollectiveGroup, CollectiveGroup], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first, second = pair
+    first, second = ranks
     monkeypatch.setattr(Nccl, "fails", True)
     with ThreadPoolExecutor(1) as pool:
         taken = pool.submit(second.recv, torch.zeros(5), TIMEOUT_S)
@@ -129,6 +129,6 @@ def test_failed_work_is_a_lost_peer_though_reported_complete(
     assert "remote process exited" in f"{sent.value} {received}"
 
 
-@pytest.mark.usefixtures("pair")
+@pytest.mark.usefixtures("ranks")
 def test_a_communicator_has_few_channels_of_its_own(nccl: type[Nccl]) -> None:
     assert [backend.options.config.max_ctas for backend in nccl.made] == [4, 4]

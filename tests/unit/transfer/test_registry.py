@@ -23,13 +23,13 @@ ALL = ("cuda", "npu", "cpu")
 NO_DEVICES = Refused(path="ipc", reason="cpu has no device memory")
 
 
-really_missing = registry._missing
+really_missing = registry.missing
 
 
 @pytest.fixture(autouse=True)
 def every_library(monkeypatch: pytest.MonkeyPatch) -> None:
     """Paths are those of an environment that has everything, whatever this one has."""
-    monkeypatch.setattr(registry, "_missing", lambda path: "")
+    monkeypatch.setattr(registry, "missing", lambda path: "")
 
 
 def on(
