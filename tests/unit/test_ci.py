@@ -109,3 +109,19 @@ def test_oldest_python_is_equal_in_metadata_checks_and_jobs() -> None:
         step["with"]["python-version"] for step in steps if "python" in step.get("uses", "")
     }
     assert versions == {oldest}
+
+
+@pytest.mark.parametrize(
+    ("message", "is_rejected"),
+    [
+        ("docs: Remove old words\n\nThe reason.\n", False),
+        ("Merge branch x\n", False),
+        ("Remove old words\n", True),
+        ("docs: remove old words\n", True),
+        (f"docs: Remove {'x' * 72}\n", True),
+    ],
+)
+def test_commit_hook_rejects_other_subjects(message: str, is_rejected: bool) -> None:
+    config = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text("utf-8"))
+    (hook,) = [each for each in config["repos"][0]["hooks"] if each["id"] == "commit-subject"]
+    assert bool(re.search(hook["entry"], message, re.MULTILINE)) == is_rejected
