@@ -12,7 +12,6 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 from epd_portable.config.problems import in_one_line
 from epd_portable.config.store import StoreSection
 from epd_portable.errors import ConfigError
-from epd_portable.media.limits import MediaLimits
 
 PLATFORMS = ("cuda", "npu", "cpu")
 """Platforms, described by `epd_portable.platforms.traits`."""
@@ -58,7 +57,6 @@ class InstanceConfig(BaseModel):
         host_cache_bytes: Of an encode instance: host memory for copies of encoder outputs.
         max_queued_items: Media items that it has queued or in work for others.
         store: Where encoder outputs are kept beyond instances; ``None`` for nowhere.
-        media_limits: What its API server refuses to decode.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -82,7 +80,6 @@ class InstanceConfig(BaseModel):
     max_queued_items: int = Field(default=256, ge=1)
     max_queued_bytes: int = Field(default=512 << 20, ge=1)
     store: StoreSection | None = None
-    media_limits: MediaLimits = MediaLimits()
 
     def as_json(self) -> dict[str, Any]:
         """Return plain JSON values that `parse` reads, without defaults that few instances need."""

@@ -27,7 +27,7 @@ from vllm.v1.engine.core_client import AsyncMPClient
 
 from epd_portable.config.api_keys import ApiKeys
 from epd_portable.config.choice import ChoiceSection, with_file
-from epd_portable.config.front import MAX_ENCODERS, AdmissionSection
+from epd_portable.config.front import MAX_ENCODERS, AdmissionSection, FrontSection
 from epd_portable.config.instance import EncodePriority
 from epd_portable.config.roles import ENCODES, TAKES_ITEMS, TAKES_KV
 from epd_portable.config.secret import Secret
@@ -35,7 +35,7 @@ from epd_portable.config.store import StoreSection
 from epd_portable.front.calls import call_elsewhere, calls_of_all
 from epd_portable.front.engines import Engines, FrontEngine
 from epd_portable.front.exchange import GracefulHTTPError, admit, current
-from epd_portable.front.item_jobs import EncodeOrder, ItemJobs, new_transfer
+from epd_portable.front.item_jobs import ItemJobs, new_transfer
 from epd_portable.front.metrics import FrontMetrics
 from epd_portable.front.prefill import PrefillJob, Prefills
 from epd_portable.front.request import (
@@ -82,40 +82,34 @@ _ENDS_WITHIN_S = 5.0
 
 
 class FrontSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What the launcher says beyond vLLM's own arguments; most of it is the key of that name.
+    """What the launcher says beyond vLLM's own arguments.
 
     Attributes:
         sockets: Unix socket of each API server, for engines.
         can_encode: Engines that answer hold the vision tower.
         body_timeout_s: Longest time in which a request's body must have come.
-        store: A ``StoreSection``.
-        choice: A ``ChoiceSection``.
-        explains: Clients show keys, so that they may see how engines were chosen.
+        front: The key ``front``; of ``max_bodies_bytes`` the part of one API server.
     """
 
     engines: list[EngineSettings]
     sockets: list[str]
     secret_file: str
     trusted_network: bool = False
-    elastic_encode: bool = True
     encode_priority: EncodePriority = "balanced"
     can_encode: bool = True
     wait_timeout_s: float = 30.0
-    item_outcomes: bool = False
-    access_log: str | None = None
-    max_body_bytes: int = 64 << 20
-    max_bodies_bytes: int = 1 << 30
     body_timeout_s: float = BODY_TIMEOUT_S
-    store: dict[str, Any] | None = None
-    choice: dict[str, Any] | None = None
-    hop_keys_file: str | None = None
-    explains: bool = False
-    encode_order: EncodeOrder = "concurrent"
-    partial_results: bool = False
-    api_keys_file: str | None = None
-    cors_origins: list[str] = []
-    admission: dict[str, Any] = {}
-    media_urls: dict[str, Any] = {}
+    front: FrontSection = msgspec.field(default_factory=FrontSection)
+    store: StoreSection | None = None
+
+    @classmethod
+    def read(cls, text: str) -> FrontSettings:
+        """Return settings from JSON."""
+
+        def section(kind: Any, value: object) -> Any:
+            return kind.model_validate(value)
+
+        return msgspec.json.decode(text, type=cls, dec_hook=section)
 
 
 class SplitClient(AsyncMPClient):
@@ -142,10 +136,11 @@ class SplitClient(AsyncMPClient):
         self.fail: Callable[[str, BaseException], None] = lambda request_id, error: None
         self.words: Callable[[str], list[int]] | None = None
         paths = [Path(each) for each in settings.sockets]
-        self._policy = _policy_of(settings)
+        front = settings.front
+        self._policy = _policy_of(front.choice)
         self.hop_keys = None
-        if settings.hop_keys_file is not None:
-            self.hop_keys = ApiKeys(settings.hop_keys_file, "front.hop_keys_file")
+        if front.hop_keys_file is not None:
+            self.hop_keys = ApiKeys(front.hop_keys_file, "front.hop_keys_file")
         self.engines = Engines(
             settings.engines,
             paths,
@@ -160,7 +155,7 @@ class SplitClient(AsyncMPClient):
         self._pool = self.engines.pool
         self._servers = len(settings.sockets)
         self._can_encode = settings.can_encode
-        self._is_elastic = settings.can_encode and settings.elastic_encode
+        self._is_elastic = settings.can_encode and front.elastic_encode
         self._metadata = ItemMetadata(config)
         self._encoders, self._parts = 0, VideoParts(config, 0)
         self._count_encoders()
@@ -171,14 +166,12 @@ class SplitClient(AsyncMPClient):
         self.metrics = FrontMetrics(self._pool)
         self._store: StoreLookup | None = None
         if settings.store is not None:
-            section = StoreSection.model_validate(settings.store)
-            self._store = StoreLookup(
-                section, self.secret, StoreMetrics("front", self.metrics.registry)
-            )
+            counts = StoreMetrics("front", self.metrics.registry)
+            self._store = StoreLookup(settings.store, self.secret, counts)
         self._admission: AdmissionControl | None = None
-        if settings.admission:
+        if front.admission != AdmissionSection():
             self._admission = AdmissionControl(
-                AdmissionSection.model_validate(settings.admission),
+                front.admission,
                 self._pool,
                 self.metrics.admission,
                 servers=self._servers,
@@ -194,7 +187,7 @@ class SplitClient(AsyncMPClient):
             servers=self._servers,
             wait_timeout_s=settings.wait_timeout_s,
             can_encode=settings.can_encode,
-            order=settings.encode_order,
+            order=front.encode_order,
             job_s=_job_s(settings, self._policy),
             spans=self._spans,
         )
@@ -380,7 +373,7 @@ class SplitClient(AsyncMPClient):
     def _may_leave_out(self, one: OpenRequest) -> bool:
         """Return whether a request is served without items that no engine can encode."""
         able = self._can_encode or self.words is None or isinstance(one, PrefillJob)
-        return self.settings.partial_results and not able
+        return self.settings.front.partial_results and not able
 
     def _leave_out(self, one: OpenRequest) -> None:
         if one.missing and self.words is not None:
@@ -659,7 +652,7 @@ class SplitClient(AsyncMPClient):
             one.exchange.engine = engine.name
             one.note_items(compat.take_params(copy.copy(output)))
         output.request_id = one.core.request_id
-        if not self.settings.item_outcomes:
+        if not self.settings.front.item_outcomes:
             compat.take_params(output)
         return True
 
@@ -671,10 +664,10 @@ class SplitClient(AsyncMPClient):
         self._outputs.put_nowait(EngineCoreOutputs(engine_index=engine.index, outputs=[end]))
 
 
-def _policy_of(settings: FrontSettings) -> Policy | None:
-    if settings.choice is None:
+def _policy_of(choice: ChoiceSection | None) -> Policy | None:
+    if choice is None:
         return None
-    policy = Policy(with_file(ChoiceSection.model_validate(settings.choice)))
+    policy = Policy(with_file(choice))
     for note in policy.notes:
         logger.warning("front.choice: %s", note)
     return policy

@@ -23,7 +23,6 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from epd_portable.config.api_keys import ApiKeys
-from epd_portable.config.front import MediaUrls
 from epd_portable.config.roles import DUTIES, ENCODES, TAKES_KV
 from epd_portable.config.secret import SignatureCheck
 from epd_portable.errors import ConfigError, RequestError
@@ -32,7 +31,7 @@ from epd_portable.front.engines import Engines
 from epd_portable.front.exchange import KEY, FrontExchange, exchange, read_hints
 from epd_portable.front.media_urls import UrlFetcher, install
 from epd_portable.log import access_log
-from epd_portable.media.limits import MediaLimits, check_settings
+from epd_portable.media.limits import check_settings
 from epd_portable.placement.instances import EngineSettings, InstanceState
 from epd_portable.placement.profiles.selection_types import (
     EXPLAIN_HEADER,
@@ -72,7 +71,7 @@ class FrontMiddleware:
         if self._client is None and hasattr(scope["app"].state, "engine_client"):
             client = scope["app"].state.engine_client.engine_core
             try:
-                self._open(client, media_bounds.instance_of(scope).media_limits)
+                self._open(client)
             except ConfigError as error:
                 await receive()
                 await send({"type": "lifespan.startup.failed", "message": str(error)})
@@ -97,24 +96,24 @@ class FrontMiddleware:
         else:
             await self._pass_on(scope, receive, send)
 
-    def _open(self, client: SplitClient, limits: MediaLimits) -> None:
+    def _open(self, client: SplitClient) -> None:
         """Take over the settings; called with the first event of the server, its start.
 
         Raises:
             ConfigError: The access log cannot be written, or the API keys cannot be read.
         """
-        if client.settings.access_log is not None:
-            self._log = access_log(client.settings.access_log)
-        if client.settings.api_keys_file is not None:
-            self._keys = ApiKeys(client.settings.api_keys_file)
-        media_urls = MediaUrls.model_validate(client.settings.media_urls)
-        most_bytes = client.settings.max_bodies_bytes
-        install(UrlFetcher(media_urls, most_bytes, client.metrics))
+        front = client.settings.front
+        if front.access_log is not None:
+            self._log = access_log(front.access_log)
+        if front.api_keys_file is not None:
+            self._keys = ApiKeys(front.api_keys_file)
+        limits = front.media.limits
+        install(UrlFetcher(front.media.urls, front.max_bodies_bytes, client.metrics))
         media_bounds.bound_process(limits)  # Last: what is fetched is bounded as well.
         self._client = client
         self._metrics = client.metrics
         self._limits = limits
-        self._settings = client.settings
+        self._settings, self._front = client.settings, front
         self._signatures = SignatureCheck(client.secret)
         REGISTRY.register(cast(Any, client.metrics.registry))
 
@@ -317,7 +316,7 @@ class FrontMiddleware:
 
     def _origin_problem(self, scope: Scope) -> RequestError | None:
         """Return why a page of another origin may not send a request without a preflight."""
-        headers, allowed = Headers(scope=scope), self._settings.cors_origins
+        headers, allowed = Headers(scope=scope), self._front.cors_origins
         origin = headers.get("origin")
         kind = headers.get("content-type", "").partition(";")[0].strip().lower()
         may_change = scope["type"] == "websocket" or scope["method"] == "POST"
@@ -336,32 +335,32 @@ class FrontMiddleware:
         Raises:
             RequestError: It is too large, or all together are; or it does not come in time.
         """
-        settings, pieces = self._settings, []
-        with anyio.move_on_after(settings.body_timeout_s):
+        front, timeout_s, pieces = self._front, self._settings.body_timeout_s, []
+        with anyio.move_on_after(timeout_s):
             async for piece in request.stream():
                 one.nbytes += len(piece)
                 self._held_bytes += len(piece)
-                if one.nbytes > settings.max_body_bytes:
-                    most = settings.max_body_bytes
+                if one.nbytes > front.max_body_bytes:
+                    most = front.max_body_bytes
                     raise _beyond("max_body_bytes", most, 413, "request_too_large")
-                if self._held_bytes > settings.max_bodies_bytes:
+                if self._held_bytes > front.max_bodies_bytes:
                     raise RequestError(
                         "bodies of open requests take the memory of front.max_bodies_bytes of "
-                        f"{settings.max_bodies_bytes}: try again later, or raise it",
+                        f"{front.max_bodies_bytes}: try again later, or raise it",
                         status=503,
                         code="busy",
                         retry_after_s=RETRY_AFTER_S,
                     )
                 pieces.append(piece)
             return b"".join(pieces)
-        raise body_timeout(settings.body_timeout_s)
+        raise body_timeout(timeout_s)
 
     def _place(self, scope: Scope, one: FrontExchange) -> RequestError | None:
         """Read the headers that place a request; return why they are refused."""
         assert self._client is not None
         headers = {k.decode("latin-1"): v.decode("latin-1") for k, v in scope["headers"]}
         one.session = headers.get(SESSION_HEADER, "")
-        if self._settings.explains and headers.get(EXPLAIN_HEADER) == "1":
+        if self._keys is not None and headers.get(EXPLAIN_HEADER) == "1":
             one.explanation = Explanation()
         keys = self._client.hop_keys
         if keys is not None and KEY in headers:

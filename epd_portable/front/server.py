@@ -23,7 +23,6 @@ from collections.abc import MutableSequence
 from multiprocessing.connection import wait
 from typing import Any
 
-import msgspec
 import uvloop
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
@@ -196,7 +195,7 @@ def main() -> None:
     startup.cli_env_setup()
     connections.install()
     _, _, found, *argv = sys.argv
-    settings = msgspec.json.decode(found, type=FrontSettings)
+    settings = FrontSettings.read(found)
     args = arguments.make_arg_parser(FlexibleArgumentParser()).parse_args(argv)
     arguments.validate_parsed_serve_args(args)
     address, sock = setup_server(args)

@@ -29,12 +29,9 @@ from typing import IO, Any
 import cv2
 import vllm.envs
 from PIL import Image, ImageFile, UnidentifiedImageError
-from starlette.types import Scope
 from vllm.multimodal.media import MEDIA_CONNECTOR_REGISTRY, MediaConnector
 from vllm.multimodal.media.base import MediaIO
 
-from epd_portable.config.instance import InstanceConfig
-from epd_portable.errors import ConfigError
 from epd_portable.media.limits import MediaLimits
 from epd_portable.vllm_plugin import avif
 
@@ -64,22 +61,6 @@ _UNREADABLE = (
     *(AssertionError, OSError, struct.error, zlib.error, cv2.error),
 )
 """What decoders raise for a broken file, in addition to `ValueError`."""
-
-
-def instance_of(scope: Scope) -> InstanceConfig:
-    """Return the instance's settings, from the configuration of vLLM's API server once it runs.
-
-    Raises:
-        ConfigError: It has none.
-    """
-    settings = getattr(scope["app"].state, "vllm_config", None)
-    transfer = getattr(settings, "ec_transfer_config", None)
-    if transfer is None:
-        raise ConfigError(
-            "this server has no --ec-transfer-config, which names the instance and its "
-            "secret_file: give it, or leave out the --middleware of epd_portable"
-        )
-    return InstanceConfig.parse(dict(transfer.ec_connector_extra_config))
 
 
 class MediaRefusedError(ValueError):

@@ -223,9 +223,8 @@ class Topology:
             "engines": engines,
             "sockets": [meeting],
             "secret_file": secret_file(),
-            "elastic_encode": False,
             "wait_timeout_s": configs[0].wait_timeout_s,
-            "item_outcomes": True,
+            "front": {"elastic_encode": False, "item_outcomes": True},
             "store": store.model_dump(mode="json") if (store := configs[0].store) else None,
         }
         argv = [sys.executable, "-m", "epd_portable.front.server"]

@@ -159,7 +159,6 @@ class Engine:
             secret_file=topology.secret_file or run_secret_file(self.temp_dir),
             **transfer.model_dump(exclude={"pool_bytes"}),
             store=topology.store,
-            media_limits=topology.front.media.limits,
             **settings,
         )
 

@@ -18,11 +18,6 @@ from epd_portable.launch.plan.engine import CARRIES_PARAMS, PARAMS, Engine
 _ANSWERS = tuple(role for role in ROLES if DUTIES[role] == "answer")
 PLAIN = "plain+"
 """Before the address of a hub to which jobs go without encryption."""
-_AS_IN_THE_FILE = {
-    *("elastic_encode", "item_outcomes", "access_log", "max_body_bytes"),
-    *("hop_keys_file", "encode_order", "partial_results", "api_keys_file", "cors_origins"),
-}
-"""Keys of `front:` among the settings of the front."""
 _NO_DOMAIN = "none.invalid"
 """vLLM fetches media from everywhere unless it is told domains."""
 
@@ -112,7 +107,8 @@ def _settings(engines: Sequence[Engine]) -> dict[str, object]:
     """
     answers = answering(engines)
     topology, front, sockets = answers.topology, answers.topology.front, _sockets(answers)
-    bodies = max(front.max_bodies_bytes // len(sockets), front.max_body_bytes)
+    most = max(front.max_bodies_bytes // len(sockets), front.max_body_bytes)
+    bodies = {"max_bodies_bytes": most}
     queued = math.ceil(topology.instances.encode.max_queued_items / len(sockets))
     return {
         "engines": [{**as_member(engine), "max_queued_items": queued} for engine in engines],
@@ -122,11 +118,6 @@ def _settings(engines: Sequence[Engine]) -> dict[str, object]:
         "can_encode": topology.instances.prefill_decode.encoder,
         "encode_priority": topology.encode_priority,
         "wait_timeout_s": topology.transfer.wait_timeout_s,
-        "max_bodies_bytes": bodies,
-        "explains": front.api_keys_file is not None,
-        **front.model_dump(include=_AS_IN_THE_FILE),
-        **({"choice": front.choice.model_dump(exclude_none=True)} if front.choice else {}),
+        "front": front.model_dump(mode="json", exclude_defaults=True) | bodies,
         **({"store": topology.store.model_dump(mode="json")} if topology.store else {}),
-        "admission": front.admission.model_dump(exclude_defaults=True),
-        "media_urls": front.media.urls.model_dump(exclude_defaults=True),
     }

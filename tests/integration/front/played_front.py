@@ -20,7 +20,8 @@ from vllm.multimodal.inputs import (
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
 
-from epd_portable.config.instance import InstanceConfig
+from epd_portable.config.choice import ChoiceSection
+from epd_portable.config.front import AdmissionSection, FrontSection, MediaSection
 from epd_portable.config.roles import Role
 from epd_portable.config.secret import make_secret_file
 from epd_portable.front.client import FrontSettings, SplitClient
@@ -39,6 +40,10 @@ ROLES: dict[str, Role] = {
     "all": "encode-prefill-decode",
 }
 """By the beginning of a name."""
+
+
+SECTIONS = {"admission": AdmissionSection, "choice": ChoiceSection, "media": MediaSection}
+"""Sections of the key ``front`` that tests give as data."""
 
 
 def config_of_front() -> Any:
@@ -67,23 +72,22 @@ def client_of(
         )
         for name in names
     ]
-    fixed = {
-        "sockets": [str(folder / "front")],
-        "secret_file": str(secret),
-        "elastic_encode": False,
-    }
-    return SplitClient(config, FrontSettings(engines=engines, **(fixed | settings)), index)
+    given = {"sockets": [str(folder / "front")], "secret_file": str(secret)}
+    for name in FrontSettings.__struct_fields__:
+        if name in settings:
+            given[name] = settings.pop(name)
+    front = {"elastic_encode": False, **settings}
+    for name, kind in SECTIONS.items():
+        if name in front:
+            front[name] = kind.model_validate(front[name])
+    # Not checked: tests have smaller limits than files may.
+    section = FrontSection().model_copy(update=front)
+    return SplitClient(config, FrontSettings(engines=engines, front=section, **given), index)
 
 
 def server_of(client: SplitClient) -> SimpleNamespace:
     """Return what the middleware sees of vLLM's application."""
-    told = InstanceConfig(instance="pd-0", platform="cpu").as_json()
-    transfer = SimpleNamespace(ec_connector_extra_config=told)
-    state = SimpleNamespace(
-        engine_client=SimpleNamespace(engine_core=client),
-        vllm_config=SimpleNamespace(ec_transfer_config=transfer),
-    )
-    return SimpleNamespace(state=state)
+    return SimpleNamespace(state=SimpleNamespace(engine_client=SimpleNamespace(engine_core=client)))
 
 
 PAIRS = {"A": 1, "B": 2, "C": 5}

@@ -252,8 +252,9 @@ async def test_decisions_are_explained_where_clients_show_keys(
     make: Make,  # noqa: F811
     tmp_path: Path,
 ) -> None:
-    one = served(make, tmp_path, explains=True)
-    wanted = {EXPLAIN_HEADER: "1", MAPPING: '{"0": "e-2"}'}
+    one = served(make, tmp_path, api_keys_file=keys_file(tmp_path))
+    key = {"authorization": f"Bearer {HOP_KEY}"}
+    wanted = {EXPLAIN_HEADER: "1", MAPPING: '{"0": "e-2"}', **key}
     response = await one.ask("ab", wanted)
     decode, *encode = json.loads(response.headers[EXPLAIN_HEADER])
     assert (decode["stage"], decode["winner"], decode["profile"]) == ("decode", "pd-0", "default")
@@ -264,7 +265,7 @@ async def test_decisions_are_explained_where_clients_show_keys(
     _, named, chosen, *_ = json.loads(response.headers[EXPLAIN_HEADER])
     assert named["winner"] is None and "e-2 is named and is draining" in named["reason"]
     assert chosen["winner"] in ("e-0", "e-1")
-    assert EXPLAIN_HEADER not in (await one.ask("a", {})).headers
+    assert EXPLAIN_HEADER not in (await one.ask("a", key)).headers
     other = served(make, tmp_path)
     assert EXPLAIN_HEADER not in (await other.ask("a", {EXPLAIN_HEADER: "1"})).headers
 

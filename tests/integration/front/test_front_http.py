@@ -322,7 +322,7 @@ async def test_media_urls_are_fetched_by_vllms_connector(serve: Serve) -> None:
     site = Site(pages={"/a.png": plain(STILLS["png"])})
     await site.start()
     names = {"allowed_domains": [f"127.0.0.1:{site.port}"], "allowed_networks": ["127.0.0.0/8"]}
-    http, _ = serve(fetching, media_urls=names)
+    http, _ = serve(fetching, media={"urls": names})
     closed, _ = serve(fetching)
     try:
         await closed.get("/health")

@@ -38,7 +38,7 @@ def front(make: Make, section: StoreSection) -> Stored:  # noqa: F811
     """Return what makes a front with a store, whose engines load entries of one model."""
 
     def begin(*names: str, **settings: Any) -> Front:
-        store = {**section.model_dump(), **settings}
+        store = section.model_copy(update=settings)
         made = make(*names, store=store, max_queued_items=10_000)
         for name in names:
             made.client.engines.by_name[name].namespace = namespace(made)

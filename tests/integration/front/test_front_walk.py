@@ -19,7 +19,6 @@ from vllm.v1.engine import FinishReason
 
 import epd_portable
 from epd_portable.front.http import FrontMiddleware
-from epd_portable.media.limits import MediaLimits
 from tests.integration.front import test_front
 from tests.integration.front.played_front import request
 from tests.integration.front.test_front import Make, make  # noqa: F401 - a fixture
@@ -77,7 +76,7 @@ async def test_image_enters_the_files_of_the_page(make: Make) -> None:  # noqa: 
         sent.append(message)
 
     served = FrontMiddleware(vllm)
-    served._open(played.client, MediaLimits())
+    served._open(played.client)
     sent: list[Any] = []
     walk = Walk()
     scope = {"type": "http", "method": "POST", "path": "/v1/chat/completions", "headers": []}

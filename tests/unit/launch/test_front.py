@@ -40,7 +40,7 @@ KEYS = {
         "media: {max_items: 3, max_item_pixels: 1234, max_request_pixels: 567890, max_seconds: 77, "
         "max_memory_bytes: 65MiB, urls: {allowed_domains: ['*'], max_bytes: 1MiB}}",
         '"max_items": 3, "max_item_pixels": 1234, "max_request_pixels": 567890, '
-        '"max_seconds": 77.0, "max_memory_bytes": 68157440}',
+        '"max_seconds": 77.0, "max_memory_bytes": 68157440',
     ),
     "drain_s": ("drain_s: 41.5", "--shutdown-timeout 42"),
 }
@@ -60,7 +60,7 @@ def test_several_api_servers_share_bounds_and_are_known_to_each_engine() -> None
     assert len(settings["sockets"]) == 2
     assert all(json.loads(each.argv[3]) == settings["sockets"] for each in engines)
     assert settings["engines"][0]["max_queued_items"] == 3
-    assert settings["max_bodies_bytes"] == 512 << 20
+    assert settings["front"]["max_bodies_bytes"] == 512 << 20
     assert options(front)["--api-server-count"] == "2"
 
 

@@ -157,7 +157,7 @@ def test_weights_labels_and_the_choice_reach_the_front() -> None:
     settings = front(plan_of(TEXT + groups + choice))
     found = [(each["weight"], each["labels"]) for each in settings["engines"]]
     assert found == [(2.5, {"zone": "east"}), (1.0, {})]
-    assert settings["choice"]["plugins"][0]["type"] == "decode-filter"
+    assert settings["front"]["choice"]["plugins"][0]["type"] == "decode-filter"
     with pytest.raises(ConfigError, match="did you mean decode-filter"):
         plan_of(TEXT + choice.replace("decode-filter", "decode-filtr"))
 
