@@ -84,10 +84,15 @@ class FrontServer:
 
 @dataclass(slots=True)
 class _Body:
-    """A request's body: what is held of it, and the connection if more comes."""
+    """A request's body: what is held of it, and the connection if more comes.
+
+    Attributes:
+        nbytes: Bytes of it that are in memory.
+    """
 
     held: bytes = b""
     rest: aiohttp.StreamReader | None = None
+    nbytes: int = 0
 
     @property
     def may_be_sent_again(self) -> bool:
@@ -213,7 +218,7 @@ class Gateway:
     # -- requests ---------------------------------------------------------------------------------
 
     async def _serve(self, request: web.Request) -> web.StreamResponse:
-        held = 0
+        body = _Body()
         try:
             if "upgrade" in request.headers:
                 raise RequestError(
@@ -221,9 +226,7 @@ class Gateway:
                     status=501,
                     code="not_served",
                 )
-            body = await self._read(request)
-            held = len(body.held)
-            self._held_bytes += held
+            await self._read(request, body)
             return await self._forward(request, body)
         except RequestError as error:
             reply = error_reply(error, request.path)
@@ -232,27 +235,29 @@ class Gateway:
                 response.force_close()
             return response
         finally:
-            self._held_bytes -= held
+            self._held_bytes -= body.nbytes
 
-    async def _read(self, request: web.Request) -> _Body:
-        """Return a body that is held whole, or its beginning if it is too long for that.
+    async def _read(self, request: web.Request, body: _Body) -> None:
+        """Read a whole body, or its beginning if it is too long to be held.
 
         Raises:
             RequestError: It does not come in time.
         """
         if not request.body_exists:
-            return _Body()
-        pieces, nbytes = [], 0
+            return
+        pieces = []
         try:
             async with asyncio.timeout(BODY_TIMEOUT_S):
                 async for piece in request.content.iter_any():
                     pieces.append(piece)
-                    nbytes += len(piece)
-                    if nbytes > HELD_BYTES or self._held_bytes + nbytes > ALL_HELD_BYTES:
-                        return _Body(b"".join(pieces), request.content)
+                    body.nbytes += len(piece)
+                    self._held_bytes += len(piece)
+                    if body.nbytes > HELD_BYTES or self._held_bytes > ALL_HELD_BYTES:
+                        body.rest = request.content
+                        break
         except TimeoutError:
             raise body_timeout(BODY_TIMEOUT_S) from None
-        return _Body(b"".join(pieces))
+        body.held = b"".join(pieces)
 
     async def _forward(self, request: web.Request, body: _Body) -> web.StreamResponse:
         """Send a request to one front after another until one has a response.
@@ -297,10 +302,12 @@ class Gateway:
             filter(None, (request.headers.get("x-forwarded-for"), request.remote))
         )
         sent["x-forwarded-proto"] = request.headers.get("x-forwarded-proto", request.scheme)
-        base = str(front.url)
+        # Of a target with scheme and host (RFC 9112, 3.2.2) only the path is of the front.
+        path = request.raw_path
+        path = path if path.startswith("/") else request.rel_url.raw_path_qs
         return await self._session.request(
             request.method,
-            URL(base + request.raw_path, encoded=True),
+            URL(f"{front.url}{path}", encoded=True),
             headers=sent,
             data=body.stream() if request.body_exists else None,
             allow_redirects=False,

@@ -46,6 +46,7 @@ from epd_portable.placement.instances import (
     WentDownError,
     while_up,
 )
+from epd_portable.responses import unavailable
 from epd_portable.wire.fingerprint import differences
 from epd_portable.wire.jobs import Here
 
@@ -61,6 +62,8 @@ _said = say_failure(logger, "an engine is sent away")
 FORGET_S = 600.0
 """An engine that has joined and stays away so long is forgotten."""
 _LOOK_EVERY_S = 1.0
+_MAX_LINE_BYTES = 1 << 20
+"""Longest line of an API server to another one: settings of an engine that joins."""
 
 
 class EngineClient(AsyncMPClient):
@@ -101,7 +104,7 @@ class FrontEngine:
     """
 
     def __init__(self, settings: EngineSettings, instance: Instance, index: int) -> None:
-        self.settings = settings
+        self.settings = self.joined_as = settings
         self.instance = instance
         self.index = index
         self.client: Any = None
@@ -266,14 +269,15 @@ class Engines:
         self._loop = asyncio.get_running_loop()
         self._path.unlink(missing_ok=True)
         self._remove_sockets(self._path)
-        self._server = await asyncio.start_unix_server(self._answer, self._path)
+        self._server = await asyncio.start_unix_server(
+            self._answer, self._path, limit=_MAX_LINE_BYTES
+        )
 
     async def join(self, settings: EngineSettings) -> bool:
         """Take in an engine of another machine, at each API server; return whether it is new.
 
         Raises:
-            OSError: A server is not there.
-            RequestError: There is another one of that name.
+            RequestError: There is another one of that name, or a server is not there.
         """
         known = self.by_name.get(settings.name)
         if known is not None and (
@@ -296,7 +300,7 @@ class Engines:
 
     def _join(self, settings: EngineSettings) -> None:
         known = self.by_name.get(settings.name)
-        if known is not None and known.settings.url != settings.url:
+        if known is not None and known.joined_as != settings:
             self._remove(known)
             known = None
         if known is not None:
@@ -336,7 +340,7 @@ class Engines:
 
     async def _follow(self, engine: FrontEngine) -> None:
         """Follow an engine of another machine through its lives."""
-        settings = engine.settings
+        settings = engine.joined_as
         while True:
             peer = Peer(
                 engine.name,
@@ -357,6 +361,8 @@ class Engines:
                 logger.warning("engine %s stays away, and is forgotten", engine.name)
                 self._remove(engine)
                 return
+            except Exception:
+                logger.exception("engine %s: its outputs cannot be taken", engine.name)
             finally:
                 peer.shutdown()
 
@@ -368,11 +374,14 @@ class Engines:
         """
         async with asyncio.timeout(FORGET_S):
             met = asyncio.create_task(peer.met())
-            while not met.done():
-                await asyncio.wait([met], timeout=_LOOK_EVERY_S)
-                if peer.problem and peer.problem != engine.instance.health.reason:
-                    engine.instance.seen_gone(peer.problem)
-            return met.result()
+            try:
+                while not met.done():
+                    await asyncio.wait([met], timeout=_LOOK_EVERY_S)
+                    if peer.problem and peer.problem != engine.instance.health.reason:
+                        engine.instance.seen_gone(peer.problem)
+                return met.result()
+            finally:
+                met.cancel()
 
     async def one_up(self) -> None:
         """Return when an engine is up that answers requests."""
@@ -399,21 +408,25 @@ class Engines:
             name: Of an engine.
 
         Raises:
-            OSError: A server is not there.
+            RequestError: 503, a server is not there.
         """
         return _together(await self._ask_all(verb, name)).instances
 
     async def page(self) -> bytes:
         """Return the metrics of all API servers in Prometheus' format; there are several."""
-        registry = CollectorRegistry()
+        together, registry = _together(await self._ask_all()), CollectorRegistry()
         MultiProcessCollector(registry)  # type: ignore[no-untyped-call]
-        together = _together(await self._ask_all())
         registry.register(InstanceCollector(lambda: together))
         return generate_latest(registry)
 
     async def _ask_all(self, verb: str = "", name: str = "") -> list[Seen]:
         asked = f"{verb} {name}\n".encode()
-        others = await asyncio.gather(*(_ask(each, asked) for each in self._peers))
+        try:
+            others = await asyncio.gather(*(_ask(each, asked) for each in self._peers))
+        except (OSError, msgspec.DecodeError) as error:
+            raise unavailable(
+                f"an API server of this front starts, or has ended: {error}"
+            ) from error
         return [self._act(verb, name), *others]
 
     def _act(self, verb: str, name: str) -> Seen:

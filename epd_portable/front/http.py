@@ -85,14 +85,18 @@ class FrontMiddleware:
             await send({"type": "websocket.close", "code": 1008})
         elif scope["type"] != "http" or self._client is None:
             await self._app(scope, receive, send)
-        elif (scope["method"], scope["path"]) == (
-            "GET",
-            "/health",
-        ) or f"{scope['path']}/".startswith(f"{_CONTROL}/"):
-            await (await self._answer(scope, receive))(scope, receive, send)
-        elif scope["path"] == "/metrics" and len(self._settings.sockets) > 1:
-            page = await self._client.engines.page()
-            await Response(page, media_type=CONTENT_TYPE_LATEST)(scope, receive, send)
+        elif (
+            (scope["method"], scope["path"]) == ("GET", "/health")
+            or (scope["path"] == "/metrics" and len(self._settings.sockets) > 1)
+            or f"{scope['path']}/".startswith(f"{_CONTROL}/")
+        ):
+            try:
+                response = await self._answer(scope, receive)
+            except RequestError as error:
+                response = _refusal(error, scope["path"])
+            except ClientDisconnect:
+                response = Response(status_code=400)
+            await response(scope, receive, send)
         else:
             await self._pass_on(scope, receive, send)
 
@@ -120,11 +124,19 @@ class FrontMiddleware:
     # -- about engines ----------------------------------------------------------------------------
 
     async def _answer(self, scope: Scope, receive: Receive) -> Response:
+        """Return the response to a request about engines.
+
+        Raises:
+            RequestError: It is refused, or an API server is not there.
+            ClientDisconnect: The client has gone.
+        """
         assert self._client is not None
         method, path = scope["method"], scope["path"]
         name, _, verb = path.removeprefix(_CONTROL).strip("/").partition("/")
         engines = self._client.engines
         known = name in engines.by_name
+        if path == "/metrics":
+            return Response(await engines.page(), media_type=CONTENT_TYPE_LATEST)
         if path == "/health":
             signed = any(key == b"authorization" for key, _ in scope["headers"])
             return await self._health(engines, signed=signed and self._is_signed(scope))
@@ -135,19 +147,16 @@ class FrontMiddleware:
                 within_s = min(within_s, float(Request(scope).query_params["within_s"]))
             well = await engines.by_name[name].responds(within_s)
             return Response(status_code=200 if well else 503)
-        try:
-            body = await self._control_body(scope, receive) if method == "POST" else b""
-            self._check_signature(scope, body)
-            if (method, name) == ("POST", ""):
-                return await self._join(engines, body)
-        except RequestError as error:
-            return _refusal(error, path)
+        body = await self._control_body(scope, receive) if method == "POST" else b""
+        self._check_signature(scope, body)
+        if (method, name) == ("POST", ""):
+            return await self._join(engines, body)
         if (method, name) == ("GET", ""):
             return JSONResponse({"front": _here(), "instances": await engines.seen()})
         if known and (method, verb) == ("DELETE", ""):
             if engines.by_name[name].life is None:
                 text = f"instance {name!r} belongs to this front: stop its launcher, or drain it"
-                return _refusal(RequestError(text, status=409, code="not_joined"), path)
+                raise RequestError(text, status=409, code="not_joined")
             method, verb = "POST", "leave"
         if known and method == "POST" and verb in ("drain", "resume", "leave"):
             seen = await engines.seen(verb, name)
@@ -158,7 +167,7 @@ class FrontMiddleware:
         """200 if a request can be answered; the instances are for holders of the secret."""
         try:
             seen = await engines.seen()
-        except OSError:
+        except RequestError:
             seen = []  # An API server that starts, or has ended.
         up = [each for each in seen if each["state"] == "up"]
         assert self._client is not None

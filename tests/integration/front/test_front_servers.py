@@ -13,21 +13,26 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 pytest.importorskip("vllm")
 
 import zmq
+from prometheus_client import CollectorRegistry
+from starlette.types import Receive, Scope, Send
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
 from vllm.v1.engine.core import EngineCoreProc
 from vllm.v1.engine.core_client import EngineCoreRequestType
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from epd_portable.engine import core
+from epd_portable.errors import RequestError
 from epd_portable.front.client import SplitClient
+from epd_portable.front.http import FrontMiddleware
 from epd_portable.vllm_plugin import compat
 from epd_portable.wire.params import CacheNews, to_params
-from tests.integration.front.played_front import client_of, config_of_front, request
+from tests.integration.front.played_front import client_of, config_of_front, request, server_of
 from tests.metrics_page import total
 
 pytestmark = [
@@ -325,12 +330,33 @@ async def test_an_engine_whose_outputs_cannot_be_taken_is_sent_away_and_the_log_
     assert found.exc_info and "a fault of the front" in repr(found.exc_info[1])
 
 
-async def test_a_server_that_is_away_makes_the_engines_unknown(front: Front) -> None:
+async def test_a_server_that_is_away_makes_the_engines_unknown(
+    front: Front, monkeypatch: pytest.MonkeyPatch
+) -> None:
     front.servers[1].engines._server.close()
-    with pytest.raises(OSError):
+    with pytest.raises(RequestError, match="starts, or has ended"):
         await front.servers[0].engines.seen()
-    async with await asyncio.start_unix_server(
-        lambda _, writer: writer.close(), front.servers[1].settings.sockets[1]
-    ):
-        with pytest.raises(OSError):
-            await front.servers[0].engines.seen()
+
+    parts = [b"", b'[[{"name":']
+
+    def end(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(parts.pop())
+        writer.close()
+
+    while parts:
+        async with await asyncio.start_unix_server(end, front.servers[1].settings.sockets[1]):
+            with pytest.raises(RequestError, match="starts, or has ended"):
+                await front.servers[0].engines.seen()
+    monkeypatch.setattr("epd_portable.front.http.REGISTRY", CollectorRegistry())
+    server = server_of(front.servers[0])
+    middleware = FrontMiddleware(lambda *_: pytest.fail("vLLM's"))
+
+    async def within(scope: Scope, receive: Receive, send: Send) -> None:
+        await middleware({**scope, "app": server}, receive, send)
+
+    transport = httpx.ASGITransport(within)
+    sign = front.servers[0].secret.sign
+    async with httpx.AsyncClient(transport=transport, base_url="http://front") as http:
+        for path in ("/health", "/metrics", "/epd/instances"):
+            headers = {"authorization": sign("GET", path, b"")}
+            assert (await http.get(path, headers=headers)).status_code == 503

@@ -922,6 +922,23 @@ def http(front: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     return ask
 
 
+async def test_engine_whose_outputs_could_not_be_taken_comes_back(
+    front: Any, elsewhere: Begin
+) -> None:
+    client, far = front(name="d-0"), elsewhere("prefill")
+    engine = await joined(client, far)
+    first = engine.client
+
+    def fail(*_: Any) -> None:
+        del client._take_output
+        raise ValueError("a fault of the front")
+
+    client._take_output = fail
+    far.core.news(A=True)
+    await until(lambda: engine.client is not first)
+    await until(lambda: engine.holds == {"A"})
+
+
 async def test_engines_join_and_leave_by_signed_requests(http: Any, elsewhere: Begin) -> None:
     far, path = elsewhere(), "/epd/instances"
     body = {"name": "e-far", "role": "encode", "url": far.url, "labels": {"zone": "b"}}
@@ -930,6 +947,10 @@ async def test_engines_join_and_leave_by_signed_requests(http: Any, elsewhere: B
     assert (joined.status_code, joined.json()["name"]) == (201, "e-far")
     assert joined.json()["front"] == (await http("GET", path)).json()["front"]
     assert (await http("POST", path, body)).status_code == 200
+    await until(lambda: http.client.engines.by_name["e-far"].instance.health.usable)
+    moved = await http("POST", path, {**body, "labels": {"zone": "c"}, "weight": 2.0})
+    engine = http.client.engines.by_name["e-far"].instance
+    assert (moved.status_code, engine.labels["zone"], engine.weight) == (200, "c", 2.0)
     await until(lambda: http.client.engines.by_name["e-far"].instance.health.usable)
     taken = await http("POST", path, {**body, "url": "tcp://127.0.0.1:1"})
     assert (taken.status_code, taken.json()["error"]["code"]) == (409, "name_taken")

@@ -330,6 +330,40 @@ async def test_long_body_is_passed_on_while_it_comes_and_not_sent_again(
         assert t.gateway._held_bytes == 0
 
 
+async def test_bodies_that_come_count_before_they_are_whole(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(gateway, "ALL_HELD_BYTES", 1000)
+    async with played("a") as t:
+        front, go_on = t.fronts["a"], asyncio.Event()
+
+        async def slow() -> AsyncIterator[bytes]:
+            yield b"x" * 600
+            await go_on.wait()
+            yield b"y"
+
+        asking = [asyncio.create_task(t.ask(slow())) for _ in range(2)]  # type: ignore[arg-type]
+        # The second one is not held until it is whole: the front has its request already.
+        await until(lambda: len(front.requests) == 1)
+        assert t.gateway._held_bytes == 1200
+        go_on.set()
+        assert await asyncio.gather(*asking) == [(200, "a")] * 2
+        await until(lambda: t.gateway._held_bytes == 0)
+
+
+@pytest.mark.parametrize("target", [b"http://other.example/v1/models?a=1", b"/v1/models?a=1"])
+async def test_target_with_a_host_is_served_by_its_path(target: bytes) -> None:
+    async with played("a") as t:
+        reader, writer = await asyncio.open_connection("127.0.0.1", t.port)
+        writer.write(b"GET %b HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n" % target)
+        async with asyncio.timeout(60):
+            assert b" 200 " in await reader.readline()
+            await reader.read()
+        writer.close()
+        await writer.wait_closed()
+        assert [each.raw_path for each in t.fronts["a"].requests] == ["/v1/models?a=1"]
+
+
 async def test_body_that_does_not_come_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gateway, "BODY_TIMEOUT_S", 0.05)
     async with played("a") as t:
