@@ -39,6 +39,7 @@ class PrefillEncoderCache(ItemTable):
         incomplete: Ids of requests whose items are not all computed: the engine asks before it
             computes any of them further.
         progress: Number of items that came, and of steps in which a request with items computed.
+        changes: Items that became entries (``True``) or were evicted, until they are taken.
         pending: Claims that are not served.
         with_space: Requests that hold items, by id: no more than the cache has embeddings.
         touched: Items that have changed, until `take_touched`.
@@ -544,7 +545,6 @@ class PrefillEncoderCache(ItemTable):
         It may be evicted before the turn of others, whose own transfers may be used up. Such a
         request holds it from now on, if it needs the item next.
         """
-        self.changes[item.mm_hash] = True
         self.progress += 1
         self._woken.update(dict.fromkeys(item.holders))
         for claim in list(item.pending.values()):
@@ -571,5 +571,8 @@ class PrefillEncoderCache(ItemTable):
         self.touched[item] = None
 
     def _move(self, item: Item, state: State) -> None:
+        was_here = item.is_here
         super()._move(item, state)
         self.touched[item] = None
+        if item.is_here != was_here:
+            self.changes[item.mm_hash] = item.is_here

@@ -9,6 +9,10 @@ from epd_portable.items.placer import Placement, WorkerOrders
 from epd_portable.items.table import Item, State
 
 
+_IDLE = {computes: WorkerOrders(computes=computes) for computes in (False, True)}
+"""Orders of steps in which no item comes or goes, by whether they have tokens."""
+
+
 class OrderBook:
     """Orders of the scheduler for its workers, step by step.
 
@@ -55,6 +59,8 @@ class OrderBook:
             encodings = [each for each in encodings if each.mm_hash not in unused]
         pool = self._cache.pool
         if not (unused or self._placements or self._unread or pool.retiring):
+            if not encodings:
+                return _IDLE[computes]
             return WorkerOrders(encodings=encodings, computes=computes)
         placements = self._take_placements(computes=computes)
         released = pool.pass_on(self._scheduled)

@@ -174,12 +174,11 @@ class PrefillRequests:
             is_busy: Requests compute in the step that comes, as far as the last one shows.
         """
         self._is_busy = is_busy
-        woken = dict.fromkeys(self._cache.take_woken())
+        woken = self._cache.take_woken()
         if self.held_back and not is_busy:
-            woken |= self.held_back
+            woken = [*self.held_back.keys() | woken]
             self.held_back = {}
-        records = [self._records[request_id] for request_id in woken]
-        return [record.request_id for record in sorted(records, key=lambda each: each.number)]
+        return sorted(woken, key=lambda each: self._records[each].number)
 
     def encoded_here(self, request_id: str, mm_hash: str) -> None:
         """Note that the step that is being scheduled encodes an item."""

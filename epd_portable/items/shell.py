@@ -179,11 +179,11 @@ class ItemShell:
                 f"the thread epd-receiver ended with {self._death!r}, and no item comes to this "
                 "instance; restart it"
             ) from self._death
-        self._has_news.clear()
+        if self._has_news.is_set():
+            self._has_news.clear()
         if self.cache.incomplete:
             trace("turn")
         self.advance()
-        self.metrics.room(self.pool, self.cache)
 
     def rest(self, timeout_s: float) -> None:
         """Block until a message was taken in since `before_step`, but no longer than this.

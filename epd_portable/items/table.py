@@ -270,8 +270,6 @@ class ItemTable:
         num_free_slots: Free space.
         num_freeable_slots: Free space and the space of idle entries.
         items: Items with space, claims or transfers, by ``mm_hash``.
-        changes: Items that became entries (``True``) or were evicted, until they are taken;
-            ``None`` where they are not taken.
         version: Number of changes of items so far.
     """
 
@@ -280,7 +278,6 @@ class ItemTable:
         self.num_free_slots = cache_size
         self.num_freeable_slots = cache_size
         self.items: dict[str, Item] = {}
-        self.changes: dict[str, bool] | None = None
         self.version = 0
         self._idle: OrderedDict[str, Item] = OrderedDict()
         self._freed: list[str] = []
@@ -330,8 +327,6 @@ class ItemTable:
     def evict(self, item: Item) -> None:
         """Take the space of an idle entry."""
         del self._idle[item.mm_hash]
-        if self.changes is not None:
-            self.changes[item.mm_hash] = False
         self.num_free_slots += item.num_embeds
         self._freed.append(item.mm_hash)
         self._move(item, State.WAITING)
